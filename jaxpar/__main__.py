@@ -10,8 +10,8 @@ from typing import Any
 
 import jaxpar
 
+from . import _launch
 from ._core.text import HelpFormatter, parse
-from ._launch import command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"jaxpar {jaxpar.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    command.add_parser(commands)
+    _launch.add_parser(commands)
     if words[:1] not in (["launch"], ["--version"]):  # they need no JAX
         _add_commands(commands, *words[:1])
     args = parse(parser, words)

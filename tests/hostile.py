@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import select
-import selectors
 import socket
 import termios
 import time
@@ -112,11 +111,10 @@ class Run:
     def __init__(self, monkeypatch, size=3, **options):
         self.clock = types.SimpleNamespace(now=0.0, tick=lambda: self.clock.now)
         monkeypatch.setattr(server, "AwakeClock", lambda: self.clock)
-        self.selector = selectors.DefaultSelector()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = self.listener.getsockname()
         self.size = size
-        self.server = server.HeartbeatServer(self.selector, self.listener, job=JOB, size=size, **options)
+        self.server = server.HeartbeatServer(self.listener, job=JOB, size=size, **options)
         self.clients = []
 
     def __enter__(self):
@@ -126,7 +124,6 @@ class Run:
         for client in self.clients:
             client.sock.close()
         self.server.close()
-        self.selector.close()
 
     def connect(self, *messages):
         client = Client(self.address)
@@ -145,7 +142,7 @@ class Run:
         turns, idle, end = 0, 0, time.monotonic() + 20
         while idle < 2:
             assert time.monotonic() < end, "the server never reads what was sent"
-            ready = self.selector.select(0)
+            ready = self.server._selector.select(0)
             for key, _ in ready:
                 key.data()
             self.server.check()

@@ -15,9 +15,9 @@ start, here = int(os.environ["JAXPAR_RESTART"]), pathlib.Path(__file__).parent
 host, port = os.environ["JAXPAR_HUB"].split(":")
 """
 MEMBER = """
-from jaxpar._heartbeat import secret
 from jaxpar._heartbeat.client import HeartbeatClient, watch_exit
-run = {"job": os.environ["JAXPAR_JOB"], "secret": secret.find()}
+from jaxpar._heartbeat.connection import find_secret
+run = {"job": os.environ["JAXPAR_JOB"], "secret": find_secret()}
 client = HeartbeatClient(rank, size, **run, heartbeat_timeout=2.0, launched=True)
 client.join_run([(host, int(port))], 10.0, "absent")
 watch_exit(client)

@@ -1,14 +1,16 @@
-"""What a process does with signals, which are recorded for a loop that obeys them later, and with freed memory."""
+"""What a process does with signals, which a loop obeys later, with threads that fail, and with freed memory."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
-import socket
+import threading
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from .text import say_before_exit
 
 # The GNU C library's names of options, in <malloc.h>, and what they are set to; see mallopt(3). Blocks must come from
 # the one heap that grows without limit, whichever thread asks, and stay there.
@@ -25,35 +27,20 @@ class Signals:
         *,
         on_signal: Callable[[int], object] = lambda number: None,
         once: bool = False,
-        wakes: bool = False,
     ):
         """`on_signal` may run inside of any call of the main thread. `once`: a second one acts as before."""
         self.received: list[int] = []  # those that came, in their order
-        self._numbers, self._on_signal, self._once, self._wakes = tuple(numbers), on_signal, once, wakes
+        self._numbers, self._on_signal, self._once = tuple(numbers), on_signal, once
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
         for number in self._numbers:
             self._handlers[number] = signal.signal(number, self._record)
-        if self._wakes:  # `wake`, a socket for a selector, is readable after a signal
-            self.wake, self._waker = socket.socketpair()
-            for end in (self.wake, self._waker):
-                end.setblocking(False)
-            self._fd = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._wakes:
-            signal.set_wakeup_fd(self._fd)
-            self.wake.close()
-            self._waker.close()
         for number in list(self._handlers):
             self._restore_handler(number)
-
-    def clear(self) -> None:
-        """Make `wake` unreadable until the next signal."""
-        with contextlib.suppress(BlockingIOError):
-            self.wake.recv(4096)
 
     def _record(self, number: int, frame: Any) -> None:
         self.received.append(number)
@@ -63,6 +50,27 @@ class Signals:
 
     def _restore_handler(self, number: int) -> None:
         signal.signal(number, self._handlers.pop(number))
+
+
+def daemon(
+    name: str, run: Callable[[], object], consequence: str, end: Callable[[], object] = lambda: None
+) -> threading.Thread:
+    """A thread that does not keep the process alive. It is not started.
+
+    An exception ends it, with its trace and one line that names the consequence. Then `end` is called.
+    """
+    # A class has a thread instead of being one: `threading.Thread` keeps private attributes, and a new release of
+    # Python may give one of them the name of a method of ours.
+
+    def watched() -> None:
+        try:
+            run()
+        except Exception as error:
+            what = f"the thread {name} failed: {type(error).__name__}: {error}"
+            say_before_exit(f"{traceback.format_exc()}jaxpar: {what}; {consequence}")
+            end()
+
+    return threading.Thread(target=watched, name=name, daemon=True)
 
 
 def keep_freed_memory() -> bool:

@@ -1,10 +1,8 @@
 """Heartbeats between the processes of a run, and the report of a loss. No JAX here.
 
-connection  JSON messages over TCP, checked field by field
-secret      what each end of a connection proves that it knows
+connection  the protocol: JSON messages over TCP, checked field by field, and the secret that both ends know
 server      one for each run, in the launcher or in a thread of process 0
 client      one in each process: it sends heartbeats, ends the process after a loss, and reports how it ends itself
 pulse       heartbeats of a process in which something holds Python's lock
 proxy       hides the death of process 0 from jax's own client
-thread      of the above: one that fails says so, and what follows
 """

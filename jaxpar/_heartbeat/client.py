@@ -16,12 +16,23 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from .._core.process import daemon
 from .._core.text import say_before_exit
-from .connection import FROM_SERVER, INTERVAL, LOST, AwakeClock, JsonConnection, Message, clean
+from .connection import (
+    FROM_SERVER,
+    INTERVAL,
+    LOST,
+    SECRET,
+    SECRET_FILE,
+    AwakeClock,
+    JsonConnection,
+    Message,
+    Secret,
+    challenge,
+    clean,
+)
 from .pulse import Pulse
-from .secret import FILE_VARIABLE, VARIABLE, Secret, challenge
-from .server import INTERRUPT_GRACE, INTERRUPTED, ServerThread
-from .thread import daemon
+from .server import INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
 
 _CONNECT_TIMEOUT = 2.0  # seconds for one address: of eight ports a firewall may answer none
 _WELCOME_TIMEOUT = 5.0  # seconds in which a server answers: it does nothing else
@@ -42,9 +53,8 @@ class HeartbeatClient:
         secret: Secret | None = None,  # None joins only a server without one
         heartbeat_timeout: float,  # seconds without a heartbeat after which the server is lost
         launched: bool,  # the launcher has the server; its silence is no loss, since here it can only be stopped
-        server: ServerThread | None = None,  # if it is in this process
+        server: HeartbeatServer | None = None,  # if it is in this process
         pulse: Pulse | None = None,  # gets the connection, and ends with it
-        forget: Callable[[int], None] | None = None,  # has jax forget a lost process, in process 0; it may not fail
     ):
         ends = f"no loss would be noticed, so process {rank} of {size} ends with status {LOST}"
         self.thread = daemon("jaxpar-heartbeat-client", self._run, ends, lambda: os._exit(LOST))
@@ -52,12 +62,11 @@ class HeartbeatClient:
         self.server, self._server_name, self._server_host = server, "the launcher" if launched else "process 0", "?"
         self.hint: str | None = None  # what the processes resume from
         self.status = 0  # the exit status of this process, if it failed
-        self._pulse, self._launched = pulse, launched
-        self._forget = forget or (lambda rank: None)
+        self._pulse, self._launched = pulse or Pulse(starts=False), launched
+        self.forget: Callable[[int], None] = lambda rank: None  # has jax forget a lost process; it may not fail
         self._secret, self._mistrust = secret, ""  # why a server that answered is not the one of this run
-        self._has_failed = self._is_leaving = self._is_stopped = self._is_server_closing = False
+        self._has_failed = self._is_leaving = self._is_server_closing = False
         self._connection: JsonConnection | None = None
-        self._unhandled: list[Message] = []
         self._lost = queue.SimpleQueue[int]()  # processes that jax has to forget
 
     def join_run(self, addresses: list[tuple[str, int]], seconds: float, absent: str) -> None:
@@ -81,19 +90,17 @@ class HeartbeatClient:
         except BaseException:
             if self._connection is not None:
                 self._connection.close()
-            self._end_pulse()
+            self._pulse.close()
             raise
-        if self._pulse is not None:
-            self._pulse.add(connection.sock)
+        self._pulse.add(connection.sock)
         if self.rank == 0:
             ends = f"the others would wait for a lost process, so process 0 ends with status {LOST}"
             daemon("jaxpar-release", self._release, ends, lambda: os._exit(LOST)).start()
         self.thread.start()
 
     def stop(self) -> None:
-        """Leave the run and end this thread."""
+        """Leave the run, and wait for the end of the thread."""
         self.leave()
-        self._is_stopped = True
         self.thread.join()
 
     def send_resume_hint(self, hint: str | None) -> None:
@@ -121,17 +128,13 @@ class HeartbeatClient:
 
     def leave(self) -> None:
         """Announce a normal end, so that the closed connection does not count as a loss."""
-        self._is_leaving = True
         self._send(leaving=1)
-        self._end_pulse()  # nobody waits for heartbeats any more
+        self._is_leaving = True  # which ends the thread, and the connection
+        self._pulse.close()  # nobody waits for heartbeats any more
 
     def _send(self, **message: Any) -> None:
         if self._connection is not None:
             self._connection.send(**message)
-
-    def _end_pulse(self) -> None:
-        if self._pulse is not None:
-            self._pulse.close()
 
     # Joining: a server that answers, both proofs of the secret, and the beginning of the run
 
@@ -152,54 +155,47 @@ class HeartbeatClient:
 
     def _is_own_server(self, connection: JsonConnection) -> bool:
         """Whether the server belongs to this run. With a secret, both sides prove that they know it."""
-        messages = _next_messages(connection)
-        first = messages[0] if messages else {}
+        first = connection.next_message(_WELCOME_TIMEOUT)
         if "challenge" not in first:
-            self._unhandled = messages
-            is_server = any({"welcome", "refused"} & set(message) for message in messages)
+            is_server = "welcome" in first
             if is_server and self._secret is not None:
                 connection.send(leaving=1)  # it may be one of this run that was started without
                 self._mistrust = f"the server has no secret, and this process has one, in {self._secret.source}"
             return is_server and self._secret is None
         if self._secret is None:
             self._mistrust = (
-                f"the server asks for the secret of the run, and this process has none; set {VARIABLE}, or "
-                f"{FILE_VARIABLE} to a file that only you can read, to the same in all processes"
+                f"the server asks for the secret of the run, and this process has none; set {SECRET}, or "
+                f"{SECRET_FILE} to a file that only you can read, to the same in all processes"
             )
             return False
         own = challenge()
         about = ((first["challenge"], own), self.job, self.rank, self.size)
         connection.send(answer=own, proof=self._secret.proof("process", *about))
-        messages = _next_messages(connection)
-        proof = messages.pop(0).get("proof", "") if messages else ""
+        proof = connection.next_message(_WELCOME_TIMEOUT).get("proof", "")
         if not self._secret.is_proof(proof, "server", *about):
             self._mistrust = f"the server has another secret than the one in {self._secret.source}"
             return False
-        self._unhandled = messages
         return True
 
     def _wait_for_go(self, connection: JsonConnection, end: float) -> None:
         """Send heartbeats until the server says that the run begins."""
         sent = 0.0
         while True:
-            self._unhandled += connection.receive()
-            while self._unhandled:
-                message = self._unhandled.pop(0)
-                if "go" in message:
-                    self._server_host = message["host"]
-                    return  # the thread handles later messages
-                if "refused" in message:
-                    raise ConnectionError(message["refused"])
-                if "lost" in message:
-                    self._end_after_loss(message)
-            if connection.fault is not None:
-                raise ConnectionError(f"{self._server_name} sent an invalid message: {connection.fault}")
-            if connection.is_closed or time.monotonic() > end:
-                raise ConnectionError("the connection to process 0 was closed before all processes had joined")
             if time.monotonic() - sent > INTERVAL:
                 sent = time.monotonic()
                 connection.send(heartbeat=1)
-            connection.wait(INTERVAL / 2)
+            message = connection.next_message(INTERVAL / 2)
+            if "go" in message:
+                self._server_host = message["host"]
+                return  # the thread handles later messages
+            if "refused" in message:
+                raise ConnectionError(message["refused"])
+            if "lost" in message:
+                self._end_after_loss(message)
+            if not message and connection.fault is not None:
+                raise ConnectionError(f"{self._server_name} sent an invalid message: {connection.fault}")
+            if (not message and connection.is_closed) or time.monotonic() > end:
+                raise ConnectionError("the connection to process 0 was closed before all processes had joined")
 
     # The threads
 
@@ -211,16 +207,16 @@ class HeartbeatClient:
                 self._end_process(f"{self._server_name} (host {self._server_host}) was lost: {why}")
         finally:
             self._connection.close()
-            self._end_pulse()
+            self._pulse.close()
 
     def _watch(self, connection: JsonConnection) -> str | None:
-        """Send and read heartbeats. Return why the server is lost, or None after `stop`."""
+        """Send and read heartbeats. Return why the server is lost, or None after `leave`."""
         clock, sent = AwakeClock(), 0.0
         received = clock.now
-        while not self._is_stopped:
+        while not self._is_leaving:
             connection.wait(INTERVAL / 2)
             now = clock.tick()
-            messages, self._unhandled = self._unhandled + connection.receive(), []
+            messages = connection.receive()
             for message in messages:
                 self._handle(message)
             received = now if messages else received
@@ -228,13 +224,12 @@ class HeartbeatClient:
                 return f"it sent an invalid message: {connection.fault}"
             if connection.is_closed:
                 return "its connection closed (killed?)"
-            if now - received > self.heartbeat_timeout and not (self._is_leaving or self._launched):
+            if now - received > self.heartbeat_timeout and not self._launched:
                 return f"no heartbeat for {self.heartbeat_timeout:g} seconds: it is frozen, or its host is gone"
             if now - sent >= INTERVAL:
                 sent = now
                 connection.send(heartbeat=1)
-                if self._pulse is not None:
-                    self._pulse.beat()
+                self._pulse.beat()
         return None
 
     def _handle(self, message: Message) -> None:
@@ -251,7 +246,7 @@ class HeartbeatClient:
         """Have jax forget lost processes, one after the other: it may take long, at the start of a run."""
         while True:
             rank = self._lost.get()
-            self._forget(rank)
+            self.forget(rank)
             self._send(released=rank)
 
     def _end_after_loss(self, message: Message) -> None:
@@ -267,16 +262,6 @@ class HeartbeatClient:
                 self.server.wait_for_peers(_LAST_MESSAGE_TIME)
         finally:
             os._exit(LOST)
-
-
-def _next_messages(connection: JsonConnection) -> list[Message]:
-    """The next messages, within five seconds. None if the connection ends or nothing arrives."""
-    end = time.monotonic() + _WELCOME_TIMEOUT
-    while not connection.is_closed and (left := end - time.monotonic()) > 0:
-        connection.wait(left)
-        if messages := connection.receive():
-            return messages
-    return []
 
 
 class _Exit(SystemExit):

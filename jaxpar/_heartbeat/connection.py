@@ -1,15 +1,25 @@
-"""JSON messages over TCP between the processes of a run: what each side may say, and a connection that carries it.
+"""The protocol between the processes of a run: JSON messages over TCP, and the secret that both ends know.
 
 A message is one line of JSON. It is an object with exactly the fields of its type, each within its limits. Anything
 else is invalid and ends the connection.
+
+With a secret, the server sends a random challenge. The process answers with a challenge of its own and with a proof,
+and the server proves the same in return. A proof is an HMAC with SHA-256 over both challenges and what the process says
+it is. The secret itself is never sent. Later messages of the connection carry no proof, and nothing is encrypted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import hmac
 import json
+import os
+import secrets
 import select
 import socket
+import stat
 import threading
 import time
 from collections.abc import Mapping
@@ -114,6 +124,7 @@ class JsonConnection:
         self.is_closed = False  # whether the connection has ended; an invalid message ends it too
         self.fault: str | None = None  # what was invalid, in printable words
         self._rest, self._unsent = b"", b""
+        self._waiting: list[Message] = []  # received, and not taken by `next_message`
         self._sending = threading.RLock()  # a signal handler may send within a send of the same thread
         self._since, self._received = time.monotonic(), 0  # bytes received in the second that began then
 
@@ -133,10 +144,11 @@ class JsonConnection:
 
     def receive(self) -> list[Message]:
         """The messages in the next `longest` bytes. At the end of the connection `is_closed` is set."""
+        messages, self._waiting = self._waiting, []
         try:
             data = self.sock.recv(self.longest)
         except (BlockingIOError, InterruptedError):
-            return []
+            return messages
         except OSError:
             data = b""
         now = time.monotonic()
@@ -145,7 +157,6 @@ class JsonConnection:
         self._received += len(data)
         self.is_closed = self.is_closed or not data
         *lines, self._rest = (self._rest + data).split(b"\n")
-        messages: list[Message] = []
         try:
             for line in lines:
                 messages.append(parse(line, self._types))
@@ -154,6 +165,14 @@ class JsonConnection:
         except ValueError as error:
             self.is_closed, self.fault, self._rest = True, str(error), b""
         return messages
+
+    def next_message(self, seconds: float) -> Message:
+        """The next message. It is empty after so many seconds, and where the connection ends."""
+        end = time.monotonic() + seconds
+        while not self._waiting and not self.is_closed and (left := end - time.monotonic()) > 0:
+            self.wait(left)
+            self._waiting = self.receive()
+        return self._waiting.pop(0) if self._waiting else {}
 
     @property
     def is_flooding(self) -> bool:
@@ -174,6 +193,83 @@ class JsonConnection:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
+
+
+# The secret of a run: where it is found, and how each end of a connection proves that it knows it.
+
+SECRET, SECRET_FILE = "JAXPAR_SECRET", "JAXPAR_SECRET_FILE"
+_SHORTEST, _LONGEST_KEY = 16, 4096  # bytes of a secret. A shorter one could be guessed
+
+
+@dataclasses.dataclass(frozen=True)
+class Secret:
+    """A secret. Its key is never shown."""
+
+    key: bytes = dataclasses.field(repr=False)
+    source: str  # where it was found, in words
+
+    def proof(self, end: str, challenges: tuple[str, str], job: str, rank: int, size: int) -> str:
+        """What only those can compute who know the secret, for one end ("process" or "server") of one connection."""
+        parts = ["jaxpar 1", end, *challenges, job, str(rank), str(size)]
+        framed = "".join(f"{len(part)}:{part}" for part in parts)
+        return hmac.new(self.key, framed.encode(), hashlib.sha256).hexdigest()
+
+    def is_proof(self, given: str, *about: Any) -> bool:
+        """Whether a text is this proof, in a time that does not depend on the text."""
+        return hmac.compare_digest(given.encode(), self.proof(*about).encode())
+
+
+def new_secret(source: str) -> Secret:
+    """A secret of 32 random bytes."""
+    return Secret(secrets.token_hex(32).encode(), source)
+
+
+def challenge() -> str:
+    return secrets.token_hex(16)
+
+
+def find_secret(env: Mapping[str, str] = os.environ) -> Secret | None:
+    """The secret in `JAXPAR_SECRET`, in the file `JAXPAR_SECRET_FILE`, or in `~/.config/jaxpar/secret`, if any.
+
+    One of another length, or in a file that others can read, is a `RuntimeError`.
+    """
+    if (value := env.get(SECRET)) is not None:
+        return _checked(value.encode(errors="surrogateescape"), f"the variable {SECRET}")
+    if (named := env.get(SECRET_FILE)) is not None:
+        return _read(named)
+    folder = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".config")
+    path = os.path.join(folder, "jaxpar", "secret")
+    return _read(path) if os.path.lexists(path) else None
+
+
+def _read(path: str) -> Secret:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would not return
+        with open(descriptor, "rb") as file:
+            about = os.fstat(descriptor)  # of what is open: the path may be another file by now
+            if not stat.S_ISREG(about.st_mode):
+                raise RuntimeError(f"distributed.initialize: the secret {path} is not a regular file")
+            if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o077):
+                raise RuntimeError(
+                    f"distributed.initialize: the secret {path} must belong to you and be readable by you only; "
+                    f"run `chmod 600 {path}`, and make a new one if others could read it"
+                )
+            return _checked(file.read(_LONGEST_KEY + 1), f"the file {path}")
+    except OSError as error:
+        raise RuntimeError(f"distributed.initialize: the secret in {path} cannot be read: {error.strerror}") from None
+
+
+def _checked(key: bytes, source: str) -> Secret:
+    key = key.strip()
+    if not _SHORTEST <= len(key) <= _LONGEST_KEY:
+        raise RuntimeError(
+            f"distributed.initialize: the secret in {source} must have {_SHORTEST} to {_LONGEST_KEY} bytes; "
+            "`python -c 'import secrets; print(secrets.token_hex(32))'` makes one"
+        )
+    return Secret(key, source)
+
+
+# Clocks and addresses.
 
 
 class AwakeClock:

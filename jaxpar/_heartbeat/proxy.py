@@ -7,13 +7,14 @@ process, the client sees no closed connection. It gives up after its own heartbe
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
-import threading
-import time
+from asyncio import StreamReader, StreamWriter
+from typing import Any
 
+from .._core.process import daemon
 from .connection import split
-from .thread import daemon
 
 _CHUNK = 1 << 18
 _MOST = 16  # connections at a time; jax's client has one or two
@@ -23,121 +24,80 @@ _END = 5.0  # seconds which the service has to end after its client has
 
 
 class ServiceProxy:
-    """A listener on this host that forwards every connection.
+    """A listener on this host that forwards every connection, in a thread.
 
-    Each connection has threads of its own, so that one that hangs or breaks does not delay another. `target`, the
-    service, and `address`, where the proxy listens, are "host:port".
+    `target`, the service, and `address`, where the proxy listens, are "host:port".
     """
 
     def __init__(self, target: str):
         self._target = split(target)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self._pairs: list[_Pair] = []
+        self._silent: list[StreamWriter] = []  # connections that have sent nothing yet, the oldest first
+        self._forwarded = 0  # how many others there are
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{listener.getsockname()[1]}"
         consequence = "jax cannot connect to process 0 again"
-        self.thread = daemon("jaxpar-proxy", self._run, consequence, self._listener.close)
+        self.thread = daemon("jaxpar-proxy", lambda: asyncio.run(self._serve(listener)), consequence, listener.close)
         self.thread.start()
 
-    def _run(self) -> None:
-        while True:
+    async def _serve(self, listener: socket.socket) -> None:
+        asyncio.get_running_loop().set_exception_handler(_report)
+        server = await asyncio.start_server(self._admit, sock=listener)
+        await server.serve_forever()
+
+    async def _admit(self, from_client: StreamReader, to_client: StreamWriter) -> None:
+        """Forward a connection once it has sent something. Until then it makes room for newer ones."""
+        self._silent.append(to_client)
+        if len(self._silent) > _MOST:
+            self._silent.pop(0).close()
+        data = await _read(from_client)  # jax's client sends first
+        if to_client in self._silent:
+            self._silent.remove(to_client)
+        if data and self._forwarded < _MOST:
+            self._forwarded += 1
             try:
-                client, _ = self._listener.accept()
-            except OSError:  # out of descriptors, or the connection is gone already
-                time.sleep(_RETRY)
-                continue
-            self._admit(client)
+                await self._forward(data, from_client, to_client)
+            finally:
+                self._forwarded -= 1
+        to_client.close()
 
-    def _admit(self, client: socket.socket) -> None:
-        """Start a pair. Where there are too many, close the oldest that has sent nothing, else the new one."""
-        self._pairs = [pair for pair in self._pairs if pair.thread.is_alive()]
-        silent = [pair for pair in self._pairs if pair.is_silent]
-        if len(self._pairs) >= _MOST:
-            if not silent:
-                return client.close()
-            self._pairs.remove(silent[0])
-            _shut(silent[0].client, socket.SHUT_RDWR)
-        pair = _Pair(client, self._target)
-        try:
-            pair.thread.start()
-        except RuntimeError:  # no more threads
-            return client.close()
-        self._pairs.append(pair)
-
-
-class _Pair:
-    """A connection of jax's client, and the connection to the service to which it is forwarded."""
-
-    def __init__(self, client: socket.socket, target: tuple[str, int]):
-        self.client, self._target = client, target
-        self.thread = daemon("jaxpar-proxy-pair", self._run, "jax has to connect to process 0 again")
-        self.is_silent = True
-
-    def _run(self) -> None:
-        with self.client as client:
-            data = _receive(client)  # jax's client sends first
-            self.is_silent = False
-            service = self._connect() if data else None
-            if service is None:
-                return
-            with service:
-                self._forward(client, service, data)
-
-    def _connect(self) -> socket.socket | None:
-        """A connection to the service, which may start later. None if the client ends first."""
-        while _is_open(self.client):
-            try:
-                service = socket.create_connection(self._target, timeout=_CONNECT_TIMEOUT)
-            except OSError:
-                time.sleep(_RETRY)
-                continue
-            service.settimeout(None)
-            return service
-        return None
-
-    def _forward(self, client: socket.socket, service: socket.socket, data: bytes) -> None:
+    async def _forward(self, data: bytes, from_client: StreamReader, to_client: StreamWriter) -> None:
         """Forward both directions until the client ends. The end of the service is never forwarded."""
-        for sock in (client, service):
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        answers = threading.Thread(target=_copy, args=(service, client), daemon=True)
-        answers.start()
+        while True:  # the service may start later
+            try:
+                async with asyncio.timeout(_CONNECT_TIMEOUT):
+                    from_service, to_service = await asyncio.open_connection(*self._target)
+                break
+            except (OSError, RuntimeError):  # RuntimeError: at its end, Python starts no thread that looks up a host
+                if from_client.at_eof() or to_client.is_closing():
+                    return
+                await asyncio.sleep(_RETRY)
+        answers = asyncio.create_task(_copy(from_service, to_client))
+        to_service.write(data)
+        await _copy(from_client, to_service)
         with contextlib.suppress(OSError):
-            service.sendall(data)
-        _copy(client, service)
-        _shut(service, socket.SHUT_WR)
-        answers.join(_END)
-        for sock in (client, service):
-            _shut(sock, socket.SHUT_RDWR)  # wakes the other thread where it still waits
-        answers.join()
+            to_service.write_eof()
+        await asyncio.wait([answers], timeout=_END)
+        answers.cancel()
+        to_service.close()
 
 
-def _copy(source: socket.socket, drain: socket.socket) -> None:
+async def _copy(source: StreamReader, drain: StreamWriter) -> None:
     """Copy from `source` until its end. What `drain` no longer takes is dropped."""
-    is_open = True
-    while data := _receive(source):
-        try:
-            if is_open:
-                drain.sendall(data)
-        except OSError:
-            is_open = False
+    while data := await _read(source):
+        if not drain.is_closing():
+            with contextlib.suppress(OSError):
+                drain.write(data)
+                await drain.drain()
 
 
-def _receive(sock: socket.socket) -> bytes:
+async def _read(source: StreamReader) -> bytes:
     try:
-        return sock.recv(_CHUNK)
+        return await source.read(_CHUNK)
     except OSError:
         return b""
 
 
-def _is_open(sock: socket.socket) -> bool:
-    try:
-        return bool(sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-
-
-def _shut(sock: socket.socket, direction: int) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(direction)
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Say what went wrong, but for sockets: where descriptors are used up, asyncio listens again a second later."""
+    if not isinstance(context.get("exception", OSError()), OSError):
+        loop.default_exception_handler(context)

@@ -27,16 +27,16 @@ _INTERVAL = 1.0  # seconds from one heartbeat to the next
 
 
 class Pulse:
-    """The process beside this one. If it cannot start, only Python sends heartbeats.
+    """The process beside this one. If it cannot or must not start, only Python sends heartbeats.
 
     It sends heartbeats after `quiet` seconds without a `beat`: two were late. After `most` seconds it stops, since a
     process that holds its lock for so long hangs.
     """
 
-    def __init__(self, quiet: float = 2.5, most: float = 300.0):
+    def __init__(self, quiet: float = 2.5, most: float = 300.0, starts: bool = True):
         self._link: socket.socket | None = None
         # A frozen program has no interpreter to start, and only Linux says in /proc whether a process is stopped.
-        if not sys.platform.startswith("linux") or not sys.executable or getattr(sys, "frozen", False):
+        if not (starts and sys.platform.startswith("linux") and sys.executable) or getattr(sys, "frozen", False):
             return
         own, other = socket.socketpair()
         with other:
@@ -70,8 +70,8 @@ class Pulse:
 
     def close(self) -> None:
         """End the process beside this one."""
-        if self._link is not None:
-            link, self._link = self._link, None
+        link, self._link = self._link, None
+        if link is not None:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)  # a fork, such as a worker that loads data, has a copy of it
             link.close()

@@ -23,13 +23,10 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
-from .._core.text import say
-from .connection import FROM_PROCESS, INTERVAL, LONGEST, AwakeClock, JsonConnection, Message, clean
+from .._core.process import daemon
+from .connection import FROM_PROCESS, INTERVAL, LONGEST, AwakeClock, JsonConnection, Message, Secret, challenge, clean
 from .pulse import Pulse
-from .secret import Secret, challenge
-from .thread import daemon
 
 HEARTBEAT_TIMEOUT = 10.0  # seconds: a busy machine may delay some heartbeats. A loss is noticed within 12
 ELASTIC_TIMEOUT = 4.0  # in an elastic run: the others wait so long, and a false alarm costs one process only
@@ -39,15 +36,6 @@ _MOST_PENDING = 64  # connections that are no process of the run yet, or its siz
 _LONGEST_EARLY = 1 << 13  # bytes of a message before a process takes part: a hello is shorter
 _HELLO_TIMEOUT = 5.0  # seconds in which a connection sends its hello and its proof: no work comes between them
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-@dataclasses.dataclass(frozen=True)
-class Lost:
-    """The first process that was lost."""
-
-    rank: int
-    host: str
-    why: str  # as a clause
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,14 +54,13 @@ class Peer:
 
 
 class HeartbeatServer:
-    """A server without a thread. Its owner calls `key.data()` for each ready socket, and `check()` twice a second.
+    """A server whose owner calls `turn` at least twice a second, or starts `thread`, which does so to the run's end.
 
     `on_leave` makes the run elastic. It is called with the rank of a process that is lost, and why.
     """
 
     def __init__(
         self,
-        selector: selectors.BaseSelector,  # gets the server's sockets; their data is the function to call
         listener: socket.socket,
         *,
         job: str,  # the name of this run; processes of another job are dropped
@@ -89,11 +76,12 @@ class HeartbeatServer:
         self.job, self.size, self._secret = clean("job", job), size, secret
         self.heartbeat_timeout, self.join_timeout = heartbeat_timeout, join_timeout
         self.peers: dict[int, Peer] = {}  # the connected processes, by rank
-        self.lost: Lost | None = None  # the first loss
+        self.lost: Message | None = None  # the first loss, as all processes are told
         self.hint: str | None = None  # what the processes resume from
         self._sent_hint: str | None = None
         self._hosts: dict[int, str] = {}  # of all that have joined
-        self._selector, self._listener, self._pulse = selector, listener, pulse
+        self._selector, self._listener = selectors.DefaultSelector(), listener
+        self._pulse = pulse or Pulse(starts=False)
         self._launched, self._on_leave, self._on_work = launched, on_leave, on_work
         self._pending: list[Peer] = []  # connections that are no process of the run yet, the oldest first
         self._refused: str | None = None  # why the run cannot begin
@@ -103,9 +91,20 @@ class HeartbeatServer:
         self._clock, self._last_heartbeat = AwakeClock(), 0.0
         self._is_joining, self._first_join = True, None
         self._most_pending = max(_MOST_PENDING, size)
-        self._accepted, self._accepted_since = 0, 0.0  # how many connections since when
+        self.thread = daemon("jaxpar-heartbeat-server", self._run, "the run ends", self.close)
         listener.setblocking(False)
         self._listen()
+
+    def turn(self, seconds: float) -> None:
+        """Handle what arrives within so many seconds, and check."""
+        for key, _ in self._selector.select(seconds):
+            key.data()
+        self.check()
+
+    def _run(self) -> None:
+        while not self.is_over:
+            self.turn(INTERVAL / 2)
+        self.close()
 
     def check(self) -> None:
         """Send heartbeats, and report processes that are silent or did not join."""
@@ -113,9 +112,13 @@ class HeartbeatServer:
         if now - self._last_heartbeat >= INTERVAL:
             self._last_heartbeat = now
             self._send_hint()
-            for peer in self.peers.values():
-                peer.connection.send(heartbeat=1)
-        self._resume(now)
+            self._send_all(heartbeat=1)
+            if self._may_accept <= 0:
+                self._listen()
+            self._may_accept = 4 * self._most_pending
+        for peer in [*self._pending, *self.peers.values()]:
+            if peer.is_paused and not peer.connection.is_flooding:
+                self._watch(peer)
         for peer in [peer for peer in self._pending if now - peer.last_message > _HELLO_TIMEOUT]:
             self._drop(peer)
         for rank, peer in list(self.peers.items()):
@@ -137,8 +140,8 @@ class HeartbeatServer:
         if self.lost is None:
             why += "; an elastic run cannot continue without process 0" if self._on_leave and not rank else ""
             self._send_hint()
-            self.lost = Lost(rank, self._hosts.get(rank, socket.gethostname()), why)
-            self._send_all(lost=rank, host=self.lost.host, why=why)
+            self.lost = {"lost": rank, "host": self._hosts.get(rank, socket.gethostname()), "why": why}
+            self._send_all(**self.lost)
 
     def forget(self, rank: int) -> None:
         """Let another process of an elastic run join in the place of this one."""
@@ -151,6 +154,16 @@ class HeartbeatServer:
         if self._interrupt is not None and self._interrupt[1] == rank:
             self._interrupt = None
 
+    def wait_for_peers(self, seconds: float) -> None:
+        """Wait until every peer has closed its connection, so that none sees a reset before the last message.
+
+        The thread must run, and this is another one.
+        """
+        end = time.monotonic() + seconds
+        gone = {0, self.lost["lost"]} if self.lost else {0}
+        while time.monotonic() < end and set(self.peers) - gone:
+            time.sleep(0.02)
+
     @property
     def is_over(self) -> bool:
         """Whether every process has left, or process 0 was informed that the run cannot begin."""
@@ -160,9 +173,8 @@ class HeartbeatServer:
         """Close all connections and the listener."""
         for peer in [*self.peers.values(), *self._pending]:
             self._drop(peer)
-        if self._listen_again is None:
-            self._selector.unregister(self._listener)
         self._listener.close()
+        self._selector.close()
 
     def _send_all(self, **message: object) -> None:
         for rank in sorted(self.peers, reverse=True):  # process 0 last: the server may be in it
@@ -177,38 +189,26 @@ class HeartbeatServer:
     # Connections: the next ones wait where there were too many in a second, and one that floods is read later.
 
     def _listen(self) -> None:
-        self._listen_again: float | None = None
+        self._may_accept = 4 * self._most_pending  # connections until the next second
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def _stop_listening(self, until: float) -> None:
-        self._listen_again = until
-        self._selector.unregister(self._listener)
-
     def _accept(self) -> None:
+        self._may_accept -= 1
         try:
             sock, _ = self._listener.accept()
         except OSError as error:
+            sock = None
             if error.errno in _EXHAUSTED:  # the connection stays, so the selector would report it forever
-                self._stop_listening(self._clock.now + INTERVAL / 2)
+                self._may_accept = 0
+        if self._may_accept <= 0:
+            self._selector.unregister(self._listener)
+        if sock is None:
             return
-        self._accepted += 1
-        if self._accepted >= 4 * self._most_pending:
-            self._stop_listening(self._accepted_since + INTERVAL)
         if len(self._pending) >= self._most_pending:
             self._drop(self._pending[0])
         peer = Peer(JsonConnection(sock, FROM_PROCESS, _LONGEST_EARLY), self._clock.now)
         self._pending.append(peer)
         self._watch(peer)
-
-    def _resume(self, now: float) -> None:
-        """Listen and read again after a pause."""
-        if now - self._accepted_since >= INTERVAL:
-            self._accepted, self._accepted_since = 0, now
-        if self._listen_again is not None and now >= self._listen_again:
-            self._listen()
-        for peer in [*self._pending, *self.peers.values()]:
-            if peer.is_paused and not peer.connection.is_flooding:
-                self._watch(peer)
 
     def _watch(self, peer: Peer) -> None:
         peer.is_paused = False
@@ -335,13 +335,12 @@ class HeartbeatServer:
             return peer.connection.send(refused=why)
         self._pending.remove(peer)
         peer.connection.longest = LONGEST
-        if self._pulse is not None:
-            self._pulse.add(peer.connection.sock)
+        self._pulse.add(peer.connection.sock)
         peer.rank, peer.timeout = rank, message["timeout"]
         self.peers[rank], self._hosts[rank] = peer, message["host"]
         self._first_join = self._clock.now if self._first_join is None else self._first_join
         if self.lost is not None:
-            peer.connection.send(lost=self.lost.rank, host=self.lost.host, why=self.lost.why)
+            peer.connection.send(**self.lost)
         elif self._is_joining and len(self.peers) == self.size:
             self._is_joining = False
             self._send_all(go=1, host=socket.gethostname())
@@ -374,31 +373,3 @@ class HeartbeatServer:
         self._refused = "; ".join([absent, *self._faults])
         self._is_joining = False
         self._send_all(refused=self._refused)
-
-
-class ServerThread:
-    """A heartbeat server in a thread of process 0, for runs without launcher. It runs until every process has left.
-
-    The options are those of `HeartbeatServer`. The thread is not started.
-    """
-
-    def __init__(self, listener: socket.socket, *, elastic: bool = False, **options: Any):
-        self._selector = selectors.DefaultSelector()
-        on_leave = (lambda rank, why: say(f"process {rank} was lost: {why}; the others continue")) if elastic else None
-        self.server = HeartbeatServer(self._selector, listener, **options, on_leave=on_leave)
-        self.thread = daemon("jaxpar-heartbeat-server", self._run, "the run ends", self.server.close)
-
-    def _run(self) -> None:
-        while not self.server.is_over:
-            for key, _ in self._selector.select(INTERVAL / 2):
-                key.data()
-            self.server.check()
-        self.server.close()
-        self._selector.close()
-
-    def wait_for_peers(self, seconds: float) -> None:
-        """Wait until every peer has closed its connection, so that none sees a reset before the last message."""
-        end = time.monotonic() + seconds
-        gone = {0} if self.server.lost is None else {0, self.server.lost.rank}
-        while time.monotonic() < end and set(self.server.peers) - gone:
-            time.sleep(0.02)

@@ -6,14 +6,10 @@
 The same script runs in a notebook, under `python -m jaxpar launch`, in Ray Train, under SLURM, Open MPI, Kubernetes and
 SkyPilot, and on Cloud TPU.
 
-The modules, in the order in which a start uses them:
-
     _environment   finds the process number, the number of processes and the address of process 0
     _initialize    checks the arguments, joins the other processes through the heartbeat server, then starts jax;
                    `join` is for callers such as `kv.create`
-    _process       the state of this process in the run
-
-`_elastic` has the members of an elastic run.
+    _elastic       the members of an elastic run
 """
 
 # pyright: reportUnusedImport=false
@@ -25,12 +21,12 @@ from ._elastic import (
     is_elastic as is_elastic,
     is_start as _is_start,
     is_starts as _is_starts,
-    own_start as _own_start,
-    release_others as _release_others,
 )
 from ._environment import ray_worker as _ray_worker
-from ._initialize import check_joined as check_joined, initialize as initialize, join as join
-from ._process import (
+from ._initialize import (
+    check_joined as check_joined,
+    initialize as initialize,
+    join as join,
     known_processes as known_processes,
     report_working as _report_working,
     set_resume_hint as set_resume_hint,

@@ -133,6 +133,45 @@ class Board:
         """Whether process 0 has written that the run is over."""
         return self.get("over") is not None
 
+    def members(self) -> tuple[int, dict[int, int]]:
+        """How often the members have changed, and the start of each by its index, as process 0 wrote it last."""
+        number, starts = self.get("members", lambda found: is_start(found[0]) and is_starts(found[1])) or (0, [])
+        return number, dict(starts)
+
+    def own_start(self, rank: int) -> int:
+        """The number that jax gave to the start of this process. Where the others have left it behind, it ends."""
+        if (start := self.client.get_live_nodes([rank]).get(rank)) is None:
+            end_left_behind()
+        return start
+
+    def release_others(self, rank: int) -> tuple[int, dict[int, int]]:
+        """Return the members, after they have noticed the loss of the process that this one, of this rank, replaces."""
+        own, released = self.own_start(rank), -1
+        while True:
+            number, starts = self.members()
+            if starts.get(rank, own) == own or self.is_over():
+                return number, starts
+            time.sleep(_NOTICED)
+            if number != released and self.members()[0] == number:
+                self._take_part(number, starts)
+                released = number
+
+    def _take_part(self, number: int, starts: dict[int, int]) -> None:
+        """Take part in the next barrier of these members. Where they have left it, this process ends."""
+
+        def wait() -> None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is lost, which the heartbeats report
+                self.client.get_live_nodes(sorted(starts))
+
+        barrier, left = threading.Thread(target=wait, daemon=True), None
+        barrier.start()
+        while barrier.is_alive():
+            barrier.join(_POLL)
+            if left is None and (self.members()[0] != number or self.is_over()):
+                left = time.monotonic()
+            if left is not None and time.monotonic() - left > _MOST_WAIT and barrier.is_alive():
+                end_left_behind()
+
 
 def _parse(text: str, is_valid: Callable[[Any], bool]) -> Any:
     try:
@@ -153,50 +192,7 @@ def is_starts(found: Any) -> bool:
     return all(isinstance(pair, list) and len(pair) == 2 and all(map(is_start, pair)) for pair in pairs)  # pyright: ignore
 
 
-def read_members(board: Board) -> tuple[int, dict[int, int]]:
-    """How often the members have changed, and the start of each of them by its index, as process 0 wrote it last."""
-    number, starts = board.get("members", lambda found: is_start(found[0]) and is_starts(found[1])) or (0, [])
-    return number, dict(starts)
-
-
-def own_start(board: Board, rank: int) -> int:
-    """The number that jax gave to the start of this process. Where the others have left it behind, it ends."""
-    if (start := board.client.get_live_nodes([rank]).get(rank)) is None:
-        end_left_behind()
-    return start
-
-
 def end_left_behind() -> NoReturn:
     """End this process, because the other processes continued without it."""
     say_before_exit(f"jaxpar: the other processes continued without this one. It ends with status {LOST}")
     os._exit(LOST)
-
-
-def release_others(board: Board, rank: int) -> tuple[int, dict[int, int]]:
-    """Return the members, after they have noticed the loss of the process that this one, of this rank, replaces."""
-    own, released = own_start(board, rank), -1
-    while True:
-        number, starts = read_members(board)
-        if starts.get(rank, own) == own or board.is_over():
-            return number, starts
-        time.sleep(_NOTICED)
-        if number != released and read_members(board)[0] == number:
-            _take_part(board, number, starts)
-            released = number
-
-
-def _take_part(board: Board, number: int, starts: dict[int, int]) -> None:
-    """Take part in the next barrier of these members. Where they have left it, this process ends."""
-
-    def wait() -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is lost, which the heartbeats report
-            board.client.get_live_nodes(sorted(starts))
-
-    barrier, left = threading.Thread(target=wait, daemon=True), None
-    barrier.start()
-    while barrier.is_alive():
-        barrier.join(_POLL)
-        if left is None and (read_members(board)[0] != number or board.is_over()):
-            left = time.monotonic()
-        if left is not None and time.monotonic() - left > _MOST_WAIT and barrier.is_alive():
-            end_left_behind()

@@ -1,4 +1,4 @@
-"""Joining the other processes: `initialize` for users, `join` for `kv` and `train`.
+"""This process's place in the run: how it joins the other processes, and what it knows of them then.
 
 The processes join through the heartbeat server, then each of them starts jax. The server's address follows from the
 coordinator's. Under the launcher it is in the environment.
@@ -7,6 +7,7 @@ coordinator's. Under the launcher it is in the environment.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import socket
@@ -19,25 +20,73 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._core.calls import answers
-from .._core.text import say_news
+from .._core.text import say, say_news
 from .._devices import processes
-from .._heartbeat import secret as secrets
-from .._heartbeat.client import HeartbeatClient
-from .._heartbeat.connection import MOST_SECONDS, is_loopback, split
+from .._heartbeat.client import HeartbeatClient, watch_exit
+from .._heartbeat.connection import MOST_SECONDS, SECRET, Secret, find_secret, is_loopback, new_secret, split
 from .._heartbeat.proxy import ServiceProxy
 from .._heartbeat.pulse import Pulse
-from .._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT, ServerThread
-from . import _elastic, _environment, _process
+from .._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT, HeartbeatServer
+from . import _elastic, _environment
 from ._environment import Cluster
 
-_OPEN = (
-    "any program that reaches this host's network can take part in the heartbeats of this run and end it; to prevent "
-    f"that, set {secrets.VARIABLE} to one random text in all processes, or write it to ~/.config/jaxpar/secret (chmod "
-    "600)"
-)
 _LOCKED = 60.0  # seconds for which a process that others can go on without may hold Python's lock
 _PORTS = 8  # the server takes the first free one of these many after the coordinator's
 _JOIN_TIMEOUT = 60.0  # seconds, where jax runs already: the processes are there, and may be slow
+
+
+@dataclasses.dataclass
+class Process:
+    """This process among the others."""
+
+    client: HeartbeatClient | None = None
+    processes: int = 1  # how many processes the run has
+    is_joined: bool = False  # whether `initialize` is done; the process may be the only one
+    has_failed: bool = False  # whether jax failed during its own start
+    is_attached: bool = False  # whether `initialize` found jax started by other code
+
+
+this = Process()
+
+
+def set_process(processes: int, client: HeartbeatClient | None) -> None:
+    """Make this process one of several. From now on it reports how it ends."""
+    this.client, this.processes = client, processes
+    if client is not None:
+        watch_exit(client)
+
+
+def start_jax(*settings: Any, **options: Any) -> None:
+    """Start jax, and record an error of that, which cannot be repeated. Its ValueErrors come before it begins."""
+    try:
+        jax.distributed.initialize(*settings, **options)
+    except BaseException as error:
+        this.has_failed = not isinstance(error, ValueError)
+        raise
+
+
+def is_joined() -> bool:
+    """Whether `initialize` is done, or the user's own `jax.distributed.initialize`."""
+    if this.has_failed:  # jax may now say that it is initialised, or that it is one of one
+        raise RuntimeError("distributed.initialize: an earlier call failed in this process; start all processes again")
+    return this.is_joined or jax.distributed.is_initialized()
+
+
+def numbers_of_jax() -> tuple[int, int]:
+    """How many processes `jax.distributed` has, and which one this is. It starts no device."""
+    state = multihost_utils.distributed.global_state  # pyright: ignore[reportPrivateImportUsage]
+    return state.num_processes, state.process_id
+
+
+def is_jax_used() -> bool:
+    """Whether JAX has started its devices. Their number is fixed from then on."""
+    number = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        jax.config.update("jax_num_cpu_devices", max(number, 0) + 1)
+        jax.config.update("jax_num_cpu_devices", number)
+    except RuntimeError:
+        return True
+    return False
 
 
 @answers("distributed.initialize")
@@ -96,7 +145,7 @@ def initialize(
             half-way.
     """
     elastic = elastic or os.environ.get(_elastic.VARIABLE) == "1"
-    if _process.is_joined():
+    if is_joined():
         if elastic and not _elastic.is_elastic() and jax.distributed.is_initialized():
             raise RuntimeError(
                 "distributed.initialize: elastic=True comes too late, jax was initialised without it; give it in the "
@@ -109,7 +158,7 @@ def initialize(
     is_known = isinstance(cluster, Cluster)
     if cluster is None or (is_known and cluster.num_processes == 1 and not cluster.server and not by_hand):
         return
-    if _process.is_jax_used():
+    if is_jax_used():
         raise RuntimeError(
             "distributed.initialize: JAX runs already and cannot become one of several processes now; call it before "
             "anything else that uses JAX (in a notebook, restart the kernel and call it first)"
@@ -120,23 +169,24 @@ def initialize(
     jax.config.update("jax_enable_preemption_service", preemption_service)
     if not jax.config.jax_cpu_collectives_implementation:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")  # the user's own "mpi" stays
-    watched = monitor and cluster != _environment.RAY_TRAIN
+    if cluster == _environment.RAY_TRAIN:  # which watches its workers
+        cluster, monitor = _environment.meet_by_ray(_environment.ray_worker()), False
     options: dict[str, Any] = {
         "local_device_ids": local_device_ids,
         "initialization_timeout": max(1, round(joining)),
         # jax's own watch ends a process with a stack trace, also after a stop of all (Ctrl-Z, a paused container). 100
         # seconds are its default.
-        "heartbeat_timeout_seconds": _elastic.NEVER if watched else round(max(100, 10 * heartbeat)),
+        "heartbeat_timeout_seconds": _elastic.NEVER if monitor else round(max(100, 10 * heartbeat)),
     }
     if elastic:
         options |= _elastic.configure(heartbeat)
-    if cluster == _environment.RAY_TRAIN:
-        _start_by_ray(options)
-    elif isinstance(cluster, str):
+    if isinstance(cluster, str):
         _start_by_jax(cluster, options, heartbeat, monitor)
     else:
         _start(cluster, options, heartbeat, joining, monitor)
-    _process.this.is_joined = True
+        if cluster.source == _environment.RAY_TRAIN:
+            _say_ray_watches(cluster.num_processes, cluster.process_id, "jax runs")
+    this.is_joined = True
 
 
 def _find_timeouts(initialization: float | None, heartbeat: float | None, elastic: bool) -> tuple[float, float]:
@@ -157,19 +207,19 @@ def _find_timeouts(initialization: float | None, heartbeat: float | None, elasti
 def _attach(num_processes: int | None, process_id: int | None) -> None:
     """Go on in the processes that jax has already. Nothing is started: no heartbeats, no hooks at the end."""
     # The code that started jax also ends it. In Ray Train, one line reports that.
-    if _process.this.is_joined:  # by ourselves
+    if this.is_joined:  # by ourselves
         return
-    size, rank = _process.numbers_of_jax()
+    size, rank = numbers_of_jax()
     for name, given, has in (("num_processes", num_processes, size), ("process_id", process_id, rank)):
         if given is not None and given != has:
             raise RuntimeError(
                 f"distributed.initialize: {name}={given!r}, but jax.distributed was initialised by other code, and "
                 f"there it is {has}; leave the arguments out, or call jp.distributed.initialize first"
             )
-    if not _process.this.is_attached and (train := _environment.ray_worker()) is not None:
+    if not this.is_attached and (train := _environment.ray_worker()) is not None:
         context = train.get_context()
         _say_ray_watches(context.get_world_size(), context.get_world_rank(), "Ray Train has started jax")
-    _process.this.is_attached = True
+    this.is_attached = True
 
 
 def join(caller: str) -> None:
@@ -187,9 +237,9 @@ def join(caller: str) -> None:
         >>> from jaxpar import distributed
         >>> distributed.join("my_function")  # one process: there is nothing to join
     """
-    if _process.is_joined() or (cluster := _environment.find(None, None, None)) is None:
+    if is_joined() or (cluster := _environment.find(None, None, None)) is None:
         return
-    if not _process.is_jax_used():
+    if not is_jax_used():
         return initialize()
     if _environment.has_others(cluster):
         raise RuntimeError(
@@ -216,7 +266,7 @@ def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
         >>> from jaxpar import distributed
         >>> distributed.check_joined("my_function", "the sum would be too small")  # one process
     """
-    if _process.is_joined():
+    if is_joined():
         return
     cluster = _environment.find_launched() if launched else _environment.find(None, None, None)
     if _environment.has_others(cluster):
@@ -230,6 +280,60 @@ def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
         )
 
 
+@answers("distributed.set_resume_hint")
+def set_resume_hint(path: str | os.PathLike[str] | None) -> None:
+    """Set the checkpoint to name when a process is lost.
+
+    `train.fit` calls this after each checkpoint. All processes receive the path. A process that ends because another
+    process was lost prints it.
+
+    Args:
+        path: the newest good checkpoint, or None.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.set_resume_hint("runs/lenet/step_00000120")
+    """
+    if this.client is not None:
+        this.client.send_resume_hint(None if path is None else os.fspath(path))
+
+
+def report_working() -> None:
+    """Tell the launcher that this process, which may have been started again, does its work."""
+    if this.client is not None:
+        this.client.report_working()
+
+
+def known_processes() -> int:
+    """The number of processes that `initialize` found, and 1 before.
+
+    Unlike `jax.process_count`, this call starts no device. If other code has called `jax.distributed.initialize`, the
+    result is the number of processes of that call.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.known_processes()
+        1
+    """
+    if not this.is_joined and jax.distributed.is_initialized():
+        return numbers_of_jax()[0]
+    return this.processes
+
+
+def wait_for_loss_report() -> None:
+    """Wait one second for the report of a lost process.
+
+    A collective can raise before the report of its lost peer has arrived, so call this before showing the exception. If
+    a process was lost, this process ends with one line on standard error. With one process the call returns at once.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.wait_for_loss_report()
+    """
+    if this.client is not None:
+        this.client.wait_for_loss_report()
+
+
 # The start of several processes.
 
 
@@ -237,28 +341,17 @@ def _start(
     cluster: Cluster, options: dict[str, Any], heartbeat_timeout: float, join_timeout: float, watch: bool
 ) -> None:
     """Join the others, then start jax with the options. `watch` says whether the processes send heartbeats."""
-    several = cluster.num_processes > 1
-    with contextlib.ExitStack() as reserved:
-        if cluster.process_id == 0 and several:
-            reserved.enter_context(reserve_port(cluster.coordinator))
-        client = None
+    several, client = cluster.num_processes > 1, None
+    with reserve_port(cluster.coordinator) if several and cluster.process_id == 0 else contextlib.nullcontext():
         if watch and (several or cluster.server):
             client = join_others(cluster, heartbeat_timeout, join_timeout, processes.is_elastic())
-    _process.set_process(cluster.num_processes, client)
+    set_process(cluster.num_processes, client)
     if several or not cluster.server:
         if options["local_device_ids"] is None:
             options = {**options, "local_device_ids": cluster.local_devices}
         _start_jax(cluster, client is not None, options)
     if processes.is_elastic():
-        _elastic.release_others(_elastic.Board(), cluster.process_id)
-
-
-def _start_by_ray(options: dict[str, Any]) -> None:
-    """Start jax in the workers of Ray Train, without heartbeats, because Ray watches its workers."""
-    cluster = _environment.meet_by_ray(_environment.ray_worker())
-    _process.set_process(cluster.num_processes, None)
-    _start_jax(cluster, False, options)
-    _say_ray_watches(cluster.num_processes, cluster.process_id, "jax runs")
+        _elastic.Board().release_others(cluster.process_id)
 
 
 def _say_ray_watches(size: int, rank: int, what: str) -> None:
@@ -270,7 +363,7 @@ def _say_ray_watches(size: int, rank: int, what: str) -> None:
 def _start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, watch: bool) -> None:
     """Start jax where only it can find the settings, such as "Kubernetes". The heartbeats begin after that."""
     try:
-        _process.start_jax(**options)
+        start_jax(**options)
     except ValueError as error:
         if "must be defined" not in str(error) and "should be defined" not in str(error):
             raise
@@ -282,7 +375,7 @@ def _start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, 
         ) from error
     rank, size = jax.process_index(), jax.process_count()
     client = _join_through_jax(rank, size, heartbeat_timeout) if watch and size > 1 else None
-    _process.set_process(size, client)
+    set_process(size, client)
 
 
 def _start_jax(cluster: Cluster, is_watched: bool, options: dict[str, Any]) -> None:
@@ -291,7 +384,7 @@ def _start_jax(cluster: Cluster, is_watched: bool, options: dict[str, Any]) -> N
     if is_watched and cluster.process_id:
         address = ServiceProxy(address).address
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or (f"127.0.0.1:{port}" if is_loopback(host) else None)
-    _process.start_jax(
+    start_jax(
         address,
         cluster.num_processes,
         cluster.process_id,
@@ -325,12 +418,12 @@ def join_others(
     cluster: Cluster, heartbeat_timeout: float, join_timeout: float, elastic: bool = False
 ) -> HeartbeatClient:
     """Join the others, and return the heartbeat client. Process 0 starts the server where no launcher has it."""
-    rank, size = cluster.process_id, cluster.num_processes
-    run: dict[str, Any] = {"job": cluster.job, "secret": secrets.find(), "heartbeat_timeout": heartbeat_timeout}
+    rank, size, secret = cluster.process_id, cluster.num_processes, find_secret()
     pulse = Pulse(most=_LOCKED) if elastic and rank else Pulse()
+    run: dict[str, Any] = {"job": cluster.job, "secret": secret, "heartbeat_timeout": heartbeat_timeout, "pulse": pulse}
     host, port = split(cluster.server or cluster.coordinator)
-    up = port + _PORTS <= 65535
-    ports = [port + i if up else port - i for i in range(1, _PORTS + 1)]
+    step = 1 if port + _PORTS <= 65535 else -1
+    ports = [port + step * i for i in range(1, _PORTS + 1)]
     absent = (
         f"process 0 is not there: no answer from the coordinator {cluster.coordinator} at ports {min(ports)} to "
         f"{max(ports)} of the heartbeat server"
@@ -339,22 +432,26 @@ def join_others(
     if cluster.server:
         addresses, absent = [(host, port)], f"the launcher is not there: no answer at {cluster.server}"
     elif rank == 0:
-        if run["secret"] is None and not is_loopback(host):
-            say_news(_OPEN)
+        if secret is None and not is_loopback(host):
+            say_news(
+                "any program that reaches this host's network can take part in the heartbeats of this run and end it; "
+                f"to prevent that, set {SECRET} to one random text in all processes, or write it to "
+                "~/.config/jaxpar/secret (chmod 600)"
+            )
         listener = _listen(host, ports)
         addresses = [("127.0.0.1", listener.getsockname()[1])]
-        server = ServerThread(listener, **run, size=size, join_timeout=join_timeout, elastic=elastic, pulse=pulse)
-    forget = functools.partial(_elastic.forget, cluster.coordinator, size) if elastic else None
-    launched = bool(cluster.server)
-    client = HeartbeatClient(rank, size, **run, launched=launched, server=server, pulse=pulse, forget=forget)
+        on_leave = (lambda rank, why: say(f"process {rank} was lost: {why}; the others continue")) if elastic else None
+        server = HeartbeatServer(listener, **run, size=size, join_timeout=join_timeout, on_leave=on_leave)
+    client = HeartbeatClient(rank, size, **run, launched=bool(cluster.server), server=server)
+    if elastic:
+        client.forget = functools.partial(_elastic.forget, cluster.coordinator, size)
     return _join_run(client, addresses, join_timeout, absent)
 
 
 def _listen(host: str, ports: list[int]) -> socket.socket:
-    interface = "127.0.0.1" if is_loopback(host) else ""
     for port in ports:
         with contextlib.suppress(OSError):
-            return socket.create_server((interface, port))
+            return socket.create_server(("127.0.0.1" if is_loopback(host) else "", port))
     raise RuntimeError(
         f"distributed.initialize: the heartbeat server takes one of the ports {min(ports)} to {max(ports)} on this "
         "host, and none is free; choose another port for the coordinator"
@@ -366,14 +463,14 @@ def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> Heartbe
     run: dict[str, Any] = {"job": "jax", "heartbeat_timeout": heartbeat_timeout, "pulse": Pulse()}
     server, sent = None, np.zeros(256, np.uint8)
     if rank == 0:
-        secret, listener = secrets.new("process 0"), socket.create_server(("", 0))
-        server = ServerThread(listener, **run, size=size, secret=secret, join_timeout=_JOIN_TIMEOUT)
+        secret, listener = new_secret("process 0"), socket.create_server(("", 0))
+        server = HeartbeatServer(listener, **run, size=size, secret=secret, join_timeout=_JOIN_TIMEOUT)
         text = f"{_own_host()}:{listener.getsockname()[1]} {secret.key.decode()}".encode()
         sent[: len(text)] = np.frombuffer(text, np.uint8)
     with ThreadPoolExecutor(1) as thread:  # in this one jax may be tracing, around a kv.create
         sent = thread.submit(multihost_utils.broadcast_one_to_all, sent).result()
     address, key = bytes(np.asarray(sent, np.uint8)).rstrip(b"\0").decode().split(" ")
-    secret = secrets.Secret(key.encode(), "process 0")
+    secret = Secret(key.encode(), "process 0")
     client = HeartbeatClient(rank, size, **run, secret=secret, launched=False, server=server)
     return _join_run(client, [split(address)], _JOIN_TIMEOUT, f"no answer at {address}")
 

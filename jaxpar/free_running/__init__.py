@@ -7,9 +7,6 @@ usually the better choice. docs/free_running.md compares both.
 
 This module needs Ray (`pip install "jaxpar[ray]"`) and imports it when servers start. Arrays are sent as NumPy arrays
 through host memory. Gradient compression is not available.
-
-    _servers   the servers, the placement of parameters on them, and the workers, which pull and push
-    _ray       starts Ray on this machine
 """
 
 from ._servers import (

@@ -1,14 +1,22 @@
-"""Parameter servers and their workers, as Ray actors: what each of them holds and does, and the start of several."""
+"""Parameter servers and their workers, as Ray actors: what each of them holds and does, and the start of several.
+
+Ray is imported when it is first used, and started for this machine only.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import importlib
+import ipaddress
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+import re
+import warnings
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,8 +25,8 @@ import numpy as np
 from .. import kv, updaters
 from .._core.calls import answers
 from .._core.checks import whole_number
+from .._core.text import say_news
 from ..updaters import UpdateFn, Updater, stateless
-from ._ray import START_TIMEOUT, get_ray
 
 if TYPE_CHECKING:
     import optax
@@ -29,6 +37,55 @@ SPLIT = 1_000_000
 """Values of this many elements or more are cut over all servers. MXNet's MXNET_KVSTORE_BIGARRAY_BOUND has the same."""
 
 _MOST_SERVERS = 2**16
+_START_TIMEOUT = 300.0  # seconds in which a process starts; it imports JAX
+_ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # where it is 0, all of Ray listens on 127.0.0.1, on Linux too
+_CONSTANT = "ENABLE_RAY_CLUSTER"
+_LEAST = (2, 59)  # the first Ray whose own start asks for a token. Others let everybody run code here
+
+
+def _get_ray() -> Any:
+    """The module `ray`. Ray is started on this machine if it does not run."""
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError(
+            'jaxpar.free_running needs Ray, which is not installed; pip install "jaxpar[ray]" adds it'
+        ) from error
+    if ray.is_initialized():
+        return ray
+    if tuple(int(number) for number in re.findall(r"\d+", ray.__version__)[:2]) < _LEAST:
+        raise ImportError(
+            f"jaxpar.free_running needs Ray {_LEAST[0]}.{_LEAST[1]} or newer, which asks every connection for a token; "
+            f'{ray.__version__} is installed, and pip install -U "jaxpar[ray]" brings a newer one'
+        )
+    with warnings.catch_warnings(), _on_loopback(ray):
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # it starts other programs, without JAX
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+    address = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(address).is_loopback and not os.environ.get(_ON_NETWORK):
+        say_news(
+            f"free_running: this Ray listens at {address}, which others on the network can reach; it asks them for a "
+            "token"
+        )
+    return ray
+
+
+@contextlib.contextmanager
+def _on_loopback(ray: Any) -> Generator[None]:
+    """A block in which Ray starts for this machine only. The user's own setting of the variable stays."""
+    # `_node_ip_address="127.0.0.1"` is not enough: on Linux Ray puts the address of the network in its place.
+    if os.environ.get(_ON_NETWORK):
+        yield
+        return
+    constants = ray._private.ray_constants
+    before = getattr(constants, _CONSTANT, True)
+    os.environ[_ON_NETWORK] = "0"  # for the programs that Ray starts
+    setattr(constants, _CONSTANT, False)  # Ray has read the variable when it was imported
+    try:
+        yield
+    finally:
+        setattr(constants, _CONSTANT, before)
+        del os.environ[_ON_NETWORK]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,15 +235,14 @@ def start(
         raise ValueError("free_running.start: give an optimizer or an updater, not both")
     store = kv.from_params(params, kind="local", updater=updater)
     if optimizer is not None:  # one state a key, as the servers have
-        store = dataclasses.replace(
-            kv.set_optimizer(dataclasses.replace(store, treedef=None), optimizer), treedef=store.treedef
-        )
+        by_key = kv.set_optimizer(dataclasses.replace(store, treedef=None), optimizer)
+        store = dataclasses.replace(by_key, treedef=store.treedef)
     whole_number(servers, "free_running.start", "servers")
     keys = sorted(store.values)
     values = [np.asarray(store.values[k]) for k in keys]
     pieces = placement([v.shape for v in values], servers, split)
     _check_pieces(store, pieces)
-    actor = get_ray().remote(num_cpus=0, runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}})(Server)
+    actor = _get_ray().remote(num_cpus=0, runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}})(Server)
     parts = [{p.key: cut(values[p.key], p) for p in held} for held in pieces]
     handles = tuple(actor.remote(part, updater, optimizer) for part in parts)
     started = Servers(
@@ -198,7 +254,7 @@ def start(
         store.treedef,
         timeout,
     )
-    status(dataclasses.replace(started, timeout=START_TIMEOUT))
+    status(dataclasses.replace(started, timeout=_START_TIMEOUT))
     return started
 
 
@@ -222,7 +278,7 @@ class ServerLost(RuntimeError):
 
 def wait_for_answers(servers: Servers, answers: Sequence[Any]) -> list[Any]:
     """The answers of all servers, of Ray's references. `ServerLost` names the first that does not answer."""
-    ray = get_ray()
+    ray = _get_ray()
     results: list[Any] = []
     for i, (answer, held) in enumerate(zip(answers, servers.pieces, strict=True)):
         try:
@@ -254,7 +310,7 @@ def status(servers: Servers) -> list[dict[str, Any]]:
 @answers("free_running.stop")
 def stop(servers: Servers) -> None:
     """End the servers and discard their parameters. Ray keeps running."""
-    ray = get_ray()
+    ray = _get_ray()
     for handle in servers.handles:
         ray.kill(handle)
 
@@ -330,19 +386,13 @@ def _check_grads(servers: Servers, grads: Any) -> list[np.ndarray]:
     with np.errstate(over="ignore"):  # what becomes infinite is refused below
         cast = [a.astype(d, casting="same_kind") for a, d in zip(arrays, servers.dtypes, strict=True)]
     for path, array in zip(servers.paths, cast, strict=True):
-        _check_finite(path, array)
+        is_inexact = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
+        if is_inexact and (wrong := array.size - np.count_nonzero(np.isfinite(array))):
+            raise ValueError(
+                f"free_running push: {path!r}: {wrong} of {array.size} values are NaN or infinite; nothing was sent. "
+                "Leave this push out, or look at its batch and at the learning rate"
+            )
     return cast
-
-
-def _check_finite(path: str, array: np.ndarray) -> None:
-    """`ValueError` for NaN and infinity, also where the cast made them."""
-    if not jax.numpy.issubdtype(array.dtype, jax.numpy.inexact):
-        return
-    if wrong := array.size - np.count_nonzero(np.isfinite(array)):
-        raise ValueError(
-            f"free_running push: {path!r}: {wrong} of {array.size} values are NaN or infinite; nothing was sent. Leave "
-            "this push out, or look at its batch and at the learning rate"
-        )
 
 
 class _Runner:
@@ -393,10 +443,10 @@ def run(fn: Callable[[Worker], Any], servers: Servers, *, workers: int, **option
         workers: the number of workers.
         options: Ray's options for an actor, such as `num_gpus=1`. By default a worker reserves no resources.
     """
-    ray = get_ray()
+    ray = _get_ray()
     actor = ray.remote(**{"num_cpus": 0, **options})(_Runner)
     handles = tuple(actor.remote() for _ in range(workers))
-    pids = tuple(ray.get([handle.pid.remote() for handle in handles], timeout=START_TIMEOUT))
+    pids = tuple(ray.get([handle.pid.remote() for handle in handles], timeout=_START_TIMEOUT))
     sent = ray.put(servers)
     return Running(handles, tuple(h.run.remote(fn, sent, i) for i, h in enumerate(handles)), pids)
 
@@ -408,7 +458,7 @@ def finish(running: Running) -> Outcome:
     Raises:
         RuntimeError: every worker was lost. The message says why.
     """
-    ray = get_ray()
+    ray = _get_ray()
     results, lost = {}, {}
     for i, result in enumerate(running.results):
         try:

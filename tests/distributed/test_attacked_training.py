@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from launched import LIMIT, command, environment, write
 
 from jaxpar._heartbeat.client import HeartbeatClient
-from jaxpar._heartbeat.secret import Secret
-from jaxpar._heartbeat.server import ServerThread
+from jaxpar._heartbeat.connection import Secret
+from jaxpar._heartbeat.server import HeartbeatServer
 
 KEY = Secret(b"0123456789abcdef", "a test")
 STEPS = 200
@@ -71,9 +71,9 @@ def test_a_training_beside_an_attack(undisturbed):
     """The server, a process of the run and its training are in this process, as in process 0 without the launcher."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
-        thread = ServerThread(listener, job=JOB, size=1, secret=KEY, heartbeat_timeout=10, join_timeout=10)
-        client = HeartbeatClient(0, 1, job=JOB, secret=KEY, heartbeat_timeout=10, launched=False, server=thread)
-        thread.thread.start()
+        server = HeartbeatServer(listener, job=JOB, size=1, secret=KEY, heartbeat_timeout=10, join_timeout=10)
+        client = HeartbeatClient(0, 1, job=JOB, secret=KEY, heartbeat_timeout=10, launched=False, server=server)
+        server.thread.start()
         client.join_run([address], 10.0, "absent")
         before, over, ends = open_descriptors(), threading.Event(), []
         training = threading.Thread(target=lambda: ends.append(OWN["run"](over.is_set, jax.devices()[:2])))
@@ -84,12 +84,12 @@ def test_a_training_beside_an_attack(undisturbed):
             over.set()
             training.join(LIMIT)
         np.testing.assert_array_equal(ends[0], undisturbed)
-        assert thread.server.lost is None
+        assert server.lost is None
         assert client.thread.is_alive()
         client.send_resume_hint("runs/step_1")
         client.stop()
-        thread.thread.join(LIMIT)
-        assert thread.server.hint == "runs/step_1"
+        server.thread.join(LIMIT)
+        assert server.hint == "runs/step_1"
         assert open_descriptors() <= before
 
 

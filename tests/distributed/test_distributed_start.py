@@ -21,8 +21,8 @@ from launched import environment, launch, write
 from jaxpar import data, distributed, kv, train
 from jaxpar._heartbeat import connection
 from jaxpar._heartbeat.client import HeartbeatClient
-from jaxpar._heartbeat.server import ServerThread
-from jaxpar.distributed import _environment, _initialize, _process
+from jaxpar._heartbeat.server import HeartbeatServer
+from jaxpar.distributed import _environment, _initialize
 
 LIMIT = 60
 SLURM = {
@@ -298,7 +298,7 @@ def test_one_of_one_and_one_that_has_joined_go_on(surround, monkeypatch):
 
 
 def test_a_start_that_failed_is_not_taken_for_one_process(surround, monkeypatch):
-    monkeypatch.setattr(_process, "this", _process.Process())
+    monkeypatch.setattr(_initialize, "this", _initialize.Process())
 
     def fail(*args, **options):
         raise RuntimeError("no room")
@@ -373,14 +373,14 @@ def test_a_coordinator_that_is_not_there():
 
 def test_another_run_is_left_in_peace():
     listener = socket.create_server(("127.0.0.1", 0))
-    thread = ServerThread(listener, job="a", size=1, heartbeat_timeout=5, join_timeout=5)
-    thread.thread.start()
+    server = HeartbeatServer(listener, job="a", size=1, heartbeat_timeout=5, join_timeout=5)
+    server.thread.start()
     client = HeartbeatClient(0, 1, job="b", heartbeat_timeout=5, launched=False)
     began = time.monotonic()
     with pytest.raises(ConnectionError, match=r"absent within 0\.3 seconds"):
         client.join_run([listener.getsockname()], 0.3, "absent")
     assert time.monotonic() - began < 20
-    assert thread.server.lost is None
+    assert server.lost is None
 
 
 def test_the_port_of_the_coordinator_is_taken():

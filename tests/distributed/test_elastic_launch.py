@@ -3,8 +3,8 @@
 import pytest
 from launched import HEAD, MEMBER, launch, write
 
-from jaxpar._launch import launcher
-from jaxpar._launch.launcher import Deaths
+from jaxpar import _launch
+from jaxpar._launch import Deaths
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_process_that_always_fails_ends_the_run(program):
 
 def test_only_deaths_in_a_row_are_endless(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(launcher.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(_launch.time, "monotonic", lambda: now[0])
     dying = Deaths()
     assert [dying.add(1, 3), dying.add(1, 137), dying.add(1, 3), dying.add(2, 3)] == [""] * 4
     dying.end_row(1)

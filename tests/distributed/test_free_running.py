@@ -206,8 +206,8 @@ LISTENING = """
 import glob, os
 from pathlib import Path
 import ray
-from jaxpar.free_running._ray import get_ray
-assert get_ray().get(ray.remote(lambda: 7).remote()) == 7
+from jaxpar.free_running._servers import _get_ray
+assert _get_ray().get(ray.remote(lambda: 7).remote()) == 7
 
 def parent(process):
     try:

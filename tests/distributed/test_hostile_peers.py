@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import selectors
 import socket
 import threading
 import time
@@ -18,7 +17,7 @@ from jaxpar import distributed
 from jaxpar._heartbeat import client as client_module
 from jaxpar._heartbeat.client import LOST, HeartbeatClient
 from jaxpar._heartbeat.connection import FROM_SERVER, JsonConnection
-from jaxpar._heartbeat.server import HeartbeatServer, ServerThread
+from jaxpar._heartbeat.server import HeartbeatServer
 
 LIMIT = 30
 DEEP = b"[" * 60_000 + b"\n"
@@ -254,8 +253,8 @@ def test_single_bytes_are_no_heartbeat(run):
         members[2].send(b" ")
         run.wait(1.0)
     assert members[0].read() == members[1].read()
-    assert run.server.lost.rank == 2
-    assert run.server.lost.why.startswith("no heartbeat for 10 seconds")
+    assert run.server.lost["lost"] == 2
+    assert run.server.lost["why"].startswith("no heartbeat for 10 seconds")
 
 
 # Limits
@@ -268,10 +267,10 @@ def test_two_thousand_idle_connections(run):
             idle += [Client(run.address) for _ in range(100)]
             first.send({"heartbeat": 1})
             run.wait(0.5)
-        assert len(run.selector.get_map()) < 100
+        assert len(run.server._selector.get_map()) < 100
         begin(run, first)
         run.wait(6.0)
-        assert len(run.selector.get_map()) == 4  # the listener and the three
+        assert len(run.server._selector.get_map()) == 4  # the listener and the three
         for client in idle:
             assert client.ends()
             client.sock.close()
@@ -393,8 +392,8 @@ def test_the_launcher_ends_a_process_that_sends_an_invalid_message(tmp_path):
 def test_the_server_of_process_0_outlives_an_attack():
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
-    thread = ServerThread(listener, job=JOB, size=2, heartbeat_timeout=5, join_timeout=10)
-    thread.thread.start()
+    server = HeartbeatServer(listener, job=JOB, size=2, heartbeat_timeout=5, join_timeout=10)
+    server.thread.start()
     for data in (DEEP, *HELLOS.values()):
         with contextlib.closing(Client(address).sock) as sock:
             sock.sendall(data)
@@ -414,8 +413,8 @@ def test_the_server_of_process_0_outlives_an_attack():
     for client in clients:
         assert client.thread.is_alive()
         client.stop()
-    thread.thread.join(LIMIT)
-    assert not thread.thread.is_alive()
+    server.thread.join(LIMIT)
+    assert not server.thread.is_alive()
 
 
 # The client, and a server that is broken
@@ -573,7 +572,7 @@ def test_a_thread_that_fails_says_so_and_what_follows(capfd, monkeypatch):
     ends = []
     monkeypatch.setattr(client_module.os, "_exit", ends.append)
     listener = socket.create_server(("127.0.0.1", 0))
-    thread, client = ServerThread(listener, job=JOB, size=1, heartbeat_timeout=5, join_timeout=5), new_client(0, 1)
+    server, client = HeartbeatServer(listener, job=JOB, size=1, heartbeat_timeout=5, join_timeout=5), new_client(0, 1)
     client._connection = types.SimpleNamespace(wait=None, close=lambda: None)  # a name that became something else
     client.thread.start()
     client.thread.join(LIMIT)
@@ -581,9 +580,9 @@ def test_a_thread_that_fails_says_so_and_what_follows(capfd, monkeypatch):
     why = "TypeError: 'NoneType' object is not callable"
     said = capfd.readouterr().err
     assert f"{why}; no loss would be noticed, so process 0 of 1 ends with status 75" in said
-    thread.server.check = None
-    thread.thread.start()
-    thread.thread.join(LIMIT)
+    server.check = None
+    server.thread.start()
+    server.thread.join(LIMIT)
     assert f"the thread jaxpar-heartbeat-server failed: {why}; the run ends" in capfd.readouterr().err
     with pytest.raises(OSError, match="Bad file descriptor"):  # closed, so that the processes notice
         listener.getsockname()
@@ -628,9 +627,8 @@ def test_a_process_that_dies_before_all_have_joined_may_die_again_later(monkeypa
 
 def test_another_process_comes_in_the_place_of_a_lost_one_once_process_0_has_let_it_go():
     left, listener = [], socket.create_server(("127.0.0.1", 0))
-    selector = selectors.DefaultSelector()
     quiet = {"on_leave": lambda *lost: left.append(lost), "launched": True}
-    elastic = HeartbeatServer(selector, listener, job=JOB, size=2, heartbeat_timeout=5, join_timeout=10, **quiet)
+    elastic = HeartbeatServer(listener, job=JOB, size=2, heartbeat_timeout=5, join_timeout=10, **quiet)
 
     def connect(rank):
         client = Client(listener.getsockname())
@@ -639,7 +637,7 @@ def test_another_process_comes_in_the_place_of_a_lost_one_once_process_0_has_let
 
     def said(client):
         for _ in range(5):
-            for key, _ in selector.select(0.05):
+            for key, _ in elastic._selector.select(0.05):
                 key.data()
         return [next(iter(message)) for message in JsonConnection(client.sock, FROM_SERVER).receive()]
 
@@ -658,7 +656,6 @@ def test_another_process_comes_in_the_place_of_a_lost_one_once_process_0_has_let
     first.send({"released": 1})
     assert said(again) == ["go"]
     elastic.close()
-    selector.close()
     for client in (first, again):
         client.sock.close()
     assert left == []

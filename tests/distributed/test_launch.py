@@ -1,5 +1,6 @@
 """`python -m jaxpar launch`, with programs that do not use JAX, so that a start takes no time."""
 
+import os
 import re
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from launched import HEAD, LIMIT, MEMBER, command, environment, launch, write
 
 from jaxpar.__main__ import main
-from jaxpar._launch.command import share_gpus, visible_gpus
+from jaxpar._launch import share_gpus, visible_gpus
 
 
 @pytest.fixture
@@ -320,15 +321,15 @@ def test_a_report_says_more_than_the_status_that_follows_it(program):
     """The process reports and ends after the launcher has read, and before it looks at the processes."""
     slow = """
         import sys, time
-        from jaxpar._launch import launcher
+        from jaxpar import _launch
 
-        class Slow(launcher.HeartbeatServer):
+        class Slow(_launch.HeartbeatServer):
             def check(self):
                 super().check()
                 time.sleep(0.3)
 
-        launcher.HeartbeatServer = Slow
-        sys.exit(launcher.launch(launcher.Plan(sys.argv[1:], 2)))
+        _launch.HeartbeatServer = Slow
+        sys.exit(_launch.launch(_launch.Plan(sys.argv[1:], 2)))
     """
     *_, path = program("time.sleep(0.3 * rank)\nif rank == 0: sys.exit(4)\ntime.sleep(60)", member=True)
     done = subprocess.run(
@@ -398,15 +399,19 @@ def test_bad_arguments(arguments, text, capsys, monkeypatch):
     assert text in capsys.readouterr().err
 
 
-def test_sharing_gpus():
+def test_sharing_gpus(tmp_path, monkeypatch):
     assert share_gpus(["0", "1", "2", "3"], 2, None) == ["0,1", "2,3"]
     assert share_gpus(["0", "1", "2", "3", "4"], 2, None) == ["0,1", "2,3"]
     assert share_gpus(["GPU-a", "GPU-b"], 2, 1) == ["GPU-a", "GPU-b"]
     with pytest.raises(ValueError, match="4 processes with 1 GPU each need 4, there are 2; start fewer processes"):
         share_gpus(["0", "1"], 4, None)
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 3"}, ["GPU 0", "GPU 1"]) == ["2", "3"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}, ["GPU 0"]) == []
-    assert visible_gpus({}, ["GPU 0", "GPU 1"]) == ["0", "1"]
+    lists = tmp_path / "nvidia-smi"
+    lists.write_text("#!/bin/sh\necho 'GPU 0: A100'; echo '  MIG 1g.5gb'; echo 'GPU 1: A100'\n")
+    lists.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 3"}) == ["2", "3"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
+    assert visible_gpus({}) == ["0", "1"]
 
 
 ENDS = {

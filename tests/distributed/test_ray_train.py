@@ -19,7 +19,7 @@ import pytest
 from launched import command, environment
 
 from jaxpar import checkpoint, data, distributed, kv, train
-from jaxpar.distributed import _environment, _initialize, _process
+from jaxpar.distributed import _environment, _initialize
 
 IMAGES = np.random.default_rng(0).random((32, 4), np.float32)
 LINES = data.Dataset(IMAGES, IMAGES.sum(1))  # two steps of 16
@@ -114,14 +114,14 @@ def test_training_apart_is_refused(ray):
 
 def test_workers_meet_by_ray(ray, monkeypatch, capsys):
     started = []
-    monkeypatch.setattr(_process, "this", _process.Process())
-    monkeypatch.setattr(_process, "is_jax_used", lambda: False)
+    monkeypatch.setattr(_initialize, "this", _initialize.Process())
+    monkeypatch.setattr(_initialize, "is_jax_used", lambda: False)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: started.append(given))
     monkeypatch.setattr(_environment, "_free_address_of_ray", lambda: "10.0.0.1:4000")
     for ray.rank in (0, 1):
-        ray.size, _process.this.is_joined = 2, False
+        ray.size, _initialize.this.is_joined = 2, False
         distributed.initialize()
-        assert (distributed.known_processes(), _process.this.client) == (2, None)  # no heartbeats
+        assert (distributed.known_processes(), _initialize.this.client) == (2, None)  # no heartbeats
     assert started == [("10.0.0.1:4000", 2, 0), ("10.0.0.1:4000", 2, 1)]
     said = "jaxpar: jax runs in 2 processes; Ray watches them and starts them again, so jaxpar sends no heartbeats\n"
     assert capsys.readouterr().out == said
@@ -132,7 +132,7 @@ def test_workers_meet_by_ray(ray, monkeypatch, capsys):
 
 @pytest.mark.parametrize("in_ray", [True, False])
 def test_other_code_has_started_jax(in_ray, ray, monkeypatch, capsys):
-    monkeypatch.setattr(_process, "this", _process.Process())
+    monkeypatch.setattr(_initialize, "this", _initialize.Process())
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax.experimental.multihost_utils.distributed.global_state, "num_processes", 2)
     for name in "process_count", "process_index":  # they start devices, which may come too early
@@ -141,7 +141,7 @@ def test_other_code_has_started_jax(in_ray, ray, monkeypatch, capsys):
     for _ in range(2):
         distributed.initialize()
         assert distributed.known_processes() == 2
-    assert _process.this.client is None
+    assert _initialize.this.client is None
     said = "jaxpar: Ray Train has started jax in 2 processes; Ray watches them and starts them again"
     assert capsys.readouterr().out.split(", so")[0].strip() == (said if in_ray else "")
     _initialize._attach(2, 0)

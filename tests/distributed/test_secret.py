@@ -12,10 +12,10 @@ import pytest
 from hostile import HELLO, JOB, Run, lines
 from hypothesis import HealthCheck, given, settings
 
-from jaxpar._heartbeat import client as client_module, secret as secrets
+from jaxpar._heartbeat import client as client_module
 from jaxpar._heartbeat.client import HeartbeatClient
-from jaxpar._heartbeat.secret import Secret
-from jaxpar._heartbeat.server import ServerThread
+from jaxpar._heartbeat.connection import Secret, find_secret
+from jaxpar._heartbeat.server import HeartbeatServer
 
 KEY = Secret(b"0123456789abcdef", "a test")
 OTHER = Secret(b"fedcba9876543210", "another test")
@@ -24,9 +24,9 @@ LIMIT = 20.0
 
 def serve(secret, size=1):
     listener = socket.create_server(("127.0.0.1", 0))
-    thread = ServerThread(listener, job=JOB, size=size, secret=secret, heartbeat_timeout=5, join_timeout=5)
-    thread.thread.start()
-    return listener.getsockname(), thread
+    server = HeartbeatServer(listener, job=JOB, size=size, secret=secret, heartbeat_timeout=5, join_timeout=5)
+    server.thread.start()
+    return listener.getsockname(), server
 
 
 def new_client(secret, rank=0, size=1):
@@ -121,7 +121,7 @@ def test_a_hello_without_an_answer_is_dropped_in_time(run):
 
 
 def test_processes_with_the_secret_join():
-    address, thread = serve(KEY, size=2)
+    address, server = serve(KEY, size=2)
     clients = [new_client(KEY, rank, 2) for rank in range(2)]
     joins = [threading.Thread(target=c.join_run, args=([address], 5.0, "absent")) for c in clients]
     for join in joins:
@@ -131,8 +131,8 @@ def test_processes_with_the_secret_join():
     assert all(client.thread.is_alive() for client in clients)
     for client in clients:
         client.stop()
-    thread.thread.join(LIMIT)
-    assert not thread.thread.is_alive()
+    server.thread.join(LIMIT)
+    assert not server.thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -146,16 +146,16 @@ def test_processes_with_the_secret_join():
 )
 def test_a_client_says_what_is_wrong_with_the_secret(monkeypatch, server, client, text):
     monkeypatch.setattr(client_module, "_MISTRUST_TIMEOUT", 0.3)
-    address, thread = serve(server)
+    address, running = serve(server)
     with pytest.raises(ConnectionError, match=re.escape(text)):
         new_client(client).join_run([address], 60.0, "absent")
-    assert thread.server.lost is None
+    assert running.lost is None
     if server is not None:  # the right process still joins, and the server ends with it
         good = new_client(server)
         good.join_run([address], 5.0, "absent")
         good.stop()
-    thread.thread.join(LIMIT)
-    assert not thread.thread.is_alive()
+    running.thread.join(LIMIT)
+    assert not running.thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -252,13 +252,13 @@ def test_the_secret_is_found(tmp_path):
     file.write_bytes(b"from the default file\n")
     file.chmod(0o600)
     home = {"XDG_CONFIG_HOME": str(tmp_path)}
-    assert secrets.find({"HOME": str(tmp_path)}) is None
-    assert secrets.find(home).key == b"from the default file"
+    assert find_secret({"HOME": str(tmp_path)}) is None
+    assert find_secret(home).key == b"from the default file"
     named = tmp_path / "named"
     named.write_bytes(b"from the file with a name")
     named.chmod(0o400)
-    assert secrets.find({**home, "JAXPAR_SECRET_FILE": str(named)}).key == b"from the file with a name"
-    found = secrets.find({**home, "JAXPAR_SECRET_FILE": str(named), "JAXPAR_SECRET": "from the variable"})
+    assert find_secret({**home, "JAXPAR_SECRET_FILE": str(named)}).key == b"from the file with a name"
+    found = find_secret({**home, "JAXPAR_SECRET_FILE": str(named), "JAXPAR_SECRET": "from the variable"})
     assert (found.key, found.source) == (b"from the variable", "the variable JAXPAR_SECRET")
     assert "variable'" not in repr(found).replace("JAXPAR", "")
     assert b"from" not in repr(found).encode()
@@ -291,10 +291,10 @@ def made(tmp_path, what):
 )
 def test_a_file_that_cannot_hold_a_secret_is_refused(tmp_path, what, text):
     with pytest.raises(RuntimeError, match=text) as error:
-        secrets.find({"JAXPAR_SECRET_FILE": made(tmp_path, what)})
+        find_secret({"JAXPAR_SECRET_FILE": made(tmp_path, what)})
     assert "x" * 15 not in str(error.value)
 
 
 def test_a_variable_that_is_too_short_is_refused():
     with pytest.raises(RuntimeError, match=r"the variable JAXPAR_SECRET must have 16 to 4096 bytes"):
-        secrets.find({"JAXPAR_SECRET": "password"})
+        find_secret({"JAXPAR_SECRET": "password"})

@@ -246,7 +246,7 @@ def test_no_class_shares_a_private_name_with_a_foreign_base():
     checked = 0
     for cls in own_classes():
         foreign = [c for c in cls.__mro__[1:] if not c.__module__.startswith("jaxpar")]
-        assert threading.Thread not in foreign, f"{cls} is a thread; let it have one, see _heartbeat.thread"
+        assert threading.Thread not in foreign, f"{cls} is a thread; let it have one, see _core.process.daemon"
         ours = {name for name in private_names(cls) if not re.fullmatch("__.*__", name)}
         for base in set(foreign) - {object, typing.Generic, typing.Protocol}:
             checked += 1

@@ -74,7 +74,7 @@ def test_orders_that_are_used_up_are_an_error_in_words(monkeypatch):
     monkeypatch.setattr(group, "_next_order", lambda: None)
     monkeypatch.setattr(group._board, "set", lambda name, value: None)
     with pytest.raises(OrdersUsedUp, match=r"each order of 0 devices once.*--devices 2"):
-        group._settle(dict)
+        group._settle(dict, tuple)
 
 
 class Service:
@@ -108,13 +108,13 @@ def test_a_process_that_comes_back_keeps_nobody_waiting(monkeypatch):
     monkeypatch.setattr(_elastic, "_NOTICED", 0.01)
     service = Service(own=7)
     board = Board(service)
-    _elastic.release_others(board, 2)  # there are no members yet
+    board.release_others(2)  # there are no members yet
     assert service.barriers == [[2]]
     board.set("members", [4, [[0, 1], [1, 1], [2, 1]]])  # 1 is the start of the process that was lost
     service.in_barrier = lambda: board.set("members", [5, [[0, 1], [1, 1]]])
-    assert _elastic.release_others(board, 2) == (5, {0: 1, 1: 1})
+    assert board.release_others(2) == (5, {0: 1, 1: 1})
     assert service.barriers == [[2], [2], [0, 1, 2]]  # it took part in one barrier of theirs
-    _elastic.release_others(board, 2)
+    board.release_others(2)
     assert service.barriers[3:] == [[2]]
 
 
@@ -167,7 +167,7 @@ def test_what_a_stranger_writes_is_dropped(monkeypatch, text):
     }
     service.keys |= {f"jaxpar/elastic/{name}": value for name, value in keys.items()}
     assert Group(service)._ready() == {2: 5}
-    assert _elastic.read_members(board) == (0, {})
+    assert board.members() == (0, {})
     entries = board.entries("b")
     assert not _elastic.is_starts(entries.get("join"))
     assert _by_rank(entries) == {}
@@ -182,7 +182,7 @@ def test_a_process_that_was_left_behind_ends(monkeypatch):
     monkeypatch.setattr(_elastic.os, "_exit", ends.append)
     service = Service(own=1)
     monkeypatch.setattr(service, "get_live_nodes", lambda ranks: {})
-    _elastic.own_start(Board(service), 0)
+    Board(service).own_start(0)
     assert ends == [distributed.LOST]
     members = Group(service)
     members.starts, members._live = {0: 1, 1: 1}, types.SimpleNamespace(devices={})
@@ -233,7 +233,7 @@ def test_elastic_needs_the_launcher_that_goes_on(monkeypatch):
     env = {"JAXPAR_HUB": "127.0.0.1:1", "JAXPAR_COORDINATOR": "127.0.0.1:2"}
     for name, value in {**env, "JAXPAR_NUM_PROCESSES": "2", "JAXPAR_PROCESS_ID": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("jaxpar.distributed._process.is_jax_used", lambda: False)
+    monkeypatch.setattr("jaxpar.distributed._initialize.is_jax_used", lambda: False)
     with pytest.raises(RuntimeError, match="jaxpar launch --elastic"):
         distributed.initialize(elastic=True)
     monkeypatch.delattr("jax.experimental.multihost_utils.live_devices")

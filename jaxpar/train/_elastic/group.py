@@ -11,7 +11,7 @@ key-value store, and process 0 takes it in after a step.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -44,14 +44,7 @@ _MOST_BYTES = 1 << 26  # of an array of the data that are hashed. Of a larger on
 _DEVICE = re.compile(r"device_ids = (\[\d*\]|dense<\d*> : tensor<\w*>)|(?<=maximal_mesh_)\d+|(?<=maximal device=)\d+")
 
 Program = dict[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Agreement:
-    """What the processes of a group agreed on."""
-
-    devices: tuple[Device, ...]  # of all these processes, in an order that no group had before
-    offer: dict[str, Any]  # what process 0 says about the run
+Devices = tuple[Device, ...]
 
 
 class OrdersUsedUp(RuntimeError):
@@ -63,7 +56,7 @@ class Group:
 
     def __init__(self, client: Any = None):
         self.starts: dict[int, int] = {}  # the number that jax gave to the start of each member, by its index
-        self.agreement: Agreement | None = None  # what they agreed on, or None where they must agree again
+        self.agrees = False  # whether they have agreed; after a change of members and a failure they must again
         self.lost: list[int] = []  # the processes that were lost in the last block
         self.joined: list[int] = []  # those that join after it
         self._board = distributed._Board(client)
@@ -111,8 +104,8 @@ class Group:
     def agree(
         self,
         offer: Callable[[], dict[str, Any]],
-        prepare: Callable[[Agreement], Prepared],
-        take: Callable[[Agreement, Prepared], None],
+        prepare: Callable[[Devices], Prepared],
+        take: Callable[[Devices, dict[str, Any], Prepared], None],
     ) -> None:
         """Agree with all members, until `prepare` and then `take` have succeeded in all of them.
 
@@ -121,35 +114,28 @@ class Group:
 
         Args:
             offer: what process 0 says about the run. Only process 0 calls it.
-            prepare: what each does with the agreement. It may use no collectives.
-            take: what each does with what it has prepared. It may use collectives over the devices of the agreement.
+            prepare: what each does with the devices of all, in an order that no group had. It may use no collectives.
+            take: what each does with the devices, the offer and what it has prepared. It may use collectives.
         """
-
-        def settle() -> tuple[Agreement, Prepared]:
-            agreement = self._settle(offer)
-            return agreement, prepare(agreement)
-
         if not self.starts:
             self._join()
-        while self.agreement is None:
+        while not self.agrees:
             self._tries += 1
             if self.is_first:
                 self._board.set("members", [self._number, list(self.starts.items())])
                 self._board.set("program", self._program)
-            settled = self._in_all("agree", settle)
-            if settled is not None and self._in_all("take", lambda settled=settled: take(*settled[0])) is not None:
-                self.agreement, self._failures = settled[0][0], 0
+            settled = self._in_all("agree", lambda: self._settle(offer, prepare))
+            self.agrees = settled is not None and self._in_all("take", functools.partial(take, *settled[0])) is not None
+        self._failures = 0
 
     def run(self, at: int, work: Callable[[], Result]) -> Result | None:
         """The result of `work` in all processes. None: it failed in one, so it counts in none.
 
         `work` must be over when it returns, its collectives too.
         """
-        before = self.starts
         made = self._in_all(str(at), work, invites=True)
-        if made is None or self.starts != before:
-            self.agreement = None
         if made is None:
+            self.agrees = False
             return None
         self._failures = 0
         return made[0]
@@ -180,17 +166,17 @@ class Group:
         """Compute with these processes from now on. All members must make this call at the same place."""
         self.starts, self._live = dict(starts), type(multihost_utils.live_devices)()
         self._live.devices = {d: starts[d.process_index] for d in self.devices}  # as after a barrier among them
-        self._number, self._tries = self._number + 1 if number is None else number, 0
+        self._number, self._tries, self.agrees = self._number + 1 if number is None else number, 0, False
         self._were.update(starts.values())
 
     def _join(self) -> None:
         """Say that this process is ready, and wait until it is a member. Where the run is over, the process ends."""
-        own = distributed._own_start(self._board, self._rank)
+        own = self._board.own_start(self._rank)
         self._board.set(f"ready/{self._rank}", own)
         if self.is_first:
             return self.set_members(self._wait_for_all())
         while True:
-            number, starts = distributed._release_others(self._board, self._rank)
+            number, starts = self._board.release_others(self._rank)
             if starts.get(self._rank) == own:
                 return self.set_members(starts, number)
             self._leave_if_over()
@@ -265,8 +251,10 @@ class Group:
             distributed._end_left_behind()
         self.set_members({rank: start for rank, start in self.starts.items() if found.get(rank) == start})
 
-    def _settle(self, offer: Callable[[], dict[str, Any]]) -> Agreement:
-        """The agreement of the members. Process 0 makes it, and the others read it."""
+    def _settle(
+        self, offer: Callable[[], dict[str, Any]], prepare: Callable[[Devices], Prepared]
+    ) -> tuple[Devices, dict[str, Any], Prepared]:
+        """The devices and the offer of process 0, which the others read, and what this process has prepared."""
         name = f"terms/{self._number}/{self._tries}"
         if self.is_first:
             terms: Any = {"order": self._next_order(), "offer": offer()}
@@ -280,7 +268,8 @@ class Group:
                 "--devices 2)"
             )
         known = {d.id: d for d in jax.devices()}
-        return Agreement(tuple(known[i] for i in terms["order"]), terms["offer"])
+        devices = tuple(known[i] for i in terms["order"])
+        return devices, terms["offer"], prepare(devices)
 
     def _next_order(self) -> list[int] | None:
         """The ids of the devices in an order that no group had. None where all were used."""

@@ -25,7 +25,7 @@ from .._callbacks.history import History
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState, place_state
 from .._step.train_step import TrainStep
-from .group import Agreement, Group, OrdersUsedUp, Program, describe, digest
+from .group import Devices, Group, OrdersUsedUp, Program, describe, digest
 from .watchdog import Watchdog
 
 _MORE_FOR_COMPILATION = 10  # times as long as another step may take the first one over new devices
@@ -100,14 +100,11 @@ class Member:
     def _under_way(self, state: TrainState) -> Generator[None]:
         """A block in which this process is one of the run, with the state of process 0."""
         self._watchdog.start()
-        try:
-            with processes.elastic_fit():
-                self._host = _to_host(state)
-                self._group.check_program(self._compile(state))
-                self._agree()
-                yield
-        finally:
-            self._watchdog.stop()
+        with processes.elastic_fit():
+            self._host = _to_host(state)
+            self._group.check_program(self._compile(state))
+            self._agree()
+            yield
 
     def _lead(self) -> Iterator[tuple[TrainState, dict[str, jax.Array], None]]:
         """The steps for the loop of process 0. Where it is stuck between two of them, its stack is said."""
@@ -127,7 +124,7 @@ class Member:
     def _steps(self) -> Iterator[Made]:
         """Make steps, each until it has succeeded in all processes."""
         while True:
-            if self._group.agreement is None:
+            if not self._group.agrees:
                 self._agree()
             self._load()
             made = self._group.run(self._at, self._make)
@@ -185,15 +182,14 @@ class Member:
     def _agree(self) -> None:
         """Agree with all that live, and take the state of process 0."""
 
-        def prepare(agreement: Agreement) -> Callable[[], Any]:
-            return processes.plan_send(self._host, agreement.devices)
+        def prepare(devices: Devices) -> Callable[[], Any]:
+            return processes.plan_send(self._host, devices)
 
-        def take(agreement: Agreement, send: Callable[[], Any]) -> None:
+        def take(devices: Devices, offer: dict[str, Any], send: Callable[[], Any]) -> None:
             self._host = send()
-            self._state = place_state(self._host, agreement.devices)
-            self._step = self._run.step.on(agreement.devices)
+            self._state = place_state(self._host, devices)
+            self._step = self._run.step.on(devices)
             self._is_new = True
-            offer = agreement.offer
             self._at, self.first, self._last = (offer[name] for name in ("at", "first", "last"))
             self._is_turn_first = offer["is_turn"]
             if not self.leads:
@@ -216,10 +212,13 @@ class Member:
 
     def _say_change(self) -> None:
         """Say in process 0 who was lost in a step, and who joins after it."""
-        if self.leads and self._group.lost:
-            say(f"process {_names(self._group.lost)} was lost in step {self._at + 1}; the others repeat it")
-        if self.leads and self._group.joined:
-            say(f"process {_names(self._group.joined)} joins after step {self._at + 1}")
+        step = self._at + 1
+        for ranks, what in (
+            (self._group.lost, f"was lost in step {step}; the others repeat it"),
+            (self._group.joined, f"joins after step {step}"),
+        ):
+            if self.leads and ranks:
+                say(f"process {', '.join(map(str, ranks))} {what}")
 
 
 def check_can_go_on(run: Any, state: TrainState) -> None:
@@ -245,10 +244,6 @@ def check_can_go_on(run: Any, state: TrainState) -> None:
             "elastic run, or initialize without elastic=True: then a loss ends all processes, and they resume from a "
             "checkpoint"
         )
-
-
-def _names(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _to_host(tree: Any) -> Any:

@@ -13,15 +13,16 @@ import dataclasses
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Generator
 
 import jax
 
 from ... import distributed
+from ..._core.process import daemon
 from ..._core.text import say_before_exit
 from ..._devices import processes
-from ..._heartbeat import thread
 from ..._heartbeat.connection import AwakeClock
 
 STUCK_AFTER = 10.0  # seconds, or JAXPAR_STUCK_TIMEOUT
@@ -45,11 +46,10 @@ class Watchdog:
     """Watches the thread that made it, inside of the blocks `watch`."""
 
     def __init__(self) -> None:
-        self._watching = thread.daemon("jaxpar-watchdog", self._run, "a stuck process is no longer noticed")
+        self._watching = daemon("jaxpar-watchdog", self._run, "a stuck process is no longer noticed")
         self._limit = float(os.environ.get("JAXPAR_STUCK_TIMEOUT") or STUCK_AFTER)
         self._thread, self._clock = threading.get_ident(), AwakeClock()
         self._work: Work | None = None
-        self._stopped = threading.Event()
 
     @contextlib.contextmanager
     def watch(
@@ -73,7 +73,8 @@ class Watchdog:
             work.since, work.is_said = self._clock.now, False
 
     def _run(self) -> None:
-        while not self._stopped.wait(_EVERY):
+        while True:
+            time.sleep(_EVERY)
             self._clock.tick()
             self.look()
 
@@ -86,13 +87,9 @@ class Watchdog:
             self._say(work)
 
     def start(self) -> None:
-        """Look twice a second until `stop`. Batches of an evaluation are progress from now on."""
+        """Look twice a second. Batches of an evaluation are progress from now on."""
         processes.watch_progress(self.note_progress)
         self._watching.start()
-
-    def stop(self) -> None:
-        processes.watch_progress()
-        self._stopped.set()
 
     def _say(self, work: Work) -> None:
         frame = sys._current_frames().get(self._thread)

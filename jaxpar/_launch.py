@@ -1,33 +1,51 @@
-"""The launcher: starts several processes on this machine, ends them after a failure, starts them again.
+"""`python -m jaxpar launch`: several processes on this machine, as one run. No JAX here.
 
-It holds the heartbeat server, so it notices a frozen process too.
+The launcher starts the processes, writes what they print, ends them after a failure and starts them again. It holds the
+heartbeat server, so it notices a frozen process too.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import dataclasses
 import os
 import queue
+import sched
 import secrets
-import selectors
+import shutil
 import signal
 import socket
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO
+from typing import IO, Any
 
-from .._core.process import Signals
-from .._heartbeat import secret, thread
-from .._heartbeat.connection import LOST, REFUSED
-from .._heartbeat.server import HEARTBEAT_TIMEOUT, INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
+from ._core.process import Signals, daemon
+from ._core.text import number
+from ._heartbeat.connection import LOST, REFUSED, SECRET, new_secret
+from ._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT, INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)  # the last one where the output is closed
+_ABOUT = """\
+Start n processes on this machine. Each line that they print begins with the rank of its process. A script that begins
+with jaxpar.distributed.initialize() needs nothing else. If one process fails, is killed or freezes, the launcher ends
+all. With --max-restarts it starts all again. With --elastic it starts only the lost process again, and the others
+continue; if process 0 is lost, all end. `python` as the first word is the interpreter that runs the launcher.
+
+The launcher is for one machine. For several, start the same script by SLURM, Open MPI, Kubernetes, Ray Train or
+SkyPilot, see docs/cluster.md.
+
+exit status: 0: all ended with 0. 2: bad arguments. 128 + signal: a signal ended the launcher. Otherwise the status of
+the process that failed first, or 128 + signal if a signal killed it.
+"""
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_TIME = 3.0  # seconds in which a process ends by itself after a report: it waits for one, then for its peers
 _START_AGAIN = 1.0  # seconds from the loss of a process to its next start, so that one that fails at once costs little
-_POLL_INTERVAL = 0.25  # seconds between two checks of the processes without a signal
+_POLL_INTERVAL = 0.1  # seconds between two looks at the processes and at signals
 _REST_TIME = 1.0  # seconds to read the rest of the output: a process in the background may hold a pipe open
 _WRITE_TIME = 5.0  # seconds to write it after a signal: a pager may not read
 
@@ -37,9 +55,130 @@ _MOST_IN_TIME, _TIME = 50, 600.0  # deaths within so many seconds, though it wor
 _LONGEST = 1 << 16  # bytes of a line without an end that are held back, such as a bar that is drawn again and again
 
 
+def add_parser(commands: Any) -> None:
+    """Add `launch` to the subparsers of the command line."""
+    parser = commands.add_parser(
+        "launch",
+        help="start several processes on this machine",
+        description=_ABOUT,
+        usage="jaxpar launch -n N [options] -- python script.py [arguments]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, count = parser.add_argument, number(int, 1)
+    add("-n", "--processes", type=count, required=True, metavar="N", help="how many, required")
+    add("--devices", type=count, metavar="K", help="emulated CPU devices of each process, no GPU (default: none)")
+    add("--gpus-per-process", type=count, metavar="K", help="GPUs of each process (default: an even share)")
+    add("--max-restarts", type=number(int, 0), default=0, metavar="R", help="starts after a failure (default: 0)")
+    add("--min-processes", type=count, metavar="M", help="a restart leaves out the lost one, down to M (default: N)")
+    add("--elastic", action="store_true", help="continue after a loss, and start the lost process again (default: no)")
+    add("--coordinator-port", type=_port, metavar="P", help="where they meet (default: a free one at each start)")
+    add("--env", action="append", default=[], type=_pair, metavar="K=V", help="a variable for all (default: none)")
+    seconds = "seconds from SIGTERM to SIGKILL (default: 30)"
+    add("--grace", type=number(float, 0), default=30.0, metavar="S", help=seconds)
+    add(
+        "--heartbeat-timeout",
+        type=number(float, 2),
+        default=os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or None,
+        metavar="S",
+        help="seconds without a heartbeat after which a process counts as frozen "
+        f"(default: $JAXPAR_HEARTBEAT_TIMEOUT, or {HEARTBEAT_TIMEOUT:g}, with --elastic {ELASTIC_TIMEOUT:g})",
+    )
+    add("command", nargs=argparse.REMAINDER, help="after --")
+    parser.set_defaults(run=lambda args: run(args, parser), parser=parser)
+
+
+def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Check the arguments, start the processes and wait for them."""
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not command:
+        parser.error("no command given; end the line with: -- python script.py")
+    if command[0] == "python":
+        command = [sys.executable, *command[1:]]
+    if shutil.which(command[0]) is None:
+        parser.error(f"cannot find the command {command[0]!r}, or it may not be executed")
+    if args.min_processes is not None and args.min_processes > args.processes:
+        parser.error(f"--min-processes {args.min_processes} is more than -n {args.processes}")
+    if args.elastic and args.min_processes is not None:
+        parser.error("give --min-processes, for restarts of all processes, or --elastic, which continues without one")
+    if args.devices is not None and args.gpus_per_process is not None:
+        parser.error("--devices emulates devices on the CPU, --gpus-per-process shares out GPUs: give one of them")
+    env = dict(args.env)
+    gpus: list[str] = []
+    if args.devices is not None:
+        env = {"JAX_NUM_CPU_DEVICES": str(args.devices), "JAX_PLATFORMS": "cpu", **env}
+    else:
+        try:
+            gpus = _choose_gpus({**os.environ, **env}, args.processes, args.gpus_per_process)
+        except ValueError as error:
+            parser.error(str(error))
+    return launch(
+        Plan(
+            command,
+            args.processes,
+            env=env,
+            gpus=gpus,
+            max_restarts=args.max_restarts,
+            min_processes=args.min_processes,
+            port=args.coordinator_port,
+            grace=args.grace,
+            heartbeat_timeout=args.heartbeat_timeout or (ELASTIC_TIMEOUT if args.elastic else HEARTBEAT_TIMEOUT),
+            elastic=args.elastic,
+        )
+    )
+
+
+def _choose_gpus(env: dict[str, str], processes: int, each: int | None) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each process. It is empty where there are no GPUs, or JAX_PLATFORMS excludes them."""
+    platforms = env.get("JAX_PLATFORMS", "")
+    if each is None and platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return []
+    gpus = visible_gpus(env)
+    return [] if each is None and not gpus else share_gpus(gpus, processes, each)
+
+
+def visible_gpus(env: Mapping[str, str]) -> list[str]:
+    """The GPUs of CUDA_VISIBLE_DEVICES, or those that `nvidia-smi -L` lists."""
+    if "CUDA_VISIBLE_DEVICES" in env:
+        return [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return []
+    return [str(i) for i in range(sum(line.startswith("GPU ") for line in listing.stdout.splitlines()))]
+
+
+def share_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each process. `each` None shares all GPUs evenly."""
+    each = each or max(1, len(gpus) // processes)
+    if each * processes > len(gpus):
+        raise ValueError(
+            f"{processes} processes with {each} GPU each need {each * processes}, there are {len(gpus)}; start fewer "
+            "processes, or give --devices to emulate devices on the CPU"
+        )
+    return [",".join(gpus[i * each : (i + 1) * each]) for i in range(processes)]
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, got {text!r}")
+    return int(text)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not name or not sign:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return name, value
+
+
+# A run.
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to start, see the options of `command`."""
+    """What to start, see the options of the command."""
 
     command: Sequence[str]
     processes: int
@@ -61,26 +200,20 @@ def launch(plan: Plan) -> int:
     """
     output = Output()
     slots, restart = list(range(plan.processes)), 0
-    with Signals((*_ENDING[:3], signal.SIGTSTP, signal.SIGCHLD), wakes=True) as signals:
+    with Signals(_ENDING) as endings, Signals([signal.SIGTSTP]) as stops:
         while True:
-            run = _Run(plan, slots, restart, signals, output)
+            run = _Run(plan, slots, restart, endings.received, stops.received, output)
             status = run.wait()
-            if status == 0 or _endings(signals) or restart == plan.max_restarts:
+            if status == 0 or endings.received or restart == plan.max_restarts:
                 break
             restart += 1
             if plan.min_processes is not None and len(slots) > plan.min_processes and run.first is not None:
                 slots = [slot for slot in slots if slot != run.first.slot]
             resume = f", from {run.server.hint}" if run.server.hint else ""
-            number = f"{len(slots)} process{'es' if len(slots) > 1 else ''}"
-            output.say(f"restart {restart} of {plan.max_restarts} with {number}{resume}")
-    endings = _endings(signals)
-    output.finish(_WRITE_TIME if endings else None)
-    return 128 + endings[0] if endings else status
-
-
-def _endings(signals: Signals) -> list[int]:
-    """The signals so far that end the run."""
-    return [number for number in signals.received if number in _ENDING]
+            many = "es" if len(slots) > 1 else ""
+            output.say(f"restart {restart} of {plan.max_restarts} with {len(slots)} process{many}{resume}")
+    output.finish(_WRITE_TIME if endings.received else None)
+    return 128 + endings.received[0] if endings.received else status
 
 
 class Deaths:
@@ -109,29 +242,29 @@ class Deaths:
 class _Run:
     """One start of all processes, to its end."""
 
-    def __init__(self, plan: Plan, slots: Sequence[int], restart: int, signals: Signals, output: Output):
-        self.plan, self.signals, self.output = plan, signals, output
+    def __init__(
+        self, plan: Plan, slots: Sequence[int], restart: int, endings: list[int], stops: list[int], output: Output
+    ):
+        self.plan, self.output = plan, output
+        self._endings, self._stops = endings, stops  # the signals so far that end all, and that stop them (Ctrl-Z)
         self.first: Child | None = None  # the process that failed first
-        self._timers: list[tuple[float, Callable[[], object]]] = []  # what to do when
+        self._timers = sched.scheduler(time.monotonic)
         self._is_interrupted, self._signals_handled = False, 0
         self._deaths = Deaths()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(signals.wake, selectors.EVENT_READ, signals.clear)
         listener = socket.create_server(("127.0.0.1", 0))
-        job, own = secrets.token_hex(8), secret.new("the launcher")
+        job, secret = secrets.token_hex(8), new_secret("the launcher")
         self.server = HeartbeatServer(
-            self._selector,
             listener,
             job=job,
             size=len(slots),
-            secret=own,
+            secret=secret,
             heartbeat_timeout=plan.heartbeat_timeout,
             launched=True,
             on_leave=self._kill if plan.elastic else None,
             on_work=self._deaths.end_row,
         )
         hub = f"127.0.0.1:{listener.getsockname()[1]}"
-        meeting = {"JAXPAR_HUB": hub, "JAXPAR_JOB": job, secret.VARIABLE: own.key.decode()}
+        meeting = {"JAXPAR_HUB": hub, "JAXPAR_JOB": job, SECRET: secret.key.decode()}
         self._shared = {**_environment(plan, len(slots), restart), **meeting}
         self.children = [self._start(rank, slot) for rank, slot in enumerate(slots)]
 
@@ -139,42 +272,40 @@ class _Run:
         """Wait for the end of all processes, and return the exit status of the run."""
         try:
             while any(child.status is None for child in self.children):
-                self._step(_POLL_INTERVAL)
-            self._read_rest()
+                self._turn()
         finally:
-            self._kill_rest()
+            if self.first is not None or self._is_interrupted or any(child.status is None for child in self.children):
+                for child in self.children:  # and what they left running
+                    child.send_signal(signal.SIGKILL)
+                    child.process.wait()
             self.server.close()
-            self._selector.close()
+        end = time.monotonic() + _REST_TIME
+        for reader in (reader for child in self.children for reader in child.readers):
+            reader.join(max(0.0, end - time.monotonic()))
         return 0 if self.first is None else self.first.status or 1
 
     def _start(self, rank: int, slot: int) -> Child:
         own = {"JAXPAR_PROCESS_ID": str(rank)}
         if self.plan.gpus:
             own["CUDA_VISIBLE_DEVICES"] = self.plan.gpus[slot]
-        return Child(rank, slot, self.plan.command, {**self._shared, **own}, self.output, self._selector)
+        return Child(rank, slot, self.plan.command, {**self._shared, **own}, self.output)
 
-    def _step(self, seconds: float) -> None:
+    def _turn(self) -> None:
         # Before its messages are read: a process that has ended may have reported why, which says more than its status.
         failed = [child for child in self.children if child.poll() and child.status]
-        for key, _ in self._selector.select(0 if failed else seconds):
-            key.data()
-        self.server.check()
+        self.server.turn(0.0 if failed else _POLL_INTERVAL)
         self._handle_signals()
         if self.server.lost is not None and self.first is None:  # silent, or it reported its own failure
-            self._end_others(self.children[self.server.lost.rank], self.server.lost.why, from_server=True)
+            self._end_others(self.children[self.server.lost["lost"]], self.server.lost["why"], from_server=True)
         for child in failed:
             if not self.plan.elastic or child.rank == 0 or self._is_ending:
                 self._end_others(child, describe_status(child.status or 0))
             else:
                 self._go_on_without(child)
-        now = time.monotonic()
-        due = [timer for timer in self._timers if now >= timer[0]]
-        self._timers = [timer for timer in self._timers if now < timer[0]]
-        for _, action in due:
-            action()
+        self._timers.run(blocking=False)
 
     def _later(self, seconds: float, action: Callable[[], object]) -> None:
-        self._timers.append((time.monotonic() + seconds, action))
+        self._timers.enter(seconds, 0, action)
 
     @property
     def _is_ending(self) -> bool:
@@ -184,7 +315,7 @@ class _Run:
     # An elastic run: who is lost is killed, and started again by itself
 
     def _kill(self, rank: int, why: str) -> None:
-        """Kill a process that the server has found lost, if it still runs. `_step` sees its end."""
+        """Kill a process that the server has found lost, if it still runs. `_turn` sees its end."""
         child, peer = self.children[rank], self.server.peers.get(rank)
         if peer is not None and peer.is_leaving:  # it has said that it fails, and ends with a status of its own
             self._later(_EXIT_TIME, lambda: child.status is None and child.send_signal(signal.SIGKILL))
@@ -218,21 +349,19 @@ class _Run:
 
     def _handle_signals(self) -> None:
         """Pass signals on to the processes. A second Ctrl-C kills them."""
-        if signal.SIGTSTP in self.signals.received:
-            while signal.SIGTSTP in self.signals.received:  # a new list would lose a signal that comes meanwhile
-                self.signals.received.remove(signal.SIGTSTP)
+        if self._stops:
+            self._stops.clear()
             self._send_signal(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             self._send_signal(signal.SIGCONT)
-        if self.output.is_broken and not _endings(self.signals):
-            self.signals.received.append(signal.SIGPIPE)
-        endings = _endings(self.signals)
-        if endings and not self._is_interrupted:
-            self._is_interrupted, self._signals_handled = True, len(endings)
-            self._send_signal(signal.SIGINT if endings[0] == signal.SIGINT else signal.SIGTERM)
+        if self.output.is_broken and not self._endings:
+            self._endings.append(signal.SIGPIPE)
+        number = len(self._endings)
+        if number and not self._is_interrupted:
+            self._is_interrupted, self._signals_handled = True, number
+            self._send_signal(signal.SIGINT if self._endings[0] == signal.SIGINT else signal.SIGTERM)
             self._later(self.plan.grace, lambda: self._send_signal(signal.SIGKILL))
-        elif len(endings) > self._signals_handled:
-            self._signals_handled = len(endings)
+        elif number > self._signals_handled:
             self._send_signal(signal.SIGKILL)
 
     def _end_others(self, failed: Child, why: str, from_server: bool = False) -> None:
@@ -264,40 +393,21 @@ class _Run:
             if child.status is None:
                 child.send_signal(number)
 
-    def _read_rest(self) -> None:
-        """Read the rest of the output, after the end of all processes."""
-        if self.first is not None or self._is_interrupted:
-            self._kill_rest()
-        end = time.monotonic() + _REST_TIME
-        while time.monotonic() < end and not all(child.is_read for child in self.children):
-            for key, _ in self._selector.select(0.1):
-                key.data()
-
-    def _kill_rest(self) -> None:
-        """Kill what the processes left running, after a failure or a signal."""
-        if self.first is not None or self._is_interrupted or any(child.status is None for child in self.children):
-            for child in self.children:
-                child.send_signal(signal.SIGKILL)
-                child.process.wait()
-
 
 def _environment(plan: Plan, processes: int, restart: int) -> dict[str, str]:
     """The variables that all processes of a start share."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = plan.port or free.getsockname()[1]
     return {
         **os.environ,
         "PYTHONUNBUFFERED": "1",
         **plan.env,
-        "JAXPAR_COORDINATOR": f"127.0.0.1:{plan.port or _free_port()}",
+        "JAXPAR_COORDINATOR": f"127.0.0.1:{port}",
         "JAXPAR_NUM_PROCESSES": str(processes),
         "JAXPAR_RESTART": str(restart),
         "JAXPAR_HEARTBEAT_TIMEOUT": f"{plan.heartbeat_timeout:g}",
         **({"JAXPAR_ELASTIC": "1"} if plan.elastic else {}),
     }
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 # A process, and its output.
@@ -309,14 +419,17 @@ class Output:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
         self.is_broken = False  # whether the reader has closed the pipe
-        lost = "what the processes print is lost, and the run is ended"
-        self._thread = thread.daemon("jaxpar-output", self._run, lost, self._break)
-        self._thread.start()
+        self._writer = self._start("jaxpar-output", self._write_all)
+
+    def _start(self, name: str, run: Callable[[], object]) -> threading.Thread:
+        thread = daemon(name, run, "what the processes print is lost, and the run is ended", self._break)
+        thread.start()
+        return thread
 
     def _break(self) -> None:
         self.is_broken = True
 
-    def _run(self) -> None:
+    def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
             descriptor, rest = item
             while rest and not self.is_broken:
@@ -325,60 +438,30 @@ class Output:
                 except OSError:  # the pipe is closed: `| head`
                     self.is_broken = True
 
-    def write(self, descriptor: int, data: bytes) -> None:
-        self._queue.put((descriptor, data))
+    def copy(self, pipe: IO[bytes], prefix: str, descriptor: int) -> threading.Thread:
+        """Copy each line of a pipe, whole and after a prefix, in a thread of its own."""
+
+        def run() -> None:
+            with pipe:
+                while line := pipe.readline(_LONGEST):
+                    self._queue.put((descriptor, prefix.encode() + line.removesuffix(b"\n") + b"\n"))
+
+        return self._start(f"jaxpar-output {prefix}", run)
 
     def say(self, line: str) -> None:
         """Write a line of the launcher's own to standard error."""
-        self.write(2, f"jaxpar launch: {line}\n".encode(errors="backslashreplace"))
+        self._queue.put((2, f"jaxpar launch: {line}\n".encode(errors="backslashreplace")))
 
     def finish(self, seconds: float | None) -> None:
         """Wait until all is written, for `seconds` at most."""
         self._queue.put(None)
-        self._thread.join(seconds)
-
-
-class Stream:
-    """A pipe of a child, which the selector reads until its end. Each line is written whole, after a prefix."""
-
-    def __init__(self, pipe: IO[bytes], prefix: str, descriptor: int, output: Output, selector: selectors.BaseSelector):
-        self.is_open = True
-        self._pipe, self._prefix, self._rest = pipe, prefix.encode(), b""
-        self._descriptor, self._output, self._selector = descriptor, output, selector
-        os.set_blocking(pipe.fileno(), False)
-        selector.register(pipe, selectors.EVENT_READ, self._read)
-
-    def _read(self) -> None:
-        try:
-            data = os.read(self._pipe.fileno(), 1 << 18)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        *lines, rest = (self._rest + data).split(b"\n")
-        if rest and (not data or len(rest) > _LONGEST):
-            lines, rest = [*lines, rest], b""
-        self._rest = rest
-        if lines:
-            self._output.write(self._descriptor, b"".join(self._prefix + line + b"\n" for line in lines))
-        if not data:
-            self.is_open = False
-            self._selector.unregister(self._pipe)
-            self._pipe.close()
+        self._writer.join(seconds)
 
 
 class Child:
     """A process in a session of its own, so that it can be ended with all that it started."""
 
-    def __init__(
-        self,
-        rank: int,
-        slot: int,
-        command: Sequence[str],
-        env: Mapping[str, str],
-        output: Output,
-        selector: selectors.BaseSelector,
-    ):
+    def __init__(self, rank: int, slot: int, command: Sequence[str], env: Mapping[str, str], output: Output):
         self.rank = rank  # its number in this start
         self.slot = slot  # its number in the first start, which chooses its GPUs
         self.status: int | None = None  # as a shell would say it, None while it runs
@@ -390,12 +473,8 @@ class Child:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
-        assert self.process.stderr is not None
-        self._streams = [
-            Stream(self.process.stdout, f"[{rank}] ", 1, output, selector),
-            Stream(self.process.stderr, f"[{rank}] ", 2, output, selector),
-        ]
+        pipes = (self.process.stdout, self.process.stderr)
+        self.readers = [output.copy(pipe, f"[{rank}] ", i) for i, pipe in enumerate(pipes, 1) if pipe is not None]
 
     def poll(self) -> bool:
         """Update `status` and return whether the process has just ended."""
@@ -410,10 +489,6 @@ class Child:
             os.killpg(self.process.pid, number)
             if number not in (signal.SIGKILL, signal.SIGSTOP):
                 os.killpg(self.process.pid, signal.SIGCONT)
-
-    @property
-    def is_read(self) -> bool:
-        return not any(stream.is_open for stream in self._streams)
 
 
 def describe_status(status: int) -> str:
