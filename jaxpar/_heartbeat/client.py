@@ -98,11 +98,6 @@ class HeartbeatClient:
             daemon("jaxpar-release", self._release, ends, lambda: os._exit(LOST)).start()
         self.thread.start()
 
-    def stop(self) -> None:
-        """Leave the run, and wait for the end of the thread."""
-        self.leave()
-        self.thread.join()
-
     def send_resume_hint(self, hint: str | None) -> None:
         self.hint = None if hint is None else clean("hint", hint)
         self._send(hint=self.hint)
@@ -127,9 +122,9 @@ class HeartbeatClient:
             time.sleep(_REPORT_TIME)
 
     def leave(self) -> None:
-        """Announce a normal end, so that the closed connection does not count as a loss."""
+        """Announce a normal end, so that the closed connection does not count as a loss, and end the thread."""
         self._send(leaving=1)
-        self._is_leaving = True  # which ends the thread, and the connection
+        self._is_leaving = True
         self._pulse.close()  # nobody waits for heartbeats any more
 
     def _send(self, **message: Any) -> None:

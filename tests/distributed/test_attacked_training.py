@@ -87,7 +87,7 @@ def test_a_training_beside_an_attack(undisturbed):
         assert server.lost is None
         assert client.thread.is_alive()
         client.send_resume_hint("runs/step_1")
-        client.stop()
+        client.leave()
         server.thread.join(LIMIT)
         assert server.hint == "runs/step_1"
         assert open_descriptors() <= before

@@ -339,7 +339,7 @@ def join(*settings, seconds=5.0, job="job"):
         thread.join(LIMIT)
     for result in results.values():
         if isinstance(result, HeartbeatClient):
-            result.stop()
+            result.leave()
     return [results[i] for i in range(len(settings))]
 
 

@@ -412,7 +412,7 @@ def test_the_server_of_process_0_outlives_an_attack():
     assert clients[0].hint == "runs/step_4"
     for client in clients:
         assert client.thread.is_alive()
-        client.stop()
+        client.leave()
     server.thread.join(LIMIT)
     assert not server.thread.is_alive()
 
@@ -487,7 +487,7 @@ def test_a_flood_from_the_server_leaves_the_processor_free():
         used = time.process_time() - used
         near.settimeout(None)
         client._is_leaving = True
-    client.stop()
+    client.leave()
     assert used < 0.75
     assert sent < 5_000_000
 

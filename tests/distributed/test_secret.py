@@ -130,7 +130,7 @@ def test_processes_with_the_secret_join():
         join.join(LIMIT)
     assert all(client.thread.is_alive() for client in clients)
     for client in clients:
-        client.stop()
+        client.leave()
     server.thread.join(LIMIT)
     assert not server.thread.is_alive()
 
@@ -153,7 +153,7 @@ def test_a_client_says_what_is_wrong_with_the_secret(monkeypatch, server, client
     if server is not None:  # the right process still joins, and the server ends with it
         good = new_client(server)
         good.join_run([address], 5.0, "absent")
-        good.stop()
+        good.leave()
     running.thread.join(LIMIT)
     assert not running.thread.is_alive()
 
