@@ -169,9 +169,11 @@ class JsonConnection:
     def next_message(self, seconds: float) -> Message:
         """The next message. It is empty after so many seconds, and where the connection ends."""
         end = time.monotonic() + seconds
-        while not self._waiting and not self.is_closed and (left := end - time.monotonic()) > 0:
+        while not self._waiting and self.fault is None and (left := end - time.monotonic()) > 0:
             self.wait(left)
             self._waiting = self.receive()
+            if self.is_closed:  # perhaps since the last `send`: what had arrived by then is read all the same
+                break
         return self._waiting.pop(0) if self._waiting else {}
 
     @property

@@ -492,6 +492,18 @@ def test_a_flood_from_the_server_leaves_the_processor_free():
     assert sent < 5_000_000
 
 
+def test_the_last_words_are_read_though_the_connection_is_closed():
+    near, far = socket.socketpair()
+    connection = JsonConnection(far, FROM_SERVER)
+    near.sendall(b'{"refused": "no"}\n')
+    near.close()
+    connection.send(heartbeat=1)
+    assert connection.is_closed
+    assert connection.next_message(1.0) == {"refused": "no"}
+    assert connection.next_message(1.0) == {}
+    connection.close()
+
+
 def test_a_connection_may_have_a_high_descriptor():
     near, far = socket.socketpair()
     with descriptors(1200), near, far, socket.socket(fileno=fcntl.fcntl(far, fcntl.F_DUPFD_CLOEXEC, 1100)) as high:
