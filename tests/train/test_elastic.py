@@ -171,7 +171,7 @@ def test_what_a_stranger_writes_is_dropped(monkeypatch, text):
     entries = board.entries("b")
     assert not _elastic.is_starts(entries.get("join"))
     assert _by_rank(entries) == {}
-    texts = iter([text, '{"order": [0], "offer": {"at": 3, "first": 0, "last": 9, "is_turn": false}}'])
+    texts = iter([text, '{"order": [0], "offer": {"at": 3, "first": 0, "last": 9}}'])
     service.blocking_key_value_get = lambda name, wait: next(texts)
     monkeypatch.setattr(_elastic, "_WAIT", 1)
     assert board.wait("terms", _is_terms)["offer"]["at"] == 3
@@ -313,7 +313,7 @@ def test_what_process_0_does_between_steps_is_watched(monkeypatch):
     member._watchdog = Watchdog()
     monkeypatch.setattr(member, "_steps", lambda: iter([("the state", {"loss": 1.0})]), raising=False)
     monkeypatch.setattr(member, "_is_turn", lambda: False)
-    member._at, member._is_turn_first = 4, False
+    member._at, member._group = 4, types.SimpleNamespace(tell=lambda place, word: None)
     assert next(member._lead()) == ("the state", {"loss": 1.0}, None)
     steps = member._lead()
     next(steps)

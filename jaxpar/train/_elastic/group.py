@@ -140,13 +140,13 @@ class Group:
         self._failures = 0
         return made[0]
 
-    def tell(self, at: int, word: dict[str, Any]) -> None:
-        """Say a word to the other processes after a step. Only process 0 does."""
-        self._board.set(f"words/{at}", word)
+    def tell(self, place: int | str, word: dict[str, Any]) -> None:
+        """Say a word to the other processes after a step, or at another place. Only process 0 does."""
+        self._board.set(f"words/{place}", word)
 
-    def hear(self, at: int) -> dict[str, Any]:
-        """The word of process 0 after a step. It is waited for."""
-        return self._board.wait(f"words/{at}", lambda found: {"stop", "signal", "history"} == found.keys())
+    def hear(self, place: int | str) -> dict[str, Any]:
+        """The word of process 0 at a place. It is waited for."""
+        return self._board.wait(f"words/{place}", lambda found: {"stop", "signal", "history"} == found.keys())
 
     def has_failed(self) -> bool:
         """Whether another process of the block under way has failed."""
@@ -292,7 +292,7 @@ def _is_program(found: Any) -> bool:
 def _is_terms(found: Any) -> bool:
     order, offer = found["order"], found["offer"]
     known = {d.id for d in jax.devices()}
-    numbers = all(isinstance(offer[name], int) for name in ("at", "first", "last", "is_turn"))
+    numbers = all(isinstance(offer[name], int) for name in ("at", "first", "last"))
     return numbers and (order is None or {*order} <= known)
 
 

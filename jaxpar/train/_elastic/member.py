@@ -30,6 +30,7 @@ from .watchdog import Watchdog
 
 _MORE_FOR_COMPILATION = 10  # times as long as another step may take the first one over new devices
 _PROVEN = 3  # steps after which a process that came back counts as one that works
+_BEGIN = "begin"  # the place of the word before the first step
 _TELL_EVERY = 16  # steps after which process 0 says whether it was interrupted: `Interrupts` asks then
 
 Made = tuple[TrainState, dict[str, jax.Array]]
@@ -52,7 +53,6 @@ class Member:
         self.first: int = 0  # steps that were made when the run began
         self._at = self._last = 0  # steps that were made, and at the end of the run
         self._made = 0  # steps of this process
-        self._is_turn_first = False  # whether process 0 says before the next step if the run goes on
         self._history = History()
 
     @property
@@ -66,10 +66,10 @@ class Member:
         `loop` is a `train._fit.loop.Loop`. It stopped by itself where the block ends without an exception.
         """
         self._at, self.first, self._last, self._history = loop.at, loop.first, loop.last, loop.history
-        self._is_turn_first = loop.at == loop.last or loop.must_evaluate
         with self._under_way(loop.state):
             yield self._lead()
-            self._group.tell(self._at, {"stop": True, "signal": loop.signal, "history": self._history})
+            for place in (_BEGIN, self._at):  # without a step, the others wait at the first of them
+                self._group.tell(place, {"stop": True, "signal": loop.signal, "history": self._history})
         if loop.signal is None:
             self._group.end()
             atexit.register(self._group.wait_for_others)
@@ -81,7 +81,7 @@ class Member:
         the number of the last step.
         """
         with self._under_way(state), signals:
-            steps, stop = self._steps(), self._is_turn_first and self._hear()["stop"]
+            steps, stop = self._steps(), self._hear(_BEGIN)["stop"]
             while not stop:
                 state, metrics = next(steps)
                 if self._run.stops and float(metrics["skipped"]) > 0:
@@ -89,7 +89,7 @@ class Member:
                 is_turn = self._is_turn()
                 stop = signals.should_stop(state, self._at, is_turn)
                 if is_turn:
-                    word = self._hear()
+                    word = self._hear(self._at)
                     stop, signals.asked = stop or word["stop"], signals.asked or word["signal"]
             state = self._local()
         if signals.asked is None:
@@ -108,9 +108,7 @@ class Member:
 
     def _lead(self) -> Iterator[tuple[TrainState, dict[str, jax.Array], None]]:
         """The steps for the loop of process 0. Where it is stuck between two of them, its stack is said."""
-        if self._is_turn_first:
-            self._group.tell(self._at, {"stop": False, "signal": None, "history": []})
-            self._is_turn_first = False
+        self._group.tell(_BEGIN, {"stop": False, "signal": None, "history": []})
         for state, metrics in self._steps():
             is_turn = self._is_turn()
             if is_turn:
@@ -146,9 +144,9 @@ class Member:
         is_recorded = (self._at - self.first) % self._run.steps == 0 or self._at == self._last
         return is_recorded or self._at % _TELL_EVERY == 0 or bool(every and self._at % every == 0)
 
-    def _hear(self) -> dict[str, Any]:
-        """What process 0 says after this step: whether the run is over, after which signal, and what is recorded."""
-        word = self._group.hear(self._at)
+    def _hear(self, place: int | str) -> dict[str, Any]:
+        """What process 0 says after a step: whether the run is over, after which signal, and what is recorded."""
+        word = self._group.hear(place)
         self._history = History([*([] if word["stop"] else self._history), *word["history"]])
         return word
 
@@ -191,7 +189,6 @@ class Member:
             self._step = self._run.step.on(devices)
             self._is_new = True
             self._at, self.first, self._last = (offer[name] for name in ("at", "first", "last"))
-            self._is_turn_first = offer["is_turn"]
             if not self.leads:
                 self._history = History(offer["history"])
             self._load()
@@ -208,7 +205,7 @@ class Member:
         """What process 0 says of the run under way."""
         self._load()
         place = {"at": self._at, "first": self.first, "last": self._last}
-        return {**place, "is_turn": self._is_turn_first, "history": self._history, "batch": digest(self._batch)}
+        return {**place, "history": self._history, "batch": digest(self._batch)}
 
     def _say_change(self) -> None:
         """Say in process 0 who was lost in a step, and who joins after it."""
