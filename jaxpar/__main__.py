@@ -47,17 +47,17 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     args = parse(parser, words)
     if getattr(args, "config", None) is None:
         return args
-    from ._cli import options
+    from ._cli import train
 
     name, *rest = words
-    return parse(parser, [name, *options.words_of_file(args.config, args.parser), *rest])
+    return parse(parser, [name, *train.words_of_file(args.config, args.parser), *rest])
 
 
 def _add_commands(commands: Any, asked: str = "") -> None:
     """Add the command that is asked for, whose imports take a while, or else all of them."""
-    names = ("train", "plot", "plan", "port", "verify")
-    for name in [asked] if asked in names else names:
-        importlib.import_module(f"jaxpar._cli.{name}").add_parser(commands)
+    others = ("plot", "plan", "port", "verify")
+    for module in ["train"] if asked == "train" else ["commands"] if asked in others else ["train", "commands"]:
+        importlib.import_module(f"jaxpar._cli.{module}").add_parsers(commands)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxpar import kv, models, parallel, train, viz
 from jaxpar.models import transformer
 from jaxpar.train._plan import child
-from jaxpar.train._plan.slices import slice_of
+from jaxpar.train._plan.child import slice_of
 
 LAYERS, WIDTH, SHARE = 4, 1024, 128
 RULES = {  # names of mesh axes, rule, axes of the batch

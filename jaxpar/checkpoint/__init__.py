@@ -3,8 +3,8 @@
     _save      saves and restores one checkpoint, and finds the newest good one
     _leaves    a state as named arrays, and back, and a hash of them
     _files     writes, verifies, reads and copies the directory of a checkpoint
-    _manifest  the JSON that describes a checkpoint
-    _manager   the checkpoints of a run; `_records` has the records of its epochs, and `_lock` lets one process write
+    _manifest  the JSON that describes a checkpoint, and the records of a run beside its checkpoints
+    _manager   the checkpoints of a run; `_lock` lets one process write
 
 `load_mxnet` reads files of MXNet, as `jp.mxnet.load_params` does.
 

@@ -31,7 +31,7 @@ import numpy as np
 
 from .._core import files
 from .._core.files import flush_to_disk
-from . import _lock, _manifest, _records
+from . import _lock, _manifest
 from ._manifest import CheckpointError
 
 _ARRAYS, _FROZEN = "arrays", "frozen"
@@ -167,8 +167,8 @@ def whole_copy(path: Path) -> Generator[Path]:
     copy = _unfinished_path(path.parent)
     try:
         shutil.copytree(path, copy, copy_function=_link_or_copy)
-        if (path.parent / _records.NAME).is_file():
-            shutil.copyfile(path.parent / _records.NAME, copy / _records.NAME)  # a run appends to it
+        if (path.parent / _manifest.RECORDS).is_file():
+            shutil.copyfile(path.parent / _manifest.RECORDS, copy / _manifest.RECORDS)  # a run appends to it
         yield copy
     finally:
         shutil.rmtree(copy, ignore_errors=True)
@@ -189,10 +189,10 @@ def adopt(source: Path, directory: Path) -> None:
     copy = _unfinished_path(directory)
     try:
         shutil.copytree(source, copy)
-        if (copy / _records.NAME).is_file():
+        if (copy / _manifest.RECORDS).is_file():
             with contextlib.suppress(FileExistsError):  # those that are there stay
-                _link_or_copy(copy / _records.NAME, directory / _records.NAME)
-            (copy / _records.NAME).unlink()
+                _link_or_copy(copy / _manifest.RECORDS, directory / _manifest.RECORDS)
+            (copy / _manifest.RECORDS).unlink()
         _flush_all(copy)
         os.rename(copy, path)
     except OSError:

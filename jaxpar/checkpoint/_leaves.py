@@ -34,10 +34,12 @@ _SAID = ("name", "shape", "dtype", "impl")  # what the hash takes of what a chec
 def to_leaves(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
     """A record and an array of its own memory for each leaf, so that the state can be donated right after."""
     # Without `keep` the result has no arrays: this process writes nothing and only sends its parts to the others.
-    slots = slots_of(tree)
+    slots, arrays = slots_of(tree), list[np.ndarray]()
     plain, _ = without_keys([slot.leaf for slot in slots])
-    on_host = list(map(to_host, plain))
-    arrays = [_copy(slot, leaf) for slot, leaf in zip(slots, on_host, strict=True)] if keep else []
+    for slot, on_host in zip(slots, map(to_host, plain), strict=True):
+        if keep:
+            array = np.array(on_host, copy=True)  # `np.asarray` would share the memory of an array on a CPU device
+            arrays.append(array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array)
     return [slot.record() for slot in slots], arrays
 
 
@@ -74,29 +76,22 @@ def slots_of(tree: Any) -> list[SavedArray]:
     slots: list[SavedArray] = []
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_registered)[0]:
         format, name = format_of(node), path_name(path)
-        slots += [_slot(name, node)] if format is None else format.slots(node, name)
+        if format is not None:
+            slots += format.slots(node, name)
+            continue
+        is_numeric = hasattr(node, "dtype") and (
+            is_prng_key(node) or (np.dtype(node.dtype).kind not in "OSUMm" and np.dtype(node.dtype).type is not np.void)
+        )
+        if not is_numeric and not isinstance(node, _SCALARS):
+            raise TypeError(f"checkpoint: leaf {name!r} must be an array of numbers, got {checks.describe(node)}")
+        check_plain(node, f"checkpoint: leaf {name!r}")
+        slots.append(SavedArray(name, f"leaf {name!r}", node, tuple(np.shape(node))))
     seen: set[str] = set()
     for slot in slots:
         if slot.name in seen:
             raise ValueError(f"checkpoint: two leaves have the path {slot.name!r}; rename one of them")
         seen.add(slot.name)
     return slots
-
-
-def _slot(name: str, leaf: Any) -> SavedArray:
-    is_numeric = hasattr(leaf, "dtype") and (
-        is_prng_key(leaf) or (np.dtype(leaf.dtype).kind not in "OSUMm" and np.dtype(leaf.dtype).type is not np.void)
-    )
-    if not is_numeric and not isinstance(leaf, _SCALARS):
-        raise TypeError(f"checkpoint: leaf {name!r} must be an array of numbers, got {checks.describe(leaf)}")
-    check_plain(leaf, f"checkpoint: leaf {name!r}")
-    return SavedArray(name, f"leaf {name!r}", leaf, tuple(np.shape(leaf)))
-
-
-def _copy(slot: SavedArray, leaf: Any) -> np.ndarray:
-    """The whole value in memory of its own. `np.asarray` would share that of an array on a CPU device."""
-    array = np.array(leaf, copy=True)
-    return array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array
 
 
 def _restore(slot: SavedArray, record: dict[str, Any], array: np.ndarray) -> Any:

@@ -61,7 +61,16 @@ class DirectoryLock:
 
     def acquire(self) -> None:
         """Take the lock, or keep it, and make the directory. `OSError` where another process has it."""
-        while not self._is_mine() and not self._create():
+        while not self._is_mine():
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                create(self._path, self._content)
+                break
+            except FileExistsError:
+                pass
+            except OSError as error:
+                words = f"checkpoint: {self._directory} cannot be written ({error.strerror}); nothing was saved"
+                raise OSError(words) from error
             if (holder := self._holder()) is None:
                 time.sleep(_AGAIN)  # it was given up meanwhile, which a network's file system shows late
                 continue
@@ -88,18 +97,6 @@ class DirectoryLock:
             with contextlib.suppress(OSError):
                 self._path.unlink()
         self._is_held = False
-
-    def _create(self) -> bool:
-        """Create the file. False if it exists."""
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            create(self._path, self._content)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            words = f"checkpoint: {self._directory} cannot be written ({error.strerror}); nothing was saved"
-            raise OSError(words) from error
-        return True
 
     def _is_mine(self) -> bool:
         try:

@@ -18,7 +18,7 @@ from .._core import checks
 from .._core.calls import answers
 from .._core.files import as_path
 from .._devices import processes
-from . import _files, _leaves, _manifest, _records, _save
+from . import _files, _leaves, _manifest, _save
 from ._lock import DirectoryLock
 from ._manifest import CheckpointError
 from ._save import Accepts, Found, PathLike, Tree, Wanted
@@ -57,15 +57,16 @@ class Manager:
         self.directory: Path = as_path(directory, "checkpoint.Manager: directory")
         self.keep: int = checks.whole_number(keep, "checkpoint.Manager", "keep")
         self._on_latest = on_latest
+        self._latest: Path | None = None  # what was written or restored last
         self._bad: set[Path] = set()
         self._known: dict[Path, tuple[Any, dict[str, Any]]] = {}  # see `_summary`
-        self._records = _records.RecordWriter(self.directory)
+        self._records = _manifest.RecordWriter(self.directory)
         self._lock = DirectoryLock(self.directory)
         weakref.finalize(self, self._lock.release)
-        self._writer: concurrent.futures.ThreadPoolExecutor | None = None
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        # What `wait` waits for. In the other processes, which write nothing, it does nothing.
         self._writing: concurrent.futures.Future[None] | None = None
         self._writes, self._pid = jax.process_index() == 0, os.getpid()
-        self._waited = True  # the same in every process
         with processes.raise_together():
             if self._writes:
                 _files.check_writable(self.directory, "checkpoint.Manager")
@@ -95,16 +96,17 @@ class Manager:
         leaves, arrays = _leaves.to_leaves(state, self._writes)
         with processes.raise_together():
             if records is not None:
-                info = {**info, "history": list(records[-_records.INSIDE :])}
+                info = {**info, "history": list(records[-_manifest.INSIDE :])}
             content = {**_save.step_of(state), "info": _as_json(info), **({"best": True} if best else {})}
+            new: list[str] | None = None
             if self._writes:
                 self._lock.acquire()
                 new = None if records is None else self._records.new(records)
-                self._writer = self._writer or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
-                self._writing = self._writer.submit(self._write, content, leaves, arrays, new)
-        self._waited = False
+            self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
+            writing = self._pool.submit(self._write, content, leaves, arrays, new)
+        self._writing = writing
 
-    def _claim_directory(self) -> None:
+    def _lock_directory(self) -> None:
         """Lock the directory before the first save. Raises as `save` does."""
         with processes.raise_together():
             if self._writes:
@@ -141,15 +143,14 @@ class Manager:
         state, info = _save.fill(found, like), found.body.get("info", {})
         if (place := found.body.get("records")) is not None:
             info = {**info, "history": self._read_records(found.path, place, info.get("history", []))}
-        if self._on_latest is not None:
-            self._on_latest(found.path)
+        self._note(found.path)
         return state, info
 
-    def _read_records(self, path: Path, place: _records.Place, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _read_records(self, path: Path, place: _manifest.Place, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The records up to a checkpoint, which holds the last one itself. Lost records are reported on standard
         error."""
         try:
-            found = processes.ask_first(lambda: _records.read(self.directory, place), CheckpointError)
+            found = processes.ask_first(lambda: _manifest.read_records(self.directory, place), CheckpointError)
         except CheckpointError as error:
             if self._writes and len(last) < place["number"]:
                 _save.say(f"{error}; {path} is restored with the last {len(last)} of its {place['number']} records")
@@ -192,15 +193,10 @@ class Manager:
                 f"checkpoint.Manager: process {os.getpid()} is a fork of process {self._pid}, which made this Manager "
                 "and writes; save there, or make a Manager in the fork"
             )
-        if not self._waited:
-            self._waited = True
+        writing, self._writing = self._writing, None
+        if writing is not None:
             with processes.raise_together():
-                self._finish()
-
-    def _finish(self) -> None:
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.result()
+                writing.result()
 
     def close(self) -> None:
         """Wait as `wait` does, end the writing thread, and unlock the directory.
@@ -212,17 +208,24 @@ class Manager:
         try:
             if sys.exception() is None:
                 self.wait()
-            else:
-                self._finish()
+            elif self._writing is not None:
+                self._writing.result()
         finally:
-            if self._writer is not None:
-                self._writer.shutdown()
-                self._writer = None
+            if self._pool is not None:
+                self._pool.shutdown()
+                self._pool = None
             self._lock.release()
+
+    def _note(self, path: Path) -> None:
+        self._latest = path
+        if self._on_latest is not None:
+            self._on_latest(path)
 
     def _write(
         self, content: dict[str, Any], leaves: list[Any], arrays: list[np.ndarray], records: list[str] | None
     ) -> None:
+        if not self._writes:
+            return
         _files.remove_leftovers(self.directory)
         if records is not None and (place := self._records.append(records)) is not None:
             content = {**content, "records": place}
@@ -230,8 +233,7 @@ class Manager:
         content = {**content, "order": 1 + max((body["order"] for _, body in listed), default=0)}
         path = _files.free_path(self.directory, content)
         _files.write(path, content, leaves, arrays)
-        if self._on_latest is not None:
-            self._on_latest(path)
+        self._note(path)
         good = [(path, content), *((old, body) for old, body in listed if old not in self._bad)]
         best = next((path for path, body in good if _save.is_best(body)), None)
         for path, _ in good[self.keep :]:

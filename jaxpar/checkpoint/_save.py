@@ -186,38 +186,23 @@ def newest_good(
     others than `wanted`, by their manifests, nothing more is read.
     """
     for _ in range(_TRIES):
-        try:
-            return _newest_good_now(directory, bad, accepts, wanted)
-        except _RemovedError:
-            continue
-    raise OSError(f"checkpoint: {directory} changes faster than it can be read; {_TRIES} checkpoints were gone")
-
-
-class _RemovedError(Exception):
-    """The run that writes to a directory removed a checkpoint meanwhile, so there is a newer one."""
-
-
-def _newest_good_now(directory: Path, bad: set[Path], accepts: Accepts, wanted: Wanted) -> Found | None:
-    def pass_over(path: Path, why: str) -> None:
-        if not os.path.lexists(path):
-            raise _RemovedError
-        bad.add(path)
-        say(why)
-
-    listed, unreadable = newest_first(directory)
-    for path, error in unreadable.items():
-        if path not in bad:
-            pass_over(path, f"{error}; skipped")
-    for path, body in listed:
-        if path in bad or not wanted(body):
-            continue
-        try:
-            found = _files.read(path)
-            accepts(found)
+        found, (listed, unreadable) = None, newest_first(directory)
+        failed = {path: f"{error}; skipped" for path, error in unreadable.items() if path not in bad}
+        for path, body in listed:
+            if path not in bad and wanted(body):
+                try:
+                    accepts(now := _files.read(path))
+                    found = now
+                    break
+                except CheckpointError as error:
+                    failed[path] = f"{error}; looking for an earlier one"
+        if all(map(os.path.lexists, failed)):
+            for why in failed.values():
+                say(why)
+            bad.update(failed)
             return found
-        except CheckpointError as error:
-            pass_over(path, f"{error}; looking for an earlier one")
-    return None
+        # The run that writes to the directory removed a checkpoint meanwhile, so there is a newer one.
+    raise OSError(f"checkpoint: {directory} changes faster than it can be read; {_TRIES} checkpoints were gone")
 
 
 def newest_first(

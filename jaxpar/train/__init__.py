@@ -14,27 +14,25 @@ devices that do not exist. Each package imports only packages before it in this 
 The modules of `_fit`, in the order in which a call uses them:
 
     fit         the signature. In an elastic run a process may follow one that trains (`_elastic`)
-    run         the checked arguments, which do not change
-    loop        resumes, starts steps, evaluates, calls the callbacks, saves
+    run         the checked arguments, and the checkpoint to resume from
+    loop        starts steps, evaluates, calls the callbacks, saves
     progress    reads the metrics some steps late, sums and shows them
-    resume      finds the checkpoint to resume from
     interrupt   handles Ctrl-C and SIGTERM between two steps
-    certificate writes hashes of the state; verify computes them again
+    certificate writes hashes of the state, which `verify` in `fit` compares
 """
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
-from ._callbacks.early_stopping import EarlyStopping as EarlyStopping, KeepBest as KeepBest
 from ._callbacks.history import History as History, to_pandas as to_pandas
-from ._callbacks.learning_rate import LearningRate as LearningRate
 from ._callbacks.loggers import (
     to_jsonl as to_jsonl,
     to_mlflow as to_mlflow,
+    to_ray as to_ray,
     to_tensorboard as to_tensorboard,
     to_wandb as to_wandb,
 )
+from ._callbacks.monitors import EarlyStopping as EarlyStopping, KeepBest as KeepBest, LearningRate as LearningRate
 from ._callbacks.plots import LivePlot as LivePlot, plot_history as plot_history
-from ._callbacks.ray_train import to_ray as to_ray
 from ._evaluate.evaluate import evaluate as evaluate
 from ._evaluate.metrics import (
     Mean as Mean,
@@ -54,11 +52,10 @@ from ._evaluate.predictions import (
     predict as predict,
 )
 from ._fit.compile_cache import use_compilation_cache as use_compilation_cache
-from ._fit.fit import fit as fit
+from ._fit.fit import fit as fit, verify as _verify  # noqa: F401
 from ._fit.interrupt import Interruptible as Interruptible, interruptible as interruptible
 from ._fit.lr_find import RateTest as RateTest, lr_find as lr_find
 from ._fit.progress import StepProgress as StepProgress, progress as progress
-from ._fit.verify import NotComparableError as _NotComparableError, verify as _verify  # noqa: F401
 from ._plan.plan import (
     Plan as Plan,
     PlanComparison as PlanComparison,

@@ -17,7 +17,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxpar import checkpoint, data, kv, train
 from jaxpar._core import files
-from jaxpar.checkpoint import _adopt, _lock, _records, _whole_copy
+from jaxpar.checkpoint import _adopt, _lock, _manifest, _whole_copy
 
 LIKE = {"w": jnp.zeros(3)}
 STEP = train.make_train_step(lambda params, batch, rng: (((batch["image"] @ params["w"]) - 1.0).var(), {}))
@@ -52,38 +52,38 @@ def test_a_save_writes_only_what_is_new(tmp_path):
 
 
 def test_a_record_of_the_epoch_20001_writes_one_line(tmp_path):
-    writer, before = _records.RecordWriter(tmp_path), records(20_000)
+    writer, before = _manifest.RecordWriter(tmp_path), records(20_000)
     writer.append(writer.new(before))
     size = (tmp_path / "records.jsonl").stat().st_size
     place = writer.append(writer.new(before + records(1, 20_001)))
     assert (tmp_path / "records.jsonl").stat().st_size - size < 300
     assert place["number"] == 20_001
     assert len(json.dumps(place)) < 150
-    assert str(_records.read(tmp_path, place)) == str(records(20_001))
+    assert str(_manifest.read_records(tmp_path, place)) == str(records(20_001))
 
 
 def test_checkpoints_keep_their_records_where_a_run_goes_on_from_an_older_one(tmp_path):
-    places, writer = [], _records.RecordWriter(tmp_path)
+    places, writer = [], _manifest.RecordWriter(tmp_path)
     for n in (1, 2, 3):
         places.append(writer.append(writer.new(records(n))))
-    older = _records.RecordWriter(tmp_path)
-    older.resume(places[0], _records.read(tmp_path, places[0]))
+    older = _manifest.RecordWriter(tmp_path)
+    older.resume(places[0], _manifest.read_records(tmp_path, places[0]))
     other = [*records(1), *records(2, first=7)]
     branch = older.append(older.new(other))
     for place, expected in [*((p, records(n)) for n, p in enumerate(places, 1)), (branch, other)]:
-        assert str(_records.read(tmp_path, place)) == str(expected)
+        assert str(_manifest.read_records(tmp_path, place)) == str(expected)
     again = older.append(older.new(records(2, first=30)))  # another history: all of it is written
-    assert str(_records.read(tmp_path, again)) == str(records(2, first=30))
+    assert str(_manifest.read_records(tmp_path, again)) == str(records(2, first=30))
 
 
 def test_a_line_that_was_cut_short_costs_no_other(tmp_path):
-    writer = _records.RecordWriter(tmp_path)
+    writer = _manifest.RecordWriter(tmp_path)
     first = writer.append(writer.new(records(2)))
     with open(tmp_path / "records.jsonl", "ab") as file:
         file.write(b'{"record": {"epo')
     second = writer.append(writer.new(records(3)))
-    assert str(_records.read(tmp_path, first)) == str(records(2))
-    assert str(_records.read(tmp_path, second)) == str(records(3))
+    assert str(_manifest.read_records(tmp_path, first)) == str(records(2))
+    assert str(_manifest.read_records(tmp_path, second)) == str(records(3))
 
 
 def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
 @given(at=st.integers(0, 600), bit=st.integers(0, 7), cut=st.booleans())
 def test_damaged_records_are_refused_or_whole(tmp_path_factory, at, bit, cut):
     folder = tmp_path_factory.mktemp("records")
-    writer = _records.RecordWriter(folder)
+    writer = _manifest.RecordWriter(folder)
     place = writer.append(writer.new(records(4)))
     file = folder / "records.jsonl"
     raw = bytearray(file.read_bytes())
@@ -107,20 +107,20 @@ def test_damaged_records_are_refused_or_whole(tmp_path_factory, at, bit, cut):
     raw[at] ^= 1 << bit
     file.write_bytes(raw[:at] if cut else raw)
     with pytest.raises(checkpoint.CheckpointError, match=r"records.jsonl is damaged: record [1-4]: "):
-        _records.read(folder, place)
+        _manifest.read_records(folder, place)
 
 
 @pytest.mark.parametrize("what", ["missing", "pipe", "endless", "folder", "number", "circle"])
 def test_records_that_cannot_be_read_cost_no_state(tmp_path, capsys, monkeypatch, what):
-    monkeypatch.setattr(_records, "INSIDE", 1)
+    monkeypatch.setattr(_manifest, "INSIDE", 1)
     state, history = run(tmp_path, epochs=2)
     file = tmp_path / "records.jsonl"
     place = content(tmp_path / "step_00000004")["records"]
     if what == "number":
         with pytest.raises(checkpoint.CheckpointError, match="does not have the 3 records"):
-            _records.read(tmp_path, {**place, "number": 3})
+            _manifest.read_records(tmp_path, {**place, "number": 3})
         with pytest.raises(checkpoint.CheckpointError, match="does not have the 1 records"):
-            _records.read(tmp_path, {**place, "number": 1})
+            _manifest.read_records(tmp_path, {**place, "number": 1})
         return
     file.unlink()
     {"pipe": os.mkfifo, "folder": os.mkdir, "circle": lambda f: f.symlink_to(f)}.get(what, lambda f: None)(file)
@@ -136,7 +136,7 @@ def test_records_that_cannot_be_read_cost_no_state(tmp_path, capsys, monkeypatch
 def test_a_forged_place_is_refused(place):
     good = {"number": 1, "at": 0, "sha256": "0" * 64}
     with pytest.raises(ValueError, match="must"):
-        _records._manifest.check_place({**good, **place} if place else {})
+        _manifest.check_place({**good, **place} if place else {})
 
 
 def test_a_checkpoint_alone_has_its_last_records(tmp_path, capsys):

@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 
 from jaxpar import checkpoint, data, kv, train
 from jaxpar.checkpoint import _files
-from jaxpar.train._fit import resume
+from jaxpar.train._fit.run import check_info
 
 LIKE = {"w": jnp.zeros(3), "n": np.int32(0)}
 STEP = train.make_train_step(lambda params, batch, rng: (((batch["image"] @ params["w"]) - 1.0).var(), {}))
@@ -415,7 +415,7 @@ def test_a_forged_info_of_a_run_is_passed_over(tmp_path, capsys):
     for name, values in wrong.items():
         for value in values:
             forge(tmp_path / "copy" / "step_00000003", entry(["info", name], value))
-            found = checkpoint.Manager(tmp_path / "copy")._restore(start(), resume._check_info)
+            found = checkpoint.Manager(tmp_path / "copy")._restore(start(), check_info)
             assert int(found[0].step) == 2, (name, value)
             assert f"wrong {name}" in capsys.readouterr().err
             shutil.copy(tmp_path / "step_00000003" / "jaxpar.json", tmp_path / "copy" / "step_00000003")

@@ -7,17 +7,17 @@ import sys
 import pytest
 
 from jaxpar import viz
-from jaxpar._cli import plot
+from jaxpar._cli import commands
 
 
 def parser():
-    commands = argparse.ArgumentParser().add_subparsers()
-    plot.add_parser(commands)
-    return commands.choices["plot"]
+    parsers = argparse.ArgumentParser().add_subparsers()
+    commands.add_parsers(parsers)
+    return parsers.choices["plot"]
 
 
 def run(*words):
-    return plot.run(parser().parse_args(words))
+    return commands.plot(parser().parse_args(words))
 
 
 @pytest.fixture
@@ -165,5 +165,5 @@ def test_without_a_renderer_the_command_line_ends_in_one_line(tmp_path, monkeypa
      ("2:key", (2,), "key<fry>"), ("4:float8_e4m3fn", (4,), "float8_e4m3fn")],
 )  # fmt: skip
 def test_parse_shape(text, shape, dtype):
-    found = plot.parse_shape(text)
+    found = commands.parse_shape(text)
     assert (found.shape, str(found.dtype)) == (shape, dtype)

@@ -15,7 +15,7 @@ from fit_model import STEP, TEST, TX, apply, numbers, points, run_on, same, star
 
 from jaxpar import checkpoint, kv, train, updaters
 from jaxpar.train._callbacks.callbacks import is_saved_memory, memory_from_json, memory_to_json
-from jaxpar.train._callbacks.early_stopping import default_monitor
+from jaxpar.train._callbacks.monitors import default_monitor
 
 TRAIN = points(48)  # three steps of 16
 run = functools.partial(run_on, TRAIN)

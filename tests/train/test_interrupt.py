@@ -18,7 +18,6 @@ from interrupted_run import STEP, TX, run, start
 
 from jaxpar import kv, train
 from jaxpar.train._fit import interrupt
-from jaxpar.train._fit.resume import RunCheckpoints
 
 HERE = Path(__file__).parents[1]
 
@@ -151,13 +150,14 @@ def test_others_keep_their_handlers():
 )
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_signal_after_the_last_step_is_not_lost(number, at_prompt, saves, monkeypatch, tmp_path, capsys):
-    def close(self):
-        signal.raise_signal(number)  # while the last checkpoint is being written
-        closed(self)
+    class Late:
+        def __call__(self, state, record):
+            pass
 
-    closed = RunCheckpoints.close
-    monkeypatch.setattr(RunCheckpoints, "close", close)
-    options = {"epochs": 1, "checkpoint_dir": tmp_path if saves else None}
+        def on_end(self, history):
+            signal.raise_signal(number)  # while the last checkpoint is being written
+
+    options = {"epochs": 1, "checkpoint_dir": tmp_path if saves else None, "callbacks": Late()}
     words = "after the last step, 20; the run is complete"
     words += f", saved in {tmp_path}/step_00000020" if saves else ""
     if at_prompt:

@@ -18,8 +18,8 @@ import pytest
 
 from jaxpar import kv, parallel, train
 from jaxpar.__main__ import main
-from jaxpar.train._plan import child, slices
-from jaxpar.train._plan.slices import slice_of
+from jaxpar.train._plan import child
+from jaxpar.train._plan.child import slice_of
 
 COUNT = 4
 
@@ -45,7 +45,7 @@ def make(devices, kind="device", rows=16, read=False, fsdp=False, **options):
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     """CPU devices in place of those of a slice, and this process in place of the one that compiles."""
-    monkeypatch.setattr(slices.Slice, "devices", lambda self: tuple(jax.devices()[:COUNT]))
+    monkeypatch.setattr(child.Slice, "devices", lambda self: tuple(jax.devices()[:COUNT]))
     monkeypatch.setattr("jaxpar.train._plan.plan.ask", lambda *request: _checked(*request))
 
 
@@ -166,8 +166,8 @@ def test_options_that_keep_parts_in_the_state_and_arrays_as_a_batch():
 
 
 def test_what_does_not_fit(monkeypatch):
-    chip = slices.CHIPS["h100"]
-    monkeypatch.setitem(slices.CHIPS, "h100", slices.Chip(50_000, numbers=chip.numbers))
+    chip = child.CHIPS["h100"]
+    monkeypatch.setitem(child.CHIPS, "h100", child.Chip(50_000, numbers=chip.numbers))
     plan = train.plan(make, on="h100:4")
     assert not plan.fits
     assert plan.peak_bytes > plan.limit_bytes == 37_500

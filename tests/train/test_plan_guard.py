@@ -17,7 +17,7 @@ from test_plan import compiler
 
 import jaxpar
 from jaxpar.train._plan import child
-from jaxpar.train._plan.slices import slice_of
+from jaxpar.train._plan.child import slice_of
 
 pytestmark = pytest.mark.slow
 

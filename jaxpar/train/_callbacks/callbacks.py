@@ -23,9 +23,9 @@ from ..._devices import processes
 from ..._devices.mesh import to_host
 from ..._devices.user_mesh import outside_mesh
 from .._step.state import TrainState
-from .early_stopping import EarlyStopping, KeepBest, raise_unknown
 from .history import Record
 from .loggers import JsonLines, MetricsFile
+from .monitors import EarlyStopping, KeepBest, Monitor, raise_unknown
 from .plots import LivePlot
 
 Callback = Callable[[TrainState, Record], Any]
@@ -65,8 +65,15 @@ class Callbacks:
         # callback.
         left, missed, found = list(saved or []), list[str](), list[Any]()
         for callback in self.each:
-            fresh = callback.init(state) if has_memory(callback) else None
-            found.append(_take(left, callback, fresh, missed) if has_memory(callback) else fresh)
+            found.append(callback.init(state) if has_memory(callback) else None)
+            if has_memory(callback):
+                name = name_of(callback)
+                entry = next((entry for entry in left if entry["name"] == name), None)
+                try:
+                    found[-1] = memory_from_json(entry, found[-1])
+                    left.remove(entry)
+                except ValueError:
+                    missed.append(name)
         if resumed and jax.process_index() == 0 and (missed or left):
             others = " and ".join(entry["name"] for entry in left)
             words = (
@@ -90,10 +97,14 @@ class Callbacks:
         """Call all that want each step. The memories after it."""
         if self.on_step is not None:
             self.on_step(number, metrics)
-        return tuple(
-            call(value, number, metrics) if (call := _step_of(callback)) else value
-            for callback, value in zip(self.each, memories, strict=True)
-        )
+        new = list(memories)
+        for i, callback in enumerate(self.each):
+            on_step = getattr(callback, "on_step", None)
+            if isinstance(callback, LivePlot):
+                callback.on_step(number, metrics)
+            elif on_step is not None and has_memory(callback):
+                new[i] = on_step(new[i], number, metrics)
+        return tuple(new)
 
     def measure(self, state: TrainState) -> dict[str, float]:
         """What callbacks such as `LearningRate` add to the record of a state."""
@@ -128,8 +139,10 @@ class Callbacks:
 
     def best_step(self, memories: Memories) -> int | None:
         """The step of the best state so far, 0 if there is none. None where no callback asks for it."""
-        pairs = zip(self.each, memories, strict=True)
-        return next((value["step"] for callback, value in pairs if _keeps_best(callback)), None)
+        for callback, memory in zip(self.each, memories, strict=True):
+            if _keeps_best(callback):
+                return memory["step"]
+        return None
 
     def check(self, checkpoint_dir: Any, certificate: Path | None, measures: dict[str, bool]) -> None:
         """`ValueError` for what can be known before the first step: two write one file, or keep a best checkpoint.
@@ -154,8 +167,8 @@ class Callbacks:
                 "or one train.EarlyStopping(restore_best=True), which keeps it too"
             )
         for callback in self._monitors():
-            for start in [start for start, are_measured in measures.items() if not are_measured]:
-                if (callback.monitor or "").startswith(start):
+            for start, are_measured in measures.items():
+                if not are_measured and (callback.monitor or "").startswith(start):
                     raise ValueError(
                         f"fit: {name_of(callback)} monitors {callback.monitor!r}, but nothing is evaluated; give "
                         f"{_GIVE[start]}, or monitor another metric"
@@ -178,10 +191,10 @@ class Callbacks:
             if not name.startswith((*unknown, "learning_rate")):
                 raise_unknown(name, names, f"train.{name_of(callback)}")
 
-    def _monitors(self) -> list[EarlyStopping | KeepBest]:
+    def _monitors(self) -> list[Monitor]:
         """Those whose metrics are known. A callback of the user before them may put its own into the record."""
         own = itertools.takewhile(lambda callback: type(callback).__module__.startswith("jaxpar."), self.each)
-        return [callback for callback in own if isinstance(callback, EarlyStopping | KeepBest)]
+        return [callback for callback in own if isinstance(callback, Monitor)]
 
 
 def has_memory(callback: Any) -> TypeGuard[WithMemory]:
@@ -190,28 +203,7 @@ def has_memory(callback: Any) -> TypeGuard[WithMemory]:
 
 
 def _keeps_best(callback: Any) -> bool:
-    return isinstance(callback, KeepBest) or (isinstance(callback, EarlyStopping) and callback.restore_best)
-
-
-def _step_of(callback: Any) -> Callable[[Any, int, dict[str, float]], Any] | None:
-    """What to call with the memory, the number and the metrics of each step. Other callbacks are not called."""
-    if isinstance(callback, LivePlot):
-        return lambda memory, number, metrics: callback.on_step(number, metrics)
-    return getattr(callback, "on_step", None) if has_memory(callback) else None
-
-
-def _take(left: list[Any], callback: Any, fresh: Any, missed: list[str]) -> Any:
-    """The memory that was saved for a callback, out of those that are left. Else the fresh one."""
-    for i, entry in enumerate(left):
-        if entry["name"] == name_of(callback):
-            try:
-                found = memory_from_json(entry, fresh)
-            except ValueError:
-                break
-            del left[i]
-            return found
-    missed.append(name_of(callback))
-    return fresh
+    return isinstance(callback, Monitor) and callback._keeps_best
 
 
 def name_of(callback: Any) -> str:
@@ -275,23 +267,47 @@ def _check_callback(callback: Any) -> None:
 
 def memory_to_json(memory: Any, who: str) -> dict[str, Any]:
     """A memory as JSON: the path and the value of each leaf. `who` is the callback, for messages."""
-    leaves = _leaves(memory)
-    size = sum(value.nbytes for _, value in leaves if _is_numbers(value))
-    if size > _MOST_BYTES:
-        raise ValueError(
-            f"fit: the memory of {who} has {size:,} bytes, more than the {_MOST_BYTES:,} that a checkpoint saves of "
-            "it; save large arrays by checkpoint.save, or keep them in the state"
-        )
-    return {"names": [name for name, _ in leaves], "values": [_encode(value, name, who) for name, value in leaves]}
+    names: list[str] = []
+    values: list[Any] = []
+    size = 0
+    for path, value in jax.tree_util.tree_leaves_with_path(memory, is_leaf=_is_none):
+        names.append(jax.tree_util.keystr(path))
+        if isinstance(value, _WORDS):
+            values.append(value)
+            continue
+        if not (_is_array(value) and is_of_numbers(value)):
+            raise TypeError(
+                f"fit: checkpoints save the memory of {who}, so it must be a pytree of arrays, numbers and texts; got "
+                f"{checks.describe(value)} at {names[-1] or 'its root'}"
+            )
+        array = np.asarray(to_host(value))
+        size += array.nbytes
+        if size > _MOST_BYTES:
+            raise ValueError(
+                f"fit: the memory of {who} has {size:,} bytes, more than the {_MOST_BYTES:,} that a checkpoint saves "
+                "of it; save large arrays by checkpoint.save, or keep them in the state"
+            )
+        data = base64.b64encode(array.tobytes()).decode()
+        values.append({"dtype": str(array.dtype), "shape": list(array.shape), "data": data})
+    return {"names": names, "values": values}
 
 
 def memory_from_json(saved: Any, fresh: Any) -> Any:
-    """A saved memory in the structure of a fresh one. `ValueError` where it does not fit."""
-    leaves = _leaves(fresh)
-    if saved["names"] != [name for name, _ in leaves]:
+    """A saved memory in the structure of a fresh one. `ValueError` where it does not fit, and without one."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(fresh, is_leaf=_is_none)
+    if saved is None or saved["names"] != [jax.tree_util.keystr(path) for path, _ in leaves]:
         raise ValueError("the structure differs")
-    found = [_in_place_of(like, _decode(value)) for value, (_, like) in zip(saved["values"], leaves, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(fresh, is_leaf=_is_none), found)
+    found: list[Any] = []
+    for value, (_, like) in zip(map(_decode, saved["values"]), leaves, strict=True):
+        if _is_array(like) != _is_array(value):
+            raise ValueError("expected an array, found a plain value, or the reverse")
+        if _is_array(value):
+            if (like.dtype, like.shape) != (value.dtype, value.shape):
+                raise ValueError("the shape or dtype of an array differs")
+            with outside_mesh():
+                value = jnp.asarray(value.copy()) if isinstance(like, jax.Array) else value.copy()
+        found.append(value)
+    return structure.unflatten(found)
 
 
 def is_saved_memory(saved: Any) -> bool:
@@ -306,26 +322,8 @@ def is_saved_memory(saved: Any) -> bool:
         return False
 
 
-def _leaves(memory: Any) -> list[tuple[str, Any]]:
-    found = jax.tree_util.tree_flatten_with_path(memory, is_leaf=_is_none)[0]
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in found]
-
-
-def _encode(value: Any, name: str, who: str) -> Any:
-    if isinstance(value, _WORDS):
-        return value
-    if _is_numbers(value):
-        array = np.asarray(to_host(value))
-        data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-        return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
-    raise TypeError(
-        f"fit: checkpoints save the memory of {who}, so it must be a pytree of arrays, numbers and texts; got "
-        f"{checks.describe(value)} at {name or 'its root'}"
-    )
-
-
 def _decode(value: Any) -> Any:
-    """The plain value or the array that `_encode` wrote. `ValueError` for any other value."""
+    """The plain value or the array that was saved. `ValueError` for any other value."""
     if isinstance(value, _WORDS):
         return value
     try:
@@ -333,25 +331,9 @@ def _decode(value: Any) -> Any:
         array = np.frombuffer(content, jnp.dtype(value["dtype"])).reshape(value["shape"])
     except (KeyError, TypeError, OverflowError) as error:
         raise ValueError("expected a saved array") from error
-    if list(array.shape) != value["shape"] or not _is_numbers(array):  # -1 in a shape stands for any number
+    if list(array.shape) != value["shape"] or not is_of_numbers(array):  # -1 in a shape stands for any number
         raise ValueError("expected a saved array of numbers")
     return array
-
-
-def _in_place_of(like: Any, found: Any) -> Any:
-    """What was found, as an array of the same kind where a fresh memory has one."""
-    if isinstance(found, _WORDS):
-        if _is_array(like):
-            raise ValueError("expected an array, found a plain value")
-        return found
-    if not _is_array(like) or (like.dtype, like.shape) != (found.dtype, found.shape):
-        raise ValueError("the shape or dtype of an array differs")
-    with outside_mesh():
-        return jnp.asarray(found.copy()) if isinstance(like, jax.Array) else found.copy()
-
-
-def _is_numbers(value: Any) -> bool:
-    return _is_array(value) and is_of_numbers(value)
 
 
 def _is_array(value: Any) -> bool:

@@ -1,6 +1,7 @@
-"""The records of a run, written elsewhere: JSON lines, TensorBoard, Weights & Biases, MLflow.
+"""The records of a run, written elsewhere: JSON lines, TensorBoard, Weights & Biases, MLflow, Ray Train.
 
-`Logger` is what they share. Each of them says how its place is opened, what it has already, and how a row is written.
+`Logger` is what the first four share. Each says how its place is opened, what it has already, and how a row is written.
+Ray Train gets the checkpoints too.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import json
 import math
 import os
 import socket
+import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from ... import checkpoint, distributed
 from ..._core import checks, files
 from ..._core.calls import answers
 from ..._core.files import as_path
 from ..._core.text import say_news
-from .early_stopping import metric_names
 from .history import SPEEDS, History, Record
+from .monitors import metric_names
 
 PathLike = str | os.PathLike[str]
 
@@ -38,6 +41,7 @@ class Logger:
 
     _place: Path | None = None  # a file or a directory, for errors
     _of_steps = "step/"  # before the names of the metrics of steps
+    _run_name = ""  # the run at the place, for messages
     _is_open = False
     _has_said = False
 
@@ -65,8 +69,8 @@ class Logger:
             new = {name: value for name, value in row.items() if not self._has(step, name)}
             if len(new) < len(row) and not self._has_said:
                 self._has_said = True
-                which = f"{self._run_name()} already has step {step}"
-                say_news(f"{which}, which is not written again; use a new run for another training")
+                words = "which is not written again; use a new run for another training"
+                say_news(f"{self._run_name} already has step {step}, {words}")
             if new:
                 self._write(step, new)
 
@@ -87,10 +91,6 @@ class Logger:
 
     def _close(self) -> None:
         """End the run at the place."""
-
-    def _run_name(self) -> str:
-        """The run at the place, for messages."""
-        return type(self).__name__
 
 
 @contextlib.contextmanager
@@ -320,6 +320,7 @@ class WeightsAndBiases(Logger):
 
     def _open(self, step: int) -> None:
         self.run = self._wandb.init(**self._options)
+        self._run_name = f"to_wandb: run {self.run.id}"
 
     def _has(self, step: int, name: str) -> bool:
         return step < self.run.step  # an earlier one was written before a crash
@@ -330,9 +331,6 @@ class WeightsAndBiases(Logger):
     def _close(self) -> None:
         self.run.finish()
         self.run = None
-
-    def _run_name(self) -> str:
-        return f"to_wandb: run {self.run.id}"
 
 
 @answers("to_mlflow")
@@ -381,10 +379,15 @@ class MLflow(Logger):
 
     def _open(self, step: int) -> None:
         if self.run_id is None:
-            self.run_id = self._client.create_run(self._experiment_id(), run_name=self._new_name).info.run_id
+            experiment = "0"
+            if self._experiment is not None:
+                found = self._client.get_experiment_by_name(self._experiment)
+                experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+            self.run_id = self._client.create_run(experiment, run_name=self._new_name).info.run_id
         else:
             self._client.update_run(self.run_id, status="RUNNING")
             self._last = {}
+        self._run_name = f"to_mlflow: run {self.run_id}"
 
     def _has(self, step: int, name: str) -> bool:
         if self._last is None:
@@ -401,11 +404,87 @@ class MLflow(Logger):
     def _close(self) -> None:
         self._client.set_terminated(self.run_id)
 
-    def _run_name(self) -> str:
-        return f"to_mlflow: run {self.run_id}"
 
-    def _experiment_id(self) -> str:
-        if self._experiment is None:
-            return "0"
-        found = self._client.get_experiment_by_name(self._experiment)
-        return self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+# Ray Train.
+
+
+def to_ray() -> RayReport:
+    """A callback of `fit` that reports records and checkpoints to Ray Train.
+
+    All workers call `ray.train.report(metrics, checkpoint=...)` for each record, as soon as its checkpoint is on disk.
+    Worker 0 passes the checkpoint to Ray, which copies it to its own storage. `checkpoint.restore` reads the copy. The
+    metrics are the record and `checkpoint_dir`. Ray keeps metrics only with a checkpoint, so give `fit` a
+    `checkpoint_dir`.
+
+    When Ray restarts the workers, `fit` resumes from the newest checkpoint in `checkpoint_dir`. If the last reported
+    checkpoint is missing there, as on a new host, it is first copied back from Ray's storage. An epoch that was saved
+    but not reported is reported then.
+
+    Outside a Ray Train worker the callback does nothing, so the same script runs anywhere, also without Ray.
+
+    Example:
+        >>> from jaxpar import train
+        >>> report = train.to_ray()
+        >>> # state, history = train.fit(..., checkpoint_dir="/shared/run", callbacks=report)
+    """
+    return RayReport()
+
+
+class RayReport:
+    """What `to_ray` returns."""
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+        self._reported = -1  # the step of the last report
+        self._missing: list[Record] = []  # records of earlier workers, which were not reported
+
+    def __call__(self, state: Any, record: Record) -> None:
+        """`fit` reports the record when it has saved its checkpoint."""
+
+    def before_resume(self, directory: Path) -> None:
+        """Put the checkpoint that was reported last into the directory, if it is not there."""
+        self._directory = directory
+        ray = distributed._ray_worker()
+        if ray is None:
+            return
+        ours = [r for r in ray.get_all_reported_checkpoints() if r.metrics.get("checkpoint_dir") == str(directory)]
+        if not ours:
+            return
+        last = max(ours, key=lambda reported: reported.metrics["step"])
+        self._reported = last.metrics["step"]
+        with last.checkpoint.as_directory() as copy:
+            checkpoint._adopt(Path(copy), directory)
+
+    def on_start(self, history: Sequence[Record]) -> None:
+        """Find the records that were not reported. They are when all workers have begun."""
+        self._missing = [record for record in history if record["step"] > self._reported]
+
+    def on_saved(self, record: Record, written: Callable[[], Path | None]) -> None:
+        """Report a record. `written()` waits for its checkpoint, and gives the path in worker 0."""
+        ray = distributed._ray_worker()
+        if ray is not None:
+            self._report_missing(ray)
+            self._report(ray, record, written())
+
+    def on_end(self, history: Sequence[Record]) -> None:
+        """Report what is left where no step was to be made."""
+        ray = distributed._ray_worker()
+        if ray is not None and sys.exception() is None:
+            self._report_missing(ray)
+
+    def _report_missing(self, ray: Any) -> None:
+        missing, self._missing = self._missing, []
+        for record in missing:
+            saved = None if self._directory is None else checkpoint._of_step(self._directory, record["step"])
+            self._report(ray, record, saved)
+
+    def _report(self, ray: Any, record: Record, path: Path | None) -> None:
+        metrics = {name: value for name, value in record.items() if value is not None}
+        if self._directory is not None:
+            metrics["checkpoint_dir"] = str(self._directory)
+        with contextlib.ExitStack() as stack:
+            saved = None
+            if path is not None and ray.get_context().get_world_rank() == 0:
+                saved = ray.Checkpoint.from_directory(stack.enter_context(checkpoint._whole_copy(path)))
+            ray.report(metrics, checkpoint=saved)  # Ray has its copy on return
+        self._reported = record["step"]

@@ -309,8 +309,7 @@ def describe(run: Any, seed: jax.Array, state: TrainState, texts: Iterable[str],
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     shapes = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in leaves]
-    options = run.options
-    sizes = (options.batch_size, run.examples, run.num_steps, options.eval_every, run.step.virtual_shards)
+    sizes = (run.batch_size, run.examples, run.num_steps, run.eval_every, run.step.virtual_shards)
     arrays = getattr(run.source, "dataset", run.source)
     arrays = [getattr(arrays, name, None) for name in ("images", "labels", "arrays")]
     return {

@@ -140,7 +140,7 @@ class Member:
 
     def _is_turn(self) -> bool:
         """Whether process 0 says after this step if the run goes on: after each record, and now and then."""
-        every = self._run.options.eval_every
+        every = self._run.eval_every
         is_recorded = (self._at - self.first) % self._run.steps == 0 or self._at == self._last
         return is_recorded or self._at % _TELL_EVERY == 0 or bool(every and self._at % every == 0)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import json
-import os
 import platform
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 
 from ... import checkpoint
-from ..._core import checks, files
+from ..._core import files
 from ..._devices import processes
 from .._callbacks.loggers import explain_errors
 from .._step.state import TrainState
@@ -29,51 +28,15 @@ _VECTORS = ("avx512f", "avx2", "avx", "sve", "asimd")
 
 
 class Certificate:
-    """The certificate that `fit` writes. Without a path, nothing is written."""
+    """The certificate that `fit` writes. Process 0 writes, and every process computes."""
 
-    def __init__(self, path: str | os.PathLike[str] | None, every: int):
-        every = checks.whole_number(every, "fit", "certificate_every")
-        self.path: Path | None = None if path is None else files.as_path(path, "fit: certificate")
-        self.every: int | None = None if path is None else every
+    def __init__(self, path: Path, every: int):
+        self._path, self._every = path, every
         self._unwritten: collections.deque[tuple[int, checkpoint._StateHash]] = collections.deque()
 
-    def begin(self, step: Any, state: TrainState, at: int) -> None:
-        """Create the file, or continue it. The lines of steps after `at` are dropped, because the run repeats them.
-
-        `ValueError` for the file of a run whose bits may differ from those of this run, and for other content.
-        """
-        header = None if self.path is None else header_of(step, state)
-        processes.agree("fit: certificate= needs the same settings in all processes", json.dumps(header))
-        if self.path is None or header is None:
-            return
-        with processes.raise_together():
-            if jax.process_index() == 0:
-                self._begin(self.path, header, at)
-
-    def _begin(self, path: Path, header: dict[str, Any], at: int) -> None:
-        lines: dict[int, str] = {}
-        with explain_errors(path, "the certificate"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and not path.is_file():
-                raise OSError("it is not a regular file")
-            content = path.read_bytes() if path.exists() else b""
-        if content:
-            before, lines = parse(content[: content.rfind(b"\n") + 1], path)  # a crash may have cut the last line
-            if why := difference(before, header):
-                what = f"fit: certificate {path} is from another run ({why})"
-                raise ValueError(f"{what}; give another file, or delete it")
-            header = before
-        kept = {step: state for step, state in lines.items() if step <= at}
-        text = (json.dumps(header) + "\n" + "".join(_line(*item) for item in kept.items())).encode()
-        with explain_errors(path, "the certificate"):
-            if text == content:
-                files.append(path, b"")  # only to see that it can be written
-            else:
-                files.replace(path, text)
-
     def take(self, at: int, state: TrainState) -> None:
-        """Start to compute the hash of a state, if a line is due after this step. Every process must call it."""
-        if self.every is not None and at % self.every == 0:
+        """Start to compute the hash of a state, if a line is due after this step."""
+        if at % self._every == 0:
             self._unwritten.append((at, checkpoint._hash_of(state)))
 
     def write(self, until: int) -> None:
@@ -81,14 +44,50 @@ class Certificate:
         while self._unwritten and self._unwritten[0][0] <= until:
             at, state = self._unwritten.popleft()
             line = _line(at, str(state)).encode()
-            if self.path is not None and jax.process_index() == 0:
-                with explain_errors(self.path, "the certificate"):
-                    files.append(self.path, line)
+            if jax.process_index() == 0:
+                with explain_errors(self._path, "the certificate"):
+                    files.append(self._path, line)
 
     def go_back(self, at: int) -> None:
         """Write the hashes up to step `at`, and forget those of later steps."""
         self.write(at)
         self._unwritten.clear()
+
+
+def begin(path: Path | None, every: int, step: Any, state: TrainState) -> Certificate | None:
+    """The certificate at this path, created or continued after the step of `state`. None without a path.
+
+    `ValueError` for the file of a run whose bits may differ from those of this run, and for other content.
+    """
+    header = None if path is None else header_of(step, state)
+    processes.agree("fit: certificate= needs the same settings in all processes", json.dumps(header))
+    if path is None or header is None:
+        return None
+    with processes.raise_together():
+        if jax.process_index() == 0:
+            _begin(path, header, int(state.step))
+    return Certificate(path, every)
+
+
+def _begin(path: Path, header: dict[str, Any], at: int) -> None:
+    """Drop the lines of steps after `at`, because the run repeats them."""
+    lines: dict[int, str] = {}
+    with explain_errors(path, "the certificate"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise OSError("it is not a regular file")
+        content = path.read_bytes() if path.exists() else b""
+    if content:
+        before, lines = parse(content[: content.rfind(b"\n") + 1], path)  # a crash may have cut the last line
+        if why := difference(before, header):
+            raise ValueError(f"fit: certificate {path} is from another run ({why}); give another file, or delete it")
+        header = before
+    text = json.dumps(header) + "\n" + "".join(_line(*item) for item in lines.items() if item[0] <= at)
+    with explain_errors(path, "the certificate"):
+        if text.encode() == content:
+            files.append(path, b"")  # only to see that it can be written
+        else:
+            files.replace(path, text.encode())
 
 
 def _line(step: int, state: str) -> str:
@@ -116,27 +115,29 @@ def difference(header: dict[str, Any], other: dict[str, Any]) -> str:
 
 def parse(content: bytes, path: Path) -> tuple[dict[str, Any], dict[int, str]]:
     """The header of a certificate, and the hash of each of its steps. `ValueError` for other content."""
-    found: list[dict[str, Any]] = []
+    header: dict[str, Any] = {}
+    lines: dict[int, str] = {}
+    last = 0
     text = content.decode("utf-8", "replace")
     if text and not text.endswith("\n"):
         raise ValueError(f"{path}: line {text.count(chr(10)) + 1} is incomplete")
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            found.append(json.loads(line))
-            last = found[-2].get("step", 0) if number > 2 else 0
-            good = found[-1]["certificate"] == _NUMBER if number == 1 else _is_line(found[-1], last)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            entry = json.loads(line)
+            if number == 1:
+                header, good = entry, entry["certificate"] == _NUMBER
+            else:
+                step, state = entry["step"], entry["state"]
+                good = type(step) is int and step > last and isinstance(state, str)
+                lines[step], last = state, step
+        except (ValueError, KeyError, TypeError, RecursionError):
             good = False
         if not good:
             what = "is not the header of a certificate" if number == 1 else "is not the hash of a later step"
             raise ValueError(f"{path}: line {number} {what}; give the file that fit(certificate=...) wrote")
-    if not found:
+    if not header:
         raise ValueError(f"{path} is empty; give the file that fit(certificate=...) wrote")
-    return found[0], {line["step"]: line["state"] for line in found[1:]}
-
-
-def _is_line(line: dict[str, Any], last: int) -> bool:
-    return type(line["step"]) is int and line["step"] > last and isinstance(line["state"], str)
+    return header, lines
 
 
 def _processor(device: Any) -> str:

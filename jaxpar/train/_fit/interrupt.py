@@ -51,25 +51,22 @@ class Interrupts:
         self._signals.__exit__()
         if self._timer is not None:
             self._timer.cancel()
-        if kind is None and self._recorded is not None and self.asked is None:  # it came after the last step
+        if kind is None and self._signals.received and self.asked is None:  # it came after the last step
             if self._several:
-                signal.raise_signal(self._recorded)
-            self.asked = self._recorded
+                signal.raise_signal(self._signals.received[-1])
+            self.asked = self._signals.received[-1]
 
     def should_stop(self, state: Any, step: int, epoch_over: bool) -> bool:
         """Whether to stop after a step. `state` is the one after it."""
+        recorded = self._signals.received[-1] if self._signals.received else None
         if not self._several:
-            self.asked = self._recorded
+            self.asked = recorded
         elif self._service and multihost_utils.reached_preemption_sync_point(step):
             self.asked = signal.SIGTERM
         elif epoch_over or step % _EXCHANGE_EVERY == 0:
             jax.block_until_ready(state)  # the exchange is a collective, and those of two programs must not overlap
-            self.asked = max(map(int, processes.exchange(str(int(self._recorded or 0))))) or None
+            self.asked = max(map(int, processes.exchange(str(int(recorded or 0))))) or None
         return self.asked is not None
-
-    @property
-    def _recorded(self) -> int | None:
-        return self._signals.received[-1] if self._signals.received else None
 
     def _confirm_later(self, number: int) -> None:
         if self._timer is not None:  # of the other signal

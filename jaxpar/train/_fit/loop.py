@@ -14,22 +14,24 @@ import math
 import time
 import warnings
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from ... import data
+from ... import data, distributed
 from ..._core.text import say_news
 from ..._devices import processes
 from ..._devices.donation import is_donated
+from ...checkpoint import CheckpointError, Manager, _of_step
 from .._callbacks.history import History, Record, line
 from .._step.nonfinite import NonFiniteError, check_finite
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
+from . import certificate
 from .interrupt import Interrupts, describe_stop, finish_interrupted
 from .progress import Epoch, Progress, Trace
-from .resume import RunCheckpoints, RunHistory, copy_state
-from .run import Made, Run, shuffle_key
+from .run import Made, Past, Run, check_info, copy_state, like_saved, resume, shuffle_key
 
 _AT_ONCE = 0.2  # seconds that the steps of one program take. Ctrl-C waits for them.
 _MEASURE_EVERY = 1.0  # seconds after which the bar shows another learning rate
@@ -37,37 +39,43 @@ _MEASURE_EVERY = 1.0  # seconds after which the bar shows another learning rate
 
 def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
     """Resume, make the steps, and return what `fit` returns."""
-    checkpoints = RunCheckpoints(run)
-    state, past = checkpoints.resume(state)
-    loop = Loop(run, run.check(state), past)
-    if past.resumed and loop.at == loop.last and not loop.must_evaluate:
-        _say_complete(loop, past.stopped)
-    if checkpoints.directory is not None:
+    manager = None
+    if run.checkpoint_dir is not None:
+        manager = Manager(run.checkpoint_dir, keep=run.keep, on_latest=distributed.set_resume_hint)
+    state, past = resume(run, manager, state)
+    loop = Loop(run, manager, run.check(state), past)
+    if past.resumed and loop.at == loop.last and not loop.must_evaluate and jax.process_index() == 0:
+        over = f"a callback ended this run at step {loop.at}" if past.stopped else f"complete at step {loop.at}"
+        more = "" if past.stopped else f"raise {run.limits}, or "
+        say_news(f"{over}: 0 steps trained; {more}resume=False for a new run")
+    if manager is not None:
         run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
-        checkpoints.claim()
-    run.certificate.begin(run.step, loop.state, loop.at)
+        manager._lock_directory()
+    loop.certificate = certificate.begin(run.certificate, run.certificate_every, run.step, loop.state)
     with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
         run.callbacks.call("on_start", loop.history)
     try:
-        with Interrupts() as signals, contextlib.closing(checkpoints), contextlib.ExitStack() as at_end:
+        with Interrupts() as signals, contextlib.ExitStack() as at_end:
             # They end in the reverse order: the steps, `on_end`, the checkpoints, and last the signals.
+            if manager is not None:
+                at_end.enter_context(contextlib.closing(manager))
             at_end.callback(run.callbacks.call, "on_end", loop.history)
             calls = run.make_steps(loop) if run.make_steps is not None else contextlib.nullcontext(loop.calls())
             steps = loop.steps(at_end.enter_context(calls))
             at_end.enter_context(contextlib.closing(steps))
             try:
                 for due in steps:
-                    if _should_stop(loop, checkpoints, signals, due):
+                    if _should_stop(loop, signals, due):
                         break
                 loop.end_interrupted()
             except NonFiniteError as error:
                 loop.go_back(error.state, error.step)
                 if loop.at > loop.began:
-                    loop.save(checkpoints, interrupted=True)
+                    loop.save(interrupted=True)
                 raise
             loop.signal = signals.asked
             if loop.signal is None:
-                loop.restore_best(checkpoints)
+                loop.restore_best()
         was_over = loop.signal is None
         loop.signal = signals.asked  # one may have come while the last checkpoint was written
     except BaseException as error:
@@ -75,24 +83,14 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
         raise
     if loop.signal is None:
         return loop.state, loop.history
-    saved = checkpoints.path(loop.at)
+    saved = None if run.checkpoint_dir is None else _of_step(Path(run.checkpoint_dir), loop.at)
     place = describe_stop(loop.at, loop.number, run.epochs, saved)
     if was_over:  # the same call on this state trains on
         place = f"after the last step, {loop.at}; the run is complete" + (f", saved in {saved}" if saved else "")
-    return finish_interrupted(loop.signal, loop.state, loop.history, place, run.options.on_interrupt)
+    return finish_interrupted(loop.signal, loop.state, loop.history, place, run.on_interrupt)
 
 
-def _say_complete(loop: Loop, stopped: bool) -> None:
-    """Say that a resumed run makes no step, and what the user may want."""
-    options = loop.run.options
-    limits = [name for name in ("epochs", "max_steps") if getattr(options, name) is not None]
-    over = f"a callback ended this run at step {loop.at}" if stopped else f"complete at step {loop.at}"
-    more = "" if stopped else f"raise {' or '.join(f'{name}=' for name in limits)}, or "
-    if jax.process_index() == 0:
-        say_news(f"{over}: 0 steps trained; {more}resume=False for a new run")
-
-
-def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: Interrupts, due: dict[str, bool] | None) -> bool:
+def _should_stop(loop: Loop, signals: Interrupts, due: dict[str, bool] | None) -> bool:
     """Evaluate and call the callbacks where a record is due, save if that is. Return whether the run is to stop."""
     record, stopped = None, False
     if due is not None:
@@ -101,16 +99,16 @@ def _should_stop(loop: Loop, checkpoints: RunCheckpoints, signals: Interrupts, d
         except Exception as error:
             # The next call evaluates again. Other processes may still evaluate, and would not take part in a save.
             if loop.between_epochs and processes.is_in_all(error):
-                loop.save(checkpoints)
+                loop.save()
             raise
     try:
         stopped = record is not None and loop.run_callbacks(record)
     finally:  # a callback that fails costs no steps
         interrupted = signals.should_stop(loop.state, loop.at, record is not None)
-        loop.save(checkpoints, stopped=stopped, interrupted=interrupted)
+        loop.save(stopped=stopped, interrupted=interrupted)
     if record is not None:
         # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in the others.
-        loop.run.callbacks.call("on_saved", record, lambda: checkpoints.written(loop.at))
+        loop.run.callbacks.call("on_saved", record, loop.written)
     return stopped or interrupted
 
 
@@ -130,15 +128,17 @@ def _attach_state(error: BaseException, loop: Loop) -> None:
 class Loop:
     """The steps of a run, and where it is."""
 
-    def __init__(self, run: Run, state: TrainState, past: RunHistory):
+    def __init__(self, run: Run, manager: Manager | None, state: TrainState, past: Past):
         self.run, self.state, self.history = run, state, History(past.history)
+        self.certificate: certificate.Certificate | None = None
         self.first, self.epoch = past.first, past.epoch  # the first step of the run, the sums of the epoch under way
         self.at = self.began = int(state.step)  # steps that were made, and before this call of `fit`
         self.last = self.began if past.stopped else max(self.began, past.first + run.num_steps)
         self.memories = self._before = run.callbacks.init(state, past.memories, past.resumed)
         self.signal: int | None = None  # the one that ended the run
-        self._progress = Progress(run.options.progress, run.unit)
-        self._trace = Trace(run.options.profile, self.began, self.last)
+        self._manager, self._rates = manager, past.rates
+        self._progress = Progress(run.progress, run.unit)
+        self._trace = None if run.profile is None else Trace(run.profile, self.began, self.last)
         self._pace, self._read = float("inf"), 0.0  # seconds of a step, and when the last one was read
         self._checked = False  # that callbacks look at metrics that there are
         self._warned = False  # that a loss was not finite
@@ -180,16 +180,14 @@ class Loop:
         groups = self._groups(state.rng, place) if devices else None
         if groups is None:
             for batch in run.batches(state.rng, self.at, **place):
-                with self._trace.step(self.at, state):
-                    state, metrics = step(state, batch)
+                state, metrics = step(state, batch)
                 yield state, metrics, None
             return
         for batches, number in groups:
             done = 0
             while done < number:
                 end = min(number, done + self._next_number())
-                with self._trace.step(self.at, state):
-                    state, metrics = step.many(state, batches, done, end)
+                state, metrics = step.many(state, batches, done, end)
                 yield state, metrics, range(done, end)
                 done = end
 
@@ -200,7 +198,7 @@ class Loop:
             return None
         most = None if run.per_program == "auto" else run.per_program
         key = shuffle_key(rng)
-        groups = data.batch_groups(run.source, run.options.batch_size, most, rng=key, start=self.at, **place)
+        groups = data.batch_groups(run.source, run.batch_size, most, rng=key, start=self.at, **place)
         if most is not None and groups is None:
             raise ValueError(
                 f"fit: steps_per_execution is {most}, but the devices have no room for the data set; "
@@ -213,17 +211,18 @@ class Loop:
 
     def _next_number(self) -> int:
         """How many steps the next program makes, if there are as many batches."""
-        if self._trace.is_on:
-            return 1
         run = self.run
+        if self._trace is not None:
+            return 1
         # A program must not step over a step after which something is due.
-        periods = (run.options.checkpoint_every, run.options.eval_every, run.certificate.every)
+        hashes = None if self.certificate is None else run.certificate_every
+        periods = [every for every in (run.checkpoint_every, run.eval_every, hashes) if every]
         most = max(1, int(_AT_ONCE / self._pace)) if run.per_program == "auto" else run.per_program
-        return min(most, self.last - self.at, *(every - self.at % every for every in periods if every))
+        return min([most, self.last - self.at, *[every - self.at % every for every in periods]])
 
     def steps(self, calls: Iterator[Made]) -> Generator[dict[str, bool] | None]:
         """Take the steps that `calls` makes. After each: the mark of the record that is due, or None if none is."""
-        every, per_epoch = self.run.options.eval_every, self.run.steps
+        every, per_epoch = self.run.eval_every, self.run.steps
         try:
             if self.must_evaluate:
                 yield {}
@@ -232,16 +231,17 @@ class Loop:
                 if self.epoch.since is None:  # an epoch begins, or goes on after an evaluation
                     if self.between_epochs or self.at == self.began:
                         epoch, done = divmod(self.at - self.first, per_epoch)
-                        self._progress.start(per_epoch, f"epoch {epoch + 1}/{self.run.epochs}", done)
-                    if self.at == self.began:
-                        self._progress.say_compiling()
+                        title = f"epoch {epoch + 1}/{self.run.epochs}"
+                        self._progress.start(per_epoch, title, done, compiles=self.at == self.began)
                     self.epoch.since = self._read = time.perf_counter()
-                self.state, metrics, part = next(calls)
+                with contextlib.nullcontext() if self._trace is None else self._trace.step(self.at, self.state):
+                    self.state, metrics, part = next(calls)
                 if self.at == self.began:
-                    self._progress.say("")
+                    self._progress.say_compiled()
                 self.at += 1 if part is None else len(part)
                 self.epoch.add(metrics, part)
-                self.run.certificate.take(self.at, self.state)
+                if self.certificate is not None:
+                    self.certificate.take(self.at, self.state)
                 due: dict[str, bool] | None = None
                 if is_over := self.between_epochs:
                     due = {}
@@ -252,12 +252,13 @@ class Loop:
                 # A record has all of its steps. Else the last ones are not read yet, so the host starts steps ahead.
                 self._count(self.run.behind if due is None else 0)
                 if due is not None:
-                    self.epoch.pause()
+                    self.epoch.seconds, self.epoch.since = self.epoch.elapsed(), None
                 yield due
                 if is_over:
                     self.epoch = Epoch()
         finally:
-            self._trace.close(self.state)
+            if self._trace is not None:
+                self._trace.close(self.state)
             self._progress.close()
 
     def _count(self, behind: int) -> None:
@@ -271,7 +272,8 @@ class Loop:
                 self.run.callbacks.check_metrics(list(rows[0]), [], self.run.evaluation.measures)
             for i, metrics in enumerate(rows, 1):
                 self._count_step(number + i, metrics)
-        self.run.certificate.write(self.at - self.epoch.num_unread)
+        if self.certificate is not None:
+            self.certificate.write(self.at - self.epoch.num_unread)
 
     def _count_step(self, number: int, metrics: dict[str, float]) -> None:
         run, skipped = self.run, self.run.skips and metrics["skipped"] > 0
@@ -284,7 +286,7 @@ class Loop:
         # The bar shows what was measured at most a second ago: to measure waits for the state.
         if self._measured and self._progress.has_bar and self._read - self._measured_at > _MEASURE_EVERY:
             self._measured, self._measured_at = run.callbacks.measure(self.state), time.perf_counter()
-        per_second = self.epoch.counted * run.options.batch_size / self.epoch.elapsed()
+        per_second = self.epoch.counted * run.batch_size / self.epoch.elapsed()
         self._progress.step({**metrics, **self._measured} if self._measured else metrics, per_second)
         if self.memories or run.callbacks.on_step is not None:
             self.memories = run.callbacks.step(self.memories, number, metrics)
@@ -315,7 +317,7 @@ class Loop:
             **means,
             **({"skipped": skipped} if run.skips else {}),
             **scores,
-            **{"seconds": seconds, f"{run.unit}_per_second": epoch.counted * run.options.batch_size / seconds},
+            **{"seconds": seconds, f"{run.unit}_per_second": epoch.counted * run.batch_size / seconds},
             **mark,
         }
 
@@ -324,22 +326,20 @@ class Loop:
         self._before = self.memories  # those that a checkpoint of a run cut by `max_steps` has
         callbacks = self.run.callbacks
         self.memories, stopped = callbacks.run(self.memories, self.state, record)
-        copies = callbacks.restores_best and self.run.options.checkpoint_dir is None
-        if copies and callbacks.best_step(self.memories) == self.at:
+        if self._manager is None and callbacks.restores_best and callbacks.best_step(self.memories) == self.at:
             self._best = copy_state(self.state)
         return stopped and not record.get("interrupted")
 
-    def save(self, checkpoints: RunCheckpoints, *, stopped: bool = False, interrupted: bool = False) -> None:
+    def save(self, *, stopped: bool = False, interrupted: bool = False) -> None:
         """Save the state if it is due, with what `fit` needs to go on. Waits for the steps of an epoch under way."""
         # The record of an epoch that `max_steps` cuts short, and what callbacks made of it, are not saved: a longer run
         # has neither.
-        if checkpoints.directory is None:
+        if self._manager is None:
             return
-        every, interrupted = self.run.options.checkpoint_every, interrupted or self.is_cut
+        run, every, interrupted = self.run, self.run.checkpoint_every, interrupted or self.is_cut
         cut = self.is_recorded and self.history[-1].get("interrupted")
         # A longer run does not know of a best state that was found where `max_steps` cut an epoch short.
-        best = self.run.callbacks.best_step(self.memories) == self.at
-        best = best and not (cut and self.run.callbacks.restores_best)
+        best = run.callbacks.best_step(self.memories) == self.at and not (cut and run.callbacks.restores_best)
         is_due = self.between_epochs or stopped or interrupted or best or (every and self.at % every == 0)
         if not is_due:
             return
@@ -348,16 +348,39 @@ class Loop:
             self._count(0)
             epoch = self.epoch
             under_way = {"sums": dict(epoch.sums), "counted": epoch.counted, "seconds": epoch.elapsed()}
+        place = data._place_in(run.source)
         history, memories = (self.history[:-1], self._before) if cut else (self.history, self.memories)
-        about = {"first": self.first, **under_way, "callbacks": self.run.callbacks.to_json(memories)}
-        checkpoints.save(self.state, {**about, "stopped": stopped, "interrupted": interrupted}, history, best)
+        info = {
+            **{"first": self.first, "batch_size": run.batch_size, "examples": run.examples, "rates": self._rates},
+            **{"stopped": stopped, "interrupted": interrupted, "callbacks": run.callbacks.to_json(memories)},
+            **under_way,
+            **({} if place is None else {"place": place}),
+        }
+        self._manager._save(self.state, info, best=best, records=history)
 
-    def restore_best(self, checkpoints: RunCheckpoints) -> None:
+    def written(self) -> Path | None:
+        """Wait until all is on disk. Return what this run wrote or restored of the last step, in the process that
+        writes."""
+        if self._manager is None:
+            return None
+        self._manager.wait()
+        latest = self._manager._latest
+        return latest if latest is not None and latest.name.startswith(f"step_{self.at:08d}") else None
+
+    def restore_best(self) -> None:
         """Take the state of the best record, where a callback asks for it. The run is over."""
         step = self.run.callbacks.best_step(self.memories) if self.run.callbacks.restores_best else None
         if not step or step == self.at:
             return
-        self.state = checkpoints.restore(self.state, step) if self._best is None else self._best
+        if self._manager is not None:
+            like = like_saved(self.state, self.run.step)
+            found = self._manager._restore(like, check_info, lambda body: body.get("step") == step)
+            if found is None:
+                where = self.run.checkpoint_dir
+                raise CheckpointError(f"fit: {where} has no good checkpoint of the best state, of step {step}")
+            self.state = found[0]
+        elif self._best is not None:
+            self.state = self._best
         if jax.process_index() == 0:
             say_news(f"restored the best state, of step {step}")
 
@@ -376,7 +399,8 @@ class Loop:
         """Go back to the state before a step that is not finite. No later step counts."""
         self.state, self.at = state, step
         self.epoch = dataclasses.replace(self.epoch, unread=collections.deque(), num_unread=0)
-        self.run.certificate.go_back(step)
+        if self.certificate is not None:
+            self.certificate.go_back(step)
 
 
 def _not_finite(number: int, loss: float) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from ..._devices.donation import is_donated
 from ..._devices.user_mesh import outside_mesh
 from .._callbacks.plots import new_figure, png, readable, save_figure
 from .._step.state import TrainState, check_is_state
-from .progress import BEHIND, Epoch
-from .resume import copy_state
+from .progress import Epoch
+from .run import copy_state
 
 _WHERE = "train.lr_find"
 _SMOOTH = 0.9  # of the average of the losses
@@ -138,30 +138,28 @@ def lr_find(
         own = updaters.set_learning_rate(copy_state(state), rates[0])  # refused before work is spent
         where = data._batch_options(source, own.store.devices, None, getattr(step, "virtual_shards", None))
         batches = source.batches(batch_size, rng=own.rng, epochs=None, **where)
-    losses = _losses(own, step, batches, rates)
+    losses: list[float] = []
+    for loss in _losses(own, step, batches, rates):
+        losses.append(loss)
+        if _has_diverged(losses):
+            break
     smoothed = _smooth(losses)
     return RateTest(tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed), _steepest(rates, smoothed))
 
 
-def _losses(state: TrainState, step: Any, batches: Any, rates: Sequence[float]) -> list[float]:
-    """The loss at each rate, up to one that is too large. The steps run ahead of the host."""
-    epoch, losses = Epoch(), list[float]()
+def _losses(state: TrainState, step: Any, batches: Any, rates: Sequence[float]) -> Iterator[float]:
+    """The loss at each rate. The steps run ahead of the host."""
+    epoch = Epoch()
     for rate, batch in zip(rates, batches, strict=False):
         with outside_mesh():
             state = updaters.set_learning_rate(state, rate)
         state, metrics = step(state, batch)
         epoch.add({"loss": metrics["loss"]})
-        losses += [row["loss"] for rows in epoch.read(BEHIND) for row in rows]
-        if _has_diverged(losses):
-            break
-    losses += [row["loss"] for rows in epoch.read(0) for row in rows]
-    end = next((i for i in range(1, len(losses) + 1) if _has_diverged(losses[:i])), len(losses))
-    return losses[:end]
+        yield from [row["loss"] for rows in epoch.read() for row in rows]
+    yield from [row["loss"] for rows in epoch.read(0) for row in rows]
 
 
 def _has_diverged(losses: Sequence[float]) -> bool:
-    if not losses:
-        return False
     if not math.isfinite(losses[-1]):
         return True
     smoothed = _smooth(losses)

@@ -31,7 +31,6 @@ Metrics = dict[str, jax.Array]
 Profile = str | os.PathLike[str] | tuple[str | os.PathLike[str], int, int]
 
 _FIRST_TRACED, _NUM_TRACED = 10, 5
-_NOTHING = contextlib.nullcontext()
 
 
 @dataclasses.dataclass
@@ -41,16 +40,12 @@ class Epoch:
     # Of each metric. A step that left its update out counts under `skipped` only.
     sums: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     counted: int = 0  # how many steps were read and counted
-    seconds: float = 0.0  # of training, up to the last `pause`
+    seconds: float = 0.0  # of training, before `since`
     # The time at which training went on, by `time.perf_counter`. None: it pauses, as during an evaluation.
     since: float | None = None
     # The metrics of the other steps. With a range they are those of several steps along their first axis.
     unread: collections.deque[tuple[Metrics, range | None]] = dataclasses.field(default_factory=collections.deque)
     num_unread: int = 0  # how many these steps are
-
-    def pause(self) -> None:
-        """Stop the clock. It is started by `since`."""
-        self.seconds, self.since = self.elapsed(), None
 
     def elapsed(self) -> float:
         return self.seconds + (0.0 if self.since is None else time.perf_counter() - self.since)
@@ -63,29 +58,27 @@ class Epoch:
     def read(self, behind: int = BEHIND) -> Iterator[list[dict[str, float]]]:
         """The metrics of all steps except the last few, program by program. Waits for these steps."""
         while self.num_unread > behind:
-            rows = _rows(*self.unread.popleft())
+            metrics, part = self.unread.popleft()
+            axes = 0 if part is None else 1
+            arrays = {k: np.shape(v)[axes:] for k, v in metrics.items() if np.ndim(v) != axes}
+            if arrays:
+                words = ", ".join(f"{k!r} of shape {shape}" for k, shape in arrays.items())
+                warnings.warn(
+                    f"fit: the history keeps only numbers, but aux of loss_fn has {words}; return a mean or another "
+                    "number",
+                    stacklevel=2,
+                )
+            if part is None:
+                rows = [{k: float(v) for k, v in metrics.items() if k not in arrays}]
+            else:
+                columns = {k: np.asarray(v) for k, v in metrics.items() if k not in arrays}
+                rows = [{k: float(v[i]) for k, v in columns.items()} for i in part]
             self.num_unread -= len(rows)
             yield rows
 
     def count(self, metrics: dict[str, float]) -> None:
         self.sums.update(metrics)
         self.counted += 1
-
-
-def _rows(metrics: Metrics, part: range | None) -> list[dict[str, float]]:
-    """The metrics that are numbers, for each step. Waits for them. A warning names those that are not."""
-    axes = 0 if part is None else 1
-    others = {k: np.shape(v)[axes:] for k, v in metrics.items() if np.ndim(v) != axes}
-    if others:
-        words = ", ".join(f"{k!r} of shape {shape}" for k, shape in others.items())
-        warnings.warn(
-            f"fit: the history keeps only numbers, but aux of loss_fn has {words}; return a mean or another number",
-            stacklevel=2,
-        )
-    if part is None:
-        return [{k: float(v) for k, v in metrics.items() if k not in others}]
-    columns = {k: np.asarray(v) for k, v in metrics.items() if k not in others}
-    return [{k: float(v[i]) for k, v in columns.items()} for i in part]
 
 
 class Progress:
@@ -103,26 +96,21 @@ class Progress:
     def has_bar(self) -> bool:
         return self._bar is not None
 
-    def start(self, total: int | None, title: str, done: int) -> None:
-        """Begin a bar of which `done` steps were made before. None: it is not known how many there are."""
+    def start(self, total: int | None, title: str, done: int, compiles: bool = False) -> None:
+        """Begin a bar of which `done` steps were made before. `compiles`: it says that XLA compiles the first step."""
         if self.is_shown and is_interactive():
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # tqdm warns if ipywidgets is missing, and shows its plain bar
                 from tqdm.auto import tqdm
             self._bar = tqdm(total=total, initial=done, desc=title, unit="step", file=sys.stdout)
+            if compiles:
+                has_dots = "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
+                self._bar.set_postfix_str("compiling…" if has_dots else "compiling...")
 
-    def say(self, words: str) -> None:
-        """Show words in place of the metrics, at once."""
+    def say_compiled(self) -> None:
+        """The first step was started, and its metrics are not read yet."""
         if self._bar is not None:
-            self._bar.set_postfix_str(words, refresh=True)
-
-    def say_compiling(self) -> None:
-        """Say that XLA compiles, in letters that standard output has."""
-        try:
-            "…".encode(getattr(sys.stdout, "encoding", None) or "ascii")
-        except (UnicodeError, LookupError):
-            return self.say("compiling...")
-        self.say("compiling…")
+            self._bar.set_postfix_str("")
 
     def step(self, metrics: dict[str, float], per_second: float = 0.0) -> None:
         """Count a step. The metrics may be of an earlier one."""
@@ -134,10 +122,10 @@ class Progress:
             self._bar.update()
 
     def print(self, text: str) -> None:
-        """Print a line, above the bar where there is one."""
+        """Print a line, above the bar where there is one. Call it if `is_shown`."""
         if self._bar is not None:
             self._bar.write(text, file=sys.stdout)
-        elif self.is_shown:
+        else:
             print(text, flush=True)
 
     def close(self) -> None:
@@ -156,34 +144,30 @@ class Trace:
     call of `fit`. `began` steps were made there, and `last` will be at the end.
     """
 
-    def __init__(self, profile: Profile | None, began: int, last: int):
-        self._directory, first, num, steps = None, 0, 0, last - began
+    def __init__(self, profile: Profile, began: int, last: int):
+        steps = last - began
         if isinstance(profile, tuple):
             directory, first, num = profile
-            self._directory = os.fspath(directory)
             if first < 0 or num < 1 or first + num > steps:
                 raise ValueError(
                     f"fit: profile asks for {num} steps from step {first} on, but this call has {steps} steps; in "
                     "(directory, first_step, num_steps), first_step counts from 0"
                 )
-        elif profile is not None:  # in the steady state: compiled, and the device is fed ahead
-            self._directory = os.fspath(as_path(profile, "fit: profile"))
-            first, num = min(_FIRST_TRACED, max(0, steps - _NUM_TRACED)), _NUM_TRACED
+        else:  # in the steady state: compiled, and the device is fed ahead
+            directory, first, num = profile, min(_FIRST_TRACED, max(0, steps - _NUM_TRACED)), _NUM_TRACED
+        self._directory = os.fspath(as_path(directory, "fit: profile"))
         self._traced = range(began + first, began + first + num)
-        self.is_on: bool = profile is not None  # whether there is a trace at all
         self._is_tracing = False
 
     def step(self, at: int, state: Any) -> contextlib.AbstractContextManager[Any]:
         """A block for the step after `at` others. `state` is the one before it."""
-        if self._directory is None:
-            return _NOTHING
         if at == self._traced.start:
             jax.block_until_ready(state)  # earlier steps are not in the trace
             jax.profiler.start_trace(self._directory)
             self._is_tracing = True
         if at == self._traced.stop:
             self.close(state)
-        return jax.profiler.StepTraceAnnotation("train", step_num=at) if self._is_tracing else _NOTHING
+        return jax.profiler.StepTraceAnnotation("train", step_num=at) if self._is_tracing else contextlib.nullcontext()
 
     def close(self, state: Any) -> None:
         """End a trace under way, when the state is computed."""
@@ -229,21 +213,19 @@ def progress(total: int | None = None, *, title: str = "", done: int = 0, show: 
 
 
 class StepProgress:
-    """The context manager of `progress`.
-
-    Attributes:
-        made: the number of steps so far, including `done`.
-    """
+    """The context manager of `progress`."""
 
     def __init__(self, total: int | None, title: str, done: int, show: bool):
-        self._about = total, title, done
+        self._total, self._title, self._done = total, title, done
         self._progress, self._epoch = Progress(show), Epoch()
-        self._is_compiling = True
-        self.made: int = done
+
+    @property
+    def made(self) -> int:
+        """The number of steps so far, including `done`."""
+        return self._done + self._epoch.counted + self._epoch.num_unread
 
     def __enter__(self) -> StepProgress:
-        self._progress.start(*self._about)
-        self._progress.say_compiling()
+        self._progress.start(self._total, self._title, self._done, compiles=True)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -251,10 +233,8 @@ class StepProgress:
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Count a step, and show the metrics of an earlier step."""
-        if self._is_compiling:
-            self._is_compiling = False
-            self._progress.say("")
-        self.made += 1
+        if self.made == self._done:
+            self._progress.say_compiled()
         self._epoch.add(metrics)
         self._read(BEHIND)
 

@@ -1,28 +1,32 @@
-"""What stays the same while `fit` trains: its arguments, checked before any work."""
+"""A call of `fit`, checked before any work, and the run that it continues. Neither changes while it trains."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from ... import data, distributed
-from ..._core import checks
+from ... import data, distributed, updaters
+from ..._core import checks, files
 from ..._core.calls import check_takes
+from ..._core.text import say, say_news
+from ..._devices import processes
+from ..._devices.donation import is_donated, zeros_if_donated
 from ..._devices.user_mesh import outside_mesh
-from ...updaters import assign
-from .._callbacks.callbacks import Callbacks, OnStep, collect_callbacks
-from .._callbacks.history import NO_METRICS
+from ...checkpoint import CheckpointError, Found, Manager
+from .._callbacks.callbacks import Callbacks, collect_callbacks, is_saved_memory
+from .._callbacks.history import NO_METRICS, Record
 from .._evaluate.evaluate import Evaluation, check_training_classes, plan_evaluation
 from .._step.state import TrainState, check_is_state
 from .._step.train_step import TrainStep
-from .certificate import Certificate
-from .progress import BEHIND, Metrics, Profile
+from .progress import BEHIND, Epoch, Metrics, Profile
 
 Made = tuple[TrainState, Metrics, range | None]
 # What `fit` itself puts into records. The metric `skipped` is the step's own.
@@ -30,75 +34,43 @@ _TAKEN = {*NO_METRICS, "test_loss", "test_accuracy"} - {"skipped"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """The arguments of `fit` beside the state, the step and the data; see there."""
+class Run:
+    """A call of `fit`, checked."""
 
-    test_data: Any
-    apply_fn: Any
-    eval_data: Any
-    eval_fn: Any
-    epochs: int | None
+    step: TrainStep
+    source: data.Source
+    callbacks: Callbacks  # the metrics file and what was given
+    evaluation: Evaluation  # where scores come from
     batch_size: int
-    max_steps: int | None
+    examples: int  # of an epoch
+    steps: int  # of an epoch
+    epochs: int  # how many the run goes into
+    num_steps: int  # of the run
+    # How many steps one compiled program makes. "auto": as many as take a fifth of a second.
+    per_program: int | Literal["auto"]
+    skips: bool  # whether a step may leave its update out. A step of the user's own does not say so.
+    stops: bool  # whether a step that is not finite ends the run
+    unit: str  # what the data consists of, for people
+    limits: str  # the arguments that end the run, for people
+    # As given to `fit`, with an `int` for each whole number.
     eval_every: int | None
     progress: bool
     checkpoint_dir: str | os.PathLike[str] | None
     resume: bool | Literal["auto"]
     checkpoint_every: int | None
     keep: int
-    certificate: str | os.PathLike[str] | None
+    certificate: Path | None
     certificate_every: int
-    metrics_file: str | os.PathLike[str] | None
-    callbacks: Any
-    on_step: OnStep | None
     profile: Profile | None
-    steps_per_execution: int | Literal["auto"]
     on_interrupt: Literal["auto", "return", "raise"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A call of `fit`, checked."""
-
-    options: Options  # as given, with an `int` for each whole number
-    step: TrainStep
-    source: data.Source
-    callbacks: Callbacks  # the metrics file and what was given
-    evaluation: Evaluation  # where scores come from
-    certificate: Certificate  # where hashes of the state go
-    epochs: int  # how many the run goes into
-    examples: int  # of an epoch
-    steps: int  # of an epoch
-    # How many steps one compiled program makes. "auto": as many as take a fifth of a second.
-    per_program: int | Literal["auto"]
     # Opens a block with the steps of a `Loop`: a pair of the new state and its metrics for each, and the rows where
     # these are of several steps. None: the loop calls the step by itself.
     make_steps: Callable[[Any], contextlib.AbstractContextManager[Iterator[Made]]] | None = None
     behind: int = BEHIND  # how many steps later their metrics are read
 
-    @property
-    def num_steps(self) -> int:
-        return min(self.epochs * self.steps, self.options.max_steps or sys.maxsize)
-
-    @property
-    def skips(self) -> bool:
-        """Whether a step may leave its update out. A step of the user's own does not say so."""
-        return getattr(self.step, "skips", False)
-
-    @property
-    def stops(self) -> bool:
-        """Whether a step that is not finite ends the run."""
-        return getattr(self.step, "nonfinite", "ignore") == "stop"
-
-    @property
-    def unit(self) -> str:
-        """What the data consists of, for people."""
-        return "images" if isinstance(self.source, data.DatasetSource) else "examples"
-
     def batches(self, rng: jax.Array, start: int, **where: Any) -> Iterator[data.Batch]:
         """The batches after the first `start` steps, without an end, in host memory or where `where` says."""
-        batch_size = self.options.batch_size
-        return iter(self.source.batches(batch_size, rng=shuffle_key(rng), epochs=None, start=start, **where))
+        return iter(self.source.batches(self.batch_size, rng=shuffle_key(rng), epochs=None, start=start, **where))
 
     def check(self, state: TrainState) -> TrainState:
         """The state on the step's devices, checked with all that the run calls, as far as shapes are known."""
@@ -106,7 +78,7 @@ class Run:
         if isinstance(self.step, TrainStep):
             state = self.step.complete(state)
             data._batch_options(self.source, state.store.devices, None, self.step.virtual_shards)
-            shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.options.batch_size)
+            shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.batch_size)
             metrics = self.step.check(state, shapes)
         scores = self.evaluation.check(state)
         own = ("eval_",) if self.evaluation.measures["eval_"] else ()
@@ -122,27 +94,47 @@ class Run:
 
 def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) -> Run:
     """The run of a call of `fit`, from its arguments. The errors are those of `fit`."""
-    options = Options(**given)
     # The order is that in which a user would mend them: what takes long to find out comes last.
-    callbacks = collect_callbacks(options.metrics_file, options.callbacks, options.on_step)
+    callbacks = collect_callbacks(given["metrics_file"], given["callbacks"], given["on_step"])
     distributed.check_joined("fit", "each process would train its own model", launched=True)
-    _check_inputs(state, step)
+    check_is_state(state, "fit")
+    if state.store.updater is updaters.assign:
+        raise ValueError(
+            "fit: the store has no optimizer, so every step would replace the parameters by their gradients; "
+            "make it by kv.from_params(params, optimizer=optax.sgd(0.1))"
+        )
+    check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
     source = data.as_source(train_data)
-    batch_size = data._usual_batch_size(options.batch_size, source)
-    options = _check_options(dataclasses.replace(options, batch_size=batch_size))
-    certificate = Certificate(options.certificate, options.certificate_every)
+    numbers = _check_options({**given, "batch_size": data._usual_batch_size(given["batch_size"], source)})
+    epochs, max_steps, batch_size = numbers.pop("epochs"), numbers.pop("max_steps"), numbers["batch_size"]
+    certificate = None if given["certificate"] is None else files.as_path(given["certificate"], "fit: certificate")
     evaluated = {name: given[name] for name in ("test_data", "apply_fn", "eval_data", "eval_fn")}
-    evaluation = plan_evaluation(**evaluated, batch_size=options.batch_size)
-    examples = source.examples(options.batch_size)
-    steps = examples // options.batch_size
-    checks.whole_batch(examples, options.batch_size, "fit")
-    epochs = sys.maxsize if options.epochs is None else options.epochs
-    if options.max_steps is not None:
-        epochs = min(epochs, -(-options.max_steps // steps))
+    evaluation = plan_evaluation(**evaluated, batch_size=batch_size)
+    examples = source.examples(batch_size)
+    checks.whole_batch(examples, batch_size, "fit")
+    steps = examples // batch_size
+    num_steps = min((epochs or sys.maxsize) * steps, max_steps or sys.maxsize)
     check_training_classes(step, state, source)
-    per_program = _steps_per_program(options.steps_per_execution, step, source, state)
-    callbacks.check(options.checkpoint_dir, certificate.path, evaluation.measures)
-    return Run(options, step, source, callbacks, evaluation, certificate, epochs, examples, steps, per_program)
+    per_program = _steps_per_program(given["steps_per_execution"], step, source, state)
+    callbacks.check(given["checkpoint_dir"], certificate, evaluation.measures)
+    return Run(
+        step=step,
+        source=source,
+        callbacks=callbacks,
+        evaluation=evaluation,
+        examples=examples,
+        steps=steps,
+        epochs=-(-num_steps // steps),
+        num_steps=num_steps,
+        per_program=per_program,
+        skips=getattr(step, "skips", False),
+        stops=getattr(step, "nonfinite", "ignore") == "stop",
+        unit="images" if isinstance(source, data.DatasetSource) else "examples",
+        limits=" or ".join(f"{name}=" for name in ("epochs", "max_steps") if given[name] is not None),
+        certificate=certificate,
+        **numbers,
+        **{name: given[name] for name in ("progress", "checkpoint_dir", "resume", "profile", "on_interrupt")},
+    )
 
 
 def shuffle_key(rng: jax.Array) -> jax.Array:
@@ -151,36 +143,25 @@ def shuffle_key(rng: jax.Array) -> jax.Array:
         return jax.random.fold_in(rng, 0x5FFE1E)
 
 
-def _check_options(options: Options) -> Options:
-    """The options with an `int` for each whole number."""
+def _check_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Check numbers and choices. The numbers, each as an `int`, or None where that may be given and is."""
     numbers: dict[str, int | None] = {}
-    for name in ("batch_size", "keep"):
-        numbers[name] = checks.whole_number(getattr(options, name), "fit", name)
+    for name in ("batch_size", "keep", "certificate_every"):
+        numbers[name] = checks.whole_number(given[name], "fit", name)
     for name in ("epochs", "max_steps", "eval_every", "checkpoint_every"):
-        value = getattr(options, name)
-        numbers[name] = None if value is None else checks.whole_number(value, "fit", name)
-    if options.epochs is None and options.max_steps is None:
+        numbers[name] = None if given[name] is None else checks.whole_number(given[name], "fit", name)
+    if given["epochs"] is None and given["max_steps"] is None:
         raise ValueError("fit: the end of the training is not known; give epochs= or max_steps=, or both")
-    if options.checkpoint_dir is None:
+    if given["checkpoint_dir"] is None:
         numbers["checkpoint_every"] = None
-    checks.choice(options.on_interrupt, "fit", "on_interrupt", ("auto", "return", "raise"))
-    if options.progress == "plot":
+    checks.choice(given["on_interrupt"], "fit", "on_interrupt", ("auto", "return", "raise"))
+    if given["progress"] == "plot":
         raise ValueError("fit: progress='plot' is now a callback: fit(..., callbacks=train.LivePlot(), progress=False)")
-    if options.progress not in (True, False):
-        raise ValueError(f"fit: progress must be True or False, got {options.progress!r}")
-    if options.resume not in ("auto", True, False):
-        raise ValueError(f"fit: resume must be 'auto', True or False, got {options.resume!r}")
-    return dataclasses.replace(options, **numbers)
-
-
-def _check_inputs(state: Any, step: Any) -> None:
-    check_is_state(state, "fit")
-    if state.store.updater is assign:
-        raise ValueError(
-            "fit: the store has no optimizer, so every step would replace the parameters by their gradients; "
-            "make it by kv.from_params(params, optimizer=optax.sgd(0.1))"
-        )
-    check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
+    if given["progress"] not in (True, False):
+        raise ValueError(f"fit: progress must be True or False, got {given['progress']!r}")
+    if given["resume"] not in ("auto", True, False):
+        raise ValueError(f"fit: resume must be 'auto', True or False, got {given['resume']!r}")
+    return numbers
 
 
 def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainState) -> int | Literal["auto"]:
@@ -203,3 +184,123 @@ def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainS
     if reason:
         raise ValueError(f"fit: steps_per_execution is {asked}, but {reason}; give 1, or leave it out")
     return asked
+
+
+# Where it resumes.
+
+
+@dataclasses.dataclass(frozen=True)
+class Past:
+    """What happened before this call of `fit`."""
+
+    first: int  # the step at which the run began
+    rates: dict[str, float]  # the learning rates of the given state, where it has them
+    history: list[Record] = dataclasses.field(default_factory=list)  # the records of the epochs that are over
+    epoch: Epoch = dataclasses.field(default_factory=Epoch)  # the one that is not
+    stopped: bool = False  # whether a callback ended the training
+    memories: list[Any] | None = None  # of the callbacks, as `Callbacks.to_json` gave them. None: they were not saved.
+    resumed: bool = False  # whether it goes on from a checkpoint of `fit`
+
+
+def resume(run: Run, manager: Manager | None, state: TrainState) -> tuple[TrainState, Past]:
+    """The state to resume from, and its run. A checkpoint of a run with other batches is refused."""
+    found = None
+    if manager is not None and run.resume:
+        with processes.raise_together():
+            run.callbacks.call("before_resume", manager.directory)
+        found = manager._restore(like_saved(state, run.step), check_info)
+    if found is None and run.resume is True:
+        raise FileNotFoundError(f"fit: resume=True, but {run.checkpoint_dir} holds no checkpoint")
+    # A call of `fit` that failed may have donated it: then a checkpoint is the only way on.
+    given = None if is_donated(state) else int(state.step)
+    rates = {} if given is None or manager is None else updaters.learning_rates(state)
+    if found is None or (given is not None and not _goes_on(*found, given)):
+        if given is None:
+            raise ValueError("fit: this state was donated to an earlier step; use the state that it returned")
+        return state, Past(given, rates)
+    state, info = found  # the checkpoint is after the state
+    at = int(state.step)
+    if jax.process_index() == 0:
+        say_news(f"resumed from step {at} in {run.checkpoint_dir}")
+        _say_other_rates(run, rates, info.get("rates", {}), state)
+    if "first" not in info:  # the user saved it, so no epoch of that state is known
+        return state, Past(at if given is None else given, rates)
+    data._go_to(run.source, info.get("place"))
+    batch_size, examples = info["batch_size"], info["examples"]
+    if (batch_size, examples) != (run.batch_size, run.examples):
+        raise ValueError(
+            f"fit: the checkpoint is from a run with batches of {batch_size} out of {examples} examples, but this run "
+            f"has {run.batch_size} out of {run.examples}; give the same again, another checkpoint_dir, or resume=False"
+        )
+    epoch = Epoch(collections.Counter(info.get("sums", {})), info.get("counted", 0), info.get("seconds", 0.0))
+    history = list(filter(_is_record, info.get("history", [])))
+    stopped, memories = info.get("stopped", False), info.get("callbacks")
+    return state, Past(info["first"], rates, history, epoch, stopped, memories, resumed=True)
+
+
+def like_saved(state: TrainState, step: Any) -> TrainState:
+    """A state with all parts that the step's checkpoints have. A step of the user's own has those of `state`."""
+    state = zeros_if_donated(state)
+    return step.complete(state) if hasattr(step, "complete") else state
+
+
+def copy_state(state: TrainState) -> TrainState:
+    """A copy, which stays when the state is donated to a step."""
+    with outside_mesh():
+        return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state)
+
+
+def _goes_on(found: TrainState, info: dict[str, Any], step: int) -> bool:
+    """Whether a checkpoint is after a step, or of a run that was interrupted at it."""
+    return int(found.step) > step or (int(found.step) == step and bool(info.get("interrupted")))
+
+
+def _say_other_rates(run: Run, given: dict[str, float], saved: dict[str, float], state: TrainState) -> None:
+    """Say that a resumed run keeps the rate of its checkpoint, if `fit` is now given another rate than at first."""
+    # Compares the rates given to the two calls of `fit`, because a callback may have changed the rate since.
+    if saved and given and saved != given:
+        now, before, kept = (
+            ", ".join(f"{rate:g}" for rate in rates.values())
+            for rates in (given, saved, updaters.learning_rates(state))
+        )
+        say(
+            f"fit: the given state has the learning rate {now}, but the run in {run.checkpoint_dir} began with "
+            f"{before}. The resumed run keeps the rate of the checkpoint, {kept}. To change it, call "
+            "updaters.set_learning_rate on the state that checkpoint.restore returns; resume=False begins a new run"
+        )
+
+
+def check_info(found: Found) -> None:
+    """`CheckpointError` for the info of a run that `fit` cannot have saved."""
+    info, step = found.body.get("info", {}), found.body.get("step", 0)
+    if "first" not in info:  # the user saved it
+        return
+    history, sums, callbacks = info.get("history", []), info.get("sums", {}), info.get("callbacks", [])
+    rates = info.get("rates", {})
+    good = {
+        "first": _is_count(info["first"]) and info["first"] <= step,
+        **{name: _is_count(info.get(name)) for name in ("batch_size", "examples")},
+        **{name: isinstance(info.get(name, False), bool) for name in ("stopped", "interrupted")},
+        "history": isinstance(history, list) and all(map(_is_record, history)),
+        "sums": isinstance(sums, dict) and all(map(_is_number, sums.values())),
+        "counted": _is_count(info.get("counted", 0)),
+        "seconds": _is_number(info.get("seconds", 0.0)),
+        "rates": isinstance(rates, dict) and all(map(_is_number, rates.values())),
+        "callbacks": isinstance(callbacks, list) and all(map(is_saved_memory, callbacks)),
+        "place": isinstance(info.get("place", []), list),
+    }
+    wrong = [name for name, holds in good.items() if not holds]
+    if wrong:
+        raise CheckpointError(f"{found.path} is damaged: wrong {' and '.join(wrong)} in the info of the run")
+
+
+def _is_record(record: Any) -> bool:
+    return isinstance(record, dict) and _is_count(record.get("epoch")) and _is_count(record.get("step"))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or _is_count(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62

@@ -11,8 +11,7 @@ from typing import Any
 from ... import viz
 from ..._core.calls import answers
 from ..._core.text import Table, describe
-from .child import ask
-from .slices import slice_of
+from .child import ask, slice_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +118,14 @@ class Plan:
         return str(_table_of(self))
 
     def _repr_html_(self) -> str:
+        table = _table_of(self)._repr_html_()
         if isinstance(self._picture, str):
-            return _table_of(self)._repr_html_()
+            return table
         try:
             picture = self.plot().pipe("svg", encoding="utf-8")
         except viz.RenderError as error:
             picture = f"<p>{html.escape(str(error))}</p>"
-        return f"<div>{_table_of(self)._repr_html_()}{picture[picture.find('<svg') :]}</div>"
+        return f"<div>{table}{picture[picture.find('<svg') :]}</div>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ class PlanComparison:
         It has the fewest estimated cycles, then the fewest bytes sent alone, then the lowest peak.
         """
         found: dict[str, Plan] = {}
-        for plan in sorted(self.plans, key=_rank):
+        for plan in sorted(self.plans, key=lambda plan: (plan.cycles or 0, plan.alone_bytes, plan.peak_bytes)):
             if plan.fits and plan.cycles is not None:
                 found.setdefault(plan.on, plan)
         return found
@@ -162,13 +162,10 @@ class PlanComparison:
         return [{**a, **b} for a, b in zip(given, rows, strict=True)]
 
     def __str__(self) -> str:
-        return str(self._table())
+        return str(_comparison_of(self))
 
     def _repr_html_(self) -> str:
-        return self._table()._repr_html_()
-
-    def _table(self) -> Table:
-        return _comparison_of(self.rows, self.best)
+        return _comparison_of(self)._repr_html_()
 
 
 @answers("train.plan")
@@ -252,17 +249,19 @@ def compare_plans(
 # A plan, and a comparison of plans, as tables for people.
 
 
-def _table_of(plan: Any) -> Table:
+def _table_of(plan: Plan) -> Table:
     """The answer, and then what to try."""
     verdict = "fits" if plan.fits else f"does NOT fit, by {_size(plan.peak_bytes - plan.limit_bytes)}"
     rows = [("memory", f"{_size(plan.peak_bytes)} of {_size(plan.limit_bytes)} on each device{_parts(plan)}")]
     rows += [("largest", f"{_size(one['bytes'])}  {one['name']}  {one['shape']}") for one in plan.arguments[:3]]
-    if plan.donated_bytes is not None:
+    if plan.donated_bytes is not None and plan.returned_bytes is not None:
         rows.append(("donated", f"{_size(plan.donated_bytes)} of {_size(plan.returned_bytes)} that the step returns"))
-    rows += list(_sent(plan))
-    rows.append(("work", f"{plan.flops / 1e9:,.1f} GFLOP" + _cycles(plan)))
+    rows += _sent(plan)
+    cycles = "" if plan.cycles is None else f"; {plan.cycles:,} cycles estimated, without collectives"
+    rows.append(("work", f"{plan.flops / 1e9:,.1f} GFLOP{cycles}"))
     rows.append(("compiled", f"in {plan.compile_seconds} s of CPU time"))
-    rows += [("try" if not plan.fits else "note", text) for text in _hints(plan)]
+    if hint := _hint(plan):
+        rows.append(("note" if plan.fits else "try", hint))
     return Table(f"{_name_of(plan)}: {verdict}", ("", ""), rows, most=100)
 
 
@@ -290,10 +289,6 @@ def _parts(plan: Any) -> str:
     return f"{text}, {_size(plan.temporary_bytes)} temporaries{more}"
 
 
-def _cycles(plan: Plan) -> str:
-    return "" if plan.cycles is None else f"; {plan.cycles:,} cycles estimated, without collectives"
-
-
 def _sent(plan: Plan) -> Iterable[tuple[str, str]]:
     """A row for each kind and axes of collectives."""
     groups: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
@@ -309,43 +304,39 @@ def _sent(plan: Plan) -> Iterable[tuple[str, str]]:
         yield kind, f"{_size(sent)} sent by each device{over}, in {runs} a step{least}; {beside}"
 
 
-def _hints(plan: Plan) -> list[str]:
-    """What to try where it does not fit, and what is remarkable where it does."""
+def _hint(plan: Plan) -> str:
+    """What to try where it does not fit, and what is remarkable where it does. May be empty."""
+    if not plan.fits and plan.argument_bytes > plan.limit_bytes / 2:
+        return (
+            f"state and batch alone are {_size(plan.argument_bytes)}: split them over the devices, by "
+            "sharding=parallel.fsdp() on a mesh or kind='sharded'; if they are split, take more devices"
+        )
     if not plan.fits:
-        if plan.argument_bytes > plan.limit_bytes / 2:
-            return [
-                f"state and batch alone are {_size(plan.argument_bytes)}: split them over the devices, by "
-                "sharding=parallel.fsdp() on a mesh or kind='sharded'; if they are split, take more devices"
-            ]
-        return [
+        return (
             "temporaries are the most: jax.checkpoint (remat) around the layers, accumulate=N in make_train_step, or "
             "fewer examples for each device"
-        ]
+        )
     # Other axes have all-reduces of their own: of gradients over copies, of activations under tensor parallelism.
     params = [one for one in plan.arguments if one["name"].startswith("params/")]
     axes = {name for one in params for name in one["axes"]} & set(plan.batch_axes)
     whole = sum(one.bytes * one.runs for one in plan.collectives if one.kind == "all-reduce" and axes & set(one.axes))
     if plan.engine == "jit" and plan.cycles is not None and whole > plan.sent_bytes.get("all-gather", 0) / 2:
-        return [
+        return (
             f"all-reduces of {_size(whole)}: split weights or gradients travel whole, where gathers and "
             "reduce-scatters would send half. Split over fewer devices, an axis of the mesh, and keep copies over the "
             "rest"
-        ]
-    return []
+        )
+    return ""
 
 
-def _rank(plan: Plan) -> tuple[float, ...]:
-    """What decides between plans on the same devices, the least first."""
-    return (plan.cycles or 0, plan.alone_bytes, plan.peak_bytes)
-
-
-def _comparison_of(rows: Iterable[tuple[str, dict[str, Any], Any]], best: Mapping[str, Any]) -> Table:
+def _comparison_of(found: PlanComparison) -> Table:
     """A row for each plan. The best of each `on` has a star. The others are compared with it, or with the first."""
-    rows = list(rows)
-    tops = {on: plan for on, _, plan in reversed(rows) if not isinstance(plan, str) and plan.fits} | dict(best)
-    names = list(dict.fromkeys(name for _, choices, _ in rows for name in choices))
-    cells: list[list[str]] = [["", "on", *names, "memory", "sent", "alone", "cycles", "compared"]]
-    for on, choices, plan in rows:
+    best = found.best
+    tops = {plan.on: plan for plan in reversed(found.plans) if plan.fits} | best
+    names = list(dict.fromkeys(name for _, choices, _ in found.rows for name in choices))
+    head = ("", "on", *names, "memory", "sent", "alone", "cycles", "compared")
+    cells: list[Sequence[str]] = [head]
+    for on, choices, plan in found.rows:
         chosen = [str(choices.get(name, "")) for name in names]
         if isinstance(plan, str):
             cells.append(["", on, *chosen, "", "", "", "", plan])
@@ -359,8 +350,7 @@ def _comparison_of(rows: Iterable[tuple[str, dict[str, Any], Any]], best: Mappin
         ]
         mark = "*" if plan is best.get(on) else ""
         cells.append([mark, on, *chosen, *numbers, "with this" if plan is top else _beside(plan, top)])
-    head, *body = cells
-    return Table("memory of one device, bytes that it sends in a step", tuple(head), [head, *body], most=200)
+    return Table("memory of one device, bytes that it sends in a step", head, cells, most=200)
 
 
 def _beside(plan: Plan, other: Any) -> str:

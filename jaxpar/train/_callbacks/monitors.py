@@ -1,6 +1,6 @@
-"""Callbacks that look at one metric: when to stop, and which checkpoint is the best.
+"""Callbacks of one number: when to stop, which checkpoint is the best, and the learning rate in the records.
 
-Which metric of a record they look at, and in which direction it is better, is in the second half.
+Which metric of a record is monitored, and in which direction it is better, is in the second half.
 """
 
 from __future__ import annotations
@@ -8,18 +8,63 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, NoReturn, get_args
 
+from ... import updaters
 from ..._core import checks
+from ..._devices.user_mesh import outside_mesh
+from .._step.state import TrainState
 from .history import NO_METRICS, Record
 
 Mode = Literal["auto", "min", "max"]
 Memory = dict[str, Any]
+_NOTHING: Memory = {"monitor": None, "mode": None, "best": None}
+_NAME = "learning_rate"
+
+
+class Monitor:
+    """A callback that remembers the best value of a metric."""
+
+    monitor: str | None
+    mode: Mode
+
+    def __post_init__(self) -> None:
+        where = f"train.{type(self).__name__}"
+        if self.monitor is not None and not isinstance(self.monitor, str):
+            raise TypeError(f"{where}: monitor must be the name of a metric, got {checks.describe(self.monitor)}")
+        checks.choice(self.mode, where, "mode", get_args(Mode))
+        if self.monitor is not None:
+            _resolve_mode(self.monitor, self.mode, where)
+        elif self.mode != "auto":
+            raise ValueError(f"{where}: mode={self.mode!r} needs the name of a metric; give monitor= too")
+
+    @property
+    def _keeps_best(self) -> bool:
+        """Whether the checkpoint of the best value stays. Then the memory has its `step`, 0 if there is none."""
+        return True
+
+    def _look(self, memory: Memory, record: Record, min_delta: float = 0.0) -> tuple[Memory, bool]:
+        """The memory with the best value so far, and whether this record has it."""
+        # A memory of another metric begins anew. That happens if a run is resumed with another `monitor`.
+        where = f"train.{type(self).__name__}"
+        name = self.monitor or memory["monitor"] or default_monitor(record)
+        mode = _resolve_mode(name, self.mode, where)
+        if (name, mode) != (memory["monitor"], memory["mode"]):
+            counts = dict.fromkeys(memory.keys() & {"without", "step"}, 0)
+            worst = math.inf if mode == "min" else -math.inf  # every finite value improves on it
+            memory = {**memory, **counts, "monitor": name, "mode": mode, "best": worst}
+        value = record.get(name)
+        if value is None or isinstance(value, (str, bool)):
+            raise_unknown(name, metric_names(record), where)
+        best, value = memory["best"], float(value)
+        better = value < best - min_delta if mode == "min" else value > best + min_delta  # NaN is not
+        step = {"step": record["step"]} if better and self._keeps_best else {}
+        return {**memory, **step, "best": value if better else best}, better
 
 
 @dataclasses.dataclass(frozen=True)
-class EarlyStopping:
+class EarlyStopping(Monitor):
     """A callback of `fit` that stops when a metric no longer improves.
 
     Checkpoints hold its state, so a resumed run stops after the same epoch as an uninterrupted run.
@@ -61,28 +106,31 @@ class EarlyStopping:
     restore_best: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         where = "train.EarlyStopping"
-        check_monitor(self.monitor, self.mode, where)
         checks.whole_number(self.patience, where, "patience")
         allowed = "a finite number of 0 or more"
         checks.number(self.min_delta, where, "min_delta", allowed, lambda x: 0 <= x < math.inf)
         if not isinstance(self.restore_best, bool):  # an array has no truth value
             raise TypeError(f"{where}: restore_best must be True or False, got {checks.describe(self.restore_best)}")
 
+    @property
+    def _keeps_best(self) -> bool:
+        return self.restore_best
+
     def init(self, state: Any) -> Memory:
         """The callback's state before the first record."""
-        return {**_nothing(), "without": 0, **({"step": 0} if self.restore_best else {})}
+        return {**_NOTHING, "without": 0, **({"step": 0} if self.restore_best else {})}
 
     def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
         """(the callback's state after a record, whether to stop)."""
-        memory, better = _look(memory, record, self.monitor, self.mode, float(self.min_delta), "train.EarlyStopping")
+        memory, better = self._look(memory, record, float(self.min_delta))
         without = 0 if better else memory["without"] + 1
-        step = {"step": record["step"]} if better and self.restore_best else {}
-        return {**memory, "without": without, **step}, without >= self.patience
+        return {**memory, "without": without}, without >= self.patience
 
 
 @dataclasses.dataclass(frozen=True)
-class KeepBest:
+class KeepBest(Monitor):
     """A callback of `fit` that keeps the checkpoint with the best value of a metric.
 
     The best checkpoint stays in addition to the last `keep` checkpoints. `checkpoint.best(directory)` returns its path.
@@ -116,40 +164,73 @@ class KeepBest:
     monitor: str | None = None
     mode: Mode = "auto"
 
-    def __post_init__(self) -> None:
-        check_monitor(self.monitor, self.mode, "train.KeepBest")
-
     def init(self, state: Any) -> Memory:
         """The callback's state before the first record."""
-        return {**_nothing(), "step": 0}
+        return {**_NOTHING, "step": 0}
 
     def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
         """(the callback's state after a record, with the best step, False)."""
-        memory, better = _look(memory, record, self.monitor, self.mode, 0.0, "train.KeepBest")
-        return {**memory, "step": record["step"] if better else memory["step"]}, False
+        return self._look(memory, record)[0], False
 
 
-def _nothing() -> Memory:
-    return {"monitor": None, "mode": None, "best": None}
+@dataclasses.dataclass(frozen=True)
+class LearningRate:
+    """A callback of `fit` that adds `learning_rate` to records and progress bar.
+
+    The value is the rate of the last step. A rate in the state is read at most once a second, so that steps do not
+    wait.
+
+    Args:
+        schedule: the optimizer's schedule: a function of the number of earlier updates, as in optax, or a number. None
+            reads the rate from the state, which needs `optax.inject_hyperparams`, or an optimizer of `jp.updaters` with
+            `rate_in_state=True`. With several rates, each gets its own name, such as `learning_rate_head`.
+
+    Raises:
+        TypeError: the schedule has another type. ValueError: raised by `fit` before the first step: the state has no
+            rate.
+
+    Example:
+        >>> import optax
+        >>> from jaxpar import train
+        >>> rate = train.LearningRate(optax.linear_schedule(0.5, 0.0, 10))
+        >>> # state, history = train.fit(..., callbacks=rate)
+    """
+
+    schedule: Callable[[Any], Any] | float | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule is not None and not callable(self.schedule):
+            allowed = "a function or a number of 0 or more"
+            checks.number(self.schedule, "train.LearningRate", "schedule", allowed, lambda x: 0 <= x < math.inf)
+
+    def __call__(self, state: TrainState, record: Record) -> None:
+        """`fit` has put the rate in the record already."""
+
+    def measure(self, state: TrainState) -> dict[str, float]:
+        """The rates of the last step, {name in the record: rate}."""
+        if self.schedule is None:
+            return _rates(state)
+        if not callable(self.schedule):
+            return {_NAME: float(self.schedule)}
+        skipped = state.nonfinite["skipped"] if isinstance(state.nonfinite, dict) else 0  # steps without an update
+        with outside_mesh():
+            return {_NAME: float(self.schedule(max(0, int(state.step) - int(skipped) - 1)))}
 
 
-def _look(
-    memory: Memory, record: Record, monitor: str | None, mode: Mode, min_delta: float, where: str
-) -> tuple[Memory, bool]:
-    """The memory with the best value so far, and whether this record has it."""
-    # A memory of another metric begins anew. That happens if a run is resumed with another `monitor`.
-    name = monitor or memory["monitor"] or default_monitor(record)
-    direction = resolve_mode(name, mode, where)
-    if (name, direction) != (memory["monitor"], memory["mode"]):
-        counts = dict.fromkeys(memory.keys() & {"without", "step"}, 0)
-        memory = {**memory, **counts, "monitor": name, "mode": direction}
-        memory["best"] = math.inf if direction == "min" else -math.inf  # every finite value improves on it
-    value = record.get(name)
-    if value is None or isinstance(value, (str, bool)):
-        raise_unknown(name, metric_names(record), where)
-    value = float(value)
-    better = is_better(value, memory["best"], direction, min_delta)
-    return {**memory, "best": value if better else memory["best"]}, better
+def _rates(state: TrainState) -> dict[str, float]:
+    found = updaters.learning_rates(state)
+    if not found:
+        raise ValueError(
+            "train.LearningRate: the optimizer's state has no learning rate; give the schedule, "
+            "train.LearningRate(schedule), or make the optimizer by "
+            "optax.inject_hyperparams(optax.adam)(learning_rate=schedule)"
+        )
+    if len(set(found.values())) == 1:
+        return {_NAME: next(iter(found.values()))}
+    paths = [path.split("/") for path in found]
+    common = set.intersection(*map(set, paths))
+    names = ["_".join(word for word in path if word not in common) for path in paths]
+    return {f"{_NAME}_{name or i}": rate for i, (name, rate) in enumerate(zip(names, found.values(), strict=True))}
 
 
 # The metric.
@@ -165,22 +246,9 @@ _DOWN = {
 _FIRST = ("eval_loss", "test_loss")
 
 
-def check_monitor(monitor: Any, mode: Any, where: str) -> None:
-    """Check both as they were given. `ValueError` where the name does not tell which direction is better."""
-    if monitor is not None and not isinstance(monitor, str):
-        raise TypeError(f"{where}: monitor must be the name of a metric, got {checks.describe(monitor)}")
-    checks.choice(mode, where, "mode", get_args(Mode))
-    if monitor is not None:
-        resolve_mode(monitor, mode, where)
-    elif mode != "auto":
-        raise ValueError(f"{where}: mode={mode!r} needs the name of a metric; give monitor= too")
-
-
-def resolve_mode(monitor: str, mode: Mode, where: str) -> str:
+def _resolve_mode(monitor: str, mode: Mode, where: str) -> str:
     """ "min" or "max". `ValueError` if the name of the metric does not tell which."""
-    if mode != "auto":
-        return mode
-    found = _direction(monitor)
+    found = _direction(monitor) if mode == "auto" else mode
     if found is None:
         raise ValueError(
             f"{where}: the name {monitor!r} does not tell whether more or less is better; give mode='min' or mode='max'"
@@ -207,17 +275,6 @@ def metric_names(record: Record) -> list[str]:
         for name, value in record.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in NO_METRICS
     ]
-
-
-def is_better(value: float, best: float, mode: str, min_delta: float = 0.0) -> bool:
-    """Whether a value improves on the best. NaN does not.
-
-    >>> is_better(0.5, 0.6, "min"), is_better(0.5, 0.6, "min", 0.2), is_better(float("nan"), 0.6, "max")
-    (True, False, False)
-    """
-    if math.isnan(value):
-        return False
-    return value < best - min_delta if mode == "min" else value > best + min_delta
 
 
 def _direction(name: str) -> str | None:

@@ -1,0 +1,415 @@
+"""`jaxpar plot`, `plan`, `port` and `verify`: their parsers, functions by name, shapes as text.
+
+Each imports what it needs when it runs, since that takes a while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._core import files
+from .._core.text import HelpFormatter, did_you_mean, number
+
+
+def add_parsers(commands: Any) -> None:
+    """Add the four commands to those of the command line."""
+
+    def add(name: str, help: str, about: str, run: Callable[..., int]) -> Any:
+        parser = commands.add_parser(name, help=help, description=about, formatter_class=HelpFormatter)
+        parser.set_defaults(run=run, parser=parser)
+        return parser.add_argument
+
+    _describe_plot(add("plot", "draw a function", _PLOT, plot))
+    _describe_plan(add("plan", "know before you rent: memory and traffic on TPUs and GPUs", _PLAN, _plan))
+    _describe_port(add("port", "write a network of MXNet as a Python module", _PORT, _port))
+    _describe_verify(add("verify", "compute a certified run again, and compare", _VERIFY, _verify))
+
+
+def fail(command: str, status: int, why: BaseException | str) -> int:
+    """Write in one line on standard error why a command ends. Return its status."""
+    print(f"jaxpar {command}: {one_line(why)}", file=sys.stderr)
+    return status
+
+
+def find_function(text: str, others: str = "") -> Callable[..., Any]:
+    """The function of "module:function", or a `ValueError` that names the `others` too."""
+    module_name, colon, name = text.partition(":")
+    if not colon or not module_name or not name:
+        raise ValueError(f"expected MODULE:FUNCTION{others}, got {text!r}")
+    if module_name.endswith(".py"):
+        path = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise ValueError(f"expected the name of a module, got the file {module_name}; write {path}:{name}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises
+        raise ValueError(f"cannot import {module_name}: {type(error).__name__}: {one_line(error)}") from None
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(
+                f"module {module_name} has no {name}{did_you_mean(part, [n for n in dir(found) if n[0] != '_'])}"
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"{text} is a {type(found).__name__}; expected a function")
+    return found
+
+
+def one_line(error: BaseException | str) -> str:
+    return " ".join(str(error).split())
+
+
+# `jaxpar plot`: draw a function.
+
+_SHORT = "f16 bf16 f32 f64 i4 i8 i16 i32 i64 u8 u16 u32 u64 c64 bool key".split()
+_LONG = (
+    "float16 bfloat16 float32 float64 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 complex64 bool key".split()
+)
+DTYPES: dict[str, str] = dict(zip(_SHORT, _LONG, strict=True))
+_SHAPE = re.compile(r"(?P<shape>(\d+(x\d+)*)?)(:(?P<dtype>\w+))?")
+_PLOT = "Draw a function as the network it computes. Nothing is run."
+_FORMATS = (
+    "its ending is the format: .html for the interactive page, .svg, .png, .pdf, .gif or another of Graphviz's, .dot "
+    "for the text"
+)
+
+
+def _describe_plot(add: Any) -> None:
+    add("function", help="MODULE:FUNCTION, or lenet or matrix_factorization")
+    each = (
+        "an argument, once for each in order: 256x28x28x1:f32, or a pytree in JSON such as "
+        '{"w": "4x3", "b": "3"} (default: those of the two models)'
+    )
+    weights = (
+        "MODULE:FUNCTION that makes the parameters, which are the first argument then; it takes nothing, a random key, "
+        "or a key and the shapes. Or which --shape holds them, from 0 (default: none)"
+    )
+    add("--shape", "--input", action="append", default=[], metavar="SHAPE:DTYPE", dest="shape", help=each)
+    add("--params", metavar="INIT", help=weights)
+    add("-o", "--output", metavar="FILE", help=f"what to write; {_FORMATS} (default: NAME.svg)")
+    add("--title", help="the text below the picture (default: the name of the function)")
+    add("--depth", type=number(int), metavar="N", help="how deep to unfold modules, 0 closes them all (default: all)")
+    add("--theme", choices=("light", "dark"), default="light", help="colours for a page of this kind")
+    add("--heat", choices=("flops", "bytes"), help="colour layers by their cost (default: by their kind)")
+    add("--show-weights", action="store_true", help="draw the parameters too")
+    add("--summary", action="store_true", help="print the table of layers too")
+
+
+def plot(args: argparse.Namespace) -> int:
+    """Write the picture. Return 0, or 2 for bad arguments, or 1 where tracing or drawing fails."""
+    from .. import viz
+
+    try:
+        fn, arrays, argnums, name = _request(args)
+        path = viz.Plot.check_path(args.output or f"{name}.svg")
+    except (viz.RenderError, ValueError) as error:
+        return fail("plot", 2, error)
+    except OSError as error:
+        return fail("plot", 1, error)
+    try:
+        picture = viz.plot_network(
+            fn,
+            *arrays,
+            title=name if args.title is None else args.title,
+            depth=args.depth,
+            theme=args.theme,
+            heat=args.heat,
+            hide_weights=not args.show_weights,
+            params_argnums=argnums,
+        )
+        if args.summary:
+            viz.print_summary(fn, *arrays, params_argnums=argnums, depth=args.depth)
+    except Exception as error:
+        return fail("plot", 1, f"{args.function} cannot be traced: {type(error).__name__}: {one_line(error)}")
+    try:
+        picture.save(path)
+    except (viz.RenderError, OSError) as error:
+        return fail("plot", 1, error)
+    print(f"{path}: {picture.network}")
+    return 0
+
+
+def _request(args: argparse.Namespace) -> tuple[Callable[..., Any], list[Any], int | None, str]:
+    """The function, its arguments, which of them holds the parameters, and its name. Raises `ValueError`."""
+    from .. import models
+
+    lenet, factors = models.lenet, models.matrix_factorization
+    known = {  # apply, init, and the shapes of what the network takes after its parameters
+        "lenet": (lenet.apply, lenet.init, ["256x28x28x1:f32"]),
+        "matrix_factorization": (factors.apply, lambda rng: factors.init(rng, 943, 1682, 64), ["64:i32", "64:i32"]),
+    }
+    shapes = [parse_shape(text) for text in args.shape]
+    if args.function in known:
+        fn, init, usual = known[args.function]
+        arrays = [jax.eval_shape(init, jax.random.key(0)), *(shapes or map(parse_shape, usual))]
+        check_takes(args.function, fn, arrays)
+        return fn, arrays, 0, args.function
+    fn, argnums = find_function(args.function, f", {' or '.join(known)}"), None
+    if args.params is not None and ":" in args.params:
+        shapes, argnums = [make_params(args.params, shapes), *shapes], 0
+    elif args.params is not None:
+        if not args.params.isdecimal():
+            raise ValueError(f"--params {args.params!r}: expected MODULE:FUNCTION, or the number of a --shape, from 0")
+        argnums = int(args.params)
+        if argnums >= len(shapes):
+            raise ValueError(f"--params {argnums}: --shape is given {len(shapes)} times, counted from 0")
+    check_takes(args.function, fn, shapes)
+    return fn, shapes, argnums, args.function.partition(":")[2]
+
+
+# Shapes as text.
+
+
+def parse_shape(text: str) -> Any:
+    """The shape and dtype of "256x28x28x1:f32", or a pytree of them in JSON.
+
+    Without a dtype it is float32, without a shape a scalar. The dtype `key` is that of a random key.
+
+    >>> parse_shape("2x3:bf16")
+    ShapeDtypeStruct(shape=(2, 3), dtype=bfloat16)
+    >>> parse_shape('{"w": "4x3", "b": "3"}')["w"].shape
+    (4, 3)
+    """
+    if text.lstrip()[:1] not in ("{", "["):
+        return _parse_one(text)
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--shape {text!r} is not JSON: {error}") from None
+    return jax.tree.map(_parse_one, tree)
+
+
+def _parse_one(text: Any) -> jax.ShapeDtypeStruct:
+    match = _SHAPE.fullmatch(text) if isinstance(text, str) else None
+    if match is None or not text:
+        raise ValueError(f"--shape {text!r}: expected SHAPE:DTYPE such as 256x28x28x1:f32, or JSON of such texts")
+    given = match["dtype"] or "f32"
+    shape = tuple(int(length) for length in match["shape"].split("x") if length)
+    if given == "key":
+        return jax.ShapeDtypeStruct(shape, jax.eval_shape(lambda: jax.random.key(0)).dtype)
+    try:
+        dtype = jnp.dtype(DTYPES.get(given, given))
+    except TypeError:
+        known = ", ".join(DTYPES)
+        raise ValueError(f"--shape {text!r}: unknown dtype {given!r}; known are {known} and NumPy's names") from None
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def make_params(text: str, shapes: list[Any]) -> Any:
+    """The shapes of the parameters that the init function of "module:function" makes. Nothing is computed.
+
+    It takes nothing, a random key, or a key and what the network takes, of these shapes.
+    """
+    init, key = find_function(text), jax.eval_shape(lambda: jax.random.key(0))
+    choices: list[list[Any]] = [[key], [key, *shapes], []]
+    if takes(init, [key, *shapes, *shapes]):  # any number, as the `init` of a Flax module
+        choices = [[key, *shapes]]
+    args = next((args for args in choices if takes(init, args)), None)
+    if args is None:
+        raise ValueError(f"--params {text} must take nothing, a random key, or a key and the {len(shapes)} --shape")
+    try:
+        return jax.eval_shape(init, *args)
+    except Exception as error:
+        raise ValueError(f"--params {text} fails: {type(error).__name__}: {one_line(error)}") from None
+
+
+def takes(fn: Callable[..., Any], args: list[Any]) -> bool:
+    """Whether a function can be called with these arguments. True where Python cannot say."""
+    try:
+        inspect.signature(fn).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:  # some builtins have no signature
+        return True
+    return True
+
+
+def check_takes(text: str, fn: Callable[..., Any], args: list[Any]) -> None:
+    """`ValueError` for a function that takes another number of arguments."""
+    if not takes(fn, args):
+        count = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
+        raise ValueError(
+            f"{text} takes {inspect.signature(fn)}, and there {'is' if len(args) == 1 else 'are'} {count}; give one "
+            "--shape for each, and --params MODULE:INIT for the first where that makes it"
+        )
+
+
+# `jaxpar plan`: what a training step would be on accelerators that are not there.
+
+_PLAN = (
+    "Compile a training step for TPUs or GPUs that are not there: does it fit, what does each device send. The "
+    "compiler is in this Python or in the one that JAXPAR_PLAN_PYTHON names. `make plan-env` sets one up."
+)
+
+
+def _describe_plan(add: Any) -> None:
+    add("function", help="MODULE:FUNCTION, make(devices, **choices) -> (step, state, batch)")
+    names = "v5e:2x4, v5p:4x4x4, h100:8, h100:4x8; again for more"
+    add("--on", action="append", required=True, metavar="DEVICES", help=names)
+    choose = "a keyword of the function, with one value or several to compare; again for more"
+    add("--choose", action="append", default=[], metavar="NAME=VALUE[,VALUE]", help=choose)
+    add("--json", action="store_true", help="print JSON")
+    add("-o", "--output", metavar="FILE", help="draw the step there, .svg or .html, from the program of the devices")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    """Print the plan, or the table of several. Return 0, or 2 for bad arguments, or 1 where there is no compiler."""
+    from .. import train
+
+    try:
+        choices = dict(map(_choice, args.choose))
+        make = find_function(args.function)
+        if len(args.on) == 1 and all(len(values) == 1 for values in choices.values()):
+            found: Any = train.plan(make, args.on[0], **{name: values[0] for name, values in choices.items()})
+        elif args.output:
+            raise ValueError("-o draws one plan; give one --on and one value of each --choose")
+        else:
+            found = train.compare_plans(make, args.on, **choices)
+        print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+        if args.output:
+            found.plot().save(args.output)
+    except (ValueError, TypeError) as error:
+        return fail("plan", 2, error)
+    except RuntimeError as error:
+        return fail("plan", 1, error)
+    return 0
+
+
+def _choice(text: str) -> tuple[str, list[Any]]:
+    name, equals, values = text.partition("=")
+    if not name.isidentifier() or not equals:
+        raise ValueError(f"--choose {text!r}: expected NAME=VALUE or NAME=VALUE,VALUE")
+    return name, [_value(value) for value in values.split(",")]
+
+
+def _value(text: str) -> Any:
+    """A Python literal, or else the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+# `jaxpar port`: write a network of MXNet as a Python module.
+
+_PORT = "Write a network of MXNet as a module in plain JAX, or of Flax. Nothing of the files is run."
+_TEST = '''"""{module} gives what {symbol} gives, while it is trained and else."""
+
+import jax
+import numpy as np
+import pytest
+import {module}
+
+from jaxpar import mxnet
+
+SHAPES = {shapes}
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_the_module_gives_what_the_symbol_gives(train):
+    model = mxnet.load_symbol({symbol!r})
+    params, state = {arrays}
+    random, key = np.random.default_rng(0), jax.random.key(0)
+    names = [name for name in model.inputs if name in SHAPES]
+    inputs = {{name: np.float32(random.integers(10, size=SHAPES[name])) for name in names}}
+    options = {{"state": state, "train": train, "rng": key}}
+    expected = model.apply(params, inputs, **options)
+    found = {module}.apply(params, *inputs.values(), **options)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * np.abs(b).max())
+'''
+
+
+def _describe_port(add: Any) -> None:
+    add("symbol", help="the graph, x-symbol.json")
+    add("params", nargs="?", help="its arrays, x-0000.params; rare operators need them, or the shapes of the inputs")
+    add("-o", "--output", required=True, metavar="FILE", help="the module to write, such as model.py")
+    shape = "the shape of an input, such as data=1x3x224x224, the default of the module's init"
+    add("--shape", action="append", default=[], metavar="NAME=SHAPE", help=f"{shape}; once for each input")
+    add("--nnx", action="store_true", help="add a module of flax.nnx (default: functions of plain JAX)")
+    add("--test", action="store_true", help="write a test beside it, test_model.py; needs --shape")
+    add("--force", action="store_true", help="replace files that exist (default: exit with an error)")
+
+
+def _port(args: argparse.Namespace) -> int:
+    """Write the module. Return 0, or 2 for bad arguments, or 1 where a file cannot be read or written."""
+    from .. import mxnet
+
+    output = Path(args.output)
+    try:
+        if output.suffix != ".py" or not output.stem.isidentifier():
+            raise ValueError(f"expected the name of a module such as model.py, got {args.output}")
+        if args.test and not args.shape:
+            raise ValueError("--test needs the shapes of the inputs; give --shape data=1x3x224x224")
+        shapes = dict(map(_shape, args.shape))
+        texts = {output: mxnet.port(args.symbol, args.params, shapes=shapes, nnx=args.nnx)}
+        if args.test:
+            arrays = f"{output.stem}.{f'load({args.params!r})' if args.params else 'init(jax.random.key(1))'}"
+            found = _TEST.format(module=output.stem, symbol=args.symbol, shapes=shapes, arrays=arrays)
+            texts[output.with_name(f"test_{output.name}")] = found
+        if found := [str(path) for path in texts if path.exists() and not args.force]:
+            raise FileExistsError(f"{' and '.join(found)} exists; choose another name, or give --force")
+        for path, text in texts.items():
+            files.replace(path, text.encode())
+    except (ValueError, OSError) as error:
+        return fail("port", 1 if isinstance(error, OSError) else 2, error)
+    print(f"{' and '.join(map(str, texts))}: written from {args.symbol}")
+    return 0
+
+
+def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+    match = re.fullmatch(r"(.+)=(\d+(?:x\d+)*)", text)
+    if match is None:
+        raise ValueError(f"--shape {text!r}: expected NAME=SHAPE such as data=1x3x224x224")
+    return match[1], tuple(map(int, match[2].split("x")))
+
+
+# `jaxpar verify`: compute a part of a certified run again.
+
+_VERIFY = (
+    "Compute a part of a run again, and compare it with its certificate. The run's files stay as they are. The exit "
+    "status is 0 where all is the same, 1 where a step differs, 2 where the two cannot be compared."
+)
+
+
+def _describe_verify(add: Any) -> None:
+    add("certificate", type=Path, help="the file that fit(certificate=...) wrote")
+    add("function", help="MODULE:FUNCTION that returns the arguments of fit in a dict")
+    start = "the first step to compare; what is before it is taken from a checkpoint"
+    add("--from", type=number(int, 1), metavar="STEP", dest="first", help=f"{start} (default: 1)")
+    add("--to", type=number(int, 1), metavar="STEP", dest="last", help="the last step (default: the last of the file)")
+    add("--devices", type=number(int, 1), metavar="N", help="compute on so many emulated CPU devices (default: on all)")
+
+
+def _verify(args: argparse.Namespace) -> int:
+    """Compute and compare. Return the exit status, with one line printed."""
+    try:
+        from .. import parallel, train
+
+        if args.devices is not None:
+            parallel.use_cpu_devices(args.devices)
+        found = train._verify(args.certificate, find_function(args.function)(), args.first, args.last)
+    except Exception as error:  # whatever the user's function raises
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return fail("verify", 2, f"{kind}{error}")
+    start = "what the function returns" if found.start is None else found.start
+    if found.differs is not None:
+        return fail("verify", 1, f"step {found.differs} differs from {args.certificate}; started at {start}")
+    count, at = len(found.steps), f"{found.steps[0]} to {found.steps[-1]}"
+    print(f"{args.certificate}: {count} certified steps, {at}, are the same; started at {start}")
+    return 0
