@@ -9,8 +9,8 @@
 
 A function passes through these modules:
 
-    _trace      makes the jaxpr, and runs the passes below in order
-    _failure    the traced part of a function that raises
+    _trace      runs the passes below in order
+    _function   checks the options and makes the jaxpr, also of the part of a function before it raises
     _read       flattens nested jaxprs into one list of equations
     _fold       folds equations into layers: known calls, patterns that are functions, small helpers, gradients
     _layout     makes nodes and edges with names, and collapses repeats and deep scopes
@@ -30,15 +30,14 @@ operations that compute this function. A `Rule` matches a pattern of cells and r
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from ._diff.changes import Change as Change, Diff as Diff
-from ._diff.compare import diff as diff
 from ._draw.render import RenderError as RenderError
 from ._fold.calls import CALLS as CALLS, Call as Call
 from ._fold.known import RULES as RULES
 from ._fold.templates import Fold as Fold, Pattern as Pattern, Rule as Rule
 from ._graph import Edge as Edge, Graph as Graph, Node as Node, Sizes as Sizes
 from ._lazy import *  # `Plot`, which loads graphviz
-from ._program.flow import cycles_of as _cycles_of
-from ._program.hlo import parse as _parse_program
+from ._program.hlo import cycles_of as _cycles_of, parse as _parse_program
+from ._program.memory import StepMemory as StepMemory
 from ._program.sends import sends_of as _sends_of
 from ._read.costs import body_cost as _body_cost
 from ._step.graph import (
@@ -47,7 +46,6 @@ from ._step.graph import (
     StepEdge as StepEdge,
     StepGraph as StepGraph,
     StepLayer as StepLayer,
-    StepMemory as StepMemory,
     StepPart as StepPart,
 )
 from ._step.step import (
@@ -56,5 +54,4 @@ from ._step.step import (
     read_step as _read_step,
     trace_step as trace_step,
 )
-from ._summary import print_summary as print_summary
-from ._trace import plot_network as plot_network, trace as trace
+from ._trace import diff as diff, plot_network as plot_network, print_summary as print_summary, trace as trace

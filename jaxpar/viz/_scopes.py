@@ -11,6 +11,9 @@ from typing import Any, Generic, Literal, TypeVar
 _Part = TypeVar("_Part")
 _Leaf = TypeVar("_Leaf")
 _END = re.compile(r"((?<=\w)[._ ]|(?<=[^\W\d]))\d+([–-]\d+)?$")
+# "module" for modules, named scopes and functions. "region" for a loop, branch, device map, remat or a custom gradient
+# without a name. "part" for layers that nothing names, called by what they are.
+Kind = Literal["module", "region", "part"]
 
 
 class Scope(str):
@@ -18,26 +21,17 @@ class Scope(str):
 
     It is the text that a user sees. What that was made of is kept beside it, and never read from it again.
 
-    Attributes:
-        name: without what follows it.
-        kind: "module" for modules, named scopes and functions. "region" for a loop, branch, device map, remat or a
-            custom gradient without a name. "part" for layers that nothing names, called by what they are.
-        times: how often a loop runs, or the number of copies that are drawn as one. None for no number.
-        call: 2 where a module is called for the second time.
-
     >>> Scope("layers.1–5", times=5, call=2), Scope("layers.1–5", times=5).stem, Scope("scan", "region", 4)
     ('layers.1–5 ×5 (2)', 'layers', 'scan ×4')
     """
 
     __slots__ = ("call", "kind", "name", "times")
-    name: str
-    kind: Literal["module", "region", "part"]
-    times: int | None
-    call: int
+    name: str  # without what follows it
+    kind: Kind
+    times: int | None  # how often a loop runs, or the number of copies that are drawn as one
+    call: int  # 2 where a module is called for the second time
 
-    def __new__(
-        cls, name: str, kind: Literal["module", "region", "part"] = "module", times: int | None = None, call: int = 1
-    ) -> Scope:
+    def __new__(cls, name: str, kind: Kind = "module", times: int | None = None, call: int = 1) -> Scope:
         """The text of these."""
         counted = name if times is None else f"{name} ×{times}"
         made = super().__new__(cls, counted if call == 1 else f"{counted} ({call})")
@@ -55,7 +49,7 @@ class Scope(str):
 
     @property
     def is_region(self) -> bool:
-        """Whether this is a loop, branch, device map, remat or a custom gradient without a name."""
+        """Whether this is a loop, a branch, a device map or the like."""
         return self.kind == "region"
 
     @property

@@ -43,9 +43,7 @@ def readers(sources: Mapping[T, Iterable[T]]) -> dict[T, list[T]]:
 def order(sources: Mapping[int, Collection[int]], rank: Callable[[int], int]) -> list[int]:
     """The numbers after all that they read, the lowest rank first. A circle begins with its lowest rank.
 
-    Args:
-        sources: what each number reads. All that are read have an entry.
-        rank: of each number.
+    All that are read have an entry in `sources`.
 
     >>> order({1: [3], 2: [], 3: []}, rank=lambda number: number), order({1: [2], 2: [1]}, rank=lambda number: number)
     ([2, 3, 1], [1, 2])
@@ -90,10 +88,7 @@ def connected(numbers: Iterable[int], edges: Iterable[tuple[int, int]]) -> list[
 
 
 def circles(sources: Mapping[int, Collection[int]]) -> list[list[int]]:
-    """Sets of two numbers or more that reach each other.
-
-    Args:
-        sources: what each number reads. All that are read have an entry.
+    """Sets of two numbers or more that reach each other. All that are read have an entry in `sources`.
 
     >>> [sorted(circle) for circle in circles({1: [2], 2: [3], 3: [2], 4: [1]})]
     [[2, 3]]

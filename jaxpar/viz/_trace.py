@@ -1,40 +1,35 @@
-"""`trace` and `plot_network`: from a function to its `Graph` in passes, and to its picture."""
+"""`trace`, `plot_network`, `print_summary` and `diff`: from functions to a `Graph` in passes, a picture, a table."""
 
 from __future__ import annotations
 
 import functools
-import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, Any, Literal
 
-import jax
-
+from .._core import checks
 from .._core.calls import answers
-from .._core.text import did_you_mean
-from ..viz import _failure as failure
+from .._core.text import in_notebook
+from ._diff.changes import compare
 from ._draw.style import Options
+from ._draw.table import frozen_names, to_html, to_text
 from ._fold.backward import attach_residuals, attach_views, fold_backward
 from ._fold.calls import CALLS, Call, fold_calls, fold_helpers, fold_optimizers, fold_siblings, fold_statements
 from ._fold.cells import Cells, break_cycles
 from ._fold.known import RULES, fold_patterns
 from ._fold.templates import Pattern, Rule
+from ._function import check_picture, check_trace, read
 from ._graph import Graph
 from ._layout.build import build, demote_constants, join_arguments, mark_state, set_sizes
 from ._layout.collapse import add_parts, collapse_scopes, limit_nodes
 from ._layout.net import Net, to_graph
 from ._layout.repeats import collapse_repeats
-from ._options import argnums, check_dtype, check_picture, check_trace
-from ._read import jaxpr
-from ._read.bind import bind, called_method
 from ._read.raw import Raw, mark_constant
 
 if TYPE_CHECKING:
+    from ._diff.picture import DiffPlot
     from ._draw.picture import Plot
-
-
-_OPTIONS = (
-    "params_argnums depth max_nodes repeats rules title hide_weights node_attrs heat theme legend direction".split()
-)
 
 
 @answers("viz.trace")
@@ -88,7 +83,7 @@ def trace(
     def graph(raw: Raw) -> Graph:
         return to_graph(layers(raw, depth, max_nodes, repeats, rules))
 
-    return graph(read_or_attach(fn, args, kwargs, params_argnums, "graph", graph))
+    return graph(read(fn, args, kwargs, params_argnums, ("graph", graph)))
 
 
 def layers(
@@ -154,76 +149,6 @@ def _layers(raw: Raw, calls: Sequence[Call], patterns: Sequence[Pattern | Rule])
     return cells
 
 
-def read(fn: Callable[..., Any], *args: Any, params_argnums: int | Sequence[int] | None = 0, **kwargs: Any) -> Raw:
-    """The flat equations of a function and the names of its arguments."""
-    return read_or_attach(fn, args, kwargs, params_argnums)
-
-
-def read_or_attach(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    params_argnums: int | Sequence[int] | None,
-    name: str = "",
-    draw: Callable[[Raw], Any] | None = None,
-) -> Raw:
-    """As `read`. Where `fn` raises, the error gets what `draw` makes of the equations before as an attribute `name`."""
-    _check_keywords(fn, kwargs)
-    bound = bind(fn, args, kwargs, _argument_names(fn, len(args)), argnums(params_argnums, len(args)))
-    for array, argument in zip(bound.arrays, bound.arguments, strict=True):
-        check_dtype(fn, argument.name, array)
-
-    @functools.wraps(fn, updated=())
-    def call(arrays: Sequence[Any]) -> Any:
-        return bound.call(arrays)
-
-    try:
-        closed, (out, changed) = jax.make_jaxpr(call, return_shape=True)(bound.arrays)
-    except Exception as error:
-        if draw is not None:
-            failure.attach(error, bound, name, draw)
-        if not bound.static or not isinstance(error, (TypeError, AttributeError)):
-            raise
-        of, given = getattr(fn, "__name__", type(fn).__name__), ", ".join(bound.static[:5])
-        raise TypeError(
-            f"viz: {of} cannot be traced with {given}, which is not an array and was passed unchanged; expected an "
-            f"array or a jax.ShapeDtypeStruct? {type(error).__name__}: {error}"
-        ) from error
-    results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
-    return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured)
-
-
-def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
-    method, before = called_method(fn)
-    parameters = _parameters(fn) if method is None else [*_parameters(fn)[:before], *_parameters(method)]
-    names: list[str] = []
-    for number in range(count):
-        parameter = parameters[number] if number < len(parameters) else None
-        if parameter is None or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            names += [f"arg{n}" for n in range(number, count)]
-            break
-        names.append(parameter.name)
-    return names
-
-
-def _check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-    """`TypeError` for an argument that the function does not take, which may be a misspelt option."""
-    parameters = _parameters(fn)
-    if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    for name in kwargs.keys() - {p.name for p in parameters}:
-        of = getattr(fn, "__name__", type(fn).__name__)
-        raise TypeError(f"viz: {of} has no argument {name!r}{did_you_mean(name, _OPTIONS)}")
-
-
-def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Those of a function. None of one that Python cannot inspect."""
-    try:
-        return list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        return []
-
-
 @answers("viz.plot_network")
 def plot_network(
     fn: Callable[..., Any],
@@ -279,7 +204,8 @@ def plot_network(
         >>> plot.network
         Graph(1 input, 2 layers, 2 edges, 6 parameters, 4 equations)
     """
-    check_picture(title, node_attrs, theme, heat, time_limit, hide_weights, legend, direction)
+    options = Options(title, hide_weights, node_attrs, heat, theme, legend, direction)
+    check_picture(options, time_limit, "plot_network")
     check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules)
 
     def draw(raw: Raw) -> Plot:
@@ -289,7 +215,172 @@ def plot_network(
         graph = to_graph(net)
         from ._draw.picture import Plot  # loads graphviz
 
-        options = Options(title, hide_weights, node_attrs, heat, theme, legend, direction)
         return Plot(graph, options, time_limit, every, depth)
 
-    return draw(read_or_attach(fn, args, kwargs, params_argnums, "plot", draw))
+    return draw(read(fn, args, kwargs, params_argnums, ("plot", draw)))
+
+
+# What a terminal without these letters shows.
+_PLAIN = str.maketrans({"├": "|", "└": "`", "─": "-", "│": "|", "×": "x", "…": "~"})
+
+
+@answers("print_summary")
+def print_summary(
+    fn: Callable[..., Any],
+    *args: Any,
+    file: IO[str] | None = None,
+    params_argnums: int | Sequence[int] | None = 0,
+    depth: int | None = None,
+    repeats: bool = True,
+    rules: Sequence[Call | Pattern | Rule] = (),
+    frozen: str | Sequence[str] = (),
+    width: int = 120,
+    **kwargs: Any,
+) -> None:
+    """Print the table of a function's layers.
+
+    A module is a row above its layers, with the sums of their parameters and FLOPs. A row has the output shape with the
+    batch axis, the parameters, the FLOPs, and the layers that it reads. Parameters in brackets are not trained. Below
+    are the totals, and the memory in megabytes, as in torchinfo. In a notebook, without a `file`, the table is HTML.
+    MXNet's counterpart is `mxnet.visualization.print_summary`.
+
+    Args:
+        fn, args, kwargs, params_argnums, repeats, rules: as for `trace`.
+        file: the file to write to. None: standard output.
+        depth: the number of open levels of modules. None: all.
+        frozen: a pattern, or a list of patterns, of parameters that are not trained: "conv1", "*/bias". Parameters
+            without a gradient in `fn` are not trained either.
+        width: the width of the longest line.
+
+    Raises:
+        TypeError: `fn` is not callable, or does not take a keyword of `kwargs`; an option has the wrong type.
+        ValueError: a pattern of `frozen` matches no parameter, or a number is out of range.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> print_summary(lambda w, x: jnp.tanh(x @ w), jnp.ones((3, 2)), jnp.ones((5, 3)))
+        -------------------------------------------------------------------------------------
+        Layer (type)                         Output Shape   Param #   FLOPs   Previous Layer
+        =====================================================================================
+        x (input)                            5x3 float32          0       0
+        fullyconnected0 (FullyConnected 2)   5x2 float32          6      60   x
+        tanh0 (Activation tanh)              5x2 float32          0       0   fullyconnected0
+        =====================================================================================
+        Total params: 6
+        Trainable params: 6
+        Non-trainable params: 0
+        Total FLOPs: 60
+        -------------------------------------------------------------------------------------
+        Input size (MB): 0.00
+        Forward pass size (MB): 0.00
+        Params size (MB): 0.00
+        Estimated total size (MB): 0.00
+        -------------------------------------------------------------------------------------
+    """
+    if file is not None and (isinstance(file, ModuleType) or not hasattr(file, "write")):  # `os` has a `write` too
+        raise TypeError(f"print_summary: file must be an open file, open(path, 'w'), got {checks.describe(file)}")
+    checks.whole_number(width, "print_summary", "width", least=80)
+    if depth is not None:
+        checks.whole_number(depth, "print_summary", "depth", least=0)
+    patterns = _patterns(frozen)
+    graph = trace(fn, *args, params_argnums=params_argnums, max_nodes=None, repeats=repeats, rules=rules, **kwargs)
+    _show(graph, file, {"depth": depth, "frozen": frozen_names(graph, patterns)}, width)
+
+
+def _patterns(frozen: Any) -> list[str]:
+    patterns = [frozen] if isinstance(frozen, str) else frozen
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        expected = 'a pattern such as "*/bias", or a list of patterns'
+        raise TypeError(f"print_summary: frozen must be {expected}, got {checks.describe(frozen)}")
+    return list(patterns)
+
+
+def _show(graph: Graph, file: IO[str] | None, options: dict[str, Any], width: int) -> None:
+    if file is None and in_notebook():
+        from IPython.core.display import HTML
+        from IPython.core.display_functions import display
+
+        display(HTML(to_html(graph, **options)))
+        return
+    out = file or sys.stdout
+    text = to_text(graph, width, **options)
+    try:
+        print(text, file=out)
+    except UnicodeEncodeError:  # nothing of the text is written then
+        print(text.translate(_PLAIN), file=out)
+
+
+Network = Graph | tuple[Callable[..., Any], Sequence[Any]] | tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+
+
+@answers("diff")
+def diff(
+    before: Network,
+    after: Network,
+    *,
+    title: str = "diff",
+    node_attrs: Mapping[str, str] | None = None,
+    depth: int | None = None,
+    params_argnums: int | Sequence[int] | None = 0,
+    max_nodes: int | None = 200,
+    repeats: bool = True,
+    rules: Sequence[Call | Pattern | Rule] = (),
+    theme: Literal["light", "dark"] = "light",
+    legend: bool = True,
+    direction: Literal["up", "down", "right"] = "up",
+    time_limit: float = 30.0,
+) -> DiffPlot:
+    """Compare two networks, and draw both as one picture.
+
+    Equal layers are grey, changed layers orange, added layers green, removed layers red. A changed layer shows its kind
+    and shape in both networks, and the differences in parameters, FLOPs and bytes. Layers are matched by the names of
+    their weights, their kinds and their order, so that an inserted layer does not shift the others.
+
+    Args:
+        before, after: `(fn, args)`, with the positional arguments as a tuple. `(fn, args, kwargs)` adds keyword
+            arguments. A `Graph` of `trace` works too.
+        params_argnums, depth, max_nodes, repeats, rules: as for `trace`, for both functions.
+        title, node_attrs, theme, legend, direction, time_limit: as for `plot_network`.
+
+    Returns:
+        A picture, as from `plot_network`. Its attribute `diff` is plain data: `diff.changes` has the nodes of both
+        networks, and `diff.params`, `diff.flops` and `diff.bytes` the differences. `print(plot.diff)` prints a table of
+        the changes.
+
+    Raises:
+        TypeError: an argument is not a pair of a function and its arguments; or as for `plot_network`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> def net(w, x):
+        ...     return jax.nn.relu(x @ w)
+        >>> x = jnp.ones((5, 3))
+        >>> plot = diff((net, (jnp.ones((3, 2)), x)), (net, (jnp.ones((3, 4)), x)))
+        >>> plot.diff
+        Diff(1 same, 2 changed, 0 added, 0 removed, +6 parameters, +70 FLOPs, +144 bytes)
+    """
+    drawn = Options(title, True, node_attrs, None, theme, legend, direction)
+    check_picture(drawn, time_limit, "diff")
+    options = {"depth": depth, "max_nodes": max_nodes, "repeats": repeats, "rules": rules}
+    graphs = [_graph(which, given, params_argnums, options) for which, given in (("first", before), ("second", after))]
+    from ._diff.picture import DiffPlot  # loads graphviz
+
+    return DiffPlot(compare(*graphs), drawn, time_limit)
+
+
+def _graph(which: str, given: Any, params_argnums: Any, options: dict[str, Any]) -> Graph:
+    """The graph of one side."""
+    if isinstance(given, Graph):
+        return given
+    expected = f"diff: the {which} network must be (fn, args), such as (apply, (params, x)), or a viz.Graph"
+    if not isinstance(given, tuple):
+        hint = "; write its arguments beside it" if callable(given) else ""
+        raise TypeError(f"{expected}; got {checks.describe(given)}{hint}")
+    match given:
+        case (fn, tuple() | list() as args):
+            kwargs: Mapping[str, Any] = {}
+        case (fn, tuple() | list() as args, dict() as kwargs):
+            pass
+        case _:
+            raise TypeError(f"{expected}; got ({', '.join(map(checks.describe, given))})")
+    return trace(fn, *args, params_argnums=params_argnums, **options, **kwargs)

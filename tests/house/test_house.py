@@ -66,7 +66,7 @@ EDGE = [
     "mxnet._symbol",
     "distributed",
     "viz._draw",
-    "viz._step.profile",
+    "viz._step.step",
     "train._callbacks",
     "train._evaluate",
     "train._elastic",
@@ -160,11 +160,10 @@ def touches(module):
 
 # What is not I/O all the same, or is the user's own wish.
 HARMLESS = {
-    "viz._summary": {"print", "sys"},  # print_summary prints
+    "viz._trace": {"print", "sys"},  # print_summary prints
     "viz._read.source": {"os", "sys"},  # where Python's own files are
     "_core.recent": {"sys"},  # sys.modules
     "_core.calls": {"sys"},  # the names of Python's own modules
-    "viz._step.step": {"threading"},  # an option of jax is set while one program is compiled
 }
 
 

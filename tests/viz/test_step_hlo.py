@@ -3,8 +3,7 @@
 import pytest
 
 from jaxpar.viz._program import memory
-from jaxpar.viz._program.flow import Flow, cycles_of
-from jaxpar.viz._program.hlo import parse
+from jaxpar.viz._program.hlo import Flow, cycles_of, parse
 from jaxpar.viz._program.sends import axes_between, axes_of, groups_of, sends_of
 
 # What XLA writes for GPUs: asynchronous halves, combined tuples, loops, wrapped collectives, tiled layouts.

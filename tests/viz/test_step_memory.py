@@ -63,7 +63,7 @@ def test_what_is_not_live_in_a_transformer_are_gaps_of_the_placement():
 def check_placement(made, args):
     """The times of values that `memory_of` finds, placed by XLA's two orders, need what XLA sets aside."""
     compiled = made.lower(*args).compile()
-    found = memory.memory_of(parse(compiled.as_text()), compiled)
+    found, _ = memory.memory_of(parse(compiled.as_text()), compiled)
     assert found.is_exact
     assert found.total == total(compiled) == found.peak + found.gaps
     kept = found.total - compiled.memory_analysis().temp_size_in_bytes
@@ -80,7 +80,7 @@ def program():
 def test_a_value_is_live_from_the_instruction_that_fills_it_to_its_last_reader(program):
     text = parse(program.as_text())
     names = list(text.computations[text.entry].instructions)
-    found = memory.memory_of(text, program)
+    _, live = memory.memory_of(text, program)
     stats = program.memory_analysis()
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     buffers, _ = memory._buffers(program, stats.serialized_buffer_assignment_proto)
@@ -89,7 +89,7 @@ def test_a_value_is_live_from_the_instruction_that_fills_it_to_its_last_reader(p
         for one in buffers:
             if names.index(one.name) <= time <= last_reader(text, names, one.name):
                 covered[one.start : one.end] = True
-        assert found.at[name] == kept + covered.sum()
+        assert live[name] == kept + covered.sum()
 
 
 def last_reader(text, names, name):
@@ -106,12 +106,12 @@ def test_a_place_of_no_known_instruction_is_not_exact(program, monkeypatch):
     renamed = lambda module: ((number, f"{name}.other") for number, name in names(module))  # noqa: E731
     names = memory._names
     monkeypatch.setattr(memory, "_names", renamed)
-    assert not memory.memory_of(parse(program.as_text()), program).is_exact
+    assert not memory.memory_of(parse(program.as_text()), program)[0].is_exact
 
 
 def test_two_values_in_one_place_at_one_time_are_not_exact(program, monkeypatch):
     monkeypatch.setattr(memory._Lives, "last", lambda lives, buffer: len(lives.order))
-    assert not memory.memory_of(parse(program.as_text()), program).is_exact
+    assert not memory.memory_of(parse(program.as_text()), program)[0].is_exact
 
 
 def test_a_backend_that_tells_no_places(program):
@@ -121,9 +121,9 @@ def test_a_backend_that_tells_no_places(program):
     silent = types.SimpleNamespace(
         memory_analysis=lambda: types.SimpleNamespace(**told), runtime_executable=program.runtime_executable
     )
-    found = memory.memory_of(parse(program.as_text()), silent)
+    found, live = memory.memory_of(parse(program.as_text()), silent)
     assert (found.total, found.peak, found.gaps, found.is_exact) == (total(program), total(program), 0, False)
-    assert found.at == {}
+    assert live == {}
 
 
 LOOP = """HloModule loop, is_scheduled=true

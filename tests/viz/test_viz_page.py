@@ -18,7 +18,7 @@ import viz_models as m
 from jaxpar import viz
 from jaxpar.viz import _trace
 from jaxpar.viz._draw.style import Options
-from jaxpar.viz._page import page
+from jaxpar.viz._page import blocks as blocks_of_page
 from jaxpar.viz._page.blocks import CROWDED, draw_lines, tree
 from jaxpar.viz._page.page import layouts, size
 
@@ -121,9 +121,9 @@ def test_each_node_is_in_one_block_and_each_edge_is_a_chain_of_lines(name):
 @pytest.mark.parametrize("name", ["gradient", "nested", "tangle"])
 def test_no_box_of_a_layout_covers_another(name, direction):
     found = blocks(name)
-    places, which = layouts(found, direction, None, 30.0)
+    places, which = layouts(found, direction, 30.0)
     for block, at in zip(found.blocks, which, strict=True):
-        boxes = [(*place, *size(found, item, None)) for place, item in zip(places[at].items, block.items, strict=True)]
+        boxes = [(*place, *size(found, item)) for place, item in zip(places[at].items, block.items, strict=True)]
         for (ax, ay, aw, ah), (bx, by, bw, bh) in itertools.combinations(boxes, 2):
             assert abs(ax - bx) >= (aw + bw) / 2 - 1 or abs(ay - by) >= (ah + bh) / 2 - 1
         assert all(len(line) % 3 == 1 for line in places[at].lines)
@@ -147,7 +147,7 @@ def test_gradients_flow_back_beside_their_layers():
     found = blocks("gradient")
     (block,) = found.blocks
     assert len(block.pairs) == sum(node.is_backward for node in found.nodes)
-    places, _ = layouts(found, "up", None, 30.0)
+    places, _ = layouts(found, "up", 30.0)
     where = dict(zip(block.items, places[0].items, strict=True))
     assert all(abs(where[layer][1] - where[gradient][1]) < 8 for layer, gradient in block.pairs)
     back = [line for line in block.lines if line.kind == "back"]
@@ -271,7 +271,7 @@ def counted(monkeypatch, module, name):
 def test_the_work_of_a_picture_and_its_page(monkeypatch):
     """Equations are folded once for both. Graphviz runs once for each, however many blocks and nodes there are."""
     folds = counted(monkeypatch, _trace, "fold_patterns")
-    words = counted(monkeypatch, page, "_texts")
+    words = counted(monkeypatch, blocks_of_page, "_words")
     runs = counted(monkeypatch, subprocess, "run")
     fn, args = m.network("transformer")
     plot = viz.plot_network(fn, *args, repeats=False, max_nodes=20)
@@ -279,8 +279,9 @@ def test_the_work_of_a_picture_and_its_page(monkeypatch):
     assert (len(folds), len(runs)) == (1, 1)
     assert plot.html() == plot.html()
     assert (len(folds), len(runs)) == (1, 2)
+    written = len(words)
     found = tree(plot.whole(), hide_weights=True)
-    assert len(words) == len(found.nodes) + len(found.blocks)
+    assert written == len(found.nodes) + len(found.blocks)
 
 
 def test_a_crowded_block_has_one_line_between_two_items():

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..._core.text import columns, printable
-from .._draw.labels import output_text
-from .._draw.table import GAP, line, parameter_path
+from .._draw.style import output_text
+from .._draw.table import GAP, line, parameter_path, ruled
 from .._graph import Graph, Node, human
 from .._scopes import Scope
 
@@ -85,11 +85,7 @@ def to_text(diff: Diff, width: int = 120) -> str:
     shown = [change for change in diff.changes if change.status != "same"]
     cells = [_HEAD, *map(_cells, shown)]
     widths = _widths(cells, width)
-    lines = [line(row, widths, _NUMBERS) for row in cells]
-    below = totals(diff)
-    rule = max(map(columns, [*lines, *below]))
-    table = ["-" * rule, lines[0], "=" * rule, *lines[1:], *(["=" * rule] if shown else []), *below, "-" * rule]
-    return "\n".join(text.rstrip() for text in table)
+    return ruled([line(row, widths, _NUMBERS) for row in cells], totals(diff))
 
 
 def totals(diff: Diff) -> list[str]:

@@ -9,9 +9,8 @@ from typing import Any, Literal
 from ..._core.text import cut_middle
 from .._draw import dot
 from .._draw.dot import join_carries
-from .._draw.labels import Line, caption_of, title_lines
 from .._draw.picture import Plot
-from .._draw.style import Options
+from .._draw.style import Line, Options, caption_of, title_lines
 from .._graph import Edge, Graph, Node, human
 from .._scopes import Path, Scope, paths_of
 from .changes import Change, Diff, Status, arrow, change_texts, delta_text, to_html

@@ -12,8 +12,28 @@ from .._graph import BACKWARD, Edge, Graph, Node
 from .._scopes import Block, Path, nest, paths_of
 from .._searches import reach
 from . import style
-from .labels import Line, caption, cost, edge_label, join_sign, label, label_lines, scope_label, tooltip
-from .style import DIRECTIONS, FONT, SIZE, SMALL, THEMES, Options, Theme, attributes, ink, quote, text_width
+from .style import (
+    DIRECTIONS,
+    FONT,
+    SIZE,
+    SMALL,
+    THEMES,
+    Line,
+    Options,
+    Theme,
+    attributes,
+    caption,
+    cost,
+    edge_label,
+    ink,
+    join_sign,
+    label,
+    label_lines,
+    quote,
+    scope_label,
+    text_width,
+    tooltip,
+)
 
 _POINTS = 72.0  # of an inch
 _MANY, _MANY_EDGES = 150, 220  # nodes and edges, above which dot works with limits
@@ -54,24 +74,23 @@ class Look:
 def to_dot(graph: Graph, options: Options, look: Look | None = None) -> list[str]:
     """The lines between the braces of a digraph. Equal graphs give equal lines."""
     theme = THEMES[options.theme]
-    edges = join_carries(graph.edges) + ([] if options.hide_weights else list(graph.weight_edges))
-    nodes = _drawn(graph, edges) + ([] if options.hide_weights else list(graph.weights))
+    nodes, edges = drawn(graph, options.hide_weights)
     large = len(nodes) > _MANY or len(graph.edges) > _MANY_EDGES
     look = look or Look(graph, nodes, options)
     lines = _head(look.caption, options, theme, large=large)
     lines += _nodes(graph, nodes, look, theme)
     by_name = {node.name: node for node in nodes}
-    edges = [edge for edge in edges if not _is_residual(by_name, edge)]
+    edges = without_residuals(nodes, edges)
     joined = {node.name for node in nodes if node.leaves}
     carried = Counter(edge.source for edge in edges if edge.carry)
-    for edge, named in zip(edges, _named(edges, joined), strict=True):
+    for edge, named in zip(edges, named_edges(edges, joined), strict=True):
         if edge.carry:
             lines.append(_carry(edge, theme, look, bool(named), carried[edge.source] > _FEW))
         elif named is not None:
             lines.append(_edge(by_name, edge, theme, look, named))
         else:  # an argument for most layers, such as statistics: they keep their places
-            line = {"color": theme.faint, "constraint": "false", "penwidth": 0.6} | look.arrow(edge)
-            lines.append(f"{quote(edge.source)} -> {quote(edge.target)} {attributes(**line)}")
+            line = {"color": theme.faint, "constraint": "false", "penwidth": 0.6}
+            lines.append(_line(edge, line | look.arrow(edge)))
     lines += _pairs(nodes, theme)
     if not graph.layers:
         text = "Nothing is computed from the arguments."
@@ -79,7 +98,7 @@ def to_dot(graph: Graph, options: Options, look: Look | None = None) -> list[str
     return lines
 
 
-def _named(edges: list[Edge], inputs: set[str]) -> list[bool | None]:
+def named_edges(edges: list[Edge], inputs: set[str]) -> list[bool | None]:
     """Whether each edge says what flows along it. An array that many read is named once.
 
     None for the edges of an input of many arrays to many layers, except the first.
@@ -98,10 +117,12 @@ def _named(edges: list[Edge], inputs: set[str]) -> list[bool | None]:
     return found
 
 
-def _drawn(graph: Graph, edges: list[Edge]) -> list[Node]:
-    """All nodes except scalars without edges, such as an optimizer's count."""
+def drawn(graph: Graph, hide_weights: bool) -> tuple[list[Node], list[Edge]]:
+    """The nodes and edges of a picture: all but scalars without edges, such as an optimizer's count."""
+    edges = join_carries(graph.edges) + ([] if hide_weights else list(graph.weight_edges))
     joined = {end for edge in edges for end in (edge.source, edge.target)}
-    return [node for node in graph.nodes if node.name in joined or node.shape or not joined]
+    nodes = [node for node in graph.nodes if node.name in joined or node.shape or not joined]
+    return nodes + ([] if hide_weights else list(graph.weights)), edges
 
 
 def _head(caption: str, options: Options, theme: Theme, *, large: bool) -> list[str]:
@@ -130,7 +151,7 @@ def _head(caption: str, options: Options, theme: Theme, *, large: bool) -> list[
 
 def _nodes(graph: Graph, nodes: list[Node], look: Look, theme: Theme) -> list[str]:
     """Nodes inside the clusters of their scopes."""
-    drawn, numbers = _clusters(graph, nodes), itertools.count()
+    framed, numbers = clusters(graph, nodes), itertools.count()
 
     def write(block: Block[Node], level: int) -> Iterator[str]:
         leaves = [item for item in block.items if isinstance(item, Node)]
@@ -145,7 +166,7 @@ def _nodes(graph: Graph, nodes: list[Node], look: Look, theme: Theme) -> list[st
                 yield from write(item, level + 1)
                 yield "}"
 
-    return list(write(nest((node, (path for path in paths_of(node.scope) if path in drawn)) for node in nodes), 0))
+    return list(write(nest((node, (path for path in paths_of(node.scope) if path in framed)) for node in nodes), 0))
 
 
 def _frame(path: Path, theme: Theme, level: int) -> dict[str, Any]:
@@ -158,7 +179,7 @@ def _frame(path: Path, theme: Theme, level: int) -> dict[str, Any]:
     }
 
 
-def _clusters(graph: Graph, nodes: list[Node]) -> set[Path]:
+def clusters(graph: Graph, nodes: list[Node]) -> set[Path]:
     """Scopes of two nodes or more. A scope around everything, or with one scope in it that is no repeat, is none."""
     members = Counter(path for node in nodes for path in paths_of(node.scope))
     layers = len(graph.layers)
@@ -191,29 +212,24 @@ def _node(node: Node, look: Look) -> str:
     return f"{quote(node.name)} {attributes(**attrs)}"
 
 
-def _forward(by_name: dict[str, Node], node: Node) -> Node | None:
-    """The layer whose gradient a node is."""
-    name, is_of_layer, number = node.name.partition(BACKWARD)
-    return by_name.get(name) if node.is_backward and is_of_layer and not number else None
+def layer_of(nodes: list[Node]) -> dict[str, Node]:
+    """The layer of each gradient, by the name of the gradient."""
+    by_name = {node.name: node for node in nodes}
+    parts = ((node.name, node.name.partition(BACKWARD)) for node in nodes if node.is_backward)
+    return {name: by_name[own] for name, (own, word, number) in parts if word and not number and own in by_name}
 
 
-def _is_residual(by_name: dict[str, Node], edge: Edge) -> bool:
-    """Whether an edge carries what a gradient reads of the forward pass. The line of `_pairs` is enough."""
-    source, target = by_name[edge.source], by_name[edge.target]
-    own = None if edge.carry else _forward(by_name, target)
-    return target.is_backward and not source.is_backward and own is not None and source.op != "Loss"
+def without_residuals(nodes: list[Node], edges: list[Edge]) -> list[Edge]:
+    """The edges without what a gradient reads of the forward pass. The line from its layer is enough."""
+    gradients, results = layer_of(nodes), {node.name for node in nodes if node.is_backward or node.op == "Loss"}
+    return [edge for edge in edges if edge.carry or edge.target not in gradients or edge.source in results]
 
 
 def _pairs(nodes: list[Node], theme: Theme) -> list[str]:
     """A line from each layer to its gradient."""
-    by_name = {node.name: node for node in nodes}
-    pairs = ((_forward(by_name, node), node) for node in nodes)
     line = attributes(color=theme.faint, style="dashed", constraint="false", penwidth=0.6, dir="none")
-    return [
-        f"{quote(layer.name)} -> {quote(node.name)} {line}"
-        for layer, node in pairs
-        if layer is not None and layer.op != "Loss"
-    ]
+    pairs = layer_of(nodes).items()
+    return [f"{quote(layer.name)} -> {quote(name)} {line}" for name, layer in pairs if layer.op != "Loss"]
 
 
 def _side_by_side(names: list[str]) -> list[str]:
@@ -226,20 +242,22 @@ def _carry(edge: Edge, theme: Theme, look: Look, named: bool, is_one_of_many: bo
     """An edge back. Many from one layer begin at one point."""
     line = {"style": "dashed", "constraint": "false", "color": theme.carry, "fontcolor": theme.carry, "penwidth": 1.2}
     line |= {"label": f" {carry_label(edge)} "} if named else {}
-    line |= ({"sametail": "carry"} if is_one_of_many else {}) | look.arrow(edge)
-    return f"{quote(edge.source)} -> {quote(edge.target)} {attributes(**line)}"
+    return _line(edge, line | ({"sametail": "carry"} if is_one_of_many else {}) | look.arrow(edge))
 
 
 def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme, look: Look, named: bool) -> str:
     source, target = by_name[edge.source], by_name[edge.target]
     own = look.arrow(edge)
     text = ({"label": f" {edge_label(edge, source)} "} if named and source.op != "weight" else {}) | own
-    ends = f"{quote(edge.source)} -> {quote(edge.target)}"
     if source.is_backward and target.is_backward:  # downwards, next to the layers
         return f"{quote(edge.target)} -> {quote(edge.source)} " + attributes(**text, dir="back")
     if source.is_backward and style.is_update(target):  # from each layer with parameters
-        return f"{ends} " + attributes(**{"color": theme.faint, "penwidth": 0.6, "weight": 0} | own)
-    return f"{ends} " + attributes(**text) if text else ends
+        return _line(edge, {"color": theme.faint, "penwidth": 0.6, "weight": 0} | own)
+    return _line(edge, text)
+
+
+def _line(edge: Edge, look: dict[str, Any]) -> str:
+    return f"{quote(edge.source)} -> {quote(edge.target)}" + (f" {attributes(**look)}" if look else "")
 
 
 def join_carries(edges: Iterable[Edge]) -> list[Edge]:

@@ -48,16 +48,7 @@ class NoRendererError(RenderError):
 def render(text: str, format: str, time_limit: float, engine: str = "dot", flags: Sequence[str] = ()) -> bytes:
     """The picture of a graph, drawn by the program `dot`, or else by pygraphviz.
 
-    Args:
-        text: in the dot language. Graphs that are joined by `NEXT` give pictures that follow each other.
-        format: "svg", "png", "pdf" or another that Graphviz knows.
-        time_limit: seconds, after which the renderer is stopped.
-        engine: "dot", "neato" or another layout of Graphviz.
-        flags: other arguments of the program.
-
-    Raises:
-        NoRendererError: there is neither `dot` nor pygraphviz.
-        RenderError: the renderer failed or took too long.
+    Graphs that are joined by `NEXT` give pictures that follow each other.
     """
     done = _run(_command(format, engine, flags), text, time_limit)
     if not _is_drawn(done) and engine == "dot":
@@ -98,12 +89,7 @@ _USUAL = ("html", "svg", "png", "pdf", "gif", "jpg", "webp", "dot")
 
 
 def path_of(filename: Any, directory: Any, what: str = "Plot.save") -> str:
-    """The path of a file, with `~` as the user's home.
-
-    Raises:
-        TypeError: no path.
-        ValueError: an empty name, one that is only an ending, or one that no file can have.
-    """
+    """The path of a file, with `~` as the user's home. It must have a name, and not only an ending."""
     parts = [_text(part, what) for part in (directory, filename) if part is not None]
     path = os.path.expanduser(os.path.join(*parts))
     name = os.path.basename(path)
@@ -127,12 +113,7 @@ def format_of(path: str) -> str:
 
 
 def check_format(format: Any) -> str:
-    """A format that Graphviz has, or that of the page.
-
-    Raises:
-        TypeError: no string.
-        RenderError: there is no such format.
-    """
+    """A format that Graphviz has, or that of the page, in small letters."""
     if not isinstance(format, str):
         raise TypeError(f'jaxpar.viz: format must be a string such as "svg", got {describe(format)}')
     if format.lower() not in FORMATS | PAGES:

@@ -4,73 +4,88 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..._core.text import columns, did_you_mean, fit, matches, printable
 from .._graph import BACKWARD, Graph, Node, human
-from .._scopes import Block, Scope, nest, paths_of
-from .labels import missing, output_text
+from .._scopes import Block, Scope, common_prefix, nest, paths_of
+from .style import missing, output_text
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the table.
+    """A line of the table: a layer, or a module with the sums of all that is in it."""
 
-    Attributes:
-        level: how many modules it is in.
-        name, kind: of the layer, "conv1" and "Convolution 3x3/1, 20". A module has no kind.
-        shape: its output, "256x26x26x20 float32".
-        params, flops: of a module those of all that is in it.
-        trained: how many of the params are trained.
-        previous: the layers that it reads.
-        source: where the user's code makes it.
-        layer: the name of its node. "" for a module.
-        repeat: the number of copies that the row stands for.
-    """
-
-    level: int
+    level: int  # how many modules it is in
     name: str
-    kind: str
-    shape: str
+    kind: str  # "Convolution 3x3/1, 20"; a module has none
+    shape: str  # of its output, "256x26x26x20 float32"
     params: int
     flops: int
-    trained: int
-    previous: tuple[str, ...] = ()
-    source: str = ""
-    layer: str = ""
-    repeat: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What the rows say beside the nodes: who reads whom, and how many parameters of each layer are trained."""
-
-    previous: dict[str, tuple[str, ...]]
-    trained: dict[str, int]
+    trained: int  # of the params
+    previous: tuple[str, ...] = ()  # the layers that it reads
+    source: str = ""  # the line of the user's code
+    layer: str = ""  # the name of its node
+    repeat: int = 1  # the number of copies that the row stands for
 
 
 def rows(graph: Graph, depth: int | None = None, frozen: frozenset[str] = frozenset()) -> list[Row]:
-    """The rows of a graph, modules before what is in them.
+    """The rows of a graph with all its scopes open, modules before what is in them.
 
-    Args:
-        graph: with all its scopes open.
-        depth: how many levels of modules are open. Scopes around the whole function do not count. None for all.
-        frozen: the names of parameters that are not trained, besides those that the graph knows.
+    `depth` levels of modules are open, all for None. Scopes around the whole function do not count. `frozen` parameters
+    are not trained, besides those that the graph knows.
     """
-    top = nest((node, paths_of(node.scope)) for node in graph.nodes)
-    facts = _Facts(_previous(graph), _trained(graph, frozen))
-    return _rows_of(top, 0, depth, facts)
+    trained, previous = _trained(graph, frozen), dict[str, list[str]]()
+    for edge in graph.edges:
+        if not edge.carry:  # it goes back to an earlier layer
+            previous.setdefault(edge.target, []).append(edge.source)
+
+    def layer(node: Node, level: int, name: str = "") -> Row:
+        return Row(
+            level,
+            name + (BACKWARD if node.is_backward else "") if name else without_scopes(node.name, node.scope),
+            f"{node.kind} {node.detail}".strip(),
+            output_text(node),
+            node.params,
+            node.flops,
+            trained[node.name],
+            tuple(without_scopes(name, node.scope) for name in previous.get(node.name, ())),
+            node.source,
+            node.name,
+            node.repeat,
+        )
+
+    def module(block: Block[Node], level: int) -> Row:
+        nodes = list(block.all_leaves())
+        forward = [node for node in nodes if not node.is_backward]
+        return Row(
+            level,
+            block.path[-1] + ("" if forward else BACKWARD),
+            "",
+            output_text((forward or nodes)[-1]),
+            sum(node.params for node in nodes),
+            sum(node.flops for node in nodes),
+            sum(trained[node.name] for node in nodes),
+        )
+
+    def inside(outer: Block[Node], level: int) -> Iterator[Row]:
+        for item in outer.items:
+            if isinstance(item, Node):
+                yield layer(item, level)
+            elif _is_one_layer(item):
+                yield from (layer(node, level, item.path[-1]) for node in item.all_leaves())
+            else:
+                yield module(item, level)
+                if depth is None or level < depth + around:
+                    yield from inside(item, level + 1)
+
+    around = len(common_prefix(node.scope for node in graph.layers))
+    return list(inside(nest((node, paths_of(node.scope)) for node in graph.nodes), 0))
 
 
 def frozen_names(graph: Graph, patterns: Sequence[str]) -> frozenset[str]:
-    """The names of the parameters that one of the patterns matches.
-
-    A pattern is of a parameter ("conv1/weight", "*/bias") or of what is around it ("conv1").
-
-    Raises:
-        ValueError: a pattern matches no parameter.
-    """
+    """The names of the parameters that a pattern matches: "conv1/weight", "*/bias", or "conv1" for what is in it."""
     known = {weight.name: parameter_path(weight.name) for weight in graph.weights}
     found: set[str] = set()
     for pattern in patterns:
@@ -89,14 +104,6 @@ def parameter_path(name: str) -> str:
     return "/".join(quoted or number or attribute for quoted, number, attribute in keys) or name
 
 
-def _previous(graph: Graph) -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
-    for edge in graph.edges:
-        if not edge.carry:  # it goes back to an earlier layer
-            found.setdefault(edge.target, []).append(edge.source)
-    return {name: tuple(sources) for name, sources in found.items()}
-
-
 def _trained(graph: Graph, frozen: frozenset[str]) -> dict[str, int]:
     """Elements of the trained parameters that each node is the first to use."""
     sizes = {weight.name: weight.params for weight in graph.weights}
@@ -109,60 +116,11 @@ def _trained(graph: Graph, frozen: frozenset[str]) -> dict[str, int]:
     return found
 
 
-def _rows_of(module: Block[Node], level: int, depth: int | None, facts: _Facts) -> list[Row]:
-    found: list[Row] = []
-    for item in module.items:
-        if isinstance(item, Node):
-            found.append(_layer(item, level, facts))
-        elif _is_one_layer(item):
-            found += [_layer(node, level, facts, item.path[-1]) for node in item.all_leaves()]
-        else:
-            inner = None if depth is None else depth - (not _is_around_all(module, item))
-            found.append(_module(item, level, facts))
-            found += [] if inner is not None and inner < 0 else _rows_of(item, level + 1, inner, facts)
-    return found
-
-
 def _is_one_layer(module: Block[Node]) -> bool:
     """Whether a module is one layer, or its gradient, or both."""
     forward = sum(not node.is_backward for node in module.all_leaves())
     has_blocks = any(isinstance(item, Block) for item in module.items)
     return not has_blocks and (forward == 1 or (not forward and len(module.items) == 1))
-
-
-def _is_around_all(outer: Block[Node], inner: Block[Node]) -> bool:
-    """Whether a scope has everything that is computed in the scope around it."""
-    return all(item is inner or (isinstance(item, Node) and item.op == "input") for item in outer.items)
-
-
-def _layer(node: Node, level: int, facts: _Facts, name: str = "") -> Row:
-    return Row(
-        level,
-        name + (BACKWARD if node.is_backward else "") if name else without_scopes(node.name, node.scope),
-        f"{node.kind} {node.detail}".strip(),
-        output_text(node),
-        node.params,
-        node.flops,
-        facts.trained[node.name],
-        tuple(without_scopes(name, node.scope) for name in facts.previous.get(node.name, ())),
-        node.source,
-        node.name,
-        node.repeat,
-    )
-
-
-def _module(module: Block[Node], level: int, facts: _Facts) -> Row:
-    nodes = list(module.all_leaves())
-    forward = [node for node in nodes if not node.is_backward] or nodes
-    return Row(
-        level,
-        module.path[-1] + (BACKWARD if all(node.is_backward for node in nodes) else ""),
-        "",
-        output_text(forward[-1]),
-        sum(node.params for node in nodes),
-        sum(node.flops for node in nodes),
-        sum(facts.trained[node.name] for node in nodes),
-    )
 
 
 def without_scopes(name: str, scope: tuple[str, ...]) -> str:
@@ -188,10 +146,15 @@ def to_text(graph: Graph, width: int = 120, depth: int | None = None, frozen: fr
     widths = _widths(cells, width)
     lines = [line(row, widths) for row in cells]
     lines += [] if graph.layers else [EMPTY]
-    below, sizes = counts(graph, frozen), memory(graph)
-    rule = max(map(columns, [*lines, *below, *sizes]))
-    table = ["-" * rule, lines[0], "=" * rule, *lines[1:], "=" * rule, *below, "-" * rule, *sizes, "-" * rule]
-    return "\n".join(text.rstrip() for text in table)
+    return ruled(lines, counts(graph, frozen), memory(graph))
+
+
+def ruled(lines: list[str], *feet: list[str]) -> str:
+    """A table with rules: its head, its rows, and what is below them."""
+    thin, thick = (rule * max(columns(text) for part in (lines, *feet) for text in part) for rule in "-=")
+    rows = [*lines[1:], thick] if len(lines) > 1 else []
+    below = [text for foot in feet for text in (*foot, thin)]
+    return "\n".join(text.rstrip() for text in (thin, lines[0], thick, *rows, *below))
 
 
 def _branches(found: list[Row]) -> list[str]:
@@ -240,7 +203,7 @@ def line(row: tuple[str, ...], widths: list[int], numbers: Container[int] = NUMB
 
 def counts(graph: Graph, frozen: frozenset[str]) -> list[str]:
     """What the network has, in torchinfo's words."""
-    trained = trained_params(graph, frozen)
+    trained = sum(weight.params for weight in graph.weights if weight.name in graph.sizes.trained - frozen)
     found = [
         ("Total params", graph.total_params),
         ("Trainable params", trained),
@@ -260,11 +223,6 @@ def memory(graph: Graph) -> list[str]:
     found += [("State size", sizes.state)] if sizes.state else []
     found += [("Optimizer state", sizes.optimizer)] if sizes.optimizer else []
     return [f"{name} (MB): {size / 1e6:,.2f}" for name, size in [*found, ("Estimated total size", sizes.total)]]
-
-
-def trained_params(graph: Graph, frozen: frozenset[str] = frozenset()) -> int:
-    """Elements of the parameters that are trained, each counted once."""
-    return sum(w.params for w in graph.weights if w.name in graph.sizes.trained - frozen)
 
 
 _MANY = 60  # rows, above which only the first levels are open

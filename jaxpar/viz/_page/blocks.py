@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
-from .._draw.dot import _clusters, _drawn, _forward, _is_residual, _named, carry_label, join_carries
-from .._draw.labels import edge_label, join_sign
-from .._draw.style import is_update
-from .._graph import BACKWARD, Edge, Graph, Node
-from .._scopes import common_prefix
+from ..._core.text import plural
+from .._draw.dot import carry_label, clusters, drawn, layer_of, named_edges, without_residuals
+from .._draw.style import SIZE, SMALL, cost, edge_label, is_update, join_sign, label_lines, scope_label
+from .._graph import BACKWARD, Edge, Graph, Node, human
+from .._scopes import common_prefix, paths_of
 from .._searches import order
 
 _MOST_ITEMS = 80  # of one block; Graphviz gets slow above
@@ -23,39 +23,24 @@ Kind = Literal["forward", "back", "carry", "pair"]
 Key = tuple[int, Kind]  # the node whose array it is, and how it flows
 Path = tuple[str, ...]
 Text = tuple[str, float, bool]  # a line of text, its size, whether it is bold
-_Box = tuple[int, str | None]  # an item, and what colours it
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Where arrays cross the border of a block.
+    """Where arrays cross the border of a block."""
 
-    Attributes:
-        keys: the arrays that cross.
-        enters: whether they come in.
-        is_first: whether it is at the end where the block's forward pass begins.
-    """
-
-    keys: frozenset[Key]
-    enters: bool
-    is_first: bool
+    keys: frozenset[Key]  # the arrays that cross
+    enters: bool  # whether they come in
+    is_first: bool  # whether it is at the end where the block's forward pass begins
 
 
 @dataclass(slots=True)
 class Line:
-    """Arrays that flow between two ends. An end is an item or a port of the same block.
-
-    Attributes:
-        tail, head: the item, or -1 for a port of the block itself.
-        tail_port, head_port: the port of that item or of the block itself, -1 for a node.
-        keys: the arrays that flow here.
-        label: what is written on it.
-        kind: how they flow.
-    """
+    """Arrays that flow between two ends. An end is an item of the block, or -1 and a port of the block itself."""
 
     tail: int
     head: int
-    tail_port: int = -1
+    tail_port: int = -1  # of that item or of the block itself, -1 for a node
     head_port: int = -1
     keys: frozenset[Key] = frozenset()
     label: str = ""
@@ -64,34 +49,19 @@ class Line:
 
 @dataclass(slots=True)
 class Block:
-    """A part of the network that opens and closes. The first one is the whole network.
-
-    Attributes:
-        label: its name.
-        path: the scopes from the outside in.
-        items: what it holds, nodes and blocks.
-        ports: where arrays cross its border, and the number of each.
-        lines: what is drawn between them.
-        pairs: layers and their gradients, which are side by side.
-    """
+    """A part of the network that opens and closes. The first one is the whole network."""
 
     label: str
-    path: Path
-    items: list[int] = field(default_factory=list)
-    ports: dict[Port, int] = field(default_factory=dict[Port, int])
-    lines: list[Line] = field(default_factory=list)
-    pairs: list[tuple[int, int]] = field(default_factory=list)
+    path: Path  # the scopes from the outside in
+    items: list[int] = field(default_factory=list)  # what it holds, nodes and blocks
+    ports: dict[Port, int] = field(default_factory=dict[Port, int])  # where arrays cross its border, numbered
+    lines: list[Line] = field(default_factory=list)  # what is drawn between them
+    pairs: list[tuple[int, int]] = field(default_factory=list)  # layers and their gradients, which are side by side
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """An edge that is drawn, with the numbers of its nodes.
-
-    Attributes:
-        source, target: nodes.
-        edge: what flows.
-        kind: how it flows.
-    """
+    """An edge that is drawn, with the numbers of its nodes."""
 
     source: int
     target: int
@@ -103,24 +73,17 @@ class Flow:
 class Tree:
     """The nodes that are drawn, and the blocks that they are in.
 
-    An item is a number. The nodes come first, then the blocks.
-
-    Attributes:
-        nodes, blocks: what is drawn. The first block is the whole network.
-        parent: of each item, the item that is its block.
-        edges: all edges, those that are not drawn too.
-        flows: those that are drawn.
-        signs: the nodes that are small circles, and what is in them.
-        words: what is written in boxes, as far as it was asked for.
+    An item is a number, as the page's script has it. The nodes come first, then the blocks.
     """
 
     nodes: list[Node]
-    edges: list[tuple[int, int]]
-    flows: list[Flow]
-    signs: dict[int, str]
-    blocks: list[Block] = field(default_factory=lambda: [Block("", ())])
-    parent: dict[int, int] = field(default_factory=dict[int, int])
-    words: dict[_Box, list[Text]] = field(default_factory=dict[_Box, list[Text]])
+    edges: list[tuple[int, int]]  # all of them, those that are not drawn too
+    flows: list[Flow]  # those that are drawn
+    signs: dict[int, str]  # the nodes that are small circles, and what is in them
+    heat: str | None  # what colours the boxes
+    blocks: list[Block] = field(default_factory=lambda: [Block("", ())])  # the first one is the whole network
+    parent: dict[int, int] = field(default_factory=dict[int, int])  # the block that each item is in
+    words: list[list[Text]] = field(default_factory=list)  # what is written in each box
 
     @property
     def root(self) -> int:
@@ -153,52 +116,55 @@ class Tree:
         return [node for inner in self.block(item).items for node in self.nodes_in(inner)]
 
 
-def tree(graph: Graph, *, hide_weights: bool) -> Tree:
-    """The blocks of a graph, without their lines."""
-    edges = join_carries(graph.edges) + ([] if hide_weights else list(graph.weight_edges))
-    nodes = _drawn(graph, edges) + ([] if hide_weights else _placed_weights(graph))
-    number = {node.name: at for at, node in enumerate(nodes)}
-    by_name = {node.name: node for node in nodes}
-    flows = [
-        Flow(number[edge.source], number[edge.target], edge, _kind(by_name, edge))
-        for edge in edges
-        if not _is_residual(by_name, edge)
-    ]
+def tree(graph: Graph, *, hide_weights: bool, heat: str | None = None) -> Tree:
+    """The blocks of a graph and their words, without their lines."""
+    nodes, edges = drawn(graph, hide_weights)
+    number, scopes = {node.name: at for at, node in enumerate(nodes)}, dict[str, list[Path]]()
+    for edge in () if hide_weights else graph.weight_edges:  # parameters are where the layers are that read them
+        scopes.setdefault(edge.source, []).append(nodes[number[edge.target]].scope)
+    nodes = [replace(node, scope=common_prefix(scopes[node.name])) if node.name in scopes else node for node in nodes]
+    flows: list[Flow] = []
+    for edge in without_residuals(nodes, edges):
+        source, target = number[edge.source], number[edge.target]
+        is_back = nodes[source].is_backward and nodes[target].is_backward
+        flows.append(Flow(source, target, edge, "carry" if edge.carry else "back" if is_back else "forward"))
     ends = dict.fromkeys((number[edge.source], number[edge.target]) for edge in edges)
     signs = {number[name]: sign for name, sign in join_sign(graph).items() if name in number}
-    found = Tree(nodes, list(ends), flows, signs)
+    found = Tree(nodes, list(ends), flows, signs, heat)
     _nest(found, graph)
     at = 0
     while at < len(found.blocks):  # parts become blocks, which may be cut too
         _cut(found, found.root + at)
         at += 1
+    found.words = [_words(found, item) for item in range(len(nodes) + len(found.blocks))]
     return found
 
 
-def _placed_weights(graph: Graph) -> list[Node]:
-    """The parameters, in the scope of the layers that read them."""
-    scopes: dict[str, list[Path]] = {}
-    by_name = {node.name: node for node in graph.nodes}
-    for edge in graph.weight_edges:
-        scopes.setdefault(edge.source, []).append(by_name[edge.target].scope)
-    return [replace(weight, scope=common_prefix(scopes.get(weight.name, []))) for weight in graph.weights]
-
-
-def _kind(by_name: dict[str, Node], edge: Edge) -> Kind:
-    if edge.carry:
-        return "carry"
-    return "back" if by_name[edge.source].is_backward and by_name[edge.target].is_backward else "forward"
+def _words(tree: Tree, item: int) -> list[Text]:
+    """What is written in a box, closed where it is a block."""
+    if item in tree.signs:
+        return [(tree.signs[item], SIZE + 2, True)]
+    if not tree.is_block(item):
+        return list(label_lines(tree.nodes[item], tree.heat))
+    inside = [tree.nodes[node] for node in tree.nodes_in(item)]
+    layers = sum(node.op not in ("input", "weight") for node in inside)
+    facts = [plural(layers, "layer")]
+    facts += [f"{params:,} params"] if (params := sum(n.params for n in inside if n.op != "weight")) else []
+    found = [(scope_label(tree.block(item).label), SIZE, True), (" · ".join(facts), SMALL, False)]
+    if tree.heat:
+        total = human(sum(cost(node, tree.heat) for node in inside), "FLOP" if tree.heat == "flops" else "B")
+        found.append((total, SMALL, False))
+    return found
 
 
 def _nest(tree: Tree, graph: Graph) -> None:
     """Put each node into the block of its scope."""
-    drawn = _clusters(graph, tree.nodes)
-    at: dict[Path, int] = {(): tree.root}
+    framed = clusters(graph, tree.nodes)
+    at: dict[Path, int] = {}
     for number, node in enumerate(tree.nodes):
         inside = tree.root
-        for path in (node.scope[:length] for length in range(1, len(node.scope) + 1)):
-            if path in drawn:
-                at[path] = inside = at[path] if path in at else _add(tree, Block(path[-1], path), inside)
+        for path in (path for path in paths_of(node.scope) if path in framed):
+            at[path] = inside = at[path] if path in at else _add(tree, Block(path[-1], path), inside)
         tree.block(inside).items.append(number)
         tree.parent[number] = inside
 
@@ -236,14 +202,9 @@ def _in_order(tree: Tree, item: int) -> list[int]:
         first, then = reversed(ends) if flow.kind == "back" else ends
         if first is not None and then is not None and first != then:
             before[then].add(first)
-    return _beside(tree, order(before, {inner: place for place, inner in enumerate(items)}.__getitem__))
-
-
-def _beside(tree: Tree, items: list[int]) -> list[int]:
-    """The same items, each gradient after its layer."""
-    place = {tree.name(item): at for at, item in enumerate(items)}
-    at = {item: place.get(tree.name(item).split(BACKWARD)[0], place[tree.name(item)]) for item in items}
-    return sorted(items, key=at.__getitem__)
+    ordered = order(before, {inner: place for place, inner in enumerate(items)}.__getitem__)
+    place = {tree.name(inner): at for at, inner in enumerate(ordered)}
+    return sorted(ordered, key=lambda inner: place.get(tree.name(inner).split(BACKWARD)[0], place[tree.name(inner)]))
 
 
 _MOST_LINES = 3  # between the same two items; more become one line
@@ -254,17 +215,10 @@ _End = tuple[int, int]  # an item and -1, or -1 and a port
 
 @dataclass(slots=True)
 class _Crossing:
-    """What flows where in one block.
-
-    Attributes:
-        inside: between two of its items, with what is written on it.
-        enters: which items read an array from outside.
-        leaves: which item an array comes from that is read outside.
-    """
+    """What flows in one block: between its items, with what is written there, and between them and its border."""
 
     inside: dict[tuple[int, int, Key], str] = field(default_factory=dict[tuple[int, int, Key], str])
-    enters: dict[Key, dict[int, None]] = field(default_factory=dict[Key, dict[int, None]])
-    leaves: dict[Key, int] = field(default_factory=dict[Key, int])
+    across: dict[tuple[Key, bool], dict[int, None]] = field(default_factory=dict[Any, Any])  # whether it enters
 
 
 def draw_lines(tree: Tree) -> None:
@@ -283,7 +237,7 @@ def draw_lines(tree: Tree) -> None:
 
 def _crossings(tree: Tree) -> dict[int, _Crossing]:
     found = {tree.root + at: _Crossing() for at in range(len(tree.blocks))}
-    for flow, is_named in zip(tree.flows, _named([flow.edge for flow in tree.flows], set()), strict=True):
+    for flow, is_named in zip(tree.flows, named_edges([flow.edge for flow in tree.flows], set()), strict=True):
         key = flow.source, flow.kind
         out, into = tree.way_out(flow.source), tree.way_out(flow.target)
         while len(out) > 2 and len(into) > 2 and out[-2] == into[-2]:
@@ -292,10 +246,9 @@ def _crossings(tree: Tree) -> dict[int, _Crossing]:
         label = _label(tree, flow) if is_named else ""
         inside = found[out[-1]].inside
         inside[out[-2], into[-2], key] = inside.get((out[-2], into[-2], key)) or label
-        for inner, block in itertools.pairwise(out[:-1]):
-            found[block].leaves[key] = inner
-        for inner, block in itertools.pairwise(into[:-1]):
-            found[block].enters.setdefault(key, {})[inner] = None
+        for way, enters in ((out, False), (into, True)):
+            for inner, block in itertools.pairwise(way[:-1]):
+                found[block].across.setdefault((key, enters), {})[inner] = None
     return found
 
 
@@ -306,7 +259,7 @@ def _groups(tree: Tree, item: int, crossing: _Crossing) -> dict[tuple[_End, _End
         found.setdefault(((tail, -1), (head, -1), key[1]), {})[key] = label
     for port, number in tree.block(item).ports.items():
         for key in sorted(port.keys):
-            for inner in crossing.enters[key] if port.enters else (crossing.leaves[key],):
+            for inner in crossing.across[key, port.enters]:
                 ends = ((-1, number), (inner, -1)) if port.enters else ((inner, -1), (-1, number))
                 found.setdefault((*ends, key[1]), {})[key] = ""
     return found
@@ -343,16 +296,10 @@ def _port(tree: Tree, item: int, port: Port) -> int:
 
 def _draw_pairs(tree: Tree) -> None:
     """Join each layer with its gradient, where both are in one block."""
-    number = {node.name: at for at, node in enumerate(tree.nodes)}
-    by_name = {node.name: node for node in tree.nodes}
-    for node in tree.nodes:
-        layer = _forward(by_name, node)
-        if layer is None:
-            continue
-        pair = number[layer.name], number[node.name]
-        if tree.parent[pair[0]] != tree.parent[pair[1]]:
-            continue
-        block = tree.block(tree.parent[pair[0]])
-        block.pairs.append(pair)
-        if layer.op != "Loss":
-            block.lines.append(Line(*pair, kind="pair"))
+    number, layers = {node.name: at for at, node in enumerate(tree.nodes)}, layer_of(tree.nodes)
+    for at, node in enumerate(tree.nodes):
+        layer = layers.get(node.name)
+        if layer is not None and tree.parent[number[layer.name]] == tree.parent[at]:
+            block = tree.block(tree.parent[at])
+            block.pairs.append((number[layer.name], at))
+            block.lines += [Line(number[layer.name], at, kind="pair")] if layer.op != "Loss" else []

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from ..._core.text import plural
 from .._draw import style
-from .._draw.labels import cost, label_lines, scope_label, tooltip
 from .._draw.render import NEXT, render
-from .._draw.style import SIZE, SMALL, THEMES, Options, quote, text_width
+from .._draw.style import SIZE, SMALL, THEMES, Options, cost, quote, scope_label, text_width, tooltip
 from .._graph import Graph, human
-from .blocks import CROWDED, Block, Line, Text, Tree, draw_lines, tree
+from .blocks import CROWDED, Block, Line, Tree, draw_lines, tree
 
 _PACKAGE = "jaxpar.viz._page"
 _SCRIPTS = ("theme.js", "reading.js", "places.js", "drawing.js", "page.js", "events.js")
@@ -28,12 +26,8 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027", "\u20
 
 
 def to_page(graph: Graph, options: Options, depth: int | None, time_limit: float) -> str:
-    """One HTML file that needs nothing else. `depth` levels are open at first, as many as fit for None.
-
-    Raises:
-        RenderError: there is no Graphviz, or it took longer than `time_limit`.
-    """
-    found = tree(graph, hide_weights=options.hide_weights)
+    """One HTML file that needs nothing else. `depth` levels are open at first, as many as fit for None."""
+    found = tree(graph, hide_weights=options.hide_weights, heat=options.heat)
     draw_lines(found)
     title = html.escape(options.title)
     return string.Template(asset("page.html")).substitute(
@@ -49,10 +43,7 @@ def to_page(graph: Graph, options: Options, depth: int | None, time_limit: float
 def to_frame(page: str, title: str, still: str) -> str:
     """The page for a notebook, in a frame.
 
-    Args:
-        page: what `to_page` gives.
-        title: the name of the frame.
-        still: a PNG in base64. A notebook that is not trusted drops the frame and `hidden`, and so shows this.
+    `still` is a PNG in base64. A notebook that is not trusted drops the frame and `hidden`, and so shows this.
     """
     page = page.replace("&", "&amp;").replace("'", "&#39;")
     name = html.escape(title)
@@ -104,44 +95,43 @@ def _legend(tree: Tree, options: Options) -> str:
 
 def _data(tree: Tree, options: Options, depth: int | None, time_limit: float) -> dict[str, Any]:
     """What the script reads."""
-    places, which = layouts(tree, options.direction, options.heat, time_limit)
-    most = max((cost(node, options.heat) for node in tree.nodes), default=0) or 1
+    places, which = layouts(tree, options.direction, time_limit)
+    most = max((cost(node, tree.heat) for node in tree.nodes), default=0) or 1
     return {
         "direction": options.direction,
         "theme": "dark" if options.theme == "dark" else None,
         "depth": depth,
-        "nodes": [_node(tree, item, options, most) for item in range(len(tree.nodes))],
-        "blocks": [_block(tree, tree.root + at, layout, options, most) for at, layout in enumerate(which)],
+        "nodes": [_node(tree, item, most) for item in range(len(tree.nodes))],
+        "blocks": [_block(tree, tree.root + at, layout, most) for at, layout in enumerate(which)],
         "layouts": [_placed(layout) for layout in places],
         "edges": [end for edge in tree.edges for end in edge],
     }
 
 
-def _node(tree: Tree, item: int, options: Options, most: int) -> list[Any]:
+def _node(tree: Tree, item: int, most: int) -> list[Any]:
     node = tree.nodes[item]
     kind = "backward" if node.is_backward else "returned" if node.outputs else ""
     colour = style.fill(node)
-    if options.heat and node.op not in ("input", "weight"):
-        colour = style.heat(cost(node, options.heat) / most)
+    if tree.heat and node.op not in ("input", "weight"):
+        colour = style.heat(cost(node, tree.heat) / most)
     find = " ".join((node.name, node.op, node.detail, node.source, *node.weights[:8]))
     oval = int(is_oval(tree, item))
-    words = texts(tree, item, options.heat)
-    look = [*size(tree, item, options.heat), kind, oval, colour, style.ink(colour)]
-    return [*look, words, tooltip(node), find, node.source]
+    look = [*size(tree, item), kind, oval, colour, style.ink(colour)]
+    return [*look, tree.words[item], tooltip(node), find, node.source]
 
 
-def _block(tree: Tree, item: int, layout: int, options: Options, most: int) -> list[Any]:
+def _block(tree: Tree, item: int, layout: int, most: int) -> list[Any]:
     block = tree.block(item)
     label = scope_label(block.label)
     width = round(text_width(label, SIZE, True)) + 40
-    words = texts(tree, item, options.heat)
+    words = tree.words[item]
     tip = "\n".join(filter(None, ["/".join(block.path), *(text for text, _, _ in words[1:])]))
     colour = None
-    if options.heat:
-        total = sum(cost(tree.nodes[node], options.heat) for node in tree.nodes_in(item))
+    if tree.heat:
+        total = sum(cost(tree.nodes[node], tree.heat) for node in tree.nodes_in(item))
         colour = style.heat(min(1.0, total / most))
     ink = style.ink(colour) if colour else None
-    box = [*size(tree, item, options.heat), width, label, words, tip, colour, ink]
+    box = [*size(tree, item), width, label, words, tip, colour, ink]
     lines = [
         [line.tail, line.head, line.tail_port, line.head_port, line.kind, line.label, sorted({n for n, _ in line.keys})]
         for line in block.lines
@@ -170,13 +160,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def to_still_page(picture: str, table: str, title: str, theme: str) -> str:
-    """One HTML file that needs nothing else. Without scripts it has the colours of the system.
+    """One HTML file with Graphviz's SVG in the colours of `theme`, or with HTML that says why there is none.
 
-    Args:
-        picture: SVG of Graphviz in the colours of `theme`, or HTML that says why there is none.
-        table: HTML below it.
-        title: the name of the page.
-        theme: "light" for the colours of the reader, "dark" for always dark.
+    "light" is for the colours of the reader, without scripts those of the system. "dark" is always dark.
     """
     svg = picture[picture.find("<svg") :] if "<svg" in picture else picture
     plot = ' data-plot="dark" data-theme="dark"' if theme == "dark" else ""
@@ -208,39 +194,23 @@ _RANKDIR = {"up": "TB", "down": "TB", "right": "LR"}  # the page turns it over f
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Places in points from the left and the top. The forward pass flows down, or to the right.
-
-    Attributes:
-        width, height: of all.
-        items, ports: centres, in the order of the block.
-        lines: the Bézier points of each line, from its tail to its head.
-        labels: the centre of each line's label. None for a line without one.
-    """
+    """Places in points from the left and the top. The forward pass flows down, or to the right."""
 
     width: float
     height: float
-    items: list[Point]
+    items: list[Point]  # centres, in the order of the block
     ports: list[Point]
-    lines: list[list[Point]]
-    labels: list[Point | None]
+    lines: list[list[Point]]  # the Bézier points of each, from its tail to its head
+    labels: list[Point | None]  # the centre of each line's label
 
 
-def layouts(tree: Tree, direction: str, heat: str | None, time_limit: float) -> tuple[list[Layout], list[int]]:
-    """The layouts of all blocks, from one run of Graphviz.
-
-    Returns:
-        The layouts that differ, and which of them each block has.
-
-    Raises:
-        RenderError: there is no Graphviz, or it took longer than `time_limit`.
-    """
-    texts = [_dot(tree, block, direction, heat) for block in tree.blocks]
-    distinct = list(dict.fromkeys(texts))
-    drawn = _documents(render(NEXT.join(distinct), "json0", time_limit).decode())
-    first = {text: tree.blocks[texts.index(text)] for text in distinct}
-    found = [_layout(first[text], graph) for text, graph in zip(distinct, drawn, strict=True)]
-    at = {text: number for number, text in enumerate(distinct)}
-    return found, [at[text] for text in texts]
+def layouts(tree: Tree, direction: str, time_limit: float) -> tuple[list[Layout], list[int]]:
+    """The layouts of blocks that differ, from one run of Graphviz, and which of them each block has."""
+    texts = [_dot(tree, block, direction) for block in tree.blocks]
+    first = dict(zip(reversed(texts), reversed(tree.blocks), strict=True))  # the first block of each text
+    at = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    drawn = _documents(render(NEXT.join(at), "json0", time_limit).decode())
+    return [_layout(first[text], graph) for text, graph in zip(at, drawn, strict=True)], [at[text] for text in texts]
 
 
 def _documents(text: str) -> list[dict[str, Any]]:
@@ -254,12 +224,12 @@ def _documents(text: str) -> list[dict[str, Any]]:
     return found
 
 
-def _dot(tree: Tree, block: Block, direction: str, heat: str | None) -> str:
+def _dot(tree: Tree, block: Block, direction: str) -> str:
     """The boxes of a block without their words, and its lines. Equal shapes give equal texts."""
     rows = ["digraph {", f"graph [rankdir={_RANKDIR[direction]} nodesep=0.3 ranksep=0.32{_limits(block)}]"]
     rows += ['node [shape=box fixedsize=true label=""]', f"edge [dir=none fontsize={SMALL}]"]
     for at, item in enumerate(block.items):
-        width, height = size(tree, item, heat)
+        width, height = size(tree, item)
         shape = " shape=ellipse" if is_oval(tree, item) else ""
         rows.append(f"i{at} [width={width / _POINTS:.3f} height={height / _POINTS:.3f}{shape}]")
     for first, rank in ((True, "source"), (False, "sink")):
@@ -290,34 +260,11 @@ def _line(line: Line, place: dict[int, int], at: int) -> str:
     return f"{ends} [id={at}{label}{constraint}]"
 
 
-def texts(tree: Tree, item: int, heat: str | None) -> list[Text]:
-    """What is written in a box, closed where it is a block."""
-    if (item, heat) not in tree.words:
-        tree.words[item, heat] = _texts(tree, item, heat)
-    return tree.words[item, heat]
-
-
-def _texts(tree: Tree, item: int, heat: str | None) -> list[Text]:
-    if item in tree.signs:
-        return [(tree.signs[item], SIZE + 2, True)]
-    if not tree.is_block(item):
-        return list(label_lines(tree.nodes[item], heat))
-    inside = [tree.nodes[node] for node in tree.nodes_in(item)]
-    layers = sum(node.op not in ("input", "weight") for node in inside)
-    facts = [plural(layers, "layer")]
-    facts += [f"{params:,} params"] if (params := sum(n.params for n in inside if n.op != "weight")) else []
-    found = [(scope_label(tree.block(item).label), SIZE, True), (" · ".join(facts), SMALL, False)]
-    if heat:
-        total = human(sum(cost(node, heat) for node in inside), "FLOP" if heat == "flops" else "B")
-        found.append((total, SMALL, False))
-    return found
-
-
-def size(tree: Tree, item: int, heat: str | None) -> tuple[int, int]:
+def size(tree: Tree, item: int) -> tuple[int, int]:
     """Width and height of a closed box, in points."""
     if item in tree.signs:
         return 22, 22
-    lines = texts(tree, item, heat)
+    lines = tree.words[item]
     width = max(text_width(text, size, bold) for text, size, bold in lines) + 14 + 18 * tree.is_block(item)
     height = sum(size for _, size, _ in lines) * 1.15 + 12
     return round(max(94, width * (1.3 if is_oval(tree, item) else 1))), round(max(36, height))

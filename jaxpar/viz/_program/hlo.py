@@ -1,7 +1,8 @@
-"""The text of a compiled program as computations and instructions."""
+"""A compiled program: instructions from its text, what reads what in them, and how often each runs."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -36,44 +37,39 @@ class Array:
     @property
     def bytes(self) -> int:
         """Without padding."""
-        return -(-_bits(self.dtype) * self.size // 8)
+        number = re.match(r"[a-z]+(\d+)", self.dtype)
+        bits = _BITS.get(self.dtype, int(number[1]) if number else 0)
+        return -(-bits * self.size // 8)
 
 
 @dataclass(slots=True, eq=False)
 class Instruction:
-    """One instruction of a compiled program.
+    """One instruction of a compiled program."""
 
-    Attributes:
-        number: its place in the text. Each computation is in the order in which it runs.
-        arrays: the arrays of its result, those of a tuple one after the other.
-        is_tuple: whether the result is a tuple.
-        value: of a constant integer.
-        operands: the names of what it reads.
-        called: (how, computation) for each computation that it calls, such as ("body", "region_0").
-        op_name: where JAX made it: "jit(step)/transpose(jvp(net))/dot_general".
-        frames: (file, line) of the calls around it, from the outside in. Empty where the text has none.
-        trips: how often a loop runs. None where the text does not say.
-    """
-
-    number: int
+    number: int  # its place in the text; each computation is in the order in which it runs
     name: str
     opcode: str
-    arrays: tuple[Array, ...]
+    arrays: tuple[Array, ...]  # of its result, those of a tuple one after the other
     is_tuple: bool
-    operands: tuple[str, ...]
+    operands: tuple[str, ...]  # the names of what it reads
     attributes: str
-    called: tuple[tuple[str, str], ...] = ()
-    op_name: str = ""
-    frames: tuple[tuple[str, int], ...] = ()
-    trips: int | None = None
-    index: int | None = None
-    value: int | None = None
+    called: tuple[tuple[str, str], ...] = ()  # how, and which computation: ("body", "region_0")
+    op_name: str = ""  # where JAX made it: "jit(step)/transpose(jvp(net))/dot_general"
+    frames: _Frames = ()  # empty where the text has none
+    trips: int | None = None  # of a loop; None where the text does not say
+    index: int | None = None  # of a parameter, or of the array of a tuple that it gets
+    value: int | None = None  # of a constant integer
     is_root: bool = False
 
     @property
     def bytes(self) -> int:
         """Of the result."""
         return sum(array.bytes for array in self.arrays)
+
+    @property
+    def argument(self) -> str:
+        """The name of the argument that a parameter of the program is. Empty where the text has none."""
+        return self.op_name.replace("\\'", "'")
 
     def attribute(self, name: str) -> str:
         """The text after `name=`, up to the next attribute. Empty where there is none."""
@@ -93,6 +89,12 @@ class Computation:
     instructions: dict[str, Instruction] = field(default_factory=dict)
 
     @property
+    def parameters(self) -> list[Instruction]:
+        """In the order of their numbers."""
+        found = (one for one in self.instructions.values() if one.opcode == "parameter")
+        return sorted(found, key=lambda one: one.index or 0)
+
+    @property
     def root(self) -> Instruction:
         """The instruction whose result is that of the computation."""
         marked = (one for one in self.instructions.values() if one.is_root)
@@ -101,19 +103,12 @@ class Computation:
 
 @dataclass(slots=True, eq=False)
 class Program:
-    """A compiled program.
+    """A compiled program."""
 
-    Attributes:
-        head: the first line of its text.
-        entry: the name of the computation that runs first.
-        computations: by name.
-        home: the name of the computation of each instruction.
-    """
-
-    head: str = ""
-    entry: str = ""
+    head: str = ""  # the first line of its text
+    entry: str = ""  # the computation that runs first
     computations: dict[str, Computation] = field(default_factory=dict)
-    home: dict[str, str] = field(default_factory=dict)
+    home: dict[str, str] = field(default_factory=dict)  # the computation of each instruction
 
     def __iter__(self) -> Iterator[Instruction]:
         for computation in self.computations.values():
@@ -123,17 +118,18 @@ class Program:
         return self.computations[self.home[name]].instructions[name]
 
     @property
+    def arguments(self) -> list[Instruction]:
+        """The arrays that the program is given, in order."""
+        return [one for one in self.computations[self.entry].parameters if one.arrays]
+
+    @property
     def is_scheduled(self) -> bool:
         """Whether the text is in the order in which the instructions run."""
         return "is_scheduled=true" in self.head
 
 
 def parse(text: str) -> Program:
-    """The program of this text, as `jax.stages.Compiled.as_text` gives it.
-
-    Raises:
-        ValueError: the text has no `ENTRY`.
-    """
+    """The program of this text, as `jax.stages.Compiled.as_text` gives it."""
     lines = text.splitlines()
     program = Program(lines[0] if lines else "")
     frames = _read_frames(lines)
@@ -158,17 +154,19 @@ def _instruction(line: str, start: re.Match[str], number: int, frames: dict[int,
     end = next((at for at, character in _outside(rest) if character == " "), len(rest))  # of the type
     shape, rest = rest[:end], rest[end:].lstrip()
     opcode, _, rest = rest.partition("(")
+    opcode = opcode.strip()
     close = next((at for at, character in _outside(rest) if character == ")"), len(rest))
-    attributes = rest[close + 1 :].lstrip(", ")
-    frame, trips = _FRAME.search(attributes), _TRIPS.search(attributes)
-    op_name, index = _OP_NAME.search(attributes), re.search(r"\bindex=(\d+)", attributes)
+    inside, attributes = rest[:close], rest[close + 1 :].lstrip(", ")
+    frame, trips, op_name = (pattern.search(attributes) for pattern in (_FRAME, _TRIPS, _OP_NAME))
+    number_in = {"get-tuple-element": attributes.partition("index=")[2], "parameter": inside}.get(opcode, "")
+    index = re.match(r"\d+", number_in)
     return Instruction(
         number=number,
         name=start[2],
-        opcode=opcode.strip(),
+        opcode=opcode,
         arrays=arrays_of(shape),
         is_tuple=shape.startswith("("),
-        operands=_operands(rest[:close]) if opcode.strip() != "constant" else (),
+        operands=_operands(inside) if opcode not in ("constant", "parameter") else (),
         attributes=attributes,
         called=tuple(
             (how, name) for how, names in _CALLED.findall(attributes) for name in re.findall(r"[\w.-]+", names)
@@ -176,8 +174,8 @@ def _instruction(line: str, start: re.Match[str], number: int, frames: dict[int,
         op_name=op_name[1] if op_name else "",
         frames=frames.get(int(frame[1]), ()) if frame else (),
         trips=int(trips[1]) if trips else None,
-        index=int(index[1]) if index and opcode.strip() == "get-tuple-element" else None,
-        value=int(rest[:close]) if opcode.strip() == "constant" and re.fullmatch(r"-?\d+", rest[:close]) else None,
+        index=int(index[0]) if index else None,
+        value=int(inside) if opcode == "constant" and re.fullmatch(r"-?\d+", inside) else None,
         is_root=bool(start[1]),
     )
 
@@ -190,11 +188,6 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
     """
     found = _ARRAY.findall(re.sub(r"\{[^}]*\}", "", shape))
     return tuple(Array(dtype, tuple(int(n) for n in re.findall(r"\d+", dims))) for dtype, dims in found)
-
-
-def _bits(dtype: str) -> int:
-    found = re.match(r"[a-z]+(\d+)", dtype)
-    return _BITS[dtype] if dtype in _BITS else int(found[1]) if found else 0
 
 
 def _outside(text: str) -> Iterator[tuple[int, str]]:
@@ -251,3 +244,158 @@ def _table(lines: list[str], name: str) -> Iterator[tuple[int, str]]:
 
 def _numbers(text: str) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
+
+
+Value = tuple[str, int | None]  # an instruction, and which array of its tuple: None for all of it
+
+_CALLS = ("call", "async-start")
+_PASSES = ("opt-barrier", "copy-start", "async-update", "async-done")
+ALIASES = frozenset(("bitcast", "tuple", "get-tuple-element", "while", "call", "conditional", "parameter", *_PASSES))
+
+# A wire's other end, and what becomes of an array of a tuple: "same" is the same array of another tuple. "take" and
+# "put" are for one that leaves or enters a tuple at a number. "of" is read by the result of that number, "all" by any.
+_Wire = tuple[str, str, int]
+
+
+class Flow:
+    """The ways of arrays through a program.
+
+    With `fused` they lead through the instructions inside of fusions. Else a fusion is one instruction.
+    """
+
+    def __init__(self, program: Program, *, fused: bool = False) -> None:
+        self.program = program
+        self._calls = (*_CALLS, "fusion", "conditional") if fused else (*_CALLS, "conditional")
+        self.callers: dict[str, list[tuple[str, Instruction]]] = {}
+        self._into: dict[str, list[_Wire]] = {}
+        self._out: dict[str, list[_Wire]] = {}
+        for one in program:
+            for how, name in one.called:
+                self.callers.setdefault(name, []).append((how, one))
+            for source, target, way, at in self._wires(one):
+                self._into.setdefault(target, []).append((source, way, at))
+                self._out.setdefault(source, []).append((target, way, at))
+
+    def sources(self, value: Value) -> Iterator[Value]:
+        """The arrays that this one is made of, one step back."""
+        name, index = value
+        for source, way, at in self._into.get(name, ()):
+            if way == "same":
+                yield source, index
+            elif way == "take":
+                yield source, at
+            elif way == "all" or index is None or index == at:
+                yield source, None
+
+    def readers(self, value: Value) -> Iterator[Value]:
+        """The arrays that are made of this one, one step on."""
+        name, index = value
+        for target, way, at in self._out.get(name, ()):
+            if way == "same":
+                yield target, index
+            elif way == "put":
+                yield target, at
+            elif way != "take" or index is None or index == at:
+                yield target, None
+
+    def _wires(self, one: Instruction) -> Iterator[tuple[str, str, str, int]]:
+        """From where to where arrays go in an instruction, and in what it calls."""
+        computations = self.program.computations
+        called = [(how, computations[name]) for how, name in one.called if name in computations]
+        if one.opcode == "while":
+            (given,) = one.operands
+            yield from ((given, inner.parameters[0].name, "same", 0) for _, inner in called)
+            yield given, one.name, "same", 0
+            for body in (inner for how, inner in called if how == "body"):
+                yield body.root.name, body.parameters[0].name, "same", 0
+                yield body.root.name, one.name, "same", 0
+        elif one.opcode in self._calls:
+            for number, (_, inner) in enumerate(called):
+                given = one.operands[1 + number : 2 + number] if one.opcode == "conditional" else one.operands
+                pairs = zip(given, inner.parameters, strict=False)
+                yield from ((operand, parameter.name, "same", 0) for operand, parameter in pairs)
+                yield inner.root.name, one.name, "same", 0
+        elif one.opcode == "get-tuple-element":
+            yield one.operands[0], one.name, "take", one.index or 0
+        else:
+            many = one.is_tuple and one.opcode != "fusion" and len(one.arrays) == len(one.operands)
+            way = "same" if one.opcode in _PASSES else "put" if one.opcode == "tuple" else "of" if many else "all"
+            yield from ((operand, one.name, way, at) for at, operand in enumerate(one.operands))
+
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d{1,18})"')  # the largest number of 64 bits says that there is no estimate
+_COPIES = ("copy", "bitcast", "get-tuple-element", "tuple", "copy-start", "copy-done", "opt-barrier")
+
+
+def runs_of(flow: Flow) -> dict[str, tuple[int, bool]]:
+    """How often each computation runs, and whether that is known. A branch counts as taken."""
+    program = flow.program
+    found: dict[str, tuple[int, bool]] = {program.entry: (1, True)}
+
+    def count(name: str) -> tuple[int, bool]:
+        if name not in found:
+            found[name] = (0, True)  # a computation that nothing calls does not run
+            times, known = 0, True
+            for _, one in flow.callers.get(name, ()):
+                outer, sure = count(program.home[one.name])
+                trips = _trips(flow, one) if one.opcode == "while" else 1
+                times, known = times + outer * (trips or 1), known and sure and trips is not None
+            found[name] = (times, known)
+        return found[name]
+
+    for name in program.computations:
+        count(name)
+    return found
+
+
+def cycles_of(program: Program) -> int | None:
+    """The cycles that the compiler of TPUs estimates for one step. None where the program says none.
+
+    It estimates fusions, products and the like. Collectives and most copies have no estimate. Of branches the longest
+    counts, and a loop of unknown length runs once.
+    """
+    flow = Flow(program)
+
+    @functools.cache
+    def cycles(computation: str) -> int:
+        return sum(map(of, program.computations[computation].instructions.values()))
+
+    def of(one: Instruction) -> int:
+        own = sum(map(int, _CYCLES.findall(one.attributes)))
+        inner = [cycles(name) for _, name in one.called if name in program.computations]
+        if one.opcode == "conditional":
+            return own + max(inner, default=0)
+        times = _trips(flow, one) or 1 if one.opcode == "while" else 1
+        return own + times * sum(inner)
+
+    return cycles(program.entry) or None
+
+
+def _trips(flow: Flow, loop: Instruction) -> int | None:
+    """How often a loop runs. None where that is not known.
+
+    The programs of GPUs and CPUs say it. Those of TPUs compare a counter with a constant: it must begin at a constant,
+    and the body must add one to it.
+    """
+    program, called = flow.program, dict(loop.called)
+    if loop.trips is not None or not {"condition", "body"} <= called.keys():
+        return loop.trips
+    test = program.computations[called["condition"]].root
+    counter, bound = (program[name] for name in test.operands) if len(test.operands) == 2 else (test, test)
+    if test.attribute("direction") != "LT" or counter.opcode != "get-tuple-element" or bound.value is None:
+        return None
+    first = program[_behind(flow, (loop.operands[0], counter.index))[0]].value
+    step = program[_behind(flow, (program.computations[called["body"]].root.name, counter.index))[0]]
+    added = [_behind(flow, (name, None)) for name in step.operands] if step.opcode == "add" else []
+    steps = [program[name].value for name, _ in added if program[name].value]
+    own = [at for name, at in added if program[name].opcode == "parameter" and program.home[name] == called["body"]]
+    if first is None or own != [counter.index] or len(steps) != 1 or (by := steps[0] or 0) < 1:
+        return None
+    return max(0, -(-(bound.value - first) // by))
+
+
+def _behind(flow: Flow, value: Value) -> Value:
+    """Where a value is computed, behind copies and tuples."""
+    while flow.program[value[0]].opcode in _COPIES and (sources := list(flow.sources(value))):
+        value = sources[0]
+    return value

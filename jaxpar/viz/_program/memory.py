@@ -9,12 +9,11 @@ a value of its own before the loop, in its condition, in its body and behind it,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from .flow import ALIASES, Flow, Value
-from .hlo import Program
+from .hlo import ALIASES, Flow, Program, Value
 
 # Numbers of fields in XLA's hlo.proto.
 _MODULE_COMPUTATIONS, _COMPUTATION_INSTRUCTIONS, _INSTRUCTION_NAME, _INSTRUCTION_ID = 3, 2, 1, 35
@@ -25,23 +24,23 @@ _TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """The memory of one device.
+class StepMemory:
+    """The memory of one device during a step.
 
     Attributes:
-        total: bytes that XLA sets aside: arguments, results that reuse none of them, and temporaries.
-        peak: bytes of arguments, results and live temporaries where they are most.
-        gaps: the rest of the total. They hold nothing that is live when most is.
-        is_exact: whether the places of all temporaries are known and make up the total within 2 %, and no two values
-            that are live at once share a byte.
-        at: bytes live while an instruction runs, by its name. Empty where the program does not say.
+        total: bytes that the compiler reserves: arguments, results that do not reuse arguments, temporaries.
+        peak: the largest sum of arguments, results and live temporaries. A temporary is live from the instruction that
+            writes it to the last instruction that reads it.
+        gaps: total minus peak: bytes without a live value at the peak. The compiler reserved them for values of other
+            times, or no value fits.
+        is_exact: whether the offsets of all temporaries are known, add up to the total within 2 %, and do not overlap
+            while live. False if the backend does not report the offsets. Then the peak is the total.
     """
 
     total: int
     peak: int
     gaps: int
     is_exact: bool
-    at: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +57,19 @@ class _Buffer:
 _Span = tuple[int, int, int, int]  # an allocation, a range of it, and when the last instruction reads that
 
 
-def memory_of(program: Program, compiled: Any) -> Memory | None:
-    """The memory of a compiled program, a `jax.stages.Compiled`. None where this backend does not say."""
+def memory_of(program: Program, compiled: Any) -> tuple[StepMemory | None, dict[str, int]]:
+    """The memory of a `jax.stages.Compiled`, and the bytes that are live while each instruction runs.
+
+    None and empty where this backend does not say.
+    """
     stats = compiled.memory_analysis()
     if stats is None:
-        return None
+        return None, {}
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     total = kept + stats.temp_size_in_bytes
     found = _buffers(compiled, getattr(stats, "serialized_buffer_assignment_proto", None))
     if found is None or not program.is_scheduled:
-        return Memory(total, total, 0, False)
+        return StepMemory(total, total, 0, False), {}
     buffers, values = found
     moments = list(_moments(program, buffers, values))
     at = {name: kept + live for name, live, _ in moments}
@@ -75,7 +77,7 @@ def memory_of(program: Program, compiled: Any) -> Memory | None:
     is_whole = abs(kept + _extent(buffers) - total) <= _TOLERANCE * total
     is_known = all(buffer.name in program.home for buffer in buffers)
     is_exact = is_whole and is_known and all(is_clear for _, _, is_clear in moments)
-    return Memory(total, peak, total - peak, is_exact, at)
+    return StepMemory(total, peak, total - peak, is_exact), at
 
 
 def _buffers(compiled: Any, assignment: bytes | None) -> tuple[list[_Buffer], set[Value]] | None:
@@ -155,12 +157,7 @@ def _times(program: Program) -> tuple[dict[str, int], dict[str, int], list[str]]
 
 
 class _Lives:
-    """From when to when a buffer is live.
-
-    Args:
-        program: as compiled.
-        values: its values. What hands one on without change, as a tuple does, fills none.
-    """
+    """From when to when a buffer is live. What hands a value on unchanged, as a tuple does, is none of `values`."""
 
     def __init__(self, program: Program, values: set[Value]) -> None:
         self.begin, self.end, self.order = _times(program)
@@ -221,6 +218,7 @@ def _extent(buffers: list[_Buffer]) -> int:
 
 
 Message = dict[int, list["int | bytes"]]
+_LENGTHS = {1: 8, 5: 4}  # bytes of a field, by its form
 
 
 def message(data: bytes) -> Message:
@@ -228,12 +226,21 @@ def message(data: bytes) -> Message:
 
     >>> message(bytes([8, 150, 1, 18, 2, 104, 105]))
     {1: [150], 2: [b'hi']}
-
-    Raises:
-        ValueError: the bytes are no message.
     """
     found: Message = {}
-    for number, value in _fields(data):
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, form = key >> 3, key & 7
+        if form == 0:
+            value, at = _varint(data, at)
+        elif form in _LENGTHS or form == 2:
+            length, at = _varint(data, at) if form == 2 else (_LENGTHS[form], at)
+            if at + length > len(data):
+                raise ValueError("viz: a protocol buffer ends within a field")
+            value, at = data[at : at + length], at + length
+        else:
+            raise ValueError(f"viz: no protocol buffer: a field of form {form}")
         found.setdefault(number, []).append(value)
     return found
 
@@ -259,35 +266,12 @@ def integers(fields: Message, number: int) -> list[int]:
     """The numbers in a repeated field, packed or not."""
     found: list[int] = []
     for value in fields.get(number, ()):
-        if isinstance(value, int):
-            found.append(value)
-            continue
         at = 0
-        while at < len(value):
+        while isinstance(value, bytes) and at < len(value):
             one, at = _varint(value, at)
             found.append(one)
+        found += [value] if isinstance(value, int) else []
     return found
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, form = key >> 3, key & 7
-        if form == 0:
-            value, at = _varint(data, at)
-            yield number, value
-            continue
-        if form == 2:
-            length, at = _varint(data, at)
-        elif form in (1, 5):
-            length = 8 if form == 1 else 4
-        else:
-            raise ValueError(f"viz: no protocol buffer: a field of form {form}")
-        if at + length > len(data):
-            raise ValueError("viz: a protocol buffer ends within a field")
-        yield number, data[at : at + length]
-        at += length
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .flow import Flow, runs_of
-from .hlo import Array, Instruction, Program
+import numpy as np
+
+from .hlo import Array, Flow, Instruction, Program, runs_of
 
 KINDS = (
     "all-reduce",
@@ -24,27 +25,16 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """One collective of a compiled program.
+    """One collective of a compiled program."""
 
-    Attributes:
-        instruction: its own, or the first half of an asynchronous one.
-        kind: one of `KINDS`.
-        arrays: what one device hands in.
-        devices: how many devices exchange it.
-        axes: of the mesh. Empty where the devices are no set of its axes.
-        times: how often it runs in a step.
-        is_exact: whether `times` is known. A loop of unknown length counts once.
-        is_overlapped: whether the device computes while it runs.
-    """
-
-    instruction: Instruction
-    kind: str
-    arrays: tuple[Array, ...]
-    devices: int
-    axes: tuple[str, ...]
-    times: int
-    is_exact: bool
-    is_overlapped: bool = False
+    instruction: Instruction  # or the first half of an asynchronous one
+    kind: str  # one of `KINDS`
+    arrays: tuple[Array, ...]  # what one device hands in
+    devices: int  # that exchange it
+    axes: tuple[str, ...]  # of the mesh; empty where the devices are no set of its axes
+    times: int  # in a step
+    is_exact: bool  # whether `times` is known; a loop of unknown length counts once
+    is_overlapped: bool = False  # whether the device computes while it runs
 
     @property
     def bytes(self) -> int:
@@ -67,12 +57,14 @@ def sends_of(program: Program, mesh: Mapping[str, int], devices: int) -> list[Se
 
     An asynchronous collective counts where it begins. What an `async-start` wraps counts in its own computation. TPUs
     write one collective into each of the fusions that compute while it runs. It counts in the first.
-
-    Raises:
-        ValueError: the devices of a collective cannot be read.
     """
-    runs, overlaps = runs_of(program), Overlaps(program)
-    found = [_send(program, one, runs, mesh, devices, overlaps) for one in _collectives(program, overlaps)]
+    flow = Flow(program)
+    runs, overlaps = runs_of(flow), Overlaps(flow)
+    found: list[Send] = []
+    for one in program:
+        is_wrapped = any(how == "calls" and name in program.computations for how, name in one.called)
+        if kind_of(one) and not is_wrapped and overlaps.is_first(one):
+            found.append(_send(program, one, runs, mesh, devices, overlaps))
     return [send for send in found if send.devices > 1]
 
 
@@ -80,13 +72,6 @@ def kind_of(instruction: Instruction) -> str:
     """The kind of a collective. Empty for other instructions, and for the second half of an asynchronous one."""
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else ""
-
-
-def _collectives(program: Program, overlaps: Overlaps) -> Iterator[Instruction]:
-    for one in program:
-        wraps = [name for how, name in one.called if how == "calls"]
-        if kind_of(one) and not any(name in program.computations for name in wraps) and overlaps.is_first(one):
-            yield one
 
 
 def _send(
@@ -116,10 +101,10 @@ _COMPUTES = frozenset(("fusion", "custom-call", "dot", "convolution", "while", "
 class Overlaps:
     """From where to where the collectives of a program run."""
 
-    def __init__(self, program: Program) -> None:
-        self._flow = Flow(program)
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
         self._steps: dict[str, list[Instruction]] = {}  # what a TPU does of a collective in each of several fusions
-        for one in program:
+        for one in flow.program:
             if channel := _channel_of_steps(one):
                 self._steps.setdefault(channel, []).append(one)
 
@@ -144,7 +129,7 @@ class Overlaps:
 
     def _done(self, begin: Instruction) -> list[Instruction]:
         """The second half of an asynchronous instruction. Updates may be between."""
-        found = self._flow.users.get(begin.name, [])
+        found = [self._flow.program[name] for name, _ in self._flow.readers((begin.name, None))]
         updates = [done for one in found if one.opcode == "async-update" for done in self._done(one)]
         return updates + [one for one in found if one.opcode.endswith("-done")]
 
@@ -163,11 +148,7 @@ _MESH = re.compile(
 
 
 def groups_of(instruction: Instruction, devices: int) -> Groups:
-    """The devices that exchange something in a collective, in groups: of a permutation each (source, target).
-
-    Raises:
-        ValueError: the text of the groups is in no known form.
-    """
+    """The devices that exchange something in a collective, in groups: of a permutation each (source, target)."""
     pairs = instruction.attribute("source_target_pairs")
     if pairs:
         return _lists(pairs)
@@ -177,8 +158,7 @@ def groups_of(instruction: Instruction, devices: int) -> Groups:
     if not text or text == "{}":
         return (tuple(range(devices)),)
     if iota := _IOTA.match(text):
-        numbers, length = _iota(_ints(iota[2]), _ints(iota[3])), _ints(iota[1])[-1]
-        return tuple(tuple(numbers[start : start + length]) for start in range(0, len(numbers), length))
+        return _rows(_iota(_ints(iota[2]), _ints(iota[3])), _ints(iota[1])[-1])
     if text.startswith("{"):
         return _lists(text)
     raise ValueError(f"viz: the devices of {instruction.name} are in a form that is not known here: {text}")
@@ -201,24 +181,26 @@ def axes_of(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 def axes_between(pairs: Groups, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes in which the two devices of a pair of a permutation differ."""
-    places = list(itertools.product(*(range(size) for size in sizes.values())))
-    crossed: set[str] = set()
-    for pair in pairs:
-        if max(pair) >= len(places):
-            return ()
-        for number, name in enumerate(sizes):
-            if len({places[device][number] for device in pair}) > 1:
-                crossed.add(name)
-    return tuple(name for name in sizes if name in crossed)
+    if max(map(max, pairs), default=0) >= math.prod(sizes.values()):
+        return ()
+    places = np.unravel_index(np.array(pairs, int).reshape(-1, 2), tuple(sizes.values()))
+    return tuple(name for name, at in zip(sizes, places, strict=True) if np.any(at[:, 0] != at[:, 1]))
 
 
 def _along(axes: tuple[str, ...], sizes: Mapping[str, int]) -> Groups:
     """The groups of devices that differ only along these axes."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for device, place in enumerate(itertools.product(*(range(size) for size in sizes.values()))):
-        rest = tuple(at for name, at in zip(sizes, place, strict=True) if name not in axes)
-        found.setdefault(rest, []).append(device)
-    return tuple(map(tuple, found.values()))
+    order = sorted(range(len(sizes)), key=lambda at: list(sizes)[at] in axes)
+    return _rows(_iota(tuple(sizes.values()), order), math.prod(sizes[name] for name in axes))
+
+
+def _iota(shape: Sequence[int], order: Sequence[int]) -> np.ndarray:
+    """The numbers from 0 in this shape, its axes in another order. As they are without one."""
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return numbers.transpose(order) if order else numbers
+
+
+def _rows(numbers: np.ndarray, length: int) -> Groups:
+    return tuple(map(tuple, numbers.reshape(-1, length).tolist()))
 
 
 def _lists(text: str) -> Groups:
@@ -229,7 +211,7 @@ def _lists(text: str) -> Groups:
 def _of_mesh(mesh: re.Match[str]) -> Groups:
     """`mesh['data'=2,'model'=4] {'model'}`, where an axis may be split: `'model':(2)2` is its second half."""
     named = re.findall(r"'([^']*)'=(\d+)", mesh[1])
-    order = _iota(_ints(mesh[2]), _ints(mesh[3])) if mesh[2] else list(range(math.prod(int(n) for _, n in named)))
+    order: list[int] = _iota(_ints(mesh[2]) or [int(size) for _, size in named], _ints(mesh[3])).ravel().tolist()
     refs: list[tuple[str, str, str]] = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", mesh[4])
     wanted = {name: (int(before or 1), int(size or 0)) for name, before, size in refs}
     sizes: dict[str, int] = {}
@@ -241,16 +223,6 @@ def _of_mesh(mesh: re.Match[str]) -> Groups:
         sizes |= split
         along += [f"{name}:1"] if name in wanted else []
     return tuple(tuple(order[device] for device in group) for group in _along(tuple(along), sizes))
-
-
-def _iota(shape: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
-    """The numbers from 0 in this shape, its axes in another order, as one list."""
-    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    axes = order or tuple(range(len(shape)))
-    return [
-        sum(at * strides[axis] for at, axis in zip(place, axes, strict=True))
-        for place in itertools.product(*(range(shape[axis]) for axis in axes))
-    ]
 
 
 def _ints(text: str | None) -> tuple[int, ...]:

@@ -13,73 +13,51 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._graph import BACKWARD
-from .._layout.net import Draft, Net
+from .._layout.net import Draft
 from .._program.hlo import Program
 from .._searches import reach
 from .graph import Phase, StepArgument, StepEdge
-from .phases import Phases
 from .places import Places, is_part, primitive_of
 
 _MAPPED = ("pmap ", "shard_map ")
 
 
-def edges_of(
-    net: Net,
-    phases: Phases,
-    names: dict[int, str],
-    program: Program,
-    places: Places,
-    mesh: dict[str, int],
-    devices: int,
-) -> tuple[StepEdge, ...]:
+def edges_of(places: Places, mesh: dict[str, int], devices: int) -> tuple[StepEdge, ...]:
     """The edges of a step: between layers, between their gradients, and from gradients to the optimizer."""
-    drafts = {draft.at: draft for draft in net.drafts}
-    wanted = {
-        at: (net.raw.eqns[made].prim, net.raw.values[draft.value].shape)
-        for at, draft in drafts.items()
-        if (made := net.raw.values[draft.value].producer) is not None
-    }
-    local = local_shapes(program, places, wanted, devices)
+    net = places.net
+    drafts, local = {draft.at: draft for draft in net.drafts}, _local_shapes(places, devices)
     found: dict[tuple[str, str, Phase], StepEdge] = {}
     for source, target, number in sorted(net.edges):
-        ends = _ends(drafts[source], drafts[target], phases, names)
-        value = net.raw.values[number]
-        if ends is None or ends in found or (drafts[source].op == "input" and ends[2] != "forward"):
+        first, value = drafts[source], net.raw.values[number]
+        ends = _ends(first, drafts[target], places)
+        if ends is None or ends in found or (first.op == "input" and ends[2] != "forward"):
             continue
-        is_mapped = any(name.startswith(_MAPPED) for name in drafts[source].scope)
-        part = value.shape if is_mapped else local.get(source) if drafts[source].value == number else None
-        whole = part != value.shape or drafts[source].scope == drafts[target].scope
+        is_mapped = any(name.startswith(_MAPPED) for name in first.scope)
+        part = value.shape if is_mapped else local.get(source) if first.value == number else None
+        whole = part != value.shape or first.scope == drafts[target].scope
         spec = spec_from_shapes(value.shape, part, mesh) if part is not None and whole and not is_mapped else None
         found[ends] = StepEdge(*ends, value.shape, value.dtype, part, spec)
-    return (*found.values(), *_gradients(net, phases, names))
+    return (*found.values(), *_gradients(places))
 
 
-def _ends(source: Draft, target: Draft, phases: Phases, names: dict[int, str]) -> tuple[str, str, Phase] | None:
+def _ends(source: Draft, target: Draft, places: Places) -> tuple[str, str, Phase] | None:
     """The layers at both ends of an edge, and its phase. None for one inside a layer, or that the picture implies."""
-    first = names[source.at] if source.op == "input" else _layer(source, phases, names)
-    second = _layer(target, phases, names)
+    names, of, row_of = places.names, places.phases.of, places.phases.row_of
+    ends = [row_of[draft.at].draft.at if draft.at in row_of else None for draft in (source, target)]
+    first, second = (source.at if source.op == "input" else ends[0]), ends[1]
     if first is None or second is None or first == second:
         return None
-    of = phases.of
     if of.get(target.at) == "backward":  # what is computed again for a gradient is part of its layer
         both = source.op.endswith(BACKWARD) and target.op.endswith(BACKWARD)
-        return (first, second, "backward") if both else None
+        return (names[first], names[second], "backward") if both else None
     if of.get(target.at) == "forward" and of.get(source.at, "forward") == "forward":
-        return first, second, "forward"
+        return names[first], names[second], "forward"
     return None
 
 
-def _layer(draft: Draft, phases: Phases, names: dict[int, str]) -> str | None:
-    row = phases.row_of.get(draft.at)
-    return names[row.draft.at] if row is not None else None
-
-
-def _gradients(
-    net: Net,
-    phases: Phases,
-    names: dict[int, str],
-) -> list[StepEdge]:
+def _gradients(places: Places) -> list[StepEdge]:
     """One edge from each layer's gradient to each optimizer that reads it, through what hands it on."""
+    net, phases, names = places.net, places.phases, places.names
     readers: dict[int, list[tuple[int, int]]] = {}
     for source, target, value in sorted(net.edges):
         readers.setdefault(source, []).append((target, value))
@@ -119,15 +97,8 @@ def arguments_of(program: Program, compiled: Any, names: list[str], args: Any) -
     taken = jax.tree.leaves(compiled.input_shardings[0])
     direct = len(taken) == len(leaves)
     shardings = taken if direct else [getattr(leaf, "sharding", None) for leaf in leaves]
-    inside = {} if direct else _parameters(program)
+    inside = {} if direct else {one.argument: one.arrays[0].shape for one in program.arguments if one.argument}
     return tuple(_argument(*one, inside) for one in zip(names, leaves, shardings, strict=True))
-
-
-def _parameters(program: Program) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of a program on one device, by its name."""
-    instructions = program.computations[program.entry].instructions.values()
-    found = (one for one in instructions if one.opcode == "parameter" and one.op_name and one.arrays)
-    return {one.op_name.replace("\\'", "'"): one.arrays[0].shape for one in found}
 
 
 def _argument(name: str, leaf: Any, sharding: Any, inside: Mapping[str, tuple[int, ...]]) -> StepArgument:
@@ -161,22 +132,20 @@ def spec_from_shapes(shape: tuple[int, ...], local: tuple[int, ...], mesh: Mappi
     return tuple(map("+".join, fitting[0])) if len(fitting) == 1 else None
 
 
-def local_shapes(
-    program: Program, places: Places, wanted: Mapping[int, tuple[str, tuple[int, ...]]], devices: int
-) -> dict[int, tuple[int, ...]]:
-    """The shape of one device's part of what each draft computes, where the program shows it.
-
-    `wanted` has the primitive and the whole shape of each draft's result.
-    """
+def _local_shapes(places: Places, devices: int) -> dict[int, tuple[int, ...]]:
+    """The shape of one device's part of what each draft computes, where the program shows it."""
+    raw = places.net.raw
+    made = {draft.at: raw.values[draft.value] for draft in places.net.drafts}
     seen: dict[int, Counter[tuple[int, ...]]] = {}
-    for one in program:
-        at = places.draft_of(one) if one.op_name and one.opcode not in ("parameter", "constant") else None
-        if at in wanted and at is not None and primitive_of(one.op_name) == wanted[at][0]:
-            whole = wanted[at][1]
-            parts = (
-                array.shape
-                for array in one.arrays
-                if is_part(array.shape, whole) and math.prod(whole) <= devices * array.size
-            )
-            seen.setdefault(at, Counter()).update(parts)
+    for one in places.program:
+        at = places.found.get(one.name)
+        if (
+            at is None
+            or (producer := made[at].producer) is None
+            or primitive_of(one.op_name) != raw.eqns[producer].prim
+        ):
+            continue
+        whole = made[at].shape
+        shapes = (array.shape for array in one.arrays if math.prod(whole) <= devices * array.size)
+        seen.setdefault(at, Counter()).update(shape for shape in shapes if is_part(shape, whole))
     return {at: shapes.most_common(1)[0][0] for at, shapes in seen.items() if len(shapes) == 1}

@@ -1,9 +1,13 @@
-"""What a training step does, as plain data."""
+"""What a training step does, as plain data, and how its parts and collectives are written."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from .._graph import human
+from .._program.memory import StepMemory
 
 Phase = Literal["forward", "backward", "gradients", "parameters", "optimizer", "elsewhere"]
 
@@ -134,26 +138,6 @@ class StepArgument:
 
 
 @dataclass(frozen=True, slots=True)
-class StepMemory:
-    """The memory of one device during a step.
-
-    Attributes:
-        total: bytes that the compiler reserves: arguments, results that do not reuse arguments, temporaries.
-        peak: the largest sum of arguments, results and live temporaries. A temporary is live from the instruction that
-            writes it to the last instruction that reads it.
-        gaps: total minus peak: bytes without a live value at the peak. The compiler reserved them for values of other
-            times, or no value fits.
-        is_exact: whether the offsets of all temporaries are known, add up to the total within 2 %, and do not overlap
-            while live. False if the backend does not report the offsets. Then the peak is the total.
-    """
-
-    total: int
-    peak: int
-    gaps: int
-    is_exact: bool
-
-
-@dataclass(frozen=True, slots=True)
 class StepGraph:
     """A training step on its devices.
 
@@ -202,3 +186,28 @@ class StepGraph:
             f"StepGraph({len(self.layers)} layers, {len(self.collectives)} collectives of {self.total_bytes:,} bytes, "
             f"{self.devices} devices{f' ({mesh})' if mesh else ''})"
         )
+
+
+def spec_text(spec: tuple[str, ...] | None) -> str:
+    """ "(data, –)" for what is split over "data" along its first dimension. Empty for what is not split.
+
+    >>> spec_text(("data", ""))
+    '(data, –)'
+    """
+    if spec is None or not any(spec):
+        return ""
+    return f"({', '.join(part or '–' for part in spec)})"
+
+
+def sends_text(collectives: Sequence[Collective], mesh: dict[str, int]) -> list[str]:
+    """One line for each kind of collective and its axes: "all-reduce 1.2 MB over data=4"."""
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for one in collectives:
+        over = ", ".join(f"{name}={mesh[name]}" for name in one.axes) or f"{one.devices} devices"
+        groups.setdefault((one.kind, over), []).append(one)
+    found: list[str] = []
+    for (kind, over), group in groups.items():
+        runs, size = sum(one.times for one in group), human(sum(one.total_bytes for one in group), "B")
+        least = "" if all(one.is_exact for one in group) else "at least "
+        found.append(f"{kind} {least}{size} over {over}" + (f", {runs} times" if runs > 1 else ""))
+    return found

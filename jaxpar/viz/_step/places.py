@@ -1,33 +1,100 @@
-"""Instructions of a compiled program found in the layers of its trace, and where each collective happens."""
+"""What belongs where in a compiled step: drafts to phases and layers, instructions to drafts, collectives to layers."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
+from .._fold.cells import COLLECTIVES
+from .._graph import BACKWARD
 from .._layout.net import Draft, Net
-from .._program.flow import Flow, Value, number_of
-from .._program.hlo import Instruction, Program
+from .._program.hlo import Flow, Instruction, Program, Value
 from .._program.sends import Send, kind_of
 from .._read.raw import Eqn
 from .._read.source import short_path
 from .._searches import reach, readers
 from .graph import Collective, Phase
-from .phases import Phases
 
-_Frame = tuple[str, int]  # the last two parts of a file's path, and a line
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A layer: its draft, and those of its gradient and of what is computed again for that."""
+
+    draft: Draft
+    backward: list[Draft] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Phases:
+    """Which draft is part of what."""
+
+    rows: list[Row] = field(default_factory=list)  # the layers, in the order of the trace
+    optimizers: list[Draft] = field(default_factory=list)  # what follows the gradients and is no glue
+    glue: list[Draft] = field(default_factory=list)  # collectives and copies, which only hand gradients on
+    of: dict[int, Phase] = field(default_factory=dict[int, Phase])  # of each draft
+    row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
+
+
+def phases_of(net: Net) -> Phases:
+    """The phases of a step. A step without gradients has no backward part anywhere."""
+    found = Phases()
+    sources = net.sources()
+    known = readers(sources)
+    gradients = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
+    after = reach(gradients, known)
+    again = {d.at for d in net.layers if d.eqns and all(net.raw.eqns[number].again for number in d.eqns)}  # by remat
+    before = reach(gradients | again, sources)
+    layers = {draft.forward.at for draft in net.layers if draft.forward is not None}
+    for draft in net.layers:
+        if draft.at in gradients or draft.at in again:
+            found.of[draft.at] = "backward"
+        elif draft.at in after:
+            found.of[draft.at] = "optimizer"
+        elif draft.at in before or draft.at in layers:
+            found.of[draft.at] = "forward"
+            row = found.row_of[draft.at] = Row(draft)
+            found.rows.append(row)
+        else:  # a schedule of the optimizer, or a metric
+            found.of[draft.at] = "optimizer" if reach([draft.at], known) & after else "elsewhere"
+    _add_backward(net, found)
+    for draft in (draft for draft in net.layers if found.of[draft.at] == "optimizer"):
+        # What hands gradients on to an optimizer reads no parameters and returns no results, or is a collective.
+        updates = draft.op not in COLLECTIVES and (draft.weights or draft.outputs)
+        (found.glue if draft.at in after and not updates else found.optimizers).append(draft)
+    return found
+
+
+def _add_backward(net: Net, found: Phases) -> None:
+    """Give each backward draft to its layer. What is computed again belongs to the layer of the same place."""
+    at_place: dict[int, Row] = {}
+    for row in found.rows:
+        for number in row.draft.eqns:
+            at_place.setdefault(net.raw.eqns[number].position, row)
+    for draft in (draft for draft in net.layers if found.of[draft.at] == "backward"):
+        row = found.row_of.get(draft.layer.at)
+        if row is None:
+            eqns = [net.raw.eqns[number] for one in (draft.forward, draft) if one for number in one.eqns]
+            places = [eqn.position for eqn in eqns] + [number for eqn in eqns for number in net.raw.above(eqn)]
+            row = next((at_place[number] for number in places if number in at_place), None)
+        if row is not None:
+            row.backward.append(draft)
+            found.row_of[draft.at] = row
+
 
 # Instructions that only move arrays: a way goes on through them.
-MOVES = frozenset(
+_MOVES = frozenset(
     "bitcast tuple get-tuple-element while call conditional fusion parameter opt-barrier copy-start copy-done copy "
     "async-start async-update async-done convert all-reduce-done all-gather-done collective-permute-done".split()
 )
 _ROUNDS = 3
+_MOST = 20_000  # instructions looked at for one question
 
 
 class Places:
-    """The draft that each instruction was compiled from.
+    """The draft that each instruction was compiled from, `found`, and the phase that each draft is part of.
 
     Equations and instructions both keep the Python calls around them, and the innermost ones are compared first. Of
     equations with the same calls, those of the same pass and primitive are taken. Where several layers are left, as for
@@ -35,17 +102,12 @@ class Places:
     tells, the instruction has no draft.
     """
 
-    def __init__(self, program: Program, net: Net) -> None:
-        self.program, self.net = program, net
+    def __init__(self, program: Program, net: Net, names: dict[int, str]) -> None:
+        self.program, self.net, self.names, self.phases = program, net, names, phases_of(net)
         self.flow = Flow(program, fused=True)
-        self._index = _Index(net)
         self.arguments: dict[str, str] = _arguments(program, net)
         self.found: dict[str, int] = {}
-        self._resolve()
-
-    def draft_of(self, instruction: Instruction) -> int | None:
-        """The draft of an instruction, or None."""
-        return self.found.get(instruction.name)
+        self._resolve(_Index(net))
 
     def drafts_of(self, instruction: Instruction) -> list[int]:
         """The drafts of an instruction and of all that it fuses."""
@@ -55,13 +117,13 @@ class Places:
                 parts += self.program.computations[name].instructions.values()
         return list(dict.fromkeys(self.found[part.name] for part in parts if part.name in self.found))
 
-    def _resolve(self) -> None:
+    def _resolve(self, index: _Index) -> None:
         open_ones: dict[str, list[int]] = {}
         other_code: dict[str, list[int]] = {}  # of another platform than the trace
         for one in self.program:
             if not one.op_name or one.opcode in ("parameter", "constant"):
                 continue
-            drafts, is_same = self._index.drafts_of(one)
+            drafts, is_same = index.drafts_of(one)
             if len(drafts) == 1:
                 self.found[one.name] = drafts[0]
             elif drafts:
@@ -86,8 +148,10 @@ class Places:
 
     def arguments_of(self, name: str) -> set[str]:
         """The names of the arguments that an instruction reads."""
-        near = self.near([(operand, None) for operand in self.program[name].operands], back=True)
-        return {self.arguments[one] for one, _ in near if one in self.arguments}
+        return {self.arguments[one] for one in self._before(name) if one in self.arguments}
+
+    def _before(self, name: str) -> list[str]:
+        return [one for one, _ in self.near([(operand, None) for operand in self.program[name].operands], back=True)]
 
     def _by_neighbours(self, open_ones: dict[str, list[int]]) -> None:
         """Decide by the layers before and after an instruction."""
@@ -97,37 +161,45 @@ class Places:
             if name not in open_ones:
                 continue
             drafts = open_ones[name]
-            inputs = self.near([(operand, None) for operand in self.program[name].operands], back=True)
-            outputs = self.near([(name, None)], back=False)
+            outputs = [one for one, _ in self.near([(name, None)], back=False)]
             votes: Counter[int] = Counter()
-            for near, joined in ((inputs, before), (outputs, after)):
-                known = {self.found[one] for one, _ in near if one in self.found}
+            for near, joined in ((self._before(name), before), (outputs, after)):
+                known = {self.found[one] for one in near if one in self.found}
                 votes.update(at for at in drafts if known.intersection([at, *joined.get(at, ())]))
             if len(votes) == 1:
                 (self.found[name],) = votes
                 del open_ones[name]
 
-    def near(self, start: list[Value], *, back: bool) -> list[Value]:
-        """The nearest instructions that compute something, or end the program, in one direction."""
+    def near(
+        self, start: list[Value], *, back: bool, goes_on: Callable[[Instruction], bool] | None = None
+    ) -> list[Value]:
+        """The nearest instructions in one direction that compute something, or end the program.
+
+        `goes_on` says through which a way goes on: those that only move arrays.
+        """
         step = self.flow.sources if back else self.flow.readers
         work = list(start) if back else [value for one in start for value in step(one)]
         seen, found = set(work), list[Value]()
-        while work:
+        while work and len(seen) < _MOST:
             value = work.pop()
-            if self.program[value[0]].opcode not in MOVES or self.is_end(value[0], back=back):
+            one = self.program[value[0]]
+            moves = one.opcode in _MOVES if goes_on is None else goes_on(one)
+            if not moves or self.is_end(one, back=back):
                 found.append(value)
                 continue
-            new = [one for one in step(value) if one not in seen]
+            new = [other for other in step(value) if other not in seen]
             seen.update(new)
             work += new
         return found
 
-    def is_end(self, name: str, *, back: bool) -> bool:
+    def is_end(self, one: Instruction, *, back: bool) -> bool:
         """Whether an instruction is an argument, or the result, of the whole program."""
-        one = self.program[name]
-        if self.program.home[name] != self.program.entry:
+        if self.program.home[one.name] != self.program.entry:
             return False
         return one.opcode == "parameter" if back else one.is_root
+
+
+_Frame = tuple[str, int]  # the last two parts of a file's path, and a line
 
 
 class _Index:
@@ -179,10 +251,9 @@ def _arguments(program: Program, net: Net) -> dict[str, str]:
     leaves = [value for value in net.raw.values if value.kind in ("weight", "input")]
     found: dict[str, str] = {}
     at = 0
-    inside = program.computations[program.entry].instructions.values()
-    for one in sorted((one for one in inside if one.opcode == "parameter" and one.arrays), key=number_of):
-        part, name = one.arrays[0].shape, one.op_name.replace("\\'", "'")
-        named = (n for n, leaf in enumerate(leaves) if leaf.name == name)
+    for one in program.arguments:
+        part = one.arrays[0].shape
+        named = (n for n, leaf in enumerate(leaves) if leaf.name == one.argument)
         next_one = (n for n in range(at, len(leaves)) if is_part(part, leaves[n].shape))
         number = next(named, next(next_one, None))
         if number is not None:
@@ -230,29 +301,25 @@ def _divides(size: int, whole: int) -> bool:
 
 def _common_end(one: tuple[_Frame, ...], other: tuple[_Frame, ...]) -> int:
     """How many of the innermost calls are the same."""
-    count = 0
-    for a, b in zip(reversed(one), reversed(other), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 # Instructions that put arrays together or take them apart. They are of no layer on the way of a gradient.
 _REARRANGES = frozenset("reshape transpose broadcast slice dynamic-slice dynamic-update-slice concatenate pad".split())
-_MOST = 4000  # instructions looked at for one collective
 _FAR = 12  # elementwise instructions between a gradient and the parameter that it changes
-_UNKNOWN = -2  # in place of a layer, for an instruction that computes and of which nothing tells the layer
+_END = -1  # in place of a layer, for an argument or a result
+_UNKNOWN = -2  # for an instruction that computes and of which nothing tells the layer
 
 
 class Placing:
     """Finds the layers and the phase of collectives."""
 
-    def __init__(self, places: Places, phases: Phases, names: dict[int, str]) -> None:
-        self.program, self.places, self.phases, self.names = places.program, places, phases, names
-        self._glue = {draft.at for draft in phases.glue}
-        self._optimizers = {draft.at for draft in phases.optimizers}
-        self._readers = _readers_of_parameters(places.net, (row.draft for row in phases.rows))
+    def __init__(self, places: Places) -> None:
+        self.program, self.places, self.phases = places.program, places, places.phases
+        self._glue = {draft.at for draft in self.phases.glue}
+        self._optimizers = {draft.at for draft in self.phases.optimizers}
+        self._readers = _readers_of_parameters(places.net, (row.draft for row in self.phases.rows))
 
     def place(self, send: Send) -> Collective:
         """The collective, with its phase and its layers."""
@@ -269,14 +336,14 @@ class Placing:
             times=send.times,
             is_exact=send.is_exact,
             phase=phase,
-            layers=tuple(dict.fromkeys(self.names[at] for at in layers)),
+            layers=tuple(dict.fromkeys(self.places.names[at] for at in layers)),
             op_name=one.op_name,
             source=f"{short_path(file)}:{line}" if file else "",
         )
 
     def _where(self, one: Instruction) -> tuple[Phase, list[int]]:
         """Where most of the bytes go that are sent together, and the layers of all that go there."""
-        own = self.places.draft_of(one)
+        own = self.places.found.get(one.name)
         if own is not None and own in self._glue:
             return "gradients", self._behind(own)
         found: dict[Phase, tuple[int, list[int]]] = {}
@@ -296,12 +363,12 @@ class Placing:
         passes, goals = {phase for _, phase in before}, {phase for _, phase in after}
         readers = [at for at, phase in after if phase in ("forward", "backward")]
         if passes == {"argument"} and readers:
-            known = _known(readers)
+            known = [at for at in readers if at != _UNKNOWN]
             return ("parameters", known) if known else ("elsewhere", [])
         of_gradient = "backward" in passes or ("optimizer" in goals and is_backward(one.op_name))
         if of_gradient and goals <= {"optimizer", "result"}:
             layers = [at for at, phase in before if phase == "backward"]
-            return "gradients", self._by_parameter(one, number) or (_known(layers) if _UNKNOWN not in layers else [])
+            return "gradients", self._by_parameter(one, number) or ([] if _UNKNOWN in layers else layers)
         return self._by_own(one, own, [at for at, phase in before if phase in ("forward", "backward")])
 
     def _by_parameter(self, one: Instruction, number: int | None) -> list[int]:
@@ -343,42 +410,24 @@ class Placing:
         return sorted({row_of[at].draft.at for at in reach([glue], sources) if at in row_of})
 
     def _near(self, start: list[Value], *, back: bool) -> list[tuple[int, str]]:
-        """The nearest layers in one direction, each with its phase. -1 is no layer, but an argument or a result.
+        """The nearest layers in one direction, each with its phase.
 
         What computes and is of no known layer ends the way too: what is beyond it is another layer.
         """
-        found: dict[tuple[int, str], None] = {}
-        work, seen = self.places.near(start, back=back), set[Value]()
-        while work and len(seen) < _MOST:
-            value = work.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            here = self._meaning(value[0])
-            if here is not None:
-                found[here] = None
-            elif self.places.is_end(value[0], back=back):
-                found[-1, "argument" if back else "result"] = None
-            else:
-                operands: list[Value] = [(name, None) for name in self.program[value[0]].operands]
-                work += self.places.near(operands if back else [value], back=back)
-        return list(found)
+        near = self.places.near(start, back=back, goes_on=lambda one: self._meaning(one) is None)
+        end = _END, "argument" if back else "result"
+        return list(dict.fromkeys(self._meaning(self.program[name]) or end for name, _ in near))
 
-    def _meaning(self, name: str) -> tuple[int, str] | None:
+    def _meaning(self, one: Instruction) -> tuple[int, str] | None:
         """The layer that an instruction computes for, and its phase. None for one that only hands arrays on."""
-        one = self.program[name]
-        at = self.places.draft_of(one)
-        if one.opcode in MOVES or one.opcode in _REARRANGES or kind_of(one) or at in self._glue:
+        at = self.places.found.get(one.name)
+        if one.opcode in _MOVES or one.opcode in _REARRANGES or kind_of(one) or at in self._glue:
             return None
         if at is None:
             phase = "backward" if is_backward(one.op_name) else "forward" if "jvp(" in one.op_name else None
             return (_UNKNOWN, phase) if phase else None
         row = self.phases.row_of.get(at)
         return (row.draft.at if row else at), self.phases.of.get(at, "elsewhere")
-
-
-def _known(layers: list[int]) -> list[int]:
-    return [at for at in layers if at != _UNKNOWN]
 
 
 def _readers_of_parameters(net: Net, layers: Iterable[Draft]) -> dict[str, set[int]]:

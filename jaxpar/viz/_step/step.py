@@ -1,35 +1,39 @@
-"""`trace_step` and `plot_step`: from a step and its compiled program to its `StepGraph` and picture."""
+"""`trace_step` and `plot_step`: from a step, its compiled program and a profile to its `StepGraph` and picture."""
 
 from __future__ import annotations
 
+import functools
+import glob
+import math
+import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
+from ..._core import checks
 from ..._core.calls import answers
 from ..._core.text import did_you_mean, plural
-from ...viz import _trace
 from .._draw.style import Options
 from .._fold.calls import Call
 from .._fold.templates import Pattern, Rule
+from .._function import check_picture, check_trace, read
 from .._graph import Graph
-from .._layout.net import Net, name_drafts, to_graph
-from .._options import check_picture, check_trace
-from .._program.hlo import Program, parse
-from .._program.memory import Memory, memory_of
-from .._program.sends import sends_of
+from .._layout.net import Draft, Net, name_drafts, to_graph
+from .._program.hlo import parse
+from .._program.memory import memory_of
+from .._program.sends import KINDS, sends_of
+from .._trace import layers
 from .edges import arguments_of, device_count, edges_of, mesh_of
-from .graph import StepGraph, StepLayer, StepMemory, StepPart
-from .phases import Row, phases_of
-from .places import Places, Placing
-from .profile import Profile, check_profile, is_folder, seconds_of
+from .graph import StepGraph, StepLayer, StepPart
+from .places import Places, Placing, Row
 
 if TYPE_CHECKING:
-    from .dot import StepPlot
+    from .picture import StepPlot
 
+Profile = Mapping[str, float] | str | os.PathLike[str]
 _HEATS = ("flop/byte", "memory")
 
 
@@ -118,10 +122,10 @@ def plot_step(
         >>> plot_step(step, {"w": jnp.ones((3, 2))}, jnp.ones((5, 3))).step.devices
         1
     """
-    check_picture(title, None, theme, None, time_limit, True, True, "up", what="plot_step")
+    check_picture(Options(title, theme=theme), time_limit, "plot_step")
     named = isinstance(heat, str) and heat in _HEATS
     profile = None if named else heat
-    if isinstance(profile, str) and not is_folder(profile):
+    if isinstance(profile, str) and not os.path.isdir(profile):
         raise ValueError(
             f"plot_step: heat must be one of {', '.join(_HEATS)}, a dict of layers and seconds, or the directory of a "
             f"profile, got {profile!r}"
@@ -141,7 +145,7 @@ def plot_drawn(
     time_limit: float = 30.0,
 ) -> StepPlot:
     """The picture of a step that is read already."""
-    from .dot import StepPlot  # loads graphviz
+    from .picture import StepPlot  # loads graphviz
 
     return StepPlot(graph, network, Options(title, heat=heat, theme=theme), time_limit)
 
@@ -159,45 +163,46 @@ def read_step(
     `compiled` is the program of the step, where there is one already.
     """
     check_trace(step, len(args), params_argnums, *options, what="trace_step")
-    check_profile(profile)
-    program, compiled, net, names = _read(step, args, params_argnums, options, compiled)
-    phases, places = phases_of(net), Places(program, net)
+    _check_profile(profile)
+    net, compiled = _read(step, args, params_argnums, options, compiled)
+    program, names = parse(compiled.as_text() or ""), name_drafts(net)
+    places = Places(program, net, names)
+    phases = places.phases
     if not any(row.backward for row in phases.rows):
         raise ValueError(
             f"trace_step: {_name(step)} computes no gradient. Give a whole training step, or draw it with plot_network"
         )
     mesh, devices = mesh_of(compiled, args), device_count(compiled)
-    placing, memory = Placing(places, phases, names), memory_of(program, compiled)
-    parts = _Parts(net, names, peaks_of(program, places, memory), seconds_of(profile, program, places, names))
+    placing, (memory, live) = Placing(places), memory_of(program, compiled)
+    part = functools.partial(_part, names, _peaks(places, live), _seconds(profile, places))
     leaf_names = [value.name for value in net.raw.values[: len(jax.tree.leaves(args))]]
     network = to_graph(net)
     counted = {node.name: node.params for node in network.nodes}
-    layers = tuple(parts.layer(row, counted[names[row.draft.at]]) for row in phases.rows)
     graph = StepGraph(
-        layers=layers,
-        optimizers=tuple(parts.layer(Row(draft), 0) for draft in phases.optimizers),
-        edges=edges_of(net, phases, names, program, places, mesh, devices),
+        layers=tuple(_layer(places, row, counted[names[row.draft.at]], part) for row in phases.rows),
+        optimizers=tuple(_layer(places, Row(draft), 0, part) for draft in phases.optimizers),
+        edges=edges_of(places, mesh, devices),
         collectives=tuple(placing.place(send) for send in sends_of(program, mesh, devices)),
         arguments=arguments_of(program, compiled, leaf_names, args),
         mesh=tuple(mesh.items()),
         devices=devices,
         total_params=network.total_params,
-        memory=StepMemory(memory.total, memory.peak, memory.gaps, memory.is_exact) if memory is not None else None,
+        memory=memory,
     )
     return graph, network
 
 
 def _read(
     step: Callable[..., Any], args: tuple[Any, ...], params_argnums: Any, options: tuple[Any, ...], compiled: Any
-) -> tuple[Program, Any, Net, dict[int, str]]:
-    """The compiled program of a step, and its layers with their names."""
+) -> tuple[Net, Any]:
+    """The layers of a step and its compiled program."""
     try:
-        raw = _trace.read(step, *args, params_argnums=params_argnums)
+        raw = read(step, args, {}, params_argnums)
     except Exception as error:
         if str(error).startswith("viz: "):  # an argument that is no array, an option
             raise
         raise _failure(step, args, "traced", error) from error
-    net = _trace.layers(raw, *options)
+    net = layers(raw, *options)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
@@ -206,7 +211,7 @@ def _read(
                 compiled = compile_from_source(jitted.lower(*args))
     except Exception as error:
         raise _failure(step, args, "compiled", error) from error
-    return parse(compiled.as_text() or ""), compiled, net, name_drafts(net)
+    return net, compiled
 
 
 def _failure(step: Any, args: tuple[Any, ...], what: str, error: Exception) -> ValueError:
@@ -226,52 +231,101 @@ def _name(step: Any) -> str:
     return getattr(step, "__name__", type(step).__name__)
 
 
-def peaks_of(program: Program, places: Places, memory: Memory | None) -> dict[int, int]:
+def _peaks(places: Places, live: dict[str, int]) -> dict[int, int]:
     """The most bytes that are live while an instruction of each draft runs."""
     found: dict[int, int] = {}
-    for name, live in (memory.at if memory is not None else {}).items():
-        for at in places.drafts_of(program[name]):
-            found[at] = max(found.get(at, 0), live)
+    for name, size in live.items():
+        for at in places.drafts_of(places.program[name]):
+            found[at] = max(found.get(at, 0), size)
     return found
 
 
-class _Parts:
-    """Makes layers of rows."""
+def _layer(places: Places, row: Row, params: int, part: Callable[[list[Draft]], StepPart]) -> StepLayer:
+    draft, values = row.draft, places.net.raw.values
+    return StepLayer(
+        name=places.names[draft.at],
+        op=draft.op,
+        detail=draft.detail,
+        shape=values[draft.value].shape,
+        dtype=values[draft.value].dtype,
+        scope=draft.scope,
+        source=draft.source,
+        repeat=draft.repeat,
+        params=params,
+        weights=tuple(values[weight].name for weight in draft.weights),
+        forward=part([draft]),
+        backward=part(row.backward) if row.backward else None,
+    )
 
-    def __init__(self, net: Net, names: dict[int, str], peaks: dict[int, int], seconds: dict[str, float]) -> None:
-        self.net, self.names, self.peaks, self.seconds = net, names, peaks, seconds
-        unknown = seconds.keys() - set(names.values())
-        for name in sorted(unknown):
-            hint = did_you_mean(name, list(names.values()))
-            raise ValueError(f"trace_step: the profile has a layer {name!r}, which the step lacks{hint}")
 
-    def layer(self, row: Row, params: int) -> StepLayer:
-        draft = row.draft
-        value = self.net.raw.values[draft.value]
-        return StepLayer(
-            name=self.names[draft.at],
-            op=draft.op,
-            detail=draft.detail,
-            shape=value.shape,
-            dtype=value.dtype,
-            scope=draft.scope,
-            source=draft.source,
-            repeat=draft.repeat,
-            params=params,
-            weights=tuple(self.net.raw.values[weight].name for weight in draft.weights),
-            forward=self._part([draft]),
-            backward=self._part(row.backward) if row.backward else None,
+def _part(names: dict[int, str], peaks: dict[int, int], seconds: dict[str, float], drafts: list[Draft]) -> StepPart:
+    measured = [seconds[names[draft.at]] for draft in drafts if names[draft.at] in seconds]
+    return StepPart(
+        flops=sum(draft.flops for draft in drafts),
+        bytes=sum(draft.bytes for draft in drafts),
+        peak=max((peaks[draft.at] for draft in drafts if draft.at in peaks), default=None),
+        seconds=sum(measured) if measured else None,
+    )
+
+
+def _check_profile(profile: Any) -> None:
+    """Check what `trace_step` is given, before anything is compiled."""
+    if profile is None or isinstance(profile, (str, os.PathLike)):
+        return
+    if not isinstance(profile, Mapping):
+        raise TypeError(
+            "trace_step: profile must be a dict of layers and seconds, or the directory that jax.profiler.trace wrote, "
+            f"got a {type(profile).__name__}"
         )
+    for name, seconds in profile.items():
+        expected = "a number of seconds, 0 or more"
+        checks.number(seconds, "trace_step", f"profile[{name!r}]", expected, lambda value: 0 <= value < math.inf)
 
-    def _part(self, drafts: list[Any]) -> StepPart:
-        peaks = [self.peaks[draft.at] for draft in drafts if draft.at in self.peaks]
-        seconds = [self.seconds[name] for draft in drafts if (name := self.names[draft.at]) in self.seconds]
-        return StepPart(
-            flops=sum(draft.flops for draft in drafts),
-            bytes=sum(draft.bytes for draft in drafts),
-            peak=max(peaks, default=None),
-            seconds=sum(seconds) if seconds else None,
+
+def _seconds(profile: Profile | None, places: Places) -> dict[str, float]:
+    """The seconds of each layer, by its name. Those of a directory are the sum over its devices and steps."""
+    found: dict[str, float] = {}
+    if isinstance(profile, Mapping):
+        found |= {str(name): float(seconds) for name, seconds in profile.items()}
+    elif profile is not None:
+        for event, seconds in _events(os.fspath(profile)):
+            if (at := _draft_of(event, places)) is not None:
+                found[places.names[at]] = found.get(places.names[at], 0.0) + seconds
+        if not found:
+            raise ValueError(f"trace_step: the profile in {os.fspath(profile)!r} has no instruction of this step")
+    known = list(places.names.values())
+    for name in sorted(found.keys() - set(known)):
+        raise ValueError(
+            f"trace_step: the profile has a layer {name!r}, which the step lacks{did_you_mean(name, known)}"
         )
+    return found
+
+
+def _draft_of(event: str, places: Places) -> int | None:
+    """The layer of an instruction. Of a fusion the one that it is named after."""
+    if event not in places.program.home:
+        return None
+    one = places.program[event]
+    kind = one.opcode.removesuffix("-done").removesuffix("-start")
+    if one.opcode in ("while", "call", "conditional") or kind in KINDS:
+        return None  # what they call has events of its own; a collective waits for other devices
+    own = places.found.get(event)
+    return own if own is not None else next(iter(places.drafts_of(one)), None)
+
+
+def _events(folder: str) -> list[tuple[str, float]]:
+    """The name of the instruction and the seconds of each event of a profile that is one."""
+    files = sorted(glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True))
+    if not files:
+        raise ValueError(f"trace_step: there is no profile (*.xplane.pb) in {folder!r}; record one with jax.profiler")
+    found: list[tuple[str, float]] = []
+    with warnings.catch_warnings():  # jax 0.12 ends the process where its reader warns and a warning is an error
+        warnings.simplefilter("ignore")
+        for data in map(jax.profiler.ProfileData.from_file, files):
+            events = (event for plane in data.planes for line in plane.lines for event in line.events)
+            named = ((dict(event.stats).get("hlo_op"), event.duration_ns / 1e9) for event in events)
+            found += [(str(name), seconds) for name, seconds in named if name]
+    return found
 
 
 _IN_KEY = "jax_compilation_cache_include_metadata_in_key"

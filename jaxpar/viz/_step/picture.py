@@ -1,0 +1,489 @@
+"""The picture of a step: a `Plot` of a `StepGraph`, with the place of everything in points. Graphviz only draws it.
+
+A layer has a row. From the left: ways around rows, forward boxes, gathered parameters, the band of parameters, backward
+boxes, ways around rows, collectives of gradients, optimizers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..._core.text import plural
+from .._draw import style
+from .._draw.picture import Plot
+from .._draw.style import SMALL, Options, attributes, cut, ink, own_name, quote, scope_label, text_width
+from .._graph import BACKWARD, Graph, Node, human
+from .._scopes import Path, paths_of
+from .graph import Collective, StepArgument, StepEdge, StepGraph, StepLayer, StepPart, sends_text, spec_text
+
+Point = tuple[float, float]
+Line = tuple[str, str]  # a text, and "big", "plain" or "sent"
+
+_LINE = 13.0  # points, the height of a line
+_PAD, _GAP, _LANE = 18.0, 26.0, 12.0
+_POINTS = 72.0  # of an inch
+_SENT = "#c51b7d"
+_BAND_LINE = "#5aa05a"
+_BAND_LOOK = {"style": "filled", "fillcolor": "#ccebc5", "color": _BAND_LINE}
+
+
+class StepPlot(Plot):
+    """A drawn training step. A notebook shows it and `save` writes it.
+
+    Attributes:
+        step: the `StepGraph` that it was drawn from.
+        network: the `Graph` of the same function.
+    """
+
+    def __init__(self, step: StepGraph, network: Graph, options: Options, time_limit: float) -> None:
+        super().__init__(network, replace(options, heat=None), time_limit, lines=_Drawing(step, options).lines())
+        self.step: StepGraph = step
+
+    def html(self) -> str:
+        """The picture as a static page."""
+        return self._static_page("")
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A layer's row: the lines of its boxes and of what is beside them. Empty for none."""
+
+    layer: StepLayer
+    forward: list[Line]
+    backward: list[Line]
+    band: list[Line]
+    above: list[Line]  # beside the edge that leaves its forward box
+    below: list[Line]  # beside the edge that leaves its backward box
+    gather: list[Line]  # what is sent between the band and its forward box
+    gradients: list[Line]  # what is sent behind its backward box
+    y: float = 0.0  # the middle of its boxes
+    height: float = 0.0
+
+
+class _Drawing:
+    """The places of everything, and the lines of a digraph with them."""
+
+    def __init__(self, graph: StepGraph, options: Options) -> None:
+        self.graph, self.title, self.heat, self.mesh = graph, options.title, options.heat, dict(graph.mesh)
+        self.theme: style.Theme = style.THEMES[options.theme]
+        # By phase and layers. Only those of gradients are shared by several layers.
+        self._sends: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+        for one in (one for one in graph.collectives if one.devices > 1):
+            layers = one.layers if one.phase == "gradients" else one.layers[:1]
+            self._sends.setdefault((one.phase, layers), []).append(one)
+        self.rows: dict[str, Row] = {layer.name: self._row_of(layer) for layer in graph.layers}  # from below
+        self.x, self.width = dict[str, float](), dict[str, float]()  # the middle of each column, and of its boxes
+        self.lanes: dict[tuple[str, str, str], float] = {}  # of edges that pass rows, by phase, source and target
+        self.knee = self.top = self.right = 0.0  # where the words beside the edges between gradients end; of the whole
+        self._place_rows()
+        self._place_updates()
+        self._place_columns({phase: self._place_lanes(phase) for phase in ("forward", "backward")})
+        self.inputs = dict.fromkeys(edge.source for edge in graph.edges if edge.source not in self.rows)
+        parts = [part for layer in (*graph.layers, *graph.optimizers) for part in (layer.forward, layer.backward)]
+        self.most = max((cost(part, self.heat) for part in parts if part is not None), default=0) or 1
+
+    def _sent(self, phase: str, layers: tuple[str, ...]) -> list[Line]:
+        parts = (text.partition(" over ") for text in sends_text(self._sends.get((phase, layers), ()), self.mesh))
+        return [line for what, _, where in parts for line in ((what, "sent"), (f"over {where}", "sent"))]
+
+    def _leaving(self, phase: str, layer: StepLayer) -> list[Line]:
+        """What is written beside the edge that leaves a box: what flows, and what is sent."""
+        edge = next((e for e in self.graph.edges if e.phase == phase and e.source == layer.name), None)
+        return [*edge_text(edge), *self._sent(phase, (layer.name,))] if edge else self._sent(phase, (layer.name,))
+
+    def _row_of(self, layer: StepLayer) -> Row:
+        return Row(
+            layer,
+            forward=layer_lines(layer, layer.forward, self.heat, backward=False),
+            backward=layer_lines(layer, layer.backward, self.heat, backward=True) if layer.backward else [],
+            band=weights_text(layer, self.graph.arguments) if layer.params else [],
+            above=self._leaving("forward", layer),
+            below=self._leaving("backward", layer),
+            gather=self._sent("parameters", (layer.name,)),
+            gradients=self._sent("gradients", (layer.name,)),
+        )
+
+    def _place_rows(self) -> None:
+        y = 0.0
+        below: Row | None = None
+        for row in self.rows.values():
+            boxes = (row.forward, row.backward, row.band, row.gather, row.gradients)
+            row.height = max(size(lines)[1] for lines in boxes)
+            lines = max(len(below.above) if below else 1, len(row.below))
+            y += _GAP + _LINE * lines + row.height / 2
+            row.y = y
+            y += row.height / 2
+            below = row
+        self.top = y + (_LINE * len(below.above) if below else 0)
+
+    def _place_lanes(self, phase: str) -> int:
+        """Give each edge of a phase that passes rows a way of its own. Returns how many ways there are."""
+        order = {name: number for number, name in enumerate(self.rows, 1)}
+        spans: list[list[tuple[int, int, str]]] = []  # what is in each lane: from, to and the source
+        edges = [edge for edge in self.graph.edges if edge.phase == phase]
+        for edge in sorted(edges, key=lambda edge: abs(order.get(edge.source, 0) - order[edge.target])):
+            low, high = sorted((order.get(edge.source, 0), order[edge.target]))
+            if high - low < 2:
+                continue
+            free = (  # what is there has the same source, or ends before, or begins behind
+                n
+                for n, lane in enumerate(spans)
+                if all(source == edge.source or high <= begin or end <= low for begin, end, source in lane)
+            )
+            lane = next(free, len(spans))
+            spans += [[]] if lane == len(spans) else []
+            spans[lane].append((low, high, edge.source))
+            self.lanes[phase, edge.source, edge.target] = float(lane)
+        return len(spans)
+
+    def _place_columns(self, lanes: dict[str, int]) -> None:
+        """Place the columns from the left to the right, given how many ways are on each side."""
+        width, rows = self.width, self.rows.values()
+        for name in ("forward", "gather", "band", "backward", "gradients"):
+            width[name] = max((size(lines)[0] for row in rows if (lines := getattr(row, name))), default=0.0)
+        width["gradients"] = max([width["gradients"], *(size(lines)[0] for lines, _, _ in self.shared)])
+        width["optimizer"] = max((size(lines)[0] for lines, _ in self.optimizers.values()), default=0.0)
+        beside = {name: max((size(getattr(row, name))[0] for row in rows), default=0.0) for name in ("above", "below")}
+        x = _LANE * (lanes["forward"] + 1)
+        x = self._put("forward", x, max(0.0, beside["above"] - width["forward"] / 2))
+        for name in ("gather", "band"):
+            x = self._put(name, x, 0.0) if width[name] else x
+        x = self._put("backward", x, max(_LANE * (lanes["backward"] + 1), beside["below"] - width["backward"] / 2))
+        self.knee, x = x - _GAP, x + _GAP
+        for name in ("gradients", "optimizer"):
+            x = self._put(name, x, 0.0) if width[name] else x
+        self.right = x
+        left, right = self.x["forward"] - width["forward"] / 2, self.x["backward"] + width["backward"] / 2
+        for key, lane in self.lanes.items():
+            self.lanes[key] = left - _LANE * (lane + 1) if key[0] == "forward" else right + _LANE * (lane + 1)
+
+    def _put(self, name: str, x: float, extra: float) -> float:
+        """Place a column to the right of x. Returns where it ends, with a gap."""
+        self.x[name] = x + self.width[name] / 2
+        return x + self.width[name] + extra + _GAP
+
+    def _place_updates(self) -> None:
+        """Place what several gradients go through, and the optimizers, at the middle of where they come from."""
+        taken = [(row.y, row.height) for row in self.rows.values() if row.gradients]
+        self.shared: list[tuple[list[Line], tuple[str, ...], float]] = []  # lines, layers, the middle of the box
+        for layers in (layers for phase, layers in self._sends if phase == "gradients" and len(layers) != 1):
+            lines = self._sent("gradients", layers)
+            ys = [self.rows[name].y for name in layers if name in self.rows]
+            self.shared.append((lines, layers, _free(ys or [self.top / 2], size(lines)[1], taken)))
+        taken = []
+        self.optimizers: dict[str, tuple[list[Line], float]] = {}  # by name: lines, the middle of the box
+        for one in self.graph.optimizers:
+            lines = layer_lines(one, one.forward, self.heat, backward=False) + self._sent("optimizer", (one.name,))
+            ys = [self.rows[e.source].y for e in self.graph.edges if e.phase == "gradients" and e.target == one.name]
+            self.optimizers[one.name] = (lines, _free(ys or [0.0], size(lines)[1], taken))
+
+    def lines(self) -> list[str]:
+        boxes = [box for row in self.rows.values() for box in self._row(row)]
+        back = [*self._blocks(), *self._band()]
+        ways = [*self._edges(), *self._turn(), *self._updates()]
+        return [*self._head(), *back, *boxes, *self._inputs(), *ways, self._caption()]
+
+    def _head(self) -> list[str]:
+        """`nop2` draws nodes and edges where they say that they are."""
+        whole = {"layout": "nop2", "bgcolor": self.theme.background, "tooltip": self.title}
+        whole |= {"outputorder": "nodesfirst", "fontname": style.FONT, "fontcolor": self.theme.text}
+        box = {"shape": "box", "style": "filled,rounded", "fontname": style.FONT, "fontcolor": style.INK, "margin": 0}
+        edge = {"color": self.theme.line, "fontcolor": self.theme.line, "fontname": style.FONT, "fontsize": SMALL}
+        return [
+            "graph " + attributes(**whole),
+            "node " + attributes(**box, color="#6e7781", penwidth=0.8, fontsize=style.SIZE),
+            "edge " + attributes(**edge, arrowsize=0.6, penwidth=0.9),
+        ]
+
+    def _left(self, column: str) -> float:
+        return self.x[column] - self.width[column] / 2
+
+    def _right(self, column: str) -> float:
+        return self.x[column] + self.width[column] / 2
+
+    def _blocks(self) -> Iterator[str]:
+        """A frame around the rows of each repeated block and loop."""
+        groups: dict[Path, list[Row]] = {}
+        for row in self.rows.values():
+            path = next((path for path in paths_of(row.layer.scope) if path[-1].times is not None), None)
+            if path is not None:
+                groups.setdefault(path, []).append(row)
+        left, right = self._left("forward") - 8, self._right("backward") + 8
+        beside = self._right("band" if "band" in self.x else "forward")
+        for path, rows in groups.items():
+            low, high = rows[0].y - rows[0].height / 2 - 9, rows[-1].y + rows[-1].height / 2 + 9
+            look = {"style": "filled,rounded,dashed", "fillcolor": self.theme.region, "color": self.theme.faint}
+            name, middle = "/".join(path), ((left + right) / 2, (low + high) / 2)
+            yield node(f"block {name}", middle, (right - left, high - low), label="", **look)
+            lines: list[Line] = [(cut(scope_label(path[-1]), (right - beside) / SMALL), "plain")]
+            wide, plain = size(lines)[0], {"label": label(lines, self.theme.text), "shape": "plaintext", "style": ""}
+            yield node(f"name of {name}", (right + 6 - wide / 2, high - 10), (wide, 16), **plain)
+
+    def _band(self) -> Iterator[str]:
+        """The parameters of all layers as one band."""
+        if rows := [row for row in self.rows.values() if row.band]:
+            low, high = rows[0].y - rows[0].height / 2, rows[-1].y + rows[-1].height / 2
+            place = (self.x["band"], (low + high) / 2), (self.width["band"], high - low)
+            yield node("parameters", *place, label="", **_BAND_LOOK, tooltip="the parameters")
+
+    def _row(self, row: Row) -> Iterator[str]:
+        """A layer's boxes, side by side, and the words beside the edges that leave them."""
+        layer = row.layer
+        yield self._box(layer.name, "forward", row.forward, row.y, layer, layer.forward)
+        if layer.backward is not None:
+            yield self._box(layer.name + BACKWARD, "backward", row.backward, row.y, layer, layer.backward)
+        if row.band:
+            place = (self.x["band"], row.y), (self.width["band"] - 4, size(row.band)[1])
+            look = {"label": label(row.band, style.INK), **_BAND_LOOK, "tooltip": ", ".join(layer.weights)}
+            yield node(f"{layer.name}: parameters", *place, **look)
+        if row.gather:
+            yield self._badge(f"{layer.name}: gather", row.gather, (self.x["gather"], row.y))
+        if row.gradients:
+            yield self._badge(f"{layer.name}: gradient", row.gradients, (self.x["gradients"], row.y))
+        yield from self._words(f"{layer.name}: up", row.above, self.x["forward"], row.y + row.height / 2, 1)
+        yield from self._words(f"{layer.name}: down", row.below, self.x["backward"], row.y - row.height / 2, -1)
+        yield from self._reads(row)
+
+    def _box(self, name: str, column: str, lines: list[Line], y: float, layer: StepLayer, part: StepPart) -> str:
+        colour = style.fill(Node(layer.name, layer.op, layer.detail))
+        if self.heat is not None:
+            colour = style.heat(cost(part, self.heat) / self.most)
+        look = {"label": label(lines, ink(colour)), "fillcolor": colour, "tooltip": _tooltip(layer, part)}
+        look |= {"style": "filled,rounded" + (",dashed" if column == "backward" else "")}
+        return node(name, (self.x[column], y), (self.width[column], size(lines)[1]), **look)
+
+    def _badge(self, name: str, lines: Sequence[Line], at: Point) -> str:
+        look = {"style": "filled", "fillcolor": _SENT, "color": _SENT, "tooltip": "sent between devices"}
+        return node(name, at, size(lines), label=label(lines, "#ffffff"), **look)
+
+    def _words(self, name: str, lines: list[Line], x: float, y: float, way: int) -> Iterator[str]:
+        """The lines beside an edge, to the right of it. What is sent has a colour of its own."""
+        for number, text in enumerate(lines if way < 0 else lines[::-1]):
+            width = size([text])[0] - 8
+            at = x + width / 2 + 5, y + way * (_LINE * (number + 0.5) + 6)
+            sent = text[1] == "sent"
+            look = {"style": "filled" if sent else "", "shape": "box" if sent else "plaintext", "tooltip": text[0]}
+            look |= {"fillcolor": _SENT, "color": _SENT} if sent else {}
+            colour = "#ffffff" if sent else self.theme.line
+            yield node(f"{name} {number}", at, (width, _LINE - 1), label=label([text], colour), **look)
+
+    def _reads(self, row: Row) -> Iterator[str]:
+        """The way of the parameters from the band to the forward box."""
+        if not (row.band or row.gather) or "band" not in self.x:
+            return
+        name, gather, half = row.layer.name, f"{row.layer.name}: gather", size(row.gather)[0] / 2
+        cell = f"{name}: parameters" if row.band else "parameters"
+        start, end = (self._left("band"), row.y), (self._right("forward"), row.y)
+        if row.gather:
+            yield line(cell, gather, [start, (self.x["gather"] + half, row.y)], color=_SENT)
+            yield line(gather, name, [(self.x["gather"] - half, row.y), end], color=_SENT)
+        else:
+            yield line(cell, name, [start, end], color=_BAND_LINE)
+
+    def _inputs(self) -> Iterator[str]:
+        """What the step is given besides parameters, below the first row."""
+        look = {"shape": "oval", "style": "filled", "fillcolor": "#8dd3c7"}
+        for number, name in enumerate(self.inputs):
+            lines = [(name, "plain")]
+            at = self.x["forward"], -_LINE - number * 30
+            yield node(name, at, (size(lines)[0] * 1.3, 26), label=label(lines, style.INK), **look)
+
+    def _edges(self) -> Iterator[str]:
+        """Between layers upwards, between their gradients downwards."""
+        for edge in (edge for edge in self.graph.edges if edge.phase in ("forward", "backward")):
+            up = edge.phase == "forward"
+            ends = (edge.source, edge.target) if up else (edge.source + BACKWARD, edge.target + BACKWARD)
+            first, last, x = self.rows.get(edge.source), self.rows[edge.target], self.x[edge.phase]
+            y, low = (first.y, _half(first, up)) if first else (-_LINE, 13.0)
+            lane = self.lanes.get((edge.phase, edge.source, edge.target))
+            if lane is None:
+                way = 1 if last.y > y else -1
+                points = [(x, y + way * low), (x, last.y - way * _half(last, up))]
+            else:
+                side = self._left("forward") if up else self._right("backward")
+                points = [(side if first else x - 26, y), (lane, y), (lane, last.y), (side, last.y)]
+            yield line(*ends, points, tooltip=f"{edge.dtype}[{', '.join(map(str, edge.shape))}]")
+
+    def _turn(self) -> Iterator[str]:
+        """From the loss to its gradient."""
+        row = next((row for row in reversed(self.rows.values()) if row.backward), None)
+        if row is not None and not row.band:
+            points = [(self._right("forward"), row.y), (self._left("backward"), row.y)]
+            yield line(row.layer.name, row.layer.name + BACKWARD, points)
+
+    def _updates(self) -> Iterator[str]:
+        """The optimizers, the gradients that reach them, and the way back to the parameters."""
+        into: dict[str, int] = {}
+        for number, (lines, layers, y) in enumerate(self.shared):
+            yield self._badge(f"gradients {number}", lines, (self.x["gradients"], y))
+            into |= dict.fromkeys(layers or self.rows, number)
+        for optimizer in self.graph.optimizers:
+            lines, y = self.optimizers[optimizer.name]
+            yield self._box(optimizer.name, "optimizer", lines, y, optimizer, optimizer.forward)
+            if any(edge.target == optimizer.name for edge in self.graph.edges):
+                yield from self._return(optimizer.name, y + size(lines)[1] / 2)
+        ways = [edge for edge in self.graph.edges if edge.phase == "gradients"]
+        yield from dict.fromkeys(arrow for edge in ways for arrow in self._way(edge.source, edge.target, into))
+
+    def _way(self, source: str, target: str, into: dict[str, int]) -> Iterator[str]:
+        """From a gradient to the optimizer, through what is sent on the way."""
+        row = self.rows[source]
+        name, start, knee = source + BACKWARD, (self._right("backward"), row.y), self.knee
+        end = self._left("optimizer"), self.optimizers[target][1]
+        badge = None
+        if row.gradients:
+            badge = f"{source}: gradient", size(row.gradients)[0] / 2, row.y
+        elif source in into:
+            lines, _, y = self.shared[into[source]]
+            badge = f"gradients {into[source]}", size(lines)[0] / 2, y
+        if badge is not None:  # the knee is past the words beside the edges between gradients
+            sent, half, y = badge
+            yield curve(name, sent, start, (self.x["gradients"] - half, y), knee, color=_SENT)
+            name, start, knee = sent, (self.x["gradients"] + half, y), 0.0
+        yield curve(name, target, start, end, knee, color=_SENT if badge else self.theme.line)
+
+    def _return(self, name: str, y: float) -> Iterator[str]:
+        """The updated parameters, back to the band over the top."""
+        rows = [row for row in self.rows.values() if row.band]
+        if not rows:
+            return
+        above, x = self.top + _LINE, self.x["band"]
+        end = rows[-1].y + rows[-1].height / 2
+        points = [(self.x["optimizer"], y), (self.x["optimizer"], above), (x, above), (x, end)]
+        yield line(name, "parameters", points, color=_BAND_LINE, penwidth=2.5, tooltip="the new parameters")
+        look = {"shape": "plaintext", "style": "", "fontsize": SMALL, "fontcolor": self.theme.text}
+        yield node("new parameters", (x + 60, above + 9), (90, _LINE), label="new parameters", **look)
+
+    def _caption(self) -> str:
+        """The title and the totals, below everything."""
+        rest = [one for one in self.graph.collectives if one.phase == "elsewhere" and one.devices > 1]
+        mesh = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
+        where = plural(self.graph.devices, "device") + (f" ({mesh})" if mesh else "")
+        sent = f"{human(self.graph.total_bytes, 'B')} handed in to collectives by each"
+        sent = sent if self.graph.collectives else "nothing sent"
+        texts = [f"{self.graph.total_params:,} parameters · {where} · {sent}"]
+        if (memory := self.graph.memory) is not None:
+            texts.append(f"memory of a device: {human(memory.total, 'B')}, live at most {human(memory.peak, 'B')}")
+        texts += [f"colour: {self.heat}, white is none, red the most of all"] if self.heat is not None else []
+        texts += [f"elsewhere in the step: {text}" for text in sends_text(rest, self.mesh)]
+        lines: list[Line] = [(self.title, "big"), *((text, "plain") for text in texts)]
+        wide, high = size(lines)
+        at = self.right / 2, -_LINE - 30 * max(len(self.inputs), 1) - high / 2
+        return node("caption", at, (wide, high), label=label(lines, self.theme.text), shape="plaintext", style="")
+
+
+def _half(row: Row, up: bool) -> float:
+    """Half of the height of a box."""
+    lines = row.forward if up else row.backward
+    return (size(lines)[1] if lines else row.height) / 2
+
+
+def _tooltip(layer: StepLayer, part: StepPart) -> str:
+    lines = [f"{layer.name}: {layer.op} {layer.detail}".strip(), f"{part.flops:,} FLOP, {part.bytes:,} B"]
+    lines += [f"{part.peak:,} bytes live on a device"] if part.peak is not None else []
+    lines += [f"{part.seconds:.3g} s"] if part.seconds is not None else []
+    return "\n".join([*lines, layer.source])
+
+
+def node(name: str, at: Point, size: Point, **look: object) -> str:
+    """A node with its middle at a place."""
+    box = {"pos": f"{at[0]:.1f},{at[1]:.1f}", "width": f"{size[0] / _POINTS:.3f}", "height": f"{size[1] / _POINTS:.3f}"}
+    return f"{quote(name)} {attributes(**box, **look)}"
+
+
+def line(source: str, target: str, points: Sequence[Point], **look: object) -> str:
+    """An edge along straight lines."""
+    way = [points[0]]
+    for a, b in itertools.pairwise(points):
+        way += [_between(a, b, 1 / 3), _between(a, b, 2 / 3), b]
+    return _edge(source, target, way, **look)
+
+
+def curve(source: str, target: str, start: Point, end: Point, knee: float, **look: object) -> str:
+    """An edge that leaves and arrives level. It turns behind the knee."""
+    turn = (min(max(knee, start[0]), end[0] - 12), start[1])
+    middle = (turn[0] + end[0]) / 2
+    way = [start, _between(start, turn, 1 / 3), _between(start, turn, 2 / 3), turn]
+    return _edge(source, target, [*way, (middle, turn[1]), (middle, end[1]), end], **look)
+
+
+def _edge(source: str, target: str, way: list[Point], **look: object) -> str:
+    """The arrow's head begins 6 points before the end."""
+    tip, before = way[-1], way[-2]
+    length = max(1e-6, ((tip[0] - before[0]) ** 2 + (tip[1] - before[1]) ** 2) ** 0.5)
+    way = [*way[:-1], _between(tip, before, min(0.9, 6 / length))]
+    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in way)
+    return f"{quote(source)} -> {quote(target)} {attributes(pos=f'e,{tip[0]:.1f},{tip[1]:.1f} {text}', **look)}"
+
+
+def _between(a: Point, b: Point, share: float) -> Point:
+    return a[0] + (b[0] - a[0]) * share, a[1] + (b[1] - a[1]) * share
+
+
+def label(lines: Sequence[Line], colour: str) -> str:
+    """The lines as one label."""
+    return style.label([(text, style.SIZE if kind == "big" else SMALL, kind == "big") for text, kind in lines], colour)
+
+
+def size(lines: Sequence[Line]) -> tuple[float, float]:
+    """The width and the height of a box with these lines."""
+    widths = [text_width(text, style.SIZE if kind == "big" else SMALL, kind == "big") for text, kind in lines]
+    return max(widths, default=0.0) + _PAD, _LINE * len(lines) + 10
+
+
+def _free(ys: Sequence[float], height: float, taken: list[tuple[float, float]]) -> float:
+    """The next place upwards from the middle of these where nothing is. `taken` grows."""
+    y = sum(ys) / len(ys)
+    for other, size in sorted(taken):
+        if abs(other - y) < (size + height) / 2 + 6:
+            y = other + (size + height) / 2 + 6
+    taken.append((y, height))
+    return y
+
+
+def edge_text(edge: StepEdge) -> list[Line]:
+    """The lines beside an edge: the shape, and each device's part of it."""
+    kind = "" if edge.dtype in ("float32", "") else f" {edge.dtype}"
+    return [(text, "plain") for text in (style.shape_text(edge.shape) + kind, spec_text(edge.spec)) if text]
+
+
+def weights_text(layer: StepLayer, arguments: Iterable[StepArgument]) -> list[Line]:
+    """The lines of a cell of the band: how many parameters, and how they are split."""
+    mine = {argument.name: spec_text(argument.spec) for argument in arguments if argument.name in layer.weights}
+    specs = dict.fromkeys(mine[name] for name in layer.weights if mine.get(name))
+    return [(text, "plain") for text in (f"{layer.params:,} params", *list(specs)[:2])]
+
+
+def layer_lines(layer: StepLayer, part: StepPart, heat: str | None, *, backward: bool) -> list[Line]:
+    """The lines of a box. A layer is called as in `plot_network`."""
+    name = own_name(Node(layer.name, layer.op, layer.detail, scope=layer.scope))
+    if backward:
+        words = [name or layer.op, "backward"]
+    else:
+        words = [name, f"{layer.op} {layer.detail}".strip()] if name else [layer.op, layer.detail]
+    lines = [(cut(text), "plain" if number else "big") for number, text in enumerate(words)]
+    if heat == "seconds" and part.seconds is not None:
+        lines.append((human_seconds(part.seconds), "plain"))
+    lines += [(f"{part.flops_per_byte:.3g} FLOP/B", "plain")] if heat == "flop/byte" else []
+    lines += [(f"{human(part.peak, 'B')} live", "plain")] if part.peak is not None else []
+    return [line for line in lines if line[0]]
+
+
+def cost(part: StepPart, heat: str | None) -> float:
+    """What `heat` colours by."""
+    found = {"seconds": part.seconds, "flop/byte": part.flops_per_byte, "memory": part.peak}.get(heat or "")
+    return found or 0.0
+
+
+def human_seconds(seconds: float) -> str:
+    """A time with three digits.
+
+    >>> human_seconds(0.00123)
+    '1.23 ms'
+    """
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
