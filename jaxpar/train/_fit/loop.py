@@ -21,7 +21,7 @@ import jax
 from ... import data
 from ..._core.text import say_news
 from ..._devices import processes
-from ..._devices.donation import is_donated
+from ..._devices.mesh import is_donated
 from .._callbacks.history import History, Record, line
 from .._step.nonfinite import NonFiniteError, check_finite
 from .._step.state import TrainState

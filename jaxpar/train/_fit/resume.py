@@ -12,7 +12,7 @@ import jax
 from ... import data, distributed, updaters
 from ..._core.text import say, say_news
 from ..._devices import processes
-from ..._devices.donation import is_donated, zeros_if_donated
+from ..._devices.mesh import is_donated, zeros_if_donated
 from ..._devices.user_mesh import outside_mesh
 from ...checkpoint import CheckpointError, Found, Manager, _of_step
 from .._callbacks.callbacks import is_saved_memory
@@ -145,7 +145,8 @@ class RunCheckpoints:
 
 def like_saved(state: TrainState, step: Any) -> TrainState:
     """A state with all parts that the step's checkpoints have. A step of the user's own has those of `state`."""
-    state = zeros_if_donated(state)
+    with outside_mesh():
+        state = zeros_if_donated(state)
     return step.complete(state) if hasattr(step, "complete") else state
 
 
