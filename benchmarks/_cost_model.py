@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxpar import compression
-from jaxpar._devices import buckets
+from jaxpar._devices import collectives
 
 Shape = tuple[int, ...]
 FLOAT32 = 4
@@ -250,7 +250,7 @@ class Exchange:
 
 
 def exchanges(
-    shapes: Sequence[Shape], kind: str, n: int, compressor: str = "none", limits: buckets.BucketLimits | None = None
+    shapes: Sequence[Shape], kind: str, n: int, compressor: str = "none", limits: collectives.BucketLimits | None = None
 ) -> list[Exchange]:
     """The collectives of one step of `jaxpar.train.make_train_step`, apart from those of the metrics.
 
@@ -264,7 +264,7 @@ def exchanges(
     Raises:
         ValueError: another kind or compressor.
     """
-    limits = buckets.BucketLimits() if limits is None else limits
+    limits = collectives.BucketLimits() if limits is None else limits
     if kind == "sharded" and compressor == "none":
         padded = [(n, -(-math.prod(s) // n)) for s in shapes]
         rows = [FLOAT32 * sum(math.prod(padded[i]) for i in g) for g in _groups(padded, limits)]
@@ -294,7 +294,7 @@ def _star(size: int, n: int) -> list[Exchange]:
 
 @functools.lru_cache
 def _compressed(
-    shapes: tuple[Shape, ...], name: str, n: int, limits: buckets.BucketLimits
+    shapes: tuple[Shape, ...], name: str, n: int, limits: collectives.BucketLimits
 ) -> tuple[list[Shape], list[Exchange]]:
     """The values that are sent plain, and the collectives of the others."""
     made = compression.make({"type": name})
@@ -305,13 +305,15 @@ def _compressed(
     return [s for s in shapes if s not in pay], _one_by_one(made, pay, n) if coded is None else coded
 
 
-def _words(made: compression.Compressor, shapes: list[Shape], n: int, limits: buckets.BucketLimits) -> list[Exchange]:
+def _words(
+    made: compression.Compressor, shapes: list[Shape], n: int, limits: collectives.BucketLimits
+) -> list[Exchange]:
     """Codes in words that are cut anywhere: all gathered, or to the owners and back, or summed as integers."""
     sizes = [sum(math.prod(shapes[i]) for i in g) for g in _groups(shapes, limits)]
     item, grid = (2, None) if made.per_word == 1 else (4, made.grid(n))
     words = [((-(-size // made.per_word),), f"uint{8 * item}") for size in sizes]
     found: list[Exchange] = []
-    for group in buckets.plan(tuple((shape, jax.numpy.dtype(dtype)) for shape, dtype in words), limits):
+    for group in collectives.plan(tuple((shape, jax.numpy.dtype(dtype)) for shape, dtype in words), limits):
         count = sum(words[i][0][0] for i in group)
         size, unit = count * made.per_word, made.per_word if grid is None else 32
         chunk, bits = unit * -(-size // (unit * n)), 32 if grid is None else grid.bits
@@ -352,12 +354,12 @@ def _payload(made: compression.Compressor, size: int) -> Any:
     return jax.eval_shape(lambda v: made.encode(v, made.init(v.shape, v.dtype))[0], flat)
 
 
-def _two_way(shapes: list[Shape], n: int, limits: buckets.BucketLimits) -> list[Exchange]:
+def _two_way(shapes: list[Shape], n: int, limits: collectives.BucketLimits) -> list[Exchange]:
     """3 bits for each element to its owner and 3 back, and twice a scale for each value."""
     chunks = [-(-math.prod(s) // n) for s in shapes]
     rows = [-(-c // 32) for c in chunks]  # words; short ones share a bucket
     words = tuple(((n if w >= 8 else 1, w), jax.numpy.dtype("uint32")) for w in rows)
-    bits = [12 * n * -(-sum(chunks[i] for i in g) // 32) for g in buckets.plan(words, limits)]
+    bits = [12 * n * -(-sum(chunks[i] for i in g) // 32) for g in collectives.plan(words, limits)]
     scales = [Exchange("all-reduce", FLOAT32 * len(shapes))] * (2 if shapes else 0)
     return [Exchange(op, b) for b in bits for op in ("all-to-all", "all-gather")] + scales
 
@@ -380,8 +382,8 @@ def _nbytes(shape: Shape, dtype: Any) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _groups(shapes: Sequence[Shape], limits: buckets.BucketLimits) -> tuple[tuple[int, ...], ...]:
-    return buckets.plan(tuple((tuple(s), "float32") for s in shapes), limits)
+def _groups(shapes: Sequence[Shape], limits: collectives.BucketLimits) -> tuple[tuple[int, ...], ...]:
+    return collectives.plan(tuple((tuple(s), "float32") for s in shapes), limits)
 
 
 def combined(found: Sequence[Exchange], most: float) -> list[Exchange]:

@@ -1,11 +1,9 @@
 """Arrays on devices and between them.
 
-mesh            the mesh of a store's devices, the two ways to lay an array out on it, transfers
+mesh            the mesh of a store's devices, the two ways to lay an array out on it, transfers, donated memory
 user_mesh       the mesh of `jax.set_mesh`: leaving it for a call, and returning to it
-donation        checks for donated states, and copies that can be donated
 emulated        emulated CPU devices: shared memory, and a hang of older XLA
-buckets         joins small values into one array
-collectives     sums over the devices of a mapped axis, in buckets
+collectives     sums over the devices of a mapped axis, in buckets of small values
 virtual_shards  sums in a fixed order, and batches for these sums
 processes       values, decisions and errors shared by all processes
 shardings       the sharding of each parameter of a pytree, and rules by size and by name

@@ -1,11 +1,17 @@
-"""Sums over the devices of a mapped axis, one for each kind of store.
+"""Sums over the devices of a mapped axis, one for each kind of store, and the buckets in which values are sent.
 
-Everything here runs inside `pmap`, `shard_map` or `vmap` with an axis name. The functions with `limits` take a list of
-this device's values and send them in buckets.
+In a bucket small values are sent as one flat array, while large ones go one by one without a copy. Each collective
+costs a rendezvous of all devices, so 256 values of 1 KB are best sent by one collective. Copying 8 values of 4 MB into
+one buffer costs more than seven rendezvous. With four CPU devices the two costs are equal at about 16 KB for each
+value, which is the default of `BucketLimits`.
+
+The sums run inside `pmap`, `shard_map` or `vmap` with an axis name. Those with `limits` take a list of this device's
+values.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import operator
@@ -14,12 +20,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
+from .._core import checks
 from .._core.arrays import nbytes
-from . import buckets
-from .buckets import BucketLimits, Shape
 from .user_mesh import is_split, unsplit
 
 # Bytes. A device that gathers whole values of this size from all others spends more on memory than on messages.
@@ -28,6 +34,87 @@ _SHARED_BYTES = 64 << 10
 _UNROLLED_TERMS = 16
 # Elements. A TPU keeps an array in tiles of 8 lines of 128.
 _LINE = 128
+Shape = tuple[int, ...]
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketLimits:
+    """The sizes that decide which values share a bucket."""
+
+    bucket_bytes: int = 4 << 20  # no bucket of several values is larger than this
+    alone_bytes: int = 16 << 10  # a value of this many bytes or more never shares a bucket
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_bytes", "alone_bytes"):
+            checks.number(getattr(self, name), "BucketLimits", name, "a number of bytes of 0 or more", lambda n: n >= 0)
+
+
+@functools.lru_cache(maxsize=256)
+def plan(avals: tuple[tuple[Shape, Any], ...], limits: BucketLimits = BucketLimits()) -> Groups:
+    """Which values travel together: groups of positions in `avals`, the (shape, dtype) of each value.
+
+    Every position is in exactly one group, and the values of a group have one dtype."""
+    groups: list[list[int]] = []
+    still_open: dict[Any, tuple[list[int], int]] = {}
+    for position, (shape, dtype) in enumerate(avals):
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if nbytes >= limits.alone_bytes:
+            groups.append([position])
+            continue
+        group, filled = still_open.get(dtype, (None, 0))
+        if group is None or filled + nbytes > limits.bucket_bytes:
+            group, filled = [], 0
+            groups.append(group)
+        group.append(position)
+        still_open[dtype] = (group, filled + nbytes)
+    return tuple(map(tuple, groups))
+
+
+def plan_of(values: Sequence[Any], limits: BucketLimits) -> Groups:
+    """The plan for these arrays or tracers."""
+    return plan(tuple((v.shape, v.dtype) for v in values), limits)
+
+
+def consecutive(groups: Sequence[Sequence[int]]) -> tuple[list[int], Groups]:
+    """The positions in some groups of a plan, and these groups over them, counted from 0: of [(0, 3), (5,)]
+    [0, 3, 5] and ((0, 1), (2,)). So programs that pack and unpack some groups depend on their sizes only."""
+    positions = [i for group in groups for i in group]
+    count = iter(range(len(positions)))
+    return positions, tuple(tuple(next(count) for _ in group) for group in groups)
+
+
+def pack(values: Sequence[Any], groups: Sequence[Sequence[int]], axis: int = 0, xp: Any = jnp) -> list[Any]:
+    """One array for each group: its values one after another along an axis. That of a group of one stays as it is.
+
+    The axes before it are kept, and must be equal in a group. The axes from it on are flattened."""
+
+    def flat(value: Any) -> Any:
+        return value.reshape((*value.shape[:axis], math.prod(value.shape[axis:])))
+
+    return [
+        values[group[0]] if len(group) == 1 else xp.concatenate([flat(values[i]) for i in group], axis=axis)
+        for group in groups
+    ]
+
+
+def unpack(
+    packed: Sequence[jax.Array], shapes: Sequence[Shape], groups: Sequence[Sequence[int]], axis: int = 0
+) -> list[jax.Array]:
+    """Split buckets into values of (*first axes, *shape): the inverse of `pack`."""
+    # The first axes are those of the packed array, which may have got them in between: a gather over devices adds one.
+    values: list[Any] = [None] * len(shapes)
+    for array, group in zip(packed, groups, strict=True):
+        start = 0
+        for i in group:
+            stop = start + math.prod(shapes[i])
+            part = array if len(group) == 1 else jax.lax.slice_in_dim(array, start, stop, axis=axis)
+            values[i] = part.reshape(array.shape[:axis] + tuple(shapes[i]))
+            start = stop
+    return values
+
+
+# Sums over the devices.
 
 
 def map_buckets(
@@ -37,30 +124,30 @@ def map_buckets(
     # A value that is split over another axis of the user's mesh shares no bucket and stays split.
     apart = {i: collective(v) for i, v in enumerate(values) if is_split(v)}
     rest = [v for i, v in enumerate(values) if i not in apart]
-    groups = buckets.plan_of(rest, limits)
-    packed = [collective(array) for array in buckets.pack(rest, groups)]
-    results = iter(buckets.unpack(packed, [v.shape for v in rest], groups))
+    groups = plan_of(rest, limits)
+    packed = [collective(array) for array in pack(rest, groups)]
+    results = iter(unpack(packed, [v.shape for v in rest], groups))
     return [apart[i] if i in apart else next(results) for i in range(len(values))]
 
 
 def allreduce(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """The sum over the axis of each value, on every device (kind `device`)."""
-    return map_buckets(lambda x: lax.psum(x, axis_name), values, limits)
+    return map_buckets(functools.partial(lax.psum, axis_name=axis_name), values, limits)
 
 
 def gather_sum(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """The sum over the axis of each value, added in the order of the devices (kind `local`)."""
     # Every device gathers the values and adds them itself, so the order does not depend on the backend.
-    return map_buckets(lambda x: _gather_and_sum(unsplit(x), axis_name), values, limits)
+    return map_buckets(functools.partial(_gather_and_sum, axis_name=axis_name), values, limits)
 
 
 def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """This device's (chunk,) of the sum over the axis of each value (kind `sharded`)."""
     shards = lax.axis_size(axis_name)
     rows = [to_rows(v, shards) for v in values]
-    groups = buckets.plan_of(rows, limits)
-    mine = [_scatter_sum(array, axis_name) for array in buckets.pack(rows, groups, axis=1)]
-    return buckets.unpack(mine, [r.shape[1:] for r in rows], groups)
+    groups = plan_of(rows, limits)
+    mine = [_scatter_sum(array, axis_name) for array in pack(rows, groups, axis=1)]
+    return unpack(mine, [r.shape[1:] for r in rows], groups)
 
 
 def all_gather(
@@ -70,9 +157,9 @@ def all_gather(
     # Values in a bucket are copied out of it after the gather, so large values use no bucket, even if their chunks are
     # small.
     shards = lax.axis_size(axis_name)
-    groups = buckets.plan(tuple(((shards, *c.shape), c.dtype) for c in chunks), limits)
-    whole = [gather_stack(array, axis_name) for array in buckets.pack(chunks, groups)]
-    rows = buckets.unpack(whole, [c.shape for c in chunks], groups, axis=1)
+    groups = plan(tuple(((shards, *c.shape), c.dtype) for c in chunks), limits)
+    whole = [gather_stack(array, axis_name) for array in pack(chunks, groups)]
+    rows = unpack(whole, [c.shape for c in chunks], groups, axis=1)
     return [from_rows(r, shape) for r, shape in zip(rows, shapes, strict=True)]
 
 
@@ -162,6 +249,7 @@ def _scatter_sum(rows: jax.Array, axis_name: str) -> jax.Array:
 
 def _gather_and_sum(x: jax.Array, axis_name: str) -> jax.Array:
     """Small: every device gathers and adds all. Large: each gathers and adds one share, then all gather the shares."""
+    x = unsplit(x)
     if nbytes(x) < _SHARED_BYTES:
         return _ordered_sum(gather_stack(x, axis_name))
     rows = to_rows(x, lax.axis_size(axis_name))

@@ -72,16 +72,7 @@ def one_memory(devices: Iterable[Device]) -> bool:
 def share_or_put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array]:
     """Arrays with that sharding, as `jax.device_put`, without copies inside one memory.
 
-    An array on one device is shared if `where` asks for the whole array on one or several devices of the same memory.
-    The call waits until a shared array is computed.
-
-    Example:
-        >>> import jax, jax.numpy as jnp
-        >>> first, second = jax.devices()[:2]
-        >>> (there,) = share_or_put([jax.device_put(jnp.ones(1 << 20), first)], SingleDeviceSharding(second))
-        >>> there.devices() == {second}
-        True
-    """
+    Shared is an array on one device that goes whole to devices of its memory. The call waits until it is computed."""
     if not where.is_fully_replicated or not one_memory(where.device_set):
         return jax.device_put(list(arrays), where)
     return jax.device_put([_shareable(a, where) for a in arrays], where)

@@ -137,11 +137,8 @@ def from_first(tree: Any) -> Any:
 
 
 def plan_send(tree: Any, devices: Sequence[Device]) -> Callable[[], Any]:
-    """Compile the program that sends the arrays of process 0. The returned function runs it.
-
-    Every process must call both, with arrays of the same shapes and dtypes. The function returns the arrays of process
-    0 in host memory.
-    """
+    """Compile the program that sends the arrays of process 0. The returned function runs it, and gives them in host
+    memory. Every process must call both, with arrays of the same shapes and dtypes."""
     plain, restore = without_keys(tree)
     leaves, structure = jax.tree.flatten(plain)
     hosts = [np.asarray(leaf) for leaf in leaves]
@@ -165,10 +162,7 @@ def plan_send(tree: Any, devices: Sequence[Device]) -> Callable[[], Any]:
 
 @on_own_mesh
 def gather_rows(tree: Any, counts: Sequence[int]) -> Any:
-    """The rows of the arrays of all processes, in the order of the processes, in host memory.
-
-    `counts` has the number of rows of each process. Further rows are dropped.
-    """
+    """The first rows of the arrays of all processes, as many of each as `counts` says, in host memory."""
     own = counts[jax.process_index()]
 
     def gather(leaf: Any) -> np.ndarray:
@@ -189,10 +183,8 @@ def to_share(tree: Any, devices: Sequence[Device]) -> bool:
 
 
 def ask_first(ask: Callable[[], Any], *kinds: type[Exception]) -> Any:
-    """Call `ask` in process 0, and return its JSON result in every process. Its exception is raised in every process.
-
-    `kinds` are exception types that the other processes raise unchanged, as Python's built-in types.
-    """
+    """Call `ask` in process 0, and return its JSON result in every process, or raise its exception there. The others
+    raise `kinds` unchanged, as Python's built-in types."""
     if count() == 1:
         return ask()
     answer = ""

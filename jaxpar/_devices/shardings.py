@@ -352,39 +352,28 @@ def _subtrees(sharding: Any, params: Any, where: str) -> Iterator[tuple[Any, int
 
 
 def _sharding(chosen: Any, leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedSharding:
-    if chosen is None:
-        return _kept(leaf, mesh, where)
-    if isinstance(chosen, NamedSharding):
-        return _on(mesh, chosen, leaf, where)
-    if callable(chosen):
-        return _checked(chosen(leaf.path, leaf.shape, mesh), leaf, mesh, f"{where}, {chosen!r}")
-    if not isinstance(chosen, PartitionSpec):
+    if chosen is not None and not callable(chosen) and not isinstance(chosen, (PartitionSpec, NamedSharding)):
         wanted = "a rule, a PartitionSpec, a NamedSharding or None"
         raise TypeError(f"{where}: sharding for {leaf.path!r} must be {wanted}, got {checks.describe(chosen)}")
-    return _checked(chosen, leaf, mesh, where)
-
-
-def _kept(leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedSharding:
-    """What the parameter comes with: its own sharding, then its metadata, then whole copies."""
-    if is_traced(leaf.array):
+    if callable(chosen):
+        return _checked(chosen(leaf.path, leaf.shape, mesh), leaf, mesh, f"{where}, {chosen!r}")
+    if chosen is None and is_traced(leaf.array):
         unknown = f"the sharding of {leaf.path!r} is not known under jit and in train.plan"
         raise ValueError(f"{where}: {unknown}; give a spec or a rule")
-    own = getattr(leaf.array, "sharding", None)
-    if own is not None and not own.is_fully_replicated:
-        return _on(mesh, own, leaf, where)
-    spec = PartitionSpec() if leaf.spec is None else leaf.spec
-    return _checked(spec, leaf, mesh, f"{where}, metadata of Flax")
-
-
-def _on(mesh: AnyMesh, sharding: Any, leaf: _Leaf, where: str) -> NamedSharding:
-    """A sharding of arrays as one on this mesh."""
-    if not isinstance(sharding, NamedSharding) or not _is_same_mesh(sharding.mesh, mesh):
+    if chosen is None:  # what the parameter comes with: its own sharding, then its metadata, then whole copies
+        chosen = getattr(leaf.array, "sharding", None)
+        if chosen is None or chosen.is_fully_replicated:
+            spec = PartitionSpec() if leaf.spec is None else leaf.spec
+            return _checked(spec, leaf, mesh, f"{where}, metadata of Flax")
+    if isinstance(chosen, PartitionSpec):
+        return _checked(chosen, leaf, mesh, where)
+    if not isinstance(chosen, NamedSharding) or not _is_same_mesh(chosen.mesh, mesh):
         raise ValueError(
-            f"{where}: {leaf.path!r} of shape {leaf.shape} has the sharding {sharding}, which is not on the "
+            f"{where}: {leaf.path!r} of shape {leaf.shape} has the sharding {chosen}, which is not on the "
             f"{describe_mesh(mesh)}; give that mesh, or a rule or a PartitionSpec for this parameter"
         )
-    checked = _checked(sharding.spec, leaf, mesh, where)
-    return sharding if sharding.mesh == mesh else checked
+    checked = _checked(chosen.spec, leaf, mesh, where)
+    return chosen if chosen.mesh == mesh else checked
 
 
 def _is_same_mesh(one: AnyMesh, other: AnyMesh) -> bool:

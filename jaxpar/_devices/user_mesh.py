@@ -82,10 +82,7 @@ def each_in_user_mesh(items: Iterator[Item]) -> Iterator[Item]:
 
 @contextlib.contextmanager
 def outside_mesh() -> Generator[Mesh | None]:
-    """A block in which no mesh is set. Its value is the user's mesh.
-
-    The value is None without a mesh, and during tracing, since the mesh cannot be left then.
-    """
+    """A block in which no mesh is set. Its value is the user's mesh, or None if there is none or it cannot be left."""
     user = None
     if not jax.sharding.get_abstract_mesh().empty:
         with contextlib.suppress(ValueError):  # something is traced
@@ -103,14 +100,7 @@ def has_types(mesh: Any) -> bool:
 
 
 def without_types(tree: Any) -> Any:
-    """The arrays of a user's Explicit meshes as arrays of our own. All else stays, to the object.
-
-    Example:
-        >>> mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
-        >>> typed = jax.device_put(jax.numpy.ones(4), NamedSharding(mesh, PartitionSpec("x")))
-        >>> without_types(typed).sharding == split_over(jax.devices()[:2])
-        True
-    """
+    """The arrays of a user's Explicit meshes as arrays of our own. All else stays, to the object."""
     avals = [getattr(leaf, "aval", None) for leaf in jax.tree.leaves(tree)]
     # Many arrays have few shardings, so this is fast where nothing has types.
     shardings: dict[int, Any] = {id(s): s for s in [getattr(aval, "sharding", None) for aval in avals]}

@@ -131,19 +131,13 @@ class PaddedBatch:
 
 
 def padded_rows(count: int, virtual_shards: int, parts: int) -> int:
-    """The rows of a batch of `count` examples in which each part has room for as many shards.
-
-    >>> padded_rows(64, 8, 3), padded_rows(64, 8, 4)
-    (72, 64)
-    """
+    """The rows of a batch of `count` examples in which each part has room for as many shards: of 64 in 8 for 3, 72."""
     return Deal(virtual_shards, parts).slots * parts * (count // virtual_shards)
 
 
 def pad_rows(batch: Any, rows: int, axis: int = 0, along: NamedSharding | None = None) -> Any:
-    """The batch, or its shapes, with so many rows at its end that belong to no example.
-
-    `along` is the sharding of the results for arrays that span processes.
-    """
+    """The batch, or its shapes, with so many rows at its end that belong to no example. Arrays that span processes are
+    laid out by `along`."""
 
     def pad(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._core.arrays import tree_nbytes
-from .._devices import buckets, collectives
-from .._devices.buckets import BucketLimits, Shape
+from .._devices import collectives
+from .._devices.collectives import BucketLimits, Shape
 from .._devices.user_mesh import unsplit
 from ..compression import (
     Compressor,
@@ -66,8 +66,8 @@ def allreduce(
     if compressor.two_way:
         return allreduce_two_way(values, states, axis_name, limits)
     shapes = [v.shape for v in values]
-    groups = buckets.plan_of(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
-    packed = buckets.pack(values, groups)
+    groups = collectives.plan_of(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
+    packed = collectives.pack(values, groups)
     flat = [array.reshape(-1) for array in packed]
     joined = [_join([states[i] for i in g]) for g in groups]
     if isinstance(compressor, ElementCompressor):
@@ -78,7 +78,7 @@ def allreduce(
         coded = [compressor.encode(v, s) for v, s in zip(flat, joined, strict=True)]
         sums = _sum_payloads(compressor, [payload for payload, _ in coded], flat, axis_name, limits)
     sums = [_alone(s.reshape(array.shape)) for s, array in zip(sums, packed, strict=True)]
-    return buckets.unpack(sums, shapes, groups), _split([state for _, state in coded], shapes, groups)
+    return collectives.unpack(sums, shapes, groups), _split([state for _, state in coded], shapes, groups)
 
 
 def reduce_scatter(
@@ -131,13 +131,13 @@ def _alone(total: jax.Array) -> jax.Array:
 
 def _join(states: Sequence[State]) -> State:
     """One state for a bucket: the residuals one after another, the rest as the first one has it."""
-    (residual,) = buckets.pack([s["residual"] for s in states], [range(len(states))])
+    (residual,) = collectives.pack([s["residual"] for s in states], [range(len(states))])
     return {**states[0], "residual": residual.reshape(-1)}
 
 
-def _split(joined: Sequence[State], shapes: Sequence[Shape], groups: buckets.Groups) -> list[State]:
+def _split(joined: Sequence[State], shapes: Sequence[Shape], groups: collectives.Groups) -> list[State]:
     """The inverse: the state of each value."""
-    residuals = buckets.unpack([state["residual"] for state in joined], shapes, groups)
+    residuals = collectives.unpack([state["residual"] for state in joined], shapes, groups)
     rest = {i: state for state, group in zip(joined, groups, strict=True) for i in group}
     return [{**rest[i], "residual": residual} for i, residual in enumerate(residuals)]
 
@@ -170,9 +170,9 @@ def _exchange(
     """
     leaves, structure = jax.tree.flatten(list(payloads))
     shapes = [leaf.shape[lead:] for leaf in leaves]
-    groups = buckets.plan_of(leaves, limits)
-    received = [collective(array) for array in buckets.pack(leaves, groups, axis=lead)]
-    return structure.unflatten(buckets.unpack(received, shapes, groups, axis=1))
+    groups = collectives.plan_of(leaves, limits)
+    received = [collective(array) for array in collectives.pack(leaves, groups, axis=lead)]
+    return structure.unflatten(collectives.unpack(received, shapes, groups, axis=1))
 
 
 def _to_owners(rows: jax.Array, axis_name: str) -> jax.Array:
@@ -221,9 +221,11 @@ def _sum_codes(
     """The flat float32 sums over the axis of what flat codes stand for."""
     per_word, dtype = compressor.per_word, jnp.dtype("uint32")
     padded = [jnp.pad(c, (0, -c.size % per_word)) for c in codes]
-    groups = buckets.plan(tuple(((c.size // per_word,), c.dtype if per_word == 1 else dtype) for c in padded), limits)
-    sums = [_sum_of_codes(compressor, joined, axis_name) for joined in buckets.pack(padded, groups)]
-    parts = buckets.unpack(sums, [c.shape for c in padded], groups)
+    groups = collectives.plan(
+        tuple(((c.size // per_word,), c.dtype if per_word == 1 else dtype) for c in padded), limits
+    )
+    sums = [_sum_of_codes(compressor, joined, axis_name) for joined in collectives.pack(padded, groups)]
+    parts = collectives.unpack(sums, [c.shape for c in padded], groups)
     return [part[: c.size] for part, c in zip(parts, codes, strict=True)]
 
 

@@ -13,7 +13,7 @@ import jax
 
 from .._core import checks
 from .._devices import collectives
-from .._devices.buckets import BucketLimits
+from .._devices.collectives import BucketLimits
 from ..mxnet import _KIND_ALIASES, _OTHER_KINDS
 from . import compressed
 

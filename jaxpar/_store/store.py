@@ -19,9 +19,8 @@ from .._core.arrays import Device, is_traced, nbytes, tree_nbytes, without_keys
 from .._core.calls import answers
 from .._core.text import Table, plural
 from .._devices import collectives
-from .._devices.buckets import BucketLimits, Shape
-from .._devices.donation import own_copies
-from .._devices.mesh import copies_on, put, split_over, to_host
+from .._devices.collectives import BucketLimits, Shape
+from .._devices.mesh import copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
 from ..compression import Compressor, LinearCompressor
 from ..mxnet import _STORE_ARGUMENTS, _line_for

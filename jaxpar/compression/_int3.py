@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._devices import buckets, collectives
-from .._devices.buckets import BucketLimits
+from .._devices import collectives
+from .._devices.collectives import BucketLimits
 from ._base import Compressor, Payload, Shape, State, with_residual
 from ._bits import PLANE, in_order, pack_planes, unpack_planes, words
 
@@ -159,11 +159,11 @@ def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.
     """The float32 (chunk,) sum over the devices of this device's rows (devices, chunk) of codes."""
     groups = _plan(rows, limits)
     shares: list[jax.Array] = []
-    for joined in buckets.pack(rows, groups, axis=1):
+    for joined in collectives.pack(rows, groups, axis=1):
         received = collectives.send_rows(pack_codes(joined), axis_name)
         total = unpack_codes(received).sum(0, dtype=jnp.int32).astype(jnp.float32)
         shares.append(in_order(total)[: joined.shape[1]])
-    return buckets.unpack(shares, [r.shape[1:] for r in rows], groups)
+    return collectives.unpack(shares, [r.shape[1:] for r in rows], groups)
 
 
 def _gather_shares(shares: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
@@ -171,17 +171,17 @@ def _gather_shares(shares: Arrays, axis_name: str, limits: BucketLimits) -> list
     count = lax.axis_size(axis_name)
     groups = _plan([jnp.broadcast_to(s, (count, s.size)) for s in shares], limits)
     whole: list[jax.Array] = []
-    for joined in buckets.pack(shares, groups):
+    for joined in collectives.pack(shares, groups):
         packed = collectives.gather_stack(pack_codes(joined), axis_name)
         whole.append(in_order(unpack_codes(packed).astype(jnp.int8), 1)[:, : joined.size])
-    return buckets.unpack(whole, [s.shape for s in shares], groups, axis=1)
+    return collectives.unpack(whole, [s.shape for s in shares], groups, axis=1)
 
 
-def _plan(rows: Arrays, limits: BucketLimits) -> buckets.Groups:
+def _plan(rows: Arrays, limits: BucketLimits) -> collectives.Groups:
     """Which rows travel together, by the bytes of their bits. Short ones do, since a bucket ends with a whole word."""
     sizes = [words(r.shape[1:], PLANE) for r in rows]
     lead = [r.shape[0] if size >= _SHORT else 1 for r, size in zip(rows, sizes, strict=True)]
-    return buckets.plan(tuple((shape, jnp.dtype("uint32")) for shape in zip(lead, sizes, strict=True)), limits)
+    return collectives.plan(tuple((shape, jnp.dtype("uint32")) for shape in zip(lead, sizes, strict=True)), limits)
 
 
 def _is_inside(size: int, chunk: int, axis_name: str) -> jax.Array:

@@ -16,9 +16,8 @@ from .._core.arrays import Device, is_traced
 from .._core.calls import answers
 from .._core.checks import check_stored
 from .._devices import processes
-from .._devices.buckets import BucketLimits
-from .._devices.donation import own_copies
-from .._devices.mesh import put, spans_processes
+from .._devices.collectives import BucketLimits
+from .._devices.mesh import own_copies, put, spans_processes
 from .._devices.user_mesh import in_user_mesh
 from .._store.aggregate import check_shares
 from .._store.kinds import kind_named

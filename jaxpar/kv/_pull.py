@@ -15,9 +15,8 @@ from .._core import checks
 from .._core.arrays import Device, is_at_prompt
 from .._core.calls import answers
 from .._core.checks import Key, Keys, find_keys
-from .._devices import buckets, collectives, emulated
-from .._devices.donation import donatable
-from .._devices.mesh import STORE_AXIS, copies_on, mesh_of, spans_processes, to_host
+from .._devices import collectives, emulated
+from .._devices.mesh import STORE_AXIS, copies_on, donatable, mesh_of, spans_processes, to_host
 from .._devices.user_mesh import in_user_mesh, now_if_constant
 from .._store.aggregate import axis_size
 from .._store.store import KVStore, is_split, rows_of
@@ -193,12 +192,12 @@ def _on_each(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool
 def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, jax.Array]]:
     """Copies on each device. Small values that are on the same one share buckets."""
     source = values[0].sharding
-    groups: buckets.Groups = tuple((i,) for i in range(len(values)))
+    groups: collectives.Groups = tuple((i,) for i in range(len(values)))
     if isinstance(source, SingleDeviceSharding) and all(v.sharding == source for v in values):
-        groups = buckets.plan_of(values, buckets.BucketLimits())
+        groups = collectives.plan_of(values, collectives.BucketLimits())
     copies: list[dict[Device, jax.Array]] = [{} for _ in values]
     # The small ones first: the large ones may still be computed. And those stay out of programs, which copy.
-    small, together = buckets.consecutive([g for g in groups if len(g) > 1])
+    small, together = collectives.consecutive([g for g in groups if len(g) > 1])
     if small:
         for device, sent in _send_in_buckets([values[i] for i in small], together, devices).items():
             for i, copy in zip(small, sent, strict=True):
@@ -211,12 +210,12 @@ def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, ja
 
 
 def _send_in_buckets(
-    values: list[jax.Array], groups: buckets.Groups, devices: set[Device]
+    values: list[jax.Array], groups: collectives.Groups, devices: set[Device]
 ) -> dict[Device, list[jax.Array]]:
     """Copies on each device of values that are all on one other."""
     source, shapes = values[0].sharding, tuple(v.shape for v in values)
     shared = emulated.one_memory({*devices, *source.device_set})
-    flat = buckets.pack(emulated.views(values), groups, xp=np) if shared else _pack(values, groups)
+    flat = collectives.pack(emulated.views(values), groups, xp=np) if shared else _pack(values, groups)
     sent = dict.fromkeys(devices & source.device_set, values)
     for device in devices - source.device_set:
         where = SingleDeviceSharding(device)
@@ -225,8 +224,8 @@ def _send_in_buckets(
     return sent
 
 
-_pack = jax.jit(buckets.pack, static_argnums=1)
-_unpack = jax.jit(buckets.unpack, static_argnums=(1, 2))
+_pack = jax.jit(collectives.pack, static_argnums=1)
+_unpack = jax.jit(collectives.unpack, static_argnums=(1, 2))
 
 
 @overload

@@ -8,8 +8,7 @@ such as `mxnet_sgd`, are in `jp.mxnet`.
 
     _base         `assign`, `accumulate`, and updaters from functions or optax transforms
     _optimizer    an optax transform of all params; averaged params; the learning rate in the state
-    _elementwise  refuses an updater that is not elementwise if values are split over devices
-    _rule         a digest of the update's computation, for checkpoints
+    _program      what the program of an update says: whether it is elementwise, and a digest of it for checkpoints
 """
 
 # pyright: reportUnusedImport=false
@@ -35,11 +34,6 @@ from ._base import (
     program_of as _program_of,
     stateless as stateless,
 )
-from ._elementwise import (
-    check_elementwise as _check_elementwise,
-    check_elementwise_forms as _check_elementwise_forms,
-    check_elementwise_tree as _check_elementwise_tree,
-)
 from ._optimizer import (
     TreeOptimizer as _TreeOptimizer,
     UnknownOwners as _UnknownOwners,
@@ -48,7 +42,10 @@ from ._optimizer import (
     learning_rates as learning_rates,
     set_learning_rate as set_learning_rate,
 )
-from ._rule import (
+from ._program import (
+    check_elementwise as _check_elementwise,
+    check_elementwise_forms as _check_elementwise_forms,
+    check_elementwise_tree as _check_elementwise_tree,
     has_other_numbers as _has_other_numbers,
     is_other_rule as _is_other_rule,
     rule_of_each as _rule_of_each,

@@ -37,16 +37,7 @@ class UnknownOwners(Exception):
 class TreeOptimizer:
     """An optax transform that sees all params at once. `kv.from_params(params, optimizer=tx)` makes it.
 
-    The same `tx` object makes an equal optimizer, another `optax.sgd(0.1)` does not.
-
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> from jaxpar import kv
-        >>> tx = optax.masked(optax.sgd(0.5), {"w": True, "b": False})
-        >>> store = kv.from_params({"w": jnp.ones(2), "b": jnp.ones(1)}, optimizer=tx)
-        >>> store.updater == TreeOptimizer(tx)
-        True
-    """
+    The same `tx` object makes an equal optimizer, another `optax.sgd(0.1)` does not."""
 
     tx: optax.GradientTransformation
 
@@ -61,26 +52,33 @@ class TreeOptimizer:
         """The next params, in their dtypes, and the next state. A transform that takes `value=` gets the loss."""
         import optax
 
-        if isinstance(state, Lookahead):
-            both = optax.LookaheadParams(fast=params, slow=state.slow)
-            updates, inner = self._updates(grads, state.state, both, value)
-            both = optax.apply_updates(both, updates)
-            return both.fast, Lookahead(inner, both.slow)  # pyright: ignore[reportAttributeAccessIssue]
-        updates, state = self._updates(grads, state, params, value)
-        return optax.apply_updates(params, updates), state
+        is_lookahead = isinstance(state, Lookahead)
+        seen: Any = optax.LookaheadParams(fast=params, slow=state.slow) if is_lookahead else params
+        inner = state.state if is_lookahead else state
+        plain = isinstance(self.tx, optax.GradientTransformation)  # `optax.MultiSteps` is none
+        update = optax.with_extra_args_support(self.tx).update if plain else self.tx.update
+        known = {} if value is None else {"value": value, "grad": grads}
+        try:
+            try:
+                updates, inner = update(grads, inner, seen, **known)
+            except TypeError as error:
+                if not known or "unexpected keyword argument" not in str(error):
+                    raise
+                updates, inner = update(grads, inner, seen)  # `optax.contrib.sam` takes no other arguments
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            given = "a training step gives value=, the loss, and grad=, and a push gives neither"
+            raise TypeError(f"this optimizer needs more than gradients ({error}); {given}") from error
+        new: Any = optax.apply_updates(seen, updates)
+        return (new.fast, Lookahead(inner, new.slow)) if is_lookahead else (new, inner)
 
     def owners(self, params: Tree) -> list[int | None]:
         """For each leaf of the state the position of the param that it belongs to. None: to no single one.
 
-        The state is a part of pytrees with the structure of the params, and the rest. `init` is evaluated on params
-        that have no leaves. What then stands in its place in the state belongs to the param. Nothing is computed.
-        `UnknownOwners` where `init` needs the params themselves, or puts several of them into one array.
-
-        Example:
-            >>> import jax.numpy as jnp, optax
-            >>> TreeOptimizer(optax.adam(0.1)).owners({"mu": jnp.ones(2), "nu": jnp.ones(3)})  # count, mu, nu
-            [None, 0, 1, 0, 1]
-        """
+        `UnknownOwners` where `init` needs the params themselves, or puts several of them into one array."""
+        # `init` is evaluated on params that have no leaves, each with its position. Where such a one stands in the
+        # state, what `init` gives there for arrays belongs to that param. Nothing is computed.
         structure = jax.tree.structure(params)
         found: list[int | None] = []
 
@@ -119,25 +117,6 @@ class TreeOptimizer:
         traced = jax.make_jaxpr(update)(jax.ShapeDtypeStruct((), jnp.float32), specs, state, specs).jaxpr
         read = [v for eqn in traced.eqns for v in eqn.invars] + list(traced.outvars)
         return any(v is traced.invars[0] for v in read if not isinstance(v, Literal))
-
-    def _updates(self, grads: Tree, state: Any, params: Tree, value: jax.Array | None) -> tuple[Tree, Any]:
-        import optax
-
-        plain = isinstance(self.tx, optax.GradientTransformation)  # `optax.MultiSteps` is none
-        update = optax.with_extra_args_support(self.tx).update if plain else self.tx.update
-        known = {} if value is None else {"value": value, "grad": grads}
-        try:
-            try:
-                return update(grads, state, params, **known)
-            except TypeError as error:
-                if not known or "unexpected keyword argument" not in str(error):
-                    raise
-                return update(grads, state, params)  # `optax.contrib.sam` takes no other arguments
-        except TypeError as error:
-            if "required keyword-only argument" not in str(error):
-                raise
-            given = "a training step gives value=, the loss, and grad=, and a push gives neither"
-            raise TypeError(f"this optimizer needs more than gradients ({error}); {given}") from error
 
 
 # Averages of params, which are evaluated in place of those that are trained.

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from jaxpar import checkpoint, compression, kv, updaters
-from jaxpar._devices import buckets, collectives
+from jaxpar._devices import collectives
 from jaxpar._store import compressed
 from jaxpar.compression import _Grid as Grid
 
@@ -85,7 +85,7 @@ SPECS = [
 ]
 
 
-LIMITS = buckets.BucketLimits()
+LIMITS = collectives.BucketLimits()
 
 
 def name_of(spec):
@@ -169,7 +169,7 @@ def test_every_way_gives_the_same_bits(monkeypatch):
 @pytest.mark.parametrize("alone", [pytest.param(0, marks=pytest.mark.slow), 1 << 20], ids=["each_alone", "one_bucket"])
 def test_buckets_do_not_matter(alone):
     values = normal((64,), (3, 5), (40, 40))
-    limits = buckets.BucketLimits(alone_bytes=alone)
+    limits = collectives.BucketLimits(alone_bytes=alone)
     sums, _ = summed({"type": "2bit", "threshold": 0.1}, values, limits)
     for got, want in zip(sums, expected({"type": "2bit", "threshold": 0.1}, values), strict=True):
         np.testing.assert_array_equal(got[0], want)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jaxpar._devices import buckets, collectives, mesh
-from jaxpar._devices.buckets import BucketLimits
+from jaxpar._devices import collectives, mesh
+from jaxpar._devices.collectives import BucketLimits
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 avals = st.lists(st.tuples(shapes, st.sampled_from([np.dtype("float32"), np.dtype("int8")])), max_size=12)
@@ -21,7 +21,7 @@ def nbytes(aval):
 @settings(max_examples=100, deadline=None)
 @given(avals, limits)
 def test_a_plan_keeps_its_limits(avals, limits):
-    groups = buckets.plan(tuple(avals), limits)
+    groups = collectives.plan(tuple(avals), limits)
     assert sorted(i for g in groups for i in g) == list(range(len(avals)))
     for group in groups:
         assert len({avals[i][1] for i in group}) == 1
@@ -45,13 +45,13 @@ def test_out_of_a_bucket_comes_what_went_in(axis, limits):
         .astype("int8" if i % 4 == 3 else "float32")
         for i, tail in enumerate(TAILS)
     ]
-    groups = buckets.plan_of(values, limits)
-    packed = jax.jit(lambda values: buckets.pack(values, groups, axis))([jnp.asarray(v) for v in values])
-    for array, host, group in zip(packed, buckets.pack(values, groups, axis, xp=np), groups, strict=True):
+    groups = collectives.plan_of(values, limits)
+    packed = jax.jit(lambda values: collectives.pack(values, groups, axis))([jnp.asarray(v) for v in values])
+    for array, host, group in zip(packed, collectives.pack(values, groups, axis, xp=np), groups, strict=True):
         np.testing.assert_array_equal(array, host)
         size = sum(values[i].size for i in group)
         assert array.shape == (values[group[0]].shape if len(group) == 1 else (*lead, size // 3**axis))
-    for value, got in zip(values, jax.jit(lambda p: buckets.unpack(p, TAILS, groups, axis))(packed), strict=True):
+    for value, got in zip(values, jax.jit(lambda p: collectives.unpack(p, TAILS, groups, axis))(packed), strict=True):
         assert got.dtype == value.dtype
         np.testing.assert_array_equal(got, value)
 
@@ -59,20 +59,20 @@ def test_out_of_a_bucket_comes_what_went_in(axis, limits):
 def test_a_value_of_its_own_may_come_back_flat_and_gathered():
     """A program over devices has it so."""
     values, groups = [jnp.ones((2, 3)), jnp.zeros(())], ((0,), (1,))
-    flat = [v.reshape(-1) for v in buckets.pack(values, groups)]
-    assert [v.shape for v in buckets.unpack(flat, [(2, 3), ()], groups)] == [(2, 3), ()]
+    flat = [v.reshape(-1) for v in collectives.pack(values, groups)]
+    assert [v.shape for v in collectives.unpack(flat, [(2, 3), ()], groups)] == [(2, 3), ()]
     gathered = [jnp.stack([v] * 4) for v in flat]
-    assert [v.shape for v in buckets.unpack(gathered, [(2, 3), ()], groups, axis=1)] == [(4, 2, 3), (4,)]
+    assert [v.shape for v in collectives.unpack(gathered, [(2, 3), ()], groups, axis=1)] == [(4, 2, 3), (4,)]
 
 
 def test_defaults_and_edges():
-    assert buckets.plan(()) == ()
+    assert collectives.plan(()) == ()
     many = (((256,), np.dtype("float32")),) * 256
-    assert len(buckets.plan(many)) == 1  # 256 KB
+    assert len(collectives.plan(many)) == 1  # 256 KB
     large = (((1024, 1024), np.dtype("float32")),) * 8
-    assert buckets.plan(large) == tuple((i,) for i in range(8))
-    assert buckets.plan(many[:3], BucketLimits(2048, 10**9)) == ((0, 1), (2,))
-    assert buckets.plan(many[:2], BucketLimits(10**9, 1024)) == ((0,), (1,))
+    assert collectives.plan(large) == tuple((i,) for i in range(8))
+    assert collectives.plan(many[:3], BucketLimits(2048, 10**9)) == ((0, 1), (2,))
+    assert collectives.plan(many[:2], BucketLimits(10**9, 1024)) == ((0,), (1,))
 
 
 @pytest.mark.parametrize("name", ["bucket_bytes", "alone_bytes"])

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxpar import kv, updaters
 from jaxpar._devices import collectives
-from jaxpar._devices.buckets import BucketLimits
+from jaxpar._devices.collectives import BucketLimits
 
 SHAPES = [(3,), (2, 2), (), (0,), (200, 50), (5,)]  # (200, 50) travels alone
 DTYPES = [jnp.float32, jnp.float32, jnp.float32, jnp.float32, jnp.float32, jnp.int32]

@@ -13,7 +13,7 @@ import pytest
 import jaxpar
 from jaxpar import checkpoint, compression, data, kv, models, parallel, sparse, train, updaters, viz
 from jaxpar._core import checks
-from jaxpar._devices.donation import is_donated
+from jaxpar._devices.mesh import is_donated
 
 DEVICES = jax.devices()[:4]
 PARAMS = {"w": jnp.zeros((4, 3))}

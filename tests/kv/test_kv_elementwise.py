@@ -13,7 +13,7 @@ from kv_model import assert_unchanged, axes_of, put, snapshot, whole_numbers
 from step_model import ENGINES, close
 
 from jaxpar import free_running, kv, train, updaters
-from jaxpar.updaters import _elementwise
+from jaxpar.updaters import _program
 
 KERNEL = (3, 5)
 
@@ -122,7 +122,7 @@ def refusal(update, shape=(4, 4), devices=4, init=lambda key, value: (), key=0):
     chunk = -(-int(np.prod(shape)) // devices)
     specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (chunk,), (devices, chunk))]
     updater = updaters.Updater(init, lambda key, g, state, x: (update(key, g, state, x), state))
-    return _elementwise.fault(updater, [key], *specs)
+    return _program.fault(updater, [key], *specs)
 
 
 def trained(kind, made):
@@ -228,7 +228,7 @@ def test_the_state_is_looked_at_too():
     assert "the updater fails on a share of it only (TypeError" in refusal(lambda key, g, state, x: g.reshape(4, 4))
     growing = updaters.Updater(lambda key, value: jnp.float32(0), lambda key, g, state, x: (g, state + g))
     specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 4), (4,))]
-    assert "changes the structure or the shapes" in _elementwise.fault(growing, [0], *specs)
+    assert "changes the structure or the shapes" in _program.fault(growing, [0], *specs)
 
 
 def test_each_key_is_looked_at_where_the_updater_uses_it():

@@ -14,7 +14,7 @@ from kv_model import collectives_in, put, whole_numbers
 
 from jaxpar import kv, updaters
 from jaxpar._devices import collectives
-from jaxpar._devices.buckets import BucketLimits
+from jaxpar._devices.collectives import BucketLimits
 from jaxpar._store import kinds
 from jaxpar.mxnet import _KIND_ALIASES
 

@@ -522,6 +522,9 @@ def test_the_weights_are_one_small_sum_more():
 
 
 def test_the_attributes_of_the_definition_are_those_of_the_step():
-    """A new option of the gradient belongs into `definition`, or into this list of what changes no number."""
-    fields = {f.name for f in dataclasses.fields(type(train.make_train_step(counted).device_step.gradient))}
-    assert fields == {"loss_fn", "accumulate", "compute_dtype", "remat", "platform"}
+    """A new option of the step belongs into `definition`, or into this list of what changes no number."""
+    fields = {f.name for f in dataclasses.fields(type(train.make_train_step(counted).device_step))}
+    assert fields == {
+        *("loss_fn", "axis_name", "accumulate", "compute_dtype", "remat", "platform"),
+        *("grad_transform", "scaling", "guard", "unused", "named"),
+    }

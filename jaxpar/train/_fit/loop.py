@@ -22,7 +22,7 @@ import jax
 from ... import data, distributed
 from ..._core.text import say_news
 from ..._devices import processes
-from ..._devices.donation import is_donated
+from ..._devices.mesh import is_donated
 from ...checkpoint import CheckpointError, Manager, _of_step
 from .._callbacks.history import History, Record, line
 from .._step.nonfinite import NonFiniteError, check_finite

@@ -15,7 +15,7 @@ from ... import data, updaters
 from ..._core import checks
 from ..._core.calls import answers
 from ..._core.text import Table
-from ..._devices.donation import is_donated
+from ..._devices.mesh import is_donated
 from ..._devices.user_mesh import outside_mesh
 from .._callbacks.plots import new_figure, png, readable, save_figure
 from .._step.state import TrainState, check_is_state

@@ -22,7 +22,7 @@ from ..._core import checks
 from ..._core.calls import answers
 from ..._core.files import as_path
 from ..._core.text import is_interactive
-from ..._devices.donation import is_donated
+from ..._devices.mesh import is_donated
 from .._callbacks.history import number_text
 
 BEHIND = 8  # steps whose metrics are not read yet, so that the host need not wait

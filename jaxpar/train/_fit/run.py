@@ -18,7 +18,7 @@ from ..._core import checks, files
 from ..._core.calls import check_takes
 from ..._core.text import say, say_news
 from ..._devices import processes
-from ..._devices.donation import is_donated, zeros_if_donated
+from ..._devices.mesh import is_donated, zeros_if_donated
 from ..._devices.user_mesh import outside_mesh
 from ...checkpoint import CheckpointError, Found, Manager
 from .._callbacks.callbacks import Callbacks, collect_callbacks, is_saved_memory
@@ -240,7 +240,8 @@ def resume(run: Run, manager: Manager | None, state: TrainState) -> tuple[TrainS
 
 def like_saved(state: TrainState, step: Any) -> TrainState:
     """A state with all parts that the step's checkpoints have. A step of the user's own has those of `state`."""
-    state = zeros_if_donated(state)
+    with outside_mesh():
+        state = zeros_if_donated(state)
     return step.complete(state) if hasattr(step, "complete") else state
 
 

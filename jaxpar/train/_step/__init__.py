@@ -5,8 +5,8 @@ A call of a step goes one way:
     train_step   find or make the program for the state
     programs     one step or several as one compiled program, with the memory of the state donated; the engines `pmap`,
                  `shard_map` and `jit`, which make the step of all devices out of that of one
-    device_step  what one device does: gradient, sum over the devices, update, new state (`local_sgd`: rounds of local
-                 steps, `global_step`: of all devices, for `jit`)
+    step         what one device does: gradient, sum over the devices, update, new state (`GlobalStep`: of all devices,
+                 for `jit`; `local_sgd`: rounds of local steps)
     loss         what a loss function takes and gives, and its means over the devices
     nonfinite    whether the update is made, and the scale of the loss
     virtual      with `virtual_shards`: the programs of one device, and the step of all out of them

@@ -13,30 +13,27 @@ is pushed as any other, in buckets and compressed if the store has a compressor.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ... import kv
 from ..._core import checks
-from ..._core.arrays import Device
 from ..._devices.mesh import split_over
 from ..._store import aggregate
 from ..._store.aggregate import update
 from ..._store.store import by_key, is_split, trained_keys, tree_of, with_changes
 from ...kv import KVStore
-from .device_step import END_OF_ROUND, Arrays, DeviceStep, divide
-from .state import TrainState, carries, everywhere
+from .state import TrainState, carries, everywhere, whole_params
+from .step import END_OF_ROUND, Arrays, DeviceStep, divide
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalSGD(DeviceStep):
     """The step of one device in a round of local steps."""
 
-    steps: int = 1  # H, the updates of a round
+    steps: int  # H, the updates of a round
     outer: Any = None  # the optax transform of the outer gradient. None averages.
 
     has_local_part: ClassVar[bool] = True
@@ -44,17 +41,17 @@ class LocalSGD(DeviceStep):
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         # The gradient of this device's share, at its own parameters.
         mine = own_state(state)
-        params = kv.to_params(mine.store)
-        trained, scale = trained_keys(state.store), self._scale(state)
-        share = self.gradient(params, trained, batch, self._rng(state), state.model_state, state.step, scale)
+        params = whole_params(mine.store, self.axis_name)
+        share = self._gradient(state, params, batch, self._rng(state), state.model_state)
         grads, loss = share.grads, share.metrics["loss"]
         if share.weight is not None:  # by the mean weight, so that the mean over the devices is over what counts
             weight = self._add(state, [share.weight])[0] / lax.axis_size(self.axis_name)
             grads, loss = {k: divide(g, weight) for k, g in grads.items()}, loss.total / weight
 
         # The update of its own parameters. Metrics and model state are those of all devices.
-        updates, transform = self._transform(mine, params, grads)
-        transform = transform if jax.tree.leaves(transform) else state.local["transform"]
+        updates, transform = grads, mine.transform
+        if self.grad_transform is not None:
+            updates, transform = self._transform(mine, params, grads)
         store = with_changes(mine.store, update(mine.store, self._without_unused(state, share, updates), loss))
         metrics, model_state, bad = self._mean_over_devices(state, share, grads, {})
         local = _local_part(store, list(state.local["values"]), transform)
@@ -123,8 +120,13 @@ class LocalSGD(DeviceStep):
             "since": jnp.zeros((), jnp.int32),
         }
         leaves, structure = jax.tree.flatten(local)
-        assert store.devices is not None
-        local = structure.unflatten(_copies(store.devices)(leaves))
+        devices = store.devices or ()
+
+        def copies(leaves: list[jax.Array]) -> list[jax.Array]:
+            """One copy for each device, along a new first axis."""
+            return [jnp.broadcast_to(x[None], (len(devices), *x.shape)) for x in leaves]
+
+        local = structure.unflatten(jax.jit(copies, out_shardings=split_over(devices))(leaves))
         return dataclasses.replace(state, local=local, outer=everywhere(outer, store))
 
 
@@ -160,28 +162,17 @@ def _local_part(store: KVStore, keys: list[int], transform: Any) -> dict[str, An
 
 def own_state(state: TrainState) -> TrainState:
     """The state with this device's values, updater states and transform in place of the common ones."""
-    store, local = state.store, state.local
-    values = {k: own.reshape(store.values[k].shape) for k, own in local["values"].items()}
-    states = {k: _like(store.updater_state[k], own) for k, own in local["updater_state"].items()}
+    store = state.store
+    own = _like(_local_part(store, list(state.local["values"]), state.transform), state.local)
     mine = dataclasses.replace(
         store,
-        values={**store.values, **values},
-        updater_state={**store.updater_state, **states},
-        optimizer_state=_like(store.optimizer_state, local["optimizer_state"]),
+        values={**store.values, **own["values"]},
+        updater_state={**store.updater_state, **own["updater_state"]},
+        optimizer_state=own["optimizer_state"],
     )
-    return dataclasses.replace(state, store=mine, transform=_like(state.transform, local["transform"]))
+    return dataclasses.replace(state, store=mine, transform=own["transform"])
 
 
 def _like(like: Any, tree: Any) -> Any:
     """The arrays in the shapes of others, which have an axis of length 1 for the device, or have none."""
     return jax.tree.map(lambda old, new: new.reshape(old.shape), like, tree)
-
-
-@functools.lru_cache(maxsize=64)
-def _copies(devices: tuple[Device, ...]) -> Any:
-    """A compiled function that copies arrays along a new first axis, one copy for each device."""
-
-    def copies(leaves: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.broadcast_to(x[None], (len(devices), *x.shape)) for x in leaves]
-
-    return jax.jit(copies, out_shardings=split_over(devices))

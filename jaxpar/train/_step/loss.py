@@ -203,16 +203,12 @@ def is_number(value: Any) -> bool:
 def over_microbatches(metrics: Any, count: int) -> Any:
     """What a share gives out of what its microbatches give, which has them as first axis."""
     summed = jax.tree.map(lambda x: x.sum(0), widen(metrics))
-    return jax.tree.map(lambda x: x if isinstance(x, Mean) else x / count, summed, is_leaf=_is_mean)
+    return jax.tree.map(lambda x: x if isinstance(x, Mean) else x / count, summed, is_leaf=is_pair)
 
 
 def finish(sums: Any, count: int) -> Any:
     """The means out of the sums over `count` shares. A sum over no weight at all gives NaN."""
-    return jax.tree.map(lambda x: x.total / x.weight if isinstance(x, Mean) else x / count, sums, is_leaf=_is_mean)
-
-
-def _is_mean(x: Any) -> bool:
-    return isinstance(x, Mean)
+    return jax.tree.map(lambda x: x.total / x.weight if isinstance(x, Mean) else x / count, sums, is_leaf=is_pair)
 
 
 # The mean of a model state must leave alone what all shares have alike. A sum of equal float32 is rounded, and only one

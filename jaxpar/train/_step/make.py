@@ -15,14 +15,13 @@ from ..._core import checks
 from ..._core.arrays import Device
 from ..._core.calls import answers, check_takes
 from ..._core.text import did_you_mean
-from .device_step import DeviceStep, Gradient
-from .global_step import GlobalGradient, GlobalStep, check_axes
 from .local_sgd import LocalSGD, check_local_steps
 from .loss import LOSS_ARGUMENTS, LossFn
 from .nonfinite import ACTIONS, DynamicLossScale, Guard, check_loss_scale
 from .state import IN_STORE, TrainState, create_state
+from .step import DeviceStep, GlobalStep, check_axes
 from .train_step import TrainStep
-from .virtual import AXIS, VirtualStep
+from .virtual import VirtualStep
 
 if TYPE_CHECKING:
     import optax
@@ -171,21 +170,29 @@ def make_train_step(
     check_local_steps(local_steps, outer_optimizer)
     scaling = check_loss_scale(loss_scale)
     dynamic = scaling if isinstance(scaling, DynamicLossScale) else None
-    guard = Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None
-    computed = loss_fn, accumulate, compute_dtype, remat
-    gradient = Gradient(*computed)
     checks.choice(unused, "make_train_step", "unused", ("warn", "skip"))
-    shared = grad_transform, scaling, guard, unused, set[str]()
     if virtual_shards is not None:
         checks.whole_number(virtual_shards, "make_train_step", "virtual_shards")
     _check_sums(engine, mesh, virtual_shards, local_steps)
-    device_step, global_step = DeviceStep(gradient, axes[0], *shared), None
+    options: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "axis_name": axes[0],
+        "accumulate": accumulate,
+        "compute_dtype": compute_dtype,
+        "remat": remat,
+        "grad_transform": grad_transform,
+        "scaling": scaling,
+        "guard": Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None,
+        "unused": unused,
+        "named": set(),
+    }
+    global_step = None
     if virtual_shards is not None:
-        device_step = VirtualStep(gradient, AXIS, *shared, virtual_shards)
+        device_step = VirtualStep(**options, shards=virtual_shards)
     elif local_steps is not None:
-        device_step = LocalSGD(gradient, axes[0], *shared, int(local_steps), outer_optimizer)
+        device_step = LocalSGD(**options, steps=int(local_steps), outer=outer_optimizer)
     else:
-        global_step = GlobalStep(GlobalGradient(*computed, axes=axes), axes[0], *shared)
+        device_step, global_step = DeviceStep(**options), GlobalStep(**options, axes=axes)
     return TrainStep(device_step, global_step, engine, axes[0], chosen, nonfinite, virtual_shards, mesh)
 
 

@@ -1,11 +1,12 @@
 """The compiled programs of a training step: one step, several in a loop, and the end of training.
 
-An engine is a function `run(step, state, batch) -> (state, metrics)` of whole arrays, traced inside of a program. Of
-the step of one device it makes that of all of them.
+An engine is a function `run(step, shardings, state, batch) -> (state, metrics)` of whole arrays, traced inside of a
+program. Of the step of one device it makes that of all of them. `shardings` are those of the leaves of the state.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -17,34 +18,41 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from ..._core import checks
 from ..._core.arrays import Device
 from ..._core.recent import forget
 from ..._cpu import for_platform
 from ..._devices.emulated import wait_before_collectives
-from ..._devices.mesh import are_on, put, put_copy
+from ..._devices.mesh import STORE_AXIS, are_on, mesh_of, put, put_copy
 from ..._devices.user_mesh import without_types
-from ..._store.store import KVStore, copies_for, mesh_of_values
-from .device_step import DeviceStep
-from .state import TrainState, leaf_shardings, partition_specs, shapes_on
+from ..._store.store import copies_for, mesh_of_values
+from .state import TrainState, leaf_shardings, shapes_on
+from .step import DeviceStep, GlobalStep
 
 Batch = Any
 Metrics = dict[str, jax.Array]
-Engine = Callable[[DeviceStep, TrainState, Batch], tuple[TrainState, Metrics]]
+Engine = Callable[[DeviceStep, TrainState, TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-def run_by_shard_map(step: DeviceStep, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def run_by_shard_map(step: DeviceStep, shardings: TrainState, state: TrainState, *batch: Batch) -> Any:
+    """The step on each device. Without a batch what the step does at the end of training, which gives the state."""
     axis = P(step.axis_name)
-    specs = partition_specs(state, step.axis_name)
-    return _shard_map(step, step, state, in_specs=(specs, axis), out_specs=(specs, P()))(state, batch)
+    specs = jax.tree.map(lambda s: P(*[part and step.axis_name for part in s.spec]), shardings)
+    mesh = Mesh(np.array(state.store.devices), (step.axis_name,))
+    # With the check on, the gradient of replicated params would be summed already.
+    over = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    if not batch:
+        return over(step.apply_pending, in_specs=(specs,), out_specs=specs)(state)
+    return over(step, in_specs=(specs, axis), out_specs=(specs, P()))(state, *batch)
 
 
-def run_by_pmap(step: DeviceStep, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def run_by_pmap(step: DeviceStep, shardings: TrainState, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     devices = state.store.devices or ()
     # Inside of a program, pmap knows the devices of its own process only. By shard_map it is the same program.
     if len({d.process_index for d in devices}) > 1:
-        return run_by_shard_map(step, state, batch)
+        return run_by_shard_map(step, shardings, state, batch)
     leaves, treedef = jax.tree.flatten(state)
-    axes = [None if spec == P() else 0 for spec in jax.tree.leaves(partition_specs(state, step.axis_name))]
+    axes = [0 if any(sharding.spec) else None for sharding in jax.tree.leaves(shardings)]
 
     def body(leaves: list[jax.Array], batch: Batch) -> Any:
         new, metrics = step(treedef.unflatten(leaves), batch)
@@ -59,49 +67,15 @@ def run_by_pmap(step: DeviceStep, state: TrainState, batch: Batch) -> tuple[Trai
     return treedef.unflatten(new), metrics
 
 
-def run_by_jit(step: DeviceStep, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def run_by_jit(step: DeviceStep, shardings: TrainState, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    # All arrays over the same mesh, also those that a user's mesh laid out alike.
+    state = jax.tree.map(lax.with_sharding_constraint, state, shardings)
     mesh = mesh_of_values(state.store)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # for bare PartitionSpecs in a loss
         return step(state, batch)
 
 
 ENGINES: dict[str, Engine] = {"pmap": run_by_pmap, "shard_map": run_by_shard_map, "jit": run_by_jit}
-
-
-class BatchPlacement:
-    """Checks the batches of a step and puts them on its devices."""
-
-    def __init__(self, step: DeviceStep, store: KVStore):
-        mesh, axes = step.spread(store)
-        first = axes[0] if len(axes) == 1 else axes
-        self.shares: int = math.prod([mesh.shape[name] for name in axes])  # in how many parts a batch is split
-        # The sharding of a batch, and that of several batches, whose number is the first axis.
-        self.along: tuple[NamedSharding, ...] = NamedSharding(mesh, P(first)), NamedSharding(mesh, P(None, first))
-        self._step, self._devices = step, tuple(mesh.devices.flat)
-        self._last: list[Any] = []  # how the leaves of the last batch were placed, if they could stay where they were
-
-    def __call__(self, batch: Batch, axis: int = 0) -> Batch:
-        """The batch on the devices. `axis` is that of the examples."""
-        # Nothing is checked where its arrays are placed as those of the last batch, since this is asked at every step.
-        # A program checks the shapes when it is traced for them.
-        batch = self._step.lay_out(batch, self.shares, self.along[axis], axis)
-        leaves = jax.tree.leaves(batch)
-        placed = [getattr(leaf, "sharding", None) or (type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
-        if placed == self._last:
-            return batch
-        self._step.check_batch(batch, self.shares, axis)
-        plain = without_types(batch)
-        if not are_on(plain, self._devices):
-            return put(plain, self.along[axis])
-        if plain is batch:
-            self._last = placed
-        return plain
-
-    def check(self, batch: Batch, axis: int = 0) -> Batch:
-        """The shapes of a batch, or of its shapes, on the devices. Errors as of a call."""
-        batch = self._step.lay_out(batch, self.shares, self.along[axis], axis)
-        self._step.check_batch(batch, self.shares, axis)
-        return shapes_on(batch, jax.tree.map(lambda _: self.along[axis], batch))
 
 
 class Part(NamedTuple):
@@ -113,53 +87,116 @@ class Part(NamedTuple):
 
 
 class Program:
-    """One step, or several, for states of one structure. The memory of the state is donated, except its `rng`."""
+    """What runs a step for states of one structure. It checks batches, and puts them on the devices."""
 
-    # A program takes the leaves of a state in a list, and the `rng` by itself. JAX keeps the structures of arguments
-    # forever, and that of a state refers to its optimizer. The `rng` never changes, and a program takes as long to
-    # return a random key as five arrays.
+    # A program takes the leaves of a state in a list, whose memory is donated, and the `rng` by itself. JAX keeps the
+    # structures of arguments forever, and that of a state refers to its optimizer. The `rng` never changes, and a
+    # program takes as long to return a random key as five arrays.
 
-    def __init__(self, step: DeviceStep, run: Engine, treedef: Any):
+    def __init__(self, step: DeviceStep, treedef: Any):
         state = treedef.unflatten(range(treedef.num_leaves))
         self.devices: tuple[Device, ...] = state.store.devices
-        self._treedef, self._rng_at = treedef, state.rng
-        self._placement = BatchPlacement(step, state.store)
-        self.batch_shapes = self._placement.check
-        self._everywhere = copies_for(state.store)
+        self._treedef, self._rng_at, self._accumulate = treedef, state.rng, step.accumulate
+        mesh, axes = mesh_of(self.devices), (STORE_AXIS,)
+        if isinstance(step, GlobalStep):
+            mesh, axes = mesh_of_values(state.store), step.axes
+        first = axes[0] if len(axes) == 1 else axes
+        self.shares: int = math.prod([mesh.shape[name] for name in axes])  # in how many parts a batch is split
+        # The sharding of a batch, and that of several batches, whose number is the first axis.
+        self.along: tuple[NamedSharding, ...] = NamedSharding(mesh, P(first)), NamedSharding(mesh, P(None, first))
+        self._last: list[Any] = []  # how the leaves of the last batch were placed, if they could stay where they were
+
+    def place(self, batch: Batch, axis: int = 0) -> Batch:
+        """The batch on the devices. `axis` is that of the examples."""
+        # Nothing is checked where its arrays are placed as those of the last batch, since this is asked at every step.
+        # A program checks the shapes when it is traced for them.
+        leaves = jax.tree.leaves(batch)
+        placed = [getattr(leaf, "sharding", None) or (type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
+        if placed == self._last:
+            return batch
+        self.check_batch(batch, axis)
+        plain = without_types(batch)
+        if not are_on(plain, self.devices):
+            return put(plain, self.along[axis])
+        if plain is batch:
+            self._last = placed
+        return plain
+
+    def batch_shapes(self, batch: Batch, axis: int = 0) -> Batch:
+        """The shapes of a batch, or of its shapes, on the devices. Errors as of a call."""
+        self.check_batch(batch, axis)
+        return shapes_on(batch, jax.tree.map(lambda _: self.along[axis], batch))
+
+    def check_batch(self, batch: Batch, axis: int = 0) -> None:
+        """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches. `TypeError` for
+        a leaf that is no array of numbers."""
+        checks.arrays_of_numbers(batch, "train step: batch")
+        n, parts, devices = checks.batch_length(batch, "train step", axis), self._accumulate, self.shares
+        if n % (devices * parts) == 0:
+            return
+        if parts == 1:
+            checks.even_share(n, devices, "train step", ", or pad it")
+        size = n // (devices * parts) * devices * parts or devices * parts
+        problem = f"cannot be divided by {devices} devices"
+        if n % devices == 0:
+            each = f"gives each of {devices} devices {n // devices} examples"
+            problem = f"{each}, which cannot be cut in accumulate={parts} microbatches"
+        raise ValueError(f"train step: a batch of {n} {problem}; use a batch of {size}, or pad it")
+
+
+class JointProgram(Program):
+    """One step, or several, as one compiled program of all devices."""
+
+    def __init__(self, step: DeviceStep, run: Engine, treedef: Any):
+        super().__init__(step, treedef)
+        self._step, self._everywhere = step, copies_for(treedef.unflatten(range(treedef.num_leaves)).store)
         self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, self._everywhere))
-        platform = self.devices[0].platform
-        traced = _step_of_leaves(step.on_platform(platform), run, self._placement.shares, treedef, state.rng)
-        self._traced = jax.jit(traced, inline=True)  # so it is traced once, for `check` and for both programs
-        self._step = jax.jit(for_platform(self._traced, platform), donate_argnums=0)
-        self._steps = jax.jit(for_platform(_loop_over_batches(self._traced), platform), donate_argnums=0)
-        self._finish = jax.jit(_finish_of_leaves(step, treedef))
+        self._platform = self.devices[0].platform
+        own, at = dataclasses.replace(step, platform=self._platform), self._rng_at
+
+        def train_step(leaves: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Metrics]:
+            self.check_batch(batch)
+            state = treedef.unflatten([*leaves[:at], rng, *leaves[at:]])
+            shardings = leaf_shardings(state)
+            new, metrics = run(own, shardings, state, batch)
+            # The new state is placed exactly as the old one, so the next step finds its program.
+            leaves = jax.tree.map(lax.with_sharding_constraint, jax.tree.leaves(new), jax.tree.leaves(shardings))
+            del leaves[at]
+            return leaves, metrics
+
+        self._traced = jax.jit(train_step, inline=True)  # so it is traced once, for all that follows
+        self._one = jax.jit(for_platform(self._traced, self._platform), donate_argnums=0)
+
+    @functools.cached_property
+    def _several(self) -> Any:
+        return jax.jit(for_platform(_loop_over_batches(self._traced), self._platform), donate_argnums=0)
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step, or those of `batch[first:end]`, `part` being these two numbers."""
-        batch = self._placement(batch, axis=1 if part else 0)
+        batch = self.place(batch, axis=1 if part else 0)
         wait_before_collectives((leaves, batch), self.devices)
         rng = leaves.pop(self._rng_at)
         if part:
-            new, metrics = self._steps(leaves, rng, batch, *map(self._number, part))
+            new, metrics = self._several(leaves, rng, batch, *map(self._number, part))
         else:
-            new, metrics = self._step(leaves, rng, batch)
+            new, metrics = self._one(leaves, rng, batch)
         new.insert(self._rng_at, rng)
         return self._treedef.unflatten(new), metrics
 
     def lower(self, leaves: list[Any], batch: Batch, *, many: bool) -> jax.stages.Lowered:
         """The program before compilation, for the shapes of a state. That of a batch of shapes splits it."""
         is_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch))
-        batch = (self.batch_shapes if is_shapes else self._placement)(batch, axis=1 if many else 0)
+        batch = (self.batch_shapes if is_shapes else self.place)(batch, axis=1 if many else 0)
         rng = leaves.pop(self._rng_at)
         if not many:
-            return self._step.lower(leaves, rng, batch)
+            return self._one.lower(leaves, rng, batch)
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
-        return self._steps.lower(leaves, rng, batch, number, number)
+        return self._several.lower(leaves, rng, batch, number, number)
 
     def parts(self, leaves: list[Any], batch: Batch) -> list[Part]:
         """What a device runs in a step, for the shapes of a state and of a batch."""
         rng = leaves.pop(self._rng_at)
-        return [Part(self._step.trace(leaves, rng, self.batch_shapes(batch)))]
+        return [Part(self._one.trace(leaves, rng, self.batch_shapes(batch)))]
 
     def check(self, leaves: list[jax.Array], shapes: Batch) -> list[str]:
         """Raise what a call would raise for a batch of these shapes. Return the names of the metrics."""
@@ -171,19 +208,13 @@ class Program:
         wait_before_collectives(leaves, self.devices)
         return self._treedef.unflatten(self._finish(leaves))
 
+    @functools.cached_property
+    def _finish(self) -> Any:
+        def finish(leaves: list[jax.Array]) -> list[jax.Array]:
+            state = self._treedef.unflatten(leaves)
+            return jax.tree.leaves(run_by_shard_map(self._step, leaf_shardings(state), state))
 
-def _step_of_leaves(step: DeviceStep, run: Engine, shares: int, treedef: Any, rng_at: int) -> Callable[..., Any]:
-    """`train_step(leaves, rng, batch) -> (leaves, metrics)`."""
-
-    def train_step(leaves: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Metrics]:
-        step.check_batch(batch, shares)
-        new, metrics = run(step, treedef.unflatten([*leaves[:rng_at], rng, *leaves[rng_at:]]), batch)
-        # The new state is placed exactly as the old one, so the next step finds its program.
-        leaves = jax.tree.leaves(jax.tree.map(lax.with_sharding_constraint, new, leaf_shardings(new)))
-        del leaves[rng_at]
-        return leaves, metrics
-
-    return train_step
+        return jax.jit(finish)
 
 
 def _loop_over_batches(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,22 +236,6 @@ def _loop_over_batches(step: Callable[..., Any]) -> Callable[..., Any]:
         return lax.while_loop(lambda carry: carry[0] < end, body, (first, leaves, rows))[1:]
 
     return train_steps
-
-
-def _finish_of_leaves(step: DeviceStep, treedef: Any) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    def finish(leaves: list[jax.Array]) -> list[jax.Array]:
-        state = treedef.unflatten(leaves)
-        specs = partition_specs(state, step.axis_name)
-        run = _shard_map(step.apply_pending, step, state, in_specs=(specs,), out_specs=specs)
-        return jax.tree.leaves(run(state))
-
-    return finish
-
-
-def _shard_map(fn: Callable[..., Any], step: DeviceStep, state: TrainState, in_specs: Any, out_specs: Any) -> Any:
-    mesh = Mesh(np.array(state.store.devices), (step.axis_name,))
-    # With the check on, the gradient of replicated params would be summed already.
-    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def _number(everywhere: NamedSharding, i: int) -> jax.Array:

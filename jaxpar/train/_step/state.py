@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh
 
 from ... import distributed, kv
 from ..._core import checks, portable
@@ -18,10 +18,19 @@ from ..._core.arrays import Device, check_plain, is_traced, tree_nbytes
 from ..._core.calls import answers
 from ..._core.text import plural
 from ..._devices import processes
-from ..._devices.donation import check_not_donated, is_donated
-from ..._devices.mesh import auto_mesh, put_copy, split_over, to_host
+from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, put_copy, split_over, to_host
 from ..._devices.user_mesh import on_own_mesh
-from ..._store.store import copies_for, is_on_mesh, layout_of_each, mesh_of_values, specs_of, tree_of
+from ..._store import aggregate
+from ..._store.store import (
+    copies_for,
+    is_on_mesh,
+    is_split,
+    layout_of_each,
+    mesh_of_values,
+    rows_of,
+    specs_of,
+    tree_of,
+)
 
 if TYPE_CHECKING:
     import optax
@@ -157,6 +166,14 @@ def create_state(
     return place_state(state, tuple(devices))
 
 
+def whole_params(store: kv.KVStore, axis_name: str) -> Any:
+    """The params inside of a program. Those that are cut into rows are gathered over the mapped axis."""
+    rows = rows_of(store) if is_split(store) else {}
+    own = {k: store.values[k].reshape(-1) for k, _ in store.paths if k in rows}
+    values = {**store.values, **(aggregate.gather(store, own, axis_name) if own else {})}
+    return store.treedef.unflatten([values[k] for k, _ in store.paths])
+
+
 def trained_params(store: kv.KVStore) -> Any:
     """The params that have gradients, with None in place of the others."""
     return tree_of(store, dict(enumerate(jax.tree.leaves(kv.to_params(store)))))
@@ -217,11 +234,6 @@ def leaf_shardings(state: TrainState) -> Any:
     store = jax.tree.map(lambda layout: layout.sharding(devices), layout_of_each(state.store))
     local = jax.tree.map(lambda _: split_over(devices), state.local)
     return dataclasses.replace(jax.tree.map(lambda _: copies, state), store=store, local=local)
-
-
-def partition_specs(state: TrainState, axis_name: str) -> Any:
-    """How each leaf of the state is laid out along the axis of the devices, in a state's structure."""
-    return jax.tree.map(lambda s: P(*[part and axis_name for part in s.spec]), leaf_shardings(state))
 
 
 def shapes_on(tree: Any, shardings: Any) -> Any:

@@ -20,10 +20,8 @@ from ..._devices import processes
 from ..._devices.mesh import auto_mesh, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
 from ..._store.store import is_on_mesh, mesh_of_values
-from .device_step import DeviceStep
-from .global_step import GlobalStep
 from .loss import LossFn, check_loss_takes
-from .programs import ENGINES, Batch, Part, Program
+from .programs import ENGINES, Batch, JointProgram, Part
 from .state import (
     TrainState,
     carries,
@@ -34,6 +32,7 @@ from .state import (
     place_state,
     shapes_on,
 )
+from .step import DeviceStep, GlobalStep
 from .virtual import VirtualProgram, VirtualStep
 
 
@@ -107,7 +106,6 @@ class TrainStep:
                 state, batch = without_types((state, batch))
             elif not jax.sharding.get_abstract_mesh().empty:
                 check_traced((state, batch), "train step")
-            check_is_state(state, "train step")
             try:
                 program, leaves = self._prepare(state, user)
                 new, metrics = program(leaves, batch, *part)
@@ -130,22 +128,20 @@ class TrainStep:
             The program of all devices. With `virtual_shards`, the gradient of one shard.
         """
         with outside_mesh() as user:
-            leaves, treedef = jax.tree.flatten(self._shapes(state, user))
-            return self._programs(treedef).lower(leaves, batch, many=many)
+            program, shapes = self._prepare_shapes(state, user)
+            return program.lower(jax.tree.leaves(shapes), batch, many=many)
 
-    def shapes(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch]:
-        """Shapes, dtypes and shardings of the complete state and of a batch, as the program takes them."""
+    def parts(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch, list[Part]]:
+        """The programs that a device runs in a step, and what they take: shapes of the complete state and of a batch.
+
+        There is one, unless the step has virtual shards.
+        """
         with outside_mesh() as user:
-            state = self._shapes(state, user)
-            return state, self._programs(jax.tree.structure(state)).batch_shapes(batch)
+            program, shapes = self._prepare_shapes(state, user)
+            return shapes, program.batch_shapes(batch), program.parts(jax.tree.leaves(shapes), batch)
 
-    def parts(self, state: TrainState, batch: Batch) -> list[Part]:
-        """The programs that a device runs in a step, for shapes. One, unless the step has virtual shards."""
-        with outside_mesh() as user:
-            leaves, treedef = jax.tree.flatten(self._shapes(state, user))
-            return self._programs(treedef).parts(leaves, batch)
-
-    def _shapes(self, state: TrainState, user: Mesh | None) -> TrainState:
+    def _prepare_shapes(self, state: TrainState, user: Mesh | None) -> tuple[JointProgram | VirtualProgram, TrainState]:
+        """The program for a state of arrays or shapes, and the shapes of the complete state, on its devices."""
         leaves, given = jax.tree.flatten(without_types(state))
         structures: list[Any] = []
 
@@ -156,7 +152,7 @@ class TrainStep:
 
         shapes = jax.eval_shape(complete, leaves)
         state = structures[0].unflatten(shapes)
-        return shapes_on(state, leaf_shardings(state))
+        return self._programs(structures[0]), shapes_on(state, leaf_shardings(state))
 
     def check(self, state: TrainState, shapes: Batch) -> list[str]:
         """Check a step for a batch of these shapes, without computing it.
@@ -191,9 +187,10 @@ class TrainStep:
 
     def batch_sharding(self, state: TrainState) -> NamedSharding | None:
         """The sharding of a batch over a mesh with several axes. None: split over all devices."""
-        if self.global_step is None or self._engine_and_step(state.store)[1] is not self.global_step:
+        _, step = self._engine_and_step(state.store)
+        if not isinstance(step, GlobalStep):
             return None
-        mesh, axes = mesh_of_values(state.store) if is_on_mesh(state.store) else self.mesh, self.global_step.axes
+        mesh, axes = mesh_of_values(state.store) if is_on_mesh(state.store) else self.mesh, step.axes
         if mesh is None or not set(axes) < set(mesh.axis_names):
             return None
         return NamedSharding(auto_mesh(mesh), P(axes[0] if len(axes) == 1 else axes))
@@ -213,7 +210,7 @@ class TrainStep:
     @property
     def loss_fn(self) -> LossFn:
         """As given to `make_train_step`."""
-        return self.device_step.gradient.loss_fn
+        return self.device_step.loss_fn
 
     @property
     def skips(self) -> bool:
@@ -232,7 +229,7 @@ class TrainStep:
 
     def _complete(self, state: TrainState, user: Mesh | None) -> TrainState:
         _, step = self._engine_and_step(state.store)
-        if step is self.global_step:
+        if isinstance(step, GlobalStep):
             free = self.devices is None and state.store.devices is None
             state = place_on_mesh(state, self.mesh, (user if free else None) or mesh_of(self._devices_for(state)))
         devices = self._devices_for(state)
@@ -252,10 +249,10 @@ class TrainStep:
             if not state.store.staleness and not carries(state.local):
                 return self._complete(without_types(state), user)
             program, leaves = self._prepare(state, user)
-            assert isinstance(program, Program)  # virtual shards leave nothing pending
+            assert isinstance(program, JointProgram)  # virtual shards leave nothing pending
             return program.finish(leaves)
 
-    def _prepare(self, state: TrainState, user: Mesh | None) -> tuple[Program | VirtualProgram, list[jax.Array]]:
+    def _prepare(self, state: TrainState, user: Mesh | None) -> tuple[JointProgram | VirtualProgram, list[jax.Array]]:
         """The program for a state, and the leaves of the complete state."""
         # Where there is a program for the structure of a state, the state is complete and on the program's devices.
         # What a step returned has no types of a user's mesh, and to look takes longer than a small step.
@@ -264,36 +261,33 @@ class TrainStep:
         leaves, treedef = jax.tree.flatten(state)
         program = self._programs.find((treedef,))
         if program is None:
+            check_is_state(state, "train step")
             leaves, treedef = jax.tree.flatten(self._complete(state, user))
             program = self._programs(treedef)
         return program, leaves
 
-    def _make_program(self, treedef: Any) -> Program | VirtualProgram:
+    def _make_program(self, treedef: Any) -> JointProgram | VirtualProgram:
         """The program for complete states of this structure."""
         engine, step = self._engine_and_step(treedef.unflatten(range(treedef.num_leaves)).store)
         if isinstance(step, VirtualStep):
             return VirtualProgram(step, treedef)
-        return Program(step, ENGINES[engine], treedef)
+        return JointProgram(step, ENGINES[engine], treedef)
 
     def _engine_and_step(self, store: kv.KVStore) -> tuple[str, DeviceStep]:
         """The engine for a store, and the step that it runs: of one device, or of all under engine `jit`."""
-        engine = self.engine
-        if engine == "auto":
-            engine = "jit" if self.mesh is not None or is_on_mesh(store) else "shard_map"
-        if engine != "jit" and is_on_mesh(store):
-            split = "values of this store are split over a mesh in their own shapes"
-            raise ValueError(f"train step: {split}, which engine {engine!r} cannot take; use engine 'jit' or 'auto'")
-        if engine != "jit":
-            return engine, self.device_step
+        split = "values of this store are split over a mesh"
+        if is_on_mesh(store) and self.engine not in ("auto", "jit"):
+            own = f"{split} in their own shapes, which engine {self.engine!r} cannot take"
+            raise ValueError(f"train step: {own}; use engine 'jit' or 'auto'")
+        if self.engine != "jit" and self.mesh is None and not is_on_mesh(store):
+            return "pmap" if self.engine == "pmap" else "shard_map", self.device_step
         if self.global_step is None:
             reason = "local_steps are updates of each device by itself"
             if self.virtual_shards is not None:
                 reason = f"virtual_shards={self.virtual_shards} fixes the order of sums that the compiler chooses here"
-            raise ValueError(
-                f"train step: values of this store are split over a mesh, and {reason}; "
-                "use kind 'device' without mesh= and sharding="
-            )
-        return engine, self.global_step
+            hint = "use kind 'device' without mesh= and sharding="
+            raise ValueError(f"train step: {split}, and {reason}; {hint}")
+        return "jit", self.global_step
 
     def _devices_for(self, state: TrainState) -> tuple[Device, ...]:
         return self.devices or state.store.devices or processes.devices()

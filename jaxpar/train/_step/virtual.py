@@ -18,27 +18,25 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from ... import kv
 from ..._core import checks
 from ..._core.arrays import Device, is_traced, tree_nbytes, without_keys
 from ..._core.recent import Recent
 from ..._cpu import for_platform
-from ..._devices import buckets
+from ..._devices import collectives
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, split_over
 from ..._devices.user_mesh import without_types
 from ..._devices.virtual_shards import Deal, PaddedBatch, pad_rows, padded_rows, sum_everywhere
-from ..._store.store import is_split, trained_keys
-from .device_step import Arrays, DeviceStep, ShareResult
+from ..._store.store import is_split
 from .loss import finish, model_state_mean, model_state_terms, wide, widen
 from .nonfinite import nonfinite_flags
-from .programs import Batch, BatchPlacement, Metrics, Part
-from .state import TrainState, is_floating
+from .programs import Batch, Metrics, Part, Program
+from .state import TrainState, is_floating, whole_params
+from .step import Arrays, DeviceStep, ShareResult
 
-AXIS = "devices"
 Buffers = list[jax.Array]
 
-_ONE_A_DTYPE = buckets.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
+_ONE_A_DTYPE = collectives.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
 _REFUSED = (
     "train step, many: the host starts several programs for each step with virtual_shards; call the step for each batch"
 )
@@ -57,45 +55,16 @@ class ShardGradients(NamedTuple):
     found: jax.Array | None  # the flags of what is not finite, or None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class VirtualStep(DeviceStep):
     """What the programs of a step over virtual shards compute."""
 
-    shards: int = 1
+    shards: int
 
     @functools.cached_property
     def programs(self) -> Recent:
         """The programs for states of the last few structures without devices. Steps over other devices share them."""
         return Recent(lambda treedef, platform: ShardPrograms(self, treedef, platform))
-
-    def lay_out(self, batch: Any, devices: int, along: NamedSharding, axis: int = 0) -> Any:
-        """The arrays of a batch with rows for as many shards on each device, the last of which may be of no example."""
-        if isinstance(batch, PaddedBatch):
-            if batch.virtual_shards != self.shards:
-                raise ValueError(
-                    f"train step: this batch was padded for {batch.virtual_shards} virtual shards, and the step has "
-                    f"{self.shards}; make batches by data.batches(..., virtual_shards={self.shards})"
-                )
-            return batch.arrays
-        if self.shards % devices == 0:
-            return batch
-        n = self._check_shards(batch, self.shards, axis)
-        return pad_rows(without_types(batch), padded_rows(n, self.shards, devices) - n, axis, along)
-
-    def check_batch(self, batch: Any, devices: int, axis: int = 0) -> None:
-        """`ValueError` where a batch that is laid out cannot be cut in shards. `TypeError` as of any batch."""
-        self._check_shards(batch, Deal(self.shards, devices).slots * devices, axis)
-
-    def _check_shards(self, batch: Any, shards: int, axis: int) -> int:
-        """The length of a batch. `ValueError` where it cannot be cut in shards, or a shard in microbatches."""
-        checks.arrays_of_numbers(batch, "train step: batch")
-        n, parts = checks.batch_length(batch, "train step", axis), self.gradient.accumulate
-        if n % (shards * parts) == 0:
-            return n
-        size = n // (shards * parts) * shards * parts or shards * parts
-        each = f"each in accumulate={parts} microbatches" if parts > 1 else "which have as many examples each"
-        cut = f"a batch of {n} cannot be cut in {shards} virtual shards, {each}"
-        raise ValueError(f"train step: {cut}; use a batch of {size}")
 
     def with_initial_parts(self, state: TrainState) -> TrainState:
         """As of any step. `ValueError` for a store that rounds by the number of devices."""
@@ -117,20 +86,9 @@ class VirtualStep(DeviceStep):
     ) -> tuple[ShardGradients, list[jax.Array], frozenset[int]]:
         """What shard `number` adds, the other leaves of its model state, and the unread keys."""
         rng = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
-        params = kv.to_params(state.store)
-        trained, scale = trained_keys(state.store), self._scale(state)
-        found = self._gradient(params, trained, batch, rng, state.model_state, state.step, scale)
-        divisor = self.shards if found.weight is None else 1
-        grads = {k: g.astype(wide(g)) / divisor for k, g in found.grads.items()}
-        metrics = widen(found.metrics)
-        flags = None if self.guard is None else nonfinite_flags(metrics["loss"], found.grads, {})
-        plain, _ = without_keys(found.model_state)
-        others = [x for x in jax.tree.leaves(plain) if not is_floating(x)]
-        return ShardGradients(grads, metrics, model_state_terms(plain, self.shards), flags), others, found.unread
-
-    def _gradient(self, *args: Any) -> ShareResult:
+        params = whole_params(state.store, self.axis_name)
         try:
-            return self.gradient(*args)
+            found = self._gradient(state, params, batch, rng, state.model_state)
         except NameError as error:
             if "axis name" not in str(error):
                 raise
@@ -138,6 +96,13 @@ class VirtualStep(DeviceStep):
                 f"train step: loss_fn has a collective ({error}), but with virtual_shards={self.shards} it sees one "
                 "shard of the batch, without an axis; leave out the collective, or virtual_shards"
             ) from error
+        divisor = self.shards if found.weight is None else 1
+        grads = {k: g.astype(wide(g)) / divisor for k, g in found.grads.items()}
+        metrics = widen(found.metrics)
+        flags = None if self.guard is None else nonfinite_flags(metrics["loss"], found.grads, {})
+        plain, _ = without_keys(found.model_state)
+        others = [x for x in jax.tree.leaves(plain) if not is_floating(x)]
+        return ShardGradients(grads, metrics, model_state_terms(plain, self.shards), flags), others, found.unread
 
     def update(
         self, state: TrainState, totals: ShardGradients, others: list[jax.Array], unread: frozenset[int]
@@ -153,15 +118,13 @@ class VirtualStep(DeviceStep):
                 found = found + nonfinite_flags(metrics["loss"], summed, {})
         summed = self._without_unused(state, own, summed)
         summed = {k: g.astype(state.store.values[k].dtype) for k, g in summed.items()}
-        store, transform = self._apply(state, kv.to_params(state.store), summed, {}, None, metrics["loss"])
+        params = whole_params(state.store, self.axis_name)
+        store, transform = self._apply(state, params, summed, {}, None, metrics["loss"])
         plain, restore = without_keys(state.model_state)
         rest = iter(others)
         plain = jax.tree.map(lambda x: x if is_floating(x) else next(rest), plain)
         model_state = restore(model_state_mean(plain, totals.floating, self.shards))
-        new = dataclasses.replace(state, store=store, step=state.step + 1, transform=transform, model_state=model_state)
-        if self.guard is None or found is None:
-            return new, metrics
-        return self.guard(state, new, metrics, found)
+        return self._next(state, metrics, found, store=store, transform=transform, model_state=model_state)
 
 
 class ShardPrograms:
@@ -177,7 +140,7 @@ class ShardPrograms:
     """
 
     def __init__(self, step: VirtualStep, treedef: Any, platform: str):
-        self._step, self._treedef = step.on_platform(platform), treedef
+        self._step, self._treedef = dataclasses.replace(step, platform=platform), treedef
         self._rng_at = treedef.unflatten(range(treedef.num_leaves)).rng
         self._layout: Any = None  # how the terms are laid out in buffers, known when `term` was traced
         self._unread: frozenset[int] = frozenset()
@@ -188,13 +151,13 @@ class ShardPrograms:
     def _term(self, leaves: Any, rng: Any, batch: Any, number: jax.Array) -> tuple[Buffers, Buffers]:
         terms, others, self._unread = self._step.terms(self._state_of(leaves, rng), batch, number)
         values, structure = jax.tree.flatten(terms)
-        groups = buckets.plan_of(values, _ONE_A_DTYPE)
+        groups = collectives.plan_of(values, _ONE_A_DTYPE)
         self._layout = [x.shape for x in values], structure, groups
-        return [x.reshape(1, -1) for x in buckets.pack(values, groups)], others
+        return [x.reshape(1, -1) for x in collectives.pack(values, groups)], others
 
     def _update(self, leaves: Any, rng: Any, totals: Buffers, others: Buffers) -> tuple[list[jax.Array], Any]:
         shapes, structure, groups = self._layout
-        terms = structure.unflatten(buckets.unpack(totals, shapes, groups))
+        terms = structure.unflatten(collectives.unpack(totals, shapes, groups))
         new, metrics = self._step.update(self._state_of(leaves, rng), terms, others, self._unread)
         leaves = jax.tree.leaves(new)
         del leaves[self._rng_at]
@@ -204,7 +167,7 @@ class ShardPrograms:
         return self._treedef.unflatten([*leaves[: self._rng_at], rng, *leaves[self._rng_at :]])
 
 
-class VirtualProgram:
+class VirtualProgram(Program):
     """One step over virtual shards."""
 
     # Each device computes the terms of its shards one after the other, and adds those that are neighbours in the tree
@@ -212,16 +175,49 @@ class VirtualProgram:
     # and each device makes the update.
 
     def __init__(self, step: VirtualStep, treedef: Any):
+        super().__init__(step, treedef)
         state = treedef.unflatten(range(treedef.num_leaves))
         bare = dataclasses.replace(state, store=dataclasses.replace(state.store, devices=None))
-        self.devices: tuple[Device, ...] = state.store.devices
-        self._treedef, self._rng_at = treedef, state.rng
-        self._placement = BatchPlacement(step, state.store)
-        self.batch_shapes = self._placement.check
         self._programs: ShardPrograms = step.programs(jax.tree.structure(bare), self.devices[0].platform)
         self._deal = Deal(step.shards, len(self.devices))
         self._ranks = {d: i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()}
         self._exchange = exchange(self._deal, mesh_of(self.devices))
+
+    def place(self, batch: Batch, axis: int = 0) -> Batch:
+        return super().place(self._pad(batch, axis), axis)
+
+    def batch_shapes(self, batch: Batch, axis: int = 0) -> Batch:
+        return super().batch_shapes(self._pad(batch, axis), axis)
+
+    def _pad(self, batch: Any, axis: int) -> Any:
+        """The arrays of a batch with rows for as many shards on each device, the last of which may be of no example."""
+        shards, devices = self._deal.terms, self._deal.devices
+        if isinstance(batch, PaddedBatch):
+            if batch.virtual_shards != shards:
+                raise ValueError(
+                    f"train step: this batch was padded for {batch.virtual_shards} virtual shards, and the step has "
+                    f"{shards}; make batches by data.batches(..., virtual_shards={shards})"
+                )
+            return batch.arrays
+        if shards % devices == 0:
+            return batch
+        n = self._check_shards(batch, shards, axis)
+        return pad_rows(without_types(batch), padded_rows(n, shards, devices) - n, axis, self.along[axis])
+
+    def check_batch(self, batch: Batch, axis: int = 0) -> None:
+        """`ValueError` where a padded batch cannot be cut in shards. `TypeError` as of any batch."""
+        self._check_shards(batch, self._deal.slots * self._deal.devices, axis)
+
+    def _check_shards(self, batch: Any, shards: int, axis: int) -> int:
+        """The length of a batch. `ValueError` where it cannot be cut in shards, or a shard in microbatches."""
+        checks.arrays_of_numbers(batch, "train step: batch")
+        n, parts = checks.batch_length(batch, "train step", axis), self._accumulate
+        if n % (shards * parts) == 0:
+            return n
+        size = n // (shards * parts) * shards * parts or shards * parts
+        each = f"each in accumulate={parts} microbatches" if parts > 1 else "which have as many examples each"
+        cut = f"a batch of {n} cannot be cut in {shards} virtual shards, {each}"
+        raise ValueError(f"train step: {cut}; use a batch of {size}")
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step. The leaves of the state are donated, except its `rng`."""
@@ -229,7 +225,7 @@ class VirtualProgram:
             raise ValueError(_REFUSED)
         if is_traced((leaves, batch)):
             raise ValueError(_TRACED)
-        batch_on = self._on_devices(self._placement(batch), self._placement.along[0])
+        batch_on = self._on_devices(self.place(batch), self.along[0])
         rng = leaves.pop(self._rng_at)
         leaves_on, rng_on = (self._on_devices(x, copies_on(self.devices)) for x in (leaves, rng))
         own = {d: self._nodes(d, leaves_on[d], rng_on[d], batch_on[d]) for d in self._ranks}

@@ -1,14 +1,11 @@
-"""Whether an updater computes the same for one device's share of a value as for the whole value.
+"""What the program of an update says: whether it is elementwise, and by which rule it computes.
 
 A store of kind `sharded` keeps a value flat and cut into shares, and its updater sees one share at a time. That is
-right only if `init` and `update` are the same elementwise program for the value and for a share. The rule is about
-programs, since a trial with numbers misses thresholds, periods and masks. Nothing is computed here.
-
-- `init` and `update` are traced on the whole value and on a share, (chunk,).
-- `init` is traced on the rows of all shares, (shards, chunk), too. That is what `kv.init` hands to it.
-- All traces must give the same reading. `read` describes a jaxpr without the shape of the value. Two readings are equal
-  if the jaxprs are the same equations in the same order, with equal constants and parameters.
-- Each leaf of the state must have one number for each element of the value, or be a scalar.
+right only if `init` and `update` are the same elementwise program for the value and for a share. The proof is about
+programs, since a trial with numbers misses thresholds, periods and masks. Nothing is computed. Both are traced on the
+whole value and on a share, (chunk,), and `init` on the rows of all shares, (shards, chunk), too, as `kv.init` gives it.
+All traces must give the same reading: the same equations in the same order, with equal constants and parameters, but
+for the shape of the value. Each leaf of the state must be a scalar, or have one number for each element.
 
 What a reading takes:
 
@@ -26,8 +23,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # pyright: ignore[repor
 
 from .._core import checks
 from .._core.arrays import is_traced
+from .._core.recent import Recent
 from .._devices.collectives import chunk_size
+from .._devices.user_mesh import outside_mesh
 from ._base import Updater, accumulate, assign, program_of
 from ._optimizer import TreeOptimizer
 
@@ -63,10 +64,8 @@ def check_elementwise(
 
 
 def check_elementwise_tree(optimizer: TreeOptimizer, params: Any, shards: int, where: str) -> None:
-    """`ValueError` unless an optimizer of the whole pytree may be given one device's shares of all params.
-
-    `params` has the shapes and dtypes of the whole params, with None where there is no gradient.
-    """
+    """`ValueError` unless an optimizer of the whole pytree may be given one device's shares of all params, whose shapes
+    and dtypes are given, with None where there is no gradient."""
 
     def cut(rows: tuple[int, ...]) -> Any:
         return jax.tree.map(lambda x: Spec((*rows, chunk_size(x.size, shards)), x.dtype), params)
@@ -107,17 +106,8 @@ def fault(
 ) -> str | None:
     """Why an updater is not the same for a value and for a share of it, in words. None: it is.
 
-    A value may be a pytree of specs, for an optimizer of all params. The keys have values of one shape. An updater that
-    raises on both forms of one key is not judged, unless `judges_all`. It raises on every push.
-
-    Example:
-        >>> import optax, jax.numpy as jnp
-        >>> from jaxpar import updaters
-        >>> value, share = Spec((4, 4), jnp.float32), Spec((8,), jnp.float32)
-        >>> fault(updaters.from_optax(optax.adam(0.1)), [0], value, share)
-        >>> fault(updaters.from_optax(optax.adaptive_grad_clip(0.1)), [0], value, share)
-        "the updater is not elementwise: 'reduce_sum' combines elements of the value"
-    """
+    A value may be a pytree of specs, for an optimizer of all params. The keys have values of one shape."""
+    # An updater that raises on both forms of one key is not judged, unless `judges_all`. It raises on every push.
     whole, part = _trace(updater, keys, value), _trace(updater, keys, share)
     if isinstance(whole, Exception) and isinstance(part, Exception) and len(keys) == 1:
         return f"the updater fails ({_first_line(whole)})" if judges_all else None
@@ -232,7 +222,6 @@ _NAMES = (
 ELEMENTWISE = frozenset(_NAMES.split())
 _CALL_NAMES = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat remat2 checkpoint"
 CALLS = frozenset(_CALL_NAMES.split())
-_INNER = ("jaxpr", "call_jaxpr")
 _SILENT = ("debug_callback", "debug_print")  # they return nothing
 _MOST_COMPARED = 1 << 20  # elements. Larger constants are equal if they are the same array
 _NO_ARITHMETIC = ("sharding", "name", "out_sharding")
@@ -264,19 +253,7 @@ class Reading(NamedTuple):
 
 
 def read(closed: ClosedJaxpr, extents: Sequence[Extent]) -> Reading:
-    """The reading of a jaxpr, whose arguments have these extents. `NotElementwise` where an equation breaks the rule.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> def forms(f):
-        ...     return [read(jax.make_jaxpr(f)(jnp.ones(s)), [Extent.ELEMENTS]) for s in ((4, 4), (8,))]
-        >>> whole, share = forms(lambda x: x * jnp.ones_like(x) + 2)
-        >>> whole == share
-        True
-        >>> whole, share = forms(lambda x: x / x.size)
-        >>> whole == share
-        False
-    """
+    """The reading of a jaxpr, whose arguments have these extents. `NotElementwise` where one breaks the rule."""
     reader = _Reader()
     given = [_Result(("argument", i), extent) for i, extent in enumerate(extents)]
     results = reader.read(closed.jaxpr, closed.consts, given)
@@ -292,21 +269,12 @@ class _Reader:
 
     def read(self, jaxpr: Jaxpr, consts: Sequence[Any], given: Sequence[_Result]) -> list[_Result]:
         """The results of the program, whose equations are added to the lines."""
-        known = dict(zip(jaxpr.constvars, map(_constant, consts), strict=True))
-        known |= zip(jaxpr.invars, given, strict=True)
-
-        def result(atom: Any) -> _Result:
-            return _constant(atom.val) if isinstance(atom, Literal) else known[atom]
-
-        for eqn in jaxpr.eqns:
-            known |= zip(eqn.outvars, self._equation(eqn, [result(atom) for atom in eqn.invars]), strict=True)
-        return [result(atom) for atom in jaxpr.outvars]
+        return _interpret(jaxpr, list(map(_constant, consts)), given, _constant, self._equation)
 
     def _equation(self, eqn: Any, given: list[_Result]) -> list[_Result]:
         name = eqn.primitive.name
         if name in CALLS:
-            inner = next(eqn.params[p] for p in _INNER if p in eqn.params)
-            return self.read(*((inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())), given)
+            return self.read(*next(_programs(eqn)), given)
         if name in _SILENT:
             return []
         if name == "broadcast_in_dim" and given[0].extent == Extent.SCALAR and not eqn.invars[0].aval.shape:
@@ -367,6 +335,28 @@ def _constant(value: Any) -> _Result:
     return _Result(name, Extent.ARRAY if shape else Extent.SCALAR)
 
 
+T = TypeVar("T")
+
+
+def _interpret(
+    jaxpr: Jaxpr,
+    consts: Sequence[T],
+    given: Sequence[T],
+    constant: Callable[[Any], T],
+    equation: Callable[[Any, list[T]], list[T]],
+) -> list[T]:
+    """What `equation` and `constant` make of the results of a program, from its constants and arguments."""
+    known: dict[Any, T] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known |= zip(jaxpr.invars, given, strict=True)
+
+    def of(atom: Any) -> T:
+        return constant(atom.val) if isinstance(atom, Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        known |= zip(eqn.outvars, equation(eqn, list(map(of, eqn.invars))), strict=True)
+    return list(map(of, jaxpr.outvars))
+
+
 def _parameters(eqn: Any) -> list[tuple[str, Any]]:
     return [(name, _parameter(value)) for name, value in sorted(eqn.params.items()) if name not in _NO_ARITHMETIC]
 
@@ -377,3 +367,131 @@ def _parameter(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return [_parameter(v) for v in value]
     return _constant(value).name if isinstance(value, (np.ndarray, jax.Array)) else repr(value)
+
+
+# What an update computes, without its hyperparameters: a digest that another run of Python gives too.
+#
+# A result is named by the operation that makes it and by the names of what the operation takes, so the order of the
+# operations does not count. Numbers in the program, and what follows from them and from the scalars of the state alone,
+# are hyperparameters: rates, schedules, decays, counts. All of them have one name. A second digest has a name for each
+# of these too. Where only that one differs, the optimizer has other numbers.
+
+_SAME = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "optimization_barrier"})
+_IN_ANY_ORDER = frozenset({"add", "add_any", "max", "min", "mul"})
+_PROGRAMS = ("jax", "optax", "jaxpar")  # another version may compute the same by other operations
+Name = str | None  # None: a hyperparameter
+
+
+def rules(init: Callable[..., Any], update: Callable[..., Any], params: Any) -> list[str | None]:
+    """For each param what identifies the computation of its next value, and its numbers. None if it cannot be traced.
+
+    `init(params)` gives a state, whose scalars are hyperparameters, and `update(grads, state, params, loss)` params."""
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        with outside_mesh():
+            state = jax.eval_shape(init, params)
+            closed = jax.make_jaxpr(update)(params, state, params, loss)
+    except Exception:  # an update that needs more than is there, or the values themselves
+        return [None] * len(jax.tree.leaves(params))
+    scalars = jax.tree.leaves((params, jax.tree.map(lambda x: not x.shape, state), params, loss))
+    given = [None if scalar is True else str(i) for i, scalar in enumerate(scalars)]
+    versions = ", ".join(f"{name} {_version(name)}" for name in _PROGRAMS)
+    kinds = _results(closed.jaxpr, given)
+    numbers = _results(closed.jaxpr, list(map(str, range(len(scalars)))), list(map(_number, closed.consts)))
+    return [f"{_digest(kind)} {versions}; {_digest(all)}" for kind, all in zip(kinds, numbers, strict=True)]
+
+
+def _of_each(updater: Any, structure: Any, keys: tuple[int, ...], specs: tuple[Any, ...]) -> dict[int, str | None]:
+    if isinstance(updater, TreeOptimizer):
+
+        def update(grads: Any, state: Any, params: Any, loss: Any) -> Any:
+            return updater.update(grads, state, params, loss)[0]
+
+        return dict(zip(keys, rules(updater.init, update, structure.unflatten(specs)), strict=True))
+    if not isinstance(updater, Updater) or updater in (assign, accumulate):
+        return dict.fromkeys(keys)
+    first = dict(zip(reversed(specs), reversed(keys), strict=True))  # keys of one shape have one rule
+
+    def rule(spec: Any, key: int) -> str | None:
+        def update(pushed: Any, state: Any, stored: Any, _: Any) -> Any:
+            return updater.update(key, pushed, state, stored)[0]
+
+        return rules(lambda value: updater.init(key, value), update, spec)[0]
+
+    found = {spec: rule(spec, key) for spec, key in first.items()}
+    return {k: found[spec] for k, spec in zip(keys, specs, strict=True)}
+
+
+# `rule_of_each(updater, structure, keys, specs)`: the rule by which each key is updated. A run saves often, and traces
+# once. The structure is that of the user's pytree with the keys' specs as leaves, for a `TreeOptimizer`.
+rule_of_each = Recent(_of_each)
+
+
+def is_other_rule(one: str | None, other: str | None) -> bool:
+    """Whether two rules are certainly different. Those of other versions of the programs are not compared."""
+    (kind, versions, _), (other_kind, other_versions, _) = _parts(one), _parts(other)
+    return versions == other_versions and kind != other_kind
+
+
+def has_other_numbers(one: str | None, other: str | None) -> bool:
+    """Whether the numbers of two rules are certainly different. Older checkpoints do not have them."""
+    (kind, versions, numbers), (other_kind, other_versions, other_numbers) = _parts(one), _parts(other)
+    same = (kind, versions) == (other_kind, other_versions)
+    return same and bool(numbers and other_numbers) and numbers != other_numbers
+
+
+def _parts(rule: str | None) -> tuple[str, str, str]:
+    """The digest without numbers, the versions, the digest with numbers."""
+    rest, _, numbers = (rule or "").partition("; ")
+    kind, _, versions = rest.partition(" ")
+    return kind, versions, numbers
+
+
+def _results(jaxpr: Jaxpr, given: Sequence[Name], constants: Sequence[Name] | None = None) -> list[Name]:
+    """The names of what a program returns, for those of its arguments and constants. None: numbers have no names."""
+    named = constants is not None
+
+    def equation(eqn: Any, given: list[Name]) -> list[Name]:
+        kind, count = eqn.primitive.name, len(eqn.outvars)
+        if not (named or any(given)):
+            return [None] * count
+        if kind in _SAME and count == 1:
+            return given[:1]
+        inner = [_results(p, _last(given, len(p.invars)), [] if named else None) for p, _ in _programs(eqn)]
+        if kind in CALLS:
+            return inner[0]
+        operands = sorted(map(str, given)) if kind in _IN_ANY_ORDER else given
+        numbers = [v for _, v in sorted(eqn.params.items()) if isinstance(v, int | float)] if named else []  # x ** 2
+        return [_digest(kind, i, operands, inner, *numbers) for i in range(count)]
+
+    constants = constants or [None] * len(jaxpr.constvars)
+    return _interpret(jaxpr, constants, given, _number if named else lambda _: None, equation)
+
+
+def _number(value: Any) -> str:
+    array = np.asarray(value)
+    return f"{array.dtype}{array.tolist()}"
+
+
+def _last(given: list[Name], count: int) -> list[Name]:
+    """The names of the arguments of a program inside an equation. The operands of loops and branches come last."""
+    return ["inner"] * (count - len(given)) + given[max(len(given) - count, 0) :]
+
+
+def _programs(eqn: Any) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
+    """The programs inside an equation, with their constants: of a call, a loop, branches."""
+    for _, value in sorted(eqn.params.items()):
+        for part in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(part, (ClosedJaxpr, Jaxpr)):
+                yield (part.jaxpr, part.consts) if isinstance(part, ClosedJaxpr) else (part, ())
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # an embedded copy
+        return "unknown"

@@ -1,0 +1,420 @@
+"""One training step, from top to bottom: gradient, sum over the devices, update, new state.
+
+`DeviceStep` runs on every device alike, inside an axis that an engine of `programs` maps over them. `GlobalStep` is of
+whole arrays, for a compiler that spreads it over a mesh by their shardings. There `loss_fn` sees what it sees under the
+other engines: one share of the batch, with an `rng` and a model state of its own. The shares are mapped by `vmap`, each
+on its part of the mesh. So batch norm, dropout and collectives over the axis mean the same everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from ... import kv
+from ..._cpu import fast_loops
+from ..._devices import collectives
+from ..._devices.collectives import BucketLimits
+from ..._store import aggregate, queue
+from ..._store.aggregate import update
+from ..._store.store import by_key, is_split, mesh_of_values, shapes_of, trained_keys, tree_of, with_changes
+from .loss import Mean, call_loss, finish, model_state_mean, model_state_terms, over_microbatches, wide, widen
+from .nonfinite import DynamicLossScale, Guard, nonfinite_flags
+from .state import TrainState, carries, everywhere, trained_params, whole_params
+
+Arrays = dict[int, jax.Array]
+
+END_OF_ROUND = "end the round with that step's finish(state), then continue with train.create_state(state.store, rng)"
+_LIMITS = BucketLimits()  # of what is summed beside the gradients: metrics, model state, flags
+
+
+class ShareResult(NamedTuple):
+    """What one device computed for its share of the batch."""
+
+    # The gradient of the share's loss for the key of each trained parameter, in its dtype. Of a loss `(sum, weight)` it
+    # is the gradient of the sum.
+    grads: Arrays
+    metrics: dict[str, Any]  # `loss`, and `aux` of `loss_fn`. What came as `(sum, weight)` is a `Mean` of two scalars.
+    model_state: Any  # the new one, or ()
+    # The keys of parameters that the loss does not depend on. Their gradients are zeros.
+    unread: frozenset[int] = frozenset()
+
+    @property
+    def weight(self) -> Any:
+        """Of the loss. None: the loss is a mean, and all shares count alike."""
+        loss = self.metrics["loss"]
+        return loss.weight if isinstance(loss, Mean) else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceStep:
+    """The step inside the mapped axis: `step(state, batch) -> (state, metrics)`.
+
+    Attributes without a comment are as in `make_train_step`.
+    """
+
+    loss_fn: Callable[..., Any]
+    axis_name: str
+    accumulate: int = 1
+    compute_dtype: Any = None
+    remat: Any = False
+    grad_transform: Any = None
+    scaling: float | DynamicLossScale | None = None  # the loss scale
+    guard: Guard | None = None  # decides whether the update is made. None: always.
+    unused: str = "warn"
+    # Those that a warning has named, so that each is named once for all programs of a step.
+    named: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
+    platform: str = ""  # of the devices, which a program knows
+
+    has_local_part: ClassVar[bool] = False  # whether it keeps the part `local` of a state
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        # The gradient of this device's share. It is divided before it is summed, so finite shares have a finite sum.
+        params = whole_params(state.store, self.axis_name)
+        share = self._gradient(state, params, batch, self._rng(state), state.model_state)
+        whole = lax.axis_size(self.axis_name) if share.weight is None else self._add(state, [share.weight])[0]
+        grads = {k: divide(g, whole) for k, g in share.grads.items()}
+
+        # The sum over the devices. With a staleness it is that of gradients from earlier steps.
+        due, pending, ready = self._without_unused(state, share, grads), {}, None
+        if state.store.staleness:
+            due, pending, ready = queue.rotate_queue(state.store, due, one=True)
+        summed, residuals = self._sum(state.store, due)
+        metrics, model_state, found = self._mean_over_devices(state, share, grads, summed)
+
+        # The update, and the new state.
+        store, transform = self._apply(state, params, summed, residuals, ready, metrics["loss"])
+        store = dataclasses.replace(store, pending={**store.pending, **pending})
+        return self._next(state, metrics, found, store=store, transform=transform, model_state=model_state)
+
+    def _rng(self, state: TrainState) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(state.rng, state.step), lax.axis_index(self.axis_name))
+
+    def _next(
+        self, state: TrainState, metrics: dict[str, Any], found: Any, **changes: Any
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The state after a step that changes these parts, or what the guard makes of it."""
+        new = dataclasses.replace(state, step=state.step + 1, **changes)
+        return (new, metrics) if self.guard is None else self.guard(state, new, metrics, found)
+
+    # The gradient of one share of the batch.
+
+    def _gradient(self, state: TrainState, params: Any, batch: Any, rng: Any, model_state: Any) -> ShareResult:
+        """The gradient over a whole share, for the keys of the trained params."""
+        leaves, structure = jax.tree.flatten(params)
+        scale = state.loss_scale["scale"] if isinstance(self.scaling, DynamicLossScale) else self.scaling
+        keys = trained_keys(state.store)
+        read: set[int] = set()  # the keys of the params that the loss depends on, known when it is traced
+
+        def of_batch(batch: Any, rng: Any, model_state: Any) -> ShareResult:
+            batch = self._cast(batch)
+
+            def loss(trained: list[jax.Array]) -> tuple[jax.Array, Any]:
+                marked = {k: record_gradient_use(x, k, read) for k, x in zip(keys, trained, strict=True)}
+                merged = {**dict(enumerate(leaves)), **marked}
+                whole = self._cast(structure.unflatten(list(merged.values())))
+                metrics, new = self._call(whole, batch, rng, model_state, state.step)
+                value = metrics["loss"]
+                value = value.total if isinstance(value, Mean) else value.astype(wide(value))
+                return value if scale is None else value * scale, (metrics, new)
+
+            if self.remat is not False:
+                loss = jax.checkpoint(loss, policy=None if self.remat is True else self.remat)
+            (_, (metrics, new)), grads = jax.value_and_grad(loss, has_aux=True)([leaves[k] for k in keys])
+            return ShareResult(dict(zip(keys, grads, strict=True)), metrics, new)
+
+        if self.accumulate == 1:
+            found = of_batch(batch, rng, model_state)
+        else:
+            found = self._over_microbatches(of_batch, {k: leaves[k] for k in keys}, batch, rng, model_state)
+        if scale is not None:
+            found = found._replace(grads={k: divide(g, scale) for k, g in found.grads.items()})
+        return found._replace(unread=frozenset(keys) - read)
+
+    def _over_microbatches(
+        self, of_batch: Callable[..., ShareResult], like: Arrays, batch: Any, rng: Any, model_state: Any
+    ) -> ShareResult:
+        """The mean of what `of_batch` gives for each microbatch, or the sum of sums. `like` are the trained params."""
+        # They run one after the other, so memory holds the activations of one.
+        count = self.accumulate
+
+        def add(carry: tuple[Arrays, Any], part: tuple[jax.Array, Any]) -> tuple[tuple[Arrays, Any], Any]:
+            sums, model_state = carry
+            i, batch = part
+            found = of_batch(batch, self._fold_in(rng, i), model_state)
+            sums = {k: total + found.grads[k].astype(total.dtype) for k, total in sums.items()}
+            return (sums, found.model_state), found.metrics
+
+        start = {k: jnp.zeros(x.shape, wide(x)) for k, x in like.items()}
+        parts = jnp.arange(count), self._microbatches(batch)
+        (sums, model_state), metrics = lax.scan(add, (start, model_state), parts)
+        divisor = 1 if isinstance(metrics["loss"], Mean) else count
+        grads = {k: (total / divisor).astype(like[k].dtype) for k, total in sums.items()}
+        return ShareResult(grads, over_microbatches(metrics, count), model_state)
+
+    def _cast(self, tree: Any) -> Any:
+        """The floating arrays in the dtype to compute in."""
+        if self.compute_dtype is None:
+            return tree
+        return jax.tree.map(
+            lambda x: x.astype(self.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+        )
+
+    # What is otherwise for all shares at once, see `GlobalStep`.
+
+    def _call(self, params: Any, batch: Any, rng: Any, model_state: Any, step: Any) -> tuple[dict[str, Any], Any]:
+        """(metrics, new model state). The loss among the metrics is what is differentiated."""
+        loss = fast_loops(functools.partial(call_loss, self.loss_fn), self.platform)
+        return loss(params, batch, rng, model_state, step)
+
+    def _microbatches(self, batch: Any) -> Any:
+        """The batch with a new first axis, that of the microbatches."""
+        count = self.accumulate
+        return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
+
+    def _fold_in(self, rng: jax.Array, i: Any) -> jax.Array:
+        return jax.random.fold_in(rng, i)
+
+    # From the gradients of all devices to the update.
+
+    def _without_unused(self, state: TrainState, share: ShareResult, values: Arrays) -> Arrays:
+        """The values of the parameters that are updated. A warning names those that the loss does not depend on."""
+        if self.unused == "skip":
+            return {k: v for k, v in values.items() if k not in share.unread}
+        unread = [name for k, name in state.store.paths if k in share.unread and name not in self.named]
+        if unread:
+            self.named.update(unread)
+            warnings.warn(
+                f"train step: the loss does not depend on {', '.join(map(repr, unread[:8]))}; "
+                "the gradients are zeros, but the optimizer may still change the parameters, as weight decay does; "
+                'make_train_step(unused="skip") keeps them unchanged',
+                stacklevel=2,
+            )
+        return values
+
+    def _sum(self, store: kv.KVStore, due: Arrays) -> tuple[Arrays, dict[int, Any]]:
+        """The sums and the residuals. One device needs no collective, and XLA would keep it with its copies."""
+        alone = lax.axis_size(self.axis_name) == 1 and not is_split(store)
+        if alone and not aggregate.compressed_keys(store, due):
+            return due, {}
+        return aggregate.reduce(store, due, self.axis_name)
+
+    def _mean_over_devices(
+        self, state: TrainState, share: ShareResult, grads: Arrays, summed: Arrays
+    ) -> tuple[dict[str, Any], Any, Any]:
+        """The metrics and the model state as means over the devices, and the flags of what is not finite."""
+        # All of them share one collective. To check what is pushed is enough unless there is a compressor.
+        found = None
+        if self.guard is not None:
+            found = nonfinite_flags(share.metrics["loss"], grads, summed if state.store.compressor else {})
+        shares = lax.axis_size(self.axis_name)
+        of_state = model_state_terms(share.model_state, shares)
+        terms, structure = jax.tree.flatten((widen(share.metrics), of_state, found))
+        metrics, of_state, found = structure.unflatten(self._add(state, terms))
+        return finish(metrics, shares), model_state_mean(share.model_state, of_state, shares), found
+
+    def _add(self, state: TrainState, leaves: list[jax.Array]) -> list[jax.Array]:
+        """The sums over the devices, by one collective for each dtype."""
+        if lax.axis_size(self.axis_name) == 1:
+            return leaves
+        add = collectives.sum_apart if state.store.staleness else lax.psum
+        return collectives.map_buckets(functools.partial(add, axis_name=self.axis_name), leaves, _LIMITS)
+
+    def _apply(
+        self, state: TrainState, params: Any, summed: Arrays, residuals: Any, ready: Arrays | None, loss: Any
+    ) -> tuple[kv.KVStore, Any]:
+        """The store and the transform's state after the update by these sums, unchanged where not `ready`."""
+        transform = state.transform
+        if self.grad_transform is not None:
+            summed, transform = self._transform(state, params, summed)
+        changes = update(state.store, summed, loss)._replace(residuals=residuals)
+        if ready is not None:
+            changes = queue.where_ready(state.store, changes, ready, {}, self.axis_name)
+            if jax.tree.leaves(transform):
+                transform = queue.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
+        return with_changes(state.store, changes), transform
+
+    def _transform(self, state: TrainState, params: Any, summed: Arrays) -> tuple[Arrays, Any]:
+        """The summed gradients through `grad_transform`. Those of a sharded store are gathered for it."""
+        tx, store = self.grad_transform, state.store
+        params = tree_of(store, dict(enumerate(jax.tree.leaves(params))))
+        whole = aggregate.gather(store, summed, self.axis_name)
+        grads = {k: whole[k] if k in whole else jnp.zeros_like(x) for k, x in by_key(store, params).items()}
+        before, fresh = state.transform, jax.eval_shape(tx.init, params)
+        if jax.tree.structure(before) != jax.tree.structure(fresh):
+            if jax.tree.leaves(fresh):
+                hint = "give the same one to train.create_state(store, rng, grad_transform=...)"
+                raise ValueError(f"train step: the state was made for another grad_transform; {hint}")
+            before = tx.init(params)  # without arrays, which a state has as ()
+        updates, transform = tx.update(tree_of(store, grads), before, params)
+        new = by_key(store, updates)
+        parts = aggregate.own_parts(store, {k: new[k] for k in summed}, self.axis_name)
+        return parts, transform if jax.tree.leaves(transform) else ()
+
+    # The beginning and the end of training.
+
+    def with_initial_parts(self, state: TrainState) -> TrainState:
+        """The state, which is on its devices, with the parts that this step keeps in it. Parts that it has stay."""
+        if carries(state.local) and not self.has_local_part:
+            own = "the state has separate parameters for each device, from a step with local_steps"
+            raise ValueError(f"train step: {own}; {END_OF_ROUND}")
+        missing: dict[str, Any] = {}
+        if self.grad_transform is not None and not carries(state.transform):
+            params = trained_params(state.store)
+            if jax.tree.leaves(jax.eval_shape(self.grad_transform.init, params)):
+                missing["transform"] = self.grad_transform.init(params)
+        if self.guard is not None and not carries(state.nonfinite):
+            missing["nonfinite"] = self.guard.start(state.store)
+        if isinstance(self.scaling, DynamicLossScale) and not carries(state.loss_scale):
+            missing["loss_scale"] = self.scaling.start()
+        return dataclasses.replace(state, **everywhere(missing, state.store)) if missing else state
+
+    def apply_pending(self, state: TrainState) -> TrainState:
+        """The state after all pending pushes of its store were applied, the oldest first."""
+        for i in range(state.store.staleness):
+            params = whole_params(state.store, self.axis_name)
+            pending, ready = queue.pending_at(state.store, i)
+            due = {k: value.reshape(shapes_of(state.store)[k]) for k, value in pending.items()}
+            store, transform = self._apply(state, params, *self._sum(state.store, due), ready, None)
+            state = dataclasses.replace(state, store=store, transform=transform)
+        empty = jax.tree.map(jnp.zeros_like, state.store.pending)
+        return dataclasses.replace(state, store=dataclasses.replace(state.store, pending=empty))
+
+
+def record_gradient_use(leaf: jax.Array, key: int, read: set[int]) -> jax.Array:
+    """The leaf itself. Its key is added to `read` when a gradient for it is traced."""
+
+    @jax.custom_vjp
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+        read.add(key)
+        return (cotangent,)
+
+    same.defvjp(lambda x: (x, None), backward)
+    return same(leaf)
+
+
+def divide(grad: jax.Array, divisor: Any) -> jax.Array:
+    """The gradient divided in float32 or wider, in its own dtype."""
+    return (grad.astype(wide(grad)) / divisor).astype(grad.dtype)
+
+
+# The step of all devices at once.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GlobalStep(DeviceStep):
+    """The step of all devices: `step(state, batch) -> (state, metrics)`, of whole arrays.
+
+    Its gradient is that of the sum of the losses of all shares. So a share has the cotangents that it has under the
+    other engines: a rule of the backward pass that is not linear, such as one that clips, gives the same numbers. The
+    step divides afterwards. The metrics are sums over the shares too.
+    """
+
+    axes: tuple[str, ...]  # the axes of the mesh that the batch is split over
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        mesh, homes = mesh_of_values(state.store), dict(state.store.shardings)
+        count = math.prod(mesh.shape[name] for name in self.axes)
+
+        # The gradient of the sum over the shares, and then of the mean. The compiler sums over the devices.
+        params = whole_params(state.store, self.axis_name)
+        total = self._gradient(state, params, *self._shares(state, batch, mesh))
+        whole = count if total.weight is None else total.weight
+        grads = {k: lax.with_sharding_constraint(divide(g, whole), homes[k]) for k, g in total.grads.items()}
+        metrics = finish(total.metrics, count)
+
+        # The update, and the new state.
+        due = self._without_unused(state, total, grads)
+        store, transform = self._apply(state, params, due, {}, None, metrics["loss"])
+        model_state = self._mean_over_shares(total.model_state, count)
+        found = None if self.guard is None else nonfinite_flags(metrics["loss"], grads, {})
+        return self._next(state, metrics, found, store=store, transform=transform, model_state=model_state)
+
+    # Batch, `rng` and model state have a first axis for each name in `axes`, of the lengths of the mesh.
+
+    def _shares(self, state: TrainState, batch: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
+        """Batch, `rng` and model state of all shares."""
+        sizes = tuple(mesh.shape[name] for name in self.axes)
+        count = math.prod(sizes)
+        along = NamedSharding(mesh, P(*self.axes))
+
+        def split(x: jax.Array) -> jax.Array:
+            return lax.with_sharding_constraint(x.reshape(*sizes, x.shape[0] // count, *x.shape[1:]), along)
+
+        rng = jax.random.fold_in(state.rng, state.step)
+        rngs = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(count)).reshape(sizes)
+        model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), state.model_state)
+        return jax.tree.map(split, batch), rngs, model_state
+
+    def _call(self, params: Any, batch: Any, rng: Any, model_state: Any, step: Any) -> tuple[dict[str, Any], Any]:
+        def of_share(batch: Any, rng: Any, model_state: Any) -> Any:
+            return call_loss(self.loss_fn, params, batch, rng, model_state, step)
+
+        with _explain_constraints(self.axes):
+            metrics, new = self._over_shares(of_share)(batch, rng, model_state)
+        first = tuple(range(len(self.axes)))
+        return jax.tree.map(lambda x: x.sum(first), widen(metrics)), new
+
+    def _microbatches(self, batch: Any) -> Any:
+        at, count = len(self.axes), self.accumulate
+
+        def cut(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(x.reshape(*x.shape[:at], count, x.shape[at] // count, *x.shape[at + 1 :]), at, 0)
+
+        return jax.tree.map(cut, batch)
+
+    def _fold_in(self, rng: jax.Array, i: Any) -> jax.Array:
+        return self._over_shares(lambda key: jax.random.fold_in(key, i))(rng)
+
+    def _over_shares(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` for every share, each on its part of the mesh."""
+        for name in reversed(self.axes):
+            fn = jax.vmap(fn, axis_name=name, spmd_axis_name=name)
+        return fn
+
+    def _mean_over_shares(self, model_state: Any, count: int) -> Any:
+        """Floating leaves as means over the shares. Others are those of the first share."""
+        axes = tuple(range(len(self.axes)))
+        sums = [tuple(x.sum(axes) for x in terms) for terms in model_state_terms(model_state, count)]
+        return model_state_mean(jax.tree.map(lambda x: x[(0,) * len(axes)], model_state), sums, count)
+
+    def with_initial_parts(self, state: TrainState) -> TrainState:
+        check_axes(self.axes, mesh_of_values(state.store), "train step")
+        return super().with_initial_parts(state)
+
+
+def check_axes(axes: tuple[str, ...], mesh: Mesh, where: str) -> None:
+    """`ValueError` unless the axes that a batch is split over are axes of the mesh."""
+    for name in axes:
+        if name not in mesh.axis_names:
+            known = ", ".join(mesh.axis_names)
+            raise ValueError(f"{where}: axis_name={name!r}: the mesh has no such axis; its axes are {known}")
+
+
+@contextlib.contextmanager
+def _explain_constraints(axes: tuple[str, ...]) -> Generator[None]:
+    """JAX's error for a constraint in the loss that names an axis of the batch, in words that say what to write."""
+    try:
+        yield
+    except ValueError as error:
+        if "spmd_axis_name" not in str(error):
+            raise
+        spec = str(error).rpartition("got spec ")[2]
+        raise ValueError(
+            f"train step: loss_fn constrains an array to {spec}, but the step already splits the batch over "
+            f"{', '.join(map(repr, axes))}, and loss_fn sees one share; write None in place of these axes, and leave "
+            "out a constraint that names no others"
+        ) from error
