@@ -252,6 +252,10 @@ def instance(p, x):
     return (x - mean_of(x, 1, 2)) * jax.lax.rsqrt(x.var((1, 2), keepdims=True) + 1e-5) * p["g"][None]
 
 
+def volume(p, x):
+    return (x - mean_of(x, 2, 3, 4)) * jax.lax.rsqrt(x.var((2, 3, 4), keepdims=True) + 1e-5) * p["g"][None, None]
+
+
 def batch(p, x):
     return (x - mean_of(x, 0, 1, 2)) * jax.lax.rsqrt(x.var((0, 1, 2), keepdims=True) + 1e-5) * p["g"][None]
 
@@ -273,6 +277,7 @@ NORMS = [
     (rms_b, TOKENS, ("RMSNorm", "")),
     (group, IMAGES, ("GroupNorm", "4 groups")),
     (instance, IMAGES, ("InstanceNorm", "")),
+    (volume, Spec((2, 3, 4, 5, 16), f32), ("InstanceNorm", "")),
     (batch, IMAGES, ("BatchNorm", "")),
     (stored, IMAGES, ("BatchNorm", "")),
     (unit, TOKENS, ("Normalization", "unit length")),
@@ -300,6 +305,8 @@ def test_a_residual_stays_outside_of_a_normalization_and_a_condition_too():
         lambda p, x: (x * p["g"]).sum(-1) / jnp.sqrt((x * x).sum(-1)),
         lambda p, x: x * jnp.minimum(1.0, 1.0 / jnp.sqrt((x * x).sum())),
         lambda p, x: x / jnp.sqrt(p["v"] + 1e-5),
+        lambda p, x: x * x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6),
+        lambda p, x: x + p["g"] / jnp.sqrt(sum((w * w).sum() for w in p.values())),
     ],
 )
 def test_what_only_has_a_root_is_no_normalization(fn):
@@ -737,6 +744,7 @@ VECTOR = Spec((64,), f32)
         (lambda r: (r - r.mean()) * jax.lax.rsqrt(r.var() + 1e-8), (VECTOR,), ("Normalization", "")),
         (lambda r: r / jnp.sqrt((r * r).mean() + 1e-6), (VECTOR,), ("Normalization", "")),
         (lambda r: r / jnp.linalg.norm(r), (VECTOR,), ("Normalization", "unit length")),
+        (lambda p: p["g"] / jnp.linalg.norm(p["g"]), ({"g": VECTOR},), ("Normalization", "unit length")),
         (lambda p, r: (r - r.mean()) / r.std() * p["g"], ({"g": VECTOR}, VECTOR), ("LayerNorm", "")),
         (lambda p, r: r / jnp.sqrt((r * r).mean() + 1e-6) * p["g"], ({"g": VECTOR}, VECTOR), ("RMSNorm", "")),
     ],

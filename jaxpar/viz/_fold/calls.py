@@ -188,16 +188,12 @@ def _fold_run(cells: Cells, name: str, call: Call | None, run: list[Eqn]) -> Non
         for eqn in run:
             cells.new([eqn.id], *label_of(cells.raw, eqn), major=eqn.prim in SOLVERS or eqn.prim == "pallas_call")
     elif COLLECTIVES.intersection(map(plain_name, prims)):
-        _fold_collective(cells, name.strip("_"), run)
+        # One cell of each array that is sent, as `pmean` of a tree is a sum and a division of each leaf.
+        for part in components(cells, [cells.new([eqn.id], *label_of(cells.raw, eqn)) for eqn in run]):
+            if len(part) > 1:
+                cells.fold(part, name.strip("_"), next((cell.detail for cell in part if cell.op in COLLECTIVES), ""))
     else:
         cells.new([eqn.id for eqn in run], name.strip("_"), major=not prims.isdisjoint(SOLVERS))
-
-
-def _fold_collective(cells: Cells, name: str, run: list[Eqn]) -> None:
-    """One cell of each array that a call sends, as `pmean` of a tree is a sum and a division of each leaf."""
-    for part in components(cells, [cells.new([eqn.id], *label_of(cells.raw, eqn)) for eqn in run]):
-        if len(part) > 1:
-            cells.fold(part, name, next((cell.detail for cell in part if cell.op in COLLECTIVES), ""))
 
 
 def _is_layer(cells: Cells, frame: Frame, call: Call, run: list[Eqn]) -> bool:

@@ -72,9 +72,10 @@ def _statistic(cells: Cells, eqn: Eqn) -> _Norm | None:
             sums += [part] if part.prim == "reduce_sum" else []
             todo += part.ins if part.prim != "reduce_sum" else ()
     squares = next((part for part in sums if squared(cells, part.ins[0]) is not None), None)
-    if (squares is None and (sums or len(given) != 1)) or (squares is not None and given):
+    sources = {_source(cells, part) for part in sums} or given
+    if len(sources) != 1 or (sums and (given or squares is None)):
         return None
-    source = given.pop() if squares is None else _source(cells, squares)
+    (source,) = sources
     above = _made_of(cells, eqn.ins[0], source, {})
     if above is None:
         return None
@@ -144,16 +145,25 @@ def _other(cells: Cells, step: Eqn, others: list[int], found: _Norm) -> tuple[_E
         return None, False
     value = others[0]
     eqn, own = maker(cells, value), _made_of(cells, value, -1, {})
-    if own is not None:
+    reads = [value, *(operand for part in (own or {}).values() for operand in part.ins)]
+    if own is not None and found.source not in [root(cells, each) for each in reads]:
         return own, False
     if found.source == -1:  # the first array that meets what is stored, less its stored mean
         centred = eqn is not None and eqn.prim == "sub" and cells.raw.of(eqn.ins[1]).kind in ("weight", "input")
         found.source = root(cells, eqn.ins[0] if eqn is not None and centred else value)
         return ({eqn.id: eqn} if eqn is not None and centred else {}), True
     is_whole = elements(cells, value) >= elements(cells, found.source)
-    if is_whole and root(cells, value) != found.source and (eqn is None or eqn.prim not in ("sub", "mul")):
+    if is_whole and root(cells, value) != found.source and (eqn is None or not _shows(cells, eqn, found.source)):
         return None, True
     return _made_of(cells, value, found.source, found.eqns), is_whole
+
+
+def _shows(cells: Cells, eqn: Eqn, source: int) -> bool:
+    """Whether an equation is `source - mean`, or `source * scale` with a parameter."""
+    others = [operand for operand in eqn.ins if root(cells, operand) != source]
+    if eqn.prim == "mul":
+        return len(others) == 1 and _made_of(cells, others[0], -1, {}) is not None
+    return eqn.prim == "sub" and root(cells, eqn.ins[0]) == source
 
 
 def _label(cells: Cells, found: _Norm) -> tuple[str, str]:

@@ -14,19 +14,13 @@ def single(cells: Cells, cell: Cell) -> Eqn | None:
     return cells.raw.eqns[cell.eqns[0]] if len(cell.eqns) == 1 else None
 
 
-def is_scalar(cells: Cells, value: int) -> bool:
-    """Whether a value is a literal or a constant of one element."""
-    shown = cells.raw.of(value)
-    return shown.kind in ("literal", "const") and math.prod(shown.shape) == 1
-
-
 def is_scale(cells: Cells, cell: Cell) -> bool:
     """Whether a cell only scales, shifts by a constant, or changes the sign. The reciprocal of an array is no scale."""
     eqn = single(cells, cell)
     if eqn is None or eqn.prim not in ("mul", "div", "add", "sub", "neg", "copysign"):
         return False
-    data = [value for value in eqn.ins if not is_scalar(cells, value)]
-    if eqn.prim == "div" and not is_scalar(cells, eqn.ins[1]):
+    data = [value for value in eqn.ins if not (is_fixed(cells, value) and elements(cells, value) == 1)]
+    if eqn.prim == "div" and eqn.ins[1] in data:
         return False
     return len(data) == 1 and cells.raw.weight_of(data[0]) is None
 
