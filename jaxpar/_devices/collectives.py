@@ -54,7 +54,8 @@ class BucketLimits:
 def plan(avals: tuple[tuple[Shape, Any], ...], limits: BucketLimits = BucketLimits()) -> Groups:
     """Which values travel together: groups of positions in `avals`, the (shape, dtype) of each value.
 
-    Every position is in exactly one group, and the values of a group have one dtype."""
+    Every position is in exactly one group, and the values of a group have one dtype.
+    """
     groups: list[list[int]] = []
     still_open: dict[Any, tuple[list[int], int]] = {}
     for position, (shape, dtype) in enumerate(avals):
@@ -78,7 +79,8 @@ def plan_of(values: Sequence[Any], limits: BucketLimits) -> Groups:
 
 def consecutive(groups: Sequence[Sequence[int]]) -> tuple[list[int], Groups]:
     """The positions in some groups of a plan, and these groups over them, counted from 0: of [(0, 3), (5,)]
-    [0, 3, 5] and ((0, 1), (2,)). So programs that pack and unpack some groups depend on their sizes only."""
+    [0, 3, 5] and ((0, 1), (2,)). So programs that pack and unpack some groups depend on their sizes only.
+    """
     positions = [i for group in groups for i in group]
     count = iter(range(len(positions)))
     return positions, tuple(tuple(next(count) for _ in group) for group in groups)
@@ -87,7 +89,8 @@ def consecutive(groups: Sequence[Sequence[int]]) -> tuple[list[int], Groups]:
 def pack(values: Sequence[Any], groups: Sequence[Sequence[int]], axis: int = 0, xp: Any = jnp) -> list[Any]:
     """One array for each group: its values one after another along an axis. That of a group of one stays as it is.
 
-    The axes before it are kept, and must be equal in a group. The axes from it on are flattened."""
+    The axes before it are kept, and must be equal in a group. The axes from it on are flattened.
+    """
 
     def flat(value: Any) -> Any:
         return value.reshape((*value.shape[:axis], math.prod(value.shape[axis:])))

@@ -72,7 +72,8 @@ def one_memory(devices: Iterable[Device]) -> bool:
 def share_or_put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array]:
     """Arrays with that sharding, as `jax.device_put`, without copies inside one memory.
 
-    Shared is an array on one device that goes whole to devices of its memory. The call waits until it is computed."""
+    Shared is an array on one device that goes whole to devices of its memory. The call waits until it is computed.
+    """
     if not where.is_fully_replicated or not one_memory(where.device_set):
         return jax.device_put(list(arrays), where)
     return jax.device_put([_shareable(a, where) for a in arrays], where)

@@ -162,7 +162,8 @@ def own_copies(tree: Any) -> Any:
 def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Arrays of the same values, where the given ones are, for a user who may donate them.
 
-    Large values of emulated devices share the memory of the given ones. XLA does not write to such memory."""
+    Large values of emulated devices share the memory of the given ones. XLA does not write to such memory.
+    """
     copies: list[Any] = [None] * len(arrays)
     small: dict[Sharding, list[int]] = {}
     several = jax.process_count() > 1

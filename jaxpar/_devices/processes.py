@@ -62,7 +62,8 @@ def note_progress() -> None:
 
 def count() -> int:
     """The number of processes that make the same calls. It is 1 in an elastic run, in which nothing is sent between
-    steps."""
+    steps.
+    """
     return 1 if _Elastic.is_on else jax.process_count()
 
 
@@ -138,7 +139,8 @@ def from_first(tree: Any) -> Any:
 
 def plan_send(tree: Any, devices: Sequence[Device]) -> Callable[[], Any]:
     """Compile the program that sends the arrays of process 0. The returned function runs it, and gives them in host
-    memory. Every process must call both, with arrays of the same shapes and dtypes."""
+    memory. Every process must call both, with arrays of the same shapes and dtypes.
+    """
     plain, restore = without_keys(tree)
     leaves, structure = jax.tree.flatten(plain)
     hosts = [np.asarray(leaf) for leaf in leaves]
@@ -184,7 +186,8 @@ def to_share(tree: Any, devices: Sequence[Device]) -> bool:
 
 def ask_first(ask: Callable[[], Any], *kinds: type[Exception]) -> Any:
     """Call `ask` in process 0, and return its JSON result in every process, or raise its exception there. The others
-    raise `kinds` unchanged, as Python's built-in types."""
+    raise `kinds` unchanged, as Python's built-in types.
+    """
     if count() == 1:
         return ask()
     answer = ""

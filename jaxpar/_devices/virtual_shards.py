@@ -137,7 +137,8 @@ def padded_rows(count: int, virtual_shards: int, parts: int) -> int:
 
 def pad_rows(batch: Any, rows: int, axis: int = 0, along: NamedSharding | None = None) -> Any:
     """The batch, or its shapes, with so many rows at its end that belong to no example. Arrays that span processes are
-    laid out by `along`."""
+    laid out by `along`.
+    """
 
     def pad(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):

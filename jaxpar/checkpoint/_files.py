@@ -266,7 +266,8 @@ def _digest(arrays: dict[int, np.ndarray]) -> str:
 
 def _link_frozen(directory: Path, unfinished: Path, digest: str) -> bool:
     """Link the frozen arrays of another checkpoint in the directory. False if no checkpoint has the same arrays,
-    undamaged."""
+    undamaged.
+    """
     for path in sorted(candidates(directory), reverse=True):
         try:
             body = _manifest.load(path)

@@ -148,7 +148,8 @@ class Manager:
 
     def _read_records(self, path: Path, place: _manifest.Place, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The records up to a checkpoint, which holds the last one itself. Lost records are reported on standard
-        error."""
+        error.
+        """
         try:
             found = processes.ask_first(lambda: _manifest.read_records(self.directory, place), CheckpointError)
         except CheckpointError as error:

@@ -110,7 +110,8 @@ def from_optax(tx: optax.GradientTransformation) -> Updater:
 
 def _is_coupling(tx: optax.GradientTransformation) -> bool:
     """Run `tx` on two vectors. The gradient of the second is ordinary, huge or NaN, and the update of the first must
-    not change by a bit."""
+    not change by a bit.
+    """
     others = jnp.stack([jnp.ones(4), jnp.full(4, 1e30), jnp.full(4, jnp.nan)])
 
     def first_update(other: jax.Array) -> jax.Array:

@@ -37,7 +37,8 @@ class UnknownOwners(Exception):
 class TreeOptimizer:
     """An optax transform that sees all params at once. `kv.from_params(params, optimizer=tx)` makes it.
 
-    The same `tx` object makes an equal optimizer, another `optax.sgd(0.1)` does not."""
+    The same `tx` object makes an equal optimizer, another `optax.sgd(0.1)` does not.
+    """
 
     tx: optax.GradientTransformation
 
@@ -76,7 +77,8 @@ class TreeOptimizer:
     def owners(self, params: Tree) -> list[int | None]:
         """For each leaf of the state the position of the param that it belongs to. None: to no single one.
 
-        `UnknownOwners` where `init` needs the params themselves, or puts several of them into one array."""
+        `UnknownOwners` where `init` needs the params themselves, or puts several of them into one array.
+        """
         # `init` is evaluated on params that have no leaves, each with its position. Where such a one stands in the
         # state, what `init` gives there for arrays belongs to that param. Nothing is computed.
         structure = jax.tree.structure(params)

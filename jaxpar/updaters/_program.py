@@ -65,7 +65,8 @@ def check_elementwise(
 
 def check_elementwise_tree(optimizer: TreeOptimizer, params: Any, shards: int, where: str) -> None:
     """`ValueError` unless an optimizer of the whole pytree may be given one device's shares of all params, whose shapes
-    and dtypes are given, with None where there is no gradient."""
+    and dtypes are given, with None where there is no gradient.
+    """
 
     def cut(rows: tuple[int, ...]) -> Any:
         return jax.tree.map(lambda x: Spec((*rows, chunk_size(x.size, shards)), x.dtype), params)
@@ -106,7 +107,8 @@ def fault(
 ) -> str | None:
     """Why an updater is not the same for a value and for a share of it, in words. None: it is.
 
-    A value may be a pytree of specs, for an optimizer of all params. The keys have values of one shape."""
+    A value may be a pytree of specs, for an optimizer of all params. The keys have values of one shape.
+    """
     # An updater that raises on both forms of one key is not judged, unless `judges_all`. It raises on every push.
     whole, part = _trace(updater, keys, value), _trace(updater, keys, share)
     if isinstance(whole, Exception) and isinstance(part, Exception) and len(keys) == 1:
@@ -246,7 +248,8 @@ class NotElementwise(Exception):
 
 class Reading(NamedTuple):
     """A jaxpr without the shape of the value: its equations, each with the name of its primitive first, and the names
-    of what it returns."""
+    of what it returns.
+    """
 
     lines: list[Any]
     results: list[Any]
@@ -385,7 +388,8 @@ Name = str | None  # None: a hyperparameter
 def rules(init: Callable[..., Any], update: Callable[..., Any], params: Any) -> list[str | None]:
     """For each param what identifies the computation of its next value, and its numbers. None if it cannot be traced.
 
-    `init(params)` gives a state, whose scalars are hyperparameters, and `update(grads, state, params, loss)` params."""
+    `init(params)` gives a state, whose scalars are hyperparameters, and `update(grads, state, params, loss)` params.
+    """
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     try:
         with outside_mesh():

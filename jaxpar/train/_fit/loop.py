@@ -360,7 +360,8 @@ class Loop:
 
     def written(self) -> Path | None:
         """Wait until all is on disk. Return what this run wrote or restored of the last step, in the process that
-        writes."""
+        writes.
+        """
         if self._manager is None:
             return None
         self._manager.wait()

@@ -129,7 +129,8 @@ class Program:
 
     def check_batch(self, batch: Batch, axis: int = 0) -> None:
         """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches. `TypeError` for
-        a leaf that is no array of numbers."""
+        a leaf that is no array of numbers.
+        """
         checks.arrays_of_numbers(batch, "train step: batch")
         n, parts, devices = checks.batch_length(batch, "train step", axis), self._accumulate, self.shares
         if n % (devices * parts) == 0:
