@@ -64,9 +64,7 @@ def check_elementwise(
 
 
 def check_elementwise_tree(optimizer: TreeOptimizer, params: Any, shards: int, where: str) -> None:
-    """`ValueError` unless an optimizer of the whole pytree may be given one device's shares of all params, whose shapes
-    and dtypes are given, with None where there is no gradient.
-    """
+    """`ValueError` unless an optimizer of the whole pytree may be given shares of params of these shapes."""
 
     def cut(rows: tuple[int, ...]) -> Any:
         return jax.tree.map(lambda x: Spec((*rows, chunk_size(x.size, shards)), x.dtype), params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,12 +14,7 @@ else:
     __all__ = ["__getattr__"]
 
     def __getattr__(name: str) -> Any:
-        if name == "Plot":
-            from ._draw.picture import Plot
-
-            return Plot
-        if name == "DiffPlot":
-            from ._diff.picture import DiffPlot
-
-            return DiffPlot
-        raise AttributeError(f"module 'jaxpar.viz' has no attribute {name!r}")
+        room = {"Plot": "_draw", "DiffPlot": "_diff"}.get(name)
+        if room is None:
+            raise AttributeError(f"module 'jaxpar.viz' has no attribute {name!r}")
+        return getattr(importlib.import_module(f"jaxpar.viz.{room}.picture"), name)
