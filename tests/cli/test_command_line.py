@@ -23,7 +23,7 @@ COMMANDS = ("train", "plot", "launch")
 
 def parser_of(command):
     commands = argparse.ArgumentParser(prog="jaxpar").add_subparsers()
-    command_line.command.add_parser(commands)
+    command_line._launch.add_parser(commands)
     command_line._add_commands(commands)
     return commands.choices[command]
 
