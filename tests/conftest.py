@@ -76,8 +76,21 @@ CORE = (
 ).split()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the tests of the core, where XLA's flags above change what is compiled: the second row runs them again."""
+    """Mark the tests of the core, where XLA's flags above change what is compiled: the second row runs them again.
+
+    Of a table of cases that is marked `sampled(n)` the first row runs n, evenly spread. The second row runs the others.
+    """
+    tables = {}
     for item in items:
         if jax.__version__.startswith("0.10.") and item.path.stem in CORE:
             item.add_marker(pytest.mark.core)
+        sampled = item.get_closest_marker("sampled")
+        if sampled and not item.get_closest_marker("slow"):
+            tables.setdefault((item.path, item.originalname, *sampled.args), []).append(item)
+    for (_, _, count), cases in tables.items():
+        chosen = {i * len(cases) // count for i in range(count)}
+        for i, item in enumerate(cases):
+            if i not in chosen:
+                item.add_marker(pytest.mark.slow)

@@ -76,6 +76,7 @@ def file_names(path):
 # What goes in comes out.
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["local", "device", "sharded"])
 def test_train_state_round_trip(tmp_path, kind):
     state = trained(make(kind))
@@ -152,6 +153,7 @@ def test_nothing_is_pickled(tmp_path, monkeypatch):
 # On other devices, in stores of another kind.
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("saved", "wanted"),
     [

@@ -337,6 +337,7 @@ SHAPES_OF_DTYPES = [(shape, "bfloat16") for shape in SHAPES] + [
 ]
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES_OF_DTYPES, ids=str)
 def test_every_shape_and_dtype(coder, shape, dtype):
     value, fresh = gradients(shape, dtype=dtype), coder.init(shape, dtype)
@@ -463,6 +464,7 @@ def pushed_eagerly(coder):
     return push, values, states, jax.tree.map(lambda *x: np.stack(x), *expected)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("over", [jax.vmap, over_pmap, over_shard_map, over_scan], ids=lambda f: f.__name__)
 def test_transforms_give_the_eager_bits(coder, over):
     push, values, states, expected = pushed_eagerly(coder)

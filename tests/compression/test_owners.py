@@ -132,6 +132,7 @@ SHAPES = [(2100,), (5, 7), (3,), (), (8200,)]
 LONG = ("1bit", "bf16", "topk")  # the same ways as the others
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "spec", [pytest.param(s, marks=pytest.mark.slow if s["type"] in LONG else ()) for s in SPECS], ids=name_of
 )
@@ -208,6 +209,7 @@ def pushed(spec, count, shapes):
 TYPES = [*SPECS, {"type": "int3"}, {"type": "powersgd"}]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", TYPES, ids=name_of)
 def test_the_program_does_not_grow_with_the_devices(spec):
     """Other ways may be chosen for more devices, so the largest program of few devices is the measure.
@@ -233,6 +235,7 @@ LARGE = [(500, 800), (800,), (5000, 20), (20,)]
 PLAIN = 4 * sum(int(np.prod(s)) for s in LARGE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("spec", "parts"),
     [
@@ -345,6 +348,7 @@ def test_both_residuals_are_saved_and_resumed(tmp_path, capsys):
     assert not any(np.any(leaf) for leaf in fewer.residuals[0].values())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[4], INT3], ids=name_of)
 def test_over_two_axes_of_a_mesh(spec):
     """An axis name may be a tuple. The devices are then in the order of both axes."""

@@ -143,6 +143,7 @@ LEFT_TO_XLA = (
 )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", EACH)
 def test_every_formula_inside_of_loops(case):
     """There XLA has no fast convolution, so formulas are taken that are slower than XLA's outside."""
@@ -249,6 +250,7 @@ SMALL = {  # images, window, padding, dilation of the images
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", SMALL)
 def test_small_images_are_products(case):
     x_shape, w_shape, padding, dilation = SMALL[case]

@@ -59,6 +59,7 @@ def slow_parts(function, *args):
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_step_has_the_gradient_of_lax(engine, count):
@@ -162,6 +163,7 @@ POOLS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("kind", ["normal", "equal entries", "mostly minus infinity", "bfloat16"])
 def test_the_gradient_of_max_pooling_to_the_bit(pool, kind):

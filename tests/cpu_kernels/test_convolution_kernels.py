@@ -53,6 +53,7 @@ SEEDS = [*range(20), 156, 532, 604, 636]  # the last ones have one channel and o
 SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1000) if seed not in SEEDS]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", [*SEEDS, *SLOW])
 def test_random_convolutions(seed):
     case = Case(seed)
@@ -175,6 +176,7 @@ def test_export_and_other_dtypes_take_the_kernels_of_xla():
 BAD = {"infinite": np.inf, "not a number": np.nan}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("where", ["images", "filter", "cotangent"])
 @pytest.mark.parametrize("options", [{}, {"strides": (2, 2)}, {"lhs_dilation": (2, 2), "padding": ((1, 1), (2, 2))}])

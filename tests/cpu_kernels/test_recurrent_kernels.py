@@ -98,6 +98,7 @@ def random_sizes(seed):
     return [int(rng.choice(x)) for x in ([1, 2, 7, 19], [1, 2, 3, 9, 16, 37], [1, 2, 5, 16, 31, 32, 33, 70, 130])]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 200))])
 def test_random_loops(cell, seed):
@@ -186,6 +187,7 @@ def transforms():
 TRANSFORMS = dict(transforms())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("cell", ["lstm", *slow("gru")])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_under_transforms(cell, name):
@@ -203,6 +205,7 @@ def test_eager_calls(cell):
     close(jax.value_and_grad(fast_on_cpus(of_lax))(params, x), jax.value_and_grad(of_lax)(params, x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("options", [{}, *slow({"remat": True}, {"accumulate": 2})])
@@ -444,6 +447,7 @@ def variants():
 VARIANTS = variants()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_almost_an_lstm(name):
     step, by_kernel = VARIANTS[name]
@@ -519,6 +523,7 @@ def gru_variants():
 GRU_VARIANTS = gru_variants()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", GRU_VARIANTS)
 def test_almost_a_gru(name):
     step, by_kernel = GRU_VARIANTS[name]
@@ -597,6 +602,7 @@ def test_a_loop_without_inputs_and_a_carried_number():
         close(jax.jit(fast_on_cpus(of_lax))(params, x), jax.jit(of_lax)(params, x))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("value", [np.nan, *slow(np.inf, -np.inf)], ids=str)
 @pytest.mark.parametrize("where", ["input", "state", "h", "c", "x"])
 @pytest.mark.parametrize("cell", CELLS)
@@ -633,6 +639,7 @@ def test_large_and_small_values_are_those_of_lax():
     )  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["LSTMCell", "OptimizedLSTMCell", "GRUCell"])
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 @pytest.mark.parametrize("options", [{}, *slow({"time_major": True}, {"reverse": True, "keep_order": True})])

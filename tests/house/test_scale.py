@@ -67,6 +67,7 @@ def test_a_collective_in_two_halves_is_refused():
         _hlo.collectives("%a = (f32[1], f32[8]) all-gather-start(%x)", 8)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -113,6 +113,7 @@ def test_one_device_quantizes_too():
         np.testing.assert_array_equal(kv.pull(store, 3), want)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s["type"])
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_nothing_is_lost_for_good(kind, spec):

@@ -88,6 +88,7 @@ def attack(read, path, content, changes, seed):
     assert min(map(outcomes.count, ("read", "refused"))) > 2, outcomes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*SYMBOLS, pytest.param("zoo squeezenet1_1", marks=pytest.mark.slow)])
 def test_symbol_files(name, tmp_path):
     path = write(tmp_path, name)

@@ -134,6 +134,7 @@ AFTER = [
 QUICK_ONES = ("BatchNorm", "FullyConnected", "Flatten", "SoftmaxOutput", "broadcast_mul")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("op", "attrs", "more"),
     [pytest.param(*row, marks=() if row[0] in QUICK_ONES else pytest.mark.slow) for row in AFTER],

@@ -34,6 +34,7 @@ def load(folder, name):
     return model, {n: arrays[n] for n in shapes}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ZOO)
 def test_the_model_zoo_gives_the_same_logits(name, tmp_path):
     model, inputs = load(tmp_path, name)
@@ -63,6 +64,7 @@ def loss_there(outputs, label):
     return -np.log(outputs[np.arange(len(label)), label.astype(int)]).mean()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("network", ["lenet", "factorization", "normalized"])
 def test_training_goes_on_as_in_mxnet(network, count, tmp_path):

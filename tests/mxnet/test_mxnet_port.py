@@ -70,6 +70,7 @@ def files_of(folder, name):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_a_module_gives_what_its_symbol_gives(name, tmp_path):
     symbol, file, params, state, inputs = files_of(tmp_path, name)

@@ -111,6 +111,7 @@ ABSENT = [
 DTYPES = {"float32": "float32", "master": "-master float16", "float16": "float16", "float64": "float64"}
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_combination_of_options(name, dtype):
@@ -198,6 +199,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "form", "lazy"), ROWS)
 def test_pushes_of_rows_from_two_devices(name, form, lazy, monkeypatch):
     # To compile the push takes longer than to run it. test_kv_sparse.py has the compiled ones.

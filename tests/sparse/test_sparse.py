@@ -274,6 +274,7 @@ def over_vmap(body, rows, devices):
     return jax.vmap(body, axis_name="data")(rows)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("over", [over_pmap, over_shard_map, over_vmap], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("size", [None, 6])
 def test_allreduce_is_the_sum_over_devices_on_each(over, size, devices):
@@ -316,6 +317,7 @@ def test_lazy_sgd_is_mxnets_example():
     np.testing.assert_array_equal(state["momentum"][2:], 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "over"),
     [(f"mxnet_{name}", jax.jit) for name in ("sgd", "nag", "adam", "rmsprop", "adagrad")]

@@ -210,6 +210,7 @@ def agree(got, wanted, rtol=3e-5):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), part, other)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("engine", "kind"), EVERYWHERE)
 @pytest.mark.parametrize("name", mostly_slow(LOSSES, "clipped", "counted"))
 def test_every_engine_and_kind_computes_the_definition(name, engine, kind):

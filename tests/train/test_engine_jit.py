@@ -73,6 +73,7 @@ def by_pmap(count, **options):
     return ran(store, engine="pmap", **dict(options))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "store",
     [
@@ -86,6 +87,7 @@ def test_as_pmap(store):
     same(ran(store()), by_pmap(2))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -198,6 +198,7 @@ def test_the_names_are_all_there():
     assert not set(REASONS) - set(vars(optax)) - set(vars(contrib))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SORTS)
 def test_one_of_each_sort_trains_as_plain_optax(name):
     check(name, "device", "pmap", 4)

@@ -137,6 +137,7 @@ def test_compute_in_bfloat16_store_in_float32():
     assert {str(x.dtype) for x in jax.tree.leaves(state.store.optimizer_state)} == {"float32", "int32"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_half_precision_is_near_the_plain_step(engine, kind):
     params = {"w": jnp.full((40, 30), 0.1), "b": jnp.zeros(30)}

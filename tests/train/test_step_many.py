@@ -60,6 +60,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("engine", "case"), [*(("pmap", case) for case in CASES), ("shard_map", "plain"), ("shard_map", "local")]
 )
@@ -71,6 +72,7 @@ def test_the_same_numbers_as_one_by_one(engine, case):
     np.testing.assert_array_equal(metrics["loss"], losses)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("engine", "kind", "compression"),
     [
@@ -142,6 +144,7 @@ def test_the_state_is_given_away():
         step.many(state, stacked())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_the_program_has_the_collectives_and_the_memory_of_one_step(engine, kind):
     """Nothing is copied that a step does not copy, and the state's memory is given to the new one."""

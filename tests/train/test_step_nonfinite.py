@@ -76,6 +76,7 @@ def test_a_finite_loss_with_a_gradient_that_is_not(kind):
     assert np.isnan(float(state.params["w"])), "ignored where nobody asks for it"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:train step. the loss does not depend on")
 @pytest.mark.parametrize(
     ("kind", "spec"),
