@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         viz as viz,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = (
     "checkpoint",

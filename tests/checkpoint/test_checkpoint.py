@@ -286,6 +286,7 @@ def held_by(tx, kind="device"):
     return kv.from_params(PARAMS, kind=kind, devices=jax.devices()[:2], **given)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("pair", OTHER_RULES.values(), ids=OTHER_RULES)
 def test_an_optimizer_with_the_same_state_and_another_rule(tmp_path, pair):
     first, second = map(held_by, pair)

@@ -58,6 +58,7 @@ def test_bits_of_a_sum():
     assert Grid(3e38, 2).bits == Grid(1e-38, 2).bits == 32  # sums overflow, units are subnormal
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bits", [1, 3, 5, 11, 31])
 def test_codes_in_planes_and_lanes_come_back(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 64), np.uint32)
@@ -148,6 +149,7 @@ def test_the_sum_is_that_of_the_decoded_payloads_on_every_device(spec):
             np.testing.assert_array_equal(got[0], want)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_values_are_rounded_once(dtype):
     values = normal((700,), (40,))

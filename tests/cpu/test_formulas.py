@@ -130,6 +130,7 @@ def over_batch(params, batch, rng):
     return jax.vmap(one)(batch["x"], batch["y"]).mean(), {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [in_scan, in_branch, nested, over_batch])
 def test_inside_of_other_programs(loss):
     plain, ours = gradient(loss), fast_on_cpus(gradient(loss))

@@ -84,6 +84,7 @@ def loss(f):
     return lambda *args: (f(*args) ** 2).sum()
 
 
+@pytest.mark.sampled(1)
 @both
 @pytest.mark.parametrize("arguments", [(0, 1, 2), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3))])
 def test_gradients_of_all_arguments_and_of_one(fast, plain, args, arguments):
@@ -101,6 +102,7 @@ def test_forward_mode(fast, plain, args):
     close(product(fast), product(plain))
 
 
+@pytest.mark.sampled(1)
 @both
 def test_second_derivatives(fast, plain, args):
     tangents = jax.tree.map(jnp.cos, args)
@@ -128,6 +130,7 @@ OVER_DEVICES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("fast", "plain", "args", "engine"), OVER_DEVICES)
 def test_over_devices_the_gradients_add_up(fast, plain, args, engine):
     x, *params = args

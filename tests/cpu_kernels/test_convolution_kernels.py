@@ -116,6 +116,7 @@ def transforms():
 TRANSFORMS = dict(transforms())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_under_transforms(name):
     x = X[:, None] if name in ("vmap over images", "vmap over filters", "vmap over both") else X

@@ -447,7 +447,7 @@ def variants():
 VARIANTS = variants()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_almost_an_lstm(name):
     step, by_kernel = VARIANTS[name]
@@ -571,6 +571,7 @@ def test_few_steps(cell, steps):
     close(jax.jit(fast_on_cpus(of_lax))(params, x), jax.jit(of_lax)(params, x))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
 def test_any_number_of_batch_axes(cell, shape):

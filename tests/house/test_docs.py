@@ -91,6 +91,7 @@ def marks(page):
     return [*data_marks, pytest.mark.slow] if name(page) in LONG else data_marks
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=marks(page)) for page in PAGES if any(not block.excuse for block in blocks(page))],

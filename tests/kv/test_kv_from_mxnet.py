@@ -184,6 +184,7 @@ def test_multipliers_change_in_the_middle_and_momentum_stays():
 PUSHES = [[0], [0, 1], [1], [0], [2, 0], [1, 0, 2], [2], [2, 1]]  # the keys of each push
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [("local", False), ("device", False), ("sharded", False), ("dist_sync", False), ("local", True), ("device", True)],

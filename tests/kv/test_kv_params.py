@@ -66,6 +66,7 @@ TREES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the other libraries, not ours
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "sharded") for name in TREES), *((name, "device") for name in ("dict", "empty", "nnx"))]

@@ -99,6 +99,7 @@ def test_with_its_label_a_loss_layer_has_mxnets_gradient(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), with_label, own)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_guide(tmp_path, monkeypatch):
     model, inputs = load(tmp_path, "lenet 1")
     for path in tmp_path.iterdir():

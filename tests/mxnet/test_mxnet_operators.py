@@ -29,7 +29,7 @@ def close(found, expected, what):
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5, err_msg=what)
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(40)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_it_computes_what_mxnet_computes(name, tmp_path):
     model = mxnet.load_symbol(write(tmp_path, name))

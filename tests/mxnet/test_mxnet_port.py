@@ -70,7 +70,7 @@ def files_of(folder, name):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_a_module_gives_what_its_symbol_gives(name, tmp_path):
     symbol, file, params, state, inputs = files_of(tmp_path, name)
@@ -259,6 +259,7 @@ def grouped():
 OWN = {"mlp": (mlp(("fc1", "fc1", "fc2", "out")), (5, 6)), "grouped": (grouped(), (4, 4, 5, 5))}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OWN)
 def test_a_network_of_flax_is_trained_as_its_symbol(name, tmp_path):
     path, shape = symbol_of(tmp_path, *OWN[name][0]), OWN[name][1]

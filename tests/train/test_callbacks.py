@@ -37,6 +37,7 @@ NAN = float("nan")
 LONGER = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("values", "options", "epochs"),
     [

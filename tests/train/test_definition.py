@@ -347,6 +347,7 @@ def annealed_with_state(params, batch, rng, state, step):
     return *annealed(params, batch, rng, step=step), {"steps": state["steps"] + step}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [
     {"engine": "pmap"},
     {"engine": "shard_map", "accumulate": 2},
@@ -493,6 +494,7 @@ def test_many_steps_with_pairs_and_step():
 # Strict promotion of dtypes.
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [
     {"engine": "pmap"}, {"engine": "jit"}, {"virtual_shards": 4}, {"accumulate": 3}, {"compute_dtype": jnp.bfloat16},
     {"loss_scale": "dynamic"}, {"nonfinite": "stop"}, {"local_steps": 2},

@@ -113,6 +113,7 @@ def want_masked():
     return {**names, "perplexity": np.exp(mean), "accuracy": right}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("count", "size"), [(None, 16), (4, 8), (8, 36), (8, 64)])
 def test_masked_tokens_count_once_however_they_are_summed(count, size):
     """37 leaves 5, 5, 37 and 37 examples for the last batch, which 4 and 8 devices cannot share."""

@@ -74,6 +74,7 @@ def test_an_epoch_without_one_update():
     assert np.isnan(history[0]["loss"])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 @pytest.mark.parametrize("row", [3, 20, 47])
 def test_it_stops_with_the_state_before_the_bad_step(tmp_path, kind, row):

@@ -53,6 +53,7 @@ def test_any_number_of_microbatches_gives_the_same():
     close(found[2], found[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_microbatches_send_nothing_more_and_compile_once(engine, kind):
     plain = step_of(wide_squares, engine=engine)

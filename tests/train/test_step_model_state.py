@@ -77,6 +77,7 @@ def oracle(steps, shares, parts=1):
     return params, {**state, "seen": jnp.int32(state["seen"])}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("engine", "kind", "parts"),
     [*((*where, 1) for where in IN_TURN), ("pmap", "device", 2), ("shard_map", "sharded", 2)],

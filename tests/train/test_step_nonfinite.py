@@ -35,6 +35,7 @@ def assert_same(after, before, *, but=()):
 NOTES = (".nonfinite['found']", ".nonfinite['skipped']", ".nonfinite['step']")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("engine", "kind", "value"), [*((*where, np.nan) for where in EVERYWHERE), ("pmap", "device", np.inf)]
 )

@@ -42,6 +42,7 @@ def test_the_gradient_is_that_of_the_whole_batch(engine, count, kind):
     assert float(state.params["w"]) == -3.5
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("engine", "kind", "count"),
     [*((*where, 8) for where in EVERYWHERE), ("pmap", "device", 1), ("shard_map", "sharded", 1), ("pmap", "local", 2)],

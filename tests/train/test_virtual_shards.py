@@ -166,6 +166,7 @@ def test_with_a_shard_a_device_it_is_the_plain_step():
     assert int(mine.step) == 1
 
 
+@pytest.mark.slow
 def test_on_other_devices():
     """A state goes from one device to three and to eight; the old one is given away at each step."""
     step = train.make_train_step(dropped, virtual_shards=V)
@@ -268,6 +269,7 @@ def fitted(devices, given, step, **options):
     return everything(state, []), [(r["loss"], r["accuracy"]) for r in history]
 
 
+@pytest.mark.slow
 def test_fit_on_any_number():
     """Data sets, arrays and loaders; the epoch's every example once, whatever the padding."""
     step = train.make_train_step(dropped, virtual_shards=V)

@@ -1,6 +1,6 @@
 """The certificate of a run: a file of JSON lines with a hash of the state after every `certificate_every` steps.
 
-{"certificate": 1, "jax": "0.12.0", "jaxpar": "0.1.0", "processor": "x86_64 ...", "platform": "cpu", ...}
+{"certificate": 1, "jax": "0.12.0", "jaxpar": "0.2.0", "processor": "x86_64 ...", "platform": "cpu", ...}
 {"step": 100, "state": "85ffc70354b8bc7642208128a38005f1"}
 """
 
