@@ -59,8 +59,9 @@ def plan(avals: tuple[tuple[Shape, Any], ...], limits: BucketLimits = BucketLimi
     groups: list[list[int]] = []
     still_open: dict[Any, tuple[list[int], int]] = {}
     for position, (shape, dtype) in enumerate(avals):
-        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        if nbytes >= limits.alone_bytes:
+        is_key = jnp.issubdtype(dtype, jax.dtypes.extended)  # a random key, whose bytes are jax's own
+        nbytes = 0 if is_key else math.prod(shape) * np.dtype(dtype).itemsize
+        if is_key or nbytes >= limits.alone_bytes:
             groups.append([position])
             continue
         group, filled = still_open.get(dtype, (None, 0))

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from .._core.arrays import Device, is_traced
+from .._core.arrays import Device, is_prng_key, is_traced
 
 Result = TypeVar("Result")
 
@@ -93,8 +93,10 @@ def on(where: Sharding) -> contextlib.AbstractContextManager[Any]:
 
 
 def _shareable(array: jax.Array, where: Sharding) -> jax.Array | np.ndarray:
-    """A view of an array on another CPU device of this process. Other arrays are returned as they are."""
+    """A view of an array on another CPU device of this process. Others, and random keys, are returned as they are."""
     sharding = array.sharding
+    if is_prng_key(array):
+        return array
     if isinstance(sharding, SingleDeviceSharding) and sharding != where and one_memory(sharding.device_set):
         return np.asarray(array)
     return array

@@ -435,3 +435,13 @@ def test_an_array_that_is_pushed_is_no_list_of_rows(kind, monkeypatch):
         store = kv.push(store, 3, value + 1)
         store, _ = kv.pushpull(store, 3, value + 1, devices=jax.devices()[:2])
     np.testing.assert_array_equal(kv.pull(store, 3), value + 1)
+
+
+@pytest.mark.parametrize("kind", ["local", "device"])
+def test_random_keys_are_pulled_onto_devices(kind):
+    rng = jax.random.split(jax.random.key(3), 2)
+    store = kv.init(kv.create(kind), [0, 1, 2], [rng, jnp.ones(2), jnp.ones(3)])
+    devices = jax.devices()[1:3]
+    pulled = kv.pull(store, [1, 0, 2], devices=devices)
+    assert [[copy.device for copy in copies] for copies in pulled] == [devices] * 3
+    assert all((jax.random.key_data(copy) == jax.random.key_data(rng)).all() for copy in pulled[1])
