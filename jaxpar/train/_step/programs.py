@@ -128,21 +128,26 @@ class Program:
         return shapes_on(batch, jax.tree.map(lambda _: self.along[axis], batch))
 
     def check_batch(self, batch: Batch, axis: int = 0) -> None:
-        """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches. `TypeError` for
-        a leaf that is no array of numbers.
-        """
-        checks.arrays_of_numbers(batch, "train step: batch")
-        n, parts, devices = checks.batch_length(batch, "train step", axis), self._accumulate, self.shares
-        if n % (devices * parts) == 0:
-            return
-        if parts == 1:
-            checks.even_share(n, devices, "train step", ", or pad it")
-        size = n // (devices * parts) * devices * parts or devices * parts
-        problem = f"cannot be divided by {devices} devices"
-        if n % devices == 0:
-            each = f"gives each of {devices} devices {n // devices} examples"
-            problem = f"{each}, which cannot be cut in accumulate={parts} microbatches"
-        raise ValueError(f"train step: a batch of {n} {problem}; use a batch of {size}, or pad it")
+        check_even(batch, axis, self.shares, self._accumulate)
+
+
+def check_even(batch: Batch, axis: int, shares: int, parts: int) -> None:
+    """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches.
+
+    `TypeError` for a leaf that is no array of numbers.
+    """
+    checks.arrays_of_numbers(batch, "train step: batch")
+    n = checks.batch_length(batch, "train step", axis)
+    if n % (shares * parts) == 0:
+        return
+    if parts == 1:
+        checks.even_share(n, shares, "train step", ", or pad it")
+    size = n // (shares * parts) * shares * parts or shares * parts
+    problem = f"cannot be divided by {shares} devices"
+    if n % shares == 0:
+        each = f"gives each of {shares} devices {n // shares} examples"
+        problem = f"{each}, which cannot be cut in accumulate={parts} microbatches"
+    raise ValueError(f"train step: a batch of {n} {problem}; use a batch of {size}, or pad it")
 
 
 class JointProgram(Program):
@@ -153,10 +158,11 @@ class JointProgram(Program):
         self._step, self._everywhere = step, copies_for(treedef.unflatten(range(treedef.num_leaves)).store)
         self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, self._everywhere))
         self._platform = self.devices[0].platform
-        own, at = dataclasses.replace(step, platform=self._platform), self._rng_at
+        own, at, shares = dataclasses.replace(step, platform=self._platform), self._rng_at, self.shares
 
+        # It does not refer to the program, which would then be freed by the garbage collector only.
         def train_step(leaves: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Metrics]:
-            self.check_batch(batch)
+            check_even(batch, 0, shares, step.accumulate)
             state = treedef.unflatten([*leaves[:at], rng, *leaves[at:]])
             shardings = leaf_shardings(state)
             new, metrics = run(own, shardings, state, batch)
@@ -211,9 +217,11 @@ class JointProgram(Program):
 
     @functools.cached_property
     def _finish(self) -> Any:
+        step, treedef = self._step, self._treedef
+
         def finish(leaves: list[jax.Array]) -> list[jax.Array]:
-            state = self._treedef.unflatten(leaves)
-            return jax.tree.leaves(run_by_shard_map(self._step, leaf_shardings(state), state))
+            state = treedef.unflatten(leaves)
+            return jax.tree.leaves(run_by_shard_map(step, leaf_shardings(state), state))
 
         return jax.jit(finish)
 
