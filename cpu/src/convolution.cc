@@ -20,8 +20,7 @@ using Numbers = ffi::Span<const int64_t>;
 namespace jaxpar {
 namespace {
 
-// How many products are added in one register before the sum goes to memory. Shorter sums round less, as those of lax,
-// and the weights stay in the first cache.
+// How many products are added in one register before the sum goes to memory. Shorter sums round less, as those of lax.
 constexpr int64_t kChain = 64;
 constexpr int64_t kSums = 128;    // the same of the gradient of a filter, whose sums are over results
 constexpr int64_t kSlab = 16384;  // numbers of the images that are copied at once: they stay in the second cache
@@ -142,17 +141,17 @@ struct Phases {
 
 struct Run {
   int64_t d, h, w, c, length;  // where it begins, and how many numbers it has
+  bool is_last = false;        // of a chain of sums
 
   int64_t at(const Slab& slab) const { return d * slab.steps[0] + h * slab.steps[1] + w * slab.steps[2] + c; }
 };
 
-// A phase of all three axes: its runs, cut into chunks, and its weights, a panel of all features after the other.
+// A phase of all three axes: its runs, and its weights, a panel of all features after the other.
 struct Phase {
   const std::vector<Tap>*d, *h, *w;
   std::vector<Run> runs;
-  std::vector<int64_t> chunks;  // the first run of each, and at the end their number
-  int64_t length = 0;           // of all runs
-  int64_t weights = 0;          // where they begin
+  int64_t length = 0;   // of all runs
+  int64_t weights = 0;  // where they begin
 
   Phase(const std::vector<Tap>& d, const std::vector<Tap>& h, const std::vector<Tap>& w, const Problem& p)
       : d(&d), h(&h), w(&w) {
@@ -169,16 +168,12 @@ struct Phase {
             }
           length += p.in();
         }
-    int64_t in_chunk = 0;
-    chunks.push_back(0);
+    int64_t in_chain = 0;
     for (size_t i = 0; i < runs.size(); ++i) {
-      if (in_chunk && in_chunk + runs[i].length > kChain) {
-        chunks.push_back(i);
-        in_chunk = 0;
-      }
-      in_chunk += runs[i].length;
+      in_chain += runs[i].length;
+      runs[i].is_last = i + 1 == runs.size() || in_chain + runs[i + 1].length > kChain;
+      if (runs[i].is_last) in_chain = 0;
     }
-    chunks.push_back(runs.size());
   }
 };
 
@@ -221,7 +216,7 @@ std::vector<Tile> Tiles(const Problem& p) {
 }
 
 void Compute(const Problem& p, const Phases* phases, const std::vector<Phase>& all, const float* weights, int64_t panel,
-             const Slab& slab, const Tile& tile, int64_t chunk, int64_t number, float* y) {
+             const Slab& slab, const Tile& tile, int64_t number, float* y) {
   const Loops& loops = TheLoops();
   const int lanes = kLanes[instructions()], most = kRows[instructions()];
   const int64_t panels = CeilDivide(p.out(), panel), group = number / panels, first = number % panels * panel;
@@ -232,31 +227,24 @@ void Compute(const Problem& p, const Phases* phases, const std::vector<Phase>& a
   for (int64_t w = 0; w < phases[2].count; ++w)
     for (int64_t h = tile.region.axes[1].first; h < tile.region.axes[1].last; ++h) {
       const Phase& phase = all[(d % phases[0].count * phases[1].count + h % phases[1].count) * phases[2].count + w];
-      if (chunk + 2 > static_cast<int64_t>(phase.chunks.size())) continue;
-      const int64_t begin = phase.chunks[chunk], end = phase.chunks[chunk + 1];
-      int64_t before = 0;
-      for (int64_t i = 0; i < begin; ++i) before += phase.runs[i].length;
       pieces.clear();
-      for (int64_t i = begin; i < end; ++i) pieces.push_back({phase.runs[i].at(slab), phase.runs[i].length});
+      for (const Run& run : phase.runs) pieces.push_back({run.at(slab), run.length, run.is_last});
+      if (pieces.empty()) pieces.push_back({0, 0, true});  // results on gaps alone are zeros
       const float* in = slab.at(d / phases[0].count * phases[0].advance, h / phases[1].count * phases[1].advance, 0) +
                         group * p.in();
       const int64_t step = phases[2].advance * p.channels, y_step = phases[2].count * p.features;
       float* out = y + (((d * p.axes[1].results + h) * p.axes[2].results) + w) * p.features + group * p.out() + first;
-      const float* of_panel = weights + phase.weights + (number * phase.length + before) * panel;
+      const float* of_panel = weights + phase.weights + number * phase.length * panel;
       const int64_t results = CeilDivide(p.axes[2].results - w, phases[2].count), blocks = CeilDivide(results, most);
       for (int64_t b = 0; b < blocks; ++b) {
         const auto [from, to] = Part(results, b, blocks);
         const auto loop = loops.results[vectors - 1][to - from - 1];
         if (is_whole) {
-          loop(in + from * step, step, pieces.data(), end - begin, of_panel, out + from * y_step, y_step, chunk > 0);
+          loop(in + from * step, step, pieces.data(), pieces.size(), of_panel, out + from * y_step, y_step);
           continue;
         }
-        loop(in + from * step, step, pieces.data(), end - begin, of_panel, beside, panel, false);
-        for (int64_t r = 0; r < to - from; ++r)
-          for (int64_t o = 0; o < count; ++o) {
-            float& result = out[(from + r) * y_step + o];
-            result = chunk > 0 ? result + beside[r * panel + o] : beside[r * panel + o];
-          }
+        loop(in + from * step, step, pieces.data(), pieces.size(), of_panel, beside, panel);
+        for (int64_t r = 0; r < to - from; ++r) std::memcpy(out + (from + r) * y_step, beside + r * panel, 4 * count);
       }
     }
 }
@@ -290,14 +278,13 @@ void Forward(Pool& pool, const Problem& p, const float* x, const float* w, float
   const int64_t panel = depthwise ? p.channels : kVectors * kLanes[instructions()];
   const int64_t panels = depthwise ? 1 : CeilDivide(p.out(), panel), all_panels = depthwise ? 1 : p.groups * panels;
   std::vector<Phase> all;
-  int64_t length = 0, chunks = 0;
+  int64_t length = 0;
   for (const auto& d : phases[0].taps)
     for (const auto& h : phases[1].taps)
       for (const auto& v : phases[2].taps) {
         all.emplace_back(d, h, v, p);
         all.back().weights = length;
         length += all.back().length * panel * all_panels;
-        chunks = std::max<int64_t>(chunks, all.back().chunks.size() - 1);
       }
   thread_local std::vector<float> kept;
   float* weights = Kept(kept, length);
@@ -336,9 +323,8 @@ void Forward(Pool& pool, const Problem& p, const float* x, const float* w, float
       return;
     }
     for (int64_t number = first_panel; number < last_panel; ++number)
-      for (int64_t chunk = 0; chunk < chunks; ++chunk)
-        for (int64_t t = first; t < last; ++t)
-          Compute(p, phases, all, weights, panel, slabs[t - first], tiles[t], chunk, number, y + tiles[t].example * p.result());
+      for (int64_t t = first; t < last; ++t)
+        Compute(p, phases, all, weights, panel, slabs[t - first], tiles[t], number, y + tiles[t].example * p.result());
   });
 }
 

@@ -17,19 +17,22 @@ constexpr int kVectors = 4;
 constexpr int kRows[] = {6, 6, 12}, kLanes[] = {4, 8, 16};
 constexpr int kMostRows = 12, kMostPanel = 32;
 
+// Numbers that lie together. `is_last`: of a chain, whose sum then goes to memory.
 struct Piece {
   int64_t at, length;
+  bool is_last;
 };
 
-// R results, V vectors of features: y[r, :] (+)= sum of x[r * step + piece] * w.
+// R results, V vectors of features: y[r, :] = sum over pieces of x[r * step + piece] * w.
 template <int N, int V, int R>
 JAXPAR_INLINE void Results(const float* x, int64_t step, const Piece* pieces, int64_t count, const float* w, float* y,
-                           int64_t y_step, bool add) {
+                           int64_t y_step) {
   typename VectorOf<N>::type sum[R][V];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) sum[r][v] = typename VectorOf<N>::type{};
+  bool add = false;
   for (const Piece* piece = pieces; piece < pieces + count; ++piece) {
     const float* in = x + piece->at;
     for (int64_t k = 0; k < piece->length; ++k, w += N * kVectors) {
@@ -41,16 +44,19 @@ JAXPAR_INLINE void Results(const float* x, int64_t step, const Piece* pieces, in
 #pragma GCC unroll 4
         for (int v = 0; v < V; ++v) sum[r][v] += in[r * step + k] * weights[v];
     }
-  }
+    if (!piece->is_last) continue;
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      float* out = y + r * y_step + v * N;
-      typename VectorOf<N>::type before{};
-      if (add) load<N>(before, out);
-      store<N>(out, add ? before + sum[r][v] : sum[r][v]);
-    }
+      for (int v = 0; v < V; ++v) {
+        float* out = y + r * y_step + v * N;
+        typename VectorOf<N>::type before{};
+        if (add) load<N>(before, out);
+        store<N>(out, add ? before + sum[r][v] : sum[r][v]);
+        sum[r][v] = typename VectorOf<N>::type{};
+      }
+    add = true;
+  }
 }
 
 struct Lines {
@@ -141,7 +147,7 @@ JAXPAR_INLINE int64_t ChannelSums(const float* x, const int64_t* places, const f
 }
 
 constexpr int kMostTaps = 8;
-using ResultsFn = void (*)(const float*, int64_t, const Piece*, int64_t, const float*, float*, int64_t, bool);
+using ResultsFn = void (*)(const float*, int64_t, const Piece*, int64_t, const float*, float*, int64_t);
 using SumsFn = void (*)(const float*, const float*, const Lines&, float*);
 using ChannelsFn = void (*)(const float*, int64_t, const int64_t*, int64_t, const float*, float*, int64_t, int64_t);
 using ChannelSumsFn = void (*)(const float*, const int64_t*, const float*, int64_t, const Lines&, float*, int64_t);
@@ -156,9 +162,9 @@ struct Loops {
 
 #define VERSION(name, lanes, target)                                                                                   \
   template <int V, int R>                                                                                              \
-  target void Results##name(const float* x, int64_t step, const Piece* pieces, int64_t count, const float* w, float* y, \
-                            int64_t y_step, bool add) {                                                                \
-    Results<lanes, V, R>(x, step, pieces, count, w, y, y_step, add);                                                   \
+  target void Results##name(const float* x, int64_t step, const Piece* pieces, int64_t count, const float* w, float* y,\
+                            int64_t y_step) {                                                                          \
+    Results<lanes, V, R>(x, step, pieces, count, w, y, y_step);                                                        \
   }                                                                                                                    \
   template <int V, int R>                                                                                              \
   target void Sums##name(const float* x, const float* dy, const Lines& lines, float* out) {                            \
