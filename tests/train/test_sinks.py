@@ -166,10 +166,7 @@ def test_tensorboard(tmp_path):
     ids=["pandas", "matplotlib", "tensorboard"],
 )
 def test_what_is_not_installed(monkeypatch, tmp_path, module, call):
-    from jaxpar.train._callbacks import plots as figures
-
     monkeypatch.chdir(tmp_path)  # the checkout may have a folder runs, of make train
-    figures._figure_type.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=rf"pip install '?(jaxpar\[)?{module.split('.')[0]}"):
         call()

@@ -124,7 +124,7 @@ def test_a_tracker_that_is_not_installed(monkeypatch, module, call):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=rf"pip install 'jaxpar\[{module}\]'"):
         call()
-    with pytest.raises(TypeError, match="must be a name, got 3"):
+    with pytest.raises(TypeError, match="must be a string, got 3"):
         call(3)
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import inspect
-import itertools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
@@ -65,15 +63,16 @@ class Callbacks:
         # callback.
         left, missed, found = list(saved or []), list[str](), list[Any]()
         for callback in self.each:
-            found.append(callback.init(state) if has_memory(callback) else None)
+            memory = None
             if has_memory(callback):
-                name = name_of(callback)
+                memory, name = callback.init(state), name_of(callback)
                 entry = next((entry for entry in left if entry["name"] == name), None)
                 try:
-                    found[-1] = memory_from_json(entry, found[-1])
+                    memory = memory_from_json(entry, memory)
                     left.remove(entry)
                 except ValueError:
                     missed.append(name)
+            found.append(memory)
         if resumed and jax.process_index() == 0 and (missed or left):
             others = " and ".join(entry["name"] for entry in left)
             words = (
@@ -108,29 +107,26 @@ class Callbacks:
 
     def measure(self, state: TrainState) -> dict[str, float]:
         """What callbacks such as `LearningRate` add to the record of a state."""
-        found: dict[str, float] = {}
-        for measured in self.call("measure", state):
-            found |= measured
-        return found
+        return {name: value for measured in self.call("measure", state) for name, value in measured.items()}
 
     def run(self, memories: Memories, state: TrainState, record: Record) -> tuple[Memories, bool]:
         """Call each callback. The memories, and whether one of them asked to stop, by a True of Python, NumPy or JAX.
 
         An exception in any process is raised in every process, and one request to stop stops all.
         """
-        new, answers = list(memories), list[Any]()
+        new, stops = list(memories), list[Any]()
         with processes.raise_together():
             for i, callback in enumerate(self.each):
                 if not has_memory(callback):
-                    answers.append(callback(state, record))
+                    stops.append(callback(state, record))
                     continue
                 answer: Any = callback.on_epoch(new[i], state, record)
                 if not isinstance(answer, tuple) or len(answer) != 2:
                     given = checks.describe(answer)
                     raise TypeError(f"fit: {name_of(callback)}.on_epoch must return (memory, stop), got {given}")
                 new[i] = answer[0]
-                answers.append(answer[1])
-        return tuple(new), not processes.all_true(not any(map(_is_true, answers)))
+                stops.append(answer[1])
+        return tuple(new), not processes.all_true(not any(map(_is_true, stops)))
 
     @property
     def restores_best(self) -> bool:
@@ -139,71 +135,50 @@ class Callbacks:
 
     def best_step(self, memories: Memories) -> int | None:
         """The step of the best state so far, 0 if there is none. None where no callback asks for it."""
-        for callback, memory in zip(self.each, memories, strict=True):
-            if _keeps_best(callback):
-                return memory["step"]
-        return None
+        pairs = zip(self.each, memories, strict=True)
+        return next((memory["step"] for c, memory in pairs if isinstance(c, Monitor) and "step" in memory), None)
 
-    def check(self, checkpoint_dir: Any, certificate: Path | None, measures: dict[str, bool]) -> None:
-        """`ValueError` for what can be known before the first step: two write one file, or keep a best checkpoint.
-
-        `certificate` is another file that the run writes. `measures`: for each beginning of a score's name, such as
-        `test_`, whether there are such scores.
-        """
-        files = set() if certificate is None else {certificate.absolute()}
-        for path in [callback.path for callback in self.each if isinstance(callback, JsonLines)]:
-            if path.absolute() in files:
-                raise ValueError(
-                    f"fit: {path} is given twice; give metrics_file=, certificate= and each to_jsonl callback "
-                    "different files"
-                )
-            files.add(path.absolute())
-        keeps = list(filter(_keeps_best, self.each))
-        if checkpoint_dir is None and any(isinstance(callback, KeepBest) for callback in keeps):
+    def check(self, checkpoint_dir: Any, certificate: Path | None) -> None:
+        """`ValueError` where two write one file or keep a best checkpoint. The run writes `certificate` too."""
+        files = [callback.path.absolute() for callback in self.each if isinstance(callback, JsonLines)]
+        files += [] if certificate is None else [certificate.absolute()]
+        if twice := [path for path in files if files.count(path) > 1]:
+            own = "give metrics_file=, certificate= and each to_jsonl callback different files"
+            raise ValueError(f"fit: {twice[0]} is given twice; {own}")
+        keep = sum(isinstance(callback, KeepBest) for callback in self.each)
+        if checkpoint_dir is None and keep:
             raise ValueError("fit: train.KeepBest keeps the best checkpoint, so give checkpoint_dir= too")
-        if len(keeps) > 1:
+        keep += sum(isinstance(callback, EarlyStopping) and callback.restore_best for callback in self.each)
+        if keep > 1:
             raise ValueError(
-                f"fit: {len(keeps)} callbacks keep a best checkpoint, and fit keeps only one; give one train.KeepBest, "
+                f"fit: {keep} callbacks keep a best checkpoint, and fit keeps only one; give one train.KeepBest, "
                 "or one train.EarlyStopping(restore_best=True), which keeps it too"
             )
-        for callback in self._monitors():
-            for start, are_measured in measures.items():
-                if not are_measured and (callback.monitor or "").startswith(start):
-                    raise ValueError(
-                        f"fit: {name_of(callback)} monitors {callback.monitor!r}, but nothing is evaluated; give "
-                        f"{_GIVE[start]}, or monitor another metric"
-                    )
 
-    def check_metrics(self, metrics: Sequence[str], scores: Sequence[str], measures: dict[str, bool]) -> None:
+    def check_metrics(self, metrics: Sequence[str], scores: Sequence[str], evaluated: Container[str]) -> None:
         """`ValueError` for a callback that looks at a metric that there is not.
 
-        `metrics` are those of a step, and `scores` those of the evaluation, as far as they are known. One with columns
-        has further names: "name/0".
+        `metrics` are those of a step, and `scores` those of the evaluation, none where they are not known yet.
+        `evaluated` are the beginnings of scores' names, of `_GIVE`.
         """
         names = [*metrics, *scores]
-        unknown = [
-            start for start, are in measures.items() if are and not any(name.startswith(start) for name in scores)
-        ]
-        for callback in self._monitors():
-            name = callback.monitor
-            if name is None or name in names or name.rpartition("/")[0] in names:
+        for callback in self.each:
+            if not type(callback).__module__.startswith("jaxpar."):
+                return  # a callback of the user may put its own metric into the record
+            name = callback.monitor if isinstance(callback, Monitor) else None
+            if name is None or name.startswith("learning_rate"):
                 continue
-            if not name.startswith((*unknown, "learning_rate")):
-                raise_unknown(name, names, f"train.{name_of(callback)}")
-
-    def _monitors(self) -> list[Monitor]:
-        """Those whose metrics are known. A callback of the user before them may put its own into the record."""
-        own = itertools.takewhile(lambda callback: type(callback).__module__.startswith("jaxpar."), self.each)
-        return [callback for callback in own if isinstance(callback, Monitor)]
+            who, start = f"train.{name_of(callback)}", name[:5]
+            if start in _GIVE and start not in evaluated:
+                raise ValueError(f"fit: {who} monitors {name!r}, but nothing is evaluated; give {_GIVE[start]}")
+            known = any(score.startswith(start) for score in scores) if start in _GIVE else metrics
+            if known and name not in names and name.rpartition("/")[0] not in names:  # columns: "name/0"
+                raise_unknown(name, names, who)
 
 
 def has_memory(callback: Any) -> TypeGuard[WithMemory]:
     """Whether a callback is called as `WithMemory`, not as a function."""
     return callable(getattr(callback, "init", None)) and callable(getattr(callback, "on_epoch", None))
-
-
-def _keeps_best(callback: Any) -> bool:
-    return isinstance(callback, Monitor) and callback._keeps_best
 
 
 def name_of(callback: Any) -> str:
@@ -224,14 +199,14 @@ def collect_callbacks(metrics_file: str | os.PathLike[str] | None, callbacks: An
     given = list(callbacks)
     for callback in given:
         _check_callback(callback)
-    if on_step is not None and not callable(on_step):
-        raise TypeError(f"fit: on_step must be a function of (step, metrics), got {checks.describe(on_step)}")
     owner = getattr(on_step, "__self__", None)
     if has_memory(owner):
         raise TypeError(
             f"fit: {name_of(owner)}.on_step takes a memory, so fit must call it; leave out on_step=, and give the "
             "object in callbacks="
         )
+    if on_step is not None:
+        check_takes(on_step, ("step", "metrics"), "fit: on_step")
     files = [] if metrics_file is None else [MetricsFile(metrics_file)]
     return Callbacks((*files, *given), on_step)
 
@@ -254,12 +229,8 @@ def _check_callback(callback: Any) -> None:
         return check_takes(callback, ("state", "record"), "fit: a callback")
     on_step = getattr(callback, "on_step", None)
     if on_step is not None:
-        try:
-            inspect.signature(on_step).bind(None, 1, {})
-        except TypeError:
-            raise TypeError(
-                f"fit: {name_of(callback)} has a memory, so its on_step must be on_step(memory, step, metrics)"
-            ) from None
+        what = f"fit: {name_of(callback)} has a memory, so its on_step"
+        check_takes(on_step, ("memory", "step", "metrics"), what)
 
 
 # What a callback remembers, as JSON in a checkpoint, and back to the last bit.
@@ -267,46 +238,35 @@ def _check_callback(callback: Any) -> None:
 
 def memory_to_json(memory: Any, who: str) -> dict[str, Any]:
     """A memory as JSON: the path and the value of each leaf. `who` is the callback, for messages."""
-    names: list[str] = []
-    values: list[Any] = []
-    size = 0
-    for path, value in jax.tree_util.tree_leaves_with_path(memory, is_leaf=_is_none):
-        names.append(jax.tree_util.keystr(path))
-        if isinstance(value, _WORDS):
-            values.append(value)
-            continue
-        if not (_is_array(value) and is_of_numbers(value)):
+    names, values, _ = _flatten(memory)
+    for name, value in zip(names, values, strict=True):
+        if not (isinstance(value, _WORDS) or (_is_array(value) and is_of_numbers(value))):
             raise TypeError(
                 f"fit: checkpoints save the memory of {who}, so it must be a pytree of arrays, numbers and texts; got "
-                f"{checks.describe(value)} at {names[-1] or 'its root'}"
+                f"{checks.describe(value)} at {name or 'its root'}"
             )
-        array = np.asarray(to_host(value))
-        size += array.nbytes
-        if size > _MOST_BYTES:
-            raise ValueError(
-                f"fit: the memory of {who} has {size:,} bytes, more than the {_MOST_BYTES:,} that a checkpoint saves "
-                "of it; save large arrays by checkpoint.save, or keep them in the state"
-            )
-        data = base64.b64encode(array.tobytes()).decode()
-        values.append({"dtype": str(array.dtype), "shape": list(array.shape), "data": data})
-    return {"names": names, "values": values}
+    size = sum(value.nbytes for value in filter(_is_array, values))
+    if size > _MOST_BYTES:
+        raise ValueError(
+            f"fit: the memory of {who} has {size:,} bytes, more than the {_MOST_BYTES:,} that a checkpoint saves of "
+            "it; save large arrays by checkpoint.save, or keep them in the state"
+        )
+    return {"names": names, "values": list(map(_encode, values))}
 
 
 def memory_from_json(saved: Any, fresh: Any) -> Any:
     """A saved memory in the structure of a fresh one. `ValueError` where it does not fit, and without one."""
-    leaves, structure = jax.tree_util.tree_flatten_with_path(fresh, is_leaf=_is_none)
-    if saved is None or saved["names"] != [jax.tree_util.keystr(path) for path, _ in leaves]:
+    names, leaves, structure = _flatten(fresh)
+    if saved is None or saved["names"] != names:
         raise ValueError("the structure differs")
-    found: list[Any] = []
-    for value, (_, like) in zip(map(_decode, saved["values"]), leaves, strict=True):
-        if _is_array(like) != _is_array(value):
-            raise ValueError("expected an array, found a plain value, or the reverse")
+    found = list(map(_decode, saved["values"]))
+    for i, (value, like) in enumerate(zip(found, leaves, strict=True)):
+        kind, wanted = ((x.dtype, x.shape) if _is_array(x) else None for x in (value, like))
+        if kind != wanted:
+            raise ValueError("the shape or dtype of an array differs")
         if _is_array(value):
-            if (like.dtype, like.shape) != (value.dtype, value.shape):
-                raise ValueError("the shape or dtype of an array differs")
             with outside_mesh():
-                value = jnp.asarray(value.copy()) if isinstance(like, jax.Array) else value.copy()
-        found.append(value)
+                found[i] = jnp.asarray(value.copy()) if isinstance(like, jax.Array) else value.copy()
     return structure.unflatten(found)
 
 
@@ -320,6 +280,14 @@ def is_saved_memory(saved: Any) -> bool:
         return are_texts and isinstance(names, list) and len(names) == len(values)
     except (KeyError, TypeError, ValueError):
         return False
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, _WORDS):
+        return value
+    array = np.asarray(to_host(value))
+    data = base64.b64encode(array.tobytes()).decode()
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
 
 def _decode(value: Any) -> Any:
@@ -340,5 +308,7 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
-def _is_none(value: Any) -> bool:
-    return value is None
+def _flatten(memory: Any) -> tuple[list[str], list[Any], Any]:
+    """The path of each leaf, the leaves, and the structure. None is a leaf, since an array may take its place."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(memory, is_leaf=lambda value: value is None)
+    return [jax.tree_util.keystr(path) for path, _ in leaves], [value for _, value in leaves], structure

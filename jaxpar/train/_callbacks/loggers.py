@@ -24,7 +24,6 @@ import jax
 from ... import checkpoint, distributed
 from ..._core import checks, files
 from ..._core.calls import answers
-from ..._core.files import as_path
 from ..._core.text import say_news
 from .history import SPEEDS, History, Record
 from .monitors import metric_names
@@ -33,11 +32,7 @@ PathLike = str | os.PathLike[str]
 
 
 class Logger:
-    """A callback of `fit` that writes each record. Its `on_step` writes the metrics of each step.
-
-    Process 0 writes. A run that goes on after a crash makes some steps again, and its place may have rows of them. So
-    that none is there twice, `_open` drops the rows from its step on, or `_has` says what is not written again.
-    """
+    """A callback of `fit` that writes each record, in process 0. Its `on_step` writes the metrics of each step."""
 
     _place: Path | None = None  # a file or a directory, for errors
     _of_steps = "step/"  # before the names of the metrics of steps
@@ -66,6 +61,8 @@ class Logger:
             if not self._is_open:
                 self._open(step)
                 self._is_open = True
+            # A run that goes on after a crash makes some steps again. So that no row is there twice, `_open` drops rows
+            # from its step on, or `_has` says what is not written again.
             new = {name: value for name, value in row.items() if not self._has(step, name)}
             if len(new) < len(row) and not self._has_said:
                 self._has_said = True
@@ -157,7 +154,7 @@ class JsonLines(Logger):
     _of_steps = ""
 
     def __init__(self, path: PathLike):
-        self.path: Path = as_path(path, "to_jsonl: path")
+        self.path: Path = files.as_path(path, "to_jsonl: path")
         if self.path.suffix.lower() in (".csv", ".tsv"):
             raise ValueError(
                 f"to_jsonl: {path} must end in .jsonl, because it gets JSON lines; for a table write "
@@ -169,25 +166,18 @@ class JsonLines(Logger):
         return record
 
     def _open(self, step: int) -> None:
-        self._replace([record for record in self._read() if int(record["step"]) < step])
+        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
+        whole = text[: text.rfind("\n") + 1]  # a crash may have cut the last line short
+        try:
+            records = [json.loads(line) for line in whole.splitlines()]
+            kept = [record for record in records if int(record["step"]) < step]
+        except (ValueError, KeyError, TypeError):
+            words = "has lines that are not JSON records with a step; choose another file, such as metrics.jsonl"
+            raise ValueError(f"{self.path} {words}") from None
+        self._replace(kept)
 
     def _write(self, step: int, row: dict[str, Any]) -> None:
         files.append(self.path, _lines([row if "step" in row else {"step": step, **row}]))
-
-    def _read(self) -> list[Record]:
-        """The records in the file, except a last one that a crash cut short."""
-        if not self.path.is_file():
-            return []
-        text = self.path.read_text(encoding="utf-8")
-        try:
-            records = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-            if all(int(r["step"]) >= 0 for r in records):
-                return records
-        except (ValueError, KeyError, TypeError):
-            pass
-        raise ValueError(
-            f"{self.path} has lines that are not JSON records with a step; choose another file, such as metrics.jsonl"
-        )
 
     def _replace(self, records: Sequence[Record]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -305,8 +295,8 @@ def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
         board = train.to_wandb("numbers", mode="offline")
         state, history = train.fit(..., callbacks=board, on_step=board.on_step)
     """
-    if project is not None and not isinstance(project, str):
-        raise TypeError(f"train.to_wandb: project must be a name, got {checks.describe(project)}")
+    if project is not None:
+        checks.text(project, "train.to_wandb", "project")
     return WeightsAndBiases(project, options)
 
 
@@ -361,8 +351,8 @@ def to_mlflow(
         board = train.to_mlflow("numbers", tracking_uri="sqlite:///runs.db")
         state, history = train.fit(..., callbacks=board, on_step=board.on_step)
     """
-    if experiment is not None and not isinstance(experiment, str):
-        raise TypeError(f"train.to_mlflow: experiment must be a name, got {checks.describe(experiment)}")
+    if experiment is not None:
+        checks.text(experiment, "train.to_mlflow", "experiment")
     return MLflow(experiment, tracking_uri, run_name, run_id)
 
 

@@ -31,25 +31,18 @@ class Monitor:
 
     def __post_init__(self) -> None:
         where = f"train.{type(self).__name__}"
-        if self.monitor is not None and not isinstance(self.monitor, str):
-            raise TypeError(f"{where}: monitor must be the name of a metric, got {checks.describe(self.monitor)}")
         checks.choice(self.mode, where, "mode", get_args(Mode))
         if self.monitor is not None:
-            _resolve_mode(self.monitor, self.mode, where)
+            _resolve_mode(checks.text(self.monitor, where, "monitor"), self.mode, where)
         elif self.mode != "auto":
             raise ValueError(f"{where}: mode={self.mode!r} needs the name of a metric; give monitor= too")
 
-    @property
-    def _keeps_best(self) -> bool:
-        """Whether the checkpoint of the best value stays. Then the memory has its `step`, 0 if there is none."""
-        return True
-
     def _look(self, memory: Memory, record: Record, min_delta: float = 0.0) -> tuple[Memory, bool]:
         """The memory with the best value so far, and whether this record has it."""
-        # A memory of another metric begins anew. That happens if a run is resumed with another `monitor`.
         where = f"train.{type(self).__name__}"
         name = self.monitor or memory["monitor"] or default_monitor(record)
         mode = _resolve_mode(name, self.mode, where)
+        # A memory of another metric begins anew. That happens if a run is resumed with another `monitor`.
         if (name, mode) != (memory["monitor"], memory["mode"]):
             counts = dict.fromkeys(memory.keys() & {"without", "step"}, 0)
             worst = math.inf if mode == "min" else -math.inf  # every finite value improves on it
@@ -59,7 +52,8 @@ class Monitor:
             raise_unknown(name, metric_names(record), where)
         best, value = memory["best"], float(value)
         better = value < best - min_delta if mode == "min" else value > best + min_delta  # NaN is not
-        step = {"step": record["step"]} if better and self._keeps_best else {}
+        # A memory has the step of the best value, 0 before there is one, only where its checkpoint stays.
+        step = {"step": record["step"]} if better and "step" in memory else {}
         return {**memory, **step, "best": value if better else best}, better
 
 
@@ -113,10 +107,6 @@ class EarlyStopping(Monitor):
         checks.number(self.min_delta, where, "min_delta", allowed, lambda x: 0 <= x < math.inf)
         if not isinstance(self.restore_best, bool):  # an array has no truth value
             raise TypeError(f"{where}: restore_best must be True or False, got {checks.describe(self.restore_best)}")
-
-    @property
-    def _keeps_best(self) -> bool:
-        return self.restore_best
 
     def init(self, state: Any) -> Memory:
         """The callback's state before the first record."""

@@ -6,7 +6,6 @@ The figures are of matplotlib, and a notebook shows them without pyplot.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import os
 import time
@@ -32,9 +31,13 @@ _MOST = 8  # metrics that are drawn
 def new_figure(name: str, width: float, height: float) -> Any:
     """An empty figure of this size in inches. `name` is the function that draws, for the message without matplotlib."""
     try:
-        return _figure_type()(figsize=(width, height), layout="constrained")
+        from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{name} needs matplotlib: pip install matplotlib") from error
+    figure: Any = Figure(figsize=(width, height), layout="constrained")
+    # It is in no window and in no global list of figures, so a notebook shows it once, by this method.
+    figure._repr_png_ = lambda: png(figure)
+    return figure
 
 
 @contextlib.contextmanager
@@ -61,19 +64,6 @@ def png(figure: Any) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return buffer.getvalue()
-
-
-@functools.cache
-def _figure_type() -> Any:
-    from matplotlib.figure import Figure
-
-    class Picture(Figure):
-        """A figure in no window and in no global list of figures, so that a notebook shows it once."""
-
-        def _repr_png_(self) -> bytes:
-            return png(self)
-
-    return Picture
 
 
 @answers("plot_history")

@@ -20,9 +20,9 @@ from ..._devices import processes
 from ..._devices.emulated import can_hang, wait_before_collectives
 from ..._devices.user_mesh import check_traced, outside_mesh
 from ...data import _READ_ONCE, Dataset, DatasetSource, IterableSource, Source, _ahead
-from .._step.loss import ClassificationLoss, Mean
-from .._step.state import TrainState, params_shapes
-from .every_example import Pass, has_model_state, model_of, with_axes
+from .._step.loss import Mean
+from .._step.state import TrainState
+from .every_example import Pass, model_of, with_axes
 from .metrics import Values, ValuesError, as_values, sum_up
 
 EvalFn = Callable[..., Any]
@@ -107,37 +107,33 @@ def evaluate(
     if eval_fn is not None:
         return measure("evaluate", state_or_params, eval_fn, data, batch_size)
     check_classified(data, "evaluate", "; for other models write evaluate(state, data=..., eval_fn=...)")
-    of_classes = classification(apply_fn, has_model_state(state_or_params), "evaluate")
     check_classes("evaluate", apply_fn, model_of(state_or_params), data)
-    return measure("evaluate", state_or_params, of_classes, data, batch_size)
+    return measure("evaluate", state_or_params, Classification(apply_fn), data, batch_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """The functions and data that scores come from, as given to `fit`."""
 
-    parts: tuple[tuple[str, Any, Any], ...]  # the beginning of the names of its scores, `eval_fn`, data
+    parts: dict[str, tuple[Any, Any]]  # `eval_fn` and data, by the beginning of the names of its scores
     batch_size: int
-
-    @property
-    def measures(self) -> dict[str, bool]:
-        """For each beginning of a score's name, whether there are such scores."""
-        return {prefix: any(prefix == own for own, _, _ in self.parts) for prefix in ("test_", "eval_")}
 
     def check(self, state: TrainState) -> list[str]:
         """Raise what `scores` would raise, as far as shapes are known. Return the names of the scores, if known."""
         names: list[str] = []
-        for prefix, eval_fn, data in self.parts:
+        for prefix, (eval_fn, data) in self.parts.items():
             if isinstance(eval_fn, Classification):
                 check_classes("fit: test_data", eval_fn.apply_fn, model_of(state), data)
-                classification(eval_fn.apply_fn, has_model_state(state), "fit")
-            names += [prefix + name for name in _names_of("fit", state, eval_fn, data, self.batch_size)]
+            with outside_mesh() as user:
+                examples, leaves, _, shapes_of = _program("fit", state, eval_fn, data, self.batch_size, user)
+                shapes = examples.shapes()
+                names += [] if shapes is None else [prefix + name for name in shapes_of(leaves, shapes).names]
         return names
 
     def scores(self, state: TrainState) -> dict[str, float]:
         """The scores as a record names them. Empty where there is nothing to evaluate."""
         found: dict[str, float] = {}
-        for prefix, eval_fn, data in self.parts:
+        for prefix, (eval_fn, data) in self.parts.items():
             for name, value in measure("fit", state, eval_fn, data, self.batch_size).items():
                 own = {"": value} if not np.ndim(value) else {f"/{i}": x for i, x in enumerate(np.ravel(value))}
                 _add_scores(found, {f"{prefix}{name}{place}": float(x) for place, x in own.items()})
@@ -146,21 +142,20 @@ class Evaluation:
 
 def plan_evaluation(*, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: Any, batch_size: int) -> Evaluation:
     """The evaluation of a run. The errors are those of `fit`."""
-    if (test_data is None) != (apply_fn is None):
-        raise ValueError("fit: evaluation takes both test_data and apply_fn, got only one of them")
-    if (eval_data is None) != (eval_fn is None):
-        raise ValueError(
-            "fit: evaluation takes both eval_data and eval_fn, got only one of them; for the loss and the accuracy of "
-            "a classifier give test_data and apply_fn"
-        )
-    parts: list[tuple[str, Any, Any]] = []
+    for pair in ({"test_data": test_data, "apply_fn": apply_fn}, {"eval_data": eval_data, "eval_fn": eval_fn}):
+        if [value is None for value in pair.values()].count(True) == 1:
+            raise ValueError(
+                f"fit: evaluation takes both {' and '.join(pair)}, got only one of them; for the loss and the accuracy "
+                "of a classifier give test_data and apply_fn"
+            )
+    parts: dict[str, tuple[Any, Any]] = {}
     if test_data is not None:
         check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
-        parts.append(("test_", Classification(apply_fn), test_data))
+        parts["test_"] = Classification(apply_fn), test_data
     if eval_data is not None:
         _check_read_again(eval_data)
-        parts.append(("eval_", eval_fn, eval_data))
-    return Evaluation(tuple(parts), batch_size)
+        parts["eval_"] = eval_fn, eval_data
+    return Evaluation(parts, batch_size)
 
 
 def _check_read_again(eval_data: Any) -> None:
@@ -190,10 +185,7 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
     with outside_mesh() as user:
         if user is None:
             check_traced(state_or_params, where)
-        model = model_of(state_or_params)
-        examples = Pass(where, model, source, batch_size, user)
-        sums_of, shapes_of = _program(where, model, eval_fn, examples)
-        leaves = jax.tree.leaves(model)
+        examples, leaves, sums_of, shapes_of = _program(where, state_or_params, eval_fn, source, batch_size, user)
 
         def each() -> Iterator[_Sums]:
             for batch, mask, _ in examples.batches(lambda shapes: shapes_of(leaves, shapes).is_exact):
@@ -209,21 +201,17 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
         return scores
 
 
-def _names_of(where: str, state: TrainState, eval_fn: Any, source: Any, batch_size: int) -> tuple[str, ...]:
-    """Raise what `measure` would raise, as far as shapes are known. The names of the values, none if they are not."""
-    with outside_mesh() as user:
-        model = model_of(state)
-        examples = Pass(where, model, source, batch_size, user)
-        _, shapes_of = _program(where, model, eval_fn, examples)
-        shapes = examples.shapes()
-        return () if shapes is None else shapes_of(jax.tree.leaves(model), shapes).names
-
-
-def _program(where: str, model: tuple[Any, ...], eval_fn: Any, examples: Pass) -> Any:
-    checks.hashable(eval_fn, f"{where}: eval_fn")
-    names = ("params", "batch", "model_state")[: len(model) + 1]
-    check_takes(eval_fn, names, f"{where}: eval_fn", "" if len(names) == 2 else ", since the state has a model_state")
-    return _programs(eval_fn, _key(model), examples.copies, examples.axes)
+def _program(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int, user: Any) -> Any:
+    """The examples, the leaves of the model, and both functions of `_make_program`."""
+    model = model_of(state_or_params)
+    examples = Pass(where, model, source, batch_size, user)
+    fn, name, batch = eval_fn, "eval_fn", "batch"
+    if isinstance(eval_fn, Classification):
+        fn, name, batch = checks.function(eval_fn.apply_fn, f"{where}: apply_fn"), "apply_fn", "images"
+    checks.hashable(fn, f"{where}: {name}")
+    names = ("params", batch, "model_state")[: len(model) + 1]
+    check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
+    return examples, jax.tree.leaves(model), *_programs(eval_fn, _key(model), examples.copies, examples.axes)
 
 
 def _make_program(eval_fn: Any, model_key: Any, copies: NamedSharding | None, axes: tuple[str, ...]) -> Any:
@@ -337,8 +325,6 @@ def _named(name: str, result: Any) -> dict[str, Any]:
         both = {f"{name}_{key}" if name else str(key): part for key, part in result.items()}
         return {key: part for name, inner in both.items() for key, part in _named(name, inner).items()}
     array = np.asarray(result)
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"evaluate: {name!r} must be a number or an array of them, got {checks.describe(result)}")
     return {name: float(array) if not array.ndim else array}
 
 
@@ -349,7 +335,7 @@ def _named(name: str, result: Any) -> dict[str, Any]:
 class Classification:
     """`eval_fn(params, batch) -> {"loss", "accuracy"}` of an `apply_fn`."""
 
-    apply_fn: Callable[..., jax.Array]
+    apply_fn: Any  # a function, checked by `_program`
 
     def __call__(self, params: Any, batch: Any, *model_state: Any) -> dict[str, jax.Array]:
         logits = check_logits(self.apply_fn(params, batch["image"], *model_state), len(batch["image"]))
@@ -357,15 +343,6 @@ class Classification:
         labels = batch["label"][:, None]
         losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=1)[:, 0]
         return {"loss": losses, "accuracy": logits.argmax(axis=1) == labels[:, 0]}
-
-
-def classification(apply_fn: Any, has_state: bool, where: str) -> Classification:
-    """The `eval_fn` of a classifier. `TypeError` for an `apply_fn` that cannot be one."""
-    checks.function(apply_fn, f"{where}: apply_fn")
-    names = ("params", "images", "model_state") if has_state else ("params", "images")
-    hint = ", since the state has a model_state" if has_state else ""
-    check_takes(apply_fn, names, f"{where}: apply_fn", hint)
-    return Classification(apply_fn)
 
 
 def check_logits(logits: Any, n: int) -> Any:
@@ -401,14 +378,6 @@ def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: An
         raise ValueError(
             f"{where}: the model has {count} classes, but labels from {low} to {high}; give labels 0 to {count - 1}"
         )
-
-
-def check_training_classes(step: Any, state: TrainState, train_data: Any) -> None:
-    """The same for the training data of a step whose loss is that of `train.classification_loss`."""
-    # The state may be donated.
-    loss_fn = getattr(step, "loss_fn", None)
-    if isinstance(loss_fn, ClassificationLoss):
-        check_classes("fit: train_data", loss_fn.apply_fn, (params_shapes(state),), train_data)
 
 
 def _classes(apply_fn: Any, model: tuple[Any, ...], dataset: Dataset) -> int | None:

@@ -107,16 +107,15 @@ class Pass:
             exact = is_exact(source.batch_shapes(rows * sum(mine), last))
             if len(mine) == 1:
                 yield from self._placed(source, last, own, share, exact)
-                continue
-            if exact and any(n != rows * count for n, count in zip(sizes, mine, strict=True)):
+            elif exact and any(n != rows * count for n, count in zip(sizes, mine, strict=True)):
                 # What fills up a batch would be counted, so each process gets the examples of all.
                 whole = processes.gather_rows(last, sizes)
                 arrays = data.ArraySource(whole, source.dtype)
                 yield from self._placed(arrays, whole, sum(sizes), rows * sum(mine), exact=True)
-                continue
-            base = last if own else jax.tree.map(lambda x: x[:1], last)
-            filled = source.place(_fill(base, share - max(own, 1)), self._split)
-            yield EvalBatch(filled, source.place(np.arange(share) < own, self._split), sum(sizes))
+            else:
+                base = last if own else jax.tree.map(lambda x: x[:1], last)
+                filled = source.place(_fill(base, share - max(own, 1)), self._split)
+                yield EvalBatch(filled, source.place(np.arange(share) < own, self._split), sum(sizes))
         if not rows:
             hint = data._READ_ONCE if source.is_read_once else "give at least one"
             raise processes.in_all(ValueError(f"{self._where}: expected examples, got no batch; {hint}"))
@@ -219,13 +218,8 @@ def model_of(state_or_params: Any) -> tuple[Any, ...]:
     """(params to evaluate,), or (params, model_state) of a state that has one."""
     if not isinstance(state_or_params, TrainState):
         return (without_types(state_or_params),)
-    model_state = (state_or_params.model_state,) if has_model_state(state_or_params) else ()
+    model_state = (state_or_params.model_state,) if carries(state_or_params.model_state) else ()
     return without_types((state_or_params.eval_params, *model_state))
-
-
-def has_model_state(state_or_params: Any) -> bool:
-    """Whether `model_of` gives a model state next to the params."""
-    return isinstance(state_or_params, TrainState) and carries(state_or_params.model_state)
 
 
 def _mesh_of(params: Any) -> Mesh | None:

@@ -168,7 +168,6 @@ def mistakes(
 def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Dataset, batch_size: int) -> np.ndarray:
     """float32 (n, classes). All that can be known is checked before any work."""
     check_classified(data, name)
-    checks.function(apply_fn, f"{name}: apply_fn")
     params, *model_state = model = model_of(state_or_params)
     examples = Pass(name, model, data, batch_size, None)
     image = jax.ShapeDtypeStruct((examples.size, *data.images.shape[1:]), jnp.float32)
@@ -188,8 +187,11 @@ def _predict(name: str, model: Any, apply_fn: ApplyFn, examples: Pass) -> Any:
     outputs_of = _programs(checks.function(apply_fn, f"{name}: apply_fn"), structure, examples.copies, examples.axes)
 
     def each() -> Iterator[tuple[Any, int]]:
-        for batch, _, valid in examples.batches(lambda shapes: False):
-            inputs = _inputs(examples, batch)
+        for inputs, _, valid in examples.batches(lambda shapes: False):
+            # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
+            is_labelled = isinstance(inputs, dict) and inputs.keys() == {"image", "label"}
+            if is_labelled and not isinstance(examples.source, ArraySource):
+                inputs = inputs["image"]
             wait_before_collectives(inputs, examples.devices)
             yield outputs_of(leaves, inputs), valid
 
@@ -198,13 +200,6 @@ def _predict(name: str, model: Any, apply_fn: ApplyFn, examples: Pass) -> Any:
         parts.append(jax.tree.map(lambda x, count=valid: np.asarray(x)[:count], outputs))
         processes.note_progress()
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-
-
-def _inputs(examples: Pass, batch: Any) -> Any:
-    """What the model gets of a batch: of images with labels only the images."""
-    if isinstance(examples.source, ArraySource) or not isinstance(batch, dict):
-        return batch
-    return batch["image"] if batch.keys() == {"image", "label"} else batch
 
 
 def _make_program(apply_fn: ApplyFn, structure: Any, copies: Any, axes: tuple[str, ...]) -> Callable[..., Any]:
@@ -315,9 +310,7 @@ def plot_mistakes(
     if images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3, 4)):
         raise ValueError(f"plot_mistakes: expected images of shape (n, height, width[, 1, 3 or 4]), got {images.shape}")
     classes = 1 + max(int(mistakes.predicted.max()), int(mistakes.labels.max()))
-    names = [str(i) for i in range(classes)] if class_names is None else list(class_names)
-    if len(names) < classes:
-        raise ValueError(f"plot_mistakes: {len(names)} class_names for {classes} classes")
+    names = _names("plot_mistakes", class_names, classes)
     rows = -(-len(images) // _COLUMNS)
     figure = new_figure("plot_mistakes", 9.5, 2.3 * rows)
     for i, axes in enumerate(figure.subplots(rows, _COLUMNS, squeeze=False).flat):
@@ -331,8 +324,8 @@ def plot_mistakes(
 
 
 def _names(name: str, class_names: Sequence[str] | None, n: int) -> list[str]:
-    if class_names is None:
-        return [str(i) for i in range(n)]
-    if len(class_names) != n:
-        raise ValueError(f"{name}: {len(class_names)} class_names for {n} classes")
-    return list(class_names)
+    """The name of each class, of which at least n are known."""
+    names = [str(i) for i in range(n)] if class_names is None else list(class_names)
+    if len(names) < n:
+        raise ValueError(f"{name}: {len(names)} class_names for {n} classes")
+    return names

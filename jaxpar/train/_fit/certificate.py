@@ -72,11 +72,12 @@ def begin(path: Path | None, every: int, step: Any, state: TrainState) -> Certif
 def _begin(path: Path, header: dict[str, Any], at: int) -> None:
     """Drop the lines of steps after `at`, because the run repeats them."""
     lines: dict[int, str] = {}
+    content = b""
     with explain_errors(path, "the certificate"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():
-            raise OSError("it is not a regular file")
-        content = path.read_bytes() if path.exists() else b""
+        if path.exists():
+            with files.opened(path) as file:
+                content = file.read()
     if content:
         before, lines = parse(content[: content.rfind(b"\n") + 1], path)  # a crash may have cut the last line
         if why := difference(before, header):
@@ -84,10 +85,7 @@ def _begin(path: Path, header: dict[str, Any], at: int) -> None:
         header = before
     text = json.dumps(header) + "\n" + "".join(_line(*item) for item in lines.items() if item[0] <= at)
     with explain_errors(path, "the certificate"):
-        if text.encode() == content:
-            files.append(path, b"")  # only to see that it can be written
-        else:
-            files.replace(path, text.encode())
+        files.replace(path, text.encode())  # also an equal one, to see that it can be written
 
 
 def _line(step: int, state: str) -> str:

@@ -57,6 +57,7 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Pa
 
 def _own_directory() -> Path | None:
     """The default directory, if nobody else can write programs into it."""
+    # What is read from there runs as a program of this user.
     try:
         parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jaxpar")
         chosen = parent / _processor()

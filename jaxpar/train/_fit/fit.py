@@ -14,7 +14,6 @@ import jax
 from ... import checkpoint, data, distributed
 from ..._core import checks
 from ..._core.calls import answers
-from ..._core.text import did_you_mean
 from .._callbacks.callbacks import Callback, OnStep, WithMemory
 from .._callbacks.history import History
 from .._step.state import IN_STORE, TrainState, check_is_state
@@ -223,10 +222,15 @@ def verify(path: Path, arguments: Any, first: int | None = None, last: int | Non
         known = f"its steps are {min(lines)} to {max(lines)}" if lines else "it has none"
         asked = f"from {first or 0}" + (f" to {last}" if last else "")
         raise ValueError(f"{path} has no step {asked}; {known}")
-    state, step, data, options = _split(arguments)
+    if not isinstance(arguments, dict):
+        raise TypeError(f"expected the arguments of fit in a dict, got {checks.describe(arguments)}")
+    given = inspect.signature(fit).bind(**arguments).arguments  # its `TypeError` names what is missing or unknown
+    check_is_state(given["state"], "verify")
+    state, step, data = (given[name] for name in ("state", "step", "train_data"))
     if why := difference(header, header_of(step, state)):
         raise ValueError(f"{path} is from another run ({why})")
-    state, start = _begin(state, step, options.pop("checkpoint_dir", None), first or 0, steps[0])
+    state, start = _begin(state, step, given.get("checkpoint_dir"), first or 0, steps[0])
+    options = {name: given[name] for name in ("batch_size", "steps_per_execution") if name in given}
     done: list[int] = []
     for at in steps:
         if at > int(state.step):
@@ -235,23 +239,6 @@ def verify(path: Path, arguments: Any, first: int | None = None, last: int | Non
         if str(checkpoint._hash_of(state)) != lines[at]:
             return Verified(start, done, at)
     return Verified(start, done, None)
-
-
-def _split(arguments: Any) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """State, step, data, and the options that decide about bits, with the place of checkpoints."""
-    if not isinstance(arguments, dict):
-        raise TypeError(f"expected the arguments of fit in a dict, got {checks.describe(arguments)}")
-    known = list(inspect.signature(fit).parameters)
-    for name in arguments:
-        if name not in known:
-            raise TypeError(f"fit: there is no argument {name!r}{did_you_mean(name, known)}")
-    missing = [name for name in ("state", "step", "train_data", "batch_size") if name not in arguments]
-    if missing:
-        raise TypeError(f"the arguments of fit lack {' and '.join(missing)}")
-    check_is_state(arguments["state"], "verify")
-    kept = ("batch_size", "steps_per_execution", "checkpoint_dir")
-    options = {name: arguments[name] for name in kept if name in arguments}
-    return arguments["state"], arguments["step"], arguments["train_data"], options
 
 
 def _begin(state: Any, step: Any, directory: Any, first: int, certified: int) -> tuple[Any, Path | None]:

@@ -23,25 +23,17 @@ _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_
 
 
 class Interrupts:
-    """A block in which the first SIGINT and the first SIGTERM are recorded. A second one acts at once.
-
-    Signals can be recorded in the main thread only, and only if nobody else handles them: SIGINT has Python's own
-    handler and SIGTERM the default. The handlers are restored at the end.
-
-    If one of several processes stopped by itself, the others would wait in a collective forever. So they exchange their
-    signals now and then, and all stop after the same step.
-    """
+    """A block in which the first SIGINT and the first SIGTERM are recorded. A second one acts at once."""
 
     def __init__(self) -> None:
         self.asked: int | None = None  # the signal to obey, once `should_stop` has returned True
         self._several = jax.process_count() > 1
-        self._service = (  # then SIGTERM is jax's
-            self._several and jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
-        )
         self._signals = Signals()
         self._timer: threading.Timer | None = None
 
     def __enter__(self) -> Interrupts:
+        # Only the main thread can record them, and only where nobody else handles them: SIGINT has Python's own handler
+        # and SIGTERM the default.
         is_main = threading.current_thread() is threading.main_thread()
         free = [number for number, usual in _USUAL.items() if is_main and signal.getsignal(number) is usual]
         self._signals = Signals(free, on_signal=self._confirm_later, once=True).__enter__()
@@ -59,12 +51,16 @@ class Interrupts:
     def should_stop(self, state: Any, step: int, epoch_over: bool) -> bool:
         """Whether to stop after a step. `state` is the one after it."""
         recorded = self._signals.received[-1] if self._signals.received else None
+        # Where this service of jax is on, SIGTERM is jax's.
+        service = jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
         if not self._several:
             self.asked = recorded
-        elif self._service and multihost_utils.reached_preemption_sync_point(step):
+        elif service and multihost_utils.reached_preemption_sync_point(step):
             self.asked = signal.SIGTERM
         elif epoch_over or step % _EXCHANGE_EVERY == 0:
-            jax.block_until_ready(state)  # the exchange is a collective, and those of two programs must not overlap
+            # If one of several processes stopped by itself, the others would wait in a collective forever. The exchange
+            # is a collective too, and those of two programs must not overlap.
+            jax.block_until_ready(state)
             self.asked = max(map(int, processes.exchange(str(int(recorded or 0))))) or None
         return self.asked is not None
 

@@ -19,11 +19,10 @@ from typing import Any
 
 import jax
 
-from ... import data, distributed
+from ... import checkpoint, data, distributed
 from ..._core.text import say_news
 from ..._devices import processes
 from ..._devices.mesh import is_donated
-from ...checkpoint import CheckpointError, Manager, _of_step
 from .._callbacks.history import History, Record, line
 from .._step.nonfinite import NonFiniteError, check_finite
 from .._step.state import TrainState
@@ -41,13 +40,9 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
     """Resume, make the steps, and return what `fit` returns."""
     manager = None
     if run.checkpoint_dir is not None:
-        manager = Manager(run.checkpoint_dir, keep=run.keep, on_latest=distributed.set_resume_hint)
+        manager = checkpoint.Manager(run.checkpoint_dir, keep=run.keep, on_latest=distributed.set_resume_hint)
     state, past = resume(run, manager, state)
     loop = Loop(run, manager, run.check(state), past)
-    if past.resumed and loop.at == loop.last and not loop.must_evaluate and jax.process_index() == 0:
-        over = f"a callback ended this run at step {loop.at}" if past.stopped else f"complete at step {loop.at}"
-        more = "" if past.stopped else f"raise {run.limits}, or "
-        say_news(f"{over}: 0 steps trained; {more}resume=False for a new run")
     if manager is not None:
         run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
         manager._lock_directory()
@@ -65,7 +60,7 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
             at_end.enter_context(contextlib.closing(steps))
             try:
                 for due in steps:
-                    if _should_stop(loop, signals, due):
+                    if loop.should_stop(due, signals):
                         break
                 loop.end_interrupted()
             except NonFiniteError as error:
@@ -83,33 +78,11 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
         raise
     if loop.signal is None:
         return loop.state, loop.history
-    saved = None if run.checkpoint_dir is None else _of_step(Path(run.checkpoint_dir), loop.at)
+    saved = None if run.checkpoint_dir is None else checkpoint._of_step(Path(run.checkpoint_dir), loop.at)
     place = describe_stop(loop.at, loop.number, run.epochs, saved)
     if was_over:  # the same call on this state trains on
         place = f"after the last step, {loop.at}; the run is complete" + (f", saved in {saved}" if saved else "")
     return finish_interrupted(loop.signal, loop.state, loop.history, place, run.on_interrupt)
-
-
-def _should_stop(loop: Loop, signals: Interrupts, due: dict[str, bool] | None) -> bool:
-    """Evaluate and call the callbacks where a record is due, save if that is. Return whether the run is to stop."""
-    record, stopped = None, False
-    if due is not None:
-        try:
-            record = loop.evaluate(due)
-        except Exception as error:
-            # The next call evaluates again. Other processes may still evaluate, and would not take part in a save.
-            if loop.between_epochs and processes.is_in_all(error):
-                loop.save()
-            raise
-    try:
-        stopped = record is not None and loop.run_callbacks(record)
-    finally:  # a callback that fails costs no steps
-        interrupted = signals.should_stop(loop.state, loop.at, record is not None)
-        loop.save(stopped=stopped, interrupted=interrupted)
-    if record is not None:
-        # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in the others.
-        loop.run.callbacks.call("on_saved", record, loop.written)
-    return stopped or interrupted
 
 
 def _attach_state(error: BaseException, loop: Loop) -> None:
@@ -128,7 +101,7 @@ def _attach_state(error: BaseException, loop: Loop) -> None:
 class Loop:
     """The steps of a run, and where it is."""
 
-    def __init__(self, run: Run, manager: Manager | None, state: TrainState, past: Past):
+    def __init__(self, run: Run, manager: checkpoint.Manager | None, state: TrainState, past: Past):
         self.run, self.state, self.history = run, state, History(past.history)
         self.certificate: certificate.Certificate | None = None
         self.first, self.epoch = past.first, past.epoch  # the first step of the run, the sums of the epoch under way
@@ -136,11 +109,10 @@ class Loop:
         self.last = self.began if past.stopped else max(self.began, past.first + run.num_steps)
         self.memories = self._before = run.callbacks.init(state, past.memories, past.resumed)
         self.signal: int | None = None  # the one that ended the run
-        self._manager, self._rates = manager, past.rates
+        self._manager, self._past = manager, past
         self._progress = Progress(run.progress, run.unit)
         self._trace = None if run.profile is None else Trace(run.profile, self.began, self.last)
         self._pace, self._read = float("inf"), 0.0  # seconds of a step, and when the last one was read
-        self._checked = False  # that callbacks look at metrics that there are
         self._warned = False  # that a loss was not finite
         self._measured = run.callbacks.measure(state)  # what the bar shows of it
         self._measured_at = 0.0
@@ -159,16 +131,6 @@ class Loop:
     def is_recorded(self) -> bool:
         """Whether the history has a record of the last step."""
         return bool(self.history) and self.history[-1]["step"] == self.at
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether `max_steps` ends the run within an epoch."""
-        return self.at == self.last and not self.between_epochs
-
-    @property
-    def must_evaluate(self) -> bool:
-        """Whether an epoch was over and has no record, since the evaluation after it failed in an earlier call."""
-        return self.between_epochs and self.epoch.counted > 0
 
     def calls(self) -> Iterator[Made]:
         """Call the step, or a program of several steps. `at` has changed when the next is asked for."""
@@ -224,9 +186,13 @@ class Loop:
         """Take the steps that `calls` makes. After each: the mark of the record that is due, or None if none is."""
         every, per_epoch = self.run.eval_every, self.run.steps
         try:
-            if self.must_evaluate:
+            if self.between_epochs and self.epoch.counted:  # the evaluation after it failed in an earlier call
                 yield {}
                 self.epoch = Epoch()
+            elif self._past.resumed and self.at == self.last and jax.process_index() == 0:
+                what = "a callback ended this run" if self._past.stopped else "complete"
+                more = "" if self._past.stopped else f"raise {self.run.limits}, or "
+                say_news(f"{what} at step {self.at}: 0 steps trained; {more}resume=False for a new run")
             while self.at < self.last:
                 if self.epoch.since is None:  # an epoch begins, or goes on after an evaluation
                     if self.between_epochs or self.at == self.began:
@@ -267,9 +233,8 @@ class Loop:
             now = time.perf_counter()
             self._pace, self._read = (now - self._read) / len(rows), now
             number = self.at - self.epoch.num_unread - len(rows)
-            if not self._checked:
-                self._checked = True
-                self.run.callbacks.check_metrics(list(rows[0]), [], self.run.evaluation.measures)
+            if number == self.began:  # the metrics of a step of the user's own are known only now
+                self.run.callbacks.check_metrics(list(rows[0]), [], self.run.evaluation.parts)
             for i, metrics in enumerate(rows, 1):
                 self._count_step(number + i, metrics)
         if self.certificate is not None:
@@ -282,16 +247,43 @@ class Loop:
         if not (skipped or self._warned or math.isfinite(metrics.get("loss", 0.0))):
             self._warned = True
             warnings.warn(_not_finite(number, metrics["loss"]), stacklevel=2)
-        self.epoch.count({"skipped": 1} if skipped else metrics)
+        self.epoch.sums.update({"skipped": 1} if skipped else metrics)
+        self.epoch.counted += 1
         # The bar shows what was measured at most a second ago: to measure waits for the state.
-        if self._measured and self._progress.has_bar and self._read - self._measured_at > _MEASURE_EVERY:
+        if self._measured and self._progress.bar is not None and self._read - self._measured_at > _MEASURE_EVERY:
             self._measured, self._measured_at = run.callbacks.measure(self.state), time.perf_counter()
         per_second = self.epoch.counted * run.batch_size / self.epoch.elapsed()
         self._progress.step({**metrics, **self._measured} if self._measured else metrics, per_second)
         if self.memories or run.callbacks.on_step is not None:
             self.memories = run.callbacks.step(self.memories, number, metrics)
 
-    def evaluate(self, mark: dict[str, bool]) -> Record:
+    def should_stop(self, due: dict[str, bool] | None, signals: Interrupts) -> bool:
+        """Evaluate and call the callbacks where a record is due, save if that is. Return whether the run is to stop."""
+        callbacks, record, stopped = self.run.callbacks, None, False
+        if due is not None:
+            try:
+                record = self._evaluate(due)
+            except Exception as error:
+                # The next call evaluates again. Other processes may still evaluate, and would not take part in a save.
+                if self.between_epochs and processes.is_in_all(error):
+                    self.save()
+                raise
+        try:
+            if record is not None:
+                self._before = self.memories  # those that a checkpoint of a run cut by `max_steps` has
+                self.memories, stopped = callbacks.run(self.memories, self.state, record)
+                stopped = stopped and not record.get("interrupted")
+                if self._manager is None and callbacks.restores_best and callbacks.best_step(self.memories) == self.at:
+                    self._best = copy_state(self.state)
+        finally:  # a callback that fails costs no steps
+            interrupted = signals.should_stop(self.state, self.at, record is not None)
+            self.save(stopped=stopped, interrupted=interrupted)
+        if record is not None:
+            # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in others.
+            callbacks.call("on_saved", record, self._written)
+        return stopped or interrupted
+
+    def _evaluate(self, mark: dict[str, bool]) -> Record:
         """Evaluate the state, show the record and keep it."""
         scores = {**self.run.evaluation.scores(self.state), **self.run.callbacks.measure(self.state)}
         record = self._record(scores, mark)
@@ -321,27 +313,18 @@ class Loop:
             **mark,
         }
 
-    def run_callbacks(self, record: Record) -> bool:
-        """Give the record to the callbacks. Return whether one asked to stop."""
-        self._before = self.memories  # those that a checkpoint of a run cut by `max_steps` has
-        callbacks = self.run.callbacks
-        self.memories, stopped = callbacks.run(self.memories, self.state, record)
-        if self._manager is None and callbacks.restores_best and callbacks.best_step(self.memories) == self.at:
-            self._best = copy_state(self.state)
-        return stopped and not record.get("interrupted")
-
     def save(self, *, stopped: bool = False, interrupted: bool = False) -> None:
         """Save the state if it is due, with what `fit` needs to go on. Waits for the steps of an epoch under way."""
         # The record of an epoch that `max_steps` cuts short, and what callbacks made of it, are not saved: a longer run
         # has neither.
         if self._manager is None:
             return
-        run, every, interrupted = self.run, self.run.checkpoint_every, interrupted or self.is_cut
+        run, every = self.run, self.run.checkpoint_every
+        interrupted = interrupted or (self.at == self.last and not self.between_epochs)  # the latter by `max_steps`
         cut = self.is_recorded and self.history[-1].get("interrupted")
         # A longer run does not know of a best state that was found where `max_steps` cut an epoch short.
         best = run.callbacks.best_step(self.memories) == self.at and not (cut and run.callbacks.restores_best)
-        is_due = self.between_epochs or stopped or interrupted or best or (every and self.at % every == 0)
-        if not is_due:
+        if not (self.between_epochs or stopped or interrupted or best or (every and self.at % every == 0)):
             return
         under_way: dict[str, Any] = {}
         if not self.between_epochs or (self.epoch.counted and not self.is_recorded):
@@ -351,14 +334,14 @@ class Loop:
         place = data._place_in(run.source)
         history, memories = (self.history[:-1], self._before) if cut else (self.history, self.memories)
         info = {
-            **{"first": self.first, "batch_size": run.batch_size, "examples": run.examples, "rates": self._rates},
+            **{"first": self.first, "batch_size": run.batch_size, "examples": run.examples, "rates": self._past.rates},
             **{"stopped": stopped, "interrupted": interrupted, "callbacks": run.callbacks.to_json(memories)},
             **under_way,
             **({} if place is None else {"place": place}),
         }
         self._manager._save(self.state, info, best=best, records=history)
 
-    def written(self) -> Path | None:
+    def _written(self) -> Path | None:
         """Wait until all is on disk. Return what this run wrote or restored of the last step, in the process that
         writes.
         """
@@ -377,8 +360,8 @@ class Loop:
             like = like_saved(self.state, self.run.step)
             found = self._manager._restore(like, check_info, lambda body: body.get("step") == step)
             if found is None:
-                where = self.run.checkpoint_dir
-                raise CheckpointError(f"fit: {where} has no good checkpoint of the best state, of step {step}")
+                words = f"{self.run.checkpoint_dir} has no good checkpoint of the best state, of step {step}"
+                raise checkpoint.CheckpointError(f"fit: {words}")
             self.state = found[0]
         elif self._best is not None:
             self.state = self._best
@@ -393,7 +376,8 @@ class Loop:
         if self.is_recorded:
             self.history[-1] = {**self.history[-1], "interrupted": True}
             return
-        scores = self.run.evaluation.scores(self.state) if self.is_cut else {}  # it was made by an earlier call
+        # At the end of `max_steps` an earlier call made it, and its checkpoint does not have it.
+        scores = self.run.evaluation.scores(self.state) if self.at == self.last else {}
         self.history.append(self._record(scores, {"interrupted": True}))
 
     def go_back(self, state: TrainState, step: int) -> None:

@@ -15,7 +15,6 @@ from ... import data, updaters
 from ..._core import checks
 from ..._core.calls import answers
 from ..._core.text import Table
-from ..._devices.mesh import is_donated
 from ..._devices.user_mesh import outside_mesh
 from .._callbacks.plots import new_figure, png, readable, save_figure
 from .._step.state import TrainState, check_is_state
@@ -129,8 +128,6 @@ def lr_find(
     """
     rates = _rates(lowest, highest, steps)
     check_is_state(state, _WHERE)
-    if is_donated(state):
-        raise ValueError(f"{_WHERE}: this state was donated to an earlier step; use the state that it returned")
     source = data.as_source(train_data)
     batch_size = checks.whole_number(data._usual_batch_size(batch_size, source), _WHERE, "batch_size")
     checks.whole_batch(source.examples(batch_size), batch_size, _WHERE)
@@ -139,11 +136,13 @@ def lr_find(
         where = data._batch_options(source, own.store.devices, None, getattr(step, "virtual_shards", None))
         batches = source.batches(batch_size, rng=own.rng, epochs=None, **where)
     losses: list[float] = []
+    smoothed: list[float] = []
     for loss in _losses(own, step, batches, rates):
         losses.append(loss)
-        if _has_diverged(losses):
+        smoothed = _smooth(losses)
+        least = min(smoothed)
+        if not math.isfinite(loss) or (len(losses) > 5 and smoothed[-1] > least + (_TOO_MUCH - 1) * abs(least)):
             break
-    smoothed = _smooth(losses)
     return RateTest(tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed), _steepest(rates, smoothed))
 
 
@@ -157,13 +156,6 @@ def _losses(state: TrainState, step: Any, batches: Any, rates: Sequence[float]) 
         epoch.add({"loss": metrics["loss"]})
         yield from [row["loss"] for rows in epoch.read() for row in rows]
     yield from [row["loss"] for rows in epoch.read(0) for row in rows]
-
-
-def _has_diverged(losses: Sequence[float]) -> bool:
-    if not math.isfinite(losses[-1]):
-        return True
-    smoothed = _smooth(losses)
-    return len(losses) > 5 and smoothed[-1] > min(smoothed) + (_TOO_MUCH - 1) * abs(min(smoothed))
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:

@@ -76,10 +76,6 @@ class Epoch:
             self.num_unread -= len(rows)
             yield rows
 
-    def count(self, metrics: dict[str, float]) -> None:
-        self.sums.update(metrics)
-        self.counted += 1
-
 
 class Progress:
     """Bars that count steps, in a terminal or a notebook, and lines above them. Elsewhere there are lines only.
@@ -90,11 +86,7 @@ class Progress:
     def __init__(self, show: bool, unit: str = "examples"):
         self.is_shown: bool = bool(show) and jax.process_index() == 0
         self._unit = unit
-        self._bar: Any = None
-
-    @property
-    def has_bar(self) -> bool:
-        return self._bar is not None
+        self.bar: Any = None  # of tqdm
 
     def start(self, total: int | None, title: str, done: int, compiles: bool = False) -> None:
         """Begin a bar of which `done` steps were made before. `compiles`: it says that XLA compiles the first step."""
@@ -102,39 +94,39 @@ class Progress:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # tqdm warns if ipywidgets is missing, and shows its plain bar
                 from tqdm.auto import tqdm
-            self._bar = tqdm(total=total, initial=done, desc=title, unit="step", file=sys.stdout)
+            self.bar = tqdm(total=total, initial=done, desc=title, unit="step", file=sys.stdout)
             if compiles:
                 has_dots = "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
-                self._bar.set_postfix_str("compiling…" if has_dots else "compiling...")
+                self.bar.set_postfix_str("compiling…" if has_dots else "compiling...")
 
     def say_compiled(self) -> None:
         """The first step was started, and its metrics are not read yet."""
-        if self._bar is not None:
-            self._bar.set_postfix_str("")
+        if self.bar is not None:
+            self.bar.set_postfix_str("")
 
     def step(self, metrics: dict[str, float], per_second: float = 0.0) -> None:
         """Count a step. The metrics may be of an earlier one."""
-        if self._bar is not None:
+        if self.bar is not None:
             words = {k: number_text(v) for k, v in metrics.items()}
             if per_second:
                 words[f"{self._unit}/s"] = f"{per_second:,.0f}"
-            self._bar.set_postfix(words, refresh=False)
-            self._bar.update()
+            self.bar.set_postfix(words, refresh=False)
+            self.bar.update()
 
     def print(self, text: str) -> None:
         """Print a line, above the bar where there is one. Call it if `is_shown`."""
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
+        if self.bar is not None:
+            self.bar.write(text, file=sys.stdout)
         else:
             print(text, flush=True)
 
     def close(self) -> None:
         """Take the bar away."""
-        if self._bar is not None:
-            self._bar.leave = False
-            self._bar.total = self._bar.n  # a notebook keeps a bar that is not full, in red
-            self._bar.close()
-            self._bar = None
+        if self.bar is not None:
+            self.bar.leave = False
+            self.bar.total = self.bar.n  # a notebook keeps a bar that is not full, in red
+            self.bar.close()
+            self.bar = None
 
 
 class Trace:
@@ -246,5 +238,6 @@ class StepProgress:
     def _read(self, behind: int) -> None:
         for rows in self._epoch.read(behind):
             for row in rows:
-                self._epoch.count(row)
+                self._epoch.sums.update(row)
+                self._epoch.counted += 1
                 self._progress.step(row)

@@ -13,18 +13,18 @@ from typing import Any, Literal
 
 import jax
 
-from ... import data, distributed, updaters
+from ... import checkpoint, data, distributed, updaters
 from ..._core import checks, files
 from ..._core.calls import check_takes
 from ..._core.text import say, say_news
 from ..._devices import processes
 from ..._devices.mesh import is_donated, zeros_if_donated
 from ..._devices.user_mesh import outside_mesh
-from ...checkpoint import CheckpointError, Found, Manager
 from .._callbacks.callbacks import Callbacks, collect_callbacks, is_saved_memory
 from .._callbacks.history import NO_METRICS, Record
-from .._evaluate.evaluate import Evaluation, check_training_classes, plan_evaluation
-from .._step.state import TrainState, check_is_state
+from .._evaluate.evaluate import Evaluation, check_classes, plan_evaluation
+from .._step.loss import ClassificationLoss
+from .._step.state import TrainState, check_is_state, params_shapes
 from .._step.train_step import TrainStep
 from .progress import BEHIND, Epoch, Metrics, Profile
 
@@ -81,14 +81,10 @@ class Run:
             shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.batch_size)
             metrics = self.step.check(state, shapes)
         scores = self.evaluation.check(state)
-        own = ("eval_",) if self.evaluation.measures["eval_"] else ()
-        taken = [name for name in metrics if name in _TAKEN or name.startswith(own)]
-        if taken:
-            raise ValueError(
-                f"fit: aux of loss_fn has {', '.join(sorted(taken))}, which fit records itself; rename that value"
-            )
-        if metrics:
-            self.callbacks.check_metrics(metrics, scores, self.evaluation.measures)
+        own = "eval_" if "eval_" in self.evaluation.parts else ()
+        if taken := sorted([name for name in metrics if name in _TAKEN or name.startswith(own)]):
+            raise ValueError(f"fit: aux of loss_fn has {', '.join(taken)}, which fit records itself; rename that value")
+        self.callbacks.check_metrics(metrics, scores, self.evaluation.parts)
         return state
 
 
@@ -114,9 +110,11 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
     checks.whole_batch(examples, batch_size, "fit")
     steps = examples // batch_size
     num_steps = min((epochs or sys.maxsize) * steps, max_steps or sys.maxsize)
-    check_training_classes(step, state, source)
+    loss_fn = getattr(step, "loss_fn", None)
+    if isinstance(loss_fn, ClassificationLoss):
+        check_classes("fit: train_data", loss_fn.apply_fn, (params_shapes(state),), source)  # it may be donated
     per_program = _steps_per_program(given["steps_per_execution"], step, source, state)
-    callbacks.check(given["checkpoint_dir"], certificate, evaluation.measures)
+    callbacks.check(given["checkpoint_dir"], certificate)
     return Run(
         step=step,
         source=source,
@@ -130,7 +128,7 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
         skips=getattr(step, "skips", False),
         stops=getattr(step, "nonfinite", "ignore") == "stop",
         unit="images" if isinstance(source, data.DatasetSource) else "examples",
-        limits=" or ".join(f"{name}=" for name in ("epochs", "max_steps") if given[name] is not None),
+        limits=" or ".join([f"{name}=" for name in ("epochs", "max_steps") if given[name] is not None]),
         certificate=certificate,
         **numbers,
         **{name: given[name] for name in ("progress", "checkpoint_dir", "resume", "profile", "on_interrupt")},
@@ -178,11 +176,11 @@ def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainS
         "there are several processes": jax.process_count() > 1,
         "the state does not know its devices, because create_state did not make it": not devices,
     }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    against = [reason for reason, holds in reasons.items() if holds]
     if asked == "auto":
-        return "auto" if reason is None and all(d.platform == "cpu" for d in devices or ()) else 1
-    if reason:
-        raise ValueError(f"fit: steps_per_execution is {asked}, but {reason}; give 1, or leave it out")
+        return "auto" if not against and {d.platform for d in devices or ()} == {"cpu"} else 1
+    if against:
+        raise ValueError(f"fit: steps_per_execution is {asked}, but {against[0]}; give 1, or leave it out")
     return asked
 
 
@@ -202,7 +200,7 @@ class Past:
     resumed: bool = False  # whether it goes on from a checkpoint of `fit`
 
 
-def resume(run: Run, manager: Manager | None, state: TrainState) -> tuple[TrainState, Past]:
+def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> tuple[TrainState, Past]:
     """The state to resume from, and its run. A checkpoint of a run with other batches is refused."""
     found = None
     if manager is not None and run.resume:
@@ -271,7 +269,7 @@ def _say_other_rates(run: Run, given: dict[str, float], saved: dict[str, float],
         )
 
 
-def check_info(found: Found) -> None:
+def check_info(found: checkpoint.Found) -> None:
     """`CheckpointError` for the info of a run that `fit` cannot have saved."""
     info, step = found.body.get("info", {}), found.body.get("step", 0)
     if "first" not in info:  # the user saved it
@@ -292,7 +290,7 @@ def check_info(found: Found) -> None:
     }
     wrong = [name for name, holds in good.items() if not holds]
     if wrong:
-        raise CheckpointError(f"{found.path} is damaged: wrong {' and '.join(wrong)} in the info of the run")
+        raise checkpoint.CheckpointError(f"{found.path} is damaged: wrong {' and '.join(wrong)} in the info of the run")
 
 
 def _is_record(record: Any) -> bool:
