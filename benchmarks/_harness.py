@@ -78,6 +78,9 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**63 - 1)}
 """What `use_cpu_devices(keep_memory=True)` does, for the environment of a child."""
 
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Pages of 2 MB for large blocks of `malloc`, where Linux gives them to programs that ask (`madvise`)."""
+
 
 class Child:
     """A peer that lives in another interpreter and measures on command, one JSON object a line each way."""

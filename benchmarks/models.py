@@ -2,9 +2,10 @@
 
 A small CNN, ResNet-18, a transformer, an MLP, an LSTM and a matrix factorization in two sizes, float32, plain SGD. The
 last has row-sparse contenders, and MXNet, which waits for each of its steps. jaxpar runs in a process of one device
-and in one of two, and again with `use_cpu_devices(keep_memory=True)`. PyTorch runs eagerly and compiled, convolutions
-with channels last too, and again with the same setting of `malloc`, which PyTorch itself does not make. It is found in
-this Python, or in the one that the environment variable JAXPAR_TORCH_PYTHON names.
+and in one of two, as memory comes, with pages of 2 MB by the environment, and with `use_cpu_devices(keep_memory=True)`.
+PyTorch runs eagerly and compiled, convolutions with channels last too, and again with both settings of `malloc`, which
+PyTorch itself does not make. It is found in this Python, or in the one that the environment variable
+JAXPAR_TORCH_PYTHON names.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 from _harness import (
+    HUGE_PAGES,
     KEEP_MEMORY,
     Child,
     Turn,
@@ -34,9 +36,10 @@ from _shapes import MATRIX
 HERE = Path(__file__).resolve().parent
 NETWORKS = ("cnn", "resnet18", "transformer", "mlp", "lstm", *MATRIX)
 CONVOLUTIONAL = ("cnn", "resnet18")
-PLAIN = (1, False)
-WAYS = (PLAIN, (2, False), (1, True), (2, True))  # devices, and whether memory is kept
 KEPT = ", memory kept"
+MEMORY = {"": {}, ", huge pages": HUGE_PAGES, KEPT: KEEP_MEMORY}  # how memory is had, and the environment that says so
+PLAIN = (1, "")
+WAYS = [(devices, memory) for memory in MEMORY for devices in (1, 2)]
 
 
 def main() -> None:
@@ -45,32 +48,34 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         jax_children = {way: stack.enter_context(contextlib.closing(_jax(*way))) for way in WAYS}
         torch_children = {}
-        for kept in (False, True):
-            child = _torch(kept)
+        for memory in MEMORY:
+            child = _torch(memory)
             if child is not None:
-                torch_children[kept] = stack.enter_context(contextlib.closing(child))
+                torch_children[memory] = stack.enter_context(contextlib.closing(child))
         mxnet = start_mxnet(options.mxnet_python) if set(rows) & set(MATRIX) and not options.no_mxnet else None
         if mxnet is not None:
             stack.enter_context(contextlib.closing(mxnet))
         measured = {row: _row(row, jax_children, torch_children, mxnet, options) for row in rows}
     versions = environment(mxnet) | {"jax": jax_children[PLAIN].version}
-    versions["torch"] = torch_children[False].version if torch_children else "not installed"
+    versions["torch"] = torch_children[""].version if torch_children else "not installed"
     name = f"models_jax_{versions['jax']}"
     save(options, name, {"environment": versions, "networks": saved(options, name).get("networks", {}) | measured})
 
 
-def _jax(devices: int, kept: bool) -> Child:
-    os.environ |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    child = Child([sys.executable, str(HERE / "_models_jax.py"), *["keep memory"][:kept]])
+def _jax(devices: int, memory: str) -> Child:
+    env = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    kept = memory == KEPT  # by the call that users make
+    child = _child(env if kept else env | MEMORY[memory], sys.executable, "_models_jax.py", *["keep memory"][:kept])
     child.version = child.ask(do="version")
     return child
 
 
-def _torch(kept: bool) -> Child | None:
-    command = [os.environ.get("JAXPAR_TORCH_PYTHON", sys.executable), str(HERE / "_models_torch.py")]
-    if kept:
-        command = ["env", *(f"{name}={value}" for name, value in KEEP_MEMORY.items()), *command]
-    child = Child(command)
+def _child(env: dict[str, str], python: str, script: str, *options: str) -> Child:
+    return Child(["env", *(f"{name}={value}" for name, value in env.items()), python, str(HERE / script), *options])
+
+
+def _torch(memory: str) -> Child | None:
+    child = _child(MEMORY[memory], os.environ.get("JAXPAR_TORCH_PYTHON", sys.executable), "_models_torch.py")
     try:
         child.version = child.ask(do="version")
     except (RuntimeError, OSError) as error:
@@ -79,10 +84,10 @@ def _torch(kept: bool) -> Child | None:
     return child
 
 
-def _row(network: str, jax_children: dict, torch_children: dict[bool, Child], mxnet: Child | None, options) -> dict:
+def _row(network: str, jax_children: dict, torch_children: dict[str, Child], mxnet: Child | None, options) -> dict:
     turns: dict[str, Turn] = {"plain JAX": _start(jax_children[PLAIN], network, "plain")}
-    for (count, kept), child in jax_children.items():
-        turns[f"jaxpar, {count} device{'s'[: count > 1]}{KEPT * kept}"] = _start(child, network, "jaxpar")
+    for (count, memory), child in jax_children.items():
+        turns[f"jaxpar, {count} device{'s'[: count > 1]}{memory}"] = _start(child, network, "jaxpar")
     if network in MATRIX:
         turns |= {f"{name} rows": _start(jax_children[PLAIN], network, f"{name} rows") for name in ("plain", "jaxpar")}
         if mxnet is not None:
@@ -101,20 +106,23 @@ def _row(network: str, jax_children: dict, torch_children: dict[bool, Child], mx
     return {"milliseconds": {n: round(1000 * s, 3) for n, s in medians(times).items()}} | {
         "against_plain_jax": plain,
         "against_best_pytorch": best,
-        "against_best_pytorch_memory_kept": {
-            name: _against_torch(times, name, kept=True) for name in best if KEPT in name
+        "against_best_pytorch_with_the_same_memory": {
+            name: _against_torch(times, name, memory)
+            for memory in (", huge pages", KEPT)
+            for name in best
+            if name.endswith(memory)
         },
         "rounds": len(times["plain JAX"]),
     }
 
 
-def _torch_turns(network: str, children: dict[bool, Child]) -> dict[str, Turn]:
-    """PyTorch as it comes, and with memory kept."""
+def _torch_turns(network: str, children: dict[str, Child]) -> dict[str, Turn]:
+    """PyTorch as it comes, and with both settings of memory."""
     turns: dict[str, Turn] = {}
-    for kept, child in children.items():
+    for memory, child in children.items():
         for how in _torch_ways(network):
             try:
-                turns[f"PyTorch {how}{KEPT * kept}"] = _start(child, network, how)
+                turns[f"PyTorch {how}{memory}"] = _start(child, network, how)
             except RuntimeError as error:  # its compiler raises what it likes
                 print(f"no PyTorch {how}: {str(error).splitlines()[-1]}")
     return turns
@@ -133,13 +141,18 @@ def _torch_ways(network: str) -> list[str]:
     return [how + layout for layout in layouts for how in ("eager", "compiled")]
 
 
-def _against_torch(times: dict[str, list[float]], ours: str, kept: bool = False) -> float | None:
+def _against_torch(times: dict[str, list[float]], ours: str, memory: str = "") -> float | None:
     """How many times as fast as PyTorch's fastest in each round; the median of the rounds.
 
-    PyTorch is as it comes, or with memory kept. Row-sparse steps are compared with row-sparse ones, dense ones with
+    PyTorch's memory is as `memory` says. Row-sparse steps are compared with row-sparse ones, dense ones with
     dense ones.
     """
-    torch = {name: t for name, t in times.items() if name.startswith("PyTorch") and (KEPT in name) == kept}
+    others = [name for name in MEMORY if name and name != memory]
+    torch = {
+        n: t
+        for n, t in times.items()
+        if n.startswith("PyTorch") and n.endswith(memory) and not n.endswith(tuple(others))
+    }
     rivals = [t for name, t in torch.items() if ("sparse" in name) == ("rows" in ours)]
     if not rivals:
         return None

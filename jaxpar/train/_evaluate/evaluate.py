@@ -325,6 +325,8 @@ def _named(name: str, result: Any) -> dict[str, Any]:
         both = {f"{name}_{key}" if name else str(key): part for key, part in result.items()}
         return {key: part for name, inner in both.items() for key, part in _named(name, inner).items()}
     array = np.asarray(result)
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"evaluate: {name!r} must be a number or an array of them, got {checks.describe(result)}")
     return {name: float(array) if not array.ndim else array}
 
 

@@ -171,6 +171,8 @@ def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
         [1.0, 0.5, 1.0]
     """
     _check_labels(logits, labels, "per_class_accuracy")
+    if jnp.ndim(labels) != 1:
+        raise ValueError(f"per_class_accuracy: labels must be of shape (n,), got {jnp.shape(labels)}")
     of_class = jax.nn.one_hot(labels, logits.shape[-1], dtype=jnp.float32)
     right = (logits.argmax(axis=-1) == labels)[:, None]
     return Mean(of_class * right, of_class, columns=True)
