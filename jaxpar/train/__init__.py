@@ -56,13 +56,8 @@ from ._fit.fit import fit as fit, verify as _verify  # noqa: F401
 from ._fit.interrupt import Interruptible as Interruptible, interruptible as interruptible
 from ._fit.lr_find import RateTest as RateTest, lr_find as lr_find
 from ._fit.progress import StepProgress as StepProgress, progress as progress
-from ._plan.plan import (
-    Plan as Plan,
-    PlanComparison as PlanComparison,
-    PlannedCollective as PlannedCollective,
-    compare_plans as compare_plans,
-    plan as plan,
-)
+from ._plan.child import PlannedCollective as PlannedCollective
+from ._plan.plan import Plan as Plan, PlanComparison as PlanComparison, compare_plans as compare_plans, plan as plan
 from ._step.loss import classification_loss as classification_loss
 from ._step.make import make_train_step as make_train_step, start as start
 from ._step.nonfinite import (

@@ -529,5 +529,5 @@ def test_the_attributes_of_the_definition_are_those_of_the_step():
     fields = {f.name for f in dataclasses.fields(type(train.make_train_step(counted).device_step))}
     assert fields == {
         *("loss_fn", "axis_name", "accumulate", "compute_dtype", "remat", "platform"),
-        *("grad_transform", "scaling", "guard", "unused", "named"),
+        *("grad_transform", "scaling", "guard", "unused", "axes"),
     }

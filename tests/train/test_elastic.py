@@ -19,7 +19,7 @@ from jaxpar._devices import processes
 from jaxpar.distributed import _elastic
 from jaxpar.distributed._elastic import Board
 from jaxpar.train._callbacks.callbacks import Callbacks
-from jaxpar.train._elastic.group import Group, OrdersUsedUp, _by_rank, _is_terms
+from jaxpar.train._elastic.group import Group, _by_rank, _is_terms
 from jaxpar.train._elastic.member import Member, check_can_go_on
 from jaxpar.train._elastic.watchdog import Watchdog
 
@@ -69,12 +69,14 @@ def test_a_group_never_has_an_order_twice(monkeypatch):
     assert group._next_order() == group._next_order() == [0]
 
 
-def test_orders_that_are_used_up_are_an_error_in_words(monkeypatch):
+def test_orders_that_are_used_up_end_the_process_in_words(monkeypatch, capfd):
     group = Group()
     monkeypatch.setattr(group, "_next_order", lambda: None)
     monkeypatch.setattr(group._board, "set", lambda name, value: None)
-    with pytest.raises(OrdersUsedUp, match=r"each order of 0 devices once.*--devices 2"):
+    with pytest.raises(SystemExit) as ended:
         group._settle(dict, tuple)
+    assert ended.value.code == distributed.LOST
+    assert re.search(r"each order of 0 devices once.*--devices 2", capfd.readouterr().err)
 
 
 class Service:

@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -27,28 +27,20 @@ from jax.experimental import multihost_utils
 
 from ... import distributed
 from ..._core.arrays import Device, without_keys
-from ..._core.text import say_before_exit, say_news
+from ..._core.text import say, say_before_exit, say_news
 from ..._heartbeat.connection import REFUSED
 from .._step.state import TrainState
-
-Result = TypeVar("Result")
-Prepared = TypeVar("Prepared")
 
 _JOIN = "join"  # the key in a block by which process 0 takes others in
 _POLL = 0.05  # seconds between two looks at a key
 _START = 60.0  # seconds that process 0 waits for the others at the start, or JAXPAR_INITIALIZATION_TIMEOUT
 _MOST_TRIES = 8  # failures in a row, with the same processes, after which a step is given up
-_MOST_ORDERS = 1 << 20  # that are looked through
 _MOST_BYTES = 1 << 26  # of an array of the data that are hashed. Of a larger one rows at even distances are
 # The number of a device is in the text of a program with a callback.
 _DEVICE = re.compile(r"device_ids = (\[\d*\]|dense<\d*> : tensor<\w*>)|(?<=maximal_mesh_)\d+|(?<=maximal device=)\d+")
 
 Program = dict[str, str]
 Devices = tuple[Device, ...]
-
-
-class OrdersUsedUp(RuntimeError):
-    """Every order of the devices of a group was used."""
 
 
 class Group:
@@ -104,19 +96,16 @@ class Group:
     def agree(
         self,
         offer: Callable[[], dict[str, Any]],
-        prepare: Callable[[Devices], Prepared],
-        take: Callable[[Devices, dict[str, Any], Prepared], None],
+        prepare: Callable[[Devices], Any],
+        take: Callable[[Devices, dict[str, Any], Any], None],
     ) -> None:
         """Agree with all members, until `prepare` and then `take` have succeeded in all of them.
 
-        Gloo waits half a minute for a process that is lost while it connects. So that all begin to connect at once,
-        what takes time before belongs in `prepare`.
-
-        Args:
-            offer: what process 0 says about the run. Only process 0 calls it.
-            prepare: what each does with the devices of all, in an order that no group had. It may use no collectives.
-            take: what each does with the devices, the offer and what it has prepared. It may use collectives.
+        `offer()` is what process 0 says about the run. `prepare(devices)` gets the devices of all, in an order that no
+        group had, and uses no collectives. `take(devices, offer, prepared)` may use them.
         """
+        # Gloo waits half a minute for a process that is lost while it connects. So that all begin to connect at once,
+        # what takes time before belongs in `prepare`.
         if not self.starts:
             self._join()
         while not self.agrees:
@@ -128,7 +117,7 @@ class Group:
             self.agrees = settled is not None and self._in_all("take", functools.partial(take, *settled[0])) is not None
         self._failures = 0
 
-    def run(self, at: int, work: Callable[[], Result]) -> Result | None:
+    def run(self, at: int, work: Callable[[], Any]) -> Any:
         """The result of `work` in all processes. None: it failed in one, so it counts in none.
 
         `work` must be over when it returns, its collectives too.
@@ -146,7 +135,7 @@ class Group:
 
     def hear(self, place: int | str) -> dict[str, Any]:
         """The word of process 0 at a place. It is waited for."""
-        return self._board.wait(f"words/{place}", lambda found: {"stop", "signal", "history"} == found.keys())
+        return self._board.wait(f"words/{place}", lambda found: {"stop", "signal", "history"} == dict(found).keys())
 
     def has_failed(self) -> bool:
         """Whether another process of the block under way has failed."""
@@ -203,7 +192,7 @@ class Group:
             os._exit(0)  # jax's own shutdown needs process 0
         time.sleep(_POLL)
 
-    def _in_all(self, name: str, work: Callable[[], Result], invites: bool = False) -> tuple[Result] | None:
+    def _in_all(self, name: str, work: Callable[[], Any], invites: bool = False) -> tuple[Any] | None:
         """The result in a tuple, where `work` succeeded in all members. With `invites` others may join after it."""
         self.lost, self.joined, made, error = [], [], None, None
         self._block = f"blocks/{self._number}/{self._tries}/{name}"
@@ -252,8 +241,8 @@ class Group:
         self.set_members({rank: start for rank, start in self.starts.items() if found.get(rank) == start})
 
     def _settle(
-        self, offer: Callable[[], dict[str, Any]], prepare: Callable[[Devices], Prepared]
-    ) -> tuple[Devices, dict[str, Any], Prepared]:
+        self, offer: Callable[[], dict[str, Any]], prepare: Callable[[Devices], Any]
+    ) -> tuple[Devices, dict[str, Any], Any]:
         """The devices and the offer of process 0, which the others read, and what this process has prepared."""
         name = f"terms/{self._number}/{self._tries}"
         if self.is_first:
@@ -261,12 +250,14 @@ class Group:
             self._board.set(name, terms)
         else:
             terms = self._board.wait(name, _is_terms)
-        if terms["order"] is None:
-            raise OrdersUsedUp(
+        if terms["order"] is None:  # as after a loss without elastic: all start again from a checkpoint
+            say(
                 f"fit: Gloo accepts each order of {len(self.devices)} devices once, and processes that left and "
                 "joined have used up all orders; start each process with more emulated devices (jaxpar launch "
-                "--devices 2)"
+                f"--devices 2). This process ends with status {distributed.LOST}, so that all start again from a "
+                "checkpoint"
             )
+            sys.exit(distributed.LOST)
         known = {d.id: d for d in jax.devices()}
         devices = tuple(known[i] for i in terms["order"])
         return devices, terms["offer"], prepare(devices)
@@ -276,8 +267,7 @@ class Group:
         ids = sorted(d.id for d in self.devices)
         if len(self.starts) == 1:
             return ids  # without Gloo
-        orders = self._orders.setdefault(frozenset(ids), itertools.islice(itertools.permutations(ids), _MOST_ORDERS))
-        order = next(orders, None)
+        order = next(self._orders.setdefault(frozenset(ids), itertools.permutations(ids)), None)
         return None if order is None else list(order)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ from .._callbacks.history import History
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState, place_state
 from .._step.train_step import TrainStep
-from .group import Devices, Group, OrdersUsedUp, Program, describe, digest
+from .group import Devices, Group, Program, describe, digest
 from .watchdog import Watchdog
 
 _MORE_FOR_COMPILATION = 10  # times as long as another step may take the first one over new devices
@@ -195,11 +194,7 @@ class Member:
             if digest(self._batch) != offer["batch"]:
                 self._group.refuse("the data of the current batch")
 
-        try:
-            self._group.agree(self._offer, prepare, take)
-        except OrdersUsedUp as error:  # as after a loss without elastic: all start again from a checkpoint
-            say(f"{error}. This process ends with status {distributed.LOST}, so that all start again from a checkpoint")
-            sys.exit(distributed.LOST)
+        self._group.agree(self._offer, prepare, take)
 
     def _offer(self) -> dict[str, Any]:
         """What process 0 says of the run under way."""
@@ -221,26 +216,25 @@ class Member:
 def check_can_go_on(run: Any, state: TrainState) -> None:
     """`ValueError` for a run that cannot continue after a loss."""
     if getattr(run.step, "virtual_shards", None) is None:
-        raise ValueError(
-            "fit: in an elastic run the number of devices changes, so the step needs virtual_shards=; write "
+        fault = (
+            "in an elastic run the number of devices changes, so the step needs virtual_shards=; write "
             "train.make_train_step(loss_fn, virtual_shards=8)"
         )
-    if isinstance(run.source, data.IterableSource):
-        raise ValueError(
-            "fit: an elastic run repeats failed steps, and an iterable cannot give a batch again; give a data.Dataset "
-            "or arrays"
+    elif isinstance(run.source, data.IterableSource):
+        fault = "an elastic run repeats steps, and an iterable cannot give a batch again; give a data.Dataset or arrays"
+    elif run.callbacks.restores_best:
+        fault = (
+            "an elastic run calls callbacks in process 0 only, so the other processes cannot restore the best state; "
+            "in place of train.EarlyStopping(restore_best=True) use train.KeepBest and checkpoint.best"
         )
-    if run.callbacks.restores_best:
-        raise ValueError(
-            "fit: an elastic run calls callbacks in process 0 only, so the other processes cannot restore the best "
-            "state; in place of train.EarlyStopping(restore_best=True) use train.KeepBest and checkpoint.best"
+    elif not all(getattr(leaf, "is_fully_replicated", True) for leaf in jax.tree.leaves(state)):
+        fault = (
+            f"in kind {state.store.kind!r} the values of a lost process are lost too; use kind 'device', or initialize "
+            "without elastic=True: then a loss ends all processes, and they resume from a checkpoint"
         )
-    if not all(getattr(leaf, "is_fully_replicated", True) for leaf in jax.tree.leaves(state)):
-        raise ValueError(
-            f"fit: in kind {state.store.kind!r} the values of a lost process are lost too; use kind 'device' in an "
-            "elastic run, or initialize without elastic=True: then a loss ends all processes, and they resume from a "
-            "checkpoint"
-        )
+    else:
+        return
+    raise ValueError(f"fit: {fault}")
 
 
 def _to_host(tree: Any) -> Any:

@@ -83,15 +83,8 @@ class Watchdog:
         work = self._work
         if work is None or work.is_said or self._clock.now - work.since <= work.limit:
             return
-        if work.is_stuck() and self._work is work:
-            self._say(work)
-
-    def start(self) -> None:
-        """Look twice a second. Batches of an evaluation are progress from now on."""
-        processes.watch_progress(self.note_progress)
-        self._watching.start()
-
-    def _say(self, work: Work) -> None:
+        if not work.is_stuck() or self._work is not work:
+            return
         frame = sys._current_frames().get(self._thread)
         stack = "".join(traceback.format_stack(frame)[-_MOST_LINES:]) if frame is not None else ""
         who = f"process {jax.process_index()}"
@@ -101,3 +94,8 @@ class Watchdog:
             return say_before_exit(f"{why}The others wait for it. It may be slow only, so it is not ended")
         say_before_exit(f"{why}It ends with status {distributed.LOST}, and counts as lost")
         os._exit(distributed.LOST)
+
+    def start(self) -> None:
+        """Look twice a second. Batches of an evaluation are progress from now on."""
+        processes.watch_progress(self.note_progress)
+        self._watching.start()

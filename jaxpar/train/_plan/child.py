@@ -139,33 +139,31 @@ def slice_of(name: str, where: str) -> Slice:
     if kind not in CHIPS:
         hint = did_you_mean(kind, list(CHIPS)) or f"; known are {', '.join(CHIPS)}"
         raise ValueError(f"{where}: unknown accelerator {kind!r} in on={name!r}{hint}")
-    chip, gpu = CHIPS[kind], bool(CHIPS[kind].numbers)
-    flat = chip.most == 256
+    most, gpu = CHIPS[kind].most, bool(CHIPS[kind].numbers)
+    flat = most == 256
     example = f"{kind}:8 or {kind}:4x8, hosts x GPUs" if gpu else f"{kind}:{'4x4' if flat else '4x4x4'}"
     if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
         raise ValueError(f"{where}: on={name!r} must have the number of chips, such as {example}")
     shape = tuple(map(int, sizes.split("x")))
     if gpu:
         shape = (1, *shape) if len(shape) == 1 else shape
-        if len(shape) != 2 or shape[1] not in (1, 2, 4, 8):
-            raise ValueError(f"{where}: on={name!r}: a host has 1, 2, 4 or 8 GPUs; write {example}")
-    elif flat and sizes not in _FLAT:
-        raise ValueError(f"{where}: unknown slice {name!r}; {kind} has {', '.join(_FLAT)}")
-    elif not flat and not _is_torus(shape, chip.most):
-        rule = f"three sizes, 1, 2 or multiples of 4, and at most {chip.most:,} chips"
-        raise ValueError(f"{where}: unknown slice {name!r}; {kind} has {rule}, such as {example}")
+        rule, is_there = "a host has 1, 2, 4 or 8 GPUs", len(shape) == 2 and shape[1] in (1, 2, 4, 8)
+    elif flat:
+        rule, is_there = f"{kind} has {', '.join(_FLAT)}", sizes in _FLAT
+    else:
+        rule = f"{kind} has three sizes, 1, 2 or multiples of 4, and at most {most:,} chips"
+        fits = all(size in (1, 2) or size % 4 == 0 for size in shape) and math.prod(shape) <= most
+        is_there = len(shape) == 3 and fits and (shape[0] > 1 or shape == (1, 1, 1))
+    if not is_there:
+        raise ValueError(f"{where}: unknown slice {name!r}; {rule}, such as {example}")
     return Slice(str(name), kind, shape)
-
-
-def _is_torus(shape: tuple[int, ...], most: int) -> bool:
-    fits = all(size in (1, 2) or size % 4 == 0 for size in shape)
-    return len(shape) == 3 and fits and math.prod(shape) <= most and (shape[0] > 1 or shape == (1, 1, 1))
 
 
 # The process that compiles.
 
 PYTHON = "JAXPAR_PLAN_PYTHON"
 _HINT = f"`make plan-env` makes an environment with it and {PYTHON} names its Python, see docs/plan.md"
+_BY_VALUE = "pip install cloudpickle, or put make and what it is given in a module"
 _START = """
 import sys
 paths, version, folder = sys.argv[1].split({sep!r}), sys.argv[2], sys.argv[3]
@@ -184,12 +182,7 @@ _KEYED = re.compile(r"\.store\.(values|updater_state|residuals|pending)\[(\d+)\]
 
 
 def ask(make: Any, where: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """What `examine` gives, from a process of its own.
-
-    Raises:
-        RuntimeError: there is no compiler for these devices, or it ended.
-        ValueError: the process cannot have `make`, or `make` raises.
-    """
+    """What `examine` gives, from a process of its own, or the error that it gives."""
     python = os.environ.get(PYTHON) or sys.executable
     fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
     settings = {name: getattr(jax.config, name) for name in _SETTINGS}
@@ -209,27 +202,23 @@ def ask(make: Any, where: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any
             raise RuntimeError(
                 f"train.plan: the process that compiles, {python}, ended with {ended.returncode}: {last}"
             )
-        kind, *rest = pickle.loads(answer.read_bytes())
-    if kind != "plan":
-        raise (RuntimeError if kind == "compiler" else ValueError)(f"train.plan, on={where.name!r}: {rest[0]}")
-    return rest[0], rest[1]
+        found = pickle.loads(answer.read_bytes())
+    if isinstance(found, Exception):
+        raise type(found)(f"train.plan, on={where.name!r}: {found}")
+    return found
 
 
 def _dumps(request: Any) -> bytes:
     """The request, functions of a notebook by value."""
-    make = request[0]
     try:
         return importlib.import_module("cloudpickle").dumps(request)
-    except ImportError:
-        hint = "pip install cloudpickle, or put make and what it is given in a module"
-    if getattr(make, "__module__", None) == "__main__":
-        raise ValueError(f"train.plan: the process that compiles cannot import {make.__qualname__} of __main__; {hint}")
+    except ImportError:  # then by name
+        pass
     try:
         return pickle.dumps(request)
     except Exception as error:
-        raise ValueError(
-            f"train.plan: make or a choice cannot be sent to the process that compiles ({error}); {hint}"
-        ) from None
+        where = "to the process that compiles"
+        raise ValueError(f"train.plan: make or a choice cannot be sent {where} ({error}); {_BY_VALUE}") from None
 
 
 def _environment(where: Slice) -> dict[str, str]:
@@ -249,19 +238,20 @@ def main(folder: str) -> None:
     (Path(folder) / "answer").write_bytes(pickle.dumps(answer))
 
 
-def _answer(request: bytes) -> tuple[Any, ...]:
+def _answer(request: bytes) -> Any:
     try:
         make, where, choices, fraction, settings = pickle.loads(request)
     except Exception as error:
-        return "make", f"make cannot be loaded in {sys.executable}: {type(error).__name__}: {error}"
+        what = f"make cannot be loaded in {sys.executable}: {type(error).__name__}: {error}"
+        return ValueError(f"{what}; {_BY_VALUE}")
     for name, value in settings.items():
         jax.config.update(name, value)
     if problem := _missing(where):
-        return "compiler", problem
+        return RuntimeError(problem)
     try:
-        return "plan", *examine(make, where, choices, fraction)
+        return examine(make, where, choices, fraction)
     except Exception as error:
-        return "make", _words(error)
+        return ValueError(_words(error))
 
 
 def _missing(where: Slice) -> str:
@@ -289,20 +279,37 @@ def _words(error: Exception) -> str:
 # What a compiled step says: memory, what is sent, FLOPs, cycles. Nothing is computed on a device.
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannedCollective:
+    """One collective of a planned step.
+
+    Attributes:
+        kind: as XLA names it: "all-reduce", "all-gather", ...
+        axes: of the mesh. Empty where the devices are no set of its axes.
+        bytes: that a device sends each time, around a ring.
+        runs: how often it runs in a step. A branch counts as taken.
+        overlapped: whether the program computes something between its beginning and its end.
+        is_exact: whether `runs` is known. A loop of unknown length counts once.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    runs: int
+    overlapped: bool
+    is_exact: bool
+
+
 def examine(make: Callable[..., Any], where: Slice, choices: dict[str, Any], fraction: float) -> tuple[Any, Any]:
     """The fields of a `Plan`, and the step and network of its picture, or words why there is none.
 
-    Args:
-        make, choices: as of `train.plan`.
-        where: the devices, which do not exist.
-        fraction: what JAX takes of the memory of a GPU.
+    `fraction` is what JAX takes of the memory of a GPU.
     """
     step, state, batch, parts = _construct(make, where.devices(), choices)
     devices = state.store.devices
     arguments = sorted(_arguments(state, batch), key=lambda one: -one["bytes"])
     engine, _ = step._engine_and_step(state.store)
     flops = sum(part.runs * viz._body_cost(part.traced.jaxpr)[0] for part in parts)
-    limit = where.limit(fraction)
     found: dict[str, Any] = {
         "on": where.name,
         "choices": {name: str(value) for name, value in choices.items()},
@@ -310,7 +317,7 @@ def examine(make: Callable[..., Any], where: Slice, choices: dict[str, Any], fra
         "chip": devices[0].device_kind,
         "engine": engine,
         "batch_axes": tuple(sorted({name for leaf in jax.tree.leaves(batch) for name in _split_axes(leaf)})),
-        "limit_bytes": limit,
+        "limit_bytes": where.limit(fraction),
         "argument_bytes": sum(one["bytes"] for one in arguments),
         "arguments": arguments[:5],
         # Inside shard_map shapes are those of one device.
@@ -326,16 +333,13 @@ def examine(make: Callable[..., Any], where: Slice, choices: dict[str, Any], fra
             if refused is None:
                 raise
             peak = int(float(refused[1]) * _UNITS[refused[2]]) + part.held
-            return {**found, "fits": False, "peak_bytes": peak, **_spent(start)}, "the program does not fit"
-    found |= _spent(start)
-    found |= _sends(programs, parts, state, len(devices))
-    if len(parts) == 1:
-        return found | _memory(programs[0], where, limit), _picture(step, state, batch, programs[0])
-    return found | _memory_of_parts(programs, parts, where, found), "the step is several programs"
-
-
-def _spent(start: float) -> dict[str, Any]:
-    return {"compile_seconds": round(time.process_time() - start, 1)}
+            found |= {"fits": False, "peak_bytes": peak, "compile_seconds": round(time.process_time() - start, 1)}
+            return found, "the program does not fit"
+    found["compile_seconds"] = round(time.process_time() - start, 1)
+    found |= _sends(programs, parts, state, len(devices)) | _memory(programs, parts, where, found)
+    if len(parts) > 1:
+        return found, "the step is several programs"
+    return found, _picture(step, state, batch, programs[0])
 
 
 def _construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict[str, Any]) -> Any:
@@ -387,55 +391,39 @@ def _split_axes(leaf: Any) -> list[str]:
     return [name for name in axes_of(leaf.sharding.spec) if sizes[name] > 1]
 
 
-def _memory(compiled: Any, where: Slice, limit: int) -> dict[str, Any]:
-    memory = compiled.memory_analysis()
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    # The peak of a TPU's program has what collectives set aside, that of a GPU's lacks what results do not share.
-    peak = max(total + memory.temp_size_in_bytes, getattr(memory, "peak_memory_in_bytes", 0))
-    return {
-        "fits": not where.is_gpu or peak <= limit,  # the compiler of TPUs refuses what does not
-        "peak_bytes": peak,
-        "argument_bytes": memory.argument_size_in_bytes,
-        "donated_bytes": memory.alias_size_in_bytes,
-        "returned_bytes": memory.output_size_in_bytes,
-        "temporary_bytes": memory.temp_size_in_bytes,
-    }
-
-
-def _memory_of_parts(programs: list[Any], parts: list[Any], where: Slice, found: dict[str, Any]) -> dict[str, Any]:
-    """The same of a step of several programs. The last, the update, returns what the step returns."""
-    limit = found["limit_bytes"]
-    each = [_memory(program, where, limit) for program in programs]
-    peak = max(one["peak_bytes"] + part.held for one, part in zip(each, parts, strict=True))
-    returned, donated = each[-1]["returned_bytes"], each[-1]["donated_bytes"]
-    return {
-        "fits": peak <= limit,
-        "peak_bytes": peak,
-        "donated_bytes": donated,
-        "returned_bytes": returned,
-        "temporary_bytes": peak - found["argument_bytes"] - returned + donated,
-    }
+def _memory(programs: list[Any], parts: list[Any], where: Slice, found: dict[str, Any]) -> dict[str, Any]:
+    """What a device needs at once. The last program, the update if there are several, returns what the step returns."""
+    each = [program.memory_analysis() for program in programs]
+    peaks: list[int] = []
+    for memory, part in zip(each, parts, strict=True):
+        kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+        # The peak of a TPU's program has what collectives set aside, that of a GPU's lacks what results do not share.
+        peak = max(kept + memory.temp_size_in_bytes, getattr(memory, "peak_memory_in_bytes", 0))
+        peaks.append(peak + part.held)
+    last, peak = each[-1], max(peaks)
+    sizes = {"donated_bytes": last.alias_size_in_bytes, "returned_bytes": last.output_size_in_bytes}
+    if len(each) == 1:
+        sizes |= {"argument_bytes": last.argument_size_in_bytes, "temporary_bytes": last.temp_size_in_bytes}
+    else:
+        kept = found["argument_bytes"] + sizes["returned_bytes"] - sizes["donated_bytes"]
+        sizes |= {"temporary_bytes": peak - kept}
+    # The compiler of TPUs has refused a program that does not fit.
+    fits = peak <= found["limit_bytes"] or (len(each) == 1 and not where.is_gpu)
+    return {"fits": fits, "peak_bytes": peak, **sizes}
 
 
 def _sends(programs: list[Any], parts: list[Any], state: Any, devices: int) -> dict[str, Any]:
     mesh = {str(name): size for name, size in state.step.sharding.mesh.shape.items()}
-    collectives: list[dict[str, Any]] = []
+    collectives: list[PlannedCollective] = []
     cycles = 0
     for compiled, part in zip(programs, parts, strict=True):
         program = viz._parse_program(compiled.as_text())
         cycles += part.runs * (viz._cycles_of(program) or 0)
-        collectives += [
-            {
-                "kind": send.kind,
-                "axes": send.axes,
-                "bytes": send.sent,
-                "runs": part.runs * send.times,
-                "overlapped": send.is_overlapped,
-                "is_exact": send.is_exact,
-            }
-            for send in viz._sends_of(program, mesh, devices)
-        ]
-    return {"collectives": collectives, "cycles": cycles or None}
+        for send in viz._sends_of(program, mesh, devices):
+            runs = part.runs * send.times
+            one = PlannedCollective(send.kind, send.axes, send.sent, runs, send.is_overlapped, send.is_exact)
+            collectives.append(one)
+    return {"collectives": tuple(collectives), "cycles": cycles or None}
 
 
 def _picture(step: TrainStep, state: Any, batch: Any, compiled: Any) -> Any:

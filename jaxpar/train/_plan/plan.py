@@ -11,28 +11,7 @@ from typing import Any
 from ... import viz
 from ..._core.calls import answers
 from ..._core.text import Table, describe
-from .child import ask, slice_of
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedCollective:
-    """One collective of a planned step.
-
-    Attributes:
-        kind: as XLA names it: "all-reduce", "all-gather", ...
-        axes: of the mesh. Empty where the devices are no set of its axes.
-        bytes: that a device sends each time, around a ring.
-        runs: how often it runs in a step. A branch counts as taken.
-        overlapped: whether the program computes something between its beginning and its end.
-        is_exact: whether `runs` is known. A loop of unknown length counts once.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    runs: int
-    overlapped: bool
-    is_exact: bool
+from .child import PlannedCollective, ask, slice_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +186,7 @@ def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
             f"train.plan: make must be a function make(devices) -> (step, state, batch), got {describe(make)}"
         )
     found, picture = ask(make, slice_of(on, "train.plan"), choices)
-    collectives = tuple(PlannedCollective(**one) for one in found.pop("collectives", ()))
-    return Plan(**found, collectives=collectives, _picture=picture)
+    return Plan(**found, _picture=picture)
 
 
 @answers("train.compare_plans")

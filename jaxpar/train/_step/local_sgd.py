@@ -19,14 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._core import checks
 from ..._devices.mesh import split_over
 from ..._store import aggregate
 from ..._store.aggregate import update
 from ..._store.store import by_key, is_split, trained_keys, tree_of, with_changes
 from ...kv import KVStore
 from .state import TrainState, carries, everywhere, whole_params
-from .step import END_OF_ROUND, Arrays, DeviceStep, divide
+from .step import END_OF_ROUND, Arrays, DeviceStep, divide, share_rng
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +41,8 @@ class LocalSGD(DeviceStep):
         # The gradient of this device's share, at its own parameters.
         mine = own_state(state)
         params = whole_params(mine.store, self.axis_name)
-        share = self._gradient(state, params, batch, self._rng(state), state.model_state)
+        rng = share_rng(state, lax.axis_index(self.axis_name))
+        share = self._gradient(state, params, batch, rng, state.model_state)
         grads, loss = share.grads, share.metrics["loss"]
         if share.weight is not None:  # by the mean weight, so that the mean over the devices is over what counts
             weight = self._add(state, [share.weight])[0] / lax.axis_size(self.axis_name)
@@ -54,16 +54,12 @@ class LocalSGD(DeviceStep):
             updates, transform = self._transform(mine, params, grads)
         store = with_changes(mine.store, update(mine.store, self._without_unused(state, share, updates), loss))
         metrics, model_state, bad = self._mean_over_devices(state, share, grads, {})
-        local = _local_part(store, list(state.local["values"]), transform)
-        new = dataclasses.replace(
-            state,
-            step=state.step + 1,
-            model_state=model_state,
-            local=_like(state.local, local),
-            outer={**state.outer, "since": state.outer["since"] + 1},
-        )
-        new = self._end_round(new, new.outer["since"] == self.steps)
-        return (new, metrics) if self.guard is None else self.guard(state, new, metrics, bad)
+        local = _like(state.local, _local_part(store, list(state.local["values"]), transform))
+        since = state.outer["since"] + 1
+        new = dataclasses.replace(state, local=local, outer={**state.outer, "since": since})
+        new = self._end_round(new, since == self.steps)
+        changes = {"store": new.store, "local": new.local, "outer": new.outer}
+        return self._next(state, metrics, bad, model_state=model_state, **changes)
 
     def apply_pending(self, state: TrainState) -> TrainState:
         """The state after the unfinished round was ended early."""
@@ -108,17 +104,20 @@ class LocalSGD(DeviceStep):
         """The state with the parts `local` and `outer`, as before the first round. Parts that it has stay."""
         state = super().with_initial_parts(state)
         store = state.store
-        _check_store(store)
-        fresh = () if self.outer is None else jax.eval_shape(self.outer.init, tree_of(store, store.values))
+        if is_split(store):
+            fault = f"with local_steps each device keeps all params, and kind {store.kind!r} gives it a part of them"
+            raise ValueError(f"train step: {fault}; use kind 'device' or 'dist_sync'")
+        if store.staleness:
+            late = f"local_steps and a store of staleness {store.staleness} cannot go together"
+            raise ValueError(f"train step: {late}; use kind 'dist_sync', or staleness=0")
+        params = tree_of(store, store.values)
+        init = self.outer.init if self.outer is not None else lambda params: ()
         if carries(state.local):
-            if jax.tree.structure(fresh) != jax.tree.structure(state.outer["state"]):
+            if jax.tree.structure(jax.eval_shape(init, params)) != jax.tree.structure(state.outer["state"]):
                 raise ValueError(f"train step: the state belongs to another outer_optimizer; {END_OF_ROUND}")
             return state
         local = _local_part(store, trained_keys(store), state.transform)
-        outer = {
-            "state": () if self.outer is None else self.outer.init(tree_of(store, store.values)),
-            "since": jnp.zeros((), jnp.int32),
-        }
+        outer = {"state": init(params), "since": jnp.zeros((), jnp.int32)}
         leaves, structure = jax.tree.flatten(local)
         devices = store.devices or ()
 
@@ -128,26 +127,6 @@ class LocalSGD(DeviceStep):
 
         local = structure.unflatten(jax.jit(copies, out_shardings=split_over(devices))(leaves))
         return dataclasses.replace(state, local=local, outer=everywhere(outer, store))
-
-
-def check_local_steps(local_steps: Any, outer_optimizer: Any) -> None:
-    """Check the two options of `make_train_step`."""
-    if local_steps is None:
-        if outer_optimizer is not None:
-            raise ValueError("make_train_step: outer_optimizer needs local_steps=, which is None")
-        return
-    checks.whole_number(local_steps, "make_train_step", "local_steps")
-    if outer_optimizer is not None:
-        checks.transform(outer_optimizer, "make_train_step: outer_optimizer")
-
-
-def _check_store(store: KVStore) -> None:
-    if is_split(store):
-        fault = f"each device keeps all params, and kind {store.kind!r} gives it a part of them"
-        raise ValueError(f"train step: with local_steps {fault}; use kind 'device' or 'dist_sync'")
-    if store.staleness:
-        late = f"a store of staleness {store.staleness}"
-        raise ValueError(f"train step: local_steps and {late} cannot go together; use kind 'dist_sync', or staleness=0")
 
 
 def _local_part(store: KVStore, keys: list[int], transform: Any) -> dict[str, Any]:

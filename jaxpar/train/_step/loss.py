@@ -56,6 +56,7 @@ LossFn = (  # with a model state, or without
 )
 
 LOSS_ARGUMENTS = ("params", "batch", "rng", "model_state")
+_NO_GRAD = "; the step differentiates loss_fn itself, so leave out jax.grad"
 
 
 def check_loss_takes(loss_fn: Any, has_state: bool) -> None:
@@ -76,48 +77,40 @@ def call_loss(
     result = loss_fn(*given, **({"step": step} if has_parameter(loss_fn, "step") else {}))
     wanted = ("loss", "aux", "new_model_state") if has_state else ("loss", "aux")
     if not (isinstance(result, tuple) and len(result) == len(wanted) and isinstance(result[1], dict)):
-        names, hint = ", ".join(LOSS_ARGUMENTS[: len(given)]), ""
+        names, hint = ", ".join(LOSS_ARGUMENTS[: len(given)]), _NO_GRAD if isinstance(result, dict) else ""
         if isinstance(result, tuple) and len(result) == 3 and not has_state:
             hint = "; a state made with create_state(model_state=...) is needed to return a third value"
         pair = f"({', '.join(wanted)}) with aux a dict, which may be empty"
-        raise TypeError(f"train step: loss_fn({names}) must return {pair}; got {_describe(result)}{hint}")
+        raise TypeError(f"train step: loss_fn({names}) must return {pair}; got {checks.describe(result)}{hint}")
     loss, aux = result[:2]
     if aux.get("loss", loss) is not loss:
         raise ValueError("train step: aux of loss_fn has another 'loss', which the step reports itself; rename it")
-    metrics = {"loss": _loss(loss), **{name: _aux(value, name) for name, value in aux.items() if name != "loss"}}
+    metrics = {**jax.tree_util.tree_map_with_path(_aux, aux, is_leaf=is_pair), "loss": _loss(loss)}
     return metrics, _same_structure(result[2], model_state) if has_state else ()
 
 
-def _aux(value: Any, name: str) -> Any:
-    """A value of aux, with a `Mean` for each pair in it."""
-
-    def leaf(path: Any, value: Any) -> Any:
-        where = "/".join(filter(None, (name, jax.tree_util.keystr(path, simple=True, separator="/"))))
-        where = f"train step: {where!r} in aux of loss_fn"
-        if is_pair(value):
-            return share_of(value, where)
-        if not is_number(value):
-            raise TypeError(f"{where} must be an array, got {checks.describe(value)}")
-        return value
-
-    return jax.tree_util.tree_map_with_path(leaf, value, is_leaf=is_pair)
+def _aux(path: Any, value: Any) -> Any:
+    """A value in aux, or the `Mean` of a pair there."""
+    where = f"train step: {jax.tree_util.keystr(path, simple=True, separator='/')!r} in aux of loss_fn"
+    if is_pair(value):
+        return share_of(value, where)
+    if not is_number(value):
+        raise TypeError(f"{where} must be an array, got {checks.describe(value)}")
+    return value
 
 
 def _loss(loss: Any) -> jax.Array | Mean:
     """The loss as a scalar, or as the `Mean` of the share."""
     wanted = "train step: the loss must be a scalar, the mean over the examples, or a pair (sum, weight)"
-    parts: Any = (loss.total, loss.weight) if isinstance(loss, Mean) else loss
-    is_mean = is_pair(loss) and all(map(is_number, parts))
-    if not is_mean and not is_number(loss):
-        hint = "; the step differentiates loss_fn itself, so leave out jax.grad" if isinstance(loss, tuple) else ""
-        raise TypeError(f"{wanted}; got {_describe(loss)}{hint}")
-    value: Any = parts[0] if is_mean else loss
-    if not is_mean and jnp.shape(value) != ():
-        raise TypeError(f"{wanted}; got shape {jnp.shape(value)}")
-    if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-        raise TypeError(f"{wanted}, of a floating dtype; got {jnp.result_type(value)}, which has no gradient")
-    if not is_mean:
-        return jnp.asarray(value)
+    parts: Any = (loss.total, loss.weight) if isinstance(loss, Mean) else loss if is_pair(loss) else (loss,)
+    if not all(map(is_number, parts)):
+        raise TypeError(f"{wanted}; got {checks.describe(loss)}{_NO_GRAD if isinstance(loss, (tuple, dict)) else ''}")
+    if len(parts) == 1 and jnp.shape(parts[0]) != ():
+        raise TypeError(f"{wanted}; got shape {jnp.shape(parts[0])}")
+    if not jnp.issubdtype(jnp.result_type(parts[0]), jnp.floating):
+        raise TypeError(f"{wanted}, of a floating dtype; got {jnp.result_type(parts[0])}, which has no gradient")
+    if len(parts) == 1:
+        return jnp.asarray(parts[0])
     share = share_of(loss, "train step: the loss")
     return Mean(share.total, _constant(share.weight))
 
@@ -138,13 +131,6 @@ def _refuse_gradient(primals: Any, tangents: Any) -> Any:
 
 
 _constant.defjvp(_refuse_gradient, symbolic_zeros=True)
-
-
-def _describe(result: Any) -> str:
-    """What a loss function returned. A dict without arrays of its own name is a gradient most of the time."""
-    if isinstance(result, dict):
-        return f"a dict of {', '.join(map(repr, result))}; leave out jax.grad, the step differentiates loss_fn itself"
-    return checks.describe(result)
 
 
 def _same_structure(new: Any, old: Any) -> Any:
@@ -263,15 +249,13 @@ class ClassificationLoss:
         logits = self.apply_fn(params, batch["image"]).astype(jnp.float32)
         labels = batch["label"][:, None]
         accuracy = (logits.argmax(axis=1) == labels[:, 0]).mean()
-        return self._losses(logits, labels).mean(), {"accuracy": accuracy}
-
-    def _losses(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
         if not self.label_smoothing:
-            return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=1)
+            return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels, axis=1).mean(), {"accuracy": accuracy}
         from optax import losses
 
         targets = jax.nn.one_hot(labels[:, 0], logits.shape[1], dtype=logits.dtype)
-        return losses.softmax_cross_entropy(logits, losses.smooth_labels(targets, self.label_smoothing))
+        smooth = losses.smooth_labels(targets, self.label_smoothing)
+        return losses.softmax_cross_entropy(logits, smooth).mean(), {"accuracy": accuracy}
 
 
 @answers("classification_loss")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -15,9 +16,9 @@ from ..._core import checks
 from ..._core.arrays import Device
 from ..._core.calls import answers, check_takes
 from ..._core.text import did_you_mean
-from .local_sgd import LocalSGD, check_local_steps
+from .local_sgd import LocalSGD
 from .loss import LOSS_ARGUMENTS, LossFn
-from .nonfinite import ACTIONS, DynamicLossScale, Guard, check_loss_scale
+from .nonfinite import DynamicLossScale, Guard
 from .state import IN_STORE, TrainState, create_state
 from .step import DeviceStep, GlobalStep, check_axes
 from .train_step import TrainStep
@@ -160,20 +161,30 @@ def make_train_step(
         >>> float(metrics["loss"]), state.params["w"].tolist()
         (1.0, [1.0])
     """
+    where = "make_train_step"
     _check_loss_fn(loss_fn)
-    checks.choice(engine, "make_train_step", "engine", get_args(Engine))
-    axes = _check_axes(axis_name, engine, mesh, devices)
-    chosen = None if devices is None else checks.devices(devices, "make_train_step")
-    _check_options(accumulate, compute_dtype, remat, nonfinite)
-    if grad_transform is not None:
-        checks.transform(grad_transform, "make_train_step: grad_transform")
-    check_local_steps(local_steps, outer_optimizer)
-    scaling = check_loss_scale(loss_scale)
+    checks.choice(engine, where, "engine", get_args(Engine))
+    checks.choice(nonfinite, where, "nonfinite", ("ignore", "skip", "stop"))
+    checks.choice(unused, where, "unused", ("warn", "skip"))
+    checks.whole_number(accumulate, where, "accumulate")
+    for name, count in (("local_steps", local_steps), ("virtual_shards", virtual_shards)):
+        if count is not None:
+            checks.whole_number(count, where, name)
+    for name, tx in (("grad_transform", grad_transform), ("outer_optimizer", outer_optimizer)):
+        if tx is not None:
+            checks.transform(tx, f"{where}: {name}")
+    if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
+        raise TypeError(f"{where}: compute_dtype must be floating, as jnp.bfloat16, got {compute_dtype!r}")
+    if not isinstance(remat, bool) and not callable(remat):
+        raise ValueError(f"{where}: remat must be True, False or a policy of jax.checkpoint_policies, got {remat!r}")
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    _check_together(engine, mesh, devices, axes, local_steps, outer_optimizer, virtual_shards)
+    chosen = None if devices is None else checks.devices(devices, where)
+    scaling = DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else loss_scale
+    if not isinstance(scaling, DynamicLossScale | None):
+        wanted = "None, a number above 0, 'dynamic' or a train.DynamicLossScale"
+        scaling = checks.number(scaling, where, "loss_scale", wanted, lambda x: 0 < x < math.inf)
     dynamic = scaling if isinstance(scaling, DynamicLossScale) else None
-    checks.choice(unused, "make_train_step", "unused", ("warn", "skip"))
-    if virtual_shards is not None:
-        checks.whole_number(virtual_shards, "make_train_step", "virtual_shards")
-    _check_sums(engine, mesh, virtual_shards, local_steps)
     options: dict[str, Any] = {
         "loss_fn": loss_fn,
         "axis_name": axes[0],
@@ -184,7 +195,6 @@ def make_train_step(
         "scaling": scaling,
         "guard": Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None,
         "unused": unused,
-        "named": set(),
     }
     global_step = None
     if virtual_shards is not None:
@@ -196,18 +206,28 @@ def make_train_step(
     return TrainStep(device_step, global_step, engine, axes[0], chosen, nonfinite, virtual_shards, mesh)
 
 
-def _check_sums(engine: str, mesh: Any, virtual_shards: Any, local_steps: Any) -> None:
-    """`ValueError` for options that want the sums over the devices in different ways."""
-    own = "local_steps= updates each device separately"
-    fixed = "virtual_shards= fixes the order of all sums"
-    if virtual_shards is not None and local_steps is not None:
-        raise ValueError(f"make_train_step: {fixed}, and {own}; leave out one of them")
-    if (engine == "jit" or mesh is not None) and (virtual_shards is not None or local_steps is not None):
-        reason = own if virtual_shards is None else fixed
-        raise ValueError(
-            f"make_train_step: {reason}, and with engine 'jit' and mesh= the compiler chooses them; use engine "
-            "'shard_map' and devices="
-        )
+def _check_together(
+    engine: str, mesh: Any, devices: Any, axes: tuple[str, ...], local_steps: Any, outer: Any, virtual_shards: Any
+) -> None:
+    """`ValueError` for options of which one leaves no place for another."""
+    own, fixed = "local_steps= updates each device separately", "virtual_shards= fixes the order of all sums"
+    by_compiler = "with engine 'jit' and mesh= the compiler chooses them; use engine 'shard_map' and devices="
+    is_mapped, is_jit = engine in ("pmap", "shard_map"), engine == "jit" or mesh is not None
+    came = f"engine={engine!r}{', and devices' if devices is not None else ''}"
+    faults = {
+        f"mesh= is for engine 'jit' and replaces devices=; got {came}": mesh is not None
+        and (is_mapped or devices is not None),
+        f"several axes {axes} are for engine 'jit'; engine {engine!r} has one": len(axes) > 1 and is_mapped,
+        f"{fixed}, and {own}; leave out one of them": None not in (virtual_shards, local_steps),
+        f"{fixed}, and {by_compiler}": is_jit and virtual_shards is not None,
+        f"{own}, and {by_compiler}": is_jit and local_steps is not None,
+        "outer_optimizer needs local_steps=, which is None": local_steps is None and outer is not None,
+    }
+    for fault, is_there in faults.items():
+        if is_there:
+            raise ValueError(f"make_train_step: {fault}")
+    if mesh is not None:
+        check_axes(axes, mesh, "make_train_step")
 
 
 def _check_loss_fn(loss_fn: Any) -> None:
@@ -219,31 +239,6 @@ def _check_loss_fn(loss_fn: Any) -> None:
         with contextlib.suppress(TypeError):
             return check_takes(loss_fn, LOSS_ARGUMENTS, what, also=("step",))
         raise
-
-
-def _check_axes(axis_name: Any, engine: str, mesh: Any, devices: Any) -> tuple[str, ...]:
-    """The axes that a batch is split over."""
-    if mesh is not None and (engine not in ("auto", "jit") or devices is not None):
-        came = f"engine={engine!r}{', and devices' if devices is not None else ''}"
-        raise ValueError(f"make_train_step: mesh= is for engine 'jit' and replaces devices=; got {came}")
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    if not axes or not all(isinstance(name, str) for name in axes):
-        raise TypeError(f"make_train_step: axis_name must be a name, or several, got {axis_name!r}")
-    if len(axes) > 1 and engine in ("pmap", "shard_map"):
-        raise ValueError(f"make_train_step: several axes {axes} are for engine 'jit'; engine {engine!r} has one")
-    if mesh is not None:
-        check_axes(axes, mesh, "make_train_step")
-    return axes
-
-
-def _check_options(accumulate: Any, compute_dtype: Any, remat: Any, nonfinite: Any) -> None:
-    checks.whole_number(accumulate, "make_train_step", "accumulate")
-    if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
-        raise TypeError(f"make_train_step: compute_dtype must be floating, as jnp.bfloat16, got {compute_dtype!r}")
-    if not isinstance(remat, bool) and not callable(remat):
-        wanted = "True, False or a policy of jax.checkpoint_policies"
-        raise ValueError(f"make_train_step: remat must be {wanted}, got {remat!r}")
-    checks.choice(nonfinite, "make_train_step", "nonfinite", ACTIONS)
 
 
 _TAKERS = (kv.from_params, create_state, make_train_step)

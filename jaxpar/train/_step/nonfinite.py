@@ -20,8 +20,6 @@ from ..._store.store import trained_keys
 from ...kv import KVStore
 from .state import TrainState, carries
 
-ACTIONS = ("ignore", "skip", "stop")
-
 
 @answers_class("train.DynamicLossScale")
 @dataclasses.dataclass(frozen=True)
@@ -77,16 +75,6 @@ class DynamicLossScale:
             "scale": jnp.where(overflow, jnp.maximum(scale / self.factor, self.least), grown),
             "good_steps": jnp.where(overflow | full, 0, good),
         }
-
-
-def check_loss_scale(loss_scale: Any) -> float | DynamicLossScale | None:
-    """The option as a float or a `DynamicLossScale`. `ValueError` or `TypeError` for anything else."""
-    if loss_scale is None or isinstance(loss_scale, DynamicLossScale):
-        return loss_scale
-    if isinstance(loss_scale, str) and loss_scale == "dynamic":
-        return DynamicLossScale()
-    expected = "None, a number above 0, 'dynamic' or a train.DynamicLossScale"
-    return checks.number(loss_scale, "make_train_step", "loss_scale", expected, lambda x: 0 < x < math.inf)
 
 
 class NonFiniteError(FloatingPointError):
@@ -170,6 +158,7 @@ def nonfinite_flags(loss: Any, pushed: dict[int, jax.Array], summed: dict[int, j
 
 
 @answers("check_finite")
+@on_own_mesh
 def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
     """Raise an error if a step had numbers that are not finite.
 
@@ -210,23 +199,13 @@ def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
         return  # an overflow on the way to the right loss scale
     known = ["loss", *_parameter_names(state.store)]
     names = tuple(name for name, bad in zip(known, held["found"], strict=True) if bad)
-    number = int(held["step"])
-    if number != int(state.step):
-        raise NonFiniteError(number, names, state, "its update was left out")
-    raise NonFiniteError(
-        number,
-        names,
-        without_failure(state),
-        "no update was made since, and `state` of this error is the state before it",
-    )
-
-
-@on_own_mesh
-def without_failure(state: TrainState) -> TrainState:
-    """A stopped state as it was before the bad step."""
-    held = state.nonfinite
-    like = {"found": jnp.zeros_like(held["found"]), "step": jnp.full_like(held["step"], -1)}
-    return dataclasses.replace(state, nonfinite={**held, **like})
+    number, left_out = int(held["step"]), "its update was left out"
+    if number == int(state.step):  # it stopped
+        left_out = "no update was made since, and `state` of this error is the state before it"
+        found, step = state.nonfinite["found"], state.nonfinite["step"]
+        fresh = {**state.nonfinite, "found": jnp.zeros_like(found), "step": jnp.full_like(step, -1)}
+        state = dataclasses.replace(state, nonfinite=fresh)
+    raise NonFiniteError(number, names, state, left_out)
 
 
 def _parameter_names(store: KVStore) -> list[str]:

@@ -96,12 +96,13 @@ class Program:
     def __init__(self, step: DeviceStep, treedef: Any):
         state = treedef.unflatten(range(treedef.num_leaves))
         self.devices: tuple[Device, ...] = state.store.devices
-        self._treedef, self._rng_at, self._accumulate = treedef, state.rng, step.accumulate
+        self._treedef, self._rng_at = treedef, state.rng
         mesh, axes = mesh_of(self.devices), (STORE_AXIS,)
         if isinstance(step, GlobalStep):
             mesh, axes = mesh_of_values(state.store), step.axes
         first = axes[0] if len(axes) == 1 else axes
-        self.shares: int = math.prod([mesh.shape[name] for name in axes])  # in how many parts a batch is split
+        # In how many shares a batch is cut, and each of them in how many microbatches; in words, if not over devices.
+        self.cut: tuple[int, int, str] = math.prod([mesh.shape[name] for name in axes]), step.accumulate, ""
         # The sharding of a batch, and that of several batches, whose number is the first axis.
         self.along: tuple[NamedSharding, ...] = NamedSharding(mesh, P(first)), NamedSharding(mesh, P(None, first))
         self._last: list[Any] = []  # how the leaves of the last batch were placed, if they could stay where they were
@@ -114,7 +115,7 @@ class Program:
         placed = [getattr(leaf, "sharding", None) or (type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
         if placed == self._last:
             return batch
-        self.check_batch(batch, axis)
+        check_even(batch, axis, *self.cut)
         plain = without_types(batch)
         if not are_on(plain, self.devices):
             return put(plain, self.along[axis])
@@ -124,30 +125,25 @@ class Program:
 
     def batch_shapes(self, batch: Batch, axis: int = 0) -> Batch:
         """The shapes of a batch, or of its shapes, on the devices. Errors as of a call."""
-        self.check_batch(batch, axis)
+        check_even(batch, axis, *self.cut)
         return shapes_on(batch, jax.tree.map(lambda _: self.along[axis], batch))
 
-    def check_batch(self, batch: Batch, axis: int = 0) -> None:
-        check_even(batch, axis, self.shares, self._accumulate)
 
-
-def check_even(batch: Batch, axis: int, shares: int, parts: int) -> None:
-    """`ValueError` where a batch cannot be divided by the devices, or a share by the microbatches.
+def check_even(batch: Batch, axis: int, shares: int, parts: int, words: str) -> int:
+    """The length of a batch. `ValueError` where it cannot be cut in equal shares, or a share in microbatches.
 
     `TypeError` for a leaf that is no array of numbers.
     """
     checks.arrays_of_numbers(batch, "train step: batch")
-    n = checks.batch_length(batch, "train step", axis)
-    if n % (shares * parts) == 0:
-        return
-    if parts == 1:
-        checks.even_share(n, shares, "train step", ", or pad it")
-    size = n // (shares * parts) * shares * parts or shares * parts
-    problem = f"cannot be divided by {shares} devices"
+    n, whole = checks.batch_length(batch, "train step", axis), shares * parts
+    if n % whole == 0:
+        return n
+    sizes = " or ".join(str(size) for size in (n // whole * whole, -(-n // whole) * whole) if size)
+    problem = f"cannot be {words or f'divided by {shares} devices'}"
     if n % shares == 0:
         each = f"gives each of {shares} devices {n // shares} examples"
         problem = f"{each}, which cannot be cut in accumulate={parts} microbatches"
-    raise ValueError(f"train step: a batch of {n} {problem}; use a batch of {size}, or pad it")
+    raise ValueError(f"train step: a batch of {n} {problem}; use a batch of {sizes}, or pad it")
 
 
 class JointProgram(Program):
@@ -155,14 +151,13 @@ class JointProgram(Program):
 
     def __init__(self, step: DeviceStep, run: Engine, treedef: Any):
         super().__init__(step, treedef)
-        self._step, self._everywhere = step, copies_for(treedef.unflatten(range(treedef.num_leaves)).store)
-        self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, self._everywhere))
-        self._platform = self.devices[0].platform
-        own, at, shares = dataclasses.replace(step, platform=self._platform), self._rng_at, self.shares
+        self._step, self._platform = step, self.devices[0].platform
+        self._everywhere = copies_for(treedef.unflatten(range(treedef.num_leaves)).store)
+        own, at, cut = dataclasses.replace(step, platform=self._platform), self._rng_at, self.cut
 
         # It does not refer to the program, which would then be freed by the garbage collector only.
         def train_step(leaves: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Metrics]:
-            check_even(batch, 0, shares, step.accumulate)
+            check_even(batch, 0, *cut)
             state = treedef.unflatten([*leaves[:at], rng, *leaves[at:]])
             shardings = leaf_shardings(state)
             new, metrics = run(own, shardings, state, batch)
@@ -183,32 +178,17 @@ class JointProgram(Program):
         batch = self.place(batch, axis=1 if part else 0)
         wait_before_collectives((leaves, batch), self.devices)
         rng = leaves.pop(self._rng_at)
-        if part:
-            new, metrics = self._several(leaves, rng, batch, *map(self._number, part))
-        else:
-            new, metrics = self._one(leaves, rng, batch)
+        run = self._several if part else self._one
+        new, metrics = run(leaves, rng, batch, *[_number(self._everywhere, i) for i in part])
         new.insert(self._rng_at, rng)
         return self._treedef.unflatten(new), metrics
 
-    def lower(self, leaves: list[Any], batch: Batch, *, many: bool) -> jax.stages.Lowered:
-        """The program before compilation, for the shapes of a state. That of a batch of shapes splits it."""
-        is_shapes = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch))
-        batch = (self.batch_shapes if is_shapes else self.place)(batch, axis=1 if many else 0)
+    def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> list[Part]:
+        """The program, for the shapes of a state and of a batch."""
         rng = leaves.pop(self._rng_at)
-        if not many:
-            return self._one.lower(leaves, rng, batch)
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
-        return self._several.lower(leaves, rng, batch, number, number)
-
-    def parts(self, leaves: list[Any], batch: Batch) -> list[Part]:
-        """What a device runs in a step, for the shapes of a state and of a batch."""
-        rng = leaves.pop(self._rng_at)
-        return [Part(self._one.trace(leaves, rng, self.batch_shapes(batch)))]
-
-    def check(self, leaves: list[jax.Array], shapes: Batch) -> list[str]:
-        """Raise what a call would raise for a batch of these shapes. Return the names of the metrics."""
-        rng = leaves.pop(self._rng_at)
-        return list(self._traced.eval_shape(leaves, rng, self.batch_shapes(shapes))[1])
+        run, part = (self._several, (number, number)) if many else (self._one, ())
+        return [Part(run.trace(leaves, rng, self.batch_shapes(batch, int(many)), *part))]
 
     def finish(self, leaves: list[jax.Array]) -> TrainState:
         """The state with nothing pending. The old state stays valid."""
@@ -247,6 +227,7 @@ def _loop_over_batches(step: Callable[..., Any]) -> Callable[..., Any]:
     return train_steps
 
 
+@functools.lru_cache(maxsize=64)
 def _number(everywhere: NamedSharding, i: int) -> jax.Array:
     """The int on the devices, so that a call needs nothing from the host."""
     with jax.ensure_compile_time_eval():

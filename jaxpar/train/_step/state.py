@@ -20,17 +20,7 @@ from ..._core.text import plural
 from ..._devices import processes
 from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, put_copy, split_over, to_host
 from ..._devices.user_mesh import on_own_mesh
-from ..._store import aggregate
-from ..._store.store import (
-    copies_for,
-    is_on_mesh,
-    is_split,
-    layout_of_each,
-    mesh_of_values,
-    rows_of,
-    specs_of,
-    tree_of,
-)
+from ..._store import aggregate, store as stores
 
 if TYPE_CHECKING:
     import optax
@@ -78,15 +68,13 @@ class TrainState:
         The arrays belong to the state, so the next step donates them. `kv.to_params(state.store)` makes copies. Raises
         `RuntimeError` if the state was donated.
         """
-        if not is_traced(self.store.values):
-            check_not_donated(self.store.values, "state.params")
+        check_not_donated(self.store.values, "state.params")
         return kv.to_params(self.store, copy=False)
 
     @property
     def eval_params(self) -> Any:
         """The parameters to evaluate, see `kv.eval_params`. `RuntimeError` if the state was donated."""
-        if not is_traced(self.store.values):
-            check_not_donated(self.store.values, "state.eval_params")
+        check_not_donated(self.store.values, "state.eval_params")
         return kv.eval_params(self.store, copy=False)
 
     def __repr__(self) -> str:
@@ -168,7 +156,7 @@ def create_state(
 
 def whole_params(store: kv.KVStore, axis_name: str) -> Any:
     """The params inside of a program. Those that are cut into rows are gathered over the mapped axis."""
-    rows = rows_of(store) if is_split(store) else {}
+    rows = stores.rows_of(store) if stores.is_split(store) else {}
     own = {k: store.values[k].reshape(-1) for k, _ in store.paths if k in rows}
     values = {**store.values, **(aggregate.gather(store, own, axis_name) if own else {})}
     return store.treedef.unflatten([values[k] for k, _ in store.paths])
@@ -176,7 +164,7 @@ def whole_params(store: kv.KVStore, axis_name: str) -> Any:
 
 def trained_params(store: kv.KVStore) -> Any:
     """The params that have gradients, with None in place of the others."""
-    return tree_of(store, dict(enumerate(jax.tree.leaves(kv.to_params(store)))))
+    return stores.tree_of(store, dict(enumerate(jax.tree.leaves(kv.to_params(store)))))
 
 
 def is_floating(x: jax.Array) -> bool:
@@ -197,10 +185,10 @@ def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
 def place_on_mesh(state: TrainState, mesh: Mesh | None, other: Mesh) -> TrainState:
     """The state on a mesh, for engine `jit`: that of its store, or else `mesh`, or else `other`."""
     store = state.store
-    if not is_on_mesh(store):
+    if not stores.is_on_mesh(store):
         mesh = mesh or other
         return place_state(dataclasses.replace(state, store=kv.place(store, mesh=mesh)), tuple(mesh.devices.flat))
-    own = mesh_of_values(store)
+    own = stores.mesh_of_values(store)
     if mesh is not None and auto_mesh(mesh) != own:
         both = f"the state is on a mesh {dict(own.shape)}, and the step was made for {dict(mesh.shape)}"
         raise ValueError(f"train step: {both}, or for other devices; place the store: kv.place(store, mesh=mesh)")
@@ -224,14 +212,14 @@ def regroup_local(local: Any, count: int) -> Any:
 
 def everywhere(tree: Any, store: kv.KVStore) -> Any:
     """A copy of the arrays on each of the store's devices."""
-    return put_copy(tree, copies_for(store))
+    return put_copy(tree, stores.copies_for(store))
 
 
 def leaf_shardings(state: TrainState) -> Any:
     """The state, whose store has devices, with the sharding of each leaf in place of the leaf."""
-    devices, copies = state.store.devices, copies_for(state.store)
+    devices, copies = state.store.devices, stores.copies_for(state.store)
     assert devices is not None
-    store = jax.tree.map(lambda layout: layout.sharding(devices), layout_of_each(state.store))
+    store = jax.tree.map(lambda layout: layout.sharding(devices), stores.layout_of_each(state.store))
     local = jax.tree.map(lambda _: split_over(devices), state.local)
     return dataclasses.replace(jax.tree.map(lambda _: copies, state), store=store, local=local)
 
@@ -249,7 +237,7 @@ def shapes_on(tree: Any, shardings: Any) -> Any:
 
 def params_shapes(state: TrainState) -> Any:
     """The shapes and dtypes of `state.params`, of a donated state too."""
-    specs = specs_of(state.store)
+    specs = stores.specs_of(state.store)
     return state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])
 
 
@@ -258,19 +246,6 @@ def check_is_state(state: Any, where: str) -> None:
     if not isinstance(state, TrainState):
         came = checks.describe(state)
         raise TypeError(f"{where}: expected a state, train.create_state(store, rng), got {came}")
-
-
-def explain_donated(error: RuntimeError, state: TrainState) -> None:
-    """Raise what is better said of a state that was donated, or that shares arrays with one that was."""
-    if "deleted" not in str(error):
-        return
-    shared = [f.name for f in dataclasses.fields(state) if is_donated(getattr(state, f.name))]
-    if shared and not {"store", "step"} & set(shared):
-        raise RuntimeError(
-            f"train step: this state shares the arrays in {' and '.join(shared)} with another state, which was "
-            "donated to a step; give each state its own copies: kv.to_params(other.store) copies, other.params does not"
-        )
-    check_not_donated(state, "train step")
 
 
 def carries(part: Any) -> bool:
@@ -291,11 +266,8 @@ def _average_local(like: TrainState, saved: portable.Saved, remarks: list[str]) 
         f"the state was saved within a round of local steps, with separate parameters and updater states on {before} "
         f"devices; they were averaged for {count}"
     )
-    new: portable.Saved = {}
-    for name, (record, array) in own.items():
-        array = np.asarray(regroup_local(jnp.asarray(array), count))
-        new[name] = {**record, "shape": list(array.shape)}, array
-    return {**saved, **new}
+    new = {name: np.asarray(regroup_local(jnp.asarray(array), count)) for name, (_, array) in own.items()}
+    return saved | {n: ({**own[n][0], "shape": list(array.shape)}, array) for n, array in new.items()}
 
 
 portable.register_adapter(TrainState, _average_local)

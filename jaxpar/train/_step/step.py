@@ -8,12 +8,11 @@ on its part of the mesh. So batch norm, dropout and collectives over the axis me
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -72,16 +71,16 @@ class DeviceStep:
     scaling: float | DynamicLossScale | None = None  # the loss scale
     guard: Guard | None = None  # decides whether the update is made. None: always.
     unused: str = "warn"
-    # Those that a warning has named, so that each is named once for all programs of a step.
-    named: set[str] = dataclasses.field(default_factory=set, compare=False, repr=False)
     platform: str = ""  # of the devices, which a program knows
+    axes: tuple[str, ...] = ()  # of a mesh, which arrays of a batch have as first axes. For `GlobalStep` only.
 
     has_local_part: ClassVar[bool] = False  # whether it keeps the part `local` of a state
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         # The gradient of this device's share. It is divided before it is summed, so finite shares have a finite sum.
         params = whole_params(state.store, self.axis_name)
-        share = self._gradient(state, params, batch, self._rng(state), state.model_state)
+        rng = share_rng(state, lax.axis_index(self.axis_name))
+        share = self._gradient(state, params, batch, rng, state.model_state)
         whole = lax.axis_size(self.axis_name) if share.weight is None else self._add(state, [share.weight])[0]
         grads = {k: divide(g, whole) for k, g in share.grads.items()}
 
@@ -96,9 +95,6 @@ class DeviceStep:
         store, transform = self._apply(state, params, summed, residuals, ready, metrics["loss"])
         store = dataclasses.replace(store, pending={**store.pending, **pending})
         return self._next(state, metrics, found, store=store, transform=transform, model_state=model_state)
-
-    def _rng(self, state: TrainState) -> jax.Array:
-        return jax.random.fold_in(jax.random.fold_in(state.rng, state.step), lax.axis_index(self.axis_name))
 
     def _next(
         self, state: TrainState, metrics: dict[str, Any], found: Any, **changes: Any
@@ -146,17 +142,21 @@ class DeviceStep:
     ) -> ShareResult:
         """The mean of what `of_batch` gives for each microbatch, or the sum of sums. `like` are the trained params."""
         # They run one after the other, so memory holds the activations of one.
-        count = self.accumulate
+        at, count = len(self.axes), self.accumulate
+
+        def cut(x: jax.Array) -> jax.Array:
+            return jnp.moveaxis(x.reshape(*x.shape[:at], count, x.shape[at] // count, *x.shape[at + 1 :]), at, 0)
 
         def add(carry: tuple[Arrays, Any], part: tuple[jax.Array, Any]) -> tuple[tuple[Arrays, Any], Any]:
             sums, model_state = carry
             i, batch = part
-            found = of_batch(batch, self._fold_in(rng, i), model_state)
+            own = self._over_shares(lambda key: jax.random.fold_in(key, i))(rng)
+            found = of_batch(batch, own, model_state)
             sums = {k: total + found.grads[k].astype(total.dtype) for k, total in sums.items()}
             return (sums, found.model_state), found.metrics
 
         start = {k: jnp.zeros(x.shape, wide(x)) for k, x in like.items()}
-        parts = jnp.arange(count), self._microbatches(batch)
+        parts = jnp.arange(count), jax.tree.map(cut, batch)
         (sums, model_state), metrics = lax.scan(add, (start, model_state), parts)
         divisor = 1 if isinstance(metrics["loss"], Mean) else count
         grads = {k: (total / divisor).astype(like[k].dtype) for k, total in sums.items()}
@@ -170,20 +170,16 @@ class DeviceStep:
             lambda x: x.astype(self.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
         )
 
-    # What is otherwise for all shares at once, see `GlobalStep`.
+    def _over_shares(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` for every share, each on its part of the mesh. Without `axes` there is one share."""
+        for name in reversed(self.axes):
+            fn = jax.vmap(fn, axis_name=name, spmd_axis_name=name)
+        return fn
 
     def _call(self, params: Any, batch: Any, rng: Any, model_state: Any, step: Any) -> tuple[dict[str, Any], Any]:
         """(metrics, new model state). The loss among the metrics is what is differentiated."""
         loss = fast_loops(functools.partial(call_loss, self.loss_fn), self.platform)
         return loss(params, batch, rng, model_state, step)
-
-    def _microbatches(self, batch: Any) -> Any:
-        """The batch with a new first axis, that of the microbatches."""
-        count = self.accumulate
-        return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
-
-    def _fold_in(self, rng: jax.Array, i: Any) -> jax.Array:
-        return jax.random.fold_in(rng, i)
 
     # From the gradients of all devices to the update.
 
@@ -191,10 +187,8 @@ class DeviceStep:
         """The values of the parameters that are updated. A warning names those that the loss does not depend on."""
         if self.unused == "skip":
             return {k: v for k, v in values.items() if k not in share.unread}
-        unread = [name for k, name in state.store.paths if k in share.unread and name not in self.named]
-        if unread:
-            self.named.update(unread)
-            warnings.warn(
+        if unread := [name for k, name in state.store.paths if k in share.unread]:
+            warnings.warn(  # which Python shows once for all programs
                 f"train step: the loss does not depend on {', '.join(map(repr, unread[:8]))}; "
                 "the gradients are zeros, but the optimizer may still change the parameters, as weight decay does; "
                 'make_train_step(unused="skip") keeps them unchanged',
@@ -291,6 +285,11 @@ class DeviceStep:
         return dataclasses.replace(state, store=dataclasses.replace(state.store, pending=empty))
 
 
+def share_rng(state: TrainState, number: Any) -> jax.Array:
+    """The random key of a share of the batch in this step."""
+    return jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
+
+
 def record_gradient_use(leaf: jax.Array, key: int, read: set[int]) -> jax.Array:
     """The leaf itself. Its key is added to `read` when a gradient for it is traced."""
 
@@ -323,8 +322,6 @@ class GlobalStep(DeviceStep):
     step divides afterwards. The metrics are sums over the shares too.
     """
 
-    axes: tuple[str, ...]  # the axes of the mesh that the batch is split over
-
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         mesh, homes = mesh_of_values(state.store), dict(state.store.shardings)
         count = math.prod(mesh.shape[name] for name in self.axes)
@@ -354,8 +351,7 @@ class GlobalStep(DeviceStep):
         def split(x: jax.Array) -> jax.Array:
             return lax.with_sharding_constraint(x.reshape(*sizes, x.shape[0] // count, *x.shape[1:]), along)
 
-        rng = jax.random.fold_in(state.rng, state.step)
-        rngs = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(count)).reshape(sizes)
+        rngs = jax.vmap(lambda i: share_rng(state, i))(jnp.arange(count)).reshape(sizes)
         model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), state.model_state)
         return jax.tree.map(split, batch), rngs, model_state
 
@@ -363,27 +359,9 @@ class GlobalStep(DeviceStep):
         def of_share(batch: Any, rng: Any, model_state: Any) -> Any:
             return call_loss(self.loss_fn, params, batch, rng, model_state, step)
 
-        with _explain_constraints(self.axes):
-            metrics, new = self._over_shares(of_share)(batch, rng, model_state)
+        metrics, new = self._over_shares(of_share)(batch, rng, model_state)
         first = tuple(range(len(self.axes)))
         return jax.tree.map(lambda x: x.sum(first), widen(metrics)), new
-
-    def _microbatches(self, batch: Any) -> Any:
-        at, count = len(self.axes), self.accumulate
-
-        def cut(x: jax.Array) -> jax.Array:
-            return jnp.moveaxis(x.reshape(*x.shape[:at], count, x.shape[at] // count, *x.shape[at + 1 :]), at, 0)
-
-        return jax.tree.map(cut, batch)
-
-    def _fold_in(self, rng: jax.Array, i: Any) -> jax.Array:
-        return self._over_shares(lambda key: jax.random.fold_in(key, i))(rng)
-
-    def _over_shares(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` for every share, each on its part of the mesh."""
-        for name in reversed(self.axes):
-            fn = jax.vmap(fn, axis_name=name, spmd_axis_name=name)
-        return fn
 
     def _mean_over_shares(self, model_state: Any, count: int) -> Any:
         """Floating leaves as means over the shares. Others are those of the first share."""
@@ -402,19 +380,3 @@ def check_axes(axes: tuple[str, ...], mesh: Mesh, where: str) -> None:
         if name not in mesh.axis_names:
             known = ", ".join(mesh.axis_names)
             raise ValueError(f"{where}: axis_name={name!r}: the mesh has no such axis; its axes are {known}")
-
-
-@contextlib.contextmanager
-def _explain_constraints(axes: tuple[str, ...]) -> Generator[None]:
-    """JAX's error for a constraint in the loss that names an axis of the batch, in words that say what to write."""
-    try:
-        yield
-    except ValueError as error:
-        if "spmd_axis_name" not in str(error):
-            raise
-        spec = str(error).rpartition("got spec ")[2]
-        raise ValueError(
-            f"train step: loss_fn constrains an array to {spec}, but the step already splits the batch over "
-            f"{', '.join(map(repr, axes))}, and loss_fn sees one share; write None in place of these axes, and leave "
-            "out a constraint that names no others"
-        ) from error

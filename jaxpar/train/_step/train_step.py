@@ -17,21 +17,12 @@ from ..._core.calls import answers
 from ..._core.recent import Recent
 from ..._cpu import is_slow_in_a_loop
 from ..._devices import processes
-from ..._devices.mesh import auto_mesh, mesh_of
+from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
 from ..._store.store import is_on_mesh, mesh_of_values
 from .loss import LossFn, check_loss_takes
 from .programs import ENGINES, Batch, JointProgram, Part
-from .state import (
-    TrainState,
-    carries,
-    check_is_state,
-    explain_donated,
-    leaf_shardings,
-    place_on_mesh,
-    place_state,
-    shapes_on,
-)
+from .state import TrainState, carries, check_is_state, leaf_shardings, place_on_mesh, place_state, shapes_on
 from .step import DeviceStep, GlobalStep
 from .virtual import VirtualProgram, VirtualStep
 
@@ -110,7 +101,7 @@ class TrainStep:
                 program, leaves = self._prepare(state, user)
                 new, metrics = program(leaves, batch, *part)
             except RuntimeError as error:
-                explain_donated(error, state)
+                _explain_donated(error, state)
                 raise
             self._returned = weakref.ref(new)
             return new, metrics if user is None else with_types(metrics, user)
@@ -127,49 +118,38 @@ class TrainStep:
         Returns:
             The program of all devices. With `virtual_shards`, the gradient of one shard.
         """
-        with outside_mesh() as user:
-            program, shapes = self._prepare_shapes(state, user)
-            return program.lower(jax.tree.leaves(shapes), batch, many=many)
+        return self.parts(state, batch, many)[2][0].traced.lower()
 
-    def parts(self, state: TrainState, batch: Batch) -> tuple[TrainState, Batch, list[Part]]:
+    def parts(self, state: TrainState, batch: Batch, many: bool = False) -> tuple[TrainState, Batch, list[Part]]:
         """The programs that a device runs in a step, and what they take: shapes of the complete state and of a batch.
 
         There is one, unless the step has virtual shards.
         """
         with outside_mesh() as user:
-            program, shapes = self._prepare_shapes(state, user)
-            return shapes, program.batch_shapes(batch), program.parts(jax.tree.leaves(shapes), batch)
+            leaves, given = jax.tree.flatten(without_types(state))
+            structures: list[Any] = []
 
-    def _prepare_shapes(self, state: TrainState, user: Mesh | None) -> tuple[JointProgram | VirtualProgram, TrainState]:
-        """The program for a state of arrays or shapes, and the shapes of the complete state, on its devices."""
-        leaves, given = jax.tree.flatten(without_types(state))
-        structures: list[Any] = []
+            def complete(leaves: list[Any]) -> list[Any]:  # of leaves, as in `shapes_on`
+                new, structure = jax.tree.flatten(self._complete(given.unflatten(leaves), user))
+                structures.append(structure)
+                return new
 
-        def complete(leaves: list[Any]) -> list[Any]:  # of leaves, as in `shapes_on`
-            new, structure = jax.tree.flatten(self._complete(given.unflatten(leaves), user))
-            structures.append(structure)
-            return new
-
-        shapes = jax.eval_shape(complete, leaves)
-        state = structures[0].unflatten(shapes)
-        return self._programs(structures[0]), shapes_on(state, leaf_shardings(state))
+            shapes = jax.eval_shape(complete, leaves)
+            program, state = self._programs(structures[0]), structures[0].unflatten(shapes)
+            state = shapes_on(state, leaf_shardings(state))
+            parts = program.parts(jax.tree.leaves(state), batch, many)
+            return state, program.batch_shapes(batch, int(many)), parts
 
     def check(self, state: TrainState, shapes: Batch) -> list[str]:
-        """Check a step for a batch of these shapes, without computing it.
+        """The names of the metrics. Raise what a call would raise for a batch of these shapes, without computing it.
 
-        Args:
-            state: a state from `complete`.
-            shapes: the batch as a pytree of `jax.ShapeDtypeStruct`s. None: only the arguments of `loss_fn` are checked.
-
-        Returns:
-            The names of the metrics, or [] if they are unknown before the first call.
+        Where the shapes are None, only the arguments of `loss_fn` are checked, and the names are [].
         """
         if shapes is None:
             check_loss_takes(self.loss_fn, carries(state.model_state))
             return []
-        with outside_mesh() as user:
-            program, leaves = self._prepare(state, user)
-            return program.check(leaves, shapes)
+        *_, parts = self.parts(state, shapes)
+        return list(parts[-1].traced.out_info[1])
 
     def compile_own(self, state: TrainState, batch: Batch) -> list[str]:
         """Compile what each device of a step over virtual shards runs by itself, and return the texts."""
@@ -291,3 +271,16 @@ class TrainStep:
 
     def _devices_for(self, state: TrainState) -> tuple[Device, ...]:
         return self.devices or state.store.devices or processes.devices()
+
+
+def _explain_donated(error: RuntimeError, state: TrainState) -> None:
+    """Raise what is better said of a state that was donated, or that shares arrays with one that was."""
+    if "deleted" not in str(error):
+        return
+    shared = [f.name for f in dataclasses.fields(state) if is_donated(getattr(state, f.name))]
+    if shared and not {"store", "step"} & set(shared):
+        raise RuntimeError(
+            f"train step: this state shares the arrays in {' and '.join(shared)} with another state, which was "
+            "donated to a step; give each state its own copies: kv.to_params(other.store) copies, other.params does not"
+        )
+    check_not_donated(state, "train step")

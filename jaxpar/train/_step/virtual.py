@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from ..._core import checks
 from ..._core.arrays import Device, is_traced, tree_nbytes, without_keys
 from ..._core.recent import Recent
 from ..._cpu import for_platform
@@ -30,9 +29,9 @@ from ..._devices.virtual_shards import Deal, PaddedBatch, pad_rows, padded_rows,
 from ..._store.store import is_split
 from .loss import finish, model_state_mean, model_state_terms, wide, widen
 from .nonfinite import nonfinite_flags
-from .programs import Batch, Metrics, Part, Program
+from .programs import Batch, Metrics, Part, Program, check_even
 from .state import TrainState, is_floating, whole_params
-from .step import Arrays, DeviceStep, ShareResult
+from .step import Arrays, DeviceStep, ShareResult, share_rng
 
 Buffers = list[jax.Array]
 
@@ -64,7 +63,7 @@ class VirtualStep(DeviceStep):
     @functools.cached_property
     def programs(self) -> Recent:
         """The programs for states of the last few structures without devices. Steps over other devices share them."""
-        return Recent(lambda treedef, platform: ShardPrograms(self, treedef, platform))
+        return Recent(functools.partial(_programs_of, self))
 
     def with_initial_parts(self, state: TrainState) -> TrainState:
         """As of any step. `ValueError` for a store that rounds by the number of devices."""
@@ -85,10 +84,9 @@ class VirtualStep(DeviceStep):
         self, state: TrainState, batch: Any, number: jax.Array
     ) -> tuple[ShardGradients, list[jax.Array], frozenset[int]]:
         """What shard `number` adds, the other leaves of its model state, and the unread keys."""
-        rng = jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
         params = whole_params(state.store, self.axis_name)
         try:
-            found = self._gradient(state, params, batch, rng, state.model_state)
+            found = self._gradient(state, params, batch, share_rng(state, number), state.model_state)
         except NameError as error:
             if "axis name" not in str(error):
                 raise
@@ -127,44 +125,43 @@ class VirtualStep(DeviceStep):
         return self._next(state, metrics, found, store=store, transform=transform, model_state=model_state)
 
 
-class ShardPrograms:
+class ShardPrograms(NamedTuple):
     """The compiled programs for states of one structure, on whatever device of a platform their arguments are.
 
     They take the leaves of a state without its `rng`, which stays, and the `rng`.
-
-    Attributes:
-        term: `(leaves, rng, batch, number) -> (buffers, others)`: what shard `number` adds, an array (1, n) for each
-            dtype, and the leaves of its model state that are not added.
-        update: `(leaves, rng, totals, others) -> (leaves, metrics)`. The old leaves are donated.
-        add: the sum of two lists of buffers.
     """
 
-    def __init__(self, step: VirtualStep, treedef: Any, platform: str):
-        self._step, self._treedef = dataclasses.replace(step, platform=platform), treedef
-        self._rng_at = treedef.unflatten(range(treedef.num_leaves)).rng
-        self._layout: Any = None  # how the terms are laid out in buffers, known when `term` was traced
-        self._unread: frozenset[int] = frozenset()
-        self.term = jax.jit(for_platform(self._term, platform))
-        self.update = jax.jit(self._update, donate_argnums=0)
-        self.add = jax.jit(lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+    # (leaves, rng, batch, number) -> (buffers, others): what shard `number` adds, an array (1, n) for each dtype, and
+    # the leaves of its model state that are not added.
+    term: Any
+    # (leaves, rng, totals, others) -> (leaves, metrics). The old leaves are donated.
+    update: Any
 
-    def _term(self, leaves: Any, rng: Any, batch: Any, number: jax.Array) -> tuple[Buffers, Buffers]:
-        terms, others, self._unread = self._step.terms(self._state_of(leaves, rng), batch, number)
+
+def _programs_of(step: VirtualStep, treedef: Any, platform: str) -> ShardPrograms:
+    step = dataclasses.replace(step, platform=platform)
+    rng_at = treedef.unflatten(range(treedef.num_leaves)).rng
+    known: dict[str, Any] = {}  # when `term` was traced: how the terms are laid out in buffers, and the unread keys
+
+    def state_of(leaves: list[jax.Array], rng: jax.Array) -> TrainState:
+        return treedef.unflatten([*leaves[:rng_at], rng, *leaves[rng_at:]])
+
+    def _term(leaves: Any, rng: Any, batch: Any, number: jax.Array) -> tuple[Buffers, Buffers]:
+        terms, others, known["unread"] = step.terms(state_of(leaves, rng), batch, number)
         values, structure = jax.tree.flatten(terms)
         groups = collectives.plan_of(values, _ONE_A_DTYPE)
-        self._layout = [x.shape for x in values], structure, groups
+        known["layout"] = [x.shape for x in values], structure, groups
         return [x.reshape(1, -1) for x in collectives.pack(values, groups)], others
 
-    def _update(self, leaves: Any, rng: Any, totals: Buffers, others: Buffers) -> tuple[list[jax.Array], Any]:
-        shapes, structure, groups = self._layout
+    def _update(leaves: Any, rng: Any, totals: Buffers, others: Buffers) -> tuple[list[jax.Array], Any]:
+        shapes, structure, groups = known["layout"]
         terms = structure.unflatten(collectives.unpack(totals, shapes, groups))
-        new, metrics = self._step.update(self._state_of(leaves, rng), terms, others, self._unread)
+        new, metrics = step.update(state_of(leaves, rng), terms, others, known["unread"])
         leaves = jax.tree.leaves(new)
-        del leaves[self._rng_at]
+        del leaves[rng_at]
         return leaves, metrics
 
-    def _state_of(self, leaves: list[jax.Array], rng: jax.Array) -> TrainState:
-        return self._treedef.unflatten([*leaves[: self._rng_at], rng, *leaves[self._rng_at :]])
+    return ShardPrograms(jax.jit(for_platform(_term, platform)), jax.jit(_update, donate_argnums=0))
 
 
 class VirtualProgram(Program):
@@ -182,6 +179,11 @@ class VirtualProgram(Program):
         self._deal = Deal(step.shards, len(self.devices))
         self._ranks = {d: i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()}
         self._exchange = exchange(self._deal, mesh_of(self.devices))
+        parts = step.accumulate
+        each = f", each in accumulate={parts} microbatches" if parts > 1 else ""
+        words = f"cut in {step.shards} virtual shards{each}"
+        self._cut_whole = step.shards * parts, 1, words
+        self.cut = self._deal.slots * self._deal.devices * parts, 1, words  # with those of no example
 
     def place(self, batch: Batch, axis: int = 0) -> Batch:
         return super().place(self._pad(batch, axis), axis)
@@ -201,23 +203,8 @@ class VirtualProgram(Program):
             return batch.arrays
         if shards % devices == 0:
             return batch
-        n = self._check_shards(batch, shards, axis)
+        n = check_even(batch, axis, *self._cut_whole)
         return pad_rows(without_types(batch), padded_rows(n, shards, devices) - n, axis, self.along[axis])
-
-    def check_batch(self, batch: Batch, axis: int = 0) -> None:
-        """`ValueError` where a padded batch cannot be cut in shards. `TypeError` as of any batch."""
-        self._check_shards(batch, self._deal.slots * self._deal.devices, axis)
-
-    def _check_shards(self, batch: Any, shards: int, axis: int) -> int:
-        """The length of a batch. `ValueError` where it cannot be cut in shards, or a shard in microbatches."""
-        checks.arrays_of_numbers(batch, "train step: batch")
-        n, parts = checks.batch_length(batch, "train step", axis), self._accumulate
-        if n % (shards * parts) == 0:
-            return n
-        size = n // (shards * parts) * shards * parts or shards * parts
-        each = f"each in accumulate={parts} microbatches" if parts > 1 else "which have as many examples each"
-        cut = f"a batch of {n} cannot be cut in {shards} virtual shards, {each}"
-        raise ValueError(f"train step: {cut}; use a batch of {size}")
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step. The leaves of the state are donated, except its `rng`."""
@@ -240,62 +227,43 @@ class VirtualProgram(Program):
         return self._treedef.unflatten(parts), metrics
 
     def compile_own(self, leaves: list[jax.Array], batch: Batch) -> list[str]:
-        """Compile what each device of this process runs by itself, by one run of it. The result is their texts."""
+        """Compile what each device of this process runs by itself, by one run of it. The result are their texts."""
+        term, *_, update = self.parts(list(leaves), batch)
         programs, rng = self._programs, leaves.pop(self._rng_at)
         rows = jax.tree.leaves(batch)[0].shape[0] // self._deal.terms
         shard = jax.tree.map(lambda x: np.asarray(x[:rows]), batch)
         plain, restore = without_keys((leaves, rng, shard, np.int32(0)))
-        texts: list[str] = []
         for device in self._ranks:
             own = restore(jax.device_put(jax.tree.map(np.array, plain), device))
             node, others = programs.term(*own)
-            total = [x[0] for x in programs.add(node, node)]
-            update = own[0], own[1], total, others
-            texts = texts or [programs.term.lower(*own).as_text(), programs.update.lower(*update).as_text()]
-            jax.block_until_ready(programs.update(*update))
-        return texts
+            totals = [x[0] for x in _add(node, node)]
+            jax.block_until_ready(programs.update(own[0], own[1], totals, others))
+        return [part.traced.lower().as_text() for part in (term, update)]
 
-    def lower(self, leaves: list[Any], batch: Batch, *, many: bool) -> jax.stages.Lowered:
-        """The program of the gradient of a shard before compilation."""
+    def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> list[Part]:
+        """The gradient of a shard, the sum of two, the exchange, the update."""
         if many:
             raise ValueError(_REFUSED)
-        *like, shard = self._shapes(leaves, batch)
-        return self._programs.term.lower(*like, shard, np.int32(0))
-
-    def parts(self, leaves: list[Any], batch: Batch) -> list[Part]:
-        """The gradient of a shard, the sum of two, the exchange, the update."""
         programs, deal = self._programs, self._deal
-        first = SingleDeviceSharding(self.devices[0])
+        # A device that is there needs no name, and the program is the one of any device.
+        first = None if self.devices[0] in jax.devices() else SingleDeviceSharding(self.devices[0])
         along = NamedSharding(mesh_of(self.devices), P(STORE_AXIS))
-        like, rng, shard = (_shapes_of(x, first) for x in self._shapes(leaves, batch))
-        number = jax.ShapeDtypeStruct((), jnp.int32, sharding=first)
+        slots = deal.slots * deal.devices
+        shard = jax.eval_shape(lambda batch: _slice(batch, 0, slots), self.batch_shapes(batch))
+        rng = leaves.pop(self._rng_at)
+        like, rng, shard, number = _shapes_of((leaves, rng, shard, np.int32(0)), first)
         term = programs.term.trace(like, rng, shard, number)
-        node, others = _shapes_of(jax.eval_shape(programs.term, like, rng, shard, number), first)
+        node, others = _shapes_of(term.out_info, first)
         totals = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=first) for x in node]
         rows = [_shapes_of(totals, along, deal.devices)] * deal.kept
         state, share, of_node = tree_nbytes(like), deal.slots * tree_nbytes(shard), tree_nbytes(node)
         most = max(sum(1 - n for n in merges[:i]) for merges in deal.merges for i in range(len(merges)))
         return [
             Part(term, deal.slots, share * (deal.slots > 1) + most * of_node),
-            Part(programs.add.trace(node, node), deal.slots - 1, state + share + max(0, most - 1) * of_node),
+            Part(_add.trace(node, node), deal.slots - 1, state + share + max(0, most - 1) * of_node),
             Part(self._exchange.trace(rows, _shapes_of(others, along, deal.devices)), 1, state + share),
             Part(programs.update.trace(like, rng, totals, others), 1, share + deal.kept * of_node),
         ]
-
-    def check(self, leaves: list[jax.Array], shapes: Batch) -> list[str]:
-        """Raise what a call would raise for a batch of these shapes. Return the names of the metrics."""
-        *like, shard = self._shapes(leaves, shapes)
-        terms, others = jax.eval_shape(self._programs.term, *like, shard, np.int32(0))
-        totals = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in terms]
-        return list(jax.eval_shape(self._programs.update, *like, totals, others)[1])
-
-    def _shapes(self, leaves: list[jax.Array], batch: Batch) -> tuple[Any, Any, Any]:
-        """The shapes of leaves, `rng` and a shard, without devices."""
-        shards = self._deal.slots * self._deal.devices
-        shard = jax.tree.map(functools.partial(_shard_struct, slots=shards), self.batch_shapes(batch))
-        like = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        rng = like.pop(self._rng_at)
-        return like, rng, shard
 
     def _on_devices(self, tree: Any, sharding: NamedSharding) -> dict[Device, Any]:
         """The part of each array on each device of this process."""
@@ -309,23 +277,20 @@ class VirtualProgram(Program):
         deal, rank = self._deal, self._ranks[device]
         nodes: list[Buffers] = []
         first: Buffers = []
-        if not deal.merges[rank]:
-            return self._nothing(device, leaves, rng, batch)
         for i, merges in enumerate(deal.merges[rank]):
             shard = batch if deal.slots == 1 else _slice(batch, np.int32(i), deal.slots)
             node, others = self._programs.term(leaves, rng, shard, np.int32(deal.range_of(rank)[0] + i))
             first = first or others
             for _ in range(merges):
-                node = self._programs.add(nodes.pop(), node)
+                node = _add(nodes.pop(), node)
             nodes.append(node)
-        return nodes, first
-
-    def _nothing(self, device: Device, leaves: Any, rng: Any, batch: Any) -> tuple[list[Buffers], Buffers]:
-        """As `_nodes`, of a device without a shard: zeros, which are never added."""
-        rows = functools.partial(_shard_struct, slots=self._deal.slots)
-        like = jax.eval_shape(self._programs.term, leaves, rng, jax.tree.map(rows, batch), np.int32(0))
-        node, others = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=device), like)
-        return [node], others
+        if nodes:
+            return nodes, first
+        # A device without a shard has zeros, which are never added.
+        shard = jax.eval_shape(lambda batch: _slice(batch, 0, deal.slots), batch)
+        like = jax.eval_shape(self._programs.term, leaves, rng, shard, np.int32(0))
+        node, first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=device), like)
+        return [node], first
 
     def _sums(self, nodes: list[list[Buffers]], others: list[Buffers]) -> tuple[dict[Device, Buffers], ...]:
         """The sums over all devices, and the other leaves of device 0, on each device of this process."""
@@ -372,8 +337,5 @@ def _shapes_of(tree: Any, sharding: Any, *lead: int) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype, sharding=sharding), tree)
 
 
-def _shard_struct(x: Any, slots: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((x.shape[0] // slots, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
-
-
+_add = jax.jit(lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
 _add_axis = jax.jit(lambda x: x[None])
