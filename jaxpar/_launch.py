@@ -66,11 +66,13 @@ def add_parser(commands: Any) -> None:
     )
     add, count = parser.add_argument, number(int, 1)
     add("-n", "--processes", type=count, required=True, metavar="N", help="how many, required")
-    add("--devices", type=count, metavar="K", help="emulated CPU devices of each process, no GPU (default: none)")
-    add("--gpus-per-process", type=count, metavar="K", help="GPUs of each process (default: an even share)")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--devices", type=count, metavar="K", help="emulated CPU devices of each process, no GPU (default: none)")
+    one("--gpus-per-process", type=count, metavar="K", help="GPUs of each process (default: an even share)")
     add("--max-restarts", type=number(int, 0), default=0, metavar="R", help="starts after a failure (default: 0)")
-    add("--min-processes", type=count, metavar="M", help="a restart leaves out the lost one, down to M (default: N)")
-    add("--elastic", action="store_true", help="continue after a loss, and start the lost process again (default: no)")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--min-processes", type=count, metavar="M", help="a restart leaves out the lost one, down to M (default: N)")
+    one("--elastic", action="store_true", help="continue after a loss, and start the lost process again (default: no)")
     add("--coordinator-port", type=_port, metavar="P", help="where they meet (default: a free one at each start)")
     add("--env", action="append", default=[], type=_pair, metavar="K=V", help="a variable for all (default: none)")
     seconds = "seconds from SIGTERM to SIGKILL (default: 30)"
@@ -98,10 +100,6 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         parser.error(f"cannot find the command {command[0]!r}, or it may not be executed")
     if args.min_processes is not None and args.min_processes > args.processes:
         parser.error(f"--min-processes {args.min_processes} is more than -n {args.processes}")
-    if args.elastic and args.min_processes is not None:
-        parser.error("give --min-processes, for restarts of all processes, or --elastic, which continues without one")
-    if args.devices is not None and args.gpus_per_process is not None:
-        parser.error("--devices emulates devices on the CPU, --gpus-per-process shares out GPUs: give one of them")
     env = dict(args.env)
     gpus: list[str] = []
     if args.devices is not None:
@@ -140,11 +138,9 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     """The GPUs of CUDA_VISIBLE_DEVICES, or those that `nvidia-smi -L` lists."""
     if "CUDA_VISIBLE_DEVICES" in env:
         return [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")]
-    if shutil.which("nvidia-smi") is None:
-        return []
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except subprocess.TimeoutExpired:
+    except (OSError, subprocess.TimeoutExpired):  # there is none
         return []
     return [str(i) for i in range(sum(line.startswith("GPU ") for line in listing.stdout.splitlines()))]
 
@@ -263,9 +259,21 @@ class _Run:
             on_leave=self._kill if plan.elastic else None,
             on_work=self._deaths.end_row,
         )
-        hub = f"127.0.0.1:{listener.getsockname()[1]}"
-        meeting = {"JAXPAR_HUB": hub, "JAXPAR_JOB": job, SECRET: secret.key.decode()}
-        self._shared = {**_environment(plan, len(slots), restart), **meeting}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = plan.port or free.getsockname()[1]
+        self._shared = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            **plan.env,
+            "JAXPAR_COORDINATOR": f"127.0.0.1:{port}",
+            "JAXPAR_NUM_PROCESSES": str(len(slots)),
+            "JAXPAR_RESTART": str(restart),
+            "JAXPAR_HEARTBEAT_TIMEOUT": f"{plan.heartbeat_timeout:g}",
+            "JAXPAR_HUB": f"127.0.0.1:{listener.getsockname()[1]}",
+            "JAXPAR_JOB": job,
+            SECRET: secret.key.decode(),
+            **({"JAXPAR_ELASTIC": "1"} if plan.elastic else {}),
+        }
         self.children = [self._start(rank, slot) for rank, slot in enumerate(slots)]
 
     def wait(self) -> int:
@@ -392,22 +400,6 @@ class _Run:
         for child in self.children:
             if child.status is None:
                 child.send_signal(number)
-
-
-def _environment(plan: Plan, processes: int, restart: int) -> dict[str, str]:
-    """The variables that all processes of a start share."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = plan.port or free.getsockname()[1]
-    return {
-        **os.environ,
-        "PYTHONUNBUFFERED": "1",
-        **plan.env,
-        "JAXPAR_COORDINATOR": f"127.0.0.1:{port}",
-        "JAXPAR_NUM_PROCESSES": str(processes),
-        "JAXPAR_RESTART": str(restart),
-        "JAXPAR_HEARTBEAT_TIMEOUT": f"{plan.heartbeat_timeout:g}",
-        **({"JAXPAR_ELASTIC": "1"} if plan.elastic else {}),
-    }
 
 
 # A process, and its output.

@@ -18,19 +18,8 @@ from typing import Any
 
 from .._core.process import daemon
 from .._core.text import say_before_exit
-from .connection import (
-    FROM_SERVER,
-    INTERVAL,
-    LOST,
-    SECRET,
-    SECRET_FILE,
-    AwakeClock,
-    JsonConnection,
-    Message,
-    Secret,
-    challenge,
-    clean,
-)
+from . import connection as protocol
+from .connection import INTERVAL, LOST, JsonConnection, Message, Secret
 from .pulse import Pulse
 from .server import INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
 
@@ -99,7 +88,7 @@ class HeartbeatClient:
         self.thread.start()
 
     def send_resume_hint(self, hint: str | None) -> None:
-        self.hint = None if hint is None else clean("hint", hint)
+        self.hint = None if hint is None else protocol.clean("hint", hint)
         self._send(hint=self.hint)
 
     def report_failure(self, status: int, why: str) -> None:
@@ -114,10 +103,7 @@ class HeartbeatClient:
         self._send(working=1)
 
     def wait_for_loss_report(self) -> None:
-        """Wait one second for a loss report: a collective can raise before the server has sent it.
-
-        It does not return where another process was lost. The process then ends with one line.
-        """
+        """Wait one second for a loss report, which ends the process: a collective can raise before it has come."""
         if not self._has_failed and self.status not in INTERRUPTED:
             time.sleep(_REPORT_TIME)
 
@@ -140,7 +126,7 @@ class HeartbeatClient:
                 sock = socket.create_connection(address, timeout=_CONNECT_TIMEOUT)
             except OSError:
                 continue
-            connection = JsonConnection(sock, FROM_SERVER)
+            connection = JsonConnection(sock, protocol.FROM_SERVER)
             hello = {"job": self.job, "rank": self.rank, "size": self.size, "host": socket.gethostname()}
             connection.send(hello=1, timeout=timeout, **hello)
             if self._is_own_server(connection):
@@ -159,11 +145,11 @@ class HeartbeatClient:
             return is_server and self._secret is None
         if self._secret is None:
             self._mistrust = (
-                f"the server asks for the secret of the run, and this process has none; set {SECRET}, or "
-                f"{SECRET_FILE} to a file that only you can read, to the same in all processes"
+                f"the server asks for the secret of the run, and this process has none; set {protocol.SECRET}, "
+                f"or {protocol.SECRET_FILE} to a file that only you can read, to the same in all processes"
             )
             return False
-        own = challenge()
+        own = protocol.challenge()
         about = ((first["challenge"], own), self.job, self.rank, self.size)
         connection.send(answer=own, proof=self._secret.proof("process", *about))
         proof = connection.next_message(_WELCOME_TIMEOUT).get("proof", "")
@@ -206,7 +192,7 @@ class HeartbeatClient:
 
     def _watch(self, connection: JsonConnection) -> str | None:
         """Send and read heartbeats. Return why the server is lost, or None after `leave`."""
-        clock, sent = AwakeClock(), 0.0
+        clock, sent = protocol.AwakeClock(), 0.0
         received = clock.now
         while not self._is_leaving:
             connection.wait(INTERVAL / 2)

@@ -19,12 +19,13 @@ import os
 import secrets
 import select
 import socket
-import stat
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from .._core import files
 from .._core.text import for_terminal
 
 Message = dict[str, Any]
@@ -246,12 +247,9 @@ def find_secret(env: Mapping[str, str] = os.environ) -> Secret | None:
 
 def _read(path: str) -> Secret:
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would not return
-        with open(descriptor, "rb") as file:
-            about = os.fstat(descriptor)  # of what is open: the path may be another file by now
-            if not stat.S_ISREG(about.st_mode):
-                raise RuntimeError(f"distributed.initialize: the secret {path} is not a regular file")
-            if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o077):
+        with files.opened(Path(path)) as file:
+            about = os.fstat(file.fileno())  # of what is open: the path may be another file by now
+            if about.st_uid != os.getuid() or about.st_mode & 0o077:
                 raise RuntimeError(
                     f"distributed.initialize: the secret {path} must belong to you and be readable by you only; "
                     f"run `chmod 600 {path}`, and make a new one if others could read it"

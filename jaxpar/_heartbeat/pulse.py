@@ -27,11 +27,10 @@ _INTERVAL = 1.0  # seconds from one heartbeat to the next
 
 
 class Pulse:
-    """The process beside this one. If it cannot or must not start, only Python sends heartbeats.
+    """The process beside this one. If it cannot or must not start, only Python sends heartbeats."""
 
-    It sends heartbeats after `quiet` seconds without a `beat`: two were late. After `most` seconds it stops, since a
-    process that holds its lock for so long hangs.
-    """
+    # It sends heartbeats after `quiet` seconds without a `beat`: two were late. After `most` seconds it stops, since a
+    # process that holds its lock for so long hangs.
 
     def __init__(self, quiet: float = 2.5, most: float = 300.0, starts: bool = True):
         self._link: socket.socket | None = None

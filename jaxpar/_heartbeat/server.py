@@ -9,9 +9,6 @@ join in its place, once process 0 has said that jax has forgotten it too.
 
 An invalid message ends the connection that it came from, and no other. A process of the run that sends one is reported
 as lost. Where the run has a secret, a connection takes part in nothing before it has proved that it knows it.
-
-Limits hold for all: connections and their number in a second, bytes of a message, of a second, and of what is unsent,
-seconds until the proof and between heartbeats.
 """
 
 from __future__ import annotations
@@ -32,6 +29,7 @@ HEARTBEAT_TIMEOUT = 10.0  # seconds: a busy machine may delay some heartbeats. A
 ELASTIC_TIMEOUT = 4.0  # in an elastic run: the others wait so long, and a false alarm costs one process only
 INTERRUPTED = (130, 143)  # exit statuses after SIGINT and SIGTERM
 INTERRUPT_GRACE = 5.0  # seconds which the others have to end by themselves after one was interrupted
+# Limits for all peers, also hostile ones. `connection` limits the bytes of a message, of a second, of what is unsent.
 _MOST_PENDING = 64  # connections that are no process of the run yet, or its size; one more closes the oldest
 _LONGEST_EARLY = 1 << 13  # bytes of a message before a process takes part: a hello is shorter
 _HELLO_TIMEOUT = 5.0  # seconds in which a connection sends its hello and its proof: no work comes between them
@@ -130,10 +128,7 @@ class HeartbeatServer:
         self._check_join_timeout(now)
 
     def report(self, rank: int, why: str) -> None:
-        """Report to every process that `rank` is lost. Only the first loss is reported.
-
-        In an elastic run, forget the process instead, if the others can continue.
-        """
+        """Report to every process that `rank` is lost, the first one only. If the others can continue, forget it."""
         if self._on_leave is not None and rank and not self._is_joining:
             self._on_leave(rank, why)
             return self.forget(rank)
@@ -155,9 +150,8 @@ class HeartbeatServer:
             self._interrupt = None
 
     def wait_for_peers(self, seconds: float) -> None:
-        """Wait until every peer has closed its connection, so that none sees a reset before the last message.
-
-        The thread must run, and this is another one.
+        """Wait until every peer has closed its connection to the thread of the server: then all have read the last
+        message.
         """
         end = time.monotonic() + seconds
         gone = {0, self.lost["lost"]} if self.lost else {0}

@@ -93,14 +93,10 @@ def verify(path: Path, body: dict[str, Any]) -> None:
     for name, (size, digest) in body["files"].items():
         try:
             found = files.fingerprint(path / name, size)
-        except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{path} is damaged: {name} is missing") from None
         except OSError as error:
-            raise CheckpointError(f"{path} is unreadable: {name}: {_reason(error)}") from error
-        if found[0] != size:
-            has = "more" if found[0] > size else found[0]
-            raise CheckpointError(f"{path} is damaged: {name} has {has} bytes, saved were {size}")
-        if found[1] != digest:
+            how = "damaged" if isinstance(error, (FileNotFoundError, NotADirectoryError)) else "unreadable"
+            raise CheckpointError(f"{path} is {how}: {name}: {_reason(error)}") from error
+        if found != (size, digest):
             raise CheckpointError(f"{path} is damaged: {name} does not have the checksum it was saved with")
     for part in [*(path / _ARRAYS).rglob("*"), *(path / _FROZEN).rglob("*")]:
         if not os.path.isfile(part) and not os.path.isdir(part):  # orbax would wait for a pipe
@@ -113,7 +109,8 @@ def candidates(directory: Path) -> list[Path]:
 
 
 def free_path(directory: Path, content: dict[str, Any]) -> Path:
-    """A path that is not taken. The step may be there already, damaged or from an earlier run."""
+    """A path that is not taken."""
+    # The step may be there already, damaged or from an earlier run.
     name = f"step_{content['step']:08d}" if "step" in content else f"save_{content['order']:08d}"
     path, again = directory / name, 1
     while os.path.lexists(path):
@@ -128,7 +125,8 @@ def of_step(directory: Path, step: int) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. A process that is killed meanwhile leaves no half of one."""
+    """Remove a checkpoint."""
+    # A process that is killed meanwhile leaves no half of one.
     gone = _unfinished_path(path.parent)
     with contextlib.suppress(FileNotFoundError):  # another process removed it
         os.rename(path, gone)
@@ -136,13 +134,9 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what processes that have certainly ended left half-written.
-
-    Only a process that writes to the directory may call it.
-
-    Nothing is known of processes on another machine, before this machine's last start, or of an earlier jaxpar. What
-    they left is removed when nothing in it has changed for a week.
-    """
+    """Remove what processes that have certainly ended left half-written. Only who has the lock calls it."""
+    # Nothing is known of processes on another machine, before this machine's last start, or of an earlier jaxpar. What
+    # they left is removed when nothing in it has changed for a week.
     for path in directory.glob(f"{_UNFINISHED}*"):
         with contextlib.suppress(OSError):  # what cannot be looked at stays
             owned = _OWNED.fullmatch(path.name)
@@ -175,24 +169,21 @@ def whole_copy(path: Path) -> Generator[Path]:
 
 
 def adopt(source: Path, directory: Path) -> None:
-    """Copy a checkpoint into a directory, unless a good one of the same step and content is there.
-
-    It is there whole or not at all. Several processes may do so at once. `CheckpointError` for a damaged source.
-    """
+    """Copy a checkpoint into a directory, unless a good one of the same step and content is there."""
     body = _manifest.load(source)
     verify(source, body)
     directory.mkdir(parents=True, exist_ok=True)
-    # The name comes first: then a process that is faster has that name, and the renaming here fails.
+    # Several processes may do so at once. The name comes first: then one that is faster has that name, and the renaming
+    # here fails.
     path = free_path(directory, body)
     if _has_copy(directory, body):
         return
     copy = _unfinished_path(directory)
     try:
-        shutil.copytree(source, copy)
-        if (copy / _manifest.RECORDS).is_file():
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns(_manifest.RECORDS))
+        if (source / _manifest.RECORDS).is_file():
             with contextlib.suppress(FileExistsError):  # those that are there stay
-                _link_or_copy(copy / _manifest.RECORDS, directory / _manifest.RECORDS)
-            (copy / _manifest.RECORDS).unlink()
+                files.create(directory / _manifest.RECORDS, (source / _manifest.RECORDS).read_bytes())
         _flush_all(copy)
         os.rename(copy, path)
     except OSError:
@@ -214,17 +205,11 @@ def _has_copy(directory: Path, body: dict[str, Any]) -> bool:
     return False
 
 
-def _link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Give a file a second name. `FileExistsError` if the name exists."""
+def _link_or_copy(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:  # perhaps the file system has no hard links
-        with open(source, "rb") as old, open(target, "xb") as new:
-            try:
-                shutil.copyfileobj(old, new)
-            except OSError:  # the disk is full
-                os.unlink(target)
-                raise
+        shutil.copyfile(source, target)
 
 
 def _unfinished_path(directory: Path) -> Path:
@@ -265,11 +250,9 @@ def _digest(arrays: dict[int, np.ndarray]) -> str:
 
 
 def _link_frozen(directory: Path, unfinished: Path, digest: str) -> bool:
-    """Link the frozen arrays of another checkpoint in the directory. False if no checkpoint has the same arrays,
-    undamaged.
-    """
+    """Link the frozen arrays of another checkpoint in the directory, if one has the same, undamaged."""
     for path in sorted(candidates(directory), reverse=True):
-        try:
+        with contextlib.suppress(CheckpointError, OSError):  # it is damaged, or another process removed it
             body = _manifest.load(path)
             if body.get("frozen") != digest:
                 continue
@@ -277,8 +260,6 @@ def _link_frozen(directory: Path, unfinished: Path, digest: str) -> bool:
             shutil.copytree(path / _FROZEN, unfinished / _FROZEN, copy_function=_link_or_copy)
             if {f"{_FROZEN}/{name}": entry for name, entry in _prints(unfinished / _FROZEN).items()} == saved:
                 return True
-        except (CheckpointError, OSError):  # it is damaged, or another process removed it
-            pass
         shutil.rmtree(unfinished / _FROZEN, ignore_errors=True)
     return False
 
@@ -287,27 +268,21 @@ def _link_frozen(directory: Path, unfinished: Path, digest: str) -> bool:
 
 
 def _write_arrays(path: Path, arrays: dict[int, np.ndarray]) -> None:
-    import orbax.checkpoint as ocp
-
     named = {str(i): array for i, array in arrays.items() if array.size}
     if named:
-        with _orbax() as orbax, _utf8(path) as path:
+        with _orbax(path) as (ocp, orbax, path):
             orbax.save(path, args=ocp.args.PyTreeSave(named))
 
 
 def _read_arrays(path: Path, layouts: dict[int, tuple[tuple[int, ...], np.dtype[Any]]]) -> dict[int, np.ndarray]:
     """Arrays with the shapes and dtypes of the manifest. `ValueError` for others, and for more than the memory."""
-    import orbax.checkpoint as ocp
-
     expected = {str(i): layout for i, layout in layouts.items() if 0 not in layout[0]}
     found: dict[str, np.ndarray] = {}
     if expected:
-        with _orbax() as orbax, _utf8(path) as path:
-            stored = orbax.metadata(path).item_metadata
-            if stored is None:
-                raise ValueError("orbax finds no arrays")
+        with _orbax(path) as (ocp, orbax, path):
+            stored = orbax.metadata(path).item_metadata.tree
             for name, (shape, dtype) in expected.items():
-                its = tuple(stored.tree[name].shape), np.dtype(stored.tree[name].dtype)
+                its = tuple(stored[name].shape), np.dtype(stored[name].dtype)
                 if its != (shape, dtype.newbyteorder("=")):  # orbax stores the bytes in one order
                     raise ValueError(
                         f"array {name} is {its[1]}{list(its[0])}, and in the manifest {dtype}{list(shape)}"
@@ -337,25 +312,21 @@ def _layout(record: dict[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return shape, dtype
 
 
-def _orbax() -> Any:
-    """orbax for this process only: each process has all arrays, and one process writes them."""
+@contextlib.contextmanager
+def _orbax(path: Path) -> Generator[tuple[Any, Any, Path]]:
+    """orbax, its object that saves and restores, and a name of a path that it takes."""
     import orbax.checkpoint as ocp
 
-    mine = jax.process_index()
+    mine = jax.process_index()  # each process has all arrays, and one process writes them
     options = ocp.options.MultiprocessingOptions(
         primary_host=mine, active_processes={mine}, barrier_sync_key_prefix=f"jaxpar{mine}"
     )
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(), multiprocessing_options=options)
-
-
-@contextlib.contextmanager
-def _utf8(path: Path) -> Generator[Path]:
-    """A name of a path that orbax takes: one in UTF-8, as names of directories need not be."""
     path = path.absolute()
-    if os.fsencode(path).decode(errors="ignore") == str(path):
-        yield path
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            link = Path(folder, "link")
+    with contextlib.ExitStack() as stack:
+        handler = ocp.PyTreeCheckpointHandler()
+        orbax = stack.enter_context(ocp.Checkpointer(handler, multiprocessing_options=options))
+        if os.fsencode(path).decode(errors="ignore") != str(path):  # orbax takes names in UTF-8 only
+            link = Path(stack.enter_context(tempfile.TemporaryDirectory()), "link")
             link.symlink_to(path.parent, target_is_directory=True)
-            yield link / path.name
+            path = link / path.name
+        yield ocp, orbax, path

@@ -6,6 +6,7 @@ Every leaf has a name, its path: `store/values/3`, `step`. A node whose type is 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks
-from .._core.arrays import check_plain, is_prng_key, without_keys
+from .._core.arrays import check_plain, is_of_numbers, is_prng_key, without_keys
 from .._core.portable import PARTS, SavedArray, adapt, describe_record, format_of, is_registered, path_name
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import put, to_host
@@ -79,18 +80,12 @@ def slots_of(tree: Any) -> list[SavedArray]:
         if format is not None:
             slots += format.slots(node, name)
             continue
-        is_numeric = hasattr(node, "dtype") and (
-            is_prng_key(node) or (np.dtype(node.dtype).kind not in "OSUMm" and np.dtype(node.dtype).type is not np.void)
-        )
-        if not is_numeric and not isinstance(node, _SCALARS):
+        if not (is_of_numbers(node) or is_prng_key(node) or isinstance(node, _SCALARS)):
             raise TypeError(f"checkpoint: leaf {name!r} must be an array of numbers, got {checks.describe(node)}")
         check_plain(node, f"checkpoint: leaf {name!r}")
         slots.append(SavedArray(name, f"leaf {name!r}", node, tuple(np.shape(node))))
-    seen: set[str] = set()
-    for slot in slots:
-        if slot.name in seen:
-            raise ValueError(f"checkpoint: two leaves have the path {slot.name!r}; rename one of them")
-        seen.add(slot.name)
+    if twice := [name for name, count in collections.Counter(slot.name for slot in slots).items() if count > 1]:
+        raise ValueError(f"checkpoint: two leaves have the path {twice[0]!r}; rename one of them")
     return slots
 
 

@@ -5,9 +5,6 @@
 A lock of a process that has ended is taken over at once where that can be known, which is on the same machine. Of
 another machine nothing is known. So a lock is touched every few seconds, and one that was not for a while is taken
 over. A process that was stopped for so long notices the loss of its lock before it writes again.
-
-A process is named by its machine since its last start, its number there, and the time at which it began. Numbers are
-reused and hosts share names, so none of the three is enough.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ _LOOK_EVERY = 0.5
 _AGAIN = 0.02
 _LONGEST = 4096  # bytes of the file
 _TAG = re.compile(r"([0-9a-f]{16})-(\d{1,10})-(\d{1,20})")
-_UNKNOWN = "0" * 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +131,8 @@ class DirectoryLock:
         end = time.monotonic() + left
         while time.monotonic() < end:
             time.sleep(_LOOK_EVERY)
-            if (now := self._holder()) is None:
-                return True
-            if (now.content, now.changed) != (holder.content, holder.changed):
-                return False
+            if (now := self._holder()) != holder:
+                return now is None
         return True
 
     def _remove(self, holder: _Holder) -> None:
@@ -171,9 +165,9 @@ def file_time(directory: Path) -> float:
 
 
 def process_tag() -> str:
-    """The name of this process: letters, digits and hyphens."""
-    _, began = _stat(os.getpid()) or ("", 0)
-    return f"{_machine()}-{os.getpid()}-{began}"
+    """The name of this process: its machine since the last start, its number there, and the time at which it began."""
+    # Numbers are reused and hosts share names, so none of the three is enough.
+    return f"{_machine()}-{os.getpid()}-{_stat(os.getpid())[1]}"
 
 
 def has_ended(tag: str) -> bool:
@@ -187,30 +181,30 @@ def has_ended(tag: str) -> bool:
         return True
     except (OSError, OverflowError):  # it belongs to another user
         pass
-    state, now = _stat(number) or ("", None)
-    return state in ("Z", "X") or (now is not None and 0 != began != now)
+    state, now = _stat(number)
+    return state in ("Z", "X") or (0 not in (began, now) and began != now)  # else its number was used again
 
 
 def _is_of_this_machine(tag: str) -> bool:
     found = _TAG.fullmatch(tag)
-    return found is not None and _UNKNOWN != found[1] == _machine()
+    return found is not None and found[1] == _machine()
 
 
 def _machine() -> str:
-    """This machine since its last start, and its numbering of processes. Zeros where Linux does not say."""
+    """This machine since its last start, and its numbering of processes. Empty where Linux does not say."""
     try:
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     except OSError:
-        return _UNKNOWN
+        return ""
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/time"))
     return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
 
 
-def _stat(number: int) -> tuple[str, int] | None:
-    """The state of a process, such as "R", and its start time in kernel ticks. None if unknown."""
+def _stat(number: int) -> tuple[str, int]:
+    """The state of a process, such as "R", and its start time in kernel ticks. Empty and 0 where they are unknown."""
     try:
         fields = Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
         return fields[0], int(fields[19])
     except (OSError, ValueError, IndexError):
-        return None
+        return "", 0

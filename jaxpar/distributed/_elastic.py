@@ -1,9 +1,4 @@
-"""What an elastic run sets before jax starts, and which processes compute together then, as process 0 writes it.
-
-A barrier among these members waits for each of them that is connected to jax's coordination service. A process that
-comes back is connected in the place of the one that was lost. Until the others have noticed that loss, they would wait
-for the new one. So it takes part in that one barrier, and is no member after it.
-"""
+"""What an elastic run sets before jax starts, and which processes compute together then, as process 0 writes it."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from jax.experimental import multihost_utils
 from .._core.text import say_before_exit
 from .._devices import processes
 from .._heartbeat.connection import LOST, MOST_SECONDS
-from ._environment import RAY_TRAIN, Cluster
+from ._environment import Cluster
 
 VARIABLE = "JAXPAR_ELASTIC"  # the launcher sets it with --elastic
 NEVER = round(MOST_SECONDS)  # the time limit of jax's own heartbeats where ours watch
@@ -44,11 +39,9 @@ def check_elastic(cluster: Cluster | str, monitor: bool) -> None:
             f"{_WHERE}: jax {jax.__version__} cannot continue after a loss; use jax 0.10.2 or later, or leave out "
             "elastic: then all processes end after a loss, and resume from a checkpoint"
         )
-    if cluster == RAY_TRAIN:
-        raise RuntimeError(f"{_WHERE}: Ray Train starts all its workers again after a loss; leave out elastic")
     if isinstance(cluster, str):
         raise RuntimeError(
-            f"{_WHERE}: in {cluster} only jax can find the settings, so a lost process could not rejoin; set "
+            f"{_WHERE}: in {cluster} a lost process cannot rejoin by itself; leave out elastic, or set "
             "JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES and JAXPAR_PROCESS_ID"
         )
     if cluster.server and os.environ.get(VARIABLE) != "1":
@@ -92,13 +85,12 @@ def is_elastic() -> bool:
 
 
 class Board:
-    """What the processes of an elastic run write for each other, as JSON in jax's key-value store.
+    """What the processes of an elastic run write for each other, as JSON in jax's key-value store."""
 
-    Anybody can write there, so a value that is not valid counts as none. `client` is a connection to jax's coordination
-    service, by default jax's own.
-    """
+    # Anybody can write there, so a value that is not valid counts as none.
 
     def __init__(self, client: Any = None):
+        """`client`: a connection to jax's coordination service, by default jax's own."""
         self.client: Any = client or multihost_utils.distributed.global_state.client  # pyright: ignore[reportPrivateImportUsage]
 
     def set(self, name: str, value: Any) -> None:
@@ -146,6 +138,9 @@ class Board:
 
     def release_others(self, rank: int) -> tuple[int, dict[int, int]]:
         """Return the members, after they have noticed the loss of the process that this one, of this rank, replaces."""
+        # A barrier among the members waits for each of them that is connected to jax's coordination service. This
+        # process is connected in the place of the one that was lost. Until the others have noticed that loss, they
+        # would wait for this one. So it takes part in that one barrier, and is no member after it.
         own, released = self.own_start(rank), -1
         while True:
             number, starts = self.members()

@@ -199,9 +199,7 @@ def _cluster(settings: Settings, env: Mapping[str, str]) -> Cluster:
     if not isinstance(address, str) or not re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}", address):
         raise ValueError(f"distributed.initialize: the coordinator must be 'host:port', got {address!r}")
     size = whole_number(size, "distributed.initialize", "num_processes")
-    rank = whole_number(rank, "distributed.initialize", "process_id", 0)
-    if rank >= size:
-        raise ValueError(f"distributed.initialize: process_id must be an int from 0 to {size - 1}, got {rank}")
+    rank = whole_number(rank, "distributed.initialize", "process_id", 0, size - 1)
     job = settings.get("job") or env.get("JAXPAR_JOB") or address
     checked: Settings = {**settings, "num_processes": size, "process_id": rank, "job": job}
     return Cluster(**checked)
@@ -245,13 +243,7 @@ def ray_worker() -> Any | None:
 def meet_by_ray(train: Any) -> Cluster:
     """The settings of this worker of Ray Train."""
     # Worker 0 chooses a free port. Ray sends its address to the others, so all of them must call this.
-    try:
-        collective = importlib.import_module("ray.train.collective")
-    except ModuleNotFoundError:
-        raise RuntimeError(
-            "distributed.initialize: this Ray has no ray.train.collective, which its workers need to meet; install "
-            "the extra jaxpar[ray], or let Ray start jax: JaxTrainer(..., jax_config=JaxConfig(use_gpu=True))"
-        ) from None
+    collective = importlib.import_module("ray.train.collective")  # the releases of the extra `ray` have it
     context = train.get_context()
     rank = context.get_world_rank()
     address = collective.broadcast_from_rank_zero(_free_address_of_ray() if rank == 0 else None)

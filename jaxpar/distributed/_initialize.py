@@ -237,16 +237,12 @@ def join(caller: str) -> None:
         >>> from jaxpar import distributed
         >>> distributed.join("my_function")  # one process: there is nothing to join
     """
-    if is_joined() or (cluster := _environment.find(None, None, None)) is None:
+    if is_joined() or _environment.find(None, None, None) is None:
         return
     if not is_jax_used():
         return initialize()
-    if _environment.has_others(cluster):
-        raise RuntimeError(
-            f"{caller}: this is {_environment.describe(cluster)} and has not joined the others. It cannot join them "
-            "now: JAX was used before (by an array, a random key or jax.devices()), which fixed the number of its "
-            "processes at 1. Call jp.distributed.initialize() before the first use of JAX"
-        )
+    used = "JAX was used before (by an array, a random key or jax.devices()), so it has one process from then on"
+    check_joined(caller, f"it is alone: {used}")
 
 
 def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
@@ -270,10 +266,7 @@ def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
         return
     cluster = _environment.find_launched() if launched else _environment.find(None, None, None)
     if _environment.has_others(cluster):
-        separate = "; separate runs are trials of Ray Tune"
-        if isinstance(cluster, Cluster):
-            names = "JAX_*" if cluster.source == "JAX_*" else "JAXPAR_*"
-            separate = f"; separate runs are started without the variables {names}"
+        separate = "; separate runs are trials of Ray Tune, or start without the variables JAXPAR_* and JAX_*"
         raise RuntimeError(
             f"{caller}: this is {_environment.describe(cluster)} and has not joined the others, so {harm}. Call "
             f"jp.distributed.initialize() before the first use of JAX{separate if launched else ''}"

@@ -24,7 +24,7 @@ import numpy as np
 
 from .. import kv, updaters
 from .._core.calls import answers
-from .._core.checks import whole_number
+from .._core.checks import same_shape, whole_number
 from .._core.text import say_news
 from ..updaters import UpdateFn, Updater, stateless
 
@@ -231,13 +231,10 @@ def start(
             a split value.
         TypeError: a leaf of params is not an array, or `servers` is not an int.
     """
-    if optimizer is not None and updater is not None:
-        raise ValueError("free_running.start: give an optimizer or an updater, not both")
-    store = kv.from_params(params, kind="local", updater=updater)
+    store = kv.from_params(params, kind="local", optimizer=optimizer, updater=updater)
     if optimizer is not None:  # one state a key, as the servers have
         by_key = kv.set_optimizer(dataclasses.replace(store, treedef=None), optimizer)
         store = dataclasses.replace(by_key, treedef=store.treedef)
-    whole_number(servers, "free_running.start", "servers")
     keys = sorted(store.values)
     values = [np.asarray(store.values[k]) for k in keys]
     pieces = placement([v.shape for v in values], servers, split)
@@ -352,6 +349,7 @@ class Worker:
             leaves[key] = (cuts[0] if len(cuts) == 1 else np.concatenate(cuts)).reshape(servers.shapes[key])
         return servers.treedef.unflatten(leaves)
 
+    @answers("free_running.Worker.push")
     def push(self, grads: Any) -> None:
         """Send gradients to the servers. Returns when each server has updated.
 
@@ -374,15 +372,9 @@ class Worker:
 
 def _check_grads(servers: Servers, grads: Any) -> list[np.ndarray]:
     """The leaves of the gradients, in the dtypes of the parameters."""
-    leaves, treedef = jax.tree.flatten(grads)
-    if treedef != servers.treedef:
-        raise ValueError(
-            f"free_running push: expected the structure of the parameters, {servers.treedef}, got {treedef}"
-        )
-    arrays = [np.asarray(leaf) for leaf in leaves]
+    arrays = [np.asarray(leaf) for leaf in servers.treedef.flatten_up_to(grads)]
     for path, array, shape in zip(servers.paths, arrays, servers.shapes, strict=True):
-        if array.shape != shape:
-            raise ValueError(f"free_running push: {path!r}: expected shape {shape}, got {array.shape}")
+        same_shape(array, shape, f"free_running push: {path!r}")
     with np.errstate(over="ignore"):  # what becomes infinite is refused below
         cast = [a.astype(d, casting="same_kind") for a, d in zip(arrays, servers.dtypes, strict=True)]
     for path, array in zip(servers.paths, cast, strict=True):

@@ -168,7 +168,7 @@ def test_the_manifests_of_the_documentation():
         ({**BY_HAND, "JAXPAR_PROCESS_ID": "x"}, (None,) * 3, "JAXPAR_PROCESS_ID must be an int, got 'x'"),
         ({**BY_HAND, "JAXPAR_PROCESS_ID": "2"}, (None,) * 3, "process_id must be an int from 0 to 1, got 2"),
         ({}, ("a:1", 0, 0), "num_processes must be an int of 1 or more, got 0"),
-        ({}, ("a:1", 2, -1), "process_id must be an int of 0 or more, got -1"),
+        ({}, ("a:1", 2, -1), "process_id must be an int from 0 to 1, got -1"),
         ({}, ("a", 2, 0), "the coordinator must be 'host:port', got 'a'"),
         (
             {**BY_HAND, "JAXPAR_HUB": "b:2"},
@@ -184,7 +184,9 @@ def test_settings_that_do_not_fit(env, given, text):
 
 def test_numbers_that_are_none():
     for given in (("a:1", True, 0), ("a:1", "2", 0), ("a:1", 2, 0.5)):
-        with pytest.raises(TypeError, match=r"distributed.initialize: (num_processes|process_id) must be an int of"):
+        with pytest.raises(
+            TypeError, match=r"distributed.initialize: (num_processes|process_id) must be an int (of|from)"
+        ):
             _environment.find(*given, {})
 
 
@@ -353,12 +355,12 @@ def test_all_join():
     [
         ([(0, 2), (1, 3)], "process 1 was started as one of 3, this run has 2 processes"),
         ([(0, 3), (1, 3), (1, 3)], "two processes say that they are process 1; each needs its own number"),
-        ([(0, 4), (2, 4)], "processes 1, 3 of 4 did not come within 0.5 seconds"),
+        ([(0, 4), (2, 4)], "processes 1, 3 of 4 did not come within 1 seconds"),
     ],
 )
 def test_every_process_says_why_the_run_cannot_begin(settings, text):
     began = time.monotonic()
-    for error in join(*settings, seconds=0.5):
+    for error in join(*settings, seconds=1.0):
         assert text in error
     assert time.monotonic() - began < 20
 
@@ -432,6 +434,7 @@ PROGRAM = """
     rank = jax.process_index()
     multihost_utils.sync_global_devices("all are there")
     jp.distributed.set_resume_hint("runs/step_7")
+    multihost_utils.sync_global_devices("all know what to resume from")
     {then}
     for i in range(10**6):
         multihost_utils.sync_global_devices(f"step {{i}}")
@@ -567,9 +570,10 @@ def test_a_dist_store_under_the_launcher_until_the_coordinator_is_killed(tmp_pat
     """
     done = launch("-n", "2", "--devices", "1", *write(tmp_path, program))
     assert done.returncode == 137, done.stderr
-    first, second = [line for line in done.stderr.splitlines() if "Gloo" not in line]
-    assert re.fullmatch(r"jaxpar launch: process 0 \(pid \d+\) failed: killed by SIGKILL; ending the others", first)
-    assert [second] == ["[1] " + line for line in last_line(1, 2, 0, "killed by SIGKILL")]
+    lines = [line for line in done.stderr.splitlines() if "Gloo" not in line]
+    launcher, survivor = sorted(lines, key=lambda line: line.startswith("["))  # in any order
+    assert re.fullmatch(r"jaxpar launch: process 0 \(pid \d+\) failed: killed by SIGKILL; ending the others", launcher)
+    assert [survivor] == ["[1] " + line for line in last_line(1, 2, 0, "killed by SIGKILL")]
     lines = sorted(done.stdout.splitlines())
     said = (
         "kv.rank: this is process {} of 2 (jaxpar launch) and has not joined the others, so JAX would return 0 in each"
@@ -607,7 +611,7 @@ def test_the_launcher_starts_jax_again_after_a_loss(tmp_path):
     sums = (tmp_path / "sums").read_text().splitlines()
     assert sorted(sums) == ["0 of 1: 2.0", "0 of 2: 4.0", "1 of 2: 4.0"]
     lines = [line for line in done.stderr.splitlines() if "Gloo" not in line]
-    assert re.fullmatch(r"jaxpar launch: process 1 \(pid \d+\) failed: killed by SIGKILL; ending the others", lines[0])
-    assert lines[1].startswith("[0] jaxpar: process 1 (host ")
-    assert lines[2] == "jaxpar launch: restart 1 of 1 with 1 process, from runs/step_9"
-    assert len(lines) == 3
+    failed, restart, survivor = sorted(lines, key=lambda line: line.startswith("["))  # the launcher's come in order
+    assert re.fullmatch(r"jaxpar launch: process 1 \(pid \d+\) failed: killed by SIGKILL; ending the others", failed)
+    assert survivor.startswith("[0] jaxpar: process 1 (host ")
+    assert restart == "jaxpar launch: restart 1 of 1 with 1 process, from runs/step_9"

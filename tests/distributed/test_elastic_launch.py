@@ -27,7 +27,7 @@ def test_a_lost_process_is_started_again_by_itself(program):
     time.sleep(0.5)
     print("done", start, os.environ["JAXPAR_ELASTIC"])
     """
-    done = launch("-n", "3", "--elastic", "--heartbeat-timeout", "2", *program(source))
+    done = launch("-n", "3", "--elastic", *program(source))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] done 0 1", "[1] done 0 1", "[2] done 0 1"]
     assert "failed: killed by SIGKILL; the others continue\n" in done.stderr
@@ -64,9 +64,7 @@ def test_without_process_0_nobody_goes_on(program):
 
 @pytest.mark.slow
 def test_a_process_that_always_fails_ends_the_run(program):
-    done = launch(
-        "-n", "2", "--elastic", "--heartbeat-timeout", "2", *program("sys.exit(3) if rank else time.sleep(30)")
-    )
+    done = launch("-n", "2", "--elastic", *program("sys.exit(3) if rank else time.sleep(30)"))
     assert done.returncode == 3
     assert done.stderr.count("is started again as pid") == 2
 

@@ -106,7 +106,7 @@ def test_a_server_with_nothing_counts_too():
 
 
 def test_no_server_is_an_error():
-    with pytest.raises(ValueError, match="servers must be an int of 1 or more, got 0"):
+    with pytest.raises(ValueError, match="servers must be an int from 1 to 65,536, got 0"):
         free_running.start({"w": jnp.ones(2)}, servers=0)
 
 
@@ -266,7 +266,7 @@ def test_a_wrong_push_changes_nothing(two):
     worker = free_running.Worker(two)
     with pytest.raises(ValueError, match=r"'w': expected shape \(4, 3\), got \(3, 4\)"):
         worker.push({"b": ONES["b"], "w": ONES["w"].T})
-    with pytest.raises(ValueError, match="expected the structure of the parameters"):
+    with pytest.raises(ValueError, match=r"Worker.push\(grads=.*Dict key mismatch; expected keys: \['b', 'w'\]"):
         worker.push({"b": ONES["b"]})
     with pytest.raises(TypeError, match="Cannot cast"):
         worker.push({"b": ONES["b"] * 1j, "w": ONES["w"]})

@@ -55,7 +55,7 @@ def alive(pid):
         return False
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=30.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -118,7 +118,7 @@ def test_the_first_failure_ends_all_with_its_status(program, failing, status, wh
     began = time.monotonic()
     done = launch("-n", "3", *arguments)
     assert done.returncode == status
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25  # less than the grace period
     assert re.fullmatch(rf"jaxpar launch: process 1 \(pid \d+\) failed: {why}; ending the others\n", done.stderr)
     here = Path(arguments[-1]).parent
     assert sorted(p.name for p in here.glob("left*")) == ["left0", "left2"]  # they had SIGTERM, not SIGKILL
@@ -139,7 +139,7 @@ def test_one_that_ignores_sigterm_and_what_it_started_are_killed_after_the_grace
     began = time.monotonic()
     done = launch("-n", "2", "--grace", "0.5", *arguments)
     assert done.returncode == 3
-    assert 0.5 < time.monotonic() - began < 10
+    assert 0.5 < time.monotonic() - began < 25  # less than a grace period of before the option
     pids = (Path(arguments[-1]).parent / "pids").read_text().split()
     assert len(pids) == 2
     until(lambda: not any(alive(pid) for pid in pids))
@@ -171,7 +171,7 @@ def test_a_second_ctrl_c_does_not_wait(program):
         began = time.monotonic()
         running.process.send_signal(signal.SIGINT)
         running.end()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25  # less than the grace period
     assert running.process.returncode == 130
 
 
@@ -205,11 +205,13 @@ def test_sigterm_kills_after_the_grace_period(program):
 
 
 def test_stopped_and_continued(program):
-    source = "print(os.getpid())\nfor i in range(3): time.sleep(0.2)\nprint('done')"
-    with Running("-n", "1", *program(source)) as running:
+    source = "print(os.getpid())\nwhile not (here / 'go').exists(): time.sleep(0.05)\nprint('done')"
+    arguments = program(source)
+    with Running("-n", "1", *arguments) as running:
         (pid,) = [line.split()[1] for line in running.lines(1)]
         running.process.send_signal(signal.SIGTSTP)  # Ctrl-Z
         until(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
+        (Path(arguments[-1]).parent / "go").touch()
         running.process.send_signal(signal.SIGCONT)
         out, _ = running.end()
     assert out == "[0] done\n"
@@ -263,7 +265,7 @@ def test_a_restart_with_fewer_processes(program):
     done = launch("-n", "2", "--max-restarts", "2", "--min-processes", "1", *program(COUNTING))
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[1:] == ["jaxpar launch: restart 1 of 2 with 1 process"]
-    assert re.search(r"\[0\] from \d+, 1 processes, start 1, port \d+$", done.stdout)
+    assert re.search(r"(?m)^\[0\] from \d+, 1 processes, start 1, port \d+$", done.stdout)
 
 
 def test_the_gpus_of_a_lost_process_are_left_out(program):
@@ -290,7 +292,7 @@ def test_a_frozen_process_is_noticed(program):
     arguments = ["-n", "3", "--heartbeat-timeout", "2", "--max-restarts", "1"]
     done = launch(*arguments, *program(source, member=True))
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 25  # less than the grace period
     *lines, last = done.stderr.splitlines()  # in any order: a survivor may print before the launcher does
     launcher, *survivors = sorted(lines, key=lambda line: line.startswith("["))
     assert "process 1 (pid" in launcher
@@ -341,7 +343,7 @@ def test_a_report_says_more_than_the_status_that_follows_it(program):
     assert "failed: it ended with status 4; ending the others" in done.stderr
 
 
-@pytest.mark.parametrize("saving", [0.5, 60])
+@pytest.mark.parametrize("saving", [0.2, 60])
 def test_when_one_is_interrupted_the_others_have_time_to_save(program, saving):
     source = f"""
         if rank == 1:
@@ -350,10 +352,10 @@ def test_when_one_is_interrupted_the_others_have_time_to_save(program, saving):
         sys.exit(130)
     """
     began = time.monotonic()
-    done = launch("-n", "2", "--grace", "2", *program(source, member=True))
+    done = launch("-n", "2", "--grace", "3", *program(source, member=True))
     assert done.returncode == 130
     assert ("[0] jaxpar: process 1" in done.stderr) == (saving == 60)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
 
 
 def test_a_process_that_ends_with_0_is_no_loss(program):
@@ -388,7 +390,7 @@ def test_the_launcher_needs_no_jax(program):
         (["-n", "2", "--env", "=x", "--", "true"], "must be NAME=VALUE, got '=x'"),
         (["-n", "2", "--grace", "soon", "--", "true"], "must be a number of 0 or more, got 'soon'"),
         (["-n", "2", "--coordinator-port", "70000", "--", "true"], "must be a port from 1 to 65535, got '70000'"),
-        (["-n", "2", "--devices", "1", "--gpus-per-process", "1", "--", "true"], "give one of them"),
+        (["-n", "2", "--devices", "1", "--gpus-per-process", "1", "--", "true"], "not allowed with argument --devices"),
         (["-n", "2", "--gpus-per-process", "2", "--", "true"], "2 processes with 2 GPU each need 4, there are 3"),
     ],
 )
