@@ -313,7 +313,7 @@ def _words(
     item, grid = (2, None) if made.per_word == 1 else (4, made.grid(n))
     words = [((-(-size // made.per_word),), f"uint{8 * item}") for size in sizes]
     found: list[Exchange] = []
-    for group in collectives.plan(tuple((shape, jax.numpy.dtype(dtype)) for shape, dtype in words), limits):
+    for group in collectives.plan([jax.ShapeDtypeStruct(*word) for word in words], limits):
         count = sum(words[i][0][0] for i in group)
         size, unit = count * made.per_word, made.per_word if grid is None else 32
         chunk, bits = unit * -(-size // (unit * n)), 32 if grid is None else grid.bits
@@ -358,7 +358,7 @@ def _two_way(shapes: list[Shape], n: int, limits: collectives.BucketLimits) -> l
     """3 bits for each element to its owner and 3 back, and twice a scale for each value."""
     chunks = [-(-math.prod(s) // n) for s in shapes]
     rows = [-(-c // 32) for c in chunks]  # words; short ones share a bucket
-    words = tuple(((n if w >= 8 else 1, w), jax.numpy.dtype("uint32")) for w in rows)
+    words = [jax.ShapeDtypeStruct((n if w >= 8 else 1, w), "uint32") for w in rows]
     bits = [12 * n * -(-sum(chunks[i] for i in g) // 32) for g in collectives.plan(words, limits)]
     scales = [Exchange("all-reduce", FLOAT32 * len(shapes))] * (2 if shapes else 0)
     return [Exchange(op, b) for b in bits for op in ("all-to-all", "all-gather")] + scales
@@ -383,7 +383,7 @@ def _nbytes(shape: Shape, dtype: Any) -> int:
 
 
 def _groups(shapes: Sequence[Shape], limits: collectives.BucketLimits) -> tuple[tuple[int, ...], ...]:
-    return collectives.plan(tuple((tuple(s), "float32") for s in shapes), limits)
+    return collectives.plan([jax.ShapeDtypeStruct(s, "float32") for s in shapes], limits)
 
 
 def combined(found: Sequence[Exchange], most: float) -> list[Exchange]:

@@ -41,11 +41,6 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def is_at_prompt(tree: Any) -> bool:
-    """Whether operations on these arrays are computed at once. A traced function records them, of constants too."""
-    return not is_tracing() and not is_traced(tree)
-
-
 def is_gone(leaf: Any) -> bool:
     """Whether an array has no values any more: it was deleted, or it left the traced function that made it."""
     if isinstance(leaf, jax.core.Tracer):
@@ -79,7 +74,10 @@ def check_plain(value: Any, where: str) -> None:
 
 
 def is_tracing() -> bool:
-    """Whether this runs inside a function that is traced: under `jit`, `vmap`, `grad`, ..."""
+    """Whether this runs inside a function that is traced: under `jit`, `vmap`, `grad`, ... It records operations.
+
+    At the prompt they are computed at once.
+    """
     return get_opaque_trace_state() != _AT_PROMPT
 
 

@@ -50,32 +50,26 @@ class BucketLimits:
             checks.number(getattr(self, name), "BucketLimits", name, "a number of bytes of 0 or more", lambda n: n >= 0)
 
 
-@functools.lru_cache(maxsize=256)
-def plan(avals: tuple[tuple[Shape, Any], ...], limits: BucketLimits = BucketLimits()) -> Groups:
-    """Which values travel together: groups of positions in `avals`, the (shape, dtype) of each value.
-
-    Every position is in exactly one group, and the values of a group have one dtype.
-    """
+def plan(values: Sequence[Any], limits: BucketLimits = BucketLimits()) -> Groups:
+    """Which values travel together: groups of positions. Each has a shape and a dtype, one dtype for each group."""
     groups: list[list[int]] = []
     still_open: dict[Any, tuple[list[int], int]] = {}
-    for position, (shape, dtype) in enumerate(avals):
-        is_key = jnp.issubdtype(dtype, jax.dtypes.extended)  # a random key, whose bytes are jax's own
-        nbytes = 0 if is_key else math.prod(shape) * np.dtype(dtype).itemsize
-        if is_key or nbytes >= limits.alone_bytes:
+    for position, value in enumerate(values):
+        # The bytes of a random key are jax's own. What is split over another axis of the user's mesh stays split.
+        if not isinstance(value.dtype, np.dtype) or is_split(value):
             groups.append([position])
             continue
-        group, filled = still_open.get(dtype, (None, 0))
+        nbytes = math.prod(value.shape) * value.dtype.itemsize
+        if nbytes >= limits.alone_bytes:
+            groups.append([position])
+            continue
+        group, filled = still_open.get(value.dtype, (None, 0))
         if group is None or filled + nbytes > limits.bucket_bytes:
             group, filled = [], 0
             groups.append(group)
         group.append(position)
-        still_open[dtype] = (group, filled + nbytes)
+        still_open[value.dtype] = (group, filled + nbytes)
     return tuple(map(tuple, groups))
-
-
-def plan_of(values: Sequence[Any], limits: BucketLimits) -> Groups:
-    """The plan for these arrays or tracers."""
-    return plan(tuple((v.shape, v.dtype) for v in values), limits)
 
 
 def consecutive(groups: Sequence[Sequence[int]]) -> tuple[list[int], Groups]:
@@ -88,18 +82,15 @@ def consecutive(groups: Sequence[Sequence[int]]) -> tuple[list[int], Groups]:
 
 
 def pack(values: Sequence[Any], groups: Sequence[Sequence[int]], axis: int = 0, xp: Any = jnp) -> list[Any]:
-    """One array for each group: its values one after another along an axis. That of a group of one stays as it is.
-
-    The axes before it are kept, and must be equal in a group. The axes from it on are flattened.
-    """
-
-    def flat(value: Any) -> Any:
-        return value.reshape((*value.shape[:axis], math.prod(value.shape[axis:])))
-
-    return [
-        values[group[0]] if len(group) == 1 else xp.concatenate([flat(values[i]) for i in group], axis=axis)
-        for group in groups
-    ]
+    """One array for each group: its values one after another along an axis. That of a group of one stays as it is."""
+    # The axes before it are kept, and must be equal in a group. The axes from it on are flattened.
+    packed: list[Any] = []
+    for group in groups:
+        own = [values[i] for i in group]
+        if len(own) > 1:
+            own = [xp.concatenate([v.reshape((*v.shape[:axis], math.prod(v.shape[axis:]))) for v in own], axis=axis)]
+        packed += own
+    return packed
 
 
 def unpack(
@@ -125,13 +116,8 @@ def map_buckets(
     collective: Callable[[jax.Array], jax.Array], values: Sequence[jax.Array], limits: BucketLimits
 ) -> list[jax.Array]:
     """The results of an elementwise collective, called once for each bucket."""
-    # A value that is split over another axis of the user's mesh shares no bucket and stays split.
-    apart = {i: collective(v) for i, v in enumerate(values) if is_split(v)}
-    rest = [v for i, v in enumerate(values) if i not in apart]
-    groups = plan_of(rest, limits)
-    packed = [collective(array) for array in pack(rest, groups)]
-    results = iter(unpack(packed, [v.shape for v in rest], groups))
-    return [apart[i] if i in apart else next(results) for i in range(len(values))]
+    groups = plan(values, limits)
+    return unpack(list(map(collective, pack(values, groups))), [v.shape for v in values], groups)
 
 
 def allreduce(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
@@ -149,7 +135,7 @@ def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLi
     """This device's (chunk,) of the sum over the axis of each value (kind `sharded`)."""
     shards = lax.axis_size(axis_name)
     rows = [to_rows(v, shards) for v in values]
-    groups = plan_of(rows, limits)
+    groups = plan(rows, limits)
     mine = [_scatter_sum(array, axis_name) for array in pack(rows, groups, axis=1)]
     return unpack(mine, [r.shape[1:] for r in rows], groups)
 
@@ -161,7 +147,7 @@ def all_gather(
     # Values in a bucket are copied out of it after the gather, so large values use no bucket, even if their chunks are
     # small.
     shards = lax.axis_size(axis_name)
-    groups = plan(tuple(((shards, *c.shape), c.dtype) for c in chunks), limits)
+    groups = plan([jax.ShapeDtypeStruct((shards, *c.shape), c.dtype) for c in chunks], limits)
     whole = [gather_stack(array, axis_name) for array in pack(chunks, groups)]
     rows = unpack(whole, [c.shape for c in chunks], groups, axis=1)
     return [from_rows(r, shape) for r, shape in zip(rows, shapes, strict=True)]

@@ -40,12 +40,26 @@ def on_own_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
 
 def in_user_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     """As `on_own_mesh`, and the arrays of the result are of the user's mesh."""
-    return _outside(fn, has_typed_result=True)
+    return _outside(fn)
 
 
-def _outside(fn: Callable[Args, Result], *, has_typed_result: bool) -> Callable[Args, Result]:
+def in_user_mesh_now(fn: Callable[Args, Result]) -> Callable[Args, Result]:
+    """As `in_user_mesh`, and computed as at the prompt where no argument is traced, inside of a `jit` too."""
+    return _outside(fn, is_now=True)
+
+
+def _outside(
+    fn: Callable[Args, Result], *, has_typed_result: bool = True, is_now: bool = False
+) -> Callable[Args, Result]:
     @functools.wraps(fn)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        if is_now and is_tracing() and not is_traced((args, kwargs)):
+            # JAX would record the operations on constants, and what it records has no devices. Inside of a `shard_map`
+            # it has to: no program over several devices can run there.
+            is_mapped = kwargs.get("axis_name") is not None or jax.sharding.get_abstract_mesh().manual_axes
+            if not is_mapped:
+                with jax.core.eval_context():
+                    return call(*args, **kwargs)
         with outside_mesh() as user:
             if jax.sharding.get_abstract_mesh().empty:
                 args, kwargs = without_types((args, kwargs))
@@ -53,22 +67,6 @@ def _outside(fn: Callable[Args, Result], *, has_typed_result: bool) -> Callable[
                 check_traced((args, kwargs), fn.__name__)
             result = fn(*args, **kwargs)
             return with_types(result, user) if has_typed_result and user is not None else result
-
-    return call
-
-
-def now_if_constant(fn: Callable[Args, Result]) -> Callable[Args, Result]:
-    """The function, computed as at the prompt where no argument is traced, inside of a `jit` too."""
-    # There JAX would record the operations on constants, and what it records has no devices. Inside of a `shard_map` it
-    # does: no program over several devices can run there.
-
-    @functools.wraps(fn)
-    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        on_an_axis = kwargs.get("axis_name") is not None or jax.sharding.get_abstract_mesh().manual_axes
-        if on_an_axis or not is_tracing() or is_traced((args, kwargs)):
-            return fn(*args, **kwargs)
-        with jax.core.eval_context():
-            return fn(*args, **kwargs)
 
     return call
 
@@ -105,7 +103,7 @@ def without_types(tree: Any) -> Any:
     # Many arrays have few shardings, so this is fast where nothing has types.
     shardings: dict[int, Any] = {id(s): s for s in [getattr(aval, "sharding", None) for aval in avals]}
     meshes = [sharding.mesh for sharding in shardings.values() if hasattr(sharding, "mesh")]
-    if not any(map(has_types, meshes)):
+    if {kind for mesh in meshes for kind in mesh.axis_types} <= {AxisType.Auto}:
         return tree
     return _with_shardings(tree, _own_sharding_of)
 

@@ -1,7 +1,7 @@
 """What a push computes: the sums over the devices, then the update by them. Pure functions of arrays.
 
-They run under `jit`, `pmap`, `shard_map` and `vmap`, with the name of a mapped axis or without. `run` compiles them for
-a push at the prompt.
+They run under `jit`, `pmap`, `shard_map` and `vmap`, with the name of a mapped axis or without. `program` compiles them
+for a push at the prompt.
 """
 
 from __future__ import annotations
@@ -26,29 +26,9 @@ from .._devices.mesh import STORE_AXIS, mesh_of
 from .._devices.user_mesh import split_like, unsplit
 from ..compression import _start_owner as start_owner
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
-from .store import (
-    WHOLE,
-    Arrays,
-    Changes,
-    KVStore,
-    Lists,
-    Rows,
-    by_key,
-    home,
-    is_on_mesh,
-    is_split,
-    kind_of,
-    lay_out,
-    layout_of_each,
-    names,
-    owners,
-    rows_of,
-    shapes_of,
-    shards,
-    state_layouts,
-    trained_keys,
-    tree_of,
-)
+from . import store as stores
+from .kinds import KINDS
+from .store import WHOLE, Arrays, Changes, KVStore, Lists, Rows
 
 _NUMBER = "num_update"  # its name in MXNet
 Pair = tuple[jax.Array, Any]  # a new value and a new state
@@ -58,29 +38,25 @@ Devices = tuple[Device, ...]
 POSITION = "position"  # the axis of a pushed list of values
 
 
-def run(store: KVStore, sent: Any, devices: Devices | None) -> Changes:
+def _make_program(updater: Any, compressor: Any) -> Any:
     """What a push at the prompt changes: the functions below, compiled. The store has the keys that are pushed only.
 
-    `sent` has a list of values for each key, or with `devices` one array, of which each of them has its value.
+    It comes without updater and compressor, since JAX keeps the structures of arguments forever. `sent` has a list of
+    values for each key, or with `devices` one array, of which each of them has its value.
     """
-    # JAX keeps the structures of arguments forever, so the store comes without these two.
-    bare = dataclasses.replace(store, updater=None, compressor=None)
-    return _programs(store.updater, store.compressor)(bare, sent, devices)
 
-
-def _make_program(updater: Any, compressor: Any) -> Any:
     def run(store: KVStore, sent: list[Any], devices: Devices | None) -> Changes:
         store = dataclasses.replace(store, updater=updater, compressor=compressor)
         if devices is None:
             lists = {k: list(values) for k, values in zip(store.values, sent, strict=True) if values}
             return _at_home(store, push(store, lists, None))
-        shapes = shapes_of(store)
+        shapes = stores.shapes_of(store)
 
         def body(store: KVStore, own: list[jax.Array]) -> Changes:
             lists = {k: [value.reshape(shapes[k])] for k, value in zip(store.values, own, strict=True)}
             return push(store, lists, STORE_AXIS)
 
-        specs = jax.tree.map(operator.methodcaller("spec", STORE_AXIS), layout_of_each(store))
+        specs = jax.tree.map(operator.methodcaller("spec", STORE_AXIS), stores.layout_of_each(store))
         changes = Changes(specs.values, specs.updater_state, specs.residuals)
         mesh, args = mesh_of(devices), (specs, P(STORE_AXIS))
         return jax.shard_map(body, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(store, sent)
@@ -88,27 +64,32 @@ def _make_program(updater: Any, compressor: Any) -> Any:
     return jax.jit(run, static_argnums=2)
 
 
-_programs = Recent(_make_program)
+program = Recent(_make_program)
 
 
 def _at_home(store: KVStore, changes: Changes) -> Changes:
     """The changes, with the shardings of what is split over devices."""
     if store.layouts:
-        homes = {k: home(store, layout) for k, layout in store.layouts}
+        homes = {k: stores.home(store, layout) for k, layout in store.layouts}
         values = {k: jax.lax.with_sharding_constraint(v, homes[k]) for k, v in changes.values.items()}
         changes = changes._replace(values=values)
-    leaves, structure = jax.tree.flatten(changes.optimizer_state)
-    homes = [home(store, layout) for layout in state_layouts(store)]
-    leaves = [x if s is None else jax.lax.with_sharding_constraint(x, s) for x, s in zip(leaves, homes, strict=True)]
-    return changes._replace(optimizer_state=structure.unflatten(leaves))
+    if changes.optimizer_state is None or store.devices is None:
+        return changes
+
+    def constrain(layout: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, stores.home(store, layout))
+
+    state = jax.tree.map(constrain, stores.state_layouts(store), changes.optimizer_state)
+    return changes._replace(optimizer_state=state)
 
 
 def push(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
     """What a push changes."""
+    lists = as_stored(store, pushed)
     if axis_name is None:
-        sums, residuals = _sums_of_lists(store, pushed)
+        sums, residuals = _sums_of_lists(store, lists)
     else:
-        sums, residuals = reduce(store, local_sums(store, pushed), axis_name)
+        sums, residuals = reduce(store, {k: add(values) for k, values in lists.items()}, axis_name)
     return update(store, sums)._replace(residuals=residuals)
 
 
@@ -123,14 +104,14 @@ def axis_size(axis_name: str, what: str) -> int:
 
 def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
     """The sum of each value over the axis, or this device's (chunk,) of it in kind `sharded`. And its new residuals."""
-    kind = kind_of(store)
-    if is_on_mesh(store):  # a mapped axis would give a device parts of them that fit no push
+    kind = KINDS[store.kind]
+    if stores.is_on_mesh(store):  # a mapped axis would give a device parts of them that fit no push
         hint = 'push without axis_name, or train by make_train_step(loss_fn, engine="jit")'
         raise ValueError(f"kv.push: values of this store are split over a mesh in their own shapes; {hint}")
-    if is_split(store) and lax.axis_size(axis_name) != shards(store):
+    if stores.is_split(store) and lax.axis_size(axis_name) != stores.shards(store):
         raise ValueError(
             f"kv.push: the axis {axis_name!r} has {lax.axis_size(axis_name)} devices, but the store of kind "
-            f"{store.kind!r} was made for {shards(store)}"
+            f"{store.kind!r} was made for {stores.shards(store)}"
         )
     small = compressed_keys(store, pushed)
     plain, packed = [k for k in pushed if k not in small], [k for k in pushed if k in small]
@@ -149,34 +130,35 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
     return {k: summed[k] for k in pushed}, residuals
 
 
-def local_sums(store: KVStore, pushed: Lists) -> Arrays:
-    """The sum of each key's own list of values, in the stored dtype and in the order of the list."""
-    return {k: functools.reduce(operator.add, [as_stored(store, k, v) for v in values]) for k, values in pushed.items()}
+add: Any = functools.partial(functools.reduce, operator.add)  # of a list of arrays, in its order
 
 
-def as_stored(store: KVStore, key: int, value: jax.Array) -> jax.Array:
-    """A pushed value in the stored dtype, split over a user's mesh as the stored value is."""
-    value = value.astype(store.values[key].dtype)
-    return unsplit(value) if is_split(store) else split_like(value, store.values[key])
+def as_stored(store: KVStore, pushed: Lists) -> Lists:
+    """The pushed values in the stored dtypes, split over a user's mesh as the stored values are."""
+    lists: Lists = {}
+    for k, values in pushed.items():
+        stored = store.values[k]
+        values = [v.astype(stored.dtype) for v in values]
+        lists[k] = [unsplit(v) if stores.is_split(store) else split_like(v, stored) for v in values]
+    return lists
 
 
 def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any]]:
     """Sums without a mapped axis. Each position of a list is a device with a residual of its own."""
     small, layouts = compressed_keys(store, pushed), dict(store.layouts)
-    sums = local_sums(store, {k: v for k, v in pushed.items() if k not in small})
-    sums = {k: layouts.get(k, WHOLE).stored(v) for k, v in sums.items()}
+    sums = {k: layouts.get(k, WHOLE).stored(add(values)) for k, values in pushed.items() if k not in small}
     residuals: dict[int, Any] = {}
     for count in sorted({len(pushed[k]) for k in small}):
         keys = [k for k in pushed if k in small and len(pushed[k]) == count]
-        if is_split(store) and count != shards(store):
-            wanted = f"push one value for each of its {shards(store)} devices, got {count}"
+        if stores.is_split(store) and count != stores.shards(store):
+            wanted = f"push one value for each of its {stores.shards(store)} devices, got {count}"
             raise ValueError(f"kv.push: keys {checks.shorten(keys)} are compressed in a {store.kind!r} store; {wanted}")
-        stacked = {k: jnp.stack([as_stored(store, k, v) for v in pushed[k]]) for k in keys}
+        stacked = {k: jnp.stack(pushed[k]) for k in keys}
         held = residuals_for(store, dict.fromkeys(keys, count))
         summed, new = jax.vmap(
             lambda values, own: reduce(dataclasses.replace(store, residuals=own), values, POSITION),
             axis_name=POSITION,
-            out_axes=(0 if is_split(store) else None, 0),
+            out_axes=(0 if stores.is_split(store) else None, 0),
         )(stacked, held)
         sums |= summed
         residuals |= new
@@ -188,16 +170,16 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
 
 def gather(store: KVStore, parts: Arrays, axis_name: str) -> Arrays:
     """The whole values, out of what every device has of each."""
-    if not is_split(store):
+    if not stores.is_split(store):
         return parts
-    shapes = shapes_of(store)
+    shapes = stores.shapes_of(store)
     whole = collectives.all_gather(list(parts.values()), [shapes[k] for k in parts], axis_name, store.limits)
     return dict(zip(parts, whole, strict=True))
 
 
 def own_parts(store: KVStore, values: Arrays, axis_name: str) -> Arrays:
     """What this device stores of whole values: the inverse of `gather`."""
-    return {k: collectives.own_chunk(v, axis_name) for k, v in values.items()} if is_split(store) else values
+    return {k: collectives.own_chunk(v, axis_name) for k, v in values.items()} if stores.is_split(store) else values
 
 
 # Residuals.
@@ -207,13 +189,14 @@ def compressed_keys(store: KVStore, keys: Iterable[int]) -> set[int]:
     """The keys whose values are smaller compressed than plain. The others are sent as they are."""
     if store.compressor is None:
         return set()
-    shapes = shapes_of(store)
+    shapes = stores.shapes_of(store)
     return {k for k in keys if k not in store.frozen and store.compressor.pays(shapes[k], store.values[k].dtype)}
 
 
 def start_residuals(store: KVStore, keys: list[int], count: int) -> list[Any]:
     """The states of these keys for `count` devices, the devices as first axis."""
-    return jax.vmap(lambda device: _start_on_device(store, keys, device, count))(jnp.arange(count)) if keys else []
+    start = functools.partial(_start_on_device, store, keys, count)
+    return jax.vmap(start)(jnp.arange(count)) if keys else []
 
 
 def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
@@ -239,19 +222,19 @@ def held_residual(store: KVStore, key: int, axis_name: str) -> Any:
 def _own_residuals(store: KVStore, keys: list[int], axis_name: str) -> tuple[list[Any], dict[int, Any]]:
     """This device's states in the compressor's shapes, and the same as the store holds them."""
     # Under `shard_map` the first axis, the devices, is there with length 1. Under `pmap` it is gone.
-    fresh = _start_on_device(store, keys, lax.axis_index(axis_name), lax.axis_size(axis_name))
+    fresh = _start_on_device(store, keys, lax.axis_size(axis_name), lax.axis_index(axis_name))
     new = {k: jax.tree.map(lambda leaf: leaf[None], f) for k, f in zip(keys, fresh, strict=True)}
     held = {k: store.residuals.get(k, new[k]) for k in keys}
     own = [jax.tree.map(lambda x, f: x.reshape(f.shape), held[k], f) for k, f in zip(keys, fresh, strict=True)]
     return own, held
 
 
-def _start_on_device(store: KVStore, keys: list[int], device: Any, count: int) -> list[Any]:
+def _start_on_device(store: KVStore, keys: list[int], count: int, device: Any) -> list[Any]:
     """What the compressor remembers for these keys on one of `count` devices before the first push."""
     # Where rows are compressed one by one, each of them has a state of its own.
-    compressor, shapes, states = store.compressor, shapes_of(store), list[Any]()
+    compressor, shapes, states = store.compressor, stores.shapes_of(store), list[Any]()
     assert compressor is not None
-    rows = rows_of(store) if is_split(store) and not compressor.linear else {}
+    rows = stores.rows_of(store) if stores.is_split(store) and not compressor.linear else {}
     for k in keys:
         # The seed separates the random streams of keys and devices.
         seed = jnp.uint32(k % (1 << 32)) * jnp.uint32(0x9E3779B1) + jnp.asarray(device, jnp.uint32)
@@ -281,8 +264,8 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
     pushed = {k: split_like(v, store.values[k]) for k, v in pushed.items()}
     if isinstance(store.updater, TreeOptimizer):
         return _update_tree(store, pushed, loss)
-    if is_split(store):
-        rows = rows_of(store)
+    if stores.is_split(store):
+        rows = stores.rows_of(store)
         pairs = {k: _update_rows(store, k, rows[k], pushed[k]) for k in keys}
     else:
         pairs = {k: update_one(store.updater, k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
@@ -335,7 +318,7 @@ def _update_rows(store: KVStore, key: int, rows: Rows, pushed: jax.Array) -> Pai
     if not isinstance(updater, Updater):
         if stored.size == rows.count * rows.chunk:
             new, state = update_one(updater, key, rows.whole(pushed), state, rows.whole(stored))
-            return lay_out(store, key, new).reshape(stored.shape), state
+            return stores.lay_out(store, key, new).reshape(stored.shape), state
         updater = stateless(updater)
         spec = jax.ShapeDtypeStruct(rows.shape, stored.dtype)
         check_shares(dataclasses.replace(store, updater=updater), {key: spec}, "kv.push")
@@ -349,22 +332,22 @@ def _update_rows(store: KVStore, key: int, rows: Rows, pushed: jax.Array) -> Pai
 def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Changes:
     """The update of all params by one optimizer."""
     # A param without a gradient is left as it is, and its part of the state too. The optimizer sees zeros for it.
-    left = {k: jnp.zeros_like(store.values[k]) for k in trained_keys(store) if k not in grads}
+    left = {k: jnp.zeros_like(store.values[k]) for k in stores.trained_keys(store) if k not in grads}
 
     def run(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         return store.updater.update(grads, state, params, loss)
 
-    if is_split(store) and any(g.ndim > 1 for g in grads.values()):
+    if stores.is_split(store) and any(g.ndim > 1 for g in grads.values()):
         axes = jax.tree.map(lambda leaf: 0 if leaf.ndim > 1 else None, store.optimizer_state)  # of rows, as the grads
         run = jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))
     before = store.optimizer_state
-    params, state = run(tree_of(store, {**grads, **left}), before, tree_of(store, store.values))
+    params, state = run(stores.tree_of(store, {**grads, **left}), before, stores.tree_of(store, store.values))
     if jax.tree.structure(state) != jax.tree.structure(before):  # it could not be stored
         raise TypeError(
             "kv.push: the optimizer's update returns a state of another structure than its init: expected "
             f"{jax.tree.structure(before)}, got {jax.tree.structure(state)}"
         )
-    values = {k: v for k, v in by_key(store, params).items() if k not in left}
+    values = {k: v for k, v in stores.by_key(store, params).items() if k not in left}
     return Changes(values, dict.fromkeys(values, ()), optimizer_state=_keep(store, left, state) if left else state)
 
 
@@ -372,10 +355,11 @@ def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
     """The new state, with the old one for what belongs to these params."""
     keys = set(keys)
     try:
-        found = owners(store)
+        found = stores.owners(store)
     except updaters._UnknownOwners as error:
+        called = ", ".join(repr(stores.names(store)[k]) for k in sorted(keys)[:8])
         raise ValueError(
-            f'train step: unused="skip" keeps {", ".join(repr(names(store)[k]) for k in sorted(keys)[:8])} and their '
+            f'train step: unused="skip" keeps {called} and their '
             f"state unchanged, but their part of this optimizer's state is unknown: {error}; give frozen= for these "
             "params, or updater=jp.updaters.from_optax(tx), which keeps one state a key"
         ) from error
@@ -387,7 +371,7 @@ def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
 def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
     """`ValueError` if values are cut into rows and the updater is not elementwise for one of these whole values."""
     # A plain function is checked when it is traced: to trace it here would run its Python once more.
-    if not is_split(store):
+    if not stores.is_split(store):
         return
     paths = dict(store.paths)
     for k, value in values.items():
@@ -397,7 +381,7 @@ def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
                 f"{where}: {which}: kind 'sharded' cuts no random keys; leave them out, or use kind='device'"
             )
     if isinstance(store.updater, TreeOptimizer):
-        updaters._check_elementwise_tree(store.updater, tree_of(store, values), shards(store), where)
+        updaters._check_elementwise_tree(store.updater, stores.tree_of(store, values), stores.shards(store), where)
     if isinstance(store.updater, Updater):
         specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in values.items() if k not in store.frozen}
-        updaters._check_elementwise(store.updater, specs, shards(store), paths, where)
+        updaters._check_elementwise(store.updater, specs, stores.shards(store), paths, where)

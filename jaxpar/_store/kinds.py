@@ -14,8 +14,8 @@ import jax
 from .._core import checks
 from .._devices import collectives
 from .._devices.collectives import BucketLimits
+from ..compression import _allreduce as allreduce, _reduce_scatter as reduce_scatter
 from ..mxnet import _KIND_ALIASES, _OTHER_KINDS
-from . import compressed
 
 Arrays = Sequence[jax.Array]
 
@@ -27,8 +27,8 @@ class Kind:
     name: str  # as given to `create`
     # `reduce(values, axis_name, limits) -> sums`, inside a mapped axis.
     reduce: Callable[[Arrays, str, BucketLimits], list[jax.Array]]
-    # The same of compressed values, see `compressed.allreduce`.
-    reduce_compressed: Callable[..., tuple[list[jax.Array], list[Any]]] = compressed.allreduce
+    # The same of compressed values, see `compression._sums`.
+    reduce_compressed: Callable[..., tuple[list[jax.Array], list[Any]]] = allreduce
     in_rows: bool = False  # whether a value is cut into one row for each device
     # Whether a value is on the first device only, and pushes at the prompt are gathered there.
     on_one_device: bool = False
@@ -42,7 +42,7 @@ KINDS = {
     for kind in (
         Kind("local", collectives.gather_sum, on_one_device=True),
         Kind("device", collectives.allreduce),
-        Kind("sharded", collectives.reduce_scatter, compressed.reduce_scatter, in_rows=True),
+        Kind("sharded", collectives.reduce_scatter, reduce_scatter, in_rows=True),
         Kind("dist_sync", collectives.allreduce, over_processes=True, within_process="local"),
         Kind("dist_device_sync", collectives.allreduce, over_processes=True, within_process="device"),
         Kind("dist_async", collectives.allreduce, over_processes=True, within_process="local", delayed=True),

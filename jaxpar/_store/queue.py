@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from .._core.arrays import is_at_prompt, is_traced
+from .._core.arrays import is_traced, is_tracing
 from .._devices.mesh import are_on, assemble, copies_on, spans_processes, split_over, to_host
 from . import aggregate
 from .store import Arrays, Changes, KVStore, Lists, shapes_of, with_changes
@@ -44,48 +44,40 @@ def start(store: KVStore, key: int, count: int) -> PendingPushes:
 
 def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> Changes:
     """What a push changes: `send`, the push without a delay, gets the values that are due."""
-    held = {k: store.pending[k] for k in pushed if k in store.pending}
-    at_prompt = axis_name is None and is_at_prompt((pushed, held, store.values))
-    if axis_name is not None:
-        new = aggregate.local_sums(store, pushed)
-    elif at_prompt:
-        new = {k: _stack(store, k, values) for k, values in pushed.items()}
+    if is_tracing():
+        combine = jnp.stack if axis_name is None else aggregate.add
+        new = {k: combine(values) for k, values in aggregate.as_stored(store, pushed).items()}
     else:
-        new = {k: jnp.stack([aggregate.as_stored(store, k, v) for v in values]) for k, values in pushed.items()}
-    due, pending, ready = rotate_queue(store, new, one=axis_name is not None, at_prompt=at_prompt)
-    changes = _apply(store, due, ready, axis_name, at_prompt, send)._replace(pending=pending)
-    return _beside_pending(store, changes) if at_prompt else changes
+        new = {k: _stack(store, k, values) for k, values in pushed.items()}
+    due, pending, ready = rotate_queue(store, new, one=axis_name is not None)
+    changes = _apply(store, due, ready, axis_name, send)._replace(pending=pending)
+    return changes if is_tracing() else _beside_pending(store, changes)
 
 
 def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
     """The store after all pending pushes, the oldest first."""
-    at_prompt = axis_name is None and is_at_prompt((store.pending, store.values))
     store = dataclasses.replace(store, pending=dict(sorted(store.pending.items())))  # as a push has its keys
     for i in range(store.staleness):
-        due, ready = pending_at(store, i, at_prompt=at_prompt)
-        store = with_changes(store, _apply(store, due, ready, axis_name, at_prompt, send))
+        due, ready = pending_at(store, i)
+        store = with_changes(store, _apply(store, due, ready, axis_name, send))
     changes = Changes(pending=jax.tree.map(_zeros_like, store.pending))
-    return with_changes(store, _beside_pending(store, changes) if at_prompt else changes)
+    return with_changes(store, changes if is_tracing() else _beside_pending(store, changes))
 
 
-def _apply(
-    store: KVStore, due: Arrays, ready: Mapping[int, Any], axis_name: str | None, at_prompt: bool, send: Send
-) -> Changes:
+def _apply(store: KVStore, due: Arrays, ready: Mapping[int, Any], axis_name: str | None, send: Send) -> Changes:
     """The changes by the values that are ready. At the prompt it is known which are, and nothing has to be masked."""
     now, shapes = dataclasses.replace(store, staleness=0, pending={}), shapes_of(store)
-    if at_prompt:
+    if not is_tracing():
         lists = {k: _unstack(value) for k, value in due.items() if ready[k]}
         return send(now, lists) if lists else Changes()
     lists = {k: list(v) if axis_name is None else [v.reshape(shapes[k])] for k, v in due.items()}
     return where_ready(store, send(now, lists), ready, lists, axis_name)
 
 
-def rotate_queue(
-    store: KVStore, new: Arrays, *, one: bool = False, at_prompt: bool = False
-) -> tuple[Arrays, dict[int, PendingPushes], dict[int, Any]]:
+def rotate_queue(store: KVStore, new: Arrays, *, one: bool) -> tuple[Arrays, dict[int, PendingPushes], dict[int, Any]]:
     """The oldest value of each key, the queues with the new ones in their place, and whether each was ever pushed."""
     # With `one` the new values are those of one device, inside a mapped axis. There the first axis of the queues, the
-    # devices, has length 1 (`shard_map`) or is gone (`pmap`). At the prompt the number of pushes is known.
+    # devices, has length 1 (`shard_map`) or is gone (`pmap`).
     due, pending, ready = {}, {}, {}
     for k, value in new.items():
         value = value.astype(store.values[k].dtype)
@@ -99,14 +91,14 @@ def rotate_queue(
             )
         due[k] = oldest.reshape(value.shape) if one else oldest
         joined = value.reshape(oldest.shape) if one else value
-        count, ready[k] = _count_push(held.count, store.staleness, at_prompt)
+        count, ready[k] = _count_push(held.count, store.staleness)
         pending[k] = PendingPushes((*held.values[1:], joined), count)
     return due, pending, ready
 
 
-def _count_push(count: jax.Array, most: int, at_prompt: bool) -> tuple[jax.Array, Any]:
+def _count_push(count: jax.Array, most: int) -> tuple[jax.Array, Any]:
     """The count after one push more, and whether the queue was full."""
-    if not at_prompt:
+    if is_tracing():
         return jnp.minimum(count + 1, most), count == most
     if _known(count) == most:
         return count, True
@@ -145,12 +137,11 @@ def select(condition: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
-def pending_at(store: KVStore, i: int, *, at_prompt: bool = False) -> tuple[Arrays, dict[int, Any]]:
+def pending_at(store: KVStore, i: int) -> tuple[Arrays, dict[int, Any]]:
     """Place i of the queues, and whether it was pushed."""
-    counts = {k: _known(held.count) if at_prompt else held.count for k, held in store.pending.items()}
-    return {k: held.values[i] for k, held in store.pending.items()}, {
-        k: i >= store.staleness - count for k, count in counts.items()
-    }
+    counts = {k: held.count if is_tracing() else _known(held.count) for k, held in store.pending.items()}
+    ready: dict[int, Any] = {k: i >= store.staleness - count for k, count in counts.items()}
+    return {k: held.values[i] for k, held in store.pending.items()}, ready
 
 
 def regroup(held: PendingPushes, count: int) -> PendingPushes:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,32 +25,32 @@ from .._devices.user_mesh import without_types
 from ..compression import Compressor, LinearCompressor
 from ..mxnet import _STORE_ARGUMENTS, _line_for
 from ..updaters import Updater, accumulate, assign
-from .kinds import KINDS, Kind
+from .kinds import KINDS
 
-# How one array is kept on the devices. A layout is static and hashable, since a store has those of its values as a
-# static field. Each has
-#
-#     stored(value)       a whole value as the store holds it
-#     whole(stored)       the inverse
-#     sharding(devices)   where what is stored goes
-#     spec(axis_name)     how it is spread over a mapped axis
+# How one array is kept on the devices. A layout is hashable, since a store has those of its values as a static field.
 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
     """A value in its own shape, whole on each device."""
 
+    in_parts: ClassVar[bool] = False  # whether each device has a part of its own, along the first axis
+
     def stored(self, value: jax.Array) -> jax.Array:
+        """A whole value as the store holds it."""
         return value
 
     def whole(self, stored: jax.Array) -> jax.Array:
+        """The inverse."""
         return stored
 
     def sharding(self, devices: Sequence[Device]) -> NamedSharding:
-        return copies_on(devices)
+        """Where what is stored goes."""
+        return split_over(devices) if self.in_parts else copies_on(devices)
 
     def spec(self, axis_name: str) -> PartitionSpec:
-        return PartitionSpec()
+        """How it is spread over a mapped axis."""
+        return PartitionSpec(axis_name) if self.in_parts else PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,17 +65,13 @@ class Split(Whole):
 
 @dataclasses.dataclass(frozen=True)
 class OfDevices(Whole):
-    """What the devices have each of their own, along the first axis: residuals and pending pushes."""
+    """What the devices have each of their own: residuals and pending pushes."""
 
-    def sharding(self, devices: Sequence[Device]) -> NamedSharding:
-        return split_over(devices)
-
-    def spec(self, axis_name: str) -> PartitionSpec:
-        return PartitionSpec(axis_name)
+    in_parts = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Rows(OfDevices):
     """A value as (count, chunk): flat, padded, one row on each device. So any shape is shared evenly."""
 
     shape: Shape  # of the whole value
@@ -91,17 +87,10 @@ class Rows:
     def whole(self, stored: jax.Array) -> jax.Array:
         return collectives.from_rows(stored, self.shape)
 
-    def sharding(self, devices: Sequence[Device]) -> NamedSharding:
-        return split_over(devices)
 
-    def spec(self, axis_name: str) -> PartitionSpec:
-        return PartitionSpec(axis_name)
-
-
-Layout = Whole | Split | Rows
 WHOLE = Whole()
 
-Layouts = tuple[tuple[int, Layout], ...]
+Layouts = tuple[tuple[int, Whole], ...]
 Arrays = dict[int, jax.Array]
 Lists = dict[int, list[jax.Array]]
 
@@ -256,14 +245,6 @@ def names(store: KVStore) -> dict[int, str]:
 # What is asked of a store.
 
 
-def kind_of(store: KVStore) -> Kind:
-    return KINDS[store.kind]
-
-
-def layouts_of(store: KVStore) -> dict[int, Layout]:
-    return {**dict.fromkeys(store.values, WHOLE), **dict(store.layouts)}
-
-
 def rows_of(store: KVStore) -> dict[int, Rows]:
     """The layouts of the values that are cut into rows."""
     return {k: layout for k, layout in store.layouts if isinstance(layout, Rows)}
@@ -276,14 +257,14 @@ def is_on_mesh(store: KVStore) -> bool:
 
 def is_split(store: KVStore) -> bool:
     """Whether values are cut into rows, so that a program on one device sees a part of each only."""
-    return kind_of(store).in_rows and not is_on_mesh(store)
+    return KINDS[store.kind].in_rows and not is_on_mesh(store)
 
 
-def home(store: KVStore, layout: Layout) -> jax.sharding.Sharding | None:
+def home(store: KVStore, layout: Whole) -> jax.sharding.Sharding | None:
     """Where a new array of this layout goes. None: it stays where it is."""
     if store.devices is None:
         return None
-    return SingleDeviceSharding(store.devices[0]) if kind_of(store).on_one_device else layout.sharding(store.devices)
+    return SingleDeviceSharding(store.devices[0]) if KINDS[store.kind].on_one_device else layout.sharding(store.devices)
 
 
 def mesh_of_values(store: KVStore) -> Mesh:
@@ -293,7 +274,7 @@ def mesh_of_values(store: KVStore) -> Mesh:
     return mesh
 
 
-def everywhere(store: KVStore) -> Layout:
+def everywhere(store: KVStore) -> Whole:
     """The layout of an array of which each device of the store has a copy."""
     return Split(NamedSharding(mesh_of_values(store), PartitionSpec())) if is_on_mesh(store) else WHOLE
 
@@ -345,16 +326,16 @@ def start_state(store: KVStore, key: int, value: jax.Array) -> Any:
 
 def layout_of_each(store: KVStore) -> KVStore:
     """The store with the layout of each array in place of it."""
-    layouts, rest = layouts_of(store), everywhere(store)
+    layouts, rest = {**dict.fromkeys(store.values, WHOLE), **dict(store.layouts)}, everywhere(store)
 
-    def state(k: int, leaf: Any) -> Layout:
+    def state(k: int, leaf: Any) -> Whole:
         return layouts[k] if leaf.shape == store.values[k].shape else rest
 
     return dataclasses.replace(
         store,
-        values={k: layouts[k] for k in store.values},
+        values=layouts,
         updater_state={k: jax.tree.map(functools.partial(state, k), v) for k, v in store.updater_state.items()},
-        optimizer_state=jax.tree.structure(store.optimizer_state).unflatten(state_layouts(store)),
+        optimizer_state=state_layouts(store),
         residuals=jax.tree.map(lambda _: OfDevices(), store.residuals),
         pending={k: p._replace(values=(OfDevices(),) * len(p.values), count=rest) for k, p in store.pending.items()},
     )
@@ -381,27 +362,28 @@ def by_key(store: KVStore, tree: Any) -> Arrays:
     return dict(zip(trained_keys(store), jax.tree.leaves(tree), strict=True))
 
 
-def state_layouts(store: KVStore) -> list[Layout]:
-    """How each leaf of the optimizer's state is kept."""
+def state_layouts(store: KVStore) -> Any:
+    """The optimizer's state with the layout of each leaf in place of it."""
     # What belongs to a param and has its shape is kept as the param. Each device has a copy of the rest.
-    state = jax.tree.leaves(store.optimizer_state)
-    if not state or not store.layouts:
-        return [WHOLE for _ in state]
-    layouts, specs = layouts_of(store), specs_of(store)
+    state, copies = store.optimizer_state, everywhere(store)
+    if not jax.tree.leaves(state) or not store.layouts:
+        return jax.tree.map(lambda _: WHOLE, state)
+    layouts, specs = dict(store.layouts), specs_of(store)
     if is_split(store):
         # The optimizer is elementwise: the state of a flat share has an axis where it has a number for each element.
         flat = {k: jax.ShapeDtypeStruct((rows.chunk,), specs[k].dtype) for k, rows in rows_of(store).items()}
-        whole, share = (
-            jax.tree.leaves(jax.eval_shape(store.updater.init, tree_of(store, params))) for params in (specs, flat)
-        )
-        return [Rows(w.shape, shards(store)) if s.ndim else WHOLE for w, s in zip(whole, share, strict=True)]
-    copies = everywhere(store)
+        whole, share = (jax.eval_shape(store.updater.init, tree_of(store, params)) for params in (specs, flat))
+        return jax.tree.map(lambda w, s: Rows(w.shape, shards(store)) if s.ndim else WHOLE, whole, share)
     try:
-        found = owners(store)
+        found = iter(owners(store))
     except updaters._UnknownOwners:
-        return [copies for _ in state]
-    both = zip(found, state, strict=True)
-    return [copies if k is None or specs[k].shape != leaf.shape else layouts[k] for k, leaf in both]
+        return jax.tree.map(lambda _: copies, state)
+
+    def layout(leaf: Any) -> Whole:
+        k = next(found)
+        return copies if k is None or specs[k].shape != leaf.shape else layouts[k]
+
+    return jax.tree.map(layout, state)
 
 
 def owners(store: KVStore) -> list[int | None]:
@@ -412,8 +394,7 @@ def owners(store: KVStore) -> list[int | None]:
 
 def whole_state(store: KVStore) -> Any:
     """The optimizer's state with whole values, for `eval_params` and for checkpoints."""
-    leaves, structure = jax.tree.flatten(store.optimizer_state)
-    return structure.unflatten([layout.whole(x) for layout, x in zip(state_layouts(store), leaves, strict=True)])
+    return jax.tree.map(lambda layout, x: layout.whole(x), state_layouts(store), store.optimizer_state)
 
 
 # What a store looks like at the prompt and in a notebook, and whether two are equal.

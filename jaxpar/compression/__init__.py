@@ -15,31 +15,16 @@ Its `init`, `encode` and `decode` (`powersgd`: `init` and `allreduce`) are pure.
 
 The room:
 
+    _sums         what a push does: it encodes, exchanges, decodes and adds
     _compressors  what a specification such as `{"type": "2bit", "threshold": 0.5}` makes
     _int3         3-bit integers and a scale, also for the sum
     _base         the base classes, and the sum of the decoded payloads of all devices
     _bits         packs codes into words, and codes sums of equal steps
-
-`kv` exchanges the payloads between devices.
 """
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
-from ._base import (
-    Compressor as Compressor,
-    ElementCompressor as _ElementCompressor,
-    LinearCompressor as LinearCompressor,
-    RowCompressor as _RowCompressor,
-    decode_sum as decode_sum,
-)
-from ._bits import (
-    Grid as _Grid,
-    in_order as _in_order,
-    pack_lanes as _pack_lanes,
-    pack_planes as _pack_planes,
-    unpack_lanes as _unpack_lanes,
-    unpack_planes as _unpack_planes,
-)
+from ._base import Compressor as Compressor, LinearCompressor as LinearCompressor, decode_sum as decode_sum
 from ._compressors import (
     TYPES as TYPES,
     BFloat16 as BFloat16,
@@ -50,9 +35,5 @@ from ._compressors import (
     TwoBit as TwoBit,
     make as make,
 )
-from ._int3 import (
-    Int3 as Int3,
-    allreduce as _allreduce_two_way,
-    reduce_scatter as _reduce_scatter_two_way,
-    start_owner as _start_owner,
-)
+from ._int3 import Int3 as Int3, start_owner as _start_owner
+from ._sums import allreduce as _allreduce, reduce_scatter as _reduce_scatter

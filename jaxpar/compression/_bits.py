@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import operator
@@ -127,86 +126,60 @@ def _lane_shifts(bits: int) -> jax.Array:
 # Sums of equal steps as integers: what an owner sends back in place of float32 numbers.
 
 
-@dataclasses.dataclass(frozen=True)
 class Grid:
     """The sums of `count` numbers ±step (or 0), added in float32 from left to right.
 
     Such a sum is k * step, where k is from -count to count. If k * step is no float32, the order of the additions
     decides on the last bits. Then the code of a sum has its distance from k * step too. So every sum comes back bit
     for bit.
-
-    Attributes:
-        step: a float32 number above 0.
-        count: how many numbers are added.
-        stride: 2 where no number is 0, so that every other k only occurs.
     """
 
-    step: float
-    count: int
-    stride: int = 1
-
-    @property
-    def bits(self) -> int:
-        """The bits of a code. 32 means float32 numbers without codes."""
-        _, _, unit = _parts(self.step)
-        highest = self.count * float(np.float32(self.step))
-        if unit < _SMALLEST or highest > float(np.finfo(np.float32).max) or self.count >= 1 << 24:
-            return _FLOAT
-        steps = 2 * self.count // self.stride + 1
-        return min(_FLOAT, (steps * self._places - 1).bit_length())
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether every k * step is a float32 number, so that the order of the additions does not matter."""
-        return self.bits < _FLOAT and not self._slack
+    def __init__(self, step: float, count: int, stride: int = 1):
+        """`step`: a float32 number above 0. `stride`: 2 where no number is 0, so that every other k only occurs."""
+        self._step, self._count, self._stride = np.float32(step), count, stride
+        mantissa, exponent = math.frexp(float(self._step))
+        digits, unit = int(mantissa * 2**24), exponent - 24
+        while digits % 2 == 0:
+            digits, unit = digits // 2, unit + 1
+        # The step as the sum of two numbers of 12 digits, whose multiples are exact, and the unit of its last digit.
+        upper, lower = math.ldexp(digits >> 12 << 12, unit), math.ldexp(digits & 0xFFF, unit)
+        self._scaled = np.float32(upper), np.float32(lower), np.float32(2.0**unit)
+        is_beyond = unit < _SMALLEST or count * float(self._step) > float(np.finfo(np.float32).max) or count >= 1 << 24
+        self._slack = 0 if is_beyond else _largest_error(digits, count)
+        self._places = 2 * self._slack + 1  # the codes for each k
+        steps = 2 * count // stride + 1
+        # The bits of a code. 32 means float32 numbers without codes.
+        self.bits = _FLOAT if is_beyond else min(_FLOAT, (steps * self._places - 1).bit_length())
+        # Whether every k * step is a float32 number, so that the order of the additions does not matter.
+        self.is_exact = self.bits < _FLOAT and not self._slack
 
     def encode(self, total: jax.Array) -> jax.Array:
         """The uint32 code of each float32 sum."""
-        upper, lower, unit = self._scaled()
-        k = jnp.round(total / np.float32(self.step))
+        upper, lower, unit = self._scaled
+        k = jnp.round(total / self._step)
         # Each result is a float32 number, so nothing is rounded.
         distance = ((total - k * upper) - k * lower) / unit
         place = (distance + self._slack).astype(jnp.uint32)
-        index = ((k + self.count) / self.stride).astype(jnp.uint32)
+        index = ((k + self._count) / self._stride).astype(jnp.uint32)
         return index * np.uint32(self._places) + place
 
     def decode(self, codes: jax.Array) -> jax.Array:
         """The float32 sums: the inverse of `encode`."""
-        upper, lower, unit = self._scaled()
-        k = (codes // np.uint32(self._places)).astype(jnp.float32) * self.stride - self.count
+        upper, lower, unit = self._scaled
+        k = (codes // np.uint32(self._places)).astype(jnp.float32) * self._stride - self._count
         distance = (codes % np.uint32(self._places)).astype(jnp.float32) - self._slack
         return k * upper + (k * lower + distance * unit)
 
-    @functools.cached_property
-    def _slack(self) -> int:
-        """The largest error, in units, of a sum of `count` steps that is rounded after each step."""
-        upper, lower, _ = _parts(self.step)
-        largest, slack = upper + lower, 0
-        if self.count * largest < 1 << 24:
-            return 0
-        for terms in range(2, self.count + 1):
-            extra = max(0, (largest + upper + lower).bit_length() - 24)
-            slack += (1 << extra) >> 1 if terms > 2 else 0  # twice a float32 number is one
-            largest = -(-(largest + upper + lower) >> extra) << extra  # rounded up: no less than float32 has it
-            if slack >= 1 << _FLOAT:
-                break
-        return slack
 
-    @property
-    def _places(self) -> int:
-        """The number of codes for each k."""
-        return 2 * self._slack + 1
-
-    def _scaled(self) -> tuple[np.float32, np.float32, np.float32]:
-        """The step as the sum of two numbers of 12 digits, whose multiples are exact, and the unit of its last one."""
-        upper, lower, unit = _parts(self.step)
-        return np.float32(math.ldexp(upper, unit)), np.float32(math.ldexp(lower, unit)), np.float32(2.0**unit)
-
-
-def _parts(step: float) -> tuple[int, int, int]:
-    """(upper, lower, unit): the step is (upper + lower) * 2**unit, upper + lower is odd, lower has 12 digits."""
-    mantissa, exponent = math.frexp(float(np.float32(step)))
-    digits, unit = int(mantissa * 2**24), exponent - 24
-    while digits % 2 == 0:
-        digits, unit = digits // 2, unit + 1
-    return digits >> 12 << 12, digits & 0xFFF, unit
+def _largest_error(step: int, count: int) -> int:
+    """The largest error of a sum of `count` steps, an odd integer, that is rounded to 24 digits after each step."""
+    largest, slack = step, 0
+    if count * step < 1 << 24:
+        return 0
+    for terms in range(2, count + 1):
+        extra = max(0, (largest + step).bit_length() - 24)
+        slack += (1 << extra) >> 1 if terms > 2 else 0  # twice a float32 number is one
+        largest = -(-(largest + step) >> extra) << extra  # rounded up: no less than float32 has it
+        if slack >= 1 << _FLOAT:
+            break
+    return slack

@@ -181,7 +181,7 @@ def _plan(rows: Arrays, limits: BucketLimits) -> collectives.Groups:
     """Which rows travel together, by the bytes of their bits. Short ones do, since a bucket ends with a whole word."""
     sizes = [words(r.shape[1:], PLANE) for r in rows]
     lead = [r.shape[0] if size >= _SHORT else 1 for r, size in zip(rows, sizes, strict=True)]
-    return collectives.plan(tuple((shape, jnp.dtype("uint32")) for shape in zip(lead, sizes, strict=True)), limits)
+    return collectives.plan([jax.ShapeDtypeStruct(shape, "uint32") for shape in zip(lead, sizes, strict=True)], limits)
 
 
 def _is_inside(size: int, chunk: int, axis_name: str) -> jax.Array:

@@ -19,26 +19,10 @@ from .._devices import processes
 from .._devices.collectives import BucketLimits
 from .._devices.mesh import own_copies, put, spans_processes
 from .._devices.user_mesh import in_user_mesh
+from .._store import store as stores
 from .._store.aggregate import check_shares
-from .._store.kinds import kind_named
-from .._store.store import (
-    Changes,
-    KVStore,
-    Rows,
-    home,
-    is_on_mesh,
-    is_split,
-    kind_of,
-    lay_out,
-    names,
-    shards,
-    specs_of,
-    start_state,
-    state_layouts,
-    trained_keys,
-    tree_of,
-    with_changes,
-)
+from .._store.kinds import KINDS, kind_named
+from .._store.store import Changes, KVStore, Rows
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse, to_dense
 from ..updaters import (
@@ -163,7 +147,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     keys = [checks.as_key(k) for k in (key if many else (key,))]
     given = checks.as_values(keys, value, many, "kv.init")
     whole = isinstance(store.updater, TreeOptimizer)
-    if whole or (is_on_mesh(store) and not set(keys) <= dict(store.layouts).keys()):
+    if whole or (stores.is_on_mesh(store) and not set(keys) <= dict(store.layouts).keys()):
         fault = "its optimizer sees all params together" if whole else "its values are split over a mesh"
         raise ValueError(
             f"kv.init: keys {checks.shorten(keys)}: the store takes no further keys, because {fault}; give all params "
@@ -174,15 +158,15 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
         raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")
     arrays = _own_arrays(dict(zip(keys, given, strict=True)))
     check_shares(store, arrays, "kv.init")
-    if kind_of(store).over_processes or processes.to_share(arrays, store.devices or ()):
+    if KINDS[store.kind].over_processes or processes.to_share(arrays, store.devices or ()):
         arrays = _values_of_first(arrays)
-    if is_split(store):
+    if stores.is_split(store):
         # A frozen value stays whole: its rows would be gathered at every step.
-        rows = {k: Rows(tuple(v.shape), shards(store)) for k, v in arrays.items() if k not in store.frozen}
+        rows = {k: Rows(tuple(v.shape), stores.shards(store)) for k, v in arrays.items() if k not in store.frozen}
         store = dataclasses.replace(store, layouts=(*store.layouts, *rows.items()))
-    values = {k: lay_out(store, k, v) for k, v in arrays.items()}
-    states = {k: start_state(store, k, v) for k, v in values.items()}
-    return with_changes(store, Changes(values, states))
+    values = {k: stores.lay_out(store, k, v) for k, v in arrays.items()}
+    states = {k: stores.start_state(store, k, v) for k, v in values.items()}
+    return stores.with_changes(store, Changes(values, states))
 
 
 def signature(arrays: Mapping[int, Any]) -> str:
@@ -243,8 +227,8 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     check_updater(updater, "kv.set_updater")
     check_stored(store.values, store.values, "kv.set_updater")
     store = dataclasses.replace(store, updater=updater, optimizer_state=())
-    check_shares(store, specs_of(store), "kv.set_updater")
-    state = {k: start_state(store, k, v) for k, v in store.values.items()}
+    check_shares(store, stores.specs_of(store), "kv.set_updater")
+    state = {k: stores.start_state(store, k, v) for k, v in store.values.items()}
     return dataclasses.replace(store, updater_state=state)
 
 
@@ -296,27 +280,26 @@ def _with_tree_optimizer(store: KVStore, tx: Any) -> KVStore:
     """The store, made by `from_params`, with this transform and its state before the first update."""
     where, optimizer = "kv.set_optimizer", TreeOptimizer(tx)
     store = dataclasses.replace(store, updater=optimizer, updater_state=dict.fromkeys(store.values, ()))
-    check_shares(store, specs_of(store), where)
-    if store.staleness and optimizer.reads_loss(tree_of(store, specs_of(store))):
+    check_shares(store, stores.specs_of(store), where)
+    if store.staleness and optimizer.reads_loss(stores.tree_of(store, stores.specs_of(store))):
         late = f"with staleness {store.staleness} that of a gradient is gone"
         raise ValueError(f"{where}: this optimizer reads the loss, and {late}; use kind 'dist_sync', or staleness=0")
     places: dict[frozenset[Any], int] = {}  # no program can have values that are committed to different devices
-    for k in trained_keys(store):
+    for k in stores.trained_keys(store):
         value = store.values[k]
         if isinstance(value, jax.Array) and not is_traced(value) and value.committed:
             places.setdefault(frozenset(value.sharding.device_set), k)
     if len(places) > 1:
-        one, other = [repr(names(store)[k]) for k in list(places.values())[:2]]
+        one, other = [repr(stores.names(store)[k]) for k in list(places.values())[:2]]
         raise ValueError(
             f"{where}: params {one} and {other} are on different devices, and the optimizer sees all in one program; "
             "give devices=, or updater=jp.updaters.from_optax(tx), which keeps one state a key"
         )
-    store = dataclasses.replace(store, optimizer_state=optimizer.init(tree_of(store, store.values)))
+    store = dataclasses.replace(store, optimizer_state=optimizer.init(stores.tree_of(store, store.values)))
     if store.devices is None or is_traced(store.optimizer_state):
         return store
-    leaves, structure = jax.tree.flatten(store.optimizer_state)
-    placed = [put(leaf, home(store, layout)) for layout, leaf in zip(state_layouts(store), leaves, strict=True)]
-    return dataclasses.replace(store, optimizer_state=structure.unflatten(placed))
+    homes = jax.tree.map(lambda layout: stores.home(store, layout), stores.state_layouts(store))
+    return dataclasses.replace(store, optimizer_state=jax.tree.map(put, store.optimizer_state, homes))
 
 
 @answers("kv.set_gradient_compression", MXNET_ARGUMENTS)
@@ -344,7 +327,7 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
         [0.0, 0.5, -0.5]
     """
     compressor = compression.make(spec)
-    if is_on_mesh(store) and compressor is not None:
+    if stores.is_on_mesh(store) and compressor is not None:
         raise ValueError(
             "kv.set_gradient_compression: values of this store are split over a mesh, and the compiler sums their "
             "gradients; make the store without sharding= and mesh=, in kind 'sharded' with an elementwise optimizer"

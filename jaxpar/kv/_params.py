@@ -19,7 +19,9 @@ from .._core.text import did_you_mean, matches
 from .._devices import processes
 from .._devices.mesh import mesh_of
 from .._devices.user_mesh import in_user_mesh
-from .._store.store import KVStore, by_key, kind_of, tree_of, whole_state
+from .._store import store as stores
+from .._store.kinds import KINDS
+from .._store.store import KVStore
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
 from ..updaters import (
@@ -115,7 +117,7 @@ def from_params(
     store = dataclasses.replace(store, frozen=_frozen_keys(frozen, params, paths, values))
     chosen = mesh if mesh is not None else _mesh_for(store, params, sharding, optimizer)
     if chosen is not None:
-        if sharding is None and kind_of(store).in_rows and not _split_shardings(params):
+        if sharding is None and KINDS[store.kind].in_rows and not _split_shardings(params):
             sharding = default_rule(store, chosen)
         layouts = split_layouts(store, range(len(values)), params, chosen, sharding, "kv.from_params")
         store = dataclasses.replace(store, devices=tuple(chosen.devices.flat), layouts=layouts)
@@ -178,7 +180,7 @@ def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mes
         return mesh
     if sharding is not None:
         return mesh_of(store.devices or processes.devices())
-    if not kind_of(store).in_rows or optimizer is None or isinstance(optimizer, Updater):
+    if not KINDS[store.kind].in_rows or optimizer is None or isinstance(optimizer, Updater):
         return None
     assert store.devices is not None
     leaves, structure = jax.tree.flatten(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
@@ -278,7 +280,7 @@ def eval_params(store: KVStore, *, copy: bool = True) -> Any:
     if not isinstance(store.updater, TreeOptimizer) or not has_average(store.optimizer_state):
         return params
     leaves = jax.tree.leaves(params)
-    trained = tree_of(store, dict(enumerate(leaves)))
-    found = by_key(store, store.updater.evaluated(whole_state(store), trained))
+    trained = stores.tree_of(store, dict(enumerate(leaves)))
+    found = stores.by_key(store, store.updater.evaluated(stores.whole_state(store), trained))
     assert store.treedef is not None
     return store.treedef.unflatten([found.get(k, leaf) for k, leaf in enumerate(leaves)])

@@ -28,28 +28,9 @@ from .._devices import processes
 from .._devices.mesh import auto_mesh, copies_on, put, put_copy, split_over, to_host
 from .._devices.shardings import ShardingRule, fsdp, shardings_of
 from .._devices.user_mesh import in_user_mesh
-from .._store import aggregate, queue
-from .._store.store import (
-    KVStore,
-    Layouts,
-    Rows,
-    Split,
-    copies_for,
-    is_on_mesh,
-    kind_of,
-    layout_of_each,
-    layouts_of,
-    mesh_of_values,
-    names,
-    owners,
-    rows_of,
-    shapes_of,
-    specs_of,
-    state_layouts,
-    trained_keys,
-    tree_of,
-    whole_state,
-)
+from .._store import aggregate, queue, store as stores
+from .._store.kinds import KINDS
+from .._store.store import KVStore, Layouts, Rows, Split
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..updaters import _TreeOptimizer as TreeOptimizer, _UnknownOwners as UnknownOwners
 from ._create import create, signature
@@ -104,25 +85,25 @@ def place(
     if mesh is not None and devices is not None:
         raise ValueError("kv.place: give mesh= or devices=, not both")
     if mesh is None and sharding is not None:
-        if devices is not None or not is_on_mesh(store):
+        if devices is not None or not stores.is_on_mesh(store):
             raise ValueError("kv.place: sharding= splits values over a mesh; give mesh= with it, not devices=")
-        mesh = mesh_of_values(store)
+        mesh = stores.mesh_of_values(store)
     if mesh is not None:
-        specs, target = specs_of(store), tuple(mesh.devices.flat)
-        like: Any = {names(store)[k]: spec for k, spec in specs.items()}
+        specs, target = stores.specs_of(store), tuple(mesh.devices.flat)
+        like: Any = {stores.names(store)[k]: spec for k, spec in specs.items()}
         if store.treedef is not None:
             like = store.treedef.unflatten([specs[k] for k, _ in store.paths])
         if sharding is None:
-            sharding = default_rule(store, mesh) if kind_of(store).in_rows else PartitionSpec()
+            sharding = default_rule(store, mesh) if KINDS[store.kind].in_rows else PartitionSpec()
         layouts = split_layouts(store, sorted(specs), like, mesh, sharding, "kv.place")
     else:
         target = create(store.kind, devices=devices).devices
         if target is None:
             raise ValueError("kv.place: give devices or mesh")
-        if is_on_mesh(store) and target != store.devices:
+        if stores.is_on_mesh(store) and target != store.devices:
             hint = "write kv.place(store, mesh=mesh, sharding=rule)"
             raise ValueError(f"kv.place: the values are split over a mesh with other devices; {hint}")
-        rows = {k: Rows(layout.shape, len(target)) for k, layout in rows_of(store).items()}
+        rows = {k: Rows(layout.shape, len(target)) for k, layout in stores.rows_of(store).items()}
         layouts = tuple({**dict(store.layouts), **rows}.items())
     arrays = (store.values, store.updater_state, store.optimizer_state)
     if processes.to_share(arrays, target):  # those of this process only, for devices of several
@@ -141,7 +122,7 @@ def default_rule(store: KVStore, mesh: Mesh) -> ShardingRule:
 
 def split_layouts(store: KVStore, keys: Iterable[int], params: Any, mesh: Mesh, sharding: Any, where: str) -> Layouts:
     """The layouts of a pytree of params that is split over a mesh, for the keys of its leaves."""
-    kind, fault = kind_of(store), ""
+    kind, fault = KINDS[store.kind], ""
     if kind.on_one_device:
         fault = f"kind {kind.name!r} keeps a value on one device; use kind 'device', or 'sharded'"
     elif store.staleness:
@@ -158,27 +139,30 @@ def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVSto
     """The values and the updater's states on other devices, in memory of their own."""
     bare = dataclasses.replace(store, devices=target, layouts=layouts, residuals={}, pending={})
     if store.devices is None or len(store.devices) != len(target):
-        aggregate.check_shares(bare, specs_of(store), "kv.place")
-    before, after = layouts_of(store), layouts_of(bare)
+        aggregate.check_shares(bare, stores.specs_of(store), "kv.place")
+    before, after = dict(store.layouts), dict(layouts)
 
     def value(k: int, leaf: jax.Array) -> jax.Array:
-        return put_copy(after[k].stored(before[k].whole(leaf)), after[k].sharding(target))
+        layout = after.get(k, stores.WHOLE)
+        return put_copy(layout.stored(before.get(k, stores.WHOLE).whole(leaf)), layout.sharding(target))
 
     def state(k: int, leaf: jax.Array) -> jax.Array:
         """What has the shape of the value is kept as the value."""
-        return value(k, leaf) if leaf.shape == store.values[k].shape else put_copy(leaf, copies_for(bare))
+        return value(k, leaf) if leaf.shape == store.values[k].shape else put_copy(leaf, stores.copies_for(bare))
 
     keys = sorted(store.values)
     moved = dataclasses.replace(
         bare,
         values={k: value(k, store.values[k]) for k in keys},
         updater_state={k: jax.tree.map(functools.partial(state, k), store.updater_state[k]) for k in keys},
-        optimizer_state=whole_state(store),
+        optimizer_state=stores.whole_state(store),
     )
-    leaves, structure = jax.tree.flatten(moved.optimizer_state)
-    both = zip(state_layouts(moved), leaves, strict=True)
-    leaves = [put_copy(layout.stored(leaf), layout.sharding(target)) for layout, leaf in both]
-    return dataclasses.replace(moved, optimizer_state=structure.unflatten(leaves))
+
+    def lay_out(layout: Any, leaf: jax.Array) -> jax.Array:
+        return put_copy(layout.stored(leaf), layout.sharding(target))
+
+    state = jax.tree.map(lay_out, stores.state_layouts(moved), moved.optimizer_state)
+    return dataclasses.replace(moved, optimizer_state=state)
 
 
 @answers("kv.partition_specs", MXNET_ARGUMENTS)
@@ -199,7 +183,7 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
         >>> kv.partition_specs(kv.init(kv.create("device"), 3, jnp.ones(2)), "data").values
         {3: P()}
     """
-    return jax.tree.map(operator.methodcaller("spec", axis_name), layout_of_each(store))
+    return jax.tree.map(operator.methodcaller("spec", axis_name), stores.layout_of_each(store))
 
 
 def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
@@ -231,8 +215,8 @@ def _with_pending(store: KVStore, before: dict[int, queue.PendingPushes]) -> KVS
             which = f"pushes to key {k} are pending in this process only"
             raise ValueError(f"kv.place: {which}, but the devices belong to several processes; call kv.flush first")
         pushes = queue.regroup(jax.tree.map(to_host, pushes), count)
-        values, number = put_copy(pushes.values, split_over(store.devices)), put_copy(pushes.count, copies_for(store))
-        pending[k] = queue.PendingPushes(values, number)
+        values = put_copy(pushes.values, split_over(store.devices))
+        pending[k] = queue.PendingPushes(values, put_copy(pushes.count, stores.copies_for(store)))
     return dataclasses.replace(store, pending=pending)
 
 
@@ -241,8 +225,8 @@ def _with_pending(store: KVStore, before: dict[int, queue.PendingPushes]) -> KVS
 
 def slots(store: KVStore, prefix: str) -> list[SavedArray]:
     """What is saved of each leaf of the store."""
-    called, rules, found = names(store), rule_of_each(store), list[SavedArray]()
-    layouts = jax.tree.leaves(layout_of_each(store))
+    called, rules, found = stores.names(store), rule_of_each(store), list[SavedArray]()
+    layouts = jax.tree.leaves(stores.layout_of_each(store))
     for (path, leaf), layout in zip(jax.tree_util.tree_leaves_with_path(store), layouts, strict=True):
         field, name, frozen = path[0].name, path_name(path), False
         words, rule = name, None
@@ -260,10 +244,10 @@ def slots(store: KVStore, prefix: str) -> list[SavedArray]:
 
 def rule_of_each(store: KVStore) -> dict[int, str | None]:
     """What identifies the computation by which a push updates each key. None where that is not known."""
-    specs = specs_of(store)
+    specs = stores.specs_of(store)
     if not isinstance(store.updater, TreeOptimizer):
         return updaters._rule_of_each(store.updater, None, tuple(specs), tuple(specs.values()))
-    keys, structure = trained_keys(store), jax.tree.structure(tree_of(store, specs))
+    keys, structure = stores.trained_keys(store), jax.tree.structure(stores.tree_of(store, specs))
     return updaters._rule_of_each(store.updater, structure, tuple(keys), tuple(specs[k] for k in keys))
 
 
@@ -375,7 +359,7 @@ def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) ->
         )
     arrays = [found[f"values/{i}"][1] for i in range(staleness)]
     rows, pushes = max((a.shape[0] for a in arrays if a.ndim), default=0), found["count"][1]
-    expected = (rows, *shapes_of(store)[k]), store.values[k].dtype
+    expected = (rows, *stores.shapes_of(store)[k]), store.values[k].dtype
     if not rows or any((a.shape, a.dtype) != expected for a in arrays) or (pushes.shape, pushes.dtype) != ((), "int32"):
         raise ValueError(f"{words}: pending values must have the key's shape and dtype, with a row for each device")
     held = queue.PendingPushes(tuple(map(jnp.asarray, arrays)), jnp.asarray(pushes))
@@ -392,7 +376,7 @@ def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved
     wanted = [slot for slot in slots(like, prefix) if slot.name.startswith(join_names(prefix, _OPTIMIZER) + "/")]
     if not isinstance(like.updater, TreeOptimizer) or not old or not wanted:
         return saved
-    made_of, trained = _names_of_keys(like), set(map(str, trained_keys(like)))
+    made_of, trained = _names_of_keys(like), set(map(str, stores.trained_keys(like)))
     if {name for names in made_of for name in names} != {name for name in old if name.partition("/")[0] in trained}:
         return saved
     found: Saved = {}
@@ -416,10 +400,10 @@ def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) ->
     if wanted.keys() == held or not isinstance(like.updater, (TreeOptimizer, updaters.Updater)):
         return saved
     whole = dataclasses.replace(like, frozen=())
-    state = jax.eval_shape(functools.partial(_first_state, whole), specs_of(like))
+    state = jax.eval_shape(functools.partial(_first_state, whole), stores.specs_of(like))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     try:
-        keys = owners(whole) if _OPTIMIZER in state else [path[1].key for path in paths]
+        keys = stores.owners(whole) if _OPTIMIZER in state else [path[1].key for path in paths]
     except UnknownOwners:
         return saved
     owner = dict(zip([join_names(prefix, path_name(path)) for path in paths], keys, strict=True))
@@ -441,7 +425,7 @@ def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) ->
         record, array = saved[f"{values}/{k}"]
         saved[f"{values}/{k}"] = {n: x for n, x in record.items() if n != "rule"}, array
     if thawed:
-        called = ", ".join(repr(names(like)[k]) for k in sorted({owner[name] or 0 for name in thawed}))
+        called = ", ".join(repr(stores.names(like)[k]) for k in sorted({owner[name] or 0 for name in thawed}))
         remarks.append(f"{called}: frozen in the checkpoint, so the optimizer's state of these params starts anew")
     return {name: entry for name, entry in saved.items() if name in wanted or name not in held}
 
@@ -449,17 +433,17 @@ def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) ->
 def _first_state(store: KVStore, values: Mapping[int, Any]) -> dict[str, Any]:
     """The updater's state before the first update of these values, by the store's field that has it."""
     if isinstance(store.updater, TreeOptimizer):
-        return {_OPTIMIZER: store.updater.init(tree_of(store, values))}
+        return {_OPTIMIZER: store.updater.init(stores.tree_of(store, values))}
     return {"updater_state": {k: store.updater.init(k, v) for k, v in values.items()}}
 
 
 def _names_of_keys(store: KVStore) -> list[list[str]]:
     """For each leaf of the optimizer's state the names `key/leaf` of what it is in the states of single keys."""
     # What belongs to no single param is in the state of each key. The list is empty where that cannot be said.
-    specs, single = specs_of(store), dict[int, tuple[Iterator[str], Iterator[str]]]()
+    specs, single = stores.specs_of(store), dict[int, tuple[Iterator[str], Iterator[str]]]()
     try:
-        found = owners(store)
-        for k in trained_keys(store):
+        found = stores.owners(store)
+        for k in stores.trained_keys(store):
             leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(store.updater.init, specs[k]))
             called = [join_names(str(k), path_name(path)) for path, _ in leaves]
             both = list(zip(called, store.updater.owners(specs[k]), strict=True))

@@ -12,14 +12,15 @@ import numpy as np
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
 from .._core import checks
-from .._core.arrays import Device, is_at_prompt
+from .._core.arrays import Device, is_tracing
 from .._core.calls import answers
 from .._core.checks import Key, Keys, find_keys
 from .._devices import collectives, emulated
 from .._devices.mesh import STORE_AXIS, copies_on, donatable, mesh_of, spans_processes, to_host
-from .._devices.user_mesh import in_user_mesh, now_if_constant
+from .._devices.user_mesh import in_user_mesh, in_user_mesh_now
+from .._store import store as stores
 from .._store.aggregate import axis_size
-from .._store.store import KVStore, is_split, rows_of
+from .._store.store import KVStore
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ._create import init
 
@@ -46,8 +47,7 @@ def pull(
     store: KVStore, key: Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[list[jax.Array]]: ...
 @answers("kv.pull", MXNET_ARGUMENTS, RETURNED)
-@now_if_constant
-@in_user_mesh
+@in_user_mesh_now
 def pull(
     store: KVStore,
     key: Key | Keys,
@@ -106,17 +106,17 @@ def read(
 
 def own_values(store: KVStore, values: list[jax.Array]) -> list[jax.Array]:
     """What `pull_whole` gave, in arrays that do not belong to the store. Outside of traced functions only."""
-    return donatable(values) if _may_share(store) and is_at_prompt(values) else values
+    return values if is_tracing() or not _may_share(store) else donatable(values)
 
 
 def _may_share(store: KVStore) -> bool:
     """Whether `pull_whole` gives arrays of the store itself. Values in rows are gathered, but not frozen ones."""
-    return not is_split(store) or bool(store.frozen)
+    return not stores.is_split(store) or bool(store.frozen)
 
 
 def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[jax.Array]:
     """The values of these keys in the shapes that the user sees."""
-    values, layouts = [store.values[k] for k in keys], rows_of(store)
+    values, layouts = [store.values[k] for k in keys], stores.rows_of(store)
     cut = [i for i, k in enumerate(keys) if k in layouts]  # the others are whole, as frozen ones are
     if not cut:
         return values
@@ -131,11 +131,11 @@ def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> li
             if r.shape[0] != len(store.devices) or r.ndim != 2:
                 share = f"one device's share of a store of kind {store.kind!r}"
                 raise ValueError(f"kv.pull: key {keys[i]}: this is {share}; give axis_name to gather the others")
-        if is_at_prompt(stored):
+        if is_tracing():
+            whole = [layout.whole(r) for layout, r in zip(rows, stored, strict=True)]
+        else:
             emulated.wait_before_collectives(stored, store.devices)
             whole = _gather_program(store.devices, store.limits)(stored, shapes)
-        else:
-            whole = [layout.whole(r) for layout, r in zip(rows, stored, strict=True)]
     for i, value in zip(cut, whole, strict=True):
         values[i] = value
     return values
@@ -160,9 +160,7 @@ def _gather_program(devices: tuple[Device, ...], limits: Any) -> Any:
 
 def _on_each(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) -> list[list[jax.Array]]:
     """For each value a list with a copy on each device. `own`: arrays that are there already are copied too."""
-    if not devices:
-        return [[] for _ in values]
-    if not is_at_prompt(values):
+    if is_tracing() or not devices:
         return [[v] * len(devices) for v in values]
     wanted = set(devices)
     checks.check_own(wanted, "kv.pull")
@@ -194,7 +192,7 @@ def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, ja
     source = values[0].sharding
     groups: collectives.Groups = tuple((i,) for i in range(len(values)))
     if isinstance(source, SingleDeviceSharding) and all(v.sharding == source for v in values):
-        groups = collectives.plan_of(values, collectives.BucketLimits())
+        groups = collectives.plan(values)
     copies: list[dict[Device, jax.Array]] = [{} for _ in values]
     # The small ones first: the large ones may still be computed. And those stay out of programs, which copy.
     small, together = collectives.consecutive([g for g in groups if len(g) > 1])

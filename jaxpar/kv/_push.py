@@ -18,25 +18,15 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from .._core import checks
-from .._core.arrays import Device, is_at_prompt
+from .._core.arrays import Device, is_tracing
 from .._core.calls import answers
 from .._core.checks import Key, Keys, find_keys
 from .._devices import emulated, processes
 from .._devices.mesh import assemble, copies_on, put, spans_processes, split_over, to_host
-from .._devices.user_mesh import in_user_mesh, now_if_constant
-from .._store import aggregate, queue
-from .._store.store import (
-    Changes,
-    KVStore,
-    Lists,
-    is_on_mesh,
-    is_split,
-    kind_of,
-    names,
-    shapes_of,
-    trained_keys,
-    with_changes,
-)
+from .._devices.user_mesh import in_user_mesh_now
+from .._store import aggregate, queue, store as stores
+from .._store.kinds import KINDS
+from .._store.store import Changes, KVStore, Lists
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
@@ -48,11 +38,11 @@ from ._pull import RETURNED, read
 _MOST_KEYS = 256
 
 Devices = tuple[Device, ...]
+Way = Callable[[Any, KVStore, Lists], Changes]  # what is given a program, and runs it where it belongs
 
 
 @answers("kv.push", MXNET_ARGUMENTS)
-@now_if_constant
-@in_user_mesh
+@in_user_mesh_now
 def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None = None) -> KVStore:
     """Sum the values of each key and apply the updater.
 
@@ -105,8 +95,7 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
 
 
 @answers("kv.flush", MXNET_ARGUMENTS)
-@now_if_constant
-@in_user_mesh
+@in_user_mesh_now
 def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """Apply all pending pushes, oldest first, at the end of training.
 
@@ -131,10 +120,7 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
         return store
     if axis_name is not None:
         aggregate.axis_size(axis_name, "kv.flush")
-    at_prompt = axis_name is None and is_at_prompt((store.pending, store.values))
-    across = at_prompt and _is_across_processes(store)
-    send = _push_across if across else _push_here if at_prompt else _traced(store, axis_name, depth=6)
-    return queue.flush(store, axis_name, send)
+    return queue.flush(store, axis_name, _way_of(store, axis_name, depth=5))
 
 
 @overload
@@ -154,8 +140,7 @@ def pushpull(
     store: KVStore, key: Keys, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 @answers("kv.pushpull", MXNET_ARGUMENTS, RETURNED)
-@now_if_constant
-@in_user_mesh
+@in_user_mesh_now
 def pushpull(
     store: KVStore,
     key: Key | Keys,
@@ -188,7 +173,7 @@ def pushpull(
     return store, read(store, key, devices, axis_name)
 
 
-# The request: what is pushed, and by which way.
+# What is pushed, and by which way.
 
 
 def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | None) -> KVStore:
@@ -196,10 +181,8 @@ def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | 
     pushed = _request(store, key, value)
     if axis_name is not None:
         aggregate.axis_size(axis_name, "kv.push")
-    held = [(store.values[k], store.updater_state[k], store.residuals.get(k)) for k in pushed]
-    at_prompt = axis_name is None and is_at_prompt((held, store.optimizer_state, pushed))
-    across = at_prompt and _is_across_processes(store)
-    if across:  # also where this process pushes nothing: others may wait for it
+    way = _way_of(store, axis_name, depth=6)
+    if way is _push_across:  # also where this process pushes nothing: others may wait for it
         _agree(store, pushed)
     elif axis_name is None and jax.process_count() > 1:
         for k in pushed:
@@ -215,12 +198,11 @@ def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | 
     known = aggregate.counted(store, pushed)  # here, since the program of some keys does not see the counts of others
     parts: list[Changes] = []
     if rows:
-        parts.append(_rows.push(known, rows, axis_name, across))
+        parts.append(_rows.push(known, rows, axis_name, across=way is _push_across))
     if dense:
-        send = _push_across if across else _push_here if at_prompt else _traced(known, axis_name, depth=7)
-        parts.append(queue.push(known, dense, axis_name, send) if store.staleness else send(known, dense))
+        parts.append(queue.push(known, dense, axis_name, way) if store.staleness else way(known, dense))
     changes = functools.reduce(operator.or_, parts)
-    return with_changes(store, changes if known is store else aggregate.uncounted(changes))
+    return stores.with_changes(store, changes if known is store else aggregate.uncounted(changes))
 
 
 def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]]:
@@ -228,10 +210,10 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
     keys, many = find_keys(key, store.values, store.paths, "kv.push")
     if still := [k for k in keys if k in store.frozen]:
         raise ValueError(
-            f"kv.push: key {still[0]} ({names(store)[still[0]]!r}) is frozen, so it takes no gradient; push the "
+            f"kv.push: key {still[0]} ({stores.names(store)[still[0]]!r}) is frozen, so it takes no gradient; push the "
             "others, or make the store without frozen="
         )
-    given, shapes = checks.as_values(keys, value, many, "kv.push"), shapes_of(store)
+    given, shapes = checks.as_values(keys, value, many, "kv.push"), stores.shapes_of(store)
     pushed: dict[int, list[Any]] = {}
     for k, values in zip(keys, given, strict=True):
         where, checked = f"kv.push: value for key {k}", pushed.setdefault(k, [])
@@ -260,14 +242,14 @@ def _check_tree(store: KVStore, keys: set[int], rows: list[int]) -> None:
     per_key = "make the store with updater=jp.updaters.from_optax(tx), which keeps one state a key"
 
     def named(keys: set[int] | list[int]) -> str:
-        return f"{checks.shorten(sorted(keys))} ({', '.join(repr(names(store)[k]) for k in sorted(keys)[:3])})"
+        return f"{checks.shorten(sorted(keys))} ({', '.join(repr(stores.names(store)[k]) for k in sorted(keys)[:3])})"
 
     if rows:
-        mesh = ", and without mesh= and sharding=" if is_on_mesh(store) else ""
+        mesh = ", and without mesh= and sharding=" if stores.is_on_mesh(store) else ""
         raise ValueError(
             f"kv.push: keys {named(rows)}: a RowSparse is a part of a value, and {sees_all}; {per_key}{mesh}"
         )
-    trained = set(trained_keys(store))
+    trained = set(stores.trained_keys(store))
     if missing := trained - keys:
         fault = f"nothing is pushed to keys {named(missing)}"
         raise ValueError(f"kv.push: {fault}: {sees_all}; push all at once, or {per_key}")
@@ -276,12 +258,21 @@ def _check_tree(store: KVStore, keys: set[int], rows: list[int]) -> None:
         raise ValueError(f"kv.push: {fault} and the optimizer does not change them; push the floating ones only")
 
 
-def _is_across_processes(store: KVStore) -> bool:
-    """Whether a push at the prompt is one that other processes make too."""
-    across = kind_of(store).over_processes and jax.process_count() > 1
-    if across:
+def _way_of(store: KVStore, axis_name: str | None, depth: int) -> queue.Send:
+    """What sums and updates. `depth` is how many calls above this one the user's code is, for a warning."""
+    kind, axes = KINDS[store.kind], jax.sharding.get_abstract_mesh().manual_axes
+    if not is_tracing():
+        if not kind.over_processes or jax.process_count() == 1:
+            return _push_here
         processes.refuse_elastic(f"kv.push: kind {store.kind!r}")
-    return across
+        return _push_across
+    if axis_name is None and axes and not kind.on_one_device:  # it is allowed, but rarely meant
+        warnings.warn(
+            f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
+            f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each",
+            stacklevel=depth,
+        )
+    return functools.partial(aggregate.push, axis_name=axis_name)
 
 
 def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
@@ -298,31 +289,19 @@ def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
     processes.agree(where, signature(like) + (f", of keys {rows} rows" if rows else ""))
 
 
-def _traced(store: KVStore, axis_name: str | None, depth: int) -> queue.Send:
-    """A push that is recorded. `depth` is how many calls above this one the user's code is, for a warning."""
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    if axis_name is None and axes and not kind_of(store).on_one_device:  # it is allowed, but rarely meant
-        warnings.warn(
-            f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
-            f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each",
-            stacklevel=depth,
-        )
-    return functools.partial(aggregate.push, axis_name=axis_name)
-
-
 # A push at the prompt: where its values are summed.
 
 
 def _push_here(store: KVStore, pushed: Lists) -> Changes:
     """What a push by this process changes."""
     devices = _pushing_devices(store, pushed)
-    if devices is not None and not kind_of(store).on_one_device and store.devices in (None, devices):
+    if devices is not None and not KINDS[store.kind].on_one_device and store.devices in (None, devices):
         # Of a large value each device has a copy. In one memory one device does the work of all.
         large = {k for k in pushed if store.values[k].nbytes >= emulated.LARGE}
-        if is_split(store) or not large or not emulated.one_memory(devices):
+        if stores.is_split(store) or not large or not emulated.one_memory(devices):
             large = set[int]()
         large -= aggregate.compressed_keys(store, large)
-        ways: list[tuple[Callable[..., Changes], list[int]]] = [
+        ways: list[tuple[Way, list[int]]] = [
             (functools.partial(_push_on_first, devices), [k for k in pushed if k in large]),
             (functools.partial(_push_over, devices), [k for k in pushed if k not in large]),
         ]
@@ -330,7 +309,7 @@ def _push_here(store: KVStore, pushed: Lists) -> Changes:
         # Where values are split over a mesh their shardings differ, and one program over the mesh has all keys.
         keys_at: dict[Sharding | None, list[int]] = {}
         for k in pushed:
-            keys_at.setdefault(None if is_on_mesh(store) else _target(store, k), []).append(k)
+            keys_at.setdefault(None if stores.is_on_mesh(store) else _target(store, k), []).append(k)
         ways = [(functools.partial(_push_at_home, devices), keys) for keys in keys_at.values()]
     parts: list[Changes] = []
     for way, keys in ways:
@@ -351,7 +330,7 @@ def _push_across(store: KVStore, pushed: Lists) -> Changes:
     # The program of the sum takes stored values as every program of a push does, on the same devices.
     here = {k: put(to_host(store.values[k]), leader) for k in pushed}
     several = {k: vs for k, vs in pushed.items() if len(vs) > 1}
-    within, states = kind_of(store).within_process, dict.fromkeys(several, ())
+    within, states = KINDS[store.kind].within_process, dict.fromkeys(several, ())
     own = KVStore({k: here[k] for k in several}, states, {}, within, limits=store.limits)
     sums = _push_here(own, several).values if several else {}
     own_sums = {k: [_on_one(sums[k] if k in sums else vs[0], leader)] for k, vs in pushed.items()}
@@ -376,7 +355,7 @@ def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
     """The devices in their order, if each key has one value on each of the same several ones."""
     shardings = [[v.sharding for v in values] for values in pushed.values()]
     first = shardings[0]
-    if len(first) < 2 or is_on_mesh(store) or {type(s) for s in first} != {SingleDeviceSharding}:
+    if len(first) < 2 or stores.is_on_mesh(store) or {type(s) for s in first} != {SingleDeviceSharding}:
         return None
     devices = tuple([next(iter(s.device_set)) for s in first])
     is_same = shardings.count(first) == len(shardings) and len(set(devices)) == len(devices)
@@ -385,16 +364,14 @@ def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
 
 def _target(store: KVStore, key: int) -> Sharding:
     """Where the values of a key are sent that the devices which push do not sum themselves."""
-    if is_split(store):
+    if stores.is_split(store):
         assert store.devices is not None
         return copies_on(store.devices)
     return store.values[key].sharding
 
 
-def _push_part(
-    way: Callable[[KVStore, Lists], Changes], store: KVStore, pushed: Lists, counts: Mapping[int, int]
-) -> Changes:
-    """What a way changes, which sees these keys only. `counts`: how many residuals each has, if it is compressed."""
+def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int]) -> Changes:
+    """What a program of these keys changes. `counts`: how many residuals each of them has, if it is compressed."""
     # Where the updater does not see the keys they are 0, 1, ... in the program. So a loop over the keys of a model
     # compiles one program for each shape, not one for each key.
     updater = store.updater if isinstance(store.updater, Updater) else assign
@@ -411,24 +388,26 @@ def _push_part(
         residuals={numbers[k]: state for k, state in residuals.items()},
         pending={},
         optimizer_state=(),
-        updater=updater,
+        updater=None,
+        compressor=None,
         paths=(),
         treedef=None,
         frozen=(),
         layouts=tuple([(n, layouts[k]) for k, n in numbers.items() if k in layouts]),
     )
-    changes = way(part, {n: pushed[k] for k, n in numbers.items()})
+    run = aggregate.program(updater, store.compressor)
+    changes = way(run, part, {n: pushed[k] for k, n in numbers.items()})
     keys = {n: k for k, n in numbers.items()}
     return Changes(*[{keys[n]: x for n, x in new.items()} for new in changes[:-1]])
 
 
-# The ways. Each is given a store of some keys and their lists.
+# Where a program runs. It is given what `aggregate.program` takes: a store of some keys, and their lists.
 
 
-def _push_over(devices: Devices, store: KVStore, pushed: Lists) -> Changes:
+def _push_over(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
     """A program over these devices sums what each of them pushed. Those of this process have one value of each key."""
     along, values, states = split_over(devices), store.values, store.updater_state
-    if not is_split(store):
+    if not stores.is_split(store):
         values, states = _move((values, states), copies_on(devices))
     residuals = _move(store.residuals, along)
     store = dataclasses.replace(store, values=values, updater_state=states, residuals=residuals)
@@ -439,27 +418,27 @@ def _push_over(devices: Devices, store: KVStore, pushed: Lists) -> Changes:
         each = [v if v.dtype == dtype else v.astype(dtype) for v in each]
         sent.append(assemble([v if v.ndim else v.reshape(1) for v in each], along))
     emulated.wait_before_collectives((store, sent), devices)
-    return aggregate.run(store, sent, devices)
+    return run(store, sent, devices)
 
 
-def _push_at_home(devices: Devices | None, store: KVStore, pushed: Lists) -> Changes:
+def _push_at_home(devices: Devices | None, run: Any, store: KVStore, pushed: Lists) -> Changes:
     """A program where the stored values are sums what is sent there. `devices`: those that push one value each."""
     where = _target(store, next(iter(pushed)))
     # A program takes views of one memory without a copy, and faster than arrays that are put on its device first.
     if devices and isinstance(where, SingleDeviceSharding) and emulated.one_memory({*devices, *where.device_set}):
         sent = [emulated.views(values) for values in pushed.values()]
         with emulated.on(where):
-            return aggregate.run(store, sent, None)
+            return run(store, sent, None)
     sent = [emulated.share_or_put(values, _target(store, k)) for k, values in pushed.items()]
-    return aggregate.run(store, sent, None)
+    return run(store, sent, None)
 
 
-def _push_on_first(devices: Devices, store: KVStore, pushed: Lists) -> Changes:
+def _push_on_first(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
     """The first device sums and updates in a memory that all of them share. The others share its results."""
     # So one device does the work of all for large values, of which each device has a copy.
     values, states = _move((store.values, store.updater_state), SingleDeviceSharding(devices[0]))
     store = dataclasses.replace(store, values=values, updater_state=states)
-    leaves, structure = jax.tree.flatten(_push_at_home(devices, store, pushed))
+    leaves, structure = jax.tree.flatten(_push_at_home(devices, run, store, pushed))
     return structure.unflatten(emulated.share_or_put(leaves, copies_on(devices)))
 
 
@@ -481,8 +460,7 @@ def _update_by(store: KVStore, summed: Changes) -> Changes:
     state = store.optimizer_state
     if not store.layouts:
         state = _move(state, next(iter(sums.values())).sharding)
-    part = dataclasses.replace(
-        store, optimizer_state=state, updater_state={}, residuals={}, pending={}, compressor=None
-    )
+    bare = {"updater": None, "compressor": None, "updater_state": {}, "residuals": {}, "pending": {}}
+    part = dataclasses.replace(store, optimizer_state=state, **bare)
     lists = [[sums[k]] if k in sums else [] for k in sorted(store.values)]
-    return aggregate.run(part, lists, None)._replace(residuals=summed.residuals)
+    return aggregate.program(store.updater, None)(part, lists, None)._replace(residuals=summed.residuals)

@@ -11,16 +11,16 @@ from jax.sharding import PartitionSpec as P
 
 from .. import sparse, updaters
 from .._core import checks
-from .._core.arrays import Device, is_at_prompt
+from .._core.arrays import Device, is_tracing
 from .._core.calls import answers
 from .._core.checks import Key, Keys, find_keys
 from .._core.recent import Recent
 from .._core.text import plural
 from .._devices import emulated, processes
 from .._devices.mesh import STORE_AXIS, assemble, mesh_of, put, split_over, to_host
-from .._devices.user_mesh import in_user_mesh, now_if_constant, split_like
-from .._store import aggregate
-from .._store.store import Changes, KVStore, is_on_mesh, is_split
+from .._devices.user_mesh import in_user_mesh_now, split_like
+from .._store import aggregate, store as stores
+from .._store.store import Changes, KVStore
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
 from ..updaters import Updater, assign
@@ -34,9 +34,9 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
     # whole table instead, as MXNet does.
     refused = {
         "values of this store are split over a mesh and take no RowSparse; make the store of this table without mesh= "
-        "and sharding=": is_on_mesh(store),
+        "and sharding=": stores.is_on_mesh(store),
         f"a store of kind {store.kind!r} cuts values across their rows and takes no RowSparse; use kind 'device' or "
-        "'local' for this table": is_split(store),
+        "'local' for this table": stores.is_split(store),
         "gradient compression does not take a RowSparse, as in MXNet; keep this table in a separate store without "
         "compression, or push dense values": store.compressor is not None,
         f"a RowSparse names other rows with each push, so a store of staleness {store.staleness} cannot delay it; push "
@@ -54,7 +54,7 @@ def push(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | No
     for key, rows in pushed.items():
         stored, state = store.values[key], store.updater_state[key]
         run = functools.partial(_add_and_update, store.updater)
-        if is_at_prompt((rows, stored, state)):
+        if not is_tracing():
             rows = [_sum_over_processes(rows, stored.dtype)] if across else rows
             rows = put(rows, stored.sharding)
             run = _compiled(store.updater) if isinstance(store.updater, Updater) else run
@@ -113,8 +113,7 @@ def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: None = 
 @overload
 def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: Sequence[Device]) -> list[list[RowSparse]]: ...
 @answers("kv.row_sparse_pull", MXNET_ARGUMENTS, RETURNED)
-@now_if_constant
-@in_user_mesh
+@in_user_mesh_now
 def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: Sequence[Device] | None = None) -> Any:
     """Some rows of a stored value.
 
@@ -163,7 +162,7 @@ def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: S
             pulled.append(rows[0])
             continue
         rows = rows if len(rows) == count else rows * count
-        pulled.append([jax.device_put(r, d) if is_at_prompt(r) else r for r, d in zip(rows, devices, strict=True)])
+        pulled.append([r if is_tracing() else jax.device_put(r, d) for r, d in zip(rows, devices, strict=True)])
     return pulled if many else pulled[0]
 
 

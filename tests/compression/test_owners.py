@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from jaxpar import checkpoint, compression, kv, updaters
 from jaxpar._devices import collectives
-from jaxpar._store import compressed
-from jaxpar.compression import _Grid as Grid
+from jaxpar.compression import _bits, _sums as compressed
+from jaxpar.compression._bits import Grid
 
 # ---- sums as integers
 
@@ -62,14 +62,14 @@ def test_bits_of_a_sum():
 @pytest.mark.parametrize("bits", [1, 3, 5, 11, 31])
 def test_codes_in_planes_and_lanes_come_back(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 64), np.uint32)
-    packed = compression._pack_planes(jnp.asarray(codes), bits)
+    packed = _bits.pack_planes(jnp.asarray(codes), bits)
     assert (packed.shape, packed.dtype) == ((3, 2 * bits), jnp.uint32)
-    unpacked = compression._in_order(compression._unpack_planes(packed, bits), 1)
+    unpacked = _bits.in_order(_bits.unpack_planes(packed, bits), 1)
     np.testing.assert_array_equal(unpacked, codes)
     flat = codes[0, :13]
-    lanes = compression._pack_lanes(jnp.asarray(flat), bits)
+    lanes = _bits.pack_lanes(jnp.asarray(flat), bits)
     assert lanes.size == -(-13 // (32 // bits))
-    np.testing.assert_array_equal(compression._unpack_lanes(lanes, bits, 13), flat)
+    np.testing.assert_array_equal(_bits.unpack_lanes(lanes, bits, 13), flat)
 
 
 # ---- every way gives the sum of the payloads in their order

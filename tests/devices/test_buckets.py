@@ -10,21 +10,21 @@ from jaxpar._devices import collectives, mesh
 from jaxpar._devices.collectives import BucketLimits
 
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
-avals = st.lists(st.tuples(shapes, st.sampled_from([np.dtype("float32"), np.dtype("int8")])), max_size=12)
+avals = st.lists(st.builds(jax.ShapeDtypeStruct, shapes, st.sampled_from(["float32", "int8"])), max_size=12)
 limits = st.builds(BucketLimits, st.integers(0, 200), st.integers(0, 100))
 
 
 def nbytes(aval):
-    return int(np.prod(aval[0], dtype=int)) * aval[1].itemsize
+    return int(np.prod(aval.shape, dtype=int)) * aval.dtype.itemsize
 
 
 @settings(max_examples=100, deadline=None)
 @given(avals, limits)
 def test_a_plan_keeps_its_limits(avals, limits):
-    groups = collectives.plan(tuple(avals), limits)
+    groups = collectives.plan(avals, limits)
     assert sorted(i for g in groups for i in g) == list(range(len(avals)))
     for group in groups:
-        assert len({avals[i][1] for i in group}) == 1
+        assert len({avals[i].dtype for i in group}) == 1
         assert list(group) == sorted(group)
         if len(group) > 1:
             assert sum(nbytes(avals[i]) for i in group) <= limits.bucket_bytes
@@ -45,7 +45,7 @@ def test_out_of_a_bucket_comes_what_went_in(axis, limits):
         .astype("int8" if i % 4 == 3 else "float32")
         for i, tail in enumerate(TAILS)
     ]
-    groups = collectives.plan_of(values, limits)
+    groups = collectives.plan(values, limits)
     packed = jax.jit(lambda values: collectives.pack(values, groups, axis))([jnp.asarray(v) for v in values])
     for array, host, group in zip(packed, collectives.pack(values, groups, axis, xp=np), groups, strict=True):
         np.testing.assert_array_equal(array, host)
@@ -67,9 +67,9 @@ def test_a_value_of_its_own_may_come_back_flat_and_gathered():
 
 def test_defaults_and_edges():
     assert collectives.plan(()) == ()
-    many = (((256,), np.dtype("float32")),) * 256
+    many = (jax.ShapeDtypeStruct((256,), "float32"),) * 256
     assert len(collectives.plan(many)) == 1  # 256 KB
-    large = (((1024, 1024), np.dtype("float32")),) * 8
+    large = (jax.ShapeDtypeStruct((1024, 1024), "float32"),) * 8
     assert collectives.plan(large) == tuple((i,) for i in range(8))
     assert collectives.plan(many[:3], BucketLimits(2048, 10**9)) == ((0, 1), (2,))
     assert collectives.plan(many[:2], BucketLimits(10**9, 1024)) == ((0,), (1,))

@@ -72,14 +72,17 @@ def test_the_state_of_an_optimizer_is_kept_as_the_params(tx):
     whole = kv.from_params(PARAMS, optimizer=tx, devices=DEVICES)
     rows = kv.from_params(PARAMS, kind="sharded", optimizer=tx, devices=DEVICES)
     for layout, leaf, same in zip(
-        state_layouts(rows), jax.tree.leaves(rows.optimizer_state), jax.tree.leaves(whole.optimizer_state), strict=True
+        jax.tree.leaves(state_layouts(rows)),
+        jax.tree.leaves(rows.optimizer_state),
+        jax.tree.leaves(whole.optimizer_state),
+        strict=True,
     ):
         assert layout == (WHOLE if jnp.issubdtype(leaf.dtype, jnp.integer) else Rows(same.shape, 4))
         np.testing.assert_array_equal(layout.whole(leaf), same)
     for target in ({"devices": DEVICES[:3]}, {"mesh": MESH}):
         moved = kv.place(rows, **target)
         for layout, leaf, same in zip(
-            state_layouts(moved),
+            jax.tree.leaves(state_layouts(moved)),
             jax.tree.leaves(moved.optimizer_state),
             jax.tree.leaves(whole.optimizer_state),
             strict=True,

@@ -149,7 +149,7 @@ def _programs_of(step: VirtualStep, treedef: Any, platform: str) -> ShardProgram
     def _term(leaves: Any, rng: Any, batch: Any, number: jax.Array) -> tuple[Buffers, Buffers]:
         terms, others, known["unread"] = step.terms(state_of(leaves, rng), batch, number)
         values, structure = jax.tree.flatten(terms)
-        groups = collectives.plan_of(values, _ONE_A_DTYPE)
+        groups = collectives.plan(values, _ONE_A_DTYPE)
         known["layout"] = [x.shape for x in values], structure, groups
         return [x.reshape(1, -1) for x in collectives.pack(values, groups)], others
 

@@ -28,48 +28,32 @@ from .._core.arrays import tree_nbytes
 from .._devices import collectives
 from .._devices.collectives import BucketLimits, Shape
 from .._devices.user_mesh import unsplit
-from ..compression import (
-    Compressor,
-    LinearCompressor,
-    _allreduce_two_way as allreduce_two_way,
-    _ElementCompressor as ElementCompressor,
-    _Grid as Grid,
-    _in_order as in_order,
-    _pack_lanes as pack_lanes,
-    _pack_planes as pack_planes,
-    _reduce_scatter_two_way as reduce_scatter_two_way,
-    _RowCompressor as RowCompressor,
-    _unpack_lanes as unpack_lanes,
-    _unpack_planes as unpack_planes,
-    decode_sum,
-)
+from . import _int3
+from ._base import Compressor, ElementCompressor, LinearCompressor, RowCompressor, State, decode_sum
+from ._bits import PLANE, Grid, in_order, pack_lanes, pack_planes, unpack_lanes, unpack_planes
 
-_PLANE = 32  # elements: the least of which an owner packs the sums
 _FLOAT32 = 4  # bytes
 
-State = Any
 Sums = tuple[list[jax.Array], list[State]]
 Payloads = Sequence[Any]
+Arrays = Sequence[jax.Array]
+States = Sequence[State]
 
 
-def allreduce(
-    compressor: Compressor | LinearCompressor,
-    values: Sequence[jax.Array],
-    states: Sequence[State],
-    axis_name: str,
-    limits: BucketLimits,
-) -> Sums:
+def allreduce(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """The sums over the axis on every device, and the new states of this device."""
     values = [unsplit(v) for v in values]
     if isinstance(compressor, LinearCompressor):
         return _linear(compressor, values, states, axis_name, limits)
     if compressor.two_way:
-        return allreduce_two_way(values, states, axis_name, limits)
+        return _int3.allreduce(values, states, axis_name, limits)
     shapes = [v.shape for v in values]
-    groups = collectives.plan_of(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
+    groups = collectives.plan(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
     packed = collectives.pack(values, groups)
     flat = [array.reshape(-1) for array in packed]
-    joined = [_join([states[i] for i in g]) for g in groups]
+    # A bucket has the residuals one after another, and the rest of the state as its first value has it.
+    held = collectives.pack([state["residual"] for state in states], groups)
+    joined = [{**states[g[0]], "residual": residual.reshape(-1)} for g, residual in zip(groups, held, strict=True)]
     if isinstance(compressor, ElementCompressor):
         coded = [compressor.quantize(v, s) for v, s in zip(flat, joined, strict=True)]
         sums = _sum_codes(compressor, [codes for codes, _ in coded], axis_name, limits)
@@ -77,27 +61,26 @@ def allreduce(
     else:
         coded = [compressor.encode(v, s) for v, s in zip(flat, joined, strict=True)]
         sums = _sum_payloads(compressor, [payload for payload, _ in coded], flat, axis_name, limits)
-    sums = [_alone(s.reshape(array.shape)) for s, array in zip(sums, packed, strict=True)]
-    return collectives.unpack(sums, shapes, groups), _split([state for _, state in coded], shapes, groups)
+    # A TPU would compute the update in lines of 128, unless the sum is computed before it. Elsewhere a barrier wins
+    # nothing, and on CPUs it would change the last bits of the update.
+    barrier = functools.partial(lax.platform_dependent, tpu=lax.optimization_barrier, default=lambda x: x)
+    sums = [barrier(s.reshape(array.shape)) for s, array in zip(sums, packed, strict=True)]
+    new = {i: state for (_, state), group in zip(coded, groups, strict=True) for i in group}
+    left = collectives.unpack([state["residual"] for _, state in coded], shapes, groups)
+    return collectives.unpack(sums, shapes, groups), [{**new[i], "residual": rest} for i, rest in enumerate(left)]
 
 
-def reduce_scatter(
-    compressor: Compressor | LinearCompressor,
-    values: Sequence[jax.Array],
-    states: Sequence[State],
-    axis_name: str,
-    limits: BucketLimits,
-) -> Sums:
+def reduce_scatter(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """This device's (chunk,) of each sum over the axis. Every row is encoded for the device that keeps it."""
     values = [unsplit(v) for v in values]
     if isinstance(compressor, LinearCompressor):
         sums, states = _linear(compressor, values, states, axis_name, limits)
         return [collectives.own_chunk(s, axis_name) for s in sums], states
     if compressor.two_way:
-        return reduce_scatter_two_way(values, states, axis_name, limits)
+        return _int3.reduce_scatter(values, states, axis_name, limits)
     shards = lax.axis_size(axis_name)
     rows = [collectives.to_rows(v, shards) for v in values]
-    compressor = InPlanes(compressor) if isinstance(compressor, ElementCompressor) else compressor
+    compressor = _InPlanes(compressor) if isinstance(compressor, ElementCompressor) else compressor
     coded = [jax.vmap(compressor.encode)(r, s) if r.size else ({}, s) for r, s in zip(rows, states, strict=True)]
     send = functools.partial(_to_owners, axis_name=axis_name)
     exchanged = _exchange([payload for payload, _ in coded], send, 1, limits)
@@ -108,13 +91,7 @@ def reduce_scatter(
     return sums, [state for _, state in coded]
 
 
-def _linear(
-    compressor: LinearCompressor,
-    values: Sequence[jax.Array],
-    states: Sequence[State],
-    axis_name: str,
-    limits: BucketLimits,
-) -> Sums:
+def _linear(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     def psum(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(collectives.allreduce(leaves, axis_name, limits))
@@ -123,30 +100,11 @@ def _linear(
     return [total for total, _ in both], [state for _, state in both]
 
 
-def _alone(total: jax.Array) -> jax.Array:
-    """A sum, which a TPU computes before the update. It would else compute the update in lines of 128."""
-    # Elsewhere a barrier wins nothing, and on CPUs it would change the last bits of the update.
-    return lax.platform_dependent(total, tpu=lax.optimization_barrier, default=lambda x: x)
-
-
-def _join(states: Sequence[State]) -> State:
-    """One state for a bucket: the residuals one after another, the rest as the first one has it."""
-    (residual,) = collectives.pack([s["residual"] for s in states], [range(len(states))])
-    return {**states[0], "residual": residual.reshape(-1)}
-
-
-def _split(joined: Sequence[State], shapes: Sequence[Shape], groups: collectives.Groups) -> list[State]:
-    """The inverse: the state of each value."""
-    residuals = collectives.unpack([state["residual"] for state in joined], shapes, groups)
-    rest = {i: state for state, group in zip(joined, groups, strict=True) for i in group}
-    return [{**rest[i], "residual": residual} for i, residual in enumerate(residuals)]
-
-
 # The exchange of payloads.
 
 
 def _sum_payloads(
-    compressor: Compressor, payloads: Payloads, values: Sequence[jax.Array], axis_name: str, limits: BucketLimits
+    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
     """The sums over the axis of what each device encoded as these payloads. Of `values`, shapes and dtypes are used."""
     count = lax.axis_size(axis_name)
@@ -170,7 +128,7 @@ def _exchange(
     """
     leaves, structure = jax.tree.flatten(list(payloads))
     shapes = [leaf.shape[lead:] for leaf in leaves]
-    groups = collectives.plan_of(leaves, limits)
+    groups = collectives.plan(leaves, limits)
     received = [collective(array) for array in collectives.pack(leaves, groups, axis=lead)]
     return structure.unflatten(collectives.unpack(received, shapes, groups, axis=1))
 
@@ -184,16 +142,10 @@ def _to_owners(rows: jax.Array, axis_name: str) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class InPlanes(Compressor):
+class _InPlanes:
     """An elementwise compressor with payloads as they are sent, in an order that is no format."""
 
     of: ElementCompressor
-
-    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return self.of.init(shape, dtype, seed=seed)
-
-    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
-        return self.of.wire_bytes(shape, dtype)
 
     def encode(self, value: jax.Array, state: State) -> tuple[dict[str, jax.Array], State]:
         codes, state = self.of.quantize(value.reshape(-1), state)
@@ -215,15 +167,12 @@ def _unpack(compressor: ElementCompressor, words: jax.Array) -> jax.Array:
     return compressor.dequantize(words if per_word == 1 else unpack_planes(words.reshape(-1), 32 // per_word))
 
 
-def _sum_codes(
-    compressor: ElementCompressor, codes: Sequence[jax.Array], axis_name: str, limits: BucketLimits
-) -> list[jax.Array]:
+def _sum_codes(compressor: ElementCompressor, codes: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """The flat float32 sums over the axis of what flat codes stand for."""
-    per_word, dtype = compressor.per_word, jnp.dtype("uint32")
+    per_word = compressor.per_word
     padded = [jnp.pad(c, (0, -c.size % per_word)) for c in codes]
-    groups = collectives.plan(
-        tuple(((c.size // per_word,), c.dtype if per_word == 1 else dtype) for c in padded), limits
-    )
+    words = [jax.ShapeDtypeStruct((c.size // per_word,), c.dtype if per_word == 1 else "uint32") for c in padded]
+    groups = collectives.plan(words, limits)
     sums = [_sum_of_codes(compressor, joined, axis_name) for joined in collectives.pack(padded, groups)]
     parts = collectives.unpack(sums, [c.shape for c in padded], groups)
     return [part[: c.size] for part, c in zip(parts, codes, strict=True)]
@@ -289,7 +238,7 @@ def bytes_of_words(words: int, itemsize: int, per_word: int, grid: Grid | None, 
 
 def chunk_of(size: int, per_word: int, grid: Grid | None, count: int) -> int:
     """Elements of an owner's share: whole words, and whole groups of sums."""
-    unit = per_word if grid is None else max(per_word, _PLANE)
+    unit = per_word if grid is None else max(per_word, PLANE)
     return unit * collectives.chunk_size(size, unit * count)
 
 
@@ -309,14 +258,14 @@ def _way_of_value(compressor: Compressor, payload: Any, value: jax.Array, count:
 
 
 def _gather_values(
-    compressor: Compressor, payloads: Payloads, values: Sequence[jax.Array], axis_name: str, limits: BucketLimits
+    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
     gathered = _exchange(payloads, functools.partial(collectives.gather_stack, axis_name=axis_name), 0, limits)
     return [decode_sum(compressor, p, v.shape, v.dtype) for p, v in zip(gathered, values, strict=True)]
 
 
 def _own_values(
-    compressor: Compressor, payloads: Payloads, values: Sequence[jax.Array], axis_name: str, limits: BucketLimits
+    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
     count, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
     assert isinstance(compressor, RowCompressor)
@@ -335,7 +284,7 @@ def _own_values(
 
 
 def _dense_values(
-    compressor: Compressor, payloads: Payloads, values: Sequence[jax.Array], axis_name: str, limits: BucketLimits
+    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
     whole = [compressor.decode(p, v.shape, "float32") for p, v in zip(payloads, values, strict=True)]
     sums = collectives.map_buckets(functools.partial(_sum_dense, axis_name=axis_name), whole, limits)
