@@ -12,10 +12,10 @@ os.environ.setdefault("MPLBACKEND", "agg")
 # it. XLA's own passes and the collectives stay, and LLVM does not optimise. In jax 0.10 XLA's older emitters of loops
 # write the code, in one piece; newer versions do not know that flag, and XLA ends a process that has one it does not
 # know. XLA_FLAGS= (set and empty) tests the code that users get.
-fast_to_compile = "--xla_backend_optimization_level=0"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    fast_to_compile += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-os.environ.setdefault("XLA_FLAGS", fast_to_compile)
+    emitters = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    os.environ.setdefault("XLA_FLAGS", f"{emitters} --xla_backend_optimization_level=0")
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import pytest
