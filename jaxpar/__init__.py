@@ -15,8 +15,8 @@ Each name below is a module. It is imported at first use:
 
 from __future__ import annotations
 
-import difflib
 import importlib
+import pkgutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -39,21 +39,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_MODULES = (
-    "checkpoint",
-    "compression",
-    "data",
-    "distributed",
-    "free_running",
-    "kv",
-    "models",
-    "mxnet",
-    "parallel",
-    "sparse",
-    "train",
-    "updaters",
-    "viz",
-)
+# The folders without an underscore.
+_MODULES = tuple(each.name for each in pkgutil.iter_modules(__path__) if not each.name.startswith("_"))
 
 
 if not TYPE_CHECKING:  # a type checker knows the names, and finds others wrong
@@ -68,8 +55,9 @@ if not TYPE_CHECKING:  # a type checker knows the names, and finds others wrong
         loaded = {room: sys.modules.get(f"{__name__}.{room}") for room in _MODULES}
         if found := [room for room, module in loaded.items() if module is not None and hasattr(module, name)]:
             return f"; write jp.{found[0]}.{name}"
-        near = difflib.get_close_matches(name, _MODULES, 1)
-        return f"; did you mean {near[0]}?" if near else f"; it has {', '.join(_MODULES)}"
+        from ._core.text import did_you_mean
+
+        return did_you_mean(name, _MODULES) or f"; it has {', '.join(_MODULES)}"
 
 
 def __dir__() -> list[str]:

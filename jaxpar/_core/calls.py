@@ -41,6 +41,9 @@ _BELOW = (
 )
 _COMMON = (TypeError, ValueError, IndexError, OverflowError, RuntimeError, NameError)
 
+_WAYS = ("host_to_device", "device_to_host", "device_to_device")
+_GUARDS = {f"jax_transfer_guard_{way}": getattr(jax, f"transfer_guard_{way}") for way in _WAYS}
+
 _INTS = range(-(2**63), 2**63)
 _WORDS: dict[Any, str] = {
     bool: "True or False",
@@ -70,9 +73,11 @@ def answers(
             if renamed:
                 _use_new_names(where, renamed, kwargs)
             try:
-                if not _is_guarded():
+                if not (guards := _guards()):
                     return fn(*args, **kwargs)
-                with _own_transfers():
+                with contextlib.ExitStack() as block:
+                    for guard in guards:
+                        block.enter_context(guard("allow"))
                     return fn(*args, **kwargs)
             except Exception as error:
                 if isinstance(error, TypeError):
@@ -104,24 +109,10 @@ def _use_new_names(where: str, names: Mapping[str, str], given: Any) -> None:
         given[new] = given.pop(old)
 
 
-def _is_guarded() -> bool:
-    """Whether the user has set `jax.transfer_guard`."""
-    config: Any = jax.config
-    return bool(
-        config.jax_transfer_guard_host_to_device
-        or config.jax_transfer_guard_device_to_host
-        or config.jax_transfer_guard_device_to_device
-    )
-
-
-def _own_transfers() -> contextlib.ExitStack:
-    """A block whose transfers are explicit for `jax.transfer_guard`: what a call is given goes to its devices."""
+def _guards() -> list[Callable[[str], contextlib.AbstractContextManager[None]]]:
+    """What the user has set of `jax.transfer_guard`. What a call is given goes to its devices all the same."""
     # A guard that disallows explicit transfers too stays.
-    block = contextlib.ExitStack()
-    for way in ("host_to_device", "device_to_host", "device_to_device"):
-        if getattr(jax.config, f"jax_transfer_guard_{way}") in ("disallow", "log"):
-            block.enter_context(getattr(jax, f"transfer_guard_{way}")("allow"))
-    return block
+    return [guard for name, guard in _GUARDS.items() if getattr(jax.config, name) in ("disallow", "log")]
 
 
 def _check_names(

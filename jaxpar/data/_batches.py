@@ -119,11 +119,7 @@ def rows_of_parts(size: int, fraction: Any, rng: Any, shuffle: bool, where: str)
             raise ValueError(f"{where}: shuffle=False uses no rng; leave out one of them")
         return np.arange(count), np.arange(count, size)
     with outside_mesh():
-        if rng is None or checks.is_int(rng):
-            rng = jax.random.key(int(rng or 0))
-        if not isinstance(rng, jax.Array):
-            raise TypeError(f"{where}: rng must be a random key or an int, got {checks.describe(rng)}")
-        order = np.asarray(order_of(rng, size)(0))
+        order = np.asarray(order_of(checks.random_key(0 if rng is None else rng, where), size)(0))
     return np.sort(order[:count]), np.sort(order[count:])
 
 
@@ -192,9 +188,16 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.images)
 
-    def batches(self, batch_size: int, **options: Any) -> Iterator[Batch]:
-        """`data.batches(dataset, batch_size, **options)`."""
-        return dataset_batches(self, batch_size, **options)
+    def batches(
+        self, batch_size: int, *, dtype: Any = jnp.float32, resident: bool | None = None, **options: Any
+    ) -> Iterator[Batch]:
+        """`data.batches(dataset, batch_size, dtype=dtype, resident=resident, **options)`."""
+        plan = plan_batches(len(self), batch_size, "data.batches", **options)
+        dtype = None if dtype is None else np.dtype(dtype)
+        if has_room(self, plan.split) if resident is None else resident:
+            groups = from_devices(self, *plan, dtype)
+            return each_in_user_mesh(batch for batches, number in groups for batch in batches[:number])
+        return from_host({"image": self.images, "label": self.labels}, *plan, dtype)
 
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
@@ -231,18 +234,6 @@ def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> i
     size = checks.whole_number(size, "data.num_batches", "size", least=0)
     batch_size = checks.whole_number(batch_size, "data.num_batches", "batch_size")
     return size // batch_size if drop_remainder else -(-size // batch_size)
-
-
-def dataset_batches(
-    dataset: Dataset, batch_size: int, *, dtype: Any = jnp.float32, resident: bool | None = None, **options: Any
-) -> Iterator[Batch]:
-    """`data.batches` of a data set."""
-    plan = plan_batches(len(dataset), batch_size, "data.batches", **options)
-    dtype = None if dtype is None else np.dtype(dtype)
-    if has_room(dataset, plan.split) if resident is None else resident:
-        groups = from_devices(dataset, *plan, dtype)
-        return each_in_user_mesh(batch for batches, number in groups for batch in batches[:number])
-    return from_host({"image": dataset.images, "label": dataset.labels}, *plan, dtype)
 
 
 class Plan(NamedTuple):

@@ -142,8 +142,7 @@ class IterableSource:
                     _check_lengths(batch, share, found - 1)
                     self._under_way.update(iterator=elements, batches=at + found)
                     yield as_batch(self.place(pad_rows(batch, padding), sharding), split)
-            if found < steps:
-                raise ValueError(_too_few(self.source, epoch, found, steps))
+            _check_steps(self.source, epoch, found, steps)
 
     def get_state(self) -> dict[str, Any] | None:
         """The position after the last batch, as JSON.
@@ -213,8 +212,7 @@ class IterableSource:
         for batch in itertools.islice(self._host_batches(elements, share, rest=True), self.steps_per_epoch):
             found += 1
             yield batch
-        if found < (self.steps_per_epoch or 0):
-            raise ValueError(_too_few(self.source, 0, found, self.steps_per_epoch or 0))
+        _check_steps(self.source, 0, found, self.steps_per_epoch or 0)
 
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
@@ -227,12 +225,11 @@ class IterableSource:
         if self.steps_per_epoch is not None:
             raise ValueError("data.split: leave out steps_per_epoch=, because the length of each part is known")
         rows = rows_of_parts(len(self.source), fraction, rng, shuffle, "data.split")
-        first, rest = (dataclasses.replace(self, source=self._elements(part)) for part in rows)
-        return first, rest
-
-    def _elements(self, rows: np.ndarray) -> Any:
         # A list stays a list, since the shapes of a list of batches are known before it is read.
-        return [self.source[i] for i in rows] if isinstance(self.source, (list, tuple)) else Subset(self.source, rows)
+        is_list = isinstance(self.source, (list, tuple))
+        parts = ([self.source[i] for i in part] if is_list else Subset(self.source, part) for part in rows)
+        first, rest = (dataclasses.replace(self, source=part) for part in parts)
+        return first, rest
 
     @property
     def is_read_once(self) -> bool:
@@ -366,10 +363,12 @@ def _check_lengths(batch: Any, share: int, at: int) -> None:
         )
 
 
-def _too_few(source: Any, epoch: int, found: int, steps: int) -> str:
-    """The message for an epoch that ends early."""
-    what = f"{_WHERE}: {_describe(source)} ended after {found} of the {steps} batches of epoch {epoch}; "
-    return what + (READ_ONCE if isinstance(source, Iterator) else "give the right steps_per_epoch=")
+def _check_steps(source: Any, epoch: int, found: int, steps: int) -> None:
+    """`ValueError` for an epoch that ends early."""
+    if found < steps:
+        hint = READ_ONCE if isinstance(source, Iterator) else "give the right steps_per_epoch="
+        what = f"{_describe(source)} ended after {found} of the {steps} batches of epoch {epoch}"
+        raise ValueError(f"{_WHERE}: {what}; {hint}")
 
 
 def _describe(source: Any) -> str:

@@ -162,22 +162,16 @@ def batches(
     >>> [batch["label"].tolist() for batch in batches(dataset, 4, drop_remainder=False)]
     [[0, 1, 2, 3], [4, 5]]
     """
-    order: dict[str, Any] = {"rng": rng, "epochs": epochs, "start": start, "devices": devices}
+    source = as_source(dataset)
+    size = usual_batch_size(batch_size, source)
     other: dict[str, Any] = {"drop_remainder": drop_remainder, "sharding": sharding, "axis_name": axis_name}
     other |= {"dtype": dtype, "resident": resident, "virtual_shards": virtual_shards}
-    dataset = as_arrays(dataset, "data.batches")  # first, since a DataFrame has its columns as attributes
-    if hasattr(dataset, "images") and hasattr(dataset, "labels"):
-        return _batches.dataset_batches(dataset, usual_batch_size(batch_size, None), **order, **other)
-    source = as_source(dataset)
-    # A source of its own kind need not have the options that were not given.
+    # Not every kind of data has these options, so what was not given is left out.
     defaults = inspect.signature(batches).parameters
     other = {name: value for name, value in other.items() if value != defaults[name].default}
     if "dtype" in other and isinstance(source, (ArraySource, IterableSource)):
         source = dataclasses.replace(source, dtype=other.pop("dtype"))
-    for name in other:
-        if not _takes(source, name):
-            raise TypeError(f"data.batches: data of the type {type(source).__name__} do not take {name}=; leave it out")
-    return source.batches(usual_batch_size(batch_size, source), **order, **other)
+    return source.batches(size, rng=rng, epochs=epochs, start=start, devices=devices, **other)
 
 
 @answers("data.split")
@@ -248,7 +242,7 @@ class DatasetSource(_OfArrays):
 
     def batches(self, batch_size: int, **options: Any) -> Iterator[Any]:
         """`data.batches` of the data set."""
-        return _batches.dataset_batches(self.dataset, batch_size, **options)
+        return self.dataset.batches(batch_size, **options)
 
     def split(self, fraction: float | int, **options: Any) -> tuple[DatasetSource, DatasetSource]:
         """`data.split(source, fraction, **options)`."""
@@ -364,9 +358,7 @@ def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
     arrays = jax.tree_util.tree_map_with_path(
         lambda path, leaf: np.asarray(as_array(leaf, f"data.from_arrays: {path_name(path)}")), arrays
     )
-    shapes = [x.shape for x in jax.tree.leaves(arrays)]
-    if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:
-        raise ValueError(f"data.from_arrays: the arrays must share the length of their first axis, got {shapes}")
+    checks.batch_length(arrays, "data.from_arrays")
     return ArraySource(arrays, dtype)
 
 

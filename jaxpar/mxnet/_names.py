@@ -90,13 +90,13 @@ _OTHER = {
 }
 
 
-def renamed(function: Callable[..., Any], given: dict[str, Any], other: str, name: str, value: Any) -> Any:
-    """The value of an argument that has another name too. That one is taken out of `given`."""
-    if other not in given:
+def renamed(function: Callable[..., Any], name: str, value: float, other: str, given: float | None) -> float:
+    """The value of an argument that has two names."""
+    if given is None:
         return value
     if value != inspect.signature(function).parameters[name].default:
         raise TypeError(f"{function.__name__}: {other} is another name of {name}; give one of them")
-    return given.pop(other)
+    return given
 
 
 def check_names(function: Callable[..., Any], given: Mapping[str, Any], common: Iterable[str]) -> None:

@@ -36,16 +36,14 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar, Unpack
+from typing import Any, Unpack
 
 from .._core import checks
 from .._core.calls import answers
 from .._core.updater import Updater
 from . import _rules
 from ._names import renamed
-from ._rules import AdaGradOptions, Options, Rate, RMSPropOptions, make
-
-Tree = TypeVar("Tree")
+from ._rules import Options, Rate, make
 
 
 @answers("updaters.mxnet_sgd")
@@ -89,8 +87,7 @@ def mxnet_sgd(
         -6.439
     """
     slots = ("momentum",) if momentum else ()
-    options = {"momentum": momentum}
-    return make(mxnet_sgd, _rules.sgd, learning_rate, wd, common, options, slots, lazy=bool(lazy_update))
+    return make(mxnet_sgd, _rules.sgd, learning_rate, wd, common, slots, lazy=bool(lazy_update), momentum=momentum)
 
 
 @answers("updaters.mxnet_nag")
@@ -109,7 +106,7 @@ def mxnet_nag(
         [-0.15000000596046448, -0.15000000596046448]
     """
     slots = ("momentum",) if momentum else ()
-    return make(mxnet_nag, _rules.nag, learning_rate, wd, common, {"momentum": momentum}, slots, lazy=not momentum)
+    return make(mxnet_nag, _rules.nag, learning_rate, wd, common, slots, lazy=not momentum, momentum=momentum)
 
 
 @answers("mxnet_adam")
@@ -133,10 +130,10 @@ def mxnet_adam(
     """
     checks.number(beta1, "mxnet_adam", "beta1", "a number from 0 to below 1", lambda n: 0 <= n < 1)
     checks.number(beta2, "mxnet_adam", "beta2", "a number from 0 to 1", lambda n: 0 <= n <= 1)
-    options = {"beta1": beta1, "beta2": beta2, "epsilon": epsilon}
     slots, lazy = ("mean", "variance"), bool(lazy_update)
-    rows = {"lazy": lazy, "lazy_with_master": lazy}
-    return make(mxnet_adam, _rules.adam, learning_rate, wd, common, options, slots, is_counted=True, **rows)
+    own: dict[str, Any] = {"lazy": lazy, "lazy_with_master": lazy, "is_counted": True}
+    own |= {"beta1": beta1, "beta2": beta2, "epsilon": epsilon}
+    return make(mxnet_adam, _rules.adam, learning_rate, wd, common, slots, **own)
 
 
 @answers("updaters.mxnet_rmsprop")
@@ -146,16 +143,17 @@ def mxnet_rmsprop(
     epsilon: float = 1e-8,
     wd: float = 0.0,
     *,
+    gamma: float | None = None,
     gamma2: float = 0.9,
     centered: bool = False,
     clip_weights: float | None = None,
-    **common: Unpack[RMSPropOptions],
+    **common: Unpack[Options],
 ) -> Updater:
     """MXNet's RMSProp. Others as of `mxnet_sgd`, without `lazy_update`.
 
     Args:
         learning_rate, wd: as of `mxnet_sgd`.
-        gamma1: factor of the running means. `gamma` is another name of it.
+        gamma1, gamma: factor of the running means, by two names.
         epsilon: inside the square root.
         gamma2: momentum of the centered form.
         centered: whether the square of the mean gradient is taken off its mean square.
@@ -168,18 +166,23 @@ def mxnet_rmsprop(
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
         [-1.0, -1.0]
     """
-    given: dict[str, Any] = {**common}
-    gamma1 = renamed(mxnet_rmsprop, given, "gamma", "gamma1", gamma1)
-    options = {"gamma1": gamma1, "epsilon": epsilon, "clip_weights": 0.0 if clip_weights is None else clip_weights}
+    gamma1 = renamed(mxnet_rmsprop, "gamma1", gamma1, "gamma", gamma)
+    clip_weights = 0.0 if clip_weights is None else clip_weights
+    options: dict[str, Any] = {"gamma1": gamma1, "epsilon": epsilon, "clip_weights": clip_weights}
     rule, slots = _rules.rmsprop, ("square",)
     if centered:
         rule, slots, options["gamma2"] = _rules.centered_rmsprop, ("square", "mean", "delta"), gamma2
-    return make(mxnet_rmsprop, rule, learning_rate, wd, given, options, slots, lazy=False)
+    return make(mxnet_rmsprop, rule, learning_rate, wd, common, slots, lazy=False, **options)
 
 
 @answers("mxnet_adagrad")
 def mxnet_adagrad(
-    learning_rate: Rate | None = 0.01, epsilon: float = 1e-7, wd: float = 0.0, **common: Unpack[AdaGradOptions]
+    learning_rate: Rate | None = 0.01,
+    epsilon: float = 1e-7,
+    wd: float = 0.0,
+    *,
+    eps: float | None = None,
+    **common: Unpack[Options],
 ) -> Updater:
     """MXNet's AdaGrad. Weight decay is added to the scaled gradient.
 
@@ -187,7 +190,7 @@ def mxnet_adagrad(
 
     Args:
         learning_rate, wd: as of `mxnet_sgd`.
-        epsilon: inside the square root. `eps`, MXNet's name, is another name of it.
+        epsilon, eps: inside the square root. `eps` is MXNet's name.
         **common: as of `mxnet_sgd`, but a `clip_gradient` of 0 is refused. In MXNet it makes dense gradients 0 and
             does nothing to rows.
 
@@ -197,12 +200,11 @@ def mxnet_adagrad(
         >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].round(3).tolist()
         [-0.5, -0.5]
     """
-    given: dict[str, Any] = {**common}
-    epsilon = renamed(mxnet_adagrad, given, "eps", "epsilon", epsilon)
-    if given.get("clip_gradient") == 0:
+    epsilon = renamed(mxnet_adagrad, "epsilon", epsilon, "eps", eps)
+    if common.get("clip_gradient") == 0:
         raise ValueError("mxnet_adagrad: clip_gradient must be a number above 0, or None for no clipping, got 0")
     rows = {"lazy": True, "lazy_with_master": True, "takes_decay": False}
-    return make(mxnet_adagrad, _rules.adagrad, learning_rate, wd, given, {"epsilon": epsilon}, ("history",), **rows)
+    return make(mxnet_adagrad, _rules.adagrad, learning_rate, wd, common, ("history",), **rows, epsilon=epsilon)
 
 
 @answers("multipliers")

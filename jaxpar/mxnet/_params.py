@@ -103,20 +103,22 @@ class _Reader:
                 f"{self._path}: array {number} is sparse; in MXNet, save array.tostype('default') instead"
             )
         (axes,) = self.numbers("i") if magic >= _ARRAY_OLD else (magic,)
-        if not 0 <= axes <= _MOST_AXES or magic > _ARRAY_NUMPY:
-            raise CheckpointError(f"{self._path} is damaged: array {number} has {axes} axes")
+        self._check(0 <= axes <= _MOST_AXES and magic <= _ARRAY_NUMPY, f"array {number} has {axes} axes")
         shape = self.numbers(("q" if magic >= _ARRAY_OLD else "I") * axes)
-        if min(shape, default=0) < 0 or math.prod(max(n, 1) for n in shape) >= _MOST_ELEMENTS:
-            raise CheckpointError(f"{self._path} is damaged: array {number} has the shape {shape}")
+        is_possible = min(shape, default=0) >= 0 and math.prod(max(n, 1) for n in shape) < _MOST_ELEMENTS
+        self._check(is_possible, f"array {number} has the shape {shape}")
         _, _, flag = self.numbers("iii")  # a device and its number come first
-        if not 0 <= flag < len(_DTYPES) and flag != _BFLOAT16:
-            raise CheckpointError(f"{self._path}: array {number} has dtype {flag}, which MXNet 1.9 does not know")
+        is_known = 0 <= flag < len(_DTYPES) or flag == _BFLOAT16
+        self._check(is_known, f"array {number} has dtype {flag}, which MXNet 1.9 does not know")
         dtype = np.dtype(jnp.bfloat16 if flag == _BFLOAT16 else _DTYPES[flag])
         return np.frombuffer(self._take(math.prod(shape) * dtype.itemsize), dtype).reshape(shape).copy()
 
     def _take(self, size: int) -> bytes:
         part = self._content[self._at : self._at + size]
-        if len(part) < size:
-            raise CheckpointError(f"{self._path} is damaged: it ends at byte {len(self._content)}, expected more")
+        self._check(len(part) == size, f"it ends at byte {len(self._content)}, expected more")
         self._at += size
         return part
+
+    def _check(self, is_sound: bool, problem: str) -> None:
+        if not is_sound:
+            raise CheckpointError(f"{self._path} is damaged: {problem}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
 import io
 import os
 import re
@@ -100,8 +101,7 @@ class RecordFile(Sequence[bytes]):
         with files.opened(self.path) as file:
             for length, end in self._parts(file, int(self._places[number])):
                 parts.append(file.read(length))
-                if len(parts[-1]) < length:
-                    raise self._damaged(end, "the file was cut since it was opened")
+                self._check(len(parts[-1]) == length, end, "the file was cut since it was opened")
         return struct.pack("<I", _MAGIC).join(parts)
 
     def unpack(self, number: int) -> ImageRecord:
@@ -114,9 +114,9 @@ class RecordFile(Sequence[bytes]):
         count = label = id_ = id2 = 0
         if len(record) >= _HEADER.size:
             count, label, id_, id2 = _HEADER.unpack_from(record)
-        if len(record) < (start := _HEADER.size + 4 * count):
-            place = int(self._places[number])
-            raise self._damaged(place, f"expected a header and {count} labels of an image, got {len(record)} bytes")
+        start, place = _HEADER.size + 4 * count, int(self._places[number])
+        problem = f"expected a header and {count} labels of an image, got {len(record)} bytes"
+        self._check(len(record) >= start, place, problem)
         labels = np.frombuffer(record, "<f4", count, _HEADER.size) if count else np.array([label])
         return ImageRecord(labels.astype(np.float32), id_, id2, record[start:])
 
@@ -125,17 +125,16 @@ class RecordFile(Sequence[bytes]):
         kind = None
         while kind not in (_WHOLE, _LAST):
             file.seek(min(at, self._size))
-            if len(head := file.read(8)) < 8:
-                raise self._damaged(at, f"expected a record, the file ends at byte {self._size}")
+            head = file.read(8)
+            self._check(len(head) == 8, at, f"expected a record, the file ends at byte {self._size}")
             magic, word = struct.unpack("<II", head)
-            if magic != _MAGIC:
-                raise self._damaged(at, f"expected a record, which begins with {_MAGIC:#x}, got {magic:#x}")
+            self._check(magic == _MAGIC, at, f"expected a record, which begins with {_MAGIC:#x}, got {magic:#x}")
             expected = (_WHOLE, _FIRST) if kind is None else (_MIDDLE, _LAST)
             kind, length = word >> _LENGTH_BITS, word & ((1 << _LENGTH_BITS) - 1)
-            if kind not in expected:
-                raise self._damaged(at, f"expected a part of kind {expected[0]} or {expected[1]}, got {kind}")
-            if at + 8 + length > self._size:
-                raise self._damaged(at, f"expected {length} bytes, the file ends at byte {self._size}")
+            words = f"expected a part of kind {expected[0]} or {expected[1]}, got {kind}"
+            self._check(kind in expected, at, words)
+            whole = at + 8 + length <= self._size
+            self._check(whole, at, f"expected {length} bytes, the file ends at byte {self._size}")
             at += 8 + (length + 3) // 4 * 4
             yield length, at
 
@@ -149,8 +148,9 @@ class RecordFile(Sequence[bytes]):
                 *_, (_, at) = self._parts(file, at)
         return np.array(places, np.int64)
 
-    def _damaged(self, at: int, reason: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is damaged at byte {at}, or its .idx is of another file: {reason}")
+    def _check(self, is_sound: bool, at: int, problem: str) -> None:
+        if not is_sound:
+            raise CheckpointError(f"{self.path} is damaged at byte {at}, or its .idx is of another file: {problem}")
 
 
 def _lines(path: Path) -> list[str]:
@@ -305,21 +305,23 @@ def image_record_source(
     mean, std = (np.array(rgb[:channels], np.float32) for rgb in ((mean_r, mean_g, mean_b), (std_r, std_g, std_b)))
     if not (np.isfinite([*mean, *std, scale]).all() and std.all()):
         raise ValueError(f"{_WHERE}: mean, std and scale must be finite, and std not 0, got {mean}, {std} and {scale}")
-    crop = _Crop(
+    channels_first = checks.choice(layout, _WHERE, "layout", ("NHWC", "NCHW")) == "NCHW"
+    image = functools.partial(
+        _image,
         records,
-        (sizes[1], sizes[2], channels),
-        resize,
-        checks.whole_number(pad, _WHERE, "pad", least=0),
-        checks.whole_number(fill_value, _WHERE, "fill_value", least=0, most=255),
-        rand_crop,
-        rand_mirror,
-        mirror,
-        mean,
-        np.float32(scale) / std,
-        checks.choice(layout, _WHERE, "layout", ("NHWC", "NCHW")) == "NCHW",
+        size=(*sizes[1:], channels),
+        resize=resize,
+        pad=checks.whole_number(pad, _WHERE, "pad", least=0),
+        fill_value=checks.whole_number(fill_value, _WHERE, "fill_value", least=0, most=255),
+        rand_crop=rand_crop,
+        rand_mirror=rand_mirror,
+        mirror=mirror,
+        mean=mean,
+        factor=np.float32(scale) / std,
+        channels_first=channels_first,
     )
     rows = np.arange(len(records))
-    images = _Column(crop.image, crop.shape, rows, threads)
+    images = _Column(image, tuple(sizes) if channels_first else (*sizes[1:], channels), rows, threads)
 
     def label(number: int, *drawn: float) -> np.ndarray:
         found = records.unpack(number).label
@@ -394,69 +396,63 @@ class _Column:
         return dataclasses.replace(self, numbers=self.numbers[rows])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Crop:
-    """How a record becomes an image. The fields are the options of `image_record_source`."""
+def _image(
+    records: RecordFile,
+    number: int,
+    *drawn: float,
+    size: tuple[int, ...],
+    resize: int,
+    pad: int,
+    fill_value: int,
+    rand_crop: bool,
+    rand_mirror: bool,
+    mirror: bool,
+    mean: np.ndarray,
+    factor: np.ndarray,
+    channels_first: bool,
+) -> np.ndarray:
+    """A record as an image, float32. `drawn` are three numbers from 0 and below 1, or nothing."""
+    pixels = _decoded(records, number, size[2])
+    old = new = pixels.shape[:2]
+    if resize > 0:
+        new = tuple(resize * n // min(old) for n in old)
+    places: list[np.ndarray] = []
+    for axis in (0, 1):
+        spare = new[axis] + 2 * pad - size[axis]
+        if spare < 0:
+            raise ValueError(
+                f"{records.path}: the image of record {number}, {new[0]} x {new[1]} before padding, is too "
+                f"small for a crop of {size[0]} x {size[1]}; give resize=, or a smaller data_shape"
+            )
+        first = int(drawn[axis] * (spare + 1)) if rand_crop and drawn else spare // 2
+        places.append(np.arange(first, first + size[axis]) - pad)
+    inside = [(at >= 0) & (at < n) for at, n in zip(places, new, strict=True)]
+    rows, columns = (at.clip(0, n - 1) for at, n in zip(places, new, strict=True))
+    out = pixels[rows][:, columns] if old == new else _resized(pixels, new, rows, columns)
+    if pad:
+        out = np.where((inside[0][:, None] & inside[1])[..., None], out, fill_value)
+    if mirror or (rand_mirror and drawn and drawn[2] < 0.5):
+        out = out[:, ::-1]
+    out = (out.astype(np.float32) - mean) * factor
+    return out.transpose(2, 0, 1) if channels_first else out
 
-    records: RecordFile
-    size: tuple[int, int, int]  # height, width, channels
-    resize: int
-    pad: int
-    fill_value: int
-    rand_crop: bool
-    rand_mirror: bool
-    mirror: bool
-    mean: np.ndarray
-    factor: np.ndarray
-    channels_first: bool
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        height, width, channels = self.size
-        return (channels, height, width) if self.channels_first else self.size
+def _decoded(records: RecordFile, number: int, channels: int) -> np.ndarray:
+    """uint8 (height, width, channels)."""
+    from PIL import Image, ImageOps
 
-    def image(self, number: int, *drawn: float) -> np.ndarray:
-        """float32 of `shape`. `drawn` are three numbers from 0 and below 1, or nothing."""
-        pixels = self._decoded(number)
-        old = new = pixels.shape[:2]
-        if self.resize > 0:
-            new = tuple(self.resize * n // min(old) for n in old)
-        places: list[np.ndarray] = []
-        for axis in (0, 1):
-            spare = new[axis] + 2 * self.pad - self.size[axis]
-            if spare < 0:
-                raise ValueError(
-                    f"{self.records.path}: the image of record {number}, {new[0]} x {new[1]} before padding, is too "
-                    f"small for a crop of {self.size[0]} x {self.size[1]}; give resize=, or a smaller data_shape"
-                )
-            first = int(drawn[axis] * (spare + 1)) if self.rand_crop and drawn else spare // 2
-            places.append(np.arange(first, first + self.size[axis]) - self.pad)
-        inside = [(at >= 0) & (at < n) for at, n in zip(places, new, strict=True)]
-        rows, columns = (at.clip(0, n - 1) for at, n in zip(places, new, strict=True))
-        out = pixels[rows][:, columns] if old == new else _resized(pixels, new, rows, columns)
-        if self.pad:
-            out = np.where((inside[0][:, None] & inside[1])[..., None], out, self.fill_value)
-        if self.mirror or (self.rand_mirror and drawn and drawn[2] < 0.5):
-            out = out[:, ::-1]
-        out = (out.astype(np.float32) - self.mean) * self.factor
-        return out.transpose(2, 0, 1) if self.channels_first else out
-
-    def _decoded(self, number: int) -> np.ndarray:
-        """uint8 (height, width, channels)."""
-        from PIL import Image, ImageOps
-
-        content = self.records.unpack(number).content
-        try:
-            # Further formats are left out, since Pillow has programs run for some.
-            with Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "BMP")) as image:
-                if image.mode[0] in "IF":
-                    raise ValueError(f"pixels of mode {image.mode} have more than 8 bits")
-                upright = ImageOps.exif_transpose(image)  # as OpenCV does
-                found = np.asarray(upright.convert("L" if self.size[2] == 1 else "RGB"))
-        except Exception as error:  # Pillow raises errors of many kinds at damaged images
-            reason = f"expected an image, JPEG or PNG, of which Pillow says: {error}"
-            raise CheckpointError(f"{self.records.path}: record {number}: {reason}") from error
-        return found.reshape(*found.shape[:2], self.size[2])
+    content = records.unpack(number).content
+    try:
+        # Further formats are left out, since Pillow has programs run for some.
+        with Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "BMP")) as image:
+            if image.mode[0] in "IF":
+                raise ValueError(f"pixels of mode {image.mode} have more than 8 bits")
+            upright = ImageOps.exif_transpose(image)  # as OpenCV does
+            found = np.asarray(upright.convert("L" if channels == 1 else "RGB"))
+    except Exception as error:  # Pillow raises errors of many kinds at damaged images
+        reason = f"expected an image, JPEG or PNG, of which Pillow says: {error}"
+        raise CheckpointError(f"{records.path}: record {number}: {reason}") from error
+    return found.reshape(*found.shape[:2], channels)
 
 
 def _resized(pixels: np.ndarray, new: tuple[int, ...], rows: np.ndarray, columns: np.ndarray) -> np.ndarray:

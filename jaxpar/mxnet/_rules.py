@@ -35,18 +35,6 @@ class Options(TypedDict, total=False):
     rate_in_state: bool
 
 
-class RMSPropOptions(Options, total=False):
-    """Those of `mxnet_rmsprop`: `gamma` is another name of gamma1."""
-
-    gamma: float
-
-
-class AdaGradOptions(Options, total=False):
-    """Those of `mxnet_adagrad`: `eps` is another name of epsilon, and the one that MXNet has."""
-
-    eps: float
-
-
 Rule = Callable[..., tuple[Array, State]]  # of a `Push` and the options, gives (new value, new slots)
 
 
@@ -146,24 +134,24 @@ def make(
     rule: Rule,
     learning_rate: Rate | None,
     wd: float,
-    given: Mapping[str, Any],
-    options: Mapping[str, float],
-    slots: tuple[str, ...] = (),
+    common: Mapping[str, Any],
+    slots: tuple[str, ...],
     *,
     lazy: bool,
     lazy_with_master: bool = False,
     takes_decay: bool = True,
     is_counted: bool = False,
+    **options: float,
 ) -> Updater:
-    """The updater of the optimizer `function`. `given` are the options that all share, which are checked here."""
-    check_names(function, given, Options.__annotations__)
-    where, rate_in_state = function.__name__, bool(given.get("rate_in_state", False))
+    """The updater of the optimizer `function`. `common` are the options that all share, which are checked here."""
+    check_names(function, common, Options.__annotations__)
+    where, rate_in_state = function.__name__, bool(common.get("rate_in_state", False))
     if callable(learning_rate) and rate_in_state:
         raise TypeError(f"{where}: rate_in_state takes a number to start with, got a schedule")
     if not callable(learning_rate):
         rate = 0.01 if learning_rate is None else learning_rate
         learning_rate = _number(where, "learning_rate", rate, f"{_AT_LEAST_ZERO} or a schedule")
-    limit = given.get("clip_gradient")
+    limit = common.get("clip_gradient")
     optimizer = Optimizer(
         where,
         rule,
@@ -175,12 +163,12 @@ def make(
         takes_decay=takes_decay,
         learning_rate=learning_rate,
         wd=_number(where, "wd", wd),
-        rescale_grad=checks.number(given.get("rescale_grad", 1.0), where, "rescale_grad", "a number", lambda _: True),
+        rescale_grad=checks.number(common.get("rescale_grad", 1.0), where, "rescale_grad", "a number", lambda _: True),
         clip_gradient=None if limit is None else _number(where, "clip_gradient", limit) or None,
-        lr_mult=_factors(where, "lr_mult", given.get("lr_mult")),
-        wd_mult=_factors(where, "wd_mult", given.get("wd_mult")),
-        multi_precision=bool(given.get("multi_precision", False)),
-        begin_num_update=checks.whole_number(given.get("begin_num_update", 0), where, "begin_num_update", 0),
+        lr_mult=_factors(where, "lr_mult", common.get("lr_mult")),
+        wd_mult=_factors(where, "wd_mult", common.get("wd_mult")),
+        multi_precision=bool(common.get("multi_precision", False)),
+        begin_num_update=checks.whole_number(common.get("begin_num_update", 0), where, "begin_num_update", 0),
         rate_in_state=rate_in_state,
     )
     return Updater(_Init(optimizer), optimizer)
