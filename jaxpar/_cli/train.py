@@ -328,6 +328,8 @@ def _word_of_entry(name: str, value: Any, parser: argparse.ArgumentParser) -> st
     """A key is the name of an option without its two dashes, with `-` or `_` in it. A switch is true or false."""
     if isinstance(value, (list, dict)):
         parser.error(f"{name} must be a string or a number, got {value!r}")
+    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to write one of 5,000 digits
+        parser.error(f"{name} must be a number of 64 bits")
     option = name.replace("_", "-")
     if not isinstance(value, bool):
         return f"--{option}={value}"
