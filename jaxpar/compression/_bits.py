@@ -149,9 +149,9 @@ class Grid:
         self._places = 2 * self._slack + 1  # the codes for each k
         steps = 2 * count // stride + 1
         # The bits of a code. 32 means float32 numbers without codes.
-        self.bits = _FLOAT if is_beyond else min(_FLOAT, (steps * self._places - 1).bit_length())
+        self.bits: int = _FLOAT if is_beyond else min(_FLOAT, (steps * self._places - 1).bit_length())
         # Whether every k * step is a float32 number, so that the order of the additions does not matter.
-        self.is_exact = self.bits < _FLOAT and not self._slack
+        self.is_exact: bool = self.bits < _FLOAT and not self._slack
 
     def encode(self, total: jax.Array) -> jax.Array:
         """The uint32 code of each float32 sum."""
