@@ -16,7 +16,7 @@ import jax
 
 from .. import checkpoint, compression, kv
 from .._core.arrays import Device
-from .._core.text import HelpFormatter, number, parse, plural, say
+from .._core.text import HelpFormatter, did_you_mean, number, plural, say
 from .._devices import processes
 from .._devices.emulated import can_hang
 from . import recipes
@@ -306,33 +306,37 @@ def metrics_path(text: str) -> Path:
 
 
 def words_of_file(path: Path, parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a file as words of the command line. What the file says wrongly ends with status 2."""
-    error = parser.error
+    """The options of a file as words of the command line."""
+    # A key is the name of an option without the two dashes, with `-` or `_` in it. A switch is true or false. What the
+    # file says wrongly ends with status 2.
     try:
         with path.open("rb") as file:
             options = tomllib.load(file)
-    except OSError as failure:
-        error(f"--config {path} cannot be read: {failure.strerror}")
-    except (ValueError, RecursionError) as failure:  # of an int of 5,000 digits too
-        error(f"--config {path} is not TOML: {failure}")
-    # The words of the file are parsed by themselves too, so that an error names the file.
-    parser.error = lambda message: error(f"{path}: {message}")
-    words = [_word_of_entry(name, value, parser) for name, value in options.items()]
-    if parse(parser, words).config is not None:
-        parser.error("unknown option 'config'")
-    parser.error = error
-    return words
+    except OSError as error:
+        parser.error(f"--config {path} cannot be read: {error.strerror}")
+    except (ValueError, RecursionError) as error:  # of an int of 5,000 digits too
+        parser.error(f"--config {path} is not TOML: {error}")
+    return [_word_of_entry(path, parser, name, value) for name, value in options.items()]
 
 
-def _word_of_entry(name: str, value: Any, parser: argparse.ArgumentParser) -> str:
-    """A key is the name of an option without its two dashes, with `-` or `_` in it. A switch is true or false."""
-    if isinstance(value, (list, dict)):
-        parser.error(f"{name} must be a string or a number, got {value!r}")
-    if isinstance(value, int) and value.bit_length() > 64:  # Python refuses to write one of 5,000 digits
-        parser.error(f"{name} must be a number of 64 bits")
+def _word_of_entry(path: Path, parser: argparse.ArgumentParser, name: str, value: Any) -> str:
+    known = {n[2:]: a for n, a in parser._option_string_actions.items() if n.startswith("--") and a.dest != "help"}
     option = name.replace("_", "-")
-    if not isinstance(value, bool):
-        return f"--{option}={value}"
-    if value:
-        return f"--{option}"
-    return f"--{option[3:]}" if option.startswith("no-") else f"--no-{option}"
+    if option not in known or option == "config":
+        shown = [n for n in known if n != "config" and not n.startswith("no-")]
+        parser.error(f"{path}: unknown option {name!r}{did_you_mean(option, shown)}")
+    action = known[option]
+    if isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            parser.error(f"{path}: {name} must be true or false, got {value!r}")
+        yes, no = action.option_strings
+        return yes if value == (f"--{option}" == yes) else no  # `no-remat = true` is `remat = false`
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        parser.error(f"{path}: {name} must be a string or a number, got {value!r}")
+    if isinstance(value, int) and value.bit_length() > 64:  # hexadecimal digits may be many
+        parser.error(f"{path}: {name} must be a number of 64 bits")
+    try:
+        parser._check_value(action, parser._get_value(action, str(value)))  # here the file can be named
+    except argparse.ArgumentError as error:
+        parser.error(f"{path}: {error}")
+    return f"--{option}={value}"

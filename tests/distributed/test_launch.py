@@ -55,7 +55,7 @@ def alive(pid):
         return False
 
 
-def until(condition, seconds=30.0):
+def until(condition, seconds=10.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -118,7 +118,7 @@ def test_the_first_failure_ends_all_with_its_status(program, failing, status, wh
     began = time.monotonic()
     done = launch("-n", "3", *arguments)
     assert done.returncode == status
-    assert time.monotonic() - began < 25  # less than the grace period
+    assert time.monotonic() - began < 10
     assert re.fullmatch(rf"jaxpar launch: process 1 \(pid \d+\) failed: {why}; ending the others\n", done.stderr)
     here = Path(arguments[-1]).parent
     assert sorted(p.name for p in here.glob("left*")) == ["left0", "left2"]  # they had SIGTERM, not SIGKILL
@@ -139,7 +139,7 @@ def test_one_that_ignores_sigterm_and_what_it_started_are_killed_after_the_grace
     began = time.monotonic()
     done = launch("-n", "2", "--grace", "0.5", *arguments)
     assert done.returncode == 3
-    assert 0.5 < time.monotonic() - began < 25  # less than a grace period of before the option
+    assert 0.5 < time.monotonic() - began < 10
     pids = (Path(arguments[-1]).parent / "pids").read_text().split()
     assert len(pids) == 2
     until(lambda: not any(alive(pid) for pid in pids))
@@ -171,7 +171,7 @@ def test_a_second_ctrl_c_does_not_wait(program):
         began = time.monotonic()
         running.process.send_signal(signal.SIGINT)
         running.end()
-    assert time.monotonic() - began < 25  # less than the grace period
+    assert time.monotonic() - began < 5
     assert running.process.returncode == 130
 
 
@@ -292,7 +292,7 @@ def test_a_frozen_process_is_noticed(program):
     arguments = ["-n", "3", "--heartbeat-timeout", "2", "--max-restarts", "1"]
     done = launch(*arguments, *program(source, member=True))
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - began < 25  # less than the grace period
+    assert time.monotonic() - began < 8
     *lines, last = done.stderr.splitlines()  # in any order: a survivor may print before the launcher does
     launcher, *survivors = sorted(lines, key=lambda line: line.startswith("["))
     assert "process 1 (pid" in launcher
@@ -343,7 +343,7 @@ def test_a_report_says_more_than_the_status_that_follows_it(program):
     assert "failed: it ended with status 4; ending the others" in done.stderr
 
 
-@pytest.mark.parametrize("saving", [0.2, 60])
+@pytest.mark.parametrize("saving", [0.5, 60])
 def test_when_one_is_interrupted_the_others_have_time_to_save(program, saving):
     source = f"""
         if rank == 1:
@@ -352,10 +352,10 @@ def test_when_one_is_interrupted_the_others_have_time_to_save(program, saving):
         sys.exit(130)
     """
     began = time.monotonic()
-    done = launch("-n", "2", "--grace", "3", *program(source, member=True))
+    done = launch("-n", "2", "--grace", "2", *program(source, member=True))
     assert done.returncode == 130
     assert ("[0] jaxpar: process 1" in done.stderr) == (saving == 60)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 10
 
 
 def test_a_process_that_ends_with_0_is_no_loss(program):

@@ -33,8 +33,8 @@ def test_heartbeats_come_while_this_process_sends_none(pair):
         time.sleep(0.03)
         pulse.beat()
     assert not is_readable(far.sock, 0.1)
-    far.wait(30.0)
-    assert set(map(str, far.receive())) == {"{'heartbeat': 1}"}
+    far.wait(5.0)
+    assert far.receive() == [{"heartbeat": 1}]
     time.sleep(1.5)
     far.receive()
     assert not is_readable(far.sock, 0.7)  # this process hangs

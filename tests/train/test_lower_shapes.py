@@ -8,7 +8,6 @@ import pytest
 from step_model import EVERYWHERE, line
 
 from jaxpar import kv, parallel, train
-from jaxpar.train._step.programs import _number
 
 COUNT = 4
 STEPS = [
@@ -52,7 +51,7 @@ def texts(many=False, kind="device", compression=None, fsdp=False, **options):
         batch = {name: np.stack([x] * 3) for name, x in batch.items()}
     step = train.make_train_step(loss, **options)
     program, leaves = step._prepare(state_of(kind, compression, fsdp), None)
-    rng, part = leaves.pop(program._rng_at), [_number(program._everywhere, i) for i in (0, 3)]
+    rng, part = leaves.pop(program._rng_at), map(program._number, (0, 3))
     run, along = (program._several if many else program._one), program.along[many]
     real = run.lower(leaves, rng, jax.device_put(batch, along), *(part if many else ()))
     shapes = jax.eval_shape(lambda: state_of(kind, compression, fsdp))

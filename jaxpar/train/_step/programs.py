@@ -153,6 +153,7 @@ class JointProgram(Program):
         super().__init__(step, treedef)
         self._step, self._platform = step, self.devices[0].platform
         self._everywhere = copies_for(treedef.unflatten(range(treedef.num_leaves)).store)
+        self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, self._everywhere))
         own, at, cut = dataclasses.replace(step, platform=self._platform), self._rng_at, self.cut
 
         # It does not refer to the program, which would then be freed by the garbage collector only.
@@ -179,7 +180,7 @@ class JointProgram(Program):
         wait_before_collectives((leaves, batch), self.devices)
         rng = leaves.pop(self._rng_at)
         run = self._several if part else self._one
-        new, metrics = run(leaves, rng, batch, *[_number(self._everywhere, i) for i in part])
+        new, metrics = run(leaves, rng, batch, *map(self._number, part))
         new.insert(self._rng_at, rng)
         return self._treedef.unflatten(new), metrics
 
@@ -227,7 +228,6 @@ def _loop_over_batches(step: Callable[..., Any]) -> Callable[..., Any]:
     return train_steps
 
 
-@functools.lru_cache(maxsize=64)
 def _number(everywhere: NamedSharding, i: int) -> jax.Array:
     """The int on the devices, so that a call needs nothing from the host."""
     with jax.ensure_compile_time_eval():

@@ -8,11 +8,12 @@ on its part of the mesh. So batch norm, dropout and collectives over the axis me
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -359,7 +360,8 @@ class GlobalStep(DeviceStep):
         def of_share(batch: Any, rng: Any, model_state: Any) -> Any:
             return call_loss(self.loss_fn, params, batch, rng, model_state, step)
 
-        metrics, new = self._over_shares(of_share)(batch, rng, model_state)
+        with _explain_constraints(self.axes):
+            metrics, new = self._over_shares(of_share)(batch, rng, model_state)
         first = tuple(range(len(self.axes)))
         return jax.tree.map(lambda x: x.sum(first), widen(metrics)), new
 
@@ -380,3 +382,19 @@ def check_axes(axes: tuple[str, ...], mesh: Mesh, where: str) -> None:
         if name not in mesh.axis_names:
             known = ", ".join(mesh.axis_names)
             raise ValueError(f"{where}: axis_name={name!r}: the mesh has no such axis; its axes are {known}")
+
+
+@contextlib.contextmanager
+def _explain_constraints(axes: tuple[str, ...]) -> Generator[None]:
+    """JAX's error for a constraint in the loss that names an axis of the batch, in words that say what to write."""
+    try:
+        yield
+    except ValueError as error:
+        if "spmd_axis_name" not in str(error):
+            raise
+        spec = str(error).rpartition("got spec ")[2]
+        raise ValueError(
+            f"train step: loss_fn constrains an array to {spec}, but the step already splits the batch over "
+            f"{', '.join(map(repr, axes))}, and loss_fn sees one share; write None in place of these axes, and leave "
+            "out a constraint that names no others"
+        ) from error
