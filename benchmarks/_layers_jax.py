@@ -94,6 +94,8 @@ def in_direction(part: Part, direction: str) -> Callable[..., Any]:
     """A function of all operands and a cotangent; what it does not need, the program does not take."""
     stride = (*part.sizes[5:], 1)[0]
     function = partial(convolution, stride) if part.kind == "convolution" else FUNCTIONS[part.kind]
+    if part.kind == "LSTM":  # as in a step: the loop becomes a kernel before it is differentiated
+        function = models.fast_on_cpus(function)
     trained = part.work().with_gradient()
     if direction in ("inputs", "weights"):
         trained = trained[:1] if direction == "inputs" else trained[1:]
