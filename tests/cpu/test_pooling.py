@@ -1,5 +1,7 @@
 """`models.max_pool` and `avg_pool` give what Flax's give, and their gradients are those of XLA's search."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,12 +53,12 @@ def test_the_numbers_of_lax(case):
         lambda x: models.max_pool(x, window, strides, padding),
         lambda x: reduced(x, -jnp.inf, lax.max, window, strides, padding),
     )
-    np.testing.assert_array_equal(jax.jit(ours)(x), laxs(x))
-    np.testing.assert_array_equal(jax.jit(lambda x: gradient(ours, x))(x), gradient(laxs, x))  # integers: exact sums
-    total = reduced(x, 0.0, lax.add, window, strides, padding)
+    np.testing.assert_array_equal(*(jax.jit(f)(x) for f in (ours, laxs)))
+    of_integers = (jax.jit(functools.partial(gradient, f))(x) for f in (ours, laxs))  # sums are exact
+    np.testing.assert_array_equal(*of_integers)
+    total, counts = map(jax.jit(lambda x: reduced(x, 0.0, lax.add, window, strides, padding)), (x, np.ones_like(x)))
     found = models.avg_pool(x, window, strides, padding)
-    np.testing.assert_allclose(found, total / np.prod(window), rtol=1e-6, atol=1e-6)
-    counts = reduced(jnp.ones_like(x), 0.0, lax.add, window, strides, padding)
+    np.testing.assert_allclose(found, total / np.float32(np.prod(window)), rtol=1e-6, atol=1e-6)
     found = models.avg_pool(x, window, strides, padding, count_include_pad=False)
     np.testing.assert_allclose(found, total / counts, rtol=1e-6, atol=1e-6)
 

@@ -34,9 +34,8 @@ OF_PAGES = {"two_moons.svg"}  # drawn by the code of a page
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*$")
 MOST_NOT_RUN = 8  # three of them in tests of their own
 # Pages that compile for 4 to 20 seconds: the second row runs them.
-LONG = tuple(
-    f"docs/{name}.md" for name in "async checkpoints engines recipes seeing_a_run training tutorial your_model".split()
-)
+NAMES = "async checkpoints cluster engines evaluate from_gluon recipes seeing_a_run training tutorial your_model"
+LONG = tuple(f"docs/{name}.md" for name in NAMES.split())
 EXAMPLES = 512
 needs_data = pytest.mark.skipif(
     bool(_load.missing_idx(DEBIAN_DIR)),
@@ -91,7 +90,7 @@ def marks(page):
     return [*data_marks, pytest.mark.slow] if name(page) in LONG else data_marks
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=marks(page)) for page in PAGES if any(not block.excuse for block in blocks(page))],

@@ -1,5 +1,6 @@
 """Models from symbol files: what they hold, as pure functions, on several devices; and files that are no such."""
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -63,14 +64,14 @@ def test_what_a_model_holds(model, tmp_path):
 def test_apply_is_pure(model):
     out = model.apply(model.params, IMAGES)
     np.testing.assert_allclose(jax.jit(model.apply)(model.params, {"data": IMAGES}), out, rtol=1e-5)
-    outs, state = model.apply(model.params, IMAGES, train=True)
+    outs, state = jax.jit(functools.partial(model.apply, train=True))(model.params, IMAGES)
     assert outs.shape == out.shape
     assert not np.array_equal(state["bn_moving_mean"], model.state["bn_moving_mean"])
     assert np.array_equal(model.apply(model.params, IMAGES), out)
-    whole = jax.grad(lambda p: -jnp.log(model.apply(p, IMAGES)[:, 0]).mean())(model.params)
+    whole = jax.jit(jax.grad(lambda p: -jnp.log(model.apply(p, IMAGES)[:, 0]).mean()))(model.params)
     assert set(whole) == set(model.params)
     assert all(np.isfinite(g).all() for g in whole.values())
-    by_row = jax.vmap(lambda x: model.apply(model.params, x[None])[0])(jnp.asarray(IMAGES))
+    by_row = jax.jit(jax.vmap(lambda x: model.apply(model.params, x[None])[0]))(IMAGES)
     np.testing.assert_allclose(by_row, out, rtol=1e-4)
 
 
