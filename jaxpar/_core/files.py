@@ -8,7 +8,8 @@ import hashlib
 import io
 import os
 import stat
-from collections.abc import Callable, Generator, Iterator
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -86,47 +87,43 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
+def clock_of(directory: Path) -> float:
+    """The time by the clock of a directory's file system. `OSError` where no file can be made there."""
+    with tempfile.TemporaryFile(dir=directory) as probe:
+        return os.fstat(probe.fileno()).st_mtime
+
+
 # A pipe would wait forever, and a device may never end. So only regular files are opened, also where a link leads.
 
 
 def read(path: Path, most: int) -> bytes:
     """The content of a regular file of at most `most` bytes."""
-    content = b"".join(_chunks(path, most + 1)) if os.stat(path).st_size <= most else None
-    if content is None or len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
-    return content
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+        return file.read(size)
 
 
 def fingerprint(path: Path, most: int) -> tuple[int, str]:
     """Number and SHA-256 of the bytes, at most the first `most + 1` of them. `OSError` as in `read`."""
     size, digest = 0, hashlib.sha256()
-    for part in _chunks(path, most + 1):
-        size += len(part)
-        digest.update(part)
+    with opened(path) as file:
+        while part := file.read(min(_CHUNK, most + 1 - size)):
+            size += len(part)
+            digest.update(part)
     return size, digest.hexdigest()
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Generator[BinaryIO]:
+def opened(path: Path) -> BinaryIO:
     """The file, open for reading. `OSError` as in `read`."""
-    _check_regular(os.stat(path), path)
-    with open(path, "rb", opener=_open) as file:
-        _check_regular(os.fstat(file.fileno()), path)  # it may have been replaced since
-        yield file
+    return open(path, "rb", opener=_open_regular)
 
 
-def _chunks(path: Path, most: int) -> Iterator[bytes]:
-    with opened(path) as file:
-        while most > 0 and (part := file.read(min(most, _CHUNK))):
-            most -= len(part)
-            yield part
-
-
-def _open(path: str, flags: int) -> int:
-    """Open a file without waiting for a writer, and without a terminal that could send signals."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
-
-
-def _check_regular(status: os.stat_result, path: Path) -> None:
-    if not stat.S_ISREG(status.st_mode):
+def _open_regular(path: str, flags: int) -> int:
+    # Without waiting for a writer, and without a terminal that could send signals.
+    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor

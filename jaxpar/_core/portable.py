@@ -59,36 +59,15 @@ class NodeFormat:
     adapt: Callable[[Any, Saved, str, list[str]], Saved] = lambda like, saved, prefix, remarks: saved
 
 
-# Filled when a module is imported, and then only read: a type is saved in one way in a process.
-_NODES: dict[type, NodeFormat] = {}
-_ADAPTERS: dict[type, Callable[[Any, Saved, list[str]], Saved]] = {}
-
-
-def register_node(kind: type, format: NodeFormat) -> None:
-    _NODES[kind] = format
-
-
-def register_adapter(kind: type, adapt: Callable[[Any, Saved, list[str]], Saved]) -> None:
-    """Say how what was saved is brought to another number of devices, for a whole state of a type.
-
-    `adapt(like, saved, remarks) -> saved`.
-    """
-    _ADAPTERS[kind] = adapt
-
-
-def format_of(node: Any) -> NodeFormat | None:
-    """How a node is saved. None for one whose leaves are saved each by itself."""
-    return _NODES.get(type(node))
+# Filled where a module defines its type, and then only read.
+# How the nodes of a type are saved. A node of another type is taken leaf by leaf.
+FORMATS: dict[type, NodeFormat] = {}
+# `adapt(like, saved, remarks) -> saved`, which brings a whole state of a type to another number of devices.
+ADAPTERS: dict[type, Callable[[Any, Saved, list[str]], Saved]] = {}
 
 
 def is_registered(node: Any) -> bool:
-    return type(node) in _NODES
-
-
-def adapt(like: Any, saved: Saved, remarks: list[str]) -> Saved:
-    """What was saved, for the devices of `like`."""
-    function = _ADAPTERS.get(type(like))
-    return saved if function is None else function(like, saved, remarks)
+    return type(node) in FORMATS
 
 
 def path_name(path: Any) -> str:

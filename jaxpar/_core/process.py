@@ -1,13 +1,17 @@
-"""What a process does with signals, which a loop obeys later, with threads that fail, and with freed memory."""
+"""What a process does with signals, with threads that fail and with freed memory, and which process it is."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import hashlib
 import os
+import re
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from .text import say_before_exit
@@ -39,17 +43,14 @@ class Signals:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number in list(self._handlers):
-            self._restore_handler(number)
+        while self._handlers:
+            signal.signal(*self._handlers.popitem())
 
     def _record(self, number: int, frame: Any) -> None:
         self.received.append(number)
         if self._once:
-            self._restore_handler(number)
+            signal.signal(number, self._handlers.pop(number))
         self._on_signal(number)
-
-    def _restore_handler(self, number: int) -> None:
-        signal.signal(number, self._handlers.pop(number))
 
 
 def daemon(
@@ -83,3 +84,51 @@ def keep_freed_memory() -> bool:
         return False
     done = [library.mallopt(option, value) for option, value in _OPTIONS.items()]
     return all(done)
+
+
+# Which process it is, for others that see its files.
+
+
+_TAG = re.compile(r"([0-9a-f]{16})-(\d{1,10})-(\d{1,20})")
+
+
+def tag() -> str:
+    """The name of this process: its machine since the last start, its number there, and the time at which it began."""
+    # Numbers are reused and hosts share names, so none of the three is enough.
+    return f"{_machine()}-{os.getpid()}-{_stat(os.getpid())[1]}"
+
+
+def has_ended(tag: str) -> bool | None:
+    """Whether a process of this machine has certainly ended. None for one of another machine."""
+    found = _TAG.fullmatch(tag)
+    if found is None or found[1] != _machine():
+        return None
+    number, began = int(found[2]), int(found[3])
+    try:
+        os.kill(number, 0)  # sends nothing
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # it belongs to another user
+        pass
+    state, now = _stat(number)
+    return state in ("Z", "X") or (0 not in (began, now) and began != now)  # else its number was used again
+
+
+def _machine() -> str:
+    """This machine since its last start, and its numbering of processes. Empty where Linux does not say."""
+    try:
+        parts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        return ""
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/time"))
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+
+
+def _stat(number: int) -> tuple[str, int]:
+    """The state of a process, such as "R", and its start time in kernel ticks. Empty and 0 where they are unknown."""
+    try:
+        fields = Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, ValueError, IndexError):
+        return "", 0

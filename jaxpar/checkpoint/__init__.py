@@ -1,9 +1,9 @@
 """Save and restore a training state, through orbax and without pickle.
 
-    _save      saves, restores and finds checkpoints, and writes those of a run; `_lock` lets one process write
+    _save      saves, restores and finds checkpoints, and writes those of a run
     _leaves    a state as named arrays, and back, and a hash of them
-    _files     writes, verifies, reads and copies the directory of a checkpoint
-    _manifest  the JSON that describes a checkpoint, and the records of a run beside its checkpoints
+    _files     writes, verifies, reads and copies the directory of a checkpoint: arrays and their manifest
+    _run       what a run keeps beside its checkpoints: the lock of the one process that writes, and its records
 
 `load_mxnet` reads files of MXNet, as `jp.mxnet.load_params` does.
 
@@ -19,9 +19,14 @@
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from ..mxnet import load_mxnet as load_mxnet
-from ._files import adopt as _adopt, check_writable as _check_writable, of_step as _of_step, whole_copy as _whole_copy
+from ._files import (
+    CheckpointError as CheckpointError,
+    adopt as _adopt,
+    check_writable as _check_writable,
+    of_step as _of_step,
+    whole_copy as _whole_copy,
+)
 from ._leaves import StateHash as _StateHash, hash_of as _hash_of
-from ._manifest import CheckpointError as CheckpointError
 from ._save import (
     Found as Found,
     Manager as Manager,

@@ -1,14 +1,22 @@
 """A checkpoint on disk: a directory with arrays, written by orbax, and a manifest that vouches for every byte.
 
     step_00000120/
-        jaxpar.json     names, shapes and dtypes of the arrays, size and SHA-256 of each file, its own SHA-256
+        jaxpar.json     the manifest, with its own SHA-256
         arrays/         orbax (OCDBT). The arrays are called "0", "1", ... in the manifest's order
         frozen/         the same for params that are not trained
+
+    {"sha256": ..., "content": {"format": 1, "order": ..., "step": ..., "best": true, "info": {...},
+                                "records": {"number", "at", "sha256"}, "files": {name: [size, sha256]},
+                                "frozen": sha256 of the arrays that are not trained,
+                                "leaves": [{"name", "words", "shape", "dtype", ...}]}}
 
 Equal frozen params are on disk once: their files are hard links to those of an earlier checkpoint beside it.
 
 It is written under another name in the same directory, flushed, and renamed. So a checkpoint is there whole or not at
-all. The other name says which process writes (see `_lock`). Reading changes nothing on disk.
+all. The other name says which process writes. Reading changes nothing on disk.
+
+The manifest is read within bounds, and checked as a whole before anything in it is used. What is written passes the
+same checks, so every saved checkpoint can be restored.
 """
 
 from __future__ import annotations
@@ -16,9 +24,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import math
 import os
 import re
+import reprlib
 import secrets
 import shutil
 import tempfile
@@ -29,11 +39,20 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from .._core import files
-from .._core.files import flush_to_disk
-from . import _lock, _manifest
-from ._manifest import CheckpointError
+from .._core import files, process
+from .._core.files import CheckpointError as CheckpointError, flush_to_disk
+from .._core.text import for_terminal
 
+FORMAT = 1
+MANIFEST = "jaxpar.json"
+RECORDS = "records.jsonl"  # beside the checkpoints of a run, see `_run`
+CHECKSUM = "it does not have the checksum it was saved with"
+MOST_BYTES = 64 << 20  # of a manifest
+MOST_SHOWN = 500  # characters of what a file says
+_LINES = 1 << 18  # bytes up to which it is written in lines, for people. Longer ones take seconds so.
+_MOST_DEPTH = 100  # of lists and objects in each other; Python's reader of JSON has a limit too
+_MOST_INT = 1 << 62
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _ARRAYS, _FROZEN = "arrays", "frozen"
 _UNFINISHED = ".unfinished-"
 _OWNED = re.compile(re.escape(_UNFINISHED) + "(.+)-[0-9a-f]{8}")
@@ -60,8 +79,8 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
             content = {**content, "frozen": _digest(frozen)}
             if not _link_frozen(path.parent, unfinished, content["frozen"]):
                 _write_arrays(unfinished / _FROZEN, frozen)
-        body = {"format": _manifest.FORMAT, "leaves": records, "files": _prints(unfinished), **content}
-        (unfinished / _manifest.NAME).write_text(_manifest.dumps(body))
+        body = {"format": FORMAT, "leaves": records, "files": _prints(unfinished), **content}
+        (unfinished / MANIFEST).write_text(_text_of(body))
         _flush_all(unfinished)
         os.rename(unfinished, path)
         flush_to_disk(path.parent)
@@ -76,7 +95,7 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
 
 def read(path: Path) -> Found:
     """The checkpoint at a path, all verified. A `CheckpointError` says why there is no good one."""
-    body = _manifest.load(path)
+    body = load(path)
     verify(path, body)
     try:
         layouts = [_layout(record) for record in body["leaves"]]
@@ -141,13 +160,15 @@ def remove_leftovers(directory: Path) -> None:
         with contextlib.suppress(OSError):  # what cannot be looked at stays
             owned = _OWNED.fullmatch(path.name)
             changed = max(part.lstat().st_mtime for part in [path, *path.rglob("*")])
-            if (owned and _lock.has_ended(owned[1])) or _lock.file_time(directory) - changed > _OLD:
+            if (owned and process.has_ended(owned[1])) or files.clock_of(directory) - changed > _OLD:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def check_writable(directory: Path, where: str) -> None:
     """`OSError` where a directory cannot be written or made. Nothing is written. `where` begins the message."""
-    there = next(p for p in (directory.absolute(), *directory.absolute().parents) if os.path.lexists(p))
+    there = directory.absolute()
+    while not os.path.lexists(there):
+        there = there.parent
     number = errno.ENOTDIR if not there.is_dir() else errno.EACCES if not os.access(there, os.W_OK | os.X_OK) else 0
     if number:
         reason = os.strerror(number)
@@ -161,8 +182,8 @@ def whole_copy(path: Path) -> Generator[Path]:
     copy = _unfinished_path(path.parent)
     try:
         shutil.copytree(path, copy, copy_function=_link_or_copy)
-        if (path.parent / _manifest.RECORDS).is_file():
-            shutil.copyfile(path.parent / _manifest.RECORDS, copy / _manifest.RECORDS)  # a run appends to it
+        if (path.parent / RECORDS).is_file():
+            shutil.copyfile(path.parent / RECORDS, copy / RECORDS)  # a run appends to it
         yield copy
     finally:
         shutil.rmtree(copy, ignore_errors=True)
@@ -170,7 +191,7 @@ def whole_copy(path: Path) -> Generator[Path]:
 
 def adopt(source: Path, directory: Path) -> None:
     """Copy a checkpoint into a directory, unless a good one of the same step and content is there."""
-    body = _manifest.load(source)
+    body = load(source)
     verify(source, body)
     directory.mkdir(parents=True, exist_ok=True)
     # Several processes may do so at once. The name comes first: then one that is faster has that name, and the renaming
@@ -180,10 +201,10 @@ def adopt(source: Path, directory: Path) -> None:
         return
     copy = _unfinished_path(directory)
     try:
-        shutil.copytree(source, copy, ignore=shutil.ignore_patterns(_manifest.RECORDS))
-        if (source / _manifest.RECORDS).is_file():
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns(RECORDS))
+        if (source / RECORDS).is_file():
             with contextlib.suppress(FileExistsError):  # those that are there stay
-                files.create(directory / _manifest.RECORDS, (source / _manifest.RECORDS).read_bytes())
+                files.create(directory / RECORDS, (source / RECORDS).read_bytes())
         _flush_all(copy)
         os.rename(copy, path)
     except OSError:
@@ -197,7 +218,7 @@ def _has_copy(directory: Path, body: dict[str, Any]) -> bool:
     """Whether a directory has a good checkpoint with this manifest, under whatever name."""
     for path in candidates(directory):
         try:
-            if _manifest.digest(_manifest.load(path)) == _manifest.digest(body):
+            if digest(load(path)) == digest(body):
                 verify(path, body)
                 return True
         except CheckpointError:
@@ -213,7 +234,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _unfinished_path(directory: Path) -> Path:
-    return directory / f"{_UNFINISHED}{_lock.process_tag()}-{secrets.token_hex(4)}"
+    return directory / f"{_UNFINISHED}{process.tag()}-{secrets.token_hex(4)}"
 
 
 def _flush_all(directory: Path) -> None:
@@ -253,7 +274,7 @@ def _link_frozen(directory: Path, unfinished: Path, digest: str) -> bool:
     """Link the frozen arrays of another checkpoint in the directory, if one has the same, undamaged."""
     for path in sorted(candidates(directory), reverse=True):
         with contextlib.suppress(CheckpointError, OSError):  # it is damaged, or another process removed it
-            body = _manifest.load(path)
+            body = load(path)
             if body.get("frozen") != digest:
                 continue
             saved = {name: entry for name, entry in body["files"].items() if name.startswith(f"{_FROZEN}/")}
@@ -330,3 +351,103 @@ def _orbax(path: Path) -> Generator[tuple[Any, Any, Path]]:
             link.symlink_to(path.parent, target_is_directory=True)
             path = link / path.name
         yield ocp, orbax, path
+
+
+# The manifest.
+
+
+def load(path: Path) -> dict[str, Any]:
+    """What the checkpoint at a path says about itself. A `CheckpointError` says why it cannot be used."""
+    try:
+        raw = files.read(path / MANIFEST, MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        other = " (an orbax checkpoint of another program)" if (path / "_CHECKPOINT_METADATA").exists() else ""
+        raise CheckpointError(f"{path} is not a checkpoint of jaxpar{other}: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} is unreadable: {MANIFEST}: {error.strerror or error}") from error
+    try:
+        outer = json.loads(raw)
+        body = outer["content"]
+        expect(outer["sha256"] == digest(body), CHECKSUM)
+        _check(body)
+    except Exception as error:  # a forger may give anything the right checksum
+        reason = for_terminal(f"{type(error).__name__}: {error}", MOST_SHOWN)
+        raise CheckpointError(f"{path} is damaged: {MANIFEST}: {reason}") from None
+    if body["format"] > FORMAT:
+        raise CheckpointError(f"{path} was saved by a newer jaxpar (format {body['format']}, this one has {FORMAT})")
+    return body
+
+
+def _text_of(body: dict[str, Any]) -> str:
+    """The text of a manifest. `ValueError` for one that `load` would refuse."""
+    _check(body)
+    outer = {"sha256": digest(body), "content": body}
+    text = json.dumps(outer)
+    if len(text) < _LINES:
+        text = json.dumps(outer, indent=1)
+    if len(text) > MOST_BYTES:  # JSON is ASCII here
+        raise ValueError(f"the manifest has {len(text)} bytes, more than {MOST_BYTES}; save less info with it")
+    return text
+
+
+def digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+# What is not as it must be raises: a `ValueError`, or what Python says of an entry that is missing or of another type.
+
+
+def _check(body: Any) -> None:
+    """Check that each entry of a manifest is there, of its type and within bounds. Of a newer format only that."""
+    expect(_is_int(body["format"], 1), "wrong format")
+    if body["format"] > FORMAT:
+        return
+    expect(_is_int(body["order"], 1), "wrong order")
+    expect(_is_int(body.get("step", 0), -_MOST_INT), "wrong step")
+    expect(type(body.get("best", False)) is bool, "wrong best")
+    expect(type(body.get("info", {})) is dict, "wrong info")
+    check_depth(body.get("info"))
+    expect("frozen" not in body or _is_sha256(body["frozen"]), "wrong frozen")
+    if "records" in body:
+        check_place(body["records"])
+    for name, (size, checksum) in body["files"].items():
+        is_inside = name.isprintable() and name != MANIFEST and not {"", ".", ".."} & set(name.split("/"))
+        expect(is_inside and _is_int(size, 0) and _is_sha256(checksum), f"wrong files: {reprlib.repr(name)}")
+    expect(type(body["leaves"]) is list, "wrong leaves")
+    names = [record["name"] for record in body["leaves"]]
+    expect(len(set(names)) == len(names), "two leaves have the same name")
+    for i, record in enumerate(body["leaves"]):
+        words = [record["name"], record["words"], record["dtype"], record.get("impl", ""), record.get("rule", "")]
+        expect(all(type(word) is str for word in words), f"wrong leaf {i}")
+        expect(type(record.get("frozen", False)) is bool, f"wrong leaf {i}: frozen")
+        shape = record["shape"]
+        expect(type(shape) is list and all(_is_int(n, 0) for n in shape), f"wrong leaf {i}: shape")
+
+
+def check_place(place: Any) -> None:
+    """Check the place of a record."""
+    is_good = set(place) == {"number", "at", "sha256"} and _is_int(place["number"], 1) and _is_int(place["at"], 0)
+    words = f"a record must have a number, a place and a SHA-256, got {reprlib.repr(place)}"
+    expect(is_good and _is_sha256(place["sha256"]), words)
+
+
+def check_depth(value: Any, left: int = _MOST_DEPTH) -> None:
+    """Check that JSON has at most a hundred lists and objects in each other."""
+    if not left:
+        raise ValueError(f"lists and objects are nested more than {_MOST_DEPTH} deep; save a flatter info")
+    inner: Any = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for each in inner:
+        check_depth(each, left - 1)
+
+
+def expect(is_good: bool, why: str) -> None:
+    if not is_good:
+        raise ValueError(why)
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return type(value) is int and least <= value <= _MOST_INT
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None

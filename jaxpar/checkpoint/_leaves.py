@@ -21,7 +21,7 @@ import numpy as np
 
 from .._core import checks
 from .._core.arrays import check_plain, is_of_numbers, is_prng_key, without_keys
-from .._core.portable import PARTS, SavedArray, adapt, describe_record, format_of, is_registered, path_name
+from .._core.portable import ADAPTERS, FORMATS, PARTS, SavedArray, describe_record, is_registered, path_name
 from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import put, to_host
 from .._devices.user_mesh import on_own_mesh
@@ -52,7 +52,7 @@ def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray],
     remarks: list[str] = []
     saved = {record["name"]: (record, array) for record, array in zip(records, arrays, strict=True)}
     nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_registered)
-    formats = [(i, path_name(path), node, f) for i, (path, node) in enumerate(nodes) if (f := format_of(node))]
+    formats = [(i, path_name(path), node, f) for i, (path, node) in enumerate(nodes) if (f := FORMATS.get(type(node)))]
     bare_nodes = [node for _, node in nodes]
     for i, _, node, format in formats:
         bare_nodes[i] = format.bare(node)
@@ -60,7 +60,8 @@ def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray],
     wanted = slots_of(bare)
 
     # What an older version or other devices saved gets the names and shapes of `like`.
-    saved = adapt(like, saved, remarks)
+    if adapt := ADAPTERS.get(type(like)):
+        saved = adapt(like, saved, remarks)
     for _, name, node, format in formats:
         saved = format.adapt(node, saved, name, remarks)
     _compare(wanted, [record for record, _ in saved.values() if not set(PARTS) & record.keys()])
@@ -76,7 +77,7 @@ def slots_of(tree: Any) -> list[SavedArray]:
     """What a checkpoint has of each leaf, in the order of the leaves of the tree."""
     slots: list[SavedArray] = []
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_registered)[0]:
-        format, name = format_of(node), path_name(path)
+        format, name = FORMATS.get(type(node)), path_name(path)
         if format is not None:
             slots += format.slots(node, name)
             continue
@@ -84,7 +85,7 @@ def slots_of(tree: Any) -> list[SavedArray]:
             raise TypeError(f"checkpoint: leaf {name!r} must be an array of numbers, got {checks.describe(node)}")
         check_plain(node, f"checkpoint: leaf {name!r}")
         slots.append(SavedArray(name, f"leaf {name!r}", node, tuple(np.shape(node))))
-    if twice := [name for name, count in collections.Counter(slot.name for slot in slots).items() if count > 1]:
+    if twice := [name for name, count in collections.Counter([slot.name for slot in slots]).items() if count > 1]:
         raise ValueError(f"checkpoint: two leaves have the path {twice[0]!r}; rename one of them")
     return slots
 

@@ -19,10 +19,8 @@ from .._core.calls import answers
 from .._core.files import as_path
 from .._devices import processes
 from .._devices.user_mesh import outside_mesh
-from . import _files, _leaves, _manifest
-from ._files import Found as Found
-from ._lock import DirectoryLock
-from ._manifest import CheckpointError
+from . import _files, _leaves, _run
+from ._files import CheckpointError, Found as Found
 
 Tree = TypeVar("Tree")
 PathLike = str | os.PathLike[str]
@@ -96,7 +94,7 @@ def restore(path: PathLike, like: Tree) -> Tree:
     path = processes.ask_first(lambda: None if path is None else str(path))
     with processes.raise_together(CheckpointError):
         found = read(path)
-    processes.agree(f"checkpoint.restore: {path} is not the same checkpoint everywhere", _manifest.digest(found.body))
+    processes.agree(f"checkpoint.restore: {path} is not the same checkpoint everywhere", _files.digest(found.body))
     return fill(found, like)
 
 
@@ -210,9 +208,7 @@ def newest_good(
     raise OSError(f"checkpoint: {directory} changes faster than it can be read; {_TRIES} checkpoints were gone")
 
 
-def newest_first(
-    directory: Path, load: Callable[[Path], Manifest] = _manifest.load
-) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:
+def newest_first(directory: Path) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:
     """The checkpoints of a directory and their manifests, the newest first, and why others cannot be read."""
     if not directory.exists():
         return [], {}
@@ -222,7 +218,7 @@ def newest_first(
     unreadable: dict[Path, str] = {}
     for path in _files.candidates(directory):
         try:
-            found.append((path, load(path)))
+            found.append((path, _files.load(path)))
         except CheckpointError as error:
             unreadable[path] = str(error)
     return sorted(found, key=lambda item: (item[1]["order"], item[0].name), reverse=True), unreadable
@@ -241,7 +237,7 @@ def fill(found: Found, like: Any) -> Any:
             state, remarks = _leaves.from_leaves(found.body["leaves"], found.arrays, like)
     except ValueError as error:
         raise CheckpointError(
-            f"{found.path} does not fit `like`: {text.for_terminal(str(error), _manifest.MOST_SHOWN)}"
+            f"{found.path} does not fit `like`: {text.for_terminal(str(error), _files.MOST_SHOWN)}"
         ) from None
     for remark in remarks if jax.process_index() == 0 else ():
         say(f"{found.path}: {remark}")
@@ -249,7 +245,7 @@ def fill(found: Found, like: Any) -> Any:
 
 
 def say(message: str) -> None:
-    text.say(text.for_terminal(message, _manifest.MOST_SHOWN), "jaxpar: checkpoint")
+    text.say(text.for_terminal(message, _files.MOST_SHOWN), "jaxpar: checkpoint")
 
 
 class Manager:
@@ -287,9 +283,8 @@ class Manager:
         self._on_latest = on_latest
         self._latest: Path | None = None  # what was written or restored last
         self._bad: set[Path] = set()
-        self._known: dict[Path, tuple[Any, dict[str, Any]]] = {}  # see `_summary`
-        self._records = _manifest.RecordWriter(self.directory)
-        self._lock = DirectoryLock(self.directory)
+        self._records = _run.RecordWriter(self.directory)
+        self._lock = _run.DirectoryLock(self.directory)
         weakref.finalize(self, self._lock.release)
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
         # What `wait` waits for. In the other processes, which write nothing, it does nothing.
@@ -324,7 +319,7 @@ class Manager:
         leaves, arrays = _leaves.to_leaves(state, self._writes)
         with processes.raise_together():
             if records is not None:
-                info = {**info, "history": list(records[-_manifest.INSIDE :])}
+                info = {**info, "history": list(records[-_run.INSIDE :])}
             content = {**step_of(state), "info": _as_json(info), **({"best": True} if best else {})}
             new: list[str] | None = None
             if self._writes:
@@ -374,10 +369,10 @@ class Manager:
         self._note(found.path)
         return state, info
 
-    def _read_records(self, path: Path, place: _manifest.Place, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _read_records(self, path: Path, place: _run.Place, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The records up to a checkpoint, or the `last` ones, which it holds itself, where the others are lost."""
         try:
-            found = processes.ask_first(lambda: _manifest.read_records(self.directory, place), CheckpointError)
+            found = processes.ask_first(lambda: _run.read_records(self.directory, place), CheckpointError)
         except CheckpointError as error:
             if self._writes and len(last) < place["number"]:
                 say(f"{error}; {path} is restored with the last {len(last)} of its {place['number']} records")
@@ -456,7 +451,7 @@ class Manager:
         _files.remove_leftovers(self.directory)
         if records is not None and (place := self._records.append(records)) is not None:
             content = {**content, "records": place}
-        listed, _ = newest_first(self.directory, self._summary)
+        listed, _ = newest_first(self.directory)
         content = {**content, "order": 1 + max((body["order"] for _, body in listed), default=0)}
         path = _files.free_path(self.directory, content)
         _files.write(path, content, leaves, arrays)
@@ -467,22 +462,10 @@ class Manager:
             if path != best:
                 _files.remove(path)
 
-    def _summary(self, path: Path) -> dict[str, Any]:
-        """`order` and `best` of a checkpoint. Manifests may be long, so only a changed manifest is read again."""
-        try:
-            now = os.stat(path / _manifest.NAME)
-        except OSError:
-            return _manifest.load(path)  # it says what is the matter
-        mark = now.st_ino, now.st_size, now.st_mtime_ns
-        if path not in self._known or self._known[path][0] != mark:
-            body = _manifest.load(path)
-            self._known[path] = mark, {name: body[name] for name in ("order", "best") if name in body}
-        return self._known[path][1]
-
 
 def _first_difference(path: str, found: Found | None, why: str) -> str:
     """Which process cannot read the checkpoint that process 0 reads, and why. "" where all read the same."""
-    digest = None if found is None else _manifest.digest(found.body)
+    digest = None if found is None else _files.digest(found.body)
     said = [json.loads(text) for text in processes.exchange(json.dumps([digest, why]))]
     for process, (theirs, reason) in enumerate(said):
         if theirs != said[0][0]:
@@ -494,7 +477,7 @@ def _as_json(info: Any) -> dict[str, Any]:
     """A copy of the info. `TypeError` where it cannot be saved."""
     try:
         copy = json.loads(json.dumps(dict(info)))
-        _manifest.check_depth(copy)
+        _files.check_depth(copy)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"checkpoint.Manager.save: info must be a dict of JSON values ({error})") from error
     return copy

@@ -23,7 +23,7 @@ from .._core import checks
 from .._core.arrays import Device
 from .._core.calls import answers
 from .._core.checks import check_stored
-from .._core.portable import NodeFormat, Saved, SavedArray, describe_record, join_names, path_name, register_node
+from .._core.portable import FORMATS, NodeFormat, Saved, SavedArray, describe_record, join_names, path_name
 from .._devices import processes
 from .._devices.mesh import auto_mesh, copies_on, put, put_copy, split_over, to_host
 from .._devices.shardings import ShardingRule, fsdp, shardings_of
@@ -453,4 +453,4 @@ def _names_of_keys(store: KVStore) -> list[list[str]]:
         return []
 
 
-register_node(KVStore, NodeFormat(slots, bare, complete, adapt))
+FORMATS[KVStore] = NodeFormat(slots, bare, complete, adapt)

@@ -17,7 +17,8 @@ from hypothesis import given, settings, strategies as st
 
 from jaxpar import checkpoint, data, kv, train
 from jaxpar._core import files
-from jaxpar.checkpoint import _adopt, _lock, _manifest, _whole_copy
+from jaxpar._core.process import _stat, tag
+from jaxpar.checkpoint import _adopt, _files, _run, _whole_copy
 
 LIKE = {"w": jnp.zeros(3)}
 STEP = train.make_train_step(lambda params, batch, rng: (((batch["image"] @ params["w"]) - 1.0).var(), {}))
@@ -52,38 +53,38 @@ def test_a_save_writes_only_what_is_new(tmp_path):
 
 
 def test_a_record_of_the_epoch_20001_writes_one_line(tmp_path):
-    writer, before = _manifest.RecordWriter(tmp_path), records(20_000)
+    writer, before = _run.RecordWriter(tmp_path), records(20_000)
     writer.append(writer.new(before))
     size = (tmp_path / "records.jsonl").stat().st_size
     place = writer.append(writer.new(before + records(1, 20_001)))
     assert (tmp_path / "records.jsonl").stat().st_size - size < 300
     assert place["number"] == 20_001
     assert len(json.dumps(place)) < 150
-    assert str(_manifest.read_records(tmp_path, place)) == str(records(20_001))
+    assert str(_run.read_records(tmp_path, place)) == str(records(20_001))
 
 
 def test_checkpoints_keep_their_records_where_a_run_goes_on_from_an_older_one(tmp_path):
-    places, writer = [], _manifest.RecordWriter(tmp_path)
+    places, writer = [], _run.RecordWriter(tmp_path)
     for n in (1, 2, 3):
         places.append(writer.append(writer.new(records(n))))
-    older = _manifest.RecordWriter(tmp_path)
-    older.resume(places[0], _manifest.read_records(tmp_path, places[0]))
+    older = _run.RecordWriter(tmp_path)
+    older.resume(places[0], _run.read_records(tmp_path, places[0]))
     other = [*records(1), *records(2, first=7)]
     branch = older.append(older.new(other))
     for place, expected in [*((p, records(n)) for n, p in enumerate(places, 1)), (branch, other)]:
-        assert str(_manifest.read_records(tmp_path, place)) == str(expected)
+        assert str(_run.read_records(tmp_path, place)) == str(expected)
     again = older.append(older.new(records(2, first=30)))  # another history: all of it is written
-    assert str(_manifest.read_records(tmp_path, again)) == str(records(2, first=30))
+    assert str(_run.read_records(tmp_path, again)) == str(records(2, first=30))
 
 
 def test_a_line_that_was_cut_short_costs_no_other(tmp_path):
-    writer = _manifest.RecordWriter(tmp_path)
+    writer = _run.RecordWriter(tmp_path)
     first = writer.append(writer.new(records(2)))
     with open(tmp_path / "records.jsonl", "ab") as file:
         file.write(b'{"record": {"epo')
     second = writer.append(writer.new(records(3)))
-    assert str(_manifest.read_records(tmp_path, first)) == str(records(2))
-    assert str(_manifest.read_records(tmp_path, second)) == str(records(3))
+    assert str(_run.read_records(tmp_path, first)) == str(records(2))
+    assert str(_run.read_records(tmp_path, second)) == str(records(3))
 
 
 def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
@@ -99,7 +100,7 @@ def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
 @given(at=st.integers(0, 600), bit=st.integers(0, 7), cut=st.booleans())
 def test_damaged_records_are_refused_or_whole(tmp_path_factory, at, bit, cut):
     folder = tmp_path_factory.mktemp("records")
-    writer = _manifest.RecordWriter(folder)
+    writer = _run.RecordWriter(folder)
     place = writer.append(writer.new(records(4)))
     file = folder / "records.jsonl"
     raw = bytearray(file.read_bytes())
@@ -107,20 +108,20 @@ def test_damaged_records_are_refused_or_whole(tmp_path_factory, at, bit, cut):
     raw[at] ^= 1 << bit
     file.write_bytes(raw[:at] if cut else raw)
     with pytest.raises(checkpoint.CheckpointError, match=r"records.jsonl is damaged: record [1-4]: "):
-        _manifest.read_records(folder, place)
+        _run.read_records(folder, place)
 
 
 @pytest.mark.parametrize("what", ["missing", "pipe", "endless", "folder", "number", "circle"])
 def test_records_that_cannot_be_read_cost_no_state(tmp_path, capsys, monkeypatch, what):
-    monkeypatch.setattr(_manifest, "INSIDE", 1)
+    monkeypatch.setattr(_run, "INSIDE", 1)
     state, history = run(tmp_path, epochs=2)
     file = tmp_path / "records.jsonl"
     place = content(tmp_path / "step_00000004")["records"]
     if what == "number":
         with pytest.raises(checkpoint.CheckpointError, match="does not have the 3 records"):
-            _manifest.read_records(tmp_path, {**place, "number": 3})
+            _run.read_records(tmp_path, {**place, "number": 3})
         with pytest.raises(checkpoint.CheckpointError, match="does not have the 1 records"):
-            _manifest.read_records(tmp_path, {**place, "number": 1})
+            _run.read_records(tmp_path, {**place, "number": 1})
         return
     file.unlink()
     {"pipe": os.mkfifo, "folder": os.mkdir, "circle": lambda f: f.symlink_to(f)}.get(what, lambda f: None)(file)
@@ -136,7 +137,7 @@ def test_records_that_cannot_be_read_cost_no_state(tmp_path, capsys, monkeypatch
 def test_a_forged_place_is_refused(place):
     good = {"number": 1, "at": 0, "sha256": "0" * 64}
     with pytest.raises(ValueError, match="must"):
-        _manifest.check_place({**good, **place} if place else {})
+        _files.check_place({**good, **place} if place else {})
 
 
 def test_a_checkpoint_alone_has_its_last_records(tmp_path, capsys):
@@ -150,7 +151,7 @@ def test_a_checkpoint_alone_has_its_last_records(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_manifest_does_not_grow(tmp_path):
+def test_a_run_does_not_grow(tmp_path):
     manager, sizes = checkpoint.Manager(tmp_path), []
     for number in (64, 65, 2000):
         manager._save(LIKE, {"mine": 1}, records=records(number))
@@ -185,8 +186,8 @@ def claimed_by(directory, owner, pid=77):
 def sleeper():
     """Another process of this machine, and its name."""
     process = subprocess.Popen(["sleep", "60"])
-    machine = _lock.process_tag().split("-")[0]
-    yield process, f"{machine}-{process.pid}-{_lock._stat(process.pid)[1]}"
+    machine = tag().split("-")[0]
+    yield process, f"{machine}-{process.pid}-{_stat(process.pid)[1]}"
     process.kill()
     process.wait()
 
@@ -206,7 +207,7 @@ def test_one_process_writes_to_a_directory(tmp_path, sleeper):
     assert (tmp_path / "metrics.jsonl").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == [".writer", "metrics.jsonl"]
     process.kill()  # it is a zombie now
-    while _lock._stat(process.pid)[0] != "Z":
+    while _stat(process.pid)[0] != "Z":
         time.sleep(0.01)
     run(tmp_path, epochs=1)
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "records.jsonl", "step_00000002"]
@@ -231,7 +232,7 @@ FAR = f"{'a' * 16}-5-5"
 
 @pytest.mark.parametrize("owner", [FAR, "", "no name", "0" * 16 + "-5-5"])
 def test_a_claim_of_another_machine_is_watched(tmp_path, monkeypatch, capsys, owner):
-    monkeypatch.setattr(_lock, "_LOOK_EVERY", 0.02)
+    monkeypatch.setattr(_run, "_LOOK_EVERY", 0.02)
     claimed_by(tmp_path, owner)
     ended = threading.Event()
 
@@ -241,12 +242,12 @@ def test_a_claim_of_another_machine_is_watched(tmp_path, monkeypatch, capsys, ow
 
     thread = threading.Thread(target=touch)
     thread.start()
-    claim = _lock.DirectoryLock(tmp_path)
+    claim = _run.DirectoryLock(tmp_path)
     with pytest.raises(OSError, match="belongs to process 77 on far"):
         claim.acquire()
     ended.set()
     thread.join()
-    monkeypatch.setattr(_lock, "_STALE", 0.4)  # not before: a busy machine may delay a touch for longer
+    monkeypatch.setattr(_run, "_STALE", 0.4)  # not before: a busy machine may delay a touch for longer
     claim.acquire()
     claim.release()
     assert os.listdir(tmp_path) == []
@@ -299,7 +300,7 @@ def test_of_two_that_take_a_claim_over_one_has_it(tmp_path, monkeypatch, sleeper
 
     monkeypatch.setattr(os, "rename", race)
     with pytest.raises(OSError, match=f"belongs to process {process.pid}"):
-        _lock.DirectoryLock(tmp_path).acquire()
+        _run.DirectoryLock(tmp_path).acquire()
     assert json.loads((tmp_path / ".writer").read_text())["owner"] == owner
     assert os.listdir(tmp_path) == [".writer"]
 
@@ -307,10 +308,10 @@ def test_of_two_that_take_a_claim_over_one_has_it(tmp_path, monkeypatch, sleeper
 def test_a_claim_is_refused_where_nothing_can_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="cannot be written"):
-        _lock.DirectoryLock(tmp_path / "file" / "below").acquire()
+        _run.DirectoryLock(tmp_path / "file" / "below").acquire()
     os.mkfifo(tmp_path / ".writer")
     with pytest.raises(OSError, match=r"\.writer cannot be read"):
-        _lock.DirectoryLock(tmp_path).acquire()
+        _run.DirectoryLock(tmp_path).acquire()
 
 
 def test_a_fork_cannot_save_with_the_manager_of_its_parent(tmp_path):
@@ -349,8 +350,8 @@ def test_a_claim_is_touched_again_after_a_read_that_failed(tmp_path, monkeypatch
         return read(path, most)
 
     monkeypatch.setattr(files, "read", fail)
-    monkeypatch.setattr(_lock, "_TOUCH_EVERY", 0.01)
-    claim = _lock.DirectoryLock(tmp_path)
+    monkeypatch.setattr(_run, "_TOUCH_EVERY", 0.01)
+    claim = _run.DirectoryLock(tmp_path)
     claim.acquire()
     assert failed.wait(20)
     os.utime(tmp_path / ".writer", (1, 1))
@@ -365,11 +366,11 @@ def test_a_claim_is_touched_again_after_a_read_that_failed(tmp_path, monkeypatch
 def test_a_link_to_nothing_in_place_of_a_claim(tmp_path):
     (tmp_path / ".writer").symlink_to(tmp_path / "nothing")
     with pytest.raises(OSError, match=r"\.writer is a link to a file that does not exist; remove it"):
-        _lock.DirectoryLock(tmp_path).acquire()
+        _run.DirectoryLock(tmp_path).acquire()
     (tmp_path / ".writer").unlink()
     (tmp_path / ".writer").symlink_to(".writer")
     with pytest.raises(OSError, match=r"\.writer cannot be read"):
-        _lock.DirectoryLock(tmp_path).acquire()
+        _run.DirectoryLock(tmp_path).acquire()
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.ESTALE, errno.EMLINK])

@@ -99,7 +99,7 @@ def test_a_manager_makes_no_directory_before_it_saves(tmp_path):
 
 
 def test_leftovers_go_with_a_save_where_their_process_has_certainly_ended(tmp_path):
-    program = "from jaxpar.checkpoint import _lock; print(_lock.process_tag())"
+    program = "from jaxpar._core import process; print(process.tag())"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
     mine = _files._unfinished_path(tmp_path).name.removeprefix(".unfinished-")[:-9]
     machine, number, began = mine.split("-")
@@ -440,7 +440,7 @@ def test_nothing_is_saved_that_would_be_refused(tmp_path, monkeypatch):
     for info in ([1], {"deep": nested(150)}, {"deep": nested(5000)}, {"set": {1}}):
         with pytest.raises(TypeError, match=r"info must be|not JSON serializable"):
             manager.save(LIKE, info)
-    monkeypatch.setattr(_files._manifest, "MOST_BYTES", 1500)
+    monkeypatch.setattr(_files, "MOST_BYTES", 1500)
     manager.save(LIKE, {"long": "x" * 2000})
     with pytest.raises(OSError, match=r"could not be written \(the manifest has .* bytes, more than 1500"):
         manager.wait()

@@ -270,4 +270,4 @@ def _average_local(like: TrainState, saved: portable.Saved, remarks: list[str]) 
     return saved | {n: ({**own[n][0], "shape": list(array.shape)}, array) for n, array in new.items()}
 
 
-portable.register_adapter(TrainState, _average_local)
+portable.ADAPTERS[TrainState] = _average_local

@@ -1,0 +1,253 @@
+"""What a run keeps beside its checkpoints: a lock that names the one process that writes there, and its records.
+
+    .writer         {"owner": ..., "host": ..., "pid": ..., "token": ...}
+    records.jsonl   {"record": {...}, "before": {"at": ..., "sha256": ...}}, a line for each epoch
+
+A lock of a process that has ended is taken over at once where that can be known, which is on the same machine. Of
+another machine nothing is known. So a lock is touched every few seconds, and one that was not for a while is taken
+over. A process that was stopped for so long notices the loss of its lock before it writes again.
+
+Lines are only appended to the file of the records. A checkpoint knows its last record by the place and the SHA-256 of
+the line, and each line knows the one before it. So a save writes what is new only. A run that goes on from an older
+checkpoint appends lines too: the line after it has two followers then, and no checkpoint loses its records. A
+checkpoint holds its last records itself, for one that is moved elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .._core import files, process, text
+from . import _files
+from ._files import CheckpointError, expect
+
+Place = dict[str, Any]  # {"number": of records, "at": byte at which the last one begins, "sha256": of its line}
+INSIDE = 64  # of the last records, which a checkpoint holds itself
+_LONGEST_LINE = 16 << 20  # bytes of the line of a record
+_LOCK = ".writer"
+_TOUCH_EVERY = 5.0  # seconds
+_STALE = 20.0  # seconds after which a lock that nobody touched belongs to nobody
+_LOOK_EVERY = 0.5
+_AGAIN = 0.02
+_LONGEST = 4096  # bytes of the lock
+
+
+@dataclasses.dataclass(frozen=True)
+class _Holder:
+    """What the file of another process says."""
+
+    tag: str  # see `process.tag`
+    words: str  # which process that is, for people
+    content: bytes  # all bytes
+    changed: float  # when it was touched, by the clock of the file system
+
+
+class DirectoryLock:
+    """The lock of this process on a directory. `acquire` takes it, or proves that it is still there."""
+
+    def __init__(self, directory: Path):
+        self._directory, self._path = directory, directory / _LOCK
+        mine = {"owner": process.tag(), "host": socket.gethostname(), "pid": os.getpid(), "token": secrets.token_hex(8)}
+        self._content = json.dumps(mine).encode() + b"\n"
+        self._is_held, self._pid = False, os.getpid()  # a fork has a copy of it
+        self._ended: threading.Event | None = None
+
+    def acquire(self) -> None:
+        """Take the lock, or keep it, and make the directory. `OSError` where another process has it."""
+        while not self._is_mine():
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                files.create(self._path, self._content)
+                break
+            except FileExistsError:
+                pass
+            except OSError as error:
+                words = f"checkpoint: {self._directory} cannot be written ({error.strerror}); nothing was saved"
+                raise OSError(words) from error
+            if (holder := self._holder()) is None:
+                time.sleep(_AGAIN)  # it was given up meanwhile, which a network's file system shows late
+                continue
+            if holder.tag == process.tag():
+                return  # another manager of this process has it
+            if self._is_held:
+                raise _taken(f"{self._directory} was taken over by {holder.words} while this process was stopped")
+            if not self._is_abandoned(holder):
+                raise _taken(
+                    f"{self._directory} belongs to {holder.words}, which runs and writes its checkpoints there"
+                )
+            self._remove(holder)
+        self._is_held = True
+        if self._ended is None:
+            self._ended = threading.Event()
+            threading.Thread(target=self._touch_until, args=(self._ended,), name="jaxpar-lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Give the lock up. Where this process has none, nothing happens."""
+        if self._ended is not None:
+            self._ended.set()
+            self._ended = None
+        if self._is_held and os.getpid() == self._pid and self._is_mine():
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        self._is_held = False
+
+    def _is_mine(self) -> bool:
+        try:
+            return files.read(self._path, _LONGEST) == self._content
+        except OSError:
+            return False
+
+    def _holder(self) -> _Holder | None:
+        """The owner of the existing file, or None."""
+        try:
+            with files.opened(self._path) as file:  # to open it asks the server of a network's file system
+                content, changed = file.read(_LONGEST), os.fstat(file.fileno()).st_mtime
+        except FileNotFoundError:
+            if self._path.is_symlink():
+                raise _taken(f"{self._path} is a link to a file that does not exist; remove it") from None
+            return None
+        except OSError as error:
+            raise _taken(f"{self._path} cannot be read ({error.strerror})") from None
+        try:
+            said: dict[str, Any] = json.loads(content)
+            tag, words = str(said["owner"]), f"process {int(said['pid'])} on {str(said['host'])[:100]}"
+        except (ValueError, KeyError, TypeError, RecursionError):
+            tag, words = "", "another process"  # it may not have written all of it yet
+        return _Holder(tag, text.for_terminal(words), content, changed)
+
+    def _is_abandoned(self, holder: _Holder) -> bool:
+        """Whether the process of a lock has ended. For one of another machine this may take 20 seconds."""
+        if (has_ended := process.has_ended(holder.tag)) is not None:
+            return has_ended
+        # Only times of one clock can be compared, and the file system's may be another machine's.
+        age = max(files.clock_of(self._directory) - holder.changed, 0.0)
+        if age > _STALE:
+            return True
+        left = _STALE - age
+        text.say(f"{self._directory} was claimed by {holder.words}; waiting {left:.0f} seconds to see whether it runs")
+        end = time.monotonic() + left
+        while time.monotonic() < end:
+            time.sleep(_LOOK_EVERY)
+            if (now := self._holder()) != holder:
+                return now is None
+        return True
+
+    def _remove(self, holder: _Holder) -> None:
+        """Remove an abandoned lock. One that another process has made meanwhile stays."""
+        gone = self._path.with_name(f"{_LOCK}-{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self._path, gone)
+            with contextlib.suppress(OSError):
+                if (content := files.read(gone, _LONGEST)) != holder.content:
+                    files.create(self._path, content)
+            os.unlink(gone)
+
+    def _touch_until(self, ended: threading.Event) -> None:
+        """Show other machines that this process runs."""
+        while not ended.wait(_TOUCH_EVERY):
+            # A read that fails once says nothing of the next one, and a lock that was lost may be made again.
+            if self._is_mine():
+                with contextlib.suppress(OSError):
+                    os.utime(self._path)
+
+
+def _taken(why: str) -> OSError:
+    return OSError(f"checkpoint: {why}; one run at a time writes to a directory. Choose another one, or end that run")
+
+
+@dataclasses.dataclass
+class RecordWriter:
+    """Appends the new records of a run to the file of a directory."""
+
+    directory: Path
+    place: Place | None = None  # of the last record
+    last: str = ""  # the record there, as JSON
+
+    def resume(self, place: Place, records: Sequence[dict[str, Any]]) -> None:
+        """Assume that the file holds the records of a checkpoint."""
+        self.place, self.last = place, json.dumps(records[-1])
+
+    def new(self, records: Sequence[dict[str, Any]]) -> list[str]:
+        """Those of a run's records that are not in the file yet, as JSON. All, where they begin otherwise."""
+        try:
+            number = 0 if self.place is None else self.place["number"]
+            if number > len(records) or (number and json.dumps(records[number - 1]) != self.last):
+                self.place, number = None, 0
+            return [json.dumps(record) for record in records[number:]]
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"checkpoint: the record of an epoch must be JSON ({error})") from error
+
+    def append(self, records: Sequence[str]) -> Place | None:
+        """Append records, as JSON, and return the place of the last one. The disk has them on return.
+
+        After an `OSError` the file is as before.
+        """
+        if not records:
+            return self.place
+        path, size, lines = self.directory / _files.RECORDS, 0, bytearray()
+        place: Place | None = self.place
+        if os.path.lexists(path):
+            with files.opened(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(size - 1, 0))
+                if file.read(1) not in (b"\n", b""):  # a killed process left out the end of its line
+                    lines += b"\n"
+        for record in records:
+            before = None if place is None else {name: place[name] for name in ("at", "sha256")}
+            line = f'{{"record": {record}, "before": {json.dumps(before)}}}\n'.encode()
+            if len(line) > _LONGEST_LINE:
+                raise OSError(
+                    f"a record has {len(line)} bytes, more than {_LONGEST_LINE}; record fewer values in an epoch"
+                )
+            number = 1 if place is None else place["number"] + 1
+            place = {"number": number, "at": size + len(lines), "sha256": hashlib.sha256(line).hexdigest()}
+            lines += line
+        files.append(path, bytes(lines))
+        files.flush_to_disk(path)
+        if not size:  # the file may be new
+            files.flush_to_disk(self.directory)
+        self.place, self.last = place, records[-1]
+        return place
+
+
+def read_records(directory: Path, place: Place) -> list[dict[str, Any]]:
+    """All records up to a place, the oldest first. A `CheckpointError` names the file that is missing or damaged."""
+    path, found = directory / _files.RECORDS, []
+    try:
+        with files.opened(path) as file:
+            before: Place | None = place
+            while before is not None and len(found) < place["number"]:
+                entry = _record_at(file, before)
+                found.append(entry["record"])
+                before = entry["before"]
+    except Exception as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path} is damaged: record {place['number'] - len(found)}: {reason}") from None
+    if before is not None or len(found) != place["number"]:
+        raise CheckpointError(f"{path} is damaged: it does not have the {place['number']} records that were saved")
+    return found[::-1]
+
+
+def _record_at(file: Any, place: Place) -> dict[str, Any]:
+    """The line at a place, which was saved there."""
+    file.seek(place["at"])
+    line = file.readline(_LONGEST_LINE)
+    expect(hashlib.sha256(line).hexdigest() == place["sha256"], _files.CHECKSUM)
+    entry = json.loads(line)
+    _files.check_depth(entry)
+    expect(type(entry["record"]) is dict, "it is not a record")
+    if entry["before"] is not None:
+        _files.check_place({"number": 1, **entry["before"]})
+        expect(entry["before"]["at"] < place["at"], "the record before it comes later")
+    return entry
