@@ -7,13 +7,12 @@
 A batch passes through these modules:
 
     _load      finds, prepares and reads a data set by its name
-    _sources   `Source`, the interface that `train.fit` needs, for a data set or other arrays
-    _batches   `Dataset`, the order of the examples, and batches that are streamed from the host, or gathered from a
-               copy of the data set on each device
-    _sharding  splits a batch over the devices of a mesh, and sends batches of any iterator ahead of their use
+    _sources   `Dataset`, and `Source`, the interface that `train.fit` needs, for a data set or other arrays
+    _batches   the order of the examples, how devices share a batch, and batches that are streamed from the host, or
+               gathered from a copy of the data set on each device
 
 `_iterable` reads loaders and data sets of other libraries, and converts their elements, and tables of pandas and
-polars, to arrays.
+polars, to arrays. `_prefetch` sends batches of any iterator ahead of their use.
 
 Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 """
@@ -22,32 +21,33 @@ Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from .._devices.virtual_shards import PaddedBatch as PaddedBatch
 from ._batches import (
-    Batch as Batch,
-    Dataset as Dataset,
-    draws_of as _draws_of,
+    ahead as _ahead,
+    batch_options as _batch_options,
     from_host as _from_host,
-    num_batches as num_batches,
+    order_of as _order_of,
     plan_batches as _plan_batches,
 )
 from ._iterable import (
     READ_ONCE as _READ_ONCE,
     IterableSource as IterableSource,
     as_arrays as _as_arrays,
-    collect as collect,
     from_iterable as from_iterable,
 )
 from ._load import FASHION_MNIST_CLASSES as FASHION_MNIST_CLASSES, load as load
-from ._sharding import ahead as _ahead, prefetch as prefetch
+from ._prefetch import prefetch as prefetch
 from ._sources import (
     ArraySource as ArraySource,
+    Batch as Batch,
+    Dataset as Dataset,
     DatasetSource as DatasetSource,
     Source as Source,
     as_source as as_source,
     batch_groups as batch_groups,
-    batch_options as _batch_options,
     batches as batches,
+    collect as collect,
     from_arrays as from_arrays,
     go_to as _go_to,
+    num_batches as num_batches,
     place_in as _place_in,
     split as split,
     usual_batch_size as _usual_batch_size,

@@ -1,9 +1,11 @@
-"""A data set, which of its examples come when, and batches: streamed from the host, or gathered on the devices."""
+"""Which examples come when, and batches of them: streamed from the host, or gathered from copies on the devices."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import os
@@ -15,29 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._core import checks
-from .._core.arrays import Device, check_plain, is_prng_key
-from .._core.calls import answers, answers_class
+from .._core.arrays import Device, is_prng_key
+from .._core.calls import answers
 from .._devices import processes
+from .._devices.emulated import wait_before_collectives
 from .._devices.mesh import STORE_AXIS, put
-from .._devices.user_mesh import each_in_user_mesh, on_own_mesh, outside_mesh
-from ._sharding import (
-    Split,
-    ahead,
-    as_batch,
-    as_jax_dtype,
-    check_virtual_shards,
-    convert_image,
-    convert_images,
-    ready,
-    send,
-    split_of,
-)
+from .._devices.user_mesh import each_in_user_mesh, has_types, in_user_mesh, on_own_mesh, outside_mesh, with_sharding
+from .._devices.virtual_shards import PaddedBatch, padded_rows
 
 Order = Callable[[int], Any]  # of an epoch: int32 (examples,), in host memory or on the default device
-Batch = dict[str, jax.Array]
 
 HINTS = {"shuffle": "give rng=jax.random.key(0) for a random order"}
 _AHEAD = 2  # batches on their way to the devices while one is in use
@@ -46,15 +37,15 @@ _MOST_BATCHES = 8  # of one program,
 _MOST_BYTES = 16 << 20  # and their size on all devices together, except for one batch
 
 
-def order_of(rng: Any, size: int) -> Order:
-    """The order of each epoch: `permutation(fold_in(rng, epoch), size)`, or the stored one if there is no key."""
-    stored = np.arange(size, dtype=np.int32)
-    return (lambda epoch: stored) if rng is None else draws_of(rng, size, None)
-
-
 @on_own_mesh
-def draws_of(rng: Any, size: int, count: int | None) -> Order:
-    """In each epoch other draws: an order, or `count` numbers from 0 and below 1 for each example, (size, count)."""
+def order_of(rng: Any, size: int, count: int | None = None) -> Order:
+    """The order of each epoch: `permutation(fold_in(rng, epoch), size)`, or the stored one if there is no key.
+
+    With `count`, in place of an order: so many numbers from 0 and below 1 for each example, (size, count).
+    """
+    if rng is None:
+        stored = np.arange(size, dtype=np.int32)
+        return lambda epoch: stored
     if not isinstance(rng, jax.Array | np.ndarray):
         raise TypeError(f"rng must be a random key, such as jax.random.key(0); got {type(rng).__name__}")
     checks.random_key(rng, "data.batches")
@@ -89,18 +80,13 @@ def runs(size: int, batch_size: int, epochs: int | None, start: int, drop_remain
     """All batches from batch `start` on. None epochs: without an end."""
     whole, rest = divmod(size, batch_size)
     steps = whole if drop_remainder or not rest else whole + 1
-    for epoch, skipped in epochs_from(start, steps, epochs):
+    first, skipped = divmod(start, steps)
+    for epoch in itertools.count(first) if epochs is None else range(first, epochs):
         if skipped < whole:
             yield Run(epoch, skipped * batch_size, batch_size, whole - skipped)
         if whole < steps:
             yield Run(epoch, whole * batch_size, rest, 1)
-
-
-def epochs_from(start: int, steps: int, epochs: int | None) -> Iterator[tuple[int, int]]:
-    """Each epoch from the one of batch `start` on, with how many of its `steps` batches to skip."""
-    first, skipped = divmod(start, steps)
-    for epoch in itertools.count(first) if epochs is None else range(first, epochs):
-        yield epoch, skipped if epoch == first else 0
+        skipped = 0
 
 
 def rows_of_parts(size: int, fraction: Any, rng: Any, shuffle: bool, where: str) -> tuple[np.ndarray, np.ndarray]:
@@ -123,117 +109,208 @@ def rows_of_parts(size: int, fraction: Any, rng: Any, shuffle: bool, where: str)
     return np.sort(order[:count]), np.sort(order[count:])
 
 
-class Subset:
-    """The elements of a sequence at some places, in the order of these."""
-
-    def __init__(self, elements: Any, places: np.ndarray):
-        self._elements, self._places = elements, places.tolist()
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, i: int) -> Any:
-        return self._elements[self._places[i]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._elements.__getitem__, self._places)
+# Where a batch goes: the devices that share it.
 
 
-# A data set in memory, and batches of it.
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The devices of a batch, and which of them share it. Without a mesh: the default device."""
+
+    mesh: Mesh | None = None  # a mesh without types, on which batches are made
+    # The axes of the mesh that split the first axis of a batch. Empty: each device has the whole batch.
+    axes: tuple[str, ...] = ()
+    given: NamedSharding | None = None  # the sharding that the user asked for, if it is another than that of this mesh
+    # V, where a batch is for a step with virtual shards and the parts cannot share these evenly.
+    virtual_shards: int | None = None
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.mesh is None else math.prod([self.mesh.shape[axis] for axis in self.axes])
+
+    @property
+    def sharding(self) -> NamedSharding | None:
+        axes = self.axes[0] if len(self.axes) == 1 else self.axes or None
+        return None if self.mesh is None else NamedSharding(self.mesh, P(axes))
+
+    def rows(self, count: int) -> int:
+        """How many rows the arrays of a batch of `count` examples have."""
+        return count if self.virtual_shards is None else padded_rows(count, self.virtual_shards, self.parts)
 
 
-@answers_class("data.Dataset")
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Dataset:
-    """Images and labels in host memory.
+def split_of(
+    devices: Sequence[Device] | None, axis_name: str, sharding: Any, virtual_shards: int | None, where: str
+) -> Split:
+    """The split for the options of `data.batches`."""
+    if sharding is None:
+        chosen = None if devices is None else checks.devices(devices, where)
+        checks.text(axis_name, where, "axis_name")
+        split = Split() if chosen is None else Split(Mesh(np.array(chosen), (axis_name,)), (axis_name,))
+    elif devices is not None:
+        raise ValueError(f"{where}: give devices or a sharding, not both; a sharding has the devices of its mesh")
+    else:
+        split = _split_of_sharding(check_sharding(sharding, where), where)
+    if virtual_shards is None:
+        return split
+    virtual_shards = checks.whole_number(virtual_shards, where, "virtual_shards")
+    if virtual_shards % split.parts == 0:  # whole shards fit each part, so nothing is padded
+        return split
+    return dataclasses.replace(split, virtual_shards=virtual_shards)
 
-    `Dataset(images, labels)` takes your own arrays, of any shape and dtype. Do not change the arrays afterwards, since
-    the devices may hold copies.
 
-    Attributes:
-        images: `(n, ...)`. `load` gives uint8 `(n, 28, 28, 1)` for Fashion-MNIST.
-        labels: `(n, ...)`. Integers become int32.
-        source: the origin: "prepared", "files", "debian", "download", or "arrays".
-        name: the data set's name.
-        part: the part of the data set, such as "train".
+def _split_of_sharding(sharding: NamedSharding, where: str) -> Split:
+    spec, mesh = sharding.spec, sharding.mesh
+    if any(spec[1:]):
+        raise ValueError(
+            f"{where}: the sharding of a batch splits its first axis only, got {spec}; images and labels have no "
+            "other axis in common, so reshard a batch by jax.device_put, or give data.prefetch one for each array"
+        )
+    first = spec[0] if len(spec) else None
+    axes = first if isinstance(first, tuple) else (first,) if first else ()
+    assert isinstance(mesh, Mesh)
+    split = Split(Mesh(mesh.devices, mesh.axis_names) if has_types(mesh) else mesh, axes)
+    return split if split.sharding == sharding else dataclasses.replace(split, given=sharding)
 
-    Raises:
-        ValueError: the numbers of images and labels differ, or int32 cannot hold a label.
 
-    >>> import numpy as np
-    >>> Dataset(np.zeros((6, 28, 28, 1), np.uint8), np.arange(6))
-    Dataset(6 images uint8 (28, 28, 1), labels int32, source='arrays')
-    """
+def check_sharding(sharding: Any, where: str) -> NamedSharding:
+    """`sharding`, or that of a `PartitionSpec` over the mesh that the user has set. `TypeError` for anything else."""
+    if isinstance(sharding, P) and not jax.sharding.get_mesh().empty:
+        sharding = NamedSharding(jax.sharding.get_mesh(), sharding)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return sharding
+    hint = "; a PartitionSpec needs a mesh, set by jax.set_mesh" if isinstance(sharding, P) else ""
+    raise TypeError(
+        f"{where}: sharding must be a NamedSharding, such as jax.sharding.NamedSharding(mesh, "
+        f"jax.sharding.PartitionSpec('data')); got {checks.describe(sharding)}{hint}"
+    )
 
-    images: np.ndarray
-    labels: np.ndarray
-    source: str = "arrays"
-    name: str = ""
-    part: str = ""
 
-    def __post_init__(self) -> None:
-        check_plain(self.images, "Dataset: images")
-        check_plain(self.labels, "Dataset: labels")
-        images, labels = np.asarray(self.images), np.asarray(self.labels)
-        if images.ndim == 0 or labels.ndim == 0 or len(images) != len(labels):
-            raise ValueError(f"a data set needs one label per image: images {images.shape}, labels {labels.shape}")
-        if np.issubdtype(labels.dtype, np.integer) and labels.dtype != np.int32:
-            limits = np.iinfo(np.int32)
-            if labels.size and not limits.min <= labels.min() <= labels.max() <= limits.max:
-                raise ValueError(f"labels are stored as int32; these run from {labels.min()} to {labels.max()}")
-            labels = labels.astype(np.int32)
-        object.__setattr__(self, "images", images)
-        object.__setattr__(self, "labels", labels)
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def batches(
-        self, batch_size: int, *, dtype: Any = jnp.float32, resident: bool | None = None, **options: Any
-    ) -> Iterator[Batch]:
-        """`data.batches(dataset, batch_size, dtype=dtype, resident=resident, **options)`."""
-        plan = plan_batches(len(self), batch_size, "data.batches", **options)
-        dtype = None if dtype is None else np.dtype(dtype)
-        if has_room(self, plan.split) if resident is None else resident:
-            groups = from_devices(self, *plan, dtype)
-            return each_in_user_mesh(batch for batches, number in groups for batch in batches[:number])
-        return from_host({"image": self.images, "label": self.labels}, *plan, dtype)
-
-    def split(
-        self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
-    ) -> tuple[Dataset, Dataset]:
-        """`data.split(dataset, fraction, rng, shuffle=shuffle)`, as two data sets.
-
-        >>> import numpy as np
-        >>> dataset = Dataset(np.zeros((10, 2)), np.arange(10))
-        >>> some, rest = dataset.split(0.8)
-        >>> len(some), len(rest), sorted([*some.labels.tolist(), *rest.labels.tolist()]) == list(range(10))
-        (8, 2, True)
-        """
-        first, rest = rows_of_parts(len(self), fraction, rng, shuffle, "Dataset.split")
-        return self._take(first), self._take(rest)
-
-    def _take(self, rows: np.ndarray) -> Dataset:
-        return dataclasses.replace(self, images=self.images[rows], labels=self.labels[rows])
-
-    def __repr__(self) -> str:
-        name = f"{self.name} {self.part}: " if self.name else ""
-        return (
-            f"Dataset({name}{len(self)} images {self.images.dtype} {self.images.shape[1:]}, "
-            f"labels {self.labels.dtype}, source={self.source!r})"
+def check_virtual_shards(examples: int, virtual_shards: int, where: str) -> None:
+    """`ValueError` where a batch of so many examples cannot be cut in the shards."""
+    if examples % virtual_shards:
+        raise ValueError(
+            f"{where}: {examples} examples cannot be cut in {virtual_shards} virtual shards evenly; "
+            f"use a multiple of {virtual_shards}"
         )
 
 
-@answers("data.num_batches")
-def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> int:
-    """The number of batches in one epoch over `size` examples.
+def batch_options(
+    source: Any, devices: Sequence[Any] | None, sharding: NamedSharding | None, virtual_shards: int | None
+) -> dict[str, Any]:
+    """The options of `source.batches` for a step: where its batches go, and for how many virtual shards."""
+    # A source of the user's own need not have `sharding=` and `virtual_shards=`.
+    if sharding is not None and _takes(source, "sharding"):
+        return {"sharding": sharding}
+    if virtual_shards is None:
+        return {"devices": devices}
+    if _takes(source, "virtual_shards"):
+        return {"devices": devices, "virtual_shards": virtual_shards}
+    if virtual_shards % len(devices or (None,)) == 0:
+        return {"devices": devices}
+    raise TypeError(
+        f"{type(source).__name__}.batches takes no virtual_shards=, and {len(devices or ())} devices cannot share the "
+        f"{virtual_shards} virtual shards of the step evenly; give it that option, as data.batches has it, or use a "
+        f"number of devices that divides {virtual_shards}"
+    )
 
-    >>> num_batches(60000, 256), num_batches(60000, 256, drop_remainder=False)
-    (234, 235)
+
+def _takes(source: Any, option: str) -> bool:
+    found = inspect.signature(source.batches).parameters.values()
+    return any(each.name == option or each.kind is each.VAR_KEYWORD for each in found)
+
+
+# Arrays in host memory, and batches of them on the devices.
+
+
+def path_name(path: Any) -> str:
+    return repr(jax.tree_util.keystr(path, simple=True, separator="/")) if path else "an element"
+
+
+def as_jax_dtype(array: np.ndarray) -> np.ndarray:
+    """The array in the dtype that JAX keeps it in. 64 bits become 32 unless x64 is enabled."""
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def convert_image(image: jax.Array, dtype: Any) -> jax.Array:
+    """The image in the batch's dtype. uint8 becomes a fraction of 255 in floating point."""
+    if dtype is None or image.dtype == dtype:
+        return image
+    scaled = image.dtype == jnp.uint8 and jnp.issubdtype(dtype, jnp.floating)
+    return (image.astype(jnp.float32) / 255).astype(dtype) if scaled else image.astype(dtype)
+
+
+_convert = jax.jit(convert_image, static_argnums=1)
+
+
+def convert_images(batch: Any, dtype: Any) -> Any:
+    """The batch with "image" in `dtype`. None leaves it."""
+    if dtype is None or not isinstance(batch, dict) or "image" not in batch:
+        return batch
+    return {**batch, "image": jax.tree.map(lambda image: _convert(image, np.dtype(dtype)), batch["image"])}
+
+
+def batch_struct(arrays: Any, batch_size: int, dtype: Any) -> Any:
+    """The shapes and dtypes of a batch of these arrays on the devices. "image" is of `dtype`."""
+
+    def struct(path: Any, array: Any) -> jax.ShapeDtypeStruct:
+        is_image = isinstance(arrays, dict) and path[0].key == "image"
+        kept = dtype if is_image and dtype is not None else jax.dtypes.canonicalize_dtype(array.dtype)
+        return jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), np.dtype(kept))
+
+    return jax.tree_util.tree_map_with_path(struct, arrays)
+
+
+def send(array: Any, rows: np.ndarray | None, sharding: NamedSharding | None) -> jax.Array:
+    """The array, or these rows of it, on the devices. Each process has it whole, and reads what its devices get."""
+
+    def part(index: Any) -> np.ndarray:
+        return as_jax_dtype(array[index if rows is None else rows[index[0]]])
+
+    if sharding is None:
+        return jnp.asarray(part((...,)))
+    shape = array.shape if rows is None else (len(rows), *array.shape[1:])
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+@in_user_mesh
+def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whole: bool) -> Any:
+    """The batch on the devices, split along its first axis, with "image" in `dtype`.
+
+    `whole`: each process has the whole batch and takes its rows. Otherwise each has its own share.
     """
-    size = checks.whole_number(size, "data.num_batches", "size", least=0)
-    batch_size = checks.whole_number(batch_size, "data.num_batches", "batch_size")
-    return size // batch_size if drop_remainder else -(-size // batch_size)
+
+    def placed(array: Any) -> jax.Array:
+        if sharding is None:
+            return jnp.asarray(array)
+        if isinstance(array, jax.Array) and processes.count() == 1:
+            return jax.device_put(array, sharding)
+        array = as_jax_dtype(np.asarray(array))
+        return send(array, None, sharding) if whole else jax.make_array_from_process_local_data(sharding, array)
+
+    batch = convert_images(jax.tree.map(placed, batch), dtype)
+    if sharding is not None:
+        wait_before_collectives(batch, tuple(sharding.device_set))
+    return batch
+
+
+def as_batch(arrays: Any, split: Split) -> Any:
+    """The arrays as the user asked for them, marked if they are padded. A program with collectives may take them."""
+    # Nothing is copied.
+    given = split.given
+    if split.mesh is not None:
+        wait_before_collectives(arrays, tuple(split.mesh.devices.flat))
+    if given is not None:
+        arrays = jax.tree.map(lambda array: with_sharding(array, given), arrays)
+    return arrays if split.virtual_shards is None else PaddedBatch(arrays, split.virtual_shards)
+
+
+def ahead(batches: Iterable[Any], size: int) -> Iterator[Any]:
+    """The batches, of which `size` are made ahead of the one in use."""
+    waiting: collections.deque[Any] = collections.deque()
+    for batch in batches:
+        waiting.append(batch)
+        if len(waiting) > size:
+            yield waiting.popleft()
+    yield from waiting
 
 
 class Plan(NamedTuple):
@@ -263,9 +340,11 @@ def plan_batches(
     split = split_of(devices, axis_name, sharding, virtual_shards, where)
     batch_size = checks.whole_number(batch_size, where, "batch_size")
     rest = 0 if drop_remainder else size % batch_size
-    check_virtual_shards(batch_size, virtual_shards, where)
-    check_virtual_shards(rest, virtual_shards, where)
-    parts = split.parts if virtual_shards is None else 1
+    parts = split.parts
+    if virtual_shards is not None:  # a padding makes the shares even
+        parts = 1
+        check_virtual_shards(batch_size, virtual_shards, where)
+        check_virtual_shards(rest, virtual_shards, where)
     checks.even_share(batch_size, parts, where)
     if size < (batch_size if drop_remainder else 1):
         raise ValueError(
@@ -298,38 +377,21 @@ def from_host(arrays: Any, all_runs: Iterator[Run], order: Order, split: Split, 
                 batch = jax.tree.map(lambda array, wanted=wanted: send(array, wanted, sharding), arrays)
                 yield convert_images(batch, dtype)
 
-    return each_in_user_mesh(as_batch(ready(batch, split), split) for batch in ahead(sent(), _AHEAD))
+    return each_in_user_mesh(as_batch(batch, split) for batch in ahead(sent(), _AHEAD))
 
 
 # Batches that are gathered from copies on the devices.
 
 
-# Device copies by data set. They go when the data set goes.
-_residents: weakref.WeakKeyDictionary[Dataset, dict[Any, tuple[jax.Array, jax.Array]]] = weakref.WeakKeyDictionary()
-
-
-def _copies(dataset: Dataset, split: Split) -> tuple[jax.Array, jax.Array]:
-    """Images and labels, whole on each device. They are sent once in the data set's life."""
-    placed = _residents.setdefault(dataset, {})
-    key = _placement(split)
-    if key not in placed:
-        if len(placed) == _COPIES:
-            del placed[next(iter(placed))]
-        images, labels = (send(as_jax_dtype(x), None, _whole(split)) for x in (dataset.images, dataset.labels))
-        placed[key] = images, labels
-    return placed[key]
+# By `data.Dataset`, with which they go, and by where they are: images and labels, whole on each device.
+_residents: weakref.WeakKeyDictionary[Any, dict[Any, tuple[jax.Array, jax.Array]]] = weakref.WeakKeyDictionary()
 
 
 def _placement(split: Split) -> Any:
     return split.mesh or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _whole(split: Split) -> NamedSharding | None:
-    """The sharding of what each device has whole."""
-    return None if split.mesh is None else NamedSharding(split.mesh, P())
-
-
-def has_room(dataset: Dataset, split: Split) -> bool:
+def has_room(dataset: Any, split: Split) -> bool:
     """Whether each device has room for two copies of the data set. A device that does not say has."""
     mesh = split.mesh
     room = _placement(split) in _residents.get(dataset, {})
@@ -351,7 +413,7 @@ def free_bytes(device: Any) -> int | None:
 
 
 def from_devices(
-    dataset: Dataset,
+    dataset: Any,
     all_runs: Iterable[Run],
     order: Order,
     split: Split,
@@ -362,28 +424,28 @@ def from_devices(
 ) -> Iterator[tuple[Any, int]]:
     """Batches gathered from the copies on the devices, several at a time, and how many of these count.
 
-    At the end of a run fewer count, and the rest are copies of the last example. `most`: how many at a time, where that
-    is not left to `_batches_per_program`.
+    At the end of a run fewer count, and the rest are copies of the last example. `most`: how many at a time. None: as
+    many as are worth it, since starting a program costs as much as a small batch.
     """
-    whole = _whole(split)
-    images, labels = _copies(dataset, split)
+    whole = None if split.mesh is None else NamedSharding(split.mesh, P())
+    placed, key = _residents.setdefault(dataset, {}), _placement(split)
+    if key not in placed:  # they are sent once in the data set's life
+        if len(placed) == _COPIES:
+            del placed[next(iter(placed))]
+        images, labels = (send(as_jax_dtype(x), None, whole) for x in (dataset.images, dataset.labels))
+        placed[key] = images, labels
+    images, labels = placed[key]
+    size = dataset.images[:1].size * (images.dtype if dtype is None else dtype).itemsize
     epoch = rows = None
     for run in all_runs:
         if run.epoch != epoch:
             epoch, rows = run.epoch, put(order(run.epoch), whole)
-        several = most or _batches_per_program(dataset, run.batch_size, dtype)
+        several = most or max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, run.batch_size * size)))
         cursor = send(np.array(run.first, np.int32), None, whole)
         for done in range(0, run.number, several):
             found, cursor = gather(run.batch_size, several, split, dtype, stacked)(images, labels, rows, cursor)
-            found = ready(found, split)
             batches = as_batch(found, split) if stacked else [as_batch(batch, split) for batch in found]
             yield batches, min(several, run.number - done)
-
-
-def _batches_per_program(dataset: Dataset, count: int, dtype: Any) -> int:
-    """How many batches of `count` one program gathers: starting it costs as much as a small batch."""
-    size = dataset.images[:1].size * (dataset.images.dtype if dtype is None else dtype).itemsize
-    return max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, count * size)))
 
 
 @functools.lru_cache(maxsize=32)
@@ -395,20 +457,15 @@ def gather(count: int, several: int, split: Split, dtype: Any, stacked: bool) ->
     batches are one pytree with one more axis in front, otherwise a list.
     """
 
-    def local(
-        images: jax.Array,
-        labels: jax.Array,
-        rows: jax.Array,
-        cursor: jax.Array,
-        *,
-        share: int = count,
-        rank: jax.Array | int = 0,
-    ) -> tuple[Any, jax.Array]:
+    def local(images: jax.Array, labels: jax.Array, rows: jax.Array, cursor: jax.Array) -> tuple[Any, jax.Array]:
+        share = split.rows(count) // split.parts
+        start = cursor + lax.axis_index(split.axes) * share if split.axes else cursor
+
         def batch(at: Any) -> dict[str, jax.Array]:
-            mine = rows.at[cursor + rank * share + (at + np.arange(share, dtype=np.int32))].get(mode="clip")
-            image, label = (x.at[mine].get(mode="promise_in_bounds") for x in (images, labels))
+            mine = rows.at[start + (at + np.arange(share, dtype=np.int32))].get(mode="clip")
+            image = images.at[mine].get(mode="promise_in_bounds")
             image = lax.optimization_barrier(image)  # XLA on a CPU takes three times as long for both in one loop
-            return {"image": convert_image(image, dtype), "label": label}
+            return {"image": convert_image(image, dtype), "label": labels.at[mine].get(mode="promise_in_bounds")}
 
         firsts = np.arange(several, dtype=np.int32) * count
         found = batch(firsts[:, None]) if stacked else [batch(first) for first in firsts]
@@ -416,11 +473,6 @@ def gather(count: int, several: int, split: Split, dtype: Any, stacked: bool) ->
 
     if split.mesh is None:
         return jax.jit(local)
-
-    def local_share(*args: jax.Array) -> tuple[Any, jax.Array]:
-        rank = lax.axis_index(split.axes) if split.axes else 0
-        return local(*args, share=split.rows(count) // split.parts, rank=rank)
-
     mesh, spec = split.mesh, P(None, split.axes) if stacked else P(split.axes)
-    shards = jax.shard_map(local_share, mesh=mesh, in_specs=P(), out_specs=(spec, P()))
+    shards = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=(spec, P()))
     return jax.jit(shards, out_shardings=(NamedSharding(mesh, spec), NamedSharding(mesh, P())))

@@ -21,10 +21,18 @@ from .._core import checks
 from .._core.arrays import check_plain
 from .._core.calls import answers, takes
 from .._devices import processes
-from .._devices.mesh import STORE_AXIS
-from .._devices.virtual_shards import pad_rows
-from ._batches import Dataset, Subset, epochs_from, rows_of_parts
-from ._sharding import as_batch, batch_struct, check_virtual_shards, path_name, placed_batch, share_sharding, split_of
+from .._devices.mesh import STORE_AXIS, split_over
+from .._devices.virtual_shards import PaddedBatch, pad_rows
+from ._batches import (
+    Split,
+    batch_struct,
+    check_virtual_shards,
+    path_name,
+    placed_batch,
+    rows_of_parts,
+    runs,
+    split_of,
+)
 
 _WHERE = "data.from_iterable"
 READ_ONCE = "an iterator can be read only once; give a list, a loader, or a function that returns an iterator"
@@ -120,7 +128,8 @@ class IterableSource:
         `start` skips batches. Earlier epochs are not read. The earlier batches of this epoch are read and dropped,
         unless `set_state` set a position within the epoch. An iterator cannot be rewound, so it skips nothing.
         """
-        check_virtual_shards(batch_size, virtual_shards, _WHERE)
+        if virtual_shards is not None:
+            check_virtual_shards(batch_size, virtual_shards, _WHERE)
         share, steps = self._shares(batch_size)
         split = split_of(devices, STORE_AXIS, sharding, virtual_shards, _WHERE)
         padding = split.rows(batch_size) - batch_size
@@ -130,9 +139,10 @@ class IterableSource:
                 f"{virtual_shards} virtual shards of the step cannot be shared equally by {split.parts} devices; use a "
                 f"data.Dataset or data.from_arrays, or a number of devices that divides {virtual_shards}"
             )
-        sharding = share_sharding(batch_size + padding, split, _WHERE)
+        sharding = _share_sharding(batch_size + padding, split)
         once = self.source if isinstance(self.source, Iterator) else None
-        for epoch, skipped in epochs_from(start, steps, epochs):
+        for epoch, first, _, _ in runs(steps * batch_size, batch_size, epochs, start):
+            skipped = first // batch_size
             elements = once if once is not None else iter(self._epoch(epoch))
             at = epoch * steps
             found = skipped if once is not None or self._is_restored(elements, at + skipped, skipped) else 0
@@ -141,7 +151,8 @@ class IterableSource:
                 if found > skipped:
                     _check_lengths(batch, share, found - 1)
                     self._under_way.update(iterator=elements, batches=at + found)
-                    yield as_batch(self.place(pad_rows(batch, padding), sharding), split)
+                    batch = self.place(pad_rows(batch, padding), sharding)
+                    yield batch if split.virtual_shards is None else PaddedBatch(batch, split.virtual_shards)
             _check_steps(self.source, epoch, found, steps)
 
     def get_state(self) -> dict[str, Any] | None:
@@ -227,7 +238,7 @@ class IterableSource:
         rows = rows_of_parts(len(self.source), fraction, rng, shuffle, "data.split")
         # A list stays a list, since the shapes of a list of batches are known before it is read.
         is_list = isinstance(self.source, (list, tuple))
-        parts = ([self.source[i] for i in part] if is_list else Subset(self.source, part) for part in rows)
+        parts = ([self.source[i] for i in part] if is_list else _Subset(self.source, part) for part in rows)
         first, rest = (dataclasses.replace(self, source=part) for part in parts)
         return first, rest
 
@@ -319,30 +330,6 @@ def from_iterable(
     return IterableSource(source, steps_per_epoch, batched, tuple(names), dtype)
 
 
-@answers("data.collect")
-def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
-    """Read an iterable of another library into one `Dataset`, such as test data.
-
-    Args:
-        elements: dicts with "image" and "label", or (image, label) pairs, as for `from_iterable`.
-        batched: True: an element is a batch, of any length. False: an element is one example.
-
-    Raises:
-        KeyError: an element lacks "image" or "label".
-        ValueError: there are no elements, or examples differ in shape.
-
-    >>> import numpy as np
-    >>> loader = [(np.zeros((4, 2)), np.arange(4)), (np.zeros((1, 2)), np.arange(1))]
-    >>> collect(loader)
-    Dataset(5 images float64 (2,), labels int32, source='arrays')
-    """
-    found = [as_dict(element, ("image", "label")) for element in elements]
-    if not found:
-        raise ValueError("data.collect: expected elements, got none")
-    whole = join([{"image": each["image"], "label": each["label"]} for each in found], batched=batched)
-    return Dataset(whole["image"], whole["label"])
-
-
 def _set_state(iterator: Any, state: dict[str, Any]) -> None:
     iterator.set_state(state["bytes"].encode() if "bytes" in state else json.loads(state["json"]))
 
@@ -374,6 +361,38 @@ def _check_steps(source: Any, epoch: int, found: int, steps: int) -> None:
 def _describe(source: Any) -> str:
     name = getattr(source, "__name__", None)
     return f"the function {name}" if name and _is_function(source) else f"a {type(source).__name__}"
+
+
+class _Subset:
+    """The elements of a sequence at some places, in the order of these."""
+
+    def __init__(self, elements: Any, places: np.ndarray):
+        self._elements, self._places = elements, places.tolist()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, i: int) -> Any:
+        return self._elements[self._places[i]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._elements.__getitem__, self._places)
+
+
+def _share_sharding(rows: int, split: Split) -> NamedSharding | None:
+    """The sharding of a batch whose rows are shared equally by the processes. None: the default device."""
+    # Where a sharding gives one row to several processes, the batch is split over all devices, and a step sends the
+    # rows on.
+    if split.mesh is None or split.sharding is None:
+        return None
+    here = split.sharding.addressable_devices_indices_map((rows,)).values() if rows % split.parts == 0 else ()
+    own = {index[0].indices(rows)[:2] for index in here if index}
+    if rows % split.parts or sum(last - first for first, last in own) * processes.count() == rows:
+        checks.even_share(rows, split.parts, _WHERE)
+        return split.sharding
+    devices = tuple(split.mesh.devices.flat)
+    checks.even_share(rows, len(devices), _WHERE)
+    return split_over(devices)
 
 
 # Tables and elements as arrays.

@@ -18,7 +18,7 @@ import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from .._core.calls import answers
 from .._core.checks import choice
 from .._core.files import as_path
 from .._core.text import did_you_mean, say_news
-from ._batches import Dataset
+from ._sources import Dataset
 
 _HINTS = {
     **dict.fromkeys(("batch_size", "shuffle"), "data.batches and train.fit make batches, and shuffle"),
@@ -377,29 +377,13 @@ FASHION_MNIST_CLASSES = (
 )
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
 
-
-class Official(NamedTuple):
-    """What the authors published: the sha256 of the .gz file and the time stamp in its gzip header."""
-
-    sha256: str
-    mtime: int
-
-
+# As the authors published them: the SHA-256 of each file, and the time in its gzip header.
 OFFICIAL = {
-    "train-images-idx3-ubyte.gz": Official(
-        "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84", 1504176606
-    ),
-    "train-labels-idx1-ubyte.gz": Official(
-        "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845", 1504176606
-    ),
-    "t10k-images-idx3-ubyte.gz": Official(
-        "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073", 1504176627
-    ),
-    "t10k-labels-idx1-ubyte.gz": Official(
-        "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5", 1504176627
-    ),
+    "train-images-idx3-ubyte.gz": ("3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84", 1504176606),
+    "train-labels-idx1-ubyte.gz": ("a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845", 1504176606),
+    "t10k-images-idx3-ubyte.gz": ("346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073", 1504176627),
+    "t10k-labels-idx1-ubyte.gz": ("67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5", 1504176627),
 }
-
 _BARE_HEADER = 10  # bytes of a gzip header without a file name, RFC 1952
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, overload, runtime_checkable
 
 import jax
@@ -14,13 +14,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._core import checks
-from .._core.calls import answers
+from .._core.arrays import check_plain
+from .._core.calls import answers, answers_class
 from .._devices import processes
 from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
-from ._batches import Dataset, rows_of_parts
-from ._iterable import IterableSource, as_array, as_arrays, from_iterable
-from ._sharding import batch_struct, path_name, placed_batch
+from ._batches import batch_struct, path_name, placed_batch, rows_of_parts
+from ._iterable import IterableSource, as_array, as_arrays, as_dict, from_iterable, join
+
+Batch = dict[str, jax.Array]
 
 
 @runtime_checkable
@@ -54,29 +56,102 @@ class Source(Protocol):
         ...
 
 
-def batch_options(
-    source: Source, devices: Sequence[Any] | None, sharding: NamedSharding | None, virtual_shards: int | None
-) -> dict[str, Any]:
-    """The options of `source.batches` for a step: where its batches go, and for how many virtual shards."""
-    # A source of the user's own need not have `sharding=` and `virtual_shards=`.
-    if sharding is not None and _takes(source, "sharding"):
-        return {"sharding": sharding}
-    if virtual_shards is None:
-        return {"devices": devices}
-    if _takes(source, "virtual_shards"):
-        return {"devices": devices, "virtual_shards": virtual_shards}
-    if virtual_shards % len(devices or (None,)) == 0:
-        return {"devices": devices}
-    raise TypeError(
-        f"{type(source).__name__}.batches takes no virtual_shards=, and {len(devices or ())} devices cannot share the "
-        f"{virtual_shards} virtual shards of the step evenly; give it that option, as data.batches has it, or use a "
-        f"number of devices that divides {virtual_shards}"
-    )
+# A data set in memory.
 
 
-def _takes(source: Source, option: str) -> bool:
-    found = inspect.signature(source.batches).parameters.values()
-    return any(each.name == option or each.kind is each.VAR_KEYWORD for each in found)
+@answers_class("data.Dataset")
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Dataset:
+    """Images and labels in host memory.
+
+    `Dataset(images, labels)` takes your own arrays, of any shape and dtype. Do not change the arrays afterwards, since
+    the devices may hold copies.
+
+    Attributes:
+        images: `(n, ...)`. `load` gives uint8 `(n, 28, 28, 1)` for Fashion-MNIST.
+        labels: `(n, ...)`. Integers become int32.
+        source: the origin: "prepared", "files", "debian", "download", or "arrays".
+        name: the data set's name.
+        part: the part of the data set, such as "train".
+
+    Raises:
+        ValueError: the numbers of images and labels differ, or int32 cannot hold a label.
+
+    >>> import numpy as np
+    >>> Dataset(np.zeros((6, 28, 28, 1), np.uint8), np.arange(6))
+    Dataset(6 images uint8 (28, 28, 1), labels int32, source='arrays')
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    source: str = "arrays"
+    name: str = ""
+    part: str = ""
+
+    def __post_init__(self) -> None:
+        check_plain(self.images, "Dataset: images")
+        check_plain(self.labels, "Dataset: labels")
+        images, labels = np.asarray(self.images), np.asarray(self.labels)
+        if images.ndim == 0 or labels.ndim == 0 or len(images) != len(labels):
+            raise ValueError(f"a data set needs one label per image: images {images.shape}, labels {labels.shape}")
+        if np.issubdtype(labels.dtype, np.integer) and labels.dtype != np.int32:
+            limits = np.iinfo(np.int32)
+            if labels.size and not limits.min <= labels.min() <= labels.max() <= limits.max:
+                raise ValueError(f"labels are stored as int32; these run from {labels.min()} to {labels.max()}")
+            labels = labels.astype(np.int32)
+        object.__setattr__(self, "images", images)
+        object.__setattr__(self, "labels", labels)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batches(
+        self, batch_size: int, *, dtype: Any = jnp.float32, resident: bool | None = None, **options: Any
+    ) -> Iterator[Batch]:
+        """`data.batches(dataset, batch_size, dtype=dtype, resident=resident, **options)`."""
+        plan = _batches.plan_batches(len(self), batch_size, "data.batches", **options)
+        dtype = None if dtype is None else np.dtype(dtype)
+        if _batches.has_room(self, plan.split) if resident is None else resident:
+            groups = _batches.from_devices(self, *plan, dtype)
+            return each_in_user_mesh(batch for batches, number in groups for batch in batches[:number])
+        return _batches.from_host({"image": self.images, "label": self.labels}, *plan, dtype)
+
+    def split(
+        self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
+    ) -> tuple[Dataset, Dataset]:
+        """`data.split(dataset, fraction, rng, shuffle=shuffle)`, as two data sets.
+
+        >>> import numpy as np
+        >>> dataset = Dataset(np.zeros((10, 2)), np.arange(10))
+        >>> some, rest = dataset.split(0.8)
+        >>> len(some), len(rest), sorted([*some.labels.tolist(), *rest.labels.tolist()]) == list(range(10))
+        (8, 2, True)
+        """
+        parts = rows_of_parts(len(self), fraction, rng, shuffle, "Dataset.split")
+        first, rest = (dataclasses.replace(self, images=self.images[p], labels=self.labels[p]) for p in parts)
+        return first, rest
+
+    def __repr__(self) -> str:
+        name = f"{self.name} {self.part}: " if self.name else ""
+        return (
+            f"Dataset({name}{len(self)} images {self.images.dtype} {self.images.shape[1:]}, "
+            f"labels {self.labels.dtype}, source={self.source!r})"
+        )
+
+
+@answers("data.num_batches")
+def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> int:
+    """The number of batches in one epoch over `size` examples.
+
+    >>> num_batches(60000, 256), num_batches(60000, 256, drop_remainder=False)
+    (234, 235)
+    """
+    size = checks.whole_number(size, "data.num_batches", "size", least=0)
+    batch_size = checks.whole_number(batch_size, "data.num_batches", "batch_size")
+    return size // batch_size if drop_remainder else -(-size // batch_size)
+
+
+# Data of any origin.
 
 
 @answers("data.as_source")
@@ -99,7 +174,7 @@ def as_source(given: Any) -> Source:
 
 
 @overload
-def batches(dataset: Dataset, batch_size: int | None = None, **options: Any) -> Iterator[_batches.Batch]: ...
+def batches(dataset: Dataset, batch_size: int | None = None, **options: Any) -> Iterator[Batch]: ...
 @overload
 def batches(dataset: Any, batch_size: int | None = None, **options: Any) -> Iterator[Any]: ...
 @answers("data.batches", _batches.HINTS)
@@ -209,6 +284,30 @@ def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None,
             "data that it reads"
         )
     return split_it(fraction, rng=rng, shuffle=shuffle)
+
+
+@answers("data.collect")
+def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
+    """Read an iterable of another library into one `Dataset`, such as test data.
+
+    Args:
+        elements: dicts with "image" and "label", or (image, label) pairs, as for `from_iterable`.
+        batched: True: an element is a batch, of any length. False: an element is one example.
+
+    Raises:
+        KeyError: an element lacks "image" or "label".
+        ValueError: there are no elements, or examples differ in shape.
+
+    >>> import numpy as np
+    >>> loader = [(np.zeros((4, 2)), np.arange(4)), (np.zeros((1, 2)), np.arange(1))]
+    >>> collect(loader)
+    Dataset(5 images float64 (2,), labels int32, source='arrays')
+    """
+    found = [as_dict(element, ("image", "label")) for element in elements]
+    if not found:
+        raise ValueError("data.collect: expected elements, got none")
+    whole = join([{"image": each["image"], "label": each["label"]} for each in found], batched=batched)
+    return Dataset(whole["image"], whole["label"])
 
 
 class _OfArrays:

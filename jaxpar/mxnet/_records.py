@@ -347,7 +347,7 @@ class ImageRecordSource(data.ArraySource):
     def batches(self, batch_size: int, *, rng: jax.Array | None = None, **options: Any) -> Iterator[Any]:
         """Batches on the devices. The options are those of `data.batches`, without `resident`."""
         plan = data._plan_batches(len(self), batch_size, _WHERE, rng=rng if self.shuffle else None, **options)
-        draws = None if rng is None else data._draws_of(rng, len(self), 3)
+        draws = None if rng is None else data._order_of(rng, len(self), 3)
 
         def order(epoch: int) -> np.ndarray:
             numbers = np.asarray(plan.order(epoch))

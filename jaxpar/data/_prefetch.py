@@ -1,0 +1,105 @@
+"""Batches of any iterator, sent to the devices ahead of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P, Sharding
+
+from .._core import checks
+from .._core.calls import answers
+from .._devices import processes
+from .._devices.emulated import wait_before_collectives
+from .._devices.mesh import put, spans_processes
+from .._devices.user_mesh import outside_mesh
+from ._batches import ahead, as_jax_dtype, check_sharding, path_name
+
+_WHERE = "data.prefetch"
+
+
+@answers("data.prefetch")
+def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> Iterator[Any]:
+    """Send batches to the devices ahead of their use.
+
+    Transfers run while earlier batches are in use, without a thread. The first batch is read at the first `next`. At
+    most `size` batches are read ahead of the batch in use.
+
+    Args:
+        iterator: an iterable of pytrees of NumPy or JAX arrays, such as batches of a loader. With several processes,
+            each process gives the rows of its own devices.
+        sharding: the sharding of each array: a `NamedSharding` over any mesh, or a `PartitionSpec` inside
+            `jax.set_mesh(mesh)`; or a pytree of these, a prefix of the batches. None: the default device.
+        size: the number of batches that are sent ahead. 0: a batch is sent at its `next`.
+
+    Returns:
+        An iterator of the same pytrees on the devices. An exception of `iterator` is raised after the batches before
+        it.
+
+    Raises:
+        TypeError: `iterator` is not iterable, `size` is not an int, or `sharding` is not a sharding.
+        ValueError: `size` is below 0. At reading: the sharding cannot divide an array.
+
+    >>> import jax, numpy as np
+    >>> from jax.sharding import NamedSharding, PartitionSpec
+    >>> sharding = NamedSharding(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), PartitionSpec("data"))
+    >>> loader = ({"x": np.full((4, 3), i)} for i in range(3))
+    >>> [batch["x"].sharding == sharding for batch in prefetch(loader, sharding)]
+    [True, True, True]
+    """
+    elements = iter(iterator)
+    size = checks.whole_number(size, _WHERE, "size", least=0)
+    if sharding is not None:
+        kinds = Sharding, P
+        sharding = jax.tree.map(
+            lambda one: check_sharding(one, _WHERE), sharding, is_leaf=lambda x: isinstance(x, kinds)
+        )
+    return _prefetch(elements, sharding, size)
+
+
+def _prefetch(elements: Iterator[Any], sharding: Any, size: int) -> Iterator[Any]:
+    errors: list[Exception] = []
+
+    def sent() -> Iterator[Any]:
+        try:
+            for element in elements:
+                yield _to_devices(element, sharding)
+        except Exception as error:  # it comes after the batches before it
+            errors.append(error)
+
+    for batch in ahead(sent(), size):
+        leaves = jax.tree.leaves(batch)
+        wait_before_collectives(batch, tuple(leaves[0].sharding.device_set) if leaves else ())
+        yield batch
+    if errors:
+        raise errors[0]
+
+
+def _to_devices(batch: Any, sharding: Any) -> Any:
+    """The batch on the devices. The transfer is only started."""
+    batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else as_jax_dtype(np.asarray(x)), batch)
+    checks.arrays_of_numbers(batch, f"{_WHERE}: batch")
+    with outside_mesh():
+        if sharding is None:
+            return jax.device_put(batch)
+        try:
+            shardings = jax.tree.broadcast(sharding, batch)
+        except ValueError as error:
+            raise ValueError(f"{_WHERE}: sharding must have one for each array of a batch: {error}") from error
+        return jax.tree_util.tree_map_with_path(_put, batch, shardings)
+
+
+def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
+    try:
+        if processes.count() == 1 or spans_processes(leaf):
+            return put(leaf, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+    except ValueError as error:
+        spec, mesh = sharding.spec, dict(sharding.mesh.shape)
+        own = ", of which each process gives the part of its own devices" if processes.count() > 1 else ""
+        raise ValueError(
+            f"{_WHERE}: {path_name(path)} {checks.describe(leaf)} cannot be laid out as {spec} over a mesh of {mesh}"
+            f"{own}; use batches that its axes divide, or give a pytree of shardings, one for each array"
+        ) from error
