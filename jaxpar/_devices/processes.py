@@ -45,7 +45,13 @@ def become_elastic() -> None:
 
 
 def is_elastic() -> bool:
-    """Whether processes may be lost and may join while the run goes on."""
+    """Whether this process is part of an elastic run: processes may be lost and may join while it goes on.
+
+    Example:
+        >>> from jaxpar import distributed
+        >>> distributed.is_elastic()
+        False
+    """
     return _Elastic.is_on
 
 

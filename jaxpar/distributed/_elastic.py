@@ -73,17 +73,6 @@ def forget(address: str, processes: int, rank: int) -> None:
     one.shutdown()
 
 
-def is_elastic() -> bool:
-    """Whether this process is part of an elastic run, see `initialize`.
-
-    Example:
-        >>> from jaxpar import distributed
-        >>> distributed.is_elastic()
-        False
-    """
-    return processes.is_elastic()
-
-
 class Board:
     """What the processes of an elastic run write for each other, as JSON in jax's key-value store."""
 

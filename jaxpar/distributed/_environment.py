@@ -33,18 +33,26 @@ class Cluster:
 
 
 def find(
-    coordinator: str | None, num_processes: int | None, process_id: int | None, env: Mapping[str, str] = os.environ
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    env: Mapping[str, str] = os.environ,
+    launched: bool = False,
 ) -> Cluster | str | None:
     """The settings of this process. An argument goes before the environment.
 
     None where nothing names several processes. The name of the surroundings where only jax or Ray finds the settings.
+    `launched`: only where the processes certainly are one run: JAXPAR_*, the variables of jax, and Ray Train.
     """
     given: Settings = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
     given = {name: value for name, value in given.items() if value is not None}
     found = _jaxpar(env)
     if not found and not given and (train := ray_worker()):  # whatever started Ray's own processes
         return RAY_TRAIN if train.get_context().get_world_size() > 1 else None
-    found = found or _by_jax_names(env) or _skypilot(env) or _slurm(env) or _open_mpi(env)
+    found = found or _by_jax_names(env)
+    if launched and not found:
+        return None
+    found = found or _skypilot(env) or _slurm(env) or _open_mpi(env)
     if "server" in found and (other := [n for n, v in given.items() if v != found[n]]):
         name = other[0]
         raise ValueError(
@@ -60,28 +68,9 @@ def find(
     return _cluster(settings, env)
 
 
-def find_launched(env: Mapping[str, str] = os.environ) -> Cluster | str | None:
-    """The settings where the processes certainly are one run: JAXPAR_*, the variables of jax, and Ray Train."""
-    return find(None, None, None, env) if _jaxpar(env) or _by_jax_names(env) or ray_worker() else None
-
-
-def has_others(found: Cluster | str | None) -> bool:
-    """Whether `find` found several processes. On Cloud TPU jax counts them without being initialised."""
-    if isinstance(found, Cluster):
-        return found.num_processes > 1
-    return found is not None and found != "Cloud TPU"
-
-
-def describe(found: Cluster | str | None) -> str:
-    """Which process of how many, and where that comes from."""
-    if isinstance(found, Cluster):
-        return f"process {found.process_id} of {found.num_processes} ({found.source})"
-    return f"one of several ({found})"
-
-
 def _jaxpar(env: Mapping[str, str]) -> Settings:
     """The settings of the launcher, or the same variables set by hand."""
-    if not any(name in env for name in ("JAXPAR_COORDINATOR", "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID")):
+    if not {"JAXPAR_COORDINATOR", "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID"} & env.keys():
         return {}
     found: Settings = {
         "source": "JAXPAR_*",
@@ -95,11 +84,12 @@ def _jaxpar(env: Mapping[str, str]) -> Settings:
 
 def _by_jax_names(env: Mapping[str, str]) -> Settings:
     """The settings under jax's own names, as Kubeflow Trainer and others set them. jax reads only the first."""
-    if not all(env.get(name) for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")):
+    address = env.get("JAX_COORDINATOR_ADDRESS")
+    if not (address and env.get("JAX_NUM_PROCESSES") and env.get("JAX_PROCESS_ID")):
         return {}
     return {
         "source": "JAX_*",
-        "coordinator": env["JAX_COORDINATOR_ADDRESS"],
+        "coordinator": address,
         "num_processes": _int(env, "JAX_NUM_PROCESSES"),
         "process_id": _int(env, "JAX_PROCESS_ID"),
     }

@@ -146,7 +146,7 @@ def initialize(
     """
     elastic = elastic or os.environ.get(_elastic.VARIABLE) == "1"
     if is_joined():
-        if elastic and not _elastic.is_elastic() and jax.distributed.is_initialized():
+        if elastic and not processes.is_elastic() and jax.distributed.is_initialized():
             raise RuntimeError(
                 "distributed.initialize: elastic=True comes too late, jax was initialised without it; give it in the "
                 "first call, instead of jax.distributed.initialize"
@@ -237,7 +237,7 @@ def join(caller: str) -> None:
         >>> from jaxpar import distributed
         >>> distributed.join("my_function")  # one process: there is nothing to join
     """
-    if is_joined() or _environment.find(None, None, None) is None:
+    if is_joined() or _environment.find() is None:
         return
     if not is_jax_used():
         return initialize()
@@ -264,11 +264,16 @@ def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
     """
     if is_joined():
         return
-    cluster = _environment.find_launched() if launched else _environment.find(None, None, None)
-    if _environment.has_others(cluster):
+    found = _environment.find(launched=launched)
+    if isinstance(found, Cluster):
+        has_others = found.num_processes > 1
+        place = f"process {found.process_id} of {found.num_processes} ({found.source})"
+    else:  # on Cloud TPU jax counts the processes without being initialised
+        has_others, place = found not in (None, "Cloud TPU"), f"one of several ({found})"
+    if has_others:
         separate = "; separate runs are trials of Ray Tune, or start without the variables JAXPAR_* and JAX_*"
         raise RuntimeError(
-            f"{caller}: this is {_environment.describe(cluster)} and has not joined the others, so {harm}. Call "
+            f"{caller}: this is {place} and has not joined the others, so {harm}. Call "
             f"jp.distributed.initialize() before the first use of JAX{separate if launched else ''}"
         )
 

@@ -528,7 +528,7 @@ def test_a_failing_process_where_only_jax_finds_the_settings(tmp_path):
 
     A store made while jax traces joins the processes here.
     """
-    find = "from jaxpar.distributed import _environment; _environment.find = lambda *_: 'SLURM'"
+    find = "from jaxpar.distributed import _environment; _environment.find = lambda *_, **options: 'SLURM'"
     begin = f"import jax; {find}; jax.eval_shape(lambda: jp.kv.create('dist_sync').values)"
     # By jax only, process 1 would wait in its shutdown for process 0, which waits in its collective.
     failing = "if rank == 1: raise ValueError('no\\nmore')"
