@@ -122,9 +122,21 @@ def verify(path: Path, body: dict[str, Any]) -> None:
             raise CheckpointError(f"{path} is damaged: {part.relative_to(path)} is neither a file nor a directory")
 
 
-def candidates(directory: Path) -> list[Path]:
-    """What may be a checkpoint, in no order: reading it tells. `OSError` where the directory cannot be listed."""
-    return [p for p in directory.iterdir() if not p.name.startswith(".") and not os.path.isfile(p)]
+def newest_first(directory: Path) -> tuple[list[tuple[Path, dict[str, Any]]], dict[Path, str]]:
+    """The checkpoints of a directory and their manifests, the newest first, and why others cannot be read."""
+    if not directory.exists():
+        return [], {}
+    if not directory.is_dir():
+        raise NotADirectoryError(f"checkpoint: {directory} is not a directory")
+    found: list[tuple[Path, dict[str, Any]]] = []
+    unreadable: dict[Path, str] = {}
+    for path in directory.iterdir():
+        if not path.name.startswith(".") and not os.path.isfile(path):
+            try:
+                found.append((path, load(path)))
+            except CheckpointError as error:
+                unreadable[path] = str(error)
+    return sorted(found, key=lambda item: (item[1]["order"], item[0].name), reverse=True), unreadable
 
 
 def free_path(directory: Path, content: dict[str, Any]) -> Path:
@@ -216,13 +228,11 @@ def adopt(source: Path, directory: Path) -> None:
 
 def _has_copy(directory: Path, body: dict[str, Any]) -> bool:
     """Whether a directory has a good checkpoint with this manifest, under whatever name."""
-    for path in candidates(directory):
-        try:
-            if digest(load(path)) == digest(body):
+    for path, other in newest_first(directory)[0]:
+        if digest(other) == digest(body):
+            with contextlib.suppress(CheckpointError):
                 verify(path, body)
                 return True
-        except CheckpointError:
-            continue
     return False
 
 
@@ -272,11 +282,10 @@ def _digest(arrays: dict[int, np.ndarray]) -> str:
 
 def _link_frozen(directory: Path, unfinished: Path, digest: str) -> bool:
     """Link the frozen arrays of another checkpoint in the directory, if one has the same, undamaged."""
-    for path in sorted(candidates(directory), reverse=True):
-        with contextlib.suppress(CheckpointError, OSError):  # it is damaged, or another process removed it
-            body = load(path)
-            if body.get("frozen") != digest:
-                continue
+    for path, body in newest_first(directory)[0]:
+        if body.get("frozen") != digest:
+            continue
+        with contextlib.suppress(OSError):  # another process removed it
             saved = {name: entry for name, entry in body["files"].items() if name.startswith(f"{_FROZEN}/")}
             shutil.copytree(path / _FROZEN, unfinished / _FROZEN, copy_function=_link_or_copy)
             if {f"{_FROZEN}/{name}": entry for name, entry in _prints(unfinished / _FROZEN).items()} == saved:

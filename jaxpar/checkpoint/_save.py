@@ -25,8 +25,7 @@ from ._files import CheckpointError, Found as Found
 Tree = TypeVar("Tree")
 PathLike = str | os.PathLike[str]
 Accepts = Callable[[Found], object]
-Manifest = dict[str, Any]
-Wanted = Callable[[Manifest], bool]
+Wanted = Callable[[dict[str, Any]], bool]
 _TRIES = 10  # to list a directory while another process removes checkpoints from it
 
 
@@ -54,7 +53,7 @@ def save(path: PathLike, state: Any) -> None:
     records, arrays = _leaves.to_leaves(state, writes)
     with processes.raise_together():
         if writes:
-            listed, _ = newest_first(path.parent)
+            listed, _ = _files.newest_first(path.parent)
             content = {**step_of(state), "order": 1 + max((body["order"] for _, body in listed), default=0)}
             _files.write(path, content, records, arrays)
 
@@ -189,7 +188,7 @@ def newest_good(
     others than `wanted`, by their manifests, nothing more is read.
     """
     for _ in range(_TRIES):
-        found, (listed, unreadable) = None, newest_first(directory)
+        found, (listed, unreadable) = None, _files.newest_first(directory)
         failed = {path: f"{error}; skipped" for path, error in unreadable.items() if path not in bad}
         for path, body in listed:
             if path not in bad and wanted(body):
@@ -206,22 +205,6 @@ def newest_good(
             return found
         # The run that writes to the directory removed a checkpoint meanwhile, so there is a newer one.
     raise OSError(f"checkpoint: {directory} changes faster than it can be read; {_TRIES} checkpoints were gone")
-
-
-def newest_first(directory: Path) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:
-    """The checkpoints of a directory and their manifests, the newest first, and why others cannot be read."""
-    if not directory.exists():
-        return [], {}
-    if not directory.is_dir():
-        raise NotADirectoryError(f"checkpoint: {directory} is not a directory")
-    found: list[tuple[Path, Manifest]] = []
-    unreadable: dict[Path, str] = {}
-    for path in _files.candidates(directory):
-        try:
-            found.append((path, _files.load(path)))
-        except CheckpointError as error:
-            unreadable[path] = str(error)
-    return sorted(found, key=lambda item: (item[1]["order"], item[0].name), reverse=True), unreadable
 
 
 def step_of(state: Any) -> dict[str, int]:
@@ -451,7 +434,7 @@ class Manager:
         _files.remove_leftovers(self.directory)
         if records is not None and (place := self._records.append(records)) is not None:
             content = {**content, "records": place}
-        listed, _ = newest_first(self.directory)
+        listed, _ = _files.newest_first(self.directory)
         content = {**content, "order": 1 + max((body["order"] for _, body in listed), default=0)}
         path = _files.free_path(self.directory, content)
         _files.write(path, content, leaves, arrays)
