@@ -11,5 +11,5 @@ Without jax:
 
 text       words of messages, tables, printed lines, options of commands
 files      write whole or not at all, read regular files
-process    signals that are recorded, threads that fail aloud, freed memory that is kept
+process    signals that are recorded, threads that fail aloud, freed memory that is kept, which process this is
 """

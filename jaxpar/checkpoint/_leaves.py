@@ -158,7 +158,9 @@ def hash_of(tree: Any) -> StateHash:
         chosen = [leaves[i] for i in numbers]
         if is_split:
             wait_before_collectives(chosen, tuple(chosen[0].sharding.device_set))
-        groups.append((numbers, _sums(chosen, tuple(_size(slots[i]) for i in numbers))))
+        # Of a flat leaf the padding does not count.
+        sizes = tuple([math.prod(slots[i].shape) if slots[i].rows else None for i in numbers])
+        groups.append((numbers, _sums(chosen, sizes)))
     return StateHash([slot.record() for slot in slots], groups)
 
 
@@ -168,11 +170,6 @@ def _whole(leaf: Any) -> Any:
         return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
     found = np.asarray(leaf)
     return found if found.itemsize < 8 else np.ascontiguousarray(found).reshape(-1).view(np.uint32)
-
-
-def _size(slot: SavedArray) -> int | None:
-    """The number of elements of a flat leaf before its padding. None: no padding."""
-    return math.prod(slot.shape) if slot.rows else None
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -52,7 +52,7 @@ def order_of(rng: Any, size: int, count: int | None = None) -> Order:
     # The key goes through host memory, since it may be on other devices than the default one.
     impl = str(jax.random.key_impl(rng)) if is_prng_key(rng) else None
     words = np.asarray(rng if impl is None else jax.random.key_data(rng))
-    return lambda epoch: _drawing(size, count, impl)(words, np.uint32(epoch))
+    return functools.partial(_drawing(size, count, impl), words)
 
 
 @functools.lru_cache(maxsize=32)

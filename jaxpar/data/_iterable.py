@@ -23,16 +23,7 @@ from .._core.calls import answers, takes
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS, split_over
 from .._devices.virtual_shards import PaddedBatch, pad_rows
-from ._batches import (
-    Split,
-    batch_struct,
-    check_virtual_shards,
-    path_name,
-    placed_batch,
-    rows_of_parts,
-    runs,
-    split_of,
-)
+from . import _batches
 
 _WHERE = "data.from_iterable"
 READ_ONCE = "an iterator can be read only once; give a list, a loader, or a function that returns an iterator"
@@ -129,9 +120,9 @@ class IterableSource:
         unless `set_state` set a position within the epoch. An iterator cannot be rewound, so it skips nothing.
         """
         if virtual_shards is not None:
-            check_virtual_shards(batch_size, virtual_shards, _WHERE)
+            _batches.check_virtual_shards(batch_size, virtual_shards, _WHERE)
         share, steps = self._shares(batch_size)
-        split = split_of(devices, STORE_AXIS, sharding, virtual_shards, _WHERE)
+        split = _batches.split_of(devices, STORE_AXIS, sharding, virtual_shards, _WHERE)
         padding = split.rows(batch_size) - batch_size
         if padding and processes.count() > 1:
             raise ValueError(
@@ -141,7 +132,7 @@ class IterableSource:
             )
         sharding = _share_sharding(batch_size + padding, split)
         once = self.source if isinstance(self.source, Iterator) else None
-        for epoch, first, _, _ in runs(steps * batch_size, batch_size, epochs, start):
+        for epoch, first, _, _ in _batches.runs(steps * batch_size, batch_size, epochs, start):
             skipped = first // batch_size
             elements = once if once is not None else iter(self._epoch(epoch))
             at = epoch * steps
@@ -200,7 +191,7 @@ class IterableSource:
         `like` is a host batch, by default `first_batch()`. None if there is no host batch.
         """
         like = self.first_batch() if like is None else like
-        return None if like is None else batch_struct(like, batch_size, self.dtype)
+        return None if like is None else _batches.batch_struct(like, batch_size, self.dtype)
 
     def first_batch(self) -> Any:
         """The first batch of a list of batches. None for other sources, which are not read ahead."""
@@ -210,7 +201,7 @@ class IterableSource:
 
     def place(self, batch: Any, sharding: NamedSharding | None) -> Any:
         """Send a host batch to the devices. Each process gives its own share."""
-        return placed_batch(batch, sharding, self.dtype, whole=False)
+        return _batches.placed_batch(batch, sharding, self.dtype, whole=False)
 
     def every_batch(self, share: int) -> Iterator[Any]:
         """This process's host batches of epoch 0, including a smaller last one.
@@ -235,7 +226,7 @@ class IterableSource:
             )
         if self.steps_per_epoch is not None:
             raise ValueError("data.split: leave out steps_per_epoch=, because the length of each part is known")
-        rows = rows_of_parts(len(self.source), fraction, rng, shuffle, "data.split")
+        rows = _batches.rows_of_parts(len(self.source), fraction, rng, shuffle, "data.split")
         # A list stays a list, since the shapes of a list of batches are known before it is read.
         is_list = isinstance(self.source, (list, tuple))
         parts = ([self.source[i] for i in part] if is_list else _Subset(self.source, part) for part in rows)
@@ -340,7 +331,7 @@ def _is_function(source: Any) -> bool:
 
 def _check_lengths(batch: Any, share: int, at: int) -> None:
     """`ValueError` for a batch of another number of examples than this process's share."""
-    shapes = {path_name(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
+    shapes = {_batches.path_name(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
     if {shape[:1] for shape in shapes.values()} != {(share,)}:
         given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ValueError(
@@ -379,7 +370,7 @@ class _Subset:
         return map(self._elements.__getitem__, self._places)
 
 
-def _share_sharding(rows: int, split: Split) -> NamedSharding | None:
+def _share_sharding(rows: int, split: _batches.Split) -> NamedSharding | None:
     """The sharding of a batch whose rows are shared equally by the processes. None: the default device."""
     # Where a sharding gives one row to several processes, the batch is split over all devices, and a step sends the
     # rows on.
@@ -451,7 +442,7 @@ def as_dict(element: Any, names: tuple[str, ...], where: str = _WHERE) -> Any:
         element = dict(zip(names, element, strict=True))
 
     def convert(path: Any, leaf: Any) -> Any:
-        return as_array(leaf, f"{where}: {path_name(path)}")
+        return as_array(leaf, f"{where}: {_batches.path_name(path)}")
 
     return jax.tree_util.tree_map_with_path(convert, element, is_leaf=lambda x: isinstance(x, (list, str)))
 
@@ -482,7 +473,7 @@ def join(trees: Sequence[Any], where: str = _WHERE, *, batched: bool = False) ->
         shapes = {np.shape(leaf)[batched:] for leaf in leaves}
         if len(shapes) > 1:
             raise ValueError(
-                f"{where}: {path_name(path)} has examples of different shapes, {sorted(shapes)}, which make "
+                f"{where}: {_batches.path_name(path)} has examples of different shapes, {sorted(shapes)}, which make "
                 "no batch; pad, crop or resize them first"
             )
         arrays = [np.asarray(leaf) for leaf in leaves]
