@@ -347,7 +347,19 @@ def _start(
     if several or not cluster.server:
         if options["local_device_ids"] is None:
             options = {**options, "local_device_ids": cluster.local_devices}
-        _start_jax(cluster, client is not None, options)
+        host, port = split(cluster.coordinator)
+        address = cluster.coordinator
+        if client is not None and cluster.process_id:
+            address = ServiceProxy(address).address
+        bind = f"127.0.0.1:{port}" if is_loopback(host) else None  # None for all interfaces
+        start_jax(
+            address,
+            cluster.num_processes,
+            cluster.process_id,
+            cluster_detection_method="deactivate",  # the settings are complete
+            coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or bind,
+            **options,
+        )
     if processes.is_elastic():
         _elastic.Board().release_others(cluster.process_id)
 
@@ -374,22 +386,6 @@ def _start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, 
     rank, size = jax.process_index(), jax.process_count()
     client = _join_through_jax(rank, size, heartbeat_timeout) if watch and size > 1 else None
     set_process(size, client)
-
-
-def _start_jax(cluster: Cluster, is_watched: bool, options: dict[str, Any]) -> None:
-    host, port = split(cluster.coordinator)
-    address = cluster.coordinator
-    if is_watched and cluster.process_id:
-        address = ServiceProxy(address).address
-    bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or (f"127.0.0.1:{port}" if is_loopback(host) else None)
-    start_jax(
-        address,
-        cluster.num_processes,
-        cluster.process_id,
-        cluster_detection_method="deactivate",  # the settings are complete
-        coordinator_bind_address=bind,  # None for all interfaces
-        **options,
-    )
 
 
 def reserve_port(address: str) -> socket.socket:

@@ -307,7 +307,7 @@ def test_a_start_that_failed_is_not_taken_for_one_process(surround, monkeypatch)
 
     monkeypatch.setattr(jax.distributed, "initialize", fail)
     with pytest.raises(RuntimeError, match="no room"):
-        _initialize._start_jax(_environment.Cluster("127.0.0.1:1", 2, 1, "test"), False, {})
+        _initialize._start(_environment.Cluster("127.0.0.1:1", 2, 1, "test"), {"local_device_ids": None}, 9, 9, False)
     for function in (distributed.initialize, kv.rank, lambda: kv.create("dist_sync")):
         with pytest.raises(RuntimeError, match="an earlier call failed in this process; start all processes again"):
             function()
