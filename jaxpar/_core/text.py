@@ -155,10 +155,8 @@ def printable(text: str) -> str:
 
 
 def for_terminal(text: str, most: int = 1 << 16) -> str:
-    """The text as a terminal may show it: what cannot be printed is escaped, and what is longer than `most` is cut.
-
-    Stricter than `printable`, for what other processes and files say: a mark that turns the direction is escaped too.
-    """
+    """The text as a terminal may show it: what cannot be printed is escaped, and what is longer than `most` is cut."""
+    # Stricter than `printable`, for what other processes and files say: a mark that turns the direction is escaped too.
     text = text if len(text) < most else text[:most] + "..."
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 

@@ -424,8 +424,7 @@ def from_devices(
 ) -> Iterator[tuple[Any, int]]:
     """Batches gathered from the copies on the devices, several at a time, and how many of these count.
 
-    At the end of a run fewer count, and the rest are copies of the last example. `most`: how many at a time. None: as
-    many as are worth it, since starting a program costs as much as a small batch.
+    At the end of a run fewer count, and the rest are copies of the last example. `most`: how many at a time.
     """
     whole = None if split.mesh is None else NamedSharding(split.mesh, P())
     placed, key = _residents.setdefault(dataset, {}), _placement(split)
@@ -440,6 +439,7 @@ def from_devices(
     for run in all_runs:
         if run.epoch != epoch:
             epoch, rows = run.epoch, put(order(run.epoch), whole)
+        # Starting a program costs as much as a small batch.
         several = most or max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, run.batch_size * size)))
         cursor = send(np.array(run.first, np.int32), None, whole)
         for done in range(0, run.number, several):
@@ -452,10 +452,10 @@ def from_devices(
 def gather(count: int, several: int, split: Split, dtype: Any, stacked: bool) -> Callable[..., tuple[Any, jax.Array]]:
     """The program `(images, labels, rows, cursor) -> (several batches of count examples, the new cursor)`.
 
-    Each device gathers its share. The cursor stays on the devices, so that a batch needs nothing from the host. Past
-    the end of the order comes its last example, again and again. The rows of a padding are any examples. `stacked`: the
-    batches are one pytree with one more axis in front, otherwise a list.
+    `stacked`: the batches are one pytree with one more axis in front, otherwise a list.
     """
+    # Each device gathers its share. The cursor stays on the devices, so that a batch needs nothing from the host. Past
+    # the end of the order comes its last example, again and again. The rows of a padding are any examples.
 
     def local(images: jax.Array, labels: jax.Array, rows: jax.Array, cursor: jax.Array) -> tuple[Any, jax.Array]:
         share = split.rows(count) // split.parts

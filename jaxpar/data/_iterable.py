@@ -424,7 +424,8 @@ def _columns(frame: Any, where: str) -> dict[Any, np.ndarray]:
 
 
 def _is_rows(given: Any) -> bool:
-    """Whether this is a list of examples. An array of a batch has an axis of examples, so no scalar is in one."""
+    """Whether this is a list of examples."""
+    # An array of a batch has an axis of examples, so no scalar is in one.
     if not isinstance(given, (list, tuple)) or not given or not isinstance(given[0], Mapping):
         return False
     leaves = jax.tree.leaves(given[0], is_leaf=lambda leaf: isinstance(leaf, (list, str)))

@@ -96,7 +96,8 @@ def _find(name: str, folder: Path, source: str) -> tuple[str, Path | None]:
         raise FileNotFoundError(f"{folder} holds no {name!r} prepared by tensorflow-datasets. {_advice(name)}")
     if source in ("files", "debian") and name != "fashion_mnist":
         raise ValueError(f"source={source!r} is for 'fashion_mnist' only; got name {name!r}")
-    for word, place in idx_places().items():
+    given = os.environ.get("JAXPAR_DATA_DIR")
+    for word, place in (("files", Path(given).expanduser() if given else None), ("debian", DEBIAN_DIR)):
         if name == "fashion_mnist" and source in ("auto", word):
             missing = missing_idx(place) if place else list(OFFICIAL)
             if place and not missing:
@@ -177,8 +178,11 @@ def _png(image: np.ndarray) -> io.BytesIO:
 
 def prepared_dir(name: str, data_dir: Path) -> Path | None:
     """The folder of a prepared `name` in `data_dir`, or None."""
-    if (known := _folder_of_copy(name, data_dir)) is not None:
-        return known
+    # A good copy in it saves the slow import of TFDS.
+    copies = Path(data_dir, name).glob(f"*/{_COPY}*.npz")
+    found = {path.parent for path in copies if _read_copy(path) is not None}
+    if len(found) == 1:
+        return found.pop()
     builder = _builder(name, data_dir)
     return Path(builder.data_dir) if Path(builder.data_dir).exists() else None
 
@@ -275,10 +279,8 @@ def download_url(name: str) -> str | None:
 
 
 def check_reachable(url: str, seconds: float = 5.0) -> None:
-    """Ask for `url` once, where TFDS would retry for minutes. `ConnectionError` says what came in place of an answer.
-
-    Proxies count, as they do for TFDS. A name look-up cannot be given a time limit, so this is a thread of its own.
-    """
+    """Ask for `url` once, where TFDS would retry for minutes. `ConnectionError` says what came instead."""
+    # A name look-up cannot be given a time limit, so this is a thread of its own. Proxies count, as they do for TFDS.
     import requests
 
     answer: list[str] = [f"no answer within {seconds:g} s"]
@@ -300,13 +302,6 @@ def check_reachable(url: str, seconds: float = 5.0) -> None:
 # Decoded copies, so that the next process need not decode each image again. The copy of a split is a file among those
 # of TFDS, `jaxpar-train.npz`, and is deleted with them. It records its source files and the version of
 # tensorflow-datasets. A copy that is damaged, or of other files, is ignored.
-
-
-def _folder_of_copy(name: str, data_dir: Path) -> Path | None:
-    """The folder of the prepared data set, if a good copy is in it. This saves the slow import of TFDS."""
-    copies = Path(data_dir, name).glob(f"*/{_COPY}*.npz")
-    found = {path.parent for path in copies if _read_copy(path) is not None}
-    return found.pop() if len(found) == 1 else None
 
 
 def load_copy(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -385,12 +380,6 @@ OFFICIAL = {
     "t10k-labels-idx1-ubyte.gz": ("67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5", 1504176627),
 }
 _BARE_HEADER = 10  # bytes of a gzip header without a file name, RFC 1952
-
-
-def idx_places() -> dict[str, Path | None]:
-    """Folders of the four files, by the word for them, in the order of search."""
-    given = os.environ.get("JAXPAR_DATA_DIR")
-    return {"files": Path(given).expanduser() if given else None, "debian": DEBIAN_DIR}
 
 
 def missing_idx(folder: str | os.PathLike[str]) -> list[str]:
