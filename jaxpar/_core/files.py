@@ -121,9 +121,13 @@ def opened(path: Path) -> BinaryIO:
 
 
 def _open_regular(path: str, flags: int) -> int:
-    # Without waiting for a writer, and without a terminal that could send signals.
+    # To open a device may do something, so it is looked at first. It may be replaced before it is open: then nothing
+    # waits for a writer, and no terminal can send signals.
+    error = OSError(errno.EINVAL, "it is not a regular file", str(path))
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise error
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        raise error
     return descriptor
