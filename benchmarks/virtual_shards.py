@@ -50,7 +50,7 @@ def ratio(devices: int, shards: int, size: int, rounds: int) -> tuple[float, flo
         "label": numbers.integers(0, 10, size).astype(np.int32),
     }
     if size % devices == 0:
-        batch = jax.device_put(batch, split_over(jax.devices()[:devices]))
+        batch = jax.device_put(batch, split_over(tuple(jax.devices()[:devices])))
     plain, virtual = train.make_train_step(loss), train.make_train_step(loss, virtual_shards=shards)
     one, other = start(devices), start(devices)
     one, other = timed(plain, one, batch, 2)[0], timed(virtual, other, batch, 2)[0]

@@ -377,7 +377,7 @@ def check_batches_refused(state, mine):
         yield mine[0]
 
     raises(KeyError, "only here", lambda: evaluate(broken))
-    whole = [jax.tree.map(lambda x: mesh.put(x, split_over(jax.devices())), tokens_of(images(8, 8)))]
+    whole = [jax.tree.map(lambda x: mesh.put(x, split_over(tuple(jax.devices()))), tokens_of(images(8, 8)))]
     raises(ValueError, "each process gives its own share", lambda: evaluate(whole))
 
 

@@ -48,17 +48,14 @@ def is_gone(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def check_not_gone(value: jax.Array, where: str) -> jax.Array:
-    """The array, if it has values. `RuntimeError` if it was deleted, `TypeError` if its trace has ended."""
-    if not is_gone(value):
-        return value
+def gone_error(value: jax.Array, where: str) -> Exception:
+    """What is raised for an array that `is_gone`: a `RuntimeError` if it was deleted, else a `TypeError` of JAX."""
     this = f"{where}: this {value.dtype}[{','.join(map(str, value.shape))}]"
     if is_traced(value):
         hint = "return the value from that function, and use what the call returns"
-        # It is a TypeError.
-        raise jax.errors.UnexpectedTracerError(f"{this} is a tracer of a jitted function that has ended; {hint}")
+        return jax.errors.UnexpectedTracerError(f"{this} is a tracer of a jitted function that has ended; {hint}")
     hint = "give what that function returned, or a copy made before (jnp.copy)"
-    raise RuntimeError(f"{this} was deleted, as by donating it to a jitted function (donate_argnums); {hint}")
+    return RuntimeError(f"{this} was deleted, as by donating it to a jitted function (donate_argnums); {hint}")
 
 
 def check_plain(value: Any, where: str) -> None:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .arrays import check_not_gone, is_of_numbers
+from .arrays import gone_error, is_gone, is_of_numbers
 from .text import describe, did_you_mean
 
 P = ParamSpec("P")
@@ -73,7 +73,10 @@ def answers(
             if renamed:
                 _use_new_names(where, renamed, kwargs)
             try:
-                if not (guards := _guards()):
+                # What a call is given goes to its devices, though the user may have set `jax.transfer_guard`. A guard
+                # that disallows explicit transfers too stays.
+                guards = [guard for name, guard in _GUARDS.items() if getattr(jax.config, name) in ("disallow", "log")]
+                if not guards:
                     return fn(*args, **kwargs)
                 with contextlib.ExitStack() as block:
                     for guard in guards:
@@ -107,12 +110,6 @@ def _use_new_names(where: str, names: Mapping[str, str], given: Any) -> None:
             raise TypeError(f"{where}: {old}= is now called {new}=; give only {new}=")
         warnings.warn(f"{where}: {old}= is now called {new}=", DeprecationWarning, stacklevel=3)
         given[new] = given.pop(old)
-
-
-def _guards() -> list[Callable[[str], contextlib.AbstractContextManager[None]]]:
-    """What the user has set of `jax.transfer_guard`. What a call is given goes to its devices all the same."""
-    # A guard that disallows explicit transfers too stays.
-    return [guard for name, guard in _GUARDS.items() if getattr(jax.config, name) in ("disallow", "log")]
 
 
 def _check_names(
@@ -216,8 +213,8 @@ def _check_pytree(value: Any, where: str) -> None:
     except (TypeError, ValueError) as error:
         raise TypeError(f"{where} must have keys of one type in each dict: {str(error).splitlines()[0]}") from error
     for path, leaf in leaves:
-        if isinstance(leaf, jax.Array):
-            check_not_gone(leaf, where + jax.tree_util.keystr(path))
+        if is_gone(leaf):
+            raise gone_error(leaf, where + jax.tree_util.keystr(path))
 
 
 def _is_value(leaf: Any) -> bool:

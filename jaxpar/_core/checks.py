@@ -5,21 +5,20 @@ from __future__ import annotations
 import difflib
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Device, check_not_gone, check_plain, is_gone, is_of_numbers
+from .arrays import Device, check_plain, gone_error, is_gone, is_of_numbers
 from .text import describe as describe, did_you_mean, shorten as shorten
 
 Engine = Literal["pmap", "shard_map"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 Key = int | str
 Keys = list[int] | list[str] | list[int | str] | range
-Paths = tuple[tuple[int, str], ...]  # the name of each key
 _INT64 = 2**63 - 1
 
 
@@ -31,15 +30,6 @@ class UnknownKeyError(KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-def as_key(key: Any) -> int:
-    """`key` as a Python int, `TypeError` for anything else. A NumPy int is a key, a bool is none."""
-    if not is_int(key):
-        hint = "; give a list of ints for several keys" if isinstance(key, tuple) else ""
-        hint = "; the keys of kv.from_params have names, kv.names(store)" if isinstance(key, str) else hint
-        raise TypeError(f"a key of the store must be an int, got {key!r} of type {type(key).__name__}{hint}")
-    return operator.index(key)
 
 
 def as_values(keys: Sequence[int], value: Any, many: bool, what: str, name: str = "value") -> list[Any]:
@@ -54,20 +44,28 @@ def as_values(keys: Sequence[int], value: Any, many: bool, what: str, name: str 
     return list(value)
 
 
-def find_keys(key: Any, values: dict[int, Any], paths: Paths, where: str) -> tuple[list[int], bool]:
-    """The keys of the store that a call names, and whether it gave a list. `paths` are the names that keys have."""
+def find_keys(key: Any, where: str, store: Any = None) -> tuple[list[int], bool]:
+    """The keys that a call names, as Python ints, and whether it gave a list. A bool is no key.
+
+    With a store, each key must be there, and have a value that was not deleted. The keys may be names.
+    """
     many = isinstance(key, (list, range))
     given: Sequence[Any] = key if many else (key,)
-    if paths and any(isinstance(k, str) for k in given):
-        of_name = {name: k for k, name in paths}
+    if store is not None and store.paths and any(isinstance(k, str) for k in given):
+        of_name = {name: k for k, name in store.paths}
         given = [_of_name(k, of_name, where) if isinstance(k, str) else k for k in given]
-    keys = [as_key(k) for k in given]
-    for k in keys:
-        if k not in values:
-            there = f"the store holds {shorten(sorted(values))}" if values else "the store is empty"
+    for k in given:
+        if not is_int(k):
+            hint = "; give a list of ints for several keys" if isinstance(k, tuple) else ""
+            hint = "; the keys of kv.from_params have names, kv.names(store)" if isinstance(k, str) else hint
+            raise TypeError(f"a key of the store must be an int, got {k!r} of type {type(k).__name__}{hint}")
+        if store is not None and k not in store.values:
+            there = f"the store holds {shorten(sorted(store.values))}" if store.values else "the store is empty"
             raise UnknownKeyError(f"{where}: key {k} was never initialised ({there}); call kv.init first")
-    check_stored(keys, values, where)
-    return keys, many
+        if store is not None and is_gone(store.values[k]):
+            what = "the stored value was deleted, as by donating this store to a jitted function"
+            raise RuntimeError(f"{where}: key {k}: {what}; use the store that the function returned")
+    return list(map(operator.index, given)), many
 
 
 def _of_name(name: str, keys: dict[str, int], where: str) -> int:
@@ -76,15 +74,6 @@ def _of_name(name: str, keys: dict[str, int], where: str) -> int:
     near = difflib.get_close_matches(name, keys, 3, 0.5) or [n for n in keys if n.endswith(f"/{name}")][:3]
     near = f"near are {', '.join(map(repr, near))}" if near else f"known are {shorten(list(keys))}"
     raise UnknownKeyError(f"{where}: no parameter is called {name!r}, {near}; kv.names(store) has them all")
-
-
-def check_stored(keys: Iterable[int], values: Mapping[int, Any], where: str) -> None:
-    """`RuntimeError` if the stored value of a key was deleted."""
-    for k in keys:
-        if is_gone(values[k]):
-            hint = "use the store that the function returned"
-            what = "the stored value was deleted, as by donating this store to a jitted function"
-            raise RuntimeError(f"{where}: key {k}: {what}; {hint}")
 
 
 def check_names(leaves: Sequence[tuple[Any, Any]], names: Sequence[str], where: str) -> None:
@@ -102,8 +91,10 @@ def check_names(leaves: Sequence[tuple[Any, Any]], names: Sequence[str], where: 
 
 def array(value: Any, where: str) -> jax.Array:
     """`value` as a jax array with memory of its own. `TypeError` for what is no array of plain numbers."""
+    if is_gone(value):
+        raise gone_error(value, where)
     if isinstance(value, jax.Array):
-        return check_not_gone(value, where)
+        return value
     if isinstance(value, (list, tuple, str, bytes, dict)) or value is None:
         raise TypeError(f"{where}: expected an array, got {describe(value)}")
     check_plain(value, where)
@@ -115,18 +106,15 @@ def array(value: Any, where: str) -> jax.Array:
         raise TypeError(f"{where}: expected an array, got {describe(value)} ({error})") from error
 
 
-def same_shape(value: Any, shape: tuple[int, ...], where: str) -> None:
-    """`ValueError` for an array of another shape."""
-    if value.shape != shape:
-        raise ValueError(f"{where}: expected shape {shape}, got {value.shape}")
-
-
-def castable(given: Any, stored: Any, where: str) -> None:
-    """`TypeError` if a value of dtype `given` cannot be stored as dtype `stored` safely.
+def storable(value: Any, shape: tuple[int, ...], stored: Any, where: str) -> None:
+    """`ValueError` for an array of another shape, `TypeError` if it cannot be stored as the dtype `stored` safely.
 
     Floating to floating is a cast, whatever the widths, and so is complex to complex. Anything else must be
     safe in NumPy's sense and must not turn integers into floating numbers.
     """
+    if value.shape != shape:
+        raise ValueError(f"{where}: expected shape {shape}, got {value.shape}")
+    given = value.dtype
     if given == stored:
         return
     for family in (jnp.floating, jnp.complexfloating):

@@ -37,19 +37,15 @@ class Recent:
         """The value of this key. None where it is not held."""
         held = self._held  # another thread may put another list there
         for i, (other, value) in enumerate(held):
-            if _is_same(other, key):
+            try:
+                is_same = other == key
+            except Exception:  # keys that cannot be compared, as arrays cannot, are not equal
+                is_same = False
+            if is_same:
                 if i:
                     self._held = [held[i], *held[:i], *held[i + 1 :]]
                 return value
         return None
-
-
-def _is_same(key: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Whether two keys are equal. Keys that cannot be compared, as arrays cannot, are not."""
-    try:
-        return key == other
-    except Exception:
-        return False
 
 
 def forget(fn: Callable[..., Any]) -> None:

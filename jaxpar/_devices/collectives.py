@@ -112,23 +112,19 @@ def unpack(
 # Sums over the devices.
 
 
-def map_buckets(
-    collective: Callable[[jax.Array], jax.Array], values: Sequence[jax.Array], limits: BucketLimits
+def allreduce(
+    values: Sequence[jax.Array], axis_name: str, limits: BucketLimits, total: Callable[..., jax.Array] = lax.psum
 ) -> list[jax.Array]:
-    """The results of an elementwise collective, called once for each bucket."""
+    """The sum over the axis of each value, on every device (kind `device`). `total` sums a bucket of them."""
     groups = plan(values, limits)
-    return unpack(list(map(collective, pack(values, groups))), [v.shape for v in values], groups)
-
-
-def allreduce(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
-    """The sum over the axis of each value, on every device (kind `device`)."""
-    return map_buckets(functools.partial(lax.psum, axis_name=axis_name), values, limits)
+    sums = [total(bucket, axis_name) for bucket in pack(values, groups)]
+    return unpack(sums, [v.shape for v in values], groups)
 
 
 def gather_sum(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """The sum over the axis of each value, added in the order of the devices (kind `local`)."""
     # Every device gathers the values and adds them itself, so the order does not depend on the backend.
-    return map_buckets(functools.partial(_gather_and_sum, axis_name=axis_name), values, limits)
+    return allreduce(values, axis_name, limits, _gather_and_sum)
 
 
 def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLimits) -> list[jax.Array]:

@@ -30,14 +30,16 @@ def auto_mesh(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-def copies_on(devices: Sequence[Device]) -> NamedSharding:
+@functools.lru_cache(maxsize=128)
+def copies_on(devices: tuple[Device, ...]) -> NamedSharding:
     """The sharding of a value with a whole copy on each device."""
-    return _sharding(tuple(devices), PartitionSpec())
+    return NamedSharding(mesh_of(devices), PartitionSpec())
 
 
-def split_over(devices: Sequence[Device]) -> NamedSharding:
+@functools.lru_cache(maxsize=128)
+def split_over(devices: tuple[Device, ...]) -> NamedSharding:
     """The sharding that gives each device an equal part along the first axis."""
-    return _sharding(tuple(devices), PartitionSpec(STORE_AXIS))
+    return NamedSharding(mesh_of(devices), PartitionSpec(STORE_AXIS))
 
 
 def are_on(tree: Any, devices: Sequence[Device]) -> bool:
@@ -52,11 +54,6 @@ def are_on(tree: Any, devices: Sequence[Device]) -> bool:
         elif sharding.device_set != set(devices):
             return False
     return True
-
-
-@functools.lru_cache(maxsize=256)
-def _sharding(devices: tuple[Device, ...], spec: PartitionSpec) -> NamedSharding:
-    return NamedSharding(mesh_of(devices), spec)
 
 
 def assemble(shards: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
@@ -77,11 +74,12 @@ def put(tree: Any, sharding: Sharding | None) -> Any:
     # Nothing is sent between processes. Each process fills the part of its own devices, so every process must give the
     # same arrays. An array that already spans processes is resharded by a program over its devices. Inside a traced
     # function arrays have no values, and the devices need not exist.
-    local = is_tracing() or sharding is None or sharding.is_fully_addressable
-    if local and not any(map(spans_processes, jax.tree.leaves(tree))):
-        return jax.device_put(tree, sharding)
-    plain, restore = without_keys(tree)
-    return restore(jax.tree.map(lambda leaf: _put(leaf, sharding), plain))
+    if jax.process_count() > 1:
+        local = is_tracing() or sharding is None or sharding.is_fully_addressable
+        if not local or any(map(spans_processes, jax.tree.leaves(tree))):
+            plain, restore = without_keys(tree)
+            return restore(jax.tree.map(lambda leaf: _put(leaf, sharding), plain))
+    return jax.device_put(tree, sharding)
 
 
 def put_copy(tree: Any, sharding: Sharding) -> Any:

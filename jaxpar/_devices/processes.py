@@ -143,7 +143,7 @@ def from_first(tree: Any) -> Any:
     return structure.unflatten(leaves)
 
 
-def plan_send(tree: Any, devices: Sequence[Device]) -> Callable[[], Any]:
+def plan_send(tree: Any, devices: tuple[Device, ...]) -> Callable[[], Any]:
     """Compile the program that sends the arrays of process 0. The returned function runs it, and gives them in host
     memory. Every process must call both, with arrays of the same shapes and dtypes.
     """
@@ -272,7 +272,7 @@ def _shorten(text: str) -> str:
     return text if len(text) < 300 else text[:300] + "..."
 
 
-def _rows(own: dict[Device, np.ndarray], devices: Sequence[Device]) -> jax.Array:
+def _rows(own: dict[Device, np.ndarray], devices: tuple[Device, ...]) -> jax.Array:
     """An array with a row on each device. Each process gives its own rows."""
     rows = [jax.device_put(row[None], device) for device, row in own.items()]
     shape = (len(devices), *next(iter(own.values())).shape)

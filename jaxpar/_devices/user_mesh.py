@@ -60,13 +60,17 @@ def _outside(
             if not is_mapped:
                 with jax.core.eval_context():
                     return call(*args, **kwargs)
+        if jax.sharding.get_abstract_mesh().empty:
+            args, kwargs = without_types((args, kwargs))
+            return fn(*args, **kwargs)
         with outside_mesh() as user:
-            if jax.sharding.get_abstract_mesh().empty:
+            if user is not None:
                 args, kwargs = without_types((args, kwargs))
-            else:  # something is traced in the user's mesh, which cannot be left
-                check_traced((args, kwargs), fn.__name__)
-            result = fn(*args, **kwargs)
-            return with_types(result, user) if has_typed_result and user is not None else result
+                result = fn(*args, **kwargs)
+                return with_types(result, user) if has_typed_result else result
+        # Something is traced in the user's mesh, which cannot be left.
+        check_traced((args, kwargs), fn.__name__)
+        return fn(*args, **kwargs)
 
     return call
 

@@ -306,8 +306,7 @@ def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: ja
     if new is None:
         raise TypeError(f"{where} is None; an updater returns the new value, it cannot change `stored` in place")
     value = checks.array(new, where)
-    checks.same_shape(value, stored.shape, where)
-    checks.castable(value.dtype, stored.dtype, where)
+    checks.storable(value, stored.shape, stored.dtype, where)
     return value.astype(stored.dtype), state
 
 

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -44,10 +44,6 @@ class Whole:
         """The inverse."""
         return stored
 
-    def sharding(self, devices: Sequence[Device]) -> NamedSharding:
-        """Where what is stored goes."""
-        return split_over(devices) if self.in_parts else copies_on(devices)
-
     def spec(self, axis_name: str) -> PartitionSpec:
         """How it is spread over a mapped axis."""
         return PartitionSpec(axis_name) if self.in_parts else PartitionSpec()
@@ -58,9 +54,6 @@ class Split(Whole):
     """A value in its own shape, which the compiler spreads over a mesh by this sharding."""
 
     over: NamedSharding
-
-    def sharding(self, devices: Sequence[Device]) -> NamedSharding:
-        return self.over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,25 +257,25 @@ def home(store: KVStore, layout: Whole) -> jax.sharding.Sharding | None:
     """Where a new array of this layout goes. None: it stays where it is."""
     if store.devices is None:
         return None
-    return SingleDeviceSharding(store.devices[0]) if KINDS[store.kind].on_one_device else layout.sharding(store.devices)
+    return SingleDeviceSharding(store.devices[0]) if KINDS[store.kind].on_one_device else sharding_of(store, layout)
+
+
+def sharding_of(store: KVStore, layout: Whole = WHOLE) -> NamedSharding:
+    """The sharding over the store's devices of an array of this layout, or of one that is whole on each of them."""
+    assert store.devices is not None
+    if isinstance(layout, Split):
+        return layout.over
+    if is_on_mesh(store):  # what is whole is on the same mesh as the values, which are all split
+        return NamedSharding(mesh_of_values(store), PartitionSpec())
+    return split_over(store.devices) if layout.in_parts else copies_on(store.devices)
 
 
 def mesh_of_values(store: KVStore) -> Mesh:
     """The mesh over which values are split in their own shapes."""
-    mesh = store.shardings[0][1].mesh
-    assert isinstance(mesh, Mesh)
-    return mesh
-
-
-def everywhere(store: KVStore) -> Whole:
-    """The layout of an array of which each device of the store has a copy."""
-    return Split(NamedSharding(mesh_of_values(store), PartitionSpec())) if is_on_mesh(store) else WHOLE
-
-
-def copies_for(store: KVStore) -> NamedSharding:
-    """The sharding of an array of which each device of the store has a copy."""
-    assert store.devices is not None
-    return everywhere(store).sharding(store.devices)
+    first = store.layouts[0][1]
+    assert isinstance(first, Split)
+    assert isinstance(first.over.mesh, Mesh)
+    return first.over.mesh
 
 
 def shards(store: KVStore) -> int:
@@ -320,16 +313,16 @@ def start_state(store: KVStore, key: int, value: jax.Array) -> Any:
     state = jax.tree.map(lambda x: own_copies(x) if x is value else x, store.updater.init(key, value))
     if store.devices is None or is_traced(value):
         return state
-    own, rest = dict(store.layouts).get(key, WHOLE), everywhere(store)
-    return jax.tree.map(lambda leaf: put(leaf, home(store, own if leaf.shape == value.shape else rest)), state)
+    own = dict(store.layouts).get(key, WHOLE)
+    return jax.tree.map(lambda leaf: put(leaf, home(store, own if leaf.shape == value.shape else WHOLE)), state)
 
 
 def layout_of_each(store: KVStore) -> KVStore:
     """The store with the layout of each array in place of it."""
-    layouts, rest = {**dict.fromkeys(store.values, WHOLE), **dict(store.layouts)}, everywhere(store)
+    layouts = {**dict.fromkeys(store.values, WHOLE), **dict(store.layouts)}
 
     def state(k: int, leaf: Any) -> Whole:
-        return layouts[k] if leaf.shape == store.values[k].shape else rest
+        return layouts[k] if leaf.shape == store.values[k].shape else WHOLE
 
     return dataclasses.replace(
         store,
@@ -337,7 +330,7 @@ def layout_of_each(store: KVStore) -> KVStore:
         updater_state={k: jax.tree.map(functools.partial(state, k), v) for k, v in store.updater_state.items()},
         optimizer_state=state_layouts(store),
         residuals=jax.tree.map(lambda _: OfDevices(), store.residuals),
-        pending={k: p._replace(values=(OfDevices(),) * len(p.values), count=rest) for k, p in store.pending.items()},
+        pending={k: p._replace(values=(OfDevices(),) * len(p.values), count=WHOLE) for k, p in store.pending.items()},
     )
 
 
@@ -365,7 +358,7 @@ def by_key(store: KVStore, tree: Any) -> Arrays:
 def state_layouts(store: KVStore) -> Any:
     """The optimizer's state with the layout of each leaf in place of it."""
     # What belongs to a param and has its shape is kept as the param. Each device has a copy of the rest.
-    state, copies = store.optimizer_state, everywhere(store)
+    state = store.optimizer_state
     if not jax.tree.leaves(state) or not store.layouts:
         return jax.tree.map(lambda _: WHOLE, state)
     layouts, specs = dict(store.layouts), specs_of(store)
@@ -377,11 +370,11 @@ def state_layouts(store: KVStore) -> Any:
     try:
         found = iter(owners(store))
     except updaters._UnknownOwners:
-        return jax.tree.map(lambda _: copies, state)
+        return jax.tree.map(lambda _: WHOLE, state)
 
     def layout(leaf: Any) -> Whole:
         k = next(found)
-        return copies if k is None or specs[k].shape != leaf.shape else layouts[k]
+        return WHOLE if k is None or specs[k].shape != leaf.shape else layouts[k]
 
     return jax.tree.map(layout, state)
 

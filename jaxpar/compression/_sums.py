@@ -287,5 +287,5 @@ def _dense_values(
     compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
     whole = [compressor.decode(p, v.shape, "float32") for p, v in zip(payloads, values, strict=True)]
-    sums = collectives.map_buckets(functools.partial(_sum_dense, axis_name=axis_name), whole, limits)
+    sums = collectives.allreduce(whole, axis_name, limits, _sum_dense)
     return [s.astype(v.dtype) for s, v in zip(sums, values, strict=True)]

@@ -24,7 +24,7 @@ import numpy as np
 
 from .. import kv, updaters
 from .._core.calls import answers
-from .._core.checks import same_shape, whole_number
+from .._core.checks import whole_number
 from .._core.text import say_news
 from ..updaters import UpdateFn, Updater, stateless
 
@@ -374,7 +374,8 @@ def _check_grads(servers: Servers, grads: Any) -> list[np.ndarray]:
     """The leaves of the gradients, in the dtypes of the parameters."""
     arrays = [np.asarray(leaf) for leaf in servers.treedef.flatten_up_to(grads)]
     for path, array, shape in zip(servers.paths, arrays, servers.shapes, strict=True):
-        same_shape(array, shape, f"free_running push: {path!r}")
+        if array.shape != shape:
+            raise ValueError(f"free_running push: {path!r}: expected shape {shape}, got {array.shape}")
     with np.errstate(over="ignore"):  # what becomes infinite is refused below
         cast = [a.astype(d, casting="same_kind") for a, d in zip(arrays, servers.dtypes, strict=True)]
     for path, array in zip(servers.paths, cast, strict=True):

@@ -14,7 +14,7 @@ from .. import compression, distributed
 from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._core.calls import answers
-from .._core.checks import check_stored
+from .._core.checks import find_keys
 from .._devices import processes
 from .._devices.collectives import BucketLimits
 from .._devices.mesh import own_copies, put, spans_processes
@@ -143,8 +143,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
         >>> kv.pull(store, 3).tolist()
         [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
     """
-    many = isinstance(key, (list, range))
-    keys = [checks.as_key(k) for k in (key if many else (key,))]
+    keys, many = find_keys(key, "kv.init")
     given = checks.as_values(keys, value, many, "kv.init")
     whole = isinstance(store.updater, TreeOptimizer)
     if whole or (stores.is_on_mesh(store) and not set(keys) <= dict(store.layouts).keys()):
@@ -225,7 +224,7 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
         [6.0, 6.0]
     """
     check_updater(updater, "kv.set_updater")
-    check_stored(store.values, store.values, "kv.set_updater")
+    find_keys([*store.values], "kv.set_updater", store)
     store = dataclasses.replace(store, updater=updater, optimizer_state=())
     check_shares(store, stores.specs_of(store), "kv.set_updater")
     state = {k: stores.start_state(store, k, v) for k, v in store.values.items()}
@@ -263,7 +262,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
     """
     if isinstance(tx, Updater):
         return set_updater(store, tx)
-    check_stored(store.values, store.values, "kv.set_optimizer")
+    find_keys([*store.values], "kv.set_optimizer", store)
     checks.transform(tx, "kv.set_optimizer")
     if store.treedef is not None:
         return _with_tree_optimizer(store, tx)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._core.calls import answers
-from .._core.checks import check_names, check_stored
+from .._core.checks import check_names, find_keys
 from .._core.text import did_you_mean, matches
 from .._devices import processes
 from .._devices.mesh import mesh_of
@@ -246,8 +246,7 @@ def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True
     """
     if store.treedef is None:
         raise ValueError("kv.to_params: this store was not made by kv.from_params; kv.pull gives its values")
-    keys = [k for k, _ in store.paths]
-    check_stored(keys, store.values, "kv.to_params")
+    keys, _ = find_keys([k for k, _ in store.paths], "kv.to_params", store)
     values = pull_whole(store, keys, axis_name)
     return store.treedef.unflatten(own_values(store, values) if copy else values)
 

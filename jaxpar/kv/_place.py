@@ -22,7 +22,7 @@ from .. import updaters
 from .._core import checks
 from .._core.arrays import Device
 from .._core.calls import answers
-from .._core.checks import check_stored
+from .._core.checks import find_keys
 from .._core.portable import FORMATS, NodeFormat, Saved, SavedArray, describe_record, join_names, path_name
 from .._devices import processes
 from .._devices.mesh import auto_mesh, copies_on, put, put_copy, split_over, to_host
@@ -81,7 +81,7 @@ def place(
         >>> len(store.values[0].sharding.device_set)
         1
     """
-    check_stored(store.values, store.values, "kv.place")
+    find_keys([*store.values], "kv.place", store)
     if mesh is not None and devices is not None:
         raise ValueError("kv.place: give mesh= or devices=, not both")
     if mesh is None and sharding is not None:
@@ -144,11 +144,11 @@ def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVSto
 
     def value(k: int, leaf: jax.Array) -> jax.Array:
         layout = after.get(k, stores.WHOLE)
-        return put_copy(layout.stored(before.get(k, stores.WHOLE).whole(leaf)), layout.sharding(target))
+        return put_copy(layout.stored(before.get(k, stores.WHOLE).whole(leaf)), stores.sharding_of(bare, layout))
 
     def state(k: int, leaf: jax.Array) -> jax.Array:
         """What has the shape of the value is kept as the value."""
-        return value(k, leaf) if leaf.shape == store.values[k].shape else put_copy(leaf, stores.copies_for(bare))
+        return value(k, leaf) if leaf.shape == store.values[k].shape else put_copy(leaf, stores.sharding_of(bare))
 
     keys = sorted(store.values)
     moved = dataclasses.replace(
@@ -159,7 +159,7 @@ def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVSto
     )
 
     def lay_out(layout: Any, leaf: jax.Array) -> jax.Array:
-        return put_copy(layout.stored(leaf), layout.sharding(target))
+        return put_copy(layout.stored(leaf), stores.sharding_of(bare, layout))
 
     state = jax.tree.map(lay_out, stores.state_layouts(moved), moved.optimizer_state)
     return dataclasses.replace(moved, optimizer_state=state)
@@ -216,7 +216,7 @@ def _with_pending(store: KVStore, before: dict[int, queue.PendingPushes]) -> KVS
             raise ValueError(f"kv.place: {which}, but the devices belong to several processes; call kv.flush first")
         pushes = queue.regroup(jax.tree.map(to_host, pushes), count)
         values = put_copy(pushes.values, split_over(store.devices))
-        pending[k] = queue.PendingPushes(values, put_copy(pushes.count, stores.copies_for(store)))
+        pending[k] = queue.PendingPushes(values, put_copy(pushes.count, stores.sharding_of(store)))
     return dataclasses.replace(store, pending=pending)
 
 

@@ -95,7 +95,7 @@ def read(
     store: KVStore, key: Key | Keys, devices: Sequence[Device] | None, axis_name: str | None, copy: bool = True
 ) -> Any:
     """What `pull` returns."""
-    keys, many = find_keys(key, store.values, store.paths, "kv.pull")
+    keys, many = find_keys(key, "kv.pull", store)
     values = pull_whole(store, keys, axis_name)
     if devices is not None:
         pulled = _on_each(values, checks.device_list(devices, "kv.pull"), copy and _may_share(store))

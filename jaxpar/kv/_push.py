@@ -207,7 +207,7 @@ def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | 
 
 def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]]:
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
-    keys, many = find_keys(key, store.values, store.paths, "kv.push")
+    keys, many = find_keys(key, "kv.push", store)
     if still := [k for k in keys if k in store.frozen]:
         raise ValueError(
             f"kv.push: key {still[0]} ({stores.names(store)[still[0]]!r}) is frozen, so it takes no gradient; push the "
@@ -223,8 +223,7 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
                     checks.array(leaf, f"kv.push: rows for key {k}")
             else:
                 v = checks.array(v, where)
-            checks.same_shape(v, shapes[k], where)
-            checks.castable(v.dtype, store.values[k].dtype, where)
+            checks.storable(v, shapes[k], store.values[k].dtype, where)
             checked.append(v)
     pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
     rows = [k for k, values in pushed.items() if RowSparse in map(type, values)]

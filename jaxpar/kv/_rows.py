@@ -143,7 +143,7 @@ def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: S
         >>> [rows.indices.tolist() for rows in pulled]
         [[0, 1], [2]]
     """
-    keys, many = find_keys(key, store.values, store.paths, "kv.row_sparse_pull")
+    keys, many = find_keys(key, "kv.row_sparse_pull", store)
     given = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
     checks.as_values(keys, given, True, "kv.row_sparse_pull", "row_ids")
     count = 1 if devices is None else len(devices)

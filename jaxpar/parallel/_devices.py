@@ -188,7 +188,7 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     arrays = [checks.array(v, f"allreduce: value {i}") for i, v in enumerate(values)]
     for i, array in enumerate(arrays):
         checks.check_own(array.devices(), f"allreduce: value {i}")
-        checks.same_shape(array, arrays[0].shape, f"allreduce: value {i}")
+        checks.storable(array, arrays[0].shape, arrays[0].dtype, f"allreduce: value {i}")
         if array.dtype != arrays[0].dtype:
             raise TypeError(f"allreduce: value {i}: expected dtype {arrays[0].dtype}, got {array.dtype}")
     like = jax.device_put(jnp.zeros(arrays[0].shape, arrays[0].dtype), arrays[0].sharding)

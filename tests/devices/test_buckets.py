@@ -119,11 +119,11 @@ def test_collectives_against_numpy(limits):
 
 
 def test_layouts_on_devices():
-    devices = jax.devices()[:4]
-    assert mesh.copies_on(devices) is mesh.copies_on(tuple(devices))
+    devices = tuple(jax.devices()[:4])
+    assert mesh.copies_on(devices) is mesh.copies_on(tuple(jax.devices()[:4]))
     assert mesh.copies_on(devices).shard_shape((8, 4)) == (8, 4)
     assert mesh.split_over(devices).shard_shape((8, 4)) == (2, 4)
-    assert list(mesh.split_over(devices[::-1]).mesh.devices) == devices[::-1]
+    assert tuple(mesh.split_over(devices[::-1]).mesh.devices) == devices[::-1]
 
 
 def test_gathered_sums_are_taken_in_the_order_of_the_devices():

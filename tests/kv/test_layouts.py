@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxpar import kv, parallel
-from jaxpar._store.store import WHOLE, Rows, Split, state_layouts
+from jaxpar._store.store import WHOLE, Rows, Split, sharding_of, state_layouts
 
 DEVICES = jax.devices()[:4]
 MESH = jax.make_mesh((4,), ("data",), devices=DEVICES)
@@ -88,7 +88,7 @@ def test_the_state_of_an_optimizer_is_kept_as_the_params(tx):
             strict=True,
         ):
             np.testing.assert_array_equal(layout.whole(leaf), same)
-            assert leaf.sharding.is_equivalent_to(layout.sharding(moved.devices), leaf.ndim)
+            assert leaf.sharding.is_equivalent_to(sharding_of(moved, layout), leaf.ndim)
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])

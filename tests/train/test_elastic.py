@@ -47,7 +47,7 @@ def test_what_is_sent_arrives_to_the_last_bit():
         "n": jnp.int8(-7),
         "h": jnp.ones(3, "bfloat16"),
     }
-    got = processes.plan_send(tree, jax.devices()[:3])()
+    got = processes.plan_send(tree, tuple(jax.devices()[:3]))()
     assert [x.tobytes() for x in map(np.asarray, (got["a"], got["n"], got["h"]))] == [
         np.asarray(tree[name]).tobytes() for name in ("a", "n", "h")
     ]

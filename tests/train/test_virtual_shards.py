@@ -216,7 +216,7 @@ def test_the_tree(count, devices):
         own.append(np.array([*nodes, *[np.full(5, np.nan, np.float32)] * (deal.kept - len(nodes))]))
     run = virtual.exchange(deal, mesh_of(jax.devices()[:devices]))
     rows = [[np.stack([each[k] for each in own])] for k in range(deal.kept)]
-    (total,), _ = run(jax.device_put(rows, split_over(jax.devices()[:devices])), [])
+    (total,), _ = run(jax.device_put(rows, split_over(tuple(jax.devices()[:devices]))), [])
     np.testing.assert_array_equal(total, by_hand(terms, 0, (count - 1).bit_length()), strict=True)
     assert most <= 2 * deal.slots.bit_length()
     assert devices > 1 or most <= max(1, (count - 1).bit_length())  # never all gradients at once

@@ -144,8 +144,7 @@ def _same_structure(new: Any, old: Any) -> Any:
     def cast(path: Any, leaf: Any, like: Any) -> Any:
         where = f"train step: leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r} of new_model_state"
         leaf = checks.array(leaf, where)
-        checks.same_shape(leaf, like.shape, where)
-        checks.castable(leaf.dtype, like.dtype, where)
+        checks.storable(leaf, like.shape, like.dtype, where)
         return leaf.astype(like.dtype)
 
     return jax.tree_util.tree_map_with_path(cast, new, old)

@@ -25,7 +25,7 @@ from ..._cpu import for_platform
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import STORE_AXIS, are_on, mesh_of, put, put_copy
 from ..._devices.user_mesh import without_types
-from ..._store.store import copies_for, mesh_of_values
+from ..._store.store import mesh_of_values, sharding_of
 from .state import TrainState, leaf_shardings, shapes_on
 from .step import DeviceStep, GlobalStep
 
@@ -152,7 +152,7 @@ class JointProgram(Program):
     def __init__(self, step: DeviceStep, run: Engine, treedef: Any):
         super().__init__(step, treedef)
         self._step, self._platform = step, self.devices[0].platform
-        self._everywhere = copies_for(treedef.unflatten(range(treedef.num_leaves)).store)
+        self._everywhere = sharding_of(treedef.unflatten(range(treedef.num_leaves)).store)
         self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, self._everywhere))
         own, at, cut = dataclasses.replace(step, platform=self._platform), self._rng_at, self.cut
 

@@ -212,14 +212,14 @@ def regroup_local(local: Any, count: int) -> Any:
 
 def everywhere(tree: Any, store: kv.KVStore) -> Any:
     """A copy of the arrays on each of the store's devices."""
-    return put_copy(tree, stores.copies_for(store))
+    return put_copy(tree, stores.sharding_of(store))
 
 
 def leaf_shardings(state: TrainState) -> Any:
     """The state, whose store has devices, with the sharding of each leaf in place of the leaf."""
-    devices, copies = state.store.devices, stores.copies_for(state.store)
+    devices, copies = state.store.devices, stores.sharding_of(state.store)
     assert devices is not None
-    store = jax.tree.map(lambda layout: layout.sharding(devices), stores.layout_of_each(state.store))
+    store = jax.tree.map(lambda layout: stores.sharding_of(state.store, layout), stores.layout_of_each(state.store))
     local = jax.tree.map(lambda _: split_over(devices), state.local)
     return dataclasses.replace(jax.tree.map(lambda _: copies, state), store=store, local=local)
 

@@ -223,7 +223,7 @@ class DeviceStep:
         if lax.axis_size(self.axis_name) == 1:
             return leaves
         add = collectives.sum_apart if state.store.staleness else lax.psum
-        return collectives.map_buckets(functools.partial(add, axis_name=self.axis_name), leaves, _LIMITS)
+        return collectives.allreduce(leaves, self.axis_name, _LIMITS, add)
 
     def _apply(
         self, state: TrainState, params: Any, summed: Arrays, residuals: Any, ready: Arrays | None, loss: Any
