@@ -25,16 +25,8 @@ class Recent:
         self._make = make
         self._held: list[tuple[tuple[Any, ...], Any]] = []  # the last one used comes first
 
-    def __call__(self, *key: Any) -> Any:
-        """The value of this key, made where it is not held."""
-        value = self.find(key)
-        if value is None:
-            value = self._make(*key)
-            self._held = [(key, value), *self._held][:MOST]
-        return value
-
-    def find(self, key: tuple[Any, ...]) -> Any:
-        """The value of this key. None where it is not held."""
+    def __call__(self, *key: Any, make: bool = True) -> Any:
+        """The value of this key. Where it is not held, it is made, or without `make` the result is None."""
         held = self._held  # another thread may put another list there
         for i, (other, value) in enumerate(held):
             try:
@@ -45,7 +37,11 @@ class Recent:
                 if i:
                     self._held = [held[i], *held[:i], *held[i + 1 :]]
                 return value
-        return None
+        if not make:
+            return None
+        value = self._make(*key)
+        self._held = [(key, value), *self._held][:MOST]
+        return value
 
 
 def forget(fn: Callable[..., Any]) -> None:

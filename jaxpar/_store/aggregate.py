@@ -41,25 +41,19 @@ POSITION = "position"  # the axis of a pushed list of values
 def _make_program(updater: Any, compressor: Any) -> Any:
     """What a push at the prompt changes: the functions below, compiled. The store has the keys that are pushed only.
 
-    It comes without updater and compressor, since JAX keeps the structures of arguments forever. `sent` has a list of
-    values for each key, or with `devices` one array, of which each of them has its value.
+    It comes without updater and compressor, since JAX keeps the structures of arguments forever. With `devices`, `sent`
+    has one array for each key, of which each of them has its value.
     """
 
-    def run(store: KVStore, sent: list[Any], devices: Devices | None) -> Changes:
+    def run(store: KVStore, sent: Lists, devices: Devices | None) -> Changes:
         store = dataclasses.replace(store, updater=updater, compressor=compressor)
         if devices is None:
-            lists = {k: list(values) for k, values in zip(store.values, sent, strict=True) if values}
-            return _at_home(store, push(store, lists, None))
-        shapes = stores.shapes_of(store)
-
-        def body(store: KVStore, own: list[jax.Array]) -> Changes:
-            lists = {k: [value.reshape(shapes[k])] for k, value in zip(store.values, own, strict=True)}
-            return push(store, lists, STORE_AXIS)
-
+            return _at_home(store, push(store, sent, None))
         specs = jax.tree.map(operator.methodcaller("spec", STORE_AXIS), stores.layout_of_each(store))
         changes = Changes(specs.values, specs.updater_state, specs.residuals)
         mesh, args = mesh_of(devices), (specs, P(STORE_AXIS))
-        return jax.shard_map(body, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(store, sent)
+        own = functools.partial(push, axis_name=STORE_AXIS)
+        return jax.shard_map(own, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(store, sent)
 
     return jax.jit(run, static_argnums=2)
 

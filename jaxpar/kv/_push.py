@@ -411,11 +411,11 @@ def _push_over(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Cha
     residuals = _move(store.residuals, along)
     store = dataclasses.replace(store, values=values, updater_state=states, residuals=residuals)
     # The arrays of the devices become one array over them, without a copy. Buckets are made inside of the program.
-    sent: list[jax.Array] = []
+    sent: Lists = {}
     for k, each in pushed.items():
         dtype = values[k].dtype
         each = [v if v.dtype == dtype else v.astype(dtype) for v in each]
-        sent.append(assemble([v if v.ndim else v.reshape(1) for v in each], along))
+        sent[k] = [assemble([v if v.ndim else v.reshape(1) for v in each], along)]
     emulated.wait_before_collectives((store, sent), devices)
     return run(store, sent, devices)
 
@@ -425,10 +425,10 @@ def _push_at_home(devices: Devices | None, run: Any, store: KVStore, pushed: Lis
     where = _target(store, next(iter(pushed)))
     # A program takes views of one memory without a copy, and faster than arrays that are put on its device first.
     if devices and isinstance(where, SingleDeviceSharding) and emulated.one_memory({*devices, *where.device_set}):
-        sent = [emulated.views(values) for values in pushed.values()]
+        sent = {k: emulated.views(values) for k, values in pushed.items()}
         with emulated.on(where):
             return run(store, sent, None)
-    sent = [emulated.share_or_put(values, _target(store, k)) for k, values in pushed.items()]
+    sent = {k: emulated.share_or_put(values, _target(store, k)) for k, values in pushed.items()}
     return run(store, sent, None)
 
 
@@ -461,5 +461,5 @@ def _update_by(store: KVStore, summed: Changes) -> Changes:
         state = _move(state, next(iter(sums.values())).sharding)
     bare = {"updater": None, "compressor": None, "updater_state": {}, "residuals": {}, "pending": {}}
     part = dataclasses.replace(store, optimizer_state=state, **bare)
-    lists = [[sums[k]] if k in sums else [] for k in sorted(store.values)]
+    lists = {k: [v] for k, v in sorted(sums.items())}
     return aggregate.program(store.updater, None)(part, lists, None)._replace(residuals=summed.residuals)

@@ -235,8 +235,8 @@ def test_the_one_used_longest_ago_goes(monkeypatch):
     double = recent.Recent(lambda x: made.append(x) or 2 * x)
     assert [double(x) for x in (1, 2, 1, 3, 1, 2)] == [2, 4, 2, 6, 2, 4]
     assert made == [1, 2, 3, 2]
-    assert double.find((1,)) == 2
-    assert double.find((3,)) is None
+    assert double(1, make=False) == 2
+    assert double(3, make=False) is None
 
 
 def test_keys_that_cannot_be_compared_are_different():

@@ -239,7 +239,7 @@ class TrainStep:
         if self._returned is None or state is not self._returned():
             state = without_types(state)
         leaves, treedef = jax.tree.flatten(state)
-        program = self._programs.find((treedef,))
+        program = self._programs(treedef, make=False)
         if program is None:
             check_is_state(state, "train step")
             leaves, treedef = jax.tree.flatten(self._complete(state, user))
