@@ -72,15 +72,6 @@ def plan(values: Sequence[Any], limits: BucketLimits = BucketLimits()) -> Groups
     return tuple(map(tuple, groups))
 
 
-def consecutive(groups: Sequence[Sequence[int]]) -> tuple[list[int], Groups]:
-    """The positions in some groups of a plan, and these groups over them, counted from 0: of [(0, 3), (5,)]
-    [0, 3, 5] and ((0, 1), (2,)). So programs that pack and unpack some groups depend on their sizes only.
-    """
-    positions = [i for group in groups for i in group]
-    count = iter(range(len(positions)))
-    return positions, tuple(tuple(next(count) for _ in group) for group in groups)
-
-
 def pack(values: Sequence[Any], groups: Sequence[Sequence[int]], axis: int = 0, xp: Any = jnp) -> list[Any]:
     """One array for each group: its values one after another along an axis. That of a group of one stays as it is."""
     # The axes before it are kept, and must be equal in a group. The axes from it on are flattened.

@@ -326,10 +326,7 @@ def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Chang
     """The update of all params by one optimizer."""
     # A param without a gradient is left as it is, and its part of the state too. The optimizer sees zeros for it.
     left = {k: jnp.zeros_like(store.values[k]) for k in stores.trained_keys(store) if k not in grads}
-
-    def run(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        return store.updater.update(grads, state, params, loss)
-
+    run = functools.partial(store.updater.update, value=loss)
     if stores.is_split(store) and any(g.ndim > 1 for g in grads.values()):
         axes = jax.tree.map(lambda leaf: 0 if leaf.ndim > 1 else None, store.optimizer_state)  # of rows, as the grads
         run = jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))

@@ -22,7 +22,7 @@ from .._devices import collectives
 from .._devices.collectives import BucketLimits, Shape
 from .._devices.mesh import copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
-from ..compression import Compressor, LinearCompressor
+from ..compression import Compressor
 from ..mxnet import _STORE_ARGUMENTS, _line_for
 from ..updaters import Updater, accumulate, assign
 from .kinds import KINDS
@@ -119,7 +119,7 @@ class KVStore:
     residuals: dict[int, Any]
     kind: str = "local"
     updater: Any = assign
-    compressor: Compressor | LinearCompressor | None = None
+    compressor: Compressor | None = None
     devices: tuple[Device, ...] | None = None
     limits: BucketLimits = dataclasses.field(default_factory=BucketLimits)
     paths: tuple[tuple[int, str], ...] = ()

@@ -47,7 +47,10 @@ class Compressor(Protocol):
         Raises:
             TypeError: the dtype is not floating.
         """
-        return start_residual(self.name, shape, dtype)
+        if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+            got = f"got dtype {jnp.dtype(dtype).name}; push this key uncompressed"
+            raise TypeError(f"compression {self.name!r} takes floating values, {got}")
+        return {"residual": jnp.zeros(shape, jnp.float32)}
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         """The payload for `value` plus the residual, and the state for the next push."""
@@ -67,7 +70,9 @@ class Compressor(Protocol):
 
     def pays(self, shape: Shape, dtype: Any) -> bool:
         """Whether the payload is smaller than the value. False for a dtype that is not floating."""
-        return is_smaller(self.wire_bytes(shape, dtype), shape, dtype)
+        dtype = jnp.dtype(dtype)
+        is_floating = jnp.issubdtype(dtype, jnp.floating)
+        return is_floating and self.wire_bytes(shape, dtype) < math.prod(shape) * dtype.itemsize
 
 
 @runtime_checkable
@@ -96,21 +101,12 @@ class RowCompressor(Compressor, Protocol):
         ...
 
 
-@runtime_checkable
-class LinearCompressor(Protocol):
+class LinearCompressor(Compressor, Protocol):
     """A compressor whose codes can be summed: `allreduce` replaces encode and decode."""
 
-    elementwise: ClassVar[bool] = False
     linear: ClassVar[bool] = True
-    two_way: ClassVar[bool] = False
-
-    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State: ...
 
     def allreduce(self, value: jax.Array, state: State, psum: Callable[[Any], Any]) -> tuple[jax.Array, State]: ...
-
-    def wire_bytes(self, shape: Shape, dtype: Any) -> int: ...
-
-    def pays(self, shape: Shape, dtype: Any) -> bool: ...
 
 
 @answers("compression.decode_sum")
@@ -142,21 +138,6 @@ def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: A
     return collectives.sum_by_loop(decode_one, jax.tree.leaves(payloads)[0].shape[0]).astype(dtype)
 
 
-def start_residual(name: str, shape: Shape, dtype: Any) -> State:
-    """The residual before the first push: float32 zeros."""
-    if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise TypeError(
-            f"compression {name!r} takes floating values, got dtype {jnp.dtype(dtype).name}; push this key uncompressed"
-        )
-    return {"residual": jnp.zeros(shape, jnp.float32)}
-
-
 def with_residual(value: jax.Array, state: State) -> jax.Array:
     """The float32 value to send: the pushed value plus the residual."""
     return state["residual"] + jnp.asarray(value).astype(jnp.float32)
-
-
-def is_smaller(nbytes: int, shape: Shape, dtype: Any) -> bool:
-    """Whether these are fewer bytes than those of a floating value. No other value can be compressed."""
-    dtype = jnp.dtype(dtype)
-    return jnp.issubdtype(dtype, jnp.floating) and nbytes < math.prod(shape) * dtype.itemsize

@@ -17,18 +17,7 @@ import numpy as np
 
 from .._core.calls import answers
 from .._core.checks import choice, number, whole_number
-from ._base import (
-    Compressor,
-    ElementCompressor,
-    LinearCompressor,
-    Payload,
-    RowCompressor,
-    Shape,
-    State,
-    is_smaller,
-    start_residual,
-    with_residual,
-)
+from ._base import Compressor, ElementCompressor, LinearCompressor, Payload, RowCompressor, Shape, State, with_residual
 from ._bits import Grid, pack_pairs, pad, shifts, unpack_words, words
 from ._int3 import Int3
 
@@ -396,7 +385,7 @@ class PowerSGD(LinearCompressor):
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         """A residual of zeros, and a first `q` that is equal on every device for any seed."""
-        state = start_residual(self.name, shape, dtype)
+        state = super().init(shape, dtype)
         rows, columns = _matrix(shape)
         q = jax.random.normal(jax.random.key(0, impl="threefry2x32"), (columns, self._rank(rows, columns)))
         return {**state, "q": q.astype(jnp.float32)}
@@ -429,7 +418,7 @@ class PowerSGD(LinearCompressor):
         return 4 * self._rank(rows, columns) * (rows + columns)
 
     def pays(self, shape: Shape, dtype: Any) -> bool:
-        return len(shape) >= 2 and is_smaller(self.wire_bytes(shape, dtype), shape, dtype)
+        return len(shape) >= 2 and super().pays(shape, dtype)
 
     def _rank(self, rows: int, columns: int) -> int:
         return min(self.rank, rows, columns)

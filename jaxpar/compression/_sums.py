@@ -29,7 +29,7 @@ from .._devices import collectives
 from .._devices.collectives import BucketLimits, Shape
 from .._devices.user_mesh import unsplit
 from . import _int3
-from ._base import Compressor, ElementCompressor, LinearCompressor, RowCompressor, State, decode_sum
+from ._base import Compressor, ElementCompressor, RowCompressor, State, decode_sum
 from ._bits import PLANE, Grid, in_order, pack_lanes, pack_planes, unpack_lanes, unpack_planes
 
 _FLOAT32 = 4  # bytes
@@ -43,7 +43,7 @@ States = Sequence[State]
 def allreduce(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """The sums over the axis on every device, and the new states of this device."""
     values = [unsplit(v) for v in values]
-    if isinstance(compressor, LinearCompressor):
+    if compressor.linear:
         return _linear(compressor, values, states, axis_name, limits)
     if compressor.two_way:
         return _int3.allreduce(values, states, axis_name, limits)
@@ -73,7 +73,7 @@ def allreduce(compressor: Any, values: Arrays, states: States, axis_name: str, l
 def reduce_scatter(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """This device's (chunk,) of each sum over the axis. Every row is encoded for the device that keeps it."""
     values = [unsplit(v) for v in values]
-    if isinstance(compressor, LinearCompressor):
+    if compressor.linear:
         sums, states = _linear(compressor, values, states, axis_name, limits)
         return [collectives.own_chunk(s, axis_name) for s in sums], states
     if compressor.two_way:
@@ -110,12 +110,21 @@ def _sum_payloads(
     count = lax.axis_size(axis_name)
     ways = [_way_of_value(compressor, p, v, count) for p, v in zip(payloads, values, strict=True)]
     sums: list[Any] = [None] * len(values)
-    for way, run in (("gather", _gather_values), ("owners", _own_values), ("dense", _dense_values)):
-        chosen = [i for i, w in enumerate(ways) if w == way]
-        if chosen:
-            found = run(compressor, [payloads[i] for i in chosen], [values[i] for i in chosen], axis_name, limits)
-            for i, total in zip(chosen, found, strict=True):
-                sums[i] = total
+    for way in ("gather", "owners", "dense"):
+        if not (chosen := [i for i, w in enumerate(ways) if w == way]):
+            continue
+        some, like = [payloads[i] for i in chosen], [values[i] for i in chosen]
+        if way == "owners":
+            found = _sum_by_owners(compressor, some, like, axis_name, limits)
+        elif way == "gather":
+            gathered = _exchange(some, functools.partial(collectives.gather_stack, axis_name=axis_name), 0, limits)
+            found = [decode_sum(compressor, p, v.shape, v.dtype) for p, v in zip(gathered, like, strict=True)]
+        else:
+            whole = [compressor.decode(p, v.shape, "float32") for p, v in zip(some, like, strict=True)]
+            totals = collectives.allreduce(whole, axis_name, limits, _sum_dense)
+            found = [s.astype(v.dtype) for s, v in zip(totals, like, strict=True)]
+        for i, total in zip(chosen, found, strict=True):
+            sums[i] = total
     return sums
 
 
@@ -257,14 +266,7 @@ def _way_of_value(compressor: Compressor, payload: Any, value: jax.Array, count:
     return min(cost, key=cost.__getitem__)
 
 
-def _gather_values(
-    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
-) -> list[jax.Array]:
-    gathered = _exchange(payloads, functools.partial(collectives.gather_stack, axis_name=axis_name), 0, limits)
-    return [decode_sum(compressor, p, v.shape, v.dtype) for p, v in zip(gathered, values, strict=True)]
-
-
-def _own_values(
+def _sum_by_owners(
     compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
     count, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
@@ -281,11 +283,3 @@ def _own_values(
 
     shares = [total(of_all).astype(v.dtype) for of_all, v in zip(received, values, strict=True)]
     return collectives.all_gather(shares, [v.shape for v in values], axis_name, limits)
-
-
-def _dense_values(
-    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
-) -> list[jax.Array]:
-    whole = [compressor.decode(p, v.shape, "float32") for p, v in zip(payloads, values, strict=True)]
-    sums = collectives.allreduce(whole, axis_name, limits, _sum_dense)
-    return [s.astype(v.dtype) for s, v in zip(sums, values, strict=True)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from .. import compression, distributed
+from .. import compression, distributed, updaters
 from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._core.calls import answers
@@ -25,14 +25,7 @@ from .._store.kinds import KINDS, kind_named
 from .._store.store import Changes, KVStore, Rows
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse, to_dense
-from ..updaters import (
-    UpdateFn,
-    Updater,
-    _check_updater as check_updater,
-    _couples_keys as couples_keys,
-    _TreeOptimizer as TreeOptimizer,
-    from_optax,
-)
+from ..updaters import UpdateFn, Updater, _TreeOptimizer as TreeOptimizer, from_optax
 
 if TYPE_CHECKING:
     import optax
@@ -223,7 +216,7 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
         >>> kv.pull(kv.push(store, 3, jnp.ones(2)), 3).tolist()
         [6.0, 6.0]
     """
-    check_updater(updater, "kv.set_updater")
+    updaters._check_updater(updater, "kv.set_updater")
     find_keys([*store.values], "kv.set_updater", store)
     store = dataclasses.replace(store, updater=updater, optimizer_state=())
     check_shares(store, stores.specs_of(store), "kv.set_updater")
@@ -266,7 +259,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
     checks.transform(tx, "kv.set_optimizer")
     if store.treedef is not None:
         return _with_tree_optimizer(store, tx)
-    if couples_keys(tx):
+    if updaters._couples_keys(tx):
         raise ValueError(
             "kv.set_optimizer: this transform computes the update of one key from the gradients of others, and this "
             "store updates key by key; make it by kv.from_params(params, optimizer=...), or give that part to "

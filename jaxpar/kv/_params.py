@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from .. import updaters
 from .._core import checks
 from .._core.arrays import Device, is_traced
 from .._core.calls import answers
@@ -24,13 +25,7 @@ from .._store.kinds import KINDS
 from .._store.store import KVStore
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
-from ..updaters import (
-    UpdateFn,
-    Updater,
-    _check_elementwise_tree as check_elementwise_tree,
-    _has_average as has_average,
-    _TreeOptimizer as TreeOptimizer,
-)
+from ..updaters import UpdateFn, Updater, _TreeOptimizer as TreeOptimizer
 from ._create import create, init, set_optimizer, set_updater
 from ._place import default_rule, split_layouts
 from ._pull import own_values, pull_whole
@@ -188,7 +183,7 @@ def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mes
         x if jnp.issubdtype(x.dtype, jnp.inexact) and k not in store.frozen else None for k, x in enumerate(leaves)
     )
     try:
-        check_elementwise_tree(TreeOptimizer(optimizer), trained, len(store.devices), "")
+        updaters._check_elementwise_tree(TreeOptimizer(optimizer), trained, len(store.devices), "")
     except ValueError:  # it cannot be given shares of the params
         return mesh_of(store.devices)
     return None
@@ -276,7 +271,7 @@ def eval_params(store: KVStore, *, copy: bool = True) -> Any:
         ([0.0], [1.0])
     """
     params = to_params(store, copy=copy)
-    if not isinstance(store.updater, TreeOptimizer) or not has_average(store.optimizer_state):
+    if not isinstance(store.updater, TreeOptimizer) or not updaters._has_average(store.optimizer_state):
         return params
     leaves = jax.tree.leaves(params)
     trained = stores.tree_of(store, dict(enumerate(leaves)))

@@ -195,9 +195,9 @@ def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, ja
         groups = collectives.plan(values)
     copies: list[dict[Device, jax.Array]] = [{} for _ in values]
     # The small ones first: the large ones may still be computed. And those stay out of programs, which copy.
-    small, together = collectives.consecutive([g for g in groups if len(g) > 1])
+    small = [i for group in groups if len(group) > 1 for i in group]
     if small:
-        for device, sent in _send_in_buckets([values[i] for i in small], together, devices).items():
+        for device, sent in _send_in_buckets([values[i] for i in small], devices).items():
             for i, copy in zip(small, sent, strict=True):
                 copies[i][device] = copy
     alone = [g[0] for g in groups if len(g) == 1]
@@ -207,11 +207,9 @@ def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, ja
     return copies
 
 
-def _send_in_buckets(
-    values: list[jax.Array], groups: collectives.Groups, devices: set[Device]
-) -> dict[Device, list[jax.Array]]:
+def _send_in_buckets(values: list[jax.Array], devices: set[Device]) -> dict[Device, list[jax.Array]]:
     """Copies on each device of values that are all on one other."""
-    source, shapes = values[0].sharding, tuple(v.shape for v in values)
+    source, shapes, groups = values[0].sharding, tuple(v.shape for v in values), collectives.plan(values)
     shared = emulated.one_memory({*devices, *source.device_set})
     flat = collectives.pack(emulated.views(values), groups, xp=np) if shared else _pack(values, groups)
     sent = dict.fromkeys(devices & source.device_set, values)

@@ -260,7 +260,7 @@ def set_learning_rate(state: State, learning_rate: float | jax.Array) -> State:
     found: list[tuple[Any, ...]] = []
 
     def replace(path: tuple[Any, ...], leaf: Any) -> Any:
-        if _is_scheduled(path):
+        if ("hyperparams_states", "learning_rate") in itertools.pairwise(_steps(path)):
             raise ValueError("set_learning_rate: this rate follows a schedule; give optax.inject_hyperparams a number")
         if _is_rate(path):
             found.append(path)
@@ -309,10 +309,6 @@ def _is_rate(path: tuple[Any, ...]) -> bool:
         return True
     inner = steps[steps.index("updater_state") + 1 : -1] if "updater_state" in steps else steps[:-1]
     return all(isinstance(step, int) for step in inner)
-
-
-def _is_scheduled(path: tuple[Any, ...]) -> bool:
-    return ("hyperparams_states", "learning_rate") in itertools.pairwise(_steps(path))
 
 
 def _steps(path: tuple[Any, ...]) -> list[Any]:
