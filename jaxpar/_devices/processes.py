@@ -203,18 +203,34 @@ def ask_first(ask: Callable[[], Any], *kinds: type[Exception]) -> Any:
     return json.loads(exchange(answer)[0])
 
 
+# The types of errors that other processes raise too, subclasses first.
+_KINDS = (
+    *(FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError, OSError),
+    *(KeyError, IndexError, TypeError, ValueError, RuntimeError, Exception),
+)
+
+
 @contextlib.contextmanager
 def raise_together(*kinds: type[Exception]) -> Generator[None]:
     """A block without collectives. An exception in any process is raised in every process."""
     if count() == 1:
         yield
         return
-    error = None
+    known, own, said = (*kinds, *_KINDS), None, ""
     try:
         yield
-    except Exception as raised:
-        error = raised
-    _raise([json.loads(text) for text in exchange(json.dumps(_as_json(error, kinds)))], error, kinds)
+    except Exception as error:
+        own = error
+        kind = next(i for i, k in enumerate(known) if isinstance(error, k))
+        said = json.dumps([kind, str(error) if known[kind] is not Exception else f"{type(error).__name__}: {error}"])
+    texts = exchange(said)
+    if own is not None:
+        raise in_all(own)
+    for process, text in enumerate(texts):
+        if text:
+            kind, message = json.loads(text)
+            made = RuntimeError if known[kind] is Exception else known[kind]
+            raise in_all(made(f"process {process}: {message}"))
 
 
 def in_all(error: Exception) -> Exception:
@@ -241,31 +257,6 @@ def agree(what: str, text: str) -> None:
         texts = exchange(text)
         other = next(i for i, given in enumerate(texts) if given != texts[0])
         raise ValueError(f"{what}; process 0: {_shorten(texts[0])}, process {other}: {_shorten(texts[other])}")
-
-
-_KINDS = (
-    *(FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError, OSError),
-    *(KeyError, IndexError, TypeError, ValueError, RuntimeError, Exception),
-)
-
-
-def _as_json(error: Exception | None, kinds: tuple[type[Exception], ...]) -> Any:
-    """The error as JSON: the position of its kind, and its message."""
-    if error is None:
-        return None
-    known = (*kinds, *_KINDS)
-    kind = next(i for i, k in enumerate(known) if isinstance(error, k))
-    return [kind, str(error) if kind < len(known) - 1 else f"{type(error).__name__}: {error}"]
-
-
-def _raise(errors: list[Any], own: Exception | None, kinds: tuple[type[Exception], ...]) -> None:
-    """Raise this process's own error, or else the first of the others."""
-    if own is not None:
-        raise in_all(own)
-    for process, error in enumerate(errors):
-        if error is not None:
-            kind = (*kinds, *_KINDS)[error[0]]
-            raise in_all((RuntimeError if kind is Exception else kind)(f"process {process}: {error[1]}"))
 
 
 def _shorten(text: str) -> str:
