@@ -101,6 +101,7 @@ class RowCompressor(Compressor, Protocol):
         ...
 
 
+@runtime_checkable
 class LinearCompressor(Compressor, Protocol):
     """A compressor whose codes can be summed: `allreduce` replaces encode and decode."""
 
