@@ -52,7 +52,7 @@ def find_keys(key: Any, where: str, store: Any = None) -> tuple[list[int], bool]
     many = isinstance(key, (list, range))
     given: Sequence[Any] = key if many else (key,)
     if store is not None and store.paths and any(isinstance(k, str) for k in given):
-        of_name = {name: k for k, name in store.paths}
+        of_name = {name: k for k, name in store.paths}  # only now, since a push by numbers needs none
         given = [_of_name(k, of_name, where) if isinstance(k, str) else k for k in given]
     for k in given:
         if not is_int(k):

@@ -52,6 +52,7 @@ def _make_program(updater: Any, compressor: Any) -> Any:
         specs = jax.tree.map(operator.methodcaller("spec", STORE_AXIS), stores.layout_of_each(store))
         changes = Changes(specs.values, specs.updater_state, specs.residuals)
         mesh, args = mesh_of(devices), (specs, P(STORE_AXIS))
+        # A value without axes comes in the shape (1,), since one in () could not be split. The update reshapes the sum.
         own = functools.partial(push, axis_name=STORE_AXIS)
         return jax.shard_map(own, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(store, sent)
 

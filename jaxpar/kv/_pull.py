@@ -209,6 +209,7 @@ def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, ja
 
 def _send_in_buckets(values: list[jax.Array], devices: set[Device]) -> dict[Device, list[jax.Array]]:
     """Copies on each device of values that are all on one other."""
+    # Positions in the buckets are counted from 0, so that the programs depend on sizes only.
     source, shapes, groups = values[0].sharding, tuple(v.shape for v in values), collectives.plan(values)
     shared = emulated.one_memory({*devices, *source.device_set})
     flat = collectives.pack(emulated.views(values), groups, xp=np) if shared else _pack(values, groups)

@@ -191,6 +191,7 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
         checks.storable(array, arrays[0].shape, arrays[0].dtype, f"allreduce: value {i}")
         if array.dtype != arrays[0].dtype:
             raise TypeError(f"allreduce: value {i}: expected dtype {arrays[0].dtype}, got {array.dtype}")
+    # A store of this one sum, so that it is a push like any other: the same programs, the same bits.
     like = jax.device_put(jnp.zeros(arrays[0].shape, arrays[0].dtype), arrays[0].sharding)
     store = kv.push(kv.init(kv.create("device"), 0, like), 0, arrays)
     devices = [next(iter(a.devices())) for a in arrays]

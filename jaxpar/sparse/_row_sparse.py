@@ -158,6 +158,7 @@ def _coalesce(rows: RowSparse, size: int) -> RowSparse:
     order = jnp.argsort(indices, stable=True)
     ordered = indices[order]
     new = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
+    # Padding goes to a place beyond the end, where it is dropped.
     place = jnp.where(ordered < count, jnp.cumsum(new) - 1, size).astype(jnp.int32)
     values = jnp.zeros((size, *rows.shape[1:]), rows.dtype).at[place].add(rows.values[order], mode="drop")
     return _make_unchecked(rows.shape, (jnp.full(size, count, jnp.int32).at[place].set(ordered, mode="drop"), values))
