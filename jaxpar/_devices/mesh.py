@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from .._core.arrays import Device, is_gone, is_prng_key, is_traced, is_tracing, without_keys
+from .._core.arrays import Device, is_prng_key, is_traced, is_tracing, without_keys
 from . import emulated
 
 STORE_AXIS = "data"
@@ -120,7 +120,7 @@ def _put(leaf: Any, sharding: Sharding | None) -> Any:
 
 def is_donated(state: Any) -> bool:
     """Whether the memory of any array of a pytree was donated."""
-    return any(map(is_gone, jax.tree.leaves(state)))
+    return any(map(_is_deleted, jax.tree.leaves(state)))
 
 
 def check_not_donated(state: Any, where: str) -> None:
@@ -132,7 +132,11 @@ def check_not_donated(state: Any, where: str) -> None:
 
 def zeros_if_donated(state: Any) -> Any:
     """The pytree with zeros in place of donated arrays, as a template to restore a checkpoint into."""
-    return jax.tree.map(lambda leaf: _zeros_like(leaf) if is_gone(leaf) else leaf, state)
+    return jax.tree.map(lambda leaf: _zeros_like(leaf) if _is_deleted(leaf) else leaf, state)
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
 
 
 def _zeros_like(leaf: jax.Array) -> jax.Array:
