@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -253,9 +253,7 @@ def spmd(
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if min(donate, default=0) < 0:
         raise ValueError(f"spmd: donate_argnums counts arguments from 0, got {donate_argnums}")
-    run = _pmap if engine == "pmap" else _shard_map
-    compiled = run(fn, axis_name, chosen, in_axes, out_axes, donate)
-
+    compiled = (_pmap if engine == "pmap" else _shard_map)(fn, _Axes(axis_name, chosen, in_axes, out_axes, donate))
     own = sum(d.process_index == jax.process_index() for d in chosen)
 
     @in_user_mesh
@@ -270,19 +268,29 @@ def spmd(
     return call
 
 
-def _make_pmap(
-    fn: Callable[..., Any],
-    axis_name: str,
-    devices: Sequence[Device],
-    in_axes: Any,
-    out_axes: Any,
-    donate: tuple[int, ...],
-) -> Callable[..., Any]:
+class _Axes(NamedTuple):
+    """Over what a function is mapped, as the arguments of `spmd` say it."""
+
+    axis_name: str
+    devices: tuple[Device, ...]
+    in_axes: Any
+    out_axes: Any
+    donate: tuple[int, ...]
+
+
+def _make_pmap(fn: Callable[..., Any], over: _Axes) -> Callable[..., Any]:
     @functools.wraps(fn)
     def own(*args: Any) -> Any:
         return fn(*args)
 
-    run = jax.pmap(own, axis_name, in_axes=in_axes, out_axes=out_axes, devices=devices, donate_argnums=donate)
+    run = jax.pmap(
+        own,
+        over.axis_name,
+        in_axes=over.in_axes,
+        out_axes=over.out_axes,
+        devices=over.devices,
+        donate_argnums=over.donate,
+    )
     weakref.finalize(run, forget, own).atexit = False
     return run
 
@@ -290,25 +298,18 @@ def _make_pmap(
 _pmap = Recent(_make_pmap)  # the same function is compiled once, as by `jax.pmap` itself
 
 
-def _shard_map(
-    fn: Callable[..., Any],
-    axis_name: str,
-    devices: Sequence[Device],
-    in_axes: Any,
-    out_axes: Any,
-    donate: tuple[int, ...],
-) -> Callable[..., Any]:
-    mesh = Mesh(np.array(devices), (axis_name,))
-    in_specs, out_specs = _specs(in_axes, axis_name), _specs(out_axes, axis_name)
+def _shard_map(fn: Callable[..., Any], over: _Axes) -> Callable[..., Any]:
+    mesh = Mesh(np.array(over.devices), (over.axis_name,))
+    in_specs, out_specs = _specs(over.in_axes, over.axis_name), _specs(over.out_axes, over.axis_name)
 
     def run(*args: Any) -> Any:
         def body(*args: Any) -> Any:
-            out = fn(*_over(lambda x: x[0], args, in_axes))
-            return _over(lambda x: jnp.asarray(x)[None], out, out_axes)
+            out = fn(*_over(lambda x: x[0], args, over.in_axes))
+            return _over(lambda x: jnp.asarray(x)[None], out, over.out_axes)
 
         return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
 
-    compiled = jax.jit(run, donate_argnums=donate)
+    compiled = jax.jit(run, donate_argnums=over.donate)
     if not mesh.is_multi_process:
         return compiled
 
