@@ -109,6 +109,12 @@ class LinearCompressor(Compressor, Protocol):
 
     def allreduce(self, value: jax.Array, state: State, psum: Callable[[Any], Any]) -> tuple[jax.Array, State]: ...
 
+    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
+        raise TypeError(f"compression {self.name!r} has no payload of one device; its sum is `allreduce`")
+
+    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
+        raise TypeError(f"compression {self.name!r} has no payload of one device; its sum is `allreduce`")
+
 
 @answers("compression.decode_sum")
 def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: Any) -> jax.Array:

@@ -277,6 +277,14 @@ def alone(tree):
     return tree
 
 
+def test_powersgd_has_no_payload_of_one_device():
+    coder = compression.PowerSGD()
+    value, state = jnp.ones((2, 3)), coder.init((2, 3), "float32")
+    for call in (lambda: coder.encode(value, state), lambda: coder.decode(value, (2, 3), "float32")):
+        with pytest.raises(TypeError, match="'powersgd' has no payload of one device; its sum is `allreduce`"):
+            call()
+
+
 def test_powersgd_of_full_rank_is_exact():
     coder = compression.PowerSGD(4)
     value = gradients((3, 2, 4))
