@@ -141,7 +141,7 @@ def test_a_failing_step_leaves_no_bar_behind():
             "fit: there is no argument 'callback'; write callbacks=, with a function or a list",
         ),
         ({"checkpoints_dir": "c"}, TypeError, r"there is no argument 'checkpoints_dir'; did you mean checkpoint_dir\?"),
-        ({"callbacks": 3}, TypeError, r"a callback must be a function of \(state, record\).*got int"),
+        ({"callbacks": 3}, TypeError, r"a callback must be a function of \(state, record\), got 3"),
         ({"on_step": 3}, TypeError, r"on_step must be a function of \(step, metrics\), got 3"),
         (
             {"steps_per_execution": 0},
@@ -187,7 +187,7 @@ def test_a_callback_that_returns_true_ends_the_training(true, tmp_path):
 def test_a_callback_that_returns_something_else_does_not():
     state, _ = run(epochs=3, callbacks=lambda state, record: [1, "yes", np.ones(2)][record["epoch"] - 1])
     assert int(state.step) == 9
-    with pytest.raises(TypeError, match=r"a callback must be a function of \(state, record\), .* got str"):
+    with pytest.raises(TypeError, match=r"a callback must be a function of \(state, record\), got 'a'"):
         run(callbacks=["a"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
@@ -374,21 +373,15 @@ def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: An
         dataset = dataset.dataset
     if not isinstance(dataset, Dataset) or not len(dataset) or dataset.labels.dtype.kind not in "iu":
         return
+    params, *rest = model
+    image = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)
+    with outside_mesh():
+        try:
+            *each, count = jax.eval_shape(apply_fn, params, image, *rest).shape
+        except Exception:  # what is wrong is said where `apply_fn` is called
+            return
     low, high = int(np.min(dataset.labels)), int(np.max(dataset.labels))
-    count = _classes(apply_fn, model, dataset)
-    if count is not None and (low < 0 or high >= count):
+    if each == [1, *dataset.labels.shape[1:]] and (low < 0 or high >= count):
         raise ValueError(
             f"{where}: the model has {count} classes, but labels from {low} to {high}; give labels 0 to {count - 1}"
         )
-
-
-def _classes(apply_fn: Any, model: tuple[Any, ...], dataset: Dataset) -> int | None:
-    """The number of classes. None where it cannot be known: what is wrong then is said where `apply_fn` is called."""
-    params, *rest = model
-    image = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)
-    with contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else outside_mesh():
-        try:
-            shape = tuple(jax.eval_shape(apply_fn, params, image, *rest).shape)
-        except Exception:
-            return None
-    return shape[-1] if shape[:-1] == (1, *dataset.labels.shape[1:]) else None

@@ -59,21 +59,15 @@ LOSS_ARGUMENTS = ("params", "batch", "rng", "model_state")
 _NO_GRAD = "; the step differentiates loss_fn itself, so leave out jax.grad"
 
 
-def check_loss_takes(loss_fn: Any, has_state: bool) -> None:
-    """`TypeError` unless it takes what a step gives it. An argument that is named `step` may come after that."""
-    hint = "; give the state one, train.create_state(store, rng, model_state=...)"
-    if has_state:
-        hint = ", since the state has a model_state"
-    check_takes(loss_fn, LOSS_ARGUMENTS[: 3 + has_state], "train step: loss_fn", hint, also=("step",))
-
-
 def call_loss(
     loss_fn: Any, params: Any, batch: Any, rng: Any, model_state: Any, step: Any
 ) -> tuple[dict[str, Any], Any]:
     """Call a loss function and check what it returns: (metrics, new model state)."""
     has_state = carries(model_state)
-    check_loss_takes(loss_fn, has_state)
     given = (params, batch, rng, model_state) if has_state else (params, batch, rng)
+    hint = "; give the state one, train.create_state(store, rng, model_state=...)"
+    hint = ", since the state has a model_state" if has_state else hint
+    check_takes(loss_fn, LOSS_ARGUMENTS[: len(given)], "train step: loss_fn", hint, also=("step",))
     result = loss_fn(*given, **({"step": step} if has_parameter(loss_fn, "step") else {}))
     wanted = ("loss", "aux", "new_model_state") if has_state else ("loss", "aux")
     if not (isinstance(result, tuple) and len(result) == len(wanted) and isinstance(result[1], dict)):
@@ -157,9 +151,9 @@ def wide(x: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
-def widen(tree: Any) -> Any:
-    """Every leaf in float32 or wider."""
-    return jax.tree.map(lambda x: jnp.asarray(x).astype(wide(x)), tree)
+def widen(x: Any) -> jax.Array:
+    """The array in float32 or wider."""
+    return jnp.asarray(x).astype(wide(x))
 
 
 def is_pair(value: Any) -> bool:
@@ -179,7 +173,7 @@ def share_of(pair: Any, where: str) -> Mean:
     if shapes[0][:1] != shapes[1][:1]:
         came = f"the sum has shape {shapes[0]} and the weight {shapes[1]}"
         raise ValueError(f"{where}: {came}; give two scalars, or two arrays with a row for each example")
-    return Mean(*(x.sum() for x in widen((pair.total, pair.weight))))
+    return Mean(widen(pair.total).sum(), widen(pair.weight).sum())
 
 
 def is_number(value: Any) -> bool:
@@ -188,7 +182,7 @@ def is_number(value: Any) -> bool:
 
 def over_microbatches(metrics: Any, count: int) -> Any:
     """What a share gives out of what its microbatches give, which has them as first axis."""
-    summed = jax.tree.map(lambda x: x.sum(0), widen(metrics))
+    summed = jax.tree.map(lambda x: widen(x).sum(0), metrics)
     return jax.tree.map(lambda x: x if isinstance(x, Mean) else x / count, summed, is_leaf=is_pair)
 
 
@@ -205,7 +199,7 @@ def model_state_terms(model_state: Any, count: int) -> list[tuple[jax.Array, ...
     """What is added up over `count` shares for the mean of each floating leaf of a model state."""
 
     def terms(x: jax.Array) -> tuple[jax.Array, ...]:
-        value = x.astype(wide(x))
+        value = widen(x)
         is_exact = count in (1, 2, 4) or x.dtype != value.dtype or jnp.iscomplexobj(x)
         if is_exact:
             return (value,)

@@ -220,19 +220,18 @@ def leaf_shardings(state: TrainState) -> Any:
     devices, copies = state.store.devices, stores.copies_for(state.store)
     assert devices is not None
     store = jax.tree.map(lambda layout: layout.sharding(devices), stores.layout_of_each(state.store))
-    local = jax.tree.map(lambda _: split_over(devices), state.local)
-    return dataclasses.replace(jax.tree.map(lambda _: copies, state), store=store, local=local)
+    local = jax.tree.broadcast(split_over(devices), state.local)
+    return dataclasses.replace(jax.tree.broadcast(copies, state), store=store, local=local)
 
 
 def shapes_on(tree: Any, shardings: Any) -> Any:
-    """The shapes and dtypes that the arrays of a pytree have in a program, with these shardings."""
+    """The shapes and dtypes that the arrays of a pytree have in a program, each with its sharding, or all with one."""
 
     def shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        x = jax.typeof(x)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
-    # Of leaves, since JAX keeps the structure of arguments forever, with the optimizer that it refers to.
-    leaves, treedef = jax.tree.flatten(tree)
-    return jax.tree.map(shape, treedef.unflatten(jax.eval_shape(lambda leaves: leaves, leaves)), shardings)
+    return jax.tree.map(shape, tree, jax.tree.broadcast(shardings, tree))
 
 
 def params_shapes(state: TrainState) -> Any:

@@ -122,7 +122,7 @@ class DeviceStep:
                 whole = self._cast(structure.unflatten(list(merged.values())))
                 metrics, new = self._call(whole, batch, rng, model_state, state.step)
                 value = metrics["loss"]
-                value = value.total if isinstance(value, Mean) else value.astype(wide(value))
+                value = value.total if isinstance(value, Mean) else widen(value)
                 return value if scale is None else value * scale, (metrics, new)
 
             if self.remat is not False:
@@ -214,7 +214,7 @@ class DeviceStep:
             found = nonfinite_flags(share.metrics["loss"], grads, summed if state.store.compressor else {})
         shares = lax.axis_size(self.axis_name)
         of_state = model_state_terms(share.model_state, shares)
-        terms, structure = jax.tree.flatten((widen(share.metrics), of_state, found))
+        terms, structure = jax.tree.flatten((jax.tree.map(widen, share.metrics), of_state, found))
         metrics, of_state, found = structure.unflatten(self._add(state, terms))
         return finish(metrics, shares), model_state_mean(share.model_state, of_state, shares), found
 
@@ -308,7 +308,7 @@ def record_gradient_use(leaf: jax.Array, key: int, read: set[int]) -> jax.Array:
 
 def divide(grad: jax.Array, divisor: Any) -> jax.Array:
     """The gradient divided in float32 or wider, in its own dtype."""
-    return (grad.astype(wide(grad)) / divisor).astype(grad.dtype)
+    return (widen(grad) / divisor).astype(grad.dtype)
 
 
 # The step of all devices at once.
@@ -363,7 +363,7 @@ class GlobalStep(DeviceStep):
         with _explain_constraints(self.axes):
             metrics, new = self._over_shares(of_share)(batch, rng, model_state)
         first = tuple(range(len(self.axes)))
-        return jax.tree.map(lambda x: x.sum(first), widen(metrics)), new
+        return jax.tree.map(lambda x: widen(x).sum(first), metrics), new
 
     def _mean_over_shares(self, model_state: Any, count: int) -> Any:
         """Floating leaves as means over the shares. Others are those of the first share."""
