@@ -20,10 +20,9 @@ from ..._devices import processes
 from ..._devices.mesh import to_host
 from ..._devices.user_mesh import outside_mesh
 from .._step.state import TrainState
-from .history import Record
+from .history import LivePlot, Record
 from .loggers import JsonLines, MetricsFile
 from .monitors import EarlyStopping, KeepBest, Monitor, raise_unknown
-from .plots import LivePlot
 
 Callback = Callable[[TrainState, Record], Any]
 OnStep = Callable[[int, dict[str, float]], Any]
