@@ -117,8 +117,9 @@ class DeviceStep:
             batch = self._cast(batch)
 
             def loss(trained: list[jax.Array]) -> tuple[jax.Array, Any]:
-                marked = {k: record_gradient_use(x, k, read) for k, x in zip(keys, trained, strict=True)}
-                merged = {**dict(enumerate(leaves)), **marked}
+                merged = dict(enumerate(leaves))
+                for k, x in zip(keys, trained, strict=True):
+                    merged[k] = marked_as_read(functools.partial(read.add, k), x)
                 whole = self._cast(structure.unflatten(list(merged.values())))
                 metrics, new = self._call(whole, batch, rng, model_state, state.step)
                 value = metrics["loss"]
@@ -291,19 +292,18 @@ def share_rng(state: TrainState, number: Any) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
 
 
-def record_gradient_use(leaf: jax.Array, key: int, read: set[int]) -> jax.Array:
-    """The leaf itself. Its key is added to `read` when a gradient for it is traced."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def marked_as_read(mark: Callable[[], None], x: jax.Array) -> jax.Array:
+    """The array itself. `mark` is called when a gradient for it is traced."""
+    return x
 
-    @jax.custom_vjp
-    def same(x: jax.Array) -> jax.Array:
-        return x
 
-    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        read.add(key)
-        return (cotangent,)
+def _mark(mark: Callable[[], None], _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    mark()
+    return (cotangent,)
 
-    same.defvjp(lambda x: (x, None), backward)
-    return same(leaf)
+
+marked_as_read.defvjp(lambda mark, x: (x, None), _mark)
 
 
 def divide(grad: jax.Array, divisor: Any) -> jax.Array:
