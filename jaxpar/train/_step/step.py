@@ -117,10 +117,10 @@ class DeviceStep:
             batch = self._cast(batch)
 
             def loss(trained: list[jax.Array]) -> tuple[jax.Array, Any]:
-                merged = dict(enumerate(leaves))
+                merged = list(leaves)
                 for k, x in zip(keys, trained, strict=True):
                     merged[k] = marked_as_read(functools.partial(read.add, k), x)
-                whole = self._cast(structure.unflatten(list(merged.values())))
+                whole = self._cast(structure.unflatten(merged))
                 metrics, new = self._call(whole, batch, rng, model_state, state.step)
                 value = metrics["loss"]
                 value = value.total if isinstance(value, Mean) else widen(value)
