@@ -241,7 +241,8 @@ def _make_program(eval_fn: Any, model_key: Any, copies: NamedSharding | None, ax
             try:
                 own_shapes = sums.eval_shape(leaves, *given)
             except Exception as error:
-                error.add_note(f"eval_fn or apply_fn was traced for a batch {_describe(batch)}")
+                described = jax.tree.map(checks.describe, batch)
+                error.add_note(f"eval_fn or apply_fn was traced for a batch {described}")
                 raise
             if not isinstance(eval_fn, Classification):  # which is known to return a row for each example
                 _check_twice(values_of, leaves, batch)
@@ -273,13 +274,6 @@ def _key(tree: Any) -> Any:
     """The structure, the shapes and the dtypes of a pytree."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)
-
-
-def _describe(batch: Any) -> str:
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return ", ".join(
-        f"{jax.tree_util.keystr(path, simple=True, separator='/')} {checks.describe(x)}" for path, x in leaves
-    )
 
 
 @dataclasses.dataclass

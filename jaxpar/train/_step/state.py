@@ -220,7 +220,7 @@ def leaf_shardings(state: TrainState) -> Any:
     devices, copies = state.store.devices, stores.copies_for(state.store)
     assert devices is not None
     store = jax.tree.map(lambda layout: layout.sharding(devices), stores.layout_of_each(state.store))
-    local = jax.tree.broadcast(split_over(devices), state.local)
+    local = jax.tree.map(lambda _: split_over(devices), state.local)
     return dataclasses.replace(jax.tree.broadcast(copies, state), store=store, local=local)
 
 
