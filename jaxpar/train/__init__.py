@@ -23,7 +23,12 @@ The modules of `_fit`, in the order in which a call uses them:
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
-from ._callbacks.history import History as History, to_pandas as to_pandas
+from ._callbacks.history import (
+    History as History,
+    LivePlot as LivePlot,
+    plot_history as plot_history,
+    to_pandas as to_pandas,
+)
 from ._callbacks.loggers import (
     to_jsonl as to_jsonl,
     to_mlflow as to_mlflow,
@@ -32,7 +37,6 @@ from ._callbacks.loggers import (
     to_wandb as to_wandb,
 )
 from ._callbacks.monitors import EarlyStopping as EarlyStopping, KeepBest as KeepBest, LearningRate as LearningRate
-from ._callbacks.plots import LivePlot as LivePlot, plot_history as plot_history
 from ._evaluate.evaluate import evaluate as evaluate
 from ._evaluate.metrics import (
     Mean as Mean,

@@ -18,7 +18,7 @@ from jaxpar import checkpoint, distributed, kv, train
 from jaxpar._devices import processes
 from jaxpar.distributed import _elastic
 from jaxpar.distributed._elastic import Board
-from jaxpar.train._callbacks.callbacks import Callbacks
+from jaxpar.train._callbacks.callbacks import Callbacks, collect_callbacks
 from jaxpar.train._elastic.group import Group, _by_rank, _is_terms
 from jaxpar.train._elastic.member import Member, check_can_go_on
 from jaxpar.train._elastic.watchdog import Watchdog
@@ -212,7 +212,7 @@ def test_kinds_whose_shares_are_lost_are_refused(elastic, monkeypatch):
     with pytest.raises(ValueError, match=r"in kind 'sharded' .* resume from a checkpoint"):
         check_can_go_on(run, new_state(kind="sharded", devices=jax.devices()[:2]))
     check_can_go_on(run, new_state())
-    run.callbacks = Callbacks((train.EarlyStopping(restore_best=True),))
+    run.callbacks = collect_callbacks(None, train.EarlyStopping(restore_best=True), None, None, None)
     with pytest.raises(ValueError, match="an elastic run calls callbacks in process 0 only"):
         check_can_go_on(run, new_state())
 

@@ -141,7 +141,7 @@ def test_a_failing_step_leaves_no_bar_behind():
             "fit: there is no argument 'callback'; write callbacks=, with a function or a list",
         ),
         ({"checkpoints_dir": "c"}, TypeError, r"there is no argument 'checkpoints_dir'; did you mean checkpoint_dir\?"),
-        ({"callbacks": 3}, TypeError, r"a callback must be a function of \(state, record\).*got int"),
+        ({"callbacks": 3}, TypeError, r"a callback must be a function of \(state, record\), got 3"),
         ({"on_step": 3}, TypeError, r"on_step must be a function of \(step, metrics\), got 3"),
         (
             {"steps_per_execution": 0},
@@ -187,7 +187,7 @@ def test_a_callback_that_returns_true_ends_the_training(true, tmp_path):
 def test_a_callback_that_returns_something_else_does_not():
     state, _ = run(epochs=3, callbacks=lambda state, record: [1, "yes", np.ones(2)][record["epoch"] - 1])
     assert int(state.step) == 9
-    with pytest.raises(TypeError, match=r"a callback must be a function of \(state, record\), .* got str"):
+    with pytest.raises(TypeError, match=r"a callback must be a function of \(state, record\), got 'a'"):
         run(callbacks=["a"])
 
 
@@ -293,9 +293,9 @@ def test_a_live_plot_in_a_notebook(monkeypatch, capsys):
         return Handle(shown)
 
     monkeypatch.setattr("IPython.display.display", display)
-    monkeypatch.setattr("jaxpar.train._callbacks.plots.in_notebook", lambda: True)
-    monkeypatch.setattr("jaxpar.train._callbacks.plots._EVERY", 0.0)
-    monkeypatch.setattr("jaxpar.train._callbacks.plots._SHARE", 1e9)
+    monkeypatch.setattr("jaxpar.train._callbacks.history.in_notebook", lambda: True)
+    monkeypatch.setattr("jaxpar.train._callbacks.history._EVERY", 0.0)
+    monkeypatch.setattr("jaxpar.train._callbacks.history._SHARE", 1e9)
     figures, plot_now = [], train.LivePlot._plot
     monkeypatch.setattr(train.LivePlot, "_plot", lambda plot: figures.append(plot_now(plot)) or figures[-1])
     plot = train.LivePlot()
@@ -314,7 +314,7 @@ def test_a_live_plot_in_a_notebook(monkeypatch, capsys):
     assert len(figures[-1].axes[0].get_lines()[-1].get_xdata()) == 3
     assert capsys.readouterr().out == ""
     shown.clear()
-    monkeypatch.setattr("jaxpar.train._callbacks.plots._EVERY", 1000.0)
+    monkeypatch.setattr("jaxpar.train._callbacks.history._EVERY", 1000.0)
     seen = []
     run(callbacks=plot, on_step=plot.on_step)  # as it had to be given before
     run(callbacks=[plot], on_step=lambda step, metrics: seen.append(step) or plot.on_step(step, metrics))
@@ -325,7 +325,7 @@ def test_a_live_plot_in_a_notebook(monkeypatch, capsys):
 
 
 def test_a_live_plot_elsewhere_draws_nothing(capsys, monkeypatch):
-    monkeypatch.setattr("jaxpar.train._callbacks.plots.LivePlot._plot", lambda self: pytest.fail("it draws"))
+    monkeypatch.setattr("jaxpar.train._callbacks.history.LivePlot._plot", lambda self: pytest.fail("it draws"))
     _, history = run(callbacks=train.LivePlot(), progress=True)
     assert capsys.readouterr().out.splitlines() == [line(record, 2) for record in history]
 

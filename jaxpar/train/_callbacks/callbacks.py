@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import os
 from collections.abc import Callable, Container, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 import jax
@@ -21,10 +20,9 @@ from ..._devices import processes
 from ..._devices.mesh import to_host
 from ..._devices.user_mesh import outside_mesh
 from .._step.state import TrainState
-from .history import Record
+from .history import LivePlot, Record
 from .loggers import JsonLines, MetricsFile
 from .monitors import EarlyStopping, KeepBest, Monitor, raise_unknown
-from .plots import LivePlot
 
 Callback = Callable[[TrainState, Record], Any]
 OnStep = Callable[[int, dict[str, float]], Any]
@@ -56,6 +54,8 @@ class Callbacks:
     # Called with the state and the record after each epoch, the metrics file first.
     each: tuple[Any, ...] = ()  # of Callback and WithMemory
     on_step: OnStep | None = None  # called with the number and the metrics of each step
+    keeper: int | None = None  # the place in `each` of the one that keeps a best state
+    restores_best: bool = False  # whether the run ends with that state, not with its last one
 
     def init(self, state: TrainState, saved: list[Any] | None, resumed: bool) -> Memories:
         """The memories of all callbacks: the saved ones, or else new ones."""
@@ -128,32 +128,9 @@ class Callbacks:
                 stops.append(answer[1])
         return tuple(new), not processes.all_true(not any(map(_is_true, stops)))
 
-    @property
-    def restores_best(self) -> bool:
-        """Whether the run ends with its best state, not with its last one."""
-        return any(isinstance(callback, EarlyStopping) and callback.restore_best for callback in self.each)
-
     def best_step(self, memories: Memories) -> int | None:
         """The step of the best state so far, 0 if there is none. None where no callback asks for it."""
-        pairs = zip(self.each, memories, strict=True)
-        return next((memory["step"] for c, memory in pairs if isinstance(c, Monitor) and "step" in memory), None)
-
-    def check(self, checkpoint_dir: Any, certificate: Path | None) -> None:
-        """`ValueError` where two write one file or keep a best checkpoint. The run writes `certificate` too."""
-        files = [callback.path.absolute() for callback in self.each if isinstance(callback, JsonLines)]
-        files += [] if certificate is None else [certificate.absolute()]
-        if twice := [path for path in files if files.count(path) > 1]:
-            own = "give metrics_file=, certificate= and each to_jsonl callback different files"
-            raise ValueError(f"fit: {twice[0]} is given twice; {own}")
-        keep = sum(isinstance(callback, KeepBest) for callback in self.each)
-        if checkpoint_dir is None and keep:
-            raise ValueError("fit: train.KeepBest keeps the best checkpoint, so give checkpoint_dir= too")
-        keep += sum(isinstance(callback, EarlyStopping) and callback.restore_best for callback in self.each)
-        if keep > 1:
-            raise ValueError(
-                f"fit: {keep} callbacks keep a best checkpoint, and fit keeps only one; give one train.KeepBest, "
-                "or one train.EarlyStopping(restore_best=True), which keeps it too"
-            )
+        return None if self.keeper is None else memories[self.keeper]["step"]
 
     def check_metrics(self, metrics: Sequence[str], scores: Sequence[str], evaluated: Container[str]) -> None:
         """`ValueError` for a callback that looks at a metric that there is not.
@@ -192,8 +169,13 @@ def _is_true(answer: Any) -> bool:
 # What a user gave, checked.
 
 
-def collect_callbacks(metrics_file: str | os.PathLike[str] | None, callbacks: Any, on_step: Any) -> Callbacks:
-    """All callbacks of a run. `TypeError` for one that is neither a function nor an object with a memory."""
+def collect_callbacks(
+    metrics_file: str | os.PathLike[str] | None, callbacks: Any, on_step: Any, checkpoint_dir: Any, certificate: Any
+) -> Callbacks:
+    """All callbacks of a run. `TypeError` for one that is neither a function nor an object with a memory.
+
+    `ValueError` where two write one file or keep a best checkpoint. The run writes `certificate` too.
+    """
     if callable(callbacks) or has_memory(callbacks) or not isinstance(callbacks, Iterable):
         callbacks = [callbacks]
     given = list(callbacks)
@@ -207,8 +189,23 @@ def collect_callbacks(metrics_file: str | os.PathLike[str] | None, callbacks: An
         )
     if on_step is not None:
         check_takes(on_step, ("step", "metrics"), "fit: on_step")
-    files = [] if metrics_file is None else [MetricsFile(metrics_file)]
-    return Callbacks((*files, *given), on_step)
+    each = (*([] if metrics_file is None else [MetricsFile(metrics_file)]), *given)
+    files = [callback.path.absolute() for callback in each if isinstance(callback, JsonLines)]
+    files += [] if certificate is None else [certificate.absolute()]
+    if twice := [path for path in files if files.count(path) > 1]:
+        own = "give metrics_file=, certificate= and each to_jsonl callback different files"
+        raise ValueError(f"fit: {twice[0]} is given twice; {own}")
+    keep = [i for i, callback in enumerate(each) if isinstance(callback, KeepBest)]
+    if checkpoint_dir is None and keep:
+        raise ValueError("fit: train.KeepBest keeps the best checkpoint, so give checkpoint_dir= too")
+    restore = [i for i, callback in enumerate(each) if isinstance(callback, EarlyStopping) and callback.restore_best]
+    keepers = keep + restore
+    if len(keepers) > 1:
+        raise ValueError(
+            f"fit: {len(keepers)} callbacks keep a best checkpoint, and fit keeps only one; give one "
+            "train.KeepBest, or one train.EarlyStopping(restore_best=True), which keeps it too"
+        )
+    return Callbacks(each, on_step, keepers[0] if keepers else None, bool(restore))
 
 
 def _check_callback(callback: Any) -> None:
@@ -220,13 +217,9 @@ def _check_callback(callback: Any) -> None:
             f"fit: {name_of(callback)} has only {parts[0]}; a callback with a memory needs both init(state) and "
             "on_epoch(memory, state, record) -> (memory, stop)"
         )
-    if not callable(callback) and not parts:
-        raise TypeError(
-            "fit: a callback must be a function of (state, record), an object with init and on_epoch, or callbacks a "
-            f"sequence of them; got {type(callback).__name__}"
-        )
     if not has_memory(callback):
-        return check_takes(callback, ("state", "record"), "fit: a callback")
+        hint = "; or give an object with init and on_epoch, or a sequence of such functions and objects"
+        return check_takes(callback, ("state", "record"), "fit: a callback", hint)
     on_step = getattr(callback, "on_step", None)
     if on_step is not None:
         what = f"fit: {name_of(callback)} has a memory, so its on_step"

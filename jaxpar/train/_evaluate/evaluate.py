@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, overload
@@ -242,7 +241,8 @@ def _make_program(eval_fn: Any, model_key: Any, copies: NamedSharding | None, ax
             try:
                 own_shapes = sums.eval_shape(leaves, *given)
             except Exception as error:
-                error.add_note(f"eval_fn or apply_fn was traced for a batch {_describe(batch)}")
+                described = jax.tree.map(checks.describe, batch)
+                error.add_note(f"eval_fn or apply_fn was traced for a batch {described}")
                 raise
             if not isinstance(eval_fn, Classification):  # which is known to return a row for each example
                 _check_twice(values_of, leaves, batch)
@@ -274,13 +274,6 @@ def _key(tree: Any) -> Any:
     """The structure, the shapes and the dtypes of a pytree."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)
-
-
-def _describe(batch: Any) -> str:
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return ", ".join(
-        f"{jax.tree_util.keystr(path, simple=True, separator='/')} {checks.describe(x)}" for path, x in leaves
-    )
 
 
 @dataclasses.dataclass
@@ -374,21 +367,15 @@ def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: An
         dataset = dataset.dataset
     if not isinstance(dataset, Dataset) or not len(dataset) or dataset.labels.dtype.kind not in "iu":
         return
+    params, *rest = model
+    image = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)
+    with outside_mesh():
+        try:
+            *each, count = jax.eval_shape(apply_fn, params, image, *rest).shape
+        except Exception:  # what is wrong is said where `apply_fn` is called
+            return
     low, high = int(np.min(dataset.labels)), int(np.max(dataset.labels))
-    count = _classes(apply_fn, model, dataset)
-    if count is not None and (low < 0 or high >= count):
+    if each == [1, *dataset.labels.shape[1:]] and (low < 0 or high >= count):
         raise ValueError(
             f"{where}: the model has {count} classes, but labels from {low} to {high}; give labels 0 to {count - 1}"
         )
-
-
-def _classes(apply_fn: Any, model: tuple[Any, ...], dataset: Dataset) -> int | None:
-    """The number of classes. None where it cannot be known: what is wrong then is said where `apply_fn` is called."""
-    params, *rest = model
-    image = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)
-    with contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else outside_mesh():
-        try:
-            shape = tuple(jax.eval_shape(apply_fn, params, image, *rest).shape)
-        except Exception:
-            return None
-    return shape[-1] if shape[:-1] == (1, *dataset.labels.shape[1:]) else None

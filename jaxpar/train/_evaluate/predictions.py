@@ -20,7 +20,7 @@ from ..._devices import processes
 from ..._devices.emulated import wait_before_collectives
 from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh
 from ...data import ArraySource, Dataset, IterableSource, _ahead
-from .._callbacks.plots import new_figure, readable, save_figure
+from .._callbacks.history import new_figure, readable, save_figure
 from .evaluate import check_classes, check_classified, check_logits
 from .every_example import Pass, model_of, with_axes
 

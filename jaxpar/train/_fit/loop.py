@@ -21,6 +21,7 @@ import jax
 
 from ... import checkpoint, data, distributed
 from ..._core.text import say_news
+from ..._cpu import is_slow_in_a_loop
 from ..._devices import processes
 from ..._devices.mesh import is_donated
 from .._callbacks.history import History, Record, line
@@ -169,7 +170,8 @@ class Loop:
         if most is not None or groups is None:
             return groups
         first = next(groups)  # XLA's convolutions are slow in a loop on CPUs
-        return None if run.step.slow_in_a_loop(self.state, first[0]) else itertools.chain([first], groups)
+        text = run.step.lower(self.state, first[0], many=True).as_text()
+        return None if is_slow_in_a_loop(text) else itertools.chain([first], groups)
 
     def _next_number(self) -> int:
         """How many steps the next program makes, if there are as many batches."""
@@ -262,12 +264,19 @@ class Loop:
         callbacks, record, stopped = self.run.callbacks, None, False
         if due is not None:
             try:
-                record = self._evaluate(due)
+                scores = {**self.run.evaluation.scores(self.state), **callbacks.measure(self.state)}
             except Exception as error:
                 # The next call evaluates again. Other processes may still evaluate, and would not take part in a save.
                 if self.between_epochs and processes.is_in_all(error):
                     self.save()
                 raise
+            record = self._record(scores, due)
+            if self.between_epochs:
+                self._progress.close()
+            if self._progress.is_shown:
+                step = "" if self.between_epochs else f"step {self.at}  "
+                self._progress.print(step + line(record, self.run.epochs))
+            self.history.append(record)
         try:
             if record is not None:
                 self._before = self.memories  # those that a checkpoint of a run cut by `max_steps` has
@@ -282,18 +291,6 @@ class Loop:
             # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in others.
             callbacks.call("on_saved", record, self._written)
         return stopped or interrupted
-
-    def _evaluate(self, mark: dict[str, bool]) -> Record:
-        """Evaluate the state, show the record and keep it."""
-        scores = {**self.run.evaluation.scores(self.state), **self.run.callbacks.measure(self.state)}
-        record = self._record(scores, mark)
-        if self.between_epochs:
-            self._progress.close()
-        if self._progress.is_shown:
-            step = "" if self.between_epochs else f"step {record['step']}  "
-            self._progress.print(step + line(record, self.run.epochs))
-        self.history.append(record)
-        return record
 
     def _record(self, scores: dict[str, float], mark: dict[str, bool]) -> Record:
         """What the steps of the epoch add up to so far. There is a key only for what has a value."""

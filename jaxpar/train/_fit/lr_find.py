@@ -16,7 +16,7 @@ from ..._core import checks
 from ..._core.calls import answers
 from ..._core.text import Table
 from ..._devices.user_mesh import outside_mesh
-from .._callbacks.plots import new_figure, png, readable, save_figure
+from .._callbacks.history import new_figure, png, readable, save_figure
 from .._step.state import TrainState, check_is_state
 from .progress import Epoch
 from .run import copy_state

@@ -23,8 +23,8 @@ from ..._devices.user_mesh import outside_mesh
 from .._callbacks.callbacks import Callbacks, collect_callbacks, is_saved_memory
 from .._callbacks.history import NO_METRICS, Record
 from .._evaluate.evaluate import Evaluation, check_classes, plan_evaluation
-from .._step.loss import ClassificationLoss
-from .._step.state import TrainState, check_is_state, params_shapes
+from .._step.loss import ClassificationLoss, check_loss_takes
+from .._step.state import TrainState, carries, check_is_state, params_shapes
 from .._step.train_step import TrainStep
 from .progress import BEHIND, Epoch, Metrics, Profile
 
@@ -79,7 +79,11 @@ class Run:
             state = self.step.complete(state)
             data._batch_options(self.source, state.store.devices, None, self.step.virtual_shards)
             shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.batch_size)
-            metrics = self.step.check(state, shapes)
+            if shapes is None:  # the step is traced after callbacks have begun, and a metrics file is new
+                check_loss_takes(self.step.loss_fn, carries(state.model_state))
+            else:
+                *_, parts = self.step.parts(state, shapes)
+                metrics = list(parts[-1].traced.out_info[1])
         scores = self.evaluation.check(state)
         own = "eval_" if "eval_" in self.evaluation.parts else ()
         if taken := sorted([name for name in metrics if name in _TAKEN or name.startswith(own)]):
@@ -91,7 +95,9 @@ class Run:
 def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) -> Run:
     """The run of a call of `fit`, from its arguments. The errors are those of `fit`."""
     # The order is that in which a user would mend them: what takes long to find out comes last.
-    callbacks = collect_callbacks(given["metrics_file"], given["callbacks"], given["on_step"])
+    certificate = None if given["certificate"] is None else files.as_path(given["certificate"], "fit: certificate")
+    places = given["checkpoint_dir"], certificate
+    callbacks = collect_callbacks(given["metrics_file"], given["callbacks"], given["on_step"], *places)
     distributed.check_joined("fit", "each process would train its own model", launched=True)
     check_is_state(state, "fit")
     if state.store.updater is updaters.assign:
@@ -103,7 +109,6 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
     source = data.as_source(train_data)
     numbers = _check_options({**given, "batch_size": data._usual_batch_size(given["batch_size"], source)})
     epochs, max_steps, batch_size = numbers.pop("epochs"), numbers.pop("max_steps"), numbers["batch_size"]
-    certificate = None if given["certificate"] is None else files.as_path(given["certificate"], "fit: certificate")
     evaluated = {name: given[name] for name in ("test_data", "apply_fn", "eval_data", "eval_fn")}
     evaluation = plan_evaluation(**evaluated, batch_size=batch_size)
     examples = source.examples(batch_size)
@@ -114,7 +119,6 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
     if isinstance(loss_fn, ClassificationLoss):
         check_classes("fit: train_data", loss_fn.apply_fn, (params_shapes(state),), source)  # it may be donated
     per_program = _steps_per_program(given["steps_per_execution"], step, source, state)
-    callbacks.check(given["checkpoint_dir"], certificate)
     return Run(
         step=step,
         source=source,

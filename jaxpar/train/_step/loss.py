@@ -62,8 +62,7 @@ _NO_GRAD = "; the step differentiates loss_fn itself, so leave out jax.grad"
 def check_loss_takes(loss_fn: Any, has_state: bool) -> None:
     """`TypeError` unless it takes what a step gives it. An argument that is named `step` may come after that."""
     hint = "; give the state one, train.create_state(store, rng, model_state=...)"
-    if has_state:
-        hint = ", since the state has a model_state"
+    hint = ", since the state has a model_state" if has_state else hint
     check_takes(loss_fn, LOSS_ARGUMENTS[: 3 + has_state], "train step: loss_fn", hint, also=("step",))
 
 
@@ -156,9 +155,9 @@ def wide(x: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
-def widen(tree: Any) -> Any:
-    """Every leaf in float32 or wider."""
-    return jax.tree.map(lambda x: jnp.asarray(x).astype(wide(x)), tree)
+def widen(x: Any) -> jax.Array:
+    """The array in float32 or wider."""
+    return jnp.asarray(x).astype(wide(x))
 
 
 def is_pair(value: Any) -> bool:
@@ -178,7 +177,7 @@ def share_of(pair: Any, where: str) -> Mean:
     if shapes[0][:1] != shapes[1][:1]:
         came = f"the sum has shape {shapes[0]} and the weight {shapes[1]}"
         raise ValueError(f"{where}: {came}; give two scalars, or two arrays with a row for each example")
-    return Mean(*(x.sum() for x in widen((pair.total, pair.weight))))
+    return Mean(widen(pair.total).sum(), widen(pair.weight).sum())
 
 
 def is_number(value: Any) -> bool:
@@ -187,7 +186,7 @@ def is_number(value: Any) -> bool:
 
 def over_microbatches(metrics: Any, count: int) -> Any:
     """What a share gives out of what its microbatches give, which has them as first axis."""
-    summed = jax.tree.map(lambda x: x.sum(0), widen(metrics))
+    summed = jax.tree.map(lambda x: widen(x).sum(0), metrics)
     return jax.tree.map(lambda x: x if isinstance(x, Mean) else x / count, summed, is_leaf=is_pair)
 
 
@@ -204,7 +203,7 @@ def model_state_terms(model_state: Any, count: int) -> list[tuple[jax.Array, ...
     """What is added up over `count` shares for the mean of each floating leaf of a model state."""
 
     def terms(x: jax.Array) -> tuple[jax.Array, ...]:
-        value = x.astype(wide(x))
+        value = widen(x)
         is_exact = count in (1, 2, 4) or x.dtype != value.dtype or jnp.iscomplexobj(x)
         if is_exact:
             return (value,)

@@ -86,26 +86,17 @@ class Part(NamedTuple):
     held: int = 0  # bytes that a device holds meanwhile and that are no arguments of it
 
 
-class Program:
-    """What runs a step for states of one structure. It checks batches, and puts them on the devices."""
+@dataclasses.dataclass
+class Batches:
+    """How the batches of a program are cut, and where they go."""
 
-    # A program takes the leaves of a state in a list, whose memory is donated, and the `rng` by itself. JAX keeps the
-    # structures of arguments forever, and that of a state refers to its optimizer. The `rng` never changes, and a
-    # program takes as long to return a random key as five arrays.
-
-    def __init__(self, step: DeviceStep, treedef: Any):
-        state = treedef.unflatten(range(treedef.num_leaves))
-        self.devices: tuple[Device, ...] = state.store.devices
-        self._treedef, self._rng_at = treedef, state.rng
-        mesh, axes = mesh_of(self.devices), (STORE_AXIS,)
-        if isinstance(step, GlobalStep):
-            mesh, axes = mesh_of_values(state.store), step.axes
-        first = axes[0] if len(axes) == 1 else axes
-        # In how many shares a batch is cut, and each of them in how many microbatches; in words, if not over devices.
-        self.cut: tuple[int, int, str] = math.prod([mesh.shape[name] for name in axes]), step.accumulate, ""
-        # The sharding of a batch, and that of several batches, whose number is the first axis.
-        self.along: tuple[NamedSharding, ...] = NamedSharding(mesh, P(first)), NamedSharding(mesh, P(None, first))
-        self._last: list[Any] = []  # how the leaves of the last batch were placed, if they could stay where they were
+    devices: tuple[Device, ...]
+    # In how many shares a batch is cut, and each of them in how many microbatches; in words, if not over devices.
+    cut: tuple[int, int, str]
+    # The sharding of a batch, and that of several batches, whose number is the first axis.
+    along: tuple[NamedSharding, ...]
+    # How the leaves of the last batch were placed, if they could stay where they were.
+    last: list[Any] = dataclasses.field(default_factory=list)
 
     def place(self, batch: Batch, axis: int = 0) -> Batch:
         """The batch on the devices. `axis` is that of the examples."""
@@ -113,20 +104,20 @@ class Program:
         # A program checks the shapes when it is traced for them.
         leaves = jax.tree.leaves(batch)
         placed = [getattr(leaf, "sharding", None) or (type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
-        if placed == self._last:
+        if placed == self.last:
             return batch
         check_even(batch, axis, *self.cut)
         plain = without_types(batch)
         if not are_on(plain, self.devices):
             return put(plain, self.along[axis])
         if plain is batch:
-            self._last = placed
+            self.last = placed
         return plain
 
-    def batch_shapes(self, batch: Batch, axis: int = 0) -> Batch:
+    def shapes(self, batch: Batch, axis: int = 0) -> Batch:
         """The shapes of a batch, or of its shapes, on the devices. Errors as of a call."""
         check_even(batch, axis, *self.cut)
-        return shapes_on(batch, jax.tree.map(lambda _: self.along[axis], batch))
+        return shapes_on(batch, self.along[axis])
 
 
 def check_even(batch: Batch, axis: int, shares: int, parts: int, words: str) -> int:
@@ -146,15 +137,25 @@ def check_even(batch: Batch, axis: int, shares: int, parts: int, words: str) -> 
     raise ValueError(f"train step: a batch of {n} {problem}; use a batch of {sizes}, or pad it")
 
 
-class JointProgram(Program):
-    """One step, or several, as one compiled program of all devices."""
+class JointProgram:
+    """One step, or several, as one compiled program of all devices, for states of one structure."""
+
+    # A program takes the leaves of a state in a list, whose memory is donated, and the `rng` by itself. JAX keeps the
+    # structures of arguments forever, and that of a state refers to its optimizer. The `rng` never changes, and a
+    # program takes as long to return a random key as five arrays.
 
     def __init__(self, step: DeviceStep, run: Engine, treedef: Any):
-        super().__init__(step, treedef)
-        self._step, self._platform = step, self.devices[0].platform
-        self._everywhere = sharding_of(treedef.unflatten(range(treedef.num_leaves)).store)
+        state = treedef.unflatten(range(treedef.num_leaves))
+        devices, mesh, axes = state.store.devices, mesh_of(state.store.devices), (STORE_AXIS,)
+        if isinstance(step, GlobalStep):
+            mesh, axes = mesh_of_values(state.store), step.axes
+        first = axes[0] if len(axes) == 1 else axes
+        cut = math.prod([mesh.shape[name] for name in axes]), step.accumulate, ""
+        self._batches = Batches(devices, cut, (NamedSharding(mesh, P(first)), NamedSharding(mesh, P(None, first))))
+        self._step, self._treedef, self._rng_at, self._platform = step, treedef, state.rng, devices[0].platform
+        self._everywhere = sharding_of(state.store)
         self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, self._everywhere))
-        own, at, cut = dataclasses.replace(step, platform=self._platform), self._rng_at, self.cut
+        own, at = dataclasses.replace(step, platform=self._platform), state.rng
 
         # It does not refer to the program, which would then be freed by the garbage collector only.
         def train_step(leaves: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Metrics]:
@@ -170,30 +171,47 @@ class JointProgram(Program):
         self._traced = jax.jit(train_step, inline=True)  # so it is traced once, for all that follows
         self._one = jax.jit(for_platform(self._traced, self._platform), donate_argnums=0)
 
-    @functools.cached_property
-    def _several(self) -> Any:
-        return jax.jit(for_platform(_loop_over_batches(self._traced), self._platform), donate_argnums=0)
-
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step, or those of `batch[first:end]`, `part` being these two numbers."""
-        batch = self.place(batch, axis=1 if part else 0)
-        wait_before_collectives((leaves, batch), self.devices)
+        batch = self._batches.place(batch, axis=1 if part else 0)
+        wait_before_collectives((leaves, batch), self._batches.devices)
         rng = leaves.pop(self._rng_at)
         run = self._several if part else self._one
         new, metrics = run(leaves, rng, batch, *map(self._number, part))
         new.insert(self._rng_at, rng)
         return self._treedef.unflatten(new), metrics
 
-    def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> list[Part]:
-        """The program, for the shapes of a state and of a batch."""
-        rng = leaves.pop(self._rng_at)
+    @functools.cached_property
+    def _several(self) -> Any:
+        """`train_steps(leaves, rng, batches, first, end) -> (leaves, metrics of each batch)`."""
+        step = self._traced
+
+        def train_steps(leaves: list[Any], rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array) -> Any:
+            def batch(i: Any) -> Batch:
+                return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
+
+            def body(carry: Any) -> Any:
+                i, leaves, rows = carry
+                leaves, metrics = step(leaves, rng, batch(i))
+                return i + 1, leaves, jax.tree.map(lambda x, row: x.at[i].set(row), rows, metrics)
+
+            _, metrics = jax.eval_shape(lambda: step(leaves, rng, batch(0)))
+            number = jax.tree.leaves(batches)[0].shape[0]
+            rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
+            return lax.while_loop(lambda carry: carry[0] < end, body, (first, leaves, rows))[1:]
+
+        return jax.jit(for_platform(train_steps, self._platform), donate_argnums=0)
+
+    def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> tuple[Batch, list[Part]]:
+        """The shapes of a batch, and the program for them and for the shapes of a state."""
+        rng, shapes = leaves.pop(self._rng_at), self._batches.shapes(batch, int(many))
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
         run, part = (self._several, (number, number)) if many else (self._one, ())
-        return [Part(run.trace(leaves, rng, self.batch_shapes(batch, int(many)), *part))]
+        return shapes, [Part(run.trace(leaves, rng, shapes, *part))]
 
     def finish(self, leaves: list[jax.Array]) -> TrainState:
         """The state with nothing pending. The old state stays valid."""
-        wait_before_collectives(leaves, self.devices)
+        wait_before_collectives(leaves, self._batches.devices)
         return self._treedef.unflatten(self._finish(leaves))
 
     @functools.cached_property
@@ -205,27 +223,6 @@ class JointProgram(Program):
             return jax.tree.leaves(run_by_shard_map(step, leaf_shardings(state), state))
 
         return jax.jit(finish)
-
-
-def _loop_over_batches(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`train_steps(leaves, rng, batches, first, end) -> (leaves, metrics of each batch)`."""
-
-    def train_steps(leaves: list[jax.Array], rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array) -> Any:
-        def batch(i: Any) -> Batch:
-            return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
-
-        def body(carry: Any) -> Any:
-            i, leaves, rows = carry
-            leaves, metrics = step(leaves, rng, batch(i))
-            return i + 1, leaves, jax.tree.map(lambda x, row: x.at[i].set(row), rows, metrics)
-
-        _, metrics = jax.eval_shape(lambda: step(leaves, rng, batch(0)))
-        number = jax.tree.leaves(batches)[0].shape[0]
-        rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
-
-        return lax.while_loop(lambda carry: carry[0] < end, body, (first, leaves, rows))[1:]
-
-    return train_steps
 
 
 def _number(everywhere: NamedSharding, i: int) -> jax.Array:

@@ -221,18 +221,17 @@ def leaf_shardings(state: TrainState) -> Any:
     assert devices is not None
     store = jax.tree.map(lambda layout: stores.sharding_of(state.store, layout), stores.layout_of_each(state.store))
     local = jax.tree.map(lambda _: split_over(devices), state.local)
-    return dataclasses.replace(jax.tree.map(lambda _: copies, state), store=store, local=local)
+    return dataclasses.replace(jax.tree.broadcast(copies, state), store=store, local=local)
 
 
 def shapes_on(tree: Any, shardings: Any) -> Any:
-    """The shapes and dtypes that the arrays of a pytree have in a program, with these shardings."""
+    """The shapes and dtypes that the arrays of a pytree have in a program, each with its sharding, or all with one."""
 
     def shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        x = jax.typeof(x)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
-    # Of leaves, since JAX keeps the structure of arguments forever, with the optimizer that it refers to.
-    leaves, treedef = jax.tree.flatten(tree)
-    return jax.tree.map(shape, treedef.unflatten(jax.eval_shape(lambda leaves: leaves, leaves)), shardings)
+    return jax.tree.map(shape, tree, jax.tree.broadcast(shardings, tree))
 
 
 def params_shapes(state: TrainState) -> Any:

@@ -117,12 +117,13 @@ class DeviceStep:
             batch = self._cast(batch)
 
             def loss(trained: list[jax.Array]) -> tuple[jax.Array, Any]:
-                marked = {k: record_gradient_use(x, k, read) for k, x in zip(keys, trained, strict=True)}
-                merged = {**dict(enumerate(leaves)), **marked}
-                whole = self._cast(structure.unflatten(list(merged.values())))
+                merged = list(leaves)
+                for k, x in zip(keys, trained, strict=True):
+                    merged[k] = marked_as_read(functools.partial(read.add, k), x)
+                whole = self._cast(structure.unflatten(merged))
                 metrics, new = self._call(whole, batch, rng, model_state, state.step)
                 value = metrics["loss"]
-                value = value.total if isinstance(value, Mean) else value.astype(wide(value))
+                value = value.total if isinstance(value, Mean) else widen(value)
                 return value if scale is None else value * scale, (metrics, new)
 
             if self.remat is not False:
@@ -214,7 +215,7 @@ class DeviceStep:
             found = nonfinite_flags(share.metrics["loss"], grads, summed if state.store.compressor else {})
         shares = lax.axis_size(self.axis_name)
         of_state = model_state_terms(share.model_state, shares)
-        terms, structure = jax.tree.flatten((widen(share.metrics), of_state, found))
+        terms, structure = jax.tree.flatten((jax.tree.map(widen, share.metrics), of_state, found))
         metrics, of_state, found = structure.unflatten(self._add(state, terms))
         return finish(metrics, shares), model_state_mean(share.model_state, of_state, shares), found
 
@@ -291,24 +292,23 @@ def share_rng(state: TrainState, number: Any) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
 
 
-def record_gradient_use(leaf: jax.Array, key: int, read: set[int]) -> jax.Array:
-    """The leaf itself. Its key is added to `read` when a gradient for it is traced."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def marked_as_read(mark: Callable[[], None], x: jax.Array) -> jax.Array:
+    """The array itself. `mark` is called when a gradient for it is traced."""
+    return x
 
-    @jax.custom_vjp
-    def same(x: jax.Array) -> jax.Array:
-        return x
 
-    def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        read.add(key)
-        return (cotangent,)
+def _mark(mark: Callable[[], None], _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    mark()
+    return (cotangent,)
 
-    same.defvjp(lambda x: (x, None), backward)
-    return same(leaf)
+
+marked_as_read.defvjp(lambda mark, x: (x, None), _mark)
 
 
 def divide(grad: jax.Array, divisor: Any) -> jax.Array:
     """The gradient divided in float32 or wider, in its own dtype."""
-    return (grad.astype(wide(grad)) / divisor).astype(grad.dtype)
+    return (widen(grad) / divisor).astype(grad.dtype)
 
 
 # The step of all devices at once.
@@ -363,7 +363,7 @@ class GlobalStep(DeviceStep):
         with _explain_constraints(self.axes):
             metrics, new = self._over_shares(of_share)(batch, rng, model_state)
         first = tuple(range(len(self.axes)))
-        return jax.tree.map(lambda x: x.sum(first), widen(metrics)), new
+        return jax.tree.map(lambda x: widen(x).sum(first), metrics), new
 
     def _mean_over_shares(self, model_state: Any, count: int) -> Any:
         """Floating leaves as means over the shares. Others are those of the first share."""

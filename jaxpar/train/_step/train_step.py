@@ -15,12 +15,11 @@ from ..._core import checks
 from ..._core.arrays import Device
 from ..._core.calls import answers
 from ..._core.recent import Recent
-from ..._cpu import is_slow_in_a_loop
 from ..._devices import processes
 from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
 from ..._store.store import is_on_mesh, mesh_of_values
-from .loss import LossFn, check_loss_takes
+from .loss import LossFn
 from .programs import ENGINES, Batch, JointProgram, Part
 from .state import TrainState, carries, check_is_state, leaf_shardings, place_on_mesh, place_state, shapes_on
 from .step import DeviceStep, GlobalStep
@@ -32,7 +31,8 @@ class TrainStep:
     """A training step: `step(state, batch)`. `make_train_step` makes it.
 
     Attributes:
-        engine, axis_name, devices, nonfinite, virtual_shards, mesh: as given to `make_train_step`.
+        engine, axis_name, devices, nonfinite, virtual_shards, mesh, loss_fn: as given to `make_train_step`.
+        skips: whether the step may skip an update. Then `metrics` has `skipped`.
         device_step: the step of one device.
         global_step: the step of all devices under engine `jit`. None if this step cannot use engine `jit`.
     """
@@ -47,6 +47,8 @@ class TrainStep:
     mesh: Mesh | None
 
     def __post_init__(self) -> None:
+        self.loss_fn: LossFn = self.device_step.loss_fn
+        self.skips: bool = self.device_step.guard is not None
         self._programs = Recent(self._make_program)
         self._returned: weakref.ref[TrainState] | None = None  # by the last call
 
@@ -129,7 +131,8 @@ class TrainStep:
             leaves, given = jax.tree.flatten(without_types(state))
             structures: list[Any] = []
 
-            def complete(leaves: list[Any]) -> list[Any]:  # of leaves, as in `shapes_on`
+            # Of leaves, since JAX keeps the structure of arguments forever, with the optimizer that it refers to.
+            def complete(leaves: list[Any]) -> list[Any]:
                 new, structure = jax.tree.flatten(self._complete(given.unflatten(leaves), user))
                 structures.append(structure)
                 return new
@@ -137,33 +140,13 @@ class TrainStep:
             shapes = jax.eval_shape(complete, leaves)
             program, state = self._programs(structures[0]), structures[0].unflatten(shapes)
             state = shapes_on(state, leaf_shardings(state))
-            parts = program.parts(jax.tree.leaves(state), batch, many)
-            return state, program.batch_shapes(batch, int(many)), parts
-
-    def check(self, state: TrainState, shapes: Batch) -> list[str]:
-        """The names of the metrics. Raise what a call would raise for a batch of these shapes, without computing it.
-
-        Where the shapes are None, only the arguments of `loss_fn` are checked, and the names are [].
-        """
-        if shapes is None:
-            check_loss_takes(self.loss_fn, carries(state.model_state))
-            return []
-        *_, parts = self.parts(state, shapes)
-        return list(parts[-1].traced.out_info[1])
+            return state, *program.parts(jax.tree.leaves(state), batch, many)
 
     def compile_own(self, state: TrainState, batch: Batch) -> list[str]:
         """Compile what each device of a step over virtual shards runs by itself, and return the texts."""
         program, leaves = self._prepare(state, None)
         assert isinstance(program, VirtualProgram)
         return program.compile_own(leaves, batch)
-
-    def slow_in_a_loop(self, state: TrainState, batches: Batch) -> bool:
-        """Whether `many` is slow: for a step with convolutions on CPUs."""
-
-        def lower() -> str:
-            return self.lower(state, batches, many=True).as_text()
-
-        return is_slow_in_a_loop(lower, self._devices_for(state)[0].platform)
 
     def batch_sharding(self, state: TrainState) -> NamedSharding | None:
         """The sharding of a batch over a mesh with several axes. None: split over all devices."""
@@ -187,16 +170,6 @@ class TrainStep:
             raise ValueError("train step, on: this step was made for a mesh; make another by make_train_step(mesh=...)")
         return dataclasses.replace(self, devices=chosen)
 
-    @property
-    def loss_fn(self) -> LossFn:
-        """As given to `make_train_step`."""
-        return self.device_step.loss_fn
-
-    @property
-    def skips(self) -> bool:
-        """Whether the step may skip an update. Then `metrics` has `skipped`."""
-        return self.device_step.guard is not None
-
     @answers("train step, complete")
     def complete(self, state: TrainState) -> TrainState:
         """The state on the step's devices, with all parts that the step needs.
@@ -210,9 +183,10 @@ class TrainStep:
     def _complete(self, state: TrainState, user: Mesh | None) -> TrainState:
         _, step = self._engine_and_step(state.store)
         if isinstance(step, GlobalStep):
-            free = self.devices is None and state.store.devices is None
-            state = place_on_mesh(state, self.mesh, (user if free else None) or mesh_of(self._devices_for(state)))
-        devices = self._devices_for(state)
+            known = self.devices or state.store.devices
+            other = mesh_of(known) if known else user or mesh_of(processes.devices())
+            state = place_on_mesh(state, self.mesh, other)
+        devices = self.devices or state.store.devices or processes.devices()
         if state.store.devices != devices:
             state = place_state(state, devices)
         return step.with_initial_parts(state)
@@ -268,9 +242,6 @@ class TrainStep:
             hint = "use kind 'device' without mesh= and sharding="
             raise ValueError(f"train step: {split}, and {reason}; {hint}")
         return "jit", self.global_step
-
-    def _devices_for(self, state: TrainState) -> tuple[Device, ...]:
-        return self.devices or state.store.devices or processes.devices()
 
 
 def _explain_donated(error: RuntimeError, state: TrainState) -> None:

@@ -27,9 +27,9 @@ from ..._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, spli
 from ..._devices.user_mesh import without_types
 from ..._devices.virtual_shards import Deal, PaddedBatch, pad_rows, padded_rows, sum_everywhere
 from ..._store.store import is_split
-from .loss import finish, model_state_mean, model_state_terms, wide, widen
+from .loss import finish, model_state_mean, model_state_terms, widen
 from .nonfinite import nonfinite_flags
-from .programs import Batch, Metrics, Part, Program, check_even
+from .programs import Batch, Batches, Metrics, Part, check_even
 from .state import TrainState, is_floating, whole_params
 from .step import Arrays, DeviceStep, ShareResult, share_rng
 
@@ -95,8 +95,8 @@ class VirtualStep(DeviceStep):
                 "shard of the batch, without an axis; leave out the collective, or virtual_shards"
             ) from error
         divisor = self.shards if found.weight is None else 1
-        grads = {k: g.astype(wide(g)) / divisor for k, g in found.grads.items()}
-        metrics = widen(found.metrics)
+        grads = {k: widen(g) / divisor for k, g in found.grads.items()}
+        metrics = jax.tree.map(widen, found.metrics)
         flags = None if self.guard is None else nonfinite_flags(metrics["loss"], found.grads, {})
         plain, _ = without_keys(found.model_state)
         others = [x for x in jax.tree.leaves(plain) if not is_floating(x)]
@@ -164,16 +164,17 @@ def _programs_of(step: VirtualStep, treedef: Any, platform: str) -> ShardProgram
     return ShardPrograms(jax.jit(for_platform(_term, platform)), jax.jit(_update, donate_argnums=0))
 
 
-class VirtualProgram(Program):
-    """One step over virtual shards."""
+class VirtualProgram:
+    """One step over virtual shards, for states of one structure."""
 
     # Each device computes the terms of its shards one after the other, and adds those that are neighbours in the tree
     # at once. So it holds the logarithm of their number at most. One program over all devices exchanges what is left,
     # and each device makes the update.
 
     def __init__(self, step: VirtualStep, treedef: Any):
-        super().__init__(step, treedef)
         state = treedef.unflatten(range(treedef.num_leaves))
+        self.devices: tuple[Device, ...] = state.store.devices
+        self._treedef, self._rng_at = treedef, state.rng
         bare = dataclasses.replace(state, store=dataclasses.replace(state.store, devices=None))
         self._programs: ShardPrograms = step.programs(jax.tree.structure(bare), self.devices[0].platform)
         self._deal = Deal(step.shards, len(self.devices))
@@ -183,15 +184,10 @@ class VirtualProgram(Program):
         each = f", each in accumulate={parts} microbatches" if parts > 1 else ""
         words = f"cut in {step.shards} virtual shards{each}"
         self._cut_whole = step.shards * parts, 1, words
-        self.cut = self._deal.slots * self._deal.devices * parts, 1, words  # with those of no example
+        cut = self._deal.slots * self._deal.devices * parts, 1, words  # with those of no example
+        self._batches = Batches(self.devices, cut, (split_over(self.devices),))
 
-    def place(self, batch: Batch, axis: int = 0) -> Batch:
-        return super().place(self._pad(batch, axis), axis)
-
-    def batch_shapes(self, batch: Batch, axis: int = 0) -> Batch:
-        return super().batch_shapes(self._pad(batch, axis), axis)
-
-    def _pad(self, batch: Any, axis: int) -> Any:
+    def _pad(self, batch: Any) -> Any:
         """The arrays of a batch with rows for as many shards on each device, the last of which may be of no example."""
         shards, devices = self._deal.terms, self._deal.devices
         if isinstance(batch, PaddedBatch):
@@ -203,8 +199,8 @@ class VirtualProgram(Program):
             return batch.arrays
         if shards % devices == 0:
             return batch
-        n = check_even(batch, axis, *self._cut_whole)
-        return pad_rows(without_types(batch), padded_rows(n, shards, devices) - n, axis, self.along[axis])
+        n = check_even(batch, 0, *self._cut_whole)
+        return pad_rows(without_types(batch), padded_rows(n, shards, devices) - n, 0, split_over(self.devices))
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step. The leaves of the state are donated, except its `rng`."""
@@ -212,7 +208,7 @@ class VirtualProgram(Program):
             raise ValueError(_REFUSED)
         if is_traced((leaves, batch)):
             raise ValueError(_TRACED)
-        batch_on = self._on_devices(self.place(batch), self.along[0])
+        batch_on = self._on_devices(self._batches.place(self._pad(batch)), split_over(self.devices))
         rng = leaves.pop(self._rng_at)
         leaves_on, rng_on = (self._on_devices(x, copies_on(self.devices)) for x in (leaves, rng))
         own = {d: self._nodes(d, leaves_on[d], rng_on[d], batch_on[d]) for d in self._ranks}
@@ -228,7 +224,7 @@ class VirtualProgram(Program):
 
     def compile_own(self, leaves: list[jax.Array], batch: Batch) -> list[str]:
         """Compile what each device of this process runs by itself, by one run of it. The result are their texts."""
-        term, *_, update = self.parts(list(leaves), batch)
+        _, (term, *_, update) = self.parts(list(leaves), batch)
         programs, rng = self._programs, leaves.pop(self._rng_at)
         rows = jax.tree.leaves(batch)[0].shape[0] // self._deal.terms
         shard = jax.tree.map(lambda x: np.asarray(x[:rows]), batch)
@@ -240,16 +236,16 @@ class VirtualProgram(Program):
             jax.block_until_ready(programs.update(own[0], own[1], totals, others))
         return [part.traced.lower().as_text() for part in (term, update)]
 
-    def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> list[Part]:
-        """The gradient of a shard, the sum of two, the exchange, the update."""
+    def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> tuple[Batch, list[Part]]:
+        """The shapes of a batch, and for them the gradient of a shard, the sum of two, the exchange, the update."""
         if many:
             raise ValueError(_REFUSED)
         programs, deal = self._programs, self._deal
         # A device that is there needs no name, and the program is the one of any device.
         first = None if self.devices[0] in jax.devices() else SingleDeviceSharding(self.devices[0])
-        along = NamedSharding(mesh_of(self.devices), P(STORE_AXIS))
-        slots = deal.slots * deal.devices
-        shard = jax.eval_shape(lambda batch: _slice(batch, 0, slots), self.batch_shapes(batch))
+        along, slots = split_over(self.devices), deal.slots * deal.devices
+        shapes = self._batches.shapes(self._pad(batch))
+        shard = jax.eval_shape(lambda batch: _slice(batch, 0, slots), shapes)
         rng = leaves.pop(self._rng_at)
         like, rng, shard, number = _shapes_of((leaves, rng, shard, np.int32(0)), first)
         term = programs.term.trace(like, rng, shard, number)
@@ -258,7 +254,7 @@ class VirtualProgram(Program):
         rows = [_shapes_of(totals, along, deal.devices)] * deal.kept
         state, share, of_node = tree_nbytes(like), deal.slots * tree_nbytes(shard), tree_nbytes(node)
         most = max(sum(1 - n for n in merges[:i]) for merges in deal.merges for i in range(len(merges)))
-        return [
+        return shapes, [
             Part(term, deal.slots, share * (deal.slots > 1) + most * of_node),
             Part(_add.trace(node, node), deal.slots - 1, state + share + max(0, most - 1) * of_node),
             Part(self._exchange.trace(rows, _shapes_of(others, along, deal.devices)), 1, state + share),
