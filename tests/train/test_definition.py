@@ -242,7 +242,7 @@ OPTIONS = {
 def test_every_option_computes_the_definition(option, name, where):
     given, defined, rtol = OPTIONS[option]
     engine, kind = where
-    more = {"virtual_shards": 4} if kind == "virtual" else {}
+    more = {"virtual_shards": 4, "devices": 2} if kind == "virtual" else {}  # of which each compiles its own program
     tx = SGD  # Adam turns the rounding of bfloat16 into whole steps
     got = found(LOSSES[name], tx, engine=engine, kind="device" if more else kind, **given, **more)
     if option in ("loss_scale", "all") and name == "clipped":  # the scaled cotangents are clipped, in both
@@ -380,9 +380,10 @@ def test_a_step_in_the_place_of_rng_is_an_error():
 # What a loss may return.
 
 
-def one_step(loss_fn, **options):
-    store = kv.from_params(init(), optimizer=optax.sgd(0.1))
-    return train.make_train_step(loss_fn, **options)(train.create_state(store, 0), batches()[0])
+def one_step(loss_fn, params=None, **options):
+    store = kv.from_params(init() if params is None else params, optimizer=optax.sgd(0.1))
+    state = train.create_state(store, 0, devices=jax.devices()[: 2 if "virtual_shards" in options else 8])
+    return train.make_train_step(loss_fn, **options)(state, batches()[0])
 
 
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
@@ -505,8 +506,7 @@ def test_strict_promotion_of_dtypes(options, dtype):
 
     with jax.numpy_dtype_promotion("strict"):
         params = jax.tree.map(lambda x: x.astype(dtype), init())
-        step = train.make_train_step(loss, unused="skip", **options)
-        state, metrics = step(train.create_state(kv.from_params(params, optimizer=optax.sgd(0.1)), 0), batches()[0])
+        state, metrics = one_step(loss, params, unused="skip", **options)
         assert [metrics[k].dtype for k in ("loss", "count", "flag", "half")] == [np.float32] * 4
         assert state.params["w"].dtype == dtype
 
