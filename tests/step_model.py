@@ -45,16 +45,23 @@ def text_of(*where, loss=squares, **options):
 
 
 @functools.cache
-def plain_step(tx, loss):
-    """One step of the plain loop; one program for all tests of a process that have the same `tx` and `loss`."""
+def update_of(tx):
+    """`(grads, state, params) -> (params, state)` of an optimizer; one program, not one for each of its operations."""
 
     @jax.jit
-    def step(params, state, batch):
-        grads = jax.grad(lambda p: loss(p, batch, None)[0])(params)
+    def update(grads, state, params):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return step
+    return update
+
+
+@functools.cache
+def plain_step(tx, loss):
+    """One step of the plain loop; one program for all tests of a process that have the same `tx` and `loss`."""
+    return jax.jit(
+        lambda params, state, batch: update_of(tx)(jax.grad(lambda p: loss(p, batch, None)[0])(params), state, params)
+    )
 
 
 def by_hand(tx, steps, params=None, loss=squares, batches=None):

@@ -1,6 +1,7 @@
 """Sums of compressed values over devices: the same bits in every way, few bytes, and programs of one size."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -62,14 +63,18 @@ def test_bits_of_a_sum():
 @pytest.mark.parametrize("bits", [1, 3, 5, 11, 31])
 def test_codes_in_planes_and_lanes_come_back(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 64), np.uint32)
-    packed = _bits.pack_planes(jnp.asarray(codes), bits)
-    assert (packed.shape, packed.dtype) == ((3, 2 * bits), jnp.uint32)
-    unpacked = _bits.in_order(_bits.unpack_planes(packed, bits), 1)
+
+    @jax.jit
+    def there_and_back(codes, flat):
+        planes, lanes = _bits.pack_planes(codes, bits), _bits.pack_lanes(flat, bits)
+        back = _bits.in_order(_bits.unpack_planes(planes, bits), 1), _bits.unpack_lanes(lanes, bits, 13)
+        return planes, lanes, *back
+
+    planes, lanes, unpacked, flat = there_and_back(codes, codes[0, :13])
+    assert (planes.shape, planes.dtype) == ((3, 2 * bits), jnp.uint32)
     np.testing.assert_array_equal(unpacked, codes)
-    flat = codes[0, :13]
-    lanes = _bits.pack_lanes(jnp.asarray(flat), bits)
     assert lanes.size == -(-13 // (32 // bits))
-    np.testing.assert_array_equal(_bits.unpack_lanes(lanes, bits, 13), flat)
+    np.testing.assert_array_equal(flat, codes[0, :13])
 
 
 # ---- every way gives the sum of the payloads in their order
@@ -105,20 +110,28 @@ def summed(spec, values, limits=LIMITS, dtype="float32"):
         return [s[None] for s in sums], jax.tree.map(lambda x: x[None], new)
 
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
-    return run([jnp.asarray(v, dtype) for v in values])
+    return jax.tree.map(np.asarray, run([jnp.asarray(v, dtype) for v in values]))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def decoded(compressor, values):
+    """What each device sends of each value, decoded; one program compiles sooner than its operations one by one."""
+
+    def one(value):
+        payload, _ = compressor.encode(value, compressor.init(value.shape, value.dtype))
+        return compressor.decode(payload, value.shape, "float32")
+
+    return [jax.vmap(one)(value) for value in values]
 
 
 def expected(spec, values, dtype="float32"):
     """The sum of what each device decodes, added in the order of the devices, on one device."""
-    compressor = compression.make(spec)
-    assert compressor is not None
     sums = []
-    for value in values:
+    for value in decoded(compression.make(spec), [jnp.asarray(v, dtype) for v in values]):
         total = np.zeros(value.shape[1:], np.float32)
-        for one in value:
-            payload, _ = compressor.encode(jnp.asarray(one, dtype), compressor.init(one.shape, dtype))
-            total = total + np.asarray(compressor.decode(payload, one.shape, "float32"))
-        sums.append(jnp.asarray(total).astype(dtype))
+        for one in np.asarray(value):
+            total = total + one
+        sums.append(total.astype(jnp.dtype(dtype)))
     return sums
 
 
@@ -164,7 +177,7 @@ def test_every_way_gives_the_same_bits(monkeypatch):
     found = {}
     for way in ("gather", "owners", "lanes", "dense"):
         monkeypatch.setattr(compressed, "bytes_of_words", lambda *args, way=way: {way: 0})
-        found[way] = np.asarray(summed(spec, values)[0][0][0])
+        found[way] = summed(spec, values)[0][0][0]
     for sums in found.values():
         np.testing.assert_array_equal(sums, expected(spec, values)[0])
 

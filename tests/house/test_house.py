@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -90,11 +91,16 @@ def is_door(module):
     return FILES[module].name == "__init__.py" or "." not in module
 
 
+@functools.cache
+def import_nodes(module):
+    tree = ast.walk(ast.parse(FILES[module].read_text()))
+    return [node for node in tree if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def imports(module):
     """The modules of the package that a module imports, inside functions and under TYPE_CHECKING too."""
-    path = FILES[module]
-    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    package = module.split(".") if FILES[module].name == "__init__.py" else module.split(".")[:-1]
+    for node in import_nodes(module):
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "jaxpar"):
             start = package[: len(package) - node.level + 1] if node.level else []
             inner = (node.module or "") if node.level else (node.module or "").removeprefix("jaxpar").strip(".")
@@ -141,7 +147,7 @@ def test_no_import_goes_round():
 
 @pytest.mark.parametrize("module", FILES)
 def test_nothing_private_of_jax(module):
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+    for node in import_nodes(module):
         named = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
         named += [n.name for n in node.names] if isinstance(node, ast.Import) else []
         assert not any(name.startswith("jax._src") for name in named)
@@ -174,7 +180,7 @@ def test_the_core_is_pure(module):
 
 @pytest.mark.parametrize("module", [m for m in FILES if any(f"{m}.".startswith(f"{w}.") for w in WITHOUT_JAX)])
 def test_rooms_without_jax(module):
-    for node in ast.walk(ast.parse(FILES[module].read_text())):
+    for node in import_nodes(module):
         assert not (isinstance(node, ast.Import) and any(n.name.split(".")[0] == "jax" for n in node.names))
         assert not (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jax" and not node.level)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from jax.sharding import Mesh, PartitionSpec as P
 from kv_model import assert_unchanged, axes_of, collectives_in, compilations, put, snapshot, whole_numbers
-from step_model import ENGINES, by_hand, close, line, squares
+from step_model import ENGINES, by_hand, close, line, squares, update_of
 
 from jaxpar import checkpoint, kv, sparse, train, updaters
 
@@ -176,7 +176,7 @@ def test_an_optimizer_of_the_whole_pytree_keeps_its_state_at_the_prompt(count):
     late = kv.from_params(params, kind="dist_async", staleness=1, optimizer=optax.adam(0.1))
     prompt = kv.from_params(params, kind="dist_sync", optimizer=optax.adam(0.1))
     for number in (1.0, 3.0, 2.0):
-        values = [put([jnp.full(s, number)] * count, jax.devices()[:count]) for s in ((), SHAPE)]
+        values = [put([np.full(s, number, np.float32)] * count, jax.devices()[:count]) for s in ((), SHAPE)]
         late, before, prompt = kv.push(late, [0, 1], values), prompt, kv.push(prompt, [0, 1], values)
         for a, b in zip(jax.tree.leaves(late.optimizer_state), jax.tree.leaves(before.optimizer_state), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -325,8 +325,7 @@ def late_by_hand(tx, steps, staleness, finish=False):
         if i < steps:
             waiting.append(grad(params, line(seed=i)))
         if len(waiting) > (staleness if i < steps else 0):
-            updates, state = tx.update(waiting.pop(0), state, params)
-            params = optax.apply_updates(params, updates)
+            params, state = update_of(tx)(waiting.pop(0), state, params)
     return params
 
 
@@ -437,6 +436,7 @@ def test_the_same_with_a_compressor():
 PLACES = {"two": [[0, 1]], "many": [[0, 1], [3, 2], [0], [1, 1], [0, 1, 2, 3]], "one": [[2]], "same": [[1, 1]]}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("home", [None, 3], ids=["anywhere", "on_a_device"])
 def test_a_store_with_pending_pushes_is_an_argument_of_jit(home, place):

@@ -44,6 +44,7 @@ def model_residuals(pushes, threshold=0.5):
         yield residual
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["device", "local", "dist_sync"])
 @pytest.mark.parametrize("place", ["four_devices", "one_device"])
 def test_mxnets_six_pushes_at_the_prompt(kind, place):

@@ -368,9 +368,9 @@ def test_grad_transform_takes_what_is_not_elementwise(engine):
     tx = optax.lamb(0.1, weight_decay=0.1)
     with pytest.raises(ValueError, match="use engine 'jit' or 'auto'"):
         after_a_step("sharded", engine, optimizer=tx)
-    close(after_a_step("sharded", "auto", optimizer=tx), after_a_step("device", engine, optimizer=tx))
-    found = after_a_step("sharded", engine, grad_transform=tx, updater=updaters.accumulate)
-    close(found, after_a_step("device", engine, optimizer=tx))
+    whole = after_a_step("device", engine, optimizer=tx)
+    close(after_a_step("sharded", "auto", optimizer=tx), whole)
+    close(after_a_step("sharded", engine, grad_transform=tx, updater=updaters.accumulate), whole)
 
 
 # ---- servers that cut a value

@@ -50,6 +50,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
 def test_lists_on_any_devices(kind, place):
@@ -153,6 +154,7 @@ def test_pull_in_any_order_and_more_than_once():
 # ---- dtypes
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "uint8", "complex64"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dtypes_are_kept(kind, dtype):
@@ -164,6 +166,7 @@ def test_dtypes_are_kept(kind, dtype):
     np.testing.assert_array_equal(np.asarray(got, np.complex64), sum(np.asarray(v, np.complex64) for v in values))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_floating_values_of_any_width_are_cast_before_they_are_summed(kind, dtype):
@@ -257,7 +260,7 @@ def over(engine, kind, devices, body, updater):
     return store, model, jax.jit(run)
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 def test_inside_pmap_and_shard_map(engine, kind, count):

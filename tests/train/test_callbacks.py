@@ -159,7 +159,7 @@ class Mine:
 @pytest.mark.parametrize("every", [None, 2])
 def test_a_memory_survives_a_resume_bit_for_bit(tmp_path, every, capsys):
     whole = Mine(4)
-    state, history = run(epochs=9, callbacks=[whole], checkpoint_dir=tmp_path / "a")
+    state, history = run(epochs=9, callbacks=[whole])
     assert len(history) == 4
     half = Mine(4)
 
@@ -275,6 +275,7 @@ def test_what_is_no_callback():
         run(callbacks=Mine(more=object()), checkpoint_dir="never")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 def test_the_best_checkpoint_stays(tmp_path, engine):
     step = train.make_train_step(train.classification_loss(apply), engine=engine)
@@ -350,8 +351,8 @@ def test_the_best_state_is_restored(tmp_path, epochs, capsys):
 
 @pytest.mark.parametrize("first", [{"epochs": 1}, {"epochs": 2}, {"epochs": 3}, {"max_steps": 4}, {"max_steps": 8}])
 def test_a_resumed_run_restores_the_same_best_state(tmp_path, first, capsys):
-    want, _ = run(epochs=9, callbacks=[SCORES, BEST], checkpoint_dir=tmp_path / "a", keep=1)
-    options = {"callbacks": [SCORES, BEST], "checkpoint_dir": tmp_path / "b", "keep": 1}
+    want, _ = run(epochs=9, callbacks=[SCORES, BEST])
+    options = {"callbacks": [SCORES, BEST], "checkpoint_dir": tmp_path, "keep": 1}
     run(**{"epochs": 9, **first}, **options)
     capsys.readouterr()
     for _ in range(2):  # the second call finds it complete
@@ -398,21 +399,20 @@ def test_the_best_of_an_optimizer_that_evaluates_other_parameters(tmp_path, aver
 
 def test_a_changed_rate_beside_old_checkpoints_is_said(tmp_path, capsys):
     """A rate in the optimizer's program counts from there on. One in the state is that of the checkpoint."""
-    run(start(optax.adam(0.1)), epochs=1, checkpoint_dir=tmp_path / "a")
-    run(start(optax.adam(0.1)), epochs=2, checkpoint_dir=tmp_path / "a")
+    fast, slow = optax.adam(0.1), optax.adam(0.01)
+    for epochs in (1, 2):
+        run(start(fast), epochs=epochs, checkpoint_dir=tmp_path / "a")
     assert not capsys.readouterr().err
-    state, _ = run(start(optax.adam(0.01)), epochs=3, checkpoint_dir=tmp_path / "a")
+    run(start(slow), epochs=3, checkpoint_dir=tmp_path / "a")
     assert "step_00000006: the optimizer has other numbers (learning rate, schedule, " in capsys.readouterr().err
-    run(start(optax.adam(0.01)), epochs=4, checkpoint_dir=tmp_path / "a")
+    run(start(slow), epochs=4, checkpoint_dir=tmp_path / "a")
     assert not capsys.readouterr().err
     with pytest.raises(checkpoint.CheckpointError, match="saved with another optimizer"):
         run(start(optax.nadam(0.01)), epochs=5, checkpoint_dir=tmp_path / "a")
 
-    def in_state(rate):
-        return start(optax.inject_hyperparams(optax.sgd)(learning_rate=rate))
-
-    run(in_state(0.5), epochs=1, checkpoint_dir=tmp_path / "b")
-    state, _ = run(in_state(0.25), epochs=2, checkpoint_dir=tmp_path / "b")
+    in_state = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    run(start(in_state), epochs=1, checkpoint_dir=tmp_path / "b")
+    state, _ = run(updaters.set_learning_rate(start(in_state), 0.25), epochs=2, checkpoint_dir=tmp_path / "b")
     assert list(updaters.learning_rates(state).values()) == [0.5]
     said = capsys.readouterr().err
     assert "fit: the given state has the learning rate 0.25, but the run in" in said

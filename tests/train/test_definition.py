@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from step_model import EVERYWHERE, IN_TURN
+from step_model import EVERYWHERE, IN_TURN, update_of
 
 from jaxpar import data, kv, train
 
-ADAM = optax.adamw(0.05)
+ADAM, SGD = optax.adamw(0.05), optax.sgd(0.05)
 
 
 # The definition.
@@ -31,7 +31,7 @@ def definition(loss_fn, params, batch, *, shares, rng, step, accumulate=1, scale
         key, state, of_share = jax.random.fold_in(jax.random.fold_in(rng, step), i), model_state, []
         for j, part in enumerate(cut(share, accumulate)):
             part_key = key if accumulate == 1 else jax.random.fold_in(key, j)
-            grads, (values, state) = gradient(loss_fn, scale, dtype)(params, part, part_key, state)
+            grads, (values, state) = on_host(gradient(loss_fn, scale, dtype)(params, part, part_key, state))
             of_share.append((jax.tree.map(lambda g: g / scale, grads), values))
         terms.append(of_share)
         states.append(state)
@@ -58,6 +58,10 @@ def gradient(loss_fn, scale, dtype):
         return jnp.float32(value) * scale, ({"loss": loss, **aux}, state)
 
     return jax.jit(jax.grad(of_part, has_aux=True))
+
+
+def on_host(tree):
+    return jax.tree.map(np.asarray, tree)
 
 
 def mean(values):
@@ -157,8 +161,8 @@ def mostly_slow(all_of_them, *quick):
 
 
 def init():
-    w, v = jax.random.split(jax.random.key(1))
-    return {"w": jax.random.normal(w, (6, 5)), "v": jax.random.normal(v, (5, 1))}
+    draw = np.random.default_rng(1)
+    return {name: jnp.asarray(draw.normal(size=size), jnp.float32) for name, size in {"w": (6, 5), "v": (5, 1)}.items()}
 
 
 @functools.cache
@@ -187,12 +191,8 @@ def expected(loss_fn, tx, *, shares=4, rng=None, model_state=None, **options):
         grads, metrics, model_state = definition(
             loss_fn, params, batch, shares=shares, rng=rng, step=i, model_state=model_state, **options
         )
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = update_of(tx)(grads, state, params)
     return params, metrics, model_state
-
-
-SGD = optax.sgd(0.05)
 
 
 def found(loss_fn, tx, *, devices=4, kind="device", rng=7, model_state=None, **options):
@@ -242,7 +242,7 @@ OPTIONS = {
 def test_every_option_computes_the_definition(option, name, where):
     given, defined, rtol = OPTIONS[option]
     engine, kind = where
-    more = {"virtual_shards": 4} if kind == "virtual" else {}
+    more = {"virtual_shards": 4, "devices": 2} if kind == "virtual" else {}  # of which each compiles its own program
     tx = SGD  # Adam turns the rounding of bfloat16 into whole steps
     got = found(LOSSES[name], tx, engine=engine, kind="device" if more else kind, **given, **more)
     if option in ("loss_scale", "all") and name == "clipped":  # the scaled cotangents are clipped, in both
@@ -265,20 +265,18 @@ def test_a_mean_over_what_counts_is_the_same_on_any_number_of_devices(where, dev
 
 def test_a_mean_over_what_counts_under_local_steps():
     """A round of one step of SGD, averaged, is the step of all devices."""
-    tx = optax.sgd(0.05)
-    agree(found(counted, tx, local_steps=1), expected(counted, tx))
+    agree(found(counted, SGD, local_steps=1), expected_of(counted, SGD))
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
 def test_a_mean_over_what_counts_in_other_kinds(kind):
-    tx = optax.sgd(0.05)
-    store = kv.from_params(init(), kind=kind, optimizer=tx)
+    store = kv.from_params(init(), kind=kind, optimizer=SGD)
     state = train.create_state(store, 7, devices=jax.devices()[:4])
     step = train.make_train_step(counted)
     state, metrics = step(state, batches()[0])
     state = step.finish(state)
     grads, wanted, _ = definition(counted, init(), batches()[0], shares=4, rng=jax.random.key(7), step=0)
-    agree((state.params, metrics), (jax.tree.map(lambda p, g: p - 0.05 * g, init(), grads), wanted))
+    agree((state.params, metrics), (jax.tree.map(lambda p, g: p - 0.05 * g, on_host(init()), grads), wanted))
 
 
 @pytest.mark.parametrize("where", mostly_slow(["pmap", "shard_map", "jit", "virtual"], "jit"))
@@ -382,9 +380,10 @@ def test_a_step_in_the_place_of_rng_is_an_error():
 # What a loss may return.
 
 
-def one_step(loss_fn, **options):
-    store = kv.from_params(init(), optimizer=optax.sgd(0.1))
-    return train.make_train_step(loss_fn, **options)(train.create_state(store, 0), batches()[0])
+def one_step(loss_fn, params=None, **options):
+    store = kv.from_params(init() if params is None else params, optimizer=optax.sgd(0.1))
+    state = train.create_state(store, 0, devices=jax.devices()[: 2 if "virtual_shards" in options else 8])
+    return train.make_train_step(loss_fn, **options)(state, batches()[0])
 
 
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
@@ -395,7 +394,7 @@ def test_pairs_may_have_rows_and_stand_anywhere_in_aux(engine):
         return train.Mean(error**2 * counts, counts), aux
 
     _, metrics = one_step(loss, engine=engine)
-    error, counts = network(init(), batches()[0], lambda x: x), batches()[0]["counts"]
+    error, counts = np.asarray(network(init(), batches()[0], lambda x: x)), batches()[0]["counts"]
     np.testing.assert_allclose(metrics["loss"], (error**2 * counts).sum() / counts.sum(), rtol=1e-5)
     mean, weighted = metrics["nested"]["list"]
     np.testing.assert_allclose(mean, error.mean(), rtol=1e-5)
@@ -507,8 +506,7 @@ def test_strict_promotion_of_dtypes(options, dtype):
 
     with jax.numpy_dtype_promotion("strict"):
         params = jax.tree.map(lambda x: x.astype(dtype), init())
-        step = train.make_train_step(loss, unused="skip", **options)
-        state, metrics = step(train.create_state(kv.from_params(params, optimizer=optax.sgd(0.1)), 0), batches()[0])
+        state, metrics = one_step(loss, params, unused="skip", **options)
         assert [metrics[k].dtype for k in ("loss", "count", "flag", "half")] == [np.float32] * 4
         assert state.params["w"].dtype == dtype
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from step_model import ENGINES, close
+from step_model import ENGINES, close, update_of
 
 from jaxpar import kv, train, updaters
 
@@ -232,8 +232,7 @@ def test_lookahead_trains_fast_params_and_evaluates_slow_ones(engine):
     params = optax.LookaheadParams.init_synced(jax.tree.map(jnp.asarray, PARAMS))
     held = tx.init(params)
     for batch in batches(PARAMS):
-        updates, held = tx.update(jax.tree.map(lambda x: x.mean(0), batch), held, params)
-        params = optax.apply_updates(params, updates)
+        params, held = update_of(tx)(jax.tree.map(lambda x: x.mean(0), batch), held, params)
     close(state.params, params.fast)
     close(state.eval_params, params.slow)
     assert not np.allclose(params.fast["table"], params.slow["table"])
@@ -253,7 +252,7 @@ def test_schedule_free_evaluates_its_average(kind):
 def test_average_params(kind):
     tx = optax.chain(optax.sgd(0.1), updaters.average_params(0.5))
     state = trained(tx, PARAMS, kind, "shard_map", 2)
-    params = average = jax.tree.map(jnp.asarray, PARAMS)
+    params = average = PARAMS
     for batch in batches(PARAMS):
         params = jax.tree.map(lambda p, x: p - 0.1 * x.mean(0), params, batch)
         average = jax.tree.map(lambda a, p: 0.5 * a + 0.5 * p, average, params)
@@ -277,6 +276,7 @@ def recorder():
     return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "options",

@@ -27,8 +27,8 @@ def loss_fn(params, batch, rng):
 
 def init():
     def net(seed, width):
-        first, second = jax.random.split(jax.random.key(seed))
-        return {"in": jax.random.normal(first, (6, width)), "out": jax.random.normal(second, (width,)) / width}
+        rng = np.random.default_rng(seed)
+        return {"in": np.float32(rng.normal(size=(6, width))), "out": np.float32(rng.normal(size=width) / width)}
 
     return {"student": net(0, 8), "teacher": net(1, TEACHER // 8)}
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import assert_unchanged, collectives_in, compilations, snapshot
-from step_model import ENGINES, adam, by_hand, close, line, sgd, squares, start, step_of
+from step_model import ENGINES, adam, by_hand, close, line, sgd, squares, start, step_of, update_of
 
 from jaxpar import checkpoint, kv, train
 
@@ -33,16 +33,14 @@ def diloco(tx, outer, length, steps, finish=False):
     grad = jax.jit(alone, static_argnums=2)
     for i in range(steps):
         for d in range(COUNT):
-            updates, inner[d] = tx.update(grad(own[d], line(seed=i), d), inner[d], own[d])
-            own[d] = optax.apply_updates(own[d], updates)
+            own[d], inner[d] = update_of(tx)(grad(own[d], line(seed=i), d), inner[d], own[d])
         since += 1
         if since == length or (finish and i == steps - 1):
-            gap = jax.tree.map(lambda c, *each: sum(c - e for e in each) / COUNT, common, *own)
+            gap = jax.tree.map(lambda c, *each: sum(np.asarray(c) - e for e in each) / COUNT, common, *own)
             if outer:
-                gap, outer_state = outer.update(gap, outer_state, common)
-                common = optax.apply_updates(common, gap)
+                common, outer_state = update_of(outer)(gap, outer_state, common)
             else:
-                common = jax.tree.map(jnp.subtract, common, gap)
+                common = jax.tree.map(lambda c, g: np.asarray(c) - g, common, gap)
             own, since = [common] * COUNT, 0
     return common, own
 

@@ -59,7 +59,7 @@ def texts(many=False, kind="device", compression=None, fsdp=False, **options):
     return real, train.make_train_step(loss, **options).lower(shapes, batch, many=many)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", STEPS, ids=lambda options: "-".join(map(str, options)) or "plain")
 def test_the_program_of_shapes_is_the_one_that_runs(options):
     real, lowered = texts(**options)

@@ -35,6 +35,7 @@ def state_on(kind, count):
     return train.create_state(store, 0, devices=jax.devices()[:count])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("batch_size", [10, 64])
 @pytest.mark.parametrize(("kind", "count"), [(None, 1), ("device", 1), ("device", 8), ("sharded", 3)])
 def test_against_numpy(kind, count, batch_size):

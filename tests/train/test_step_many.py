@@ -1,5 +1,6 @@
 """Several steps by one program: the same numbers as one after the other, in `step.many` and in `fit`."""
 
+import copy
 import functools
 
 import jax
@@ -177,9 +178,10 @@ def test_a_step_that_stops_in_the_middle():
 
 def test_batches_on_another_device():
     step = train.make_train_step(squares, devices=jax.devices()[:2])
-    want, _ = one_by_one(step, start())
-    state, _ = step.many(start(), jax.device_put(stacked(LINES[:2]), jax.devices()[3]))
-    state, _ = step.many(state, jax.device_put(stacked(LINES[2:]), jax.devices()[3]))
+    want, _ = one_by_one(step_of(squares), start())
+    batches = jax.device_put(stacked(), jax.devices()[3])
+    state, _ = step.many(start(), batches, end=2)
+    state, _ = step.many(state, batches, 2)
     same(state, want)
 
 
@@ -261,7 +263,7 @@ def test_calls_of_the_step():
             return super().many(state, batches, first, end)
 
     calls = []
-    step = train.make_train_step(train.classification_loss(lambda params, x: x @ params["w"]))
+    step = copy.copy(STEP)  # with its programs
     step.__class__ = Seen
     fit(step=step, steps_per_execution=5, epochs=1)
     assert calls == [(0, 5), (0, 5), (0, 2)]

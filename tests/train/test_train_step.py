@@ -99,26 +99,31 @@ def test_twenty_steps_of_lenet(engine, count, kind):
     assert moved > 1e-2
 
 
+CLIP = optax.clip_by_global_norm(0.3)
+CLIPPED = optax.chain(CLIP, sgd())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipping_by_the_global_norm_is_optaxs_chain(kind):
-    clip = optax.clip_by_global_norm(0.3)
-    state = start(4, kind, optax.sgd(0.5))
-    step = step_of(squares, grad_transform=clip)
+    state = start(4, kind, sgd())
+    step = step_of(squares, grad_transform=CLIP)
     for i in range(3):
         state, _ = step(state, line(seed=i))
-    close(state.params, by_hand(optax.chain(clip, optax.sgd(0.5)), 3))
+    close(state.params, by_hand(CLIPPED, 3))
+
+
+MEAN = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
+SMOOTHED = optax.chain(MEAN, sgd())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_transform_with_a_state(kind):
-    mean = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
-    tx = sgd()
-    state = start(4, kind, tx, grad_transform=mean)
-    step = step_of(squares, grad_transform=mean, engine="shard_map")
+    state = start(4, kind, sgd(), grad_transform=MEAN)
+    step = step_of(squares, grad_transform=MEAN, engine="shard_map")
     for i in range(3):
         state, _ = step(state, line(seed=i))
-    close(state.params, by_hand(optax.chain(mean, tx), 3))
-    other = start(4, kind, tx)  # the step makes the state itself where it was not given to create_state
+    close(state.params, by_hand(SMOOTHED, 3))
+    other = start(4, kind, sgd())  # the step makes the state itself where it was not given to create_state
     for i in range(3):
         other, _ = step(other, line(seed=i))
     close((other.params, other.transform), (state.params, state.transform), rtol=0, atol=0)
@@ -208,6 +213,7 @@ def test_a_compressed_store_trains(engine):
 # ---- one program, memory handed on, nothing through the host
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_one_program_whose_state_is_donated(engine, kind):
@@ -265,9 +271,9 @@ def test_raw_keys_and_ints_are_rngs():
 
 
 def test_a_step_moves_a_state_to_its_own_devices():
-    step = train.make_train_step(squares, devices=jax.devices()[:2])
-    state, _ = step(start(4), line())
-    assert state.store.values[0].sharding.device_set == set(jax.devices()[:2])
+    devices = tuple(jax.devices()[:2])
+    state, _ = step_of(squares, devices=devices)(start(4), line())
+    assert state.store.values[0].sharding.device_set == set(devices)
     close(state.params, by_hand(sgd(), 1))
 
 
@@ -315,7 +321,7 @@ def test_a_batch_that_lies_as_an_earlier_one_is_looked_at_too():
 def test_the_parts_of_a_state_that_a_step_made():
     state = start(2, tx=adam())
     step = step_of(squares)
-    made, _ = step(state, line(8))
+    made, _ = step(state, line())
     assert list(vars(made)) == [field.name for field in dataclasses.fields(made)], "it remembers nothing else"
     assert list(vars(made.store)) == [field.name for field in dataclasses.fields(made.store)]
     assert not hasattr(made, "__array__")
@@ -325,10 +331,10 @@ def test_the_parts_of_a_state_that_a_step_made():
     assert jax.tree.structure(made) == jax.tree.structure(state)
     for other in copies:
         assert other.store == made.store
-    by_hand, _ = step(dataclasses.replace(made, step=made.step + 0), line(8))  # `made` lives on in part
+    by_hand, _ = step(dataclasses.replace(made, step=made.step + 0), line())  # `made` lives on in part
     assert int(by_hand.step) == 2
     with pytest.raises(RuntimeError, match="this state was donated to a step"):
-        step(made, line(8))
+        step(made, line())
     with pytest.raises(RuntimeError, match="this state was donated to a step"):
         _ = made.params
 
@@ -351,12 +357,11 @@ def test_an_error_of_the_loss_function_is_raised_at_once():
 
 
 def test_batches_that_lie_elsewhere_in_the_middle_of_a_run():
-    devices, other = jax.devices()[:2], jax.devices()[3]
-    step = train.make_train_step(squares, devices=devices)
-    tx = sgd()
-    states = [start(2, tx=tx), start(2, tx=tx)]
+    devices, other = tuple(jax.devices()[:2]), jax.devices()[3]
+    step = step_of(squares, devices=devices)
+    states = [start(2), start(2)]
     for place in (None, None, other, None, other):
-        batch = line(8)
+        batch = line()
         states[0], _ = step(states[0], batch)
         states[1], _ = step(states[1], batch if place is None else jax.device_put(batch, place))
     assert states[0].store == states[1].store

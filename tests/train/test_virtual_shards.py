@@ -23,8 +23,9 @@ CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(optax.cosine_d
 
 
 def init():
-    first, second = jax.random.split(jax.random.key(0))
-    return {"a": jax.random.normal(first, (12, 33)) * 0.3, "b": jax.random.normal(second, (33, 5)), "c": jnp.zeros(5)}
+    rng = np.random.default_rng(0)
+    a, b = 0.3 * rng.normal(size=(12, 33)), rng.normal(size=(33, 5))
+    return {name: jnp.asarray(x, jnp.float32) for name, x in {"a": a, "b": b, "c": np.zeros(5)}.items()}
 
 
 def dropped(params, batch, rng):

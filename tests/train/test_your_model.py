@@ -73,7 +73,7 @@ def of_nnx(axis_name):
 
 def of_linen(axis_name):
     net = LinenNet(axis_name)
-    variables = net.init(jax.random.key(0), X)
+    variables = jax.jit(net.init)(jax.random.key(0), X)
 
     def forward(params, images, stats):
         variables = {"params": params, "batch_stats": stats}
@@ -107,7 +107,7 @@ def of_haiku(axis_name):
         return hk.Linear(3)(jax.nn.relu(norm(hk.Linear(5)(images), training)))
 
     init, run = hk.without_apply_rng(hk.transform_with_state(net))
-    params, stats = init(jax.random.key(0), X, True)
+    params, stats = jax.jit(init, static_argnums=2)(jax.random.key(0), X, True)
 
     def apply(params, images, stats):
         return run(params, stats, images, False)[0]
