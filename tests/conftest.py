@@ -40,15 +40,12 @@ def devices(request):
     return jax.devices()[: request.param]
 
 
-def pytest_collection_finish():
-    """What is there before the first test is there after the last: collections of garbage pass it by."""
-    gc.freeze()
-
-
 @pytest.fixture
 def quick_collections():
     """`gc.collect` looks at what the test made alone; of older objects there are millions, half a second each time."""
     gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
