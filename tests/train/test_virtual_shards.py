@@ -237,7 +237,7 @@ def test_what_is_exchanged(devices, size, want):
     """Two exchanges of the size of the params at most, and for small params one gather."""
     devices = jax.devices()[:devices]
     deal = virtual_shards.Deal(V, len(devices))
-    node = jax.ShapeDtypeStruct((len(devices), size), np.float32, sharding=split_over(devices))
+    node = jax.ShapeDtypeStruct((len(devices), size), np.float32, sharding=split_over(tuple(devices)))
     program = virtual.exchange(deal, mesh_of(devices))
     found = collectives_in(program.lower([[node]] * deal.kept, []).compile().as_text())
     assert sorted(found) == sorted(want)
@@ -259,7 +259,7 @@ def test_padded_batches(resident):
     for mine, want in zip(padded, data.batches(dataset(), 64, rng=rng), strict=True):
         assert isinstance(mine, data.PaddedBatch)
         assert mine["image"].shape == (72, 12)
-        assert mine["image"].sharding.is_equivalent_to(split_over(devices), 2)
+        assert mine["image"].sharding.is_equivalent_to(split_over(tuple(devices)), 2)
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:64], b), mine.arrays, want)
     even = data.batches(dataset(), 64, devices=jax.devices()[:4], virtual_shards=V, resident=resident)
     assert next(even)["image"].shape == (64, 12)
