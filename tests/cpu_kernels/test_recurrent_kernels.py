@@ -187,7 +187,7 @@ def transforms():
 TRANSFORMS = dict(transforms())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cell", ["lstm", *slow("gru")])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_under_transforms(cell, name):
@@ -701,6 +701,7 @@ for cell, gates in (("lstm", 4), ("gru", 3)):
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("other", [{"JAX_NUM_CPU_DEVICES": "4"}, {"threads": "1"}])
 def test_the_same_bits_on_any_number_of_threads_and_devices(other):
     one = digests(BITS, JAX_NUM_CPU_DEVICES="1")

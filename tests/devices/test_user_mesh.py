@@ -132,7 +132,7 @@ KINDS_AND_MESHES = [
 ]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("kind", "name"), KINDS_AND_MESHES)
 @pytest.mark.parametrize("what", ["push", "pmap", "shard_map"])
 def test_the_same_bits_as_without_a_mesh(what, kind, name):

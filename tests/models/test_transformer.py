@@ -143,7 +143,7 @@ def test_on_a_mesh_the_weights_of_one_layer_are_gathered_at_a_time():
     assert not {op for op, _, _ in found} & {"all-to-all", "collective-permute"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(8, 1), (4, 2)])
 def test_a_step_sums_one_gradient_of_the_table(sizes):
     """The table is looked up and multiplied. A device adds both gradients before the devices sum them."""
