@@ -133,7 +133,7 @@ def main():
     if not cells:
         sys.exit(f"nothing to do: {args.only} is none of what can be run here")
     folder = Path(tempfile.mkdtemp(prefix="jaxpar-matrix-"))
-    dist = args.dist or folder / "dist"
+    dist = (args.dist or folder / "dist").resolve()  # the steps run in other folders
     if args.dist is None:
         subprocess.run([uv(), "build", "--quiet", "--out-dir", str(dist), str(ROOT)], check=True)
     tests = None if args.no_tests else args.pytest_args or ["-n", "2", "--dist", "worksteal"]
