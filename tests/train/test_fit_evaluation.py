@@ -170,6 +170,17 @@ def test_what_is_wrong_is_known_before_the_first_step(options, kind, words, tmp_
     assert fit(state, epochs=1)[1][0]["loss"] > 0  # the state is as before
 
 
+def test_a_wrong_loss_function_is_known_before_data_of_unknown_shapes_are_read(tmp_path):
+    file, read = tmp_path / "metrics.jsonl", []
+    file.write_text("of another run\n")
+    unread = data.from_iterable(lambda: read.append(1) or iter([]), steps_per_epoch=3)
+    step = train.make_train_step(lambda params, batch, rng, model_state: (predictions(params, batch).mean(), {}))
+    with pytest.raises(TypeError, match=r"loss_fn must be a function of \(params, batch, rng\).*model_state="):
+        fit(step=step, train_data=unread, metrics_file=file)
+    assert not read
+    assert file.read_text() == "of another run\n"
+
+
 def test_a_model_with_a_state_names_the_arguments():
     state = start(model_state={"mean": jnp.zeros(3)})
     with pytest.raises(TypeError, match=r"loss_fn must be a function of \(params, batch, rng, model_state\).*since"):
