@@ -188,7 +188,8 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     arrays = [checks.array(v, f"allreduce: value {i}") for i, v in enumerate(values)]
     for i, array in enumerate(arrays):
         checks.check_own(array.devices(), f"allreduce: value {i}")
-        checks.storable(array, arrays[0].shape, arrays[0].dtype, f"allreduce: value {i}")
+        if array.shape != arrays[0].shape:
+            raise ValueError(f"allreduce: value {i}: expected shape {arrays[0].shape}, got {array.shape}")
         if array.dtype != arrays[0].dtype:
             raise TypeError(f"allreduce: value {i}: expected dtype {arrays[0].dtype}, got {array.dtype}")
     # A store of this one sum, so that it is a push like any other: the same programs, the same bits.
