@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -70,7 +69,9 @@ def sum_windows(operand: jax.Array, *, place: primitive.Place, **params: Any) ->
         if _has_few_places(params):
             return functools.reduce(jnp.add, views(operand, _windows(params), 0))
         if _spreads(params):
-            return _spread(operand, params["window_dimensions"], params["padding"])
+            lengths = params["window_dimensions"]
+            high = [pair[1] - (length - 1) for pair, length in zip(params["padding"], lengths, strict=True)]
+            return _pad(_spread(operand, lengths), [(0, more) for more in high])
     return lax.reduce_window_sum_p.bind(operand, **params)
 
 
@@ -112,13 +113,16 @@ def _spreads(params: Any) -> bool:
     )
 
 
-def _spread(x: jax.Array, lengths: Sequence[int], padding: Sequence[tuple[int, int]]) -> jax.Array:
-    """Each entry as often as a window is long, with zeros after them."""
+def _spread(x: jax.Array, lengths: Sequence[int]) -> jax.Array:
+    """Each entry as often as a window is long."""
     sizes = [(size, length) for size, length in zip(x.shape, lengths, strict=True)]
-    kept = tuple(2 * axis for axis in range(x.ndim))
-    filled = lax.broadcast_in_dim(x, [n for pair in sizes for n in pair], kept)
-    edges = [(0, high - (length - 1), 0) for (_, high), length in zip(padding, lengths, strict=True)]
-    return lax.pad(filled.reshape([math.prod(pair) for pair in sizes]), jnp.zeros((), x.dtype), edges)
+    filled = lax.broadcast_in_dim(x, [n for pair in sizes for n in pair], tuple(range(0, 2 * x.ndim, 2)))
+    return filled.reshape([math.prod(pair) for pair in sizes])
+
+
+def _pad(x: jax.Array, edges: Sequence[tuple[int, int]]) -> jax.Array:
+    """With so many zeros before and after. Of a negative number, so many entries are cut off."""
+    return lax.pad(x, jnp.zeros((), x.dtype), [(low, high, 0) for low, high in edges])
 
 
 def scatter_to_largest(source: jax.Array, operand: jax.Array, *, place: primitive.Place, **params: Any) -> jax.Array:
@@ -134,14 +138,27 @@ def scatter_to_largest(source: jax.Array, operand: jax.Array, *, place: primitiv
     usual = params["select_prim"] is lax.ge_p and _is_usual(operand, params)
     if not usual or math.prod(windows.lengths) > MOST_PLACES:
         return lax.select_and_scatter_add_p.bind(source, operand, **params)
-    _, transposed = jax.vjp(partial(_first_of_largest, windows), operand)
-    return transposed(source)[0]
+    found = _first_of_largest(windows, operand)
+    if tuple(windows.lengths) != tuple(windows.strides):
+        parts = [jnp.where(found == number, source, 0) for number in range(math.prod(windows.lengths))]
+        return jax.linear_transpose(lambda x: list(views(x, windows, 0)), operand)(parts)[0]
+    # No entry is in two windows. So each asks its window, and nothing of the operand's size comes in between: a sum of
+    # parts, each with zeros at the other places, makes XLA write down the operand first where that is a relu's result.
+    numbers = jnp.arange(math.prod(windows.lengths), dtype=found.dtype).reshape(windows.lengths)
+    own = jnp.tile(numbers, found.shape)
+    spread = jnp.where(_spread(found, windows.lengths) == own, _spread(source, windows.lengths), 0)
+    sizes = zip(windows.padding, operand.shape, spread.shape, strict=True)
+    return _pad(spread, [(-low, low + size - covered) for (low, _), size, covered in sizes])
 
 
 def _first_of_largest(windows: Windows, x: jax.Array) -> jax.Array:
-    """The entry of each window that XLA's search finds, outside of the array too, where it pads with the least."""
-    fills = views(x, windows, _least(x.dtype))
-    return functools.reduce(lambda found, view: jnp.where(found >= view, found, view), fills)
+    """For each window, the number of the place that XLA's search finds, outside of the array too: there is the least."""
+    places = enumerate(views(x, windows, _least(x.dtype)))
+    found, largest = jnp.int32(0), next(places)[1]
+    for number, view in places:
+        stays = largest >= view
+        found, largest = jnp.where(stays, found, number), jnp.where(stays, largest, view)
+    return jnp.broadcast_to(found, largest.shape)
 
 
 def _least(dtype: Any) -> Any:
