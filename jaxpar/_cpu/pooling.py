@@ -152,7 +152,7 @@ def scatter_to_largest(source: jax.Array, operand: jax.Array, *, place: primitiv
 
 
 def _first_of_largest(windows: Windows, x: jax.Array) -> jax.Array:
-    """For each window, the number of the place that XLA's search finds, outside of the array too: there is the least."""
+    """For each window, the number of the place that XLA's search finds. Outside of the array the least number is."""
     places = enumerate(views(x, windows, _least(x.dtype)))
     found, largest = jnp.int32(0), next(places)[1]
     for number, view in places:

@@ -55,7 +55,7 @@ def convolution(x: jax.Array, w: jax.Array, edges: Sequence[tuple[int, int]], is
     features, summed = (w.shape[2], 1) if is_turned else (w.shape[3], 0)
     high, wide = (size + low + up - 2 for size, (low, up) in zip(x.shape[1:3], edges, strict=True))
     x = _pad(x, [(low, up + size % 2) for (low, up), size in zip(edges, (high, wide), strict=True)])
-    windows = [_of_window(row) for row in _of_window(_in_memory(w))]
+    windows = [_of_window(row) for row in _of_window(w)]
     images = _of_tiles(_in_memory(x))
     shape = (*images[0][0].shape[:3], features)
     numbers = ((1,), (summed,)), ((), ())

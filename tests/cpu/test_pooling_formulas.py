@@ -94,6 +94,13 @@ def test_windows_that_do_not_fit_and_padding_that_cuts(size, window, cut):
             np.testing.assert_array_equal(jax.jit(fast_on_cpus(of_lax))(x, y), of_lax(x, y))
 
 
+def test_no_array_of_the_images_size_is_between_a_relu_and_its_gradient():
+    x = np.zeros((8, 32, 32, 16), np.float32)
+    gradient = fast_on_cpus(jax.grad(lambda x: (pool(MAX, "halves")(jax.nn.relu(x)) ** 2).sum()))
+    memory = jax.jit(gradient).lower(x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < x.nbytes / 2 < memory.output_size_in_bytes
+
+
 def text(function, *args):
     return jax.jit(fast_on_cpus(function)).lower(*args).as_text()
 
