@@ -1,6 +1,7 @@
 """Several processes of one script on this machine, over Gloo."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -58,3 +59,26 @@ class Run:
     def saved(self, name):
         with np.load(self.folder / name) as found:
             return dict(found)
+
+
+def killed_and_resumed(script, folder, saved, phases, others):
+    """What each topology found. 2 × 2 is killed in the midst of a run, which each of the others resumes."""
+    first = Run(script, folder / "first", 2, 2, *phases)
+    with first:
+        first.wait(until=(first.folder / "run" / saved).exists)
+    assert [process.returncode for process in first.processes] == [-9, -9]
+    found = {"2x2": first}
+    for name, *what in others:
+        (folder / name).mkdir()
+        shutil.copytree(first.folder / "run", folder / name / "run")
+        with Run(script, folder / name, *what) as found[name]:
+            found[name].wait()
+    return found
+
+
+def check_same(got, expected, exact=lambda name: False):
+    """The same arrays but for the order of sums; to the bit where `exact` says so."""
+    assert got.keys() >= expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], value, rtol=2e-5, atol=2e-6, err_msg=name)
+        assert not exact(name) or got[name].tobytes() == value.tobytes(), name

@@ -153,7 +153,7 @@ def test_nothing_is_pickled(tmp_path, monkeypatch):
 # On other devices, in stores of another kind.
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("saved", "wanted"),
     [
@@ -180,6 +180,7 @@ def test_other_devices_and_kinds(tmp_path, saved, wanted):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_residuals_stay_on_as_many_devices_and_start_again_on_others(tmp_path, capsys):
     two_bit = {"type": "2bit", "threshold": 0.5}
     wide = {"w": np.zeros((5, 64), np.float32)}
@@ -286,7 +287,7 @@ def held_by(tx, kind="device"):
     return kv.from_params(PARAMS, kind=kind, devices=jax.devices()[:2], **given)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pair", OTHER_RULES.values(), ids=OTHER_RULES)
 def test_an_optimizer_with_the_same_state_and_another_rule(tmp_path, pair):
     first, second = map(held_by, pair)
@@ -300,6 +301,7 @@ def test_an_optimizer_with_the_same_state_and_another_rule(tmp_path, pair):
     kv.push(moved, [0, 1], jax.tree.leaves(PARAMS))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pair", SAME_RULES.values(), ids=SAME_RULES)
 def test_other_hyperparameters_are_no_other_optimizer(tmp_path, pair):
     first, second = map(held_by, pair)
@@ -346,6 +348,7 @@ def test_rules_are_equal_in_every_process(tmp_path):
     assert len(rules) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tx", [ADAM, optax.novograd(0.1), optax.chain(optax.trace(0.9), ADAM)])
 def test_a_state_for_each_key_becomes_one_for_all_params(tmp_path, tx, capsys):
     params = {"b": jnp.ones(2), "mu": {"b": jnp.ones(2), "trace": (jnp.ones(2), jnp.ones(2))}, "n": jnp.int32(1)}
@@ -545,7 +548,8 @@ def facts(history):
     ]
 
 
-@pytest.mark.parametrize("every", [None, 1, 3])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("every", [3, 1, None])
 def test_a_run_that_fails_in_an_epoch_goes_on_as_if_it_had_not(tmp_path, capsys, every):
     def fails(state, batch, seen=[]):  # noqa: B006
         seen.append(1)
@@ -715,6 +719,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, seed):
     assert "resumed from step" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_long_info_and_a_manifest_that_is_damaged_meanwhile(tmp_path):
     manager = checkpoint.Manager(tmp_path, keep=2)
     for step in range(4):

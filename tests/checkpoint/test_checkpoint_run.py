@@ -111,6 +111,7 @@ def test_damaged_records_are_refused_or_whole(tmp_path_factory, at, bit, cut):
         _run.read_records(folder, place)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", ["missing", "pipe", "endless", "folder", "number", "circle"])
 def test_records_that_cannot_be_read_cost_no_state(tmp_path, capsys, monkeypatch, what):
     monkeypatch.setattr(_run, "INSIDE", 1)
@@ -230,6 +231,7 @@ def test_a_claim_of_a_process_that_ended_is_taken_over(tmp_path, sleeper, change
 FAR = f"{'a' * 16}-5-5"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("owner", [FAR, "", "no name", "0" * 16 + "-5-5"])
 def test_a_claim_of_another_machine_is_watched(tmp_path, monkeypatch, capsys, owner):
     monkeypatch.setattr(_run, "_LOOK_EVERY", 0.02)
@@ -314,6 +316,7 @@ def test_a_claim_is_refused_where_nothing_can_be_written(tmp_path):
         _run.DirectoryLock(tmp_path).acquire()
 
 
+@pytest.mark.slow
 def test_a_fork_cannot_save_with_the_manager_of_its_parent(tmp_path):
     program = f"""
 import os, warnings
@@ -373,6 +376,7 @@ def test_a_link_to_nothing_in_place_of_a_claim(tmp_path):
         _run.DirectoryLock(tmp_path).acquire()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.ESTALE, errno.EMLINK])
 def test_a_file_system_without_hard_links(tmp_path, monkeypatch, sleeper, number):
     def link(*paths):

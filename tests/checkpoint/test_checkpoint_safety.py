@@ -351,6 +351,7 @@ def places(value, path=()):
         yield from places(part, (*path, name))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(choices=st.data())
 def test_whatever_is_forged_is_refused_or_restored(whole, choices):
@@ -398,6 +399,7 @@ def test_arrays_of_another_checkpoint_are_refused_though_every_checksum_is_right
         shutil.rmtree(path)
 
 
+@pytest.mark.slow
 def test_a_forged_info_of_a_run_is_passed_over(tmp_path, capsys):
     expected, _ = run(epochs=2)
     run(tmp_path, checkpoint_every=2, epochs=1)

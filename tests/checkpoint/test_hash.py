@@ -51,6 +51,7 @@ DTYPES = (
 ).split()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_each_dtype(dtype):
     """Each of two elements counts, and their places do."""
@@ -90,6 +91,7 @@ def test_every_single_bit_and_every_swap():
     assert len(set(found)) == len(found) == 1 + 8 * 32 + 28
 
 
+@pytest.mark.slow
 def test_layouts_do_not_count():
     tree = {"w": jnp.arange(48.0).reshape(6, 8), "h": jnp.ones((8, 4), "bfloat16"), "key": jax.random.key(0)}
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
@@ -102,6 +104,7 @@ def test_layouts_do_not_count():
         assert hash_of(tree) == expected
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["device", "local", "sharded", "dist_sync"])
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_kinds_and_devices_do_not_count(kind, count, tmp_path):

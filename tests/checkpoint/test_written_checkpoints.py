@@ -111,6 +111,7 @@ def test_what_was_written_restores_to_the_bit(written, case):
     assert facts(state, history) == expected
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ["device", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_what_was_written(written, tmp_path, case):
     shutil.copytree(written / case, tmp_path / case)

@@ -177,6 +177,7 @@ def powersgd_allreduce(rank):
     return jax.jit(jax.vmap(reduce, axis_name="data"))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(POWER_ITERATIONS).flatmap(
@@ -354,7 +355,7 @@ SHAPES_OF_DTYPES = [(shape, "bfloat16") for shape in SHAPES] + [
 ]
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES_OF_DTYPES, ids=str)
 def test_every_shape_and_dtype(coder, shape, dtype):
     value, fresh = gradients(shape, dtype=dtype), coder.init(shape, dtype)
@@ -368,6 +369,7 @@ def test_every_shape_and_dtype(coder, shape, dtype):
     assert jax.tree.structure(state) == jax.tree.structure(fresh)
 
 
+@pytest.mark.sampled(2)
 def test_float64(coder):
     with jax.enable_x64(True):
         value = gradients((5, 7), dtype="float64")
@@ -378,6 +380,7 @@ def test_float64(coder):
         np.testing.assert_allclose(np.asarray(decoded) + np.asarray(state["residual"]), value, atol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [*SHAPES, (40, 30), (3, 3, 8, 16)], ids=str)
 def test_powersgd_every_shape(shape):
     coder = compression.PowerSGD(2)

@@ -162,7 +162,7 @@ def test_the_sum_is_that_of_the_decoded_payloads_on_every_device(spec):
             np.testing.assert_array_equal(got[0], want)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_values_are_rounded_once(dtype):
     values = normal((700,), (40,))
@@ -182,6 +182,7 @@ def test_every_way_gives_the_same_bits(monkeypatch):
         np.testing.assert_array_equal(sums, expected(spec, values)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alone", [pytest.param(0, marks=pytest.mark.slow), 1 << 20], ids=["each_alone", "one_bucket"])
 def test_buckets_do_not_matter(alone):
     values = normal((64,), (3, 5), (40, 40))
@@ -224,7 +225,7 @@ def pushed(spec, count, shapes):
 TYPES = [*SPECS, {"type": "int3"}, {"type": "powersgd"}]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", TYPES, ids=name_of)
 def test_the_program_does_not_grow_with_the_devices(spec):
     """Other ways may be chosen for more devices, so the largest program of few devices is the measure.
@@ -250,7 +251,7 @@ LARGE = [(500, 800), (800,), (5000, 20), (20,)]
 PLAIN = 4 * sum(int(np.prod(s)) for s in LARGE)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("spec", "parts"),
     [
@@ -299,6 +300,7 @@ def rounded(values):
     return np.round(values / step), step
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(5, 13), (5,)], ids=str)  # the last owner has nothing of the second
 def test_codes_are_those_of_the_rule(shape):
     (values,) = normal(shape, count=4, seed=1)
@@ -314,6 +316,7 @@ def test_codes_are_those_of_the_rule(shape):
     assert not held[total.size :].any()  # what is padded
 
 
+@pytest.mark.slow
 def test_codes_of_zeros_tiny_and_wide_values():
     np.testing.assert_array_equal(kv.pull(pushes_of_codes("device", np.zeros((2, 4, 40))), 3), np.zeros(40))
     tiny = pushes_of_codes("device", np.full((1, 4, 40), 1e-30))
@@ -330,6 +333,7 @@ def test_what_is_not_finite_is_not_hidden_by_codes(kind):
     assert np.isnan(kv.pull(pushes_of_codes(kind, values), 3)).all()
 
 
+@pytest.mark.slow
 def test_residuals_of_both_ends_stay_on_as_many_devices_and_start_again_on_others():
     store = pushes_of_codes("device", normal((50,), count=4)[0][None])
     held = store.residuals[3]
@@ -395,6 +399,7 @@ def test_float64_values():
 ELEMENTS = 16384  # 65,536 bytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("spec", "bytes_"),
     [

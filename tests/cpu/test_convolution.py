@@ -126,6 +126,7 @@ def case_of(case):
     return (*arrays(x_shape, w_shape), *(by(conv, strides, padding, **options) for conv in convolutions))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", EACH)
 def test_the_numbers_of_lax(case):
     x, w, ours, laxs = case_of(case)
@@ -143,7 +144,7 @@ LEFT_TO_XLA = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", EACH)
 def test_every_formula_inside_of_loops(case):
     """There XLA has no fast convolution, so formulas are taken that are slower than XLA's outside."""
@@ -189,6 +190,7 @@ def test_derivatives_of_any_order():
     close(*(jax.jvp(jax.grad(cube), (few,), (few + 1,)) for cube in cubes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes", [(0, 0), *(pytest.param(a, marks=pytest.mark.slow) for a in ((0, None), (None, 0), (1, 3)))]
 )
@@ -250,7 +252,7 @@ SMALL = {  # images, window, padding, dilation of the images
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", SMALL)
 def test_small_images_are_products(case):
     x_shape, w_shape, padding, dilation = SMALL[case]
@@ -300,6 +302,7 @@ def test_copies_are_made_a_few_examples_at_a_time():
 MESH = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axis_type", MESH)
 def test_automatic_partitioning_exchanges_the_gradient_only(axis_type):
     """A loop over the examples would gather the images on every device."""
@@ -334,6 +337,7 @@ def test_shard_map_and_pmap():
     close((gx.reshape(x.shape), gw[0]), whole)
 
 
+@pytest.mark.slow
 def test_blocks_inside_of_shard_map():
     x, w = arrays((16, *CASES["in blocks"][0][1:]), CASES["in blocks"][1])
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))

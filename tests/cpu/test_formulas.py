@@ -59,9 +59,9 @@ def slow_parts(function, *args):
     }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [4, 1])
 def test_a_step_has_the_gradient_of_lax(engine, count):
     step = train.make_train_step(loss_fn, engine=engine)
     store = kv.from_params(PARAMS, optimizer=optax.sgd(0.1))
@@ -130,7 +130,7 @@ def over_batch(params, batch, rng):
     return jax.vmap(one)(batch["x"], batch["y"]).mean(), {}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", [in_scan, in_branch, nested, over_batch])
 def test_inside_of_other_programs(loss):
     plain, ours = gradient(loss), fast_on_cpus(gradient(loss))
@@ -140,6 +140,7 @@ def test_inside_of_other_programs(loss):
     assert slow_parts(ours, PARAMS, BATCH) == dict.fromkeys(before, 0)
 
 
+@pytest.mark.slow
 def test_inside_of_shard_map_and_vmap_and_derivatives():
     mesh = Mesh(jax.devices()[:4], "i")
     whole = jax.shard_map(
@@ -164,7 +165,7 @@ POOLS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("kind", ["normal", "equal entries", "mostly minus infinity", "bfloat16"])
 def test_the_gradient_of_max_pooling_to_the_bit(pool, kind):
@@ -195,6 +196,7 @@ PRODUCTS = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.int32])
 def test_products_of_lax(name, dtype):
@@ -226,6 +228,7 @@ def test_what_else_a_function_does(capfd):
     assert jax.dtypes.issubdtype(result["key"].dtype, jax.dtypes.prng_key)
 
 
+@pytest.mark.slow
 def test_a_pallas_kernel_is_left_as_it_is():
     pallas = pytest.importorskip("jax.experimental.pallas")
 

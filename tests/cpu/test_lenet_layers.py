@@ -51,6 +51,7 @@ def close(given, wanted, rtol=3e-6):
         assert abs(a - b).max() <= rtol * abs(b).max()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "args",
     [
@@ -66,6 +67,7 @@ def test_winograd_is_convolution_relu_and_mean(args):
     close(jax.jit(lenet_layers.winograd)(*args), jax.jit(reference)(*args))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "args",
     [
@@ -92,6 +94,7 @@ def test_gradients_of_all_arguments_and_of_one(fast, plain, args, arguments):
     close(jax.jit(jax.grad(loss(fast), arguments))(*args), jax.jit(jax.grad(loss(plain), arguments))(*args))
 
 
+@pytest.mark.sampled(1)
 @both
 def test_forward_mode(fast, plain, args):
     tangents = jax.tree.map(np.cos, args)
@@ -102,7 +105,7 @@ def test_forward_mode(fast, plain, args):
     close(product(fast), product(plain))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @both
 def test_second_derivatives(fast, plain, args):
     tangents = jax.tree.map(np.cos, args)
@@ -167,6 +170,7 @@ def test_the_scales_are_powers_of_two():
     assert (of_input * 64 == np.round(of_input * 64)).all()
 
 
+@pytest.mark.slow
 def test_dead_units_have_no_gradient():
     x, weight, _ = direct_case()
     bias = jnp.full(4, -1e3)

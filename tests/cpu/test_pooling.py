@@ -45,6 +45,7 @@ def gradient(fn, x):
 OFTEN = ("halves", "overlapping")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in CASES])
 def test_the_numbers_of_lax(case):
     shape, window, strides, padding = CASES[case]
@@ -78,6 +79,7 @@ def test_nan_and_infinity():
     np.testing.assert_array_equal(found.ravel(), [jnp.nan, jnp.nan, -jnp.inf, -jnp.inf])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "uint8"])
 def test_other_dtypes(dtype):
     x = images((2, 6, 6, 3)).astype(dtype)

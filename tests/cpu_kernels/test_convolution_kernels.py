@@ -75,6 +75,7 @@ SHAPES = {  # images, window, strides; many sums and long ones
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SHAPES)
 def test_rounding_is_no_worse_than_that_of_lax(name):
     x_shape, w_shape, strides = SHAPES[name]
@@ -178,7 +179,7 @@ def test_export_and_other_dtypes_take_the_kernels_of_xla():
 BAD = {"infinite": np.inf, "not a number": np.nan}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("where", ["images", "filter", "cotangent"])
 @pytest.mark.parametrize("options", [{}, {"strides": (2, 2)}, {"lhs_dilation": (2, 2), "padding": ((1, 1), (2, 2))}])
@@ -217,6 +218,7 @@ for device in jax.devices():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other", [{"JAX_NUM_CPU_DEVICES": "4"}, pytest.param({"threads": "1"}, marks=pytest.mark.slow)]
 )

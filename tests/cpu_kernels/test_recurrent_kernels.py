@@ -187,7 +187,7 @@ def transforms():
 TRANSFORMS = dict(transforms())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cell", ["lstm", *slow("gru")])
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_under_transforms(cell, name):
@@ -198,6 +198,7 @@ def test_under_transforms(cell, name):
     close(ours(params, x), laxs(params, x), 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS)
 def test_eager_calls(cell):
     params, x = made(cell)
@@ -205,9 +206,9 @@ def test_eager_calls(cell):
     close(jax.value_and_grad(fast_on_cpus(of_lax))(params, x), jax.value_and_grad(of_lax)(params, x))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [4, 1])
 @pytest.mark.parametrize("options", [{}, *slow({"remat": True}, {"accumulate": 2})])
 def test_a_step_of_each_engine(engine, count, options):
     params, _ = made("lstm", 4, 1, 6, 3)
@@ -227,7 +228,8 @@ def test_a_step_of_each_engine(engine, count, options):
     close(kv.to_params(new.store), jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient))
 
 
-@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("check", [True, False])
 def test_in_a_shard_map(check):
     params, x = made("lstm", 4, 8, 6, 3)
     states = {name: params.pop(name) for name in "ch"}
@@ -250,6 +252,7 @@ def test_in_a_shard_map(check):
     close(ours(params, states, x), laxs(params, states, x))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_sharded_arrays_take_the_loop_of_xla(kind):
     params, x = made("lstm", 4, 8, 6, 3)
@@ -265,6 +268,7 @@ def test_sharded_arrays_take_the_loop_of_xla(kind):
     close(found, jax.jit(jax.grad(functools.partial(loss, "lstm")))(params, x))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", CELLS)
 def test_export_and_other_dtypes_take_the_loop_of_xla(cell):
     params, x = made(cell)
@@ -447,7 +451,7 @@ def variants():
 VARIANTS = variants()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_almost_an_lstm(name):
     step, by_kernel = VARIANTS[name]
@@ -524,7 +528,7 @@ def gru_variants():
 GRU_VARIANTS = gru_variants()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", GRU_VARIANTS)
 def test_almost_a_gru(name):
     step, by_kernel = GRU_VARIANTS[name]
@@ -545,7 +549,7 @@ def test_options_of_scan(options, by_kernel):
     close(jax.jit(fast_on_cpus(of_lax))(params, x), jax.jit(of_lax)(params, x))
 
 
-@pytest.mark.parametrize("kind", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("kind", ["rbg", *slow("threefry2x32", "unsafe_rbg")])
 def test_a_cell_that_draws_random_numbers_draws_the_same(kind):
     """Keys of `rbg` give other numbers when all steps draw at once."""
     params, x = made("lstm")
@@ -572,7 +576,7 @@ def test_few_steps(cell, steps):
     close(jax.jit(fast_on_cpus(of_lax))(params, x), jax.jit(of_lax)(params, x))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
 def test_any_number_of_batch_axes(cell, shape):
@@ -604,7 +608,7 @@ def test_a_loop_without_inputs_and_a_carried_number():
         close(jax.jit(fast_on_cpus(of_lax))(params, x), jax.jit(of_lax)(params, x))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", [np.nan, *slow(np.inf, -np.inf)], ids=str)
 @pytest.mark.parametrize("where", ["input", "state", "h", "c", "x"])
 @pytest.mark.parametrize("cell", CELLS)
@@ -641,7 +645,7 @@ def test_large_and_small_values_are_those_of_lax():
     )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["LSTMCell", "OptimizedLSTMCell", "GRUCell"])
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 @pytest.mark.parametrize("options", [{}, *slow({"time_major": True}, {"reverse": True, "keep_order": True})])
@@ -670,6 +674,7 @@ def test_cells_of_flax(library, name, options):
             close(a, b)
 
 
+@pytest.mark.slow
 def test_flax_with_lengths_and_other_activations():
     linen = pytest.importorskip("flax.linen", reason="flax is not installed")
     x, lengths = normal(3, 5, 4), jnp.array([5, 2, 3])
@@ -701,7 +706,7 @@ for cell, gates in (("lstm", 4), ("gru", 3)):
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"JAX_NUM_CPU_DEVICES": "4"}, {"threads": "1"}])
 def test_the_same_bits_on_any_number_of_threads_and_devices(other):
     one = digests(BITS, JAX_NUM_CPU_DEVICES="1")

@@ -54,6 +54,7 @@ def test_raw_and_typed_keys_give_the_same_batches():
     same(batches(make(), 8, rng=jax.random.PRNGKey(5)), batches(make(), 8, rng=jax.random.key(5)))
 
 
+@pytest.mark.slow
 def test_another_key_implementation_keeps_its_own_order():
     rng = jax.random.key(1, impl="rbg")
     order = jax.random.permutation(jax.random.fold_in(rng, 0), 16).tolist()

@@ -303,6 +303,7 @@ def test_what_was_decoded_once_is_not_decoded_again(prepared, tmp_path):
         assert found["labels"].dtype == np.int32
 
 
+@pytest.mark.slow
 @needs_files
 def test_decoding_writes_nothing_to_standard_error(prepared):
     """TFDS recommends OpenCV there, which a notebook shows in red."""
@@ -311,6 +312,7 @@ def test_decoding_writes_nothing_to_standard_error(prepared):
     assert errors == ""
 
 
+@pytest.mark.sampled(1)
 @needs_files
 @pytest.mark.parametrize(
     "change",
@@ -397,6 +399,7 @@ def test_a_copy_of_another_number_of_examples_is_refused(tmp_path):
     assert _load.load_copy(tmp_path, "test[:5]") is None
 
 
+@pytest.mark.slow
 @needs_files
 def test_parts_and_large_splits_are_not_kept_and_a_full_disk_is_no_error(copy, monkeypatch):
     for path in copy[1].glob("jaxpar-*"):

@@ -219,6 +219,7 @@ class Loader:
         return Iterator(self)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["loader", "iterator", "bytes"])
 def test_a_resumed_run_reads_on_where_the_iterator_was(kind, tmp_path):
     def source(loader):

@@ -137,6 +137,7 @@ def test_gathered_sums_are_taken_in_the_order_of_the_devices():
     assert total.tolist() == [want] * 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [1, 16, 17, 100])
 def test_a_sum_in_order_adds_from_left_to_right(count):
     terms = np.random.default_rng(0).normal(size=(count, 3)).astype(np.float32)

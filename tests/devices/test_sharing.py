@@ -65,7 +65,7 @@ def test_the_memory_lives_as_long_as_somebody_sees_it():
     assert len(others) == 8
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "follows", "count"),
     [
@@ -116,6 +116,7 @@ def test_the_devices_hold_one_large_sum_together():
     assert len({address(copy) for copy in kv.pull(store, 0, devices=devices)}) == 1
 
 
+@pytest.mark.slow
 def test_compressed_large_values_keep_to_the_wire():
     devices = jax.devices()[:4]
     store = kv.init(kv.create("device"), [0, 1], [jnp.zeros(LARGE), jnp.zeros(3)])

@@ -76,6 +76,7 @@ def test_sources(train_data):
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("local", "dist_sync", "dist_async")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded", *SLOW])
 @pytest.mark.usefixtures("guarded")
 def test_verbs_of_a_store(kind):

@@ -80,6 +80,7 @@ def test_values_on_several_devices_are_pulled_together():
     assert [[c.tolist() for c in copies] for copies in pulled] == [[[k, k]] * 4 for k in (2.0, 0.0, 1.0)]
 
 
+@pytest.mark.slow
 def test_more_keys_than_a_program_takes(local):
     store = kv.init(kv.create("local"), list(range(300)), [jnp.full(2, float(k)) for k in range(300)])
     pulled = kv.pull(store, list(range(300)), devices=jax.devices()[:2])

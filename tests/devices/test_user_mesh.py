@@ -132,7 +132,7 @@ KINDS_AND_MESHES = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "name"), KINDS_AND_MESHES)
 @pytest.mark.parametrize("what", ["push", "pmap", "shard_map"])
 def test_the_same_bits_as_without_a_mesh(what, kind, name):
@@ -384,6 +384,7 @@ def in_and_out(mesh, how, folder=None):
 FOLDERS = itertools.count()
 
 
+@pytest.mark.slow
 def test_made_inside_of_a_mesh_and_used_where_none_is_set():
     same_bits(in_and_out(MESHES["explicit2d"](), "mesh"), in_and_out(MESHES["auto2d"](), "mesh"))
 
@@ -552,6 +553,7 @@ def test_verbs_in_a_users_jit(kind, compression, name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), on_host(found), expected)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", [P(None, "model"), P("model"), P("model", "data")])
 def test_params_that_are_split_stay_split_in_a_users_jit(spec):
     mesh = MESHES["explicit2d"]()

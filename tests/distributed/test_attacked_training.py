@@ -67,6 +67,7 @@ def attack(address, number):
     return len(sent)
 
 
+@pytest.mark.slow
 def test_a_training_beside_an_attack(undisturbed):
     """The server, a process of the run and its training are in this process, as in process 0 without the launcher."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

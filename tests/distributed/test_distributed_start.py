@@ -350,6 +350,7 @@ def test_all_join():
     assert [client.rank for client in clients] == [0, 1, 2]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

@@ -321,6 +321,7 @@ def test_without_descriptors_the_server_does_not_spin(run):
     run.turn()
 
 
+@pytest.mark.slow
 def test_a_flood_of_messages_is_read_in_portions(run):
     members = run.all_members()
     members[2].floods = True
@@ -355,6 +356,7 @@ def test_a_peer_that_does_not_read_gets_whole_messages_or_none(run):
 # The launcher, and the server in a thread
 
 
+@pytest.mark.slow
 def test_the_launcher_outlives_an_attack_on_its_port(tmp_path):
     attack = f"""
     import socket
@@ -473,6 +475,7 @@ def test_an_invalid_message_of_a_server_ends_the_process_with_one_clear_line(las
         last_line(data, go=b"")  # before the run begins it is an error of the start
 
 
+@pytest.mark.slow
 def test_a_flood_from_the_server_leaves_the_processor_free():
     near, far = socket.socketpair()
     client = new_client()
@@ -637,6 +640,7 @@ def test_a_process_that_dies_before_all_have_joined_may_die_again_later(monkeypa
         assert [next(iter(message)) for message in again.read()] == ["welcome", "go", "hint"]
 
 
+@pytest.mark.slow
 def test_another_process_comes_in_the_place_of_a_lost_one_once_process_0_has_let_it_go():
     left, listener = [], socket.create_server(("127.0.0.1", 0))
     quiet = {"on_leave": lambda *lost: left.append(lost), "launched": True}

@@ -145,8 +145,14 @@ def test_one_that_ignores_sigterm_and_what_it_started_are_killed_after_the_grace
     until(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_ctrl_c_reaches_every_process(program):
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_sigterm_reach_every_process_and_leave_time_to_save(program, sent, status):
     source = """
+        def save(*_):
+            time.sleep(0.5)
+            print("saved")
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, save)
         try:
             print("ready")
             time.sleep(60)
@@ -155,11 +161,11 @@ def test_ctrl_c_reaches_every_process(program):
     """
     with Running("-n", "2", "--max-restarts", "3", *program(source)) as running:
         running.lines(2)
-        running.process.send_signal(signal.SIGINT)
+        running.process.send_signal(sent)
         out, err = running.end()
     assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
     assert err == ""
-    assert running.process.returncode == 130
+    assert running.process.returncode == status
 
 
 def test_a_second_ctrl_c_does_not_wait(program):
@@ -173,25 +179,6 @@ def test_a_second_ctrl_c_does_not_wait(program):
         running.end()
     assert time.monotonic() - began < 5
     assert running.process.returncode == 130
-
-
-def test_sigterm_leaves_time_to_save(program):
-    source = """
-        def save(*_):
-            time.sleep(0.5)
-            print("saved")
-            sys.exit(0)
-        signal.signal(signal.SIGTERM, save)
-        print("ready")
-        time.sleep(60)
-    """
-    with Running("-n", "2", "--max-restarts", "3", *program(source)) as running:
-        running.lines(2)
-        running.process.send_signal(signal.SIGTERM)
-        out, err = running.end()
-    assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
-    assert err == ""
-    assert running.process.returncode == 143
 
 
 def test_sigterm_kills_after_the_grace_period(program):
@@ -255,6 +242,7 @@ def test_restarts_go_on_from_what_was_saved(program):
     assert all("process 1 (pid" in line and "killed by SIGKILL" in line for line in lines[0::2])
 
 
+@pytest.mark.slow
 def test_no_restart_is_left(program):
     done = launch("-n", "2", "--max-restarts", "1", *program(COUNTING))
     assert done.returncode == 137
@@ -305,6 +293,7 @@ def test_a_frozen_process_is_noticed(program):
     assert last == "jaxpar launch: restart 1 of 1 with 3 processes, from runs/step_5"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("failing", "why"),
     [("raise ValueError('three\\nlines')", "ValueError: three lines"), ("sys.exit(4)", "it ended with status 4")],
@@ -320,6 +309,7 @@ def test_survivors_say_what_failed(program, failing, why):
     )
 
 
+@pytest.mark.slow
 def test_a_report_says_more_than_the_status_that_follows_it(program):
     """The process reports and ends after the launcher has read, and before it looks at the processes."""
     slow = """
@@ -343,6 +333,7 @@ def test_a_report_says_more_than_the_status_that_follows_it(program):
     assert "failed: it ended with status 4; ending the others" in done.stderr
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("saving", [0.5, 60])
 def test_when_one_is_interrupted_the_others_have_time_to_save(program, saving):
     source = f"""
@@ -358,6 +349,7 @@ def test_when_one_is_interrupted_the_others_have_time_to_save(program, saving):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_with_0_is_no_loss(program):
     done = launch("-n", "3", *program("if rank == 0: time.sleep(1)", member=True))
     assert (done.returncode, done.stderr) == (0, "")

@@ -111,6 +111,7 @@ def test_a_service_that_dies_is_hidden_from_its_client(proxied):
         near.recv(1)
 
 
+@pytest.mark.slow
 def test_without_descriptors_the_proxy_goes_on(proxied):
     sock = proxied.stack.enter_context(socket.socket())
     with descriptors(next_descriptor(sock)):

@@ -25,6 +25,7 @@ def pair():
         yield near, JsonConnection(far, FROM_PROCESS)
 
 
+@pytest.mark.slow
 def test_heartbeats_come_while_this_process_sends_none(pair):
     near, far = pair
     pulse = Pulse(quiet=0.5, most=1.7)

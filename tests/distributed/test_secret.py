@@ -158,7 +158,7 @@ def test_a_client_says_what_is_wrong_with_the_secret(monkeypatch, server, client
     assert not running.thread.is_alive()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "says",
     [

@@ -118,6 +118,7 @@ def test_xla_options_measures_processes_with_options_of_their_own(tmp_path):
     assert "images/s" in shown
 
 
+@pytest.mark.slow
 def test_a_flag_that_xla_does_not_know_costs_its_row_alone(monkeypatch, capsys):
     import xla_options
 
@@ -126,6 +127,7 @@ def test_a_flag_that_xla_does_not_know_costs_its_row_alone(monkeypatch, capsys):
     assert capsys.readouterr().out.startswith("no unknown: ")
 
 
+@pytest.mark.slow
 def test_row_sparse_gives_what_dense_gives(tmp_path):
     _, report = run("row_sparse", tmp_path)  # it compares the two results itself
     assert report["table"] == [1000, 8]

@@ -33,8 +33,11 @@ PICTURES = ROOT / "docs" / "pictures"
 OF_PAGES = {"two_moons.svg"}  # drawn by the code of a page
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*$")
 MOST_NOT_RUN = 8  # three of them in tests of their own
-# Pages that compile for 4 to 20 seconds: the second row runs them.
-NAMES = "async checkpoints cluster engines evaluate from_gluon recipes seeing_a_run training tutorial your_model"
+# Pages that compile for 2 to 26 seconds: the second row runs them.
+NAMES = (
+    "async checkpoints cluster engines evaluate from_gluon own_loops recipes same_bits seeing_a_run training tutorial "
+    "your_model"
+)
 LONG = tuple(f"docs/{name}.md" for name in NAMES.split())
 EXAMPLES = 512
 needs_data = pytest.mark.skipif(
@@ -178,6 +181,7 @@ def test_each_feature_in_the_table_has_a_test():
         assert f"\ndef test_{name}(" in (ROOT / path).read_text(), feature
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
 def test_the_pictures_are_what_their_script_draws(tmp_path):
     spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "pictures" / "make.py")

@@ -79,7 +79,8 @@ def test_a_file_of_mxnet_with_empty_arrays(tmp_path):
     assert [array.shape for array in found.values()] == [(0, 3), (2, 0)]
 
 
-@pytest.mark.parametrize("kind", ["local", "device", "sharded", "dist_async"])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["local", "sharded", "device", "dist_async"])
 def test_a_deep_copy_of_a_state(kind):
     store = kv.from_params({"w": jnp.ones((4, 2))}, kind=kind, optimizer=optax.adam(0.1), devices=jax.devices()[:2])
     state = train.create_state(store, 0)

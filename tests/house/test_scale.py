@@ -67,7 +67,7 @@ def test_a_collective_in_two_halves_is_refused():
         _hlo.collectives("%a = (f32[1], f32[8]) all-gather-start(%x)", 8)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -92,6 +92,7 @@ def test_the_model_expects_the_bytes_that_the_compiled_step_sends(case):
     assert row["memory_bytes"] > row["argument_bytes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [("device", "2bit"), pytest.param(("sharded", "int8"), marks=pytest.mark.slow)], ids=" ".join
 )

@@ -36,7 +36,7 @@ def store_of(kind, compression=None):
     return kv.set_optimizer(store, optax.adam(0.1))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("kind", "compression"),
@@ -49,6 +49,7 @@ def test_constants_are_as_at_the_prompt(kind, compression, way):
         jax.tree.map(np.testing.assert_array_equal, traced, at_prompt)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 def test_in_a_users_mesh(types):
     store = store_of("device", "2bit")
@@ -70,7 +71,7 @@ def test_inside_of_shard_map_with_an_axis_a_constant_counts_on_each_device():
     assert jax.jit(mapped)(jnp.zeros(2)).tolist() == [4.0, 4.0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("around", ["nothing", "a mesh and jit"])
 @pytest.mark.parametrize("kind", ["device", "dist_async", "sharded"])
 def test_inside_of_shard_map_without_an_axis(kind, around):

@@ -170,7 +170,8 @@ def test_before_the_first_one_is_due_nothing_changes_not_even_adams_count():
         assert int(kv.push(new, 3, jnp.ones(SHAPE)).updater_state[3][0].count) == 1
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("count", [4, 1])
 def test_an_optimizer_of_the_whole_pytree_keeps_its_state_at_the_prompt(count):
     params = {"w": jnp.ones(SHAPE), "b": jnp.zeros(())}
     late = kv.from_params(params, kind="dist_async", staleness=1, optimizer=optax.adam(0.1))
@@ -212,6 +213,7 @@ def test_no_staleness_is_dist_sync_bit_for_bit():
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("way", "type"), [("eager", "2bit"), ("shard_map", "1bit")])
 def test_what_is_sent_is_compressed_and_what_waits_is_not(way, type):
     """The delayed store is the other one some pushes ago, residuals too; a 1-bit code of nothing would not be 0."""
@@ -255,6 +257,7 @@ def test_other_devices_take_over_what_waits(count):
     model.same(kv.flush(moved))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [4, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_a_checkpoint_holds_what_waits(tmp_path, count, capsys):
     def state(count, staleness=2, pushes=0):

@@ -114,7 +114,7 @@ def test_one_device_quantizes_too():
         np.testing.assert_array_equal(kv.pull(store, 3), want)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s["type"])
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_nothing_is_lost_for_good(kind, spec):
@@ -154,6 +154,7 @@ def test_small_and_integer_values_go_round_it():
     assert kv.pull(store, 1).tolist() == [6] * 64
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "dtype"), [("local", "float16"), ("device", "bfloat16"), ("sharded", "float16")])
 def test_narrow_values_are_compressed(kind, dtype):
     devices = jax.devices()[:2]

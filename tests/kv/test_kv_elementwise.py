@@ -357,12 +357,14 @@ def after_a_step(kind, engine, count=4, **options):
     return state.params
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_mask_by_axes_is_fine_where_all_values_are_vectors(engine):
     tx = optax.adamw(0.1, weight_decay=1.0, mask=by_axes)
     close(after_a_step("sharded", engine, optimizer=tx), after_a_step("device", engine, optimizer=tx))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_grad_transform_takes_what_is_not_elementwise(engine):
     tx = optax.lamb(0.1, weight_decay=0.1)

@@ -151,6 +151,7 @@ def test_an_exception_in_an_updater_reaches_the_caller(wrap):
     assert kv.pull(kv.push(store, 3, F + 1), 3)[0, 0] == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_a_compressed_list_keeps_its_length(kind):
     devices = jax.devices()[:4]

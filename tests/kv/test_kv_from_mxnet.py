@@ -184,7 +184,7 @@ def test_multipliers_change_in_the_middle_and_momentum_stays():
 PUSHES = [[0], [0, 1], [1], [0], [2, 0], [1, 0, 2], [2], [2, 1]]  # the keys of each push
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [("local", False), ("device", False), ("sharded", False), ("dist_sync", False), ("local", True), ("device", True)],
@@ -207,6 +207,7 @@ def test_a_schedule_follows_the_largest_count_of_any_key(kind, rows):
         np.testing.assert_allclose(kv.pull(store, key), np.full((4, 1), wanted), rtol=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 def test_a_schedule_follows_the_largest_count_in_a_step(engine):
     """ "b" is not read and keeps its count, after pushes at the prompt that counted further than those of "w"."""

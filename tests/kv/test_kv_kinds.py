@@ -139,6 +139,7 @@ PLAIN = 4 * ELEMENTS
 
 # Of the plain bytes: the codes, what of them goes to owners, and what comes back: sums of 4 as integers of 4 bits,
 # float32, or 3 bits. The codes of all are no more than owners would send of `1bit`, so all gather them.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("spec", "part", "owned", "back"),
     [
@@ -167,6 +168,7 @@ def total_of(sent, op):
     return sum(size for name, size in sent if name == op)
 
 
+@pytest.mark.slow
 def test_int8_sends_a_quarter_and_a_scale_for_1024_elements():
     codes = PLAIN / 4 + 4 * ELEMENTS / 1024
     sent = pushed_program("device", [(ELEMENTS,)], N, {"type": "int8"})
@@ -191,7 +193,8 @@ def bytes_on(device, tree):
     return sum(s.data.nbytes for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards if s.device == device)
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("count", [4, 1])
 def test_bytes_per_device_of_values_and_adam_state(count):
     devices = jax.devices()[:count]
     params = {"w": jnp.ones((64, 24)), "b": jnp.ones(64), "odd": jnp.ones((3, 3))}

@@ -50,7 +50,7 @@ PLACES = {
 }
 
 
-@pytest.mark.sampled(13)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
 def test_lists_on_any_devices(kind, place):
@@ -64,6 +64,7 @@ def test_lists_on_any_devices(kind, place):
         check(store, model)
 
 
+@pytest.mark.slow
 def test_one_store_pushed_from_ever_other_devices():
     """A value that lies on some devices meets pushes from others, of other numbers, with single arrays between."""
     store, model = start("device", add_twice)
@@ -166,7 +167,7 @@ def test_dtypes_are_kept(kind, dtype):
     np.testing.assert_array_equal(np.asarray(got, np.complex64), sum(np.asarray(v, np.complex64) for v in values))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_floating_values_of_any_width_are_cast_before_they_are_summed(kind, dtype):

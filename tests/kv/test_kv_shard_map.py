@@ -44,6 +44,7 @@ def test_pulled_values_are_known_to_be_equal_on_all_devices(kind, compression):
         np.testing.assert_allclose(value, np.full(value.shape, -0.5 * DEVICES), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_shard_map_summed_already_is_the_users_to_know():
     """The trap that `kv.push` warns of: with the check on, grad by replicated params is a sum already."""
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("d",))

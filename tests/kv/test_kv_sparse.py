@@ -122,6 +122,7 @@ def test_optimizers_that_update_the_whole_table_as_in_mxnet(mapped):
     np.testing.assert_allclose(kv.pull(store, 3), np.full(SHAPE, 0.99684), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adam_on_rows_is_adam_on_these_rows_alone():
     tx = optax.adam(0.1)
     store = kv.set_optimizer(kv.init(kv.create(), 3, whole_numbers(9, *SHAPE)), tx)
@@ -207,6 +208,7 @@ def test_pulling_rows_under_jit():
     assert [r.indices.tolist() for r in on] == [[3], [3]]
 
 
+@pytest.mark.slow
 def test_a_table_learns_through_its_rows():
     """Pull the rows of the batch, differentiate by them, push: the same as the dense gradient."""
     ids, lr = jnp.array([1, 3, 1]), 0.5

@@ -54,6 +54,7 @@ def test_logits_of_any_batch(params, n):
     close(apply(params, images(n)), as_written(params, images(n)))
 
 
+@pytest.mark.slow
 def test_gradients(params):
     inputs = params, images()
     given = gradients(*inputs)
@@ -110,6 +111,7 @@ def test_hessian_times_a_vector(params):
     close(product(lenet.apply), product(as_written), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "steps"),
     [

@@ -76,6 +76,7 @@ def test_what_is_refused(params):
         strided.apply({"dense": jnp.zeros(2)}, IMAGES)
 
 
+@pytest.mark.slow
 def test_no_image_and_a_symbolic_batch(params):
     assert strided.apply(params, IMAGES[:0]).shape == (0, 10)
     (batch,) = jax.export.symbolic_shape("batch")

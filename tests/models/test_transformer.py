@@ -87,6 +87,7 @@ def test_the_loss_and_its_gradients():
         assert (np.abs(grad).max(axis=-1) > 0).all(), path
 
 
+@pytest.mark.slow
 def test_what_it_begins_with():
     rng = jax.random.key(0, impl="rbg")  # compiles in half the time
     params = jax.jit(transformer.init, static_argnums=1)(rng, CONFIG)
@@ -117,6 +118,7 @@ def collectives(text):
             yield found[2], inside, [tuple(map(int, filter(None, shape.split(",")))) for shape in shapes]
 
 
+@pytest.mark.slow
 def test_on_a_mesh_the_weights_of_one_layer_are_gathered_at_a_time():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
     params, texts = parameters(), tokens(batch=8, length=13)

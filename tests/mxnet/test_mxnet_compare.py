@@ -86,6 +86,7 @@ def test_other_shapes_and_numbers_that_are_none(load):
     assert load().compare(arrays).name == "dense"
 
 
+@pytest.mark.slow
 def test_a_reference_of_another_network(load):
     with pytest.raises(ValueError, match="no array is given for input 'data'"):
         load().compare({"conv_output": load.arrays["conv_output"]})

@@ -88,7 +88,7 @@ def test_outputs_have_the_dtype_of_the_arrays(dtype, tmp_path):
         assert [out.dtype for out in outs] == expected, name
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_network_in_a_narrow_dtype(dtype, tmp_path):
     name = "zoo mobilenet_v2_0_25"

@@ -66,6 +66,7 @@ def test_every_option_of_imagerecorditer_is_here_or_answered(source):
         source(part_index=1)
 
 
+@pytest.mark.slow
 def test_what_is_drawn(files, source):
     found = list(data.batches(source(batch_size=11), rng=jax.random.key(1), epochs=40))
     orders = {tuple(batch["label"].tolist()) for batch in found}

@@ -28,6 +28,7 @@ def node(op, name, *inputs, **attrs):
     return {"op": op, "name": name, "inputs": [[i, 0] for i in inputs], "attrs": {k: str(v) for k, v in attrs.items()}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_the_model_zoo_with_its_channels_last(name, tmp_path):
     _, inputs = load(tmp_path, name)
@@ -134,7 +135,7 @@ AFTER = [
 QUICK_ONES = ("BatchNorm", "FullyConnected", "Flatten", "SoftmaxOutput", "broadcast_mul")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("op", "attrs", "more"),
     [pytest.param(*row, marks=() if row[0] in QUICK_ONES else pytest.mark.slow) for row in AFTER],

@@ -64,7 +64,7 @@ def loss_there(outputs, label):
     return -np.log(outputs[np.arange(len(label)), label.astype(int)]).mean()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("network", ["lenet", "factorization", "normalized"])
 def test_training_goes_on_as_in_mxnet(network, count, tmp_path):

@@ -29,7 +29,7 @@ def close(found, expected, what):
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5, err_msg=what)
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_it_computes_what_mxnet_computes(name, tmp_path):
     model = mxnet.load_symbol(write(tmp_path, name))
@@ -66,6 +66,7 @@ def test_it_computes_what_mxnet_computes(name, tmp_path):
         close(fresh[n], expected[f"aux {n}"], n)
 
 
+@pytest.mark.slow
 def test_gradients_that_mxnet_has_wrong(tmp_path):
     x = jnp.asarray(rule("x", (5, 4), "n"))
     selu = mxnet.load_symbol(write(tmp_path, "leaky selu"))

@@ -49,6 +49,7 @@ def scanned(updater, value, gradients, key=0):
     return values, state
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ARGS)
 def test_a_compiled_loop_gives_the_eager_values(name):
     values, state = run(make(name), *pushes())
@@ -165,6 +166,7 @@ def test_narrow_values_keep_their_dtype_and_a_wide_state(name, dtype):
     np.testing.assert_allclose(values.astype(jnp.float32), run(make(name), value, gradients)[0], atol=0.15)
 
 
+@pytest.mark.slow
 def test_float64():
     with jax.enable_x64(True):
         value, gradients = pushes()

@@ -87,6 +87,7 @@ def test_a_module_gives_what_its_symbol_gives(name, tmp_path):
         assert len([line for line in layers.splitlines() if line]) <= MOST_LINES[name]
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_symbol_without_labels(tmp_path):
     symbol, file, params, state, inputs = files_of(tmp_path, "normalized 1")
     model, module = mxnet.load_symbol(symbol), run(mxnet.port(symbol, file))
@@ -155,6 +156,7 @@ def mlp(names=("fc1", "fc2", "fc3", "out"), data="data"):
     return [*nodes, label, node("SoftmaxOutput", "softmax", (at, 0), (len(nodes), 0))]
 
 
+@pytest.mark.slow
 def test_an_mlp_is_a_loop_and_its_dropout_that_of_the_symbol(tmp_path):
     path = symbol_of(tmp_path, *mlp())
     text = mxnet.port(path, shapes={"data": (5, 6)})
@@ -259,7 +261,7 @@ def grouped():
 OWN = {"mlp": (mlp(("fc1", "fc1", "fc2", "out")), (5, 6)), "grouped": (grouped(), (4, 4, 5, 5))}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_a_network_of_flax_is_trained_as_its_symbol(name, tmp_path):
     path, shape = symbol_of(tmp_path, *OWN[name][0]), OWN[name][1]

@@ -111,7 +111,7 @@ ABSENT = [
 DTYPES = {"float32": "float32", "master": "-master float16", "float16": "float16", "float64": "float64"}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_combination_of_options(name, dtype):
@@ -168,6 +168,7 @@ class Each:
         return getattr(self.each[key // 2], self.of)(key % 2, *args)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "form"), [*((kind, "dense float32") for kind in KINDS), ("sharded", "dense-master float16")]
 )
@@ -199,7 +200,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "form", "lazy"), ROWS)
 def test_pushes_of_rows_from_two_devices(name, form, lazy, monkeypatch):
     # To compile the push takes longer than to run it. test_kv_sparse.py has the compiled ones.

@@ -61,6 +61,7 @@ def test_what_a_model_holds(model, tmp_path):
     assert all(np.array_equal(again[f"arg:{n}"], a) for n, a in model.params.items())
 
 
+@pytest.mark.slow
 def test_apply_is_pure(model):
     out = model.apply(model.params, IMAGES)
     np.testing.assert_allclose(jax.jit(model.apply)(model.params, {"data": IMAGES}), out, rtol=1e-5)

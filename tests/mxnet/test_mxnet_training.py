@@ -219,6 +219,7 @@ def test_a_saved_run_goes_on_with_its_channels_last(tmp_path):
     check_going_on(model, turned, "narrow", "shard_map", 1, "NHWC")
 
 
+@pytest.mark.slow
 def test_factors_of_the_file_are_those_of_a_module(tmp_path):
     name = "multipliers"
     model, there = load(tmp_path, name), of_case(name)

@@ -204,6 +204,7 @@ print(sorted(pages() for _ in range(60))[30])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc of the GNU C library")
 @pytest.mark.skipif("[always]" in HUGE_PAGES, reason="huge pages: a step touches a few pages anew in any case")
 def test_a_step_touches_no_new_pages_where_memory_is_kept():

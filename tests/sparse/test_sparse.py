@@ -177,6 +177,7 @@ def test_sizes():
         sparse.take(TABLE, [4, 1], size=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", [(6,), (6, 0), (0, 3), (6, 2, 3)], ids=str)
 def test_tables_of_other_shapes(shape):
     table = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.bfloat16)
@@ -418,6 +419,7 @@ def test_scan_of_lazy_updates():
 # ---- training
 
 
+@pytest.mark.slow
 def test_matrix_factorization_by_rows_equals_the_dense_computation():
     params = matrix_factorization.init(jax.random.key(0), 20, 15, 4)
     draws = np.random.default_rng(0)

@@ -37,7 +37,7 @@ NAN = float("nan")
 LONGER = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("values", "options", "epochs"),
     [
@@ -156,7 +156,8 @@ class Mine:
         return memory, record["step"] >= 3 * self.records
 
 
-@pytest.mark.parametrize("every", [None, 2])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("every", [2, None])
 def test_a_memory_survives_a_resume_bit_for_bit(tmp_path, every, capsys):
     whole = Mine(4)
     state, history = run(epochs=9, callbacks=[whole])
@@ -349,6 +350,7 @@ def test_the_best_state_is_restored(tmp_path, epochs, capsys):
     same(more, run(epochs=3)[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", [{"epochs": 1}, {"epochs": 2}, {"epochs": 3}, {"max_steps": 4}, {"max_steps": 8}])
 def test_a_resumed_run_restores_the_same_best_state(tmp_path, first, capsys):
     want, _ = run(epochs=9, callbacks=[SCORES, BEST])
@@ -379,6 +381,7 @@ def test_a_best_checkpoint_that_is_gone(tmp_path, capsys):
         run(epochs=4, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("average", ["schedule_free", "ema"])
 def test_the_best_of_an_optimizer_that_evaluates_other_parameters(tmp_path, average):
     import optax.contrib
@@ -397,6 +400,7 @@ def test_the_best_of_an_optimizer_that_evaluates_other_parameters(tmp_path, aver
     assert not np.allclose(best.eval_params["w"], best.params["w"])
 
 
+@pytest.mark.slow
 def test_a_changed_rate_beside_old_checkpoints_is_said(tmp_path, capsys):
     """A rate in the optimizer's program counts from there on. One in the state is that of the checkpoint."""
     fast, slow = optax.adam(0.1), optax.adam(0.01)

@@ -74,7 +74,7 @@ WHOLE = {"x": np.random.default_rng(0).integers(-4, 5, (64, 3)).astype(np.float3
 HALVES = optax.sgd(0.125, momentum=0.5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["device", "local", "sharded", "dist_sync"])
 def test_engines_and_kinds_of_equal_bits(tmp_path, engine, kind):
@@ -98,7 +98,8 @@ def images(params, batch, rng):
     return squares(params, {"x": batch["image"], "y": batch["label"]}, rng)
 
 
-@pytest.mark.parametrize("per_program", [1, 4, "auto"])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("per_program", [4, 1, "auto"])
 def test_programs_of_several_steps_are_cut(tmp_path, per_program):
     options = {"loss": images, "train_data": data.Dataset(DATA["x"], np.arange(64)), "steps_per_execution": per_program}
     found = run(tmp_path / "a", **options)
@@ -163,6 +164,7 @@ def test_the_file_of_another_run_is_refused(tmp_path, other, words):
     assert run(tmp_path / "a", epochs=2) == expected  # the same run from its beginning
 
 
+@pytest.mark.slow
 def test_a_run_with_virtual_shards_goes_on_anywhere(tmp_path):
     expected = run(tmp_path / "a", 1, virtual_shards=4)
     options = {"virtual_shards": 4, "checkpoint_dir": tmp_path / "points"}

@@ -42,6 +42,7 @@ def test_a_second_process_compiles_nothing_anew(tmp_path):
     assert os.stat(place).st_mode & 0o777 == 0o700
 
 
+@pytest.mark.slow
 def test_what_the_user_chose_stays(tmp_path):
     chosen = str(tmp_path / "mine")
     assert run(tmp_path, JAX_COMPILATION_CACHE_DIR=chosen)[0] == chosen

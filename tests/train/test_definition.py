@@ -220,6 +220,7 @@ def test_every_engine_and_kind_computes_the_definition(name, engine, kind):
     agree(found(LOSSES[name], ADAM, engine=engine, kind=kind), expected_of(LOSSES[name], ADAM))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", mostly_slow([2, 4, 6], 6))
 @pytest.mark.parametrize("name", mostly_slow(LOSSES, "counted"))
 def test_virtual_shards_compute_the_definition(name, shards):
@@ -236,6 +237,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", [*IN_TURN, ("jit", "device"), ("pmap", "virtual")], ids=lambda w: "-".join(w))
 @pytest.mark.parametrize("name", mostly_slow(["clipped", "counted", "dropped"], "counted"))
 @pytest.mark.parametrize("option", mostly_slow(OPTIONS, "all"))
@@ -250,6 +252,7 @@ def test_every_option_computes_the_definition(option, name, where):
     agree(got, expected_of(LOSSES[name], tx, **defined), rtol)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", [*IN_TURN, ("jit", "device")], ids=lambda w: "-".join(w))
 @pytest.mark.parametrize("devices", mostly_slow([1, 2, 3, 6, 8], 3))
 def test_a_mean_over_what_counts_is_the_same_on_any_number_of_devices(where, devices):
@@ -268,6 +271,7 @@ def test_a_mean_over_what_counts_under_local_steps():
     agree(found(counted, SGD, local_steps=1), expected_of(counted, SGD))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
 def test_a_mean_over_what_counts_in_other_kinds(kind):
     store = kv.from_params(init(), kind=kind, optimizer=SGD)
@@ -279,6 +283,7 @@ def test_a_mean_over_what_counts_in_other_kinds(kind):
     agree((state.params, metrics), (jax.tree.map(lambda p, g: p - 0.05 * g, on_host(init()), grads), wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", mostly_slow(["pmap", "shard_map", "jit", "virtual"], "jit"))
 @pytest.mark.parametrize("partitionable", mostly_slow([False, True], False))
 def test_random_numbers_of_a_share(where, partitionable):
@@ -288,6 +293,7 @@ def test_random_numbers_of_a_share(where, partitionable):
         agree(found(dropped, ADAM, **options), expected(dropped, ADAM))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", mostly_slow(["rbg", "unsafe_rbg"], "rbg"))
 @pytest.mark.parametrize("where", mostly_slow(["pmap", "shard_map", "virtual"], "shard_map"))
 def test_random_numbers_of_a_hardware_generator(where, impl):
@@ -301,6 +307,7 @@ def state_before():
     return {"mean": jnp.zeros(6), "fixed": jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", mostly_slow(["pmap", "shard_map", "jit", "virtual", "accumulate", "remat"], "jit"))
 @pytest.mark.parametrize("devices", mostly_slow([1, 3, 4, 6, 8], 3, 8))
 def test_what_the_loss_leaves_alone_in_a_model_state_keeps_its_bits(where, devices):
@@ -345,7 +352,7 @@ def annealed_with_state(params, batch, rng, state, step):
     return *annealed(params, batch, rng, step=step), {"steps": state["steps"] + step}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [
     {"engine": "pmap"},
     {"engine": "shard_map", "accumulate": 2},
@@ -430,6 +437,7 @@ def weighs(weight):
 WAYS = [{}, {"engine": "jit"}, {"accumulate": 3}, {"remat": True}, {"virtual_shards": 4}]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", mostly_slow(WAYS, *WAYS[:2]), ids=str)
 def test_a_weight_that_depends_on_the_params_is_an_error(options):
     with pytest.raises(ValueError, match=r"weight of the loss .* depends on the params"):
@@ -440,6 +448,7 @@ def test_a_weight_that_depends_on_the_params_is_an_error(options):
     one_step(weighs(lambda params, batch: 24), **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", mostly_slow(WAYS, {}, {"virtual_shards": 4}), ids=str)
 def test_a_batch_in_which_nothing_counts_is_not_finite(options):
     """0/0, as everywhere. A step that looks leaves the params alone."""
@@ -493,7 +502,7 @@ def test_many_steps_with_pairs_and_step():
 # Strict promotion of dtypes.
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [
     {"engine": "pmap"}, {"engine": "jit"}, {"virtual_shards": 4}, {"accumulate": 3}, {"compute_dtype": jnp.bfloat16},
     {"loss_scale": "dynamic"}, {"nonfinite": "stop"}, {"local_steps": 2},

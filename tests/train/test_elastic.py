@@ -243,6 +243,7 @@ def test_elastic_needs_the_launcher_that_goes_on(monkeypatch):
         distributed.initialize(elastic=True)
 
 
+@pytest.mark.slow
 def test_a_stuck_process_names_its_step_and_ends():
     source = """
 from jaxpar.train._elastic.watchdog import Watchdog
@@ -325,6 +326,7 @@ def test_what_process_0_does_between_steps_is_watched(monkeypatch):
     assert member._watchdog._work is None
 
 
+@pytest.mark.slow
 def test_a_plain_fit_does_not_load_the_room_of_elastic_runs():
     source = """
 import sys, jax.numpy as jnp, numpy as np, optax

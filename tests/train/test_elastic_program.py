@@ -59,7 +59,7 @@ CHANGES = {
 }
 
 
-SLOW = {*CHANGES} - {"the rate", "one label"}  # each compiles
+SLOW = {*CHANGES} - {"one label"}  # each compiles
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CHANGES])
@@ -69,6 +69,7 @@ def test_what_differs_is_named(name):
     assert found in (words, f"{SHAPES} and {words}"), found
 
 
+@pytest.mark.slow
 def test_an_equal_program_is_equal_in_another_process_on_other_devices():
     source = f"import sys; sys.path[:0] = {sys.path!r}; import jax; jax.config.update('jax_num_cpu_devices', 5)\n"
     source += "import json, test_elastic_program as t; print(json.dumps(t.program(device=4)))"

@@ -87,7 +87,7 @@ def test_as_pmap(store):
     same(ran(store()), by_pmap(2))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -103,6 +103,7 @@ def test_options_as_under_pmap(options):
     same(ran(store, **options), ran(plain, engine="pmap", **options))
 
 
+@pytest.mark.slow
 def test_several_data_axes_and_a_third():
     mesh = mesh_of(2, 2, 2, names=("data", "fsdp", "model"))
     rules = parallel.sharding_rules(
@@ -124,7 +125,7 @@ def test_many_steps_in_one_program():
     close(state.params, expected.params, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [updaters.mxnet_sgd(0.01, momentum=0.9), updaters.from_optax(optax.adam(0.01))])
 def test_updaters_with_one_state_a_key(update):
     plain = kv.from_params(params(), updater=update, devices=jax.devices()[:2])
@@ -219,6 +220,7 @@ def test_what_auto_takes():
         assert taken(plain) == "shard_map"
 
 
+@pytest.mark.slow
 def test_checkpoints_go_to_another_mesh_and_engine(tmp_path):
     split = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES)
     state, _ = ran(split)
@@ -304,6 +306,7 @@ class OwnSource:
         return iter([{"image": np.ones((batch_size, 8), np.float32), "label": np.zeros(batch_size, np.int32)}] * 24)
 
 
+@pytest.mark.slow
 def test_fit_splits_a_batch_over_the_data_axes_only():
     """Batches of 6 over two devices, on a mesh of 2 × 4."""
     rng = np.random.default_rng(0)
@@ -386,6 +389,7 @@ def test_refusals_of_verbs():
             place()
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_table_that_is_split():
     """Rows that several shares look up, with repeats: the scatter of openxla/xla issue 42481."""
 

@@ -35,6 +35,7 @@ def test_every_example_counts_once(batch_size):
     close(train.evaluate(jax.tree.map(jnp.asarray, PARAMS), apply, SET, batch_size=batch_size), want())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["device", "local", "sharded"])
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_of_a_state_on_any_devices(count, kind):

@@ -114,8 +114,8 @@ def want_masked():
     return {**names, "perplexity": np.exp(mean), "accuracy": right}
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("count", "size"), [(None, 16), (4, 8), (8, 36), (8, 64)])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("count", "size"), [(8, 36), (4, 8), (None, 16), (8, 64)])
 def test_masked_tokens_count_once_however_they_are_summed(count, size):
     """37 leaves 5, 5, 37 and 37 examples for the last batch, which 4 and 8 devices cannot share."""
     table = TABLE if count is None else state_of(count, params=TABLE)

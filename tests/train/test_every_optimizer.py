@@ -198,7 +198,7 @@ def test_the_names_are_all_there():
     assert not set(REASONS) - set(vars(optax)) - set(vars(contrib))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SORTS)
 def test_one_of_each_sort_trains_as_plain_optax(name):
     check(name, "device", "pmap", 4)
@@ -225,6 +225,7 @@ def test_as_plain_optax_everywhere(name, count, engine, kind):
     check(name, kind, engine, count)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_lookahead_trains_fast_params_and_evaluates_slow_ones(engine):
     tx = optax.lookahead(optax.adam(0.1), 3, 0.5)
@@ -238,6 +239,7 @@ def test_lookahead_trains_fast_params_and_evaluates_slow_ones(engine):
     assert not np.allclose(params.fast["table"], params.slow["table"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_schedule_free_evaluates_its_average(kind):
     tx = optax.chain(optax.clip(3.0), contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9))

@@ -69,6 +69,7 @@ def test_a_regression(eval_data, capsys):
     assert "accuracy" not in printed[0]
 
 
+@pytest.mark.slow
 def test_a_classifier_with_values_of_its_own_too(capsys):
     labels = RNG.integers(0, 3, 40)
     points = data.Dataset(RNG.random((40, 5), np.float32), labels)

@@ -73,7 +73,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_others_train_as_if_the_frozen_were_constants(name):
     four = {"devices": jax.devices()[:4]}
@@ -91,7 +91,7 @@ def assert_equal(one, two):
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("updater", [updaters.mxnet_adam(0.05), updaters.from_optax(optax.adam(0.05))])
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_an_updater_of_each_key_has_no_state_of_a_frozen_one(updater, kind):
@@ -120,7 +120,7 @@ def elements_sent(text):
     return sum(int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -240,7 +240,7 @@ def states_of(state, name):
     return [np.asarray(leaf) for leaf in (*own, *jax.tree.leaves(store.updater_state[key])) if leaf.ndim]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "tx", [optax.adamw(0.05), optax.sgd(0.1, momentum=0.9), updaters.mxnet_adam(0.05)], ids=range(3)
 )
@@ -300,6 +300,7 @@ def links(folder):
     ]
 
 
+@pytest.mark.slow
 def test_the_checkpoints_of_a_run_have_them_once_on_disk(tmp_path):
     def run(epochs):
         state, step = train.start(init(), optax.adam(0.1), loss_fn, frozen="teacher")

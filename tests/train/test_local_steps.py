@@ -45,6 +45,7 @@ def diloco(tx, outer, length, steps, finish=False):
     return common, own
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("engine", "outer"),
     [("pmap", None), ("pmap", nesterov()), ("shard_map", nesterov())],
@@ -164,6 +165,7 @@ def test_a_checkpoint_in_the_middle_of_a_round(tmp_path, capsys):
         checkpoint.restore(tmp_path / "a", start(COUNT, "dist_sync", adam()))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [2, 8])
 def test_other_devices_go_on_from_the_mean(tmp_path, count, capsys):
     state, step = run(COUNT, 4)

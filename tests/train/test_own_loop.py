@@ -163,6 +163,7 @@ def test_a_search_for_the_rate_compiles_once_and_leaves_the_state_alone(engine):
         assert float(metrics["loss"]) == loss
 
 
+@pytest.mark.slow
 def test_a_search_ends_where_the_loss_grows():
     def loss_fn(params, batch, rng):
         return ((batch["image"] @ params["w"] - 1.0) ** 2).mean(), {}
@@ -215,6 +216,7 @@ def test_a_search_without_a_rate_in_the_state():
     assert int(train.fit(state, step, TRAIN, epochs=1, batch_size=16, progress=False)[0].step) == 5
 
 
+@pytest.mark.slow
 def test_a_search_in_the_mesh_of_the_user():
     want = train.lr_find(*start(), TRAIN, batch_size=16, steps=12)
     with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])):

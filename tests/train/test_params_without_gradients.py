@@ -22,7 +22,7 @@ def trained(more, transform, engine, kind, is_given):
     return state
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("transform", "is_given"), [(CLIP, True), (TRACE, False)], ids=["clip", "trace"])
 @pytest.mark.parametrize(("engine", "kind"), PLACES)
 def test_a_grad_transform_sees_the_floating_params_only(engine, kind, transform, is_given):

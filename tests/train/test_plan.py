@@ -129,6 +129,7 @@ def test_what_make_cannot_do(choices, words):
         train.plan(make, on="v5e:2x2", **choices)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shards", [4, 8, 6])
 def test_virtual_shards_are_several_programs(shards):
     """As often as a device runs each: the gradient of a shard, the exchange of sums, the update."""
@@ -156,6 +157,7 @@ def test_make_must_use_the_devices_and_return_three():
         train.plan(3, on="v5e:2x2")
 
 
+@pytest.mark.slow
 def test_options_that_keep_parts_in_the_state_and_arrays_as_a_batch():
     def with_arrays(devices):
         step, state, _ = make(devices, nonfinite="skip", loss_scale="dynamic", grad_transform=optax.ema(0.9))
@@ -194,6 +196,7 @@ def test_the_words_of_the_compiler_of_tpus(monkeypatch):
         plan.plot()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("split", "sent", "is_said"),
     [
@@ -222,6 +225,7 @@ def test_split_weights_that_travel_whole(split, sent, is_said):
     assert ("keep copies over the rest" in str(plan)) == is_said
 
 
+@pytest.mark.slow
 def test_a_comparison():
     table = train.compare_plans(make, on=["v5e:2x2", "h100:4"], kind=["device", "sharded", "loocal"])
     assert len(table.rows) == 6

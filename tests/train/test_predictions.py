@@ -35,7 +35,7 @@ def state_on(kind, count):
     return train.create_state(store, 0, devices=jax.devices()[:count])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch_size", [10, 64])
 @pytest.mark.parametrize(("kind", "count"), [(None, 1), ("device", 1), ("device", 8), ("sharded", 3)])
 def test_against_numpy(kind, count, batch_size):
@@ -145,6 +145,7 @@ def test_the_picture_of_a_confusion_matrix(tmp_path):
         train.plot_confusion_matrix(np.zeros((2, 3)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("channels", [(), (1,), (3,)])
 def test_the_picture_of_mistakes(tmp_path, channels):
     images = data.Dataset(RNG.random((12, 6, 5, *channels), np.float32), np.arange(12) % 4)

@@ -138,7 +138,7 @@ def test_compute_in_bfloat16_store_in_float32():
     assert {str(x.dtype) for x in jax.tree.leaves(state.store.optimizer_state)} == {"float32", "int32"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_half_precision_is_near_the_plain_step(engine, kind):
     params = {"w": jnp.full((40, 30), 0.1), "b": jnp.zeros(30)}
@@ -175,6 +175,7 @@ def deep_start():
     return start(2, params=[jnp.eye(40) * 1.1 for _ in range(4)])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("engine", "remat"), [("pmap", True), ("shard_map", jax.checkpoint_policies.dots_saveable)])
 def test_what_is_computed_again_changes_nothing(engine, remat):
     found, sines = [], []

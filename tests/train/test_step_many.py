@@ -61,7 +61,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("engine", "case"), [*(("pmap", case) for case in CASES), ("shard_map", "plain"), ("shard_map", "local")]
 )
@@ -102,6 +102,7 @@ def test_a_model_state():
     assert int(state.model_state["batches"]) == len(LINES)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_parts_are_the_same_program(engine):
     step = step_of(squares, engine=engine)
@@ -212,6 +213,7 @@ def fit(state=None, source=POINTS, step=STEP, **options):
     return train.fit(state, step, source, **{"epochs": 3, "batch_size": 4, "progress": False, **options})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("most", "begin"), [(None, 0), (None, 7), (1, 12), (5, 0), (5, 25), (20, 7)])
 def test_groups_are_the_batches(most, begin):
     options = {"rng": jax.random.key(5), "start": begin, "devices": jax.devices()[:2]}
@@ -237,6 +239,7 @@ def fit_one_by_one():
     return *fit(steps_per_execution=1, on_step=told(one)), one
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("together", ["auto", 3, 12, 50])
 def test_fit_is_the_same_with_any_number(together):
     many = []
@@ -249,6 +252,7 @@ def test_fit_is_the_same_with_any_number(together):
     assert [r["step"] for r in record] == [12, 24, 36]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("together", ["auto", 5])
 def test_checkpoints_and_the_last_step_cut_it_short(tmp_path, together):
     fit(checkpoint_dir=tmp_path, checkpoint_every=7, keep=99, epochs=2, steps_per_execution=together)
@@ -297,6 +301,7 @@ def test_convolutions_are_kept_out_of_loops(monkeypatch):
         fit(state, step=step, epochs=1, steps_per_execution=4)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_together(monkeypatch):
     arrays = data.from_arrays({"image": POINTS.images, "label": POINTS.labels})
     assert int(fit(source=arrays, epochs=1)[0].step) == 12  # "auto" is 1 here

@@ -77,7 +77,7 @@ def oracle(steps, shares, parts=1):
     return params, {**state, "seen": jnp.int32(state["seen"])}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("engine", "kind", "parts"),
     [*((*where, 1) for where in IN_TURN), ("pmap", "device", 2), ("shard_map", "sharded", 2)],
@@ -93,6 +93,7 @@ def test_running_statistics_are_means_over_the_devices(engine, kind, parts):
     assert (state.model_state["seen"].dtype, int(state.model_state["seen"])) == (jnp.int32, 3 * parts)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("engine", "count"), [("pmap", 8), ("shard_map", 2)])
 def test_synced_batch_norm_is_that_of_the_whole_batch(engine, count):
     state = start(count, "device", adam(), model_state=fresh())
@@ -104,6 +105,7 @@ def test_synced_batch_norm_is_that_of_the_whole_batch(engine, count):
     close(state.model_state, want, rtol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_it_travels_with_the_metrics_and_is_donated(engine):
     state, batch = start(4, "device", adam(), model_state=fresh()), line()
@@ -176,13 +178,15 @@ def test_a_random_key_in_it_and_an_empty_one():
     assert state.model_state == {}
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("remat", [True, False])
 def test_it_goes_through_remat(remat):
     state, _ = step_of(local, remat=remat)(start(2, "device", adam(), model_state=fresh()), line())
     close(state.model_state, oracle(1, 2)[1], rtol=1e-4)
 
 
-@pytest.mark.parametrize(("count", "kind"), [(2, "device"), (4, "sharded")])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("count", "kind"), [(4, "sharded"), (2, "device")])
 def test_it_is_saved_and_goes_on(tmp_path, count, kind):
     step = step_of(local, nonfinite="skip")
     state = start(2, "device", adam(), model_state=fresh())
@@ -213,7 +217,8 @@ def test_the_given_state_stays_valid():
 SET = data.Dataset(np.random.default_rng(0).random((37, 5), np.float32), np.arange(37) % 4)
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("count", [3, 1])
 def test_evaluation_gets_it(count):
     def apply(params, images, model_state):
         return (images - model_state["mean"][None]) @ params["w"]

@@ -63,6 +63,7 @@ def roots(params, batch, rng):
     return jnp.sqrt(params["w"] * batch).sum() + params["b"], {}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_finite_loss_with_a_gradient_that_is_not(kind):
     def fresh():
@@ -77,7 +78,7 @@ def test_a_finite_loss_with_a_gradient_that_is_not(kind):
     assert np.isnan(float(state.params["w"])), "ignored where nobody asks for it"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:train step. the loss does not depend on")
 @pytest.mark.parametrize(
     ("kind", "spec"),
@@ -108,6 +109,7 @@ def test_compressed_stores_look_at_what_is_pushed(kind, spec):
     assert error.value.names == ("loss", "w")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_a_compressor_that_overflows_is_noticed(kind):
     """What is pushed is finite; four such numbers rounded to bfloat16 are not, added up."""
@@ -198,6 +200,7 @@ def test_many_names_are_cut():
 # ---- what it costs
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("engine", "kind", "action"),
     [(*where, action) for where, action in zip(IN_TURN, ("skip", "stop", "skip"), strict=True)],

@@ -78,19 +78,19 @@ def check(tx, **options):
         np.testing.assert_array_equal(other, one, jax.tree_util.keystr(path))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["adafactor, factored", "novograd", "partition", "adamw, mask by path", "lookahead"])
 def test_names_of_params_do_not_matter(name):
     check(WITH_FUNCTIONS.get(name, lambda: made(name))())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("engine", "kind"), PLACES)
 def test_names_of_params_do_not_matter_anywhere(engine, kind):
     check(optax.adamw(0.1), engine=engine, kind=kind)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options", [{"accumulate": 2}, {"local_steps": 2}, {"loss_scale": "dynamic"}, {"virtual_shards": 4}], ids=str
 )

@@ -157,6 +157,7 @@ def test_the_same_bits_on_any_number(place):
     assert CASES["clipped"].run(*place) == CASES["clipped"].run(1, "pmap")
 
 
+@pytest.mark.slow
 def test_with_a_shard_a_device_it_is_the_plain_step():
     """The same numbers: gradients, the `rng` of each shard, metrics."""
     plain, virtual = train.make_train_step(dropped), train.make_train_step(dropped, virtual_shards=2)
@@ -394,6 +395,7 @@ def test_a_collective_in_the_loss_is_refused():
         train.make_train_step(loss, virtual_shards=V)(start(2), batches()[0])
 
 
+@pytest.mark.slow
 def test_a_source_that_cannot_pad_is_refused():
     class Own:
         def examples(self, batch_size):

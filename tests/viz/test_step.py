@@ -343,6 +343,7 @@ def test_mistakes_in_words():
         plotted("single").step["layer9"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("split", [P("data"), P()])
 def test_the_gradient_of_every_layer_is_sent_at_the_layer(split):
     """XLA joins all gradients in one collective, and each device goes on with its own part of them."""

@@ -71,6 +71,7 @@ def test_nnx_modules_are_the_clusters_that_their_author_wrote(way):
     assert viz.trace(fn, *args, TOKENS)["query"].repeat == 2
 
 
+@pytest.mark.slow
 def test_an_nnx_training_step_returns_what_it_changes():
     nnx = libraries().nnx
     model = cnn()
@@ -95,6 +96,7 @@ def test_an_nnx_training_step_returns_what_it_changes():
     assert not any("wrap" in node.op for node in graph.layers)
 
 
+@pytest.mark.slow
 def test_scanned_nnx_layers_and_modules_that_are_no_pytrees():
     lib = libraries()
     graph = viz.trace(lib.Scanned(3, lib.nnx.Rngs(0)), m.Spec((5, lib.SIZE), f32))

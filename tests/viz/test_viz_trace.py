@@ -165,6 +165,7 @@ def test_transformers_of_the_libraries(build):
         assert graph.total_params == sum(leaf.size for leaf in jax.tree.leaves(args[0]))
 
 
+@pytest.mark.slow
 def test_resnet50_of_flax():
     fn, args = m.network("resnet")
     graph = check(m.traced("resnet"))
@@ -519,6 +520,7 @@ def _calls(fn, x):
     return sum(entry.callcount for entry in profile.getstats()), plot
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [m.chain, m.tangle])
 @pytest.mark.parametrize(("few", "many"), [(200, 800), pytest.param(1_000, 10_000, marks=pytest.mark.slow)])
 def test_many_equations(build, few, many):
