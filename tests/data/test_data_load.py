@@ -22,8 +22,7 @@ from jaxpar.data import _load
 from jaxpar.data._load import DEBIAN_DIR, OFFICIAL
 
 needs_files = pytest.mark.skipif(
-    bool(_load.missing_idx(DEBIAN_DIR)),
-    reason="Debian's package dataset-fashion-mnist is not installed",
+    bool(_load.missing_idx(DEBIAN_DIR)), reason="Debian's package dataset-fashion-mnist is not installed"
 )
 pytestmark = pytest.mark.data
 

@@ -223,12 +223,7 @@ def test_what_fit_asks_for_is_a_protocol():
             r"batch 0 of the epoch should have 8 examples .*'image' \(5, 4\).*drop_last",
         ),
         ([(X[:8],)], {}, ValueError, r"tuple of 1, but there are 2 names \('image', 'label'\); give names="),
-        (
-            [{"text": ["a"] * 8}],
-            {},
-            TypeError,
-            "'text' is a list of dtype <U1, which is not an array of numbers; ",
-        ),
+        ([{"text": ["a"] * 8}], {}, TypeError, "'text' is a list of dtype <U1, which is not an array of numbers; "),
         ([{"x": object()}], {}, TypeError, "'x' is a object of dtype object"),
         (
             [{"x": np.ones(2)}, {"x": np.ones(3)}] * 4,

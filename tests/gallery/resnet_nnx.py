@@ -18,8 +18,7 @@ class Bottleneck(nnx.Module):
             self.downsample = None
         else:
             self.downsample = nnx.Sequential(
-                nnx.Conv(inputs, outputs, (1, 1), stride, use_bias=False, rngs=rngs),
-                nnx.BatchNorm(outputs, rngs=rngs),
+                nnx.Conv(inputs, outputs, (1, 1), stride, use_bias=False, rngs=rngs), nnx.BatchNorm(outputs, rngs=rngs)
             )
 
     def __call__(self, x):

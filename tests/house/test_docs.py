@@ -41,8 +41,7 @@ NAMES = (
 LONG = tuple(f"docs/{name}.md" for name in NAMES.split())
 EXAMPLES = 512
 needs_data = pytest.mark.skipif(
-    bool(_load.missing_idx(DEBIAN_DIR)),
-    reason="Debian's package dataset-fashion-mnist is not installed",
+    bool(_load.missing_idx(DEBIAN_DIR)), reason="Debian's package dataset-fashion-mnist is not installed"
 )
 
 

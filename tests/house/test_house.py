@@ -46,11 +46,7 @@ LAYERS = (
     "__main__",
 )
 PRIVATE = ("_core", "_cpu", "_devices", "_heartbeat", "_launch", "_store", "_cli")
-WITHOUT_JAX = (
-    "_heartbeat",
-    "_launch",
-    *(f"_core.{m}" for m in ("text", "files", "process")),
-)
+WITHOUT_JAX = ("_heartbeat", "_launch", *(f"_core.{m}" for m in ("text", "files", "process")))
 # Rooms and modules that may touch the world.
 EDGE = [
     "_core.files",

@@ -39,8 +39,7 @@ def store_of(kind, compression=None):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("kind", "compression"),
-    [("local", None), ("device", "2bit"), ("sharded", "int8"), ("dist_async", None)],
+    ("kind", "compression"), [("local", None), ("device", "2bit"), ("sharded", "int8"), ("dist_async", None)]
 )
 def test_constants_are_as_at_the_prompt(kind, compression, way):
     store = store_of(kind, compression)

@@ -85,8 +85,7 @@ REFUSED = {  # the transform, and why it is refused for a matrix
     "masked momentum": (lambda: optax.masked(optax.trace(0.9), by_axes), "its state has another structure"),
     "labels by axes": (
         lambda: optax.multi_transform(
-            {"a": optax.adam(0.1), "b": optax.sgd(0.1)},
-            lambda p: jax.tree.map(lambda x: "a" if x.ndim > 1 else "b", p),
+            {"a": optax.adam(0.1), "b": optax.sgd(0.1)}, lambda p: jax.tree.map(lambda x: "a" if x.ndim > 1 else "b", p)
         ),
         "its state has another structure",
     ),

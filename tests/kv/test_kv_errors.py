@@ -55,11 +55,7 @@ CALLS = {
     "row_out_of_range": (lambda s: kv.row_sparse_pull(s, 3, [2]), (ValueError, IndexError), "2"),
     "row_negative": (lambda s: kv.row_sparse_pull(s, 3, [-1]), (ValueError, IndexError), "-1"),
     "row_ids_length": (lambda s: kv.row_sparse_pull(s, [3, 5], [[0]]), ValueError, "row_ids must be .* 2 keys"),
-    "axis_name": (
-        lambda s: kv.push(s, 3, F, axis_name="data"),
-        NameError,
-        "axis_name='data'; leave it out",
-    ),
+    "axis_name": (lambda s: kv.push(s, 3, F, axis_name="data"), NameError, "axis_name='data'; leave it out"),
     "updater": (
         lambda s: kv.set_updater(s, 3),
         TypeError,

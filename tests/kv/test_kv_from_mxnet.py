@@ -110,10 +110,7 @@ def with_state(key, pushed, state, stored):
 
 NOTHING = lambda key, value: ()  # noqa: E731
 UPDATERS = {
-    "four": (
-        lambda: with_state,
-        r"of \(key, pushed, stored\), got with_state\(key, pushed, state, .*Updater\(",
-    ),
+    "four": (lambda: with_state, r"of \(key, pushed, stored\), got with_state\(key, pushed, state, .*Updater\("),
     "three": (lambda: updaters.Updater(NOTHING, plain), r"Updater.update .*\(key, pushed, state, stored\).*stateless"),
     "init": (
         lambda: updaters.Updater(lambda value: (), with_state),

@@ -227,11 +227,7 @@ def test_factors_of_the_file_are_those_of_a_module(tmp_path):
         expected = {n: f for n, f in CASES[name][factors].items() if n in model.params}
         assert getattr(model, factors) == expected
     state, step = train.start(
-        model.params,
-        sgd_of(model, name, wd=0.1),
-        loss_of(model),
-        model_state=model.state,
-        devices=jax.devices()[:1],
+        model.params, sgd_of(model, name, wd=0.1), loss_of(model), model_state=model.state, devices=jax.devices()[:1]
     )
     for number in range(5):
         state, _ = step(state, batch_of(name, number))

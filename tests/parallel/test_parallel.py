@@ -159,8 +159,7 @@ def test_shard_map_takes_no_other_axis_for_the_first(axes):
 
 
 @pytest.mark.parametrize(
-    ("n", "error"),
-    [(0, ValueError), (np.int64(-1), ValueError), (2.0, TypeError), (True, TypeError), ("4", TypeError)],
+    ("n", "error"), [(0, ValueError), (np.int64(-1), ValueError), (2.0, TypeError), (True, TypeError), ("4", TypeError)]
 )
 def test_a_number_of_devices_is_a_positive_int(n, error):
     with pytest.raises(error, match=re.escape(f"use_cpu_devices: n must be an int from 1 to 4,096, got {n!r}")):

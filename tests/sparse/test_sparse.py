@@ -77,13 +77,7 @@ def test_takes_any_integers_and_owns_what_it_holds():
         ([0.5], (1, 2), (6, 2), TypeError, "indices must be integers, got 0.5"),
         ([True], (1, 2), (6, 2), TypeError, "indices must be integers, got dtype bool"),
         ([[0]], (1, 2), (6, 2), ValueError, r"indices must have one axis, got shape \(1, 1\)"),
-        (
-            [0],
-            (2, 2),
-            (6, 2),
-            ValueError,
-            r"1 rows of a table of shape \(6, 2\) need values of shape \(1, 2\)",
-        ),
+        ([0], (2, 2), (6, 2), ValueError, r"1 rows of a table of shape \(6, 2\) need values of shape \(1, 2\)"),
         ([0], (1, 3), (6, 2), ValueError, r"need values of shape \(1, 2\), got \(1, 3\)"),
         ([0], (1,), (), ValueError, r"a table must have a first axis of fewer than 2\*\*30 rows"),
         ([0], (1, 2), (2**30, 2), ValueError, r"fewer than 2\*\*30 rows, got shape \(1073741824, 2\)"),
@@ -166,10 +160,7 @@ def test_sizes():
     rows = rows_of([4, 1, 4])
     assert sparse.coalesce(rows, size=5).indices.tolist() == [1, 4, 6, 6, 6]
     assert sparse.take(TABLE, [4, 1, 4], size=3).indices.tolist() == [1, 4, 6]
-    assert jax.jit(functools.partial(sparse.take, size=2))(TABLE, jnp.array([4, 1, 4])).indices.tolist() == [
-        1,
-        4,
-    ]
+    assert jax.jit(functools.partial(sparse.take, size=2))(TABLE, jnp.array([4, 1, 4])).indices.tolist() == [1, 4]
     for call in (sparse.coalesce, lambda rows, size: sparse.add([rows], size=size)):
         with pytest.raises(ValueError, match="coalesce: size 1 is too small for 2 different rows"):
             call(rows, size=1)

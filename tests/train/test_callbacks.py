@@ -80,11 +80,7 @@ def test_a_stopping_without_a_monitor_takes_what_there_is():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (
-            lambda: train.EarlyStopping("reply"),
-            ValueError,
-            "'reply' does not tell whether more or less is better",
-        ),
+        (lambda: train.EarlyStopping("reply"), ValueError, "'reply' does not tell whether more or less is better"),
         (lambda: train.EarlyStopping(3), TypeError, "monitor must be a string, got 3"),
         (lambda: train.EarlyStopping("loss", mode="mim"), ValueError, "unknown mode 'mim'.*did you mean 'min'"),
         (lambda: train.EarlyStopping(mode="max"), ValueError, "mode='max' needs the name of a metric; give monitor="),
@@ -96,11 +92,7 @@ def test_a_stopping_without_a_monitor_takes_what_there_is():
         ),
         (lambda: train.EarlyStopping(min_delta=NAN), ValueError, "min_delta must be a finite number"),
         (lambda: train.KeepBest("reply"), ValueError, "train.KeepBest: the name 'reply' does not tell"),
-        (
-            lambda: train.LearningRate("fast"),
-            TypeError,
-            "a function or a number of 0 or more, got 'fast'",
-        ),
+        (lambda: train.LearningRate("fast"), TypeError, "a function or a number of 0 or more, got 'fast'"),
         (lambda: train.to_wandb(3), TypeError, "train.to_wandb: project must be a string, got 3"),
     ],
 )

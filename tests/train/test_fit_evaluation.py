@@ -145,16 +145,8 @@ def logits(params, images):
         ),
         ({"step": lambda p, b, r: predictions(p, b).mean()}, TypeError, r"must return \(loss, aux\) with aux a dict"),
         ({"step": lambda p, b, r: (predictions(p, b), {})}, TypeError, "the loss must be a scalar"),
-        (
-            {"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"seconds": 1.0})},
-            ValueError,
-            "has seconds, which",
-        ),
-        (
-            {"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"eval_mse": 1.0})},
-            ValueError,
-            "has eval_mse, which",
-        ),
+        ({"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"seconds": 1.0})}, ValueError, "has seconds, which"),
+        ({"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"eval_mse": 1.0})}, ValueError, "has eval_mse, which"),
     ],
 )
 def test_what_is_wrong_is_known_before_the_first_step(options, kind, words, tmp_path):

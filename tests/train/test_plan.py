@@ -216,11 +216,7 @@ def test_split_weights_that_travel_whole(split, sent, is_said):
     assert plan.batch_axes == ("data",)
     reduce = train.PlannedCollective("all-reduce", sent, 1000, 1, False, True)
     plan = dataclasses.replace(
-        plan,
-        cycles=10,
-        collectives=(reduce,),
-        arguments=({**weights, "axes": split},),
-        batch_axes=("copies", "data"),
+        plan, cycles=10, collectives=(reduce,), arguments=({**weights, "axes": split},), batch_axes=("copies", "data")
     )
     assert ("keep copies over the rest" in str(plan)) == is_said
 

@@ -103,10 +103,7 @@ def test_a_convolution_is_one_of_the_compiler(on):
 
 @pytest.mark.parametrize(
     ("name", "hand"),
-    [
-        *((name, "by hand") for name in ("pmap", "jit")),
-        *((name, "by hand, fsdp") for name in ("sharded", "fsdp")),
-    ],
+    [*((name, "by hand") for name in ("pmap", "jit")), *((name, "by hand, fsdp") for name in ("sharded", "fsdp"))],
 )
 @pytest.mark.parametrize("on", ["v5e:2x4", "h100:8"])
 def test_beside_a_step_by_hand(on, name, hand):

@@ -191,11 +191,7 @@ def test_what_is_computed_again_changes_nothing(engine, remat):
 def test_a_policy_saves_what_it_says():
     dots = {
         name: step_of(deep, remat=remat).lower(deep_start(), wide_batch()).as_text().count("dot_general")
-        for name, remat in {
-            "plain": False,
-            "all": True,
-            "dots": jax.checkpoint_policies.dots_saveable,
-        }.items()
+        for name, remat in {"plain": False, "all": True, "dots": jax.checkpoint_policies.dots_saveable}.items()
     }
     assert dots["plain"] == dots["dots"] < dots["all"]
 

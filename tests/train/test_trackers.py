@@ -116,10 +116,7 @@ def frames(raw, block=32768):
         at += 7 + length
 
 
-@pytest.mark.parametrize(
-    ("module", "call"),
-    [("wandb", train.to_wandb), ("mlflow", train.to_mlflow)],
-)
+@pytest.mark.parametrize(("module", "call"), [("wandb", train.to_wandb), ("mlflow", train.to_mlflow)])
 def test_a_tracker_that_is_not_installed(monkeypatch, module, call):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=rf"pip install 'jaxpar\[{module}\]'"):

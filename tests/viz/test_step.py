@@ -454,11 +454,7 @@ def test_the_page_of_a_step_shows_the_step(tmp_path):
     ("options", "error", "words"),
     [
         ({"depth": -1}, ValueError, r"trace_step: depth must be an int of 0 or more, got -1"),
-        (
-            {"rules": "all"},
-            TypeError,
-            r"trace_step: rules must be a list of viz.Call, .* and viz.Rule .* got 'all'",
-        ),
+        ({"rules": "all"}, TypeError, r"trace_step: rules must be a list of viz.Call, .* and viz.Rule .* got 'all'"),
         ({"repeats": 1}, TypeError, r"trace_step: repeats must be True or False, got 1"),
         ({"heat": {"layer0": "fast"}}, TypeError, r"profile\['layer0'\] must be a number of seconds, .* got 'fast'"),
         ({"heat": {"layer0": -1.0}}, ValueError, r"profile\['layer0'\] must be a number of seconds, .* got -1.0"),

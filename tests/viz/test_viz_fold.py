@@ -714,10 +714,7 @@ ACTIVATIONS = {
         lambda x: jax.nn.relu(x) - 0.01 * jax.nn.relu(-x),
     ],
     "mish": [lambda x: jnp.tanh(jnp.log(1 + jnp.exp(x))) * x, lambda x: x * jnp.tanh(jax.nn.softplus(x))],
-    "softplus": [
-        lambda x: jnp.log(1 + jnp.exp(x)),
-        lambda x: jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x))),
-    ],
+    "softplus": [lambda x: jnp.log(1 + jnp.exp(x)), lambda x: jnp.maximum(x, 0) + jnp.log1p(jnp.exp(-jnp.abs(x)))],
     "squared_relu": [lambda x: jnp.maximum(0, x) ** 2, lambda x: jax.nn.relu(x) * jax.nn.relu(x)],
     "sigmoid": [lambda x: jnp.exp(x) / (jnp.exp(x) + 1), lambda x: (1 + jnp.tanh(x / 2)) / 2],
     "silu": [lambda x: x / (1 + jnp.exp(-x)), lambda x: jax.nn.sigmoid(x) * x],

@@ -190,12 +190,7 @@ def _equinox_blocks():
     return Net(Decoder([linear] * 4), eqx.nn.Linear(16, 4, key=jax.random.key(0))), Spec((16,), f32)
 
 
-BLOCKS = [
-    (_linen_blocks, "block_mix"),
-    (_nnx_blocks, "block"),
-    (_haiku_blocks, "block"),
-    (_equinox_blocks, "block"),
-]
+BLOCKS = [(_linen_blocks, "block_mix"), (_nnx_blocks, "block"), (_haiku_blocks, "block"), (_equinox_blocks, "block")]
 
 
 @pytest.mark.parametrize(("make", "name"), BLOCKS, ids=[make.__name__ for make, _ in BLOCKS])

@@ -148,10 +148,7 @@ def test_a_pattern_that_is_none(pattern):
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
-        (
-            lambda x: x.reshape(5, 7),
-            r"viz.Pattern 'Mine' cannot be traced with x: \(4, 8\) \(give other shapes=",
-        ),
+        (lambda x: x.reshape(5, 7), r"viz.Pattern 'Mine' cannot be traced with x: \(4, 8\) \(give other shapes="),
         (lambda x: (jnp.sin(x), jnp.cos(x)), r"each result of the function of viz.Pattern 'Mine' must be a step to"),
     ],
 )
