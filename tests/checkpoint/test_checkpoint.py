@@ -231,6 +231,7 @@ def test_a_leaf_that_does_not_fit(tmp_path, like, message):
         checkpoint.restore(tmp_path / "a", like)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("like", "message"),
     [

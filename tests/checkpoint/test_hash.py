@@ -129,6 +129,7 @@ def test_padding_does_not_count():
     assert hash_of(with_last) != hash_of(store)
 
 
+@pytest.mark.slow
 def test_the_state_can_be_donated_meanwhile():
     """The hash is of the state that was given, not of what the next step writes into its memory."""
     for kind in ("device", "sharded"):

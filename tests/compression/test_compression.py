@@ -198,6 +198,7 @@ def test_powersgd_sums_and_residuals_are_what_was_pushed(rank_and_pushes):
     np.testing.assert_allclose(total + states["residual"].sum(0), pushes.sum((0, 1)), atol=0.05, rtol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["int8", "bf16"])
 def test_stochastic_rounding_is_unbiased_and_nearest_is_not(kind):
     value = np.full(1000, 1 + 0.3 / 127, np.float32)  # between two steps of both
@@ -231,6 +232,7 @@ def test_random_streams_differ_by_push_and_seed_and_can_be_repeated():
     assert (np.asarray(first["bits"]) != other["bits"]).any()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("spec", [s for s in CODERS if s["type"] in ("int8", "bf16")], ids=name_of)
 @pytest.mark.parametrize("scale", [1e-35, 1.0, 1e30])
 def test_what_is_sent_is_close_whatever_the_scale(spec, scale):
@@ -492,6 +494,7 @@ def test_transforms_give_the_eager_bits(coder, over):
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", [s for s in CODERS if s["type"] in ("1bit", "2bit", "int8")], ids=name_of)
 def test_the_packed_form_crosses_between_devices(spec):
     coder, size, n = coder_of(spec), 4096, 4

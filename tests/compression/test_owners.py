@@ -367,7 +367,7 @@ def test_both_residuals_are_saved_and_resumed(tmp_path, capsys):
     assert not any(np.any(leaf) for leaf in fewer.residuals[0].values())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [SPECS[0], SPECS[4], INT3], ids=name_of)
 def test_over_two_axes_of_a_mesh(spec):
     """An axis name may be a tuple. The devices are then in the order of both axes."""

@@ -262,6 +262,7 @@ ANY = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ANY)
 @pytest.mark.parametrize("how", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)], ids=["jit", "eager"])
 def test_any_function(name, how):

@@ -129,6 +129,7 @@ def test_under_transforms(name):
     close(found(W, x), jax.jit(transformed)(W, x), 1e-4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_step_of_each_engine(engine, count):

@@ -50,6 +50,7 @@ def test_each_epoch_is_the_permutation_of_fold_in():
     assert found[:3] != found[3:6]
 
 
+@pytest.mark.slow
 def test_raw_and_typed_keys_give_the_same_batches():
     same(batches(make(), 8, rng=jax.random.PRNGKey(5)), batches(make(), 8, rng=jax.random.key(5)))
 

@@ -350,6 +350,7 @@ def cached(folder, labels=20, dtype=np.int32):
     return folder / "jaxpar-test.npz", images
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_copy_gets_out(tmp_path):
     """In the headers of the zip file, where a bit decides what `zipfile` raises; in the arrays a checksum finds it."""
     path, images = cached(tmp_path)

@@ -203,6 +203,7 @@ def test_results_are_of_the_users_mesh(name):
         assert own_mean.shape == (3,)
 
 
+@pytest.mark.slow
 def test_arrays_of_an_explicit_mesh_can_be_given():
     mesh = MESHES["explicit2d"]()
 
@@ -415,6 +416,7 @@ def total(x):
 SPECS = [("explicit", P("data")), ("explicit2d", P("data")), ("auto2d", P(("data", "model"))), ("explicit2d", P())]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize(("name", "spec"), [*SPECS, ("reversed", P("data"))])
 def test_batches_on_a_mesh(name, spec, resident):
@@ -593,6 +595,7 @@ def test_a_store_of_another_mesh_in_a_users_jit():
 MAPPED = [(name, kind) for name in ("explicit", "auto2d", "explicit2d", "mixed") for kind in ("device", "sharded")]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "kind"), [*MAPPED, ("explicit2d", "local")])
 def test_verbs_in_a_users_shard_map(name, kind, check_vma):

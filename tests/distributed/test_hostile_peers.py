@@ -260,6 +260,7 @@ def test_single_bytes_are_no_heartbeat(run):
 # Limits
 
 
+@pytest.mark.slow
 def test_two_thousand_idle_connections(run):
     with descriptors(2500):
         first, idle = run.member(0, timeout=20), []

@@ -135,6 +135,7 @@ def test_processes_with_the_secret_join():
     assert not server.thread.is_alive()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("server", "client", "text"),
     [

@@ -56,6 +56,7 @@ def test_mxnets_six_pushes_at_the_prompt(kind, place):
         np.testing.assert_array_equal(residual_of(store), residual)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("over", ["eager", "jit"])
 def test_mxnets_six_pushes_in_a_sharded_store(over):
     devices = jax.devices()[:4]

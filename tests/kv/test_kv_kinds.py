@@ -68,6 +68,7 @@ def test_many_small_values_are_one_collective(kind, push, pull):
     assert [name for name, _ in pushed_program(kind, SMALL[:8], pull=True)] == push + pull
 
 
+@pytest.mark.slow
 def test_256_keys_are_one_all_reduce():
     assert pushed_program("device", [(4, 1)] * 256, first=True) == [("all-reduce", 256 * 16)]
 

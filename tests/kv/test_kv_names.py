@@ -20,6 +20,7 @@ def store_of(kind="device", **options):
     return kv.from_params(PARAMS, kind=kind, **options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["local", "device", "sharded", "dist_async"])
 def test_a_name_is_a_key_wherever_a_key_is(kind):
     store = store_of(kind)

@@ -81,6 +81,7 @@ def test_small_batches_are_computed_as_written(params, n):
     assert convolutions(apply, params, images(n)) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_other_dtypes_are_computed_as_written(params, dtype):
     params, x = jax.tree.map(lambda x: x.astype(dtype), (params, images()))

@@ -48,7 +48,7 @@ def close(found, expected, what):
     np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=0, atol=4e-3 * scale, err_msg=what)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in COMPUTED])
 def test_it_computes_in_float16_what_mxnet_computes(name, tmp_path):
     model = mxnet.load_symbol(write(tmp_path, name))

@@ -134,6 +134,7 @@ def test_lists(tmp_path):
     attack(mxnet.load_list, tmp_path / "x.lst", content, (garbled, digits), 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shape slice", *(pytest.param(n, marks=pytest.mark.slow) for n in SYMBOLS[:4])])
 def test_shapes_and_modules_of_changed_networks(name, tmp_path):
     """A file that is whole but says other numbers ends in an error too, not in a program that asks for all memory."""

@@ -362,6 +362,7 @@ def test_a_donated_table_is_changed_in_place_at_the_cost_of_the_rows():
     assert float(new[0, 0]) < 1 == float(new[m, 0])
 
 
+@pytest.mark.slow
 def test_rows_known_to_be_coalesced_are_not_sorted_again():
     def push(rows, table, coalesced):
         update = lambda pushed, state, stored: (stored + pushed, state)  # noqa: E731
@@ -374,6 +375,7 @@ def test_rows_known_to_be_coalesced_are_not_sorted_again():
     np.testing.assert_array_equal(push(rows, jnp.asarray(TABLE), True), TABLE + dense_of(rows))
 
 
+@pytest.mark.slow
 def test_lazy_update_sums_in_the_stored_dtype():
     ones = RowSparse(np.zeros(300, np.int32), jnp.ones((300, 1), jnp.bfloat16), (2, 1))
     table, _ = sparse.lazy_update(lambda p, state, s: (s + p, state), ones, (), jnp.zeros((2, 1)))
@@ -387,6 +389,7 @@ def test_lazy_update_names_what_does_not_fit():
         sparse.lazy_update(lambda p, state, s: (s.sum(), state), rows_of([0]), (), jnp.ones((6, 2)))
 
 
+@pytest.mark.slow
 def test_vmap_of_lazy_updates():
     pushes = RowSparse(jnp.array([0, 5]), jnp.ones((2, 2)), (6, 2))
     pushes = jax.tree.map(lambda x: jnp.stack([x, x]), pushes)

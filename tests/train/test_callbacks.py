@@ -326,6 +326,7 @@ BEST = train.EarlyStopping("score", mode="max", patience=2, restore_best=True)
 SCORES = Scripted(0.1, 0.5, 0.3, 0.2, 0.9)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("epochs", [4, 3, 2])  # stopped, at its end before that, at its best
 def test_the_best_state_is_restored(tmp_path, epochs, capsys):
     want, _ = run(epochs=2)
@@ -449,6 +450,7 @@ def test_several_learning_rates_have_names():
     assert train.LearningRate().measure(state) == {"learning_rate_body": 0.25, "learning_rate_head": 0.5}
 
 
+@pytest.mark.slow
 def test_steps_that_are_skipped_use_no_rate():
     loss = train.classification_loss(apply)
 

@@ -393,6 +393,7 @@ def one_step(loss_fn, params=None, **options):
     return train.make_train_step(loss_fn, **options)(state, batches()[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 def test_pairs_may_have_rows_and_stand_anywhere_in_aux(engine):
     def loss(params, batch, rng):
@@ -410,6 +411,7 @@ def test_pairs_may_have_rows_and_stand_anywhere_in_aux(engine):
     assert float(metrics["flag"]) == 1
 
 
+@pytest.mark.slow
 def test_metrics_with_a_mask_are_pairs():
     """What `jp.train` computes under a mask can be the loss, and a value of aux."""
 

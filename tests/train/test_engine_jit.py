@@ -197,6 +197,7 @@ def test_unused_parameters_are_left_by_local_steps():
     np.testing.assert_array_equal(state.params["idle"], np.ones(3))
 
 
+@pytest.mark.slow
 def test_params_keep_the_sharding_that_they_come_with():
     mesh = mesh_of(2, 4, kind=AxisType.Explicit)
     given = params()

@@ -82,7 +82,7 @@ def test_any_source(source):
     close(train.evaluate(state_of(4), data=SOURCES[source](), eval_fn=eval_fn, batch_size=10))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("batch_size", [1, 10, 64])
 @pytest.mark.parametrize(("count", "kind"), [(None, ""), (1, "device"), (3, "sharded"), (8, "dist_sync")])
 def test_any_devices(count, kind, batch_size):
@@ -367,6 +367,7 @@ def test_predictions_of_batches():
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [None, 1, 4])
 def test_a_sum_over_the_axis_of_the_step_is_that_of_the_whole_batch(count):
     """A function that a loss shares, such as a mean over all devices, runs here too."""

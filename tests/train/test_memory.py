@@ -153,7 +153,7 @@ def alive():
     return len(jax.devices()[0].client.live_executables()), len(jax.live_arrays())
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("door", DOORS)
 def test_what_is_let_go_is_released(door, most_one, quick_collections):
     DOORS[door]()  # fills the caches

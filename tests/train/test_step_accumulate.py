@@ -154,6 +154,7 @@ def test_half_precision_is_near_the_plain_step(engine, kind):
     assert not np.array_equal(want["w"], coarse["w"]), "nothing was computed in bfloat16"
 
 
+@pytest.mark.slow
 def test_sums_are_float32_in_any_precision():
     text = text_of(step_of(wide_squares, compute_dtype=jnp.bfloat16), wide_start("device"), wide_batch())
     plain = text_of(step_of(wide_squares), wide_start("device"), wide_batch())

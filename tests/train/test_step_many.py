@@ -73,7 +73,7 @@ def test_the_same_numbers_as_one_by_one(engine, case):
     np.testing.assert_array_equal(metrics["loss"], losses)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("engine", "kind", "compression"),
     [
@@ -93,6 +93,7 @@ def test_any_kind_and_compression(engine, kind, compression):
     np.testing.assert_array_equal(metrics["loss"], losses)
 
 
+@pytest.mark.slow
 def test_a_model_state():
     seen = {"batches": jnp.zeros((), jnp.int32), "mean": jnp.zeros(())}
     step = step_of(counted)
@@ -129,6 +130,7 @@ def test_single_steps_in_between():
     same(state, want)
 
 
+@pytest.mark.slow
 def test_inside_of_another_program():
     step = step_of(squares)
     want, _ = one_by_one(step, start())

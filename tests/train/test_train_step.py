@@ -134,6 +134,7 @@ def test_a_transform_with_a_state(kind):
 # ---- what a step may see and give
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_rng_differs_by_device_and_step_and_can_be_repeated(engine):
     def loss(params, batch, rng):

@@ -194,6 +194,7 @@ def test_a_whole_equinox_module_says_what_to_do():
         kv.from_params(eqx.nn.MLP(6, 3, width_size=5, depth=1, key=jax.random.key(0)))
 
 
+@pytest.mark.slow
 def test_dropout_differs_from_step_to_step_and_not_from_run_to_run():
     drop = linen.Dropout(0.5, deterministic=False)
 
