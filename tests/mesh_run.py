@@ -84,12 +84,6 @@ def named(prefix, tree):
 # Training under engine `jit`.
 
 
-def made_where_they_belong(mesh, rule):
-    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params_of(0)))
-    shardings = parallel.shardings_of(shapes, rule, mesh)
-    return jax.jit(lambda: jax.tree.map(jnp.asarray, params_of(0)), out_shardings=shardings)()
-
-
 def layouts():
     """(name, store, options of the step, of the state)."""
     square, line = mesh_of(2, 2), mesh_of(4)
