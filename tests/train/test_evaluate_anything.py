@@ -368,7 +368,7 @@ def test_predictions_of_batches():
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("count", [None, 1, 4])
+@pytest.mark.parametrize("count", [4, None, 1])
 def test_a_sum_over_the_axis_of_the_step_is_that_of_the_whole_batch(count):
     """A function that a loss shares, such as a mean over all devices, runs here too."""
 
