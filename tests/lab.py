@@ -1,6 +1,7 @@
 """A JupyterLab of its own with this interpreter as its kernel, and a headless Chromium that looks at it."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -8,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 WIDTH = 1280
@@ -58,16 +61,13 @@ WATCH = """
 """
 
 
-def missing():
-    """What of a browser and a JupyterLab is not there, or None."""
+def needs(*modules, extras="lab"):
+    """Skips where there is no browser or one of the modules is not installed."""
     if chromium() is None:
-        return "there is no Chromium (Debian package chromium)"
-    for module in ("jupyterlab", "playwright", "ipywidgets", "matplotlib"):
-        try:
-            __import__(module)
-        except ModuleNotFoundError:
-            return f"{module} is not installed (pip install 'jaxpar[lab]')"
-    return None
+        pytest.skip("there is no Chromium (Debian package chromium)")
+    for module in ("playwright", *modules):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed (pip install 'jaxpar[{extras}]')")
 
 
 def chromium():

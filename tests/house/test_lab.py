@@ -56,8 +56,7 @@ CELLS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    if (reason := lab.missing()) is not None:
-        pytest.skip(reason)
+    lab.needs("jupyterlab", "ipywidgets", "matplotlib")
     return tmp_path_factory.mktemp("lab")
 
 
@@ -79,11 +78,16 @@ def pictures(folder):
     return place
 
 
+def write(path, *cells):
+    """A notebook."""
+    cells = [nbformat.v4.new_code_cell("\n".join(line.strip() for line in cell.strip().splitlines())) for cell in cells]
+    kernel = {"kernelspec": {"name": "python3", "display_name": "x"}}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), path)
+
+
 @pytest.mark.slow
 def test_every_display(folder, address, page):
-    cells = [nbformat.v4.new_code_cell("\n".join(line.strip() for line in cell.strip().splitlines())) for cell in CELLS]
-    notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "x"}})
-    nbformat.write(notebook, folder / "displays.ipynb")
+    write(folder / "displays.ipynb", *CELLS)
     outputs, bar = lab.run_all(page, address, "displays.ipynb", LONG, pictures(folder) / "displays.png")
     assert lab.complaints(outputs) == []
     assert lab.folded(outputs) == []
@@ -113,11 +117,7 @@ jp.viz.plot_network(lambda w, x: jax.nn.relu(jax.nn.relu(x @ w) @ w), x, x)
 
 @pytest.mark.slow
 def test_a_trusted_notebook_shows_the_page_of_a_network_and_another_its_picture(folder, address, page):
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(DRAW.strip())],
-        metadata={"kernelspec": {"name": "python3", "display_name": "x"}},
-    )
-    nbformat.write(notebook, folder / "network.ipynb")
+    write(folder / "network.ipynb", DRAW)
     outputs, _ = lab.run_all(page, address, "network.ipynb", LONG, pictures(folder) / "network.png")
     assert lab.complaints(outputs) == []
     frame = page.frame_locator(".jp-OutputArea-output iframe")

@@ -5,7 +5,6 @@
 
 import functools
 import http.server
-import importlib.util
 import io
 import re
 import subprocess
@@ -42,16 +41,6 @@ window.scrolls = e => {
 """
 
 
-def missing():
-    """What is not there of a browser and MkDocs, or None."""
-    if lab.chromium() is None:
-        return "there is no Chromium (Debian package chromium)"
-    for module in ("mkdocs", "material", "mkdocstrings", "playwright"):
-        if importlib.util.find_spec(module) is None:
-            return f"{module} is not installed (pip install 'jaxpar[docs,lab]')"
-    return None
-
-
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args):
         pass
@@ -59,8 +48,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    if (reason := missing()) is not None:
-        pytest.skip(reason)
+    lab.needs("mkdocs", "material", "mkdocstrings", extras="docs,lab")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", folder]
     subprocess.run(command, cwd=lab.ROOT, check=True)

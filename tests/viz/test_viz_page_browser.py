@@ -72,13 +72,9 @@ def plotted(name, **options):
 
 @pytest.fixture(scope="module")
 def chrome():
-    if lab.chromium() is None:
-        pytest.skip("there is no Chromium (Debian package chromium)")
-    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install 'jaxpar[lab]')")
-    with sync.sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=lab.chromium(), args=["--no-sandbox"])
-        yield found
-        found.close()
+    lab.needs()
+    with lab.browser() as page:
+        yield page.context.browser
 
 
 @pytest.fixture
