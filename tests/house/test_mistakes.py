@@ -160,7 +160,6 @@ def test_training_without_an_optimizer():
         "replace the parameters by their gradients",
         "optimizer=optax.sgd(0.1)",
     )
-    mistake(lambda: kv.from_params(PARAMS, optimizer=optax.sgd), TypeError, "call it first, sgd(0.1)")
     mistake(lambda: kv.from_params(PARAMS, optimizer="sgd"), TypeError, "optax.sgd(0.1)", "'sgd'")
 
 
@@ -244,7 +243,7 @@ def test_host_arrays_are_no_mistake():
     assert float(metrics["loss"]) == pytest.approx(np.log(3))
 
 
-# The table of likely mistakes: a call, its error, and words of the message in their order.
+# The tables of likely mistakes: a call, and words of the message in their order.
 
 MODEL = {"conv1": {"weight": jnp.ones(2)}}
 FIT = {"epochs": 1, "batch_size": 8, "progress": False}
@@ -283,395 +282,284 @@ def state_last(key, pushed, stored, state):
     return stored + pushed, state
 
 
-MISTAKES = {
+TYPES = {
     # the store
-    "an unknown kind": (lambda: kv.create("devcie"), ValueError, "unknown kind 'devcie'", "did you mean 'device'?"),
-    "a string for devices": (lambda: kv.create(devices="cpu"), TypeError, "a list of devices", "got 'cpu'"),
-    "strings as devices": (lambda: kv.create(devices=["cpu:0"]), TypeError, "a list of devices", "['cpu:0']"),
-    "numbers as devices": (lambda: kv.create(devices=[0, 1]), TypeError, "a list of devices", "[0, 1]"),
-    "one device": (lambda: kv.create(devices=DEVICES[0]), TypeError, "a list of devices", "write [device] for one"),
-    "a negative size": (lambda: kv.create(bucket_bytes=-1), ValueError, "bucket_bytes", "0 or more, got -1"),
-    "staleness of another kind": (lambda: kv.create("device", staleness=2), ValueError, "staleness=2", "'dist_async'"),
+    "a string for devices": (lambda: kv.create(devices="cpu"), "a list of devices", "got 'cpu'"),
+    "strings as devices": (lambda: kv.create(devices=["cpu:0"]), "a list of devices", "['cpu:0']"),
+    "numbers as devices": (lambda: kv.create(devices=[0, 1]), "a list of devices", "[0, 1]"),
+    "one device": (lambda: kv.create(devices=DEVICES[0]), "a list of devices", "write [device] for one"),
     "options without names": (
         lambda: kv.from_params(PARAMS, "device", TX),
-        TypeError,
         "got 3 arguments without a name",
         "(params, kind=...",
     ),
-    "an argument twice": (lambda: kv.from_params(PARAMS, params=PARAMS), TypeError, "params is given twice", "by name"),
+    "an argument twice": (lambda: kv.from_params(PARAMS, params=PARAMS), "params is given twice", "by name"),
     "the function of an optimizer": (
         lambda: kv.from_params(PARAMS, optimizer=optax.sgd),
-        TypeError,
         "expected an optax",
         "call it first, sgd(0.1)",
     ),
-    "an optimizer's state": (lambda: kv.from_params(PARAMS, optimizer=TX.init(PARAMS)), TypeError, "got a tuple of 2"),
-    "no params": (lambda: kv.from_params(None, optimizer=TX), ValueError, "params is None", "nothing to train"),
-    "a store for params": (lambda: kv.from_params(STORE), TypeError, "got a KVStore", "kv.to_params(store)"),
-    "a state for params": (lambda: kv.from_params(state()), TypeError, "got a TrainState", "state.params"),
-    "a model for params": (lambda: kv.from_params(apply), TypeError, "expected an array", "eqx.partition", "nnx.split"),
-    "a number for a mesh": (
-        lambda: kv.from_params(PARAMS, mesh=4),
-        TypeError,
-        "mesh must be a jax.sharding.Mesh or None, got 4",
-    ),
+    "an optimizer's state": (lambda: kv.from_params(PARAMS, optimizer=TX.init(PARAMS)), "got a tuple of 2"),
+    "a store for params": (lambda: kv.from_params(STORE), "got a KVStore", "kv.to_params(store)"),
+    "a state for params": (lambda: kv.from_params(state()), "got a TrainState", "state.params"),
+    "a model for params": (lambda: kv.from_params(apply), "expected an array", "eqx.partition", "nnx.split"),
+    "a number for a mesh": (lambda: kv.from_params(PARAMS, mesh=4), "mesh must be a jax.sharding.Mesh or None, got 4"),
     "a word for a rule": (
         lambda: kv.from_params(PARAMS, mesh=MESH, sharding="fsdp"),
-        TypeError,
         "'w' must be a rule",
         "got 'fsdp'",
     ),
-    "an axis of no mesh": (
-        lambda: kv.from_params(PARAMS, mesh=MESH, sharding=parallel.fsdp("model")),
-        ValueError,
-        "'w'",
-        "axis 'model'",
-    ),
-    "the store forgotten": (
-        lambda: kv.push(3, jnp.ones(2)),
-        TypeError,
-        "value is missing",
-        "kv.push(store, key, value)",
-    ),
-    "params for the store": (
-        lambda: kv.push(PARAMS, 3, jnp.ones(2)),
-        TypeError,
-        "store must be a KVStore",
-        "got a dict",
-    ),
+    "the store forgotten": (lambda: kv.push(3, jnp.ones(2)), "value is missing", "kv.push(store, key, value)"),
+    "params for the store": (lambda: kv.push(PARAMS, 3, jnp.ones(2)), "store must be a KVStore", "got a dict"),
     "a state for the store": (
         lambda: kv.pull(state(), 0),
-        TypeError,
         "store must be a KVStore",
         "got a TrainState; give its .store",
     ),
-    "a second init": (lambda: kv.init(STORE, 3, jnp.ones(2)), ValueError, "key 3 is initialised already", "push"),
-    "a name in a store of ints": (lambda: kv.init(STORE, "w", jnp.ones(2)), TypeError, "'w'", "kv.names(store)"),
-    "a key of no kind": (lambda: kv.push(STORE, 3.0, jnp.ones(2)), TypeError, "must be an int, got 3.0"),
-    "a misspelt name": (
-        lambda: kv.pull(kv.from_params(MODEL), "conv1/wieght"),
-        KeyError,
-        "'conv1/wieght'",
-        "near are 'conv1/weight'",
-    ),
-    "another shape": (lambda: kv.push(STORE, 3, jnp.ones(3)), ValueError, "key 3", "expected shape (2,), got (3,)"),
-    "nothing pushed": (lambda: kv.push(STORE, 3, None), TypeError, "key 3: expected an array, got None"),
-    "complex gradients": (lambda: kv.push(STORE, 3, jnp.ones(2, complex)), TypeError, "complex64", "float32"),
-    "a number for an axis": (lambda: kv.push(STORE, 3, jnp.ones(2), axis_name=0), TypeError, "axis_name", "got 0"),
-    "MXNet's priority": (lambda: kv.push(STORE, 3, jnp.ones(2), priority=1), TypeError, "'priority'; leave it out"),
-    "MXNet's out": (lambda: kv.pull(STORE, 3, out=jnp.ones(2)), TypeError, "'out'", "value = kv.pull(store, key)"),
-    "a number for devices to pull to": (lambda: kv.pull(STORE, 3, devices=4), TypeError, "jax.devices()[:4]"),
-    "an item of a store": (lambda: STORE[3], TypeError, "no items", "kv.pull(store, 3)"),
-    "an item set": (
-        lambda: operator.setitem(STORE, 3, 1),
-        TypeError,
-        "never changes",
-        "store = kv.push(store, 3, value)",
-    ),
-    "an optimizer for an updater": (lambda: kv.set_updater(STORE, TX), TypeError, "kv.set_optimizer takes an optax"),
+    "a name in a store of ints": (lambda: kv.init(STORE, "w", jnp.ones(2)), "'w'", "kv.names(store)"),
+    "a key of no kind": (lambda: kv.push(STORE, 3.0, jnp.ones(2)), "must be an int, got 3.0"),
+    "nothing pushed": (lambda: kv.push(STORE, 3, None), "key 3: expected an array, got None"),
+    "complex gradients": (lambda: kv.push(STORE, 3, jnp.ones(2, complex)), "complex64", "float32"),
+    "a number for an axis": (lambda: kv.push(STORE, 3, jnp.ones(2), axis_name=0), "axis_name", "got 0"),
+    "MXNet's priority": (lambda: kv.push(STORE, 3, jnp.ones(2), priority=1), "'priority'; leave it out"),
+    "MXNet's out": (lambda: kv.pull(STORE, 3, out=jnp.ones(2)), "'out'", "value = kv.pull(store, key)"),
+    "a number for devices to pull to": (lambda: kv.pull(STORE, 3, devices=4), "jax.devices()[:4]"),
+    "an item of a store": (lambda: STORE[3], "no items", "kv.pull(store, 3)"),
+    "an item set": (lambda: operator.setitem(STORE, 3, 1), "never changes", "store = kv.push(store, 3, value)"),
+    "an optimizer for an updater": (lambda: kv.set_updater(STORE, TX), "kv.set_optimizer takes an optax"),
     "MXNet's order of an updater": (
         lambda: kv.set_updater(STORE, mxnet_order),
-        TypeError,
         "(key, pushed, stored)",
         "in another order",
     ),
     "another order of Updater.update": (
         lambda: kv.set_updater(STORE, updaters.Updater(lambda key, value: (), state_last)),
-        TypeError,
         "another order",
     ),
     "an updater of two": (
         lambda: kv.set_updater(STORE, lambda pushed, stored: stored),
-        TypeError,
         "(key, pushed, stored), got <lambda>(pushed, stored)",
     ),
-    "a rate for an optimizer": (lambda: kv.set_optimizer(STORE, 0.1), TypeError, "such as optax.sgd(0.1); got 0.1"),
-    "a misspelt compression": (
-        lambda: kv.set_gradient_compression(STORE, {"type": "2bits"}),
-        ValueError,
-        "'2bits'",
-        "did you mean '2bit'?",
-    ),
+    "a rate for an optimizer": (lambda: kv.set_optimizer(STORE, 0.1), "such as optax.sgd(0.1); got 0.1"),
     "compression as keywords": (
         lambda: kv.set_gradient_compression(STORE, type="2bit"),
-        TypeError,
         "no argument 'type'",
         "known are store, spec",
     ),
-    "rows by floats": (lambda: kv.row_sparse_pull(ROWS, 0, jnp.full(2, 0.5)), TypeError, "row ids must be integers"),
-    "a row too many": (lambda: kv.row_sparse_pull(ROWS, 0, np.array([9])), ValueError, "row 9", "rows are 0 to 3"),
+    "rows by floats": (lambda: kv.row_sparse_pull(ROWS, 0, jnp.full(2, 0.5)), "row ids must be integers"),
     # updaters
-    "a misspelt rate": (lambda: updaters.mxnet_sgd(lerning_rate=0.1), TypeError, "write learning_rate=0.1"),
-    "lr": (lambda: updaters.mxnet_sgd(lr=0.1), TypeError, "unknown argument 'lr'; write learning_rate=0.1"),
-    "eps": (lambda: updaters.mxnet_adam(eps=1e-3), TypeError, "unknown argument 'eps'; write epsilon=0.001"),
-    "a negative rate": (lambda: updaters.mxnet_sgd(-1.0), ValueError, "learning_rate must be", "0 or more", "got -1.0"),
-    "from_optax of a function": (lambda: updaters.from_optax(optax.sgd), TypeError, "call it first, sgd(0.1)"),
-    "stateless of an optimizer": (lambda: updaters.stateless(TX), TypeError, "kv.set_optimizer takes an optax"),
-    "no rate to set": (
-        lambda: updaters.set_learning_rate(state(), 0.5),
-        ValueError,
-        "no learning rate",
-        "inject_hyperparams",
-    ),
+    "a misspelt rate": (lambda: updaters.mxnet_sgd(lerning_rate=0.1), "write learning_rate=0.1"),
+    "from_optax of a function": (lambda: updaters.from_optax(optax.sgd), "call it first, sgd(0.1)"),
+    "stateless of an optimizer": (lambda: updaters.stateless(TX), "kv.set_optimizer takes an optax"),
     # compression and rows
-    "a misspelt parameter": (
-        lambda: compression.make({"type": "2bit", "treshold": 0.5}),
-        ValueError,
-        "'treshold'",
-        "did you mean 'threshold'?",
-    ),
-    "a word for a compression": (lambda: compression.make("2bit"), TypeError, "spec must be a dict, got '2bit'"),
-    "a threshold below 0": (lambda: compression.TwoBit(-1), ValueError, "threshold must be", "> 0, got -1"),
-    "rows of another length": (
-        lambda: sparse.RowSparse(jnp.arange(2), jnp.ones((3, 2)), (4, 2)),
-        ValueError,
-        "need values of shape (2, 2)",
-    ),
-    "a table for rows": (
-        lambda: sparse.to_dense(jnp.ones((3, 2))),
-        TypeError,
-        "rows must be a RowSparse",
-        "got float32[3,2]",
-    ),
+    "a word for a compression": (lambda: compression.make("2bit"), "spec must be a dict, got '2bit'"),
+    "a table for rows": (lambda: sparse.to_dense(jnp.ones((3, 2))), "rows must be a RowSparse", "got float32[3,2]"),
     # the step
     "a misspelt option": (
         lambda: train.make_train_step(apply_loss, acumulate=2),
-        TypeError,
         "'acumulate'; did you mean accumulate?",
     ),
     "an optimizer for the step": (
         lambda: train.make_train_step(apply_loss, optimizer=TX),
-        TypeError,
         "'optimizer'; give the optimizer to train.start, or to the store",
     ),
-    "a misspelt engine": (lambda: train.make_train_step(apply_loss, engine="pmpa"), ValueError, "did you mean 'pmap'?"),
-    "a misspelt dtype": (
-        lambda: train.make_train_step(apply_loss, compute_dtype="bfloat"),
-        TypeError,
-        "compute_dtype='bfloat'",
-    ),
+    "a misspelt dtype": (lambda: train.make_train_step(apply_loss, compute_dtype="bfloat"), "compute_dtype='bfloat'"),
     "the function of a transform": (
         lambda: train.make_train_step(apply_loss, grad_transform=optax.clip),
-        TypeError,
         "grad_transform",
         "call it first",
     ),
     "a loss of two arguments": (
         lambda: train.make_train_step(lambda params, batch: (0.0, {})),
-        TypeError,
         "(params, batch, rng), got <lambda>(params, batch)",
     ),
     "a loss that wants a model state": (
         lambda: step_of(lambda params, batch, rng, state: (total(params), {}, state)),
-        TypeError,
         "model_state=...",
     ),
-    "a gradient for a loss": (lambda: step_of(jax.grad(apply_loss, has_aux=True)), TypeError, "leave out jax.grad"),
+    "a gradient for a loss": (lambda: step_of(jax.grad(apply_loss, has_aux=True)), "leave out jax.grad"),
     "a gradient and a value": (
         lambda: step_of(jax.value_and_grad(apply_loss, has_aux=True)),
-        TypeError,
         "a scalar",
         "leave out jax.grad",
     ),
-    "a loss of integers": (lambda: step_of(lambda *args: (jnp.int32(3), {})), TypeError, "floating", "got int32"),
-    "words in aux": (lambda: step_of(lambda p, b, r: (total(p), {"a": "x"})), TypeError, "'a' in aux", "got 'x'"),
-    "a list for aux": (lambda: step_of(lambda p, b, r: (total(p), [])), TypeError, "with aux a dict"),
+    "a loss of integers": (lambda: step_of(lambda *args: (jnp.int32(3), {})), "floating", "got int32"),
+    "words in aux": (lambda: step_of(lambda p, b, r: (total(p), {"a": "x"})), "'a' in aux", "got 'x'"),
+    "a list for aux": (lambda: step_of(lambda p, b, r: (total(p), [])), "with aux a dict"),
     "logits for a model": (
         lambda: train.classification_loss(apply(PARAMS, BATCH["image"])),
-        TypeError,
         "the function apply_fn",
         "float32[8,3]",
     ),
-    "no random key": (lambda: train.create_state(kv.from_params(PARAMS)), TypeError, "rng is missing", "(store, rng)"),
-    "a word for a random key": (
-        lambda: train.create_state(kv.from_params(PARAMS), "0"),
-        TypeError,
-        "jax.random.key(0), got '0'",
-    ),
+    "no random key": (lambda: train.create_state(kv.from_params(PARAMS)), "rng is missing", "(store, rng)"),
+    "a word for a random key": (lambda: train.create_state(kv.from_params(PARAMS), "0"), "jax.random.key(0), got '0'"),
     "NumPy's generator": (
         lambda: train.create_state(kv.from_params(PARAMS), np.random.default_rng(0)),
-        TypeError,
         "jax.random.key(0)",
     ),
-    "a batch of lists": (lambda: STEP(state(), {"image": [[1.0]], "label": [0]}), TypeError, "batch['image'][0][0]"),
+    "a batch of lists": (lambda: STEP(state(), {"image": [[1.0]], "label": [0]}), "batch['image'][0][0]"),
     "a batch of words": (
         lambda: STEP(state(), {**BATCH, "label": np.array(["a"] * 8)}),
-        TypeError,
         "batch['label'] must be an array of num",
     ),
-    "a data set for a batch": (lambda: STEP(state(), ARRAYS), TypeError, "batch must be an array", "got a Dataset"),
-    "arrays of other lengths": (
-        lambda: STEP(state(), {**BATCH, "label": np.zeros(4, int)}),
-        ValueError,
-        "share the length of their first axis",
-    ),
+    "a data set for a batch": (lambda: STEP(state(), ARRAYS), "batch must be an array", "got a Dataset"),
     # fit
-    "params for a state": (lambda: train.fit(PARAMS, STEP, ARRAYS, **FIT), TypeError, "expected a state", "got a dict"),
+    "params for a state": (lambda: train.fit(PARAMS, STEP, ARRAYS, **FIT), "expected a state", "got a dict"),
     "a store for a state": (
         lambda: train.fit(kv.from_params(PARAMS), STEP, ARRAYS, **FIT),
-        TypeError,
         "create_state",
         "got a KVStore",
     ),
-    "a loss for a step": (
-        lambda: train.fit(state(), apply_loss, ARRAYS, **FIT),
-        TypeError,
-        "(state, batch)",
-        "make_train_step",
-    ),
+    "a loss for a step": (lambda: train.fit(state(), apply_loss, ARRAYS, **FIT), "(state, batch)", "make_train_step"),
     "an optimizer for a step": (
         lambda: train.fit(state(), TX, ARRAYS, **FIT),
-        TypeError,
         "the step must be a function of (state, batch)",
         "train.make_train_step(loss_fn)",
     ),
-    "no epochs": (lambda: train.fit(state(), STEP, ARRAYS, batch_size=8), ValueError, "epochs= or max_steps="),
-    "epochs without a name": (
-        lambda: train.fit(state(), STEP, ARRAYS, 5, 8),
-        TypeError,
-        "got 5 arguments",
-        "epochs=...",
-    ),
-    "early stopping": (
-        lambda: fit(early_stopping=True),
-        TypeError,
-        "'early_stopping'",
-        "callbacks=train.EarlyStopping(",
-    ),
-    "patience": (lambda: fit(patience=3), TypeError, "'patience'", "train.EarlyStopping(patience=3)"),
-    "validation data": (lambda: fit(validation_data=ARRAYS), TypeError, "'validation_data'", "test_data="),
-    "a split": (lambda: fit(validation_split=0.1), TypeError, "validation_split", "= data.split(data.Dataset(x, y)"),
-    "weights of classes": (
-        lambda: fit(class_weight={0: 2.0}),
-        TypeError,
-        "class_weight",
-        "return ((w * losses).sum(), w.sum())",
-    ),
+    "epochs without a name": (lambda: train.fit(state(), STEP, ARRAYS, 5, 8), "got 5 arguments", "epochs=..."),
+    "early stopping": (lambda: fit(early_stopping=True), "'early_stopping'", "callbacks=train.EarlyStopping("),
+    "patience": (lambda: fit(patience=3), "'patience'", "train.EarlyStopping(patience=3)"),
+    "validation data": (lambda: fit(validation_data=ARRAYS), "'validation_data'", "test_data="),
+    "a split": (lambda: fit(validation_split=0.1), "validation_split", "= data.split(data.Dataset(x, y)"),
+    "weights of classes": (lambda: fit(class_weight={0: 2.0}), "class_weight", "return ((w * losses).sum(), w.sum())"),
     "Keras's x and y": (
         lambda: train.fit(state(), STEP, np.ones((8, 2)), np.ones(8), **FIT),
-        TypeError,
         "got 4 arguments without a name",
         "fit(state, step, data.Dataset(x, y)",
     ),
-    "a rate for fit": (lambda: fit(learning_rate=0.1), TypeError, "'learning_rate'; give the optimizer to train.start"),
-    "verbose": (lambda: fit(verbose=1), TypeError, "'verbose'; write progress="),
-    "shuffle": (lambda: fit(shuffle=True), TypeError, "'shuffle'; fit shuffles by state.rng"),
-    "a misspelt option of fit": (lambda: fit(num_epochs=1), TypeError, "did you mean epochs?"),
-    "half an epoch": (lambda: fit(epochs=1.5), TypeError, "epochs must be an int of 1 or more, got 1.5"),
-    "a negative batch": (lambda: fit(batch_size=-8), ValueError, "batch_size must be", "got -8"),
-    "a batch larger than the data": (lambda: fit(batch_size=16), ValueError, "no whole batch of 16", "smaller"),
-    "a name for data": (lambda: train.fit(state(), STEP, "mnist", **FIT), TypeError, "data.load('mnist')"),
-    "test data only": (lambda: fit(test_data=ARRAYS), ValueError, "test_data"),
-    "the class of a callback": (lambda: fit(callbacks=train.LivePlot), TypeError, "not a class; write LivePlot("),
-    "a callback of one argument": (
-        lambda: fit(callbacks=lambda state: None),
-        TypeError,
-        "(state, record), got <lambda>(state)",
-    ),
-    "a number for a folder": (lambda: fit(checkpoint_dir=3), TypeError, "directory must be a path", "got 3"),
-    "a word for resume": (lambda: fit(resume="yes"), ValueError, "'auto', True or False, got 'yes'"),
-    "a table for metrics": (lambda: fit(metrics_file="m.csv"), ValueError, "JSON lines", "to_pandas"),
+    "a rate for fit": (lambda: fit(learning_rate=0.1), "'learning_rate'; give the optimizer to train.start"),
+    "verbose": (lambda: fit(verbose=1), "'verbose'; write progress="),
+    "shuffle": (lambda: fit(shuffle=True), "'shuffle'; fit shuffles by state.rng"),
+    "a misspelt option of fit": (lambda: fit(num_epochs=1), "did you mean epochs?"),
+    "half an epoch": (lambda: fit(epochs=1.5), "epochs must be an int of 1 or more, got 1.5"),
+    "a name for data": (lambda: train.fit(state(), STEP, "mnist", **FIT), "data.load('mnist')"),
+    "the class of a callback": (lambda: fit(callbacks=train.LivePlot), "not a class; write LivePlot("),
+    "a callback of one argument": (lambda: fit(callbacks=lambda state: None), "(state, record), got <lambda>(state)"),
+    "a number for a folder": (lambda: fit(checkpoint_dir=3), "directory must be a path", "got 3"),
     "model and params swapped": (
         lambda: train.evaluate(apply, PARAMS, ARRAYS, batch_size=8),
-        TypeError,
         "expected a function, got a dict",
         "order",
     ),
-    "both results of fit": (
-        lambda: train.plot_history((1, [])),
-        TypeError,
-        "the history, the second result of train.fit",
-    ),
+    "both results of fit": (lambda: train.plot_history((1, [])), "the history, the second result of train.fit"),
     # data
-    "a misspelt data set": (lambda: data.load("fashion_mnsit"), ValueError, "did you mean fashion_mnist?"),
-    "a misspelt source": (lambda: data.load(source="debain"), ValueError, "did you mean 'debian'?"),
-    "PyTorch's train=": (lambda: data.load(train=True), TypeError, "data.load(name, 'train')"),
-    "another number of labels": (lambda: data.Dataset(np.ones((3, 2)), np.ones(4)), ValueError, "one label per image"),
+    "PyTorch's train=": (lambda: data.load(train=True), "data.load(name, 'train')"),
     "arrays for a data set": (
         lambda: data.batches((BATCH["image"], BATCH["label"]), 8),
-        TypeError,
         "a tuple of 2",
         "data.Dataset(images, labels)",
     ),
-    "shuffled batches": (lambda: data.batches(ARRAYS, 8, shuffle=True), TypeError, "give rng=jax.random.key(0)"),
-    "batches of words": (lambda: data.batches(ARRAYS, "8"), TypeError, "batch_size must be an int", "got '8'"),
-    "a number for a loader": (lambda: data.from_iterable(3), TypeError, "expected an iterable"),
-    "a number to collect": (lambda: data.collect(3), TypeError, "elements must be an iterable, got 3"),
+    "shuffled batches": (lambda: data.batches(ARRAYS, 8, shuffle=True), "give rng=jax.random.key(0)"),
+    "batches of words": (lambda: data.batches(ARRAYS, "8"), "batch_size must be an int", "got '8'"),
+    "a number for a loader": (lambda: data.from_iterable(3), "expected an iterable"),
+    "a number to collect": (lambda: data.collect(3), "elements must be an iterable, got 3"),
     # parallel
     "a word for a device": (
         lambda: parallel.copy_to(PARAMS, "cpu"),
-        TypeError,
         "device must be one such as jax.devices()[0], got 'cpu'",
     ),
     "devices for a device": (
         lambda: parallel.copy_to(PARAMS, DEVICES),
-        TypeError,
         "device must be one such as jax.devices()[0], got a list of 4",
     ),
-    "an array to allreduce": (lambda: parallel.allreduce(jnp.ones(3)), TypeError, "a list of arrays", "jax.lax.psum"),
-    "no axis for spmd": (lambda: parallel.spmd(apply), TypeError, "axis_name is missing", "axis_name=..."),
+    "an array to allreduce": (lambda: parallel.allreduce(jnp.ones(3)), "a list of arrays", "jax.lax.psum"),
+    "no axis for spmd": (lambda: parallel.spmd(apply), "axis_name is missing", "axis_name=..."),
     # checkpoints
-    "state and path swapped": (
-        lambda: checkpoint.save(state(), "path"),
-        TypeError,
-        "the first argument",
-        "a TrainState",
-    ),
-    "restore without a state": (lambda: checkpoint.restore("path"), TypeError, "like is missing", "(path, like)"),
-    "a function saved": (lambda: checkpoint.save("path", {"f": apply}), TypeError, "leaf 'f' must be an array"),
+    "state and path swapped": (lambda: checkpoint.save(state(), "path"), "the first argument", "a TrainState"),
+    "restore without a state": (lambda: checkpoint.restore("path"), "like is missing", "(path, like)"),
+    "a function saved": (lambda: checkpoint.save("path", {"f": apply}), "leaf 'f' must be an array"),
     # pictures
-    "params and model swapped": (
-        lambda: viz.plot_network(PARAMS, apply),
-        TypeError,
-        "a function and then its arguments",
-    ),
-    "a word for an array": (lambda: plot("x"), TypeError, "images='x', which is not an array", "jax.ShapeDtypeStruct"),
-    "a misspelt option of a picture": (lambda: plot(BATCH["image"], tittle="x"), TypeError, "did you mean title?"),
-    "a misspelt theme": (lambda: plot(BATCH["image"], theme="drak"), ValueError, "did you mean 'dark'?"),
-    "a negative depth": (
-        lambda: plot(BATCH["image"], depth=-1),
-        ValueError,
-        "depth must be an int of 0 or more, got -1",
-    ),
-    "params of no argument": (
-        lambda: plot(BATCH["image"], params_argnums=9),
-        ValueError,
-        "there are 2 positional arguments",
-    ),
-    "a number for a title": (lambda: plot(BATCH["image"], title=3), TypeError, "title must be a string, got 3"),
-    "a word for attributes": (
-        lambda: plot(BATCH["image"], node_attrs="oval"),
-        TypeError,
-        "a dict of names and values such as",
-    ),
-    "a name for a file": (
-        lambda: viz.print_summary(apply, PARAMS, BATCH["image"], file="x"),
-        TypeError,
-        "an open file",
-    ),
+    "params and model swapped": (lambda: viz.plot_network(PARAMS, apply), "a function and then its arguments"),
+    "a word for an array": (lambda: plot("x"), "images='x', which is not an array", "jax.ShapeDtypeStruct"),
+    "a misspelt option of a picture": (lambda: plot(BATCH["image"], tittle="x"), "did you mean title?"),
+    "a number for a title": (lambda: plot(BATCH["image"], title=3), "title must be a string, got 3"),
+    "a word for attributes": (lambda: plot(BATCH["image"], node_attrs="oval"), "a dict of names and values such as"),
+    "a name for a file": (lambda: viz.print_summary(apply, PARAMS, BATCH["image"], file="x"), "an open file"),
     # models
-    "images without channels": (
-        lambda: models.lenet.apply(models.lenet.init(KEY), jnp.ones((2, 28, 28))),
-        ValueError,
-        "(n, 28, 28, 1), got (2, 28",
-    ),
     "images and params swapped": (
         lambda: models.lenet.apply(jnp.ones((2, 28, 28, 1)), models.lenet.init(KEY)),
-        TypeError,
         "those of lenet.init",
     ),
     "ids that are no integers": (
         lambda: models.matrix_factorization.apply(PARAMS, jnp.ones(2), jnp.ones(2)),
-        TypeError,
         "user_ids must be integers",
+    ),
+}
+VALUES = {
+    # the store
+    "an unknown kind": (lambda: kv.create("devcie"), "unknown kind 'devcie'", "did you mean 'device'?"),
+    "a negative size": (lambda: kv.create(bucket_bytes=-1), "bucket_bytes", "0 or more, got -1"),
+    "staleness of another kind": (lambda: kv.create("device", staleness=2), "staleness=2", "'dist_async'"),
+    "no params": (lambda: kv.from_params(None, optimizer=TX), "params is None", "nothing to train"),
+    "an axis of no mesh": (
+        lambda: kv.from_params(PARAMS, mesh=MESH, sharding=parallel.fsdp("model")),
+        "'w'",
+        "axis 'model'",
+    ),
+    "a second init": (lambda: kv.init(STORE, 3, jnp.ones(2)), "key 3 is initialised already", "push"),
+    "another shape": (lambda: kv.push(STORE, 3, jnp.ones(3)), "key 3", "expected shape (2,), got (3,)"),
+    "a misspelt compression": (
+        lambda: kv.set_gradient_compression(STORE, {"type": "2bits"}),
+        "'2bits'",
+        "did you mean '2bit'?",
+    ),
+    "a row too many": (lambda: kv.row_sparse_pull(ROWS, 0, np.array([9])), "row 9", "rows are 0 to 3"),
+    # updaters
+    "a negative rate": (lambda: updaters.mxnet_sgd(-1.0), "learning_rate must be", "0 or more", "got -1.0"),
+    "no rate to set": (lambda: updaters.set_learning_rate(state(), 0.5), "no learning rate", "inject_hyperparams"),
+    # compression and rows
+    "a misspelt parameter": (
+        lambda: compression.make({"type": "2bit", "treshold": 0.5}),
+        "'treshold'",
+        "did you mean 'threshold'?",
+    ),
+    "a threshold below 0": (lambda: compression.TwoBit(-1), "threshold must be", "> 0, got -1"),
+    "rows of another length": (
+        lambda: sparse.RowSparse(jnp.arange(2), jnp.ones((3, 2)), (4, 2)),
+        "need values of shape (2, 2)",
+    ),
+    # the step
+    "a misspelt engine": (lambda: train.make_train_step(apply_loss, engine="pmpa"), "did you mean 'pmap'?"),
+    "arrays of other lengths": (
+        lambda: STEP(state(), {**BATCH, "label": np.zeros(4, int)}),
+        "share the length of their first axis",
+    ),
+    # fit
+    "no epochs": (lambda: train.fit(state(), STEP, ARRAYS, batch_size=8), "epochs= or max_steps="),
+    "a negative batch": (lambda: fit(batch_size=-8), "batch_size must be", "got -8"),
+    "a batch larger than the data": (lambda: fit(batch_size=16), "no whole batch of 16", "smaller"),
+    "test data only": (lambda: fit(test_data=ARRAYS), "test_data"),
+    "a word for resume": (lambda: fit(resume="yes"), "'auto', True or False, got 'yes'"),
+    "a table for metrics": (lambda: fit(metrics_file="m.csv"), "JSON lines", "to_pandas"),
+    # data
+    "a misspelt data set": (lambda: data.load("fashion_mnsit"), "did you mean fashion_mnist?"),
+    "a misspelt source": (lambda: data.load(source="debain"), "did you mean 'debian'?"),
+    "another number of labels": (lambda: data.Dataset(np.ones((3, 2)), np.ones(4)), "one label per image"),
+    # pictures
+    "a misspelt theme": (lambda: plot(BATCH["image"], theme="drak"), "did you mean 'dark'?"),
+    "a negative depth": (lambda: plot(BATCH["image"], depth=-1), "depth must be an int of 0 or more, got -1"),
+    "params of no argument": (lambda: plot(BATCH["image"], params_argnums=9), "there are 2 positional arguments"),
+    # models
+    "images without channels": (
+        lambda: models.lenet.apply(models.lenet.init(KEY), jnp.ones((2, 28, 28))),
+        "(n, 28, 28, 1), got (2, 28",
     ),
     "a negative size of a table": (
         lambda: models.matrix_factorization.init(KEY, -3, 3, 2),
-        ValueError,
         "users must be an int of 1 or more, got -3",
     ),
-    "the package's verb": (lambda: jaxpar.fit, AttributeError, "no attribute 'fit'; write jp.train.fit"),
-    "a misspelt module": (lambda: jaxpar.dat, AttributeError, "did you mean data?"),
+}
+MISTAKES = {
+    **{what: (TypeError, *row) for what, row in TYPES.items()},
+    **{what: (ValueError, *row) for what, row in VALUES.items()},
+    "a misspelt name": (
+        KeyError,
+        lambda: kv.pull(kv.from_params(MODEL), "conv1/wieght"),
+        "'conv1/wieght'",
+        "near are 'conv1/weight'",
+    ),
+    "the package's verb": (AttributeError, lambda: jaxpar.fit, "no attribute 'fit'; write jp.train.fit"),
+    "a misspelt module": (AttributeError, lambda: jaxpar.dat, "did you mean data?"),
 }
 
 
@@ -679,7 +567,7 @@ MISTAKES = {
 def test_a_likely_mistake_is_answered(what, tmp_path, monkeypatch):
     """It is jaxpar that raises, neither JAX nor Python, and nothing has happened by then."""
     monkeypatch.chdir(tmp_path)
-    call, error, *words = MISTAKES[what]
+    error, call, *words = MISTAKES[what]
     before = kv.pull(STORE, 3).tolist()
     mistake(call, error, *words)
     with pytest.raises(error) as caught:
