@@ -44,6 +44,7 @@ CALLS = {
     "value_none": (lambda s: kv.push(s, 3, None), TypeError, "key 3: expected an array, got None"),
     "value_nested": (lambda s: kv.push(s, 3, [[F]]), TypeError, "key 3: expected an array, got a list of 1"),
     "int_to_float": (lambda s: kv.push(s, 3, F.astype(int)), TypeError, "expected dtype float32, got int32.*astype"),
+    "int_to_float_in_list": (lambda s: kv.push(s, 3, [F.astype(int)] * 2), TypeError, "key 3: expected dtype float32"),
     "bool_to_float": (lambda s: kv.push(s, 3, F.astype(bool)), TypeError, "expected dtype float32, got bool"),
     "int_to_bfloat": (lambda s: kv.push(s, 7, jnp.ones((), int)), TypeError, "expected dtype bfloat16, got int32"),
     "float_to_int": (lambda s: kv.push(s, 5, jnp.zeros(4)), TypeError, "float32 cannot be cast safely .*int32"),
