@@ -128,7 +128,6 @@ def test_a_failing_step_leaves_no_bar_behind():
         ({"apply_fn": apply}, ValueError, "both test_data and apply_fn"),
         ({"keep": 0}, ValueError, "keep must be an int of 1 or more, got 0"),
         ({"checkpoint_every": 0}, ValueError, "checkpoint_every must be an int of 1 or more"),
-        ({"resume": "yes"}, ValueError, "resume must be 'auto', True or False, got 'yes'"),
         (
             {"progress": "plot"},
             ValueError,
@@ -143,8 +142,6 @@ def test_a_failing_step_leaves_no_bar_behind():
         ({"checkpoints_dir": "c"}, TypeError, r"there is no argument 'checkpoints_dir'; did you mean checkpoint_dir\?"),
         ({"callbacks": 3}, TypeError, r"a callback must be a function of \(state, record\), got 3"),
         ({"on_step": 3}, TypeError, r"on_step must be a function of \(step, metrics\), got 3"),
-        ({"steps_per_execution": 0}, ValueError, "steps_per_execution must be an int of 1 or more, got 0"),
-        ({"state": {}}, TypeError, "fit: expected a state, train.create_state"),
     ],
 )
 def test_errors(options, error, message):

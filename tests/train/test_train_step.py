@@ -281,25 +281,10 @@ def test_a_step_moves_a_state_to_its_own_devices():
 # ---- errors
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (lambda p, b, rng: p["w"].sum(), "must return .loss, aux. with aux a dict"),
-        (lambda p, b, rng: (p["w"].sum(), 3), "must return .loss, aux. with aux a dict"),
-        (lambda p, b, rng: (p["w"], {}), r"the loss must be a scalar.*got shape \(3,\)"),
-    ],
-)
-def test_what_a_loss_function_must_return(loss, message):
-    with pytest.raises(TypeError, match=message):
-        train.make_train_step(loss)(start(), line())
-
-
 def test_other_errors():
     step = step_of(squares)
     with pytest.raises(ValueError, match="a batch of 10 cannot be divided by 4 devices; use a batch of 8"):
         step(start(), line(10))
-    with pytest.raises(ValueError, match="must share the length of their first axis"):
-        step(start(), {"x": np.ones((4, 3)), "y": np.ones(8)})
     with pytest.raises(ValueError, match="unknown engine 'pjit'; known are auto, pmap, shard_map, jit"):
         train.make_train_step(squares, engine="pjit")
     with pytest.raises(ValueError, match="the store must be made by"):
