@@ -14,13 +14,13 @@ TRAIN_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 LAB_ARGS ?=
 # What another jax changes most: numbers, the store, the step, devices, kernels. CI runs their second row on the newest
-# Python too, in ten minutes at most: without runs of several processes and thousands of random cases.
+# Python too, in ten minutes at most: without what takes long or has little to do with jax.
 NUMERIC := tests/compression tests/cpu tests/cpu_kernels tests/devices tests/kv tests/parallel tests/sparse \
 	tests/updaters tests/house/test_programs.py tests/train/test_certificate.py tests/train/test_definition.py \
 	tests/train/test_engine_jit.py tests/train/test_every_optimizer.py tests/train/test_frozen.py \
 	tests/train/test_fsdp.py tests/train/test_local_steps.py $(wildcard tests/train/test_step_*.py) \
 	tests/train/test_train_step.py tests/train/test_unused.py
-LONG_RUNS := processes or random_loops or random_convolutions
+BUT := processes or building or random_loops or random_convolutions or as_plain_optax or any_optimizer
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,7 +59,7 @@ test-slow: $(READY) $(KERNELS)  ## the second row: long tests, those with librar
 	XLA_FLAGS= $(BIN)/python -m pytest -m 'core and not slow' $(PYTEST_ARGS) || [ $$? = 5 ]
 
 test-numeric: $(READY) $(KERNELS)  ## the part of the second row that another version of jax may change most
-	$(BIN)/python -m pytest -m slow -k 'not ($(LONG_RUNS))' $(PYTEST_ARGS) $(NUMERIC)
+	$(BIN)/python -m pytest -m slow -k 'not ($(BUT))' $(PYTEST_ARGS) $(NUMERIC)
 
 plan-env: $(READY)  ## the compilers of TPUs and GPUs in .venv-plan (1 GB), for `jaxpar plan` on a machine without them
 	$(BIN)/python -m venv .venv-plan
