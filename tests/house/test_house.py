@@ -48,29 +48,11 @@ LAYERS = (
 PRIVATE = ("_core", "_cpu", "_devices", "_heartbeat", "_launch", "_store", "_cli")
 WITHOUT_JAX = ("_heartbeat", "_launch", *(f"_core.{m}" for m in ("text", "files", "process")))
 # Rooms and modules that may touch the world.
-EDGE = [
-    "_core.files",
-    "_core.process",
-    "_core.text",
-    "_heartbeat",
-    "_launch",
-    "_cli",
-    "__main__",
-    "data",
-    "checkpoint",
-    "mxnet._params",
-    "mxnet._records",
-    "mxnet._symbol",
-    "distributed",
-    "viz._draw",
-    "viz._step.step",
-    "train._callbacks",
-    "train._evaluate",
-    "train._elastic",
-    "train._fit",
-    "train._plan",
-    "free_running",
-]
+EDGE = """
+    _core.files _core.process _core.text _heartbeat _launch _cli __main__ data checkpoint mxnet._params
+    mxnet._records mxnet._symbol distributed viz._draw viz._step.step train._callbacks train._evaluate
+    train._elastic train._fit train._plan free_running
+""".split()
 WORLD = {"os", "sys", "socket", "threading", "signal", "time", "subprocess", "select", "io", "tempfile", "shutil"}
 
 
