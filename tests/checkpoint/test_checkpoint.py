@@ -157,12 +157,12 @@ def test_nothing_is_pickled(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("saved", "wanted"),
     [
+        (("device", 4), ("sharded", 8)),
         (("device", 4), ("device", 1)),
         (("device", 4), ("sharded", 2)),
-        (("device", 4), ("sharded", 8)),
+        (("sharded", 4), ("device", 2)),
         (("sharded", 4), ("sharded", 1)),
         (("sharded", 4), ("sharded", 8)),
-        (("sharded", 4), ("device", 2)),
         (("sharded", 4), ("local", 8)),
     ],
     ids=lambda x: f"{x[0]}{x[1]}",

@@ -37,7 +37,7 @@ def transposed(function):
     return lambda x, cotangent: jax.vjp(function, x)[1](cotangent)[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("kind", [MAX, SUM], ids=["max", "sum"])
 @pytest.mark.parametrize("name", POOLS)
 def test_the_numbers_of_lax_to_the_bit(kind, name):

@@ -180,7 +180,7 @@ def test_export_and_other_dtypes_take_the_kernels_of_xla():
 BAD = {"infinite": np.inf, "not a number": np.nan}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("where", ["images", "filter", "cotangent"])
 @pytest.mark.parametrize("options", [{}, {"strides": (2, 2)}, {"lhs_dilation": (2, 2), "padding": ((1, 1), (2, 2))}])

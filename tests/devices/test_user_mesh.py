@@ -132,7 +132,7 @@ KINDS_AND_MESHES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kind", "name"), KINDS_AND_MESHES)
 @pytest.mark.parametrize("what", ["push", "pmap", "shard_map"])
 def test_the_same_bits_as_without_a_mesh(what, kind, name):
@@ -416,7 +416,7 @@ def total(x):
 SPECS = [("explicit", P("data")), ("explicit2d", P("data")), ("auto2d", P(("data", "model"))), ("explicit2d", P())]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize(("name", "spec"), [*SPECS, ("reversed", P("data"))])
 def test_batches_on_a_mesh(name, spec, resident):

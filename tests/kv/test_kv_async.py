@@ -120,7 +120,7 @@ def ways(store, devices):
     }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("way", ["eager", "one device", "placed", "jit", "pmap", "shard_map"])
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_every_way_gives_the_same_numbers(staleness, way):

@@ -50,7 +50,7 @@ PLACES = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
 def test_lists_on_any_devices(kind, place):

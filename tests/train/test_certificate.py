@@ -74,7 +74,7 @@ WHOLE = {"x": np.random.default_rng(0).integers(-4, 5, (64, 3)).astype(np.float3
 HALVES = optax.sgd(0.125, momentum=0.5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["device", "local", "sharded", "dist_sync"])
 def test_engines_and_kinds_of_equal_bits(tmp_path, engine, kind):
