@@ -304,6 +304,7 @@ FORGED = [
 ]
 
 
+@pytest.mark.slow
 def test_forged_manifests_are_refused(tmp_path, capsys):
     new = two(tmp_path)
     whole = (new / "jaxpar.json").read_text()

@@ -172,6 +172,7 @@ def test_narrow_values_are_rounded_once(dtype):
         np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(want, np.float32))
 
 
+@pytest.mark.slow
 def test_every_way_gives_the_same_bits(monkeypatch):
     spec, values = {"type": "2bit", "threshold": 0.5}, normal((333,))
     found = {}

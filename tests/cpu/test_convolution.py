@@ -319,6 +319,7 @@ def test_automatic_partitioning_exchanges_the_gradient_only(axis_type):
     close(jax.device_get(found), grads(LAXS)(x, w))
 
 
+@pytest.mark.slow
 def test_shard_map_and_pmap():
     x = jnp.concatenate([X, X + 1])
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))

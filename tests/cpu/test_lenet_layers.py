@@ -133,7 +133,7 @@ OVER_DEVICES = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("fast", "plain", "args", "engine"), OVER_DEVICES)
 def test_over_devices_the_gradients_add_up(fast, plain, args, engine):
     x, *params = args

@@ -252,7 +252,7 @@ def test_in_a_shard_map(check):
     close(ours(params, states, x), laxs(params, states, x))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_sharded_arrays_take_the_loop_of_xla(kind):
     params, x = made("lstm", 4, 8, 6, 3)
@@ -268,7 +268,7 @@ def test_sharded_arrays_take_the_loop_of_xla(kind):
     close(found, jax.jit(jax.grad(functools.partial(loss, "lstm")))(params, x))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS)
 def test_export_and_other_dtypes_take_the_loop_of_xla(cell):
     params, x = made(cell)

@@ -124,6 +124,7 @@ def test_the_first_failure_ends_all_with_its_status(program, failing, status, wh
     assert sorted(p.name for p in here.glob("left*")) == ["left0", "left2"]  # they had SIGTERM, not SIGKILL
 
 
+@pytest.mark.slow
 def test_one_that_ignores_sigterm_and_what_it_started_are_killed_after_the_grace_period(program):
     source = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

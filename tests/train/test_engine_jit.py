@@ -133,6 +133,7 @@ def test_updaters_with_one_state_a_key(update):
     same(ran(store), ran(plain, engine="pmap"))
 
 
+@pytest.mark.slow
 def test_each_device_has_its_part_of_values_and_state():
     state, _ = ran(kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES))
     kernel, adam = state.store.values[1], state.store.optimizer_state[1][0]

@@ -109,7 +109,7 @@ def test_compressed_stores_look_at_what_is_pushed(kind, spec):
     assert error.value.names == ("loss", "w")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_a_compressor_that_overflows_is_noticed(kind):
     """What is pushed is finite; four such numbers rounded to bfloat16 are not, added up."""

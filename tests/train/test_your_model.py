@@ -156,7 +156,7 @@ def test_batch_norm_over_the_whole_batch_is_the_librarys_own(library):
     close(state.model_state, want_stats)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["linen", "equinox"])
 def test_batch_norm_by_shares_keeps_the_mean_of_the_statistics(library):
     params, stats, forward, apply = LIBRARIES[library](None)

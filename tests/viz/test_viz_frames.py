@@ -285,6 +285,7 @@ def _words(plot):
     return [word.strip() for word in re.findall(r">([^<>\n]+)</text>", plot.pipe("svg", encoding="utf-8"))]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
 def test_a_step_has_the_names_and_frames_of_the_network():
     fn, *args = _linen_step()

@@ -81,6 +81,7 @@ def test_regions_without_names_say_what_is_in_them():
     assert any(re.fullmatch(r"(\d+ )?\w+ \+ \d+", name) for name in names)
 
 
+@pytest.mark.slow
 def test_a_mask_for_all_blocks_does_not_hide_them():
     def fn(params, x, mask):
         kept = mask > 0
