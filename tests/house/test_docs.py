@@ -33,10 +33,10 @@ PICTURES = ROOT / "docs" / "pictures"
 OF_PAGES = {"two_moons.svg"}  # drawn by the code of a page
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*$")
 MOST_NOT_RUN = 8  # three of them in tests of their own
-# Pages that compile for 2 to 26 seconds: the second row runs them.
+# Pages that compile for one to 26 seconds: the second row runs them.
 NAMES = (
-    "async checkpoints cluster engines evaluate from_gluon own_loops recipes same_bits seeing_a_run training tutorial "
-    "your_model"
+    "async checkpoints cluster compression engines evaluate from_gluon own_loops recipes same_bits seeing_a_run "
+    "training tutorial viz your_model"
 )
 LONG = tuple(f"docs/{name}.md" for name in NAMES.split())
 EXAMPLES = 512
@@ -92,7 +92,6 @@ def marks(page):
     return [*data_marks, pytest.mark.slow] if name(page) in LONG else data_marks
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=marks(page)) for page in PAGES if any(not block.excuse for block in blocks(page))],
