@@ -78,8 +78,8 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**63 - 1)}
 """What `use_cpu_devices(keep_memory=True)` does, for the environment of a child."""
 
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Pages of 2 MB for large blocks of `malloc`, where Linux gives them to programs that ask (`madvise`)."""
+SMALL_BLOCKS = {"XLA_FLAGS": "--xla_multiheap_size_constraint_per_heap=12000000"}
+"""XLA takes the memory of a program in blocks of 12 MB, which the C library keeps."""
 
 
 class Child:
