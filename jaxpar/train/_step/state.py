@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from ... import distributed, kv
 from ..._core import checks, portable
@@ -18,7 +17,7 @@ from ..._core.arrays import Device, check_plain, is_traced, tree_nbytes
 from ..._core.calls import answers
 from ..._core.text import plural
 from ..._devices import processes
-from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, put_copy, split_over, to_host
+from ..._devices.mesh import check_not_donated, is_donated, put_copy, split_over, to_host
 from ..._devices.user_mesh import on_own_mesh
 from ..._store import aggregate, store as stores
 
@@ -113,8 +112,7 @@ def create_state(
 
     Args:
         store: made by `kv.from_params`. It stays valid, because the state holds copies.
-        rng: a random key, or an int seed. Under engine `jit`, a key of `rbg` or `unsafe_rbg` draws other numbers than
-            under the other engines.
+        rng: a random key, or an int seed.
         devices: the training devices. None: the devices of the store, or else all devices.
         grad_transform: as given to `make_train_step`. Without it, the first call of the step adds the state of the
             transform.
@@ -122,10 +120,9 @@ def create_state(
             batch norm. `loss_fn` takes it as a fourth argument and returns the new model state.
 
     Raises:
-        TypeError: `store` is not a `KVStore`.
         ValueError: the store was not made by `kv.from_params`.
-        RuntimeError: this process of `python -m jaxpar launch` or Ray Train has not joined the others. Call
-            `jp.distributed.initialize()` first.
+        RuntimeError: this process of `python -m jaxpar launch` or Ray Train has not joined the others by
+            `jp.distributed.initialize()`.
 
     Example:
         >>> import optax
@@ -180,19 +177,6 @@ def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
     local = put_copy(regroup_local(state.local, len(devices)), split_over(devices))
     store = kv.place(state.store, devices)
     return TrainState(store, **everywhere(rest, store), local=local)
-
-
-def place_on_mesh(state: TrainState, mesh: Mesh | None, other: Mesh) -> TrainState:
-    """The state on a mesh, for engine `jit`: that of its store, or else `mesh`, or else `other`."""
-    store = state.store
-    if not stores.is_on_mesh(store):
-        mesh = mesh or other
-        return place_state(dataclasses.replace(state, store=kv.place(store, mesh=mesh)), tuple(mesh.devices.flat))
-    own = stores.mesh_of_values(store)
-    if mesh is not None and auto_mesh(mesh) != own:
-        both = f"the state is on a mesh {dict(own.shape)}, and the step was made for {dict(mesh.shape)}"
-        raise ValueError(f"train step: {both}, or for other devices; place the store: kv.place(store, mesh=mesh)")
-    return state
 
 
 def regroup_local(local: Any, count: int) -> Any:
