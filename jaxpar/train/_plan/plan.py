@@ -84,11 +84,7 @@ class Plan:
         return {**own, "sent_bytes": self.sent_bytes}
 
     def plot(self) -> viz.Plot:
-        """The picture of the step, as of `viz.plot_step`, from the program of these devices.
-
-        Raises:
-            ValueError: there is none, with the reason.
-        """
+        """The picture of the step, as of `viz.plot_step`. `ValueError` with the reason where there is none."""
         if isinstance(self._picture, str):
             raise ValueError(f"train.plan: no picture: {self._picture}")
         return viz._plot_drawn(*self._picture, title=f"{_name_of(self)}")
@@ -151,9 +147,9 @@ class PlanComparison:
 def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
     """What a training step would be on accelerators that are not there: does it fit, what does it send.
 
-    The compiler of these devices compiles the step, in a process of its own. Nothing is drawn, moved or run, and the
-    model may be larger than this machine. It needs `libtpu` for TPUs, or JAX's CUDA plugin for GPUs: in this Python or
-    in the one that the environment variable `JAXPAR_PLAN_PYTHON` names, which `make plan-env` sets up.
+    The compiler of these devices compiles the step, in a process of its own. Nothing is run, and the model may be
+    larger than this machine. It needs `libtpu` or JAX's CUDA plugin: in this Python or in the one that the environment
+    variable `JAXPAR_PLAN_PYTHON` names, which `make plan-env` sets up.
 
     Args:
         make: `make(devices, **choices) -> (step, state, batch)`, the ordinary construction on these devices, meshes
@@ -164,7 +160,6 @@ def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
         **choices: given to `make`.
 
     Raises:
-        TypeError: `make` is no function.
         ValueError: there is no such slice; `make` raises; it cannot be sent to the other process.
         RuntimeError: there is no compiler for these devices.
 
@@ -201,8 +196,7 @@ def compare_plans(
         **choices: for each choice, its values: `kind=["device", "sharded"]`.
 
     Raises:
-        TypeError, RuntimeError: as of `train.plan`.
-        ValueError: there is no such slice. What `make` raises for some choices is in their row.
+        ValueError, RuntimeError: as of `train.plan`. What `make` raises for some choices is in their row.
 
     Example:
         >>> from jaxpar import train
