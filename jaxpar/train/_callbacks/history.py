@@ -128,7 +128,7 @@ def readable(who: str) -> Generator[None]:
     `who` draws, for the message without matplotlib.
     """
     try:
-        import matplotlib.figure
+        import matplotlib.figure  # for `new_figure`  # pyright: ignore[reportUnusedImport]
         import matplotlib.style
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{who} needs matplotlib: pip install matplotlib") from error
@@ -174,8 +174,7 @@ def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None 
         The matplotlib figure, which a notebook shows.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        ValueError: the history is empty.
+        ModuleNotFoundError: matplotlib is not installed. ValueError: the history is empty.
 
     Example:
         >>> figure = plot_history([{"epoch": 1, "loss": 2.3, "accuracy": 0.1, "test_accuracy": 0.2}])
@@ -210,9 +209,8 @@ def _figure(groups: dict[str, dict[str, str]], axis: str, records: Sequence[Reco
 class LivePlot:
     """A callback of `fit` that plots the metrics live in a notebook.
 
-    Each metric has a plot with training and evaluation; the loss of each step has a plot too. The plots are updated in
-    place, about once a second. Drawing takes at most a twentieth of the time. Outside a notebook, and in all processes
-    except the first, nothing is drawn.
+    The plots are updated in place, about once a second, in at most a twentieth of the time. Outside a notebook, and in
+    all processes except the first, nothing is drawn.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -121,9 +121,6 @@ def _import(package: str) -> Any:
 def to_jsonl(path: PathLike) -> JsonLines:
     """A callback of `fit` that writes each record as a JSON line.
 
-    The lines are strict JSON. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", which `float`
-    reads.
-
     Args:
         path: a file. Missing parent directories are created. A resumed run drops the lines of later steps.
 
@@ -213,8 +210,7 @@ def to_tensorboard(directory: PathLike) -> TensorBoard:
     those of earlier files.
 
     Args:
-        directory: one directory for each run. View it with `tensorboard --logdir` or, in a notebook, `%load_ext
-            tensorboard` and `%tensorboard --logdir DIRECTORY`.
+        directory: one directory for each run.
 
     Raises:
         ModuleNotFoundError: tensorboard is not installed. OSError: raised by `fit`: the directory is not writable.
@@ -387,13 +383,11 @@ def to_ray() -> RayReport:
     """A callback of `fit` that reports records and checkpoints to Ray Train.
 
     All workers call `ray.train.report(metrics, checkpoint=...)` for each record, as soon as its checkpoint is on disk.
-    Worker 0 passes the checkpoint to Ray, which copies it to its own storage. `checkpoint.restore` reads the copy. The
-    metrics are the record and `checkpoint_dir`. Ray keeps metrics only with a checkpoint, so give `fit` a
-    `checkpoint_dir`.
+    Ray copies the checkpoint of worker 0, and `checkpoint.restore` reads the copy. Ray keeps metrics only with a
+    checkpoint, so give `fit` a `checkpoint_dir`.
 
-    When Ray restarts the workers, `fit` resumes from the newest checkpoint in `checkpoint_dir`. If the last reported
-    one is missing there, as on a new host, it is first copied back from Ray's storage. An epoch that was saved but not
-    reported is reported then.
+    When Ray restarts the workers, `fit` resumes from the newest checkpoint there. If the last reported one is missing,
+    as on a new host, it is first copied back. An epoch that was saved but not reported is reported then.
 
     Outside a Ray Train worker the callback does nothing, so the same script runs anywhere, also without Ray.
 

@@ -161,8 +161,7 @@ class KeepBest(Monitor):
 class LearningRate:
     """A callback of `fit` that adds `learning_rate` to records and progress bar.
 
-    The value is the rate of the last step. A rate in the state is read at most once a second, so that steps do not
-    wait.
+    The value is the rate of the last step. A rate in the state is read at most once a second.
 
     Args:
         schedule: the optimizer's schedule: a function of the number of earlier updates, as in optax, or a number. None

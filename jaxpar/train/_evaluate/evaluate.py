@@ -53,10 +53,9 @@ def evaluate(
         apply_fn: `apply_fn(params, images) -> logits` of shape (n, classes), with images as `data.batches` gives them.
             With a `model_state`, `apply_fn(params, images, model_state)`.
         data: with `apply_fn` a `data.Dataset` with integer labels. With `eval_fn` a `data.Dataset`; a pytree of arrays
-            that share a first axis of n examples; a DataFrame; the result of `data.from_arrays` or
-            `data.from_iterable`; or batches of any lengths: a list, a loader, an iterator, or a function that returns
-            one of these. A list of arrays is a pytree, a list of dicts of numbers is a list of examples, and any other
-            list is a list of batches.
+            that share a first axis; a DataFrame; the result of `data.from_arrays` or `data.from_iterable`; or batches
+            of any lengths: a list, a loader, an iterator, or a function that returns one of these. A list of arrays is
+            a pytree, a list of dicts of numbers is a list of examples, and any other list is a list of batches.
         eval_fn: `eval_fn(params, batch) -> {name: values}`, see "Values" below. With a `model_state`,
             `eval_fn(params, batch, model_state)`. It is compiled once for each batch shape, and the programs of the
             last few function objects are kept. It gets whole batches. A `jax.lax.psum` over an axis of the step's mesh,

@@ -22,9 +22,8 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Pa
     cached program of your own could hang, see docs/seeing_a_run.md.
 
     Args:
-        directory: the cache directory. None: `jaxpar/<a name for this kind of processor>` in the user's cache directory
-            ($XDG_CACHE_HOME or ~/.cache). The name keeps programs of different processors apart, because several
-            machines may share a home directory.
+        directory: the cache directory. None: `jaxpar/<a name for this kind of processor>` in $XDG_CACHE_HOME or
+            ~/.cache, since several machines may share a home directory.
 
     Returns:
         The directory. If `jax_compilation_cache_dir` is already set, its value, and nothing changes. None if no

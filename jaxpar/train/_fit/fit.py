@@ -79,8 +79,7 @@ def fit(
     results as an uninterrupted run, and the order does not depend on the number of devices.
 
     After Ctrl-C, a notebook's interrupt or SIGTERM, the running steps finish. With `checkpoint_dir`, the state is
-    saved, and the same call resumes from it, up to the same last epoch. A second signal stops at once, without saving.
-    If one of several processes gets the signal, all stop after the same step.
+    saved, and the same call resumes from it, up to the same last epoch. A second signal stops at once.
 
     Args:
         state: from `start` or `create_state`. It is donated, so use the returned state afterwards.
@@ -120,29 +119,25 @@ def fit(
             1. Calls come up to sixteen steps late, so that the devices do not wait.
         profile: a directory for a trace by jax's profiler, of steps 11 to 15 of this call; or (directory, first_step,
             num_steps).
-        steps_per_execution: the number of steps in one compiled program, see `TrainStep.many`. It makes short steps
-            faster, and Ctrl-C waits for the program. More than 1 needs a `data.Dataset` that fits on the devices, and a
-            single process. Programs end at epochs, checkpoints and profiles, so results do not change. "auto" is up to
-            eight steps, or 0.2 s, on CPUs. It is 1 on GPUs and TPUs, for a step with XLA's convolutions (see `many`),
-            and if more is impossible.
-        on_interrupt: the result of `fit` after Ctrl-C. "return": the state and the history so far. "raise": a
-            KeyboardInterrupt with attributes `state` and `history`. "auto": "return" in a notebook or interactive
-            session, "raise" in a script.
+        steps_per_execution: the number of steps in one compiled program, see `TrainStep.many`. More than 1 needs a
+            `data.Dataset` that fits on the devices, and a single process. Programs end at epochs, checkpoints and
+            profiles, so results do not change. "auto" is up to eight steps, or 0.2 s, on CPUs. It is 1 on GPUs and
+            TPUs, for a step with XLA's convolutions, and if more is impossible.
+        on_interrupt: after Ctrl-C, "return" the state and the history so far, or "raise" a KeyboardInterrupt with the
+            attributes `state` and `history`. "auto": "return" in a notebook or interactive session, else "raise".
 
     Returns:
-        (the trained state, the history). The history is a list with a dict for each epoch: `epoch` from 1; `step`, at
-        the end of the epoch; the mean `loss` and other metrics of the step, such as `accuracy`; the scores; `seconds`
-        of training; `images_per_second`, or `examples_per_second` for data other than a `data.Dataset`. Values that
-        were not measured have no key. A resumed run has the earlier epochs too. If the step may skip updates, `skipped`
-        counts them, and the means are over the other steps. An incomplete epoch comes last, with `interrupted` True and
-        means over its steps so far.
+        (the trained state, the history). The history is a list with a dict for each epoch, those before a resume too:
+        `epoch` from 1; `step`, at the end of the epoch; the mean `loss` and other metrics of the step; the scores;
+        `seconds` of training; `images_per_second`, or `examples_per_second` for data other than a `data.Dataset`. If
+        the step may skip updates, `skipped` counts them, and the means are over the other steps. An incomplete epoch
+        comes last, with `interrupted` True.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, is out of range or lacks its other half; the data have
             less than one batch; the state was donated; the records lack the metric of a callback; the checkpoint
             belongs to another model, optimizer, batch size or size of data set; a label is not a class of the model.
-            The shapes of `loss_fn`, `apply_fn` and `eval_fn` are checked before the first step, while the state is
-            still valid. Batches of an iterable other than a list are checked as they arrive.
+            Shapes are checked before the first step, those of an iterable's batches as they arrive.
         RuntimeError: this process of `python -m jaxpar launch` or Ray Train has not joined the others.
         FileNotFoundError: `resume=True`, but there is no checkpoint.
         NonFiniteError: a step with `nonfinite="stop"` had a NaN or infinite loss or gradient. Its `state`, which is

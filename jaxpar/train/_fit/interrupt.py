@@ -109,9 +109,8 @@ def interruptible(on_interrupt: str = "auto") -> Interruptible:
     `fit`. A second signal takes effect at once.
 
     Args:
-        on_interrupt: as in `fit`. "raise": the block ends with a KeyboardInterrupt. "return": the block ends normally,
-            and `asked` is True. "auto": "return" in a notebook or interactive session, "raise" in a script. After
-            SIGTERM the block always ends with SystemExit(143).
+        on_interrupt: as in `fit`: with "raise" the block ends with a KeyboardInterrupt, with "return" normally. After
+            SIGTERM it always ends with SystemExit(143).
 
     Returns:
         A context manager with `should_stop(state)`.

@@ -48,7 +48,8 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
     if manager is not None:
         run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
         manager._lock_directory()
-    loop.certificate = certificate.begin(run.certificate, run.certificate_every, run.step, loop.state)
+    if run.certificate is not None or processes.count() > 1:  # several agree whether there is one
+        loop.certificate = certificate.begin(run.certificate, run.certificate_every, run.step, loop.state)
     with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
         run.callbacks.call("on_start", loop.history)
     try:

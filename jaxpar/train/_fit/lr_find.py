@@ -94,9 +94,8 @@ def lr_find(
     times the smallest loss, or is not finite.
 
     Args:
-        state: a state whose optimizer keeps the rate in its state:
-            `optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)`, or an optimizer of `jp.updaters` with
-            `rate_in_state=True`. The rate must be a number, not a schedule.
+        state: a state whose optimizer has the rate, a number, in its state:
+            `optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)`, or one of `jp.updaters` with `rate_in_state=True`.
         step: from `make_train_step`.
         train_data, batch_size: as in `fit`. The data repeat if there are too few.
         lowest, highest: the first and the last rate.
@@ -118,7 +117,12 @@ def lr_find(
         >>> 1e-3 < found.suggestion < 1.0, int(state.step)
         (True, 0)
     """
-    rates = _rates(lowest, highest, steps)
+    steps = checks.whole_number(steps, _WHERE, "steps", least=2)
+    for name, rate in (("lowest", lowest), ("highest", highest)):
+        checks.number(rate, _WHERE, name, "a finite number above 0", lambda x: 0 < x < math.inf)
+    if lowest >= highest:
+        raise ValueError(f"{_WHERE}: lowest must be below highest, got {lowest} and {highest}")
+    rates = np.geomspace(float(lowest), float(highest), steps).tolist()
     check_is_state(state, _WHERE)
     source = data.as_source(train_data)
     batch_size = checks.whole_number(data._usual_batch_size(batch_size, source), _WHERE, "batch_size")
@@ -127,11 +131,11 @@ def lr_find(
         own = updaters.set_learning_rate(own_copies(state), rates[0])  # refused before work is spent
         where = data._batch_options(source, own.store.devices, None, getattr(step, "virtual_shards", None))
         batches = source.batches(batch_size, rng=own.rng, epochs=None, **where)
-    losses: list[float] = []
-    smoothed: list[float] = []
+    losses, smoothed, mean = list[float](), list[float](), 0.0
     for loss in map(float, data._ahead(_losses(own, step, batches, rates), BEHIND)):  # steps run ahead of the host
         losses.append(loss)
-        smoothed = _smooth(losses)
+        mean = _SMOOTH * mean + (1 - _SMOOTH) * loss
+        smoothed.append(mean / (1 - _SMOOTH ** len(losses)))  # without the bias of the first values
         least = min(smoothed)
         if not math.isfinite(loss) or (len(losses) > 5 and smoothed[-1] > least + (_TOO_MUCH - 1) * abs(least)):
             break
@@ -147,12 +151,6 @@ def _losses(state: TrainState, step: Any, batches: Any, rates: Sequence[float]) 
         yield metrics["loss"]
 
 
-def _smooth(losses: Sequence[float]) -> list[float]:
-    """An exponential average, without the bias of its first values."""
-    sums = itertools.accumulate(losses, lambda mean, loss: _SMOOTH * mean + (1 - _SMOOTH) * loss, initial=0.0)
-    return [mean / (1 - _SMOOTH**i) for i, mean in enumerate(sums) if i]
-
-
 def _steepest(rates: Sequence[float], smoothed: Sequence[float]) -> float | None:
     """The rate at which the loss falls fastest, before its least value."""
     finite = list(itertools.takewhile(math.isfinite, smoothed))
@@ -164,15 +162,3 @@ def _steepest(rates: Sequence[float], smoothed: Sequence[float]) -> float | None
     slopes = np.gradient(np.asarray(finite), np.log(rates[: len(finite)]))[: least + 1]
     found = int(np.argmin(slopes))
     return float(rates[found]) if slopes[found] < 0 else None
-
-
-def _rates(lowest: Any, highest: Any, steps: Any) -> list[float]:
-    steps = checks.whole_number(steps, _WHERE, "steps", least=2)
-    words = "a finite number above 0"
-    low, high = (
-        checks.number(value, _WHERE, name, words, lambda x: 0 < x < math.inf)
-        for name, value in (("lowest", lowest), ("highest", highest))
-    )
-    if low >= high:
-        raise ValueError(f"{_WHERE}: lowest must be below highest, got {lowest} and {highest}")
-    return [float(rate) for rate in np.geomspace(low, high, steps)]

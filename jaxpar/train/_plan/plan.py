@@ -19,10 +19,8 @@ class Plan:
     """What a training step would be on accelerators, by their compiler. Nothing of it was measured on a chip.
 
     Bytes, FLOPs and cycles are those of one device in one step. Where the compiler of TPUs refuses a program that does
-    not fit, what only a program says is None, and `collectives` is empty.
-
-    A step with `virtual_shards` is several programs. Its numbers are sums over all that a device runs. Its peak is the
-    highest of any program, with the gradients that wait to be added. It has no picture.
+    not fit, what only a program says is None, and `collectives` is empty. A step with `virtual_shards` is several
+    programs: its numbers are sums, its peak is the highest of any, and it has no picture.
 
     Attributes:
         on, choices: as given to `train.plan`. Values of choices are strings.

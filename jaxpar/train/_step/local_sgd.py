@@ -115,14 +115,13 @@ class LocalSGD(DeviceStep):
             return state
         local = _local_part(store, trained_keys(store), state.transform)
         outer = {"state": init(params), "since": jnp.zeros((), jnp.int32)}
-        leaves, structure = jax.tree.flatten(local)
         devices = store.devices or ()
 
-        def copies(leaves: list[jax.Array]) -> list[jax.Array]:
+        def copies(local: Any) -> Any:
             """One copy for each device, along a new first axis."""
-            return [jnp.broadcast_to(x[None], (len(devices), *x.shape)) for x in leaves]
+            return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (len(devices), *x.shape)), local)
 
-        local = structure.unflatten(jax.jit(copies, out_shardings=split_over(devices))(leaves))
+        local = jax.jit(copies, out_shardings=split_over(devices))(local)
         return dataclasses.replace(state, local=local, outer=everywhere(outer, store))
 
 

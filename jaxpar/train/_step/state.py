@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -64,8 +65,7 @@ class TrainState:
     def params(self) -> Any:
         """The parameters, as the pytree given to `kv.from_params`.
 
-        The arrays belong to the state, so the next step donates them. `kv.to_params(state.store)` makes copies. Raises
-        `RuntimeError` if the state was donated.
+        The next step donates these arrays. `kv.to_params(state.store)` makes copies.
         """
         check_not_donated(self.store.values, "state.params")
         return kv.to_params(self.store, copy=False)
@@ -203,8 +203,8 @@ def leaf_shardings(state: TrainState) -> Any:
     """The state, whose store has devices, with the sharding of each leaf in place of the leaf."""
     devices, copies = state.store.devices, stores.sharding_of(state.store)
     assert devices is not None
-    store = jax.tree.map(lambda layout: stores.sharding_of(state.store, layout), stores.layout_of_each(state.store))
-    local = jax.tree.map(lambda _: split_over(devices), state.local)
+    store = jax.tree.map(functools.partial(stores.sharding_of, state.store), stores.layout_of_each(state.store))
+    local = jax.tree.broadcast(split_over(devices), state.local)
     return dataclasses.replace(jax.tree.broadcast(copies, state), store=store, local=local)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,24 +34,12 @@ from .state import TrainState, is_floating, whole_params
 from .step import Arrays, DeviceStep, ShareResult, share_rng
 
 Buffers = list[jax.Array]
+# What is added up over the shards, in float32 or wider: the gradient for each key, that of a mean divided by V; `loss`
+# and `aux`; the terms of the floating leaves of the model state; the flags of what is not finite, or None.
+Terms = tuple[Arrays, dict[str, Any], list[tuple[jax.Array, ...]], jax.Array | None]
 
 _ONE_A_DTYPE = collectives.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
-_REFUSED = (
-    "train step, many: the host starts several programs for each step with virtual_shards; call the step for each batch"
-)
-_TRACED = (
-    "train step: the host starts several programs for a step with virtual_shards, so the step cannot run inside jit, "
-    "grad or a picture; call it outside, or make the step without virtual_shards"
-)
-
-
-class ShardGradients(NamedTuple):
-    """What is added up over the shards."""
-
-    grads: Arrays  # the gradient of the shard for each key, in float32 or wider. That of a mean is divided by V.
-    metrics: dict[str, Any]  # `loss` and `aux`, in float32 or wider
-    floating: list[tuple[jax.Array, ...]]  # the terms of the floating leaves of the model state
-    found: jax.Array | None  # the flags of what is not finite, or None
+_SEVERAL = "the host starts several programs for each step with virtual_shards"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,9 +68,7 @@ class VirtualStep(DeviceStep):
             raise ValueError(f"{what}, but {reason}")
         return super().with_initial_parts(state)
 
-    def terms(
-        self, state: TrainState, batch: Any, number: jax.Array
-    ) -> tuple[ShardGradients, list[jax.Array], frozenset[int]]:
+    def terms(self, state: TrainState, batch: Any, number: jax.Array) -> tuple[Terms, Buffers, frozenset[int]]:
         """What shard `number` adds, the other leaves of its model state, and the unread keys."""
         params = whole_params(state.store, self.axis_name)
         try:
@@ -100,16 +86,15 @@ class VirtualStep(DeviceStep):
         flags = None if self.guard is None else nonfinite_flags(metrics["loss"], found.grads, {})
         plain, _ = without_keys(found.model_state)
         others = [x for x in jax.tree.leaves(plain) if not is_floating(x)]
-        return ShardGradients(grads, metrics, model_state_terms(plain, self.shards), flags), others, found.unread
+        return (grads, metrics, model_state_terms(plain, self.shards), flags), others, found.unread
 
     def update(
-        self, state: TrainState, totals: ShardGradients, others: list[jax.Array], unread: frozenset[int]
+        self, state: TrainState, totals: Terms, others: Buffers, unread: frozenset[int]
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics, out of the sums over the shards. `others` are those of shard 0."""
-        own = ShareResult(totals.grads, totals.metrics, (), unread)
-        metrics = finish(totals.metrics, self.shards)
-        found = totals.found
-        summed = totals.grads
+        summed, sums, floating, found = totals
+        own = ShareResult(summed, sums, (), unread)
+        metrics = finish(sums, self.shards)
         if own.weight is not None:
             summed = {k: g / own.weight for k, g in summed.items()}
             if found is not None:  # a weight of 0 is seen here only
@@ -121,7 +106,7 @@ class VirtualStep(DeviceStep):
         plain, restore = without_keys(state.model_state)
         rest = iter(others)
         plain = jax.tree.map(lambda x: x if is_floating(x) else next(rest), plain)
-        model_state = restore(model_state_mean(plain, totals.floating, self.shards))
+        model_state = restore(model_state_mean(plain, floating, self.shards))
         return self._next(state, metrics, found, store=store, transform=transform, model_state=model_state)
 
 
@@ -198,9 +183,12 @@ class VirtualProgram:
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step. The leaves of the state are donated, except its `rng`."""
         if part:
-            raise ValueError(_REFUSED)
+            raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
         if is_traced((leaves, batch)):
-            raise ValueError(_TRACED)
+            raise ValueError(
+                f"train step: {_SEVERAL}, so the step cannot run inside jit, grad or a picture; call it outside, or "
+                "make the step without virtual_shards"
+            )
         batch_on = self._on_devices(self._batches.place(self._pad(batch)), split_over(self.devices))
         rng = leaves.pop(self._rng_at)
         leaves_on, rng_on = (self._on_devices(x, copies_on(self.devices)) for x in (leaves, rng))
@@ -232,7 +220,7 @@ class VirtualProgram:
     def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> tuple[Batch, list[Part]]:
         """The shapes of a batch, and for them the gradient of a shard, the sum of two, the exchange, the update."""
         if many:
-            raise ValueError(_REFUSED)
+            raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
         deal = self._deal
         # A device that is there needs no name, and the program is the one of any device.
         first = None if self.devices[0] in jax.devices() else SingleDeviceSharding(self.devices[0])
