@@ -329,7 +329,8 @@ def make_train_step(
             state, including `step`, stays unchanged from that step on, and `fit` or `check_finite` raises an error.
         loss_scale: for float16: a number that multiplies the loss and divides the gradients before the push; or
             "dynamic" or a `DynamicLossScale`, which adapts the number. A dynamic scale skips updates that overflow, for
-            any `nonfinite`, which then looks at the loss, and at overflows at the smallest scale.
+            any `nonfinite`. With "stop", the step then stops only if the loss itself is not finite, or if a gradient
+            overflows at the smallest scale.
         local_steps: H. Every device makes H local updates with the store's updater and the gradients of its own shares.
             Then the devices agree on new parameters, which the store, `state.params`, `evaluate` and `fit` have.
             `step.finish(state)` ends a round early. A `grad_transform` gets each device's own gradients. Metrics and
