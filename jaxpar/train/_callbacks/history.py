@@ -95,10 +95,8 @@ def _text(name: str, value: Any) -> str:
 def to_pandas(history: Sequence[Record]) -> Any:
     """Convert a history to a `pandas.DataFrame` with one row for each epoch.
 
-    Values that were not measured are missing. `to_pandas(history).to_csv("history.csv")` writes a table.
-
-    Raises:
-        ModuleNotFoundError: pandas is not installed.
+    It needs pandas. Values that were not measured are missing. `to_pandas(history).to_csv("history.csv")` writes a
+    table.
 
     Example:
         >>> frame = to_pandas([{"epoch": 1, "loss": 2.5}, {"epoch": 2, "loss": 1.5}])  # doctest: +SKIP
@@ -162,16 +160,13 @@ def png(figure: Any) -> bytes:
 @answers("plot_history")
 @readable("plot_history")
 def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None = None) -> Any:
-    """Plot each metric of a history, training and evaluation together.
+    """Plot each metric of a history, training and evaluation together. Returns the matplotlib figure.
 
     The axis is the epoch, or the step if the history has evaluations within epochs.
 
     Args:
         history: the history that `fit` returned.
         path: a file for the picture. Its suffix sets the format.
-
-    Returns:
-        The matplotlib figure, which a notebook shows.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed. ValueError: the history is empty.
@@ -210,10 +205,7 @@ class LivePlot:
     """A callback of `fit` that plots the metrics live in a notebook.
 
     The plots are updated in place, about once a second, in at most a twentieth of the time. Outside a notebook, and in
-    all processes except the first, nothing is drawn.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+    all processes except the first, nothing is drawn. It needs matplotlib.
 
     Example:
         >>> from jaxpar import train

@@ -263,15 +263,13 @@ class TensorBoard(Logger):
 def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
     """A callback of `fit` that writes the records to Weights & Biases.
 
-    Names and axis are as in `to_tensorboard`. The run begins with the first record and ends with `fit`.
+    It needs the package wandb. Names and axis are as in `to_tensorboard`. The run begins with the first record and ends
+    with `fit`.
 
     Args:
         project, options: arguments of `wandb.init`, such as `name="first"`, `mode="offline"`, `dir="runs"`. With
             `id="..."` and `resume="allow"`, a resumed `fit` continues the same run. Steps that the run already has are
             not written again, and one line reports that.
-
-    Raises:
-        ModuleNotFoundError: wandb is not installed.
 
     Example:
         board = train.to_wandb("numbers", mode="offline")
@@ -315,7 +313,8 @@ def to_mlflow(
 ) -> MLflow:
     """A callback of `fit` that writes the records to MLflow.
 
-    Names and axis are as in `to_tensorboard`. MLflow's global settings stay unchanged.
+    It needs the package mlflow, or mlflow-skinny. Names and axis are as in `to_tensorboard`. MLflow's global settings
+    stay unchanged.
 
     Args:
         experiment: the name of the experiment, which is created if needed. None: MLflow's default experiment.
@@ -324,9 +323,6 @@ def to_mlflow(
         run_name: a name for the new run.
         run_id: the run to continue, in place of a new one. After the first record it is in `board.run_id`. Steps that
             the run already has are not written again, and one line reports that.
-
-    Raises:
-        ModuleNotFoundError: MLflow is not installed. The package mlflow-skinny is enough.
 
     Example:
         board = train.to_mlflow("numbers", tracking_uri="sqlite:///runs.db")

@@ -51,14 +51,11 @@ def top_k(logits: jax.Array, labels: jax.Array, k: int, mask: jax.Array | None =
     """Whether the logit of the label is among the k largest, for each example.
 
     Args:
-        logits, labels, mask: as in `accuracy`.
+        logits, labels, mask: as in `accuracy`, with its errors.
         k: from 1 to the number of classes. `top_k(..., 1)` equals `accuracy`.
 
     Returns:
         As `accuracy`.
-
-    Raises:
-        ValueError, TypeError: as `accuracy`, or k is out of range.
 
     Example:
         >>> top_k(jnp.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), jnp.array([1, 2]), 2).tolist()
@@ -74,14 +71,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None =
     """The cross-entropy of the softmax of logits in nats, for each example.
 
     Args:
-        logits, labels, mask: as in `accuracy`.
+        logits, labels, mask: as in `accuracy`, with its errors.
 
     Returns:
         float32 (n,), the mean over the labels of each example. With a mask, the score is the mean over all labels that
         count.
-
-    Raises:
-        ValueError, TypeError: as `accuracy`.
 
     Example:
         >>> round(float(cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))[0]), 3)
@@ -95,13 +89,10 @@ def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = No
     """The exponential of the mean cross-entropy over all labels.
 
     Args:
-        logits, labels, mask: as in `accuracy`. Labels are usually tokens.
+        logits, labels, mask: as in `accuracy`, with its errors. Labels are usually tokens.
 
     Returns:
         A `Mean` that takes the exponential after the last batch.
-
-    Raises:
-        ValueError, TypeError: as `accuracy`.
 
     Example:
         >>> from jaxpar import train
@@ -151,14 +142,11 @@ def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
 
     Args:
         logits: (n, classes).
-        labels: integers (n,).
+        labels: integers (n,). Other labels are errors as of `accuracy`.
 
     Returns:
         A `Mean` with one column for each class. `evaluate` returns an array (classes,), NaN for a class without
         examples. Records of `fit` have `eval_<name>/0`, `eval_<name>/1`, ...
-
-    Raises:
-        ValueError, TypeError: as `accuracy`.
 
     Example:
         >>> from jaxpar import train

@@ -98,14 +98,11 @@ def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, 
     """Count the examples of each class by predicted class.
 
     Args:
-        state_or_params, apply_fn, data, batch_size: as in `evaluate`.
+        state_or_params, apply_fn, data, batch_size: as in `evaluate`, with its errors.
 
     Returns:
         int64 (classes, classes). Row i, column j counts the examples of class i with predicted class j. The trace
         divided by the sum is the accuracy of `evaluate`.
-
-    Raises:
-        ValueError, TypeError: as `evaluate`.
 
     Example:
         >>> from jaxpar import data, train
@@ -132,14 +129,11 @@ def mistakes(
     """Find the examples that a classifier gets wrong, most confident first.
 
     Args:
-        state_or_params, apply_fn, data, batch_size: as in `evaluate`.
+        state_or_params, apply_fn, data, batch_size: as in `evaluate`, with its errors.
         most: the largest number of examples to return, 0 or more. None: all.
 
     Returns:
         `Mistakes`. The probability is the softmax of the logits at the predicted class.
-
-    Raises:
-        ValueError, TypeError: as `evaluate`.
 
     Example:
         >>> from jaxpar import data, train
@@ -224,15 +218,12 @@ def plot_confusion_matrix(
     class_names: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Draw a confusion matrix, coloured by the fraction of each row.
+    """Draw a confusion matrix, coloured by the fraction of each row. Returns the matplotlib figure.
 
     Args:
         matrix: (classes, classes), from `confusion_matrix`.
         class_names: a name for each class. None: the class numbers.
         path: a file for the picture. Its suffix sets the format.
-
-    Returns:
-        The matplotlib figure, which a notebook shows.
 
     Raises:
         ModuleNotFoundError: as of `plot_history`. ValueError: the matrix is not square, or names are missing.
@@ -275,7 +266,7 @@ def plot_mistakes(
     most: int = 20,
     path: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Draw the images of mistakes, with predicted and true class.
+    """Draw the images of mistakes, with predicted and true class. Returns the matplotlib figure.
 
     Args:
         mistakes: the result of `mistakes`.
@@ -283,9 +274,6 @@ def plot_mistakes(
             with 1, 3 or 4 channels.
         class_names, path: as in `plot_confusion_matrix`.
         most: the largest number of images.
-
-    Returns:
-        The matplotlib figure, which a notebook shows.
 
     Raises:
         ModuleNotFoundError: as of `plot_history`. ValueError: there are no mistakes, or images have another shape.

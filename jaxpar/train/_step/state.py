@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -77,25 +77,23 @@ class TrainState:
         return kv.eval_params(self.store, copy=False)
 
     def __repr__(self) -> str:
-        rest = [f"{name}: {words}" for name, words in self._other_parts()]
-        return "\n".join([f"TrainState({self._summary()})", repr(self.store), *rest])
+        first, *rest = self._lines()
+        return "\n".join([first, repr(self.store), *rest])
 
     def _repr_html_(self) -> str:
-        rest = "".join(f"<p>{name}: {html.escape(words)}</p>" for name, words in self._other_parts())
-        return f"<div><p>TrainState({html.escape(self._summary())})</p>{self.store._repr_html_()}{rest}</div>"
+        first, *rest = [f"<p>{html.escape(line)}</p>" for line in self._lines()]
+        return f"<div>{first}{self.store._repr_html_()}{''.join(rest)}</div>"
 
-    def _summary(self) -> str:
-        if is_donated(self):
-            return "donated to a later step; use the state that it returned"
-        known = isinstance(self.step, jax.Array) and not is_traced(self.step)
-        return f"step={int(self.step) if known else 'traced'}, rng={getattr(self.rng, 'dtype', self.rng)}"
-
-    def _other_parts(self) -> Iterator[tuple[str, str]]:
-        """The name of each part next to the store that holds arrays, and how much it holds."""
-        for name in [field.name for field in dataclasses.fields(self)][3:]:
-            part = getattr(self, name)
-            if leaves := jax.tree.leaves(part):
-                yield name, f"{plural(len(leaves), 'array')}, {tree_nbytes(part):,} bytes"
+    def _lines(self) -> list[str]:
+        """A line about the state, and one about each part next to the store that holds arrays."""
+        words = "donated to a later step; use the state that it returned"
+        if not is_donated(self):
+            known = isinstance(self.step, jax.Array) and not is_traced(self.step)
+            words = f"step={int(self.step) if known else 'traced'}, rng={getattr(self.rng, 'dtype', self.rng)}"
+        parts = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)][3:]
+        counts = [(name, len(jax.tree.leaves(part)), tree_nbytes(part)) for name, part in parts]
+        rest = [f"{name}: {plural(count, 'array')}, {size:,} bytes" for name, count, size in counts if count]
+        return [f"TrainState({words})", *rest]
 
 
 @answers("train.create_state", {"optimizer": IN_STORE})
