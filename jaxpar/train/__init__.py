@@ -11,14 +11,7 @@ calls `_evaluate`, which computes scores over all examples, and `_callbacks`, wh
 devices that do not exist. Each package imports only packages before it in this order: `_step`, `_plan`, `_callbacks`,
 `_evaluate`, `_elastic`, `_fit`.
 
-The modules of `_fit`, in the order in which a call uses them:
-
-    fit         the signature. In an elastic run a process may follow one that trains (`_elastic`)
-    run         the checked arguments, and the checkpoint to resume from
-    loop        starts steps, evaluates, calls the callbacks, saves
-    progress    reads the metrics some steps late, sums and shows them
-    interrupt   handles Ctrl-C and SIGTERM between two steps
-    certificate writes hashes of the state, which `verify` in `fit` compares
+A call of `fit` goes through `_fit.run`, its checked arguments and the checkpoint to resume from, and `_fit.loop`.
 """
 
 # pyright: reportUnusedImport=false
@@ -63,11 +56,10 @@ from ._fit.progress import StepProgress as StepProgress, progress as progress
 from ._plan.child import PlannedCollective as PlannedCollective
 from ._plan.plan import Plan as Plan, PlanComparison as PlanComparison, compare_plans as compare_plans, plan as plan
 from ._step.loss import classification_loss as classification_loss
-from ._step.make import make_train_step as make_train_step, start as start
 from ._step.nonfinite import (
     DynamicLossScale as DynamicLossScale,
     NonFiniteError as NonFiniteError,
     check_finite as check_finite,
 )
 from ._step.state import TrainState as TrainState, create_state as create_state
-from ._step.train_step import TrainStep as TrainStep
+from ._step.train_step import TrainStep as TrainStep, make_train_step as make_train_step, start as start

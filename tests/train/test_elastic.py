@@ -20,8 +20,7 @@ from jaxpar.distributed import _elastic
 from jaxpar.distributed._elastic import Board
 from jaxpar.train._callbacks.callbacks import Callbacks, collect_callbacks
 from jaxpar.train._elastic.group import Group, _by_rank, _is_terms
-from jaxpar.train._elastic.member import Member, check_can_go_on
-from jaxpar.train._elastic.watchdog import Watchdog
+from jaxpar.train._elastic.member import Member, Watchdog, check_can_go_on
 
 PROGRAM = Path(__file__).parents[1] / "elastic_run.py"
 
@@ -246,7 +245,7 @@ def test_elastic_needs_the_launcher_that_goes_on(monkeypatch):
 @pytest.mark.slow
 def test_a_stuck_process_names_its_step_and_ends():
     source = """
-from jaxpar.train._elastic.watchdog import Watchdog
+from jaxpar.train._elastic.member import Watchdog
 watchdog = Watchdog()
 watchdog.start()
 with watchdog.watch("computes step 1", lambda: False):
@@ -268,7 +267,7 @@ with watchdog.watch("loads the batch of step 8"):
 def test_a_stop_is_no_time_in_which_a_process_is_stuck():
     source = """
 import os, signal, subprocess, sys, time
-from jaxpar.train._elastic.watchdog import Watchdog
+from jaxpar.train._elastic.member import Watchdog
 watchdog = Watchdog()
 watchdog.start()
 with watchdog.watch("computes step 1"):

@@ -12,6 +12,7 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from jaxpar import train
+from jaxpar.train._callbacks.history import History, line, metric_groups, number_text
 
 TIMES = {"seconds": 1.0, "images_per_second": 100.0}
 HISTORY = [{"epoch": i, "step": 3 * i, "loss": 1.0 / i, "eval_loss": 1.5 / i, **TIMES} for i in (1, 2, 3)]
@@ -83,3 +84,22 @@ def test_figures_in_the_style_read_on_both_pages_and_get_no_white_ground():
     assert len(texts) > 8
     for page in ("white", "#111111"):
         assert min(contrast(text.get_color(), page) for text in texts) > 4
+
+
+def test_words_table_and_curves_of_records():
+    assert [number_text(value) for value in (0.25, 1e-7, 3)] == ["0.2500", "1.000e-07", "3"]
+    record = {"epoch": 1, "loss": 2.3, "accuracy": 0.1, "seconds": 2.0, "images_per_second": 30000.0}
+    assert line(record, 5) == "epoch 1/5  loss 2.3000  accuracy 0.1000  2.0 s  30,000 images/s"
+    assert History([{"epoch": 1, "loss": 2.5, "accuracy": None}])._repr_html_().count("<td") == 2
+    record = {"epoch": 1, "loss": 2.0, "eval_loss": 3.0, "eval_recall/0": 0.5, "accuracy": None}
+    assert metric_groups([record]) == {
+        "loss": {"train": "loss", "eval": "eval_loss"},
+        "recall": {"eval 0": "eval_recall/0"},
+    }
+
+
+def test_a_live_plot_has_the_loss_first():
+    plot = train.LivePlot()
+    plot(None, {"epoch": 1, "step": 3, "norm": 2.0, "loss": 0.5, "eval_loss": 0.6, "seconds": 1.0})
+    drawn = {axes.get_ylabel(): [row.get_label() for row in axes.get_lines()] for axes in plot._plot().axes}
+    assert list(drawn.items()) == [("loss", ["train", "eval"]), ("norm", ["train"])]

@@ -59,8 +59,7 @@ class Callbacks:
 
     def init(self, state: TrainState, saved: list[Any] | None, resumed: bool) -> Memories:
         """The memories of all callbacks: the saved ones, or else new ones."""
-        # A resumed run names on standard error the callbacks without a saved memory, and the saved memories without a
-        # callback.
+        # A resumed run says which callbacks have no saved memory, and which saved memories have no callback.
         left, missed, found = list(saved or []), list[str](), list[Any]()
         for callback in self.each:
             memory = None
@@ -135,8 +134,7 @@ class Callbacks:
     def check_metrics(self, metrics: Sequence[str], scores: Sequence[str], evaluated: Container[str]) -> None:
         """`ValueError` for a callback that looks at a metric that there is not.
 
-        `metrics` are those of a step, and `scores` those of the evaluation, none where they are not known yet.
-        `evaluated` are the beginnings of scores' names, of `_GIVE`.
+        `metrics` of a step and `scores` are empty where they are not known yet. `evaluated`: how names of scores begin.
         """
         names = [*metrics, *scores]
         for callback in self.each:

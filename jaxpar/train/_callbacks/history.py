@@ -1,7 +1,6 @@
 """What `fit` measured, epoch by epoch: a list of dicts, a table, a DataFrame, and pictures.
 
-`plot_history` draws a run that is over, `LivePlot` one that is under way in a notebook. The figures are of matplotlib,
-and a notebook shows them without pyplot.
+The figures are of matplotlib, and a notebook shows them without pyplot.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from ..._core.text import Table, describe, in_notebook, plural
 Record = dict[str, Any]
 
 SPEEDS = {"images_per_second": "images/s", "examples_per_second": "examples/s"}
-# What a record has next to metrics.
-NO_METRICS = ("epoch", "step", "seconds", *SPEEDS, "skipped", "interrupted", "under_way")
+NO_METRICS = ("epoch", "step", "seconds", *SPEEDS, "skipped", "interrupted", "under_way")  # what else a record has
 
 _MOST_ROWS = 40  # of the table
 _STYLE = "jaxpar.train.notebook"
@@ -37,17 +35,11 @@ _MOST_METRICS = 8  # that are drawn
 
 
 class History(list[Record]):
-    """A list with one dict for each epoch. Notebooks show it as a table.
-
-    >>> History([{"epoch": 1, "loss": 2.5, "accuracy": None}])._repr_html_().count("<td")
-    2
-    """
+    """A list with one dict for each epoch. Notebooks show it as a table."""
 
     def _repr_html_(self) -> str:
         """Only what some epoch has. A long history shows the first and the last epochs."""
-        names = [
-            n for n in dict.fromkeys(n for record in self for n in record) if any(r.get(n) is not None for r in self)
-        ]
+        names = list(dict.fromkeys(n for record in self for n, value in record.items() if value is not None))
         rows = [[_text(name, record.get(name)) for name in names] for record in self]
         columns = tuple(name.replace("_", " ") for name in names)
         table = Table(plural(len(self), "epoch"), columns, rows, _MOST_ROWS, "right", first=_MOST_ROWS // 4)
@@ -55,22 +47,14 @@ class History(list[Record]):
 
 
 def number_text(value: Any) -> str:
-    """A metric in a few digits.
-
-    >>> number_text(0.25), number_text(1e-7), number_text(3)
-    ('0.2500', '1.000e-07', '3')
-    """
+    """A metric in a few digits: 0.2500, 1.000e-07, 3."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:.4f}" if not value or 1e-3 <= abs(value) < 1e5 or not math.isfinite(value) else f"{value:.3e}"
 
 
 def line(record: Record, epochs: int | None = None) -> str:
-    """One line about an epoch of so many: its metrics, except columns such as `eval_recall/0`, and its speed.
-
-    >>> line({"epoch": 1, "loss": 2.3, "accuracy": 0.1, "seconds": 2.0, "images_per_second": 30000.0}, 5)
-    'epoch 1/5  loss 2.3000  accuracy 0.1000  2.0 s  30,000 images/s'
-    """
+    """One line about an epoch of so many: its metrics, except columns such as `eval_recall/0`, and its speed."""
     words = [f"epoch {record['epoch']}" + (f"/{epochs}" if epochs else "")]
     for name, value in record.items():
         if name not in NO_METRICS and "/" not in name and value is not None and not isinstance(value, bool):
@@ -80,19 +64,22 @@ def line(record: Record, epochs: int | None = None) -> str:
     return "  ".join(words)
 
 
-def metric_groups(records: Sequence[Record]) -> dict[str, dict[str, str]]:
-    """The metrics that some record has, to be drawn together: a label and a name in the records for each curve.
+def metric_names(record: Record) -> list[str]:
+    """The names of the metrics that a record has numbers of."""
+    return [
+        name
+        for name, value in record.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in NO_METRICS
+    ]
 
-    >>> metric_groups([{"epoch": 1, "loss": 2.0, "eval_loss": 3.0, "eval_recall/0": 0.5, "accuracy": None}])
-    {'loss': {'train': 'loss', 'eval': 'eval_loss'}, 'recall': {'eval 0': 'eval_recall/0'}}
-    """
+
+def metric_groups(records: Sequence[Record]) -> dict[str, dict[str, str]]:
+    """The metrics that are drawn together: of each the curves, as {label: name in the records}."""
     groups: dict[str, dict[str, str]] = {}
-    for name in dict.fromkeys(name for record in records for name in record if name not in NO_METRICS):
-        values = [record.get(name) for record in records]
-        if any(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
-            part = next((part for part in ("test", "eval") if name.startswith(f"{part}_")), "train")
-            group, _, column = name.removeprefix(f"{part}_").partition("/")
-            groups.setdefault(group, {})[f"{part} {column}".strip()] = name
+    for name in dict.fromkeys(name for record in records for name in metric_names(record)):
+        part = next((part for part in ("test", "eval") if name.startswith(f"{part}_")), "train")
+        group, _, column = name.removeprefix(f"{part}_").partition("/")
+        groups.setdefault(group, {})[f"{part} {column}".strip()] = name
     return groups
 
 
@@ -108,10 +95,8 @@ def _text(name: str, value: Any) -> str:
 def to_pandas(history: Sequence[Record]) -> Any:
     """Convert a history to a `pandas.DataFrame` with one row for each epoch.
 
-    Values that were not measured are missing. `to_pandas(history).to_csv("history.csv")` writes a table.
-
-    Raises:
-        ModuleNotFoundError: pandas is not installed.
+    It needs pandas. Values that were not measured are missing. `to_pandas(history).to_csv("history.csv")` writes a
+    table.
 
     Example:
         >>> frame = to_pandas([{"epoch": 1, "loss": 2.5}, {"epoch": 2, "loss": 1.5}])  # doctest: +SKIP
@@ -134,29 +119,29 @@ def check_records(history: Any, where: str) -> None:
 # Pictures.
 
 
-def new_figure(name: str, width: float, height: float) -> Any:
-    """An empty figure of this size in inches. `name` is the function that draws, for the message without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{name} needs matplotlib: pip install matplotlib") from error
-    figure: Any = Figure(figsize=(width, height), layout="constrained")
-    # It is in no window and in no global list of figures, so a notebook shows it once, by this method.
-    figure._repr_png_ = lambda: png(figure)
-    return figure
-
-
 @contextlib.contextmanager
-def readable() -> Generator[None]:
-    """Draw in colours that read on a light and on a dark page, unless the user chose some. It decorates a function."""
+def readable(who: str) -> Generator[None]:
+    """Draw in colours that read on a light and on a dark page, unless the user chose some. It decorates a function.
+
+    `who` draws, for the message without matplotlib.
+    """
     try:
+        import matplotlib.figure  # for `new_figure`  # pyright: ignore[reportUnusedImport]
         import matplotlib.style
-    except ModuleNotFoundError:  # `new_figure` says so, with the name of the function
-        yield
-        return
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{who} needs matplotlib: pip install matplotlib") from error
     now, default = matplotlib.rcParams, matplotlib.rcParamsDefault
     with matplotlib.style.context(_STYLE if all(now[name] == default[name] for name in _OWN) else {}):
         yield
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of this size in inches, which is in no window and in no global list of figures."""
+    from matplotlib.figure import Figure
+
+    figure: Any = Figure(figsize=(width, height), layout="constrained")
+    figure._repr_png_ = lambda: png(figure)  # so a notebook shows it once
+    return figure
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str] | None) -> Any:
@@ -173,9 +158,9 @@ def png(figure: Any) -> bytes:
 
 
 @answers("plot_history")
-@readable()
+@readable("plot_history")
 def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None = None) -> Any:
-    """Plot each metric of a history, training and evaluation together.
+    """Plot each metric of a history, training and evaluation together. Returns the matplotlib figure.
 
     The axis is the epoch, or the step if the history has evaluations within epochs.
 
@@ -183,12 +168,8 @@ def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None 
         history: the history that `fit` returned.
         path: a file for the picture. Its suffix sets the format.
 
-    Returns:
-        The matplotlib figure, which a notebook shows.
-
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        ValueError: the history is empty.
+        ModuleNotFoundError: matplotlib is not installed. ValueError: the history is empty.
 
     Example:
         >>> figure = plot_history([{"epoch": 1, "loss": 2.3, "accuracy": 0.1, "test_accuracy": 0.2}])
@@ -199,40 +180,32 @@ def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None 
     if not history:
         raise ValueError("plot_history: the history is empty")
     groups = metric_groups(history)
-    columns = min(len(groups), _COLUMNS) or 1
-    rows = -(-len(groups) // columns) or 1
-    figure = new_figure("plot_history", 4.5 * columns, 3.2 * rows)
     axis = "step" if any(record.get("under_way") for record in history) else "epoch"
-    places = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for group, curves in groups.items():
-        axes = places.pop(0)
-        _draw_curves(axes, axis, group, curves, history)
-        axes.legend()
-    for axes in places:
-        figure.delaxes(axes)
-    return save_figure(figure, path)
+    return save_figure(_figure(groups, axis, history, min(len(groups), _COLUMNS) or 1), path)
 
 
-def _draw_curves(axes: Any, axis: str, metric: str, curves: dict[str, str], records: Sequence[Record]) -> None:
-    """Draw a metric over the epochs or the steps of the records that have it."""
-    for label, name in curves.items():
-        found = [(record[axis], record[name]) for record in records if record.get(name) is not None]
-        if found:
+def _figure(groups: dict[str, dict[str, str]], axis: str, records: Sequence[Record], columns: int) -> Any:
+    """A picture for each group of metrics, over the epochs or the steps of the records that have them."""
+    rows = -(-len(groups) // columns) or 1
+    figure = new_figure(4.5 * columns, 3.2 * rows)
+    for i, (group, curves) in enumerate(groups.items(), 1):
+        axes = figure.add_subplot(rows, columns, i)
+        for label, name in curves.items():
+            found = [(record[axis], record[name]) for record in records if record.get(name) is not None]
             axes.plot(*zip(*found, strict=True), marker="o", label=label)
-    axes.set(xlabel=axis, ylabel=metric.replace("_", " "))
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.3)
+        axes.set(xlabel=axis, ylabel=group.replace("_", " "))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.3)
+        if curves:
+            axes.legend()
+    return figure
 
 
 class LivePlot:
     """A callback of `fit` that plots the metrics live in a notebook.
 
-    Each metric has a plot with training and evaluation; the loss of each step has a plot too. The plots are updated in
-    place, about once a second. Drawing takes at most a twentieth of the time. Outside a notebook, and in all processes
-    except the first, nothing is drawn.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+    The plots are updated in place, about once a second, in at most a twentieth of the time. Outside a notebook, and in
+    all processes except the first, nothing is drawn. It needs matplotlib.
 
     Example:
         >>> from jaxpar import train
@@ -241,7 +214,8 @@ class LivePlot:
     """
 
     def __init__(self):
-        new_figure("LivePlot", 1, 1)  # an error now is better than after an epoch
+        with readable("LivePlot"):  # an error now is better than after an epoch
+            pass
         self._draws = in_notebook() and jax.process_index() == 0
         self._clear()
 
@@ -301,28 +275,15 @@ class LivePlot:
         now = time.perf_counter()
         self._due = now + max(_EVERY, (now - began) / _SHARE)
 
-    @readable()
+    @readable("LivePlot")
     def _plot(self) -> Any:
-        """The figure: two metrics in a row, each with its curves."""
-        panels = _panels(self._records)
-        rows = -(-len(panels) // 2)
-        figure = new_figure("LivePlot", 9, 3.2 * rows)
-        for i, (name, fields) in enumerate(panels.items(), 1):
-            axes = figure.add_subplot(rows, 2, i)
-            _draw_curves(axes, "step", name, fields, self._records)
-            if name == "loss" and self._losses:
-                axes.plot(*zip(*self._losses, strict=True), alpha=0.35, linewidth=1, color="tab:gray", label="step")
-            if axes.get_lines():
-                axes.legend()
+        """The figure: two metrics in a row, loss and accuracy first."""
+        groups = {"loss": {}, **metric_groups(self._records)}
+        shown = sorted(groups.items(), key=lambda item: item[0] not in ("loss", "accuracy"))[:_MOST_METRICS]
+        figure = _figure(dict(shown), "step", self._records, 2)
+        if self._losses:
+            axes = figure.axes[0]
+            axes.plot(*zip(*self._losses, strict=True), alpha=0.35, linewidth=1, color="tab:gray", label="step")
+            axes.legend()
         figure.suptitle(self._title, fontsize=10)
         return figure
-
-
-def _panels(records: list[Record]) -> dict[str, dict[str, str]]:
-    """For each metric the label and the name in the records of each curve. Loss and accuracy come first.
-
-    >>> _panels([{"epoch": 1, "step": 3, "norm": 2.0, "loss": 0.5, "eval_loss": 0.6, "seconds": 1.0}])
-    {'loss': {'train': 'loss', 'eval': 'eval_loss'}, 'norm': {'train': 'norm'}}
-    """
-    groups = {"loss": {}, **metric_groups(records)}
-    return dict(sorted(groups.items(), key=lambda item: item[0] not in ("loss", "accuracy"))[:_MOST_METRICS])

@@ -1,7 +1,6 @@
 """The records of a run, written elsewhere: JSON lines, TensorBoard, Weights & Biases, MLflow, Ray Train.
 
-`Logger` is what the first four share. Each says how its place is opened, what it has already, and how a row is written.
-Ray Train gets the checkpoints too.
+Each but the last is a `Logger`, which says how its place is opened, what is new there, and how a row is written.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from ... import checkpoint, distributed
 from ..._core import checks, files
 from ..._core.calls import answers
 from ..._core.text import say_news
-from .history import SPEEDS, History, Record
-from .monitors import metric_names
+from .history import SPEEDS, History, Record, metric_names
 
 PathLike = str | os.PathLike[str]
 
@@ -42,13 +40,11 @@ class Logger:
 
     def __call__(self, state: Any, record: Record) -> None:
         """Write the record of an epoch: `callback(state, record)`."""
-        if jax.process_index() == 0:
-            self._log(record["step"] if "step" in record else int(state.step), self._row(record))
+        self._log(record["step"] if "step" in record else int(state.step), self._row(record))
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step as `step/loss` and so on: `fit(..., on_step=logger.on_step)`."""
-        if jax.process_index() == 0:
-            self._log(step, {f"{self._of_steps}{name}": value for name, value in metrics.items()})
+        self._log(step, {f"{self._of_steps}{name}": value for name, value in metrics.items()})
 
     def on_end(self, history: History) -> None:
         """Close the place. Another run opens it again."""
@@ -56,14 +52,16 @@ class Logger:
             self._is_open = False
             self._close()
 
-    def _log(self, step: int, row: Mapping[str, Any]) -> None:
+    def _log(self, step: int, row: dict[str, Any]) -> None:
+        if jax.process_index() != 0:
+            return
         with contextlib.nullcontext() if self._place is None else explain_errors(self._place):
             if not self._is_open:
                 self._open(step)
                 self._is_open = True
             # A run that goes on after a crash makes some steps again. So that no row is there twice, `_open` drops rows
-            # from its step on, or `_has` says what is not written again.
-            new = {name: value for name, value in row.items() if not self._has(step, name)}
+            # from its step on, or `_new` leaves out what is there.
+            new = self._new(step, row)
             if len(new) < len(row) and not self._has_said:
                 self._has_said = True
                 words = "which is not written again; use a new run for another training"
@@ -79,9 +77,9 @@ class Logger:
     def _open(self, step: int) -> None:
         """Open the place for a run whose first row is that of `step`."""
 
-    def _has(self, step: int, name: str) -> bool:
-        """Whether the place has this row of a run before."""
-        return False
+    def _new(self, step: int, row: dict[str, Any]) -> dict[str, Any]:
+        """What of a row the place does not have yet."""
+        return row
 
     def _write(self, step: int, row: dict[str, Any]) -> None:
         raise NotImplementedError
@@ -103,11 +101,7 @@ def explain_errors(path: Path, what: str = "metrics") -> Generator[None]:
 
 
 def tag(name: str) -> str:
-    """The name of a value with the data that it is of.
-
-    >>> tag("loss"), tag("test_loss"), tag("eval_loss")
-    ('train/loss', 'test/loss', 'eval/loss')
-    """
+    """The name of a value with the data that it is of: train/loss, test/loss, eval/loss."""
     return f"{name[:4]}/{name[5:]}" if name.startswith(("test_", "eval_")) else f"train/{name}"
 
 
@@ -127,12 +121,8 @@ def _import(package: str) -> Any:
 def to_jsonl(path: PathLike) -> JsonLines:
     """A callback of `fit` that writes each record as a JSON line.
 
-    The lines are strict JSON. NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", which `float`
-    reads.
-
     Args:
-        path: a file. Missing parent directories are created. A resumed run keeps the lines of earlier steps and drops
-            lines of later steps, so that each epoch appears once.
+        path: a file. Missing parent directories are created. A resumed run drops the lines of later steps.
 
     Raises:
         OSError: raised by `fit`: the file cannot be written. Earlier lines stay unchanged.
@@ -215,19 +205,15 @@ def _strict(value: Any) -> Any:
 def to_tensorboard(directory: PathLike) -> TensorBoard:
     """A callback of `fit` that writes event files for TensorBoard.
 
-    Training metrics have tags such as `train/loss` and `train/accuracy`. Metrics of an evaluation have tags such as
-    `test/loss` or `eval/loss`. With `on_step=board.on_step`, metrics of steps have tags such as `step/loss`. The axis
-    is the step.
-
-    If a run repeats steps after a crash, the new values replace the values of earlier files.
+    Metrics have tags such as `train/loss`, `test/loss` and `eval/loss`. With `on_step=board.on_step`, metrics of steps
+    have tags such as `step/loss`. The axis is the step. The values of steps that a run repeats after a crash replace
+    those of earlier files.
 
     Args:
-        directory: one directory for each run. View it with `tensorboard --logdir` or, in a notebook, `%load_ext
-            tensorboard` and `%tensorboard --logdir DIRECTORY`.
+        directory: one directory for each run.
 
     Raises:
-        ModuleNotFoundError: the package tensorboard is not installed.
-        OSError: raised by `fit`: the directory is not writable.
+        ModuleNotFoundError: tensorboard is not installed. OSError: raised by `fit`: the directory is not writable.
 
     Example:
         >>> import os, tempfile, types
@@ -247,9 +233,7 @@ class TensorBoard(Logger):
         # TensorFlow where it is installed. Its messages and its records need neither.
         self._messages: Any = _import("tensorboard.compat.proto.event_pb2")
         self._writer: Any = _import("tensorboard.summary.writer.record_writer").RecordWriter
-        self.directory: Path = Path(directory)
-        self._place = self.directory
-        self._file: Path = self.directory
+        self._place = self._file = self.directory = Path(directory)
 
     def _open(self, step: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -279,17 +263,13 @@ class TensorBoard(Logger):
 def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
     """A callback of `fit` that writes the records to Weights & Biases.
 
-    Metrics have names such as `train/loss` and `eval/loss`. With `on_step=board.on_step`, metrics of steps have names
-    such as `step/loss`. The axis is the step. The run begins with the first record and ends with `fit`.
+    It needs the package wandb. Names and axis are as in `to_tensorboard`. The run begins with the first record and ends
+    with `fit`.
 
     Args:
         project, options: arguments of `wandb.init`, such as `name="first"`, `mode="offline"`, `dir="runs"`. With
             `id="..."` and `resume="allow"`, a resumed `fit` continues the same run. Steps that the run already has are
             not written again, and one line reports that.
-
-    Raises:
-        ModuleNotFoundError: the package wandb is not installed.
-        TypeError: the project is not a str.
 
     Example:
         board = train.to_wandb("numbers", mode="offline")
@@ -312,8 +292,8 @@ class WeightsAndBiases(Logger):
         self.run = self._wandb.init(**self._options)
         self._run_name = f"to_wandb: run {self.run.id}"
 
-    def _has(self, step: int, name: str) -> bool:
-        return step < self.run.step  # an earlier one was written before a crash
+    def _new(self, step: int, row: dict[str, Any]) -> dict[str, Any]:
+        return row if step >= self.run.step else {}
 
     def _write(self, step: int, row: dict[str, Any]) -> None:
         self.run.log(row, step=step)
@@ -333,7 +313,8 @@ def to_mlflow(
 ) -> MLflow:
     """A callback of `fit` that writes the records to MLflow.
 
-    Names and axis are as in `to_wandb`. MLflow's global settings stay unchanged.
+    It needs the package mlflow, or mlflow-skinny. Names and axis are as in `to_tensorboard`. MLflow's global settings
+    stay unchanged.
 
     Args:
         experiment: the name of the experiment, which is created if needed. None: MLflow's default experiment.
@@ -342,10 +323,6 @@ def to_mlflow(
         run_name: a name for the new run.
         run_id: the run to continue, in place of a new one. After the first record it is in `board.run_id`. Steps that
             the run already has are not written again, and one line reports that.
-
-    Raises:
-        ModuleNotFoundError: MLflow is not installed. The package mlflow-skinny is enough.
-        TypeError: the experiment is not a str.
 
     Example:
         board = train.to_mlflow("numbers", tracking_uri="sqlite:///runs.db")
@@ -379,13 +356,13 @@ class MLflow(Logger):
             self._last = {}
         self._run_name = f"to_mlflow: run {self.run_id}"
 
-    def _has(self, step: int, name: str) -> bool:
+    def _new(self, step: int, row: dict[str, Any]) -> dict[str, Any]:
         if self._last is None:
-            return False
-        if name not in self._last:
+            return row
+        for name in row.keys() - self._last.keys():
             steps = [metric.step for metric in self._client.get_metric_history(self.run_id, name)]
             self._last[name] = max(steps, default=-1)
-        return step <= self._last[name]
+        return {name: value for name, value in row.items() if step > self._last[name]}
 
     def _write(self, step: int, row: dict[str, Any]) -> None:
         now = int(time.time() * 1000)
@@ -402,13 +379,11 @@ def to_ray() -> RayReport:
     """A callback of `fit` that reports records and checkpoints to Ray Train.
 
     All workers call `ray.train.report(metrics, checkpoint=...)` for each record, as soon as its checkpoint is on disk.
-    Worker 0 passes the checkpoint to Ray, which copies it to its own storage. `checkpoint.restore` reads the copy. The
-    metrics are the record and `checkpoint_dir`. Ray keeps metrics only with a checkpoint, so give `fit` a
-    `checkpoint_dir`.
+    Ray copies the checkpoint of worker 0, and `checkpoint.restore` reads the copy. Ray keeps metrics only with a
+    checkpoint, so give `fit` a `checkpoint_dir`.
 
-    When Ray restarts the workers, `fit` resumes from the newest checkpoint in `checkpoint_dir`. If the last reported
-    checkpoint is missing there, as on a new host, it is first copied back from Ray's storage. An epoch that was saved
-    but not reported is reported then.
+    When Ray restarts the workers, `fit` resumes from the newest checkpoint there. If the last reported one is missing,
+    as on a new host, it is first copied back. An epoch that was saved but not reported is reported then.
 
     Outside a Ray Train worker the callback does nothing, so the same script runs anywhere, also without Ray.
 

@@ -15,7 +15,7 @@ from ... import updaters
 from ..._core import checks
 from ..._devices.user_mesh import outside_mesh
 from .._step.state import TrainState
-from .history import NO_METRICS, Record
+from .history import Record, metric_names
 
 Mode = Literal["auto", "min", "max"]
 Memory = dict[str, Any]
@@ -66,21 +66,18 @@ class EarlyStopping(Monitor):
     Args:
         monitor: the name of a metric in the records. None takes the first of these: `eval_loss`, `test_loss`, another
             metric of the evaluation whose name implies a direction, `loss`.
-        patience: the number of records without an improvement before the stop. Each epoch gives a record, and with
-            `fit(eval_every=)` each evaluation.
+        patience: the number of records without an improvement before the stop.
         mode: "min" if a smaller value is better, "max" if a larger value is better. "auto" decides by the name:
             `accuracy` is "max", `loss` is "min".
         min_delta: the least change that counts as an improvement. NaN does not count.
-        restore_best: True: `fit` returns the state of the best record, after an early stop and after the last epoch.
-            (Keras's `restore_best_weights` restores only the weights. Here the optimizer state and the step are
-            restored too.) The history keeps all records. With `checkpoint_dir`, the best checkpoint is kept, as by
-            `KeepBest`, and read at the end. Without it, a copy of the state stays on the devices. An interrupted run
-            returns its last state. After resuming, it restores the best state at its end.
+        restore_best: True: `fit` returns the whole state of the best record, after an early stop and after the last
+            epoch. The history keeps all records. With `checkpoint_dir`, the best checkpoint is kept, as by `KeepBest`,
+            and read at the end. Without it, a copy of the state stays on the devices. An interrupted run returns its
+            last state, and restores the best one when it was resumed and ends.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type or is out of range, or the direction of the metric is
-            unknown. Raised by `fit`: the records lack the metric; `restore_best=True` in an elastic run or beside a
-            `KeepBest`.
+        ValueError: the direction of the metric is unknown. Raised by `fit`: the records lack the metric;
+            `restore_best=True` in an elastic run or beside a `KeepBest`.
 
     Example:
         >>> from jaxpar import train
@@ -123,18 +120,15 @@ class EarlyStopping(Monitor):
 class KeepBest(Monitor):
     """A callback of `fit` that keeps the checkpoint with the best value of a metric.
 
-    The best checkpoint stays in addition to the last `keep` checkpoints. `checkpoint.best(directory)` returns its path.
-    A best state at an evaluation within an epoch, see `fit(eval_every=)`, is saved too.
-
-    The checkpoint holds the whole state. The metric belongs to the `eval_params` of that state, which differ from
-    `params` for some optimizers.
+    It stays in addition to the last `keep` checkpoints. `checkpoint.best(directory)` returns its path. A best state at
+    an evaluation within an epoch, see `fit(eval_every=)`, is saved too. The metric belongs to the `eval_params` of the
+    saved state, which differ from `params` for some optimizers.
 
     Args:
         monitor, mode: as in `EarlyStopping`.
 
     Raises:
-        TypeError, ValueError: as in `EarlyStopping`. Raised by `fit`: `checkpoint_dir` is missing, or there are two
-            `KeepBest`.
+        ValueError: as in `EarlyStopping`. Raised by `fit`: `checkpoint_dir` is missing, or there are two `KeepBest`.
 
     Example:
         >>> import tempfile
@@ -167,17 +161,12 @@ class KeepBest(Monitor):
 class LearningRate:
     """A callback of `fit` that adds `learning_rate` to records and progress bar.
 
-    The value is the rate of the last step. A rate in the state is read at most once a second, so that steps do not
-    wait.
+    The value is the rate of the last step. A rate in the state is read at most once a second.
 
     Args:
         schedule: the optimizer's schedule: a function of the number of earlier updates, as in optax, or a number. None
             reads the rate from the state, which needs `optax.inject_hyperparams`, or an optimizer of `jp.updaters` with
             `rate_in_state=True`. With several rates, each gets its own name, such as `learning_rate_head`.
-
-    Raises:
-        TypeError: the schedule has another type. ValueError: raised by `fit` before the first step: the state has no
-            rate.
 
     Example:
         >>> import optax
@@ -208,6 +197,7 @@ class LearningRate:
 
 
 def _rates(state: TrainState) -> dict[str, float]:
+    """The rates in the state, each named by what its path does not share with the others."""
     found = updaters.learning_rates(state)
     if not found:
         raise ValueError(
@@ -256,15 +246,6 @@ def default_monitor(record: Record) -> str:
 def raise_unknown(monitor: str, names: Iterable[str], where: str) -> NoReturn:
     """`ValueError` for a metric that the record lacks."""
     raise ValueError(f"{where}: unknown metric {monitor!r}; known are {', '.join(sorted(names)) or 'none'}")
-
-
-def metric_names(record: Record) -> list[str]:
-    """The names of the metrics that a record has values of."""
-    return [
-        name
-        for name, value in record.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and name not in NO_METRICS
-    ]
 
 
 def _direction(name: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import jax
@@ -15,17 +15,16 @@ from jax.sharding import NamedSharding
 from ..._core import checks
 from ..._core.calls import answers, check_takes
 from ..._core.recent import Recent
-from ..._devices import processes
-from ..._devices.emulated import can_hang, wait_before_collectives
+from ..._devices.emulated import can_hang
 from ..._devices.user_mesh import check_traced, outside_mesh
-from ...data import _READ_ONCE, Dataset, DatasetSource, IterableSource, Source, _ahead
+from ...data import _READ_ONCE, Dataset, DatasetSource, IterableSource, Source
 from .._step.loss import Mean
 from .._step.state import TrainState
 from .every_example import Pass, model_of, with_axes
 from .metrics import Values, ValuesError, as_values, sum_up
 
 EvalFn = Callable[..., Any]
-_AHEAD = 8  # batches whose sums are not read yet, so that the host need not wait
+_AHEAD = 8  # batches whose sums are not read yet
 
 
 @overload
@@ -49,43 +48,41 @@ def evaluate(
     eval_fn=...)` computes any scores of any model, as `fit(eval_data=..., eval_fn=...)` does.
 
     Args:
-        state_or_params: a `TrainState`, whose `eval_params` are used, or the parameters. Batches are sent to the
-            devices of the parameters. With several processes, each process gets the same scores.
+        state_or_params: a `TrainState`, whose `eval_params` are used, or the parameters. Batches are sent to their
+            devices. With several processes, each process gets the same scores.
         apply_fn: `apply_fn(params, images) -> logits` of shape (n, classes), with images as `data.batches` gives them.
             With a `model_state`, `apply_fn(params, images, model_state)`.
         data: with `apply_fn` a `data.Dataset` with integer labels. With `eval_fn` a `data.Dataset`; a pytree of arrays
-            that share a first axis of n examples; a DataFrame; the result of `data.from_arrays` or
-            `data.from_iterable`; or batches of any lengths: a list, a loader, an iterator, or a function that returns
-            one of these. A list of arrays is a pytree, a list of dicts of numbers is a list of examples, and any other
-            list is a list of batches.
-        eval_fn: `eval_fn(params, batch) -> {name: values}`. With a `model_state`,
-            `eval_fn(params, batch, model_state)`. See "Values" below. `eval_fn` is compiled once for each batch shape,
-            and the programs of the last few function objects are kept. It gets whole batches. A `jax.lax.psum` over an
-            axis of the step's mesh, such as "data", returns its argument.
+            that share a first axis; a DataFrame; the result of `data.from_arrays` or `data.from_iterable`; or batches
+            of any lengths: a list, a loader, an iterator, or a function that returns one of these. A list of arrays is
+            a pytree, a list of dicts of numbers is a list of examples, and any other list is a list of batches.
+        eval_fn: `eval_fn(params, batch) -> {name: values}`, see "Values" below. With a `model_state`,
+            `eval_fn(params, batch, model_state)`. It is compiled once for each batch shape, and the programs of the
+            last few function objects are kept. It gets whole batches. A `jax.lax.psum` over an axis of the step's mesh,
+            such as "data", returns its argument.
         batch_size: examples per batch, rounded up to a multiple of the number of devices. It changes the result only by
             float32 rounding. Batches of a source keep their size.
 
     Values:
-        An array (n,) has one value for each example, and the score is the mean over all examples. A pair (sum, weight)
-        is for other means, such as over unmasked tokens: the score is the sum of the sums divided by the sum of the
-        weights. Both have one row for each example, or both are scalars. A `Mean` is a pair with a final function, or
-        with columns. `train.accuracy`, `cross_entropy`, `top_k`, `perplexity`, `mean_squared_error` and
-        `per_class_accuracy` return such values. An object with `merge(other)` and `compute()`, such as a metric of
-        metrax or clu, is merged over the batches. `eval_fn` may also return such an object in place of the dict.
+        An array (n,) has one value for each example, and the score is the mean over all examples. For a pair (sum,
+        weight), both with one row for each example or both scalars, it is the sum of the sums divided by the sum of the
+        weights. A `Mean` is a pair with a final function, or with columns. `train.accuracy` and the other metrics of
+        `jp.train` return such values. An object with `merge(other)` and `compute()`, such as a metric of metrax or clu,
+        is merged over the batches. `eval_fn` may also return such an object in place of the dict.
 
-        The last batch is padded to the size of the other batches, and the values of padding rows are dropped. So the
-        value of an example must not depend on other examples of the batch. Scalars and merged metrics have no rows to
-        drop, so their last batch is not padded.
+        The last batch is padded, and the values of padding rows are dropped. So the value of an example must not depend
+        on other examples of the batch. Scalars and merged metrics have no rows to drop, so their last batch is not
+        padded.
 
     Returns:
         {name: float}, or a NumPy array for values with columns. For classifiers `{"loss", "accuracy"}`: the mean
         cross-entropy in nats per example, and the fraction of correct examples. A score without any weight is NaN.
 
     Raises:
-        ValueError: `batch_size` is below 1; there are no examples; a label is not a class of the model; a value has
-            neither one row for each example nor is a pair.
+        ValueError: there are no examples; a label is not a class of the model; a value has neither one row for each
+            example nor is a pair.
         TypeError: `data` has another type; a function has no hash or other arguments; labels are not integers. Shapes
-            are checked before any computation. For a source, the first batch tells the shapes.
+            are checked before any computation, those of a source by its first batch.
 
     Example:
         >>> import numpy as np
@@ -152,18 +149,13 @@ def plan_evaluation(*, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: A
         check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
         parts["test_"] = Classification(apply_fn), test_data
     if eval_data is not None:
-        _check_read_again(eval_data)
+        source = eval_data if isinstance(eval_data, Source) else None
+        once = source.is_read_once if isinstance(source, IterableSource) else hasattr(eval_data, "__next__")
+        if once and getattr(source, "steps_per_epoch", None) is None:  # a second evaluation would find nothing
+            kind = type(getattr(source, "source", eval_data)).__name__
+            raise TypeError(f"fit: eval_data is read after each epoch, got a {kind}; {_READ_ONCE}")
         parts["eval_"] = eval_fn, eval_data
     return Evaluation(parts, batch_size)
-
-
-def _check_read_again(eval_data: Any) -> None:
-    """`TypeError` for an iterator, in which a second evaluation would find nothing."""
-    source = eval_data if isinstance(eval_data, Source) else None
-    once = source.is_read_once if isinstance(source, IterableSource) else hasattr(eval_data, "__next__")
-    if once and getattr(source, "steps_per_epoch", None) is None:
-        kind = type(getattr(source, "source", eval_data)).__name__
-        raise TypeError(f"fit: eval_data is read after each epoch, got a {kind}; {_READ_ONCE}")
 
 
 # One pass of an `eval_fn` over every example: the compiled program of a batch, and the sums on the host.
@@ -185,18 +177,13 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
         if user is None:
             check_traced(state_or_params, where)
         examples, leaves, sums_of, shapes_of = _program(where, state_or_params, eval_fn, source, batch_size, user)
-
-        def each() -> Iterator[_Sums]:
-            for batch, mask, _ in examples.batches(lambda shapes: shapes_of(leaves, shapes).is_exact):
-                wait_before_collectives((leaves, batch, mask), examples.devices)
-                yield sums_of(leaves, batch, mask)
-
+        ahead = 0 if can_hang(examples.devices) else _AHEAD
         totals: dict[str, Any] = {}
-        for sums in _ahead(each(), 0 if can_hang(examples.devices) else _AHEAD):
+        for sums, _ in examples.run(sums_of, leaves, lambda shapes: shapes_of(leaves, shapes).is_exact, ahead):
             _add(totals, sums)
         scores: dict[str, Any] = {}
         for name, value in totals.items():
-            _add_scores(scores, _named(name, value.compute()))
+            _add_scores(scores, _named(name, _computed(value)))
         return scores
 
 
@@ -276,32 +263,25 @@ def _key(tree: Any) -> Any:
     return structure, tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)
 
 
-@dataclasses.dataclass
-class _Total:
-    """The sums of a `Mean` in float64, as a metric."""
-
-    total: np.ndarray
-    weight: np.ndarray
-    finish: Callable[[Any], Any] | None
-
-    def merge(self, other: _Total) -> _Total:
-        return _Total(self.total + other.total, self.weight + other.weight, self.finish)
-
-    def compute(self) -> Any:
-        """The mean. NaN where nothing counts."""
-        with np.errstate(all="ignore"):
-            mean = np.divide(self.total, self.weight)
-            return mean if self.finish is None else self.finish(mean)
-
-
 def _add(totals: dict[str, Any], sums: _Sums) -> None:
-    """Add the sums of one batch to those of all batches before it, in host memory. Metrics are merged."""
+    """Add the sums of one batch to those of all batches before it, in host memory and float64. Metrics are merged."""
     for name, value in zip(sums.names, sums.values, strict=True):
         value = jax.tree.map(np.asarray, value)
         if isinstance(value, Mean):
-            value = _Total(value.total.astype(np.float64), value.weight.astype(np.float64), value.finish)
-        totals[name] = totals[name].merge(value) if name in totals else value
-    processes.note_progress()
+            before = totals.get(name, Mean(0, 0))
+            total, weight = value.total.astype(np.float64), value.weight.astype(np.float64)
+            totals[name] = Mean(before.total + total, before.weight + weight, value.finish)
+        else:
+            totals[name] = totals[name].merge(value) if name in totals else value
+
+
+def _computed(total: Any) -> Any:
+    """What a metric, or the sums of a `Mean`, come to. NaN where nothing counts."""
+    if not isinstance(total, Mean):
+        return total.compute()
+    with np.errstate(all="ignore"):
+        mean = np.divide(total.total, total.weight)
+        return mean if total.finish is None else total.finish(mean)
 
 
 def _add_scores(found: dict[str, Any], more: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,19 +20,14 @@ from ... import data
 from ..._core import checks
 from ..._core.arrays import Device
 from ..._devices import processes
+from ..._devices.emulated import wait_before_collectives
 from ..._devices.mesh import STORE_AXIS, copies_on, put, spans_processes, split_over
 from ..._devices.user_mesh import check_traced, without_types
 from .._step.state import TrainState, carries
 
 IsExact = Callable[[Any], bool]  # whether batches of these shapes must not be filled up
-
-
-class EvalBatch(NamedTuple):
-    """A batch on the devices."""
-
-    arrays: Any
-    mask: Any  # bool (n,), which rows count
-    valid: int  # how many count. In one process they are the first ones
+# Arrays on the devices; bool (n,), which rows count; and how many do, in one process the first ones.
+EvalBatch = tuple[Any, Any, int]
 
 
 class Pass:
@@ -70,6 +65,21 @@ class Pass:
             return None
         return self.source.batch_shapes(self._round_up(checks.batch_length(first, self._where)), first)
 
+    def run(self, program: Any, leaves: list[Any], is_exact: IsExact, ahead: int) -> Iterator[tuple[Any, int]]:
+        """What `program(leaves, batch, mask)` gives for each batch, and how many of its examples count.
+
+        `ahead` batches are started before one is given, so that the host need not wait.
+        """
+
+        def each() -> Iterator[tuple[Any, int]]:
+            for batch, mask, valid in self.batches(is_exact):
+                wait_before_collectives((leaves, batch, mask), self.devices)
+                yield program(leaves, batch, mask), valid
+
+        for found in data._ahead(each(), ahead):
+            yield found
+            processes.note_progress()
+
     def batches(self, is_exact: IsExact) -> Iterator[EvalBatch]:
         """Every example, in order. With several processes the batches of all of them side by side."""
         source = self.source
@@ -80,7 +90,7 @@ class Pass:
         full, rest = divmod(source.examples(self.size), self.size)
         mask = put(np.ones(self.size, bool), self._split)
         for batch in source.batches(self.size, devices=self.devices or None) if full else ():
-            yield EvalBatch(batch, mask, self.size)
+            yield batch, mask, self.size
         if rest:
             last = jax.tree.map(lambda x: x[full * self.size :], source.arrays)
             yield from self._placed(source, last, rest, self.size, exact)
@@ -115,7 +125,7 @@ class Pass:
             else:
                 base = last if own else jax.tree.map(lambda x: x[:1], last)
                 filled = source.place(_fill(base, share - max(own, 1)), self._split)
-                yield EvalBatch(filled, source.place(np.arange(share) < own, self._split), sum(sizes))
+                yield filled, source.place(np.arange(share) < own, self._split), sum(sizes)
         if not rows:
             hint = data._READ_ONCE if source.is_read_once else "give at least one"
             raise processes.in_all(ValueError(f"{self._where}: expected examples, got no batch; {hint}"))
@@ -124,7 +134,7 @@ class Pass:
         """A batch of host memory with `valid` examples, filled up to `rows` unless exact."""
         if valid == rows or not exact:
             filled = _fill(batch, rows - valid)
-            yield EvalBatch(source.place(filled, self._split), put(np.arange(rows) < valid, self._split), valid)
+            yield source.place(filled, self._split), put(np.arange(rows) < valid, self._split), valid
             return
         # In parts that need no more memory than a whole batch does.
         shared = valid - valid % self._count
@@ -132,7 +142,7 @@ class Pass:
         for part in filter(None, parts):
             sharding = self.copies if len(part) % self._count else self._split
             some = jax.tree.map(lambda x, part=part: x[part.start : part.stop], batch)
-            yield EvalBatch(source.place(some, sharding), put(np.ones(len(part), bool), sharding), len(part))
+            yield source.place(some, sharding), put(np.ones(len(part), bool), sharding), len(part)
 
     def _round_up(self, n: int) -> int:
         """The next number that the devices can share evenly."""

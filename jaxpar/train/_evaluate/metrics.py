@@ -36,8 +36,7 @@ def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None
         that count.
 
     Raises:
-        ValueError: the shape of labels or mask is wrong.
-        TypeError: labels are not integers.
+        ValueError, TypeError: the shape of labels or mask is wrong, or labels are not integers.
 
     Example:
         >>> accuracy(jnp.array([[1.0, 3.0], [2.0, 0.0]]), jnp.array([1, 1])).tolist()
@@ -52,15 +51,11 @@ def top_k(logits: jax.Array, labels: jax.Array, k: int, mask: jax.Array | None =
     """Whether the logit of the label is among the k largest, for each example.
 
     Args:
-        logits, labels, mask: as in `accuracy`.
+        logits, labels, mask: as in `accuracy`, with its errors.
         k: from 1 to the number of classes. `top_k(..., 1)` equals `accuracy`.
 
     Returns:
         As `accuracy`.
-
-    Raises:
-        ValueError: k is out of range, or the shape of labels or mask is wrong.
-        TypeError: labels are not integers.
 
     Example:
         >>> top_k(jnp.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), jnp.array([1, 2]), 2).tolist()
@@ -76,14 +71,11 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None =
     """The cross-entropy of the softmax of logits in nats, for each example.
 
     Args:
-        logits, labels, mask: as in `accuracy`.
+        logits, labels, mask: as in `accuracy`, with its errors.
 
     Returns:
         float32 (n,), the mean over the labels of each example. With a mask, the score is the mean over all labels that
         count.
-
-    Raises:
-        ValueError, TypeError: as `accuracy`.
 
     Example:
         >>> round(float(cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))[0]), 3)
@@ -97,13 +89,10 @@ def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = No
     """The exponential of the mean cross-entropy over all labels.
 
     Args:
-        logits, labels, mask: as in `accuracy`. Labels are usually tokens.
+        logits, labels, mask: as in `accuracy`, with its errors. Labels are usually tokens.
 
     Returns:
         A `Mean` that takes the exponential after the last batch.
-
-    Raises:
-        ValueError, TypeError: as `accuracy`.
 
     Example:
         >>> from jaxpar import train
@@ -115,8 +104,8 @@ def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = No
         8.0
     """
     nats = _nats(logits, labels, "perplexity")
-    weight = jnp.ones_like(nats) if mask is None else _mask(mask, nats, "perplexity")
-    return Mean(_weighted(nats, weight), weight, np.exp)
+    mean = _weighted(nats, jnp.ones_like(nats) if mask is None else mask, "perplexity")
+    return Mean(mean.total, mean.weight, np.exp)
 
 
 @answers("mean_squared_error")
@@ -153,14 +142,11 @@ def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
 
     Args:
         logits: (n, classes).
-        labels: integers (n,).
+        labels: integers (n,). Other labels are errors as of `accuracy`.
 
     Returns:
         A `Mean` with one column for each class. `evaluate` returns an array (classes,), NaN for a class without
         examples. Records of `fit` have `eval_<name>/0`, `eval_<name>/1`, ...
-
-    Raises:
-        ValueError, TypeError: as `accuracy`.
 
     Example:
         >>> from jaxpar import train
@@ -199,21 +185,15 @@ def _nats(logits: Any, labels: Any, where: str) -> jax.Array:
 def _mean(values: jax.Array, mask: Any, where: str) -> jax.Array | Mean:
     """One value for each example, or the mean over what counts."""
     values = values.astype(wide(values))
-    if mask is None:
-        return values.mean(axis=tuple(range(1, values.ndim)))
-    weight = _mask(mask, values, where)
-    return Mean(_weighted(values, weight), weight)
+    return values.mean(axis=tuple(range(1, values.ndim))) if mask is None else _weighted(values, mask, where)
 
 
-def _mask(mask: Any, values: jax.Array, where: str) -> jax.Array:
+def _weighted(values: jax.Array, mask: Any, where: str) -> Mean:
+    """The mean over what counts. What does not count may be NaN."""
     if jnp.shape(mask) != values.shape:
         raise ValueError(f"{where}: the mask must be of shape {values.shape}, got {jnp.shape(mask)}")
-    return jnp.asarray(mask, wide(mask))
-
-
-def _weighted(values: jax.Array, weight: jax.Array) -> jax.Array:
-    """Values times weights. What does not count may be NaN."""
-    return jnp.where(weight == 0, 0, values * weight)
+    weight = jnp.asarray(mask, wide(mask))
+    return Mean(jnp.where(weight == 0, 0, values * weight), weight)
 
 
 # What an `eval_fn` returns.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,8 @@ from ..._core.calls import answers
 from ..._core.recent import Recent
 from ..._core.text import Table
 from ..._devices import processes
-from ..._devices.emulated import wait_before_collectives
 from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh
-from ...data import ArraySource, Dataset, IterableSource, _ahead
+from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.history import new_figure, readable, save_figure
 from .evaluate import check_classes, check_classified, check_logits
 from .every_example import Pass, model_of, with_axes
@@ -35,24 +34,20 @@ def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: i
     """The outputs of a model for every example, in order.
 
     Args:
-        state_or_params: a `TrainState`, or the parameters. Batches are sent to the devices of the parameters.
+        state_or_params, batch_size: as in `evaluate`.
         apply_fn: `apply_fn(params, inputs) -> outputs`, an array or a pytree of arrays with one row for each example.
             With a `model_state`, `apply_fn(params, inputs, model_state)`. The same function object is compiled once.
         data: a `data.Dataset`, whose images are the inputs, as `data.batches` gives them; or inputs: an array, a pytree
-            of arrays that share a first axis of n examples, a DataFrame, the result of `data.from_arrays` or
-            `data.from_iterable`, or batches as in `evaluate`. In a batch `{"image", "label"}`, the images are the
-            inputs.
-        batch_size: examples per batch, rounded up to a multiple of the number of devices. Batches of a source keep
-            their size.
+            of arrays that share a first axis, or what `evaluate` takes with an `eval_fn`. In a batch `{"image",
+            "label"}`, the images are the inputs.
 
     Returns:
         NumPy arrays with a first axis of n, in the structure that `apply_fn` returns. With several processes, each
         process gets all outputs.
 
     Raises:
-        ValueError: there are no examples; `batch_size` is below 1; an output does not have one row for each example;
-            batches are given with several processes, since their order is unknown.
-        TypeError: `apply_fn` has no hash, or `data` has another type.
+        ValueError, TypeError: as `evaluate`; an output does not have one row for each example; batches are given with
+            several processes, since their order is unknown.
 
     Example:
         >>> from jaxpar import train
@@ -103,15 +98,11 @@ def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, 
     """Count the examples of each class by predicted class.
 
     Args:
-        state_or_params, apply_fn, data, batch_size: as in `evaluate`.
+        state_or_params, apply_fn, data, batch_size: as in `evaluate`, with its errors.
 
     Returns:
         int64 (classes, classes). Row i, column j counts the examples of class i with predicted class j. The trace
         divided by the sum is the accuracy of `evaluate`.
-
-    Raises:
-        ValueError: a label is not a class of the model, or there are no examples.
-        TypeError: as `evaluate`.
 
     Example:
         >>> from jaxpar import data, train
@@ -138,15 +129,11 @@ def mistakes(
     """Find the examples that a classifier gets wrong, most confident first.
 
     Args:
-        state_or_params, apply_fn, data, batch_size: as in `evaluate`.
+        state_or_params, apply_fn, data, batch_size: as in `evaluate`, with its errors.
         most: the largest number of examples to return, 0 or more. None: all.
 
     Returns:
-        `Mistakes(indices, predicted, labels, probabilities, examples)`. The probability is the softmax of the logits at
-        the predicted class.
-
-    Raises:
-        ValueError, TypeError: as `confusion_matrix`.
+        `Mistakes`. The probability is the softmax of the logits at the predicted class.
 
     Example:
         >>> from jaxpar import data, train
@@ -184,30 +171,26 @@ def _predict(name: str, model: Any, apply_fn: ApplyFn, examples: Pass) -> Any:
             "a data.Dataset or arrays"
         )
     leaves, structure = jax.tree.flatten(model)
-    outputs_of = _programs(checks.function(apply_fn, f"{name}: apply_fn"), structure, examples.copies, examples.axes)
-
-    def each() -> Iterator[tuple[Any, int]]:
-        for inputs, _, valid in examples.batches(lambda shapes: False):
-            # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
-            is_labelled = isinstance(inputs, dict) and inputs.keys() == {"image", "label"}
-            if is_labelled and not isinstance(examples.source, ArraySource):
-                inputs = inputs["image"]
-            wait_before_collectives(inputs, examples.devices)
-            yield outputs_of(leaves, inputs), valid
-
+    # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
+    as_given = isinstance(examples.source, ArraySource)
+    checks.function(apply_fn, f"{name}: apply_fn")
+    outputs_of = _programs(apply_fn, structure, examples.copies, examples.axes, as_given)
     parts: list[Any] = []
-    for outputs, valid in _ahead(each(), 1):  # the devices compute the next ones
+    for outputs, valid in examples.run(outputs_of, leaves, lambda shapes: False, ahead=1):
         parts.append(jax.tree.map(lambda x, count=valid: np.asarray(x)[:count], outputs))
-        processes.note_progress()
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
-def _make_program(apply_fn: ApplyFn, structure: Any, copies: Any, axes: tuple[str, ...]) -> Callable[..., Any]:
+def _make_program(
+    apply_fn: ApplyFn, structure: Any, copies: Any, axes: tuple[str, ...], as_given: bool
+) -> Callable[..., Any]:
     """The program of a batch, which gives the outputs with a copy on each device."""
 
     @jax.jit
-    def outputs_of(leaves: list[jax.Array], inputs: Any) -> Any:
+    def outputs_of(leaves: list[jax.Array], inputs: Any, mask: jax.Array) -> Any:
         params, *model_state = structure.unflatten(leaves)
+        if not as_given and isinstance(inputs, dict) and inputs.keys() == {"image", "label"}:
+            inputs = inputs["image"]
         outputs = with_axes(apply_fn, axes)(params, inputs, *model_state)
         n = len(jax.tree.leaves(inputs)[0])
         for leaf in jax.tree.leaves(outputs):
@@ -228,26 +211,22 @@ _programs = Recent(_make_program)
 
 
 @answers("plot_confusion_matrix")
-@readable()
+@readable("plot_confusion_matrix")
 def plot_confusion_matrix(
     matrix: np.ndarray,
     *,
     class_names: Sequence[str] | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Draw a confusion matrix, coloured by the fraction of each row.
+    """Draw a confusion matrix, coloured by the fraction of each row. Returns the matplotlib figure.
 
     Args:
         matrix: (classes, classes), from `confusion_matrix`.
         class_names: a name for each class. None: the class numbers.
         path: a file for the picture. Its suffix sets the format.
 
-    Returns:
-        The matplotlib figure, which a notebook shows.
-
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        ValueError: the matrix is not square, or the number of names is wrong.
+        ModuleNotFoundError: as of `plot_history`. ValueError: the matrix is not square, or names are missing.
 
     Example:
         >>> figure = plot_confusion_matrix(np.array([[3, 1], [0, 4]]), class_names=["cat", "dog"])
@@ -260,7 +239,7 @@ def plot_confusion_matrix(
         raise ValueError(f"plot_confusion_matrix: the matrix must be square, got shape {matrix.shape}")
     names = _names("plot_confusion_matrix", class_names, n)
     side = min(12.0, 3.5 + 0.45 * n)
-    figure = new_figure("plot_confusion_matrix", side + 0.8, side)
+    figure = new_figure(side + 0.8, side)
     figure.set_layout_engine("compressed")  # the matrix is square, and the other one cuts its labels
     axes = figure.subplots()
     parts = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
@@ -278,7 +257,7 @@ def plot_confusion_matrix(
 
 
 @answers("plot_mistakes", renamed={"dataset": "data"})
-@readable()
+@readable("plot_mistakes")
 def plot_mistakes(
     mistakes: Mistakes,
     data: Dataset,
@@ -287,7 +266,7 @@ def plot_mistakes(
     most: int = 20,
     path: str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Draw the images of mistakes, with predicted and true class.
+    """Draw the images of mistakes, with predicted and true class. Returns the matplotlib figure.
 
     Args:
         mistakes: the result of `mistakes`.
@@ -296,12 +275,8 @@ def plot_mistakes(
         class_names, path: as in `plot_confusion_matrix`.
         most: the largest number of images.
 
-    Returns:
-        The matplotlib figure, which a notebook shows.
-
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-        ValueError: there are no mistakes, or images have another shape.
+        ModuleNotFoundError: as of `plot_history`. ValueError: there are no mistakes, or images have another shape.
     """
     checks.whole_number(most, "plot_mistakes", "most")
     if not len(mistakes):
@@ -312,7 +287,7 @@ def plot_mistakes(
     classes = 1 + max(int(mistakes.predicted.max()), int(mistakes.labels.max()))
     names = _names("plot_mistakes", class_names, classes)
     rows = -(-len(images) // _COLUMNS)
-    figure = new_figure("plot_mistakes", 9.5, 2.3 * rows)
+    figure = new_figure(9.5, 2.3 * rows)
     for i, axes in enumerate(figure.subplots(rows, _COLUMNS, squeeze=False).flat):
         axes.axis("off")
         if i < len(images):

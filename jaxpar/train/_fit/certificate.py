@@ -63,7 +63,7 @@ def begin(path: Path | None, every: int, step: Any, state: TrainState) -> Certif
     processes.agree("fit: certificate= needs the same settings in all processes", json.dumps(header))
     if path is None or header is None:
         return None
-    with processes.raise_together():
+    with processes.raise_together(), explain_errors(path, "the certificate"):
         if jax.process_index() == 0:
             _begin(path, header, int(state.step))
     return Certificate(path, every)
@@ -72,20 +72,18 @@ def begin(path: Path | None, every: int, step: Any, state: TrainState) -> Certif
 def _begin(path: Path, header: dict[str, Any], at: int) -> None:
     """Drop the lines of steps after `at`, because the run repeats them."""
     lines: dict[int, str] = {}
-    content = b""
-    with explain_errors(path, "the certificate"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            with files.opened(path) as file:
-                content = file.read()
-    if content:
-        before, lines = parse(content[: content.rfind(b"\n") + 1], path)  # a crash may have cut the last line
-        if why := difference(before, header):
-            raise ValueError(f"fit: certificate {path} is from another run ({why}); give another file, or delete it")
-        header = before
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        with files.opened(path) as file:
+            content = file.read()
+        if content:
+            before, lines = parse(content[: content.rfind(b"\n") + 1], path)  # a crash may have cut the last line
+            if why := difference(before, header):
+                what = f"fit: certificate {path} is from another run ({why})"
+                raise ValueError(f"{what}; give another file, or delete it")
+            header = before
     text = json.dumps(header) + "\n" + "".join(_line(*item) for item in lines.items() if item[0] <= at)
-    with explain_errors(path, "the certificate"):
-        files.replace(path, text.encode())  # also an equal one, to see that it can be written
+    files.replace(path, text.encode())  # also an equal one, to see that it can be written
 
 
 def _line(step: int, state: str) -> str:

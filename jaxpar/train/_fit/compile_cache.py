@@ -17,23 +17,18 @@ from ..._core.calls import answers
 def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
     """Keep compiled programs in jax's persistent compilation cache.
 
-    The first step of a run then loads its program if an earlier run compiled the same one. jax compares the program
-    text, versions, options and devices. In a notebook, call this in the first cell. `python -m jaxpar train` calls it,
-    except for several emulated devices with jax before 0.12: there, a cached program of your own could hang, see
-    `jaxpar._devices.emulated`.
+    The first step of a run then loads its program if an earlier run compiled the same one. In a notebook, call this in
+    the first cell. `python -m jaxpar train` calls it, except for several emulated devices with jax before 0.12: there a
+    cached program of your own could hang, see docs/seeing_a_run.md.
 
     Args:
-        directory: the cache directory. None: `jaxpar/<a name for this kind of processor>` in the user's cache directory
-            ($XDG_CACHE_HOME or ~/.cache). The name keeps programs of different processors apart, because several
-            machines may share a home directory.
+        directory: the cache directory. None: `jaxpar/<a name for this kind of processor>` in $XDG_CACHE_HOME or
+            ~/.cache, since several machines may share a home directory.
 
     Returns:
         The directory. If `jax_compilation_cache_dir` is already set, its value, and nothing changes. None if no
         directory was given and the default is not safe: it cannot be created, or other users can write to it or to a
-        parent.
-
-    Raises:
-        OSError: the given directory cannot be created.
+        parent. A given directory that cannot be created is an `OSError`.
 
     Example:
         >>> import tempfile

@@ -76,24 +76,20 @@ def fit(
     """Train for some epochs.
 
     The order of the examples depends only on `state.rng` and the number of the step. So a resumed run gives the same
-    results as an uninterrupted run, and the order does not depend on the number of devices. The host starts a few steps
-    ahead of the devices.
+    results as an uninterrupted run, and the order does not depend on the number of devices.
 
     After Ctrl-C, a notebook's interrupt or SIGTERM, the running steps finish. With `checkpoint_dir`, the state is
-    saved, and the same call resumes from it, up to the same last epoch. A second signal stops at once, without saving.
-    If one of several processes gets the signal, all stop after the same step. Signals are handled only in the main
-    thread.
+    saved, and the same call resumes from it, up to the same last epoch. A second signal stops at once.
 
     Args:
         state: from `start` or `create_state`. It is donated, so use the returned state afterwards.
         step: from `start` or `make_train_step`.
-        train_data: a `data.Dataset`, a dict of arrays, the result of `data.from_arrays` or `data.from_iterable`, or
-            anything that `data.from_iterable` takes. An incomplete batch at the end of an epoch is dropped.
-        test_data: a `data.Dataset` with integer labels, evaluated after each epoch, with `apply_fn`. The record has
+        train_data: what `data.as_source` takes: a `data.Dataset`, a dict of arrays, a loader. An incomplete batch at
+            the end of an epoch is dropped.
+        test_data: a `data.Dataset` with integer labels, evaluated with `apply_fn` after each epoch. The record has
             `test_loss` and `test_accuracy`.
         apply_fn: `apply_fn(params, images) -> logits`, as in `evaluate`.
-        eval_data: any data for `evaluate`, evaluated after each epoch with `eval_fn`. Iterators are refused, because
-            they can be read only once.
+        eval_data: any data for `evaluate` except iterators, evaluated with `eval_fn` after each epoch.
         eval_fn: `eval_fn(params, batch) -> {name: values}`, as in `evaluate`. The record has the scores as
             `eval_<name>`, or `eval_<name>/0`, `eval_<name>/1`, ... for columns.
         epochs: the number of epochs, counted from the step of `state`. None: as many as `max_steps` needs.
@@ -110,59 +106,46 @@ def fit(
             or if the run was interrupted at that step. False ignores checkpoints. True requires one.
         checkpoint_every: also save a checkpoint after every `checkpoint_every` steps.
         keep: the number of latest checkpoints that are kept.
-        certificate: a file for hashes of the state, as JSON lines: a header, then one line after every
-            `certificate_every` steps. `jaxpar verify` recomputes the hashes. A resumed run continues the file and
-            replaces the lines of repeated steps. See docs/same_bits.md.
+        certificate: a file for hashes of the state, which `jaxpar verify` recomputes, see docs/same_bits.md. A resumed
+            run continues the file and replaces the lines of repeated steps.
         certificate_every: the number of steps between two hashes.
         metrics_file: a file for the history as JSON lines, as from `to_jsonl`. It holds only this run.
         callbacks: a callback or several, called after each epoch and its evaluation: a function `callback(state,
             record)`, or an object with `init(state) -> memory` and `on_epoch(memory, state, record) -> (memory, stop)`,
             such as `EarlyStopping`. `memory` is a pytree of arrays, numbers and texts, which is saved with the
-            checkpoints. The object may also have `on_step(memory, step, metrics) -> memory`. The training ends if a
-            function returns True, or if `stop` is True. Do not keep the state: the next step donates it. Optional
-            methods: `on_start(history)` and `on_end(history)` are called when `fit` begins and ends,
-            `before_resume(directory)` before `fit` looks for checkpoints, and `on_saved(record, written)` after a
-            record. `written()` waits for the checkpoint, in all processes, and returns its path in the first process.
+            checkpoints. The training ends if a function returns True, or if `stop` is True. Do not keep the state: the
+            next step donates it. docs/seeing_a_run.md has the optional methods of the object.
         on_step: `on_step(step, metrics)`, called for each step in order, with its metrics as floats. `step` counts from
             1. Calls come up to sixteen steps late, so that the devices do not wait.
         profile: a directory for a trace by jax's profiler, of steps 11 to 15 of this call; or (directory, first_step,
             num_steps).
-        steps_per_execution: the number of steps in one compiled program, see `TrainStep.many`. It makes short steps
-            faster. More than 1 needs a `data.Dataset` that fits on the devices, and a single process. Programs end at
-            epochs, checkpoints and profiles, so results do not change. Ctrl-C waits for the running program. "auto" is
-            up to eight steps, or 0.2 s, on CPUs. "auto" is 1 on GPUs and TPUs, for a step with XLA's convolutions (see
-            `many`), and if more is impossible.
-        on_interrupt: the result of `fit` after Ctrl-C. "return": the state and the history so far. "raise": a
-            KeyboardInterrupt with attributes `state` and `history`. "auto": "return" in a notebook or interactive
-            session, "raise" in a script.
+        steps_per_execution: the number of steps in one compiled program, see `TrainStep.many`. More than 1 needs a
+            `data.Dataset` that fits on the devices, and a single process. Programs end at epochs, checkpoints and
+            profiles, so results do not change. "auto" is up to eight steps, or 0.2 s, on CPUs. It is 1 on GPUs and
+            TPUs, for a step with XLA's convolutions, and if more is impossible.
+        on_interrupt: after Ctrl-C, "return" the state and the history so far, or "raise" a KeyboardInterrupt with the
+            attributes `state` and `history`. "auto": "return" in a notebook or interactive session, else "raise".
 
     Returns:
-        (the trained state, the history). The history is a list with a dict for each epoch: `epoch` from 1; `step`, at
-        the end of the epoch; the mean `loss` and other metrics of the step, such as `accuracy`; `test_loss` and
-        `test_accuracy` with test data; `eval_<name>` for each value of `eval_fn`; `seconds` of training;
-        `images_per_second`, or `examples_per_second` for data other than a `data.Dataset`. Values that were not
-        measured have no key. A resumed run has the earlier epochs too. If the step may skip updates, `skipped` counts
-        the skipped updates, and the means are over the other steps. An incomplete epoch comes last, with `interrupted`
-        True and means over its steps so far.
+        (the trained state, the history). The history is a list with a dict for each epoch, those before a resume too:
+        `epoch` from 1; `step`, at the end of the epoch; the mean `loss` and other metrics of the step; the scores;
+        `seconds` of training; `images_per_second`, or `examples_per_second` for data other than a `data.Dataset`. If
+        the step may skip updates, `skipped` counts them, and the means are over the other steps. An incomplete epoch
+        comes last, with `interrupted` True.
 
     Raises:
-        TypeError: an argument has the wrong type, or `fit` has no such argument.
-        ValueError: the data have less than one batch; a number is below 1; only one of `apply_fn` and `test_data`, or
-            of `eval_fn` and `eval_data`, is given; the state was donated; the records lack the metric of a callback; a
-            `KeepBest` is given without `checkpoint_dir`; the checkpoint belongs to another model, optimizer, batch size
-            or size of data set; a label of a `data.Dataset` is not a class of the model, in test data and for
-            `classification_loss`.
-        The shapes of `loss_fn`, `apply_fn` and `eval_fn` are checked before the first step, while the state is still
-            valid. Batches of an iterable other than a list are checked as they arrive.
+        TypeError, ValueError: an argument has the wrong type, is out of range or lacks its other half; the data have
+            less than one batch; the state was donated; the records lack the metric of a callback; the checkpoint
+            belongs to another model, optimizer, batch size or size of data set; a label is not a class of the model.
+            Shapes are checked before the first step, those of an iterable's batches as they arrive.
         RuntimeError: this process of `python -m jaxpar launch` or Ray Train has not joined the others.
         FileNotFoundError: `resume=True`, but there is no checkpoint.
-        NonFiniteError: a `FloatingPointError`: a step with `nonfinite="stop"` had a NaN or infinite loss or gradient.
-            The message names the step and the keys. The attribute `state`, which is saved too, is the state before that
-            step.
+        NonFiniteError: a step with `nonfinite="stop"` had a NaN or infinite loss or gradient. Its `state`, which is
+            saved too, is the state before that step.
         OSError: a checkpoint, certificate or metrics file cannot be written. Earlier files stay.
         KeyboardInterrupt: after Ctrl-C, see `on_interrupt`. SystemExit(143): after SIGTERM.
-        An exception during the run, also KeyboardInterrupt and SystemExit, has the attributes `state` and `history` up
-        to the last step, unless the failed step has donated the state.
+        An exception during the run has the attributes `state` and `history` up to the last step, unless the failed step
+        has donated the state.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax

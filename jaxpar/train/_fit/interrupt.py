@@ -82,7 +82,9 @@ def finish_interrupted(
     if number == signal.SIGTERM:
         say(f"{who}: SIGTERM: stopped {where}")
         sys.exit(128 + signal.SIGTERM)  # not `raise SystemExit`: the heartbeat client watches `sys.exit`
-    if on_interrupt == "raise" or (on_interrupt == "auto" and not _is_at_prompt()):
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    is_at_prompt = hasattr(sys, "ps1") or shell is not None
+    if on_interrupt == "raise" or (on_interrupt == "auto" and not is_at_prompt):
         # This very class: Python ends a script after a subclass as after an error, not as after Ctrl-C.
         interrupt = KeyboardInterrupt(f"{who}: interrupted {where}")
         interrupt.state, interrupt.history = state, history  # pyright: ignore[reportAttributeAccessIssue]
@@ -93,39 +95,25 @@ def finish_interrupted(
 
 
 def describe_stop(step: int, epoch: int, epochs: int, saved: str | os.PathLike[str] | None) -> str:
-    """At which step a run stopped, in words.
-
-    >>> describe_stop(7, 2, 5, None)
-    'after step 7, in epoch 2 of 5; nothing was saved, as there is no checkpoint_dir'
-    """
+    """At which step a run stopped, in words."""
     place = "nothing was saved, as there is no checkpoint_dir" if saved is None else f"saved in {saved}"
     return f"after step {step}, in epoch {epoch} of {epochs}; {place}"
-
-
-def _is_at_prompt() -> bool:
-    if hasattr(sys, "ps1"):
-        return True
-    return "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None
 
 
 @answers("train.interruptible")
 def interruptible(on_interrupt: str = "auto") -> Interruptible:
     """A context that delays Ctrl-C and SIGTERM to the end of a step.
 
-    Use it in your own training loop. Inside the block, Ctrl-C, a notebook's interrupt and SIGTERM are only recorded,
-    and `should_stop` returns True after the step. So the loop can end and save its state. At the end of the block the
-    interrupt takes effect, as in `fit`. A second signal takes effect at once.
+    Inside the block, Ctrl-C, a notebook's interrupt and SIGTERM are only recorded, and `should_stop` returns True after
+    the step. So your own loop can end and save its state. At the end of the block the interrupt takes effect, as in
+    `fit`. A second signal takes effect at once.
 
     Args:
-        on_interrupt: as in `fit`. "raise": the block ends with a KeyboardInterrupt. "return": the block ends normally,
-            and `asked` is True. "auto": "return" in a notebook or interactive session, "raise" in a script. After
-            SIGTERM the block always ends with SystemExit(143).
+        on_interrupt: as in `fit`: with "raise" the block ends with a KeyboardInterrupt, with "return" normally. After
+            SIGTERM it always ends with SystemExit(143).
 
     Returns:
         A context manager with `should_stop(state)`.
-
-    Raises:
-        ValueError: `on_interrupt` is unknown.
 
     Example:
         >>> from jaxpar import train

@@ -23,7 +23,8 @@ from ... import checkpoint, data, distributed
 from ..._core.text import say_news
 from ..._cpu import is_slow_in_a_loop
 from ..._devices import processes
-from ..._devices.mesh import is_donated
+from ..._devices.mesh import is_donated, own_copies
+from ..._devices.user_mesh import outside_mesh
 from .._callbacks.history import History, Record, line
 from .._step.nonfinite import NonFiniteError, check_finite
 from .._step.state import TrainState
@@ -31,7 +32,7 @@ from .._step.train_step import TrainStep
 from . import certificate
 from .interrupt import Interrupts, describe_stop, finish_interrupted
 from .progress import Epoch, Progress, Trace
-from .run import Made, Past, Run, check_info, copy_state, like_saved, resume, shuffle_key
+from .run import Made, Past, Run, check_info, like_saved, resume, shuffle_key
 
 _AT_ONCE = 0.2  # seconds that the steps of one program take. Ctrl-C waits for them.
 _MEASURE_EVERY = 1.0  # seconds after which the bar shows another learning rate
@@ -47,7 +48,8 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
     if manager is not None:
         run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
         manager._lock_directory()
-    loop.certificate = certificate.begin(run.certificate, run.certificate_every, run.step, loop.state)
+    if run.certificate is not None or processes.count() > 1:  # several agree whether there is one
+        loop.certificate = certificate.begin(run.certificate, run.certificate_every, run.step, loop.state)
     with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
         run.callbacks.call("on_start", loop.history)
     try:
@@ -91,12 +93,11 @@ def _attach_state(error: BaseException, loop: Loop) -> None:
     made = loop.at > loop.began or isinstance(error, NonFiniteError)
     if made and not is_donated(loop.state):
         error.state, error.history = loop.state, loop.history  # pyright: ignore[reportAttributeAccessIssue]
-        if not isinstance(error, Exception):
-            return  # whoever stops the program does not read on
-        error.add_note(
-            f"fit: the state and the history up to step {int(loop.state.step)} are the attributes `state` and "
-            "`history` of this exception; in a notebook: import sys; state = sys.last_value.state"
-        )
+        if isinstance(error, Exception):  # whoever stops the program does not read on
+            error.add_note(
+                f"fit: the state and the history up to step {int(loop.state.step)} are the attributes `state` and "
+                "`history` of this exception; in a notebook: import sys; state = sys.last_value.state"
+            )
 
 
 class Loop:
@@ -248,7 +249,13 @@ class Loop:
             check_finite(metrics, self.state)
         if not (skipped or self._warned or math.isfinite(metrics.get("loss", 0.0))):
             self._warned = True
-            warnings.warn(_not_finite(number, metrics["loss"]), stacklevel=2)
+            warnings.warn(
+                f"fit: the loss of step {number} (the first is 1) is {metrics['loss']}. The update was made, the "
+                "training continues, and new checkpoints replace earlier ones. Look at that batch, its labels and the "
+                "learning rate. make_train_step(loss_fn, nonfinite='skip') leaves out such updates, and "
+                "nonfinite='stop' ends the training before the first one",
+                stacklevel=2,
+            )
         self.epoch.sums.update({"skipped": 1} if skipped else metrics)
         self.epoch.counted += 1
         # The bar shows what was measured at most a second ago: to measure waits for the state.
@@ -283,7 +290,8 @@ class Loop:
                 self.memories, stopped = callbacks.run(self.memories, self.state, record)
                 stopped = stopped and not record.get("interrupted")
                 if self._manager is None and callbacks.restores_best and callbacks.best_step(self.memories) == self.at:
-                    self._best = copy_state(self.state)
+                    with outside_mesh():  # a copy, since the next step takes the state
+                        self._best = own_copies(self.state)
         finally:  # a callback that fails costs no steps
             interrupted = signals.should_stop(self.state, self.at, record is not None)
             self.save(stopped=stopped, interrupted=interrupted)
@@ -383,13 +391,3 @@ class Loop:
         self.epoch = dataclasses.replace(self.epoch, unread=collections.deque(), num_unread=0)
         if self.certificate is not None:
             self.certificate.go_back(step)
-
-
-def _not_finite(number: int, loss: float) -> str:
-    """The warning about the first step whose loss is not finite, and whose update was made all the same."""
-    return (
-        f"fit: the loss of step {number} (the first is 1) is {loss}. The update was made, the training continues, and "
-        "new checkpoints replace earlier ones. Look at that batch, its labels and the learning rate. "
-        "make_train_step(loss_fn, nonfinite='skip') leaves out such updates, and nonfinite='stop' ends the training "
-        "before the first one"
-    )

@@ -15,11 +15,11 @@ from ... import data, updaters
 from ..._core import checks
 from ..._core.calls import answers
 from ..._core.text import Table
+from ..._devices.mesh import own_copies
 from ..._devices.user_mesh import outside_mesh
 from .._callbacks.history import new_figure, png, readable, save_figure
 from .._step.state import TrainState, check_is_state
-from .progress import Epoch
-from .run import copy_state
+from .progress import BEHIND
 
 _WHERE = "train.lr_find"
 _SMOOTH = 0.9  # of the average of the losses
@@ -43,14 +43,10 @@ class RateTest:
     smoothed: tuple[float, ...]
     suggestion: float | None
 
-    @readable()
+    @readable("RateTest.plot")
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Plot the loss over the rate. Returns the matplotlib figure.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed.
-        """
-        figure = new_figure("RateTest.plot", 6, 3.6)
+        """Plot the loss over the rate. Returns the matplotlib figure."""
+        figure = new_figure(6, 3.6)
         axes = figure.subplots()
         axes.plot(self.rates, self.losses, color="tab:gray", alpha=0.4, linewidth=1, label="loss")
         axes.plot(self.rates, self.smoothed, label="smoothed")
@@ -94,25 +90,20 @@ def lr_find(
     """Find a learning rate: train a copy with growing rates.
 
     The method is from Smith (2017). The rate is changed in the state, so the step is compiled once. `state` stays
-    unchanged. To use the result, give `updaters.set_learning_rate(state, found.suggestion)` to `fit`. The test ends
-    when the loss is four times the smallest loss, or is not finite.
+    unchanged: give `updaters.set_learning_rate(state, found.suggestion)` to `fit`. The test ends when the loss is four
+    times the smallest loss, or is not finite.
 
     Args:
-        state: a state whose optimizer keeps the rate in its state:
-            `optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)`, or an optimizer of `jp.updaters` with
-            `rate_in_state=True`. The rate must be a number, not a schedule.
+        state: a state whose optimizer has the rate, a number, in its state:
+            `optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)`, or one of `jp.updaters` with `rate_in_state=True`.
         step: from `make_train_step`.
         train_data, batch_size: as in `fit`. The data repeat if there are too few.
         lowest, highest: the first and the last rate.
         steps: the number of rates, in equal ratios.
 
-    Returns:
-        The rates, the losses and a suggestion.
-
     Raises:
-        ValueError: the state has no rate, or the rate follows a schedule; `lowest` is not below `highest`; the data
-            have less than one batch.
-        TypeError: an argument has the wrong type.
+        TypeError, ValueError: the state has no rate, or the rate follows a schedule; `lowest` is not below `highest`;
+            the data have less than one batch.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, optax
@@ -126,42 +117,38 @@ def lr_find(
         >>> 1e-3 < found.suggestion < 1.0, int(state.step)
         (True, 0)
     """
-    rates = _rates(lowest, highest, steps)
+    steps = checks.whole_number(steps, _WHERE, "steps", least=2)
+    for name, rate in (("lowest", lowest), ("highest", highest)):
+        checks.number(rate, _WHERE, name, "a finite number above 0", lambda x: 0 < x < math.inf)
+    if lowest >= highest:
+        raise ValueError(f"{_WHERE}: lowest must be below highest, got {lowest} and {highest}")
+    rates = np.geomspace(float(lowest), float(highest), steps).tolist()
     check_is_state(state, _WHERE)
     source = data.as_source(train_data)
     batch_size = checks.whole_number(data._usual_batch_size(batch_size, source), _WHERE, "batch_size")
     checks.whole_batch(source.examples(batch_size), batch_size, _WHERE)
     with outside_mesh():
-        own = updaters.set_learning_rate(copy_state(state), rates[0])  # refused before work is spent
+        own = updaters.set_learning_rate(own_copies(state), rates[0])  # refused before work is spent
         where = data._batch_options(source, own.store.devices, None, getattr(step, "virtual_shards", None))
         batches = source.batches(batch_size, rng=own.rng, epochs=None, **where)
-    losses: list[float] = []
-    smoothed: list[float] = []
-    for loss in _losses(own, step, batches, rates):
+    losses, smoothed, mean = list[float](), list[float](), 0.0
+    for loss in map(float, data._ahead(_losses(own, step, batches, rates), BEHIND)):  # steps run ahead of the host
         losses.append(loss)
-        smoothed = _smooth(losses)
+        mean = _SMOOTH * mean + (1 - _SMOOTH) * loss
+        smoothed.append(mean / (1 - _SMOOTH ** len(losses)))  # without the bias of the first values
         least = min(smoothed)
         if not math.isfinite(loss) or (len(losses) > 5 and smoothed[-1] > least + (_TOO_MUCH - 1) * abs(least)):
             break
     return RateTest(tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed), _steepest(rates, smoothed))
 
 
-def _losses(state: TrainState, step: Any, batches: Any, rates: Sequence[float]) -> Iterator[float]:
-    """The loss at each rate. The steps run ahead of the host."""
-    epoch = Epoch()
+def _losses(state: TrainState, step: Any, batches: Any, rates: Sequence[float]) -> Iterator[Any]:
+    """The loss at each rate, which may still be computed."""
     for rate, batch in zip(rates, batches, strict=False):
         with outside_mesh():
             state = updaters.set_learning_rate(state, rate)
         state, metrics = step(state, batch)
-        epoch.add({"loss": metrics["loss"]})
-        yield from [row["loss"] for rows in epoch.read() for row in rows]
-    yield from [row["loss"] for rows in epoch.read(0) for row in rows]
-
-
-def _smooth(losses: Sequence[float]) -> list[float]:
-    """An exponential average, without the bias of its first values."""
-    sums = itertools.accumulate(losses, lambda mean, loss: _SMOOTH * mean + (1 - _SMOOTH) * loss, initial=0.0)
-    return [mean / (1 - _SMOOTH**i) for i, mean in enumerate(sums) if i]
+        yield metrics["loss"]
 
 
 def _steepest(rates: Sequence[float], smoothed: Sequence[float]) -> float | None:
@@ -175,15 +162,3 @@ def _steepest(rates: Sequence[float], smoothed: Sequence[float]) -> float | None
     slopes = np.gradient(np.asarray(finite), np.log(rates[: len(finite)]))[: least + 1]
     found = int(np.argmin(slopes))
     return float(rates[found]) if slopes[found] < 0 else None
-
-
-def _rates(lowest: Any, highest: Any, steps: Any) -> list[float]:
-    steps = checks.whole_number(steps, _WHERE, "steps", least=2)
-    words = "a finite number above 0"
-    low, high = (
-        checks.number(value, _WHERE, name, words, lambda x: 0 < x < math.inf)
-        for name, value in (("lowest", lowest), ("highest", highest))
-    )
-    if low >= high:
-        raise ValueError(f"{_WHERE}: lowest must be below highest, got {lowest} and {highest}")
-    return [float(rate) for rate in np.geomspace(low, high, steps)]

@@ -216,12 +216,14 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     # A call of `fit` that failed may have donated it: then a checkpoint is the only way on.
     given = None if is_donated(state) else int(state.step)
     rates = {} if given is None or manager is None else updaters.learning_rates(state)
-    if found is None or (given is not None and not _goes_on(*found, given)):
-        if given is None:
-            raise ValueError("fit: this state was donated to an earlier step; use the state that it returned")
+    new, info = found or (state, {})
+    at = given if found is None else int(new.step)
+    if at is None:
+        raise ValueError("fit: this state was donated to an earlier step; use the state that it returned")
+    # A checkpoint of the same step goes on only where the run was interrupted at it.
+    if given is not None and not (at > given or (at == given and info.get("interrupted"))):
         return state, Past(given, rates)
-    state, info = found  # the checkpoint is after the state
-    at = int(state.step)
+    state = new
     if jax.process_index() == 0:
         say_news(f"resumed from step {at} in {run.checkpoint_dir}")
         _say_other_rates(run, rates, info.get("rates", {}), state)
@@ -245,17 +247,6 @@ def like_saved(state: TrainState, step: Any) -> TrainState:
     with outside_mesh():
         state = zeros_if_donated(state)
     return step.complete(state) if hasattr(step, "complete") else state
-
-
-def copy_state(state: TrainState) -> TrainState:
-    """A copy, which stays when the state is donated to a step."""
-    with outside_mesh():
-        return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, state)
-
-
-def _goes_on(found: TrainState, info: dict[str, Any], step: int) -> bool:
-    """Whether a checkpoint is after a step, or of a run that was interrupted at it."""
-    return int(found.step) > step or (int(found.step) == step and bool(info.get("interrupted")))
 
 
 def _say_other_rates(run: Run, given: dict[str, float], saved: dict[str, float], state: TrainState) -> None:

@@ -35,19 +35,13 @@ _FLAT = ("1x1", "2x2", "2x4", "4x2", "4x4", "4x8", "8x4", "8x8", "8x16", "16x8",
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What is known of one kind of accelerator.
+    """What is known of one kind of accelerator."""
 
-    Attributes:
-        memory: bytes of one device, or what the compiler of TPUs allows.
-        most: chips in a pod. 0 for GPUs.
-        config: of the compiler of TPUs.
-        numbers: for the compiler of GPUs: cores, FPUs, shared memory of a core and of a block that asks for it, memory
-            bandwidth, L2 cache, GHz, compute capability, name.
-    """
-
-    memory: int
-    most: int = 0
-    config: str = "default"
+    memory: int  # bytes of one device, or what the compiler of TPUs allows
+    most: int = 0  # chips in a pod. 0 for GPUs.
+    config: str = "default"  # of the compiler of TPUs
+    # For the compiler of GPUs: cores, FPUs, shared memory of a core and of a block that asks for it, memory bandwidth,
+    # L2 cache, GHz, compute capability, name.
     numbers: tuple[Any, ...] = ()
 
 
@@ -95,17 +89,11 @@ device_description_str: "{8}"
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """A slice of TPUs, or hosts with GPUs.
+    """A slice of TPUs, or hosts with GPUs."""
 
-    Attributes:
-        name: as given, "v5e:2x4".
-        kind: "v5e".
-        shape: chips along each axis of the torus, or (hosts, GPUs of each).
-    """
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
+    name: str  # as given, "v5e:2x4"
+    kind: str  # "v5e"
+    shape: tuple[int, ...]  # chips along each axis of the torus, or (hosts, GPUs of each)
 
     @property
     def chip(self) -> Chip:
@@ -393,22 +381,21 @@ def _split_axes(leaf: Any) -> list[str]:
 
 def _memory(programs: list[Any], parts: list[Any], where: Slice, found: dict[str, Any]) -> dict[str, Any]:
     """What a device needs at once. The last program, the update if there are several, returns what the step returns."""
-    each = [program.memory_analysis() for program in programs]
-    peaks: list[int] = []
-    for memory, part in zip(each, parts, strict=True):
+    last, peak = programs[-1].memory_analysis(), 0
+    for program, part in zip(programs, parts, strict=True):
+        memory = program.memory_analysis()
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         # The peak of a TPU's program has what collectives set aside, that of a GPU's lacks what results do not share.
-        peak = max(kept + memory.temp_size_in_bytes, getattr(memory, "peak_memory_in_bytes", 0))
-        peaks.append(peak + part.held)
-    last, peak = each[-1], max(peaks)
+        own = max(kept + memory.temp_size_in_bytes, getattr(memory, "peak_memory_in_bytes", 0))
+        peak = max(peak, own + part.held)
     sizes = {"donated_bytes": last.alias_size_in_bytes, "returned_bytes": last.output_size_in_bytes}
-    if len(each) == 1:
+    if len(programs) == 1:
         sizes |= {"argument_bytes": last.argument_size_in_bytes, "temporary_bytes": last.temp_size_in_bytes}
     else:
         kept = found["argument_bytes"] + sizes["returned_bytes"] - sizes["donated_bytes"]
         sizes |= {"temporary_bytes": peak - kept}
     # The compiler of TPUs has refused a program that does not fit.
-    fits = peak <= found["limit_bytes"] or (len(each) == 1 and not where.is_gpu)
+    fits = peak <= found["limit_bytes"] or (len(programs) == 1 and not where.is_gpu)
     return {"fits": fits, "peak_bytes": peak, **sizes}
 
 

@@ -19,10 +19,8 @@ class Plan:
     """What a training step would be on accelerators, by their compiler. Nothing of it was measured on a chip.
 
     Bytes, FLOPs and cycles are those of one device in one step. Where the compiler of TPUs refuses a program that does
-    not fit, what only a program says is None, and `collectives` is empty.
-
-    A step with `virtual_shards` is several programs. Its numbers are sums over all that a device runs. Its peak is the
-    highest of any program, with the gradients that wait to be added. It has no picture.
+    not fit, what only a program says is None, and `collectives` is empty. A step with `virtual_shards` is several
+    programs: its numbers are sums, its peak is the highest of any, and it has no picture.
 
     Attributes:
         on, choices: as given to `train.plan`. Values of choices are strings.
@@ -84,11 +82,7 @@ class Plan:
         return {**own, "sent_bytes": self.sent_bytes}
 
     def plot(self) -> viz.Plot:
-        """The picture of the step, as of `viz.plot_step`, from the program of these devices.
-
-        Raises:
-            ValueError: there is none, with the reason.
-        """
+        """The picture of the step, as of `viz.plot_step`. `ValueError` with the reason where there is none."""
         if isinstance(self._picture, str):
             raise ValueError(f"train.plan: no picture: {self._picture}")
         return viz._plot_drawn(*self._picture, title=f"{_name_of(self)}")
@@ -151,9 +145,9 @@ class PlanComparison:
 def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
     """What a training step would be on accelerators that are not there: does it fit, what does it send.
 
-    The compiler of these devices compiles the step, in a process of its own. Nothing is drawn, moved or run, and the
-    model may be larger than this machine. It needs `libtpu` for TPUs, or JAX's CUDA plugin for GPUs: in this Python or
-    in the one that the environment variable `JAXPAR_PLAN_PYTHON` names, which `make plan-env` sets up.
+    The compiler of these devices compiles the step, in a process of its own. Nothing is run, and the model may be
+    larger than this machine. It needs `libtpu` or JAX's CUDA plugin: in this Python or in the one that the environment
+    variable `JAXPAR_PLAN_PYTHON` names, which `make plan-env` sets up.
 
     Args:
         make: `make(devices, **choices) -> (step, state, batch)`, the ordinary construction on these devices, meshes
@@ -164,7 +158,6 @@ def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
         **choices: given to `make`.
 
     Raises:
-        TypeError: `make` is no function.
         ValueError: there is no such slice; `make` raises; it cannot be sent to the other process.
         RuntimeError: there is no compiler for these devices.
 
@@ -201,8 +194,7 @@ def compare_plans(
         **choices: for each choice, its values: `kind=["device", "sharded"]`.
 
     Raises:
-        TypeError, RuntimeError: as of `train.plan`.
-        ValueError: there is no such slice. What `make` raises for some choices is in their row.
+        ValueError, RuntimeError: as of `train.plan`. What `make` raises for some choices is in their row.
 
     Example:
         >>> from jaxpar import train

@@ -2,7 +2,7 @@
 
 A call of a step goes one way:
 
-    train_step   find or make the program for the state
+    train_step   check the options; find or make the program for the state
     programs     one step or several as one compiled program, with the memory of the state donated; the engines `pmap`,
                  `shard_map` and `jit`, which make the step of all devices out of that of one
     step         what one device does: gradient, sum over the devices, update, new state (`GlobalStep`: of all devices,
@@ -11,5 +11,5 @@ A call of a step goes one way:
     nonfinite    whether the update is made, and the scale of the loss
     virtual      with `virtual_shards`: the programs of one device, and the step of all out of them
 
-`make` checks the options, `state` is what a step takes and returns.
+`state` is what a step takes and returns.
 """

@@ -1,19 +1,16 @@
 """Local steps: every device makes updates of its own, then all agree on new parameters.
 
 DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1). In a round, each device makes H updates of its own copy
-of the parameters with an inner optimizer, whose state it keeps. The mean over the devices of (parameters at the start
-of the round - own parameters) is the gradient of an outer optimizer, in the paper SGD with Nesterov momentum. The next
-round starts on all devices from its result. Without an outer optimizer the parameters are averaged, which is local SGD
-(Stich 2018, arXiv 1805.09767).
-
-The inner optimizer is the store's updater. The store holds the parameters at the start of the round. The outer gradient
-is pushed as any other, in buckets and compressed if the store has a compressor.
+of the parameters with an inner optimizer, the store's updater, whose state it keeps. The store holds the parameters at
+the start of the round. The mean over the devices of their difference is the gradient of an outer optimizer, and is
+pushed as any other. The next round starts from its result. Without an outer optimizer the parameters are averaged,
+which is local SGD (Stich 2018, arXiv 1805.09767).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +32,7 @@ class LocalSGD(DeviceStep):
     steps: int  # H, the updates of a round
     outer: Any = None  # the optax transform of the outer gradient. None averages.
 
-    has_local_part: ClassVar[bool] = True
+    has_local_part = True
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         # The gradient of this device's share, at its own parameters.
@@ -118,14 +115,13 @@ class LocalSGD(DeviceStep):
             return state
         local = _local_part(store, trained_keys(store), state.transform)
         outer = {"state": init(params), "since": jnp.zeros((), jnp.int32)}
-        leaves, structure = jax.tree.flatten(local)
         devices = store.devices or ()
 
-        def copies(leaves: list[jax.Array]) -> list[jax.Array]:
+        def copies(local: Any) -> Any:
             """One copy for each device, along a new first axis."""
-            return [jnp.broadcast_to(x[None], (len(devices), *x.shape)) for x in leaves]
+            return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (len(devices), *x.shape)), local)
 
-        local = structure.unflatten(jax.jit(copies, out_shardings=split_over(devices))(leaves))
+        local = jax.jit(copies, out_shardings=split_over(devices))(local)
         return dataclasses.replace(state, local=local, outer=everywhere(outer, store))
 
 

@@ -6,6 +6,7 @@ the sums. So the same few functions serve every engine.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,17 @@ LossFn = (  # with a model state, or without
 
 LOSS_ARGUMENTS = ("params", "batch", "rng", "model_state")
 _NO_GRAD = "; the step differentiates loss_fn itself, so leave out jax.grad"
+
+
+def check_loss_fn(loss_fn: Any, where: str) -> None:
+    """`TypeError` unless it takes the arguments of a loss, with a model state or without."""
+    what, hint = f"{where}: loss_fn", "; rng is for dropout, and may stay unused"
+    try:
+        check_takes(loss_fn, LOSS_ARGUMENTS[:3], what, hint, also=("step",))
+    except TypeError:
+        with contextlib.suppress(TypeError):
+            return check_takes(loss_fn, LOSS_ARGUMENTS, what, also=("step",))
+        raise
 
 
 def check_loss_takes(loss_fn: Any, has_state: bool) -> None:
@@ -272,10 +284,6 @@ def classification_loss(
         `loss_fn(params, batch, rng) -> (loss, {"accuracy"})` for batches `{"image", "label"}` with integer
         labels. The loss is in nats per example.
 
-    Raises:
-        TypeError: `apply_fn` is not a function, or `label_smoothing` is not a number.
-        ValueError: `label_smoothing` is out of range.
-
     Example:
         >>> from jaxpar import models, train
         >>> loss_fn = train.classification_loss(models.lenet.apply)
@@ -287,11 +295,6 @@ def classification_loss(
     if not callable(apply_fn):
         given = checks.describe(apply_fn)
         raise TypeError(f"classification_loss: expected the function apply_fn(params, images) itself; got {given}")
-    smoothing = checks.number(
-        label_smoothing,
-        "classification_loss",
-        "label_smoothing",
-        "a number from 0 and below 1",
-        lambda value: 0 <= value < 1,
-    )
+    wanted = "a number from 0 and below 1"
+    smoothing = checks.number(label_smoothing, "classification_loss", "label_smoothing", wanted, lambda x: 0 <= x < 1)
     return ClassificationLoss(apply_fn, smoothing)

@@ -170,7 +170,7 @@ def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
         state: the state that the step returned, or a later state.
 
     Raises:
-        NonFiniteError: a `FloatingPointError` that names the step and the keys. Its attribute `state` is a valid state.
+        NonFiniteError: a `FloatingPointError` with the step, the keys and a valid state.
 
     Example:
         >>> import optax

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from ... import distributed, kv
 from ..._core import checks, portable
@@ -18,7 +18,7 @@ from ..._core.arrays import Device, check_plain, is_traced, tree_nbytes
 from ..._core.calls import answers
 from ..._core.text import plural
 from ..._devices import processes
-from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, put_copy, split_over, to_host
+from ..._devices.mesh import check_not_donated, is_donated, put_copy, split_over, to_host
 from ..._devices.user_mesh import on_own_mesh
 from ..._store import aggregate, store as stores
 
@@ -65,8 +65,7 @@ class TrainState:
     def params(self) -> Any:
         """The parameters, as the pytree given to `kv.from_params`.
 
-        The arrays belong to the state, so the next step donates them. `kv.to_params(state.store)` makes copies. Raises
-        `RuntimeError` if the state was donated.
+        The next step donates these arrays. `kv.to_params(state.store)` makes copies.
         """
         check_not_donated(self.store.values, "state.params")
         return kv.to_params(self.store, copy=False)
@@ -78,25 +77,23 @@ class TrainState:
         return kv.eval_params(self.store, copy=False)
 
     def __repr__(self) -> str:
-        rest = [f"{name}: {words}" for name, words in self._other_parts()]
-        return "\n".join([f"TrainState({self._summary()})", repr(self.store), *rest])
+        first, *rest = self._lines()
+        return "\n".join([first, repr(self.store), *rest])
 
     def _repr_html_(self) -> str:
-        rest = "".join(f"<p>{name}: {html.escape(words)}</p>" for name, words in self._other_parts())
-        return f"<div><p>TrainState({html.escape(self._summary())})</p>{self.store._repr_html_()}{rest}</div>"
+        first, *rest = [f"<p>{html.escape(line)}</p>" for line in self._lines()]
+        return f"<div>{first}{self.store._repr_html_()}{''.join(rest)}</div>"
 
-    def _summary(self) -> str:
-        if is_donated(self):
-            return "donated to a later step; use the state that it returned"
-        known = isinstance(self.step, jax.Array) and not is_traced(self.step)
-        return f"step={int(self.step) if known else 'traced'}, rng={getattr(self.rng, 'dtype', self.rng)}"
-
-    def _other_parts(self) -> Iterator[tuple[str, str]]:
-        """The name of each part next to the store that holds arrays, and how much it holds."""
-        for name in [field.name for field in dataclasses.fields(self)][3:]:
-            part = getattr(self, name)
-            if leaves := jax.tree.leaves(part):
-                yield name, f"{plural(len(leaves), 'array')}, {tree_nbytes(part):,} bytes"
+    def _lines(self) -> list[str]:
+        """A line about the state, and one about each part next to the store that holds arrays."""
+        words = "donated to a later step; use the state that it returned"
+        if not is_donated(self):
+            known = isinstance(self.step, jax.Array) and not is_traced(self.step)
+            words = f"step={int(self.step) if known else 'traced'}, rng={getattr(self.rng, 'dtype', self.rng)}"
+        parts = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)][3:]
+        counts = [(name, len(jax.tree.leaves(part)), tree_nbytes(part)) for name, part in parts]
+        rest = [f"{name}: {plural(count, 'array')}, {size:,} bytes" for name, count, size in counts if count]
+        return [f"TrainState({words})", *rest]
 
 
 @answers("train.create_state", {"optimizer": IN_STORE})
@@ -113,8 +110,7 @@ def create_state(
 
     Args:
         store: made by `kv.from_params`. It stays valid, because the state holds copies.
-        rng: a random key, or an int seed. Under engine `jit`, a key of `rbg` or `unsafe_rbg` draws other numbers than
-            under the other engines.
+        rng: a random key, or an int seed.
         devices: the training devices. None: the devices of the store, or else all devices.
         grad_transform: as given to `make_train_step`. Without it, the first call of the step adds the state of the
             transform.
@@ -122,10 +118,9 @@ def create_state(
             batch norm. `loss_fn` takes it as a fourth argument and returns the new model state.
 
     Raises:
-        TypeError: `store` is not a `KVStore`.
         ValueError: the store was not made by `kv.from_params`.
-        RuntimeError: this process of `python -m jaxpar launch` or Ray Train has not joined the others. Call
-            `jp.distributed.initialize()` first.
+        RuntimeError: this process of `python -m jaxpar launch` or Ray Train has not joined the others by
+            `jp.distributed.initialize()`.
 
     Example:
         >>> import optax
@@ -182,19 +177,6 @@ def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
     return TrainState(store, **everywhere(rest, store), local=local)
 
 
-def place_on_mesh(state: TrainState, mesh: Mesh | None, other: Mesh) -> TrainState:
-    """The state on a mesh, for engine `jit`: that of its store, or else `mesh`, or else `other`."""
-    store = state.store
-    if not stores.is_on_mesh(store):
-        mesh = mesh or other
-        return place_state(dataclasses.replace(state, store=kv.place(store, mesh=mesh)), tuple(mesh.devices.flat))
-    own = stores.mesh_of_values(store)
-    if mesh is not None and auto_mesh(mesh) != own:
-        both = f"the state is on a mesh {dict(own.shape)}, and the step was made for {dict(mesh.shape)}"
-        raise ValueError(f"train step: {both}, or for other devices; place the store: kv.place(store, mesh=mesh)")
-    return state
-
-
 def regroup_local(local: Any, count: int) -> Any:
     """The part `local` for another number of devices. Each gets the mean of all."""
     # The outer gradient depends only on the mean of the parameters. Integers, such as counts of steps, are those of the
@@ -219,8 +201,8 @@ def leaf_shardings(state: TrainState) -> Any:
     """The state, whose store has devices, with the sharding of each leaf in place of the leaf."""
     devices, copies = state.store.devices, stores.sharding_of(state.store)
     assert devices is not None
-    store = jax.tree.map(lambda layout: stores.sharding_of(state.store, layout), stores.layout_of_each(state.store))
-    local = jax.tree.map(lambda _: split_over(devices), state.local)
+    store = jax.tree.map(functools.partial(stores.sharding_of, state.store), stores.layout_of_each(state.store))
+    local = jax.tree.broadcast(split_over(devices), state.local)
     return dataclasses.replace(jax.tree.broadcast(copies, state), store=store, local=local)
 
 

@@ -8,12 +8,11 @@ on its part of the mesh. So batch norm, dropout and collectives over the axis me
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -316,18 +315,14 @@ def divide(grad: jax.Array, divisor: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalStep(DeviceStep):
-    """The step of all devices: `step(state, batch) -> (state, metrics)`, of whole arrays.
-
-    Its gradient is that of the sum of the losses of all shares. So a share has the cotangents that it has under the
-    other engines: a rule of the backward pass that is not linear, such as one that clips, gives the same numbers. The
-    step divides afterwards. The metrics are sums over the shares too.
-    """
+    """The step of all devices: `step(state, batch) -> (state, metrics)`, of whole arrays."""
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         mesh, homes = mesh_of_values(state.store), dict(state.store.shardings)
         count = math.prod(mesh.shape[name] for name in self.axes)
 
-        # The gradient of the sum over the shares, and then of the mean. The compiler sums over the devices.
+        # The gradient of the sum of the losses of all shares, divided afterwards. So a share has the cotangents that it
+        # has under the other engines, and a rule of the backward pass that clips them gives the same numbers.
         params = whole_params(state.store, self.axis_name)
         total = self._gradient(state, params, *self._shares(state, batch, mesh))
         whole = count if total.weight is None else total.weight
@@ -360,8 +355,17 @@ class GlobalStep(DeviceStep):
         def of_share(batch: Any, rng: Any, model_state: Any) -> Any:
             return call_loss(self.loss_fn, params, batch, rng, model_state, step)
 
-        with _explain_constraints(self.axes):
+        try:
             metrics, new = self._over_shares(of_share)(batch, rng, model_state)
+        except ValueError as error:  # JAX's, for a constraint that names an axis of the batch
+            if "spmd_axis_name" not in str(error):
+                raise
+            spec = str(error).rpartition("got spec ")[2]
+            raise ValueError(
+                f"train step: loss_fn constrains an array to {spec}, but the step already splits the batch over "
+                f"{', '.join(map(repr, self.axes))}, and loss_fn sees one share; write None in place of these axes, "
+                "and leave out a constraint that names no others"
+            ) from error
         first = tuple(range(len(self.axes)))
         return jax.tree.map(lambda x: widen(x).sum(first), metrics), new
 
@@ -382,19 +386,3 @@ def check_axes(axes: tuple[str, ...], mesh: Mesh, where: str) -> None:
         if name not in mesh.axis_names:
             known = ", ".join(mesh.axis_names)
             raise ValueError(f"{where}: axis_name={name!r}: the mesh has no such axis; its axes are {known}")
-
-
-@contextlib.contextmanager
-def _explain_constraints(axes: tuple[str, ...]) -> Generator[None]:
-    """JAX's error for a constraint in the loss that names an axis of the batch, in words that say what to write."""
-    try:
-        yield
-    except ValueError as error:
-        if "spmd_axis_name" not in str(error):
-            raise
-        spec = str(error).rpartition("got spec ")[2]
-        raise ValueError(
-            f"train step: loss_fn constrains an array to {spec}, but the step already splits the batch over "
-            f"{', '.join(map(repr, axes))}, and loss_fn sees one share; write None in place of these axes, and leave "
-            "out a constraint that names no others"
-        ) from error

@@ -1,13 +1,16 @@
-"""The training step: forward, backward, push, updater and pull, compiled into one program."""
+"""The training step: forward, backward, push, updater and pull, compiled into one program; and how it is made."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import math
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
@@ -15,15 +18,21 @@ from ..._core import checks
 from ..._core.arrays import Device
 from ..._core.calls import answers
 from ..._core.recent import Recent
+from ..._core.text import did_you_mean
 from ..._devices import processes
 from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
 from ..._store.store import is_on_mesh, mesh_of_values
-from .loss import LossFn
+from .local_sgd import LocalSGD
+from .loss import LossFn, check_loss_fn
+from .nonfinite import DynamicLossScale, Guard
 from .programs import ENGINES, Batch, JointProgram, Part
-from .state import TrainState, carries, check_is_state, leaf_shardings, place_on_mesh, place_state, shapes_on
-from .step import DeviceStep, GlobalStep
+from .state import IN_STORE, TrainState, carries, check_is_state, create_state, leaf_shardings, place_state, shapes_on
+from .step import DeviceStep, GlobalStep, check_axes
 from .virtual import VirtualProgram, VirtualStep
+
+if TYPE_CHECKING:
+    import optax
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -63,27 +72,22 @@ class TrainStep:
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Run several short steps in one compiled program.
 
-        The program is a loop over the batches. The results equal the results of separate calls, on CPUs nearly always
-        bit for bit. Steps with convolutions are an exception: XLA's convolutions are slow inside loops, so matrix
-        products replace them there. Call such a step once for each batch.
+        The program is a loop over the batches. The results equal those of separate calls, on CPUs nearly always bit for
+        bit, except for steps with convolutions: XLA's are slow inside loops, so matrix products replace them there.
+        Call such a step once for each batch.
 
         Args:
-            batches: a batch as the step takes it, with a new first axis over the batches.
+            state, batches: as the step takes them, with a new first axis over the batches.
             first, end: run only `batches[first:end]`, without a new compilation.
 
         Returns:
-            (the state after the last step, the metrics). The first axis of the metrics runs over the batches, with
-            zeros outside `first:end`.
-
-        Raises:
-            ValueError: arrays differ in the number of batches, or a batch cannot be divided evenly.
+            (the state after the last step, the metrics along the first axis, with zeros outside `first:end`).
 
         Example:
-            >>> import jax, jax.numpy as jnp, optax
-            >>> from jaxpar import kv, train
-            >>> step = train.make_train_step(lambda params, batch, rng: (((params["w"] - batch) ** 2).mean(), {}))
-            >>> store = kv.from_params({"w": jnp.zeros(())}, optimizer=optax.sgd(0.25))
-            >>> state = train.create_state(store, 0, devices=jax.devices()[:2])
+            >>> import jax.numpy as jnp, optax
+            >>> from jaxpar import train
+            >>> loss_fn = lambda params, batch, rng: (((params["w"] - batch) ** 2).mean(), {})
+            >>> state, step = train.start({"w": jnp.zeros(())}, optax.sgd(0.25), loss_fn)
             >>> state, metrics = step.many(state, jnp.ones((3, 8)))  # three steps with batches of eight
             >>> metrics["loss"].tolist(), float(state.params["w"])
             ([1.0, 0.25, 0.0625], 0.875)
@@ -103,7 +107,8 @@ class TrainStep:
                 program, leaves = self._prepare(state, user)
                 new, metrics = program(leaves, batch, *part)
             except RuntimeError as error:
-                _explain_donated(error, state)
+                if "deleted" in str(error):
+                    _check_arrays(state)
                 raise
             self._returned = weakref.ref(new)
             return new, metrics if user is None else with_types(metrics, user)
@@ -113,8 +118,7 @@ class TrainStep:
         """The step before compilation, for its text, costs or memory. Nothing is computed.
 
         Args:
-            state, batch: pytrees of arrays or of `jax.ShapeDtypeStruct`s. The devices of shapes need not exist, such as
-                the devices of `jax.experimental.topologies`.
+            state, batch: pytrees of arrays or of `jax.ShapeDtypeStruct`s, whose devices need not exist.
             many: True for the program of `step.many`.
 
         Returns:
@@ -160,11 +164,7 @@ class TrainStep:
 
     @answers("train step, on")
     def on(self, devices: Sequence[Device]) -> TrainStep:
-        """The same step on other devices, for a state from any devices.
-
-        Raises:
-            ValueError: the step has a mesh, or a device is repeated.
-        """
+        """The same step on other devices, for a state from any devices."""
         chosen = checks.devices(devices, "train step, on")
         if self.mesh is not None:
             raise ValueError("train step, on: this step was made for a mesh; make another by make_train_step(mesh=...)")
@@ -182,10 +182,16 @@ class TrainStep:
 
     def _complete(self, state: TrainState, user: Mesh | None) -> TrainState:
         _, step = self._engine_and_step(state.store)
+        devices = self.devices or state.store.devices
         if isinstance(step, GlobalStep):
-            known = self.devices or state.store.devices
-            other = mesh_of(known) if known else user or mesh_of(processes.devices())
-            state = place_on_mesh(state, self.mesh, other)
+            mesh = self.mesh or (mesh_of(devices) if devices else user or mesh_of(processes.devices()))
+            if not is_on_mesh(state.store):
+                state = dataclasses.replace(state, store=kv.place(state.store, mesh=mesh))
+                state = place_state(state, tuple(mesh.devices.flat))
+            elif self.mesh is not None and auto_mesh(mesh) != (own := mesh_of_values(state.store)):
+                both = f"the state is on a mesh {dict(own.shape)}, and the step was made for {dict(mesh.shape)}"
+                hint = "place the store: kv.place(store, mesh=mesh)"
+                raise ValueError(f"train step: {both}, or for other devices; {hint}")
         devices = self.devices or state.store.devices or processes.devices()
         if state.store.devices != devices:
             state = place_state(state, devices)
@@ -196,8 +202,7 @@ class TrainStep:
         """The state at the end of training, without pending pushes.
 
         Pending pushes of a store with staleness are applied, oldest first. An unfinished round of local steps ends with
-        an agreement of all devices. Any other state is returned unchanged. The given state stays valid. Training can
-        continue from the result.
+        an agreement of all devices. The given state stays valid, and training can continue from the result.
         """
         with outside_mesh() as user:
             if not state.store.staleness and not carries(state.local):
@@ -244,10 +249,8 @@ class TrainStep:
         return "jit", self.global_step
 
 
-def _explain_donated(error: RuntimeError, state: TrainState) -> None:
-    """Raise what is better said of a state that was donated, or that shares arrays with one that was."""
-    if "deleted" not in str(error):
-        return
+def _check_arrays(state: TrainState) -> None:
+    """`RuntimeError` for a state that was donated, or that shares arrays with one that was."""
     shared = [f.name for f in dataclasses.fields(state) if is_donated(getattr(state, f.name))]
     if shared and not {"store", "step"} & set(shared):
         raise RuntimeError(
@@ -255,3 +258,240 @@ def _explain_donated(error: RuntimeError, state: TrainState) -> None:
             "donated to a step; give each state its own copies: kv.to_params(other.store) copies, other.params does not"
         )
     check_not_donated(state, "train step")
+
+
+_HINTS = {
+    **dict.fromkeys(("optimizer", "tx", "learning_rate", "lr"), IN_STORE),
+    **dict.fromkeys(("kind", "kvstore", "compression", "staleness"), "give it to train.start or kv.from_params"),
+    **dict.fromkeys(("dtype", "precision"), "write compute_dtype="),
+    **dict.fromkeys(("clip_norm", "max_grad_norm"), "give grad_transform=optax.clip_by_global_norm(1.0)"),
+    "apply_fn": "write loss_fn=train.classification_loss(apply_fn)",
+    "batch_size": "give it to train.fit",
+    "has_aux": "loss_fn always returns (loss, aux), where aux is a dict",
+}
+
+
+@answers("make_train_step", _HINTS)
+def make_train_step(
+    loss_fn: LossFn,
+    *,
+    engine: Literal["auto", "pmap", "shard_map", "jit"] = "auto",
+    devices: Sequence[Device] | None = None,
+    mesh: Mesh | None = None,
+    axis_name: str | Sequence[str] = "data",
+    grad_transform: optax.GradientTransformation | None = None,
+    accumulate: int = 1,
+    compute_dtype: Any = None,
+    remat: bool | Callable[..., Any] = False,
+    nonfinite: Literal["ignore", "skip", "stop"] = "ignore",
+    loss_scale: float | Literal["dynamic"] | DynamicLossScale | None = None,
+    local_steps: int | None = None,
+    outer_optimizer: optax.GradientTransformation | None = None,
+    unused: Literal["warn", "skip"] = "warn",
+    virtual_shards: int | None = None,
+) -> TrainStep:
+    """Make a data-parallel training step.
+
+    Each device computes the gradient of the mean loss over its share of the batch, divides it by the number of devices
+    and pushes it. So the sum over the devices is the gradient of the mean loss over the batch. The store's updater
+    applies it. docs/training.md explains the options.
+
+    Args:
+        loss_fn: `loss_fn(params, batch, rng) -> (loss, aux)`. `batch` is one device's share, `loss` the mean loss over
+            its examples, and `aux` a dict of other values to report. `rng` differs between steps and between devices.
+            If the state has a `model_state`, the signature is `loss_fn(params, batch, rng, model_state) -> (loss, aux,
+            new_model_state)`. Floating leaves of the new model state are averaged over the devices. Other leaves must
+            be equal on all devices. For a weighted mean, such as over unmasked tokens, `loss` is a pair `(sum,
+            weight)`. Then the loss is the sum of all sums divided by the sum of all weights. Values of `aux` may be
+            such pairs too. A parameter named `step` gets the number of the step, int32, by keyword.
+        engine: `pmap`, `shard_map` or `jit`: how the step runs on all devices. All engines compute the same, see
+            docs/engines.md. `jit` compiles the whole step for all devices, partitioned by the shardings of the params:
+            use it for params that do not fit one device. "auto" takes `jit` if `mesh` is given or the values of the
+            store are split over a mesh, else `shard_map`.
+        devices: the devices of the step. None: the devices of the state.
+        mesh: for engine `jit`, in place of `devices`. None: the mesh of the store, or else of `jax.set_mesh`, or else
+            one axis over the devices.
+        axis_name: the name of the axis over the devices, for collectives in `loss_fn`. For engine `jit`, the mesh axis
+            or axes that split the batch.
+        grad_transform: an optax transform of the summed gradients of all keys, before the updater. Use it for
+            transforms that couple keys, such as `optax.clip_by_global_norm`. It gets whole gradients and parameters in
+            every kind of store. In kind `sharded` it may be an optimizer that is not elementwise, with
+            `updaters.accumulate` in the store. Its state is replicated.
+        accumulate: the number of microbatches in each device's share. They run one after the other, each with its own
+            `rng` and the `model_state` of the previous one, and the mean of their gradients is pushed once.
+        compute_dtype: the dtype, such as `jnp.bfloat16`, of floating arrays in `params` and `batch` for `loss_fn`. The
+            store, the pushed gradients, their sums and the loss stay float32. Under engine `jit`, the compiler sums the
+            gradients of the shares in `compute_dtype`.
+        remat: True, or a policy of `jax.checkpoint_policies`: `loss_fn` is wrapped in `jax.checkpoint`. The backward
+            pass then recomputes all activations, or the activations that the policy does not save.
+        nonfinite: the effect of a NaN or infinite loss or gradient on any device. `ignore`: it is pushed as any other
+            number. `skip`: no device makes the update, the step counts, and `metrics["skipped"]` is 1. `stop`: the
+            state, including `step`, stays unchanged from that step on, and `fit` or `check_finite` raises an error.
+        loss_scale: for float16: a number that multiplies the loss and divides the gradients before the push; or
+            "dynamic" or a `DynamicLossScale`, which adapts the number. A dynamic scale skips updates that overflow, for
+            any `nonfinite`. With "stop", the step then stops only if the loss itself is not finite, or if a gradient
+            overflows at the smallest scale.
+        local_steps: H. Every device makes H local updates with the store's updater and the gradients of its own shares.
+            Then the devices agree on new parameters, which the store, `state.params`, `evaluate` and `fit` have.
+            `step.finish(state)` ends a round early. A `grad_transform` gets each device's own gradients. Metrics and
+            `model_state` are averaged over the devices at every step.
+        outer_optimizer: with `local_steps`, an optax transform for the mean over the devices of (parameters at the
+            start of the round - local parameters), such as `optax.sgd(0.7, momentum=0.9, nesterov=True)`, which is
+            DiLoCo (Douillard et al. 2023). None averages the parameters.
+        unused: a parameter that the loss does not depend on has a zero gradient, but weight decay or momentum would
+            change it. `warn`: a warning names it once. `skip`: it and its optimizer state stay unchanged.
+        virtual_shards: V: results are bit-equal on any number of devices and processes, under `pmap` and `shard_map`.
+            The batch is cut into V fixed shards. `loss_fn` sees one shard, with an `rng` for that shard, and means are
+            over the shards. V must divide every batch. The number of devices need not divide V. What it costs, and the
+            options that it refuses, are in docs/same_bits.md.
+
+    Returns:
+        `step(state, batch) -> (state, metrics)`, compiled once for each shape of a batch. `batch` is the global
+        batch, a pytree of arrays that share a first axis, whose length is a multiple of the number of devices. `state`
+        is donated: do not use the old state again. `metrics` are the means over the devices of `loss` and of the values
+        in `aux`, in float32 or wider, on the devices. They include `skipped` (0.0 or 1.0) if the step can skip, and
+        `loss_scale` if the scale is dynamic.
+
+    Raises:
+        TypeError, ValueError: an option has the wrong type, is unknown, out of range or excluded by another. Raised by
+            the step: the batch cannot be divided evenly, or `loss_fn` returns other values.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, optax
+        >>> from jaxpar import kv, train
+        >>> def loss_fn(params, batch, rng):
+        ...     return ((batch["x"] @ params["w"] - batch["y"]) ** 2).mean(), {}
+        >>> step = train.make_train_step(loss_fn)
+        >>> store = kv.from_params({"w": jnp.zeros(1)}, optimizer=optax.sgd(0.5))
+        >>> state = train.create_state(store, 0, devices=jax.devices()[:2])
+        >>> state, metrics = step(state, {"x": jnp.ones((4, 1)), "y": jnp.ones(4)})
+        >>> float(metrics["loss"]), state.params["w"].tolist()
+        (1.0, [1.0])
+    """
+    where = "make_train_step"
+    check_loss_fn(loss_fn, where)
+    checks.choice(engine, where, "engine", ("auto", *ENGINES))
+    checks.choice(nonfinite, where, "nonfinite", ("ignore", "skip", "stop"))
+    checks.choice(unused, where, "unused", ("warn", "skip"))
+    checks.whole_number(accumulate, where, "accumulate")
+    for name, count in (("local_steps", local_steps), ("virtual_shards", virtual_shards)):
+        if count is not None:
+            checks.whole_number(count, where, name)
+    for name, tx in (("grad_transform", grad_transform), ("outer_optimizer", outer_optimizer)):
+        if tx is not None:
+            checks.transform(tx, f"{where}: {name}")
+    if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
+        raise TypeError(f"{where}: compute_dtype must be floating, as jnp.bfloat16, got {compute_dtype!r}")
+    if not isinstance(remat, bool) and not callable(remat):
+        raise ValueError(f"{where}: remat must be True, False or a policy of jax.checkpoint_policies, got {remat!r}")
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    _check_together(engine, mesh, devices, axes, local_steps, outer_optimizer, virtual_shards)
+    chosen = None if devices is None else checks.devices(devices, where)
+    scaling = DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else loss_scale
+    if not isinstance(scaling, DynamicLossScale | None):
+        wanted = "None, a number above 0, 'dynamic' or a train.DynamicLossScale"
+        scaling = checks.number(scaling, where, "loss_scale", wanted, lambda x: 0 < x < math.inf)
+    dynamic = scaling if isinstance(scaling, DynamicLossScale) else None
+    options: dict[str, Any] = {
+        "loss_fn": loss_fn,
+        "axis_name": axes[0],
+        "accumulate": accumulate,
+        "compute_dtype": compute_dtype,
+        "remat": remat,
+        "grad_transform": grad_transform,
+        "scaling": scaling,
+        "guard": Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None,
+        "unused": unused,
+    }
+    global_step = None
+    if virtual_shards is not None:
+        device_step = VirtualStep(**options, shards=virtual_shards)
+    elif local_steps is not None:
+        device_step = LocalSGD(**options, steps=int(local_steps), outer=outer_optimizer)
+    else:
+        device_step, global_step = DeviceStep(**options), GlobalStep(**options, axes=axes)
+    return TrainStep(device_step, global_step, engine, axes[0], chosen, nonfinite, virtual_shards, mesh)
+
+
+def _check_together(
+    engine: str, mesh: Any, devices: Any, axes: tuple[str, ...], local_steps: Any, outer: Any, virtual_shards: Any
+) -> None:
+    """`ValueError` for options of which one leaves no place for another."""
+    own, fixed = "local_steps= updates each device separately", "virtual_shards= fixes the order of all sums"
+    by_compiler = "with engine 'jit' and mesh= the compiler chooses them; use engine 'shard_map' and devices="
+    is_mapped, is_jit = engine in ("pmap", "shard_map"), engine == "jit" or mesh is not None
+    came = f"engine={engine!r}{', and devices' if devices is not None else ''}"
+    faults = {
+        f"mesh= is for engine 'jit' and replaces devices=; got {came}": mesh is not None
+        and (is_mapped or devices is not None),
+        f"several axes {axes} are for engine 'jit'; engine {engine!r} has one": len(axes) > 1 and is_mapped,
+        f"{fixed}, and {own}; leave out one of them": None not in (virtual_shards, local_steps),
+        f"{fixed}, and {by_compiler}": is_jit and virtual_shards is not None,
+        f"{own}, and {by_compiler}": is_jit and local_steps is not None,
+        "outer_optimizer needs local_steps=, which is None": local_steps is None and outer is not None,
+    }
+    for fault, is_there in faults.items():
+        if is_there:
+            raise ValueError(f"make_train_step: {fault}")
+    if mesh is not None:
+        check_axes(axes, mesh, "make_train_step")
+
+
+_NAMES = [  # the options of each function that `start` calls
+    {name for name, p in inspect.signature(fn).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    - {"optimizer", "updater"}
+    for fn in (kv.from_params, create_state, make_train_step)
+]
+
+
+@answers("train.start")
+def start(
+    params: Any,
+    optimizer: Any,
+    loss_fn: Any,
+    *,
+    rng: Any = 0,
+    compression: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[TrainState, TrainStep]:
+    """Make the first state and the step for `fit`, by `kv.from_params`, `create_state` and `make_train_step`.
+
+    Args:
+        params: any pytree of arrays. The arrays are copied.
+        optimizer: an optax transform, or an optimizer of `jp.updaters`.
+        loss_fn: as in `make_train_step`.
+        rng: a random key, or an int seed.
+        compression: as in `kv.set_gradient_compression`.
+        options: options of the three functions, such as `devices=jax.devices()[:2]`, `kind="sharded"`,
+            `sharding=jp.parallel.fsdp("data")`, `accumulate=4`. One that several functions have is passed to each.
+
+    Returns:
+        (state, step), for `train.fit(state, step, data, ...)` or `state, metrics = step(state, batch)`.
+
+    Raises:
+        TypeError: an option is unknown. The three functions raise their own errors.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> from jaxpar import train
+        >>> def loss_fn(params, batch, rng):
+        ...     return ((batch["x"] * params["w"] - batch["y"]) ** 2).mean(), {}
+        >>> state, step = train.start({"w": jnp.zeros(())}, optax.sgd(0.25), loss_fn)
+        >>> state, metrics = step(state, {"x": jnp.ones(8), "y": jnp.ones(8)})
+        >>> float(metrics["loss"]), float(state.params["w"])
+        (1.0, 0.5)
+    """
+    known = sorted(set().union(*_NAMES) | {"compression", "rng"})
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
+            hint = f"; {kv._NOT_TRAINED[name]}" if name in kv._NOT_TRAINED else hint
+            raise TypeError(f"train.start: unknown option {name}={hint}")
+    of_store, of_state, of_step = ({k: v for k, v in options.items() if k in names} for names in _NAMES)
+    if of_step.get("engine", "auto") not in ("auto", "jit"):
+        of_step.pop("mesh", None)  # it is that of the store, of which these engines need no word
+    step = make_train_step(loss_fn, **of_step)
+    store = kv.from_params(params, optimizer=optimizer, **of_store)
+    if compression is not None:
+        store = kv.set_gradient_compression(store, compression)
+    return create_state(store, rng, **of_state), step

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,24 +34,12 @@ from .state import TrainState, is_floating, whole_params
 from .step import Arrays, DeviceStep, ShareResult, share_rng
 
 Buffers = list[jax.Array]
+# What is added up over the shards, in float32 or wider: the gradient for each key, that of a mean divided by V; `loss`
+# and `aux`; the terms of the floating leaves of the model state; the flags of what is not finite, or None.
+Terms = tuple[Arrays, dict[str, Any], list[tuple[jax.Array, ...]], jax.Array | None]
 
 _ONE_A_DTYPE = collectives.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
-_REFUSED = (
-    "train step, many: the host starts several programs for each step with virtual_shards; call the step for each batch"
-)
-_TRACED = (
-    "train step: the host starts several programs for a step with virtual_shards, so the step cannot run inside jit, "
-    "grad or a picture; call it outside, or make the step without virtual_shards"
-)
-
-
-class ShardGradients(NamedTuple):
-    """What is added up over the shards."""
-
-    grads: Arrays  # the gradient of the shard for each key, in float32 or wider. That of a mean is divided by V.
-    metrics: dict[str, Any]  # `loss` and `aux`, in float32 or wider
-    floating: list[tuple[jax.Array, ...]]  # the terms of the floating leaves of the model state
-    found: jax.Array | None  # the flags of what is not finite, or None
+_SEVERAL = "the host starts several programs for each step with virtual_shards"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,9 +68,7 @@ class VirtualStep(DeviceStep):
             raise ValueError(f"{what}, but {reason}")
         return super().with_initial_parts(state)
 
-    def terms(
-        self, state: TrainState, batch: Any, number: jax.Array
-    ) -> tuple[ShardGradients, list[jax.Array], frozenset[int]]:
+    def terms(self, state: TrainState, batch: Any, number: jax.Array) -> tuple[Terms, Buffers, frozenset[int]]:
         """What shard `number` adds, the other leaves of its model state, and the unread keys."""
         params = whole_params(state.store, self.axis_name)
         try:
@@ -100,16 +86,15 @@ class VirtualStep(DeviceStep):
         flags = None if self.guard is None else nonfinite_flags(metrics["loss"], found.grads, {})
         plain, _ = without_keys(found.model_state)
         others = [x for x in jax.tree.leaves(plain) if not is_floating(x)]
-        return ShardGradients(grads, metrics, model_state_terms(plain, self.shards), flags), others, found.unread
+        return (grads, metrics, model_state_terms(plain, self.shards), flags), others, found.unread
 
     def update(
-        self, state: TrainState, totals: ShardGradients, others: list[jax.Array], unread: frozenset[int]
+        self, state: TrainState, totals: Terms, others: Buffers, unread: frozenset[int]
     ) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics, out of the sums over the shards. `others` are those of shard 0."""
-        own = ShareResult(totals.grads, totals.metrics, (), unread)
-        metrics = finish(totals.metrics, self.shards)
-        found = totals.found
-        summed = totals.grads
+        summed, sums, floating, found = totals
+        own = ShareResult(summed, sums, (), unread)
+        metrics = finish(sums, self.shards)
         if own.weight is not None:
             summed = {k: g / own.weight for k, g in summed.items()}
             if found is not None:  # a weight of 0 is seen here only
@@ -121,24 +106,17 @@ class VirtualStep(DeviceStep):
         plain, restore = without_keys(state.model_state)
         rest = iter(others)
         plain = jax.tree.map(lambda x: x if is_floating(x) else next(rest), plain)
-        model_state = restore(model_state_mean(plain, totals.floating, self.shards))
+        model_state = restore(model_state_mean(plain, floating, self.shards))
         return self._next(state, metrics, found, store=store, transform=transform, model_state=model_state)
 
 
-class ShardPrograms(NamedTuple):
-    """The compiled programs for states of one structure, on whatever device of a platform their arguments are.
+def _programs_of(step: VirtualStep, treedef: Any, platform: str) -> tuple[Any, Any]:
+    """The programs for states of one structure, on whatever device of a platform: the gradient of a shard, the update.
 
-    They take the leaves of a state without its `rng`, which stays, and the `rng`.
+    `term(leaves, rng, batch, number) -> (buffers, others)`: what shard `number` adds, an array (1, n) for each dtype,
+    and the leaves of its model state that are not added. `update(leaves, rng, totals, others) -> (leaves, metrics)`,
+    with the old leaves donated. The leaves are those of a state without its `rng`, which stays.
     """
-
-    # (leaves, rng, batch, number) -> (buffers, others): what shard `number` adds, an array (1, n) for each dtype, and
-    # the leaves of its model state that are not added.
-    term: Any
-    # (leaves, rng, totals, others) -> (leaves, metrics). The old leaves are donated.
-    update: Any
-
-
-def _programs_of(step: VirtualStep, treedef: Any, platform: str) -> ShardPrograms:
     step = dataclasses.replace(step, platform=platform)
     rng_at = treedef.unflatten(range(treedef.num_leaves)).rng
     known: dict[str, Any] = {}  # when `term` was traced: how the terms are laid out in buffers, and the unread keys
@@ -146,14 +124,14 @@ def _programs_of(step: VirtualStep, treedef: Any, platform: str) -> ShardProgram
     def state_of(leaves: list[jax.Array], rng: jax.Array) -> TrainState:
         return treedef.unflatten([*leaves[:rng_at], rng, *leaves[rng_at:]])
 
-    def _term(leaves: Any, rng: Any, batch: Any, number: jax.Array) -> tuple[Buffers, Buffers]:
+    def term(leaves: Any, rng: Any, batch: Any, number: jax.Array) -> tuple[Buffers, Buffers]:
         terms, others, known["unread"] = step.terms(state_of(leaves, rng), batch, number)
         values, structure = jax.tree.flatten(terms)
         groups = collectives.plan(values, _ONE_A_DTYPE)
         known["layout"] = [x.shape for x in values], structure, groups
         return [x.reshape(1, -1) for x in collectives.pack(values, groups)], others
 
-    def _update(leaves: Any, rng: Any, totals: Buffers, others: Buffers) -> tuple[list[jax.Array], Any]:
+    def update(leaves: Any, rng: Any, totals: Buffers, others: Buffers) -> tuple[list[jax.Array], Any]:
         shapes, structure, groups = known["layout"]
         terms = structure.unflatten(collectives.unpack(totals, shapes, groups))
         new, metrics = step.update(state_of(leaves, rng), terms, others, known["unread"])
@@ -161,7 +139,7 @@ def _programs_of(step: VirtualStep, treedef: Any, platform: str) -> ShardProgram
         del leaves[rng_at]
         return leaves, metrics
 
-    return ShardPrograms(jax.jit(for_platform(_term, platform)), jax.jit(_update, donate_argnums=0))
+    return jax.jit(for_platform(term, platform)), jax.jit(update, donate_argnums=0)
 
 
 class VirtualProgram:
@@ -176,7 +154,7 @@ class VirtualProgram:
         self.devices: tuple[Device, ...] = state.store.devices
         self._treedef, self._rng_at = treedef, state.rng
         bare = dataclasses.replace(state, store=dataclasses.replace(state.store, devices=None))
-        self._programs: ShardPrograms = step.programs(jax.tree.structure(bare), self.devices[0].platform)
+        self._term, self._update = step.programs(jax.tree.structure(bare), self.devices[0].platform)
         self._deal = Deal(step.shards, len(self.devices))
         self._ranks = {d: i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()}
         self._exchange = exchange(self._deal, mesh_of(self.devices))
@@ -205,15 +183,18 @@ class VirtualProgram:
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step. The leaves of the state are donated, except its `rng`."""
         if part:
-            raise ValueError(_REFUSED)
+            raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
         if is_traced((leaves, batch)):
-            raise ValueError(_TRACED)
+            raise ValueError(
+                f"train step: {_SEVERAL}, so the step cannot run inside jit, grad or a picture; call it outside, or "
+                "make the step without virtual_shards"
+            )
         batch_on = self._on_devices(self._batches.place(self._pad(batch)), split_over(self.devices))
         rng = leaves.pop(self._rng_at)
         leaves_on, rng_on = (self._on_devices(x, copies_on(self.devices)) for x in (leaves, rng))
         own = {d: self._nodes(d, leaves_on[d], rng_on[d], batch_on[d]) for d in self._ranks}
         totals, others = self._sums([nodes for nodes, _ in own.values()], [rest for _, rest in own.values()])
-        new = [self._programs.update(leaves_on[d], rng_on[d], totals[d], others[d]) for d in self._ranks]
+        new = [self._update(leaves_on[d], rng_on[d], totals[d], others[d]) for d in self._ranks]
         for x in leaves:
             if isinstance(x, jax.Array):
                 x.delete()  # its parts were donated
@@ -225,22 +206,22 @@ class VirtualProgram:
     def compile_own(self, leaves: list[jax.Array], batch: Batch) -> list[str]:
         """Compile what each device of this process runs by itself, by one run of it. The result are their texts."""
         _, (term, *_, update) = self.parts(list(leaves), batch)
-        programs, rng = self._programs, leaves.pop(self._rng_at)
+        rng = leaves.pop(self._rng_at)
         rows = jax.tree.leaves(batch)[0].shape[0] // self._deal.terms
         shard = jax.tree.map(lambda x: np.asarray(x[:rows]), batch)
         plain, restore = without_keys((leaves, rng, shard, np.int32(0)))
         for device in self._ranks:
             own = restore(jax.device_put(jax.tree.map(np.array, plain), device))
-            node, others = programs.term(*own)
+            node, others = self._term(*own)
             totals = [x[0] for x in _add(node, node)]
-            jax.block_until_ready(programs.update(own[0], own[1], totals, others))
+            jax.block_until_ready(self._update(own[0], own[1], totals, others))
         return [part.traced.lower().as_text() for part in (term, update)]
 
     def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> tuple[Batch, list[Part]]:
         """The shapes of a batch, and for them the gradient of a shard, the sum of two, the exchange, the update."""
         if many:
-            raise ValueError(_REFUSED)
-        programs, deal = self._programs, self._deal
+            raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
+        deal = self._deal
         # A device that is there needs no name, and the program is the one of any device.
         first = None if self.devices[0] in jax.devices() else SingleDeviceSharding(self.devices[0])
         along, slots = split_over(self.devices), deal.slots * deal.devices
@@ -248,7 +229,7 @@ class VirtualProgram:
         shard = jax.eval_shape(lambda batch: _slice(batch, 0, slots), shapes)
         rng = leaves.pop(self._rng_at)
         like, rng, shard, number = _shapes_of((leaves, rng, shard, np.int32(0)), first)
-        term = programs.term.trace(like, rng, shard, number)
+        term = self._term.trace(like, rng, shard, number)
         node, others = _shapes_of(term.out_info, first)
         totals = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=first) for x in node]
         rows = [_shapes_of(totals, along, deal.devices)] * deal.kept
@@ -258,7 +239,7 @@ class VirtualProgram:
             Part(term, deal.slots, share * (deal.slots > 1) + most * of_node),
             Part(_add.trace(node, node), deal.slots - 1, state + share + max(0, most - 1) * of_node),
             Part(self._exchange.trace(rows, _shapes_of(others, along, deal.devices)), 1, state + share),
-            Part(programs.update.trace(like, rng, totals, others), 1, share + deal.kept * of_node),
+            Part(self._update.trace(like, rng, totals, others), 1, share + deal.kept * of_node),
         ]
 
     def _on_devices(self, tree: Any, sharding: NamedSharding) -> dict[Device, Any]:
@@ -275,7 +256,7 @@ class VirtualProgram:
         first: Buffers = []
         for i, merges in enumerate(deal.merges[rank]):
             shard = batch if deal.slots == 1 else _slice(batch, np.int32(i), deal.slots)
-            node, others = self._programs.term(leaves, rng, shard, np.int32(deal.range_of(rank)[0] + i))
+            node, others = self._term(leaves, rng, shard, np.int32(deal.range_of(rank)[0] + i))
             first = first or others
             for _ in range(merges):
                 node = _add(nodes.pop(), node)
@@ -284,7 +265,7 @@ class VirtualProgram:
             return nodes, first
         # A device without a shard has zeros, which are never added.
         shard = jax.eval_shape(lambda batch: _slice(batch, 0, deal.slots), batch)
-        like = jax.eval_shape(self._programs.term, leaves, rng, shard, np.int32(0))
+        like = jax.eval_shape(self._term, leaves, rng, shard, np.int32(0))
         node, first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=device), like)
         return [node], first
 
