@@ -77,7 +77,8 @@ class TrainStep:
         Call such a step once for each batch.
 
         Args:
-            state, batches: as the step takes them, with a new first axis over the batches.
+            state: as the step takes it.
+            batches: batches as the step takes them, stacked along a new first axis.
             first, end: run only `batches[first:end]`, without a new compilation.
 
         Returns:
