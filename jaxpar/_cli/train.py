@@ -43,13 +43,16 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     places = {"data_dir": args.data_dir, "verbose": args.progress}
     train_data, test_data = (data.load(args.dataset, split, **places) for split in ("train", "test"))
     if train_data.images.shape[1:] != (28, 28, 1):
-        raise ValueError(
-            f"{recipe.network} takes images of shape (28, 28, 1), {args.dataset} has {train_data.images.shape[1:]}"
-        )
+        has = f"{args.dataset} has {train_data.images.shape[1:]}"
+        raise ValueError(f"{recipe.network} takes images of shape (28, 28, 1), {has}")
     if args.progress and jax.process_index() == 0:
         print(_about(args, devices), flush=True)
 
-    store = _store(args, args.epochs * (len(train_data) // args.batch_size))
+    tx = optimizer(args, args.epochs * (len(train_data) // args.batch_size))
+    params = recipe.init(jax.random.key(args.seed))
+    store = kv.from_params(params, optimizer=tx, kind=args.kvstore, staleness=args.staleness)
+    threshold = {} if args.threshold is None else {"threshold": args.threshold}
+    store = kv.set_gradient_compression(store, {"type": args.compression, **threshold})
     clip = None if args.clip_norm is None else optax.clip_by_global_norm(args.clip_norm)
     state, history = train.fit(
         train.create_state(store, args.seed, devices=devices, grad_transform=clip),
@@ -100,13 +103,6 @@ def _about(args: argparse.Namespace, devices: list[Device]) -> str:
         words.append(args.precision)
     network = RECIPES[args.recipe].network
     return f"{network} on {args.dataset}: {count}, jax {jax.__version__}, {', '.join(words)}"
-
-
-def _store(args: argparse.Namespace, steps: int) -> Any:
-    params = RECIPES[args.recipe].init(jax.random.key(args.seed))
-    store = kv.from_params(params, optimizer=optimizer(args, steps), kind=args.kvstore, staleness=args.staleness)
-    threshold = {} if args.threshold is None else {"threshold": args.threshold}
-    return kv.set_gradient_compression(store, {"type": args.compression, **threshold})
 
 
 def _step(args: argparse.Namespace, clip: Any) -> Any:
@@ -420,9 +416,8 @@ def _or_word(word: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def metrics_path(text: str) -> Path:
     """A path for JSON lines, whose ending is not that of a table."""
     if Path(text).suffix.lower() in (".csv", ".tsv"):
-        raise argparse.ArgumentTypeError(
-            f"{text} must end in .jsonl, because it gets JSON lines; pandas.read_json(path, lines=True) makes a table"
-        )
+        hint = "pandas.read_json(path, lines=True) makes a table"
+        raise argparse.ArgumentTypeError(f"{text} must end in .jsonl, because it gets JSON lines; {hint}")
     return Path(text)
 
 

@@ -397,7 +397,8 @@ def from_devices(
     split = plan.split
     whole = None if split.mesh is None else NamedSharding(split.mesh, P())
     placed, key = _residents.setdefault(dataset, {}), _placement(split)
-    if key not in placed:  # they are sent once in the data set's life
+    if key not in placed:
+        # They are sent once in the data set's life, unless it is used on ever other devices.
         if len(placed) == _COPIES:
             del placed[next(iter(placed))]
         images, labels = (send(as_jax_dtype(x), None, whole) for x in (dataset.images, dataset.labels))

@@ -253,10 +253,9 @@ def _decode_split(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np
             raise RuntimeError(f"{expected} records expected, {len(images)} found")
         return np.stack(images), np.asarray(labels, np.int32)
     except NotImplementedError as error:  # prepared in a format that only TensorFlow reads
-        raise ValueError(
-            f"the data set in {builder.data_dir} is stored as {builder.info.file_format}, which cannot be "
-            "read without TensorFlow; give another data_dir, or convert it to array_record"
-        ) from error
+        words = "which cannot be read without TensorFlow; give another data_dir, or convert it to array_record"
+        stored = f"the data set in {builder.data_dir} is stored as {builder.info.file_format}"
+        raise ValueError(f"{stored}, {words}") from error
     except Exception as error:
         raise _damage_error(builder.data_dir, f"split {split!r}: {error}") from error
 
