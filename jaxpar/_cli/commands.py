@@ -115,10 +115,8 @@ def plot(args: argparse.Namespace) -> int:
     try:
         fn, arrays, argnums, name = _request(args)
         path = viz.Plot.check_path(args.output or f"{name}.svg")
-    except (viz.RenderError, ValueError) as error:
-        return fail("plot", 2, error)
-    except OSError as error:
-        return fail("plot", 1, error)
+    except (viz.RenderError, ValueError, OSError) as error:
+        return fail("plot", 1 if isinstance(error, OSError) else 2, error)
     try:
         picture = viz.plot_network(
             fn,
@@ -277,10 +275,8 @@ def _plan(args: argparse.Namespace) -> int:
         print(json.dumps(found.to_dict(), indent=2) if args.json else found)
         if args.output:
             found.plot().save(args.output)
-    except (ValueError, TypeError) as error:
-        return fail("plan", 2, error)
-    except RuntimeError as error:
-        return fail("plan", 1, error)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return fail("plan", 1 if isinstance(error, RuntimeError) else 2, error)
     return 0
 
 

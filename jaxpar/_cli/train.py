@@ -98,9 +98,12 @@ def _about(args: argparse.Namespace, devices: list[Device]) -> str:
     is_cpu = devices[0].platform == "cpu"
     count = plural(len(devices), "emulated CPU device") if is_cpu else f"{len(devices)} × {devices[0].device_kind}"
     words = [f"engine {args.engine}", f"kvstore {args.kvstore}", f"compression {args.compression}"]
-    words += [f"batch {args.batch_size}", describe(args)]
-    if args.precision != "float32":
-        words.append(args.precision)
+    words += [f"batch {args.batch_size}", f"recipe {args.recipe}", args.optimizer]
+    words += [f"learning rate {args.learning_rate:g}"]
+    words += [f"momentum {args.momentum:g}"] if args.optimizer == "sgd" and args.momentum else []
+    words += [f"weight decay {args.weight_decay:g}"] if args.weight_decay else []
+    words += [f"{args.schedule} schedule"] if args.schedule != "constant" else []
+    words += [args.precision] if args.precision != "float32" else []
     network = RECIPES[args.recipe].network
     return f"{network} on {args.dataset}: {count}, jax {jax.__version__}, {', '.join(words)}"
 
@@ -110,16 +113,13 @@ def _step(args: argparse.Namespace, clip: Any) -> Any:
 
     recipe = RECIPES[args.recipe]
     is_half = args.precision == "float16"
+    names = "engine accumulate nonfinite remat local_steps".split()
     return train.make_train_step(
         train.classification_loss(recipe.apply, recipe.label_smoothing),
-        engine=args.engine,
         grad_transform=clip,
-        accumulate=args.accumulate,
         compute_dtype=None if args.precision == "float32" else args.precision,
         loss_scale="dynamic" if args.loss_scale is None and is_half else args.loss_scale,
-        nonfinite=args.nonfinite,
-        remat=args.remat,
-        local_steps=args.local_steps,
+        **{name: getattr(args, name) for name in names},
     )
 
 
@@ -270,18 +270,6 @@ def _muon(args: argparse.Namespace, steps: int) -> optax.GradientTransformation:
         adam_learning_rate=_schedule(args, steps, _ADAM_SHARE),
         muon_weight_dimension_numbers=lambda params: jax.tree.map(matrix, params),
     )
-
-
-def describe(args: argparse.Namespace) -> str:
-    """The recipe and the optimizer in a few words."""
-    words = [f"recipe {args.recipe}", args.optimizer, f"learning rate {args.learning_rate:g}"]
-    if args.optimizer == "sgd" and args.momentum:
-        words.append(f"momentum {args.momentum:g}")
-    if args.weight_decay:
-        words.append(f"weight decay {args.weight_decay:g}")
-    if args.schedule != "constant":
-        words.append(f"{args.schedule} schedule")
-    return ", ".join(words)
 
 
 # The options.
