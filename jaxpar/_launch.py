@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import dataclasses
 import os
 import queue
 import sched
@@ -77,61 +76,40 @@ def add_parser(commands: Any) -> None:
     add("--env", action="append", default=[], type=_pair, metavar="K=V", help="a variable for all (default: none)")
     seconds = "seconds from SIGTERM to SIGKILL (default: 30)"
     add("--grace", type=number(float, 0), default=30.0, metavar="S", help=seconds)
-    add(
-        "--heartbeat-timeout",
-        type=number(float, 2),
-        default=os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or None,
-        metavar="S",
-        help="seconds without a heartbeat after which a process counts as frozen "
-        f"(default: $JAXPAR_HEARTBEAT_TIMEOUT, or {HEARTBEAT_TIMEOUT:g}, with --elastic {ELASTIC_TIMEOUT:g})",
-    )
+    default = f"$JAXPAR_HEARTBEAT_TIMEOUT, or {HEARTBEAT_TIMEOUT:g}, with --elastic {ELASTIC_TIMEOUT:g}"
+    seconds = f"seconds without a heartbeat after which a process counts as frozen (default: {default})"
+    known = os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or None
+    add("--heartbeat-timeout", type=number(float, 2), default=known, metavar="S", help=seconds)
     add("command", nargs=argparse.REMAINDER, help="after --")
     parser.set_defaults(run=lambda args: run(args, parser), parser=parser)
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Check the arguments, start the processes and wait for them."""
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if not command:
+    args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if not args.command:
         parser.error("no command given; end the line with: -- python script.py")
-    if command[0] == "python":
-        command = [sys.executable, *command[1:]]
-    if shutil.which(command[0]) is None:
-        parser.error(f"cannot find the command {command[0]!r}, or it may not be executed")
+    if args.command[0] == "python":
+        args.command[0] = sys.executable
+    if shutil.which(args.command[0]) is None:
+        parser.error(f"cannot find the command {args.command[0]!r}, or it may not be executed")
     if args.min_processes is not None and args.min_processes > args.processes:
         parser.error(f"--min-processes {args.min_processes} is more than -n {args.processes}")
-    env = dict(args.env)
-    gpus: list[str] = []
+    args.heartbeat_timeout = args.heartbeat_timeout or (ELASTIC_TIMEOUT if args.elastic else HEARTBEAT_TIMEOUT)
+    args.env, args.gpus = dict(args.env), []  # `gpus`: CUDA_VISIBLE_DEVICES of each process; empty leaves it as it is
     if args.devices is not None:
-        env = {"JAX_NUM_CPU_DEVICES": str(args.devices), "JAX_PLATFORMS": "cpu", **env}
-    else:
+        args.env = {"JAX_NUM_CPU_DEVICES": str(args.devices), "JAX_PLATFORMS": "cpu", **args.env}
+        return launch(args)
+    env = {**os.environ, **args.env}
+    platforms = set(filter(None, env.get("JAX_PLATFORMS", "").split(",")))
+    if args.gpus_per_process is not None or not platforms or platforms & {"cuda", "gpu"}:
+        gpus = visible_gpus(env)
         try:
-            gpus = _choose_gpus({**os.environ, **env}, args.processes, args.gpus_per_process)
+            if gpus or args.gpus_per_process is not None:
+                args.gpus = share_gpus(gpus, args.processes, args.gpus_per_process)
         except ValueError as error:
             parser.error(str(error))
-    return launch(
-        Plan(
-            command,
-            args.processes,
-            env=env,
-            gpus=gpus,
-            max_restarts=args.max_restarts,
-            min_processes=args.min_processes,
-            port=args.coordinator_port,
-            grace=args.grace,
-            heartbeat_timeout=args.heartbeat_timeout or (ELASTIC_TIMEOUT if args.elastic else HEARTBEAT_TIMEOUT),
-            elastic=args.elastic,
-        )
-    )
-
-
-def _choose_gpus(env: dict[str, str], processes: int, each: int | None) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each process. It is empty where there are no GPUs, or JAX_PLATFORMS excludes them."""
-    platforms = env.get("JAX_PLATFORMS", "")
-    if each is None and platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
-        return []
-    gpus = visible_gpus(env)
-    return [] if each is None and not gpus else share_gpus(gpus, processes, each)
+    return launch(args)
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
@@ -149,10 +127,9 @@ def share_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[st
     """CUDA_VISIBLE_DEVICES of each process. `each` None shares all GPUs evenly."""
     each = each or max(1, len(gpus) // processes)
     if each * processes > len(gpus):
-        raise ValueError(
-            f"{processes} processes with {each} GPU each need {each * processes}, there are {len(gpus)}; start fewer "
-            "processes, or give --devices to emulate devices on the CPU"
-        )
+        hint = "start fewer processes, or give --devices to emulate devices on the CPU"
+        need = f"{processes} processes with {each} GPU each need {each * processes}"
+        raise ValueError(f"{need}, there are {len(gpus)}; {hint}")
     return [",".join(gpus[i * each : (i + 1) * each]) for i in range(processes)]
 
 
@@ -172,42 +149,26 @@ def _pair(text: str) -> tuple[str, str]:
 # A run.
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What to start, see the options of the command."""
-
-    command: Sequence[str]
-    processes: int
-    env: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for all of them
-    gpus: Sequence[str] = ()  # CUDA_VISIBLE_DEVICES of each process; empty leaves the variable as it is
-    max_restarts: int = 0  # how often all are started again after a failure
-    min_processes: int | None = None  # a restart leaves out the process that was lost, down to this many
-    port: int | None = None  # of the coordinator; None takes a free one, another at each start
-    grace: float = 30.0  # seconds between SIGTERM and SIGKILL: a checkpoint may take so long
-    heartbeat_timeout: float = HEARTBEAT_TIMEOUT
-    elastic: bool = False  # the others go on after the loss of one, which is started again by itself
-
-
-def launch(plan: Plan) -> int:
+def launch(args: argparse.Namespace) -> int:
     """Run the processes until all have ended with 0, or one failed and no restart is left.
 
     Return 0 where all ended with 0, 128 + signal where a signal ended the launcher, else the status of the process that
     failed first: 128 + signal where it was killed, 137 where it was frozen.
     """
     output = Output()
-    slots, restart = list(range(plan.processes)), 0
+    slots, restart = list(range(args.processes)), 0
     with Signals(_ENDING) as endings, Signals([signal.SIGTSTP]) as stops:
         while True:
-            run = _Run(plan, slots, restart, endings.received, stops.received, output)
+            run = _Run(args, slots, restart, endings.received, stops.received, output)
             status = run.wait()
-            if status == 0 or endings.received or restart == plan.max_restarts:
+            if status == 0 or endings.received or restart == args.max_restarts:
                 break
             restart += 1
-            if plan.min_processes is not None and len(slots) > plan.min_processes and run.first is not None:
+            if args.min_processes is not None and len(slots) > args.min_processes and run.first is not None:
                 slots = [slot for slot in slots if slot != run.first.slot]
             resume = f", from {run.server.hint}" if run.server.hint else ""
             many = "es" if len(slots) > 1 else ""
-            output.say(f"restart {restart} of {plan.max_restarts} with {len(slots)} process{many}{resume}")
+            output.say(f"restart {restart} of {args.max_restarts} with {len(slots)} process{many}{resume}")
     output.finish(_WRITE_TIME if endings.received else None)
     return 128 + endings.received[0] if endings.received else status
 
@@ -216,8 +177,8 @@ class Deaths:
     """How often the processes of an elastic run have died, by rank, and when that is endless."""
 
     def __init__(self) -> None:
-        self._in_a_row: collections.defaultdict[int, list[int]] = collections.defaultdict(list)
-        self._times: collections.defaultdict[int, list[float]] = collections.defaultdict(list)
+        self._in_a_row = collections.defaultdict[int, list[int]](list)  # statuses
+        self._times = collections.defaultdict[int, list[float]](list)
 
     def add(self, rank: int, status: int) -> str:
         """Note that a process ended with this status. Return why it is not to be started again, or nothing."""
@@ -239,10 +200,15 @@ class _Run:
     """One start of all processes, to its end."""
 
     def __init__(
-        self, plan: Plan, slots: Sequence[int], restart: int, endings: list[int], stops: list[int], output: Output
+        self,
+        args: argparse.Namespace,
+        slots: Sequence[int],
+        restart: int,
+        endings: list[int],  # the signals so far that end all
+        stops: list[int],  # that stop them (Ctrl-Z)
+        output: Output,
     ):
-        self.plan, self.output = plan, output
-        self._endings, self._stops = endings, stops  # the signals so far that end all, and that stop them (Ctrl-Z)
+        self._args, self.output, self._endings, self._stops = args, output, endings, stops
         self.first: Child | None = None  # the process that failed first
         self._timers = sched.scheduler(time.monotonic)
         self._is_interrupted, self._signals_handled = False, 0
@@ -254,25 +220,26 @@ class _Run:
             job=job,
             size=len(slots),
             secret=secret,
-            heartbeat_timeout=plan.heartbeat_timeout,
+            heartbeat_timeout=args.heartbeat_timeout,
             launched=True,
-            on_leave=self._kill if plan.elastic else None,
+            on_leave=self._kill if args.elastic else None,
             on_work=self._deaths.end_row,
         )
         with socket.create_server(("127.0.0.1", 0)) as free:
-            port = plan.port or free.getsockname()[1]
+            port = args.coordinator_port or free.getsockname()[1]
+        # What the run needs comes after the variables of the user, which would otherwise break it.
         self._shared = {
             **os.environ,
-            "PYTHONUNBUFFERED": "1",
-            **plan.env,
+            "PYTHONUNBUFFERED": "1",  # a line is there as soon as it is printed
+            **args.env,
             "JAXPAR_COORDINATOR": f"127.0.0.1:{port}",
             "JAXPAR_NUM_PROCESSES": str(len(slots)),
             "JAXPAR_RESTART": str(restart),
-            "JAXPAR_HEARTBEAT_TIMEOUT": f"{plan.heartbeat_timeout:g}",
+            "JAXPAR_HEARTBEAT_TIMEOUT": f"{args.heartbeat_timeout:g}",
             "JAXPAR_HUB": f"127.0.0.1:{listener.getsockname()[1]}",
             "JAXPAR_JOB": job,
             SECRET: secret.key.decode(),
-            **({"JAXPAR_ELASTIC": "1"} if plan.elastic else {}),
+            **({"JAXPAR_ELASTIC": "1"} if args.elastic else {}),
         }
         self.children = [self._start(rank, slot) for rank, slot in enumerate(slots)]
 
@@ -294,9 +261,9 @@ class _Run:
 
     def _start(self, rank: int, slot: int) -> Child:
         own = {"JAXPAR_PROCESS_ID": str(rank)}
-        if self.plan.gpus:
-            own["CUDA_VISIBLE_DEVICES"] = self.plan.gpus[slot]
-        return Child(rank, slot, self.plan.command, {**self._shared, **own}, self.output)
+        if self._args.gpus:
+            own["CUDA_VISIBLE_DEVICES"] = self._args.gpus[slot]
+        return Child(rank, slot, self._args.command, {**self._shared, **own}, self.output)
 
     def _turn(self) -> None:
         # Before its messages are read: a process that has ended may have reported why, which says more than its status.
@@ -306,7 +273,7 @@ class _Run:
         if self.server.lost is not None and self.first is None:  # silent, or it reported its own failure
             self._end_others(self.children[self.server.lost["lost"]], self.server.lost["why"], from_server=True)
         for child in failed:
-            if not self.plan.elastic or child.rank == 0 or self._is_ending:
+            if not self._args.elastic or child.rank == 0 or self._is_ending:
                 self._end_others(child, describe_status(child.status or 0))
             else:
                 self._go_on_without(child)
@@ -368,7 +335,7 @@ class _Run:
         if number and not self._is_interrupted:
             self._is_interrupted, self._signals_handled = True, number
             self._send_signal(signal.SIGINT if self._endings[0] == signal.SIGINT else signal.SIGTERM)
-            self._later(self.plan.grace, lambda: self._send_signal(signal.SIGKILL))
+            self._later(self._args.grace, lambda: self._send_signal(signal.SIGKILL))
         elif number > self._signals_handled:
             self._send_signal(signal.SIGKILL)
 
@@ -380,7 +347,7 @@ class _Run:
         self.first = failed
         # Where one was interrupted the others may have been, too; one that waits for it cannot end by itself.
         is_interrupt = self._is_interrupted or failed.status in INTERRUPTED
-        wait = min(INTERRUPT_GRACE, self.plan.grace) if is_interrupt else 0.0
+        wait = min(INTERRUPT_GRACE, self._args.grace) if is_interrupt else 0.0
         reported = "the run is being ended" if self._is_interrupted else why
         self._later(wait, lambda: self.server.report(failed.rank, reported))
         if self._is_interrupted:
@@ -394,7 +361,7 @@ class _Run:
                 other.send_signal(signal.SIGTERM)
         wait += _EXIT_TIME if connected else 0.0
         self._later(wait, lambda: self._is_interrupted or self._send_signal(signal.SIGTERM))
-        self._later(wait + self.plan.grace, lambda: self._send_signal(signal.SIGKILL))
+        self._later(wait + self._args.grace, lambda: self._send_signal(signal.SIGKILL))
 
     def _send_signal(self, number: int) -> None:
         for child in self.children:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core import files
-from .._core.text import HelpFormatter, did_you_mean, number
+from .._core.text import HelpFormatter, did_you_mean, number, plural
 
 
 def add_parsers(commands: Any) -> None:
@@ -60,9 +60,8 @@ def find_function(text: str, others: str = "") -> Callable[..., Any]:
         raise ValueError(f"cannot import {module_name}: {type(error).__name__}: {one_line(error)}") from None
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ValueError(
-                f"module {module_name} has no {name}{did_you_mean(part, [n for n in dir(found) if n[0] != '_'])}"
-            )
+            near = did_you_mean(part, [n for n in dir(found) if n[0] != "_"])
+            raise ValueError(f"module {module_name} has no {name}{near}")
         found = getattr(found, part)
     if not callable(found):
         raise ValueError(f"{text} is a {type(found).__name__}; expected a function")
@@ -116,10 +115,8 @@ def plot(args: argparse.Namespace) -> int:
     try:
         fn, arrays, argnums, name = _request(args)
         path = viz.Plot.check_path(args.output or f"{name}.svg")
-    except (viz.RenderError, ValueError) as error:
-        return fail("plot", 2, error)
-    except OSError as error:
-        return fail("plot", 1, error)
+    except (viz.RenderError, ValueError, OSError) as error:
+        return fail("plot", 1 if isinstance(error, OSError) else 2, error)
     try:
         picture = viz.plot_network(
             fn,
@@ -231,21 +228,17 @@ def takes(fn: Callable[..., Any], args: list[Any]) -> bool:
     """Whether a function can be called with these arguments. True where Python cannot say."""
     try:
         inspect.signature(fn).bind(*args)
-    except TypeError:
-        return False
-    except ValueError:  # some builtins have no signature
-        return True
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # some builtins have no signature
     return True
 
 
 def check_takes(text: str, fn: Callable[..., Any], args: list[Any]) -> None:
     """`ValueError` for a function that takes another number of arguments."""
     if not takes(fn, args):
-        count = f"{len(args)} argument{'' if len(args) == 1 else 's'}"
-        raise ValueError(
-            f"{text} takes {inspect.signature(fn)}, and there {'is' if len(args) == 1 else 'are'} {count}; give one "
-            "--shape for each, and --params MODULE:INIT for the first where that makes it"
-        )
+        count = f"there {'is' if len(args) == 1 else 'are'} {plural(len(args), 'argument')}"
+        hint = "give one --shape for each, and --params MODULE:INIT for the first where that makes it"
+        raise ValueError(f"{text} takes {inspect.signature(fn)}, and {count}; {hint}")
 
 
 # `jaxpar plan`: what a training step would be on accelerators that are not there.
@@ -282,10 +275,8 @@ def _plan(args: argparse.Namespace) -> int:
         print(json.dumps(found.to_dict(), indent=2) if args.json else found)
         if args.output:
             found.plot().save(args.output)
-    except (ValueError, TypeError) as error:
-        return fail("plan", 2, error)
-    except RuntimeError as error:
-        return fail("plan", 1, error)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return fail("plan", 1 if isinstance(error, RuntimeError) else 2, error)
     return 0
 
 

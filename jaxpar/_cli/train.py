@@ -1,26 +1,30 @@
 """`jaxpar train`: a network on images of 28 × 28 pixels, over several devices.
 
-The second half has its options, on the command line and in a TOML file. Each says what it does, and what it is if it is
-not given.
+First what it does, then its recipes: the weights it begins with and the optimizer. Last its options, on the command
+line and in a TOML file. Each says what it does, and what it is if it is not given.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
+import math
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from .. import checkpoint, compression, kv
+from .. import checkpoint, compression, kv, models
 from .._core.arrays import Device
 from .._core.text import HelpFormatter, did_you_mean, number, plural, say
 from .._devices import processes
 from .._devices.emulated import can_hang
-from . import recipes
-from .recipes import DECAYS, OPTIMIZERS, RATES, RECIPES, SCHEDULES, Recipe
+
+if TYPE_CHECKING:
+    import optax
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -29,7 +33,7 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     from .. import data, distributed, train
 
-    recipes.fill(args, parser)
+    fill(args, parser)
     recipe = RECIPES[args.recipe]
     distributed.initialize()  # one of several processes, under `launch` or a cluster's scheduler
     devices = _devices(args, parser)
@@ -39,13 +43,16 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     places = {"data_dir": args.data_dir, "verbose": args.progress}
     train_data, test_data = (data.load(args.dataset, split, **places) for split in ("train", "test"))
     if train_data.images.shape[1:] != (28, 28, 1):
-        raise ValueError(
-            f"{recipe.network} takes images of shape (28, 28, 1), {args.dataset} has {train_data.images.shape[1:]}"
-        )
+        has = f"{args.dataset} has {train_data.images.shape[1:]}"
+        raise ValueError(f"{recipe.network} takes images of shape (28, 28, 1), {has}")
     if args.progress and jax.process_index() == 0:
         print(_about(args, devices), flush=True)
 
-    store = _store(args, args.epochs * (len(train_data) // args.batch_size))
+    tx = optimizer(args, args.epochs * (len(train_data) // args.batch_size))
+    params = recipe.init(jax.random.key(args.seed))
+    store = kv.from_params(params, optimizer=tx, kind=args.kvstore, staleness=args.staleness)
+    threshold = {} if args.threshold is None else {"threshold": args.threshold}
+    store = kv.set_gradient_compression(store, {"type": args.compression, **threshold})
     clip = None if args.clip_norm is None else optax.clip_by_global_norm(args.clip_norm)
     state, history = train.fit(
         train.create_state(store, args.seed, devices=devices, grad_transform=clip),
@@ -91,19 +98,14 @@ def _about(args: argparse.Namespace, devices: list[Device]) -> str:
     is_cpu = devices[0].platform == "cpu"
     count = plural(len(devices), "emulated CPU device") if is_cpu else f"{len(devices)} × {devices[0].device_kind}"
     words = [f"engine {args.engine}", f"kvstore {args.kvstore}", f"compression {args.compression}"]
-    words += [f"batch {args.batch_size}", recipes.describe(args)]
-    if args.precision != "float32":
-        words.append(args.precision)
+    words += [f"batch {args.batch_size}", f"recipe {args.recipe}", args.optimizer]
+    words += [f"learning rate {args.learning_rate:g}"]
+    words += [f"momentum {args.momentum:g}"] if args.optimizer == "sgd" and args.momentum else []
+    words += [f"weight decay {args.weight_decay:g}"] if args.weight_decay else []
+    words += [f"{args.schedule} schedule"] if args.schedule != "constant" else []
+    words += [args.precision] if args.precision != "float32" else []
     network = RECIPES[args.recipe].network
     return f"{network} on {args.dataset}: {count}, jax {jax.__version__}, {', '.join(words)}"
-
-
-def _store(args: argparse.Namespace, steps: int) -> Any:
-    params = RECIPES[args.recipe].init(jax.random.key(args.seed))
-    optimizer = recipes.optimizer(args, steps)
-    store = kv.from_params(params, optimizer=optimizer, kind=args.kvstore, staleness=args.staleness)
-    threshold = {} if args.threshold is None else {"threshold": args.threshold}
-    return kv.set_gradient_compression(store, {"type": args.compression, **threshold})
 
 
 def _step(args: argparse.Namespace, clip: Any) -> Any:
@@ -111,16 +113,13 @@ def _step(args: argparse.Namespace, clip: Any) -> Any:
 
     recipe = RECIPES[args.recipe]
     is_half = args.precision == "float16"
+    names = "engine accumulate nonfinite remat local_steps".split()
     return train.make_train_step(
         train.classification_loss(recipe.apply, recipe.label_smoothing),
-        engine=args.engine,
         grad_transform=clip,
-        accumulate=args.accumulate,
         compute_dtype=None if args.precision == "float32" else args.precision,
         loss_scale="dynamic" if args.loss_scale is None and is_half else args.loss_scale,
-        nonfinite=args.nonfinite,
-        remat=args.remat,
-        local_steps=args.local_steps,
+        **{name: getattr(args, name) for name in names},
     )
 
 
@@ -155,6 +154,121 @@ def _report(args: argparse.Namespace, state: Any, history: list[dict[str, Any]])
     print(
         f"trained {len(history)} epochs, {int(state.step)} steps: test accuracy {last['test_accuracy']:.4f}, "
         f"test loss {last['test_loss']:.4f}, {speed:,.0f} images/s (median of the epochs)"
+    )
+
+
+# The recipes.
+
+
+def scaled_for_relu(rng: jax.Array) -> Any:
+    """LeNet's parameters with weights of variance 2/fan-in (He et al. 2015), so that no layer begins near zero."""
+
+    def scale(x: jax.Array) -> jax.Array:
+        if x.ndim < 2:
+            return x
+        return x * (math.sqrt(2 / math.prod(x.shape[:-1])) / models.lenet._WEIGHT_STDDEV)
+
+    return jax.tree.map(scale, models.lenet.init(rng))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What the options begin with."""
+
+    about: str  # one line for the help
+    network: str  # its name, for people
+    init: Callable[[jax.Array], Any]  # the parameters for a random key
+    apply: Callable[[Any, jax.Array], jax.Array]  # the logits of images
+    optimizer: str  # its name in optax
+    learning_rate: float  # of SGD; `RATES` has those of other optimizers
+    momentum: float  # of SGD
+    epochs: int = 5  # how often the training data is seen
+    batch_size: int = 256  # examples in a batch, over all devices
+    schedule: str = "constant"  # of the learning rate
+    label_smoothing: float = 0.0  # of the loss, see `train.classification_loss`
+    engine: str = "auto"  # of the step, see `train.make_train_step`
+
+
+_FAST = "a small network of strided convolutions and Muon, for 90 %% of Fashion-MNIST in seconds"
+_LENET = "LeNet, Adam and weights of He's size, which learn from the first step"
+_ARTICLE = "MXNet's: LeNet, SGD and weights from N(0, 0.01²), which begin with a plateau"
+
+
+RECIPES = {
+    "fast": Recipe(
+        _FAST, "strided network", models.strided.init, models.strided.apply, "muon", 0.1, 0.9, 1, 128, "linear", 0.1
+    ),
+    "lenet": Recipe(_LENET, "LeNet", scaled_for_relu, models.lenet.apply, "adam", 0.1, 0.9, engine="pmap"),
+    "article": Recipe(_ARTICLE, "LeNet", models.lenet.init, models.lenet.apply, "sgd", 0.2, 0, engine="pmap"),
+}
+RATES = {"adam": 2e-3, "adamw": 2e-3, "lamb": 1e-2, "lion": 3e-4, "muon": 4e-2}
+OPTIMIZERS = ("sgd", *RATES)
+DECAYS = ("sgd", "adamw", "lamb", "lion", "muon")  # adam's own form of decay is adamw
+SCHEDULES = ("constant", "cosine", "linear")
+_WARM = 0.1  # the part of all steps in which schedule linear rises
+_ADAM_SHARE = 0.06  # of Muon's rate, for the biases, which Adam updates
+
+
+def fill(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Give the options that were not given the recipe's values."""
+    # An option that is not for the optimizer ends with status 2.
+    recipe = RECIPES[args.recipe]
+    name = args.optimizer or recipe.optimizer
+    if args.momentum is not None and name != "sgd":
+        parser.error(f"--momentum is for --optimizer sgd, and this is {name}")
+    if args.weight_decay and name not in DECAYS:
+        parser.error(f"--weight-decay is for {', '.join(DECAYS)}, and this is {name}; use --optimizer adamw")
+    defaults = vars(recipe) | {"learning_rate": RATES.get(name, recipe.learning_rate)}
+    if args.kvstore == "sharded":  # there it depends on the optimizer
+        defaults["engine"] = "auto"
+    for option in ("optimizer", "learning_rate", "momentum", "epochs", "batch_size", "schedule", "engine"):
+        if getattr(args, option) is None:
+            setattr(args, option, defaults[option])
+
+
+def optimizer(args: argparse.Namespace, steps: int) -> optax.GradientTransformation:
+    """The optimizer of all parameters, for a schedule over so many steps."""
+    import optax
+
+    rate = _schedule(args, steps)
+    name, decay = args.optimizer, args.weight_decay
+    if name == "sgd":
+        sgd = optax.sgd(rate, args.momentum or None)
+        return optax.chain(optax.add_decayed_weights(decay), sgd) if decay else sgd
+    if name == "muon":
+        return _muon(args, steps)
+    return optax.adam(rate) if name == "adam" else getattr(optax, name)(rate, weight_decay=decay)
+
+
+def _schedule(args: argparse.Namespace, steps: int, share: float = 1.0) -> Any:
+    """A number, or a function of the step that gives one."""
+    import optax
+
+    peak = share * args.learning_rate
+    if args.schedule == "cosine":
+        return optax.cosine_decay_schedule(peak, steps)
+    if args.schedule == "linear":
+        warm = max(1, round(_WARM * steps))
+        parts = [optax.linear_schedule(peak / warm, peak, warm - 1), optax.linear_schedule(peak, 0, steps - warm + 1)]
+        return optax.join_schedules(parts, [warm - 1])
+    return peak
+
+
+def _muon(args: argparse.Namespace, steps: int) -> optax.GradientTransformation:
+    """Muon (Jordan et al. 2024) for weights, as matrices of inputs by outputs, and Adam for biases."""
+    from optax import contrib
+
+    def matrix(x: jax.Array) -> Any:
+        return contrib.MuonDimensionNumbers(tuple(range(x.ndim - 1)), x.ndim - 1) if x.ndim > 1 else None
+
+    return contrib.muon(
+        _schedule(args, steps),
+        ns_steps=2,
+        beta=0.8,
+        weight_decay=args.weight_decay,
+        adam_b2=0.99,
+        adam_learning_rate=_schedule(args, steps, _ADAM_SHARE),
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(matrix, params),
     )
 
 
@@ -201,44 +315,37 @@ def add_parsers(commands: Any) -> None:
 
 
 def _add_data(group: Any) -> None:
-    add = group.add_argument
+    add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
     add("--dataset", default="fashion_mnist", metavar="NAME", help="an image data set of tensorflow-datasets")
     add("--data-dir", metavar="DIR", help="the folder of tensorflow-datasets (default: its own)")
-    epochs, size = _by_recipe(lambda recipe: recipe.epochs), _by_recipe(lambda recipe: recipe.batch_size)
-    add("--epochs", type=POSITIVE, metavar="N", help=f"how often the training data is seen (default: {epochs})")
-    batch = f"examples in a batch, over all devices together (default: {size})"
-    add("--batch-size", type=POSITIVE, metavar="N", help=batch)
+    count("--epochs", help=f"how often the training data is seen (default: {_by_recipe('epochs')})")
+    count("--batch-size", help=f"examples in a batch, over all devices together (default: {_by_recipe('batch_size')})")
     add("--seed", type=int, default=0, metavar="N", help="of the initial weights and of the order of the examples")
 
 
 def _add_recipe(group: Any) -> None:
     add = group.add_argument
     recipes = "; ".join(f"{name}: {recipe.about}" for name, recipe in RECIPES.items())
-    own = _by_recipe(lambda recipe: recipe.optimizer)
     rates = ", ".join(f"{rate:g} for {name}" for name, rate in RATES.items())
-    of_sgd = _by_recipe(lambda recipe: f"{recipe.sgd[0]:g}")
-    momenta = _by_recipe(lambda recipe: f"{recipe.sgd[1]:g}")
-    schedules = _by_recipe(lambda recipe: recipe.schedule)
+    rates += f"; for sgd {_by_recipe('learning_rate')}"
+    shapes = "cosine falls to 0 over all epochs, linear rises for a tenth of them first"
     add("--recipe", choices=tuple(RECIPES), default="lenet", help=f"network, weights and optimizer. {recipes}")
-    add("--optimizer", choices=OPTIMIZERS, help=f"one of optax (default: {own})")
-    add("--learning-rate", type=RATE, metavar="R", help=f"the step size (default: {rates}; for sgd {of_sgd})")
-    add("--momentum", type=NOT_NEGATIVE, metavar="M", help=f"of sgd (default: {momenta})")
+    add("--optimizer", choices=OPTIMIZERS, help=f"one of optax (default: {_by_recipe('optimizer')})")
+    add("--learning-rate", type=RATE, metavar="R", help=f"the step size (default: {rates})")
+    add("--momentum", type=NOT_NEGATIVE, metavar="M", help=f"of sgd (default: {_by_recipe('momentum')})")
     add("--weight-decay", type=NOT_NEGATIVE, default=0.0, metavar="W", help=f"for {', '.join(DECAYS)}")
-    shapes = f"cosine falls to 0 over all epochs, linear rises for a tenth of them first (default: {schedules})"
-    add("--schedule", choices=SCHEDULES, help=shapes)
+    add("--schedule", choices=SCHEDULES, help=f"{shapes} (default: {_by_recipe('schedule')})")
     add("--clip-norm", type=RATE, metavar="N", help="a limit to the norm of all gradients (default: none)")
 
 
 def _add_store(group: Any) -> None:
-    add = group.add_argument
-    count = "how many over all processes. CPU devices are emulated (default: all there are)"
+    add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
     kinds = f"how gradients are summed, and where parameters are: {', '.join(kv.KINDS)}, or MXNet's name of one"
+    own = f"{_by_recipe('engine')}, auto for --kvstore sharded"
     late = "of --kvstore dist_async: how many steps later a gradient is applied (default: 1)"
+    count("--devices", help="how many over all processes. CPU devices are emulated (default: all there are)")
     engines = ("auto", "pmap", "shard_map", "jit")
-    add("--devices", type=POSITIVE, metavar="N", help=count)
-    own = _by_recipe(lambda recipe: recipe.engine)
-    step = f"how the step of one device becomes that of all (default: {own}, auto for --kvstore sharded)"
-    add("--engine", choices=engines, help=step)
+    add("--engine", choices=engines, help=f"how the step of one device becomes that of all (default: {own})")
     add("--kvstore", choices=kv._KIND_NAMES, default="device", metavar="KIND", help=kinds)
     add("--staleness", type=number(int, 0), metavar="N", help=late)
     add("--compression", choices=compression.TYPES, default="none", help="of the gradients that devices send")
@@ -246,43 +353,41 @@ def _add_store(group: Any) -> None:
 
 
 def _add_step(group: Any) -> None:
-    add = group.add_argument
+    add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
     passes = "of the forward and backward pass. The parameters stay float32. float16 scales the loss dynamically"
     bad = "what a NaN or infinite gradient does: nothing, leaves that update out, or ends the training"
     local = "updates that each device makes by itself before all average (default: none, all agree at every step)"
-    program = "steps in one compiled program, a number or auto"
-    add("--accumulate", type=POSITIVE, default=1, metavar="N", help="microbatches that a device's share is cut in")
-    add("--precision", choices=PRECISIONS, default="float32", help=passes)
     scale = "a number or dynamic (default: none, dynamic for float16)"
+    count("--accumulate", default=1, help="microbatches that a device's share is cut in")
+    add("--precision", choices=PRECISIONS, default="float32", help=passes)
     add("--loss-scale", type=_or_word("dynamic", RATE), metavar="S", help=scale)
     add("--nonfinite", choices=("ignore", "skip", "stop"), default="ignore", help=bad)
     _switch(add, "remat", False, "compute activations again in the backward pass, which saves memory")
     add("--local-steps", type=POSITIVE, metavar="H", help=local)
-    add("--steps-per-execution", type=_or_word("auto", POSITIVE), default="auto", metavar="N", help=program)
+    program = {"type": _or_word("auto", POSITIVE), "default": "auto", "metavar": "N"}
+    add("--steps-per-execution", **program, help="steps in one compiled program, a number or auto")
 
 
 def _add_output(group: Any) -> None:
-    add = group.add_argument
-    _switch(add, "progress", True, "a bar, and a line for each epoch. Without it only the result is printed")
-    _switch(add, "compilation-cache", True, "keep compiled programs for later runs")
-    folder = "a folder for checkpoints, metrics.jsonl and history.png (default: none)"
+    add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
+    folder = functools.partial(add, type=Path, metavar="DIR")
     saved = "where to keep checkpoints and resume from them (default: checkpoints in --output-dir, else none)"
     lines = "a JSON line for each epoch (default: metrics.jsonl in --output-dir, else none)"
-    board = "event files for TensorBoard, by its package (default: none)"
-    add("--output-dir", type=Path, metavar="DIR", help=folder)
-    add("--checkpoint-dir", type=Path, metavar="DIR", help=saved)
-    every = "also save after this many steps (default: after each epoch)"
-    add("--checkpoint-every", type=POSITIVE, metavar="N", help=every)
-    add("--keep", type=POSITIVE, default=3, metavar="N", help="how many of the latest checkpoints stay")
+    _switch(add, "progress", True, "a bar, and a line for each epoch. Without it only the result is printed")
+    _switch(add, "compilation-cache", True, "keep compiled programs for later runs")
+    folder("--output-dir", help="a folder for checkpoints, metrics.jsonl and history.png (default: none)")
+    folder("--checkpoint-dir", help=saved)
+    count("--checkpoint-every", help="also save after this many steps (default: after each epoch)")
+    count("--keep", default=3, help="how many of the latest checkpoints stay")
     _switch(add, "resume", True, "resume from the latest checkpoint, if there is one")
     add("--metrics-file", type=metrics_path, metavar="FILE", help=lines)
-    add("--tensorboard-dir", type=Path, metavar="DIR", help=board)
-    add("--profile-dir", type=Path, metavar="DIR", help="a trace of five steps, for XProf (default: none)")
+    folder("--tensorboard-dir", help="event files for TensorBoard, by its package (default: none)")
+    folder("--profile-dir", help="a trace of five steps, for XProf (default: none)")
 
 
-def _by_recipe(value: Callable[[Recipe], Any]) -> str:
+def _by_recipe(option: str) -> str:
     """What an option is in each recipe, for the help."""
-    return ", ".join(f"{value(recipe)} in recipe {name}" for name, recipe in RECIPES.items())
+    return ", ".join(f"{getattr(recipe, option)} in recipe {name}" for name, recipe in RECIPES.items())
 
 
 def _switch(add: Any, name: str, default: bool, text: str) -> None:
@@ -299,9 +404,8 @@ def _or_word(word: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def metrics_path(text: str) -> Path:
     """A path for JSON lines, whose ending is not that of a table."""
     if Path(text).suffix.lower() in (".csv", ".tsv"):
-        raise argparse.ArgumentTypeError(
-            f"{text} must end in .jsonl, because it gets JSON lines; pandas.read_json(path, lines=True) makes a table"
-        )
+        hint = "pandas.read_json(path, lines=True) makes a table"
+        raise argparse.ArgumentTypeError(f"{text} must end in .jsonl, because it gets JSON lines; {hint}")
     return Path(text)
 
 

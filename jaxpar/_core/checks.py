@@ -169,18 +169,19 @@ def batch_length(data: Any, what: str, axis: int = 0) -> int:
     return next(iter(lengths))[0]
 
 
-def whole_batch(examples: int, batch_size: int, where: str) -> None:
+def whole_batch(examples: int, batch_size: int, where: str, advice: str = "") -> None:
     """`ValueError` if there are fewer examples than a batch needs."""
     if examples < batch_size:
-        raise ValueError(f"{where}: {examples} examples make no whole batch of {batch_size}; use a smaller batch_size")
+        words = f"make no whole batch of {batch_size}; use a smaller batch_size{advice}"
+        raise ValueError(f"{where}: {examples} examples {words}")
 
 
-def even_share(n: int, parts: int, where: str, advice: str = "") -> int:
+def even_share(n: int, parts: int, where: str, advice: str = "", of: str = "devices") -> int:
     """How many of `n` examples each of `parts` devices gets. The `ValueError` names the nearest batches that divide."""
     if n % parts == 0:
         return n // parts
     sizes = " or ".join(str(size) for size in dict.fromkeys((n // parts * parts, -(-n // parts) * parts)) if size)
-    raise ValueError(f"{where}: a batch of {n} cannot be divided by {parts} devices; use a batch of {sizes}{advice}")
+    raise ValueError(f"{where}: a batch of {n} cannot be divided by {parts} {of}; use a batch of {sizes}{advice}")
 
 
 # Options.

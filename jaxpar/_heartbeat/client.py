@@ -160,11 +160,8 @@ class HeartbeatClient:
 
     def _wait_for_go(self, connection: JsonConnection, end: float) -> None:
         """Send heartbeats until the server says that the run begins."""
-        sent = 0.0
         while True:
-            if time.monotonic() - sent > INTERVAL:
-                sent = time.monotonic()
-                connection.send(heartbeat=1)
+            connection.send(heartbeat=1)
             message = connection.next_message(INTERVAL / 2)
             if "go" in message:
                 self._server_host = message["host"]

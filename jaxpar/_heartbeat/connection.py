@@ -201,6 +201,7 @@ class JsonConnection:
 # The secret of a run: where it is found, and how each end of a connection proves that it knows it.
 
 SECRET, SECRET_FILE = "JAXPAR_SECRET", "JAXPAR_SECRET_FILE"
+_WHERE = "distributed.initialize: the secret"
 _SHORTEST, _LONGEST_KEY = 16, 4096  # bytes of a secret. A shorter one could be guessed
 
 
@@ -237,36 +238,31 @@ def find_secret(env: Mapping[str, str] = os.environ) -> Secret | None:
     One of another length, or in a file that others can read, is a `RuntimeError`.
     """
     if (value := env.get(SECRET)) is not None:
-        return _checked(value.encode(errors="surrogateescape"), f"the variable {SECRET}")
-    if (named := env.get(SECRET_FILE)) is not None:
-        return _read(named)
-    folder = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".config")
-    path = os.path.join(folder, "jaxpar", "secret")
-    return _read(path) if os.path.lexists(path) else None
+        key, source = value.encode(errors="surrogateescape"), f"the variable {SECRET}"
+    else:
+        folder = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".config")
+        path = env.get(SECRET_FILE, os.path.join(folder, "jaxpar", "secret"))
+        if SECRET_FILE not in env and not os.path.lexists(path):
+            return None
+        key, source = _read(path), f"the file {path}"
+    key = key.strip()
+    if not _SHORTEST <= len(key) <= _LONGEST_KEY:
+        make = "`python -c 'import secrets; print(secrets.token_hex(32))'` makes one"
+        raise RuntimeError(f"{_WHERE} in {source} must have {_SHORTEST} to {_LONGEST_KEY} bytes; {make}")
+    return Secret(key, source)
 
 
-def _read(path: str) -> Secret:
+def _read(path: str) -> bytes:
     try:
         with files.opened(Path(path)) as file:
             about = os.fstat(file.fileno())  # of what is open: the path may be another file by now
-            if about.st_uid != os.getuid() or about.st_mode & 0o077:
-                raise RuntimeError(
-                    f"distributed.initialize: the secret {path} must belong to you and be readable by you only; "
-                    f"run `chmod 600 {path}`, and make a new one if others could read it"
-                )
-            return _checked(file.read(_LONGEST_KEY + 1), f"the file {path}")
+            key = file.read(_LONGEST_KEY + 1)
     except OSError as error:
-        raise RuntimeError(f"distributed.initialize: the secret in {path} cannot be read: {error.strerror}") from None
-
-
-def _checked(key: bytes, source: str) -> Secret:
-    key = key.strip()
-    if not _SHORTEST <= len(key) <= _LONGEST_KEY:
-        raise RuntimeError(
-            f"distributed.initialize: the secret in {source} must have {_SHORTEST} to {_LONGEST_KEY} bytes; "
-            "`python -c 'import secrets; print(secrets.token_hex(32))'` makes one"
-        )
-    return Secret(key, source)
+        raise RuntimeError(f"{_WHERE} in {path} cannot be read: {error.strerror}") from None
+    if about.st_uid != os.getuid() or about.st_mode & 0o077:
+        hint = f"run `chmod 600 {path}`, and make a new one if others could read it"
+        raise RuntimeError(f"{_WHERE} {path} must belong to you and be readable by you only; {hint}")
+    return key
 
 
 # Clocks and addresses.

@@ -40,15 +40,10 @@ class Pulse:
         own, other = socket.socketpair()
         with other:
             try:
-                numbers = [str(number) for number in (other.fileno(), os.getpid(), quiet, most)]
-                none = subprocess.DEVNULL
-                self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", __file__, *numbers],
-                    pass_fds=[other.fileno()],
-                    stdin=none,
-                    stdout=none,
-                    stderr=none,
-                )
+                program = [sys.executable, "-I", "-S", __file__]
+                program += [str(number) for number in (other.fileno(), os.getpid(), quiet, most)]
+                silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+                self._process = subprocess.Popen(program, pass_fds=[other.fileno()], **silent)
             except OSError:
                 own.close()
                 return

@@ -150,9 +150,7 @@ class HeartbeatServer:
             self._interrupt = None
 
     def wait_for_peers(self, seconds: float) -> None:
-        """Wait until every peer has closed its connection to the thread of the server: then all have read the last
-        message.
-        """
+        """Wait until every peer has closed its connection: then all have read the last message."""
         end = time.monotonic() + seconds
         gone = {0, self.lost["lost"]} if self.lost else {0}
         while time.monotonic() < end and set(self.peers) - gone:

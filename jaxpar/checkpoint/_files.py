@@ -70,27 +70,23 @@ class Found(NamedTuple):
 
 def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], arrays: list[np.ndarray]) -> None:
     """Write a checkpoint, whole or not at all. `OSError` where it cannot be written."""
-    unfinished = _unfinished_path(path.parent)
     try:
-        unfinished.mkdir(parents=True)
-        trained, frozen = _parts(records, arrays)
-        _write_arrays(unfinished / _ARRAYS, trained)
-        if frozen:
-            content = {**content, "frozen": _digest(frozen)}
-            if not _link_frozen(path.parent, unfinished, content["frozen"]):
-                _write_arrays(unfinished / _FROZEN, frozen)
-        body = {"format": FORMAT, "leaves": records, "files": _prints(unfinished), **content}
-        (unfinished / MANIFEST).write_text(_text_of(body))
-        _flush_all(unfinished)
-        os.rename(unfinished, path)
-        flush_to_disk(path.parent)
+        with _unfinished(path.parent) as unfinished:
+            unfinished.mkdir(parents=True)
+            trained, frozen = _parts(records, arrays)
+            _write_arrays(unfinished / _ARRAYS, trained)
+            if frozen:
+                content = {**content, "frozen": _digest(frozen)}
+                if not _link_frozen(path.parent, unfinished, content["frozen"]):
+                    _write_arrays(unfinished / _FROZEN, frozen)
+            body = {"format": FORMAT, "leaves": records, "files": _prints(unfinished), **content}
+            (unfinished / MANIFEST).write_text(_text_of(body))
+            _flush_all(unfinished)
+            os.rename(unfinished, path)
+            flush_to_disk(path.parent)
     except Exception as error:
-        raise OSError(
-            f"checkpoint: {path} could not be written ({_reason(error)}); it was removed, and earlier checkpoints are "
-            "unchanged"
-        ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)  # where it was renamed there is nothing to remove
+        words = f"could not be written ({_reason(error)}); it was removed, and earlier checkpoints are unchanged"
+        raise OSError(f"checkpoint: {path} {words}") from error
 
 
 def read(path: Path) -> Found:
@@ -158,10 +154,8 @@ def of_step(directory: Path, step: int) -> Path | None:
 def remove(path: Path) -> None:
     """Remove a checkpoint."""
     # A process that is killed meanwhile leaves no half of one.
-    gone = _unfinished_path(path.parent)
-    with contextlib.suppress(FileNotFoundError):  # another process removed it
+    with _unfinished(path.parent) as gone, contextlib.suppress(FileNotFoundError):  # another process removed it
         os.rename(path, gone)
-    shutil.rmtree(gone, ignore_errors=True)
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -181,9 +175,8 @@ def check_writable(directory: Path, where: str) -> None:
     there = directory.absolute()
     while not os.path.lexists(there):
         there = there.parent
-    number = errno.ENOTDIR if not there.is_dir() else errno.EACCES if not os.access(there, os.W_OK | os.X_OK) else 0
-    if number:
-        reason = os.strerror(number)
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = os.strerror(errno.EACCES if there.is_dir() else errno.ENOTDIR)
         raise OSError(f"{where}: nothing can be written to {directory} ({reason}); choose another directory")
 
 
@@ -191,14 +184,11 @@ def check_writable(directory: Path, where: str) -> None:
 def whole_copy(path: Path) -> Generator[Path]:
     """A block with a directory that has a checkpoint and the records of its run. `adopt` takes both."""
     # Its files are hard links, where the file system has those.
-    copy = _unfinished_path(path.parent)
-    try:
+    with _unfinished(path.parent) as copy:
         shutil.copytree(path, copy, copy_function=_link_or_copy)
         if (path.parent / RECORDS).is_file():
             shutil.copyfile(path.parent / RECORDS, copy / RECORDS)  # a run appends to it
         yield copy
-    finally:
-        shutil.rmtree(copy, ignore_errors=True)
 
 
 def adopt(source: Path, directory: Path) -> None:
@@ -211,19 +201,17 @@ def adopt(source: Path, directory: Path) -> None:
     path = free_path(directory, body)
     if _has_copy(directory, body):
         return
-    copy = _unfinished_path(directory)
     try:
-        shutil.copytree(source, copy, ignore=shutil.ignore_patterns(RECORDS))
-        if (source / RECORDS).is_file():
-            with contextlib.suppress(FileExistsError):  # those that are there stay
-                files.create(directory / RECORDS, (source / RECORDS).read_bytes())
-        _flush_all(copy)
-        os.rename(copy, path)
+        with _unfinished(directory) as copy:
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns(RECORDS))
+            if (source / RECORDS).is_file():
+                with contextlib.suppress(FileExistsError):  # those that are there stay
+                    files.create(directory / RECORDS, (source / RECORDS).read_bytes())
+            _flush_all(copy)
+            os.rename(copy, path)
     except OSError:
         if not _has_copy(directory, body):  # else another process was faster
             raise
-    finally:
-        shutil.rmtree(copy, ignore_errors=True)
 
 
 def _has_copy(directory: Path, body: dict[str, Any]) -> bool:
@@ -243,8 +231,14 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-def _unfinished_path(directory: Path) -> Path:
-    return directory / f"{_UNFINISHED}{process.tag()}-{secrets.token_hex(4)}"
+@contextlib.contextmanager
+def _unfinished(directory: Path) -> Generator[Path]:
+    """A block with a path in a directory that names this process. What is there at its end is removed."""
+    path = directory / f"{_UNFINISHED}{process.tag()}-{secrets.token_hex(4)}"
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush_all(directory: Path) -> None:
@@ -313,14 +307,11 @@ def _read_arrays(path: Path, layouts: dict[int, tuple[tuple[int, ...], np.dtype[
             stored = orbax.metadata(path).item_metadata.tree
             for name, (shape, dtype) in expected.items():
                 its = tuple(stored[name].shape), np.dtype(stored[name].dtype)
-                if its != (shape, dtype.newbyteorder("=")):  # orbax stores the bytes in one order
-                    raise ValueError(
-                        f"array {name} is {its[1]}{list(its[0])}, and in the manifest {dtype}{list(shape)}"
-                    )
+                same = its == (shape, dtype.newbyteorder("="))  # orbax stores the bytes in one order
+                expect(same, f"array {name} is {its[1]}{list(its[0])}, and in the manifest {dtype}{list(shape)}")
             total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in expected.values())
             memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            if total > memory:
-                raise ValueError(f"the arrays have {total} bytes, more than the {memory} of this machine's memory")
+            expect(total <= memory, f"the arrays have {total} bytes, more than the {memory} of this machine's memory")
             each = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in expected}
             args = ocp.args.PyTreeRestore(item=dict.fromkeys(expected, 0), restore_args=each)
             found = orbax.restore(path, args=args)
@@ -336,9 +327,8 @@ def _layout(record: dict[str, Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
         name, shape, dtype = str(key.dtype), (*shape, *data.shape), np.dtype(data.dtype)
     else:
         dtype = np.dtype(record["dtype"])
-        name = str(dtype)
-    if name != record["dtype"]:  # NumPy has other names too, which are saved by nobody
-        raise ValueError(f"the dtype must be {name}, got {record['dtype']}")
+        name = str(dtype)  # NumPy takes other names too, which are saved by nobody
+    expect(name == record["dtype"], f"the dtype must be {name}, got {record['dtype']}")
     return shape, dtype
 
 
@@ -394,8 +384,8 @@ def _text_of(body: dict[str, Any]) -> str:
     text = json.dumps(outer)
     if len(text) < _LINES:
         text = json.dumps(outer, indent=1)
-    if len(text) > MOST_BYTES:  # JSON is ASCII here
-        raise ValueError(f"the manifest has {len(text)} bytes, more than {MOST_BYTES}; save less info with it")
+    words = f"the manifest has {len(text)} bytes, more than {MOST_BYTES}; save less info with it"
+    expect(len(text) <= MOST_BYTES, words)  # JSON is ASCII here
     return text
 
 

@@ -182,15 +182,15 @@ def _sums_of(leaf: jax.Array, size: int | None) -> jax.Array:
     words = _words(jax.random.key_data(leaf) if is_prng_key(leaf) else leaf)
     place = _place(words.shape)
     mixed = _mix(words ^ _mix(place + np.uint32(0x9E3779B9))), _mix(words + _mix(place ^ np.uint32(0x7FEB352D)))
-    if size is not None:
-        counts = _is_counted(leaf.shape, size).reshape(leaf.shape + (1,) * (words.ndim - leaf.ndim))
+    if size is not None:  # the elements after the first so many are a padding
+        row, column = (jax.lax.broadcasted_iota(np.uint32, leaf.shape, axis) for axis in (0, 1))
+        full, rest = divmod(size, leaf.shape[1])
+        counts = (row < full) | ((row == full) & (column < rest))
+        counts = counts.reshape(leaf.shape + (1,) * (words.ndim - leaf.ndim))
         mixed = tuple(jnp.where(counts, x, np.uint32(0)) for x in mixed)
-    zero = np.uint32(0)  # two sums in one pass: XLA's loops for one each take ten times as long on CPUs
-    return jnp.stack(jax.lax.reduce(mixed, (zero, zero), _add, range(words.ndim)))
-
-
-def _add(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    return a[0] + b[0], a[1] + b[1]
+    # Two sums in one pass: XLA's loops for one each take ten times as long on CPUs.
+    zeros = np.uint32(0), np.uint32(0)
+    return jnp.stack(jax.lax.reduce(mixed, zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), range(words.ndim)))
 
 
 def _words(leaf: jax.Array) -> jax.Array:
@@ -213,13 +213,6 @@ def _place(shape: Sequence[int]) -> jax.Array:
         found += jax.lax.broadcasted_iota(np.uint32, shape, axis) * np.uint32(step % (1 << 32))
         step *= shape[axis]
     return found
-
-
-def _is_counted(shape: Sequence[int], size: int) -> jax.Array:
-    """Which elements of rows are among the first so many."""
-    row, column = (jax.lax.broadcasted_iota(np.uint32, shape, axis) for axis in (0, 1))
-    full, rest = divmod(size, shape[1])
-    return (row < full) | ((row == full) & (column < rest))
 
 
 def _mix(x: jax.Array) -> jax.Array:

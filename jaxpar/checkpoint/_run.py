@@ -73,8 +73,8 @@ class DirectoryLock:
             except FileExistsError:
                 pass
             except OSError as error:
-                words = f"checkpoint: {self._directory} cannot be written ({error.strerror}); nothing was saved"
-                raise OSError(words) from error
+                why = f"cannot be written ({error.strerror}); nothing was saved"
+                raise OSError(f"checkpoint: {self._directory} {why}") from error
             if (holder := self._holder()) is None:
                 time.sleep(_AGAIN)  # it was given up meanwhile, which a network's file system shows late
                 continue
@@ -83,9 +83,8 @@ class DirectoryLock:
             if self._is_held:
                 raise _taken(f"{self._directory} was taken over by {holder.words} while this process was stopped")
             if not self._is_abandoned(holder):
-                raise _taken(
-                    f"{self._directory} belongs to {holder.words}, which runs and writes its checkpoints there"
-                )
+                words = f"belongs to {holder.words}, which runs and writes its checkpoints there"
+                raise _taken(f"{self._directory} {words}")
             self._remove(holder)
         self._is_held = True
         if self._ended is None:
@@ -207,9 +206,8 @@ class RecordWriter:
             before = None if place is None else {name: place[name] for name in ("at", "sha256")}
             line = f'{{"record": {record}, "before": {json.dumps(before)}}}\n'.encode()
             if len(line) > _LONGEST_LINE:
-                raise OSError(
-                    f"a record has {len(line)} bytes, more than {_LONGEST_LINE}; record fewer values in an epoch"
-                )
+                hint = f"more than {_LONGEST_LINE}; record fewer values in an epoch"
+                raise OSError(f"a record has {len(line)} bytes, {hint}")
             number = 1 if place is None else place["number"] + 1
             place = {"number": number, "at": size + len(lines), "sha256": hashlib.sha256(line).hexdigest()}
             lines += line

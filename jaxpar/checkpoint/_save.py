@@ -219,9 +219,8 @@ def fill(found: Found, like: Any) -> Any:
         with outside_mesh():  # the arrays get the shardings of `like`
             state, remarks = _leaves.from_leaves(found.body["leaves"], found.arrays, like)
     except ValueError as error:
-        raise CheckpointError(
-            f"{found.path} does not fit `like`: {text.for_terminal(str(error), _files.MOST_SHOWN)}"
-        ) from None
+        why = text.for_terminal(str(error), _files.MOST_SHOWN)
+        raise CheckpointError(f"{found.path} does not fit `like`: {why}") from None
     for remark in remarks if jax.process_index() == 0 else ():
         say(f"{found.path}: {remark}")
     return state
@@ -372,8 +371,9 @@ class Manager:
             found = newest_good(self.directory, self._bad, accepts, wanted)
             return None if found is None else str(found.path)
 
+        # The first process chooses. Where another one cannot read the same, all of them look for an earlier one.
         while True:
-            found: Found | None = None  # in the first process, which chooses, what it has read
+            found: Found | None = None  # in the first process, what it has read
             path = processes.ask_first(choose, CheckpointError)
             if path is None and refused:
                 raise CheckpointError(f"{refused}; and there is no earlier checkpoint that all processes can read")
@@ -394,10 +394,9 @@ class Manager:
     def wait(self) -> None:
         """Wait until all saved checkpoints are on disk. Raises `OSError` if one could not be written."""
         if os.getpid() != self._pid:  # the thread that writes is not in a fork
-            raise RuntimeError(
-                f"checkpoint.Manager: process {os.getpid()} is a fork of process {self._pid}, which made this Manager "
-                "and writes; save there, or make a Manager in the fork"
-            )
+            words = "which made this Manager and writes; save there, or make a Manager in the fork"
+            fork = f"process {os.getpid()} is a fork of process {self._pid}"
+            raise RuntimeError(f"checkpoint.Manager: {fork}, {words}")
         writing, self._writing = self._writing, None
         if writing is not None:
             with processes.raise_together():

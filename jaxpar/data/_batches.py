@@ -96,10 +96,8 @@ def rows_of_parts(size: int, fraction: Any, rng: Any, shuffle: bool, where: str)
     else:
         count = round(size * checks.number(fraction, where, "fraction", "a number", lambda x: math.isfinite(size * x)))
     if not 0 < count < size:
-        raise ValueError(
-            f"{where}: {fraction} of {size} examples leaves one of the two parts empty; give a fraction between 0 and "
-            f"1, or a number of examples from 1 to {size - 1}"
-        )
+        words = f"give a fraction between 0 and 1, or a number of examples from 1 to {size - 1}"
+        raise ValueError(f"{where}: {fraction} of {size} examples leaves one of the two parts empty; {words}")
     if not shuffle:
         if rng is not None:
             raise ValueError(f"{where}: shuffle=False uses no rng; leave out one of them")
@@ -159,11 +157,9 @@ def split_of(
 
 def _split_of_sharding(sharding: NamedSharding, where: str) -> Split:
     spec, mesh = sharding.spec, sharding.mesh
-    if any(spec[1:]):
-        raise ValueError(
-            f"{where}: the sharding of a batch splits its first axis only, got {spec}; images and labels have no "
-            "other axis in common, so reshard a batch by jax.device_put, or give data.prefetch one for each array"
-        )
+    if any(spec[1:]):  # images and labels have no other axis in common
+        words = "reshard a batch by jax.device_put, or give data.prefetch one for each array"
+        raise ValueError(f"{where}: the sharding of a batch splits its first axis only, got {spec}; {words}")
     first = spec[0] if len(spec) else None
     axes = first if isinstance(first, tuple) else (first,) if first else ()
     assert isinstance(mesh, Mesh)
@@ -178,19 +174,8 @@ def check_sharding(sharding: Any, where: str) -> NamedSharding:
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return sharding
     hint = "; a PartitionSpec needs a mesh, set by jax.set_mesh" if isinstance(sharding, P) else ""
-    raise TypeError(
-        f"{where}: sharding must be a NamedSharding, such as jax.sharding.NamedSharding(mesh, "
-        f"jax.sharding.PartitionSpec('data')); got {checks.describe(sharding)}{hint}"
-    )
-
-
-def check_virtual_shards(examples: int, virtual_shards: int, where: str) -> None:
-    """`ValueError` where a batch of so many examples cannot be cut in the shards."""
-    if examples % virtual_shards:
-        raise ValueError(
-            f"{where}: {examples} examples cannot be cut in {virtual_shards} virtual shards evenly; "
-            f"use a multiple of {virtual_shards}"
-        )
+    example = "such as jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))"
+    raise TypeError(f"{where}: sharding must be a NamedSharding, {example}; got {checks.describe(sharding)}{hint}")
 
 
 def batch_options(
@@ -204,13 +189,10 @@ def batch_options(
         return {"devices": devices}
     if _takes(source, "virtual_shards"):
         return {"devices": devices, "virtual_shards": virtual_shards}
-    if virtual_shards % len(devices or (None,)) == 0:
-        return {"devices": devices}
-    raise TypeError(
-        f"{type(source).__name__}.batches takes no virtual_shards=, and {len(devices or ())} devices cannot share the "
-        f"{virtual_shards} virtual shards of the step evenly; give it that option, as data.batches has it, or use a "
-        f"number of devices that divides {virtual_shards}"
-    )
+    if virtual_shards % (count := len(devices or (None,))):
+        words = f"which {count} devices cannot share evenly; add it, or use a number of devices that divides it"
+        raise TypeError(f"{type(source).__name__}.batches takes no virtual_shards={virtual_shards}, {words}")
+    return {"devices": devices}
 
 
 def _takes(source: Any, option: str) -> bool:
@@ -343,34 +325,27 @@ def plan_batches(
     parts = split.parts
     if virtual_shards is not None:  # a padding makes the shares even
         parts = 1
-        check_virtual_shards(batch_size, virtual_shards, where)
-        check_virtual_shards(rest, virtual_shards, where)
+        checks.even_share(batch_size, virtual_shards, where, of="virtual shards")
+        checks.even_share(rest, virtual_shards, where, of="virtual shards")
     checks.even_share(batch_size, parts, where)
-    if size < (batch_size if drop_remainder else 1):
-        raise ValueError(
-            f"{where}: a data set of {size} examples has no batch of {batch_size}; "
-            "use a smaller batch_size, or drop_remainder=False"
-        )
+    checks.whole_batch(size, batch_size if drop_remainder else 1, where, ", or drop_remainder=False")
     if rest % parts:
-        raise ValueError(
-            f"{where}: the last batch would have {rest} examples, which {parts} devices cannot share evenly; "
-            "use drop_remainder=True, or a batch_size that leaves a remainder divisible by the devices"
-        )
+        raise ValueError(f"{where}: the last batch would have {rest} examples for {parts} devices; drop the remainder")
     checks.whole_number(start, where, "start", least=0)
     if epochs is not None:
         checks.whole_number(epochs, where, "epochs", least=0)
     return Plan(runs(size, batch_size, epochs, start, drop_remainder), order_of(rng, size), split)
 
 
-def from_host(arrays: Any, all_runs: Iterator[Run], order: Order, split: Split, dtype: Any) -> Iterator[Any]:
+def from_host(arrays: Any, plan: Plan, dtype: Any) -> Iterator[Any]:
     """Batches of a pytree of arrays in host memory. Transfers run while earlier batches are in use."""
-    sharding = split.sharding
+    split, sharding = plan.split, plan.split.sharding
 
     def sent() -> Iterator[Any]:
         epoch, rows = None, np.empty(0, np.int32)
-        for run in all_runs:
+        for run in plan.all_runs:
             if run.epoch != epoch:
-                epoch, rows = run.epoch, np.asarray(order(run.epoch))
+                epoch, rows = run.epoch, np.asarray(plan.order(run.epoch))
             for at in range(run.first, run.first + run.number * run.batch_size, run.batch_size):
                 wanted = rows[at : at + run.batch_size]
                 wanted = np.pad(wanted, (0, split.rows(len(wanted)) - len(wanted)), mode="edge")
@@ -413,22 +388,17 @@ def free_bytes(device: Any) -> int | None:
 
 
 def from_devices(
-    dataset: Any,
-    all_runs: Iterable[Run],
-    order: Order,
-    split: Split,
-    dtype: Any,
-    *,
-    most: int | None = None,
-    stacked: bool = False,
+    dataset: Any, plan: Plan, dtype: Any, *, most: int | None = None, stacked: bool = False
 ) -> Iterator[tuple[Any, int]]:
     """Batches gathered from the copies on the devices, several at a time, and how many of these count.
 
     At the end of a run fewer count, and the rest are copies of the last example. `most`: how many at a time.
     """
+    split = plan.split
     whole = None if split.mesh is None else NamedSharding(split.mesh, P())
     placed, key = _residents.setdefault(dataset, {}), _placement(split)
-    if key not in placed:  # they are sent once in the data set's life
+    if key not in placed:
+        # They are sent once in the data set's life, unless it is used on ever other devices.
         if len(placed) == _COPIES:
             del placed[next(iter(placed))]
         images, labels = (send(as_jax_dtype(x), None, whole) for x in (dataset.images, dataset.labels))
@@ -436,9 +406,9 @@ def from_devices(
     images, labels = placed[key]
     size = dataset.images[:1].size * (images.dtype if dtype is None else dtype).itemsize
     epoch = rows = None
-    for run in all_runs:
+    for run in plan.all_runs:
         if run.epoch != epoch:
-            epoch, rows = run.epoch, put(order(run.epoch), whole)
+            epoch, rows = run.epoch, put(plan.order(run.epoch), whole)
         # Starting a program costs as much as a small batch.
         several = most or max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, run.batch_size * size)))
         cursor = send(np.array(run.first, np.int32), None, whole)

@@ -74,34 +74,26 @@ class IterableSource:
         try:
             return len(self.source) * (batch_size if self.batched else processes.count())
         except TypeError:
-            raise TypeError(
-                f"{_WHERE}: {_describe(self.source)} has no length, so give the number of batches in an epoch: "
-                f"{_WHERE}(source, steps_per_epoch=...)"
-            ) from None
+            words = f"give the number of batches in an epoch: {_WHERE}(source, steps_per_epoch=...)"
+            raise TypeError(f"{_WHERE}: {_describe(self.source)} has no length, so {words}") from None
 
     def _check_loader(self, batch_size: int) -> None:
         """What a DataLoader of PyTorch says of its batches, before the first one is read or the last one is short."""
-        size: Any = getattr(self.source, "batch_size", None)
-        drop_last = getattr(self.source, "drop_last", None)
+        loader: Any = self.source
+        size, drop_last = getattr(loader, "batch_size", 0), getattr(loader, "drop_last", None)
         if not self.batched or not checks.is_int(size) or not isinstance(drop_last, bool):
             return
-        share = batch_size // processes.count()
-        name = type(self.source).__name__
+        number, name = processes.count(), type(loader).__name__
+        share = batch_size // number
+        write = f"write {name}(..., batch_size={share}, drop_last=True)"
         if size != share:
-            number = processes.count()
             of = f", of which each of {number} processes reads {share}" if number > 1 else ""
-            raise ValueError(
-                f"{_WHERE}: the {name} makes batches of {size}, but batch_size is {batch_size}{of}; write "
-                f"{name}(..., batch_size={share}, drop_last=True), or give batch_size={size * number} here"
-            )
-        drawn = getattr(self.source, "sampler", None)
-        drawn = drawn if hasattr(drawn, "__len__") else getattr(self.source, "dataset", None)
-        rest = len(drawn) % size if hasattr(drawn, "__len__") and self.steps_per_epoch is None else 0  # pyright: ignore
-        if rest and not drop_last:
-            raise ValueError(
-                f"{_WHERE}: the last batch of the {name} would have {rest} examples; write "
-                f"{name}(..., batch_size={size}, drop_last=True)"
-            )
+            words = f"but batch_size is {batch_size}{of}; {write}, or give batch_size={size * number} here"
+            raise ValueError(f"{_WHERE}: the {name} makes batches of {size}, {words}")
+        drawn: list[Any] = [getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
+        ends = self.steps_per_epoch is None and not drop_last  # whether its last batch is read, and may be short
+        if rest := next((len(each) % size for each in drawn if ends and hasattr(each, "__len__")), 0):
+            raise ValueError(f"{_WHERE}: the last batch of the {name} would have {rest} examples; {write}")
 
     def batches(
         self,
@@ -119,23 +111,25 @@ class IterableSource:
         `start` skips batches. Earlier epochs are not read. The earlier batches of this epoch are read and dropped,
         unless `set_state` set a position within the epoch. An iterator cannot be rewound, so it skips nothing.
         """
+        checks.whole_number(batch_size, _WHERE, "batch_size")
         if virtual_shards is not None:
-            _batches.check_virtual_shards(batch_size, virtual_shards, _WHERE)
-        share, steps = self._shares(batch_size)
+            checks.even_share(batch_size, virtual_shards, _WHERE, of="virtual shards")
+        share = checks.even_share(batch_size, processes.count(), _WHERE, of="processes")  # which this process reads
+        examples = self.examples(batch_size)
+        checks.whole_batch(examples, batch_size, _WHERE)
+        steps = examples // batch_size
         split = _batches.split_of(devices, STORE_AXIS, sharding, virtual_shards, _WHERE)
         padding = split.rows(batch_size) - batch_size
-        if padding and processes.count() > 1:
-            raise ValueError(
-                f"{_WHERE}: each of {processes.count()} processes reads an equal share of a batch, and the "
-                f"{virtual_shards} virtual shards of the step cannot be shared equally by {split.parts} devices; use a "
-                f"data.Dataset or data.from_arrays, or a number of devices that divides {virtual_shards}"
-            )
+        if padding and processes.count() > 1:  # each reads an equal share of a batch, and a padding is at its end
+            shared = f"the {virtual_shards} virtual shards of the step evenly; use a number that divides these"
+            raise ValueError(f"{_WHERE}: {split.parts} devices cannot share {shared}, or data.from_arrays")
         sharding = _share_sharding(batch_size + padding, split)
         once = self.source if isinstance(self.source, Iterator) else None
         for epoch, first, _, _ in _batches.runs(steps * batch_size, batch_size, epochs, start):
             skipped = first // batch_size
             elements = once if once is not None else iter(self._epoch(epoch))
             at = epoch * steps
+            # An iterator that is read once goes on where the run before left it: nothing is read and dropped.
             found = skipped if once is not None or self._is_restored(elements, at + skipped, skipped) else 0
             for batch in itertools.islice(self._host_batches(elements, share), steps - found):
                 found += 1
@@ -176,15 +170,6 @@ class IterableSource:
         _set_state(elements, state)
         return True
 
-    def _shares(self, batch_size: int) -> tuple[int, int]:
-        """How many examples of a batch this process reads, and how many batches an epoch has."""
-        number = processes.count()
-        if checks.whole_number(batch_size, _WHERE, "batch_size") % number:
-            raise ValueError(f"{_WHERE}: batch_size must be a multiple of the {number} processes, got {batch_size}")
-        examples = self.examples(batch_size)
-        checks.whole_batch(examples, batch_size, _WHERE)
-        return batch_size // number, examples // batch_size
-
     def batch_shapes(self, batch_size: int, like: Any = None) -> Any:
         """The shapes and dtypes of a device batch.
 
@@ -221,15 +206,14 @@ class IterableSource:
     ) -> tuple[IterableSource, IterableSource]:
         """`data.split(source, fraction, rng, shuffle=shuffle)`. Batches stay whole."""
         if not (hasattr(self.source, "__len__") and hasattr(self.source, "__getitem__")):
-            raise TypeError(
-                f"data.split: {_describe(self.source)} cannot be indexed; split what it reads, or give a list"
-            )
+            words = "cannot be indexed; split what it reads, or give a list"
+            raise TypeError(f"data.split: {_describe(self.source)} {words}")
         if self.steps_per_epoch is not None:
             raise ValueError("data.split: leave out steps_per_epoch=, because the length of each part is known")
         rows = _batches.rows_of_parts(len(self.source), fraction, rng, shuffle, "data.split")
         # A list stays a list, since the shapes of a list of batches are known before it is read.
         is_list = isinstance(self.source, (list, tuple))
-        parts = ([self.source[i] for i in part] if is_list else _Subset(self.source, part) for part in rows)
+        parts = ([self.source[i] for i in part] if is_list else _Subset(self.source, part.tolist()) for part in rows)
         first, rest = (dataclasses.replace(self, source=part) for part in parts)
         return first, rest
 
@@ -308,14 +292,11 @@ def from_iterable(
     is_tuple_of_arrays = type(source) is tuple and all(hasattr(each, "dtype") for each in source)
     if isinstance(source, dict) or hasattr(source, "dtype") or is_tuple_of_arrays:
         kind = f"a tuple of {len(source)}" if isinstance(source, tuple) else f"{_describe(source)} of"
-        raise TypeError(
-            f"{_WHERE}: {kind} arrays is data, not a loader; use data.Dataset(images, labels) "
-            'or data.from_arrays({"name": array})'
-        )
+        write = 'data.Dataset(images, labels) or data.from_arrays({"name": array})'
+        raise TypeError(f"{_WHERE}: {kind} arrays is data, not a loader; use {write}")
     if not _is_function(source) and not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
-        raise TypeError(
-            f"{_WHERE}: expected an iterable, or a function of the epoch that returns one; got {_describe(source)}"
-        )
+        expected = "an iterable, or a function of the epoch that returns one"
+        raise TypeError(f"{_WHERE}: expected {expected}; got {_describe(source)}")
     if steps_per_epoch is not None:
         checks.whole_number(steps_per_epoch, _WHERE, "steps_per_epoch")
     return IterableSource(source, steps_per_epoch, batched, tuple(names), dtype)
@@ -334,11 +315,9 @@ def _check_lengths(batch: Any, share: int, at: int) -> None:
     shapes = {_batches.path_name(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
     if {shape[:1] for shape in shapes.values()} != {(share,)}:
         given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(
-            f"{_WHERE}: batch {at} of the epoch should have {share} examples in each array, got {given}; "
-            "make the loader's batches that large and drop an incomplete last one (drop_last=True, "
-            "drop_remainder=True); if an element is one example, give batched=False"
-        )
+        got = f"batch {at} of the epoch should have {share} examples in each array, got {given}"
+        hint = "make the loader's batches that large and drop an incomplete last one (drop_last=True)"
+        raise ValueError(f"{_WHERE}: {got}; {hint}; if an element is one example, give batched=False")
 
 
 def _check_steps(source: Any, epoch: int, found: int, steps: int) -> None:
@@ -354,33 +333,33 @@ def _describe(source: Any) -> str:
     return f"the function {name}" if name and _is_function(source) else f"a {type(source).__name__}"
 
 
+@dataclasses.dataclass(frozen=True)
 class _Subset:
-    """The elements of a sequence at some places, in the order of these."""
+    """The elements of a sequence at some places, in the order of these. They are read when they are asked for."""
 
-    def __init__(self, elements: Any, places: np.ndarray):
-        self._elements, self._places = elements, places.tolist()
+    elements: Any
+    places: list[int]
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.places)
 
     def __getitem__(self, i: int) -> Any:
-        return self._elements[self._places[i]]
+        return self.elements[self.places[i]]
 
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._elements.__getitem__, self._places)
+    def __iter__(self) -> Iterator[Any]:  # without it, an IndexError of an element would end the epoch silently
+        return map(self.elements.__getitem__, self.places)
 
 
 def _share_sharding(rows: int, split: _batches.Split) -> NamedSharding | None:
     """The sharding of a batch whose rows are shared equally by the processes. None: the default device."""
-    # Where a sharding gives one row to several processes, the batch is split over all devices, and a step sends the
-    # rows on.
     if split.mesh is None or split.sharding is None:
         return None
-    here = split.sharding.addressable_devices_indices_map((rows,)).values() if rows % split.parts == 0 else ()
+    checks.even_share(rows, split.parts, _WHERE)
+    here = split.sharding.addressable_devices_indices_map((rows,)).values()
     own = {index[0].indices(rows)[:2] for index in here if index}
-    if rows % split.parts or sum(last - first for first, last in own) * processes.count() == rows:
-        checks.even_share(rows, split.parts, _WHERE)
+    if sum(last - first for first, last in own) * processes.count() == rows:
         return split.sharding
+    # It gives one row to several processes. So the batch is split over all devices, and a step sends the rows on.
     devices = tuple(split.mesh.devices.flat)
     checks.even_share(rows, len(devices), _WHERE)
     return split_over(devices)
@@ -416,10 +395,8 @@ def _columns(frame: Any, where: str) -> dict[Any, np.ndarray]:
     numbers = [name for name, column in columns.items() if column.dtype.kind in "biufc"]
     if numbers != names:
         others = [name for name in names if name not in numbers]
-        raise TypeError(
-            f"{where}: the columns {others} of the DataFrame are not numeric; write frame[{numbers}] for the others, "
-            "or turn them into numbers first"
-        )
+        write = f"write frame[{numbers}] for the others, or turn them into numbers first"
+        raise TypeError(f"{where}: the columns {others} of the DataFrame are not numeric; {write}")
     return columns
 
 
@@ -436,10 +413,8 @@ def as_dict(element: Any, names: tuple[str, ...], where: str = _WHERE) -> Any:
     """An element as a pytree of arrays. A tuple or a list becomes a dict with these names."""
     if isinstance(element, (tuple, list)) and not hasattr(element, "_fields"):
         if len(element) != len(names):
-            raise ValueError(
-                f"{where}: an element is a {type(element).__name__} of {len(element)}, but there are "
-                f"{len(names)} names {names}; give names= one for each, or elements that are dicts"
-            )
+            words = f"but there are {len(names)} names {names}; give names= one for each, or elements that are dicts"
+            raise ValueError(f"{where}: an element is {checks.describe(element)}, {words}")
         element = dict(zip(names, element, strict=True))
 
     def convert(path: Any, leaf: Any) -> Any:
@@ -460,10 +435,8 @@ def as_array(leaf: Any, name: str) -> Any:
             leaf = leaf.contiguous() if hasattr(leaf, "contiguous") else leaf  # JAX takes no strided tensor of PyTorch
             array = jnp.from_dlpack(leaf) if hasattr(leaf, "__dlpack__") else np.empty(0, object)
     if getattr(array.dtype, "kind", "O") in "OUSMm":  # random keys have no kind
-        raise TypeError(
-            f"{name} is a {type(leaf).__name__} of dtype {array.dtype}, which is not an "
-            "array of numbers; leave it out of the elements, or turn it into numbers there"
-        )
+        words = "which is not an array of numbers; leave it out of the elements, or turn it into numbers there"
+        raise TypeError(f"{name} is a {type(leaf).__name__} of dtype {array.dtype}, {words}")
     return array
 
 
@@ -473,10 +446,8 @@ def join(trees: Sequence[Any], where: str = _WHERE, *, batched: bool = False) ->
     def join_leaves(path: Any, *leaves: Any) -> np.ndarray:
         shapes = {np.shape(leaf)[batched:] for leaf in leaves}
         if len(shapes) > 1:
-            raise ValueError(
-                f"{where}: {_batches.path_name(path)} has examples of different shapes, {sorted(shapes)}, which make "
-                "no batch; pad, crop or resize them first"
-            )
+            words = f"examples of different shapes, {sorted(shapes)}, which make no batch; pad, crop or resize them"
+            raise ValueError(f"{where}: {_batches.path_name(path)} has {words} first")
         arrays = [np.asarray(leaf) for leaf in leaves]
         return np.concatenate(arrays) if batched else np.stack(arrays)
 

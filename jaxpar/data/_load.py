@@ -75,12 +75,10 @@ def load(
     folder = as_path(data_dir, "data.load: data_dir").expanduser() if data_dir is not None else default_data_dir()
     found, idx_files = _find(name, folder, source)
     if found != "prepared" and prepared_dir(name, folder) is None:
-        if found == "download" and (url := download_url(name)):
-            try:
-                check_reachable(url)
-            except ConnectionError as error:
-                raise ConnectionError(f"{error}. {_advice(name)}") from None
-        prepare(name, folder, idx_files)
+        try:
+            prepare(name, folder, idx_files)
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}. {_advice(name)}") from None
     dataset = Dataset(*read(name, split, folder), source=found, name=name, part=split)
     if verbose:
         place = f"{idx_files}, kept in {folder}" if idx_files else folder
@@ -97,14 +95,16 @@ def _find(name: str, folder: Path, source: str) -> tuple[str, Path | None]:
     if source in ("files", "debian") and name != "fashion_mnist":
         raise ValueError(f"source={source!r} is for 'fashion_mnist' only; got name {name!r}")
     given = os.environ.get("JAXPAR_DATA_DIR")
-    for word, place in (("files", Path(given).expanduser() if given else None), ("debian", DEBIAN_DIR)):
+    if source == "files" and not given:
+        raise FileNotFoundError(f"source 'files': $JAXPAR_DATA_DIR is not set. {_advice(name)}")
+    places = {"files": Path(given).expanduser()} if given else {}
+    for word, place in {**places, "debian": DEBIAN_DIR}.items():
         if name == "fashion_mnist" and source in ("auto", word):
-            missing = missing_idx(place) if place else list(OFFICIAL)
-            if place and not missing:
+            missing = missing_idx(place)
+            if not missing:
                 return word, place
-            if source == word or len(missing) < len(OFFICIAL):
-                lack = f"{place} lacks {', '.join(missing)}" if place else "$JAXPAR_DATA_DIR is not set"
-                raise FileNotFoundError(f"source {word!r}: {lack}. {_advice(name)}")
+            if source == word or len(missing) < len(OFFICIAL):  # some of them are there, so the folder was meant
+                raise FileNotFoundError(f"source {word!r}: {place} lacks {', '.join(missing)}. {_advice(name)}")
     return "download", None
 
 
@@ -191,6 +191,11 @@ def prepare(name: str, data_dir: Path, idx_files: Path | None) -> None:
     """Write TFDS's `name` into `data_dir` from the `idx_files`. None: from TFDS's own download."""
     # TFDS writes into `incomplete.*` next to the target and renames it at the end. A process that finds the target
     # there by then deletes its own, so that several may prepare at once.
+    cls = _builder_class(name)
+    if idx_files is None:
+        urls = [cls.URL + "train-labels-idx1-ubyte.gz"] if hasattr(cls, "URL") else list(cls.url_infos or ())
+        for url in urls[:1]:
+            check_reachable(url)
     with contextlib.ExitStack() as stack:
         manual_dir = None
         if idx_files is not None:
@@ -203,7 +208,7 @@ def prepare(name: str, data_dir: Path, idx_files: Path | None) -> None:
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         config = _tfds().download.DownloadConfig(manual_dir=manual_dir, try_download_gcs=False)
-        builder = _builder_class(name)(data_dir=data_dir, file_format="array_record")
+        builder = cls(data_dir=data_dir, file_format="array_record")
         try:
             builder.download_and_prepare(download_dir=manual_dir, download_config=config)
         except OSError:
@@ -248,10 +253,9 @@ def _decode_split(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np
             raise RuntimeError(f"{expected} records expected, {len(images)} found")
         return np.stack(images), np.asarray(labels, np.int32)
     except NotImplementedError as error:  # prepared in a format that only TensorFlow reads
-        raise ValueError(
-            f"the data set in {builder.data_dir} is stored as {builder.info.file_format}, which cannot be "
-            "read without TensorFlow; give another data_dir, or convert it to array_record"
-        ) from error
+        words = "which cannot be read without TensorFlow; give another data_dir, or convert it to array_record"
+        stored = f"the data set in {builder.data_dir} is stored as {builder.info.file_format}"
+        raise ValueError(f"{stored}, {words}") from error
     except Exception as error:
         raise _damage_error(builder.data_dir, f"split {split!r}: {error}") from error
 
@@ -269,13 +273,6 @@ def _builder(name: str, data_dir: Path) -> Any:
         raise ValueError(f"data.load: tensorflow-datasets knows no data set {name!r}{near}") from None
     except Exception as error:
         raise _damage_error(data_dir / name, str(error)) from error
-
-
-def download_url(name: str) -> str | None:
-    """The first address from which TFDS would download `name`. None if unknown."""
-    cls = _builder_class(name)
-    urls = [cls.URL + "train-labels-idx1-ubyte.gz"] if hasattr(cls, "URL") else list(cls.url_infos or ())
-    return urls[0] if urls else None
 
 
 def check_reachable(url: str, seconds: float = 5.0) -> None:
@@ -306,15 +303,12 @@ def check_reachable(url: str, seconds: float = 5.0) -> None:
 
 def load_copy(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Images and labels of a whole split, if there is a good copy."""
-    if not split.isidentifier():
+    found = _read_copy(folder / f"{_COPY}{split}.npz", "images", "labels")
+    # The arrays must be those that `_decode_split` gives, whoever wrote the file.
+    if found is None or found[0].dtype.kind not in "buif" or found[1].dtype != np.int32:
         return None
-    arrays = _read_copy(folder / f"{_COPY}{split}.npz", "images", "labels")
-    if arrays is None:
-        return None
-    images, labels = arrays
-    are_numbers = images.dtype.kind in "buif" and labels.dtype == np.int32
-    is_sound = are_numbers and images.ndim and labels.ndim
-    return (images, labels) if is_sound and len(images) == len(labels) == _num_examples(folder, split) else None
+    lengths = {array.shape[:1] for array in found}
+    return (found[0], found[1]) if lengths == {(_num_examples(folder, split),)} else None
 
 
 def save_copy(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -52,10 +53,8 @@ def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> It
     elements = iter(iterator)
     size = checks.whole_number(size, _WHERE, "size", least=0)
     if sharding is not None:
-        kinds = Sharding, P
-        sharding = jax.tree.map(
-            lambda one: check_sharding(one, _WHERE), sharding, is_leaf=lambda x: isinstance(x, kinds)
-        )
+        check = functools.partial(check_sharding, where=_WHERE)
+        sharding = jax.tree.map(check, sharding, is_leaf=lambda x: isinstance(x, (Sharding, P)))
     return _prefetch(elements, sharding, size)
 
 
@@ -97,9 +96,8 @@ def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
             return put(leaf, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
     except ValueError as error:
-        spec, mesh = sharding.spec, dict(sharding.mesh.shape)
         own = ", of which each process gives the part of its own devices" if processes.count() > 1 else ""
-        raise ValueError(
-            f"{_WHERE}: {path_name(path)} {checks.describe(leaf)} cannot be laid out as {spec} over a mesh of {mesh}"
-            f"{own}; use batches that its axes divide, or give a pytree of shardings, one for each array"
-        ) from error
+        layout = f"{sharding.spec} over a mesh of {dict(sharding.mesh.shape)}{own}"
+        hint = "use batches that its axes divide, or give a pytree of shardings, one for each array"
+        what = f"{path_name(path)} {checks.describe(leaf)}"
+        raise ValueError(f"{_WHERE}: {what} cannot be laid out as {layout}; {hint}") from error

@@ -112,9 +112,9 @@ class Dataset:
         plan = _batches.plan_batches(len(self), batch_size, "data.batches", **options)
         dtype = None if dtype is None else np.dtype(dtype)
         if _batches.has_room(self, plan.split) if resident is None else resident:
-            groups = _batches.from_devices(self, *plan, dtype)
+            groups = _batches.from_devices(self, plan, dtype)
             return each_in_user_mesh(batch for batches, number in groups for batch in batches[:number])
-        return _batches.from_host({"image": self.images, "label": self.labels}, *plan, dtype)
+        return _batches.from_host({"image": self.images, "label": self.labels}, plan, dtype)
 
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
@@ -279,10 +279,8 @@ def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None,
     source = given if isinstance(given, Dataset) else as_source(given)
     split_it: Any = getattr(source, "split", None)
     if split_it is None:
-        raise TypeError(
-            f"data.split: a {type(source).__name__} is a custom source, whose examples are unknown; split the "
-            "data that it reads"
-        )
+        words = "is a custom source, whose examples are unknown; split the data that it reads"
+        raise TypeError(f"data.split: a {type(source).__name__} {words}")
     return split_it(fraction, rng=rng, shuffle=shuffle)
 
 
@@ -303,10 +301,11 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     >>> collect(loader)
     Dataset(5 images float64 (2,), labels int32, source='arrays')
     """
-    found = [as_dict(element, ("image", "label")) for element in elements]
+    names = ("image", "label")
+    found = [{name: each[name] for name in names} for each in (as_dict(element, names) for element in elements)]
     if not found:
         raise ValueError("data.collect: expected elements, got none")
-    whole = join([{"image": each["image"], "label": each["label"]} for each in found], batched=batched)
+    whole = join(found, batched=batched)
     return Dataset(whole["image"], whole["label"])
 
 
@@ -388,7 +387,7 @@ def batch_groups(
         checks.whole_number(most, where, "most")
     if not _batches.has_room(dataset, plan.split):
         return None
-    return each_in_user_mesh(_batches.from_devices(dataset, *plan, np.dtype(jnp.float32), most=most, stacked=True))
+    return each_in_user_mesh(_batches.from_devices(dataset, plan, np.dtype(jnp.float32), most=most, stacked=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -423,7 +422,7 @@ class ArraySource(_OfArrays):
     def batches(self, batch_size: int, **options: Any) -> Iterator[Any]:
         """Batches on the devices. Takes the options of `data.batches` except `dtype` and `resident`."""
         plan = _batches.plan_batches(self.examples(1), batch_size, "data.from_arrays", **options)
-        return _batches.from_host(self.arrays, *plan, self.dtype)
+        return _batches.from_host(self.arrays, plan, self.dtype)
 
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
@@ -491,9 +490,7 @@ def go_to(source: Any, places: list[Any] | None) -> None:
     """Set a source to the position from `place_in`. `ValueError` for another number of processes."""
     if places is None or not hasattr(source, "set_state"):
         return
-    if len(places) != processes.count():
-        raise ValueError(
-            f"fit: the checkpoint has the positions in the data of {len(places)} processes, but {processes.count()} "
-            f"run now; start {len(places)}, or give resume=False"
-        )
+    if (count := len(places)) != processes.count():
+        words = f"but {processes.count()} run now; start {count}, or give resume=False"
+        raise ValueError(f"fit: the checkpoint has the positions in the data of {count} processes, {words}")
     source.set_state(places[jax.process_index()])

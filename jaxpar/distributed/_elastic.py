@@ -34,24 +34,21 @@ def check_elastic(cluster: Cluster | str, monitor: bool) -> None:
     """Raise what keeps a run from being elastic, before anything is set."""
     if not monitor:
         raise ValueError(f"{_WHERE}: elastic=True finds lost processes by their heartbeats; leave out monitor=False")
+    why = ""
     if not hasattr(multihost_utils, "live_devices") or not hasattr(jax.config, "jax_enable_recoverability"):
-        raise RuntimeError(
-            f"{_WHERE}: jax {jax.__version__} cannot continue after a loss; use jax 0.10.2 or later, or leave out "
-            "elastic: then all processes end after a loss, and resume from a checkpoint"
-        )
-    if isinstance(cluster, str):
-        raise RuntimeError(
-            f"{_WHERE}: in {cluster} a lost process cannot rejoin by itself; leave out elastic, or set "
-            "JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES and JAXPAR_PROCESS_ID"
-        )
-    if cluster.server and os.environ.get(VARIABLE) != "1":
-        raise RuntimeError(
-            f"{_WHERE}: the launcher would end all processes after a loss; start them by jaxpar launch --elastic"
-        )
+        why = f"jax {jax.__version__} cannot continue after a loss; use jax 0.10.2 or later, or leave out elastic"
+    elif isinstance(cluster, str):
+        names = "JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES and JAXPAR_PROCESS_ID"
+        why = f"in {cluster} a lost process cannot rejoin by itself; leave out elastic, or set {names}"
+    elif cluster.server and os.environ.get(VARIABLE) != "1":
+        why = "the launcher would end all processes after a loss; start them by jaxpar launch --elastic"
+    if why:
+        raise RuntimeError(f"{_WHERE}: {why}")
 
 
 def configure(heartbeat_timeout: float) -> dict[str, Any]:
     """Set what jax reads at its start of an elastic run. Return options of `jax.distributed.initialize`."""
+    # After this time a collective that waits for a lost process ends with an error, and the others repeat the step.
     flags = os.environ.get("XLA_FLAGS", "")
     if _FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={round(heartbeat_timeout)}".strip()

@@ -16,6 +16,7 @@ from .._core.checks import whole_number
 
 Settings = dict[str, Any]
 RAY_TRAIN = "Ray Train"
+_WHERE = "distributed.initialize"
 _NEEDED = ("coordinator", "num_processes", "process_id")
 
 
@@ -49,20 +50,22 @@ def find(
     found = _jaxpar(env)
     if not found and not given and (train := ray_worker()):  # whatever started Ray's own processes
         return RAY_TRAIN if train.get_context().get_world_size() > 1 else None
-    found = found or _by_jax_names(env)
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    if not found and all(map(env.get, names)):  # as Kubeflow Trainer and others set them; jax reads only the first
+        numbers = {"num_processes": _int(env, names[1]), "process_id": _int(env, names[2])}
+        found = {"source": "JAX_*", "coordinator": env[names[0]], **numbers}
     if launched and not found:
         return None
     found = found or _skypilot(env) or _slurm(env) or _open_mpi(env)
-    if "server" in found and (other := [n for n, v in given.items() if v != found[n]]):
-        name = other[0]
-        raise ValueError(
-            f"distributed.initialize: {name}={given[name]!r}, but `jaxpar launch` started this process with "
-            f"{found[name]!r}; leave the arguments out under the launcher"
-        )
-    if not found and not given and (elsewhere := _only_jax(env)):
-        return elsewhere
-    if not found and not given and "JAX_COORDINATOR_ADDRESS" not in env:
-        return None
+    for name in given if "server" in found else ():
+        if given[name] != found[name]:
+            words = f"but `jaxpar launch` started this process with {found[name]!r}; leave the arguments out there"
+            raise ValueError(f"{_WHERE}: {name}={given[name]!r}, {words}")
+    if not found and not given:
+        if elsewhere := _only_jax(env):
+            return elsewhere
+        if "JAX_COORDINATOR_ADDRESS" not in env:
+            return None
     source = "the arguments" if given else "JAX_COORDINATOR_ADDRESS"
     settings = {"source": source, "coordinator": env.get("JAX_COORDINATOR_ADDRESS"), **found, **given}
     return _cluster(settings, env)
@@ -80,19 +83,6 @@ def _jaxpar(env: Mapping[str, str]) -> Settings:
         "job": env.get("JAXPAR_JOB"),
     }
     return found | ({"source": "jaxpar launch", "server": env["JAXPAR_HUB"]} if env.get("JAXPAR_HUB") else {})
-
-
-def _by_jax_names(env: Mapping[str, str]) -> Settings:
-    """The settings under jax's own names, as Kubeflow Trainer and others set them. jax reads only the first."""
-    address = env.get("JAX_COORDINATOR_ADDRESS")
-    if not (address and env.get("JAX_NUM_PROCESSES") and env.get("JAX_PROCESS_ID")):
-        return {}
-    return {
-        "source": "JAX_*",
-        "coordinator": address,
-        "num_processes": _int(env, "JAX_NUM_PROCESSES"),
-        "process_id": _int(env, "JAX_PROCESS_ID"),
-    }
 
 
 def _slurm(env: Mapping[str, str]) -> Settings:
@@ -137,10 +127,8 @@ def _open_mpi(env: Mapping[str, str]) -> Settings:
     elif uri:
         found["coordinator"] = f"{uri[2]}:{_port(env, number)}"
     else:
-        raise ValueError(
-            "distributed.initialize: this release of Open MPI does not say where process 0 is; give it: "
-            "mpirun -x JAX_COORDINATOR_ADDRESS=<first host>:<port> ..."
-        )
+        give = "give it: mpirun -x JAX_COORDINATOR_ADDRESS=<first host>:<port> ..."
+        raise ValueError(f"{_WHERE}: this release of Open MPI does not say where process 0 is; {give}")
     return found
 
 
@@ -154,9 +142,7 @@ def _skypilot(env: Mapping[str, str]) -> Settings:
     if size == 1:
         return {}
     if len(nodes) != size:
-        raise ValueError(
-            f"distributed.initialize: SKYPILOT_NUM_NODES is {size}, but SKYPILOT_NODE_IPS has {len(nodes)} addresses"
-        )
+        raise ValueError(f"{_WHERE}: SKYPILOT_NUM_NODES is {size}, but SKYPILOT_NODE_IPS has {len(nodes)} addresses")
     host = f"[{nodes[0]}]" if ":" in nodes[0] else nodes[0]
     return {
         "source": "SkyPilot",
@@ -180,16 +166,14 @@ def _cluster(settings: Settings, env: Mapping[str, str]) -> Cluster:
     """The settings of a process, after all checks."""
     if missing := [name for name in _NEEDED if settings.get(name) in (None, "")]:
         given = {name: settings[name] for name in _NEEDED if name not in missing}
-        raise ValueError(
-            f"distributed.initialize: coordinator, num_processes and process_id belong together, got {given} from "
-            f"{settings['source']}; missing: {', '.join(missing)} (or "
-            "JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID in the environment)"
-        )
+        got = f"got {given} from {settings['source']}; missing: {', '.join(missing)}"
+        other = "JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID in the environment"
+        raise ValueError(f"{_WHERE}: coordinator, num_processes and process_id belong together, {got} (or {other})")
     address, size, rank = (settings[name] for name in _NEEDED)
     if not isinstance(address, str) or not re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}", address):
-        raise ValueError(f"distributed.initialize: the coordinator must be 'host:port', got {address!r}")
-    size = whole_number(size, "distributed.initialize", "num_processes")
-    rank = whole_number(rank, "distributed.initialize", "process_id", 0, size - 1)
+        raise ValueError(f"{_WHERE}: the coordinator must be 'host:port', got {address!r}")
+    size = whole_number(size, _WHERE, "num_processes")
+    rank = whole_number(rank, _WHERE, "process_id", 0, size - 1)
     job = settings.get("job") or env.get("JAXPAR_JOB") or address
     checked: Settings = {**settings, "num_processes": size, "process_id": rank, "job": job}
     return Cluster(**checked)
@@ -202,7 +186,7 @@ def _int(env: Mapping[str, str], *names: str) -> int | None:
             try:
                 return int(env[name])
             except ValueError:
-                raise ValueError(f"distributed.initialize: {name} must be an int, got {env[name]!r}") from None
+                raise ValueError(f"{_WHERE}: {name} must be an int, got {env[name]!r}") from None
     return None
 
 

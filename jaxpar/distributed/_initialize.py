@@ -30,6 +30,7 @@ from .._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT, HeartbeatSer
 from . import _elastic, _environment
 from ._environment import Cluster
 
+_WHERE = "distributed.initialize"
 _LOCKED = 60.0  # seconds for which a process that others can go on without may hold Python's lock
 _PORTS = 8  # the server takes the first free one of these many after the coordinator's
 _JOIN_TIMEOUT = 60.0  # seconds, where jax runs already: the processes are there, and may be slow
@@ -68,7 +69,7 @@ def start_jax(*settings: Any, **options: Any) -> None:
 def is_joined() -> bool:
     """Whether `initialize` is done, or the user's own `jax.distributed.initialize`."""
     if this.has_failed:  # jax may now say that it is initialised, or that it is one of one
-        raise RuntimeError("distributed.initialize: an earlier call failed in this process; start all processes again")
+        raise RuntimeError(f"{_WHERE}: an earlier call failed in this process; start all processes again")
     return this.is_joined or jax.distributed.is_initialized()
 
 
@@ -147,10 +148,8 @@ def initialize(
     elastic = elastic or os.environ.get(_elastic.VARIABLE) == "1"
     if is_joined():
         if elastic and not processes.is_elastic() and jax.distributed.is_initialized():
-            raise RuntimeError(
-                "distributed.initialize: elastic=True comes too late, jax was initialised without it; give it in the "
-                "first call, instead of jax.distributed.initialize"
-            )
+            words = "jax was initialised without it; give it in the first call, instead of jax.distributed.initialize"
+            raise RuntimeError(f"{_WHERE}: elastic=True comes too late, {words}")
         return _attach(num_processes, process_id)
     joining, heartbeat = _find_timeouts(initialization_timeout, heartbeat_timeout, elastic)
     cluster = _environment.find(coordinator, num_processes, process_id)
@@ -159,10 +158,8 @@ def initialize(
     if cluster is None or (is_known and cluster.num_processes == 1 and not cluster.server and not by_hand):
         return
     if is_jax_used():
-        raise RuntimeError(
-            "distributed.initialize: JAX runs already and cannot become one of several processes now; call it before "
-            "anything else that uses JAX (in a notebook, restart the kernel and call it first)"
-        )
+        words = "call it before anything else that uses JAX (in a notebook, restart the kernel and call it first)"
+        raise RuntimeError(f"{_WHERE}: JAX runs already and cannot become one of several processes now; {words}")
     elastic = elastic and not (is_known and cluster.num_processes == 1)
     if elastic:
         _elastic.check_elastic(cluster, monitor)
@@ -197,10 +194,9 @@ def _find_timeouts(initialization: float | None, heartbeat: float | None, elasti
         usual = ELASTIC_TIMEOUT if elastic else HEARTBEAT_TIMEOUT
         heartbeat = float(os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or usual)
     if not 0 < initialization <= MOST_SECONDS or not 2 <= heartbeat <= MOST_SECONDS:
-        raise ValueError(
-            "distributed.initialize: initialization_timeout must be above 0 and heartbeat_timeout 2 seconds or more, "
-            f"got {initialization:g} and {heartbeat:g}; both at most {MOST_SECONDS:.0f}, a week"
-        )
+        got = f"got {initialization:g} and {heartbeat:g}; both at most {MOST_SECONDS:.0f}, a week"
+        expected = "initialization_timeout must be above 0 and heartbeat_timeout 2 seconds or more"
+        raise ValueError(f"{_WHERE}: {expected}, {got}")
     return initialization, heartbeat
 
 
@@ -212,10 +208,8 @@ def _attach(num_processes: int | None, process_id: int | None) -> None:
     size, rank = numbers_of_jax()
     for name, given, has in (("num_processes", num_processes, size), ("process_id", process_id, rank)):
         if given is not None and given != has:
-            raise RuntimeError(
-                f"distributed.initialize: {name}={given!r}, but jax.distributed was initialised by other code, and "
-                f"there it is {has}; leave the arguments out, or call jp.distributed.initialize first"
-            )
+            words = f"but jax.distributed was initialised by other code, and there it is {has}"
+            raise RuntimeError(f"{_WHERE}: {name}={given!r}, {words}; leave the arguments out, or call this first")
     if not this.is_attached and (train := _environment.ray_worker()) is not None:
         context = train.get_context()
         _say_ray_watches(context.get_world_size(), context.get_world_rank(), "Ray Train has started jax")
@@ -271,11 +265,10 @@ def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
     else:  # on Cloud TPU jax counts the processes without being initialised
         has_others, place = found not in (None, "Cloud TPU"), f"one of several ({found})"
     if has_others:
-        separate = "; separate runs are trials of Ray Tune, or start without the variables JAXPAR_* and JAX_*"
-        raise RuntimeError(
-            f"{caller}: this is {place} and has not joined the others, so {harm}. Call "
-            f"jp.distributed.initialize() before the first use of JAX{separate if launched else ''}"
-        )
+        call = "Call jp.distributed.initialize() before the first use of JAX"
+        if launched:
+            call += "; separate runs are trials of Ray Tune, or start without the variables JAXPAR_* and JAX_*"
+        raise RuntimeError(f"{caller}: this is {place} and has not joined the others, so {harm}. {call}")
 
 
 @answers("distributed.set_resume_hint")
@@ -349,6 +342,7 @@ def _start(
             options = {**options, "local_device_ids": cluster.local_devices}
         host, port = split(cluster.coordinator)
         address = cluster.coordinator
+        # In process 0 jax's client ends with its service anyway.
         if client is not None and cluster.process_id:
             address = ServiceProxy(address).address
         bind = f"127.0.0.1:{port}" if is_loopback(host) else None  # None for all interfaces
@@ -379,18 +373,16 @@ def _start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, 
             raise
         if name == "Cloud TPU":
             return  # a single host
-        raise RuntimeError(
-            f"distributed.initialize: jax finds no settings in {name}; set JAXPAR_COORDINATOR and "
-            "JAXPAR_NUM_PROCESSES (the number of the process is JOB_COMPLETION_INDEX), or install jax[k8s]"
-        ) from error
+        names = "JAXPAR_COORDINATOR and JAXPAR_NUM_PROCESSES (the number of the process is JOB_COMPLETION_INDEX)"
+        raise RuntimeError(f"{_WHERE}: jax finds no settings in {name}; set {names}, or install jax[k8s]") from error
     rank, size = jax.process_index(), jax.process_count()
-    client = _join_through_jax(rank, size, heartbeat_timeout) if watch and size > 1 else None
-    set_process(size, client)
+    set_process(size, _join_through_jax(rank, size, heartbeat_timeout) if watch and size > 1 else None)
 
 
 def reserve_port(address: str) -> socket.socket:
     """Reserve the coordinator's port until jax takes it. Close the socket then."""
-    # Without this gRPC would silently share the port with another run.
+    # Without this gRPC would silently share the port with another run. The socket does not listen, so that a process
+    # which starts jax earlier is refused, and tries again.
     _, port = split(address)
     reserved = socket.socket()
     try:
@@ -401,10 +393,9 @@ def reserve_port(address: str) -> socket.socket:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # from now on nobody else may bind it
     except OSError as error:
         reserved.close()
-        raise RuntimeError(
-            f"distributed.initialize: port {port} of the coordinator {address} cannot be used on this host: "
-            f"{os.strerror(error.errno or 0)}; another run may have it, choose another port"
-        ) from None
+        why = f"{os.strerror(error.errno or 0)}; another run may have it, choose another port"
+        what = f"port {port} of the coordinator {address}"
+        raise RuntimeError(f"{_WHERE}: {what} cannot be used on this host: {why}") from None
     return reserved
 
 
@@ -418,20 +409,16 @@ def join_others(
     host, port = split(cluster.server or cluster.coordinator)
     step = 1 if port + _PORTS <= 65535 else -1
     ports = [port + step * i for i in range(1, _PORTS + 1)]
-    absent = (
-        f"process 0 is not there: no answer from the coordinator {cluster.coordinator} at ports {min(ports)} to "
-        f"{max(ports)} of the heartbeat server"
-    )
+    where = f"the coordinator {cluster.coordinator} at ports {min(ports)} to {max(ports)} of the heartbeat server"
+    absent = f"process 0 is not there: no answer from {where}"
     addresses, server = [(host, p) for p in ports], None
     if cluster.server:
         addresses, absent = [(host, port)], f"the launcher is not there: no answer at {cluster.server}"
     elif rank == 0:
         if secret is None and not is_loopback(host):
-            say_news(
-                "any program that reaches this host's network can take part in the heartbeats of this run and end it; "
-                f"to prevent that, set {SECRET} to one random text in all processes, or write it to "
-                "~/.config/jaxpar/secret (chmod 600)"
-            )
+            danger = "any program that reaches this host's network can take part in the heartbeats of this run and end"
+            hint = f"set {SECRET} to one random text in all processes, or write it to ~/.config/jaxpar/secret"
+            say_news(f"{danger} it; to prevent that, {hint} (chmod 600)")
         listener = _listen(host, ports)
         addresses = [("127.0.0.1", listener.getsockname()[1])]
         on_leave = (lambda rank, why: say(f"process {rank} was lost: {why}; the others continue")) if elastic else None
@@ -446,10 +433,9 @@ def _listen(host: str, ports: list[int]) -> socket.socket:
     for port in ports:
         with contextlib.suppress(OSError):
             return socket.create_server(("127.0.0.1" if is_loopback(host) else "", port))
-    raise RuntimeError(
-        f"distributed.initialize: the heartbeat server takes one of the ports {min(ports)} to {max(ports)} on this "
-        "host, and none is free; choose another port for the coordinator"
-    )
+    which = f"the ports {min(ports)} to {max(ports)} on this host"
+    words = "and none is free; choose another port for the coordinator"
+    raise RuntimeError(f"{_WHERE}: the heartbeat server takes one of {which}, {words}")
 
 
 def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> HeartbeatClient:
@@ -485,7 +471,5 @@ def _join_run(
     try:
         client.join_run(addresses, seconds, absent)
     except ConnectionError as error:
-        raise RuntimeError(
-            f"distributed.initialize: {error} (this is process {client.rank} of {client.size})"
-        ) from None
+        raise RuntimeError(f"{_WHERE}: {error} (this is process {client.rank} of {client.size})") from None
     return client

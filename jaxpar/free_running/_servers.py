@@ -45,28 +45,24 @@ _LEAST = (2, 59)  # the first Ray whose own start asks for a token. Others let e
 
 def _get_ray() -> Any:
     """The module `ray`. Ray is started on this machine if it does not run."""
+    needs = "jaxpar.free_running needs Ray"
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
-        raise ImportError(
-            'jaxpar.free_running needs Ray, which is not installed; pip install "jaxpar[ray]" adds it'
-        ) from error
+        raise ImportError(f'{needs}, which is not installed; pip install "jaxpar[ray]" adds it') from error
     if ray.is_initialized():
         return ray
     if tuple(int(number) for number in re.findall(r"\d+", ray.__version__)[:2]) < _LEAST:
-        raise ImportError(
-            f"jaxpar.free_running needs Ray {_LEAST[0]}.{_LEAST[1]} or newer, which asks every connection for a token; "
-            f'{ray.__version__} is installed, and pip install -U "jaxpar[ray]" brings a newer one'
-        )
+        newer = f"{_LEAST[0]}.{_LEAST[1]} or newer, which asks every connection for a token"
+        hint = f'{ray.__version__} is installed, and pip install -U "jaxpar[ray]" brings a newer one'
+        raise ImportError(f"{needs} {newer}; {hint}")
     with warnings.catch_warnings(), _on_loopback(ray):
         warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # it starts other programs, without JAX
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback and not os.environ.get(_ON_NETWORK):
-        say_news(
-            f"free_running: this Ray listens at {address}, which others on the network can reach; it asks them for a "
-            "token"
-        )
+        reach = "which others on the network can reach; it asks them for a token"
+        say_news(f"free_running: this Ray listens at {address}, {reach}")
     return ray
 
 
@@ -155,6 +151,7 @@ class Server:
         store = store if optimizer is None else kv.set_optimizer(store, optimizer)
         self._keys = list(values)
         self._store = kv.init(store, self._keys, list(values.values()))
+        # A plain function as updater may do what cannot be traced, such as counting its calls.
         can_compile = isinstance(self._store.updater, Updater)
         self._update = jax.jit(self._push, donate_argnums=0) if can_compile else self._push
         self._version = 0
@@ -174,6 +171,7 @@ class Server:
 
     def pull(self) -> tuple[int, list[np.ndarray]]:
         """The version, which is the number of pushes, and the pieces as copies."""
+        # Copies: the next push donates the buffers of these.
         return self._version, [np.array(self._store.values[k]) for k in self._keys]
 
     def status(self) -> dict[str, Any]:
@@ -242,17 +240,11 @@ def start(
     actor = _get_ray().remote(num_cpus=0, runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}})(Server)
     parts = [{p.key: cut(values[p.key], p) for p in held} for held in pieces]
     handles = tuple(actor.remote(part, updater, optimizer) for part in parts)
-    started = Servers(
-        handles,
-        pieces,
-        tuple(v.shape for v in values),
-        tuple(v.dtype for v in values),
-        tuple(kv.names(store)[k] for k in keys),
-        store.treedef,
-        timeout,
-    )
-    status(dataclasses.replace(started, timeout=_START_TIMEOUT))
-    return started
+    shapes, dtypes = tuple(v.shape for v in values), tuple(v.dtype for v in values)
+    paths = tuple(kv.names(store)[k] for k in keys)
+    started = Servers(handles, pieces, shapes, dtypes, paths, store.treedef, _START_TIMEOUT)
+    status(started)  # waits until they run
+    return dataclasses.replace(started, timeout=timeout)
 
 
 def _check_pieces(store: kv.KVStore, pieces: Sequence[Sequence[Piece]]) -> None:
@@ -284,10 +276,9 @@ def wait_for_answers(servers: Servers, answers: Sequence[Any]) -> list[Any]:
             is_silent = isinstance(error, ray.exceptions.GetTimeoutError)
             what = f"has not answered for {servers.timeout:g} s" if is_silent else "is gone"
             contents = ", ".join(servers.paths[p.key] for p in held) or "nothing"
-            raise ServerLost(
-                f"free_running: server {i} of {len(answers)} {what}; it held {contents}. "
-                "Start servers again from the last parameters that you kept"
-            ) from error
+            hint = "Start servers again from the last parameters that you kept"
+            words = f"server {i} of {len(answers)} {what}; it held {contents}. {hint}"
+            raise ServerLost(f"free_running: {words}") from error
     return results
 
 
@@ -381,10 +372,9 @@ def _check_grads(servers: Servers, grads: Any) -> list[np.ndarray]:
     for path, array in zip(servers.paths, cast, strict=True):
         is_inexact = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
         if is_inexact and (wrong := array.size - np.count_nonzero(np.isfinite(array))):
-            raise ValueError(
-                f"free_running push: {path!r}: {wrong} of {array.size} values are NaN or infinite; nothing was sent. "
-                "Leave this push out, or look at its batch and at the learning rate"
-            )
+            words = f"{wrong} of {array.size} values are NaN or infinite; nothing was sent"
+            hint = "Leave this push out, or look at its batch and at the learning rate"
+            raise ValueError(f"free_running push: {path!r}: {words}. {hint}")
     return cast
 
 

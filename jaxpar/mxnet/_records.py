@@ -358,7 +358,7 @@ class ImageRecordSource(data.ArraySource):
             rows["top"], rows["left"], rows["mirror"] = np.asarray(draws(epoch))[numbers].T
             return rows
 
-        return data._from_host(self.arrays, plan.all_runs, order, plan.split, self.dtype)
+        return data._from_host(self.arrays, plan._replace(order=order), self.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

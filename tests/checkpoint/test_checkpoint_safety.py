@@ -101,7 +101,8 @@ def test_a_manager_makes_no_directory_before_it_saves(tmp_path):
 def test_leftovers_go_with_a_save_where_their_process_has_certainly_ended(tmp_path):
     program = "from jaxpar._core import process; print(process.tag())"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
-    mine = _files._unfinished_path(tmp_path).name.removeprefix(".unfinished-")[:-9]
+    with _files._unfinished(tmp_path) as path:
+        mine = path.name.removeprefix(".unfinished-")[:-9]
     machine, number, began = mine.split("-")
     names = {
         f"{ended}-00000001": False,

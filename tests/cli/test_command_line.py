@@ -15,7 +15,7 @@ import pytest
 
 import jaxpar
 from jaxpar import __main__ as command_line, data, models, train
-from jaxpar._cli import recipes, train as train_command
+from jaxpar._cli import train as train_command
 
 ROOT = Path(jaxpar.__file__).parents[1]
 COMMANDS = ("train", "plot", "launch")
@@ -32,7 +32,7 @@ def filled(*words):
     """The options of `train` with the recipe's values for what is not given."""
     parser = parser_of("train")
     args = parser.parse_args(words)
-    recipes.fill(args, parser)
+    train_command.fill(args, parser)
     return args
 
 
@@ -166,12 +166,12 @@ def test_clipping_and_the_cache_reach_what_they_are_for(calls):
     assert calls["state"]["grad_transform"] is calls["step"]["grad_transform"]
 
 
-@pytest.mark.parametrize("optimizer", recipes.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", train_command.OPTIMIZERS)
 def test_optimizers_are_those_of_optax(optimizer):
     words = ["train", f"--optimizer={optimizer}", "--learning-rate=0.25", "--schedule=cosine"]
-    words += ["--weight-decay=0.5"] if optimizer in recipes.DECAYS else []
+    words += ["--weight-decay=0.5"] if optimizer in train_command.DECAYS else []
     args = filled(*words[1:])
-    tx, rate = recipes.optimizer(args, 10), optax.cosine_decay_schedule(0.25, 10)
+    tx, rate = train_command.optimizer(args, 10), optax.cosine_decay_schedule(0.25, 10)
     own = {
         "sgd": lambda: optax.chain(optax.add_decayed_weights(0.5), optax.sgd(rate, 0.9)),
         "adam": lambda: optax.adam(rate),
@@ -191,7 +191,7 @@ def test_optimizers_are_those_of_optax(optimizer):
 
 def test_muon_updates_each_weight_as_one_matrix():
     args = filled("--recipe=fast")
-    tx = recipes.optimizer(args, 10)
+    tx = train_command.optimizer(args, 10)
     rng = np.random.default_rng(0)
     params = {"conv": jnp.zeros((2, 2, 3, 4)), "dense": jnp.zeros((12, 4))}
     grads = jnp.asarray(rng.normal(size=(12, 4)), jnp.float32)
@@ -204,9 +204,9 @@ def test_muon_updates_each_weight_as_one_matrix():
 
 def test_a_linear_schedule_rises_for_a_tenth_and_falls_to_zero():
     args = filled("--recipe=fast", "--learning-rate=1")
-    rate = recipes._schedule(args, 20)
+    rate = train_command._schedule(args, 20)
     np.testing.assert_allclose([rate(step) for step in (0, 1, 10, 19, 20)], [0.5, 1, 10 / 19, 1 / 19, 0], atol=1e-6)
-    assert float(recipes._schedule(args, 1)(0)) == 1
+    assert float(train_command._schedule(args, 1)(0)) == 1
 
 
 def test_the_articles_recipe_is_what_it_was(calls):
@@ -227,7 +227,7 @@ def test_the_recipes_fill_what_is_not_given(calls):
 
 
 def test_lenets_recipe_begins_with_weights_of_hes_size():
-    params = recipes.RECIPES["lenet"].init(jax.random.key(0))
+    params = train_command.RECIPES["lenet"].init(jax.random.key(0))
     spread = {name: float(layer["weight"].std()) for name, layer in params.items()}
     want = {name: (2 / fan_in) ** 0.5 for name, fan_in in
             {"conv1": 9, "conv2": 500, "dense1": 800, "dense2": 128}.items()}  # fmt: skip

@@ -316,6 +316,7 @@ def test_a_report_says_more_than_the_status_that_follows_it(program):
     slow = """
         import sys, time
         from jaxpar import _launch
+        from jaxpar.__main__ import main
 
         class Slow(_launch.HeartbeatServer):
             def check(self):
@@ -323,7 +324,7 @@ def test_a_report_says_more_than_the_status_that_follows_it(program):
                 time.sleep(0.3)
 
         _launch.HeartbeatServer = Slow
-        sys.exit(_launch.launch(_launch.Plan(sys.argv[1:], 2)))
+        sys.exit(main(["launch", "-n", "2", "--", *sys.argv[1:]]))
     """
     *_, path = program("time.sleep(0.3 * rank)\nif rank == 0: sys.exit(4)\ntime.sleep(60)", member=True)
     done = subprocess.run(

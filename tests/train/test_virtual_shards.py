@@ -378,9 +378,9 @@ def test_batches_that_are_refused():
         step.many(state, jax.tree.map(lambda x: np.stack([x[:48]] * 2), batches()[0]))
     with pytest.raises(ValueError, match="cannot run inside jit, grad or a picture"):
         jax.jit(step)(state, batches()[0])
-    with pytest.raises(ValueError, match="44 examples cannot be cut in 8 virtual shards"):
+    with pytest.raises(ValueError, match="a batch of 44 cannot be divided by 8 virtual shards"):
         data.batches(dataset(), 44, virtual_shards=V)
-    with pytest.raises(ValueError, match="8 examples cannot be cut in 16"):
+    with pytest.raises(ValueError, match="a batch of 8 cannot be divided by 16 virtual shards"):
         data.batches(dataset(), 64, virtual_shards=16, drop_remainder=False)
     with pytest.raises(ValueError, match="a step with virtual_shards is several programs"):
         fitted(3, dataset(), step, steps_per_execution=2)
