@@ -330,7 +330,8 @@ def plan_batches(
     checks.even_share(batch_size, parts, where)
     checks.whole_batch(size, batch_size if drop_remainder else 1, where, ", or drop_remainder=False")
     if rest % parts:
-        raise ValueError(f"{where}: the last batch would have {rest} examples for {parts} devices; drop the remainder")
+        words = f"{rest} examples, which {parts} devices cannot share evenly; use drop_remainder=True"
+        raise ValueError(f"{where}: the last batch would have {words}, or another batch_size")
     checks.whole_number(start, where, "start", least=0)
     if epochs is not None:
         checks.whole_number(epochs, where, "epochs", least=0)
