@@ -18,8 +18,7 @@ The room:
     _sums         what a push does: it encodes, exchanges, decodes and adds
     _compressors  what a specification such as `{"type": "2bit", "threshold": 0.5}` makes
     _int3         3-bit integers and a scale, also for the sum
-    _base         the base classes, and the sum of the decoded payloads of all devices
-    _bits         packs codes into words, and codes sums of equal steps
+    _base         the base classes, the sum of decoded payloads, codes in words, sums of equal steps as codes
 """
 
 # pyright: reportUnusedImport=false

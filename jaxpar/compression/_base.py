@@ -1,7 +1,8 @@
-"""The base classes of compressors, and the sum of decoded payloads."""
+"""What compressors are made of: the base classes, codes of a few bits, and sums of equal steps as such codes."""
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -9,14 +10,19 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._core.calls import answers
 from .._devices import collectives
-from ._bits import Grid
 
 Shape = tuple[int, ...]
 State = dict[str, jax.Array]
 Payload = dict[str, jax.Array]
+
+PLANE = 32  # codes that fill words of any number of bits, see `pack_planes`
+_LINE = 128
+_FLOAT = 32  # bits
+_SMALLEST = -126  # the exponent of the smallest normal float32
 
 
 class Compressor(Protocol):
@@ -43,9 +49,6 @@ class Compressor(Protocol):
         Args:
             shape, dtype: the shape and dtype of the pushed values. The dtype must be floating.
             seed: an integer, which may be traced. Devices and keys need different seeds for independent random numbers.
-
-        Raises:
-            TypeError: the dtype is not floating.
         """
         if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             got = f"got dtype {jnp.dtype(dtype).name}; push this key uncompressed"
@@ -54,15 +57,12 @@ class Compressor(Protocol):
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         """The payload for `value` plus the residual, and the state for the next push."""
-        ...
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
         """The decoded value. The residual does not include the error of rounding to a narrower `dtype`."""
-        ...
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         """The bytes of a payload."""
-        ...
 
     def grid(self, count: int) -> Grid | None:
         """A lossless code for the sum of `count` decoded payloads. None: send float32."""
@@ -81,11 +81,9 @@ class ElementCompressor(Compressor, Protocol):
 
     def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
         """The code of each element, an unsigned integer of which `per_word` fill a word, and the state."""
-        ...
 
     def dequantize(self, codes: jax.Array) -> jax.Array:
         """The float32 element of each code."""
-        ...
 
 
 @runtime_checkable
@@ -94,11 +92,9 @@ class RowCompressor(Compressor, Protocol):
 
     def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
         """The payload, padded and cut into `count` rows of equal length."""
-        ...
 
     def decode_row(self, row: Payload, index: Any) -> jax.Array:
         """The elements of row `index` of a payload, in float32."""
-        ...
 
 
 @runtime_checkable
@@ -127,9 +123,6 @@ def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: A
         payloads: a payload whose arrays have one row for each device, as an all-gather returns it.
         shape, dtype: the shape and dtype of a value. The sum is taken in float32 and rounded to `dtype` once.
 
-    Returns:
-        The sum, an array of `shape` and `dtype`.
-
     Example:
         >>> from jaxpar import compression
         >>> two_bit = compression.make({"type": "2bit", "threshold": 0.5})
@@ -148,3 +141,149 @@ def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: A
 def with_residual(value: jax.Array, state: State) -> jax.Array:
     """The float32 value to send: the pushed value plus the residual."""
     return state["residual"] + jnp.asarray(value).astype(jnp.float32)
+
+
+# Codes in words.
+
+
+def words(shape: Shape, per_word: int) -> int:
+    """How many words, or blocks, hold an array of this shape."""
+    return -(-math.prod(shape) // per_word)
+
+
+def pad(values: jax.Array, multiple: int) -> jax.Array:
+    """The flat values, with zeros at the end up to a multiple of `multiple`."""
+    flat = values.reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % multiple))
+
+
+# Any number of bits. A code is cut in digits of as many bits as divide both it and a word. A plane has one digit of
+# each code. A TPU computes on lines of 128 numbers, and no shape may end with the 16 or 32 codes of a word. So digit k
+# of 128 words beside each other is that of 128 codes beside each other.
+
+
+def pack_planes(codes: jax.Array, bits: int) -> jax.Array:
+    """uint32 codes (..., 32 m), each below 2**bits, in words (..., bits m). The order of the codes is no format.
+
+    If `bits` divides 32, the length may be any multiple of 32 / bits.
+    """
+    digit, per_word, planes = _digits(bits)
+    line = _line(codes.shape[-1] // per_word)
+    split = codes.reshape(*codes.shape[:-1], -1, 1, per_word, line)
+    if planes > 1:
+        split = split >> _shifts(split, -3, planes, digit) & np.uint32(2**digit - 1)
+    return in_order((split << _shifts(split, -2, per_word, digit)).sum(-2, dtype=jnp.uint32), codes.ndim - 1)
+
+
+def unpack_planes(packed: jax.Array, bits: int) -> jax.Array:
+    """The inverse: codes (..., blocks, codes of a block, line). `in_order` makes flat what is computed of each."""
+    digit, per_word, planes = _digits(bits)
+    line = _line(packed.shape[-1] // planes)
+    split = packed.reshape(*packed.shape[:-1], -1, planes, line)
+    shifts, mask = _shifts(split, -2, per_word, digit), np.uint32(2**digit - 1)
+    terms = [(split[..., i, None, :] >> shifts & mask) << np.uint32(i * digit) for i in range(planes)]
+    return functools.reduce(operator.or_, terms)
+
+
+def in_order(values: jax.Array, lead: int = 0) -> jax.Array:
+    """The values flat behind `lead` axes."""
+    # They are computed in their own shape: XLA's loops for CPUs are four times slower over a flat one.
+    return jax.lax.optimization_barrier(values).reshape(*values.shape[:lead], -1)
+
+
+def _digits(bits: int) -> tuple[int, int, int]:
+    """Bits of a digit, digits in a word, digits of a code."""
+    digit = math.gcd(bits, 32)
+    return digit, 32 // digit, bits // digit
+
+
+def _line(size: int) -> int:
+    """The last axis for planes of so many words."""
+    return _LINE if size % _LINE == 0 and size else max(size, 1)
+
+
+def _shifts(values: jax.Array, axis: int, count: int, bits: int) -> np.ndarray:
+    """0, bits, 2 bits, ... along an axis of the values."""
+    shape = [1] * values.ndim
+    shape[axis] = count
+    return np.arange(0, count * bits, bits, dtype=np.uint32).reshape(shape)
+
+
+# Codes beside each other in a word, with room for the sum of several words.
+
+
+def pack_lanes(codes: jax.Array, bits: int) -> jax.Array:
+    """Flat uint32 codes in words that may be summed, as long as each sum of codes is below 2**bits."""
+    rows = pad(codes, 32 // bits).reshape(32 // bits, -1)
+    return (rows << _lane_shifts(bits)).sum(0, dtype=jnp.uint32)
+
+
+def unpack_lanes(packed: jax.Array, bits: int, size: int) -> jax.Array:
+    """The inverse of `pack_lanes`: `size` codes from words."""
+    return ((packed[None, :] >> _lane_shifts(bits)) & np.uint32(2**bits - 1)).reshape(-1)[:size]
+
+
+def _lane_shifts(bits: int) -> jax.Array:
+    return np.uint32(bits) * jnp.arange(32 // bits, dtype=jnp.uint32)[:, None]
+
+
+# Sums of equal steps as integers: what an owner sends back in place of float32 numbers.
+
+
+class Grid:
+    """The sums of `count` numbers ±step (or 0), added in float32 from left to right.
+
+    Such a sum is k * step, where k is from -count to count. If k * step is no float32, the order of the additions
+    decides on the last bits. Then the code of a sum has its distance from k * step too. So every sum comes back bit
+    for bit.
+    """
+
+    def __init__(self, step: float, count: int, stride: int = 1):
+        """`step`: a float32 number above 0. `stride`: 2 where no number is 0, so that every other k only occurs."""
+        self._step, self._count, self._stride = np.float32(step), count, stride
+        mantissa, exponent = math.frexp(float(self._step))
+        digits, unit = int(mantissa * 2**24), exponent - 24
+        while digits % 2 == 0:
+            digits, unit = digits // 2, unit + 1
+        # The step as the sum of two numbers of 12 digits, whose multiples are exact, and the unit of its last digit.
+        upper, lower = math.ldexp(digits >> 12 << 12, unit), math.ldexp(digits & 0xFFF, unit)
+        self._scaled = np.float32(upper), np.float32(lower), np.float32(2.0**unit)
+        is_beyond = unit < _SMALLEST or count * float(self._step) > float(np.finfo(np.float32).max) or count >= 1 << 24
+        self._slack = 0 if is_beyond else _largest_error(digits, count)
+        self._places = 2 * self._slack + 1  # the codes for each k
+        steps = 2 * count // stride + 1
+        # The bits of a code. 32 means float32 numbers without codes.
+        self.bits: int = _FLOAT if is_beyond else min(_FLOAT, (steps * self._places - 1).bit_length())
+        # Whether every k * step is a float32 number, so that the order of the additions does not matter.
+        self.is_exact: bool = self.bits < _FLOAT and not self._slack
+
+    def encode(self, total: jax.Array) -> jax.Array:
+        """The uint32 code of each float32 sum."""
+        upper, lower, unit = self._scaled
+        k = jnp.round(total / self._step)
+        # Each result is a float32 number, so nothing is rounded.
+        distance = ((total - k * upper) - k * lower) / unit
+        place = (distance + self._slack).astype(jnp.uint32)
+        index = ((k + self._count) / self._stride).astype(jnp.uint32)
+        return index * np.uint32(self._places) + place
+
+    def decode(self, codes: jax.Array) -> jax.Array:
+        """The float32 sums: the inverse of `encode`."""
+        upper, lower, unit = self._scaled
+        k = (codes // np.uint32(self._places)).astype(jnp.float32) * self._stride - self._count
+        distance = (codes % np.uint32(self._places)).astype(jnp.float32) - self._slack
+        return k * upper + (k * lower + distance * unit)
+
+
+def _largest_error(step: int, count: int) -> int:
+    """The largest error of a sum of `count` steps, an odd integer, that is rounded to 24 digits after each step."""
+    largest, slack = step, 0
+    if count * step < 1 << 24:
+        return 0
+    for terms in range(2, count + 1):
+        extra = max(0, (largest + step).bit_length() - 24)
+        slack += (1 << extra) >> 1 if terms > 2 else 0  # twice a float32 number is one
+        largest = -(-(largest + step) >> extra) << extra  # rounded up: no less than float32 has it
+        if slack >= 1 << _FLOAT:
+            break
+    return slack

@@ -15,13 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.calls import answers
-from .._core.checks import choice, number, whole_number
-from ._base import Compressor, ElementCompressor, LinearCompressor, Payload, RowCompressor, Shape, State, with_residual
-from ._bits import Grid, pack_pairs, pad, shifts, unpack_words, words
+from .._core import calls, checks
+from . import _base
+from ._base import Compressor, ElementCompressor, Grid, LinearCompressor, Payload, RowCompressor, Shape, State
 from ._int3 import Int3
 
-_INT8_BLOCK = 1024
+_INT8_BLOCK = 1024  # elements that share a scale: fewer cost bytes, more lose precision beside an outlier
 _ROUNDINGS = ("nearest", "stochastic")
 
 
@@ -32,7 +31,7 @@ def _check_number(compressor: Compressor, field: str, expected: str, allowed: Ca
         with np.errstate(over="ignore", under="ignore"):
             return allowed(float(np.float32(value)))
 
-    value = number(getattr(compressor, field), f"compression {compressor.name!r}", field, expected, is_allowed)
+    value = checks.number(getattr(compressor, field), f"compression {compressor.name!r}", field, expected, is_allowed)
     object.__setattr__(compressor, field, value)
 
 
@@ -40,16 +39,27 @@ def _check_number(compressor: Compressor, field: str, expected: str, allowed: Ca
 
 
 class _InWords(ElementCompressor):
-    """Codes that fill uint32 words, in MXNet's order."""
+    """Codes that fill uint32 words, in MXNet's order: the first code of a byte is in its top bits."""
 
     elementwise: ClassVar[bool] = True
 
+    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
+        codes, state = self.quantize(value, state)
+        lanes = _base.pad(codes.astype(jnp.uint32), self.per_word).reshape(-1, self.per_word)
+        return {"codes": (lanes << self._shifts()).sum(-1, dtype=jnp.uint32)}, state
+
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        values = self.dequantize(unpack_words(payload["codes"], 32 // self.per_word))
-        return values[: math.prod(shape)].reshape(shape).astype(dtype)
+        codes = payload["codes"][:, None] >> self._shifts() & np.uint32(2 ** (32 // self.per_word) - 1)
+        return self.dequantize(codes.reshape(-1))[: math.prod(shape)].reshape(shape).astype(dtype)
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
-        return 4 * words(shape, self.per_word)
+        return 4 * _base.words(shape, self.per_word)
+
+    def _shifts(self) -> np.ndarray:
+        """By how many bits each code of a word is shifted to the left."""
+        bits, place = 32 // self.per_word, np.arange(self.per_word, dtype=np.uint32)[None]
+        per_byte = 8 // bits
+        return 8 * (place // per_byte) + (8 - bits) - bits * (place % per_byte)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +72,6 @@ class TwoBit(_InWords):
 
     Attributes:
         threshold: the decoded magnitude, above 0, in the units of the gradient.
-
-    Raises:
-        TypeError: the threshold is not a number.
-        ValueError: the threshold, as a float32, is not above 0 or not finite.
 
     Example:
         >>> compressor = TwoBit(0.5)
@@ -85,7 +91,7 @@ class TwoBit(_InWords):
         _check_number(self, "threshold", "a finite float32 > 0", lambda t: 0 < t < math.inf)
 
     def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
-        wanted, t = with_residual(value, state), np.float32(self.threshold)
+        wanted, t = _base.with_residual(value, state), np.float32(self.threshold)
         up, down = wanted >= t, wanted <= -t
         residual = wanted - jnp.where(up, t, jnp.where(down, -t, np.float32(0)))
         codes = jnp.where(up, np.uint8(3), jnp.where(down, np.uint8(2), np.uint8(0)))
@@ -94,10 +100,6 @@ class TwoBit(_InWords):
     def dequantize(self, codes: jax.Array) -> jax.Array:
         t = np.float32(self.threshold)
         return jnp.where(codes == 3, t, jnp.where(codes == 2, -t, np.float32(0)))
-
-    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
-        codes, state = self.quantize(value, state)
-        return {"codes": pack_pairs(pad(codes, 16))}, state
 
     def grid(self, count: int) -> Grid:
         return Grid(self.threshold, count)
@@ -113,10 +115,6 @@ class OneBit(_InWords):
 
     Attributes:
         threshold: any finite number, in the units of the gradient.
-
-    Raises:
-        TypeError: the threshold is not a number.
-        ValueError: the threshold, as a float32, is not finite.
 
     Example:
         >>> compressor = OneBit(0.5)
@@ -134,18 +132,13 @@ class OneBit(_InWords):
         _check_number(self, "threshold", "a finite float32", math.isfinite)
 
     def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
-        wanted = with_residual(value, state)
+        wanted = _base.with_residual(value, state)
         up = wanted > np.float32(self.threshold)
         residual = wanted - jnp.where(up, np.float32(1), np.float32(-1))
         return up.astype(jnp.uint8), {**state, "residual": residual}
 
     def dequantize(self, codes: jax.Array) -> jax.Array:
         return jnp.where(codes == 1, np.float32(1), np.float32(-1))
-
-    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
-        codes, state = self.quantize(value, state)
-        bits = pad(codes.astype(jnp.uint32), 32).reshape(-1, 32)
-        return {"codes": (bits << shifts(bits.shape, 1)).sum(-1, dtype=jnp.uint32)}, state
 
     def grid(self, count: int) -> Grid:
         return Grid(1.0, count, stride=2)
@@ -162,9 +155,6 @@ class Int8(RowCompressor):
     Attributes:
         rounding: `nearest`, or `stochastic`, which is unbiased.
 
-    Raises:
-        ValueError: an unknown rounding.
-
     Example:
         >>> compressor = Int8()
         >>> payload, state = compressor.encode(jnp.array([127.0, -2.25]), compressor.init((2,), "float32"))
@@ -176,14 +166,14 @@ class Int8(RowCompressor):
     name: ClassVar[str] = "int8"
 
     def __post_init__(self) -> None:
-        choice(self.rounding, "compression 'int8'", "rounding", _ROUNDINGS)
+        checks.choice(self.rounding, "compression 'int8'", "rounding", _ROUNDINGS)
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         return super().init(shape, dtype) | _start_stream(self.rounding, seed)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         shape, size = state["residual"].shape, state["residual"].size
-        wanted = pad(with_residual(value, state), _INT8_BLOCK).reshape(-1, _INT8_BLOCK)
+        wanted = _base.pad(_base.with_residual(value, state), _INT8_BLOCK).reshape(-1, _INT8_BLOCK)
         scales = jnp.abs(wanted).max(-1) / 127
         # Subnormal scales may be flushed to 0 in the quotient. Such a block stays in the residual.
         scales = jnp.where(scales < np.finfo(np.float32).tiny, np.float32(0), scales)
@@ -195,19 +185,19 @@ class Int8(RowCompressor):
         return payload, _advance({**state, "residual": residual.reshape(-1)[:size].reshape(shape)})
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        codes = pad(payload["codes"], _INT8_BLOCK).reshape(-1, _INT8_BLOCK).astype(jnp.float32)
+        codes = _base.pad(payload["codes"], _INT8_BLOCK).reshape(-1, _INT8_BLOCK).astype(jnp.float32)
         values = codes * payload["scales"][:, None]
         return values.reshape(-1)[: math.prod(shape)].reshape(shape).astype(dtype)
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
-        return math.prod(shape) + 4 * words(shape, _INT8_BLOCK)
+        return math.prod(shape) + 4 * _base.words(shape, _INT8_BLOCK)
 
     def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
-        chunk, blocks = words(shape, count), words(shape, _INT8_BLOCK)
+        chunk, blocks = _base.words(shape, count), _base.words(shape, _INT8_BLOCK)
         most = (_INT8_BLOCK - math.gcd(chunk, _INT8_BLOCK) + chunk - 1) // _INT8_BLOCK + 1
         first = jnp.arange(count, dtype=jnp.int32)[:, None] * chunk // _INT8_BLOCK
         scales = payload["scales"][jnp.minimum(first + jnp.arange(min(most, blocks))[None, :], blocks - 1)]
-        return {"codes": pad(payload["codes"], count * chunk).reshape(count, chunk), "scales": scales}
+        return {"codes": _base.pad(payload["codes"], count * chunk).reshape(count, chunk), "scales": scales}
 
     def decode_row(self, row: Payload, index: Any) -> jax.Array:
         codes, size = row["codes"].astype(jnp.float32), row["codes"].size
@@ -216,7 +206,7 @@ class Int8(RowCompressor):
         if _INT8_BLOCK % size == 0:  # a part of one block
             return codes * row["scales"][0]
         # A row may begin and end within a block. What is padded has no scale.
-        scales = jnp.pad(row["scales"], (0, max(0, words((size,), _INT8_BLOCK) + 1 - row["scales"].size)))
+        scales = jnp.pad(row["scales"], (0, max(0, _base.words((size,), _INT8_BLOCK) + 1 - row["scales"].size)))
         scales = jnp.broadcast_to(scales[:, None], (scales.size, _INT8_BLOCK)).reshape(-1)
         return codes * jax.lax.dynamic_slice(scales, (index * size % _INT8_BLOCK,), (size,))
 
@@ -233,9 +223,6 @@ class BFloat16(ElementCompressor):
     Attributes:
         rounding: `nearest`, with ties to even, or `stochastic`, which is unbiased.
 
-    Raises:
-        ValueError: an unknown rounding.
-
     Example:
         >>> compressor = BFloat16()
         >>> payload, state = compressor.encode(jnp.array([1 + 2**-9]), compressor.init((1,), "float32"))
@@ -248,13 +235,13 @@ class BFloat16(ElementCompressor):
     elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        choice(self.rounding, "compression 'bf16'", "rounding", _ROUNDINGS)
+        checks.choice(self.rounding, "compression 'bf16'", "rounding", _ROUNDINGS)
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         return super().init(shape, dtype) | _start_stream(self.rounding, seed)
 
     def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
-        wanted = with_residual(value, state)
+        wanted = _base.with_residual(value, state)
         # In integers, since XLA may drop a float32 -> bfloat16 -> float32 pair, and with it the rounding error.
         bits = jax.lax.bitcast_convert_type(wanted, jnp.uint32)
         rounded = jnp.where(jnp.isfinite(wanted), bits + self._dither(bits, state), bits)
@@ -290,14 +277,13 @@ def _random_16_bits(state: State, shape: Shape) -> jax.Array:
     """Random uint16 from the stream's seed and number of pushes. Both halves of each draw are used."""
     seed, pushes = state["stream"][0], state["stream"][1]
     rng = jax.random.fold_in(jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), seed), pushes)
-    draws = jax.random.bits(rng, (words(shape, 2),), jnp.uint32)
+    draws = jax.random.bits(rng, (_base.words(shape, 2),), jnp.uint32)
     return jax.lax.bitcast_convert_type(draws, jnp.uint16).reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
 def _advance(state: State) -> State:
     """The state with one more push counted in its stream."""
-    moved = {name: value + jnp.array([0, 1], jnp.uint32) for name, value in state.items() if name == "stream"}
-    return {**state, **moved}
+    return {name: x + jnp.array([0, 1], jnp.uint32) if name == "stream" else x for name, x in state.items()}
 
 
 # The largest elements, or the largest singular directions.
@@ -312,10 +298,6 @@ class TopK(Compressor):
 
     Attributes:
         ratio: the fraction of the elements that is sent, in (0, 1].
-
-    Raises:
-        TypeError: the ratio is not a number.
-        ValueError: the ratio is out of range.
 
     Example:
         >>> compressor = TopK(0.5)
@@ -333,7 +315,7 @@ class TopK(Compressor):
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         shape = state["residual"].shape
-        wanted = with_residual(value, state).reshape(-1)
+        wanted = _base.with_residual(value, state).reshape(-1)
         _, indices = jax.lax.top_k(jnp.abs(wanted), self._k(shape))
         payload = {"indices": indices.astype(jnp.int32), "values": wanted[indices]}
         residual = wanted.at[indices].set(0, unique_indices=True)
@@ -365,10 +347,6 @@ class PowerSGD(LinearCompressor):
     Attributes:
         rank: an int of 1 or more. At most the rank of the matrix is used.
 
-    Raises:
-        TypeError: the rank is not an int.
-        ValueError: the rank is less than 1.
-
     Example:
         >>> compressor = PowerSGD(rank=1)
         >>> value = jnp.outer(jnp.array([1.0, 2.0]), jnp.array([3.0, 0.0, 4.0]))
@@ -381,7 +359,7 @@ class PowerSGD(LinearCompressor):
     name: ClassVar[str] = "powersgd"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rank", whole_number(self.rank, "compression 'powersgd'", "rank"))
+        object.__setattr__(self, "rank", checks.whole_number(self.rank, "compression 'powersgd'", "rank"))
 
     def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
         """A residual of zeros, and a first `q` that is equal on every device for any seed."""
@@ -402,7 +380,7 @@ class PowerSGD(LinearCompressor):
             (the sum, the new state). The sum has the shape and dtype of `value` and is equal on every device.
         """
         value = jnp.asarray(value)
-        m = with_residual(value, state).reshape(_matrix(value.shape))
+        m = _base.with_residual(value, state).reshape(_matrix(value.shape))
         if 0 in m.shape:
             return value, state
         p = psum(_product(m, state["q"]))
@@ -451,7 +429,7 @@ _TYPES: dict[str, Any] = {c.name: c for c in (OneBit, TwoBit, BFloat16, Int3, In
 TYPES = ("none", *_TYPES)
 
 
-@answers("compression.make")
+@calls.answers("compression.make")
 def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
     """Make a compressor from a specification.
 
@@ -463,8 +441,8 @@ def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
 
     Raises:
         TypeError: `spec` is not a mapping, or a numeric parameter is not a number.
-        ValueError: the type is missing or unknown, a parameter is unknown, or a value is out of range. The message
-            lists the known types or parameters.
+        ValueError: the type is missing or unknown, a parameter is unknown, or a value is out of range as a float32. The
+            message lists the known types or parameters.
 
     Example:
         >>> make({"type": "2bit", "threshold": 0.5})
@@ -473,12 +451,12 @@ def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
     parameters = dict(spec)
     if "type" not in parameters:
         raise ValueError(f"compression: the specification has no 'type'; known are {', '.join(TYPES)}")
-    name = choice(parameters.pop("type"), "compression", "type", TYPES)
+    name = checks.choice(parameters.pop("type"), "compression", "type", TYPES)
     if name == "none" and parameters:
         raise ValueError(f"compression 'none' takes no parameters, got {', '.join(map(repr, parameters))}")
     if name == "none":
         return None
     fields = [field.name for field in dataclasses.fields(_TYPES[name])]
     for parameter in parameters:
-        choice(parameter, f"compression {name!r}", "parameter", fields)
+        checks.choice(parameter, f"compression {name!r}", "parameter", fields)
     return _TYPES[name](**parameters)

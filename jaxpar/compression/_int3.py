@@ -7,6 +7,7 @@ adds integers. The owner codes its sum in the same way and keeps the rest in a r
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -17,8 +18,7 @@ from jax import lax
 
 from .._devices import collectives
 from .._devices.collectives import BucketLimits
-from ._base import Compressor, Payload, Shape, State, with_residual
-from ._bits import PLANE, in_order, pack_planes, unpack_planes, words
+from ._base import PLANE, Compressor, Payload, Shape, State, in_order, pack_planes, unpack_planes, with_residual, words
 
 OWNER = "owner_residual"  # float32 (chunk,) in the state of a value: what its owner did not send back
 
@@ -58,9 +58,8 @@ class Int3(Compressor):
         return {"codes": pack_codes(codes.reshape(-1)), "scales": scale[None]}, {**state, "residual": residual}
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        size = int(np.prod(shape, dtype=int))
-        values = in_order(unpack_codes(payload["codes"]).astype(jnp.float32) * payload["scales"][0])[:size]
-        return values.reshape(shape).astype(dtype)
+        values = in_order(unpack_codes(payload["codes"]).astype(jnp.float32) * payload["scales"][0])
+        return values[: math.prod(shape)].reshape(shape).astype(dtype)
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         return 4 * _BITS * words(shape, PLANE) + 4
@@ -111,7 +110,7 @@ def allreduce(
     shares = _add_shares([collectives.to_rows(c, count) for c in codes], axis_name, limits)
     # The owner of a share adds what it did not send back at the last push.
     totals = [
-        jnp.where(_is_inside(v.size, share.size, axis_name), share * step + state[OWNER], 0)
+        _within(share * step + state[OWNER], v.size, axis_name)
         for v, share, step, state in zip(values, shares, steps, states, strict=True)
     ]
     codes, owner_left, steps = _code(totals, axis_name)
@@ -120,9 +119,7 @@ def allreduce(
         (collectives.from_rows(rows, v.shape) * step).astype(v.dtype)
         for rows, step, v in zip(whole, steps, values, strict=True)
     ]
-    owners = [
-        jnp.where(_is_inside(v.size, rest.size, axis_name), rest, 0) for v, rest in zip(values, owner_left, strict=True)
-    ]
+    owners = [_within(rest, v.size, axis_name) for v, rest in zip(values, owner_left, strict=True)]
     new = zip(states, left, owners, strict=True)
     return sums, [{**state, "residual": rest, OWNER: owner} for state, rest, owner in new]
 
@@ -136,7 +133,7 @@ def reduce_scatter(
     codes, left, steps = _code([with_residual(r, s) for r, s in zip(rows, states, strict=True)], axis_name)
     shares = _add_shares(codes, axis_name, limits)
     sums = [
-        jnp.where(_is_inside(v.size, share.size, axis_name), share * step, 0).astype(v.dtype)
+        _within(share * step, v.size, axis_name).astype(v.dtype)
         for v, share, step in zip(values, shares, steps, strict=True)
     ]
     left = [
@@ -184,6 +181,6 @@ def _plan(rows: Arrays, limits: BucketLimits) -> collectives.Groups:
     return collectives.plan([jax.ShapeDtypeStruct(shape, "uint32") for shape in zip(lead, sizes, strict=True)], limits)
 
 
-def _is_inside(size: int, chunk: int, axis_name: str) -> jax.Array:
-    """Which elements of this device's (chunk,) a value of `size` elements has."""
-    return lax.axis_index(axis_name) * chunk + jnp.arange(chunk) < size
+def _within(share: jax.Array, size: int, axis_name: str) -> jax.Array:
+    """This device's (chunk,) of a value of `size` elements, with zeros beyond its end: padding may be NaN there."""
+    return jnp.where(lax.axis_index(axis_name) * share.size + jnp.arange(share.size) < size, share, 0)

@@ -28,9 +28,8 @@ from .._core.arrays import tree_nbytes
 from .._devices import collectives
 from .._devices.collectives import BucketLimits, Shape
 from .._devices.user_mesh import unsplit
-from . import _int3
-from ._base import Compressor, ElementCompressor, RowCompressor, State, decode_sum
-from ._bits import PLANE, Grid, in_order, pack_lanes, pack_planes, unpack_lanes, unpack_planes
+from . import _base, _int3
+from ._base import PLANE, Compressor, ElementCompressor, Grid, RowCompressor, State, decode_sum, in_order
 
 _FLOAT32 = 4  # bytes
 
@@ -167,13 +166,13 @@ class _InPlanes:
 def _pack(compressor: ElementCompressor, codes: jax.Array) -> jax.Array:
     """Codes (..., n) in words (..., n / per_word)."""
     per_word = compressor.per_word
-    return codes if per_word == 1 else pack_planes(codes.astype(jnp.uint32), 32 // per_word)
+    return codes if per_word == 1 else _base.pack_planes(codes.astype(jnp.uint32), 32 // per_word)
 
 
 def _unpack(compressor: ElementCompressor, words: jax.Array) -> jax.Array:
     """The float32 elements of words in lines, for `in_order`."""
     per_word = compressor.per_word
-    return compressor.dequantize(words if per_word == 1 else unpack_planes(words.reshape(-1), 32 // per_word))
+    return compressor.dequantize(words if per_word == 1 else _base.unpack_planes(words.reshape(-1), 32 // per_word))
 
 
 def _sum_codes(compressor: ElementCompressor, codes: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
@@ -196,8 +195,8 @@ def _sum_of_codes(compressor: ElementCompressor, codes: jax.Array, axis_name: st
     way = min(cost, key=cost.__getitem__)
     if way == "lanes":  # integers of which several share a word: the code of a sum is the sum of the codes
         one: Any = compressor.grid(1)
-        packed = lax.psum(pack_lanes(one.encode(compressor.dequantize(codes)), grid.bits), axis_name)
-        return grid.decode(unpack_lanes(packed, grid.bits, size))
+        packed = lax.psum(_base.pack_lanes(one.encode(compressor.dequantize(codes)), grid.bits), axis_name)
+        return grid.decode(_base.unpack_lanes(packed, grid.bits, size))
     if way == "dense":
         return _sum_dense(compressor.dequantize(codes), axis_name)
     if way == "gather":
@@ -217,10 +216,10 @@ def _gather_share(grid: Grid | None, share: jax.Array, axis_name: str) -> jax.Ar
     if grid is None or grid.bits >= 8 * _FLOAT32:
         return collectives.gather_stack(in_order(share), axis_name).reshape(-1)
     with jax.named_scope("encode the sum"):
-        own = pack_planes(in_order(grid.encode(share)), grid.bits)
+        own = _base.pack_planes(in_order(grid.encode(share)), grid.bits)
     packed = collectives.gather_stack(own, axis_name)
     with jax.named_scope("decode the sums"):
-        return in_order(grid.decode(unpack_planes(packed, grid.bits)))
+        return in_order(grid.decode(_base.unpack_planes(packed, grid.bits)))
 
 
 def _sum_dense(value: jax.Array, axis_name: str) -> jax.Array:

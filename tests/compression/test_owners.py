@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 
 from jaxpar import checkpoint, compression, kv, updaters
 from jaxpar._devices import collectives
-from jaxpar.compression import _bits, _sums as compressed
-from jaxpar.compression._bits import Grid
+from jaxpar.compression import _base, _sums as compressed
+from jaxpar.compression._base import Grid
 
 # ---- sums as integers
 
@@ -66,8 +66,8 @@ def test_codes_in_planes_and_lanes_come_back(bits):
 
     @jax.jit
     def there_and_back(codes, flat):
-        planes, lanes = _bits.pack_planes(codes, bits), _bits.pack_lanes(flat, bits)
-        back = _bits.in_order(_bits.unpack_planes(planes, bits), 1), _bits.unpack_lanes(lanes, bits, 13)
+        planes, lanes = _base.pack_planes(codes, bits), _base.pack_lanes(flat, bits)
+        back = _base.in_order(_base.unpack_planes(planes, bits), 1), _base.unpack_lanes(lanes, bits, 13)
         return planes, lanes, *back
 
     planes, lanes, unpacked, flat = there_and_back(codes, codes[0, :13])
