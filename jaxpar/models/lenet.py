@@ -13,8 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from .._core import checks
-from .._core.calls import answers
+from .._core import calls, checks
 from .._cpu import lenet_layers
 
 _WEIGHT_STDDEV = 0.01
@@ -27,7 +26,7 @@ _SHAPES = {
 }
 
 
-@answers("lenet.init")
+@calls.answers("lenet.init")
 def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
     """The 129,068 parameters, float32. Weights are drawn from N(0, 0.01²), biases are 0.
 
@@ -57,7 +56,7 @@ def _draw(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
     return params
 
 
-@answers("lenet.apply")
+@calls.answers("lenet.apply")
 def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
     """The logits of a batch of images.
 
@@ -69,9 +68,6 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
 
     Returns:
         (B, 10) logits, in the dtype of `images`.
-
-    Raises:
-        ValueError: `images` has another shape.
 
     Example:
         >>> apply(init(jax.random.key(0)), jnp.zeros((2, 28, 28, 1))).shape
@@ -88,7 +84,7 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
     return _by_platform(params, images)
 
 
-@answers("lenet.from_mxnet")
+@calls.answers("lenet.from_mxnet")
 def from_mxnet(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, jax.Array]]:
     """The parameters of a LeNet that MXNet trained.
 
@@ -101,9 +97,6 @@ def from_mxnet(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, jax.Arra
 
     Returns:
         As `init`, float32.
-
-    Raises:
-        ValueError: the arrays have other shapes.
 
     Example:
         >>> shapes = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (128, 800), (128,), (10, 128), (10,)]

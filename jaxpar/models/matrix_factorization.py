@@ -3,13 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from .._core import checks
-from .._core.calls import answers
+from .._core import calls, checks
 
 _WHERE = "matrix_factorization"
 
 
-@answers("matrix_factorization.init")
+@calls.answers("matrix_factorization.init")
 def init(rng: jax.Array, users: int, items: int, k: int) -> dict[str, jax.Array]:
     """Two embedding tables drawn from N(0, 1/k), float32.
 
@@ -36,7 +35,7 @@ def init(rng: jax.Array, users: int, items: int, k: int) -> dict[str, jax.Array]
     }
 
 
-@answers("matrix_factorization.apply")
+@calls.answers("matrix_factorization.apply")
 def apply(params: dict[str, jax.Array], user_ids: jax.Array, item_ids: jax.Array) -> jax.Array:
     """The score of each pair of a user and an item.
 

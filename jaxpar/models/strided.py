@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import checks
-from .._core.calls import answers
+from .._core import calls, checks
 
 _MEAN, _STDDEV = 0.25, 0.25  # about those of the pixels of MNIST and Fashion-MNIST
 _SIDE = 4  # of a window of the first convolution
@@ -29,14 +28,12 @@ _SHAPES = {
 }
 
 
-@answers("strided.init")
+@calls.answers("strided.init")
 def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
     """The 109,514 parameters, float32. Biases are 0, weights are drawn from N(0, 2/fan-in) (He et al. 2015).
 
-    The weights of conv1 are fixed: the 16 cosines of the two-dimensional discrete cosine transform, each with both
-    signs, so that ReLU loses no information. A pattern of frequency f has an amplitude of about 1/f in images (Field
-    1987). So each cosine is multiplied by its frequency, and all channels begin at a similar scale. This replaces
-    whitening of the data.
+    The weights of conv1 are the 16 cosines of the two-dimensional discrete cosine transform, each with both signs, so
+    that ReLU loses no information. Each is multiplied by its frequency, which acts like whitening of the data.
 
     Args:
         rng: a random key.
@@ -76,7 +73,7 @@ def _cosines() -> np.ndarray:
     return np.concatenate([weight, -weight], axis=-1).astype(np.float32)
 
 
-@answers("strided.apply")
+@calls.answers("strided.apply")
 def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
     """The logits of a batch of images.
 
@@ -86,10 +83,6 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
 
     Returns:
         (B, 10) logits, in the dtype of `images`.
-
-    Raises:
-        TypeError: `params` belong to another network.
-        ValueError: `images` has another shape.
 
     Example:
         >>> apply(init(jax.random.key(0)), jnp.zeros((2, 28, 28, 1))).shape

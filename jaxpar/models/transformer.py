@@ -20,8 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
 
-from .._core import checks
-from .._core.calls import answers
+from .._core import calls, checks
 
 Params = dict[str, Any]
 Axes = str | tuple[str, ...]
@@ -65,7 +64,7 @@ class Config:
             checks.whole_number(getattr(self, field.name), "transformer.Config", field.name)
 
 
-@answers("transformer.init")
+@calls.answers("transformer.init")
 def init(rng: jax.Array, config: Config = Config()) -> Params:
     """The parameters, float32. Kernels and embeddings are drawn from N(0, 0.02²), biases are 0.
 
@@ -78,9 +77,6 @@ def init(rng: jax.Array, config: Config = Config()) -> Params:
     Returns:
         `{"embedding": {"tokens" (V, D), "positions" (T, D)}, "layers": {"attention", "mlp"}, "norm"}`. The arrays of
         `layers` have a first axis of L.
-
-    Raises:
-        ValueError: `heads` does not divide `width`.
 
     Example:
         >>> shapes = jax.eval_shape(init, jax.random.key(0))
@@ -105,7 +101,7 @@ def init(rng: jax.Array, config: Config = Config()) -> Params:
     return {"embedding": embedding, "layers": {"attention": attention, "mlp": mlp}, "norm": _norm_params(D)}
 
 
-@answers("transformer.apply")
+@calls.answers("transformer.apply")
 def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_axis: str = "model") -> jax.Array:
     """The logits of the token after each position.
 
@@ -118,9 +114,6 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
     Returns:
         (B, T, V) logits, in the dtype of the parameters. The logits of a position depend on the tokens up to that
         position.
-
-    Raises:
-        ValueError: `tokens` has another number of axes, or more positions than the model.
 
     Example:
         >>> params = jax.eval_shape(init, jax.random.key(0))
@@ -149,7 +142,7 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
     return _constrain(logits_BxTxV, data_axes, None, model_axis)
 
 
-@answers("transformer.loss")
+@calls.answers("transformer.loss")
 def loss(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_axis: str = "model") -> jax.Array:
     """The mean cross-entropy of each token, given the tokens before it.
 

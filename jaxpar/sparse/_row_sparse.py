@@ -33,7 +33,6 @@ class RowSparse:
         shape: the shape of the table, with at least one axis.
 
     Raises:
-        TypeError: indices are not integers.
         ValueError: shapes do not fit each other, or an index is out of range. Under `jit` only shapes are checked, and
             an index out of range is padding.
 
@@ -75,15 +74,10 @@ class RowSparse:
         So a model that looks up `table[ids]` runs on pulled rows too.
 
         Args:
-            ids: integers of any shape.
-
-        Returns:
-            An array (*shape of the ids, *shape[1:]).
+            ids: integers of any shape. The result has the shape (*shape of the ids, *shape[1:]).
 
         Raises:
-            TypeError: the ids are not integers.
-            ValueError: indices that are not sorted and unique, as `take` and `coalesce` return them. Under `jit` this
-                is not checked.
+            ValueError: indices that are not sorted and unique. Under `jit` this is not checked.
 
         Example:
             >>> from jaxpar import sparse
@@ -184,9 +178,6 @@ def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
         array: the table, at least one axis.
         row_ids: as for `take`. None takes all nonzero rows, which is impossible under `jit`.
 
-    Raises:
-        TypeError, ValueError: as for `take`, or `row_ids` is None under `jit`.
-
     Example:
         >>> from_dense(jnp.array([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]])).indices.tolist()
         [1]
@@ -211,7 +202,6 @@ def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSpars
             under `jit`.
 
     Raises:
-        TypeError: the ids are not integers.
         ValueError: an id is negative or beyond the table, or `size` is too small. Under `jit` such an id becomes
             padding.
 
@@ -245,9 +235,6 @@ def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
     Args:
         rows: a list of values of one table.
         size: the number of rows of the result, as for `coalesce`.
-
-    Raises:
-        ValueError: the list is empty, tables differ in shape, or `size` is too small.
 
     Example:
         >>> one = RowSparse(np.array([0, 2]), jnp.array([1.0, 1.0]), (3,))
@@ -313,10 +300,6 @@ def lazy_update(
 
     Returns:
         The updated (stored, state), with the same shapes and dtypes.
-
-    Raises:
-        ValueError: `rows` belong to a table of another shape, or the update changes the shape or structure of its
-            arguments.
 
     Example:
         >>> rows = RowSparse(np.array([1]), jnp.array([5.0]), (3,))
