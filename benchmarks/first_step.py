@@ -3,7 +3,7 @@
 LeNet on Fashion-MNIST (random pixels where it is not installed), batch 256, one and four emulated devices. Every run
 is a process of its own, started by this one, which also tells it when that was. The compilation cache is
 `train.use_compilation_cache`: `off`; `cold`, an empty directory; `warm`, the same one again. Where programs can hang if
-they start at once (`jaxpar/_devices/emulated.py`), `python -m jaxpar train` does without it, and so do the rows here.
+they start at once (`jaxpar/_devices/mesh.py`), `python -m jaxpar train` does without it, and so do the rows here.
 
 `import` is Python, jax, jaxpar and the start of the devices; `data` reads the data set and gathers the first batch;
 `compile` is XLA, or what it takes to load a program from the cache, in all stages together; `run` is a step that
@@ -55,7 +55,7 @@ def child(started: float, devices: int, batch: int, cache: str | None, examples:
     import optax
 
     from jaxpar import data, kv, train
-    from jaxpar._devices.emulated import can_hang
+    from jaxpar._devices.mesh import can_hang
     from jaxpar.data import _load
     from jaxpar.models import lenet
 

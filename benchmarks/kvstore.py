@@ -115,7 +115,7 @@ def _program(kind, shapes, devices, values, spec, around) -> Turn:
     )
     # Without an updater the old values are not read; kept as arguments they still lend their memory to the new ones.
     run = jax.jit(mapped, donate_argnums=0, keep_unused=True)
-    jax.block_until_ready((store, values))  # see jaxpar/_devices/emulated.py
+    jax.block_until_ready((store, values))  # see jaxpar/_devices/mesh.py
 
     def once():
         nonlocal store

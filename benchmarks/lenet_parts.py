@@ -143,7 +143,7 @@ def all_reduce_part(params):
 
     mapped = jax.shard_map(push, mesh=mesh, in_specs=(specs, P()), out_specs=specs, check_vma=False)
     grads = jax.device_put(jax.tree.map(jnp.ones_like, params), NamedSharding(mesh, P()))
-    jax.block_until_ready((store, grads))  # see jaxpar/_devices/emulated.py
+    jax.block_until_ready((store, grads))  # see jaxpar/_devices/mesh.py
     return waited(jax.jit(mapped), store, grads)
 
 

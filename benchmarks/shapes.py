@@ -34,7 +34,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from train_step import batch_of, plain_apply
 
 from jaxpar import kv, train
-from jaxpar._devices.emulated import can_hang
+from jaxpar._devices.mesh import can_hang
 from jaxpar.models import lenet
 
 ENGINES = ("pmap", "shard_map")

@@ -31,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from shapes import _along, against_plain, normals
 
 from jaxpar import kv, train, updaters
-from jaxpar._devices.emulated import can_hang
+from jaxpar._devices.mesh import can_hang
 
 STEPS = 200  # in one repeat, without a wait between them
 TOGETHER = 8

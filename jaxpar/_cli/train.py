@@ -21,7 +21,7 @@ from .. import checkpoint, compression, kv, models
 from .._core.arrays import Device
 from .._core.text import HelpFormatter, did_you_mean, number, plural, say
 from .._devices import processes
-from .._devices.emulated import can_hang
+from .._devices.mesh import can_hang
 
 if TYPE_CHECKING:
     import optax

@@ -2,10 +2,9 @@
 
 calls      what is answered to a call with wrong arguments, or with an old name of one
 checks     keys, arrays, devices and options that users give, and the messages about them
-arrays     what an array is, random keys as plain integers
+arrays     what an array is, random keys as plain integers, programs of the last few things that a user made
 updater    the type of an updater
 portable   how a node of a state is saved
-recent     programs of the last few things that a user made
 
 Without jax:
 

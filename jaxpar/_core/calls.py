@@ -39,12 +39,13 @@ _BELOW = (
     | {"jaxpar", "jax", "jaxlib", "numpy", "ml_dtypes", "optax"}
     | {"graphviz", "matplotlib", "pandas", "PIL", "tqdm"}
 )
+# Kinds of errors that callers expect of wrong arguments. Any other becomes a `TypeError`.
 _COMMON = (TypeError, ValueError, IndexError, OverflowError, RuntimeError, NameError)
 
 _WAYS = ("host_to_device", "device_to_host", "device_to_device")
 _GUARDS = {f"jax_transfer_guard_{way}": getattr(jax, f"transfer_guard_{way}") for way in _WAYS}
 
-_INTS = range(-(2**63), 2**63)
+_INTS = range(-(2**63), 2**63)  # larger ones overflow inside of JAX, in words of C
 _WORDS: dict[Any, str] = {
     bool: "True or False",
     int: "an int of 64 bits",
@@ -103,6 +104,14 @@ def answers_class(where: str) -> Callable[[C], C]:
     return decorate
 
 
+def users_level() -> int:
+    """The `stacklevel` by which a warning of the caller is shown at the line of the user."""
+    level, frame = 1, sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("jaxpar."):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def _use_new_names(where: str, names: Mapping[str, str], given: Any) -> None:
     """Give the keywords of a call their new names. An old one warns, at the line of the caller."""
     for old in names.keys() & given.keys():
@@ -117,11 +126,9 @@ def _check_names(
 ) -> None:
     """`TypeError` unless a call has all the arguments that the function needs, and no others."""
     signature = inspect.signature(fn)
-    try:
+    with contextlib.suppress(TypeError):
         signature.bind(*args, **kwargs)
         return  # so the error came from inside of the function
-    except TypeError:
-        pass
     parameters = [p for name, p in signature.parameters.items() if name != "self"]
     count = len(args) - ("self" in signature.parameters)
     kinds = {p.kind for p in parameters}
@@ -312,7 +319,7 @@ def check_takes(fn: Any, names: Sequence[str], what: str, hint: str = "", also: 
     if bound is None:
         after = f", and then {', '.join(also)}" if also else ""
         raise TypeError(f"{words}{after}, got {_shown(fn)}{hint}")
-    if any(isinstance(name, str) and own != name and own in names for own, name in bound.items()):
+    if [name for own, name in bound.items() if isinstance(name, str) and own != name and own in names]:
         raise TypeError(f"{words}, and {_shown(fn)} names them in another order; reorder them")
 
 
@@ -323,7 +330,7 @@ def has_parameter(fn: Callable[..., Any], name: str) -> bool:
     except (TypeError, ValueError):  # a builtin
         return False
     given = fn.keywords if isinstance(fn, functools.partial) else ()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in own.parameters.values())
+    takes_any = inspect.Parameter.VAR_KEYWORD in [p.kind for p in own.parameters.values()]
     return name in inner.parameters and name not in given and (takes_any or name in own.parameters)
 
 

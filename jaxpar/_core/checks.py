@@ -76,16 +76,6 @@ def _of_name(name: str, keys: dict[str, int], where: str) -> int:
     raise UnknownKeyError(f"{where}: no parameter is called {name!r}, {near}; kv.names(store) has them all")
 
 
-def check_names(leaves: Sequence[tuple[Any, Any]], names: Sequence[str], where: str) -> None:
-    """`ValueError` if two leaves (path, leaf) have one name, as a key of a dict with a slash can make them."""
-    first: dict[str, Any] = {}
-    for (path, _), name in zip(leaves, names, strict=True):
-        if name in first:
-            both = " and ".join(jax.tree_util.keystr(p) for p in (first[name], path))
-            raise ValueError(f"{where}: the leaves {both} of params have the same name, {name!r}; rename one")
-        first[name] = path
-
-
 # Arrays.
 
 

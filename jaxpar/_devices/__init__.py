@@ -1,8 +1,7 @@
 """Arrays on devices and between them.
 
-mesh            the mesh of a store's devices, the two ways to lay an array out on it, transfers, donated memory
+mesh            the mesh of a store's devices, the two ways to lay an array out on it, transfers, emulated CPU devices
 user_mesh       the mesh of `jax.set_mesh`: leaving it for a call, and returning to it
-emulated        emulated CPU devices: shared memory, and a hang of older XLA
 collectives     sums over the devices of a mapped axis, in buckets of small values
 virtual_shards  sums in a fixed order, and batches for these sums
 processes       values, decisions and errors shared by all processes

@@ -56,19 +56,17 @@ def plan(values: Sequence[Any], limits: BucketLimits = BucketLimits()) -> Groups
     still_open: dict[Any, tuple[list[int], int]] = {}
     for position, value in enumerate(values):
         # The bytes of a random key are jax's own. What is split over another axis of the user's mesh stays split.
-        if not isinstance(value.dtype, np.dtype) or is_split(value):
-            groups.append([position])
-            continue
-        nbytes = math.prod(value.shape) * value.dtype.itemsize
-        if nbytes >= limits.alone_bytes:
+        is_whole = not isinstance(value.dtype, np.dtype) or is_split(value)
+        size = 0 if is_whole else math.prod(value.shape) * value.dtype.itemsize
+        if is_whole or size >= limits.alone_bytes:
             groups.append([position])
             continue
         group, filled = still_open.get(value.dtype, (None, 0))
-        if group is None or filled + nbytes > limits.bucket_bytes:
+        if group is None or filled + size > limits.bucket_bytes:
             group, filled = [], 0
             groups.append(group)
         group.append(position)
-        still_open[value.dtype] = (group, filled + nbytes)
+        still_open[value.dtype] = (group, filled + size)
     return tuple(map(tuple, groups))
 
 
@@ -171,16 +169,17 @@ def send_rows(rows: jax.Array, axis_name: str) -> jax.Array:
     return lax.all_to_all(lines, axis_name, split_axis=0, concat_axis=0, tiled=True).reshape(rows.shape)
 
 
-def sum_in_order(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
-    """term(0) + term(1) + ... + term(count - 1), added from left to right."""
+def sum_in_order(stacked: jax.Array) -> jax.Array:
+    """stacked[0] + stacked[1] + ..., added from left to right."""
     # Few terms are unrolled, so that XLA fuses them. Many terms are a loop, so that the program does not grow.
+    count = stacked.shape[0]
     if count <= _UNROLLED_TERMS:
-        return functools.reduce(operator.add, map(term, range(count)))
-    return sum_by_loop(term, count)
+        return functools.reduce(operator.add, [stacked[i] for i in range(count)])
+    return sum_by_loop(lambda i: stacked[i], count)
 
 
 def sum_by_loop(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
-    """As `sum_in_order`, always as a loop: the program has the same size for any count."""
+    """term(0) + ... + term(count - 1), from left to right, as a loop: the program has the same size for any count."""
     return lax.fori_loop(1, count, lambda i, total: total + term(i), term(0))
 
 
@@ -212,7 +211,7 @@ def in_lines(rows: jax.Array) -> jax.Array:
     # Of an array (devices, chunk) a TPU has the rows of eight devices in each tile. Then a reduce-scatter becomes an
     # all-reduce, and what a gather gives has to be copied. Lines of one device fill tiles by themselves.
     count, chunk = rows.shape
-    width = next((n for n in range(min(_LINE, chunk), _LINE // 2, -1) if chunk % n == 0), chunk)
+    width = max([n for n in range(_LINE // 2 + 1, min(_LINE, chunk) + 1) if chunk % n == 0], default=chunk)
     return rows.reshape(count, chunk // width if width else 1, width)
 
 
@@ -228,11 +227,7 @@ def _gather_and_sum(x: jax.Array, axis_name: str) -> jax.Array:
     """Small: every device gathers and adds all. Large: each gathers and adds one share, then all gather the shares."""
     x = unsplit(x)
     if nbytes(x) < _SHARED_BYTES:
-        return _ordered_sum(gather_stack(x, axis_name))
+        return sum_in_order(gather_stack(x, axis_name))
     rows = to_rows(x, lax.axis_size(axis_name))
-    share = _ordered_sum(send_rows(rows, axis_name))
+    share = sum_in_order(send_rows(rows, axis_name))
     return from_rows(gather_stack(share, axis_name), x.shape)
-
-
-def _ordered_sum(stacked: jax.Array) -> jax.Array:
-    return sum_in_order(lambda i: stacked[i], stacked.shape[0])

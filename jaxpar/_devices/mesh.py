@@ -1,10 +1,28 @@
-"""Arrays on devices: the mesh of a store, its two shardings, transfers and copies, over several processes too."""
+"""Arrays on devices: the mesh of a store, its two shardings, transfers and copies, over several processes too.
+
+Emulated CPU devices are the host's own cores, and one memory:
+
+The hang. Before jax 0.12, a program with collectives over several CPU devices could hang forever when it was started
+while its inputs were still being computed. XLA has as many threads as there are devices. They wait in the collective
+for a device whose inputs need one of these threads. So with older jax, `wait_before_collectives` comes before each such
+program.
+
+Programs at the same time. A process starts a program over several of its CPU devices after the previous one has ended.
+It starts a program over one device at once. Gloo has one connection for each group of devices in several processes. Two
+programs that use the connection at the same time receive each other's messages. So `run_by_itself` runs programs over
+one device of each process.
+
+The memory. A jax array never changes, and jax copies a donated array whose memory is in use elsewhere. So the same
+bytes can be the value on every CPU device of this process. `share_or_put` and `views` share memory where
+`jax.device_put` would copy.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -13,11 +31,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from .._core.arrays import Device, is_prng_key, is_traced, is_tracing, without_keys
-from . import emulated
+
+Result = TypeVar("Result")
 
 STORE_AXIS = "data"
 # XLA compiles a kernel for each array, so a program that copies thousands of them would take long.
 _MOST = 256
+# Bytes. From here on, a copy on one emulated device costs more than a second array of the same memory.
+LARGE = 1 << 20
+
+_CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 
 
 def mesh_of(devices: Sequence[Device]) -> Mesh:
@@ -115,6 +138,68 @@ def _put(leaf: Any, sharding: Sharding | None) -> Any:
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.array(leaf[index]))
 
 
+# Emulated devices.
+
+
+def can_hang(devices: Sequence[Device]) -> bool:
+    """Whether a program with collectives over these devices can hang."""
+    return _CAN_HANG and len(devices) > 1 and devices[0].platform == "cpu"
+
+
+def wait_before_collectives(tree: Any, devices: Sequence[Device]) -> None:
+    """Wait for the arrays of a pytree if a program over these devices can hang otherwise."""
+    if can_hang(devices) and not is_traced(tree):
+        jax.block_until_ready(tree)
+
+
+def run_by_itself(program: Callable[..., Result], *args: Any) -> Result:
+    """The results of a program over one device of each process, while no other program runs."""
+    here = tuple(jax.local_devices())
+    if len(here) == 1 or here[0].platform != "cpu":
+        return program(*args)
+    wait_for_all, number = _after_all_programs(here)
+    wait_for_all(number).block_until_ready()
+    return jax.block_until_ready(program(*args))
+
+
+@functools.cache
+def _after_all_programs(devices: tuple[Device, ...]) -> tuple[Any, jax.Array]:
+    """A program that XLA starts after all other programs over several of these devices, and its argument."""
+    return jax.jit(lambda x: x + 1), jax.device_put(np.int32(0), copies_on(devices))
+
+
+def one_memory(devices: Iterable[Device]) -> bool:
+    """Whether all these devices are CPU devices of this process."""
+    return all(d.platform == "cpu" and d.process_index == jax.process_index() for d in devices)
+
+
+def share_or_put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array]:
+    """Arrays with that sharding, as `jax.device_put`, without copies inside one memory.
+
+    Shared is an array on one device that goes whole to devices of its memory. The call waits until it is computed.
+    """
+
+    def is_elsewhere(array: jax.Array) -> bool:
+        return isinstance(array.sharding, SingleDeviceSharding) and array.sharding != where
+
+    if where.is_fully_replicated and one_memory(where.device_set):
+        return jax.device_put([np.asarray(a) if is_elsewhere(a) and _can_share(a) else a for a in arrays], where)
+    return jax.device_put(list(arrays), where)
+
+
+def views(arrays: Iterable[jax.Array]) -> list[np.ndarray]:
+    """The arrays of devices of one memory as NumPy arrays, without copies. The call waits until they are computed."""
+    # A program takes them as arguments without copies too, faster than arrays that are put on its device first. Call it
+    # inside `on` that device.
+    return [np.asarray(a) for a in arrays]
+
+
+def on(where: Sharding) -> contextlib.AbstractContextManager[Any]:
+    """A context in which programs with views and uncommitted arrays as arguments run on this one device."""
+    (device,) = where.device_set
+    return jax.default_device(device)
+
+
 # Donated memory.
 
 
@@ -164,11 +249,10 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """
     copies: list[Any] = [None] * len(arrays)
     small: dict[Sharding, list[int]] = {}
-    several = jax.process_count() > 1
     for i, array in enumerate(arrays):
-        if several and spans_processes(array):
+        if spans_processes(array):
             copies[i] = _of_shards(array)
-        elif array.nbytes >= emulated.LARGE and _can_share(array):
+        elif array.nbytes >= LARGE and _can_share(array):
             copies[i] = _shared(array)
         else:
             small.setdefault(array.sharding, []).append(i)
@@ -188,15 +272,14 @@ def _of_shards(array: jax.Array) -> jax.Array:
 
 
 def _can_share(array: jax.Array) -> bool:
-    plain = not jnp.issubdtype(array.dtype, jax.dtypes.extended)
-    return plain and array.is_fully_replicated and emulated.one_memory(array.sharding.device_set)
+    return not is_prng_key(array) and array.is_fully_replicated and one_memory(array.sharding.device_set)
 
 
 def _shared(array: jax.Array) -> jax.Array:
     view = np.asarray(array)
     if array.committed:
         return jax.device_put(view, array.sharding)
-    with emulated.on(array.sharding):
+    with on(array.sharding):
         return jnp.asarray(view)
 
 

@@ -22,11 +22,10 @@ import jax
 import numpy as np
 
 from .._core.arrays import Device, without_keys
-from .emulated import run_by_itself
-from .mesh import copies_on, spans_processes, split_over
+from .mesh import copies_on, run_by_itself, spans_processes, split_over
 from .user_mesh import on_own_mesh
 
-# Bytes of a text that the first gather sends. A second one sends the rest of longer texts.
+# Bytes of a text that the first gather sends, with 4 of its length. A second one sends the rest of longer texts.
 _FIRST_BYTES = 1020
 _WORD = 4  # bytes of what is summed when process 0 sends
 
@@ -256,11 +255,8 @@ def agree(what: str, text: str) -> None:
     if len(set(exchange(short))) > 1:
         texts = exchange(text)
         other = next(i for i, given in enumerate(texts) if given != texts[0])
-        raise ValueError(f"{what}; process 0: {_shorten(texts[0])}, process {other}: {_shorten(texts[other])}")
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) < 300 else text[:300] + "..."
+        first, second = (t if len(t) < 300 else f"{t[:300]}..." for t in (texts[0], texts[other]))
+        raise ValueError(f"{what}; process 0: {first}, process {other}: {second}")
 
 
 def _rows(own: dict[Device, np.ndarray], devices: tuple[Device, ...]) -> jax.Array:

@@ -8,16 +8,15 @@ import difflib
 import fnmatch
 import importlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._core import checks
+from .._core import calls, checks
 from .._core.arrays import is_traced
-from .._core.calls import answers
 
 Shape = tuple[int, ...]
 AnyMesh = Mesh | AbstractMesh
@@ -88,8 +87,7 @@ class NameRules:
 
     def first_match(self, path: str) -> int | None:
         """The position of the first pattern that matches, or None."""
-        matches = (i for i, (pattern, _) in enumerate(self.patterns) if fnmatch.fnmatchcase(path, pattern))
-        return next(matches, None)
+        return next((i for i, (pattern, _) in enumerate(self.patterns) if fnmatch.fnmatchcase(path, pattern)), None)
 
     def check_paths(self, paths: Sequence[str]) -> None:
         """`ValueError` for a pattern that decides for no parameter."""
@@ -119,7 +117,7 @@ class NameRules:
         return f"sharding_rules({', '.join(words)})"
 
 
-@answers("parallel.fsdp")
+@calls.answers("parallel.fsdp")
 def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stacked_dims: int = 0) -> FullyShardedRule:
     """Make a rule that splits each large parameter over one mesh axis.
 
@@ -138,10 +136,6 @@ def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stack
         A rule `(path, shape, mesh) -> PartitionSpec`, for `kv.from_params(sharding=)`, `sharding_rules` and
         `shardings_of`. Rules made alike are equal and have the same hash. The rule raises `ValueError` for a mesh that
         lacks the axis.
-
-    Raises:
-        TypeError: `axis` is neither a name nor a list of names; `min_size` or `stacked_dims` is not an int.
-        ValueError: `axis` is empty or repeats a name; `min_size` or `stacked_dims` is negative.
 
     Example:
         >>> import jax
@@ -166,7 +160,7 @@ def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stack
     )
 
 
-@answers("parallel.sharding_rules")
+@calls.answers("parallel.sharding_rules")
 def sharding_rules(
     patterns: Mapping[str, PartitionSpec | ShardingRule],
     *,
@@ -189,10 +183,6 @@ def sharding_rules(
         A rule `(path, shape, mesh) -> PartitionSpec`. Rules made alike are equal and have the same hash. The rule
         raises `ValueError` for a spec that does not fit the shape or the mesh. `kv.from_params` and `shardings_of`
         raise `ValueError` for a pattern that decides for no parameter.
-
-    Raises:
-        TypeError: a pattern is not a str; a value is neither a `PartitionSpec` nor a function; `then` was not made by
-            `fsdp`.
 
     Example:
         >>> import jax
@@ -279,7 +269,7 @@ def _axes(entry: Any) -> tuple[Any, ...]:
 # The shardings of a pytree of parameters.
 
 
-@answers("parallel.shardings_of")
+@calls.answers("parallel.shardings_of")
 def shardings_of(params: Any, sharding: Any, mesh: AnyMesh, *, where: str = "parallel.shardings_of") -> Any:
     """The `NamedSharding` of each parameter on a mesh.
 
@@ -301,7 +291,6 @@ def shardings_of(params: Any, sharding: Any, mesh: AnyMesh, *, where: str = "par
         A pytree of the structure of `params` with a `NamedSharding` for each leaf.
 
     Raises:
-        TypeError: `mesh` is not a mesh; a leaf of `sharding` is of another type.
         ValueError: `sharding` is not a prefix of `params`; a spec does not fit the shape or the mesh; a pattern of
             `sharding_rules` decides for no parameter; an array is split over other devices; None is given for a traced
             array.
@@ -320,9 +309,14 @@ def shardings_of(params: Any, sharding: Any, mesh: AnyMesh, *, where: str = "par
         _Leaf(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, spec)
         for (path, leaf), spec in zip(found, specs_in(params), strict=True)
     ]
+    given, prefix = jax.tree.flatten(sharding, is_leaf=lambda node: node is None)
+    try:
+        subtrees = prefix.flatten_up_to(params)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: sharding must be a rule, or a pytree prefix of the parameters: {error}") from None
     result: list[NamedSharding] = []
-    for chosen, count in _subtrees(sharding, params, where):
-        part = leaves[len(result) : len(result) + count]
+    for chosen, subtree in zip(given, subtrees, strict=True):
+        part = leaves[len(result) : len(result) + len(jax.tree.leaves(subtree))]
         check_rule_paths(chosen, [leaf.path for leaf in part])
         result += [_sharding(chosen, leaf, mesh, where) for leaf in part]
     return structure.unflatten(result)
@@ -336,19 +330,12 @@ class _Leaf(NamedTuple):
     spec: Any  # of its metadata, or None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return tuple(np.shape(self.array))
 
-
-def _subtrees(sharding: Any, params: Any, where: str) -> Iterator[tuple[Any, int]]:
-    """Each leaf of the prefix `sharding`, and how many parameters it is for."""
-    chosen, structure = jax.tree.flatten(sharding, is_leaf=lambda node: node is None)
-    try:
-        subtrees = structure.flatten_up_to(params)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{where}: sharding must be a rule, or a pytree prefix of the parameters: {error}") from None
-    for leaf, subtree in zip(chosen, subtrees, strict=True):
-        yield leaf, len(jax.tree.leaves(subtree))
+    def checked(self, spec: Any, mesh: AnyMesh, where: str) -> NamedSharding:
+        check_spec(spec, self.path, self.shape, mesh, where)
+        return NamedSharding(mesh, spec)
 
 
 def _sharding(chosen: Any, leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedSharding:
@@ -356,23 +343,22 @@ def _sharding(chosen: Any, leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedShard
         wanted = "a rule, a PartitionSpec, a NamedSharding or None"
         raise TypeError(f"{where}: sharding for {leaf.path!r} must be {wanted}, got {checks.describe(chosen)}")
     if callable(chosen):
-        return _checked(chosen(leaf.path, leaf.shape, mesh), leaf, mesh, f"{where}, {chosen!r}")
+        return leaf.checked(chosen(leaf.path, leaf.shape, mesh), mesh, f"{where}, {chosen!r}")
     if chosen is None and is_traced(leaf.array):
         unknown = f"the sharding of {leaf.path!r} is not known under jit and in train.plan"
         raise ValueError(f"{where}: {unknown}; give a spec or a rule")
     if chosen is None:  # what the parameter comes with: its own sharding, then its metadata, then whole copies
         chosen = getattr(leaf.array, "sharding", None)
         if chosen is None or chosen.is_fully_replicated:
-            spec = PartitionSpec() if leaf.spec is None else leaf.spec
-            return _checked(spec, leaf, mesh, f"{where}, metadata of Flax")
+            return leaf.checked(_WHOLE if leaf.spec is None else leaf.spec, mesh, f"{where}, metadata of Flax")
     if isinstance(chosen, PartitionSpec):
-        return _checked(chosen, leaf, mesh, where)
+        return leaf.checked(chosen, mesh, where)
     if not isinstance(chosen, NamedSharding) or not _is_same_mesh(chosen.mesh, mesh):
         raise ValueError(
             f"{where}: {leaf.path!r} of shape {leaf.shape} has the sharding {chosen}, which is not on the "
             f"{describe_mesh(mesh)}; give that mesh, or a rule or a PartitionSpec for this parameter"
         )
-    checked = _checked(chosen.spec, leaf, mesh, where)
+    checked = leaf.checked(chosen.spec, mesh, where)
     return chosen if chosen.mesh == mesh else checked
 
 
@@ -383,22 +369,14 @@ def _is_same_mesh(one: AnyMesh, other: AnyMesh) -> bool:
     return dict(one.shape) == dict(other.shape)
 
 
-def _checked(spec: Any, leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedSharding:
-    check_spec(spec, leaf.path, leaf.shape, mesh, where)
-    return NamedSharding(mesh, spec)
-
-
 # How Flax says that a parameter is split: boxes of Linen, variables of NNX.
 
 
 def specs_in(params: Any) -> list[PartitionSpec | None]:
     """The spec in the metadata of Flax for each leaf, or None."""
     # Flax is imported only if some node of the pytree is of Flax.
-    specs: list[PartitionSpec | None] = []
-    for node in jax.tree.leaves(params, is_leaf=_has_metadata):
-        count = len(jax.tree.leaves(node))
-        specs += [_spec(node) if _has_metadata(node) else None] * count
-    return specs
+    nodes = jax.tree.leaves(params, is_leaf=_has_metadata)
+    return [spec for n in nodes for spec in [_spec(n) if _has_metadata(n) else None] * len(jax.tree.leaves(n))]
 
 
 def _has_metadata(node: Any) -> bool:

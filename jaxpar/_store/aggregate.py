@@ -17,17 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from .. import updaters
+from .. import sparse, updaters
 from .._core import checks
-from .._core.arrays import Device, is_prng_key, is_traced
-from .._core.recent import Recent
+from .._core.arrays import Device, Recent, is_prng_key, is_traced
 from .._devices import collectives
 from .._devices.mesh import STORE_AXIS, mesh_of
 from .._devices.user_mesh import split_like, unsplit
 from ..compression import _start_owner as start_owner
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
 from . import store as stores
-from .kinds import KINDS
 from .store import WHOLE, Arrays, Changes, KVStore, Lists, Rows
 
 _NUMBER = "num_update"  # its name in MXNet
@@ -64,16 +62,15 @@ program = Recent(_make_program)
 
 def _at_home(store: KVStore, changes: Changes) -> Changes:
     """The changes, with the shardings of what is split over devices."""
-    if store.layouts:
-        homes = {k: stores.home(store, layout) for k, layout in store.layouts}
-        values = {k: jax.lax.with_sharding_constraint(v, homes[k]) for k, v in changes.values.items()}
-        changes = changes._replace(values=values)
-    if changes.optimizer_state is None or store.devices is None:
-        return changes
 
     def constrain(layout: Any, x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, stores.home(store, layout))
+        return lax.with_sharding_constraint(x, stores.home(store, layout))
 
+    if store.layouts:
+        layouts = dict(store.layouts)
+        changes = changes._replace(values={k: constrain(layouts[k], v) for k, v in changes.values.items()})
+    if changes.optimizer_state is None or store.devices is None:
+        return changes
     state = jax.tree.map(constrain, stores.state_layouts(store), changes.optimizer_state)
     return changes._replace(optimizer_state=state)
 
@@ -99,7 +96,7 @@ def axis_size(axis_name: str, what: str) -> int:
 
 def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
     """The sum of each value over the axis, or this device's (chunk,) of it in kind `sharded`. And its new residuals."""
-    kind = KINDS[store.kind]
+    kind = stores.KINDS[store.kind]
     if stores.is_on_mesh(store):  # a mapped axis would give a device parts of them that fit no push
         hint = 'push without axis_name, or train by make_train_step(loss_fn, engine="jit")'
         raise ValueError(f"kv.push: values of this store are split over a mesh in their own shapes; {hint}")
@@ -117,8 +114,8 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
         summed.update(zip(plain, sums, strict=True))
     if packed:
         own, held = _own_residuals(store, packed, axis_name)
-        values = [pushed[k] for k in packed]
-        sums, states = kind.reduce_compressed(store.compressor, values, own, axis_name, store.limits)
+        values, before = [pushed[k] for k in packed], [own[k] for k in packed]
+        sums, states = kind.reduce_compressed(store.compressor, values, before, axis_name, store.limits)
         summed.update(zip(packed, sums, strict=True))
         for k, state in zip(packed, states, strict=True):
             residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, held[k])
@@ -188,10 +185,9 @@ def compressed_keys(store: KVStore, keys: Iterable[int]) -> set[int]:
     return {k for k in keys if k not in store.frozen and store.compressor.pays(shapes[k], store.values[k].dtype)}
 
 
-def start_residuals(store: KVStore, keys: list[int], count: int) -> list[Any]:
+def start_residuals(store: KVStore, keys: list[int], count: int) -> dict[int, Any]:
     """The states of these keys for `count` devices, the devices as first axis."""
-    start = functools.partial(_start_on_device, store, keys, count)
-    return jax.vmap(start)(jnp.arange(count)) if keys else []
+    return jax.vmap(functools.partial(_start_on_device, store, keys, count))(jnp.arange(count)) if keys else {}
 
 
 def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
@@ -205,7 +201,7 @@ def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
             raise ValueError(f"kv.push: key {k} is compressed and was {lengths}; {hint}")
     for count in set(counts.values()):
         keys = [k for k in counts if k not in residuals and counts[k] == count]
-        residuals.update(zip(keys, start_residuals(store, keys, count), strict=True))
+        residuals |= start_residuals(store, keys, count)
     return residuals
 
 
@@ -214,20 +210,19 @@ def held_residual(store: KVStore, key: int, axis_name: str) -> Any:
     return _own_residuals(store, [key], axis_name)[1][key]
 
 
-def _own_residuals(store: KVStore, keys: list[int], axis_name: str) -> tuple[list[Any], dict[int, Any]]:
+def _own_residuals(store: KVStore, keys: list[int], axis_name: str) -> tuple[dict[int, Any], dict[int, Any]]:
     """This device's states in the compressor's shapes, and the same as the store holds them."""
     # Under `shard_map` the first axis, the devices, is there with length 1. Under `pmap` it is gone.
     fresh = _start_on_device(store, keys, lax.axis_size(axis_name), lax.axis_index(axis_name))
-    new = {k: jax.tree.map(lambda leaf: leaf[None], f) for k, f in zip(keys, fresh, strict=True)}
+    new = {k: jax.tree.map(lambda leaf: leaf[None], f) for k, f in fresh.items()}
     held = {k: store.residuals.get(k, new[k]) for k in keys}
-    own = [jax.tree.map(lambda x, f: x.reshape(f.shape), held[k], f) for k, f in zip(keys, fresh, strict=True)]
-    return own, held
+    return {k: jax.tree.map(lambda x, f: x.reshape(f.shape), held[k], f) for k, f in fresh.items()}, held
 
 
-def _start_on_device(store: KVStore, keys: list[int], count: int, device: Any) -> list[Any]:
+def _start_on_device(store: KVStore, keys: list[int], count: int, device: Any) -> dict[int, Any]:
     """What the compressor remembers for these keys on one of `count` devices before the first push."""
     # Where rows are compressed one by one, each of them has a state of its own.
-    compressor, shapes, states = store.compressor, stores.shapes_of(store), list[Any]()
+    compressor, shapes, states = store.compressor, stores.shapes_of(store), dict[int, Any]()
     assert compressor is not None
     rows = stores.rows_of(store) if stores.is_split(store) and not compressor.linear else {}
     for k in keys:
@@ -237,12 +232,11 @@ def _start_on_device(store: KVStore, keys: list[int], count: int, device: Any) -
         if k in rows:
             seeds = seed * jnp.uint32(rows[k].count) + jnp.arange(rows[k].count, dtype=jnp.uint32)
             init = functools.partial(compressor.init, (rows[k].chunk,), dtype)
-            states.append(jax.vmap(lambda seed, init=init: init(seed=seed))(seeds))
-            continue
-        state = compressor.init(shapes[k], dtype, seed=seed)
-        if compressor.two_way:  # each device owns a share of a value, whose sum it compresses too
-            state = {**state, **start_owner(shapes[k], count)}
-        states.append(state)
+            states[k] = jax.vmap(lambda seed, init=init: init(seed=seed))(seeds)
+        else:
+            states[k] = compressor.init(shapes[k], dtype, seed=seed)
+            if compressor.two_way:  # each device owns a share of a value, whose sum it compresses too
+                states[k] = {**states[k], **start_owner(shapes[k], count)}
     return states
 
 
@@ -271,7 +265,7 @@ def counted(store: KVStore, keys: Iterable[int]) -> KVStore:
     """The store whose states hold the count that a schedule of MXNet's is asked with: the largest of any key."""
     # A push of several keys counts them in ascending order. The number is there while a push runs, see `uncounted`.
     keys = sorted(keys)
-    asks = getattr(getattr(store.updater, "update", None), "asks_all_counts", False)
+    asks = isinstance(store.updater, Updater) and getattr(store.updater.update, "asks_all_counts", False)
     if not asks or not keys or _NUMBER in store.updater_state[keys[0]]:
         return store
     counts: dict[int, Any] = {k: s["count"] for k, s in store.updater_state.items() if k not in store.frozen}
@@ -357,6 +351,31 @@ def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
     leaves, structure = jax.tree.flatten(state)
     both = zip(found, leaves, jax.tree.leaves(store.optimizer_state), strict=True)
     return structure.unflatten(old if k in keys else new for k, new, old in both)
+
+
+# Rows of a table.
+
+
+def add_rows(
+    updater: Any, key: int, axis_name: str | None, rows: list[sparse.RowSparse], state: Any, stored: jax.Array
+) -> Pair:
+    """The new value and state by pushed rows."""
+    # With the default updater the rows replace the whole value, as in MXNet: the other rows become 0. Any other updater
+    # sees the rows that are pushed, of the stored value and of its own state. Some of MXNet's optimizers update the
+    # whole table instead, as MXNet does.
+    total = sparse.add(cast_rows(rows, stored.dtype), size=sum(r.indices.shape[0] for r in rows))
+    if axis_name is not None:
+        total = sparse.allreduce(total, axis_name)
+    if updater == updaters.assign:
+        return split_like(sparse.to_dense(total), stored), state
+    update = functools.partial(update_one, updater, key)
+    if not updaters._said(updater, "is_lazy", lambda state: True)(state):
+        return update(sparse.to_dense(total), state, stored)
+    return sparse.lazy_update(update, total, state, stored, coalesced=True)
+
+
+def cast_rows(rows: list[sparse.RowSparse], dtype: Any) -> list[sparse.RowSparse]:
+    return [sparse.RowSparse(r.indices, r.values.astype(dtype), r.shape) for r in rows]
 
 
 def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:

@@ -100,14 +100,10 @@ def _count_push(count: jax.Array, most: int) -> tuple[jax.Array, Any]:
     """The count after one push more, and whether the queue was full."""
     if is_tracing():
         return jnp.minimum(count + 1, most), count == most
-    if _known(count) == most:
+    known = int(to_host(count))  # ready at once, since no program of a push at the prompt computes it
+    if known == most:
         return count, True
-    return jax.device_put(np.int32(_known(count) + 1), count.sharding if count.committed else None), False
-
-
-def _known(count: jax.Array) -> int:
-    """The count as a number. It is ready at once, since no program of a push at the prompt computes it."""
-    return int(to_host(count))
+    return jax.device_put(np.int32(known + 1), count.sharding if count.committed else None), False
 
 
 def where_ready(
@@ -139,7 +135,7 @@ def select(condition: jax.Array, new: Any, old: Any) -> Any:
 
 def pending_at(store: KVStore, i: int) -> tuple[Arrays, dict[int, Any]]:
     """Place i of the queues, and whether it was pushed."""
-    counts = {k: held.count if is_tracing() else _known(held.count) for k, held in store.pending.items()}
+    counts = {k: held.count if is_tracing() else int(to_host(held.count)) for k, held in store.pending.items()}
     ready: dict[int, Any] = {k: i >= store.staleness - count for k, count in counts.items()}
     return {k: held.values[i] for k, held in store.pending.items()}, ready
 

@@ -1,4 +1,4 @@
-"""The store: a frozen pytree of values, updater states, residuals and pending pushes, and how each array is kept."""
+"""The store: a frozen pytree of values, updater states, residuals and pending pushes, its kind, how arrays are kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -14,18 +14,59 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .. import updaters
+from .. import compression, updaters
+from .._core import calls, checks
 from .._core.arrays import Device, is_traced, nbytes, tree_nbytes, without_keys
-from .._core.calls import answers
 from .._core.text import Table, plural
 from .._devices import collectives
 from .._devices.collectives import BucketLimits, Shape
 from .._devices.mesh import copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
 from ..compression import Compressor
-from ..mxnet import _STORE_ARGUMENTS, _line_for
+from ..mxnet import _KIND_ALIASES, _OTHER_KINDS, _STORE_ARGUMENTS, _line_for
 from ..updaters import Updater, accumulate, assign
-from .kinds import KINDS
+
+# The kinds of store. The rest of the package asks a kind and compares no names.
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How a store sums what is pushed, and where its values are."""
+
+    name: str  # as given to `create`
+    # `reduce(values, axis_name, limits) -> sums`, inside a mapped axis.
+    reduce: Callable[[Sequence[jax.Array], str, BucketLimits], list[jax.Array]]
+    # The same of compressed values, see `compression._sums`.
+    reduce_compressed: Callable[..., tuple[list[jax.Array], list[Any]]] = compression._allreduce
+    in_rows: bool = False  # whether a value is cut into one row for each device
+    # Whether a value is on the first device only, and pushes at the prompt are gathered there.
+    on_one_device: bool = False
+    over_processes: bool = False  # whether a push at the prompt is summed over all processes
+    within_process: str = ""  # the kind by which a process then sums its own values first
+    delayed: bool = False  # whether pushes may be applied later
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("local", collectives.gather_sum, on_one_device=True),
+        Kind("device", collectives.allreduce),
+        Kind("sharded", collectives.reduce_scatter, compression._reduce_scatter, in_rows=True),
+        Kind("dist_sync", collectives.allreduce, over_processes=True, within_process="local"),
+        Kind("dist_device_sync", collectives.allreduce, over_processes=True, within_process="device"),
+        Kind("dist_async", collectives.allreduce, over_processes=True, within_process="local", delayed=True),
+    )
+}
+_KIND_NAMES = (*KINDS, *_KIND_ALIASES)  # for the command line
+
+
+def kind_named(name: str, where: str) -> Kind:
+    """The kind of this name, or of MXNet's name for it."""
+    name = str(name)
+    if name in _OTHER_KINDS:
+        raise ValueError(f"{where}: unknown kind {name!r}; known are {', '.join(KINDS)}; {_OTHER_KINDS[name]}")
+    return KINDS[checks.choice(_KIND_ALIASES.get(name, name), where, "kind", KINDS)]
+
 
 # How one array is kept on the devices. A layout is hashable, since a store has those of its values as a static field.
 
@@ -180,6 +221,7 @@ class KVStore:
         return Table(f"KVStore({_summary(self)})", ("key", "name", "value", "bytes", "devices"), list(_rows(self)))
 
 
+# The leaves of the pytree. All else is static, so a store with another updater or layout compiles another program.
 _DATA = ("values", "updater_state", "residuals", "pending", "optimizer_state")
 _STATIC = tuple(f.name for f in dataclasses.fields(KVStore) if f.name not in _DATA)
 jax.tree_util.register_dataclass(KVStore, _DATA, _STATIC)
@@ -215,7 +257,7 @@ def with_changes(store: KVStore, changes: Changes) -> KVStore:
     )
 
 
-@answers("kv.names", _STORE_ARGUMENTS)
+@calls.answers("kv.names", _STORE_ARGUMENTS)
 def names(store: KVStore) -> dict[int, str]:
     """The name of each key: its path in the pytree of params.
 
@@ -397,12 +439,8 @@ def _is_same(a: Any, b: Any) -> bool:
     """Whether two leaves are equal. A tree of the store's structure may hold other things than arrays."""
     if not all(isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in (a, b)):
         return type(a) is type(b) and bool(a == b)
-    return a.shape == b.shape and a.dtype == b.dtype and _on_host(a).tobytes() == _on_host(b).tobytes()
-
-
-def _on_host(leaf: jax.Array) -> np.ndarray:
-    plain, _ = without_keys(leaf)
-    return np.asarray(to_host(plain))
+    is_alike = a.shape == b.shape and a.dtype == b.dtype
+    return is_alike and len({np.asarray(to_host(without_keys(x)[0])).tobytes() for x in (a, b)}) == 1
 
 
 def _summary(store: KVStore) -> str:
@@ -414,8 +452,7 @@ def _summary(store: KVStore) -> str:
         return ", ".join([*words, "empty"])
     words.append(f"{plural(len(store.values), 'key')}, {tree_nbytes(store.values):,} bytes")
     state = tree_nbytes((store.updater_state, store.optimizer_state))
-    sums = [leaf for leaf in jax.tree.leaves(store.pending) if getattr(leaf, "ndim", 0)]  # without the counts
-    pending = tree_nbytes(sums)
+    pending = tree_nbytes([pushes.values for pushes in store.pending.values()])  # without the counts
     words += [f"updater state {state:,} bytes"] if state else []
     words += [f"pending {pending:,} bytes"] if pending else []
     return ", ".join(words)

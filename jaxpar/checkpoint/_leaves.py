@@ -22,8 +22,7 @@ import numpy as np
 from .._core import checks
 from .._core.arrays import check_plain, is_of_numbers, is_prng_key, without_keys
 from .._core.portable import ADAPTERS, FORMATS, PARTS, SavedArray, describe_record, is_registered, path_name
-from .._devices.emulated import wait_before_collectives
-from .._devices.mesh import put, to_host
+from .._devices.mesh import put, to_host, wait_before_collectives
 from .._devices.user_mesh import on_own_mesh
 
 _SCALARS = (bool, int, float, complex)

@@ -13,8 +13,7 @@ from jax.sharding import PartitionSpec as P, Sharding
 from .._core import checks
 from .._core.calls import answers
 from .._devices import processes
-from .._devices.emulated import wait_before_collectives
-from .._devices.mesh import put, spans_processes
+from .._devices.mesh import put, spans_processes, wait_before_collectives
 from .._devices.user_mesh import outside_mesh
 from ._batches import ahead, as_jax_dtype, check_sharding, path_name
 

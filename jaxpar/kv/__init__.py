@@ -15,14 +15,12 @@ A push passes through these modules:
     kv._push           checks the arguments, and finds where the values are summed
     _store.aggregate   compiles a push at the prompt; sums over the devices (buckets, compression, collective), and
                        applies the updater
-    _store.store       makes the next store
+    _store.store       makes the next store; has the kinds of store and the layouts of arrays
 
-`_rows` pushes and pulls rows of a table. `_store.queue` delays a push. `_store.kinds` has the differences between the
-kinds of store. `_place` has a store on other devices: moved there, or restored from a checkpoint.
+`_store.queue` delays a push. `_place` has a store on other devices: moved there, or restored from a checkpoint.
 """
 
-from .._store.kinds import _KIND_NAMES as _KIND_NAMES, KINDS as KINDS
-from .._store.store import KVStore as KVStore, names as names
+from .._store.store import _KIND_NAMES as _KIND_NAMES, KINDS as KINDS, KVStore as KVStore, names as names
 from ._create import (
     barrier as barrier,
     create as create,
@@ -40,6 +38,5 @@ from ._params import (
     to_params as to_params,
 )
 from ._place import partition_specs as partition_specs, place as place
-from ._pull import broadcast as broadcast, pull as pull
+from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull
 from ._push import flush as flush, push as push, pushpull as pushpull
-from ._rows import row_sparse_pull as row_sparse_pull

@@ -10,28 +10,23 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from .. import compression, distributed, updaters
-from .._core import checks
+from .. import compression, distributed, sparse, updaters
+from .._core import calls, checks
 from .._core.arrays import Device, is_traced
-from .._core.calls import answers
-from .._core.checks import find_keys
 from .._devices import processes
 from .._devices.collectives import BucketLimits
 from .._devices.mesh import own_copies, put, spans_processes
 from .._devices.user_mesh import in_user_mesh
-from .._store import store as stores
-from .._store.aggregate import check_shares
-from .._store.kinds import KINDS, kind_named
+from .._store import aggregate, store as stores
 from .._store.store import Changes, KVStore, Rows
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
-from ..sparse import RowSparse, to_dense
-from ..updaters import UpdateFn, Updater, _TreeOptimizer as TreeOptimizer, from_optax
+from ..updaters import UpdateFn, Updater, _TreeOptimizer as TreeOptimizer
 
 if TYPE_CHECKING:
     import optax
 
 
-@answers("kv.create", MXNET_ARGUMENTS)
+@calls.answers("kv.create", MXNET_ARGUMENTS)
 def create(
     kind: str = "local",
     *,
@@ -51,15 +46,11 @@ def create(
     | `dist_device_sync` (also `dist_sync_device`) | as `dist_sync` | as `dist_sync` |
     | `dist_async` (also `dist_device_async`) | as `dist_sync`, `staleness` pushes later | as `dist_sync` |
 
-    Kind `sharded` needs an elementwise updater, see `kv.set_updater`. For kind `dist_async`, `kv.flush` applies pending
-    pushes.
-
     With several processes, only the kinds `dist_*` sum over processes outside `jit`. Each process first sums the values
     of its own devices: `dist_device_sync` by an all-reduce, the other kinds on one device. Inside `pmap` and
     `shard_map` all kinds `dist_*` are equal.
 
-    A kind `dist_*` calls `jp.distributed.initialize()`, which joins the processes of `python -m jaxpar launch`, SLURM,
-    Open MPI or Kubernetes. So make this store, or call `initialize`, before the first use of JAX. Without other
+    A kind `dist_*` calls `jp.distributed.initialize()`. So make this store before the first use of JAX. Without other
     processes the store has one worker.
 
     Args:
@@ -71,23 +62,18 @@ def create(
         bucket_bytes: the largest size of a bucket, in which small values are sent together.
         alone_bytes: a value of at least this many bytes is sent alone, without a copy.
 
-    Returns:
-        A store without keys.
-
     Raises:
         ValueError: the kind is unknown; devices are empty or repeated; a size or the staleness is negative; another
             kind than `dist_async` has a staleness.
-        TypeError: the staleness is not an int.
-        RuntimeError: for a kind `dist_*` with several processes: JAX was used before they joined, or they cannot join
-            (see `jp.distributed.initialize`). For kind `sharded` over all devices: a process of `python -m jaxpar
-            launch` has not joined the others.
+        RuntimeError: the processes of a kind `dist_*` cannot join, see `jp.distributed.initialize`. For kind `sharded`
+            over all devices: a process of `python -m jaxpar launch` has not joined the others.
 
     Example:
         >>> from jaxpar import kv
         >>> kv.create("device")
         KVStore(kind='device', updater=assign, empty)
     """
-    found = kind_named(kind, "kv.create")
+    found = stores.kind_named(kind, "kv.create")
     kind = found.name
     if staleness is None:
         staleness = int(found.delayed)
@@ -106,7 +92,7 @@ def create(
     return KVStore({}, {}, {}, kind, devices=devices, limits=limits, staleness=staleness)
 
 
-@answers("kv.init", MXNET_ARGUMENTS)
+@calls.answers("kv.init", MXNET_ARGUMENTS)
 @in_user_mesh
 def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     """Add keys with their first values and updater states.
@@ -120,13 +106,9 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
         value: an array of any shape and numeric dtype, or a list of one array; for a list of keys, a list of these.
             Arrays are copied, so the caller may change or donate them. A `RowSparse` is stored as the whole table.
 
-    Returns:
-        A new store.
-
     Raises:
         ValueError: the store has the key already; a key appears twice; the list has the wrong length; processes give
             different keys or shapes. For kind `sharded`: the updater is not elementwise for a value.
-        TypeError: a key is not an int, or a value is not an array or is a tracer of a function that has ended.
         RuntimeError: an array was deleted, for example by donation.
 
     Example:
@@ -136,7 +118,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
         >>> kv.pull(store, 3).tolist()
         [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
     """
-    keys, many = find_keys(key, "kv.init")
+    keys, many = checks.find_keys(key, "kv.init")
     given = checks.as_values(keys, value, many, "kv.init")
     whole = isinstance(store.updater, TreeOptimizer)
     if whole or (stores.is_on_mesh(store) and not set(keys) <= dict(store.layouts).keys()):
@@ -149,8 +131,8 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     if twice:
         raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")
     arrays = _own_arrays(dict(zip(keys, given, strict=True)))
-    check_shares(store, arrays, "kv.init")
-    if KINDS[store.kind].over_processes or processes.to_share(arrays, store.devices or ()):
+    aggregate.check_shares(store, arrays, "kv.init")
+    if stores.KINDS[store.kind].over_processes or processes.to_share(arrays, store.devices or ()):
         arrays = _values_of_first(arrays)
     if stores.is_split(store):
         # A frozen value stays whole: its rows would be gathered at every step.
@@ -169,7 +151,7 @@ def signature(arrays: Mapping[int, Any]) -> str:
 def _own_arrays(given: Mapping[int, Any]) -> dict[int, jax.Array]:
     """The given values as arrays in memory of their own: a list of one as that one, as in a push, rows as a table."""
     given = {k: v[0] if isinstance(v, (list, tuple)) and len(v) == 1 else v for k, v in given.items()}
-    given = {k: to_dense(v) if isinstance(v, RowSparse) else v for k, v in given.items()}
+    given = {k: sparse.to_dense(v) if isinstance(v, sparse.RowSparse) else v for k, v in given.items()}
     arrays = {k: checks.array(v, f"kv.init: value of key {k}") for k, v in given.items()}
     return arrays | own_copies({k: v for k, v in arrays.items() if v is given[k]})
 
@@ -184,7 +166,7 @@ def _values_of_first(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
     return arrays | {k: put(v, local[k].sharding) if local[k].committed else jnp.asarray(v) for k, v in first.items()}
 
 
-@answers("kv.set_updater", MXNET_ARGUMENTS)
+@calls.answers("kv.set_updater", MXNET_ARGUMENTS)
 @in_user_mesh
 def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
     """Replace the updater. The updater state of each key starts anew.
@@ -200,12 +182,8 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
             once for each key in ascending order. It may print. If it raises, the caller gets the exception, and the old
             store stays valid.
 
-    Returns:
-        A new store with the same values.
-
     Raises:
-        TypeError: `updater` is neither an `Updater` nor a function; a plain function does not take three arguments, or
-            `Updater.update` four.
+        TypeError: a function does not take these arguments.
         ValueError: the kind is `sharded` and the `Updater` is not elementwise for a value of the store.
 
     Example:
@@ -217,14 +195,14 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
         [6.0, 6.0]
     """
     updaters._check_updater(updater, "kv.set_updater")
-    find_keys([*store.values], "kv.set_updater", store)
+    checks.find_keys([*store.values], "kv.set_updater", store)
     store = dataclasses.replace(store, updater=updater, optimizer_state=())
-    check_shares(store, stores.specs_of(store), "kv.set_updater")
+    aggregate.check_shares(store, stores.specs_of(store), "kv.set_updater")
     state = {k: stores.start_state(store, k, v) for k, v in store.values.items()}
     return dataclasses.replace(store, updater_state=state)
 
 
-@answers("kv.set_optimizer", MXNET_ARGUMENTS)
+@calls.answers("kv.set_optimizer", MXNET_ARGUMENTS)
 @in_user_mesh
 def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) -> KVStore:
     """Make an optax transform the updater. Then push gradients.
@@ -237,11 +215,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
         tx: an `optax.GradientTransformation`. In a store of kind `sharded`, the transform sees one device's flat share
             of each value, so it must be elementwise, as `sgd`, `adam` and `adamw` are.
 
-    Returns:
-        A new store with the same values.
-
     Raises:
-        TypeError: `tx` is not an optax transform.
         ValueError: in a store with one state for each key: `tx` couples the keys, as clipping by the global norm does.
             For kind `sharded`: `tx` is not elementwise, such as `lamb`, `muon`, or a mask by the number of axes. In a
             store with staleness: `tx` reads the loss, as `optax.contrib.reduce_on_plateau` does.
@@ -255,7 +229,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
     """
     if isinstance(tx, Updater):
         return set_updater(store, tx)
-    find_keys([*store.values], "kv.set_optimizer", store)
+    checks.find_keys([*store.values], "kv.set_optimizer", store)
     checks.transform(tx, "kv.set_optimizer")
     if store.treedef is not None:
         return _with_tree_optimizer(store, tx)
@@ -265,24 +239,22 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
             "store updates key by key; make it by kv.from_params(params, optimizer=...), or give that part to "
             "train.make_train_step as grad_transform"
         )
-    return set_updater(store, from_optax(tx))
+    return set_updater(store, updaters.from_optax(tx))
 
 
 def _with_tree_optimizer(store: KVStore, tx: Any) -> KVStore:
     """The store, made by `from_params`, with this transform and its state before the first update."""
     where, optimizer = "kv.set_optimizer", TreeOptimizer(tx)
     store = dataclasses.replace(store, updater=optimizer, updater_state=dict.fromkeys(store.values, ()))
-    check_shares(store, stores.specs_of(store), where)
+    aggregate.check_shares(store, stores.specs_of(store), where)
     if store.staleness and optimizer.reads_loss(stores.tree_of(store, stores.specs_of(store))):
         late = f"with staleness {store.staleness} that of a gradient is gone"
         raise ValueError(f"{where}: this optimizer reads the loss, and {late}; use kind 'dist_sync', or staleness=0")
-    places: dict[frozenset[Any], int] = {}  # no program can have values that are committed to different devices
-    for k in stores.trained_keys(store):
-        value = store.values[k]
-        if isinstance(value, jax.Array) and not is_traced(value) and value.committed:
-            places.setdefault(frozenset(value.sharding.device_set), k)
+    # No program can have values that are committed to different devices.
+    trained = {k: store.values[k] for k in stores.trained_keys(store)}
+    places = {frozenset(v.sharding.device_set): k for k, v in trained.items() if not is_traced(v) and v.committed}
     if len(places) > 1:
-        one, other = [repr(stores.names(store)[k]) for k in list(places.values())[:2]]
+        one, other = [repr(stores.names(store)[k]) for k in sorted(places.values())[:2]]
         raise ValueError(
             f"{where}: params {one} and {other} are on different devices, and the optimizer sees all in one program; "
             "give devices=, or updater=jp.updaters.from_optax(tx), which keeps one state a key"
@@ -294,7 +266,7 @@ def _with_tree_optimizer(store: KVStore, tx: Any) -> KVStore:
     return dataclasses.replace(store, optimizer_state=jax.tree.map(put, store.optimizer_state, homes))
 
 
-@answers("kv.set_gradient_compression", MXNET_ARGUMENTS)
+@calls.answers("kv.set_gradient_compression", MXNET_ARGUMENTS)
 def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore:
     """Compress pushes between devices, with error feedback.
 
@@ -302,9 +274,6 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
         store: any store.
         spec: `{"type": "2bit", "threshold": 0.5}`. `jaxpar.compression` lists the types. The type `none` turns
             compression off. With compression, a push of a `RowSparse` is an error, as in MXNet.
-
-    Returns:
-        A new store with the same values.
 
     Raises:
         ValueError: the type or a parameter is unknown, or a value is out of range.
@@ -334,8 +303,8 @@ def rank() -> int:
     """The number of this process, from 0.
 
     Raises:
-        RuntimeError: the run has several processes, and this one has not joined the others. JAX would return 0 in each
-            process. Call `jp.distributed.initialize()`, or make a store of a kind `dist_*`.
+        RuntimeError: the run has several processes, and this one has not joined the others, by a store of a kind
+            `dist_*` or `jp.distributed.initialize()`.
 
     Example:
         >>> from jaxpar import kv
@@ -347,10 +316,7 @@ def rank() -> int:
 
 
 def num_workers() -> int:
-    """The number of processes.
-
-    Raises:
-        RuntimeError: as for `rank`. JAX would return 1.
+    """The number of processes. `RuntimeError` as for `rank`.
 
     Example:
         >>> from jaxpar import kv
@@ -361,7 +327,7 @@ def num_workers() -> int:
     return jax.process_count()
 
 
-@answers("kv.barrier", MXNET_ARGUMENTS)
+@calls.answers("kv.barrier", MXNET_ARGUMENTS)
 def barrier(name: str = "barrier") -> None:
     """Wait until every process has called `barrier`.
 
@@ -370,7 +336,6 @@ def barrier(name: str = "barrier") -> None:
 
     Raises:
         ValueError: processes give different names. Every process raises.
-        RuntimeError: as for `rank`. The barrier would not wait.
 
     Example:
         >>> from jaxpar import kv

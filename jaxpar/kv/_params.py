@@ -12,16 +12,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from .. import updaters
-from .._core import checks
+from .._core import calls, checks, text
 from .._core.arrays import Device, is_traced
-from .._core.calls import answers
-from .._core.checks import check_names, find_keys
-from .._core.text import did_you_mean, matches
 from .._devices import processes
 from .._devices.mesh import mesh_of
 from .._devices.user_mesh import in_user_mesh
 from .._store import store as stores
-from .._store.kinds import KINDS
 from .._store.store import KVStore
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
@@ -42,7 +38,7 @@ _NOT_TRAINED = dict.fromkeys(
 Frozen = str | Sequence[str] | Callable[[str, jax.Array], bool] | Any
 
 
-@answers("kv.from_params", {**MXNET_ARGUMENTS, **_NOT_TRAINED})
+@calls.answers("kv.from_params", {**MXNET_ARGUMENTS, **_NOT_TRAINED})
 @in_user_mesh
 def from_params(
     params: Any,
@@ -84,11 +80,10 @@ def from_params(
         `push`, `pull`, `pushpull` and `row_sparse_pull` take names as keys. The arrays of `params` are copied.
 
     Raises:
-        TypeError: a leaf is not an array, or is a `RowSparse`; `mesh` is not a mesh.
-        RuntimeError: a leaf was deleted.
-        ValueError: both an optimizer and an updater are given; the kind is unknown; two leaves have the same name, or
-            are the same array; the kind cannot apply the optimizer, see `kv.set_optimizer`; a pattern of `frozen`
-            matches no param, or its bools do not fit the params; all floating params are frozen.
+        TypeError: a leaf is not an array, or is a `RowSparse`.
+        ValueError: both an optimizer and an updater are given; two leaves have the same name, or are the same array;
+            the kind cannot apply the optimizer, see `kv.set_optimizer`; a pattern of `frozen` matches no param, or its
+            bools do not fit the params; all floating params are frozen.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -104,15 +99,14 @@ def from_params(
     _check_params(params)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
-    check_names(leaves, paths, "kv.from_params")
+    _check_apart(leaves, paths)
     # Before the first use of JAX, since a kind `dist_*` joins the other processes.
     store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
-    _check_untied(paths, [leaf for _, leaf in leaves])
     store = dataclasses.replace(store, frozen=_frozen_keys(frozen, params, paths, values))
     chosen = mesh if mesh is not None else _mesh_for(store, params, sharding, optimizer)
     if chosen is not None:
-        if sharding is None and KINDS[store.kind].in_rows and not _split_shardings(params):
+        if sharding is None and stores.KINDS[store.kind].in_rows and not _split_shardings(params):
             sharding = default_rule(store, chosen)
         layouts = split_layouts(store, range(len(values)), params, chosen, sharding, "kv.from_params")
         store = dataclasses.replace(store, devices=tuple(chosen.devices.flat), layouts=layouts)
@@ -130,11 +124,11 @@ def _frozen_keys(frozen: Frozen, params: Any, names: Sequence[str], values: Sequ
         return ()
     if isinstance(patterns, (list, tuple)) and all(isinstance(pattern, str) for pattern in patterns):
         for pattern in patterns:
-            if not any(matches(name, pattern) for name in names):
+            if not any(text.matches(name, pattern) for name in names):
                 known = {part for name in names for part in (name, name.rpartition("/")[0])}
-                hint = did_you_mean(pattern, known) or f"; some are {checks.shorten(names, 4)}"
+                hint = text.did_you_mean(pattern, known) or f"; some are {checks.shorten(names, 4)}"
                 raise ValueError(f"{where}={pattern!r} matches no param{hint}")
-        flags = [any(matches(name, pattern) for pattern in patterns) for name in names]
+        flags = [any(text.matches(name, pattern) for pattern in patterns) for name in names]
     elif callable(frozen) and jax.tree_util.all_leaves([frozen]):  # a module of Equinox is a pytree, and callable
         flags = [frozen(name, value) for name, value in zip(names, values, strict=True)]
     else:
@@ -175,7 +169,7 @@ def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mes
         return mesh
     if sharding is not None:
         return mesh_of(store.devices or processes.devices())
-    if not KINDS[store.kind].in_rows or optimizer is None or isinstance(optimizer, Updater):
+    if not stores.KINDS[store.kind].in_rows or optimizer is None or isinstance(optimizer, Updater):
         return None
     assert store.devices is not None
     leaves, structure = jax.tree.flatten(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
@@ -195,13 +189,21 @@ def _split_shardings(params: Any) -> list[NamedSharding]:
     return [s for s in shardings if isinstance(s, NamedSharding) and not s.is_fully_replicated]
 
 
-def _check_untied(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """`ValueError` if one array is at two places: the store would train them apart, and the user may mean one param."""
-    seen: dict[int, str] = {}
-    for path, leaf in zip(paths, leaves, strict=True):
-        if isinstance(leaf, (jax.Array, np.ndarray)) and (first := seen.setdefault(id(leaf), path)) is not path:
+def _check_apart(leaves: Sequence[tuple[Any, Any]], names: Sequence[str]) -> None:
+    """`ValueError` for two leaves (path, leaf) of one name, or for one array at two places."""
+    # A key of a dict with a slash can make a name that is there. The store would train the two places of an array
+    # apart, and the user may mean one param.
+    named: dict[str, Any] = {}
+    placed: dict[int, str] = {}
+    for (path, leaf), name in zip(leaves, names, strict=True):
+        if name in named:
+            both = " and ".join(map(jax.tree_util.keystr, (named[name], path)))
+            raise ValueError(f"kv.from_params: the leaves {both} of params have the same name, {name!r}; rename one")
+        named[name] = path
+        first = placed.setdefault(id(leaf), name) if isinstance(leaf, (jax.Array, np.ndarray)) else name
+        if first != name:
             raise ValueError(
-                f"kv.from_params: leaves {first!r} and {path!r} of params are the same array; for one param used "
+                f"kv.from_params: leaves {first!r} and {name!r} of params are the same array; for one param used "
                 "twice, keep it once and use it twice in loss_fn; for two params, copy one: jnp.copy(array)"
             )
 
@@ -216,7 +218,7 @@ def _leaf(leaf: Any, path: str) -> jax.Array:
         raise TypeError(f"{error}{hint} Equinox, nnx.split(model, nnx.Param) in Flax NNX") from None
 
 
-@answers("kv.to_params", MXNET_ARGUMENTS)
+@calls.answers("kv.to_params", MXNET_ARGUMENTS)
 @in_user_mesh
 def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True) -> Any:
     """The current values, as the pytree given to `from_params`.
@@ -226,13 +228,6 @@ def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True
         axis_name: for a store of kind `sharded` inside `pmap` or `shard_map`, as in `kv.pull`.
         copy: whether the arrays may be donated, as in `kv.pull`.
 
-    Returns:
-        A pytree of the same structure, shapes and dtypes.
-
-    Raises:
-        ValueError: the store was not made by `from_params`.
-        RuntimeError: a stored value was deleted, for example by donating the store.
-
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxpar import kv
@@ -241,12 +236,12 @@ def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True
     """
     if store.treedef is None:
         raise ValueError("kv.to_params: this store was not made by kv.from_params; kv.pull gives its values")
-    keys, _ = find_keys([k for k, _ in store.paths], "kv.to_params", store)
+    keys, _ = checks.find_keys([k for k, _ in store.paths], "kv.to_params", store)
     values = pull_whole(store, keys, axis_name)
     return store.treedef.unflatten(own_values(store, values) if copy else values)
 
 
-@answers("kv.eval_params", MXNET_ARGUMENTS)
+@calls.answers("kv.eval_params", MXNET_ARGUMENTS)
 @in_user_mesh
 def eval_params(store: KVStore, *, copy: bool = True) -> Any:
     """The params to evaluate, as the pytree given to `from_params`.
@@ -259,9 +254,6 @@ def eval_params(store: KVStore, *, copy: bool = True) -> Any:
         store: made by `from_params`.
         copy: as in `to_params`.
 
-    Raises:
-        ValueError: the store was not made by `from_params`.
-
     Example:
         >>> import jax.numpy as jnp, optax
         >>> from jaxpar import kv
@@ -271,7 +263,7 @@ def eval_params(store: KVStore, *, copy: bool = True) -> Any:
         ([0.0], [1.0])
     """
     params = to_params(store, copy=copy)
-    if not isinstance(store.updater, TreeOptimizer) or not updaters._has_average(store.optimizer_state):
+    if not isinstance(store.updater, TreeOptimizer) or not updaters._averages(store.optimizer_state):
         return params
     leaves = jax.tree.leaves(params)
     trained = stores.tree_of(store, dict(enumerate(leaves)))

@@ -19,17 +19,14 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from .. import updaters
-from .._core import checks
+from .._core import calls, checks
 from .._core.arrays import Device
-from .._core.calls import answers
-from .._core.checks import find_keys
 from .._core.portable import FORMATS, NodeFormat, Saved, SavedArray, describe_record, join_names, path_name
 from .._devices import processes
 from .._devices.mesh import auto_mesh, copies_on, put, put_copy, split_over, to_host
 from .._devices.shardings import ShardingRule, fsdp, shardings_of
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, queue, store as stores
-from .._store.kinds import KINDS
 from .._store.store import KVStore, Layouts, Rows, Split
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..updaters import _TreeOptimizer as TreeOptimizer, _UnknownOwners as UnknownOwners
@@ -39,7 +36,7 @@ _RESIDUALS, _PENDING, _OPTIMIZER = "residuals", "pending", "optimizer_state"
 _PARTS = {_RESIDUALS: "residual", _PENDING: "pending"}
 
 
-@answers("kv.place", MXNET_ARGUMENTS)
+@calls.answers("kv.place", MXNET_ARGUMENTS)
 @in_user_mesh
 def place(
     store: KVStore,
@@ -51,9 +48,8 @@ def place(
     """Copy a store to other devices, with its updater states.
 
     A store of kind `sharded` is cut into one row for each device. For the other kinds, also `local`, each device gets a
-    copy, as a program over these devices needs. Residuals of a compressor belong to the devices that pushed. With the
-    same number of devices they are kept, otherwise they start at zero. Pending pushes move to the new devices, so that
-    later sums are the same.
+    copy, as a program over these devices needs. Residuals of a compressor are kept for the same number of devices,
+    otherwise they start at zero. Pending pushes move to the new devices, so that later sums are the same.
 
     With a mesh, values keep their shapes and are split over the mesh, as the training step's engine `jit` needs. A
     store that is split over a mesh stays split on the same devices.
@@ -71,8 +67,6 @@ def place(
     Raises:
         ValueError: the kind is `sharded` and the updater is not elementwise for shares of this many devices; values are
             split over a mesh of other devices; both `devices` and `mesh` are given, or `sharding` without a mesh.
-        TypeError: `mesh` is not a mesh.
-        RuntimeError: a stored value was deleted, for example by donating the store.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -81,7 +75,7 @@ def place(
         >>> len(store.values[0].sharding.device_set)
         1
     """
-    find_keys([*store.values], "kv.place", store)
+    checks.find_keys([*store.values], "kv.place", store)
     if mesh is not None and devices is not None:
         raise ValueError("kv.place: give mesh= or devices=, not both")
     if mesh is None and sharding is not None:
@@ -94,7 +88,7 @@ def place(
         if store.treedef is not None:
             like = store.treedef.unflatten([specs[k] for k, _ in store.paths])
         if sharding is None:
-            sharding = default_rule(store, mesh) if KINDS[store.kind].in_rows else PartitionSpec()
+            sharding = default_rule(store, mesh) if stores.KINDS[store.kind].in_rows else PartitionSpec()
         layouts = split_layouts(store, sorted(specs), like, mesh, sharding, "kv.place")
     else:
         target = create(store.kind, devices=devices).devices
@@ -122,7 +116,7 @@ def default_rule(store: KVStore, mesh: Mesh) -> ShardingRule:
 
 def split_layouts(store: KVStore, keys: Iterable[int], params: Any, mesh: Mesh, sharding: Any, where: str) -> Layouts:
     """The layouts of a pytree of params that is split over a mesh, for the keys of its leaves."""
-    kind, fault = KINDS[store.kind], ""
+    kind, fault = stores.KINDS[store.kind], ""
     if kind.on_one_device:
         fault = f"kind {kind.name!r} keeps a value on one device; use kind 'device', or 'sharded'"
     elif store.staleness:
@@ -142,30 +136,24 @@ def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVSto
         aggregate.check_shares(bare, stores.specs_of(store), "kv.place")
     before, after = dict(store.layouts), dict(layouts)
 
-    def value(k: int, leaf: jax.Array) -> jax.Array:
-        layout = after.get(k, stores.WHOLE)
-        return put_copy(layout.stored(before.get(k, stores.WHOLE).whole(leaf)), stores.sharding_of(bare, layout))
-
-    def state(k: int, leaf: jax.Array) -> jax.Array:
-        """What has the shape of the value is kept as the value."""
-        return value(k, leaf) if leaf.shape == store.values[k].shape else put_copy(leaf, stores.sharding_of(bare))
-
-    keys = sorted(store.values)
-    moved = dataclasses.replace(
-        bare,
-        values={k: value(k, store.values[k]) for k in keys},
-        updater_state={k: jax.tree.map(functools.partial(state, k), store.updater_state[k]) for k in keys},
-        optimizer_state=stores.whole_state(store),
-    )
-
     def lay_out(layout: Any, leaf: jax.Array) -> jax.Array:
         return put_copy(layout.stored(leaf), stores.sharding_of(bare, layout))
 
+    def of_key(k: int, leaf: jax.Array) -> jax.Array:
+        """The value of a key, or a part of its state: what has the shape of the value is kept as the value."""
+        if leaf.shape != store.values[k].shape:
+            return lay_out(stores.WHOLE, leaf)
+        return lay_out(after.get(k, stores.WHOLE), before.get(k, stores.WHOLE).whole(leaf))
+
+    both = {k: (store.values[k], store.updater_state[k]) for k in sorted(store.values)}
+    both = {k: jax.tree.map(functools.partial(of_key, k), pair) for k, pair in both.items()}
+    values, states = {k: value for k, (value, _) in both.items()}, {k: state for k, (_, state) in both.items()}
+    moved = dataclasses.replace(bare, values=values, updater_state=states, optimizer_state=stores.whole_state(store))
     state = jax.tree.map(lay_out, stores.state_layouts(moved), moved.optimizer_state)
     return dataclasses.replace(moved, optimizer_state=state)
 
 
-@answers("kv.partition_specs", MXNET_ARGUMENTS)
+@calls.answers("kv.partition_specs", MXNET_ARGUMENTS)
 def partition_specs(store: KVStore, axis_name: str) -> KVStore:
     """The `PartitionSpec`s of a store, for `shard_map`'s in_specs and out_specs.
 
@@ -192,7 +180,7 @@ def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
         return store
     assert store.devices is not None
     keys, residuals = sorted(aggregate.compressed_keys(store, store.values)), dict[int, Any]()
-    for k, fresh in zip(keys, aggregate.start_residuals(store, keys, len(store.devices)), strict=True):
+    for k, fresh in aggregate.start_residuals(store, keys, len(store.devices)).items():
         fits = k in before and jax.tree.map(jnp.shape, before[k]) == jax.tree.map(jnp.shape, fresh)
         residuals[k] = put_copy(before[k] if fits else fresh, split_over(store.devices))
     return dataclasses.replace(store, residuals=residuals)
@@ -266,17 +254,17 @@ def complete(store: KVStore, like: KVStore, saved: Saved, prefix: str, remarks: 
 
 def _check_rules(like: KVStore, saved: dict[int, Saved], remarks: list[str]) -> None:
     """`ValueError` where a value was updated by another rule than the store of `like` has. Other numbers are said."""
-    has_other_numbers = False
+    found = set[str]()
     for k, rule in rule_of_each(like).items():
         record, _ = saved[k][""]
-        if updaters._is_other_rule(rule, record.get("rule")):
+        found.add(difference := updaters._difference_of_rules(rule, record.get("rule")))
+        if difference == "rule":
             raise ValueError(
                 f"{record['words']}: it was saved with another optimizer than that of `like`; give a state with the "
                 "saved optimizer. To continue with another optimizer and keep the saved state, put what you restored "
                 "into the new state: jax.tree.unflatten(jax.tree.structure(new), jax.tree.leaves(restored))"
             )
-        has_other_numbers |= updaters._has_other_numbers(rule, record.get("rule"))
-    if has_other_numbers:
+    if "numbers" in found:
         remarks.append(
             "the optimizer has other numbers (learning rate, schedule, decay) than the saved one; the new numbers "
             "apply from now on"
@@ -310,11 +298,10 @@ def _residuals(store: KVStore, like: KVStore, saved: dict[int, Saved], remarks: 
                 found = f"expected a row for each device, found the shape {list(array.shape)}"
                 raise ValueError(f"{record['words']}: {found}")
         count = held[0].shape[0] if held else len(store.devices or next(iter(own.values()))[1])
-        (fresh,) = aggregate.start_residuals(store, [k], count)
+        fresh = aggregate.start_residuals(store, [k], count)[k]
         expected = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(fresh)}
-        fits = {name: (tuple(r["shape"]), r["dtype"]) for name, (r, _) in own.items()} == {
-            name: (leaf.shape, str(leaf.dtype)) for name, leaf in expected.items()
-        }
+        found = {name: (tuple(r["shape"]), r["dtype"]) for name, (r, _) in own.items()}
+        fits = found == {name: (leaf.shape, str(leaf.dtype)) for name, leaf in expected.items()}
         new += [] if fits else [k]
         where = split_over(store.devices) if store.devices else None
         shardings = [getattr(leaf, "sharding", where) for leaf in held] or [where] * len(expected)

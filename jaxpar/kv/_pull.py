@@ -1,4 +1,4 @@
-"""Read a store: whole values, and copies on devices."""
+"""Read a store: whole values, copies on devices, rows of a table."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
-from .._core import checks
+from .. import sparse
+from .._core import calls, checks
 from .._core.arrays import Device, is_tracing
-from .._core.calls import answers
-from .._core.checks import Key, Keys, find_keys
-from .._devices import collectives, emulated
-from .._devices.mesh import STORE_AXIS, copies_on, donatable, mesh_of, spans_processes, to_host
+from .._core.checks import Key, Keys
+from .._core.text import plural
+from .._devices import collectives, mesh
+from .._devices.mesh import STORE_AXIS, spans_processes, to_host
 from .._devices.user_mesh import in_user_mesh, in_user_mesh_now
-from .._store import store as stores
-from .._store.aggregate import axis_size
+from .._store import aggregate, store as stores
 from .._store.store import KVStore
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
+from ..sparse import RowSparse
 from ._create import init
 
 # The end of a message about too many arguments: MXNet writes to out=.
@@ -46,7 +47,7 @@ def pull(
 def pull(
     store: KVStore, key: Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[list[jax.Array]]: ...
-@answers("kv.pull", MXNET_ARGUMENTS, RETURNED)
+@calls.answers("kv.pull", MXNET_ARGUMENTS, RETURNED)
 @in_user_mesh_now
 def pull(
     store: KVStore,
@@ -77,7 +78,6 @@ def pull(
 
     Raises:
         KeyError: a key was never initialised, or no parameter has that name.
-        TypeError: a key is not an int, or is a name in a store without names.
         ValueError: a device belongs to another process.
         RuntimeError: the stored value was deleted, for example by donating the store.
 
@@ -88,14 +88,7 @@ def pull(
         >>> [value.tolist() for value in kv.pull(store, [7, 5])]
         [[0.0, 0.0], [1.0, 1.0]]
     """
-    return read(store, key, devices, axis_name, copy)
-
-
-def read(
-    store: KVStore, key: Key | Keys, devices: Sequence[Device] | None, axis_name: str | None, copy: bool = True
-) -> Any:
-    """What `pull` returns."""
-    keys, many = find_keys(key, "kv.pull", store)
+    keys, many = checks.find_keys(key, "kv.pull", store)
     values = pull_whole(store, keys, axis_name)
     if devices is not None:
         pulled = _on_each(values, checks.device_list(devices, "kv.pull"), copy and _may_share(store))
@@ -106,7 +99,7 @@ def read(
 
 def own_values(store: KVStore, values: list[jax.Array]) -> list[jax.Array]:
     """What `pull_whole` gave, in arrays that do not belong to the store. Outside of traced functions only."""
-    return values if is_tracing() or not _may_share(store) else donatable(values)
+    return values if is_tracing() or not _may_share(store) else mesh.donatable(values)
 
 
 def _may_share(store: KVStore) -> bool:
@@ -116,29 +109,27 @@ def _may_share(store: KVStore) -> bool:
 
 def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[jax.Array]:
     """The values of these keys in the shapes that the user sees."""
-    values, layouts = [store.values[k] for k in keys], stores.rows_of(store)
-    cut = [i for i, k in enumerate(keys) if k in layouts]  # the others are whole, as frozen ones are
-    if not cut:
-        return values
-    stored, rows = [values[i] for i in cut], [layouts[keys[i]] for i in cut]
-    shapes = tuple(layout.shape for layout in rows)
+    layouts = stores.rows_of(store)
+    rows = {k: store.values[k] for k in keys if k in layouts}  # the others are whole, as frozen ones are
+    if not rows:
+        return [store.values[k] for k in keys]
+    shapes = tuple(layouts[k].shape for k in rows)
     if axis_name is not None:
-        axis_size(axis_name, "kv.pull")
-        whole = collectives.all_gather([r.reshape(-1) for r in stored], shapes, axis_name, store.limits)
+        aggregate.axis_size(axis_name, "kv.pull")
+        whole = collectives.all_gather([r.reshape(-1) for r in rows.values()], shapes, axis_name, store.limits)
     else:
         assert store.devices is not None
-        for i, r in zip(cut, stored, strict=True):
+        for k, r in rows.items():
             if r.shape[0] != len(store.devices) or r.ndim != 2:
                 share = f"one device's share of a store of kind {store.kind!r}"
-                raise ValueError(f"kv.pull: key {keys[i]}: this is {share}; give axis_name to gather the others")
+                raise ValueError(f"kv.pull: key {k}: this is {share}; give axis_name to gather the others")
         if is_tracing():
-            whole = [layout.whole(r) for layout, r in zip(rows, stored, strict=True)]
+            whole = [layouts[k].whole(r) for k, r in rows.items()]
         else:
-            emulated.wait_before_collectives(stored, store.devices)
-            whole = _gather_program(store.devices, store.limits)(stored, shapes)
-    for i, value in zip(cut, whole, strict=True):
-        values[i] = value
-    return values
+            mesh.wait_before_collectives(rows, store.devices)
+            whole = _gather_program(store.devices, store.limits)(list(rows.values()), shapes)
+    values = store.values | dict(zip(rows, whole, strict=True))
+    return [values[k] for k in keys]
 
 
 @functools.lru_cache(maxsize=64)
@@ -146,7 +137,7 @@ def _gather_program(devices: tuple[Device, ...], limits: Any) -> Any:
     def run(stored: list[jax.Array], shapes: Any) -> list[jax.Array]:
         return jax.shard_map(
             lambda parts: collectives.all_gather([p.reshape(-1) for p in parts], shapes, STORE_AXIS, limits),
-            mesh=mesh_of(devices),
+            mesh=mesh.mesh_of(devices),
             in_specs=P(STORE_AXIS),
             out_specs=P(),
             check_vma=False,
@@ -167,7 +158,7 @@ def _on_each(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool
     if own:
         # What is there already is the store's, so the caller gets a copy of it.
         there = [i for i, v in enumerate(values) if v.is_fully_replicated and wanted & v.sharding.device_set]
-        new = dict(zip(there, donatable([values[i] for i in there]), strict=True))
+        new = dict(zip(there, mesh.donatable([values[i] for i in there]), strict=True))
         values = [new.get(i, v) for i, v in enumerate(values)]
     copies: list[dict[Device, jax.Array]] = [{} for _ in values]
     absent: list[int] = []
@@ -201,7 +192,7 @@ def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, ja
             for i, copy in zip(small, sent, strict=True):
                 copies[i][device] = copy
     alone = [g[0] for g in groups if len(g) == 1]
-    large = emulated.share_or_put([values[i] for i in alone], copies_on(tuple(devices)))
+    large = mesh.share_or_put([values[i] for i in alone], mesh.copies_on(tuple(devices)))
     for i, sent in zip(alone, large, strict=True):
         copies[i] = {shard.device: shard.data for shard in sent.addressable_shards}
     return copies
@@ -211,12 +202,12 @@ def _send_in_buckets(values: list[jax.Array], devices: set[Device]) -> dict[Devi
     """Copies on each device of values that are all on one other."""
     # Positions in the buckets are counted from 0, so that the programs depend on sizes only.
     source, shapes, groups = values[0].sharding, tuple(v.shape for v in values), collectives.plan(values)
-    shared = emulated.one_memory({*devices, *source.device_set})
-    flat = collectives.pack(emulated.views(values), groups, xp=np) if shared else _pack(values, groups)
+    shared = mesh.one_memory({*devices, *source.device_set})
+    flat = collectives.pack(mesh.views(values), groups, xp=np) if shared else _pack(values, groups)
     sent = dict.fromkeys(devices & source.device_set, values)
     for device in devices - source.device_set:
         where = SingleDeviceSharding(device)
-        with emulated.on(where):
+        with mesh.on(where):
             sent[device] = _unpack(flat if shared else jax.device_put(flat, where), shapes, groups)
     return sent
 
@@ -239,22 +230,16 @@ def broadcast(
 def broadcast(
     store: KVStore, key: Sequence[int], value: Any, *, devices: Sequence[Device]
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
-@answers("kv.broadcast", MXNET_ARGUMENTS, RETURNED)
+@calls.answers("kv.broadcast", MXNET_ARGUMENTS, RETURNED)
 @in_user_mesh
 def broadcast(
     store: KVStore, key: int | Sequence[int], value: Any, *, devices: Sequence[Device] | None = None
 ) -> tuple[KVStore, Any]:
-    """Call `init`, then `pull` of the same keys.
+    """Call `init`, then `pull` of the same keys: (the new store, the pulled values).
 
     Args:
         store, key, value: as in `init`.
         devices: as in `pull`.
-
-    Returns:
-        (the new store, the pulled values).
-
-    Raises:
-        KeyError, TypeError, ValueError: as for `init` and `pull`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -265,3 +250,73 @@ def broadcast(
     """
     store, read = init(store, key, value), cast(Any, pull)
     return store, read(store, key, devices=devices)
+
+
+# Rows of a table.
+
+
+@overload
+def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: None = None) -> RowSparse: ...
+@overload
+def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: Sequence[Device]) -> list[RowSparse]: ...
+@overload
+def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: None = None) -> list[RowSparse]: ...
+@overload
+def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: Sequence[Device]) -> list[list[RowSparse]]: ...
+@calls.answers("kv.row_sparse_pull", MXNET_ARGUMENTS, RETURNED)
+@in_user_mesh_now
+def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: Sequence[Device] | None = None) -> Any:
+    """Some rows of a stored value.
+
+    Args:
+        store: any store.
+        key: as in `pull`. The values must have at least one axis.
+        row_ids: (m,) integers, for all devices; or a list of arrays, one for each of `devices`, of any lengths. For a
+            list of keys, one array for all keys, or a list with one such entry for each key.
+        devices: the devices that get the rows, as in `pull`.
+
+    Returns:
+        A `RowSparse` of the unique, sorted rows. With `devices`, a list with one for each device. For a list of keys, a
+        list of these results.
+
+    Raises:
+        ValueError: an id is negative or out of range, as for `jaxpar.sparse.take`; or the number of lists of ids fits
+            neither the keys nor the devices.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxpar import kv
+        >>> store = kv.init(kv.create(), 0, jnp.arange(8.0).reshape(4, 2))
+        >>> kv.row_sparse_pull(store, 0, jnp.array([3, 0, 3])).indices.tolist()
+        [0, 3]
+        >>> pulled = kv.row_sparse_pull(store, 0, [[0, 1], [2, 2]], devices=jax.devices()[:2])
+        >>> [rows.indices.tolist() for rows in pulled]
+        [[0, 1], [2]]
+    """
+    keys, many = checks.find_keys(key, "kv.row_sparse_pull", store)
+    given = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
+    checks.as_values(keys, given, True, "kv.row_sparse_pull", "row_ids")
+    count = 1 if devices is None else len(devices)
+    wanted = [list(ids) if _is_list_of_arrays(ids) else [ids] for ids in given]
+    for k, ids in zip(keys, wanted, strict=True):
+        if len(ids) not in (1, count):
+            where = "no devices=" if devices is None else plural(count, "device")
+            raise ValueError(
+                f"kv.row_sparse_pull: key {k}: expected one array of ids, or one for each device, got {len(ids)} lists "
+                f"of ids and {where}"
+            )
+    pulled = list[Any]()
+    for value, ids in zip(map(to_host, pull_whole(store, keys, None)), wanted, strict=True):
+        rows = [sparse.take(value, i) for i in ids]
+        if devices is None:
+            pulled.append(rows[0])
+            continue
+        rows = rows if len(rows) == count else rows * count
+        pulled.append([r if is_tracing() else jax.device_put(r, d) for r, d in zip(rows, devices, strict=True)])
+    return pulled if many else pulled[0]
+
+
+def _is_list_of_arrays(row_ids: Any) -> bool:
+    return isinstance(row_ids, (list, tuple)) and any(
+        (hasattr(ids, "shape") and ids.shape) or isinstance(ids, (list, tuple)) for ids in row_ids
+    )

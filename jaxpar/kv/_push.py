@@ -1,4 +1,4 @@
-"""Pushes, from top to bottom: the verbs, the request, how it is summed, the programs of a push at the prompt.
+"""Pushes, from top to bottom: the verbs, the request, how it is summed, the programs of a push at the prompt, rows.
 
 A traced push is `_store.aggregate.push`. A push at the prompt runs the same pure functions as compiled programs. Is
 there one value of each key on each of the same several devices? Then one program over these devices sums and updates.
@@ -12,27 +12,25 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import jax
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P, Sharding, SingleDeviceSharding
 
-from .._core import checks
-from .._core.arrays import Device, is_tracing
-from .._core.calls import answers
-from .._core.checks import Key, Keys, find_keys
-from .._devices import emulated, processes
+from .. import sparse, updaters
+from .._core import calls, checks
+from .._core.arrays import Device, Recent, is_tracing
+from .._core.checks import Key, Keys
+from .._devices import mesh, processes
 from .._devices.mesh import assemble, copies_on, put, spans_processes, split_over, to_host
 from .._devices.user_mesh import in_user_mesh_now
 from .._store import aggregate, queue, store as stores
-from .._store.kinds import KINDS
 from .._store.store import Changes, KVStore, Lists
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
-from . import _rows
 from ._create import signature
-from ._pull import RETURNED, read
+from ._pull import RETURNED, pull
 
 # XLA compiles a kernel for each value, so a program for thousands of keys would take minutes.
 _MOST_KEYS = 256
@@ -41,7 +39,7 @@ Devices = tuple[Device, ...]
 Way = Callable[[Any, KVStore, Lists], Changes]  # what is given a program, and runs it where it belongs
 
 
-@answers("kv.push", MXNET_ARGUMENTS)
+@calls.answers("kv.push", MXNET_ARGUMENTS)
 @in_user_mesh_now
 def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None = None) -> KVStore:
     """Sum the values of each key and apply the updater.
@@ -58,16 +56,12 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
         axis_name: the mapped axis to sum over, inside `pmap` or `shard_map`, where `value` is this device's share. See
             "Gradients under shard_map" below.
 
-    Returns:
-        The next store. `store` stays valid.
-
     Raises:
         KeyError: a key was never initialised, or no parameter has that name.
         ValueError: a shape or the length of a list is wrong; processes push different keys; outside `jit`, a store of
             another kind than `dist_*` has devices of several processes; a `RowSparse` is pushed to a store with
             compression, staleness or kind `sharded`.
-        TypeError: a key is not an int, a dtype cannot be cast safely, or a value is a tracer of a function that has
-            ended.
+        TypeError: a dtype cannot be cast safely.
         RuntimeError: a pushed or stored array was deleted, for example by donation.
         NameError: no axis has that name.
 
@@ -80,31 +74,50 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
         ([2.0, 2.0], 1.0)
 
     Several processes:
-        The kinds `dist_*` sum over all processes, and the other kinds sum within this process. Outside `jit`, each
-        process pushes the values of its own devices. Each process sums its values first. Then the sums are added over
-        the processes, and every process gets the same result. All processes must push the same keys in the same order,
-        which every push checks. Only the sums between processes are compressed. Inside `pmap` and `shard_map`, all
-        kinds sum over the axis.
+        Outside `jit`, each process pushes the values of its own devices to a store of a kind `dist_*`, and every
+        process gets the same result. All must push the same keys in the same order, which every push checks. Only the
+        sums between processes are compressed. Inside `pmap` and `shard_map`, all kinds sum over the axis.
 
     Gradients under shard_map:
         With `check_vma=True`, the default, jax already sums the gradient of replicated params, and a push would sum it
         again. Pass `check_vma=False`, or mark the params with `jax.lax.pcast(params, axis_name, to="varying")`, as
         `train.make_train_step` does.
     """
-    return _pushed_store(store, key, value, axis_name)
+    pushed = _request(store, key, value)
+    if axis_name is not None:
+        aggregate.axis_size(axis_name, "kv.push")
+    way = _way_of(store, axis_name)
+    if way is _push_across:  # also where this process pushes nothing: others may wait for it
+        _agree(store, pushed)
+    elif axis_name is None and jax.process_count() > 1:
+        for k in pushed:
+            if spans_processes(store.values[k]):
+                raise ValueError(
+                    f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes; push "
+                    "inside pmap or shard_map with axis_name, as a training step does, or use kind 'dist_sync'"
+                )
+    if not pushed:
+        return store
+    rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
+    dense = {k: vs for k, vs in pushed.items() if k not in rows}
+    known = aggregate.counted(store, pushed)  # here, since the program of some keys does not see the counts of others
+    parts: list[Changes] = []
+    if rows:
+        parts.append(_push_rows(known, rows, axis_name, across=way is _push_across))
+    if dense:
+        parts.append(queue.push(known, dense, axis_name, way) if store.staleness else way(known, dense))
+    changes = functools.reduce(operator.or_, parts)
+    return stores.with_changes(store, changes if known is store else aggregate.uncounted(changes))
 
 
-@answers("kv.flush", MXNET_ARGUMENTS)
+@calls.answers("kv.flush", MXNET_ARGUMENTS)
 @in_user_mesh_now
 def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
-    """Apply all pending pushes, oldest first, at the end of training.
+    """The store after all pending pushes, oldest first, at the end of training.
 
     Args:
         store: any store. A store without staleness stays unchanged.
         axis_name: inside `pmap` or `shard_map`, the axis that splits the store.
-
-    Returns:
-        The next store, without pending pushes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -120,7 +133,7 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
         return store
     if axis_name is not None:
         aggregate.axis_size(axis_name, "kv.flush")
-    return queue.flush(store, axis_name, _way_of(store, axis_name, depth=5))
+    return queue.flush(store, axis_name, _way_of(store, axis_name))
 
 
 @overload
@@ -139,7 +152,7 @@ def pushpull(
 def pushpull(
     store: KVStore, key: Keys, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
-@answers("kv.pushpull", MXNET_ARGUMENTS, RETURNED)
+@calls.answers("kv.pushpull", MXNET_ARGUMENTS, RETURNED)
 @in_user_mesh_now
 def pushpull(
     store: KVStore,
@@ -158,9 +171,6 @@ def pushpull(
     Returns:
         (the next store, the pulled values). Without an updater these are the sums.
 
-    Raises:
-        KeyError, TypeError, ValueError, NameError, RuntimeError: as for `push` and `pull`.
-
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxpar import kv
@@ -169,45 +179,16 @@ def pushpull(
         >>> total.tolist()
         [2.0, 2.0]
     """
-    store = _pushed_store(store, key, value, axis_name)
-    return store, read(store, key, devices, axis_name)
+    store, read = push(store, key, value, axis_name=axis_name), cast(Any, pull)
+    return store, read(store, key, devices=devices, axis_name=axis_name)
 
 
 # What is pushed, and by which way.
 
 
-def _pushed_store(store: KVStore, key: Key | Keys, value: Any, axis_name: str | None) -> KVStore:
-    """What `push` returns."""
-    pushed = _request(store, key, value)
-    if axis_name is not None:
-        aggregate.axis_size(axis_name, "kv.push")
-    way = _way_of(store, axis_name, depth=6)
-    if way is _push_across:  # also where this process pushes nothing: others may wait for it
-        _agree(store, pushed)
-    elif axis_name is None and jax.process_count() > 1:
-        for k in pushed:
-            if spans_processes(store.values[k]):
-                raise ValueError(
-                    f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes; push "
-                    "inside pmap or shard_map with axis_name, as a training step does, or use kind 'dist_sync'"
-                )
-    if not pushed:
-        return store
-    rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
-    dense = {k: vs for k, vs in pushed.items() if k not in rows}
-    known = aggregate.counted(store, pushed)  # here, since the program of some keys does not see the counts of others
-    parts: list[Changes] = []
-    if rows:
-        parts.append(_rows.push(known, rows, axis_name, across=way is _push_across))
-    if dense:
-        parts.append(queue.push(known, dense, axis_name, way) if store.staleness else way(known, dense))
-    changes = functools.reduce(operator.or_, parts)
-    return stores.with_changes(store, changes if known is store else aggregate.uncounted(changes))
-
-
 def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]]:
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
-    keys, many = find_keys(key, "kv.push", store)
+    keys, many = checks.find_keys(key, "kv.push", store)
     if still := [k for k in keys if k in store.frozen]:
         raise ValueError(
             f"kv.push: key {still[0]} ({stores.names(store)[still[0]]!r}) is frozen, so it takes no gradient; push the "
@@ -225,41 +206,36 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
                 v = checks.array(v, where)
             checks.storable(v, shapes[k], store.values[k].dtype, where)
             checked.append(v)
-    pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
-    rows = [k for k, values in pushed.items() if RowSparse in map(type, values)]
-    for k in rows:
-        if not all(isinstance(v, RowSparse) for v in pushed[k]):
+        if len({isinstance(v, RowSparse) for v in checked}) > 1:
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
+    pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
     if isinstance(store.updater, TreeOptimizer):
-        _check_tree(store, set(pushed), rows)
+        _check_tree(store, pushed)
     return pushed
 
 
-def _check_tree(store: KVStore, keys: set[int], rows: list[int]) -> None:
+def _check_tree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
     """An optimizer that sees the whole pytree needs all gradients at once, and whole ones."""
-    sees_all = "the optimizer of this store sees the whole pytree"
-    per_key = "make the store with updater=jp.updaters.from_optax(tx), which keeps one state a key"
-
-    def named(keys: set[int] | list[int]) -> str:
-        return f"{checks.shorten(sorted(keys))} ({', '.join(repr(stores.names(store)[k]) for k in sorted(keys)[:3])})"
-
-    if rows:
-        mesh = ", and without mesh= and sharding=" if stores.is_on_mesh(store) else ""
-        raise ValueError(
-            f"kv.push: keys {named(rows)}: a RowSparse is a part of a value, and {sees_all}; {per_key}{mesh}"
-        )
     trained = set(stores.trained_keys(store))
-    if missing := trained - keys:
-        fault = f"nothing is pushed to keys {named(missing)}"
-        raise ValueError(f"kv.push: {fault}: {sees_all}; push all at once, or {per_key}")
-    if others := keys - trained:
-        fault = f"keys {named(others)} are not floating, so they have no gradient"
-        raise ValueError(f"kv.push: {fault} and the optimizer does not change them; push the floating ones only")
+    rows = {k for k, values in pushed.items() if isinstance(values[0], RowSparse)}
+    if not rows and trained == pushed.keys():
+        return
+    needs_all = "the optimizer of this store sees the whole pytree"
+    per_key = "make the store with updater=jp.updaters.from_optax(tx), which keeps one state a key"
+    also = ", and without mesh= and sharding=" if stores.is_on_mesh(store) else ""
+    for keys, fault in (
+        (rows, f"a RowSparse is a part of a value, and {needs_all}; {per_key}{also}"),
+        (trained - pushed.keys(), f"nothing is pushed to them, and {needs_all}; push all at once, or {per_key}"),
+        (pushed.keys() - trained, "they are not floating, so they have no gradient; push the floating ones only"),
+    ):
+        if keys:
+            called = ", ".join(repr(stores.names(store)[k]) for k in sorted(keys)[:3])
+            raise ValueError(f"kv.push: keys {checks.shorten(sorted(keys))} ({called}): {fault}")
 
 
-def _way_of(store: KVStore, axis_name: str | None, depth: int) -> queue.Send:
-    """What sums and updates. `depth` is how many calls above this one the user's code is, for a warning."""
-    kind, axes = KINDS[store.kind], jax.sharding.get_abstract_mesh().manual_axes
+def _way_of(store: KVStore, axis_name: str | None) -> queue.Send:
+    """What sums and updates."""
+    kind, axes = stores.KINDS[store.kind], jax.sharding.get_abstract_mesh().manual_axes
     if not is_tracing():
         if not kind.over_processes or jax.process_count() == 1:
             return _push_here
@@ -269,7 +245,7 @@ def _way_of(store: KVStore, axis_name: str | None, depth: int) -> queue.Send:
         warnings.warn(
             f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
             f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each",
-            stacklevel=depth,
+            stacklevel=calls.users_level(),
         )
     return functools.partial(aggregate.push, axis_name=axis_name)
 
@@ -294,10 +270,10 @@ def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
 def _push_here(store: KVStore, pushed: Lists) -> Changes:
     """What a push by this process changes."""
     devices = _pushing_devices(store, pushed)
-    if devices is not None and not KINDS[store.kind].on_one_device and store.devices in (None, devices):
+    if devices is not None and not stores.KINDS[store.kind].on_one_device and store.devices in (None, devices):
         # Of a large value each device has a copy. In one memory one device does the work of all.
-        large = {k for k in pushed if store.values[k].nbytes >= emulated.LARGE}
-        if stores.is_split(store) or not large or not emulated.one_memory(devices):
+        large = {k for k in pushed if store.values[k].nbytes >= mesh.LARGE}
+        if stores.is_split(store) or not large or not mesh.one_memory(devices):
             large = set[int]()
         large -= aggregate.compressed_keys(store, large)
         ways: list[tuple[Way, list[int]]] = [
@@ -329,25 +305,18 @@ def _push_across(store: KVStore, pushed: Lists) -> Changes:
     # The program of the sum takes stored values as every program of a push does, on the same devices.
     here = {k: put(to_host(store.values[k]), leader) for k in pushed}
     several = {k: vs for k, vs in pushed.items() if len(vs) > 1}
-    within, states = KINDS[store.kind].within_process, dict.fromkeys(several, ())
+    within, states = stores.KINDS[store.kind].within_process, dict.fromkeys(several, ())
     own = KVStore({k: here[k] for k in several}, states, {}, within, limits=store.limits)
     sums = _push_here(own, several).values if several else {}
-    own_sums = {k: [_on_one(sums[k] if k in sums else vs[0], leader)] for k, vs in pushed.items()}
+    # Of a sum that is on each device, JAX takes the copy that is there already.
+    own_sums = {k: [jax.device_put(sums[k] if k in sums else vs[0], leader)] for k, vs in pushed.items()}
     values = {k: assemble([v], copies_on(leaders)) for k, v in here.items()}
     states, counts = dict.fromkeys(values, ()), dict.fromkeys(values, len(leaders))
     over = dataclasses.replace(store, values=values, updater_state=states, layouts=(), updater=assign)
-    summed = emulated.run_by_itself(_push_part, functools.partial(_push_over, leaders), over, own_sums, counts)
+    summed = mesh.run_by_itself(_push_part, functools.partial(_push_over, leaders), over, own_sums, counts)
     totals = {k: [put(v.addressable_data(0), store.values[k].sharding)] for k, v in summed.values.items()}
     changes = _push_here(dataclasses.replace(store, compressor=None, residuals={}), totals)
     return changes._replace(residuals=summed.residuals)
-
-
-def _on_one(value: jax.Array, where: SingleDeviceSharding) -> jax.Array:
-    """The value on one device. A copy that is there already is taken."""
-    for shard in value.addressable_shards if value.sharding.is_fully_replicated else ():
-        if {shard.device} == where.device_set:
-            return shard.data
-    return jax.device_put(value, where)
 
 
 def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
@@ -416,7 +385,7 @@ def _push_over(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Cha
         dtype = values[k].dtype
         each = [v if v.dtype == dtype else v.astype(dtype) for v in each]
         sent[k] = [assemble([v if v.ndim else v.reshape(1) for v in each], along)]
-    emulated.wait_before_collectives((store, sent), devices)
+    mesh.wait_before_collectives((store, sent), devices)
     return run(store, sent, devices)
 
 
@@ -424,11 +393,11 @@ def _push_at_home(devices: Devices | None, run: Any, store: KVStore, pushed: Lis
     """A program where the stored values are sums what is sent there. `devices`: those that push one value each."""
     where = _target(store, next(iter(pushed)))
     # A program takes views of one memory without a copy, and faster than arrays that are put on its device first.
-    if devices and isinstance(where, SingleDeviceSharding) and emulated.one_memory({*devices, *where.device_set}):
-        sent = {k: emulated.views(values) for k, values in pushed.items()}
-        with emulated.on(where):
+    if devices and isinstance(where, SingleDeviceSharding) and mesh.one_memory({*devices, *where.device_set}):
+        sent = {k: mesh.views(values) for k, values in pushed.items()}
+        with mesh.on(where):
             return run(store, sent, None)
-    sent = {k: emulated.share_or_put(values, _target(store, k)) for k, values in pushed.items()}
+    sent = {k: mesh.share_or_put(values, _target(store, k)) for k, values in pushed.items()}
     return run(store, sent, None)
 
 
@@ -438,7 +407,7 @@ def _push_on_first(devices: Devices, run: Any, store: KVStore, pushed: Lists) ->
     values, states = _move((store.values, store.updater_state), SingleDeviceSharding(devices[0]))
     store = dataclasses.replace(store, values=values, updater_state=states)
     leaves, structure = jax.tree.flatten(_push_at_home(devices, run, store, pushed))
-    return structure.unflatten(emulated.share_or_put(leaves, copies_on(devices)))
+    return structure.unflatten(mesh.share_or_put(leaves, copies_on(devices)))
 
 
 def _move(tree: Any, sharding: Sharding) -> Any:
@@ -463,3 +432,58 @@ def _update_by(store: KVStore, summed: Changes) -> Changes:
     part = dataclasses.replace(store, optimizer_state=state, **bare)
     lists = {k: [v] for k, v in sorted(sums.items())}
     return aggregate.program(store.updater, None)(part, lists, None)._replace(residuals=summed.residuals)
+
+
+# Rows of a table.
+
+
+def _push_rows(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None, across: bool) -> Changes:
+    """What a push of rows changes, `across` all processes or in this one. It makes no residuals."""
+    apart, dense = "keep this table in a separate store", "push dense values, or use kind 'dist_sync'"
+    for is_refused, reason in (
+        (stores.is_on_mesh(store), f"values are split over a mesh and take no RowSparse; {apart} without mesh="),
+        (stores.is_split(store), f"a store of kind {store.kind!r} takes none; use kind 'device' or 'local'"),
+        (store.compressor, f"gradient compression does not take a RowSparse, as in MXNet; {apart}"),
+        (store.staleness, f"a store of staleness {store.staleness} cannot delay it; {dense}"),
+    ):
+        if is_refused:
+            raise ValueError(f"kv.push: a RowSparse for keys {sorted(pushed)}: {reason}")
+    for key in pushed:
+        try:
+            updaters._said(store.updater, "check_rows", lambda key: None)(key)
+        except ValueError as error:
+            raise ValueError(f"kv.push: key {key}: {error}") from None
+    changes = Changes({}, {})
+    for key, rows in pushed.items():
+        stored, state = store.values[key], store.updater_state[key]
+        run = functools.partial(aggregate.add_rows, store.updater)
+        if not is_tracing():
+            rows = [_sum_over_processes(rows, stored.dtype)] if across else rows
+            rows = put(rows, stored.sharding)
+            run = _compiled(store.updater) if isinstance(store.updater, Updater) else run
+        changes.values[key], changes.updater_state[key] = run(key, axis_name, rows, state, stored)
+    return changes
+
+
+_compiled = Recent(lambda updater: jax.jit(functools.partial(aggregate.add_rows, updater), static_argnums=(0, 1)))
+
+
+def _sum_over_processes(rows: list[RowSparse], dtype: Any) -> RowSparse:
+    """The sum of the rows that all processes push, unique and sorted, in every process."""
+    leaders = processes.leaders()
+    own = jax.device_put(aggregate.cast_rows(rows, dtype), leaders[jax.process_index()])
+    most = max(map(int, processes.exchange(str(sum(r.indices.shape[0] for r in own)))))
+    mine = sparse.add(own, size=1 << (most - 1).bit_length() if most else 1)  # few sizes, so few programs
+    ours = [assemble([leaf], split_over(leaders)) for leaf in (mine.indices, mine.values)]
+    indices, values = mesh.run_by_itself(_sum_program(leaders, mine.shape), *ours)
+    return RowSparse(indices.addressable_data(0), values.addressable_data(0), mine.shape)
+
+
+@functools.lru_cache(maxsize=64)
+def _sum_program(devices: Any, shape: tuple[int, ...]) -> Any:
+    def body(indices: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = sparse.allreduce(RowSparse(indices, values, shape), mesh.STORE_AXIS)
+        return total.indices, total.values
+
+    over, along = mesh.mesh_of(devices), P(mesh.STORE_AXIS)
+    return jax.jit(jax.shard_map(body, mesh=over, in_specs=(along, along), out_specs=P(), check_vma=False))

@@ -14,21 +14,16 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P, SingleDeviceSharding
 
 from .. import kv
-from .._core import checks
-from .._core.arrays import Device
-from .._core.calls import answers
-from .._core.checks import ENGINES, Engine, choice
+from .._core import calls, checks
+from .._core.arrays import Device, Recent, forget
 from .._core.process import keep_freed_memory
-from .._core.recent import Recent, forget
-from .._core.text import describe
-from .._devices.emulated import wait_before_collectives
-from .._devices.mesh import copies_on, put_copy
+from .._devices.mesh import copies_on, put_copy, wait_before_collectives
 from .._devices.user_mesh import in_user_mesh
 
 _MOST = 4096  # emulated devices, which take 1.4 GB and half a minute to start
 
 
-@answers("use_cpu_devices")
+@calls.answers("use_cpu_devices")
 def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
     """Run JAX on `n` emulated CPU devices. Call it before the first use of JAX.
 
@@ -42,8 +37,6 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
             The option needs the GNU C library, as on most Linux systems. After the first use of JAX it has no effect.
 
     Raises:
-        TypeError: `n` is not an int.
-        ValueError: `n` is less than 1 or more than 4,096.
         RuntimeError: JAX already runs with other devices.
 
     Warns:
@@ -69,7 +62,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
 
 
-@answers("split_and_load")
+@calls.answers("split_and_load")
 @in_user_mesh
 def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = True) -> list[Any]:
     """Split a batch along its first axis, and put one part on each device.
@@ -83,11 +76,7 @@ def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = T
         even_split: True: k must divide n. False: the first n % k parts get one example more: 10 examples on 4 devices
             are split 3, 3, 2, 2.
 
-    Returns:
-        A list of k parts, part i on device i.
-
     Raises:
-        TypeError: `devices` is not a list of devices.
         ValueError: k does not divide n with `even_split`; arrays differ in length; `devices` is empty, repeats a
             device, or has a device of another process.
 
@@ -106,7 +95,7 @@ def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = T
     return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
 
 
-@answers("copy_to")
+@calls.answers("copy_to")
 @in_user_mesh
 def copy_to(params: Any, device: Device) -> Any:
     """A copy of a pytree of arrays on one device of this process.
@@ -117,9 +106,6 @@ def copy_to(params: Any, device: Device) -> Any:
 
     Returns:
         The pytree on that device. It shares no memory with `params`.
-
-    Raises:
-        ValueError: the device belongs to another process.
 
     Example:
         >>> import jax.numpy as jnp
@@ -132,22 +118,15 @@ def copy_to(params: Any, device: Device) -> Any:
     return put_copy(params, SingleDeviceSharding(device))
 
 
-@answers("replicate")
+@calls.answers("replicate")
 @in_user_mesh
 def replicate(tree: Any, devices: Sequence[Device]) -> Any:
-    """Copy a pytree of arrays to each device.
+    """The pytree as fully replicated arrays, with a copy on each device.
 
     Args:
         tree: a pytree of arrays.
         devices: one or more distinct devices. If they belong to several processes, all processes must call this with
             the same arrays.
-
-    Returns:
-        The pytree as fully replicated arrays over all devices.
-
-    Raises:
-        TypeError: `devices` is not a list of devices.
-        ValueError: `devices` is empty or repeats a device.
 
     Example:
         >>> import jax.numpy as jnp
@@ -157,7 +136,7 @@ def replicate(tree: Any, devices: Sequence[Device]) -> Any:
     return put_copy(tree, copies_on(checks.devices(devices, "replicate")))
 
 
-@answers("allreduce")
+@calls.answers("allreduce")
 @in_user_mesh
 def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     """The sum of the values, on the device of each value.
@@ -167,13 +146,6 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     Args:
         values: arrays of one shape and dtype, on any devices of this process. To sum over several processes, push to a
             store of kind `dist_sync`.
-
-    Returns:
-        A list as long as `values`. Entry i is the sum, on the device of `values[i]`.
-
-    Raises:
-        TypeError: a value is not an array, or dtypes differ.
-        ValueError: there are no values, shapes differ, or a value is on a device of another process.
 
     Example:
         >>> first, second = jax.devices()[:2]
@@ -195,20 +167,17 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     # A store of this one sum, so that it is a push like any other: the same programs, the same bits.
     like = jax.device_put(jnp.zeros(arrays[0].shape, arrays[0].dtype), arrays[0].sharding)
     store = kv.push(kv.init(kv.create("device"), 0, like), 0, arrays)
-    devices = [next(iter(a.devices())) for a in arrays]
-    unique = list(dict.fromkeys(devices))
-    copies = dict(zip(unique, kv.pull(store, 0, devices=unique), strict=True))
-    return [copies[d] for d in devices]
+    return kv.pull(store, 0, devices=[next(iter(a.devices())) for a in arrays])
 
 
 # One function on every device.
 
 
-@answers("spmd")
+@calls.answers("spmd")
 def spmd(
     fn: Callable[..., Any],
     *,
-    engine: Engine = "pmap",
+    engine: checks.Engine = "pmap",
     axis_name: str,
     devices: Sequence[Device] | None = None,
     in_axes: Any = 0,
@@ -237,19 +206,14 @@ def spmd(
         A compiled function of the stacked arguments. It raises `ValueError` if the first axis of an argument is not the
         number of this process's devices, or if a donated argument is missing.
 
-    Raises:
-        TypeError: `devices` is not a list of devices.
-        ValueError: the engine is unknown; `devices` is empty or repeats a device; `donate_argnums` has a negative
-            number.
-
     Example:
         >>> total = spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=jax.devices()[:2])
         >>> total(jnp.array([1.0, 2.0])).tolist()
         [3.0, 3.0]
     """
     if not callable(fn):
-        raise TypeError(f"spmd: expected the function of one device, got {describe(fn)}")
-    choice(engine, "spmd", "engine", ENGINES)
+        raise TypeError(f"spmd: expected the function of one device, got {checks.describe(fn)}")
+    checks.choice(engine, "spmd", "engine", checks.ENGINES)
     chosen = checks.devices(jax.local_devices() if devices is None else devices, "spmd")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if min(donate, default=0) < 0:
@@ -334,7 +298,8 @@ def _specs(axes: Any, axis_name: str) -> Any:
     if isinstance(axes, tuple):
         return tuple(_specs(a, axis_name) for a in axes)
     if axes not in (0, None):
-        raise ValueError(f"spmd: engine 'shard_map' takes axes 0 and None, got {describe(axes)}; use engine='pmap'")
+        hint = "use engine='pmap'"
+        raise ValueError(f"spmd: engine 'shard_map' takes axes 0 and None, got {checks.describe(axes)}; {hint}")
     return P() if axes is None else P(axis_name)
 
 

@@ -6,9 +6,8 @@ pushed values, the state and the stored value, and returns the new value and the
 Updaters made of the same parts are equal, so a store with the same `tx` object compiles once. The optimizers of MXNet,
 such as `mxnet_sgd`, are in `jp.mxnet`.
 
-    _base         `assign`, `accumulate`, and updaters from functions or optax transforms
-    _optimizer    an optax transform of all params; averaged params; the learning rate in the state
-    _program      what the program of an update says: whether it is elementwise, and a digest of it for checkpoints
+    _updaters    `assign`, `accumulate`, updaters from functions or optax transforms, an optax transform of all params
+    _program     what the program of an update says: whether it is elementwise, and a digest of it for checkpoints
 """
 
 # pyright: reportUnusedImport=false
@@ -23,30 +22,25 @@ from ..mxnet import (
     mxnet_sgd as mxnet_sgd,
     mxnet_wd_mult as mxnet_wd_mult,
 )
-from ._base import (
-    accumulate as accumulate,
-    assign as assign,
-    check_rows as _check_rows,
-    check_updater as _check_updater,
-    couples_keys as _couples_keys,
-    from_optax as from_optax,
-    is_lazy as _is_lazy,
-    program_of as _program_of,
-    stateless as stateless,
-)
-from ._optimizer import (
-    TreeOptimizer as _TreeOptimizer,
-    UnknownOwners as _UnknownOwners,
-    average_params as average_params,
-    has_average as _has_average,
-    learning_rates as learning_rates,
-    set_learning_rate as set_learning_rate,
-)
 from ._program import (
     check_elementwise as _check_elementwise,
     check_elementwise_forms as _check_elementwise_forms,
     check_elementwise_tree as _check_elementwise_tree,
-    has_other_numbers as _has_other_numbers,
-    is_other_rule as _is_other_rule,
+    difference_of_rules as _difference_of_rules,
     rule_of_each as _rule_of_each,
+)
+from ._updaters import (
+    TreeOptimizer as _TreeOptimizer,
+    UnknownOwners as _UnknownOwners,
+    accumulate as accumulate,
+    assign as assign,
+    average_params as average_params,
+    averages as _averages,
+    check_updater as _check_updater,
+    couples_keys as _couples_keys,
+    from_optax as from_optax,
+    learning_rates as learning_rates,
+    said as _said,
+    set_learning_rate as set_learning_rate,
+    stateless as stateless,
 )

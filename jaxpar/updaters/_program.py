@@ -21,7 +21,6 @@ whole values at the prompt, so the rule does not concern it there.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,12 +33,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]  # jax 0.12: an alias
 
 from .._core import checks
-from .._core.arrays import is_traced
-from .._core.recent import Recent
+from .._core.arrays import Recent, is_traced
 from .._devices.collectives import chunk_size
 from .._devices.user_mesh import outside_mesh
-from ._base import Updater, accumulate, assign, program_of
-from ._optimizer import TreeOptimizer
+from ._updaters import TreeOptimizer, Updater, accumulate, assign, program_of
 
 Spec = jax.ShapeDtypeStruct
 
@@ -47,7 +44,8 @@ _ADVICE = (
     "a store of kind 'sharded' gives the updater one device's flat share of a value, so it must be elementwise; use "
     "kind='device', or kv.from_params(params, kind='sharded', optimizer=tx), which splits whole values over a mesh"
 )
-_TOGETHER = 256  # keys that are traced together
+# Keys that are traced together, which is quick. Where the trace is at fault each is traced alone, to name the one.
+_TOGETHER = 256
 Forms = tuple[Spec, Spec, Spec | None]  # the whole value, a flat share of it, the rows that `init` gets
 
 
@@ -118,8 +116,7 @@ def fault(
         return f"the updater is not elementwise: {error}"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Traces:
+class _Traces(NamedTuple):
     """What an updater does with one form of a value: its jaxprs, the state and what comes of both."""
 
     value: Any
@@ -127,9 +124,6 @@ class _Traces:
     state: Any
     update: ClosedJaxpr | None = None
     out: Any = None
-
-    def leaves(self) -> list[Any]:
-        return jax.tree.leaves(self.state)
 
 
 def _trace(updater: Updater, keys: Sequence[int], value: Any, with_update: bool = True) -> _Traces | Exception:
@@ -159,13 +153,12 @@ def _difference(whole: _Traces | Exception, part: _Traces | Exception) -> str | 
     assert isinstance(part, _Traces)
     specs = jax.tree.leaves(whole.value)
     both = f"{checks.describe(specs[0]) if len(specs) == 1 else 'whole values'} and for a share of it"
-    reason = _other_state(whole, part)
-    if reason is not None:
+    if reason := _other_state(whole, part):
         return f"the updater is not the same for {both}: {reason}"
     values = [Extent.ELEMENTS] * len(specs)
     reason = _other_program(read(whole.init, values), read(part.init, values))
     if reason is None and whole.update is not None and part.update is not None:
-        state = [Extent.ELEMENTS if leaf.shape else Extent.SCALAR for leaf in part.leaves()]
+        state = [Extent.ELEMENTS if leaf.shape else Extent.SCALAR for leaf in jax.tree.leaves(part.state)]
         extents = [*values, *state, *values]
         reason = _other_program(read(whole.update, extents), read(part.update, extents))
     return None if reason is None else f"the updater is not the same program for {both}: {reason}"
@@ -180,33 +173,27 @@ def _other_state(whole: _Traces, part: _Traces) -> str | None:
     if jax.tree.structure(whole.state) != jax.tree.structure(part.state):
         return "its state has another structure"
     values = {(a.shape, b.shape) for a, b in zip(*map(jax.tree.leaves, (whole.value, part.value)), strict=True)}
-    for a, b in zip(whole.leaves(), part.leaves(), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (whole.state, part.state)), strict=True):
         scalar = not a.shape and not b.shape
         if a.dtype != b.dtype or not (scalar or (a.shape, b.shape) in values):
             found = " and ".join(map(checks.describe, (a, b)))
             return f"its state has {found}, and must have scalars or one number for each element"
     for form in (whole, part) if part.update is not None else ():
-        if _shapes(form.out[1]) != _shapes(form.state):
+        (old, before), (new, after) = map(jax.tree.flatten, (form.state, form.out[1]))
+        if before != after or [*map(np.shape, old)] != [*map(np.shape, new)]:
             return "an update changes the structure or the shapes of its state"
     return None
 
 
-def _shapes(state: Any) -> Any:
-    leaves, structure = jax.tree.flatten(state)
-    return structure, [leaf.shape for leaf in leaves]
-
-
-def _other_program(whole: Reading, part: Reading) -> str | None:
+def _other_program(whole: list[Any], part: list[Any]) -> str | None:
     """The first difference of two readings."""
-    if whole == part:
-        return None
-    if len(whole.lines) != len(part.lines):
-        return f"it has {len(whole.lines)} equations for the one and {len(part.lines)} for the other"
-    for i, (one, other) in enumerate(zip(whole.lines, part.lines, strict=True)):
+    if len(whole) != len(part):
+        return f"it has {len(whole) - 1} equations for the one and {len(part) - 1} for the other"
+    for i, (one, other) in enumerate(zip(whole, part, strict=True)):
         if one != other:
             names = " and ".join(sorted({repr(one[0]), repr(other[0])}))
             return f"equation {i + 1}, {names}, depends on the shape"
-    return "it returns other results"
+    return None
 
 
 # The reading of a jaxpr.
@@ -244,21 +231,15 @@ class NotElementwise(Exception):
     """The message names the equation that breaks the rule."""
 
 
-class Reading(NamedTuple):
-    """A jaxpr without the shape of the value: its equations, each with the name of its primitive first, and the names
-    of what it returns.
+def read(closed: ClosedJaxpr, extents: Sequence[Extent]) -> list[Any]:
+    """A jaxpr without the shape of the value, whose arguments have these extents. `NotElementwise` if it is not so.
+
+    A line for each equation, with the name of its primitive first, and one of what it returns.
     """
-
-    lines: list[Any]
-    results: list[Any]
-
-
-def read(closed: ClosedJaxpr, extents: Sequence[Extent]) -> Reading:
-    """The reading of a jaxpr, whose arguments have these extents. `NotElementwise` where one breaks the rule."""
     reader = _Reader()
     given = [_Result(("argument", i), extent) for i, extent in enumerate(extents)]
     results = reader.read(closed.jaxpr, closed.consts, given)
-    return Reading(reader.lines, [r.name for r in results])
+    return [*reader.lines, ("the result", [r.name for r in results])]
 
 
 class _Reader:
@@ -429,17 +410,13 @@ def _of_each(updater: Any, structure: Any, keys: tuple[int, ...], specs: tuple[A
 rule_of_each = Recent(_of_each)
 
 
-def is_other_rule(one: str | None, other: str | None) -> bool:
-    """Whether two rules are certainly different. Those of other versions of the programs are not compared."""
-    (kind, versions, _), (other_kind, other_versions, _) = _parts(one), _parts(other)
-    return versions == other_versions and kind != other_kind
-
-
-def has_other_numbers(one: str | None, other: str | None) -> bool:
-    """Whether the numbers of two rules are certainly different. Older checkpoints do not have them."""
+def difference_of_rules(one: str | None, other: str | None) -> str:
+    """What is certainly different in two rules: "rule", "numbers" or ""."""
+    # Those of other versions of the programs are not compared. Older checkpoints have no numbers.
     (kind, versions, numbers), (other_kind, other_versions, other_numbers) = _parts(one), _parts(other)
-    same = (kind, versions) == (other_kind, other_versions)
-    return same and bool(numbers and other_numbers) and numbers != other_numbers
+    if versions != other_versions or kind != other_kind:
+        return "rule" if versions == other_versions else ""
+    return "numbers" if numbers and other_numbers and numbers != other_numbers else ""
 
 
 def _parts(rule: str | None) -> tuple[str, str, str]:

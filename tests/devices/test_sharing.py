@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from kv_model import compilations
 
 from jaxpar import kv, updaters
-from jaxpar._devices import emulated
+from jaxpar._devices import mesh
 from jaxpar._devices.mesh import mesh_of
 
 LARGE = (600, 512)  # 1.2 MB of float32
@@ -33,7 +33,7 @@ def grads(rng, devices, shapes=SHAPES):
 def test_a_value_is_seen_on_another_device_without_a_copy():
     first, second = jax.devices()[:2]
     value = there(jnp.arange(1 << 18, dtype=jnp.float32), first)
-    (seen,) = emulated.share_or_put([value], SingleDeviceSharding(second))
+    (seen,) = mesh.share_or_put([value], SingleDeviceSharding(second))
     assert seen.devices() == {second}
     assert address(seen) == address(value)
     np.testing.assert_array_equal(seen, value)
@@ -42,7 +42,7 @@ def test_a_value_is_seen_on_another_device_without_a_copy():
 def test_what_is_spread_over_devices_is_moved_as_ever():
     devices = jax.devices()[:2]
     spread = jax.device_put(jnp.arange(8.0), NamedSharding(mesh_of(devices), P("data")))
-    (moved,) = emulated.share_or_put([spread], SingleDeviceSharding(devices[1]))
+    (moved,) = mesh.share_or_put([spread], SingleDeviceSharding(devices[1]))
     np.testing.assert_array_equal(moved, jnp.arange(8.0))
 
 
@@ -50,7 +50,7 @@ def test_what_is_spread_over_devices_is_moved_as_ever():
 def test_a_donated_array_does_not_change_the_one_that_shares_its_memory(given_away):
     devices = jax.devices()[:2]
     owner = there(jnp.full(1 << 18, 3.0), devices[0])
-    (guest,) = emulated.share_or_put([owner], SingleDeviceSharding(devices[1]))
+    (guest,) = mesh.share_or_put([owner], SingleDeviceSharding(devices[1]))
     spend = jax.jit(lambda x: x + 1, donate_argnums=0)
     given, kept = (owner, guest) if given_away == "owner" else (guest, owner)
     np.testing.assert_array_equal(spend(given), 4)
@@ -59,7 +59,7 @@ def test_a_donated_array_does_not_change_the_one_that_shares_its_memory(given_aw
 
 def test_the_memory_lives_as_long_as_somebody_sees_it():
     first, second = jax.devices()[:2]
-    (seen,) = emulated.share_or_put([there(jnp.full(1 << 18, 3.0), first)], SingleDeviceSharding(second))
+    (seen,) = mesh.share_or_put([there(jnp.full(1 << 18, 3.0), first)], SingleDeviceSharding(second))
     others = [jnp.zeros(1 << 18) for _ in range(8)]
     np.testing.assert_array_equal(seen, 3)
     assert len(others) == 8

@@ -15,7 +15,7 @@ from kv_model import collectives_in, put, whole_numbers
 from jaxpar import kv, updaters
 from jaxpar._devices import collectives
 from jaxpar._devices.collectives import BucketLimits
-from jaxpar._store import kinds
+from jaxpar._store import store as stores
 from jaxpar.mxnet import _KIND_ALIASES
 
 MB = 1 << 20
@@ -244,15 +244,15 @@ def test_the_table_of_create_has_every_kind_with_its_other_names():
         name, *others = re.findall("`(.*?)`", line.split("|")[1]) if line.startswith("| `") else [""]
         rows[name] = sorted(others)
     del rows[""]
-    expected = {k: sorted(other for other, name in _KIND_ALIASES.items() if name == k) for k in kinds.KINDS}
+    expected = {k: sorted(other for other, name in _KIND_ALIASES.items() if name == k) for k in stores.KINDS}
     assert rows == expected
 
 
 def test_the_kinds_over_processes_are_kind_device_inside_of_programs():
     """So the tests that run in one process need not run again for them."""
-    device = kinds.KINDS["device"]
+    device = stores.KINDS["device"]
     for name in ("dist_sync", "dist_device_sync", "dist_async"):
-        kind = kinds.KINDS[name]
+        kind = stores.KINDS[name]
         assert (kind.reduce, kind.reduce_compressed, kind.in_rows) == (
             device.reduce,
             device.reduce_compressed,
@@ -260,14 +260,14 @@ def test_the_kinds_over_processes_are_kind_device_inside_of_programs():
         )
         assert kind.on_one_device == device.on_one_device
         assert kind.over_processes
-        assert not kinds.KINDS[kind.within_process].over_processes
+        assert not stores.KINDS[kind.within_process].over_processes
 
 
 def test_a_seventh_kind_is_one_entry(monkeypatch):
     """Nothing but the table knows the names of the kinds."""
     mean = lambda values, axis_name, limits: [jax.lax.pmean(v, axis_name) for v in values]  # noqa: E731
-    seventh = dataclasses.replace(kinds.KINDS["device"], name="mean", reduce=mean)
-    monkeypatch.setitem(kinds.KINDS, "mean", seventh)
+    seventh = dataclasses.replace(stores.KINDS["device"], name="mean", reduce=mean)
+    monkeypatch.setitem(stores.KINDS, "mean", seventh)
     devices = jax.devices()[:4]
     store = kv.push(
         kv.init(kv.create("mean"), 3, jnp.zeros(2)), 3, put([jnp.full(2, i) for i in (1.0, 3.0, 5.0, 7.0)], devices)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from jaxpar import kv, updaters
-from jaxpar.kv import _rows
+from jaxpar._store import aggregate
+from jaxpar.kv import _push
 from jaxpar.sparse import RowSparse
 
 RECORDED = json.loads((Path(__file__).parent.parent / "reference" / "mxnet_optimizers.json").read_text())
@@ -59,7 +60,7 @@ def run(updater, key, form, third):
         return run_dense(updater, key, dtype, third is not None)
     value, found = jnp.asarray(RECORDED["weights"][key], dtype), []
     state = updater.init(key, value)
-    if not updaters._is_lazy(updater, state):
+    if not updater.update.is_lazy(state):
         return run_dense(updater, key, dtype, third is not None)
     for rows, gradients in gradients_of(third):
         if rows:
@@ -204,7 +205,7 @@ ROWS = [
 @pytest.mark.parametrize(("name", "form", "lazy"), ROWS)
 def test_pushes_of_rows_from_two_devices(name, form, lazy, monkeypatch):
     # To compile the push takes longer than to run it. test_kv_sparse.py has the compiled ones.
-    monkeypatch.setattr(_rows, "_compiled", lambda updater: functools.partial(_rows._add_and_update, updater))
+    monkeypatch.setattr(_push, "_compiled", lambda updater: functools.partial(aggregate.add_rows, updater))
     (options, numbers), dtype = longest(name, form, lazy), form.split()[1]
     store = kv.init(kv.create("device"), 1, jnp.asarray(RECORDED["weights"][1], dtype))
     store = kv.set_updater(store, make(name, options, form))
@@ -223,9 +224,9 @@ def test_rows_with_decay_are_refused_where_mxnet_raises():
                 updater = make(name, options, form)
                 if isinstance(numbers, str):
                     with pytest.raises(ValueError, match="mxnet_adagrad takes no RowSparse with weight decay"):
-                        updaters._check_rows(updater, 0)
+                        updater.update.check_rows(0)
                 else:
-                    updaters._check_rows(updater, 0)
+                    updater.update.check_rows(0)
     rows = RowSparse(np.array([1]), jnp.ones((1, 2)), SHAPE)
     store = kv.init(kv.create(), [3, 4], [jnp.ones(SHAPE)] * 2)
     store = kv.set_updater(store, updaters.mxnet_adagrad(0.1, wd=0.1, wd_mult={4: 0}))

@@ -18,7 +18,7 @@ from kv_model import compilations
 
 import jaxpar
 from jaxpar import data, kv, parallel, sparse, train, updaters, viz
-from jaxpar._core import recent
+from jaxpar._core import arrays
 
 DEVICES = jax.devices()[:2]
 PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
@@ -37,7 +37,7 @@ def apply(params, images):
 @pytest.fixture
 def most_one(monkeypatch):
     """Caches of one entry fill at once."""
-    monkeypatch.setattr(recent, "MOST", 1)
+    monkeypatch.setattr(arrays, "MOST", 1)
 
 
 def own():
@@ -230,9 +230,9 @@ def test_one_function_is_compiled_once_by_spmd():
 
 
 def test_the_one_used_longest_ago_goes(monkeypatch):
-    monkeypatch.setattr(recent, "MOST", 2)
+    monkeypatch.setattr(arrays, "MOST", 2)
     made = []
-    double = recent.Recent(lambda x: made.append(x) or 2 * x)
+    double = arrays.Recent(lambda x: made.append(x) or 2 * x)
     assert [double(x) for x in (1, 2, 1, 3, 1, 2)] == [2, 4, 2, 6, 2, 4]
     assert made == [1, 2, 3, 2]
     assert double(1, make=False) == 2
@@ -245,7 +245,7 @@ def test_keys_that_cannot_be_compared_are_different():
         by: np.ndarray
 
     scales = [Scale(np.ones(2)), Scale(np.full(2, 3.0))]
-    of = recent.Recent(lambda scale: scale.by[0])
+    of = arrays.Recent(lambda scale: scale.by[0])
     assert [of(scale) for scale in (*scales, *scales)] == [1, 3, 1, 3]
 
 

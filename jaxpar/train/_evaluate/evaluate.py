@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from ..._core import checks
+from ..._core.arrays import Recent
 from ..._core.calls import answers, check_takes
-from ..._core.recent import Recent
-from ..._devices.emulated import can_hang
+from ..._devices.mesh import can_hang
 from ..._devices.user_mesh import check_traced, outside_mesh
 from ...data import _READ_ONCE, Dataset, DatasetSource, IterableSource, Source
 from .._step.loss import Mean

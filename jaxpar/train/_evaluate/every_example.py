@@ -20,8 +20,7 @@ from ... import data
 from ..._core import checks
 from ..._core.arrays import Device
 from ..._devices import processes
-from ..._devices.emulated import wait_before_collectives
-from ..._devices.mesh import STORE_AXIS, copies_on, put, spans_processes, split_over
+from ..._devices.mesh import STORE_AXIS, copies_on, put, spans_processes, split_over, wait_before_collectives
 from ..._devices.user_mesh import check_traced, without_types
 from .._step.state import TrainState, carries
 

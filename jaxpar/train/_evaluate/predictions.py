@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from ..._core import checks
+from ..._core.arrays import Recent
 from ..._core.calls import answers
-from ..._core.recent import Recent
 from ..._core.text import Table
 from ..._devices import processes
 from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh

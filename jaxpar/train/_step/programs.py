@@ -19,11 +19,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ..._core import checks
-from ..._core.arrays import Device
-from ..._core.recent import forget
+from ..._core.arrays import Device, forget
 from ..._cpu import for_platform
-from ..._devices.emulated import wait_before_collectives
-from ..._devices.mesh import STORE_AXIS, are_on, mesh_of, put, put_copy
+from ..._devices.mesh import STORE_AXIS, are_on, mesh_of, put, put_copy, wait_before_collectives
 from ..._devices.user_mesh import without_types
 from ..._store.store import mesh_of_values, sharding_of
 from .state import TrainState, leaf_shardings, shapes_on

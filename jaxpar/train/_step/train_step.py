@@ -15,9 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
 from ..._core import checks
-from ..._core.arrays import Device
+from ..._core.arrays import Device, Recent
 from ..._core.calls import answers
-from ..._core.recent import Recent
 from ..._core.text import did_you_mean
 from ..._devices import processes
 from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of

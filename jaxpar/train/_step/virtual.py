@@ -18,12 +18,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
-from ..._core.arrays import Device, is_traced, tree_nbytes, without_keys
-from ..._core.recent import Recent
+from ..._core.arrays import Device, Recent, is_traced, tree_nbytes, without_keys
 from ..._cpu import for_platform
 from ..._devices import collectives
-from ..._devices.emulated import wait_before_collectives
-from ..._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, split_over
+from ..._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, split_over, wait_before_collectives
 from ..._devices.user_mesh import without_types
 from ..._devices.virtual_shards import Deal, PaddedBatch, pad_rows, padded_rows, sum_everywhere
 from ..._store.store import is_split

@@ -1,8 +1,10 @@
-"""Optimizers of a whole pytree of params, and what their states hold: averages to evaluate, the learning rate."""
+"""Updaters of one key, optimizers of all params, and what their states hold: averages to evaluate, learning rates."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -12,13 +14,164 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from .._core.calls import answers
+from .._core import calls, checks
+from .._core.arrays import Recent
+from .._core.updater import State, UpdateFn, Updater
 
 if TYPE_CHECKING:
     import optax
 
 Tree = Any  # a pytree of params, with None in place of leaves that have no gradient
-State = TypeVar("State")
+AnyState = TypeVar("AnyState")
+
+
+def _no_state(key: int, value: jax.Array) -> State:
+    return ()
+
+
+def _assign(key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
+    return pushed, state
+
+
+def _accumulate(key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
+    return stored + pushed, state
+
+
+assign: Updater = Updater(_no_state, _assign)
+accumulate: Updater = Updater(_no_state, _accumulate)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stateless:
+    fn: UpdateFn
+
+    def __call__(self, key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
+        return self.fn(key, pushed, stored), state
+
+
+@calls.answers("updaters.stateless")
+def stateless(fn: UpdateFn) -> Updater:
+    """Make an updater without state from a pure function.
+
+    Args:
+        fn: `fn(key, pushed, stored) -> new_stored`, arrays of the stored shape and dtype.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> updater = stateless(lambda key, pushed, stored: stored + 2 * pushed)
+        >>> updater.update(3, jnp.ones(2), (), jnp.ones(2))[0].tolist()
+        [3.0, 3.0]
+    """
+    _check_takes(fn, _PLAIN, "updaters.stateless: the function")
+    return Updater(_no_state, _Stateless(fn))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OptaxInit:
+    tx: optax.GradientTransformation
+    uses_key = False
+
+    def __call__(self, key: int, value: jax.Array) -> State:
+        return self.tx.init(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _OptaxUpdate:
+    tx: optax.GradientTransformation
+    uses_key = False
+
+    def __call__(self, key: int, pushed: jax.Array, state: State, stored: jax.Array) -> tuple[jax.Array, State]:
+        updates, state = self.tx.update(pushed, state, stored)
+        return (stored + updates).astype(stored.dtype), state  # pyright: ignore[reportOperatorIssue]
+
+
+@calls.answers("updaters.from_optax")
+def from_optax(tx: optax.GradientTransformation) -> Updater:
+    """Make an updater from an optax transform. Then push gradients.
+
+    Each key has its own optax state. A transform that couples keys, such as `optax.clip_by_global_norm`, would see one
+    key at a time, so `kv.set_optimizer` refuses it. Give such a transform to the training step as `grad_transform`.
+
+    Args:
+        tx: the transform. Updaters of the same object are equal. Updaters of two calls `optax.sgd(0.1)` are not.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> updater = from_optax(optax.sgd(0.5))
+        >>> value = jnp.array([1.0, 2.0])
+        >>> updater.update(0, jnp.ones(2), updater.init(0, value), value)[0].tolist()
+        [0.5, 1.5]
+    """
+    checks.transform(tx, "updaters.from_optax")
+    return Updater(_OptaxInit(tx), _OptaxUpdate(tx))
+
+
+def _is_coupling(tx: optax.GradientTransformation) -> bool:
+    """Run `tx` on two vectors. The gradient of the second is ordinary, huge or NaN, and the update of the first must
+    not change by a bit.
+    """
+    others = jnp.stack([jnp.ones(4), jnp.full(4, 1e30), jnp.full(4, jnp.nan)])
+
+    def first_update(other: jax.Array) -> jax.Array:
+        ones = jnp.ones(4)
+        return tx.update((ones, other), tx.init((ones, ones)), (ones, ones))[0][0]  # pyright: ignore
+
+    try:
+        with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
+            first = jax.jit(jax.vmap(first_update))(others)
+            return not bool((first == first[:1]).all())
+    except Exception:  # an error here is about these two vectors, not about the user's values
+        return False
+
+
+# `couples_keys(tx)`: whether the update of one value depends on the gradient of another, as with clipping by a global
+# norm. A transform that cannot take two plain vectors is not judged (False). Its program is released, the answer stays.
+couples_keys = Recent(_is_coupling)
+
+
+_PLAIN = ("key", "pushed", "stored")
+_WITH_STATE = ("key", "pushed", "state", "stored")
+_HINTS: dict[tuple[str, ...], str] = {
+    _PLAIN: "one with a state is jp.updaters.Updater(init, update), and kv.set_optimizer takes an optax transform",
+    _WITH_STATE: "one without a state is jp.updaters.stateless(fn)",
+}
+
+
+def check_updater(updater: Any, where: str) -> None:
+    """`TypeError` for what is no updater, or for a function that does not take the arguments of a push."""
+    # A function that Python cannot inspect is taken.
+    if isinstance(updater, Updater):
+        _check_takes(updater.init, ("key", "value"), f"{where}: Updater.init")
+        _check_takes(updater.update, _WITH_STATE, f"{where}: Updater.update")
+    else:
+        _check_takes(updater, _PLAIN, f"{where}: an updater")
+
+
+def _check_takes(fn: Any, names: tuple[str, ...], what: str) -> None:
+    shown, first = getattr(fn, "__name__", type(fn).__name__), ""
+    with contextlib.suppress(TypeError, ValueError):  # a function that Python cannot inspect
+        first = next(iter(inspect.signature(fn).parameters), "")
+    if first == "learning_rate":
+        called = f"{what} is called with ({', '.join(names)})"
+        raise TypeError(f"{called}, but {shown} makes one; call it first, {shown}(0.1)")
+    calls.check_takes(fn, names, what, f"; {_HINTS[names]}" if names in _HINTS else "")
+
+
+def program_of(updater: Updater, key: int) -> Any:
+    """What the programs of `init` and `update` depend on. Keys with equal answers share them."""
+    if updater.init is not _no_state and getattr(updater.init, "uses_key", True):
+        return key
+    if updater in (assign, accumulate) or not getattr(updater.update, "uses_key", True):
+        return None
+    return getattr(updater.update, "program_of", int)(key)
+
+
+def said(updater: Any, name: str, default: Any) -> Any:
+    """What the `update` of an updater says of itself: `is_lazy(state)` or `check_rows(key)`."""
+    return getattr(getattr(updater, "update", None), name, default)
+
+
+# An optimizer that sees all params at once.
 
 
 @jax.tree_util.register_static
@@ -104,7 +257,7 @@ class TreeOptimizer:
 
     def evaluated(self, state: Any, params: Tree) -> Tree:
         """The params to evaluate, where these are others than those that are trained."""
-        for average, node in _averages(state):
+        for average, node in averages(state):
             params = average(node, params)
         return params
 
@@ -138,7 +291,7 @@ class AverageState(NamedTuple):
     average: Tree  # of the params
 
 
-@answers("updaters.average_params", {"tx": "write optax.chain(tx, updaters.average_params(decay))"})
+@calls.answers("updaters.average_params", {"tx": "write optax.chain(tx, updaters.average_params(decay))"})
 def average_params(decay: float) -> optax.GradientTransformation:
     """Keep an exponential moving average of the params for evaluation.
 
@@ -148,12 +301,6 @@ def average_params(decay: float) -> optax.GradientTransformation:
 
     Args:
         decay: between 0 and 1, such as 0.999.
-
-    Returns:
-        An optax transform.
-
-    Raises:
-        ValueError: the decay is out of range.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -182,12 +329,7 @@ def average_params(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def has_average(state: Any) -> bool:
-    """Whether `TreeOptimizer.evaluated` gives other params than those that are trained."""
-    return bool(_averages(state))
-
-
-def _averages(state: Any) -> list[tuple[Callable[[Any, Tree], Tree], Any]]:
+def averages(state: Any) -> list[tuple[Callable[[Any, Tree], Tree], Any]]:
     """The parts of an optimizer's state that hold averages, each with the function that reads it."""
     import optax.contrib as contrib
 
@@ -228,8 +370,8 @@ def _outside_perturbation(state: Any, params: Tree) -> Tree:
 # The learning rate, changed from outside.
 
 
-@answers("set_learning_rate")
-def set_learning_rate(state: State, learning_rate: float | jax.Array) -> State:
+@calls.answers("set_learning_rate")
+def set_learning_rate(state: AnyState, learning_rate: float | jax.Array) -> AnyState:
     """Change the learning rate in a state, without recompilation.
 
     Only the optimizer's rate changes. Parameters and other arrays named `learning_rate` stay unchanged.
@@ -239,12 +381,8 @@ def set_learning_rate(state: State, learning_rate: float | jax.Array) -> State:
             `optax.inject_hyperparams`; or an optimizer state, a list of states or a dict {key: state}.
         learning_rate: a number or 0-d array.
 
-    Returns:
-        A pytree of the same structure, shapes and dtypes.
-
     Raises:
-        ValueError: `state` has no rate, or the rate follows a schedule; `learning_rate` is not one finite number (the
-            value of a `jax.Array` is not checked).
+        ValueError: `state` has no rate, or the rate follows a schedule; `learning_rate` is not one finite number.
 
     Example:
         >>> from jaxpar import updaters
@@ -275,7 +413,7 @@ def set_learning_rate(state: State, learning_rate: float | jax.Array) -> State:
     return state
 
 
-@answers("updaters.learning_rates")
+@calls.answers("updaters.learning_rates")
 def learning_rates(state: Any) -> dict[str, float]:
     """The learning rates in a state, {path: rate}. Waits for the state.
 
