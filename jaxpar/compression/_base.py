@@ -57,12 +57,15 @@ class Compressor(Protocol):
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         """The payload for `value` plus the residual, and the state for the next push."""
+        ...
 
     def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
         """The decoded value. The residual does not include the error of rounding to a narrower `dtype`."""
+        ...
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         """The bytes of a payload."""
+        ...
 
     def grid(self, count: int) -> Grid | None:
         """A lossless code for the sum of `count` decoded payloads. None: send float32."""
@@ -81,9 +84,11 @@ class ElementCompressor(Compressor, Protocol):
 
     def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
         """The code of each element, an unsigned integer of which `per_word` fill a word, and the state."""
+        ...
 
     def dequantize(self, codes: jax.Array) -> jax.Array:
         """The float32 element of each code."""
+        ...
 
 
 @runtime_checkable
@@ -92,9 +97,11 @@ class RowCompressor(Compressor, Protocol):
 
     def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
         """The payload, padded and cut into `count` rows of equal length."""
+        ...
 
     def decode_row(self, row: Payload, index: Any) -> jax.Array:
         """The elements of row `index` of a payload, in float32."""
+        ...
 
 
 @runtime_checkable
