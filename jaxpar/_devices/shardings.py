@@ -137,6 +137,9 @@ def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stack
         `shardings_of`. Rules made alike are equal and have the same hash. The rule raises `ValueError` for a mesh that
         lacks the axis.
 
+    Raises:
+        ValueError: `axis` is empty or repeats a name; `min_size` or `stacked_dims` is negative.
+
     Example:
         >>> import jax
         >>> mesh = jax.make_mesh((2, 2), ("data", "model"))

@@ -49,6 +49,9 @@ class Compressor(Protocol):
         Args:
             shape, dtype: the shape and dtype of the pushed values. The dtype must be floating.
             seed: an integer, which may be traced. Devices and keys need different seeds for independent random numbers.
+
+        Raises:
+            TypeError: the dtype is not floating.
         """
         if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
             got = f"got dtype {jnp.dtype(dtype).name}; push this key uncompressed"

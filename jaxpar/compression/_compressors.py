@@ -73,6 +73,9 @@ class TwoBit(_InWords):
     Attributes:
         threshold: the decoded magnitude, above 0, in the units of the gradient.
 
+    Raises:
+        ValueError: the threshold, as a float32, is not above 0 or not finite.
+
     Example:
         >>> compressor = TwoBit(0.5)
         >>> value = jnp.array([0.75, -0.5, 0.25])
@@ -116,6 +119,9 @@ class OneBit(_InWords):
     Attributes:
         threshold: any finite number, in the units of the gradient.
 
+    Raises:
+        ValueError: the threshold, as a float32, is not finite.
+
     Example:
         >>> compressor = OneBit(0.5)
         >>> value = jnp.array([0.75, -0.5])
@@ -154,6 +160,9 @@ class Int8(RowCompressor):
 
     Attributes:
         rounding: `nearest`, or `stochastic`, which is unbiased.
+
+    Raises:
+        ValueError: an unknown rounding.
 
     Example:
         >>> compressor = Int8()
@@ -222,6 +231,9 @@ class BFloat16(ElementCompressor):
 
     Attributes:
         rounding: `nearest`, with ties to even, or `stochastic`, which is unbiased.
+
+    Raises:
+        ValueError: an unknown rounding.
 
     Example:
         >>> compressor = BFloat16()
@@ -299,6 +311,9 @@ class TopK(Compressor):
     Attributes:
         ratio: the fraction of the elements that is sent, in (0, 1].
 
+    Raises:
+        ValueError: the ratio is out of range.
+
     Example:
         >>> compressor = TopK(0.5)
         >>> value = jnp.array([1.0, -3.0, 0.5, 2.0])
@@ -341,6 +356,9 @@ class PowerSGD(LinearCompressor):
     A value is the matrix M (product of the other axes, last axis), which for the layers of JAX is inputs × outputs. P =
     M Q is summed over the devices and made orthonormal. Then Q = Mᵀ P is summed. The result is P Qᵀ. Q is kept for the
     next push, and the residual is the part of M outside of P. The two sums send rank × (rows + columns) float32.
+
+    Raises:
+        ValueError: the rank is less than 1.
 
     Source: Vogels, Karimireddy and Jaggi 2019.
 

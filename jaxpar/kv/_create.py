@@ -336,6 +336,7 @@ def barrier(name: str = "barrier") -> None:
 
     Raises:
         ValueError: processes give different names. Every process raises.
+        RuntimeError: as for `rank`.
 
     Example:
         >>> from jaxpar import kv

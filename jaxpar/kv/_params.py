@@ -228,6 +228,10 @@ def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True
         axis_name: for a store of kind `sharded` inside `pmap` or `shard_map`, as in `kv.pull`.
         copy: whether the arrays may be donated, as in `kv.pull`.
 
+    Raises:
+        ValueError: the store was not made by `from_params`. RuntimeError: a stored value was deleted, as by donating
+            the store.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxpar import kv
@@ -253,6 +257,9 @@ def eval_params(store: KVStore, *, copy: bool = True) -> Any:
     Args:
         store: made by `from_params`.
         copy: as in `to_params`.
+
+    Raises:
+        ValueError: the store was not made by `from_params`.
 
     Example:
         >>> import jax.numpy as jnp, optax

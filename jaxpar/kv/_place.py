@@ -67,6 +67,7 @@ def place(
     Raises:
         ValueError: the kind is `sharded` and the updater is not elementwise for shares of this many devices; values are
             split over a mesh of other devices; both `devices` and `mesh` are given, or `sharding` without a mesh.
+        RuntimeError: a stored value was deleted, as by donating the store.
 
     Example:
         >>> import jax, jax.numpy as jnp

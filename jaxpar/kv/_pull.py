@@ -241,6 +241,9 @@ def broadcast(
         store, key, value: as in `init`.
         devices: as in `pull`.
 
+    Raises:
+        KeyError, ValueError: as for `init` and `pull`.
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> from jaxpar import kv

@@ -171,6 +171,9 @@ def pushpull(
     Returns:
         (the next store, the pulled values). Without an updater these are the sums.
 
+    Raises:
+        KeyError, TypeError, ValueError, NameError, RuntimeError: as for `push` and `pull`.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxpar import kv

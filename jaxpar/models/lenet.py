@@ -69,6 +69,9 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
     Returns:
         (B, 10) logits, in the dtype of `images`.
 
+    Raises:
+        ValueError: `images` has another shape.
+
     Example:
         >>> apply(init(jax.random.key(0)), jnp.zeros((2, 28, 28, 1))).shape
         (2, 10)
@@ -97,6 +100,9 @@ def from_mxnet(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, jax.Arra
 
     Returns:
         As `init`, float32.
+
+    Raises:
+        ValueError: the arrays have other shapes.
 
     Example:
         >>> shapes = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (128, 800), (128,), (10, 128), (10,)]

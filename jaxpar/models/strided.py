@@ -84,6 +84,9 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
     Returns:
         (B, 10) logits, in the dtype of `images`.
 
+    Raises:
+        ValueError: `images` has another shape. TypeError: `params` belong to another network.
+
     Example:
         >>> apply(init(jax.random.key(0)), jnp.zeros((2, 28, 28, 1))).shape
         (2, 10)

@@ -78,6 +78,9 @@ def init(rng: jax.Array, config: Config = Config()) -> Params:
         `{"embedding": {"tokens" (V, D), "positions" (T, D)}, "layers": {"attention", "mlp"}, "norm"}`. The arrays of
         `layers` have a first axis of L.
 
+    Raises:
+        ValueError: `heads` does not divide `width`.
+
     Example:
         >>> shapes = jax.eval_shape(init, jax.random.key(0))
         >>> sum(leaf.size for leaf in jax.tree.leaves(shapes))
@@ -114,6 +117,9 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
     Returns:
         (B, T, V) logits, in the dtype of the parameters. The logits of a position depend on the tokens up to that
         position.
+
+    Raises:
+        ValueError: `tokens` has another number of axes, or more positions than the model.
 
     Example:
         >>> params = jax.eval_shape(init, jax.random.key(0))

@@ -38,6 +38,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
 
     Raises:
         RuntimeError: JAX already runs with other devices.
+        ValueError: `n` is less than 1 or more than 4,096.
 
     Warns:
         RuntimeWarning: the C library of this system does not support `keep_memory`.
@@ -107,6 +108,9 @@ def copy_to(params: Any, device: Device) -> Any:
     Returns:
         The pytree on that device. It shares no memory with `params`.
 
+    Raises:
+        ValueError: the device belongs to another process.
+
     Example:
         >>> import jax.numpy as jnp
         >>> copy_to({"w": jnp.ones(2)}, jax.devices()[0])["w"].tolist()
@@ -128,6 +132,9 @@ def replicate(tree: Any, devices: Sequence[Device]) -> Any:
         devices: one or more distinct devices. If they belong to several processes, all processes must call this with
             the same arrays.
 
+    Raises:
+        ValueError: `devices` is empty or repeats a device.
+
     Example:
         >>> import jax.numpy as jnp
         >>> replicate({"w": jnp.ones(2)}, jax.devices()[:2])["w"].sharding.is_fully_replicated
@@ -146,6 +153,10 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     Args:
         values: arrays of one shape and dtype, on any devices of this process. To sum over several processes, push to a
             store of kind `dist_sync`.
+
+    Raises:
+        TypeError: dtypes differ.
+        ValueError: there are no values, shapes differ, or a value is on a device of another process.
 
     Example:
         >>> first, second = jax.devices()[:2]
@@ -205,6 +216,10 @@ def spmd(
     Returns:
         A compiled function of the stacked arguments. It raises `ValueError` if the first axis of an argument is not the
         number of this process's devices, or if a donated argument is missing.
+
+    Raises:
+        ValueError: the engine is unknown; `devices` is empty or repeats a device; `donate_argnums` has a negative
+            number.
 
     Example:
         >>> total = spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=jax.devices()[:2])

@@ -178,6 +178,9 @@ def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
         array: the table, at least one axis.
         row_ids: as for `take`. None takes all nonzero rows, which is impossible under `jit`.
 
+    Raises:
+        ValueError: as for `take`, or `row_ids` is None under `jit`.
+
     Example:
         >>> from_dense(jnp.array([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]])).indices.tolist()
         [1]
@@ -235,6 +238,9 @@ def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
     Args:
         rows: a list of values of one table.
         size: the number of rows of the result, as for `coalesce`.
+
+    Raises:
+        ValueError: the list is empty, tables differ in shape, or `size` is too small.
 
     Example:
         >>> one = RowSparse(np.array([0, 2]), jnp.array([1.0, 1.0]), (3,))
@@ -300,6 +306,10 @@ def lazy_update(
 
     Returns:
         The updated (stored, state), with the same shapes and dtypes.
+
+    Raises:
+        ValueError: `rows` belong to a table of another shape, or the update changes the shape or structure of its
+            arguments.
 
     Example:
         >>> rows = RowSparse(np.array([1]), jnp.array([5.0]), (3,))

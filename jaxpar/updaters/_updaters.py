@@ -56,6 +56,9 @@ def stateless(fn: UpdateFn) -> Updater:
     Args:
         fn: `fn(key, pushed, stored) -> new_stored`, arrays of the stored shape and dtype.
 
+    Raises:
+        TypeError: `fn` does not take three arguments.
+
     Example:
         >>> import jax.numpy as jnp
         >>> updater = stateless(lambda key, pushed, stored: stored + 2 * pushed)
@@ -301,6 +304,9 @@ def average_params(decay: float) -> optax.GradientTransformation:
 
     Args:
         decay: between 0 and 1, such as 0.999.
+
+    Raises:
+        ValueError: the decay is out of range.
 
     Example:
         >>> import jax.numpy as jnp, optax

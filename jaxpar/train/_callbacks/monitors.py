@@ -168,6 +168,9 @@ class LearningRate:
             reads the rate from the state, which needs `optax.inject_hyperparams`, or an optimizer of `jp.updaters` with
             `rate_in_state=True`. With several rates, each gets its own name, such as `learning_rate_head`.
 
+    Raises:
+        ValueError: raised by `fit` before the first step: the state has no rate.
+
     Example:
         >>> import optax
         >>> from jaxpar import train

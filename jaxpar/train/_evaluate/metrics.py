@@ -57,6 +57,9 @@ def top_k(logits: jax.Array, labels: jax.Array, k: int, mask: jax.Array | None =
     Returns:
         As `accuracy`.
 
+    Raises:
+        ValueError: k is out of range.
+
     Example:
         >>> top_k(jnp.array([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]]), jnp.array([1, 2]), 2).tolist()
         [1.0, 0.0]

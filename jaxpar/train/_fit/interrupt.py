@@ -115,6 +115,9 @@ def interruptible(on_interrupt: str = "auto") -> Interruptible:
     Returns:
         A context manager with `should_stop(state)`.
 
+    Raises:
+        ValueError: `on_interrupt` is unknown.
+
     Example:
         >>> from jaxpar import train
         >>> made = 0

@@ -187,6 +187,9 @@ def progress(total: int | None = None, *, title: str = "", done: int = 0, show: 
     Returns:
         A context manager. Call its `step(metrics)` after each step. `means()` returns the means of the metrics.
 
+    Raises:
+        ValueError: `total` or `done` is too small.
+
     Example:
         >>> import jax.numpy as jnp
         >>> from jaxpar import train

@@ -284,6 +284,9 @@ def classification_loss(
         `loss_fn(params, batch, rng) -> (loss, {"accuracy"})` for batches `{"image", "label"}` with integer
         labels. The loss is in nats per example.
 
+    Raises:
+        ValueError: `label_smoothing` is out of range.
+
     Example:
         >>> from jaxpar import models, train
         >>> loss_fn = train.classification_loss(models.lenet.apply)

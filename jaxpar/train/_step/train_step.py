@@ -83,6 +83,9 @@ class TrainStep:
         Returns:
             (the state after the last step, the metrics along the first axis, with zeros outside `first:end`).
 
+        Raises:
+            ValueError: arrays differ in the number of batches, or a batch cannot be divided evenly.
+
         Example:
             >>> import jax.numpy as jnp, optax
             >>> from jaxpar import train
@@ -164,7 +167,7 @@ class TrainStep:
 
     @answers("train step, on")
     def on(self, devices: Sequence[Device]) -> TrainStep:
-        """The same step on other devices, for a state from any devices."""
+        """The same step on other devices, for any state. `ValueError`: it has a mesh, or a device is repeated."""
         chosen = checks.devices(devices, "train step, on")
         if self.mesh is not None:
             raise ValueError("train step, on: this step was made for a mesh; make another by make_train_step(mesh=...)")
