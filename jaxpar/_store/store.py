@@ -19,10 +19,8 @@ from .._core import calls, checks
 from .._core.arrays import Device, is_traced, nbytes, tree_nbytes, without_keys
 from .._core.text import Table, plural
 from .._devices import collectives
-from .._devices.collectives import BucketLimits, Shape
 from .._devices.mesh import copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
-from ..compression import Compressor
 from ..mxnet import _KIND_ALIASES, _OTHER_KINDS, _STORE_ARGUMENTS, _line_for
 from ..updaters import Updater, accumulate, assign
 
@@ -35,7 +33,7 @@ class Kind:
 
     name: str  # as given to `create`
     # `reduce(values, axis_name, limits) -> sums`, inside a mapped axis.
-    reduce: Callable[[Sequence[jax.Array], str, BucketLimits], list[jax.Array]]
+    reduce: Callable[[Sequence[jax.Array], str, collectives.BucketLimits], list[jax.Array]]
     # The same of compressed values, see `compression._sums`.
     reduce_compressed: Callable[..., tuple[list[jax.Array], list[Any]]] = compression._allreduce
     in_rows: bool = False  # whether a value is cut into one row for each device
@@ -108,7 +106,7 @@ class OfDevices(Whole):
 class Rows(OfDevices):
     """A value as (count, chunk): flat, padded, one row on each device. So any shape is shared evenly."""
 
-    shape: Shape  # of the whole value
+    shape: collectives.Shape  # of the whole value
     count: int  # of the rows
 
     @property
@@ -160,9 +158,9 @@ class KVStore:
     residuals: dict[int, Any]
     kind: str = "local"
     updater: Any = assign
-    compressor: Compressor | None = None
+    compressor: compression.Compressor | None = None
     devices: tuple[Device, ...] | None = None
-    limits: BucketLimits = dataclasses.field(default_factory=BucketLimits)
+    limits: collectives.BucketLimits = dataclasses.field(default_factory=collectives.BucketLimits)
     paths: tuple[tuple[int, str], ...] = ()
     treedef: Any = None
     pending: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -172,7 +170,7 @@ class KVStore:
     frozen: tuple[int, ...] = ()
 
     @property
-    def shapes(self) -> tuple[tuple[int, Shape], ...]:
+    def shapes(self) -> tuple[tuple[int, collectives.Shape], ...]:
         """(key, shape) of each value that is cut into rows, as `pull` returns it."""
         return tuple((k, layout.shape) for k, layout in rows_of(self).items())
 
@@ -326,7 +324,7 @@ def shards(store: KVStore) -> int:
     return len(store.devices)
 
 
-def shapes_of(store: KVStore) -> dict[int, Shape]:
+def shapes_of(store: KVStore) -> dict[int, collectives.Shape]:
     """The shape of each value as the user sees it."""
     shapes = {k: v.shape for k, v in store.values.items()}
     return shapes | {k: layout.shape for k, layout in store.layouts if isinstance(layout, Rows)}

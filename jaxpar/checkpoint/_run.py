@@ -30,7 +30,6 @@ from typing import Any
 
 from .._core import files, process, text
 from . import _files
-from ._files import CheckpointError, expect
 
 Place = dict[str, Any]  # {"number": of records, "at": byte at which the last one begins, "sha256": of its line}
 INSIDE = 64  # of the last records, which a checkpoint holds itself
@@ -231,9 +230,11 @@ def read_records(directory: Path, place: Place) -> list[dict[str, Any]]:
                 before = entry["before"]
     except Exception as error:
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path} is damaged: record {place['number'] - len(found)}: {reason}") from None
+        raise _files.CheckpointError(f"{path} is damaged: record {place['number'] - len(found)}: {reason}") from None
     if before is not None or len(found) != place["number"]:
-        raise CheckpointError(f"{path} is damaged: it does not have the {place['number']} records that were saved")
+        raise _files.CheckpointError(
+            f"{path} is damaged: it does not have the {place['number']} records that were saved"
+        )
     return found[::-1]
 
 
@@ -241,11 +242,11 @@ def _record_at(file: Any, place: Place) -> dict[str, Any]:
     """The line at a place, which was saved there."""
     file.seek(place["at"])
     line = file.readline(_LONGEST_LINE)
-    expect(hashlib.sha256(line).hexdigest() == place["sha256"], _files.CHECKSUM)
+    _files.expect(hashlib.sha256(line).hexdigest() == place["sha256"], _files.CHECKSUM)
     entry = json.loads(line)
     _files.check_depth(entry)
-    expect(type(entry["record"]) is dict, "it is not a record")
+    _files.expect(type(entry["record"]) is dict, "it is not a record")
     if entry["before"] is not None:
         _files.check_place({"number": 1, **entry["before"]})
-        expect(entry["before"]["at"] < place["at"], "the record before it comes later")
+        _files.expect(entry["before"]["at"] < place["at"], "the record before it comes later")
     return entry

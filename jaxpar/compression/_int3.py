@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from .._devices import collectives
-from .._devices.collectives import BucketLimits
 from ._base import PLANE, Compressor, Payload, Shape, State, in_order, pack_planes, unpack_planes, with_residual, words
 
 OWNER = "owner_residual"  # float32 (chunk,) in the state of a value: what its owner did not send back
@@ -101,7 +100,7 @@ def start_owner(shape: Shape, count: int) -> State:
 
 
 def allreduce(
-    values: Arrays, states: Sequence[State], axis_name: str, limits: BucketLimits
+    values: Arrays, states: Sequence[State], axis_name: str, limits: collectives.BucketLimits
 ) -> tuple[list[jax.Array], list[State]]:
     """(the twice-coded sums over the axis, equal on every device; the new states of this device)."""
     count = lax.axis_size(axis_name)
@@ -125,7 +124,7 @@ def allreduce(
 
 
 def reduce_scatter(
-    values: Arrays, states: Sequence[State], axis_name: str, limits: BucketLimits
+    values: Arrays, states: Sequence[State], axis_name: str, limits: collectives.BucketLimits
 ) -> tuple[list[jax.Array], list[State]]:
     """This device's (chunk,) of each sum. It stays here, so it is not coded again."""
     count = lax.axis_size(axis_name)
@@ -152,7 +151,7 @@ def _code(values: Arrays, axis_name: str) -> tuple[list[jax.Array], list[jax.Arr
     return [codes for codes, _ in coded], [left for _, left in coded], steps
 
 
-def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
+def _add_shares(rows: Arrays, axis_name: str, limits: collectives.BucketLimits) -> list[jax.Array]:
     """The float32 (chunk,) sum over the devices of this device's rows (devices, chunk) of codes."""
     groups = _plan(rows, limits)
     shares: list[jax.Array] = []
@@ -163,7 +162,7 @@ def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.
     return collectives.unpack(shares, [r.shape[1:] for r in rows], groups)
 
 
-def _gather_shares(shares: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
+def _gather_shares(shares: Arrays, axis_name: str, limits: collectives.BucketLimits) -> list[jax.Array]:
     """The rows (devices, chunk) of codes, from every device's (chunk,)."""
     count = lax.axis_size(axis_name)
     groups = _plan([jnp.broadcast_to(s, (count, s.size)) for s in shares], limits)
@@ -174,7 +173,7 @@ def _gather_shares(shares: Arrays, axis_name: str, limits: BucketLimits) -> list
     return collectives.unpack(whole, [s.shape for s in shares], groups, axis=1)
 
 
-def _plan(rows: Arrays, limits: BucketLimits) -> collectives.Groups:
+def _plan(rows: Arrays, limits: collectives.BucketLimits) -> collectives.Groups:
     """Which rows travel together, by the bytes of their bits. Short ones do, since a bucket ends with a whole word."""
     sizes = [words(r.shape[1:], PLANE) for r in rows]
     lead = [r.shape[0] if size >= _SHORT else 1 for r, size in zip(rows, sizes, strict=True)]

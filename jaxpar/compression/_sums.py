@@ -26,7 +26,6 @@ from jax import lax
 
 from .._core.arrays import tree_nbytes
 from .._devices import collectives
-from .._devices.collectives import BucketLimits, Shape
 from .._devices.user_mesh import unsplit
 from . import _base, _int3
 from ._base import PLANE, Compressor, ElementCompressor, Grid, RowCompressor, State, decode_sum, in_order
@@ -39,7 +38,9 @@ Arrays = Sequence[jax.Array]
 States = Sequence[State]
 
 
-def allreduce(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
+def allreduce(
+    compressor: Any, values: Arrays, states: States, axis_name: str, limits: collectives.BucketLimits
+) -> Sums:
     """The sums over the axis on every device, and the new states of this device."""
     values = [unsplit(v) for v in values]
     if compressor.linear:
@@ -69,7 +70,9 @@ def allreduce(compressor: Any, values: Arrays, states: States, axis_name: str, l
     return collectives.unpack(sums, shapes, groups), [{**new[i], "residual": rest} for i, rest in enumerate(left)]
 
 
-def reduce_scatter(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
+def reduce_scatter(
+    compressor: Any, values: Arrays, states: States, axis_name: str, limits: collectives.BucketLimits
+) -> Sums:
     """This device's (chunk,) of each sum over the axis. Every row is encoded for the device that keeps it."""
     values = [unsplit(v) for v in values]
     if compressor.linear:
@@ -90,7 +93,7 @@ def reduce_scatter(compressor: Any, values: Arrays, states: States, axis_name: s
     return sums, [state for _, state in coded]
 
 
-def _linear(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
+def _linear(compressor: Any, values: Arrays, states: States, axis_name: str, limits: collectives.BucketLimits) -> Sums:
     def psum(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(collectives.allreduce(leaves, axis_name, limits))
@@ -103,7 +106,7 @@ def _linear(compressor: Any, values: Arrays, states: States, axis_name: str, lim
 
 
 def _sum_payloads(
-    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
+    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: collectives.BucketLimits
 ) -> list[jax.Array]:
     """The sums over the axis of what each device encoded as these payloads. Of `values`, shapes and dtypes are used."""
     count = lax.axis_size(axis_name)
@@ -128,7 +131,7 @@ def _sum_payloads(
 
 
 def _exchange(
-    payloads: Payloads, collective: Callable[[jax.Array], jax.Array], lead: int, limits: BucketLimits
+    payloads: Payloads, collective: Callable[[jax.Array], jax.Array], lead: int, limits: collectives.BucketLimits
 ) -> list[Any]:
     """The payloads with the devices as first axis, after one collective for each bucket of one dtype.
 
@@ -159,7 +162,7 @@ class _InPlanes:
         codes, state = self.of.quantize(value.reshape(-1), state)
         return {"codes": _pack(self.of, jnp.pad(codes, (0, -codes.size % self.of.per_word)))}, state
 
-    def decode(self, payload: dict[str, jax.Array], shape: Shape, dtype: Any) -> jax.Array:
+    def decode(self, payload: dict[str, jax.Array], shape: collectives.Shape, dtype: Any) -> jax.Array:
         return in_order(_unpack(self.of, payload["codes"]))[: math.prod(shape)].reshape(shape).astype(dtype)
 
 
@@ -175,7 +178,9 @@ def _unpack(compressor: ElementCompressor, words: jax.Array) -> jax.Array:
     return compressor.dequantize(words if per_word == 1 else _base.unpack_planes(words.reshape(-1), 32 // per_word))
 
 
-def _sum_codes(compressor: ElementCompressor, codes: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
+def _sum_codes(
+    compressor: ElementCompressor, codes: Arrays, axis_name: str, limits: collectives.BucketLimits
+) -> list[jax.Array]:
     """The flat float32 sums over the axis of what flat codes stand for."""
     per_word = compressor.per_word
     padded = [jnp.pad(c, (0, -c.size % per_word)) for c in codes]
@@ -266,7 +271,7 @@ def _way_of_value(compressor: Compressor, payload: Any, value: jax.Array, count:
 
 
 def _sum_by_owners(
-    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
+    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: collectives.BucketLimits
 ) -> list[jax.Array]:
     count, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
     assert isinstance(compressor, RowCompressor)

@@ -25,7 +25,6 @@ import numpy as np
 from .._core import files
 from .._core.calls import answers
 from .._core.checks import choice
-from .._core.files import as_path
 from .._core.text import did_you_mean, say_news
 from ._sources import Dataset
 
@@ -72,7 +71,7 @@ def load(
         ValueError: the name, split or source is unknown, or a file or data set is damaged. The message names it.
     """
     choice(source, "data.load", "source", _SOURCES)
-    folder = as_path(data_dir, "data.load: data_dir").expanduser() if data_dir is not None else default_data_dir()
+    folder = files.as_path(data_dir, "data.load: data_dir").expanduser() if data_dir is not None else default_data_dir()
     found, idx_files = _find(name, folder, source)
     if found != "prepared" and prepared_dir(name, folder) is None:
         try:

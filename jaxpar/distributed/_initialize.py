@@ -28,7 +28,6 @@ from .._heartbeat.proxy import ServiceProxy
 from .._heartbeat.pulse import Pulse
 from .._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT, HeartbeatServer
 from . import _elastic, _environment
-from ._environment import Cluster
 
 _WHERE = "distributed.initialize"
 _LOCKED = 60.0  # seconds for which a process that others can go on without may hold Python's lock
@@ -154,7 +153,7 @@ def initialize(
     joining, heartbeat = _find_timeouts(initialization_timeout, heartbeat_timeout, elastic)
     cluster = _environment.find(coordinator, num_processes, process_id)
     by_hand = any(x is not None for x in (coordinator, num_processes, process_id))
-    is_known = isinstance(cluster, Cluster)
+    is_known = isinstance(cluster, _environment.Cluster)
     if cluster is None or (is_known and cluster.num_processes == 1 and not cluster.server and not by_hand):
         return
     if is_jax_used():
@@ -259,7 +258,7 @@ def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
     if is_joined():
         return
     found = _environment.find(launched=launched)
-    if isinstance(found, Cluster):
+    if isinstance(found, _environment.Cluster):
         has_others = found.num_processes > 1
         place = f"process {found.process_id} of {found.num_processes} ({found.source})"
     else:  # on Cloud TPU jax counts the processes without being initialised
@@ -329,7 +328,7 @@ def wait_for_loss_report() -> None:
 
 
 def _start(
-    cluster: Cluster, options: dict[str, Any], heartbeat_timeout: float, join_timeout: float, watch: bool
+    cluster: _environment.Cluster, options: dict[str, Any], heartbeat_timeout: float, join_timeout: float, watch: bool
 ) -> None:
     """Join the others, then start jax with the options. `watch` says whether the processes send heartbeats."""
     several, client = cluster.num_processes > 1, None
@@ -400,7 +399,7 @@ def reserve_port(address: str) -> socket.socket:
 
 
 def join_others(
-    cluster: Cluster, heartbeat_timeout: float, join_timeout: float, elastic: bool = False
+    cluster: _environment.Cluster, heartbeat_timeout: float, join_timeout: float, elastic: bool = False
 ) -> HeartbeatClient:
     """Join the others, and return the heartbeat client. Process 0 starts the server where no launcher has it."""
     rank, size, secret = cluster.process_id, cluster.num_processes, find_secret()

@@ -20,7 +20,6 @@ from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, store as stores
 from .._store.store import Changes, KVStore, Rows
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
-from ..updaters import UpdateFn, Updater, _TreeOptimizer as TreeOptimizer
 
 if TYPE_CHECKING:
     import optax
@@ -120,7 +119,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     """
     keys, many = checks.find_keys(key, "kv.init")
     given = checks.as_values(keys, value, many, "kv.init")
-    whole = isinstance(store.updater, TreeOptimizer)
+    whole = isinstance(store.updater, updaters._TreeOptimizer)
     if whole or (stores.is_on_mesh(store) and not set(keys) <= dict(store.layouts).keys()):
         fault = "its optimizer sees all params together" if whole else "its values are split over a mesh"
         raise ValueError(
@@ -168,7 +167,7 @@ def _values_of_first(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
 
 @calls.answers("kv.set_updater", MXNET_ARGUMENTS)
 @in_user_mesh
-def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
+def set_updater(store: KVStore, updater: updaters.Updater | updaters.UpdateFn) -> KVStore:
     """Replace the updater. The updater state of each key starts anew.
 
     In a store of kind `sharded`, an `Updater` sees one device's flat share of a value, so it must be elementwise:
@@ -204,7 +203,7 @@ def set_updater(store: KVStore, updater: Updater | UpdateFn) -> KVStore:
 
 @calls.answers("kv.set_optimizer", MXNET_ARGUMENTS)
 @in_user_mesh
-def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) -> KVStore:
+def set_optimizer(store: KVStore, tx: optax.GradientTransformation | updaters.Updater) -> KVStore:
     """Make an optax transform the updater. Then push gradients.
 
     In a store from `kv.from_params`, the transform updates the whole pytree, with one state in `store.optimizer_state`.
@@ -227,7 +226,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
         >>> kv.pull(kv.push(store, 0, jnp.ones(2)), 0).tolist()
         [0.5, 0.5]
     """
-    if isinstance(tx, Updater):
+    if isinstance(tx, updaters.Updater):
         return set_updater(store, tx)
     checks.find_keys([*store.values], "kv.set_optimizer", store)
     checks.transform(tx, "kv.set_optimizer")
@@ -244,7 +243,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | Updater) ->
 
 def _with_tree_optimizer(store: KVStore, tx: Any) -> KVStore:
     """The store, made by `from_params`, with this transform and its state before the first update."""
-    where, optimizer = "kv.set_optimizer", TreeOptimizer(tx)
+    where, optimizer = "kv.set_optimizer", updaters._TreeOptimizer(tx)
     store = dataclasses.replace(store, updater=optimizer, updater_state=dict.fromkeys(store.values, ()))
     aggregate.check_shares(store, stores.specs_of(store), where)
     if store.staleness and optimizer.reads_loss(stores.tree_of(store, stores.specs_of(store))):

@@ -21,7 +21,6 @@ from .._store import store as stores
 from .._store.store import KVStore
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
-from ..updaters import UpdateFn, Updater, _TreeOptimizer as TreeOptimizer
 from ._create import create, init, set_optimizer, set_updater
 from ._place import default_rule, split_layouts
 from ._pull import own_values, pull_whole
@@ -44,8 +43,8 @@ def from_params(
     params: Any,
     *,
     kind: str = "device",
-    optimizer: optax.GradientTransformation | Updater | None = None,
-    updater: Updater | UpdateFn | None = None,
+    optimizer: optax.GradientTransformation | updaters.Updater | None = None,
+    updater: updaters.Updater | updaters.UpdateFn | None = None,
     devices: Sequence[Device] | None = None,
     staleness: int | None = None,
     mesh: Mesh | None = None,
@@ -169,7 +168,7 @@ def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mes
         return mesh
     if sharding is not None:
         return mesh_of(store.devices or processes.devices())
-    if not stores.KINDS[store.kind].in_rows or optimizer is None or isinstance(optimizer, Updater):
+    if not stores.KINDS[store.kind].in_rows or optimizer is None or isinstance(optimizer, updaters.Updater):
         return None
     assert store.devices is not None
     leaves, structure = jax.tree.flatten(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
@@ -177,7 +176,7 @@ def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mes
         x if jnp.issubdtype(x.dtype, jnp.inexact) and k not in store.frozen else None for k, x in enumerate(leaves)
     )
     try:
-        updaters._check_elementwise_tree(TreeOptimizer(optimizer), trained, len(store.devices), "")
+        updaters._check_elementwise_tree(updaters._TreeOptimizer(optimizer), trained, len(store.devices), "")
     except ValueError:  # it cannot be given shares of the params
         return mesh_of(store.devices)
     return None
@@ -270,7 +269,7 @@ def eval_params(store: KVStore, *, copy: bool = True) -> Any:
         ([0.0], [1.0])
     """
     params = to_params(store, copy=copy)
-    if not isinstance(store.updater, TreeOptimizer) or not updaters._averages(store.optimizer_state):
+    if not isinstance(store.updater, updaters._TreeOptimizer) or not updaters._averages(store.optimizer_state):
         return params
     leaves = jax.tree.leaves(params)
     trained = stores.tree_of(store, dict(enumerate(leaves)))

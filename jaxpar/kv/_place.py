@@ -29,7 +29,6 @@ from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, queue, store as stores
 from .._store.store import KVStore, Layouts, Rows, Split
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
-from ..updaters import _TreeOptimizer as TreeOptimizer, _UnknownOwners as UnknownOwners
 from ._create import create, signature
 
 _RESIDUALS, _PENDING, _OPTIMIZER = "residuals", "pending", "optimizer_state"
@@ -234,7 +233,7 @@ def slots(store: KVStore, prefix: str) -> list[SavedArray]:
 def rule_of_each(store: KVStore) -> dict[int, str | None]:
     """What identifies the computation by which a push updates each key. None where that is not known."""
     specs = stores.specs_of(store)
-    if not isinstance(store.updater, TreeOptimizer):
+    if not isinstance(store.updater, updaters._TreeOptimizer):
         return updaters._rule_of_each(store.updater, None, tuple(specs), tuple(specs.values()))
     keys, structure = stores.trained_keys(store), jax.tree.structure(stores.tree_of(store, specs))
     return updaters._rule_of_each(store.updater, structure, tuple(keys), tuple(specs[k] for k in keys))
@@ -362,7 +361,7 @@ def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved
     before = join_names(prefix, "updater_state") + "/"
     old = {name.removeprefix(before): entry for name, entry in saved.items() if name.startswith(before)}
     wanted = [slot for slot in slots(like, prefix) if slot.name.startswith(join_names(prefix, _OPTIMIZER) + "/")]
-    if not isinstance(like.updater, TreeOptimizer) or not old or not wanted:
+    if not isinstance(like.updater, updaters._TreeOptimizer) or not old or not wanted:
         return saved
     made_of, trained = _names_of_keys(like), set(map(str, stores.trained_keys(like)))
     if {name for names in made_of for name in names} != {name for name in old if name.partition("/")[0] in trained}:
@@ -385,14 +384,14 @@ def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) ->
     fields = tuple(join_names(prefix, field) + "/" for field in (_OPTIMIZER, "updater_state"))
     wanted = {slot.name: slot for slot in slots(like, prefix) if slot.name.startswith(fields)}
     held = {name for name in saved if name.startswith(fields)}
-    if wanted.keys() == held or not isinstance(like.updater, (TreeOptimizer, updaters.Updater)):
+    if wanted.keys() == held or not isinstance(like.updater, (updaters._TreeOptimizer, updaters.Updater)):
         return saved
     whole = dataclasses.replace(like, frozen=())
     state = jax.eval_shape(functools.partial(_first_state, whole), stores.specs_of(like))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     try:
         keys = stores.owners(whole) if _OPTIMIZER in state else [path[1].key for path in paths]
-    except UnknownOwners:
+    except updaters._UnknownOwners:
         return saved
     owner = dict(zip([join_names(prefix, path_name(path)) for path in paths], keys, strict=True))
     frozen_then = {owner[name] for name in owner.keys() - held}
@@ -420,7 +419,7 @@ def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) ->
 
 def _first_state(store: KVStore, values: Mapping[int, Any]) -> dict[str, Any]:
     """The updater's state before the first update of these values, by the store's field that has it."""
-    if isinstance(store.updater, TreeOptimizer):
+    if isinstance(store.updater, updaters._TreeOptimizer):
         return {_OPTIMIZER: store.updater.init(stores.tree_of(store, values))}
     return {"updater_state": {k: store.updater.init(k, v) for k, v in values.items()}}
 
@@ -437,7 +436,7 @@ def _names_of_keys(store: KVStore) -> list[list[str]]:
             both = list(zip(called, store.updater.owners(specs[k]), strict=True))
             single[k] = iter([n for n, i in both if i is not None]), iter([n for n, i in both if i is None])
         return [[next(s) for _, s in single.values()] if k is None else [next(single[k][0])] for k in found]
-    except (UnknownOwners, StopIteration):
+    except (updaters._UnknownOwners, StopIteration):
         return []
 
 

@@ -14,15 +14,12 @@ from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 from .. import sparse
 from .._core import calls, checks
 from .._core.arrays import Device, is_tracing
-from .._core.checks import Key, Keys
 from .._core.text import plural
 from .._devices import collectives, mesh
-from .._devices.mesh import STORE_AXIS, spans_processes, to_host
 from .._devices.user_mesh import in_user_mesh, in_user_mesh_now
 from .._store import aggregate, store as stores
 from .._store.store import KVStore
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
-from ..sparse import RowSparse
 from ._create import init
 
 # The end of a message about too many arguments: MXNet writes to out=.
@@ -33,25 +30,25 @@ _MOST_VALUES = 256  # XLA compiles a kernel for each, so a program that packs th
 
 @overload
 def pull(
-    store: KVStore, key: Key, *, devices: None = None, axis_name: str | None = None, copy: bool = True
+    store: KVStore, key: checks.Key, *, devices: None = None, axis_name: str | None = None, copy: bool = True
 ) -> jax.Array: ...
 @overload
 def pull(
-    store: KVStore, key: Key, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
+    store: KVStore, key: checks.Key, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[jax.Array]: ...
 @overload
 def pull(
-    store: KVStore, key: Keys, *, devices: None = None, axis_name: str | None = None, copy: bool = True
+    store: KVStore, key: checks.Keys, *, devices: None = None, axis_name: str | None = None, copy: bool = True
 ) -> list[jax.Array]: ...
 @overload
 def pull(
-    store: KVStore, key: Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
+    store: KVStore, key: checks.Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[list[jax.Array]]: ...
 @calls.answers("kv.pull", MXNET_ARGUMENTS, RETURNED)
 @in_user_mesh_now
 def pull(
     store: KVStore,
-    key: Key | Keys,
+    key: checks.Key | checks.Keys,
     *,
     devices: Sequence[Device] | None = None,
     axis_name: str | None = None,
@@ -136,9 +133,9 @@ def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> li
 def _gather_program(devices: tuple[Device, ...], limits: Any) -> Any:
     def run(stored: list[jax.Array], shapes: Any) -> list[jax.Array]:
         return jax.shard_map(
-            lambda parts: collectives.all_gather([p.reshape(-1) for p in parts], shapes, STORE_AXIS, limits),
+            lambda parts: collectives.all_gather([p.reshape(-1) for p in parts], shapes, mesh.STORE_AXIS, limits),
             mesh=mesh.mesh_of(devices),
-            in_specs=P(STORE_AXIS),
+            in_specs=P(mesh.STORE_AXIS),
             out_specs=P(),
             check_vma=False,
         )(stored)
@@ -172,7 +169,7 @@ def _on_each(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool
     for start in range(0, len(absent), _MOST_VALUES):
         some = absent[start : start + _MOST_VALUES]
         # Every process must call this for values that span them: then each has all of them.
-        here = [jnp.asarray(to_host(values[i])) if spans_processes(values[i]) else values[i] for i in some]
+        here = [jnp.asarray(mesh.to_host(values[i])) if mesh.spans_processes(values[i]) else values[i] for i in some]
         for i, sent in zip(some, _send(here, wanted), strict=True):
             copies[i] = sent
     return [[copies_of_value[d] for d in devices] for copies_of_value in copies]
@@ -259,16 +256,24 @@ def broadcast(
 
 
 @overload
-def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: None = None) -> RowSparse: ...
+def row_sparse_pull(store: KVStore, key: checks.Key, row_ids: Any, *, devices: None = None) -> sparse.RowSparse: ...
 @overload
-def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: Sequence[Device]) -> list[RowSparse]: ...
+def row_sparse_pull(
+    store: KVStore, key: checks.Key, row_ids: Any, *, devices: Sequence[Device]
+) -> list[sparse.RowSparse]: ...
 @overload
-def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: None = None) -> list[RowSparse]: ...
+def row_sparse_pull(
+    store: KVStore, key: checks.Keys, row_ids: Any, *, devices: None = None
+) -> list[sparse.RowSparse]: ...
 @overload
-def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: Sequence[Device]) -> list[list[RowSparse]]: ...
+def row_sparse_pull(
+    store: KVStore, key: checks.Keys, row_ids: Any, *, devices: Sequence[Device]
+) -> list[list[sparse.RowSparse]]: ...
 @calls.answers("kv.row_sparse_pull", MXNET_ARGUMENTS, RETURNED)
 @in_user_mesh_now
-def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: Sequence[Device] | None = None) -> Any:
+def row_sparse_pull(
+    store: KVStore, key: checks.Key | checks.Keys, row_ids: Any, *, devices: Sequence[Device] | None = None
+) -> Any:
     """Some rows of a stored value.
 
     Args:
@@ -309,7 +314,7 @@ def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: S
                 f"of ids and {where}"
             )
     pulled = list[Any]()
-    for value, ids in zip(map(to_host, pull_whole(store, keys, None)), wanted, strict=True):
+    for value, ids in zip(map(mesh.to_host, pull_whole(store, keys, None)), wanted, strict=True):
         rows = [sparse.take(value, i) for i in ids]
         if devices is None:
             pulled.append(rows[0])

@@ -20,14 +20,12 @@ from jax.sharding import PartitionSpec as P, Sharding, SingleDeviceSharding
 from .. import sparse, updaters
 from .._core import calls, checks
 from .._core.arrays import Device, Recent, is_tracing
-from .._core.checks import Key, Keys
 from .._devices import mesh, processes
 from .._devices.mesh import assemble, copies_on, put, spans_processes, split_over, to_host
 from .._devices.user_mesh import in_user_mesh_now
 from .._store import aggregate, queue, store as stores
 from .._store.store import Changes, KVStore, Lists
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
-from ..sparse import RowSparse
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
 from ._create import signature
 from ._pull import RETURNED, pull
@@ -41,7 +39,7 @@ Way = Callable[[Any, KVStore, Lists], Changes]  # what is given a program, and r
 
 @calls.answers("kv.push", MXNET_ARGUMENTS)
 @in_user_mesh_now
-def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None = None) -> KVStore:
+def push(store: KVStore, key: checks.Key | checks.Keys, value: Any, *, axis_name: str | None = None) -> KVStore:
     """Sum the values of each key and apply the updater.
 
     Without an updater, the sum replaces the stored value.
@@ -98,7 +96,7 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
                 )
     if not pushed:
         return store
-    rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], RowSparse)}
+    rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], sparse.RowSparse)}
     dense = {k: vs for k, vs in pushed.items() if k not in rows}
     known = aggregate.counted(store, pushed)  # here, since the program of some keys does not see the counts of others
     parts: list[Changes] = []
@@ -138,25 +136,25 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
 
 @overload
 def pushpull(
-    store: KVStore, key: Key, value: Any, *, devices: None = None, axis_name: str | None = None
+    store: KVStore, key: checks.Key, value: Any, *, devices: None = None, axis_name: str | None = None
 ) -> tuple[KVStore, jax.Array]: ...
 @overload
 def pushpull(
-    store: KVStore, key: Key, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
+    store: KVStore, key: checks.Key, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[jax.Array]]: ...
 @overload
 def pushpull(
-    store: KVStore, key: Keys, value: Any, *, devices: None = None, axis_name: str | None = None
+    store: KVStore, key: checks.Keys, value: Any, *, devices: None = None, axis_name: str | None = None
 ) -> tuple[KVStore, list[jax.Array]]: ...
 @overload
 def pushpull(
-    store: KVStore, key: Keys, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
+    store: KVStore, key: checks.Keys, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 @calls.answers("kv.pushpull", MXNET_ARGUMENTS, RETURNED)
 @in_user_mesh_now
 def pushpull(
     store: KVStore,
-    key: Key | Keys,
+    key: checks.Key | checks.Keys,
     value: Any,
     *,
     devices: Sequence[Device] | None = None,
@@ -189,7 +187,7 @@ def pushpull(
 # What is pushed, and by which way.
 
 
-def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]]:
+def _request(store: KVStore, key: checks.Key | checks.Keys, value: Any) -> dict[int, list[Any]]:
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
     keys, many = checks.find_keys(key, "kv.push", store)
     if still := [k for k in keys if k in store.frozen]:
@@ -202,14 +200,14 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
     for k, values in zip(keys, given, strict=True):
         where, checked = f"kv.push: value for key {k}", pushed.setdefault(k, [])
         for v in values if isinstance(values, (list, tuple)) else [values]:
-            if isinstance(v, RowSparse):
+            if isinstance(v, sparse.RowSparse):
                 for leaf in (v.indices, v.values):
                     checks.array(leaf, f"kv.push: rows for key {k}")
             else:
                 v = checks.array(v, where)
             checks.storable(v, shapes[k], store.values[k].dtype, where)
             checked.append(v)
-        if len({isinstance(v, RowSparse) for v in checked}) > 1:
+        if len({isinstance(v, sparse.RowSparse) for v in checked}) > 1:
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
     pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
     if isinstance(store.updater, TreeOptimizer):
@@ -220,7 +218,7 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
 def _check_tree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
     """An optimizer that sees the whole pytree needs all gradients at once, and whole ones."""
     trained = set(stores.trained_keys(store))
-    rows = {k for k, values in pushed.items() if isinstance(values[0], RowSparse)}
+    rows = {k for k, values in pushed.items() if isinstance(values[0], sparse.RowSparse)}
     if not rows and trained == pushed.keys():
         return
     needs_all = "the optimizer of this store sees the whole pytree"
@@ -263,7 +261,7 @@ def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
             )
     where = f"kv.push: kind {store.kind!r}: every process must push the same keys, in the same shapes"
     like = {k: jax.ShapeDtypeStruct(vs[0].shape, store.values[k].dtype) for k, vs in pushed.items()}
-    rows = [k for k, vs in pushed.items() if isinstance(vs[0], RowSparse)]
+    rows = [k for k, vs in pushed.items() if isinstance(vs[0], sparse.RowSparse)]
     processes.agree(where, signature(like) + (f", of keys {rows} rows" if rows else ""))
 
 
@@ -440,7 +438,9 @@ def _update_by(store: KVStore, summed: Changes) -> Changes:
 # Rows of a table.
 
 
-def _push_rows(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: str | None, across: bool) -> Changes:
+def _push_rows(
+    store: KVStore, pushed: dict[int, list[sparse.RowSparse]], axis_name: str | None, across: bool
+) -> Changes:
     """What a push of rows changes, `across` all processes or in this one. It makes no residuals."""
     apart, dense = "keep this table in a separate store", "push dense values, or use kind 'dist_sync'"
     for is_refused, reason in (
@@ -471,7 +471,7 @@ def _push_rows(store: KVStore, pushed: dict[int, list[RowSparse]], axis_name: st
 _compiled = Recent(lambda updater: jax.jit(functools.partial(aggregate.add_rows, updater), static_argnums=(0, 1)))
 
 
-def _sum_over_processes(rows: list[RowSparse], dtype: Any) -> RowSparse:
+def _sum_over_processes(rows: list[sparse.RowSparse], dtype: Any) -> sparse.RowSparse:
     """The sum of the rows that all processes push, unique and sorted, in every process."""
     leaders = processes.leaders()
     own = jax.device_put(aggregate.cast_rows(rows, dtype), leaders[jax.process_index()])
@@ -479,13 +479,13 @@ def _sum_over_processes(rows: list[RowSparse], dtype: Any) -> RowSparse:
     mine = sparse.add(own, size=1 << (most - 1).bit_length() if most else 1)  # few sizes, so few programs
     ours = [assemble([leaf], split_over(leaders)) for leaf in (mine.indices, mine.values)]
     indices, values = mesh.run_by_itself(_sum_program(leaders, mine.shape), *ours)
-    return RowSparse(indices.addressable_data(0), values.addressable_data(0), mine.shape)
+    return sparse.RowSparse(indices.addressable_data(0), values.addressable_data(0), mine.shape)
 
 
 @functools.lru_cache(maxsize=64)
 def _sum_program(devices: Any, shape: tuple[int, ...]) -> Any:
     def body(indices: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        total = sparse.allreduce(RowSparse(indices, values, shape), mesh.STORE_AXIS)
+        total = sparse.allreduce(sparse.RowSparse(indices, values, shape), mesh.STORE_AXIS)
         return total.indices, total.values
 
     over, along = mesh.mesh_of(devices), P(mesh.STORE_AXIS)

@@ -18,7 +18,6 @@ from jax import lax
 
 from ..._devices.mesh import split_over
 from ..._store import aggregate
-from ..._store.aggregate import update
 from ..._store.store import by_key, is_split, trained_keys, tree_of, with_changes
 from ...kv import KVStore
 from .state import TrainState, carries, everywhere, whole_params
@@ -49,7 +48,9 @@ class LocalSGD(DeviceStep):
         updates, transform = grads, mine.transform
         if self.grad_transform is not None:
             updates, transform = self._transform(mine, params, grads)
-        store = with_changes(mine.store, update(mine.store, self._without_unused(state, share, updates), loss))
+        store = with_changes(
+            mine.store, aggregate.update(mine.store, self._without_unused(state, share, updates), loss)
+        )
         metrics, model_state, bad = self._mean_over_devices(state, share, grads, {})
         local = _like(state.local, _local_part(store, list(state.local["values"]), transform))
         since = state.outer["since"] + 1

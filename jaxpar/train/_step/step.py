@@ -23,9 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ... import kv
 from ..._cpu import fast_loops
 from ..._devices import collectives
-from ..._devices.collectives import BucketLimits
 from ..._store import aggregate, queue
-from ..._store.aggregate import update
 from ..._store.store import by_key, is_split, mesh_of_values, shapes_of, trained_keys, tree_of, with_changes
 from .loss import Mean, call_loss, finish, model_state_mean, model_state_terms, over_microbatches, wide, widen
 from .nonfinite import DynamicLossScale, Guard, nonfinite_flags
@@ -34,7 +32,7 @@ from .state import TrainState, carries, everywhere, trained_params, whole_params
 Arrays = dict[int, jax.Array]
 
 END_OF_ROUND = "end the round with that step's finish(state), then continue with train.create_state(state.store, rng)"
-_LIMITS = BucketLimits()  # of what is summed beside the gradients: metrics, model state, flags
+_LIMITS = collectives.BucketLimits()  # of what is summed beside the gradients: metrics, model state, flags
 
 
 class ShareResult(NamedTuple):
@@ -232,7 +230,7 @@ class DeviceStep:
         transform = state.transform
         if self.grad_transform is not None:
             summed, transform = self._transform(state, params, summed)
-        changes = update(state.store, summed, loss)._replace(residuals=residuals)
+        changes = aggregate.update(state.store, summed, loss)._replace(residuals=residuals)
         if ready is not None:
             changes = queue.where_ready(state.store, changes, ready, {}, self.axis_name)
             if jax.tree.leaves(transform):
