@@ -249,8 +249,9 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """
     copies: list[Any] = [None] * len(arrays)
     small: dict[Sharding, list[int]] = {}
+    several = jax.process_count() > 1  # asked once: many arrays are asked for each pull
     for i, array in enumerate(arrays):
-        if spans_processes(array):
+        if several and spans_processes(array):
             copies[i] = _of_shards(array)
         elif array.nbytes >= LARGE and _can_share(array):
             copies[i] = _shared(array)

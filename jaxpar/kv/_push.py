@@ -151,7 +151,6 @@ def pushpull(
     store: KVStore, key: checks.Keys, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 @calls.answers("kv.pushpull", MXNET_ARGUMENTS, RETURNED)
-@in_user_mesh_now
 def pushpull(
     store: KVStore,
     key: checks.Key | checks.Keys,
