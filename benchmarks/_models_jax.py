@@ -318,6 +318,8 @@ def answer(request):
     match request["do"]:
         case "version":
             return jax.__version__
+        case "device":
+            return jax.devices()[0].device_kind
         case "start":
             params, loss_fn, batch = NETWORKS[request["network"]](np.random.default_rng(0))
             contenders[request["name"]] = MAKE[request["contender"]](loss_fn, params, batch)

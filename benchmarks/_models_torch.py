@@ -1,11 +1,12 @@
 """The networks of `models.py` in PyTorch, measured on command in a process of its own.
 
 Each is tried eagerly and compiled, and convolutional ones with channels last too. Batch norm uses the statistics of the
-batch and keeps none, as the JAX side does.
+batch and keeps none, as the JAX side does. The first argument names the device, "cpu" by default.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 LEARNING_RATE = 0.01
+DEVICE = torch.device(sys.argv[1] if sys.argv[1:] else "cpu")
 
 
 def images(count):
@@ -129,6 +131,7 @@ NETWORKS = {"cnn": cnn, "resnet18": resnet18, "transformer": transformer, "mlp":
 
 def contender(network, how):
     model, x, labels = matrix(network, "sparse" in how) if network in MATRIX else NETWORKS[network]()
+    model, x, labels = model.to(DEVICE), x.to(DEVICE), labels.to(DEVICE)
     if "channels last" in how:
         model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -165,10 +168,14 @@ def answer(request):
             once, start = contenders[request["name"]], time.perf_counter()
             for _ in range(request["repeats"]):
                 once()
+            if DEVICE.type == "cuda":
+                torch.cuda.synchronize()
             return (time.perf_counter() - start) / request["repeats"]
         case other:
             raise ValueError(f"no request {other!r}")
 
 
 if __name__ == "__main__":
+    if DEVICE.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32, as JAX's default on GPUs
     serve(answer)

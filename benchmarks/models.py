@@ -5,7 +5,7 @@ last has row-sparse contenders, and MXNet, which waits for each of its steps. ja
 and in one of two, as memory comes, in blocks of 12 MB by a flag of XLA, and with `use_cpu_devices(keep_memory=True)`.
 PyTorch runs eagerly and compiled, convolutions with channels last too, and again with that setting of `malloc`, which
 PyTorch itself does not make. It is found in this Python, or in the one that the environment variable
-JAXPAR_TORCH_PYTHON names.
+JAXPAR_TORCH_PYTHON names. With `--gpu` all of them run on one GPU, with products in TF32, JAX's default there.
 """
 
 from __future__ import annotations
@@ -43,27 +43,34 @@ WAYS = [(devices, memory) for memory in MEMORY for devices in (1, 2)]
 
 
 def main() -> None:
-    options = arguments("Steps per second of six networks, beside their peers.", 9, 0.5)
+    words = "Steps per second of six networks, beside their peers."
+    options = arguments(words, 9, 0.5, gpu="on one GPU in place of CPU devices")
     rows = options.rows or list(NETWORKS)
     with contextlib.ExitStack() as stack:
-        jax_children = {way: stack.enter_context(contextlib.closing(_jax(*way))) for way in WAYS}
+        ways = [PLAIN] if options.gpu else WAYS
+        jax_children = {way: stack.enter_context(contextlib.closing(_jax(*way, options.gpu))) for way in ways}
         torch_children = {}
-        for memory in ("", KEPT):
-            child = _torch(memory)
+        for memory in ("",) if options.gpu else ("", KEPT):
+            child = _torch(memory, options.gpu)
             if child is not None:
                 torch_children[memory] = stack.enter_context(contextlib.closing(child))
-        mxnet = start_mxnet(options.mxnet_python) if set(rows) & set(MATRIX) and not options.no_mxnet else None
+        with_mxnet = set(rows) & set(MATRIX) and not options.no_mxnet and not options.gpu
+        mxnet = start_mxnet(options.mxnet_python) if with_mxnet else None
         if mxnet is not None:
             stack.enter_context(contextlib.closing(mxnet))
         measured = {row: _row(row, jax_children, torch_children, mxnet, options) for row in rows}
     versions = environment(mxnet) | {"jax": jax_children[PLAIN].version}
     versions["torch"] = torch_children[""].version if torch_children else "not installed"
     name = f"models_jax_{versions['jax']}"
+    if options.gpu:
+        name, versions["gpu"] = f"{name}_gpu", jax_children[PLAIN].ask(do="device")
     save(options, name, {"environment": versions, "networks": saved(options, name).get("networks", {}) | measured})
 
 
-def _jax(devices: int, memory: str) -> Child:
-    env = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+def _jax(devices: int, memory: str, gpu: bool) -> Child:
+    # JAX takes three quarters of a GPU's memory at once, and here two libraries share it.
+    env = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"} if gpu else {"JAX_PLATFORMS": "cpu"}
+    env["JAX_NUM_CPU_DEVICES"] = str(devices)
     kept = memory == KEPT  # by the call that users make
     child = _child(env if kept else env | MEMORY[memory], sys.executable, "_models_jax.py", *["keep memory"][:kept])
     child.version = child.ask(do="version")
@@ -74,8 +81,9 @@ def _child(env: dict[str, str], python: str, script: str, *options: str) -> Chil
     return Child(["env", *(f"{name}={value}" for name, value in env.items()), python, str(HERE / script), *options])
 
 
-def _torch(memory: str) -> Child | None:
-    child = _child(MEMORY[memory], os.environ.get("JAXPAR_TORCH_PYTHON", sys.executable), "_models_torch.py")
+def _torch(memory: str, gpu: bool) -> Child | None:
+    python = os.environ.get("JAXPAR_TORCH_PYTHON", sys.executable)
+    child = _child(MEMORY[memory], python, "_models_torch.py", *["cuda"][:gpu])
     try:
         child.version = child.ask(do="version")
     except (RuntimeError, OSError) as error:

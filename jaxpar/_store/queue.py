@@ -225,10 +225,15 @@ def _devices_of(array: jax.Array) -> tuple[Any, ...]:
 
 
 def _empty(row: Any, staleness: int) -> PendingPushes:
-    return PendingPushes(tuple(_zeros_like(row) for _ in range(staleness)), jnp.zeros((), jnp.int32))
+    home = copies_on(_devices_of(row)) if _is_placed(row) and not spans_processes(row) else None
+    return PendingPushes(tuple(_zeros_like(row) for _ in range(staleness)), jnp.zeros((), jnp.int32, device=home))
 
 
 def _zeros_like(array: Any) -> jax.Array:
-    """Zeros where the array is. A tracer and a shape are nowhere."""
-    is_placed = isinstance(array, jax.Array) and not is_traced(array) and array.committed
-    return jnp.zeros(array.shape, array.dtype, device=array.sharding if is_placed else None)
+    """Zeros where the array is."""
+    return jnp.zeros(array.shape, array.dtype, device=array.sharding if _is_placed(array) else None)
+
+
+def _is_placed(array: Any) -> bool:
+    """Whether an array is on devices of its own. A tracer and a shape are nowhere."""
+    return isinstance(array, jax.Array) and not is_traced(array) and array.committed

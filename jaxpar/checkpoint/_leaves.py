@@ -38,7 +38,8 @@ def to_leaves(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[
     plain, _ = without_keys([slot.leaf for slot in slots])
     for slot, on_host in zip(slots, map(to_host, plain), strict=True):
         if keep:
-            array = np.array(on_host, copy=True)  # `np.asarray` would share the memory of an array on a CPU device
+            # A copy, since the memory of an array on a CPU device is shared. Explicit, for `jax.transfer_guard`.
+            array = np.array(jax.device_get(on_host))
             arrays.append(array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array)
     return [slot.record() for slot in slots], arrays
 

@@ -351,3 +351,13 @@ def test_equal_stores_lie_in_different_places():
     store = kv.init(kv.create("device"), 0, jnp.arange(3.0))
     moved = jax.device_put(store, NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P()))
     assert store == moved
+
+
+@pytest.mark.parametrize("kind", ["local", "device", "sharded", "dist_async"])
+def test_a_store_on_devices_that_are_not_the_first(kind):
+    """So that a store on CPUs or on a second GPU has nothing on the first GPU."""
+    devices = jax.devices()[5:6]
+    store = kv.set_optimizer(kv.init(kv.create(kind, devices=devices), 3, np.zeros(4, np.float32)), optax.adam(0.1))
+    for _ in range(3):
+        store = kv.push(store, 3, put([np.ones(4, np.float32)], devices))
+        assert {d for leaf in jax.tree.leaves(store) for d in leaf.devices()} == set(devices)

@@ -121,8 +121,8 @@ def fit(
             num_steps).
         steps_per_execution: the number of steps in one compiled program, see `TrainStep.many`. More than 1 needs a
             `data.Dataset` that fits on the devices, and a single process. Programs end at epochs, checkpoints and
-            profiles, so results do not change. "auto" is up to eight steps, or 0.2 s, on CPUs. It is 1 on GPUs and
-            TPUs, for a step with XLA's convolutions, and if more is impossible.
+            profiles, so results do not change. "auto" is up to eight steps, or 0.2 s. It is 1 on TPUs, on CPUs for a
+            step with XLA's convolutions, and if more is impossible.
         on_interrupt: after Ctrl-C, "return" the state and the history so far, or "raise" a KeyboardInterrupt with the
             attributes `state` and `history`. "auto": "return" in a notebook or interactive session, else "raise".
 

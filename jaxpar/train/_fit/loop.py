@@ -168,7 +168,8 @@ class Loop:
                 f"fit: steps_per_execution is {most}, but the devices have no room for the data set; "
                 "give 1, or leave it out"
             )
-        if most is not None or groups is None:
+        on_cpus = any(d.platform == "cpu" for d in self.state.store.devices or ())
+        if most is not None or groups is None or not on_cpus:
             return groups
         first = next(groups)  # XLA's convolutions are slow in a loop on CPUs
         text = run.step.lower(self.state, first[0], many=True).as_text()

@@ -182,7 +182,7 @@ def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainS
     }
     against = [reason for reason, holds in reasons.items() if holds]
     if asked == "auto":
-        return "auto" if not against and {d.platform for d in devices or ()} == {"cpu"} else 1
+        return "auto" if not against and {d.platform for d in devices or ()} <= {"cpu", "gpu"} else 1
     if against:
         raise ValueError(f"fit: steps_per_execution is {asked}, but {against[0]}; give 1, or leave it out")
     return asked
