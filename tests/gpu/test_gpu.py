@@ -211,9 +211,13 @@ def test_fit_and_resume(gpus, cpus, tmp_path):
     same_bits(elsewhere, resumed)
 
 
-def test_a_checkpoint_where_implicit_transfers_are_disallowed(gpus, tmp_path):
+def test_what_is_read_where_implicit_transfers_are_disallowed(gpus, tmp_path):
     state, _ = run(gpus, epochs=1)
+    loss = jax.device_put(np.float32(0.5), gpus[0])
     with jax.transfer_guard("disallow"):
+        with train.progress(show=False) as bar:
+            bar.step({"loss": loss})
+        assert bar.means() == {"loss": 0.5}
         checkpoint.save(tmp_path / "one", state)
         manager = checkpoint.Manager(tmp_path / "another")
         manager.save(state)
