@@ -30,6 +30,7 @@ _GIVE = {"test_": "test_data and apply_fn", "eval_": "eval_data and eval_fn"}
 Memories = tuple[Any, ...]  # one for each callback. That of a function is None.
 _MOST_BYTES = 16 << 20  # of all arrays of one memory
 _WORDS = (bool, int, float, str, type(None))
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 class WithMemory(Protocol):
@@ -125,7 +126,9 @@ class Callbacks:
                     raise TypeError(f"fit: {name_of(callback)}.on_epoch must return (memory, stop), got {given}")
                 new[i] = answer[0]
                 stops.append(answer[1])
-        return tuple(new), not processes.all_true(not any(map(_is_true, stops)))
+        kinds = bool | np.bool_ | jax.Array
+        asked = [isinstance(stop, kinds) and np.shape(stop) == () and bool(stop) for stop in stops]
+        return tuple(new), not processes.all_true(True not in asked)
 
     def best_step(self, memories: Memories) -> int | None:
         """The step of the best state so far, 0 if there is none. None where no callback asks for it."""
@@ -160,10 +163,6 @@ def name_of(callback: Any) -> str:
     return type(callback).__name__
 
 
-def _is_true(answer: Any) -> bool:
-    return isinstance(answer, bool | np.bool_ | jax.Array) and np.shape(answer) == () and bool(answer)
-
-
 # What a user gave, checked.
 
 
@@ -182,8 +181,7 @@ def collect_callbacks(
     owner = getattr(on_step, "__self__", None)
     if has_memory(owner):
         raise TypeError(
-            f"fit: {name_of(owner)}.on_step takes a memory, so fit must call it; leave out on_step=, and give the "
-            "object in callbacks="
+            f"fit: {name_of(owner)}.on_step takes a memory, so fit must call it; leave out on_step=, give callbacks="
         )
     if on_step is not None:
         check_takes(on_step, ("step", "metrics"), "fit: on_step")
@@ -231,18 +229,22 @@ def memory_to_json(memory: Any, who: str) -> dict[str, Any]:
     """A memory as JSON: the path and the value of each leaf. `who` is the callback, for messages."""
     names, values, _ = _flatten(memory)
     for name, value in zip(names, values, strict=True):
-        if not (isinstance(value, _WORDS) or (_is_array(value) and is_of_numbers(value))):
+        if not (isinstance(value, _WORDS) or (isinstance(value, _ARRAYS) and is_of_numbers(value))):
             raise TypeError(
                 f"fit: checkpoints save the memory of {who}, so it must be a pytree of arrays, numbers and texts; got "
                 f"{checks.describe(value)} at {name or 'its root'}"
             )
-    size = sum(value.nbytes for value in filter(_is_array, values))
+    size = sum(value.nbytes for value in values if isinstance(value, _ARRAYS))
     if size > _MOST_BYTES:
         raise ValueError(
-            f"fit: the memory of {who} has {size:,} bytes, more than the {_MOST_BYTES:,} that a checkpoint saves of "
-            "it; save large arrays by checkpoint.save, or keep them in the state"
+            f"fit: the memory of {who} has {size:,} bytes, more than the {_MOST_BYTES:,} saved; put them in the state"
         )
-    return {"names": names, "values": list(map(_encode, values))}
+    for i, array in enumerate(values):
+        if not isinstance(array, _WORDS):
+            array = np.asarray(to_host(array))
+            data = base64.b64encode(array.tobytes()).decode()
+            values[i] = {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
+    return {"names": names, "values": values}
 
 
 def memory_from_json(saved: Any, fresh: Any) -> Any:
@@ -252,10 +254,10 @@ def memory_from_json(saved: Any, fresh: Any) -> Any:
         raise ValueError("the structure differs")
     found = list(map(_decode, saved["values"]))
     for i, (value, like) in enumerate(zip(found, leaves, strict=True)):
-        kind, wanted = ((x.dtype, x.shape) if _is_array(x) else None for x in (value, like))
+        kind, wanted = ((x.dtype, x.shape) if isinstance(x, _ARRAYS) else None for x in (value, like))
         if kind != wanted:
             raise ValueError("the shape or dtype of an array differs")
-        if _is_array(value):
+        if isinstance(value, np.ndarray):
             with outside_mesh():
                 found[i] = jnp.asarray(value.copy()) if isinstance(like, jax.Array) else value.copy()
     return structure.unflatten(found)
@@ -269,34 +271,19 @@ def is_saved_memory(saved: Any) -> bool:
             _decode(value)
         are_texts = all(isinstance(text, str) for text in (saved["name"], *names))
         return are_texts and isinstance(names, list) and len(names) == len(values)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return False
 
 
-def _encode(value: Any) -> Any:
-    if isinstance(value, _WORDS):
-        return value
-    array = np.asarray(to_host(value))
-    data = base64.b64encode(array.tobytes()).decode()
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
-
-
 def _decode(value: Any) -> Any:
-    """The plain value or the array that was saved. `ValueError` for any other value."""
+    """The plain value or the array that was saved. Errors of several types for any other value."""
     if isinstance(value, _WORDS):
         return value
-    try:
-        content = base64.b64decode(value["data"], validate=True)
-        array = np.frombuffer(content, jnp.dtype(value["dtype"])).reshape(value["shape"])
-    except (KeyError, TypeError, OverflowError) as error:
-        raise ValueError("expected a saved array") from error
+    content = base64.b64decode(value["data"], validate=True)
+    array = np.frombuffer(content, jnp.dtype(value["dtype"])).reshape(value["shape"])
     if list(array.shape) != value["shape"] or not is_of_numbers(array):  # -1 in a shape stands for any number
         raise ValueError("expected a saved array of numbers")
     return array
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, (jax.Array, np.ndarray, np.generic))
 
 
 def _flatten(memory: Any) -> tuple[list[str], list[Any], Any]:

@@ -95,9 +95,7 @@ def explain_errors(path: Path, what: str = "metrics") -> Generator[None]:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise OSError(
-            f"{what} cannot be written to {path} ({reason}); choose another place, or make room there"
-        ) from error
+        raise OSError(f"{what} cannot be written to {path} ({reason}); choose another place or make room") from error
 
 
 def tag(name: str) -> str:
@@ -147,8 +145,7 @@ class JsonLines(Logger):
         self.path: Path = files.as_path(path, "to_jsonl: path")
         if self.path.suffix.lower() in (".csv", ".tsv"):
             raise ValueError(
-                f"to_jsonl: {path} must end in .jsonl, because it gets JSON lines; for a table write "
-                "train.to_pandas(history).to_csv(path)"
+                f"to_jsonl: {path} must end in .jsonl, for JSON lines; a table is train.to_pandas(history).to_csv(path)"
             )
         self._place = self.path
 
@@ -321,8 +318,7 @@ def to_mlflow(
         tracking_uri: a server, or a database such as `sqlite:///runs.db`, which needs the full package mlflow. None:
             MLflow's setting.
         run_name: a name for the new run.
-        run_id: the run to continue, in place of a new one. After the first record it is in `board.run_id`. Steps that
-            the run already has are not written again, and one line reports that.
+        run_id: the run to continue, as in `to_wandb`, in place of a new one. It is in `board.run_id` after a record.
 
     Example:
         board = train.to_mlflow("numbers", tracking_uri="sqlite:///runs.db")

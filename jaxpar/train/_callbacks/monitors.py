@@ -204,9 +204,8 @@ def _rates(state: TrainState) -> dict[str, float]:
     found = updaters.learning_rates(state)
     if not found:
         raise ValueError(
-            "train.LearningRate: the optimizer's state has no learning rate; give the schedule, "
-            "train.LearningRate(schedule), or make the optimizer by "
-            "optax.inject_hyperparams(optax.adam)(learning_rate=schedule)"
+            "train.LearningRate: the state has no learning rate; give the schedule, train.LearningRate(schedule), or "
+            "make the optimizer by optax.inject_hyperparams(optax.adam)(learning_rate=schedule)"
         )
     if len(set(found.values())) == 1:
         return {_NAME: next(iter(found.values()))}

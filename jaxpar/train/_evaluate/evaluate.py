@@ -16,7 +16,7 @@ from ..._core import checks
 from ..._core.arrays import Recent
 from ..._core.calls import answers, check_takes
 from ..._devices.mesh import can_hang
-from ..._devices.user_mesh import check_traced, outside_mesh
+from ..._devices.user_mesh import outside_mesh
 from ...data import _READ_ONCE, Dataset, DatasetSource, IterableSource, Source
 from .._step.loss import Mean
 from .._step.state import TrainState
@@ -97,9 +97,7 @@ def evaluate(
         {'error': 2.0}
     """
     if (eval_fn is None) == (apply_fn is None) or (data is None and apply_fn is None):
-        raise TypeError(
-            "evaluate: give (state, apply_fn, data) for a classifier, or data= and eval_fn= for anything else"
-        )
+        raise TypeError("evaluate: give (state, apply_fn, data) for a classifier, or data= and eval_fn= for others")
     if eval_fn is not None:
         return measure("evaluate", state_or_params, eval_fn, data, batch_size)
     check_classified(data, "evaluate", "; for other models write evaluate(state, data=..., eval_fn=...)")
@@ -121,9 +119,9 @@ class Evaluation:
             if isinstance(eval_fn, Classification):
                 check_classes("fit: test_data", eval_fn.apply_fn, model_of(state), data)
             with outside_mesh() as user:
-                examples, leaves, _, shapes_of = _program("fit", state, eval_fn, data, self.batch_size, user)
+                examples, _, shapes_of = _program("fit", state, eval_fn, data, self.batch_size, user)
                 shapes = examples.shapes()
-                names += [] if shapes is None else [prefix + name for name in shapes_of(leaves, shapes).names]
+                names += [] if shapes is None else [prefix + name for name in shapes_of(examples.leaves, shapes).names]
         return names
 
     def scores(self, state: TrainState) -> dict[str, float]:
@@ -141,8 +139,7 @@ def plan_evaluation(*, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: A
     for pair in ({"test_data": test_data, "apply_fn": apply_fn}, {"eval_data": eval_data, "eval_fn": eval_fn}):
         if [value is None for value in pair.values()].count(True) == 1:
             raise ValueError(
-                f"fit: evaluation takes both {' and '.join(pair)}, got only one of them; for the loss and the accuracy "
-                "of a classifier give test_data and apply_fn"
+                f"fit: evaluation takes both {' and '.join(pair)}, got only one of them; or give test_data and apply_fn"
             )
     parts: dict[str, tuple[Any, Any]] = {}
     if test_data is not None:
@@ -174,12 +171,10 @@ class _Sums:
 def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> dict[str, Any]:
     """What `eval_fn` gives over every example: floats by name, and NumPy arrays for values with columns."""
     with outside_mesh() as user:
-        if user is None:
-            check_traced(state_or_params, where)
-        examples, leaves, sums_of, shapes_of = _program(where, state_or_params, eval_fn, source, batch_size, user)
+        examples, sums_of, shapes_of = _program(where, state_or_params, eval_fn, source, batch_size, user)
         ahead = 0 if can_hang(examples.devices) else _AHEAD
         totals: dict[str, Any] = {}
-        for sums, _ in examples.run(sums_of, leaves, lambda shapes: shapes_of(leaves, shapes).is_exact, ahead):
+        for sums, _ in examples.run(sums_of, lambda shapes: shapes_of(examples.leaves, shapes).is_exact, ahead):
             _add(totals, sums)
         scores: dict[str, Any] = {}
         for name, value in totals.items():
@@ -188,16 +183,15 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
 
 
 def _program(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int, user: Any) -> Any:
-    """The examples, the leaves of the model, and both functions of `_make_program`."""
-    model = model_of(state_or_params)
-    examples = Pass(where, model, source, batch_size, user)
+    """The examples, and both functions of `_make_program`."""
+    examples = Pass(where, state_or_params, source, batch_size, user)
     fn, name, batch = eval_fn, "eval_fn", "batch"
     if isinstance(eval_fn, Classification):
         fn, name, batch = checks.function(eval_fn.apply_fn, f"{where}: apply_fn"), "apply_fn", "images"
     checks.hashable(fn, f"{where}: {name}")
-    names = ("params", batch, "model_state")[: len(model) + 1]
+    names = ("params", batch, "model_state")[: len(examples.model) + 1]
     check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
-    return examples, jax.tree.leaves(model), *_programs(eval_fn, _key(model), examples.copies, examples.axes)
+    return examples, *_programs(eval_fn, _key(examples.model), examples.copies, examples.axes)
 
 
 def _make_program(eval_fn: Any, model_key: Any, copies: NamedSharding | None, axes: tuple[str, ...]) -> Any:
@@ -333,8 +327,7 @@ def check_classified(dataset: Any, where: str, hint: str = "") -> None:
     """`TypeError` unless this is a data set with one integer label per example. The hint is for other data."""
     if not isinstance(dataset, Dataset):
         raise TypeError(
-            f"{where}: expected a data.Dataset, such as data.Dataset(images, labels) or data.collect(loader); "
-            f"got {checks.describe(dataset)}{hint}"
+            f"{where}: expected a data.Dataset, as data.collect(loader) gives; got {checks.describe(dataset)}{hint}"
         )
     checks.labels(dataset.labels, where)
 

@@ -32,16 +32,22 @@ EvalBatch = tuple[Any, Any, int]
 class Pass:
     """A pass over data of any origin, on the devices of a model's parameters. `where` begins messages.
 
-    The model is what `model_of` gives. An iterable is read inside of `user`, the user's mesh.
+    An iterable is read inside of `user`, the user's mesh.
     """
 
-    def __init__(self, where: str, model: tuple[Any, ...], given: Any, batch_size: int, user: Mesh | None):
+    def __init__(self, where: str, state_or_params: Any, given: Any, batch_size: int, user: Mesh | None):
+        if user is None:
+            check_traced(state_or_params, where)
+        self.model = model_of(state_or_params)
+        self.leaves, self.structure = jax.tree.flatten(self.model)
         # The size counts the examples of all processes. Batches that a source gives stay as long as they are.
         self._where, self._user = where, user
         self._batch_size = checks.whole_number(batch_size, where, "batch_size")
         # A data set or arrays, of which each process has all. Or batches, of which each reads its own share.
         self.source: data.DatasetSource | data.ArraySource | data.IterableSource = _as_eval_source(where, given)
-        mesh = _mesh_of(model[0])
+        placed = (x.sharding for x in jax.tree.leaves(self.model[0]) if isinstance(x, jax.Array))
+        mesh: Any = next((where.mesh for where in placed if isinstance(where, NamedSharding)), None)
+        mesh = mesh if isinstance(mesh, Mesh) else None
         self.devices: tuple[Device, ...] = () if mesh is None else tuple(mesh.devices.flat)
         self._count = max(1, len(self.devices))
         self._split = split_over(self.devices) if self.devices else None
@@ -64,7 +70,7 @@ class Pass:
             return None
         return self.source.batch_shapes(self._round_up(checks.batch_length(first, self._where)), first)
 
-    def run(self, program: Any, leaves: list[Any], is_exact: IsExact, ahead: int) -> Iterator[tuple[Any, int]]:
+    def run(self, program: Any, is_exact: IsExact, ahead: int) -> Iterator[tuple[Any, int]]:
         """What `program(leaves, batch, mask)` gives for each batch, and how many of its examples count.
 
         `ahead` batches are started before one is given, so that the host need not wait.
@@ -72,8 +78,8 @@ class Pass:
 
         def each() -> Iterator[tuple[Any, int]]:
             for batch, mask, valid in self.batches(is_exact):
-                wait_before_collectives((leaves, batch, mask), self.devices)
-                yield program(leaves, batch, mask), valid
+                wait_before_collectives((self.leaves, batch, mask), self.devices)
+                yield program(self.leaves, batch, mask), valid
 
         for found in data._ahead(each(), ahead):
             yield found
@@ -154,8 +160,7 @@ class Pass:
             if batch is not None:
                 if any(map(spans_processes, jax.tree.leaves(batch))):
                     raise ValueError(
-                        f"{self._where}: a batch is on devices of several processes; each process gives its own share, "
-                        "in host memory or on its own devices"
+                        f"{self._where}: a batch is on devices of several processes; give each process its own share"
                     )
                 n = checks.batch_length(batch, self._where)
                 shapes = str(jax.tree.map(lambda x: f"{x.dtype}{list(np.shape(x)[1:])}", batch))
@@ -172,8 +177,7 @@ class Pass:
         counts = [owners.count(i) for i in range(processes.count())]
         if not all(counts):
             raise ValueError(
-                f"{self._where}: each process reads its own share of the batches, so the params must be on devices of "
-                "all processes, as in a TrainState; or give a data.Dataset or arrays"
+                f"{self._where}: the params must be on devices of all processes, or give a data.Dataset or arrays"
             )
         return counts
 
@@ -218,8 +222,7 @@ def _as_eval_source(where: str, given: Any) -> Any:
     if callable(given) or isinstance(given, Iterable) or hasattr(given, "__getitem__"):
         return data.from_iterable(given)
     raise TypeError(
-        f"{where}: expected a data.Dataset, arrays with a common first axis, or an iterable of batches; got "
-        f"{checks.describe(given)}"
+        f"{where}: expected a data.Dataset, arrays with a common first axis, or batches; got {checks.describe(given)}"
     )
 
 
@@ -229,14 +232,6 @@ def model_of(state_or_params: Any) -> tuple[Any, ...]:
         return (without_types(state_or_params),)
     model_state = (state_or_params.model_state,) if carries(state_or_params.model_state) else ()
     return without_types((state_or_params.eval_params, *model_state))
-
-
-def _mesh_of(params: Any) -> Mesh | None:
-    for leaf in jax.tree.leaves(params):
-        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
-            mesh = leaf.sharding.mesh
-            return mesh if isinstance(mesh, Mesh) else None
-    return None
 
 
 def with_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:

@@ -17,11 +17,11 @@ from ..._core.arrays import Recent
 from ..._core.calls import answers
 from ..._core.text import Table
 from ..._devices import processes
-from ..._devices.user_mesh import check_traced, on_own_mesh, outside_mesh
+from ..._devices.user_mesh import on_own_mesh, outside_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.history import new_figure, readable, save_figure
 from .evaluate import check_classes, check_classified, check_logits
-from .every_example import Pass, model_of, with_axes
+from .every_example import Pass, with_axes
 
 ApplyFn = Callable[..., Any]
 _MOST = 10  # rows of the table
@@ -56,10 +56,7 @@ def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: i
         [0.0, 2.0, 4.0, 6.0, 8.0]
     """
     with outside_mesh() as user:
-        if user is None:
-            check_traced(state_or_params, "predict")
-        model = model_of(state_or_params)
-        return _predict("predict", model, apply_fn, Pass("predict", model, data, batch_size, user))
+        return _predict("predict", apply_fn, Pass("predict", state_or_params, data, batch_size, user))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -155,28 +152,26 @@ def mistakes(
 def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Dataset, batch_size: int) -> np.ndarray:
     """float32 (n, classes). All that can be known is checked before any work."""
     check_classified(data, name)
-    params, *model_state = model = model_of(state_or_params)
-    examples = Pass(name, model, data, batch_size, None)
+    examples = Pass(name, state_or_params, data, batch_size, None)
+    params, *model_state = examples.model
     image = jax.ShapeDtypeStruct((examples.size, *data.images.shape[1:]), jnp.float32)
     logits = jax.eval_shape(with_axes(apply_fn, examples.axes), params, image, *model_state)
     check_logits(logits, examples.size)
-    check_classes(name, apply_fn, model, data)
-    return _predict(name, model, apply_fn, examples).astype(np.float32)
+    check_classes(name, apply_fn, examples.model, data)
+    return _predict(name, apply_fn, examples).astype(np.float32)
 
 
-def _predict(name: str, model: Any, apply_fn: ApplyFn, examples: Pass) -> Any:
+def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> Any:
     if isinstance(examples.source, IterableSource) and processes.count() > 1:
         raise ValueError(
-            f"{name}: each process reads its own share of the batches, so the order of all examples is unknown; give "
-            "a data.Dataset or arrays"
+            f"{name}: with several processes the order of all examples is unknown; give a data.Dataset or arrays"
         )
-    leaves, structure = jax.tree.flatten(model)
     # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
     as_given = isinstance(examples.source, ArraySource)
     checks.function(apply_fn, f"{name}: apply_fn")
-    outputs_of = _programs(apply_fn, structure, examples.copies, examples.axes, as_given)
+    outputs_of = _programs(apply_fn, examples.structure, examples.copies, examples.axes, as_given)
     parts: list[Any] = []
-    for outputs, valid in examples.run(outputs_of, leaves, lambda shapes: False, ahead=1):
+    for outputs, valid in examples.run(outputs_of, lambda shapes: False, ahead=1):
         parts.append(jax.tree.map(lambda x, count=valid: np.asarray(x)[:count], outputs))
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
@@ -196,8 +191,7 @@ def _make_program(
         for leaf in jax.tree.leaves(outputs):
             if jnp.shape(leaf)[:1] != (n,):
                 raise ValueError(
-                    "predict: apply_fn must return arrays with one row per example; got shape "
-                    f"{jnp.shape(leaf)} for a batch of {n}"
+                    f"predict: apply_fn must return one row per example; got shape {jnp.shape(leaf)} for a batch of {n}"
                 )
         return outputs if copies is None else lax.with_sharding_constraint(outputs, copies)
 

@@ -22,35 +22,31 @@ _EXCHANGE_EVERY = 16  # steps after which several processes exchange their signa
 _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
-class Interrupts:
+class Interrupts(Signals):
     """A block in which the first SIGINT and the first SIGTERM are recorded. A second one acts at once."""
 
     def __init__(self) -> None:
-        self.asked: int | None = None  # the signal to obey, once `should_stop` has returned True
-        self._several = jax.process_count() > 1
-        self._signals = Signals()
-        self._timer: threading.Timer | None = None
-
-    def __enter__(self) -> Interrupts:
         # Only the main thread can record them, and only where nobody else handles them: SIGINT has Python's own handler
         # and SIGTERM the default.
         is_main = threading.current_thread() is threading.main_thread()
         free = [number for number, usual in _USUAL.items() if is_main and signal.getsignal(number) is usual]
-        self._signals = Signals(free, on_signal=self._confirm_later, once=True).__enter__()
-        return self
+        super().__init__(free, on_signal=self._confirm_later, once=True)
+        self.asked: int | None = None  # the signal to obey, once `should_stop` has returned True
+        self._several = jax.process_count() > 1
+        self._timer: threading.Timer | None = None
 
-    def __exit__(self, kind: object, *error: object) -> None:
-        self._signals.__exit__()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
         if self._timer is not None:
             self._timer.cancel()
-        if kind is None and self._signals.received and self.asked is None:  # it came after the last step
+        if error[0] is None and self.received and self.asked is None:  # it came after the last step
             if self._several:
-                signal.raise_signal(self._signals.received[-1])
-            self.asked = self._signals.received[-1]
+                signal.raise_signal(self.received[-1])
+            self.asked = self.received[-1]
 
     def should_stop(self, state: Any, step: int, epoch_over: bool) -> bool:
         """Whether to stop after a step. `state` is the one after it."""
-        recorded = self._signals.received[-1] if self._signals.received else None
+        recorded = self.received[-1] if self.received else None
         # Where this service of jax is on, SIGTERM is jax's.
         service = jax.config.jax_enable_preemption_service  # pyright: ignore[reportAttributeAccessIssue]
         if not self._several:

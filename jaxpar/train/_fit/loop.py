@@ -53,7 +53,7 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
     with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
         run.callbacks.call("on_start", loop.history)
     try:
-        with Interrupts() as signals, contextlib.ExitStack() as at_end:
+        with (signals := Interrupts()), contextlib.ExitStack() as at_end:
             # They end in the reverse order: the steps, `on_end`, the checkpoints, and last the signals.
             if manager is not None:
                 at_end.enter_context(contextlib.closing(manager))
@@ -65,14 +65,15 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
                 for due in steps:
                     if loop.should_stop(due, signals):
                         break
-                loop.end_interrupted()
+                if not loop.between_epochs:
+                    loop.end_interrupted()
             except NonFiniteError as error:
                 loop.go_back(error.state, error.step)
                 if loop.at > loop.began:
                     loop.save(interrupted=True)
                 raise
             loop.signal = signals.asked
-            if loop.signal is None:
+            if loop.signal is None and run.callbacks.restores_best:
                 loop.restore_best()
         was_over = loop.signal is None
         loop.signal = signals.asked  # one may have come while the last checkpoint was written
@@ -141,7 +142,7 @@ class Loop:
         # Batches go to all devices, or over those axes of a mesh that the step splits a batch over.
         sharding = step.batch_sharding(state) if isinstance(step, TrainStep) else None
         place = data._batch_options(run.source, devices, sharding, getattr(step, "virtual_shards", None))
-        groups = self._groups(state.rng, place) if devices else None
+        groups = self._groups(state.rng, place)
         if groups is None:
             for batch in run.batches(state.rng, self.at, **place):
                 state, metrics = step(state, batch)
@@ -161,15 +162,13 @@ class Loop:
         if run.per_program == 1:
             return None
         most = None if run.per_program == "auto" else run.per_program
-        key = shuffle_key(rng)
-        groups = data.batch_groups(run.source, run.batch_size, most, rng=key, start=self.at, **place)
+        groups = data.batch_groups(run.source, run.batch_size, most, rng=shuffle_key(rng), start=self.at, **place)
         if most is not None and groups is None:
             raise ValueError(
-                f"fit: steps_per_execution is {most}, but the devices have no room for the data set; "
-                "give 1, or leave it out"
+                f"fit: steps_per_execution is {most}, but the devices have no room for the data set; leave it out"
             )
-        on_cpus = any(d.platform == "cpu" for d in self.state.store.devices or ())
-        if most is not None or groups is None or not on_cpus:
+        platforms = {d.platform for d in self.state.store.devices or ()}
+        if most is not None or groups is None or "cpu" not in platforms:
             return groups
         first = next(groups)  # XLA's convolutions are slow in a loop on CPUs
         text = run.step.lower(self.state, first[0], many=True).as_text()
@@ -358,8 +357,8 @@ class Loop:
         return latest if latest is not None and latest.name.startswith(f"step_{self.at:08d}") else None
 
     def restore_best(self) -> None:
-        """Take the state of the best record, where a callback asks for it. The run is over."""
-        step = self.run.callbacks.best_step(self.memories) if self.run.callbacks.restores_best else None
+        """Take the state of the best record. The run is over."""
+        step = self.run.callbacks.best_step(self.memories)
         if not step or step == self.at:
             return
         if self._manager is not None:
@@ -376,8 +375,6 @@ class Loop:
 
     def end_interrupted(self) -> None:
         """Mark the record of an epoch that ends within it. An interrupt, a callback or `max_steps` can do that."""
-        if self.between_epochs:
-            return
         self._count(0)
         if self.is_recorded:
             self.history[-1] = {**self.history[-1], "interrupted": True}

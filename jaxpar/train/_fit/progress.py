@@ -140,8 +140,7 @@ class Trace:
             directory, first, num = profile
             if first < 0 or num < 1 or first + num > steps:
                 raise ValueError(
-                    f"fit: profile asks for {num} steps from step {first} on, but this call has {steps} steps; in "
-                    "(directory, first_step, num_steps), first_step counts from 0"
+                    f"fit: profile asks for {num} steps from step {first} on, but this call has {steps} steps, from 0"
                 )
         else:  # in the steady state: compiled, and the device is fed ahead
             directory, first, num = profile, min(_FIRST_TRACED, max(0, steps - _NUM_TRACED)), _NUM_TRACED

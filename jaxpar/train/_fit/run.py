@@ -20,11 +20,12 @@ from ..._core.text import say, say_news
 from ..._devices import processes
 from ..._devices.mesh import is_donated, zeros_if_donated
 from ..._devices.user_mesh import outside_mesh
+from ..._store.store import specs_of
 from .._callbacks.callbacks import Callbacks, collect_callbacks, is_saved_memory
 from .._callbacks.history import NO_METRICS, Record
 from .._evaluate.evaluate import Evaluation, check_classes, plan_evaluation
 from .._step.loss import ClassificationLoss, check_loss_takes
-from .._step.state import TrainState, carries, check_is_state, params_shapes
+from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
 from .progress import BEHIND, Epoch, Metrics, Profile
 
@@ -117,7 +118,9 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
     num_steps = min((epochs or sys.maxsize) * steps, max_steps or sys.maxsize)
     loss_fn = getattr(step, "loss_fn", None)
     if isinstance(loss_fn, ClassificationLoss):
-        check_classes("fit: train_data", loss_fn.apply_fn, (params_shapes(state),), source)  # it may be donated
+        specs = specs_of(state.store)  # the state may be donated
+        params = state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])
+        check_classes("fit: train_data", loss_fn.apply_fn, (params,), source)
     per_program = _steps_per_program(given["steps_per_execution"], step, source, state)
     return Run(
         step=step,

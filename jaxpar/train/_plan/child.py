@@ -7,6 +7,7 @@ complains. So another Python may have them. What only the training has comes beh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import math
@@ -187,9 +188,7 @@ def ask(make: Any, where: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any
         answer = Path(folder) / "answer"
         if not answer.exists():
             last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise RuntimeError(
-                f"train.plan: the process that compiles, {python}, ended with {ended.returncode}: {last}"
-            )
+            raise RuntimeError(f"train.plan: {python}, which compiles, ended with {ended.returncode}: {last}")
         found = pickle.loads(answer.read_bytes())
     if isinstance(found, Exception):
         raise type(found)(f"train.plan, on={where.name!r}: {found}")
@@ -339,7 +338,9 @@ def _construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict
         if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], TrainStep)):
             raise TypeError(f"make must return (step, state, batch), got {describe(made)}")
         step, state, batch = made
-        kept[:] = step, jax.tree.map(_shape, batch)
+        # As JAX takes an array: float64 of NumPy is float32.
+        dtype = functools.partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
+        kept[:] = step, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x.dtype)), batch)
         return step.complete(state)
 
     state = jax.eval_shape(build)
@@ -348,11 +349,6 @@ def _construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict
         there = ", ".join(map(str, state.store.devices[:2]))
         raise ValueError(f"make puts the state on {there}; give the store the devices that make gets as its argument")
     return step, *step.parts(state, batch)
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    """As JAX takes an array: float64 of NumPy is float32."""
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True))
 
 
 def _arguments(state: Any, batch: Any) -> list[dict[str, Any]]:

@@ -175,9 +175,7 @@ def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
         >>> print(train.plan(make, on="v5e:2x4"))  # doctest: +SKIP
     """
     if not callable(make):
-        raise TypeError(
-            f"train.plan: make must be a function make(devices) -> (step, state, batch), got {describe(make)}"
-        )
+        raise TypeError(f"train.plan: make must be a function (devices) -> (step, state, batch), got {describe(make)}")
     found, picture = ask(make, slice_of(on, "train.plan"), choices)
     return Plan(**found, _picture=picture)
 

@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..._devices.mesh import split_over
+from ..._devices.mesh import put_copy, split_over
 from ..._store import aggregate
-from ..._store.store import by_key, is_split, trained_keys, tree_of, with_changes
+from ..._store.store import by_key, is_split, sharding_of, trained_keys, tree_of, with_changes
 from ...kv import KVStore
-from .state import TrainState, carries, everywhere, whole_params
+from .loss import Mean
+from .state import TrainState, carries, whole_params
 from .step import END_OF_ROUND, Arrays, DeviceStep, divide, share_rng
 
 
@@ -40,17 +41,15 @@ class LocalSGD(DeviceStep):
         rng = share_rng(state, lax.axis_index(self.axis_name))
         share = self._gradient(state, params, batch, rng, state.model_state)
         grads, loss = share.grads, share.metrics["loss"]
-        if share.weight is not None:  # by the mean weight, so that the mean over the devices is over what counts
-            weight = self._add(state, [share.weight])[0] / lax.axis_size(self.axis_name)
+        if isinstance(loss, Mean):  # by the mean weight, so that the mean over the devices is over what counts
+            weight = self._add(state, [loss.weight])[0] / lax.axis_size(self.axis_name)
             grads, loss = {k: divide(g, weight) for k, g in grads.items()}, loss.total / weight
 
         # The update of its own parameters. Metrics and model state are those of all devices.
         updates, transform = grads, mine.transform
         if self.grad_transform is not None:
             updates, transform = self._transform(mine, params, grads)
-        store = with_changes(
-            mine.store, aggregate.update(mine.store, self._without_unused(state, share, updates), loss)
-        )
+        store = with_changes(mine.store, aggregate.update(mine.store, updates, loss))
         metrics, model_state, bad = self._mean_over_devices(state, share, grads, {})
         local = _like(state.local, _local_part(store, list(state.local["values"]), transform))
         since = state.outer["since"] + 1
@@ -123,7 +122,7 @@ class LocalSGD(DeviceStep):
             return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (len(devices), *x.shape)), local)
 
         local = jax.jit(copies, out_shardings=split_over(devices))(local)
-        return dataclasses.replace(state, local=local, outer=everywhere(outer, store))
+        return dataclasses.replace(state, local=local, outer=put_copy(outer, sharding_of(store)))
 
 
 def _local_part(store: KVStore, keys: list[int], transform: Any) -> dict[str, Any]:

@@ -136,8 +136,7 @@ def _refuse_gradient(primals: Any, tangents: Any) -> Any:
     if isinstance(tangents[0], SymbolicZero):
         return primals[0], tangents[0]
     raise ValueError(
-        "train step: the weight of the loss (sum, weight) depends on the params, and the step takes it as a constant; "
-        "wrap it in jax.lax.stop_gradient, or return the mean as a scalar"
+        "train step: the weight of the loss (sum, weight) depends on the params; wrap it in jax.lax.stop_gradient"
     )
 
 
@@ -252,8 +251,7 @@ class ClassificationLoss:
         if not isinstance(batch, dict) or not {"image", "label"} <= batch.keys():
             raise TypeError(
                 'classification_loss: a batch must be a dict with "image" and "label", as data.batches makes them; got '
-                f"{sorted(batch) if isinstance(batch, dict) else checks.describe(batch)}; for other batches write a "
-                "loss_fn(params, batch, rng) -> (loss, aux) yourself"
+                f"{sorted(batch) if isinstance(batch, dict) else checks.describe(batch)}; for others write a loss_fn"
             )
         checks.labels(batch["label"], "classification_loss")
         logits = self.apply_fn(params, batch["image"]).astype(jnp.float32)

@@ -148,11 +148,11 @@ class Guard:
         return state, {**metrics, **report}
 
 
-def nonfinite_flags(loss: Any, pushed: dict[int, jax.Array], summed: dict[int, jax.Array]) -> jax.Array:
-    """float32 (1 + keys,): 1 where this device's loss, pushed gradient or (where given) its sum is not finite."""
+def nonfinite_flags(store: KVStore, loss: Any, pushed: dict[int, jax.Array], summed: dict[int, jax.Array]) -> jax.Array:
+    """float32 (1 + trained keys,): 1 where this device's loss, pushed gradient or its sum, if given, is not finite."""
     bad = [~jnp.isfinite(jnp.stack(jax.tree.leaves(loss))).all()]  # a Mean has two numbers
-    for k, g in pushed.items():
-        finite = jnp.isfinite(g).all()
+    for k in trained_keys(store):
+        finite = jnp.isfinite(pushed[k]).all() if k in pushed else jnp.array(True)
         bad.append(~(finite & jnp.isfinite(summed[k]).all() if k in summed else finite))
     return jnp.stack(bad).astype(jnp.float32)
 

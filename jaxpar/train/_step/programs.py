@@ -21,11 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ..._core import checks
 from ..._core.arrays import Device, forget
 from ..._cpu import for_platform
-from ..._devices.mesh import STORE_AXIS, are_on, mesh_of, put, put_copy, wait_before_collectives
+from ..._devices.mesh import STORE_AXIS, are_on, put, put_copy, wait_before_collectives
 from ..._devices.user_mesh import without_types
 from ..._store.store import mesh_of_values, sharding_of
 from .state import TrainState, leaf_shardings, shapes_on
-from .step import DeviceStep, GlobalStep
+from .step import DeviceStep
 
 Batch = Any
 Metrics = dict[str, jax.Array]
@@ -144,14 +144,12 @@ class JointProgram:
 
     def __init__(self, step: DeviceStep, run: Engine, treedef: Any):
         state = treedef.unflatten(range(treedef.num_leaves))
-        devices, mesh, axes = state.store.devices, mesh_of(state.store.devices), (STORE_AXIS,)
-        if isinstance(step, GlobalStep):
-            mesh, axes = mesh_of_values(state.store), step.axes
+        self._everywhere = sharding_of(state.store)
+        devices, mesh, axes = state.store.devices, self._everywhere.mesh, step.axes or (STORE_AXIS,)
         first = axes[0] if len(axes) == 1 else axes
         cut = math.prod([mesh.shape[name] for name in axes]), step.accumulate, ""
         self._batches = Batches(devices, cut, (NamedSharding(mesh, P(first)), NamedSharding(mesh, P(None, first))))
         self._step, self._treedef, self._rng_at, self._platform = step, treedef, state.rng, devices[0].platform
-        self._everywhere = sharding_of(state.store)
         self._number = functools.lru_cache(maxsize=64)(functools.partial(_number, self._everywhere))
         own, at = dataclasses.replace(step, platform=self._platform), state.rng
 
@@ -186,7 +184,7 @@ class JointProgram:
 
         def train_steps(leaves: list[Any], rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array) -> Any:
             def batch(i: Any) -> Batch:
-                return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
+                return jax.tree.map(functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False), batches)
 
             def body(carry: Any) -> Any:
                 i, leaves, rows = carry

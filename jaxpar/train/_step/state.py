@@ -39,8 +39,7 @@ class TrainState:
         step: int32, the number of steps so far.
         rng: a constant random key. Step t uses `fold_in(rng, t)`, so a resumed run draws the same numbers.
         transform: the state of the step's `grad_transform`, or ().
-        model_state: state that the model updates without gradients, such as the running statistics of batch norm, or
-            ().
+        model_state: what the model updates without gradients, such as the running statistics of batch norm, or ().
         loss_scale: `{"scale", "good_steps"}` of a step with `loss_scale="dynamic"`, else ().
         nonfinite: `{"found", "step", "skipped"}` of a step that can skip or stop, else (). `found` is float32 (1 +
             trained keys,): the number of devices on which the loss and the gradient of each key were not finite in the
@@ -114,8 +113,7 @@ def create_state(
         devices: the training devices. None: the devices of the store, or else all devices.
         grad_transform: as given to `make_train_step`. Without it, the first call of the step adds the state of the
             transform.
-        model_state: a pytree of arrays that the model updates without gradients, such as the running statistics of
-            batch norm. `loss_fn` takes it as a fourth argument and returns the new model state.
+        model_state: a pytree of arrays that the model updates without gradients, see `make_train_step`.
 
     Raises:
         ValueError: the store was not made by `kv.from_params`.
@@ -174,7 +172,7 @@ def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
         rest = processes.from_first(rest)
     local = put_copy(regroup_local(state.local, len(devices)), split_over(devices))
     store = kv.place(state.store, devices)
-    return TrainState(store, **everywhere(rest, store), local=local)
+    return TrainState(store, **put_copy(rest, stores.sharding_of(store)), local=local)
 
 
 def regroup_local(local: Any, count: int) -> Any:
@@ -190,11 +188,6 @@ def regroup_local(local: Any, count: int) -> Any:
         return jnp.broadcast_to(value, (count, *x.shape[1:]))
 
     return jax.tree.map(mean, local)
-
-
-def everywhere(tree: Any, store: kv.KVStore) -> Any:
-    """A copy of the arrays on each of the store's devices."""
-    return put_copy(tree, stores.sharding_of(store))
 
 
 def leaf_shardings(state: TrainState) -> Any:
@@ -214,12 +207,6 @@ def shapes_on(tree: Any, shardings: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
     return jax.tree.map(shape, tree, jax.tree.broadcast(shardings, tree))
-
-
-def params_shapes(state: TrainState) -> Any:
-    """The shapes and dtypes of `state.params`, of a donated state too."""
-    specs = stores.specs_of(state.store)
-    return state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])
 
 
 def check_is_state(state: Any, where: str) -> None:

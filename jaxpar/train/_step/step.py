@@ -23,11 +23,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ... import kv
 from ..._cpu import fast_loops
 from ..._devices import collectives
-from ..._store import aggregate, queue
-from ..._store.store import by_key, is_split, mesh_of_values, shapes_of, trained_keys, tree_of, with_changes
+from ..._devices.mesh import put_copy
+from ..._store import aggregate, queue, store as stores
 from .loss import Mean, call_loss, finish, model_state_mean, model_state_terms, over_microbatches, wide, widen
 from .nonfinite import DynamicLossScale, Guard, nonfinite_flags
-from .state import TrainState, carries, everywhere, trained_params, whole_params
+from .state import TrainState, carries, trained_params, whole_params
 
 Arrays = dict[int, jax.Array]
 
@@ -41,16 +41,10 @@ class ShareResult(NamedTuple):
     # The gradient of the share's loss for the key of each trained parameter, in its dtype. Of a loss `(sum, weight)` it
     # is the gradient of the sum.
     grads: Arrays
-    metrics: dict[str, Any]  # `loss`, and `aux` of `loss_fn`. What came as `(sum, weight)` is a `Mean` of two scalars.
+    # `loss`, and `aux` of `loss_fn`. What came as `(sum, weight)` is a `Mean` of two scalars. If the loss is none, all
+    # shares count alike.
+    metrics: dict[str, Any]
     model_state: Any  # the new one, or ()
-    # The keys of parameters that the loss does not depend on. Their gradients are zeros.
-    unread: frozenset[int] = frozenset()
-
-    @property
-    def weight(self) -> Any:
-        """Of the loss. None: the loss is a mean, and all shares count alike."""
-        loss = self.metrics["loss"]
-        return loss.weight if isinstance(loss, Mean) else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,13 +73,14 @@ class DeviceStep:
         params = whole_params(state.store, self.axis_name)
         rng = share_rng(state, lax.axis_index(self.axis_name))
         share = self._gradient(state, params, batch, rng, state.model_state)
-        whole = lax.axis_size(self.axis_name) if share.weight is None else self._add(state, [share.weight])[0]
+        loss = share.metrics["loss"]
+        whole = self._add(state, [loss.weight])[0] if isinstance(loss, Mean) else lax.axis_size(self.axis_name)
         grads = {k: divide(g, whole) for k, g in share.grads.items()}
 
         # The sum over the devices. With a staleness it is that of gradients from earlier steps.
-        due, pending, ready = self._without_unused(state, share, grads), {}, None
+        due, pending, ready = grads, {}, None
         if state.store.staleness:
-            due, pending, ready = queue.rotate_queue(state.store, due, one=True)
+            due, pending, ready = queue.rotate_queue(state.store, grads, one=True)
         summed, residuals = self._sum(state.store, due)
         metrics, model_state, found = self._mean_over_devices(state, share, grads, summed)
 
@@ -104,10 +99,10 @@ class DeviceStep:
     # The gradient of one share of the batch.
 
     def _gradient(self, state: TrainState, params: Any, batch: Any, rng: Any, model_state: Any) -> ShareResult:
-        """The gradient over a whole share, for the keys of the trained params."""
+        """The gradient over a whole share, for the keys of the params to update."""
         leaves, structure = jax.tree.flatten(params)
         scale = state.loss_scale["scale"] if isinstance(self.scaling, DynamicLossScale) else self.scaling
-        keys = trained_keys(state.store)
+        keys = stores.trained_keys(state.store)
         read: set[int] = set()  # the keys of the params that the loss depends on, known when it is traced
 
         def of_batch(batch: Any, rng: Any, model_state: Any) -> ShareResult:
@@ -132,9 +127,12 @@ class DeviceStep:
             found = of_batch(batch, rng, model_state)
         else:
             found = self._over_microbatches(of_batch, {k: leaves[k] for k in keys}, batch, rng, model_state)
-        if scale is not None:
-            found = found._replace(grads={k: divide(g, scale) for k, g in found.grads.items()})
-        return found._replace(unread=frozenset(keys) - read)
+        grads = found.grads if scale is None else {k: divide(g, scale) for k, g in found.grads.items()}
+        if self.unused == "skip":
+            grads = {k: g for k, g in grads.items() if k in read}
+        elif unread := [name for k, name in state.store.paths if k in grads and k not in read]:
+            _warn_of_unread(unread)
+        return found._replace(grads=grads)
 
     def _over_microbatches(
         self, of_batch: Callable[..., ShareResult], like: Arrays, batch: Any, rng: Any, model_state: Any
@@ -182,22 +180,9 @@ class DeviceStep:
 
     # From the gradients of all devices to the update.
 
-    def _without_unused(self, state: TrainState, share: ShareResult, values: Arrays) -> Arrays:
-        """The values of the parameters that are updated. A warning names those that the loss does not depend on."""
-        if self.unused == "skip":
-            return {k: v for k, v in values.items() if k not in share.unread}
-        if unread := [name for k, name in state.store.paths if k in share.unread]:
-            warnings.warn(  # which Python shows once for all programs
-                f"train step: the loss does not depend on {', '.join(map(repr, unread[:8]))}; "
-                "the gradients are zeros, but the optimizer may still change the parameters, as weight decay does; "
-                'make_train_step(unused="skip") keeps them unchanged',
-                stacklevel=2,
-            )
-        return values
-
     def _sum(self, store: kv.KVStore, due: Arrays) -> tuple[Arrays, dict[int, Any]]:
         """The sums and the residuals. One device needs no collective, and XLA would keep it with its copies."""
-        alone = lax.axis_size(self.axis_name) == 1 and not is_split(store)
+        alone = lax.axis_size(self.axis_name) == 1 and not stores.is_split(store)
         if alone and not aggregate.compressed_keys(store, due):
             return due, {}
         return aggregate.reduce(store, due, self.axis_name)
@@ -209,7 +194,8 @@ class DeviceStep:
         # All of them share one collective. To check what is pushed is enough unless there is a compressor.
         found = None
         if self.guard is not None:
-            found = nonfinite_flags(share.metrics["loss"], grads, summed if state.store.compressor else {})
+            loss, sums = share.metrics["loss"], summed if state.store.compressor else {}
+            found = nonfinite_flags(state.store, loss, grads, sums)
         shares = lax.axis_size(self.axis_name)
         of_state = model_state_terms(share.model_state, shares)
         terms, structure = jax.tree.flatten((jax.tree.map(widen, share.metrics), of_state, found))
@@ -235,22 +221,22 @@ class DeviceStep:
             changes = queue.where_ready(state.store, changes, ready, {}, self.axis_name)
             if jax.tree.leaves(transform):
                 transform = queue.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
-        return with_changes(state.store, changes), transform
+        return stores.with_changes(state.store, changes), transform
 
     def _transform(self, state: TrainState, params: Any, summed: Arrays) -> tuple[Arrays, Any]:
         """The summed gradients through `grad_transform`. Those of a sharded store are gathered for it."""
         tx, store = self.grad_transform, state.store
-        params = tree_of(store, dict(enumerate(jax.tree.leaves(params))))
+        params = stores.tree_of(store, dict(enumerate(jax.tree.leaves(params))))
         whole = aggregate.gather(store, summed, self.axis_name)
-        grads = {k: whole[k] if k in whole else jnp.zeros_like(x) for k, x in by_key(store, params).items()}
+        grads = {k: whole[k] if k in whole else jnp.zeros_like(x) for k, x in stores.by_key(store, params).items()}
         before, fresh = state.transform, jax.eval_shape(tx.init, params)
         if jax.tree.structure(before) != jax.tree.structure(fresh):
             if jax.tree.leaves(fresh):
                 hint = "give the same one to train.create_state(store, rng, grad_transform=...)"
                 raise ValueError(f"train step: the state was made for another grad_transform; {hint}")
             before = tx.init(params)  # without arrays, which a state has as ()
-        updates, transform = tx.update(tree_of(store, grads), before, params)
-        new = by_key(store, updates)
+        updates, transform = tx.update(stores.tree_of(store, grads), before, params)
+        new = stores.by_key(store, updates)
         parts = aggregate.own_parts(store, {k: new[k] for k in summed}, self.axis_name)
         return parts, transform if jax.tree.leaves(transform) else ()
 
@@ -270,14 +256,14 @@ class DeviceStep:
             missing["nonfinite"] = self.guard.start(state.store)
         if isinstance(self.scaling, DynamicLossScale) and not carries(state.loss_scale):
             missing["loss_scale"] = self.scaling.start()
-        return dataclasses.replace(state, **everywhere(missing, state.store)) if missing else state
+        return dataclasses.replace(state, **put_copy(missing, stores.sharding_of(state.store))) if missing else state
 
     def apply_pending(self, state: TrainState) -> TrainState:
         """The state after all pending pushes of its store were applied, the oldest first."""
         for i in range(state.store.staleness):
             params = whole_params(state.store, self.axis_name)
             pending, ready = queue.pending_at(state.store, i)
-            due = {k: value.reshape(shapes_of(state.store)[k]) for k, value in pending.items()}
+            due = {k: value.reshape(stores.shapes_of(state.store)[k]) for k, value in pending.items()}
             store, transform = self._apply(state, params, *self._sum(state.store, due), ready, None)
             state = dataclasses.replace(state, store=store, transform=transform)
         empty = jax.tree.map(jnp.zeros_like, state.store.pending)
@@ -303,6 +289,16 @@ def _mark(mark: Callable[[], None], _: None, cotangent: jax.Array) -> tuple[jax.
 marked_as_read.defvjp(lambda mark, x: (x, None), _mark)
 
 
+def _warn_of_unread(names: list[str]) -> None:
+    """Name parameters that the loss does not depend on. Python shows it once for all programs."""
+    warnings.warn(
+        f"train step: the loss does not depend on {', '.join(map(repr, names[:8]))}; the gradients are zeros, but the "
+        "optimizer may still change the parameters, as weight decay does; "
+        'make_train_step(unused="skip") keeps them unchanged',
+        stacklevel=2,
+    )
+
+
 def divide(grad: jax.Array, divisor: Any) -> jax.Array:
     """The gradient divided in float32 or wider, in its own dtype."""
     return (widen(grad) / divisor).astype(grad.dtype)
@@ -316,22 +312,25 @@ class GlobalStep(DeviceStep):
     """The step of all devices: `step(state, batch) -> (state, metrics)`, of whole arrays."""
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        mesh, homes = mesh_of_values(state.store), dict(state.store.shardings)
+        mesh, homes = stores.mesh_of_values(state.store), dict(state.store.shardings)
         count = math.prod(mesh.shape[name] for name in self.axes)
 
         # The gradient of the sum of the losses of all shares, divided afterwards. So a share has the cotangents that it
         # has under the other engines, and a rule of the backward pass that clips them gives the same numbers.
         params = whole_params(state.store, self.axis_name)
         total = self._gradient(state, params, *self._shares(state, batch, mesh))
-        whole = count if total.weight is None else total.weight
+        loss = total.metrics["loss"]
+        whole = loss.weight if isinstance(loss, Mean) else count
         grads = {k: lax.with_sharding_constraint(divide(g, whole), homes[k]) for k, g in total.grads.items()}
         metrics = finish(total.metrics, count)
 
-        # The update, and the new state.
-        due = self._without_unused(state, total, grads)
-        store, transform = self._apply(state, params, due, {}, None, metrics["loss"])
-        model_state = self._mean_over_shares(total.model_state, count)
-        found = None if self.guard is None else nonfinite_flags(metrics["loss"], grads, {})
+        # The update, and the new state. Leaves of the model state that have no mean are those of the first share.
+        store, transform = self._apply(state, params, grads, {}, None, metrics["loss"])
+        axes = tuple(range(len(self.axes)))
+        sums = [tuple(x.sum(axes) for x in terms) for terms in model_state_terms(total.model_state, count)]
+        first = jax.tree.map(lambda x: x[(0,) * len(axes)], total.model_state)
+        model_state = model_state_mean(first, sums, count)
+        found = None if self.guard is None else nonfinite_flags(state.store, metrics["loss"], grads, {})
         return self._next(state, metrics, found, store=store, transform=transform, model_state=model_state)
 
     # Batch, `rng` and model state have a first axis for each name in `axes`, of the lengths of the mesh.
@@ -361,20 +360,13 @@ class GlobalStep(DeviceStep):
             spec = str(error).rpartition("got spec ")[2]
             raise ValueError(
                 f"train step: loss_fn constrains an array to {spec}, but the step already splits the batch over "
-                f"{', '.join(map(repr, self.axes))}, and loss_fn sees one share; write None in place of these axes, "
-                "and leave out a constraint that names no others"
+                f"{', '.join(map(repr, self.axes))}, and loss_fn sees one share; write None in place of these axes"
             ) from error
         first = tuple(range(len(self.axes)))
         return jax.tree.map(lambda x: widen(x).sum(first), metrics), new
 
-    def _mean_over_shares(self, model_state: Any, count: int) -> Any:
-        """Floating leaves as means over the shares. Others are those of the first share."""
-        axes = tuple(range(len(self.axes)))
-        sums = [tuple(x.sum(axes) for x in terms) for terms in model_state_terms(model_state, count)]
-        return model_state_mean(jax.tree.map(lambda x: x[(0,) * len(axes)], model_state), sums, count)
-
     def with_initial_parts(self, state: TrainState) -> TrainState:
-        check_axes(self.axes, mesh_of_values(state.store), "train step")
+        check_axes(self.axes, stores.mesh_of_values(state.store), "train step")
         return super().with_initial_parts(state)
 
 

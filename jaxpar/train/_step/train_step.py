@@ -138,7 +138,7 @@ class TrainStep:
             leaves, given = jax.tree.flatten(without_types(state))
             structures: list[Any] = []
 
-            # Of leaves, since JAX keeps the structure of arguments forever, with the optimizer that it refers to.
+            # Of leaves, since JAX keeps structures forever, with the optimizer that that of a state refers to.
             def complete(leaves: list[Any]) -> list[Any]:
                 new, structure = jax.tree.flatten(self._complete(given.unflatten(leaves), user))
                 structures.append(structure)
@@ -148,12 +148,6 @@ class TrainStep:
             program, state = self._programs(structures[0]), structures[0].unflatten(shapes)
             state = shapes_on(state, leaf_shardings(state))
             return state, *program.parts(jax.tree.leaves(state), batch, many)
-
-    def compile_own(self, state: TrainState, batch: Batch) -> list[str]:
-        """Compile what each device of a step over virtual shards runs by itself, and return the texts."""
-        program, leaves = self._prepare(state, None)
-        assert isinstance(program, VirtualProgram)
-        return program.compile_own(leaves, batch)
 
     def batch_sharding(self, state: TrainState) -> NamedSharding | None:
         """The sharding of a batch over a mesh with several axes. None: split over all devices."""

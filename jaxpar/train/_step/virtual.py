@@ -25,11 +25,11 @@ from ..._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, spli
 from ..._devices.user_mesh import without_types
 from ..._devices.virtual_shards import Deal, PaddedBatch, pad_rows, padded_rows, sum_everywhere
 from ..._store.store import is_split
-from .loss import finish, model_state_mean, model_state_terms, widen
+from .loss import Mean, finish, model_state_mean, model_state_terms, widen
 from .nonfinite import nonfinite_flags
 from .programs import Batch, Batches, Metrics, Part, check_even
 from .state import TrainState, is_floating, whole_params
-from .step import Arrays, DeviceStep, ShareResult, share_rng
+from .step import Arrays, DeviceStep, share_rng
 
 Buffers = list[jax.Array]
 # What is added up over the shards, in float32 or wider: the gradient for each key, that of a mean divided by V; `loss`
@@ -66,8 +66,8 @@ class VirtualStep(DeviceStep):
             raise ValueError(f"{what}, but {reason}")
         return super().with_initial_parts(state)
 
-    def terms(self, state: TrainState, batch: Any, number: jax.Array) -> tuple[Terms, Buffers, frozenset[int]]:
-        """What shard `number` adds, the other leaves of its model state, and the unread keys."""
+    def terms(self, state: TrainState, batch: Any, number: jax.Array) -> tuple[Terms, Buffers]:
+        """What shard `number` adds, and the other leaves of its model state."""
         params = whole_params(state.store, self.axis_name)
         try:
             found = self._gradient(state, params, batch, share_rng(state, number), state.model_state)
@@ -75,29 +75,24 @@ class VirtualStep(DeviceStep):
             if "axis name" not in str(error):
                 raise
             raise ValueError(
-                f"train step: loss_fn has a collective ({error}), but with virtual_shards={self.shards} it sees one "
-                "shard of the batch, without an axis; leave out the collective, or virtual_shards"
+                f"train step: loss_fn has a collective ({error}), but a virtual shard has no axis; leave it out"
             ) from error
-        divisor = self.shards if found.weight is None else 1
+        divisor = 1 if isinstance(found.metrics["loss"], Mean) else self.shards
         grads = {k: widen(g) / divisor for k, g in found.grads.items()}
         metrics = jax.tree.map(widen, found.metrics)
-        flags = None if self.guard is None else nonfinite_flags(metrics["loss"], found.grads, {})
+        flags = None if self.guard is None else nonfinite_flags(state.store, metrics["loss"], found.grads, {})
         plain, _ = without_keys(found.model_state)
         others = [x for x in jax.tree.leaves(plain) if not is_floating(x)]
-        return (grads, metrics, model_state_terms(plain, self.shards), flags), others, found.unread
+        return (grads, metrics, model_state_terms(plain, self.shards), flags), others
 
-    def update(
-        self, state: TrainState, totals: Terms, others: Buffers, unread: frozenset[int]
-    ) -> tuple[TrainState, dict[str, Any]]:
+    def update(self, state: TrainState, totals: Terms, others: Buffers) -> tuple[TrainState, dict[str, Any]]:
         """The next state and the metrics, out of the sums over the shards. `others` are those of shard 0."""
         summed, sums, floating, found = totals
-        own = ShareResult(summed, sums, (), unread)
-        metrics = finish(sums, self.shards)
-        if own.weight is not None:
-            summed = {k: g / own.weight for k, g in summed.items()}
+        metrics, loss = finish(sums, self.shards), sums["loss"]
+        if isinstance(loss, Mean):
+            summed = {k: g / loss.weight for k, g in summed.items()}
             if found is not None:  # a weight of 0 is seen here only
-                found = found + nonfinite_flags(metrics["loss"], summed, {})
-        summed = self._without_unused(state, own, summed)
+                found = found + nonfinite_flags(state.store, metrics["loss"], summed, {})
         summed = {k: g.astype(state.store.values[k].dtype) for k, g in summed.items()}
         params = whole_params(state.store, self.axis_name)
         store, transform = self._apply(state, params, summed, {}, None, metrics["loss"])
@@ -117,22 +112,22 @@ def _programs_of(step: VirtualStep, treedef: Any, platform: str) -> tuple[Any, A
     """
     step = dataclasses.replace(step, platform=platform)
     rng_at = treedef.unflatten(range(treedef.num_leaves)).rng
-    known: dict[str, Any] = {}  # when `term` was traced: how the terms are laid out in buffers, and the unread keys
+    layout: list[Any] = []  # of the terms in buffers, known when `term` was traced
 
     def state_of(leaves: list[jax.Array], rng: jax.Array) -> TrainState:
         return treedef.unflatten([*leaves[:rng_at], rng, *leaves[rng_at:]])
 
     def term(leaves: Any, rng: Any, batch: Any, number: jax.Array) -> tuple[Buffers, Buffers]:
-        terms, others, known["unread"] = step.terms(state_of(leaves, rng), batch, number)
+        terms, others = step.terms(state_of(leaves, rng), batch, number)
         values, structure = jax.tree.flatten(terms)
         groups = collectives.plan(values, _ONE_A_DTYPE)
-        known["layout"] = [x.shape for x in values], structure, groups
+        layout[:] = [x.shape for x in values], structure, groups
         return [x.reshape(1, -1) for x in collectives.pack(values, groups)], others
 
     def update(leaves: Any, rng: Any, totals: Buffers, others: Buffers) -> tuple[list[jax.Array], Any]:
-        shapes, structure, groups = known["layout"]
+        shapes, structure, groups = layout
         terms = structure.unflatten(collectives.unpack(totals, shapes, groups))
-        new, metrics = step.update(state_of(leaves, rng), terms, others, known["unread"])
+        new, metrics = step.update(state_of(leaves, rng), terms, others)
         leaves = jax.tree.leaves(new)
         del leaves[rng_at]
         return leaves, metrics
@@ -184,8 +179,7 @@ class VirtualProgram:
             raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
         if is_traced((leaves, batch)):
             raise ValueError(
-                f"train step: {_SEVERAL}, so the step cannot run inside jit, grad or a picture; call it outside, or "
-                "make the step without virtual_shards"
+                f"train step: {_SEVERAL}, so the step cannot run inside jit, grad or a picture; call it outside"
             )
         batch_on = self._on_devices(self._batches.place(self._pad(batch)), split_over(self.devices))
         rng = leaves.pop(self._rng_at)
