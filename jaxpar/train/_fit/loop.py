@@ -167,12 +167,14 @@ class Loop:
             raise ValueError(
                 f"fit: steps_per_execution is {most}, but the devices have no room for the data set; leave it out"
             )
-        platforms = {d.platform for d in self.state.store.devices or ()}
-        if most is not None or groups is None or "cpu" not in platforms:
+        if most is not None or groups is None:
             return groups
-        first = next(groups)  # XLA's convolutions are slow in a loop on CPUs
-        text = run.step.lower(self.state, first[0], many=True).as_text()
-        return None if is_slow_in_a_loop(text) else itertools.chain([first], groups)
+        batches, number = next(groups)
+        several = len(jax.tree.leaves(batches)[0]) > 1  # one step needs no loop
+        if several and "cpu" in {d.platform for d in self.state.store.devices or ()}:
+            # XLA's convolutions are slow in a loop on CPUs.
+            several = not is_slow_in_a_loop(run.step.lower(self.state, batches, many=True).as_text())
+        return itertools.chain([(batches, number)], groups) if several else None
 
     def _next_number(self) -> int:
         """How many steps the next program makes, if there are as many batches."""

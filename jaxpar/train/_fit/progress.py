@@ -139,9 +139,8 @@ class Trace:
         if isinstance(profile, tuple):
             directory, first, num = profile
             if first < 0 or num < 1 or first + num > steps:
-                raise ValueError(
-                    f"fit: profile asks for {num} steps from step {first} on, but this call has {steps} steps, from 0"
-                )
+                has = f"this call has {steps} steps, counted from 0"
+                raise ValueError(f"fit: profile asks for {num} steps from step {first} on, but {has}")
         else:  # in the steady state: compiled, and the device is fed ahead
             directory, first, num = profile, min(_FIRST_TRACED, max(0, steps - _NUM_TRACED)), _NUM_TRACED
         self._directory = os.fspath(as_path(directory, "fit: profile"))
