@@ -302,7 +302,12 @@ class Manager:
         with processes.raise_together():
             if records is not None:
                 info = {**info, "history": list(records[-_run.INSIDE :])}
-            content = {**step_of(state), "info": _as_json(info), **({"best": True} if best else {})}
+            try:
+                info = json.loads(json.dumps(dict(info)))  # a copy, which the caller does not change meanwhile
+                _files.check_depth(info)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise TypeError(f"checkpoint.Manager.save: info must be a dict of JSON values ({error})") from error
+            content = {**step_of(state), "info": info, **({"best": True} if best else {})}
             new: list[str] | None = None
             if self._writes:
                 self._lock.acquire()
@@ -342,28 +347,6 @@ class Manager:
     ) -> tuple[Tree, dict[str, Any]] | None:
         """As `restore_latest`. One that `accepts` refuses by a `CheckpointError` is passed over too."""
         self.wait()
-        found = self._agree(accepts, wanted)
-        if found is None:
-            return None
-        state, info = fill(found, like), found.body.get("info", {})
-        if (place := found.body.get("records")) is not None:
-            info = {**info, "history": self._read_records(found.path, place, info.get("history", []))}
-        self._note(found.path)
-        return state, info
-
-    def _read_records(self, path: Path, place: _run.Place, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The records up to a checkpoint, or the `last` ones, which it holds itself, where the others are lost."""
-        try:
-            found = processes.ask_first(lambda: _run.read_records(self.directory, place), CheckpointError)
-        except CheckpointError as error:
-            if self._writes and len(last) < place["number"]:
-                say(f"{error}; {path} is restored with the last {len(last)} of its {place['number']} records")
-            return last
-        self._records.resume(place, found)
-        return found
-
-    def _agree(self, accepts: Accepts, wanted: Wanted) -> Found | None:
-        """The newest checkpoint that every process can read, the same in all of them."""
         refused, self._bad = "", set()  # what could not be read before may be readable now
 
         def choose() -> str | None:
@@ -385,11 +368,27 @@ class Manager:
             except (CheckpointError, FileNotFoundError) as error:
                 why = str(error)
             refused = _first_difference(path, found, why)
-            if not refused:
-                return found
+            if found is not None and not refused:
+                break
             self._bad.add(Path(path))
             if self._writes:
                 say(f"{refused}; looking for an earlier one")
+        state, info = fill(found, like), found.body.get("info", {})
+        if (place := found.body.get("records")) is not None:
+            info = {**info, "history": self._read_records(found.path, place, info.get("history", []))}
+        self._note(found.path)
+        return state, info
+
+    def _read_records(self, path: Path, place: _run.Place, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The records up to a checkpoint, or the `last` ones, which it holds itself, where the others are lost."""
+        try:
+            found = processes.ask_first(lambda: _run.read_records(self.directory, place), CheckpointError)
+        except CheckpointError as error:
+            if self._writes and len(last) < place["number"]:
+                say(f"{error}; {path} is restored with the last {len(last)} of its {place['number']} records")
+            return last
+        self._records.resume(place, found)
+        return found
 
     def wait(self) -> None:
         """Wait until all saved checkpoints are on disk. Raises `OSError` if one could not be written."""
@@ -453,13 +452,3 @@ def _first_difference(path: str, found: Found | None, why: str) -> str:
         if theirs != said[0][0]:
             return f"process {process}: {reason or f'{path} is another checkpoint than in process 0'}"
     return ""
-
-
-def _as_json(info: Any) -> dict[str, Any]:
-    """A copy of the info. `TypeError` where it cannot be saved."""
-    try:
-        copy = json.loads(json.dumps(dict(info)))
-        _files.check_depth(copy)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"checkpoint.Manager.save: info must be a dict of JSON values ({error})") from error
-    return copy

@@ -352,7 +352,7 @@ class _Subset:
 
 def _share_sharding(rows: int, split: _batches.Split) -> NamedSharding | None:
     """The sharding of a batch whose rows are shared equally by the processes. None: the default device."""
-    if split.mesh is None or split.sharding is None:
+    if split.sharding is None:
         return None
     checks.even_share(rows, split.parts, _WHERE)
     here = split.sharding.addressable_devices_indices_map((rows,)).values()
@@ -360,9 +360,9 @@ def _share_sharding(rows: int, split: _batches.Split) -> NamedSharding | None:
     if sum(last - first for first, last in own) * processes.count() == rows:
         return split.sharding
     # It gives one row to several processes. So the batch is split over all devices, and a step sends the rows on.
-    devices = tuple(split.mesh.devices.flat)
-    checks.even_share(rows, len(devices), _WHERE)
-    return split_over(devices)
+    mesh: Any = split.sharding.mesh
+    checks.even_share(rows, mesh.size, _WHERE)
+    return split_over(tuple(mesh.devices.flat))
 
 
 # Tables and elements as arrays.

@@ -111,8 +111,8 @@ class Dataset:
         """`data.batches(dataset, batch_size, dtype=dtype, resident=resident, **options)`."""
         plan = _batches.plan_batches(len(self), batch_size, "data.batches", **options)
         dtype = None if dtype is None else np.dtype(dtype)
-        if _batches.has_room(self, plan.split) if resident is None else resident:
-            groups = _batches.from_devices(self, plan, dtype)
+        if (copies := _batches.resident(self, plan.split, resident)) is not None:
+            groups = _batches.from_devices(*copies, plan, dtype)
             return each_in_user_mesh(batch for batches, number in groups for batch in batches[:number])
         return _batches.from_host({"image": self.images, "label": self.labels}, plan, dtype)
 
@@ -385,9 +385,9 @@ def batch_groups(
     plan = _batches.plan_batches(len(dataset), batch_size, where, rng=rng, epochs=None, start=start, **places)
     if most is not None:
         checks.whole_number(most, where, "most")
-    if not _batches.has_room(dataset, plan.split):
+    if (copies := _batches.resident(dataset, plan.split)) is None:
         return None
-    return each_in_user_mesh(_batches.from_devices(dataset, plan, np.dtype(jnp.float32), most=most, stacked=True))
+    return each_in_user_mesh(_batches.from_devices(*copies, plan, np.dtype(jnp.float32), most=most, stacked=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
