@@ -437,8 +437,6 @@ def _word_of_entry(path: Path, parser: argparse.ArgumentParser, name: str, value
         return yes if value == (f"--{option}" == yes) else no  # `no-remat = true` is `remat = false`
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         parser.error(f"{path}: {name} must be a string or a number, got {value!r}")
-    if isinstance(value, int) and value.bit_length() > 64:  # hexadecimal digits may be many
-        parser.error(f"{path}: {name} must be a number of 64 bits")
     try:
         parser._check_value(action, parser._get_value(action, str(value)))  # here the file can be named
     except argparse.ArgumentError as error:
