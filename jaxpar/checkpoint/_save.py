@@ -308,12 +308,11 @@ class Manager:
             except (TypeError, ValueError, RecursionError) as error:
                 raise TypeError(f"checkpoint.Manager.save: info must be a dict of JSON values ({error})") from error
             content = {**step_of(state), "info": info, **({"best": True} if best else {})}
-            new: list[str] | None = None
             if self._writes:
                 self._lock.acquire()
-                new = None if records is None else self._records.new(records)
             self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
-            writing = self._pool.submit(self._write, content, leaves, arrays, new)
+            now = None if records is None else list(records)  # the run goes on with its own list
+            writing = self._pool.submit(self._write, content, leaves, arrays, now)
         self._writing = writing
 
     def _lock_directory(self) -> None:
@@ -425,7 +424,7 @@ class Manager:
             self._on_latest(path)
 
     def _write(
-        self, content: dict[str, Any], leaves: list[Any], arrays: list[np.ndarray], records: list[str] | None
+        self, content: dict[str, Any], leaves: list[Any], arrays: list[np.ndarray], records: list[Any] | None
     ) -> None:
         if not self._writes:
             return

@@ -215,13 +215,13 @@ def convert_images(batch: Any, dtype: Any) -> Any:
 
 def batch_struct(arrays: Any, batch_size: int, dtype: Any) -> Any:
     """The shapes and dtypes of a batch of these arrays on the devices. "image" is of `dtype`."""
-
-    def struct(path: Any, array: Any) -> jax.ShapeDtypeStruct:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(arrays)
+    shapes: list[jax.ShapeDtypeStruct] = []
+    for path, array in leaves:
         is_image = isinstance(arrays, dict) and path[0].key == "image"
         kept = dtype if is_image and dtype is not None else jax.dtypes.canonicalize_dtype(array.dtype)
-        return jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), np.dtype(kept))
-
-    return jax.tree_util.tree_map_with_path(struct, arrays)
+        shapes.append(jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), np.dtype(kept)))
+    return structure.unflatten(shapes)
 
 
 def send(array: Any, rows: np.ndarray | None, sharding: NamedSharding | None) -> jax.Array:

@@ -238,7 +238,7 @@ def batches(
     [[0, 1, 2, 3], [4, 5]]
     """
     source = as_source(dataset)
-    size = usual_batch_size(batch_size, source)
+    size = usual_batch_size(source) if batch_size is None else batch_size
     other: dict[str, Any] = {"drop_remainder": drop_remainder, "sharding": sharding, "axis_name": axis_name}
     other |= {"dtype": dtype, "resident": resident, "virtual_shards": virtual_shards}
     # Not every kind of data has these options, so what was not given is left out.
@@ -463,10 +463,8 @@ def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
 # For `train.fit`.
 
 
-def usual_batch_size(asked: int | None, source: Any) -> int:
-    """The size of a batch. Where none is asked for, that of the batches or of the source, otherwise 32."""
-    if asked is not None:
-        return asked
+def usual_batch_size(source: Any) -> int:
+    """The size of a batch where none is asked for: that of the batches or of the source, otherwise 32."""
     if not isinstance(source, IterableSource):
         return getattr(source, "batch_size", 32) if isinstance(source, ArraySource) else 32
     size: Any = getattr(source.source, "batch_size", None)
