@@ -347,19 +347,16 @@ class Manager:
         """As `restore_latest`. One that `accepts` refuses by a `CheckpointError` is passed over too."""
         self.wait()
         refused, self._bad = "", set()  # what could not be read before may be readable now
-
-        def choose() -> str | None:
-            nonlocal found
-            found = newest_good(self.directory, self._bad, accepts, wanted)
-            return None if found is None else str(found.path)
-
         # The first process chooses. Where another one cannot read the same, all of them look for an earlier one.
         while True:
-            found: Found | None = None  # in the first process, what it has read
-            path = processes.ask_first(choose, CheckpointError)
-            if path is None and refused:
+            found: Found | None = None
+            with processes.raise_together(CheckpointError):
+                if self._writes or processes.count() == 1:
+                    found = newest_good(self.directory, self._bad, accepts, wanted)
+            path = processes.exchange("" if found is None else str(found.path))[0]
+            if not path and refused:
                 raise CheckpointError(f"{refused}; and there is no earlier checkpoint that all processes can read")
-            if path is None:
+            if not path:
                 return None
             why = ""
             try:

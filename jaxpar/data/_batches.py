@@ -43,8 +43,7 @@ def order_of(rng: Any, size: int, count: int | None = None) -> Order:
     With `count`, in place of an order: so many numbers from 0 and below 1 for each example, (size, count).
     """
     if rng is None:
-        stored = np.arange(size, dtype=np.int32)
-        return lambda epoch: stored
+        return lambda epoch: np.arange(size, dtype=np.int32)
     if not isinstance(rng, jax.Array | np.ndarray):
         raise TypeError(f"rng must be a random key, such as jax.random.key(0); got {type(rng).__name__}")
     checks.random_key(rng, "data.batches")

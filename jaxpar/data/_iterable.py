@@ -21,7 +21,7 @@ from .._core import checks
 from .._core.arrays import check_plain
 from .._core.calls import answers, takes
 from .._devices import processes
-from .._devices.mesh import STORE_AXIS, split_over
+from .._devices.mesh import split_over
 from .._devices.virtual_shards import PaddedBatch, pad_rows
 from . import _batches
 
@@ -111,21 +111,20 @@ class IterableSource:
         `start` skips batches. Earlier epochs are not read. The earlier batches of this epoch are read and dropped,
         unless `set_state` set a position within the epoch. An iterator cannot be rewound, so it skips nothing.
         """
-        checks.whole_number(batch_size, _WHERE, "batch_size")
-        if virtual_shards is not None:
-            checks.even_share(batch_size, virtual_shards, _WHERE, of="virtual shards")
+        batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
         share = checks.even_share(batch_size, processes.count(), _WHERE, of="processes")  # which this process reads
         examples = self.examples(batch_size)
         checks.whole_batch(examples, batch_size, _WHERE)
-        steps = examples // batch_size
-        split = _batches.split_of(devices, STORE_AXIS, sharding, virtual_shards, _WHERE)
+        places: dict[str, Any] = {"devices": devices, "sharding": sharding, "virtual_shards": virtual_shards}
+        plan = _batches.plan_batches(examples, batch_size, _WHERE, epochs=epochs, start=start, **places)
+        split, steps = plan.split, examples // batch_size
         padding = split.rows(batch_size) - batch_size
         if padding and processes.count() > 1:  # each reads an equal share of a batch, and a padding is at its end
             shared = f"the {virtual_shards} virtual shards of the step evenly; use a number that divides these"
             raise ValueError(f"{_WHERE}: {split.parts} devices cannot share {shared}, or data.from_arrays")
         sharding = _share_sharding(batch_size + padding, split)
-        once = self.source if isinstance(self.source, Iterator) else None
-        for epoch, first, _, _ in _batches.runs(steps * batch_size, batch_size, epochs, start):
+        once = self.source if self.is_read_once else None
+        for epoch, first, _, _ in plan.all_runs:
             skipped = first // batch_size
             elements = once if once is not None else iter(self._epoch(epoch))
             at = epoch * steps
@@ -157,7 +156,7 @@ class IterableSource:
 
         An iterator moves at once. Other sources move at the next call of `batches`.
         """
-        if isinstance(self.source, Iterator):
+        if self.is_read_once:
             _set_state(self.source, state)
         else:
             self._under_way["state"] = state

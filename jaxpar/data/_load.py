@@ -351,18 +351,8 @@ def _origin(folder: Path) -> str | None:
 
 # The four idx files of Fashion-MNIST: where they are, their published checksums, reading them without TensorFlow.
 
-FASHION_MNIST_CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
+_CLASSES = "T-shirt/top, Trouser, Pullover, Dress, Coat, Sandal, Shirt, Sneaker, Bag, Ankle boot"
+FASHION_MNIST_CLASSES = tuple(_CLASSES.split(", "))
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
 
 # As the authors published them: the SHA-256 of each file, and the time in its gzip header.
