@@ -218,9 +218,17 @@ def read_records(directory: Path, place: Place) -> list[dict[str, Any]]:
         with files.opened(path) as file:
             before: Place | None = place
             while before is not None and len(found) < place["number"]:
-                entry = _record_at(file, before)
+                file.seek(before["at"])
+                line = file.readline(_LONGEST_LINE)
+                _files.expect(hashlib.sha256(line).hexdigest() == before["sha256"], _files.CHECKSUM)
+                entry = json.loads(line)
+                _files.check_depth(entry)
+                _files.expect(type(entry["record"]) is dict, "it is not a record")
+                if (earlier := entry["before"]) is not None:
+                    _files.check_place({"number": 1, **earlier})
+                    _files.expect(earlier["at"] < before["at"], "the record before it comes later")
                 found.append(entry["record"])
-                before = entry["before"]
+                before = earlier
     except Exception as error:
         reason = getattr(error, "strerror", None) or error
         raise _files.CheckpointError(f"{path} is damaged: record {place['number'] - len(found)}: {reason}") from None
@@ -229,17 +237,3 @@ def read_records(directory: Path, place: Place) -> list[dict[str, Any]]:
             f"{path} is damaged: it does not have the {place['number']} records that were saved"
         )
     return found[::-1]
-
-
-def _record_at(file: Any, place: Place) -> dict[str, Any]:
-    """The line at a place, which was saved there."""
-    file.seek(place["at"])
-    line = file.readline(_LONGEST_LINE)
-    _files.expect(hashlib.sha256(line).hexdigest() == place["sha256"], _files.CHECKSUM)
-    entry = json.loads(line)
-    _files.check_depth(entry)
-    _files.expect(type(entry["record"]) is dict, "it is not a record")
-    if entry["before"] is not None:
-        _files.check_place({"number": 1, **entry["before"]})
-        _files.expect(entry["before"]["at"] < place["at"], "the record before it comes later")
-    return entry

@@ -123,13 +123,15 @@ class IterableSource:
             shared = f"the {virtual_shards} virtual shards of the step evenly; use a number that divides these"
             raise ValueError(f"{_WHERE}: {split.parts} devices cannot share {shared}, or data.from_arrays")
         sharding = _share_sharding(batch_size + padding, split)
-        once = self.source if self.is_read_once else None
         for epoch, first, _, _ in plan.all_runs:
             skipped = first // batch_size
-            elements = once if once is not None else iter(self._epoch(epoch))
-            at = epoch * steps
+            elements: Any = iter(self._epoch(epoch))
+            at, state = epoch * steps, self._under_way.pop("state", None)
+            is_there = bool(skipped and state and state["batches"] == at + skipped and hasattr(elements, "set_state"))
+            if is_there:
+                _set_state(elements, state)
             # An iterator that is read once goes on where the run before left it: nothing is read and dropped.
-            found = skipped if once is not None or self._is_restored(elements, at + skipped, skipped) else 0
+            found = skipped if is_there or self.is_read_once else 0
             for batch in itertools.islice(self._host_batches(elements, share), steps - found):
                 found += 1
                 if found > skipped:
@@ -160,14 +162,6 @@ class IterableSource:
             _set_state(self.source, state)
         else:
             self._under_way["state"] = state
-
-    def _is_restored(self, elements: Any, batches: int, skipped: int) -> bool:
-        """Whether a new iterator was set to the place after so many batches. Otherwise they are read and dropped."""
-        state = self._under_way.pop("state", None)
-        if not skipped or state is None or state["batches"] != batches or not hasattr(elements, "set_state"):
-            return False
-        _set_state(elements, state)
-        return True
 
     def batch_shapes(self, batch_size: int, like: Any = None) -> Any:
         """The shapes and dtypes of a device batch.
