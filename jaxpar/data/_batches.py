@@ -344,6 +344,7 @@ def from_host(arrays: Any, plan: Plan, dtype: Any) -> Iterator[Any]:
 _residents: weakref.WeakKeyDictionary[Any, dict[Any, tuple[jax.Array, jax.Array]]] = weakref.WeakKeyDictionary()
 
 
+@answers("data.batches")
 def resident(dataset: Any, split: Split, wanted: bool | None = None) -> tuple[jax.Array, jax.Array] | None:
     """Images and labels, whole on each device. None if they are not `wanted`, by default for lack of memory."""
     # They are sent once in the data set's life, unless it is used on ever other devices.
@@ -410,7 +411,6 @@ def gather(count: int, several: int, split: Split, dtype: Any, stacked: bool) ->
     """
     # Each device gathers its share. The cursor stays on the devices, so that a batch needs nothing from the host. Past
     # the end of the order comes its last example, again and again. The rows of a padding are any examples.
-
     spec = P(None) if split.sharding is None else split.sharding.spec
 
     def local(images: jax.Array, labels: jax.Array, rows: jax.Array, cursor: jax.Array) -> tuple[Any, jax.Array]:

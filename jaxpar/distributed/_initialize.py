@@ -12,6 +12,7 @@ import functools
 import os
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -30,7 +31,6 @@ from . import _elastic, _environment
 _WHERE = "distributed.initialize"
 _LOCKED = 60.0  # seconds for which a process that others can go on without may hold Python's lock
 _PORTS = 8  # the server takes the first free one of these many after the coordinator's
-_SERVER = "jaxpar/server"  # the name of its port and secret in jax's key-value store, where only jax finds the settings
 _JOIN_TIMEOUT = 60.0  # seconds, where jax runs already: the processes are there, and may be slow
 
 
@@ -437,17 +437,18 @@ def _listen(host: str, ports: list[int]) -> socket.socket:
 
 
 def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> HeartbeatClient:
-    """The heartbeat client. Process 0 writes the port and the secret of its server into jax's key-value store."""
-    jax_state = multihost_utils.distributed.global_state  # pyright: ignore[reportPrivateImportUsage]
-    store: Any = jax_state.client
+    """The heartbeat client, after process 0 has sent the port and the secret of its server by a collective."""
+    # Not by jax's key-value store, which everybody can read who reaches it.
     run: dict[str, Any] = {"job": "jax", "heartbeat_timeout": heartbeat_timeout, "pulse": Pulse()}
-    server = None
+    server, own = None, ""
     if rank == 0:
         secret, listener = new_secret("process 0"), socket.create_server(("", 0))
         server = HeartbeatServer(listener, **run, size=size, secret=secret, join_timeout=_JOIN_TIMEOUT)
-        store.key_value_set(_SERVER, f"{listener.getsockname()[1]} {secret.key.decode()}")
-    port, key = store.blocking_key_value_get(_SERVER, round(1000 * _JOIN_TIMEOUT)).split(" ")
-    secret, (host, _) = Secret(key.encode(), "process 0"), split(jax_state.coordinator_address or "")
+        own = f"{listener.getsockname()[1]} {secret.key.decode()}"
+    with ThreadPoolExecutor(1) as thread:  # in this one jax may be tracing, around a kv.create
+        port, key = "".join(thread.submit(processes.exchange, own).result()).split(" ")
+    address = multihost_utils.distributed.global_state.coordinator_address  # pyright: ignore[reportPrivateImportUsage]
+    secret, (host, _) = Secret(key.encode(), "process 0"), split(address or "")
     client = HeartbeatClient(rank, size, **run, secret=secret, launched=False, server=server)
     return _join_run(client, [(host, int(port))], _JOIN_TIMEOUT, f"no answer at {host}:{port}")
 
