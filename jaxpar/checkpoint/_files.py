@@ -94,8 +94,18 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
         raise OSError(f"checkpoint: {path} {words}") from error
 
 
-def read(path: Path) -> Found:
-    """The checkpoint at a path, all verified. A `CheckpointError` says why there is no good one."""
+def read(path: str | os.PathLike[str] | None) -> Found:
+    """The checkpoint at a path, all verified. It raises what `restore` raises."""
+    if path is None:
+        raise FileNotFoundError("checkpoint.restore: the path is None; checkpoint.latest found no checkpoint")
+    path = Path(path)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        hint = "; every process must see the directory of the checkpoints" if jax.process_count() > 1 else ""
+        raise FileNotFoundError(f"checkpoint.restore: there is nothing at {path}{hint}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} is unreadable: {error.strerror or error}") from error
     body = load(path)
     verify(path, body)
     try:

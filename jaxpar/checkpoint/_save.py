@@ -88,28 +88,13 @@ def restore(path: PathLike, like: Tree) -> Tree:
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like)]
     if all(sharding is None or sharding.is_fully_addressable for sharding in shardings):
-        return fill(read(path), like)
+        return fill(_files.read(path), like)
     # Leaves of several processes: all of them restore the one checkpoint that the first process was given.
     path = processes.ask_first(lambda: None if path is None else str(path))
     with processes.raise_together(CheckpointError):
-        found = read(path)
+        found = _files.read(path)
     processes.agree(f"checkpoint.restore: {path} is not the same checkpoint everywhere", _files.digest(found.body))
     return fill(found, like)
-
-
-def read(path: PathLike | None) -> Found:
-    """The checkpoint at a path, all verified. It raises what `restore` raises."""
-    if path is None:
-        raise FileNotFoundError("checkpoint.restore: the path is None; checkpoint.latest found no checkpoint")
-    path = Path(path)
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        hint = "; every process must see the directory of the checkpoints" if jax.process_count() > 1 else ""
-        raise FileNotFoundError(f"checkpoint.restore: there is nothing at {path}{hint}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} is unreadable: {error.strerror or error}") from error
-    return _files.read(path)
 
 
 @answers("checkpoint.latest")
@@ -196,7 +181,7 @@ def newest_good(
                     accepts(now := _files.read(path))
                     found = now
                     break
-                except CheckpointError as error:
+                except (CheckpointError, FileNotFoundError) as error:
                     failed[path] = f"{error}; looking for an earlier one"
         if all(map(os.path.lexists, failed)):
             for why in failed.values():
@@ -360,7 +345,7 @@ class Manager:
                 return None
             why = ""
             try:
-                found = found or read(path)
+                found = found or _files.read(path)
             except (CheckpointError, FileNotFoundError) as error:
                 why = str(error)
             refused = _first_difference(path, found, why)
