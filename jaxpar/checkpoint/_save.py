@@ -50,11 +50,11 @@ def save(path: PathLike, state: Any) -> None:
     with processes.raise_together():
         if writes and os.path.lexists(path):
             raise FileExistsError(f"checkpoint.save: {path} exists already; choose another path, or remove it first")
-    records, arrays = _leaves.to_leaves(state, writes)
+    about, records, arrays = _leaves.to_leaves(state, writes)
     with processes.raise_together():
         if writes:
             listed, _ = _files.newest_first(path.parent)
-            content = {**step_of(state), "order": 1 + max((body["order"] for _, body in listed), default=0)}
+            content = {**about, "order": 1 + max((body["order"] for _, body in listed), default=0)}
             _files.write(path, content, records, arrays)
 
 
@@ -192,12 +192,6 @@ def newest_good(
     raise OSError(f"checkpoint: {directory} changes faster than it can be read; {_TRIES} checkpoints were gone")
 
 
-def step_of(state: Any) -> dict[str, int]:
-    """The step of a state, if it has one, for the manifest."""
-    step = getattr(state, "step", None)
-    return {} if step is None or np.ndim(step) else {"step": int(step)}
-
-
 def fill(found: Found, like: Any) -> Any:
     """The state of a checkpoint in the structure and on the devices of `like`."""
     try:
@@ -283,7 +277,7 @@ class Manager:
     ) -> None:
         """As `save`. `records` are the records of the whole run. New records are written."""
         self.wait()
-        leaves, arrays = _leaves.to_leaves(state, self._writes)
+        about, leaves, arrays = _leaves.to_leaves(state, self._writes)
         with processes.raise_together():
             if records is not None:
                 info = {**info, "history": list(records[-_run.INSIDE :])}
@@ -292,7 +286,7 @@ class Manager:
                 _files.check_depth(info)
             except (TypeError, ValueError, RecursionError) as error:
                 raise TypeError(f"checkpoint.Manager.save: info must be a dict of JSON values ({error})") from error
-            content = {**step_of(state), "info": info, **({"best": True} if best else {})}
+            content = {**about, "info": info, **({"best": True} if best else {})}
             if self._writes:
                 self._lock.acquire()
             self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
