@@ -45,7 +45,7 @@ def to_leaves(tree: Any, keep: bool = True) -> tuple[dict[str, int], list[dict[s
             array = np.array(jax.device_get(on_host))
             arrays.append(array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array)
     step = getattr(tree, "step", None)
-    about = {} if step is None or np.ndim(step) else {"step": int(step)}
+    about = {} if step is None or np.ndim(step) else {"step": int(jax.device_get(step))}
     return about, [slot.record() for slot in slots], arrays
 
 
