@@ -332,10 +332,10 @@ class Manager:
             with processes.raise_together(CheckpointError):
                 if self._writes or processes.count() == 1:
                     found = newest_good(self.directory, self._bad, accepts, wanted)
-            path = processes.exchange("" if found is None else str(found.path))[0]
-            if not path and refused:
+            path = json.loads(processes.exchange(json.dumps(None if found is None else str(found.path)))[0])
+            if path is None and refused:
                 raise CheckpointError(f"{refused}; and there is no earlier checkpoint that all processes can read")
-            if not path:
+            if path is None:
                 return None
             why = ""
             try:
