@@ -437,7 +437,7 @@ def words_of_file(path: Path, parser: argparse.ArgumentParser) -> list[str]:
             continue
         try:
             parser._check_value(action, parser._get_value(action, str(value)))  # here the file can be named
-        except argparse.ArgumentError as error:
+        except (argparse.ArgumentError, ValueError) as error:  # the latter: an int of 5,000 digits
             parser.error(f"{path}: {error}")
         words.append(f"--{option}={value}")
     return words
