@@ -279,9 +279,6 @@ class _Run:
                 self._go_on_without(child)
         self._timers.run(blocking=False)
 
-    def _later(self, seconds: float, action: Callable[[], object]) -> None:
-        self._timers.enter(seconds, 0, action)
-
     @property
     def _is_ending(self) -> bool:
         """Whether no lost process is started again."""
@@ -293,7 +290,7 @@ class _Run:
         """Kill a process that the server has found lost, if it still runs. `_turn` sees its end."""
         child, peer = self.children[rank], self.server.peers.get(rank)
         if peer is not None and peer.is_leaving:  # it has said that it fails, and ends with a status of its own
-            self._later(_EXIT_TIME, lambda: child.status is None and child.send_signal(signal.SIGKILL))
+            self._timers.enter(_EXIT_TIME, 0, lambda: child.status is None and child.send_signal(signal.SIGKILL))
         elif child.status is None and child.process.poll() is None:
             self.output.say(f"process {rank} (pid {child.process.pid}) is lost: {why}")
             child.send_signal(signal.SIGKILL)
@@ -312,7 +309,7 @@ class _Run:
         elif status == REFUSED:
             self.output.say(f"{how}, with another program; it is not started again, and the others continue")
         else:
-            self._later(_START_AGAIN, lambda: self._start_again(child))
+            self._timers.enter(_START_AGAIN, 0, lambda: self._start_again(child))
             self.output.say(f"{how}; the others continue")
 
     def _start_again(self, child: Child) -> None:
@@ -335,7 +332,7 @@ class _Run:
         if number and not self._is_interrupted:
             self._is_interrupted, self._signals_handled = True, number
             self._send_signal(signal.SIGINT if self._endings[0] == signal.SIGINT else signal.SIGTERM)
-            self._later(self._args.grace, lambda: self._send_signal(signal.SIGKILL))
+            self._timers.enter(self._args.grace, 0, lambda: self._send_signal(signal.SIGKILL))
         elif number > self._signals_handled:
             self._send_signal(signal.SIGKILL)
 
@@ -349,7 +346,7 @@ class _Run:
         is_interrupt = self._is_interrupted or failed.status in INTERRUPTED
         wait = min(INTERRUPT_GRACE, self._args.grace) if is_interrupt else 0.0
         reported = "the run is being ended" if self._is_interrupted else why
-        self._later(wait, lambda: self.server.report(failed.rank, reported))
+        self._timers.enter(wait, 0, lambda: self.server.report(failed.rank, reported))
         if self._is_interrupted:
             return
         self.output.say(f"process {failed.rank} (pid {failed.process.pid}) failed: {why}; ending the others")
@@ -360,8 +357,8 @@ class _Run:
             if other.rank not in connected and not wait:
                 other.send_signal(signal.SIGTERM)
         wait += _EXIT_TIME if connected else 0.0
-        self._later(wait, lambda: self._is_interrupted or self._send_signal(signal.SIGTERM))
-        self._later(wait + self._args.grace, lambda: self._send_signal(signal.SIGKILL))
+        self._timers.enter(wait, 0, lambda: self._is_interrupted or self._send_signal(signal.SIGTERM))
+        self._timers.enter(wait + self._args.grace, 0, lambda: self._send_signal(signal.SIGKILL))
 
     def _send_signal(self, number: int) -> None:
         for child in self.children:

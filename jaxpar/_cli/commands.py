@@ -27,21 +27,24 @@ from .._core.text import HelpFormatter, did_you_mean, number, plural
 def add_parsers(commands: Any) -> None:
     """Add the four commands to those of the command line."""
 
-    def add(name: str, help: str, about: str, run: Callable[..., int]) -> Any:
+    def add(name: str, help: str, about: str, run: Callable[[argparse.Namespace], None]) -> Any:
+        def answered(args: argparse.Namespace) -> int:
+            try:
+                run(args)
+            except (ValueError, TypeError, OSError, RuntimeError) as error:
+                print(f"jaxpar {name}: {' '.join(str(error).split())}", file=sys.stderr)
+                return 2 if isinstance(error, (ValueError, TypeError)) else 1
+            return 0
+
         parser = commands.add_parser(name, help=help, description=about, formatter_class=HelpFormatter)
-        parser.set_defaults(run=run, parser=parser)
+        parser.set_defaults(run=answered, parser=parser)
         return parser.add_argument
 
-    _describe_plot(add("plot", "draw a function", _PLOT, plot))
+    # The status of a command is 2 for bad arguments, and 1 where it fails.
+    _describe_plot(add("plot", "draw a function", _PLOT, _plot))
     _describe_plan(add("plan", "know before you rent: memory and traffic on TPUs and GPUs", _PLAN, _plan))
     _describe_port(add("port", "write a network of MXNet as a Python module", _PORT, _port))
     _describe_verify(add("verify", "compute a certified run again, and compare", _VERIFY, _verify))
-
-
-def fail(command: str, status: int, why: BaseException | str) -> int:
-    """Write in one line on standard error why a command ends. Return its status."""
-    print(f"jaxpar {command}: {one_line(why)}", file=sys.stderr)
-    return status
 
 
 def find_function(text: str, others: str = "") -> Callable[..., Any]:
@@ -57,7 +60,7 @@ def find_function(text: str, others: str = "") -> Callable[..., Any]:
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises
-        raise ValueError(f"cannot import {module_name}: {type(error).__name__}: {one_line(error)}") from None
+        raise ValueError(f"cannot import {module_name}: {type(error).__name__}: {error}") from None
     for part in name.split("."):
         if not hasattr(found, part):
             near = did_you_mean(part, [n for n in dir(found) if n[0] != "_"])
@@ -66,10 +69,6 @@ def find_function(text: str, others: str = "") -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{text} is a {type(found).__name__}; expected a function")
     return found
-
-
-def one_line(error: BaseException | str) -> str:
-    return " ".join(str(error).split())
 
 
 # `jaxpar plot`: draw a function.
@@ -108,15 +107,14 @@ def _describe_plot(add: Any) -> None:
     add("--summary", action="store_true", help="print the table of layers too")
 
 
-def plot(args: argparse.Namespace) -> int:
-    """Write the picture. Return 0, or 2 for bad arguments, or 1 where tracing or drawing fails."""
+def _plot(args: argparse.Namespace) -> None:
     from .. import viz
 
+    fn, arrays, argnums, name = _request(args)
     try:
-        fn, arrays, argnums, name = _request(args)
         path = viz.Plot.check_path(args.output or f"{name}.svg")
-    except (viz.RenderError, ValueError, OSError) as error:
-        return fail("plot", 1 if isinstance(error, OSError) else 2, error)
+    except viz.RenderError as error:
+        raise ValueError(str(error)) from None
     try:
         picture = viz.plot_network(
             fn,
@@ -130,14 +128,10 @@ def plot(args: argparse.Namespace) -> int:
         )
         if args.summary:
             viz.print_summary(fn, *arrays, params_argnums=argnums, depth=args.depth)
-    except Exception as error:
-        return fail("plot", 1, f"{args.function} cannot be traced: {type(error).__name__}: {one_line(error)}")
-    try:
-        picture.save(path)
-    except (viz.RenderError, OSError) as error:
-        return fail("plot", 1, error)
+    except Exception as error:  # whatever the user's function raises
+        raise RuntimeError(f"{args.function} cannot be traced: {type(error).__name__}: {error}") from error
+    picture.save(path)
     print(f"{path}: {picture.network}")
-    return 0
 
 
 def _request(args: argparse.Namespace) -> tuple[Callable[..., Any], list[Any], int | None, str]:
@@ -221,7 +215,7 @@ def make_params(text: str, shapes: list[Any]) -> Any:
     try:
         return jax.eval_shape(init, *args)
     except Exception as error:
-        raise ValueError(f"--params {text} fails: {type(error).__name__}: {one_line(error)}") from None
+        raise ValueError(f"--params {text} fails: {type(error).__name__}: {error}") from None
 
 
 def takes(fn: Callable[..., Any], args: list[Any]) -> bool:
@@ -259,25 +253,21 @@ def _describe_plan(add: Any) -> None:
     add("-o", "--output", metavar="FILE", help="draw the step there, .svg or .html, from the program of the devices")
 
 
-def _plan(args: argparse.Namespace) -> int:
-    """Print the plan, or the table of several. Return 0, or 2 for bad arguments, or 1 where there is no compiler."""
+def _plan(args: argparse.Namespace) -> None:
+    """Print the plan, or the table of several."""
     from .. import train
 
-    try:
-        choices = dict(map(_choice, args.choose))
-        make = find_function(args.function)
-        if len(args.on) == 1 and all(len(values) == 1 for values in choices.values()):
-            found: Any = train.plan(make, args.on[0], **{name: values[0] for name, values in choices.items()})
-        elif args.output:
-            raise ValueError("-o draws one plan; give one --on and one value of each --choose")
-        else:
-            found = train.compare_plans(make, args.on, **choices)
-        print(json.dumps(found.to_dict(), indent=2) if args.json else found)
-        if args.output:
-            found.plot().save(args.output)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return fail("plan", 1 if isinstance(error, RuntimeError) else 2, error)
-    return 0
+    choices = dict(map(_choice, args.choose))
+    make = find_function(args.function)
+    if len(args.on) == 1 and all(len(values) == 1 for values in choices.values()):
+        found: Any = train.plan(make, args.on[0], **{name: values[0] for name, values in choices.items()})
+    elif args.output:
+        raise ValueError("-o draws one plan; give one --on and one value of each --choose")
+    else:
+        found = train.compare_plans(make, args.on, **choices)
+    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+    if args.output:
+        found.plot().save(args.output)
 
 
 def _choice(text: str) -> tuple[str, list[Any]]:
@@ -337,30 +327,25 @@ def _describe_port(add: Any) -> None:
     add("--force", action="store_true", help="replace files that exist (default: exit with an error)")
 
 
-def _port(args: argparse.Namespace) -> int:
-    """Write the module. Return 0, or 2 for bad arguments, or 1 where a file cannot be read or written."""
+def _port(args: argparse.Namespace) -> None:
     from .. import mxnet
 
     output = Path(args.output)
-    try:
-        if output.suffix != ".py" or not output.stem.isidentifier():
-            raise ValueError(f"expected the name of a module such as model.py, got {args.output}")
-        if args.test and not args.shape:
-            raise ValueError("--test needs the shapes of the inputs; give --shape data=1x3x224x224")
-        shapes = dict(map(_shape, args.shape))
-        texts = {output: mxnet.port(args.symbol, args.params, shapes=shapes, nnx=args.nnx)}
-        if args.test:
-            arrays = f"{output.stem}.{f'load({args.params!r})' if args.params else 'init(jax.random.key(1))'}"
-            found = _TEST.format(module=output.stem, symbol=args.symbol, shapes=shapes, arrays=arrays)
-            texts[output.with_name(f"test_{output.name}")] = found
-        if found := [str(path) for path in texts if path.exists() and not args.force]:
-            raise FileExistsError(f"{' and '.join(found)} exists; choose another name, or give --force")
-        for path, text in texts.items():
-            files.replace(path, text.encode())
-    except (ValueError, OSError) as error:
-        return fail("port", 1 if isinstance(error, OSError) else 2, error)
+    if output.suffix != ".py" or not output.stem.isidentifier():
+        raise ValueError(f"expected the name of a module such as model.py, got {args.output}")
+    if args.test and not args.shape:
+        raise ValueError("--test needs the shapes of the inputs; give --shape data=1x3x224x224")
+    shapes = dict(map(_shape, args.shape))
+    texts = {output: mxnet.port(args.symbol, args.params, shapes=shapes, nnx=args.nnx)}
+    if args.test:
+        arrays = f"{output.stem}.{f'load({args.params!r})' if args.params else 'init(jax.random.key(1))'}"
+        test = _TEST.format(module=output.stem, symbol=args.symbol, shapes=shapes, arrays=arrays)
+        texts[output.with_name(f"test_{output.name}")] = test
+    if found := [str(path) for path in texts if path.exists() and not args.force]:
+        raise FileExistsError(f"{' and '.join(found)} exists; choose another name, or give --force")
+    for path, text in texts.items():
+        files.replace(path, text.encode())
     print(f"{' and '.join(map(str, texts))}: written from {args.symbol}")
-    return 0
 
 
 def _shape(text: str) -> tuple[str, tuple[int, ...]]:
@@ -387,8 +372,8 @@ def _describe_verify(add: Any) -> None:
     add("--devices", type=number(int, 1), metavar="N", help="compute on so many emulated CPU devices (default: on all)")
 
 
-def _verify(args: argparse.Namespace) -> int:
-    """Compute and compare. Return the exit status, with one line printed."""
+def _verify(args: argparse.Namespace) -> None:
+    """Compute and compare. What is the same is printed."""
     try:
         from .. import parallel, train
 
@@ -397,10 +382,9 @@ def _verify(args: argparse.Namespace) -> int:
         found = train._verify(args.certificate, find_function(args.function)(), args.first, args.last)
     except Exception as error:  # whatever the user's function raises
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        return fail("verify", 2, f"{kind}{error}")
+        raise ValueError(f"{kind}{error}") from error
     start = "what the function returns" if found.start is None else found.start
     if found.differs is not None:
-        return fail("verify", 1, f"step {found.differs} differs from {args.certificate}; started at {start}")
+        raise RuntimeError(f"step {found.differs} differs from {args.certificate}; started at {start}")
     count, at = len(found.steps), f"{found.steps[0]} to {found.steps[-1]}"
     print(f"{args.certificate}: {count} certified steps, {at}, are the same; started at {start}")
-    return 0

@@ -410,9 +410,8 @@ def metrics_path(text: str) -> Path:
 
 
 def words_of_file(path: Path, parser: argparse.ArgumentParser) -> list[str]:
-    """The options of a file as words of the command line."""
-    # A key is the name of an option without the two dashes, with `-` or `_` in it. A switch is true or false. What the
-    # file says wrongly ends with status 2.
+    """The options of a file as words of the command line. What it says wrongly ends with status 2."""
+    # A key is the name of an option without the two dashes, with `-` or `_` in it. A switch is true or false.
     try:
         with path.open("rb") as file:
             options = tomllib.load(file)
@@ -420,27 +419,25 @@ def words_of_file(path: Path, parser: argparse.ArgumentParser) -> list[str]:
         parser.error(f"--config {path} cannot be read: {error.strerror}")
     except (ValueError, RecursionError) as error:  # of an int of 5,000 digits too
         parser.error(f"--config {path} is not TOML: {error}")
-    return [_word_of_entry(path, parser, name, value) for name, value in options.items()]
-
-
-def _word_of_entry(path: Path, parser: argparse.ArgumentParser, name: str, value: Any) -> str:
-    known = {n[2:]: a for n, a in parser._option_string_actions.items() if n.startswith("--") and a.dest != "help"}
-    option = name.replace("_", "-")
-    if option not in known or option == "config":
-        shown = [n for n in known if n != "config" and not n.startswith("no-")]
-        parser.error(f"{path}: unknown option {name!r}{did_you_mean(option, shown)}")
-    action = known[option]
-    if isinstance(action, argparse.BooleanOptionalAction):
-        if not isinstance(value, bool):
-            parser.error(f"{path}: {name} must be true or false, got {value!r}")
-        yes, no = action.option_strings
-        return yes if value == (f"--{option}" == yes) else no  # `no-remat = true` is `remat = false`
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        parser.error(f"{path}: {name} must be a string or a number, got {value!r}")
-    if isinstance(value, int) and value.bit_length() > 64:  # hexadecimal digits may be many
-        parser.error(f"{path}: {name} must be a number of 64 bits")
-    try:
-        parser._check_value(action, parser._get_value(action, str(value)))  # here the file can be named
-    except argparse.ArgumentError as error:
-        parser.error(f"{path}: {error}")
-    return f"--{option}={value}"
+    every, words = parser._option_string_actions.items(), list[str]()
+    known = {word[2:]: action for word, action in every if word[:2] == "--" and action.dest not in ("help", "config")}
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if option not in known:
+            near = did_you_mean(option, [word for word in known if not word.startswith("no-")])
+            parser.error(f"{path}: unknown option {name!r}{near}")
+        action = known[option]
+        is_switch = isinstance(action, argparse.BooleanOptionalAction)
+        if is_switch != isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            expected = "true or false" if is_switch else "a string or a number"
+            parser.error(f"{path}: {name} must be {expected}, got {value!r}")
+        if is_switch:
+            yes, no = action.option_strings
+            words.append(yes if value == (f"--{option}" == yes) else no)  # `no-remat = true` is `remat = false`
+            continue
+        try:
+            parser._check_value(action, parser._get_value(action, str(value)))  # here the file can be named
+        except (argparse.ArgumentError, ValueError) as error:  # the latter: an int of 5,000 digits
+            parser.error(f"{path}: {error}")
+        words.append(f"--{option}={value}")
+    return words

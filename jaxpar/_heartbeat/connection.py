@@ -244,25 +244,21 @@ def find_secret(env: Mapping[str, str] = os.environ) -> Secret | None:
         path = env.get(SECRET_FILE, os.path.join(folder, "jaxpar", "secret"))
         if SECRET_FILE not in env and not os.path.lexists(path):
             return None
-        key, source = _read(path), f"the file {path}"
+        source = f"the file {path}"
+        try:
+            with files.opened(Path(path)) as file:
+                about = os.fstat(file.fileno())  # of what is open: the path may be another file by now
+                key = file.read(_LONGEST_KEY + 1)
+        except OSError as error:
+            raise RuntimeError(f"{_WHERE} in {path} cannot be read: {error.strerror}") from None
+        if about.st_uid != os.getuid() or about.st_mode & 0o077:
+            hint = f"run `chmod 600 {path}`, and make a new one if others could read it"
+            raise RuntimeError(f"{_WHERE} {path} must belong to you and be readable by you only; {hint}")
     key = key.strip()
     if not _SHORTEST <= len(key) <= _LONGEST_KEY:
         make = "`python -c 'import secrets; print(secrets.token_hex(32))'` makes one"
         raise RuntimeError(f"{_WHERE} in {source} must have {_SHORTEST} to {_LONGEST_KEY} bytes; {make}")
     return Secret(key, source)
-
-
-def _read(path: str) -> bytes:
-    try:
-        with files.opened(Path(path)) as file:
-            about = os.fstat(file.fileno())  # of what is open: the path may be another file by now
-            key = file.read(_LONGEST_KEY + 1)
-    except OSError as error:
-        raise RuntimeError(f"{_WHERE} in {path} cannot be read: {error.strerror}") from None
-    if about.st_uid != os.getuid() or about.st_mode & 0o077:
-        hint = f"run `chmod 600 {path}`, and make a new one if others could read it"
-        raise RuntimeError(f"{_WHERE} {path} must belong to you and be readable by you only; {hint}")
-    return key
 
 
 # Clocks and addresses.

@@ -80,7 +80,12 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
                 if not _link_frozen(path.parent, unfinished, content["frozen"]):
                     _write_arrays(unfinished / _FROZEN, frozen)
             body = {"format": FORMAT, "leaves": records, "files": _prints(unfinished), **content}
-            (unfinished / MANIFEST).write_text(_text_of(body))
+            _check(body)  # what would be refused is not written
+            outer = {"sha256": digest(body), "content": body}
+            text = json.dumps(outer)  # ASCII
+            words = f"the manifest has {len(text)} bytes, more than {MOST_BYTES}; save less info with it"
+            expect(len(text) <= MOST_BYTES, words)
+            (unfinished / MANIFEST).write_text(text if len(text) > _LINES else json.dumps(outer, indent=1))
             _flush_all(unfinished)
             os.rename(unfinished, path)
             flush_to_disk(path.parent)
@@ -89,8 +94,18 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
         raise OSError(f"checkpoint: {path} {words}") from error
 
 
-def read(path: Path) -> Found:
-    """The checkpoint at a path, all verified. A `CheckpointError` says why there is no good one."""
+def read(path: str | os.PathLike[str] | None) -> Found:
+    """The checkpoint at a path, all verified. It raises what `restore` raises."""
+    if path is None:
+        raise FileNotFoundError("checkpoint.restore: the path is None; checkpoint.latest found no checkpoint")
+    path = Path(path)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        hint = "; every process must see the directory of the checkpoints" if jax.process_count() > 1 else ""
+        raise FileNotFoundError(f"checkpoint.restore: there is nothing at {path}{hint}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} is unreadable: {error.strerror or error}") from error
     body = load(path)
     verify(path, body)
     try:
@@ -375,18 +390,6 @@ def load(path: Path) -> dict[str, Any]:
     if body["format"] > FORMAT:
         raise CheckpointError(f"{path} was saved by a newer jaxpar (format {body['format']}, this one has {FORMAT})")
     return body
-
-
-def _text_of(body: dict[str, Any]) -> str:
-    """The text of a manifest. `ValueError` for one that `load` would refuse."""
-    _check(body)
-    outer = {"sha256": digest(body), "content": body}
-    text = json.dumps(outer)
-    if len(text) < _LINES:
-        text = json.dumps(outer, indent=1)
-    words = f"the manifest has {len(text)} bytes, more than {MOST_BYTES}; save less info with it"
-    expect(len(text) <= MOST_BYTES, words)  # JSON is ASCII here
-    return text
 
 
 def digest(body: dict[str, Any]) -> str:

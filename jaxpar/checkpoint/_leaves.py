@@ -31,8 +31,11 @@ _SAID = ("name", "shape", "dtype", "impl")  # what the hash takes of what a chec
 
 
 @on_own_mesh
-def to_leaves(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
-    """A record and an array of its own memory for each leaf, so that the state can be donated right after."""
+def to_leaves(tree: Any, keep: bool = True) -> tuple[dict[str, int], list[dict[str, Any]], list[np.ndarray]]:
+    """The step of a state that has one, and for each leaf a record and an array of its own memory.
+
+    So the state can be donated right after.
+    """
     # Without `keep` the result has no arrays: this process writes nothing and only sends its parts to the others.
     slots, arrays = slots_of(tree), list[np.ndarray]()
     plain, _ = without_keys([slot.leaf for slot in slots])
@@ -41,7 +44,9 @@ def to_leaves(tree: Any, keep: bool = True) -> tuple[list[dict[str, Any]], list[
             # A copy, since the memory of an array on a CPU device is shared. Explicit, for `jax.transfer_guard`.
             array = np.array(jax.device_get(on_host))
             arrays.append(array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array)
-    return [slot.record() for slot in slots], arrays
+    step = getattr(tree, "step", None)
+    about = {} if step is None or np.ndim(step) else {"step": int(jax.device_get(step))}
+    return about, [slot.record() for slot in slots], arrays
 
 
 def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray], like: Any) -> tuple[Any, list[str]]:

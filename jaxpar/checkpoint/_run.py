@@ -176,45 +176,38 @@ class RecordWriter:
         """Assume that the file holds the records of a checkpoint."""
         self.place, self.last = place, json.dumps(records[-1])
 
-    def new(self, records: Sequence[dict[str, Any]]) -> list[str]:
-        """Those of a run's records that are not in the file yet, as JSON. All, where they begin otherwise."""
-        try:
-            number = 0 if self.place is None else self.place["number"]
-            if number > len(records) or (number and json.dumps(records[number - 1]) != self.last):
-                self.place, number = None, 0
-            return [json.dumps(record) for record in records[number:]]
-        except (TypeError, ValueError, RecursionError) as error:
-            raise TypeError(f"checkpoint: the record of an epoch must be JSON ({error})") from error
+    def append(self, records: Sequence[dict[str, Any]]) -> Place | None:
+        """Write those of a run's records that are not in the file yet, and return the place of the last one.
 
-    def append(self, records: Sequence[str]) -> Place | None:
-        """Append records, as JSON, and return the place of the last one. The disk has them on return.
-
-        After an `OSError` the file is as before.
+        Where they begin otherwise than those in the file, all are written. The disk has them on return. After an
+        `OSError` the file is as before.
         """
-        if not records:
-            return self.place
         path, size, lines = self.directory / _files.RECORDS, 0, bytearray()
-        place: Place | None = self.place
+        number = 0 if self.place is None else self.place["number"]
+        if number > len(records) or (number and json.dumps(records[number - 1]) != self.last):
+            self.place, number = None, 0
+        new, place = records[number:], self.place
+        if not new:
+            return place
         if os.path.lexists(path):
             with files.opened(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 file.seek(max(size - 1, 0))
                 if file.read(1) not in (b"\n", b""):  # a killed process left out the end of its line
                     lines += b"\n"
-        for record in records:
+        for i, record in enumerate(new, number + 1):
             before = None if place is None else {name: place[name] for name in ("at", "sha256")}
-            line = f'{{"record": {record}, "before": {json.dumps(before)}}}\n'.encode()
+            line = json.dumps({"record": record, "before": before}).encode() + b"\n"
             if len(line) > _LONGEST_LINE:
                 hint = f"more than {_LONGEST_LINE}; record fewer values in an epoch"
                 raise OSError(f"a record has {len(line)} bytes, {hint}")
-            number = 1 if place is None else place["number"] + 1
-            place = {"number": number, "at": size + len(lines), "sha256": hashlib.sha256(line).hexdigest()}
+            place = {"number": i, "at": size + len(lines), "sha256": hashlib.sha256(line).hexdigest()}
             lines += line
         files.append(path, bytes(lines))
         files.flush_to_disk(path)
         if not size:  # the file may be new
             files.flush_to_disk(self.directory)
-        self.place, self.last = place, records[-1]
+        self.place, self.last = place, json.dumps(new[-1])
         return place
 
 
@@ -225,9 +218,17 @@ def read_records(directory: Path, place: Place) -> list[dict[str, Any]]:
         with files.opened(path) as file:
             before: Place | None = place
             while before is not None and len(found) < place["number"]:
-                entry = _record_at(file, before)
+                file.seek(before["at"])
+                line = file.readline(_LONGEST_LINE)
+                _files.expect(hashlib.sha256(line).hexdigest() == before["sha256"], _files.CHECKSUM)
+                entry = json.loads(line)
+                _files.check_depth(entry)
+                _files.expect(type(entry["record"]) is dict, "it is not a record")
+                if (earlier := entry["before"]) is not None:
+                    _files.check_place({"number": 1, **earlier})
+                    _files.expect(earlier["at"] < before["at"], "the record before it comes later")
                 found.append(entry["record"])
-                before = entry["before"]
+                before = earlier
     except Exception as error:
         reason = getattr(error, "strerror", None) or error
         raise _files.CheckpointError(f"{path} is damaged: record {place['number'] - len(found)}: {reason}") from None
@@ -236,17 +237,3 @@ def read_records(directory: Path, place: Place) -> list[dict[str, Any]]:
             f"{path} is damaged: it does not have the {place['number']} records that were saved"
         )
     return found[::-1]
-
-
-def _record_at(file: Any, place: Place) -> dict[str, Any]:
-    """The line at a place, which was saved there."""
-    file.seek(place["at"])
-    line = file.readline(_LONGEST_LINE)
-    _files.expect(hashlib.sha256(line).hexdigest() == place["sha256"], _files.CHECKSUM)
-    entry = json.loads(line)
-    _files.check_depth(entry)
-    _files.expect(type(entry["record"]) is dict, "it is not a record")
-    if entry["before"] is not None:
-        _files.check_place({"number": 1, **entry["before"]})
-        _files.expect(entry["before"]["at"] < place["at"], "the record before it comes later")
-    return entry

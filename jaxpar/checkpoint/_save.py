@@ -50,11 +50,11 @@ def save(path: PathLike, state: Any) -> None:
     with processes.raise_together():
         if writes and os.path.lexists(path):
             raise FileExistsError(f"checkpoint.save: {path} exists already; choose another path, or remove it first")
-    records, arrays = _leaves.to_leaves(state, writes)
+    about, records, arrays = _leaves.to_leaves(state, writes)
     with processes.raise_together():
         if writes:
             listed, _ = _files.newest_first(path.parent)
-            content = {**step_of(state), "order": 1 + max((body["order"] for _, body in listed), default=0)}
+            content = {**about, "order": 1 + max((body["order"] for _, body in listed), default=0)}
             _files.write(path, content, records, arrays)
 
 
@@ -88,28 +88,13 @@ def restore(path: PathLike, like: Tree) -> Tree:
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like)]
     if all(sharding is None or sharding.is_fully_addressable for sharding in shardings):
-        return fill(read(path), like)
+        return fill(_files.read(path), like)
     # Leaves of several processes: all of them restore the one checkpoint that the first process was given.
     path = processes.ask_first(lambda: None if path is None else str(path))
     with processes.raise_together(CheckpointError):
-        found = read(path)
+        found = _files.read(path)
     processes.agree(f"checkpoint.restore: {path} is not the same checkpoint everywhere", _files.digest(found.body))
     return fill(found, like)
-
-
-def read(path: PathLike | None) -> Found:
-    """The checkpoint at a path, all verified. It raises what `restore` raises."""
-    if path is None:
-        raise FileNotFoundError("checkpoint.restore: the path is None; checkpoint.latest found no checkpoint")
-    path = Path(path)
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        hint = "; every process must see the directory of the checkpoints" if jax.process_count() > 1 else ""
-        raise FileNotFoundError(f"checkpoint.restore: there is nothing at {path}{hint}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} is unreadable: {error.strerror or error}") from error
-    return _files.read(path)
 
 
 @answers("checkpoint.latest")
@@ -196,7 +181,7 @@ def newest_good(
                     accepts(now := _files.read(path))
                     found = now
                     break
-                except CheckpointError as error:
+                except (CheckpointError, FileNotFoundError) as error:
                     failed[path] = f"{error}; looking for an earlier one"
         if all(map(os.path.lexists, failed)):
             for why in failed.values():
@@ -205,12 +190,6 @@ def newest_good(
             return found
         # The run that writes to the directory removed a checkpoint meanwhile, so there is a newer one.
     raise OSError(f"checkpoint: {directory} changes faster than it can be read; {_TRIES} checkpoints were gone")
-
-
-def step_of(state: Any) -> dict[str, int]:
-    """The step of a state, if it has one, for the manifest."""
-    step = getattr(state, "step", None)
-    return {} if step is None or np.ndim(step) else {"step": int(step)}
 
 
 def fill(found: Found, like: Any) -> Any:
@@ -298,17 +277,21 @@ class Manager:
     ) -> None:
         """As `save`. `records` are the records of the whole run. New records are written."""
         self.wait()
-        leaves, arrays = _leaves.to_leaves(state, self._writes)
+        about, leaves, arrays = _leaves.to_leaves(state, self._writes)
         with processes.raise_together():
             if records is not None:
                 info = {**info, "history": list(records[-_run.INSIDE :])}
-            content = {**step_of(state), "info": _as_json(info), **({"best": True} if best else {})}
-            new: list[str] | None = None
+            try:
+                info = json.loads(json.dumps(dict(info)))  # a copy, which the caller does not change meanwhile
+                _files.check_depth(info)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise TypeError(f"checkpoint.Manager.save: info must be a dict of JSON values ({error})") from error
+            content = {**about, "info": info, **({"best": True} if best else {})}
             if self._writes:
                 self._lock.acquire()
-                new = None if records is None else self._records.new(records)
             self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
-            writing = self._pool.submit(self._write, content, leaves, arrays, new)
+            now = None if records is None else list(records)  # the run goes on with its own list
+            writing = self._pool.submit(self._write, content, leaves, arrays, now)
         self._writing = writing
 
     def _lock_directory(self) -> None:
@@ -342,9 +325,29 @@ class Manager:
     ) -> tuple[Tree, dict[str, Any]] | None:
         """As `restore_latest`. One that `accepts` refuses by a `CheckpointError` is passed over too."""
         self.wait()
-        found = self._agree(accepts, wanted)
-        if found is None:
-            return None
+        refused, self._bad = "", set()  # what could not be read before may be readable now
+        # The first process chooses. Where another one cannot read the same, all of them look for an earlier one.
+        while True:
+            found: Found | None = None
+            with processes.raise_together(CheckpointError):
+                if self._writes or processes.count() == 1:
+                    found = newest_good(self.directory, self._bad, accepts, wanted)
+            path = json.loads(processes.exchange(json.dumps(None if found is None else str(found.path)))[0])
+            if path is None and refused:
+                raise CheckpointError(f"{refused}; and there is no earlier checkpoint that all processes can read")
+            if path is None:
+                return None
+            why = ""
+            try:
+                found = found or _files.read(path)
+            except (CheckpointError, FileNotFoundError) as error:
+                why = str(error)
+            refused = _first_difference(path, found, why)
+            if found is not None and not refused:
+                break
+            self._bad.add(Path(path))
+            if self._writes:
+                say(f"{refused}; looking for an earlier one")
         state, info = fill(found, like), found.body.get("info", {})
         if (place := found.body.get("records")) is not None:
             info = {**info, "history": self._read_records(found.path, place, info.get("history", []))}
@@ -361,35 +364,6 @@ class Manager:
             return last
         self._records.resume(place, found)
         return found
-
-    def _agree(self, accepts: Accepts, wanted: Wanted) -> Found | None:
-        """The newest checkpoint that every process can read, the same in all of them."""
-        refused, self._bad = "", set()  # what could not be read before may be readable now
-
-        def choose() -> str | None:
-            nonlocal found
-            found = newest_good(self.directory, self._bad, accepts, wanted)
-            return None if found is None else str(found.path)
-
-        # The first process chooses. Where another one cannot read the same, all of them look for an earlier one.
-        while True:
-            found: Found | None = None  # in the first process, what it has read
-            path = processes.ask_first(choose, CheckpointError)
-            if path is None and refused:
-                raise CheckpointError(f"{refused}; and there is no earlier checkpoint that all processes can read")
-            if path is None:
-                return None
-            why = ""
-            try:
-                found = found or read(path)
-            except (CheckpointError, FileNotFoundError) as error:
-                why = str(error)
-            refused = _first_difference(path, found, why)
-            if not refused:
-                return found
-            self._bad.add(Path(path))
-            if self._writes:
-                say(f"{refused}; looking for an earlier one")
 
     def wait(self) -> None:
         """Wait until all saved checkpoints are on disk. Raises `OSError` if one could not be written."""
@@ -426,7 +400,7 @@ class Manager:
             self._on_latest(path)
 
     def _write(
-        self, content: dict[str, Any], leaves: list[Any], arrays: list[np.ndarray], records: list[str] | None
+        self, content: dict[str, Any], leaves: list[Any], arrays: list[np.ndarray], records: list[Any] | None
     ) -> None:
         if not self._writes:
             return
@@ -453,13 +427,3 @@ def _first_difference(path: str, found: Found | None, why: str) -> str:
         if theirs != said[0][0]:
             return f"process {process}: {reason or f'{path} is another checkpoint than in process 0'}"
     return ""
-
-
-def _as_json(info: Any) -> dict[str, Any]:
-    """A copy of the info. `TypeError` where it cannot be saved."""
-    try:
-        copy = json.loads(json.dumps(dict(info)))
-        _files.check_depth(copy)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"checkpoint.Manager.save: info must be a dict of JSON values ({error})") from error
-    return copy

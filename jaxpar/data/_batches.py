@@ -43,27 +43,23 @@ def order_of(rng: Any, size: int, count: int | None = None) -> Order:
     With `count`, in place of an order: so many numbers from 0 and below 1 for each example, (size, count).
     """
     if rng is None:
-        stored = np.arange(size, dtype=np.int32)
-        return lambda epoch: stored
+        return lambda epoch: np.arange(size, dtype=np.int32)
     if not isinstance(rng, jax.Array | np.ndarray):
         raise TypeError(f"rng must be a random key, such as jax.random.key(0); got {type(rng).__name__}")
     checks.random_key(rng, "data.batches")
     # The key goes through host memory, since it may be on other devices than the default one.
     impl = str(jax.random.key_impl(rng)) if is_prng_key(rng) else None
     words = np.asarray(rng if impl is None else jax.random.key_data(rng))
-    return functools.partial(_drawing(size, count, impl), words)
+    return functools.partial(draw, words, size=size, count=count, impl=impl)
 
 
-@functools.lru_cache(maxsize=32)
-def _drawing(size: int, count: int | None, impl: str | None) -> Callable[..., jax.Array]:
-    def draw(words: jax.Array, epoch: jax.Array) -> jax.Array:
-        rng = jax.random.wrap_key_data(words, impl=impl)
-        if count is None:
-            return jax.random.permutation(jax.random.fold_in(rng, epoch), size).astype(np.int32)
-        rng = jax.random.fold_in(rng, 0xD4A35)  # not the key of an order
-        return jax.random.uniform(jax.random.fold_in(rng, epoch), (size, count), np.float32)
-
-    return jax.jit(draw)
+@functools.partial(jax.jit, static_argnames=("size", "count", "impl"))
+def draw(words: jax.Array, epoch: jax.Array, size: int, count: int | None, impl: str | None) -> jax.Array:
+    rng = jax.random.wrap_key_data(words, impl=impl)
+    if count is None:
+        return jax.random.permutation(jax.random.fold_in(rng, epoch), size).astype(np.int32)
+    rng = jax.random.fold_in(rng, 0xD4A35)  # not the key of an order
+    return jax.random.uniform(jax.random.fold_in(rng, epoch), (size, count), np.float32)
 
 
 class Run(NamedTuple):
@@ -111,23 +107,13 @@ def rows_of_parts(size: int, fraction: Any, rng: Any, shuffle: bool, where: str)
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The devices of a batch, and which of them share it. Without a mesh: the default device."""
+    """Which devices share a batch. Without a sharding it goes to the default device."""
 
-    mesh: Mesh | None = None  # a mesh without types, on which batches are made
-    # The axes of the mesh that split the first axis of a batch. Empty: each device has the whole batch.
-    axes: tuple[str, ...] = ()
-    given: NamedSharding | None = None  # the sharding that the user asked for, if it is another than that of this mesh
+    sharding: NamedSharding | None = None  # of the first axis, over a mesh without types, on which batches are made
+    parts: int = 1  # that the first axis is split into
+    given: NamedSharding | None = None  # the sharding that the user asked for, if it is another one
     # V, where a batch is for a step with virtual shards and the parts cannot share these evenly.
     virtual_shards: int | None = None
-
-    @property
-    def parts(self) -> int:
-        return 1 if self.mesh is None else math.prod([self.mesh.shape[axis] for axis in self.axes])
-
-    @property
-    def sharding(self) -> NamedSharding | None:
-        axes = self.axes[0] if len(self.axes) == 1 else self.axes or None
-        return None if self.mesh is None else NamedSharding(self.mesh, P(axes))
 
     def rows(self, count: int) -> int:
         """How many rows the arrays of a batch of `count` examples have."""
@@ -138,32 +124,29 @@ def split_of(
     devices: Sequence[Device] | None, axis_name: str, sharding: Any, virtual_shards: int | None, where: str
 ) -> Split:
     """The split for the options of `data.batches`."""
-    if sharding is None:
-        chosen = None if devices is None else checks.devices(devices, where)
-        checks.text(axis_name, where, "axis_name")
-        split = Split() if chosen is None else Split(Mesh(np.array(chosen), (axis_name,)), (axis_name,))
-    elif devices is not None:
+    split, axis_name = Split(), checks.text(axis_name, where, "axis_name")
+    if sharding is not None and devices is not None:
         raise ValueError(f"{where}: give devices or a sharding, not both; a sharding has the devices of its mesh")
-    else:
+    if sharding is not None:
         split = _split_of_sharding(check_sharding(sharding, where), where)
-    if virtual_shards is None:
-        return split
-    virtual_shards = checks.whole_number(virtual_shards, where, "virtual_shards")
-    if virtual_shards % split.parts == 0:  # whole shards fit each part, so nothing is padded
-        return split
-    return dataclasses.replace(split, virtual_shards=virtual_shards)
+    elif devices is not None:
+        chosen = checks.devices(devices, where)
+        split = Split(NamedSharding(Mesh(np.array(chosen), (axis_name,)), P(axis_name)), len(chosen))
+    if virtual_shards is None or checks.whole_number(virtual_shards, where, "virtual_shards") % split.parts == 0:
+        return split  # whole shards fit each part, so nothing is padded
+    return dataclasses.replace(split, virtual_shards=int(virtual_shards))
 
 
-def _split_of_sharding(sharding: NamedSharding, where: str) -> Split:
-    spec, mesh = sharding.spec, sharding.mesh
+def _split_of_sharding(given: NamedSharding, where: str) -> Split:
+    spec, mesh = given.spec, given.mesh
     if any(spec[1:]):  # images and labels have no other axis in common
         words = "reshard a batch by jax.device_put, or give data.prefetch one for each array"
         raise ValueError(f"{where}: the sharding of a batch splits its first axis only, got {spec}; {words}")
+    assert isinstance(mesh, Mesh)
     first = spec[0] if len(spec) else None
     axes = first if isinstance(first, tuple) else (first,) if first else ()
-    assert isinstance(mesh, Mesh)
-    split = Split(Mesh(mesh.devices, mesh.axis_names) if has_types(mesh) else mesh, axes)
-    return split if split.sharding == sharding else dataclasses.replace(split, given=sharding)
+    own = NamedSharding(Mesh(mesh.devices, mesh.axis_names) if has_types(mesh) else mesh, P(first))
+    return Split(own, math.prod([mesh.shape[axis] for axis in axes]), None if own == given else given)
 
 
 def check_sharding(sharding: Any, where: str) -> NamedSharding:
@@ -231,13 +214,13 @@ def convert_images(batch: Any, dtype: Any) -> Any:
 
 def batch_struct(arrays: Any, batch_size: int, dtype: Any) -> Any:
     """The shapes and dtypes of a batch of these arrays on the devices. "image" is of `dtype`."""
-
-    def struct(path: Any, array: Any) -> jax.ShapeDtypeStruct:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(arrays)
+    shapes: list[jax.ShapeDtypeStruct] = []
+    for path, array in leaves:
         is_image = isinstance(arrays, dict) and path[0].key == "image"
         kept = dtype if is_image and dtype is not None else jax.dtypes.canonicalize_dtype(array.dtype)
-        return jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), np.dtype(kept))
-
-    return jax.tree_util.tree_map_with_path(struct, arrays)
+        shapes.append(jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), np.dtype(kept)))
+    return structure.unflatten(shapes)
 
 
 def send(array: Any, rows: np.ndarray | None, sharding: NamedSharding | None) -> jax.Array:
@@ -276,10 +259,9 @@ def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whol
 def as_batch(arrays: Any, split: Split) -> Any:
     """The arrays as the user asked for them, marked if they are padded. A program with collectives may take them."""
     # Nothing is copied.
-    given = split.given
-    if split.mesh is not None:
-        wait_before_collectives(arrays, tuple(split.mesh.devices.flat))
-    if given is not None:
+    if split.sharding is not None:
+        wait_before_collectives(arrays, tuple(split.sharding.device_set))
+    if (given := split.given) is not None:
         arrays = jax.tree.map(lambda array: with_sharding(array, given), arrays)
     return arrays if split.virtual_shards is None else PaddedBatch(arrays, split.virtual_shards)
 
@@ -339,7 +321,7 @@ def plan_batches(
 
 def from_host(arrays: Any, plan: Plan, dtype: Any) -> Iterator[Any]:
     """Batches of a pytree of arrays in host memory. Transfers run while earlier batches are in use."""
-    split, sharding = plan.split, plan.split.sharding
+    split = plan.split
 
     def sent() -> Iterator[Any]:
         epoch, rows = None, np.empty(0, np.int32)
@@ -349,7 +331,7 @@ def from_host(arrays: Any, plan: Plan, dtype: Any) -> Iterator[Any]:
             for at in range(run.first, run.first + run.number * run.batch_size, run.batch_size):
                 wanted = rows[at : at + run.batch_size]
                 wanted = np.pad(wanted, (0, split.rows(len(wanted)) - len(wanted)), mode="edge")
-                batch = jax.tree.map(lambda array, wanted=wanted: send(array, wanted, sharding), arrays)
+                batch = jax.tree.map(lambda array, wanted=wanted: send(array, wanted, split.sharding), arrays)
                 yield convert_images(batch, dtype)
 
     return each_in_user_mesh(as_batch(batch, split) for batch in ahead(sent(), _AHEAD))
@@ -362,19 +344,30 @@ def from_host(arrays: Any, plan: Plan, dtype: Any) -> Iterator[Any]:
 _residents: weakref.WeakKeyDictionary[Any, dict[Any, tuple[jax.Array, jax.Array]]] = weakref.WeakKeyDictionary()
 
 
-def _placement(split: Split) -> Any:
-    return split.mesh or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def has_room(dataset: Any, split: Split) -> bool:
-    """Whether each device has room for two copies of the data set. A device that does not say has."""
-    mesh = split.mesh
-    room = _placement(split) in _residents.get(dataset, {})
-    if not room:
+@answers("data.batches")
+def resident(dataset: Any, split: Split, wanted: bool | None = None) -> tuple[jax.Array, jax.Array] | None:
+    """Images and labels, whole on each device. None if they are not `wanted`, by default for lack of memory."""
+    # They are sent once in the data set's life, unless it is used on ever other devices.
+    mesh: Any = None if split.sharding is None else split.sharding.mesh
+    key = mesh or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    placed = _residents.setdefault(dataset, {})
+    if wanted is None:
+        # There must be room for two copies on each device. A device that does not say has room.
         devices = jax.local_devices()[:1] if mesh is None else mesh.local_devices
-        free = [size for size in map(free_bytes, devices) if size is not None]
-        room = 2 * (dataset.images.nbytes + dataset.labels.nbytes) <= min(free, default=float("inf"))
-    return processes.all_true(room) if mesh is not None and mesh.is_multi_process else room
+        free = (size for size in map(free_bytes, devices) if size is not None)
+        size = dataset.images.nbytes + dataset.labels.nbytes
+        has_room = key in placed or 2 * size <= min(free, default=math.inf)
+        wanted = processes.all_true(has_room) if mesh is not None and mesh.is_multi_process else has_room
+    if not wanted:
+        return None
+    if key not in placed:
+        if len(placed) == _COPIES:
+            del placed[next(iter(placed))]
+        whole = None if mesh is None else NamedSharding(mesh, P())
+        with outside_mesh():
+            images, labels = (send(as_jax_dtype(x), None, whole) for x in (dataset.images, dataset.labels))
+        placed[key] = images, labels
+    return placed[key]
 
 
 def free_bytes(device: Any) -> int | None:
@@ -388,30 +381,22 @@ def free_bytes(device: Any) -> int | None:
 
 
 def from_devices(
-    dataset: Any, plan: Plan, dtype: Any, *, most: int | None = None, stacked: bool = False
+    images: jax.Array, labels: jax.Array, plan: Plan, dtype: Any, *, most: int | None = None, stacked: bool = False
 ) -> Iterator[tuple[Any, int]]:
     """Batches gathered from the copies on the devices, several at a time, and how many of these count.
 
     At the end of a run fewer count, and the rest are copies of the last example. `most`: how many at a time.
     """
     split = plan.split
-    whole = None if split.mesh is None else NamedSharding(split.mesh, P())
-    placed, key = _residents.setdefault(dataset, {}), _placement(split)
-    if key not in placed:
-        # They are sent once in the data set's life, unless it is used on ever other devices.
-        if len(placed) == _COPIES:
-            del placed[next(iter(placed))]
-        images, labels = (send(as_jax_dtype(x), None, whole) for x in (dataset.images, dataset.labels))
-        placed[key] = images, labels
-    images, labels = placed[key]
-    size = dataset.images[:1].size * (images.dtype if dtype is None else dtype).itemsize
+    where = None if split.sharding is None else images.sharding
+    size = math.prod(images.shape[1:]) * (images.dtype if dtype is None else dtype).itemsize
     epoch = rows = None
     for run in plan.all_runs:
         if run.epoch != epoch:
-            epoch, rows = run.epoch, put(plan.order(run.epoch), whole)
+            epoch, rows = run.epoch, put(plan.order(run.epoch), where)
         # Starting a program costs as much as a small batch.
         several = most or max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, run.batch_size * size)))
-        cursor = send(np.array(run.first, np.int32), None, whole)
+        cursor = put(np.array(run.first, np.int32), where)
         for done in range(0, run.number, several):
             found, cursor = gather(run.batch_size, several, split, dtype, stacked)(images, labels, rows, cursor)
             batches = as_batch(found, split) if stacked else [as_batch(batch, split) for batch in found]
@@ -426,23 +411,22 @@ def gather(count: int, several: int, split: Split, dtype: Any, stacked: bool) ->
     """
     # Each device gathers its share. The cursor stays on the devices, so that a batch needs nothing from the host. Past
     # the end of the order comes its last example, again and again. The rows of a padding are any examples.
+    spec = P(None) if split.sharding is None else split.sharding.spec
 
     def local(images: jax.Array, labels: jax.Array, rows: jax.Array, cursor: jax.Array) -> tuple[Any, jax.Array]:
         share = split.rows(count) // split.parts
-        start = cursor + lax.axis_index(split.axes) * share if split.axes else cursor
-
-        def batch(at: Any) -> dict[str, jax.Array]:
-            mine = rows.at[start + (at + np.arange(share, dtype=np.int32))].get(mode="clip")
+        start = cursor + lax.axis_index(spec[0]) * share if spec[0] else cursor
+        firsts, found = np.arange(several, dtype=np.int32) * count, list[dict[str, jax.Array]]()
+        for first in [firsts[:, None]] if stacked else firsts:
+            mine = rows.at[start + (first + np.arange(share, dtype=np.int32))].get(mode="clip")
             image = images.at[mine].get(mode="promise_in_bounds")
             image = lax.optimization_barrier(image)  # XLA on a CPU takes three times as long for both in one loop
-            return {"image": convert_image(image, dtype), "label": labels.at[mine].get(mode="promise_in_bounds")}
+            label = labels.at[mine].get(mode="promise_in_bounds")
+            found.append({"image": convert_image(image, dtype), "label": label})
+        return found[0] if stacked else found, cursor + several * count
 
-        firsts = np.arange(several, dtype=np.int32) * count
-        found = batch(firsts[:, None]) if stacked else [batch(first) for first in firsts]
-        return found, cursor + several * count
-
-    if split.mesh is None:
+    if split.sharding is None:
         return jax.jit(local)
-    mesh, spec = split.mesh, P(None, split.axes) if stacked else P(split.axes)
-    shards = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=(spec, P()))
-    return jax.jit(shards, out_shardings=(NamedSharding(mesh, spec), NamedSharding(mesh, P())))
+    mesh, spec_of_batch = split.sharding.mesh, P(None, *spec) if stacked else spec
+    shards = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=(spec_of_batch, P()))
+    return jax.jit(shards, out_shardings=(NamedSharding(mesh, spec_of_batch), NamedSharding(mesh, P())))

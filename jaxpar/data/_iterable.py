@@ -21,7 +21,7 @@ from .._core import checks
 from .._core.arrays import check_plain
 from .._core.calls import answers, takes
 from .._devices import processes
-from .._devices.mesh import STORE_AXIS, split_over
+from .._devices.mesh import split_over
 from .._devices.virtual_shards import PaddedBatch, pad_rows
 from . import _batches
 
@@ -111,26 +111,27 @@ class IterableSource:
         `start` skips batches. Earlier epochs are not read. The earlier batches of this epoch are read and dropped,
         unless `set_state` set a position within the epoch. An iterator cannot be rewound, so it skips nothing.
         """
-        checks.whole_number(batch_size, _WHERE, "batch_size")
-        if virtual_shards is not None:
-            checks.even_share(batch_size, virtual_shards, _WHERE, of="virtual shards")
+        batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
         share = checks.even_share(batch_size, processes.count(), _WHERE, of="processes")  # which this process reads
         examples = self.examples(batch_size)
         checks.whole_batch(examples, batch_size, _WHERE)
-        steps = examples // batch_size
-        split = _batches.split_of(devices, STORE_AXIS, sharding, virtual_shards, _WHERE)
+        places: dict[str, Any] = {"devices": devices, "sharding": sharding, "virtual_shards": virtual_shards}
+        plan = _batches.plan_batches(examples, batch_size, _WHERE, epochs=epochs, start=start, **places)
+        split, steps = plan.split, examples // batch_size
         padding = split.rows(batch_size) - batch_size
         if padding and processes.count() > 1:  # each reads an equal share of a batch, and a padding is at its end
             shared = f"the {virtual_shards} virtual shards of the step evenly; use a number that divides these"
             raise ValueError(f"{_WHERE}: {split.parts} devices cannot share {shared}, or data.from_arrays")
         sharding = _share_sharding(batch_size + padding, split)
-        once = self.source if isinstance(self.source, Iterator) else None
-        for epoch, first, _, _ in _batches.runs(steps * batch_size, batch_size, epochs, start):
+        for epoch, first, _, _ in plan.all_runs:
             skipped = first // batch_size
-            elements = once if once is not None else iter(self._epoch(epoch))
-            at = epoch * steps
+            elements: Any = iter(self._epoch(epoch))
+            at, state = epoch * steps, self._under_way.pop("state", None)
+            is_there = bool(skipped and state and state["batches"] == at + skipped and hasattr(elements, "set_state"))
+            if is_there:
+                _set_state(elements, state)
             # An iterator that is read once goes on where the run before left it: nothing is read and dropped.
-            found = skipped if once is not None or self._is_restored(elements, at + skipped, skipped) else 0
+            found = skipped if is_there or self.is_read_once else 0
             for batch in itertools.islice(self._host_batches(elements, share), steps - found):
                 found += 1
                 if found > skipped:
@@ -157,18 +158,10 @@ class IterableSource:
 
         An iterator moves at once. Other sources move at the next call of `batches`.
         """
-        if isinstance(self.source, Iterator):
+        if self.is_read_once:
             _set_state(self.source, state)
         else:
             self._under_way["state"] = state
-
-    def _is_restored(self, elements: Any, batches: int, skipped: int) -> bool:
-        """Whether a new iterator was set to the place after so many batches. Otherwise they are read and dropped."""
-        state = self._under_way.pop("state", None)
-        if not skipped or state is None or state["batches"] != batches or not hasattr(elements, "set_state"):
-            return False
-        _set_state(elements, state)
-        return True
 
     def batch_shapes(self, batch_size: int, like: Any = None) -> Any:
         """The shapes and dtypes of a device batch.
@@ -352,7 +345,7 @@ class _Subset:
 
 def _share_sharding(rows: int, split: _batches.Split) -> NamedSharding | None:
     """The sharding of a batch whose rows are shared equally by the processes. None: the default device."""
-    if split.mesh is None or split.sharding is None:
+    if split.sharding is None:
         return None
     checks.even_share(rows, split.parts, _WHERE)
     here = split.sharding.addressable_devices_indices_map((rows,)).values()
@@ -360,9 +353,9 @@ def _share_sharding(rows: int, split: _batches.Split) -> NamedSharding | None:
     if sum(last - first for first, last in own) * processes.count() == rows:
         return split.sharding
     # It gives one row to several processes. So the batch is split over all devices, and a step sends the rows on.
-    devices = tuple(split.mesh.devices.flat)
-    checks.even_share(rows, len(devices), _WHERE)
-    return split_over(devices)
+    mesh: Any = split.sharding.mesh
+    checks.even_share(rows, mesh.size, _WHERE)
+    return split_over(tuple(mesh.devices.flat))
 
 
 # Tables and elements as arrays.

@@ -141,6 +141,7 @@ def default_data_dir() -> Path:
 def _builder_class(name: str) -> Any:
     """TFDS's builder of `name`. MNIST and its relatives read their idx files without TensorFlow."""
     tfds = _tfds()
+    from PIL import Image
     from tensorflow_datasets.image_classification import mnist
 
     stock = tfds.builder_cls(name)
@@ -160,19 +161,12 @@ def _builder_class(name: str) -> Any:
             if not len(images) == len(labels) == num_examples:
                 raise ValueError(f"expected {num_examples} images and labels, got {len(images)} and {len(labels)}")
             for index, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
-                yield index, {"image": _png(image), "label": label}
+                file = io.BytesIO()  # a PNG file, which TFDS stores as it is. TensorFlow would encode an array.
+                Image.fromarray(image).save(file, "PNG", compress_level=3)  # the default takes twice as long, saves 3 %
+                file.seek(0)
+                yield index, {"image": file, "label": label}
 
     return Builder
-
-
-def _png(image: np.ndarray) -> io.BytesIO:
-    """The image as a PNG file, which TFDS stores as it is. TensorFlow would encode an array."""
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, "PNG", compress_level=3)  # the default takes twice as long, saves 3 %
-    file.seek(0)
-    return file
 
 
 def prepared_dir(name: str, data_dir: Path) -> Path | None:
@@ -306,8 +300,12 @@ def load_copy(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray] | None:
     # The arrays must be those that `_decode_split` gives, whoever wrote the file.
     if found is None or found[0].dtype.kind not in "buif" or found[1].dtype != np.int32:
         return None
-    lengths = {array.shape[:1] for array in found}
-    return (found[0], found[1]) if lengths == {(_num_examples(folder, split),)} else None
+    try:
+        parts = json.loads((folder / "dataset_info.json").read_text())["splits"]
+        count = sum(int(length) for part in parts if part["name"] == split for length in part["shardLengths"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return (found[0], found[1]) if {array.shape[:1] for array in found} == {(count,)} else None
 
 
 def save_copy(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:
@@ -329,15 +327,6 @@ def _read_copy(path: Path, *names: str) -> list[np.ndarray] | None:
         return None
 
 
-def _num_examples(folder: Path, split: str) -> int | None:
-    """The number of examples of the split, according to TFDS. None if unknown."""
-    try:
-        splits = json.loads((folder / "dataset_info.json").read_text())["splits"]
-        return sum(int(length) for each in splits if each["name"] == split for length in each["shardLengths"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def _origin(folder: Path) -> str | None:
     """The origin of a copy: TFDS's version, and the names, sizes and times of its files. None if unknown."""
     try:
@@ -351,18 +340,8 @@ def _origin(folder: Path) -> str | None:
 
 # The four idx files of Fashion-MNIST: where they are, their published checksums, reading them without TensorFlow.
 
-FASHION_MNIST_CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
+_CLASSES = "T-shirt/top, Trouser, Pullover, Dress, Coat, Sandal, Shirt, Sneaker, Bag, Ankle boot"
+FASHION_MNIST_CLASSES = tuple(_CLASSES.split(", "))
 DEBIAN_DIR = Path("/usr/share/datasets/fashion-mnist")
 
 # As the authors published them: the SHA-256 of each file, and the time in its gzip header.

@@ -111,8 +111,8 @@ class Dataset:
         """`data.batches(dataset, batch_size, dtype=dtype, resident=resident, **options)`."""
         plan = _batches.plan_batches(len(self), batch_size, "data.batches", **options)
         dtype = None if dtype is None else np.dtype(dtype)
-        if _batches.has_room(self, plan.split) if resident is None else resident:
-            groups = _batches.from_devices(self, plan, dtype)
+        if (copies := _batches.resident(self, plan.split, resident)) is not None:
+            groups = _batches.from_devices(*copies, plan, dtype)
             return each_in_user_mesh(batch for batches, number in groups for batch in batches[:number])
         return _batches.from_host({"image": self.images, "label": self.labels}, plan, dtype)
 
@@ -238,7 +238,7 @@ def batches(
     [[0, 1, 2, 3], [4, 5]]
     """
     source = as_source(dataset)
-    size = usual_batch_size(batch_size, source)
+    size = usual_batch_size(source) if batch_size is None else batch_size
     other: dict[str, Any] = {"drop_remainder": drop_remainder, "sharding": sharding, "axis_name": axis_name}
     other |= {"dtype": dtype, "resident": resident, "virtual_shards": virtual_shards}
     # Not every kind of data has these options, so what was not given is left out.
@@ -385,9 +385,9 @@ def batch_groups(
     plan = _batches.plan_batches(len(dataset), batch_size, where, rng=rng, epochs=None, start=start, **places)
     if most is not None:
         checks.whole_number(most, where, "most")
-    if not _batches.has_room(dataset, plan.split):
+    if (copies := _batches.resident(dataset, plan.split)) is None:
         return None
-    return each_in_user_mesh(_batches.from_devices(dataset, plan, np.dtype(jnp.float32), most=most, stacked=True))
+    return each_in_user_mesh(_batches.from_devices(*copies, plan, np.dtype(jnp.float32), most=most, stacked=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -463,10 +463,8 @@ def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
 # For `train.fit`.
 
 
-def usual_batch_size(asked: int | None, source: Any) -> int:
-    """The size of a batch. Where none is asked for, that of the batches or of the source, otherwise 32."""
-    if asked is not None:
-        return asked
+def usual_batch_size(source: Any) -> int:
+    """The size of a batch where none is asked for: that of the batches or of the source, otherwise 32."""
     if not isinstance(source, IterableSource):
         return getattr(source, "batch_size", 32) if isinstance(source, ArraySource) else 32
     size: Any = getattr(source.source, "batch_size", None)

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 from .._core.calls import answers
@@ -374,7 +373,7 @@ def _start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, 
             return  # a single host
         names = "JAXPAR_COORDINATOR and JAXPAR_NUM_PROCESSES (the number of the process is JOB_COMPLETION_INDEX)"
         raise RuntimeError(f"{_WHERE}: jax finds no settings in {name}; set {names}, or install jax[k8s]") from error
-    rank, size = jax.process_index(), jax.process_count()
+    size, rank = numbers_of_jax()
     set_process(size, _join_through_jax(rank, size, heartbeat_timeout) if watch and size > 1 else None)
 
 
@@ -438,28 +437,20 @@ def _listen(host: str, ports: list[int]) -> socket.socket:
 
 
 def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> HeartbeatClient:
-    """The heartbeat client, after process 0 has sent the address and the secret of its server by a collective."""
+    """The heartbeat client, after process 0 has sent the port and the secret of its server by a collective."""
+    # Not by jax's key-value store, which everybody can read who reaches it.
     run: dict[str, Any] = {"job": "jax", "heartbeat_timeout": heartbeat_timeout, "pulse": Pulse()}
-    server, sent = None, np.zeros(256, np.uint8)
+    server, own = None, ""
     if rank == 0:
         secret, listener = new_secret("process 0"), socket.create_server(("", 0))
         server = HeartbeatServer(listener, **run, size=size, secret=secret, join_timeout=_JOIN_TIMEOUT)
-        text = f"{_own_host()}:{listener.getsockname()[1]} {secret.key.decode()}".encode()
-        sent[: len(text)] = np.frombuffer(text, np.uint8)
+        own = f"{listener.getsockname()[1]} {secret.key.decode()}"
     with ThreadPoolExecutor(1) as thread:  # in this one jax may be tracing, around a kv.create
-        sent = thread.submit(multihost_utils.broadcast_one_to_all, sent).result()
-    address, key = bytes(np.asarray(sent, np.uint8)).rstrip(b"\0").decode().split(" ")
-    secret = Secret(key.encode(), "process 0")
+        port, key = "".join(thread.submit(processes.exchange, own).result()).split(" ")
+    address = multihost_utils.distributed.global_state.coordinator_address  # pyright: ignore[reportPrivateImportUsage]
+    secret, (host, _) = Secret(key.encode(), "process 0"), split(address or "")
     client = HeartbeatClient(rank, size, **run, secret=secret, launched=False, server=server)
-    return _join_run(client, [split(address)], _JOIN_TIMEOUT, f"no answer at {address}")
-
-
-def _own_host() -> str:
-    """The address of this machine that others can reach. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect(("10.255.255.255", 1))
-        return probe.getsockname()[0]
-    return socket.gethostbyname(socket.gethostname())
+    return _join_run(client, [(host, int(port))], _JOIN_TIMEOUT, f"no answer at {host}:{port}")
 
 
 def _join_run(

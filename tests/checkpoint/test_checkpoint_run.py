@@ -54,9 +54,9 @@ def test_a_save_writes_only_what_is_new(tmp_path):
 
 def test_a_record_of_the_epoch_20001_writes_one_line(tmp_path):
     writer, before = _run.RecordWriter(tmp_path), records(20_000)
-    writer.append(writer.new(before))
+    writer.append(before)
     size = (tmp_path / "records.jsonl").stat().st_size
-    place = writer.append(writer.new(before + records(1, 20_001)))
+    place = writer.append(before + records(1, 20_001))
     assert (tmp_path / "records.jsonl").stat().st_size - size < 300
     assert place["number"] == 20_001
     assert len(json.dumps(place)) < 150
@@ -66,23 +66,23 @@ def test_a_record_of_the_epoch_20001_writes_one_line(tmp_path):
 def test_checkpoints_keep_their_records_where_a_run_goes_on_from_an_older_one(tmp_path):
     places, writer = [], _run.RecordWriter(tmp_path)
     for n in (1, 2, 3):
-        places.append(writer.append(writer.new(records(n))))
+        places.append(writer.append(records(n)))
     older = _run.RecordWriter(tmp_path)
     older.resume(places[0], _run.read_records(tmp_path, places[0]))
     other = [*records(1), *records(2, first=7)]
-    branch = older.append(older.new(other))
+    branch = older.append(other)
     for place, expected in [*((p, records(n)) for n, p in enumerate(places, 1)), (branch, other)]:
         assert str(_run.read_records(tmp_path, place)) == str(expected)
-    again = older.append(older.new(records(2, first=30)))  # another history: all of it is written
+    again = older.append(records(2, first=30))  # another history: all of it is written
     assert str(_run.read_records(tmp_path, again)) == str(records(2, first=30))
 
 
 def test_a_line_that_was_cut_short_costs_no_other(tmp_path):
     writer = _run.RecordWriter(tmp_path)
-    first = writer.append(writer.new(records(2)))
+    first = writer.append(records(2))
     with open(tmp_path / "records.jsonl", "ab") as file:
         file.write(b'{"record": {"epo')
-    second = writer.append(writer.new(records(3)))
+    second = writer.append(records(3))
     assert str(_run.read_records(tmp_path, first)) == str(records(2))
     assert str(_run.read_records(tmp_path, second)) == str(records(3))
 
@@ -101,7 +101,7 @@ def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
 def test_damaged_records_are_refused_or_whole(tmp_path_factory, at, bit, cut):
     folder = tmp_path_factory.mktemp("records")
     writer = _run.RecordWriter(folder)
-    place = writer.append(writer.new(records(4)))
+    place = writer.append(records(4))
     file = folder / "records.jsonl"
     raw = bytearray(file.read_bytes())
     at %= len(raw)

@@ -17,7 +17,8 @@ def parser():
 
 
 def run(*words):
-    return commands.plot(parser().parse_args(words))
+    args = parser().parse_args(words)
+    return args.run(args)
 
 
 @pytest.fixture

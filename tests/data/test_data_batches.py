@@ -235,7 +235,7 @@ def test_residence_is_decided_by_the_memory_that_is_free(monkeypatch):
         monkeypatch.setattr(_batches, name, lambda *args, name=name, run=run: chosen.append(name) or run(*args))
     for room in (None, 10**9, 100):
         free.append(room)
-        batches(dataset, 8, devices=jax.devices()[:2])
+        batches(make(40), 8, devices=jax.devices()[:2])
     assert chosen == ["from_devices", "from_devices", "from_host"]
     list(batches(dataset, 8, devices=jax.devices()[:2], resident=True))
     batches(dataset, 8, devices=jax.devices()[:2])

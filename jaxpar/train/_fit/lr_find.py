@@ -125,7 +125,8 @@ def lr_find(
     rates = np.geomspace(float(lowest), float(highest), steps).tolist()
     check_is_state(state, _WHERE)
     source = data.as_source(train_data)
-    batch_size = checks.whole_number(data._usual_batch_size(batch_size, source), _WHERE, "batch_size")
+    batch_size = data._usual_batch_size(source) if batch_size is None else batch_size
+    batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
     checks.whole_batch(source.examples(batch_size), batch_size, _WHERE)
     with outside_mesh():
         own = updaters.set_learning_rate(own_copies(state), rates[0])  # refused before work is spent

@@ -108,7 +108,9 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
         )
     check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
     source = data.as_source(train_data)
-    numbers = _check_options({**given, "batch_size": data._usual_batch_size(given["batch_size"], source)})
+    if given["batch_size"] is None:
+        given["batch_size"] = data._usual_batch_size(source)
+    numbers = _check_options(given)
     epochs, max_steps, batch_size = numbers.pop("epochs"), numbers.pop("max_steps"), numbers["batch_size"]
     evaluated = {name: given[name] for name in ("test_data", "apply_fn", "eval_data", "eval_fn")}
     evaluation = plan_evaluation(**evaluated, batch_size=batch_size)
