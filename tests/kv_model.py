@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxpar import kv
 
@@ -55,9 +56,26 @@ def assert_unchanged(store, before):
 
 def axes_of(store, axis_name="data"):
     """`in_axes` of a store for `pmap`, out of its partition specs."""
-    spread = jax.sharding.PartitionSpec(axis_name)
     leaves, structure = jax.tree.flatten(kv.partition_specs(store, axis_name))
-    return structure.unflatten([0 if spec == spread else None for spec in leaves])
+    return structure.unflatten([0 if spec == P(axis_name) else None for spec in leaves])
+
+
+def over(engine, store, devices, body):
+    """`body(store, share) -> store` on each device, by `pmap` or `shard_map`. The store goes in and out."""
+    if engine == "pmap":
+        axes = axes_of(store)
+        return jax.pmap(body, "data", in_axes=(axes, 0), out_axes=axes, devices=devices)
+    specs = kv.partition_specs(store, "data")
+    return on_mesh(lambda s, share: body(s, jax.tree.map(lambda x: x[0], share)), devices, (specs, P("data")), specs)
+
+
+REPLICATED = P()
+
+
+def on_mesh(body, devices, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False):
+    """A function over a mesh of these devices with the one axis "data", jitted."""
+    specs = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
+    return jax.jit(jax.shard_map(body, mesh=Mesh(np.array(devices), ("data",)), **specs))
 
 
 # ---- compiled programs

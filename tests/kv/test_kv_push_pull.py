@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from kv_model import ROUNDING, Model, axes_of, compilations, put, whole_numbers
+from kv_model import ROUNDING, Model, compilations, on_mesh, over, put, whole_numbers
 
 from jaxpar import kv, updaters
 
@@ -244,23 +244,6 @@ def test_under_jit_with_lists(kind, updater):
     check(store, model)
 
 
-def over(engine, kind, devices, body, updater):
-    """`body(store, share)` on each device under `pmap` or `shard_map`, the store going in and out."""
-    store, model = start(kind, updater)
-    store = kv.place(store, devices)
-    if engine == "pmap":
-        axes = axes_of(store)
-        return store, model, jax.pmap(body, "data", in_axes=(axes, 0), out_axes=axes, devices=devices)
-    mesh = Mesh(np.array(devices), ("data",))
-    specs = kv.partition_specs(store, "data")
-
-    def one(store, share):
-        return body(store, jax.tree.map(lambda x: x[0], share))
-
-    run = jax.shard_map(one, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check_vma=False)
-    return store, model, jax.jit(run)
-
-
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map"])
@@ -271,9 +254,10 @@ def test_inside_pmap_and_shard_map(engine, kind, count):
         store, pulled = kv.pushpull(store, keys, shares, axis_name="data")
         return kv.push(store, keys, [p / count for p in pulled], axis_name="data")
 
-    store, model, run = over(engine, kind, devices, body, updaters.stateless(add_twice))
+    store, model = start(kind, updaters.stateless(add_twice))
+    store = kv.place(store, devices)
     lists = [whole_numbers(k, count, *SHAPES[k]) for k in keys]
-    store = run(store, lists)
+    store = over(engine, store, devices, body)(store, lists)
     model.push(keys, [list(values) for values in lists])
     for key in keys:
         model.values[key] = model.values[key] * 3
@@ -283,13 +267,11 @@ def test_inside_pmap_and_shard_map(engine, kind, count):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_lists_inside_shard_map_are_summed_first(kind):
-    devices = jax.devices()[:4]
-    store, model, run = over(
-        "shard_map", kind, devices, lambda store, share: kv.push(store, 9, [share, share], axis_name="data"), add_twice
-    )
-    values = whole_numbers(1, 4, 17)
+    store, model = start(kind, add_twice)
+    store, values = kv.place(store, jax.devices()[:4]), whole_numbers(1, 4, 17)
+    push = lambda store, share: kv.push(store, 9, [share, share], axis_name="data")  # noqa: E731
     model.push([9], [[*values, *values]])
-    check(run(store, values), model)
+    check(over("shard_map", store, jax.devices()[:4], push)(store, values), model)
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
@@ -302,11 +284,9 @@ def test_inside_shard_map_with_its_checks_on(kind):
     def body(store, share):
         return kv.push(store, 9, share[0], axis_name="data")
 
-    mesh = Mesh(np.array(devices), ("data",))
-    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs))
     values = whole_numbers(1, 4, 17)
     model.push([9], [values])
-    check(run(store, values), model)
+    check(on_mesh(body, devices, (specs, P("data")), specs, check_vma=True)(store, values), model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -425,7 +405,7 @@ def test_a_plain_updater_on_values_that_live_on_different_devices():
     assert [value.devices() for value in kv.pull(store, [0, 1])] == [{first}, {second}]
 
 
-@pytest.mark.parametrize("kind", ["local", "device", "sharded"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_array_that_is_pushed_is_no_list_of_rows(kind, monkeypatch):
     """A walk through the rows takes 0.4 s for 10,000 of them."""
 
