@@ -81,20 +81,29 @@ def on_mesh(body, devices, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=
 # ---- compiled programs
 
 _COLLECTIVES = r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 
 
 def collectives_in(text):
     """(name, bytes of the results) of each collective in the text of a compiled program."""
-    found = []
+    return [(name, sum(map(bytes_of, shapes))) for _, name, shapes in placed_collectives_in(text)]
+
+
+def placed_collectives_in(text):
+    """(whether it is outside of the entry computation, as in a loop; name; (dtype, shape) of the results) of each."""
+    found, inside = [], True
     for line in text.splitlines():
-        match = re.search(rf"= (.*?) ({_COLLECTIVES})(-start)?\(", line)
-        if match:
+        if line.endswith("{"):
+            inside = not line.startswith("ENTRY")
+        if match := re.search(rf"= (.*?) ({_COLLECTIVES})(-start)?\(", line):
             shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            found.append(
-                (match[2], sum(_BYTES[d] * math.prod(map(int, filter(None, s.split(",")))) for d, s in shapes))
-            )
+            found.append((inside, match[2], [(d, tuple(map(int, filter(None, s.split(","))))) for d, s in shapes]))
     return found
+
+
+def bytes_of(array):
+    dtype, shape = array
+    return BYTES[dtype] * math.prod(shape)
 
 
 _compiled = [0]

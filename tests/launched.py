@@ -43,7 +43,16 @@ def write(folder, *parts):
     return ["--", "python", str(path)]
 
 
-def launch(*arguments, **env):
-    return subprocess.run(
-        command(*arguments), env=environment(**env), capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+def launch(*arguments, timeout=LIMIT, **env):
+    return _done(command(*arguments), timeout, env)
+
+
+def python(*arguments, expect=0, timeout=LIMIT, **env):
+    """Python in a process of its own, which ends with the expected status."""
+    done = _done([sys.executable, *arguments], timeout, env)
+    assert done.returncode == expect, done.stderr
+    return done
+
+
+def _done(words, timeout, env):
+    return subprocess.run(words, env=environment(**env), capture_output=True, text=True, timeout=timeout, check=False)

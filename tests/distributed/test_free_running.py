@@ -21,6 +21,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, strategies as st
+from launched import python
 
 import jaxpar
 from jaxpar import free_running, kv
@@ -238,8 +239,7 @@ print("VARIABLE", os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"))
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux only")
 def test_ray_listens_on_loopback_only():
     pytest.importorskip("ray", reason="Ray is not installed")
-    done = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", LISTENING, timeout=300)
     addresses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("LISTENS")]
     assert len(addresses) >= 3, done.stdout
     # 127.0.0.1 and ::1, ::ffff:127.0.0.1 as the tables of Linux have them on a little-endian machine

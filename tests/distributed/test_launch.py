@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import HEAD, LIMIT, MEMBER, command, environment, launch, write
+from launched import HEAD, LIMIT, MEMBER, command, environment, launch, python, write
 
 from jaxpar.__main__ import main
 from jaxpar._launch import share_gpus, visible_gpus
@@ -327,11 +327,7 @@ def test_a_report_says_more_than_the_status_that_follows_it(program):
         sys.exit(main(["launch", "-n", "2", "--", *sys.argv[1:]]))
     """
     *_, path = program("time.sleep(0.3 * rank)\nif rank == 0: sys.exit(4)\ntime.sleep(60)", member=True)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(slow), sys.executable, path],
-        env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 4
+    done = python("-c", textwrap.dedent(slow), sys.executable, path, expect=4)
     assert "failed: it ended with status 4; ending the others" in done.stderr
 
 
@@ -367,10 +363,7 @@ def test_children_end_when_the_launcher_is_killed(program):
 def test_the_launcher_needs_no_jax(program):
     arguments = ["launch", "-n", "1", *program("sys.exit(5)")]
     code = f"import sys; from jaxpar.__main__ import main; print(main({arguments}), 'jax' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-    assert done.stdout == "5 False\n"
+    assert python("-c", code).stdout == "5 False\n"
 
 
 @pytest.mark.parametrize(
@@ -440,8 +433,5 @@ def test_only_a_status_that_ends_the_process_is_a_failure(source, status):
         {source.replace(chr(10), chr(10) + "    ")}
     work()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=LIMIT
-    )
-    assert done.returncode == (status or 0)
+    done = python("-c", textwrap.dedent(program), expect=status or 0)
     assert done.stdout.splitlines()[-1] == (f"failed {status}" if status else "left")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kv_model import put, whole_numbers
+from launched import python
 
 from jaxpar import parallel
 from jaxpar._core import checks
@@ -177,10 +178,7 @@ def test_use_cpu_devices_before():
     program = (
         "from jaxpar import parallel as p; p.use_cpu_devices(3); import jax; print(jax.devices()); p.use_cpu_devices(3)"
     )
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
-    result = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("Cpu") == 3
+    assert python("-c", program, JAX_PLATFORMS="").stdout.count("Cpu") == 3
 
 
 STEPS = """

@@ -1,12 +1,11 @@
 """Compiled programs on disk: a second process loads what the first one compiled."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import jax
 import pytest
+from launched import python
 
 from jaxpar import train
 from jaxpar.train._fit import compile_cache
@@ -26,10 +25,7 @@ PROGRAM = textwrap.dedent("""
 
 
 def run(tmp_path, **more):
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "XDG"))}
-    env |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", **more}
-    result = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True)
-    place, hits = result.stdout.split()
+    place, hits = python("-c", PROGRAM, XDG_CACHE_HOME=str(tmp_path), XLA_FLAGS="", **more).stdout.split()
     return place, int(hits)
 
 

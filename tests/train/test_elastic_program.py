@@ -3,7 +3,6 @@
 import functools
 import inspect
 import json
-import subprocess
 import sys
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from launched import environment
+from launched import python
 
 from jaxpar import data, kv, train
 from jaxpar.train._elastic.group import differences, digest
@@ -73,14 +72,7 @@ def test_what_differs_is_named(name):
 def test_an_equal_program_is_equal_in_another_process_on_other_devices():
     source = f"import sys; sys.path[:0] = {sys.path!r}; import jax; jax.config.update('jax_num_cpu_devices', 5)\n"
     source += "import json, test_elastic_program as t; print(json.dumps(t.program(device=4)))"
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        env=environment(XLA_FLAGS="", PYTHONHASHSEED="7"),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == first()
+    assert json.loads(python("-c", source, XLA_FLAGS="", PYTHONHASHSEED="7").stdout) == first()
 
 
 def test_another_version_is_shown():

@@ -1,5 +1,6 @@
 """Params that are not trained: no gradient, no state, no byte between devices, for every engine, kind and option."""
 
+import math
 import re
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from kv_model import placed_collectives_in
 from step_model import EVERYWHERE, close, line, step_of
 
 from jaxpar import checkpoint, kv, parallel, train, updaters, viz
@@ -115,10 +117,7 @@ def test_the_schedule_of_mxnet_counts_without_them():
 
 def elements_sent(text):
     """How many elements the collectives of a compiled program have."""
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    found = re.findall(rf"= (\(?[^=]*?) (?:{kinds})[-(]", text)
-    shapes = [shape for line in found for shape in re.findall(r"\w+\[([\d,]*)\]", line)]
-    return sum(int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes)
+    return sum(math.prod(shape) for _, _, shapes in placed_collectives_in(text) for _, shape in shapes)
 
 
 @pytest.mark.sampled(1)

@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from kv_model import collectives_in
 
 from jaxpar import kv, parallel, train, viz
 from jaxpar.models import lenet, transformer
@@ -85,16 +86,11 @@ def compiled(name):
 
 def counted(text, devices):
     """The number and the bytes of the collectives in a text without loops, by other means than those tested."""
-    ops = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     found = {}
-    for line in text.splitlines():
-        match = re.match(rf"\s*(?:ROOT )?%[\w.-]+ = (.*?) ({ops})(?:-start)?\(", line)
-        if match:
-            arrays = re.findall(r"f32\[([\d,]*)\]", match[1])
-            nbytes = 4 * sum(int(np.prod([int(n) for n in dims.split(",") if n])) for dims in arrays)
-            nbytes = {"all-gather": nbytes // devices, "reduce-scatter": nbytes * devices}.get(match[2], nbytes)
-            number, total = found.get(match[2], (0, 0))
-            found[match[2]] = number + 1, total + nbytes
+    for name, nbytes in collectives_in(text):
+        nbytes = {"all-gather": nbytes // devices, "reduce-scatter": nbytes * devices}.get(name, nbytes)
+        number, total = found.get(name, (0, 0))
+        found[name] = number + 1, total + nbytes
     return found
 
 
