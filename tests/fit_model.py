@@ -37,6 +37,16 @@ def run_on(train_data, state=None, *, step=STEP, **options):
     return train.fit(start() if state is None else state, step, train_data, **options)
 
 
+def crash_after(epoch):
+    """A callback that raises after an epoch, before the checkpoint of it."""
+
+    def crash(state, record):
+        if record["epoch"] == epoch:
+            raise RuntimeError("crash")
+
+    return crash
+
+
 def same(state, other):
     np.testing.assert_array_equal(state.params["w"], other.params["w"])
     assert int(state.step) == int(other.step)

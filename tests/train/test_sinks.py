@@ -15,12 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_model import TEST, apply, points, run_on, start
+from fit_model import TEST, apply, crash_after, points, run_on, start
 
 from jaxpar import data, train
 
 TRAIN = points(50)  # three steps of 16
 run = functools.partial(run_on, TRAIN, test_data=TEST, apply_fn=apply)
+
+
+NAMES = {
+    *("train/loss", "train/accuracy", "train/seconds", "train/images_per_second"),
+    *("test/loss", "test/accuracy", "step/loss", "step/accuracy"),
+}
 
 
 def at(step):
@@ -72,13 +78,9 @@ def test_a_run_that_goes_on_has_each_epoch_once(tmp_path):
     def steps():
         return [int(r["step"]) for r in lines(path)]
 
-    def crash(state, record):
-        if record["epoch"] == 2:
-            raise RuntimeError("crash")
-
     # The crash comes before the second checkpoint, so that the second epoch is made and written twice.
     with pytest.raises(RuntimeError, match="crash"):
-        run(epochs=3, callbacks=[train.to_jsonl(path), crash])
+        run(epochs=3, callbacks=[train.to_jsonl(path), crash_after(2)])
     assert steps() == [3, 6]
     _, history = run(epochs=3, checkpoint_dir=tmp_path / "c", callbacks=train.to_jsonl(path))
     assert steps() == [3, 6, 9]
@@ -97,13 +99,8 @@ def test_a_run_that_goes_on_has_each_epoch_once(tmp_path):
 def test_the_same_object_after_a_crash_has_each_step_once(tmp_path):
     """As in a notebook, where the callback outlives the run that failed."""
     rows, board = train.to_jsonl(tmp_path / "m.jsonl"), train.to_tensorboard(tmp_path / "board")
-
-    def crash(state, record):
-        if record["epoch"] == 2:
-            raise RuntimeError("crash")
-
     with pytest.raises(RuntimeError, match="crash"):
-        run(callbacks=[rows, board, crash])
+        run(callbacks=[rows, board, crash_after(2)])
     _, history = run(callbacks=[rows, board])
     assert lines(tmp_path / "m.jsonl") == history
     assert [step for step, _ in scalars(tmp_path / "board")["train/loss"]] == [3, 6]
@@ -145,10 +142,7 @@ def test_tensorboard(tmp_path):
     run(callbacks=board, on_step=board.on_step, checkpoint_dir=tmp_path / "c")
     _, history = run(epochs=3, callbacks=train.to_tensorboard(tmp_path / "run"), checkpoint_dir=tmp_path / "c")
     found = scalars(tmp_path / "run")
-    assert set(found) == {
-        *("train/loss", "train/accuracy", "train/seconds", "train/images_per_second"),
-        *("test/loss", "test/accuracy", "step/loss", "step/accuracy"),
-    }
+    assert set(found) == NAMES
     assert [step for step, _ in found["step/loss"]] == [1, 2, 3, 4, 5, 6]
     for tag, name in (("train/loss", "loss"), ("test/accuracy", "test_accuracy")):
         assert found[tag] == [(r["step"], pytest.approx(r[name])) for r in history]
@@ -332,12 +326,6 @@ def test_two_do_not_write_one_file(tmp_path, monkeypatch, others):
 
 
 # ---- Weights & Biases and MLflow, written offline by their own packages and read back
-
-
-NAMES = {
-    *("train/loss", "train/accuracy", "train/seconds", "train/images_per_second"),
-    *("test/loss", "test/accuracy", "step/loss", "step/accuracy"),
-}
 
 
 @pytest.mark.others
