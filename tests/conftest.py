@@ -43,6 +43,11 @@ def devices(request):
     return found
 
 
+@pytest.fixture(params=["pmap", "shard_map"])
+def engine(request):
+    return request.param
+
+
 @pytest.fixture
 def quick_collections():
     """`gc.collect` looks at what the test made alone; of older objects there are millions, half a second each time."""

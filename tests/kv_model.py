@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxpar import kv
+from jaxpar._core.arrays import is_prng_key
 
 REFERENCE = json.loads((Path(__file__).parent / "reference" / "mxnet_1_9_1.json").read_text())
 KINDS = ("local", "device", "sharded", "dist_sync", "dist_device_sync")
@@ -42,16 +43,22 @@ def whole_numbers(seed, *shape, most=8):
     return np.random.default_rng(seed).integers(-most, most + 1, shape).astype(np.float32)
 
 
-def snapshot(store):
-    """A copy of everything in a store, to see later whether it changed."""
-    return [np.array(leaf) for leaf in jax.tree.leaves(store)], jax.tree.structure(store)
+def on_host(tree):
+    """Copies of the leaves as NumPy's arrays; of random keys their data."""
+    return jax.tree.map(lambda x: np.array(jax.random.key_data(x) if is_prng_key(x) else x), tree)
 
 
-def assert_unchanged(store, before):
+def snapshot(tree):
+    """A copy of everything in a store or a state, to see later whether it changed."""
+    return jax.tree.leaves(on_host(tree)), jax.tree.structure(tree)
+
+
+def assert_unchanged(tree, before):
     leaves, structure = before
-    assert jax.tree.structure(store) == structure
-    for leaf, old in zip(jax.tree.leaves(store), leaves, strict=True):
-        np.testing.assert_array_equal(np.asarray(leaf), old)
+    assert jax.tree.structure(tree) == structure
+    for leaf, old in zip(jax.tree.leaves(on_host(tree)), leaves, strict=True):
+        assert leaf.dtype == old.dtype
+        np.testing.assert_array_equal(leaf, old)
 
 
 def axes_of(store, axis_name="data"):

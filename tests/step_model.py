@@ -33,9 +33,10 @@ def trained(step, state, batches, first=0):
     return state, metrics
 
 
-def start(count=4, kind="device", tx=None, params=None, **options):
+def start(count=4, kind="device", tx=None, params=None, compression=None, **options):
     params = {"w": jnp.ones(3), "b": jnp.zeros(())} if params is None else params
     store = kv.from_params(params, kind=kind, optimizer=sgd() if tx is None else tx)
+    store = kv.set_gradient_compression(store, compression) if compression else store
     return train.create_state(store, 7, devices=jax.devices()[:count], **options)
 
 

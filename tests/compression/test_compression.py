@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 from jax.sharding import Mesh, PartitionSpec as P
-from kv_model import collectives_in
+from kv_model import collectives_in, on_host
 
 from jaxpar import compression
 
@@ -60,10 +60,6 @@ def encode_and_decode(coder, value, state=None):
 
 
 decode_sum = jax.jit(compression.decode_sum, static_argnums=(0, 2, 3))
-
-
-def on_host(tree):
-    return jax.tree.map(np.asarray, tree)
 
 
 def gradients(shape, seed=0, dtype="float32"):

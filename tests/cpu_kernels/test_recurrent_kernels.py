@@ -60,6 +60,11 @@ def run(cell, params, x, step=None, **options):
     return lax.scan(functools.partial(step, params), start, x, **options)[::-1]
 
 
+@pytest.fixture(params=CELLS)
+def cell(request):
+    return request.param
+
+
 def made(cell, steps=6, batch=5, width=20, inputs=7):
     gates = 4 if cell == "lstm" else 3
     params = {
@@ -91,7 +96,6 @@ def random_sizes(seed):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 200))])
 def test_random_loops(cell, seed):
     steps, batch, width = random_sizes(seed)
@@ -117,7 +121,6 @@ def test_random_loops(cell, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", CELLS)
 def test_rounding_of_long_sums_is_no_worse_than_that_of_lax(cell):
     params, x = made(cell, 64, 32, 256, 128)
     gradient = [jax.jit(jax.grad(lambda p, x, f=f: (f(p, x)[0] ** 2).sum())) for f in (
@@ -168,7 +171,6 @@ def test_under_transforms(cell, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", CELLS)
 def test_eager_calls(cell):
     params, x = made(cell)
     of_lax = functools.partial(loss, cell)
@@ -238,7 +240,6 @@ def test_sharded_arrays_take_the_loop_of_xla(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", CELLS)
 def test_export_and_other_dtypes_take_the_loop_of_xla(cell):
     params, x = made(cell)
     of_lax = functools.partial(run, cell)
@@ -493,7 +494,6 @@ def test_a_cell_that_draws_random_numbers_draws_the_same(kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, right)
 
 
-@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_few_steps(cell, steps):
     params, x = made(cell, steps)
@@ -502,7 +502,6 @@ def test_few_steps(cell, steps):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
 def test_any_number_of_batch_axes(cell, shape):
     params, x = made(cell, 4, 6)
@@ -536,7 +535,6 @@ def test_a_loop_without_inputs_and_a_carried_number():
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", [np.nan, *slow(np.inf, -np.inf)], ids=str)
 @pytest.mark.parametrize("where", ["input", "state", "h", "c", "x"])
-@pytest.mark.parametrize("cell", CELLS)
 def test_what_is_not_finite_is_where_lax_has_it(cell, where, value):
     params, x = made(cell, 3, 4, 9, 5)
     bad = x if where == "x" else params.get(where, params["bias"])
@@ -638,7 +636,6 @@ def test_the_same_bits_on_any_number_of_threads_and_devices(other):
     assert digests(BITS, **{"JAX_NUM_CPU_DEVICES": "1", **other}) == one
 
 
-@pytest.mark.parametrize("cell", CELLS)
 def test_an_example_has_the_same_bits_in_any_batch(cell):
     params, x = made(cell, 5, 37, 60, 5)
     few = {**params, **{k: params[k][11:14] for k in "ch" if k in params}}

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from kv_model import on_host
 
 from jaxpar import checkpoint, data, kv, parallel, train, updaters
 
@@ -50,10 +51,6 @@ def inside(mesh):
         before = jax.sharding.get_abstract_mesh(), jax.sharding.get_mesh()
         yield
         assert (jax.sharding.get_abstract_mesh(), jax.sharding.get_mesh()) == before
-
-
-def on_host(tree):
-    return jax.tree.map(np.asarray, tree)
 
 
 def same_bits(tree, other):
@@ -301,17 +298,15 @@ def trained(folder, source):
     return keep, restored.params, matrix, outputs, train.evaluate(resumed.params, scores, pictures(10), batch_size=4)
 
 
-@pytest.mark.parametrize("name", [pytest.param("explicit", marks=pytest.mark.slow), "explicit2d"])
-def test_fit_evaluation_and_checkpoints(name, tmp_path):
-    folders = map(str, itertools.count())
-    check_in(MESHES[name](), lambda: trained(tmp_path / next(folders), pictures()))
+SLOW_RUNS = [pytest.param("explicit", source, marks=pytest.mark.slow) for source in ("arrays", "a loader")]
 
 
-@pytest.mark.slow
-def test_fit_with_a_loader(tmp_path):
+@pytest.mark.parametrize(("name", "source"), [*SLOW_RUNS, ("explicit2d", "arrays")])
+def test_fit_evaluation_and_checkpoints(name, source, tmp_path):
     loader = [{"image": numbers(8, 3, seed=i), "label": np.arange(8) % 3} for i in range(3)]
     folders = map(str, itertools.count())
-    check_in(MESHES["explicit"](), lambda: trained(tmp_path / next(folders), loader))
+    given = pictures() if source == "arrays" else loader
+    check_in(MESHES[name](), lambda: trained(tmp_path / next(folders), given))
 
 
 def test_params_that_are_split_over_the_mesh_can_be_evaluated():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 from kv_model import assert_unchanged, collectives_in, compilations, on_mesh, over, put, snapshot, whole_numbers
-from step_model import ENGINES, by_hand, close, line, squares, trained, update_of
+from step_model import by_hand, close, line, squares, trained, update_of
 
 from jaxpar import checkpoint, kv, sparse, train, updaters
 
@@ -400,7 +400,6 @@ def arguments_of(state, field, count):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_the_all_reduce_needs_nothing_of_this_step(engine):
     step = train.make_train_step(squares, engine=engine)
     late, prompt = (step.lower(start(n, sgd()), line()).compile().as_text() for n in (1, 0))

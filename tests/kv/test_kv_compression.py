@@ -70,7 +70,6 @@ def test_mxnets_six_pushes_in_a_sharded_store(way):
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
-@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 def test_mxnets_six_pushes_inside_of_programs(engine, kind):
     devices = jax.devices()[:4]
     store = kv.place(compressed(kind, devices=devices), devices)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from kv_model import assert_unchanged, on_mesh, over, put, snapshot, whole_numbers
-from step_model import ENGINES, close
+from step_model import close
 
 from jaxpar import free_running, kv, train, updaters
 from jaxpar.updaters import _program
@@ -305,7 +305,6 @@ def test_a_plain_function_sees_whole_values_at_the_prompt(capsys):
     assert capsys.readouterr().out == "3 (3, 5)\n" * 4  # two pushes, two traces
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_a_plain_function_on_shares_must_be_elementwise(engine):
     devices = jax.devices()[:4]
 
@@ -333,14 +332,12 @@ def after_a_step(kind, engine, tx, **options):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_a_mask_by_axes_is_fine_where_all_values_are_vectors(engine):
     tx = optax.adamw(0.1, weight_decay=1.0, mask=by_axes)
     close(after_a_step("sharded", engine, tx), after_a_step("device", engine, tx))
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_grad_transform_takes_what_is_not_elementwise(engine):
     tx = optax.lamb(0.1, weight_decay=0.1)
     with pytest.raises(ValueError, match="use engine 'jit' or 'auto'"):

@@ -64,7 +64,6 @@ def test_under_jit():
     np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) + total)
 
 
-@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 def test_over_devices_without_a_dense_table(engine):
     indices = np.array([*INDICES, [2, 2]], np.int32)
     values = whole_numbers(1, 4, 2, 2)

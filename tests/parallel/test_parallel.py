@@ -15,7 +15,6 @@ from kv_model import put, whole_numbers
 from launched import python
 
 from jaxpar import parallel
-from jaxpar._core import checks
 from jaxpar.parallel import _devices
 
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -99,7 +98,6 @@ def test_what_cannot_be_summed(values, error, message):
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
-@pytest.mark.parametrize("engine", checks.ENGINES)
 def test_spmd(engine, count):
     devices = jax.devices()[:count]
 
@@ -117,7 +115,6 @@ def test_spmd(engine, count):
     assert run.__name__ == "fn"
 
 
-@pytest.mark.parametrize("engine", checks.ENGINES)
 def test_spmd_gives_the_gradient_of_the_whole_batch(engine):
     """shard_map sums the gradients of replicated arguments by itself where its checks are on: four times too much."""
     x, w = whole_numbers(0, 4, 2), jnp.float32(1.5)
@@ -136,7 +133,6 @@ def test_spmd_donates():
     assert x.is_deleted()
 
 
-@pytest.mark.parametrize("engine", checks.ENGINES)
 def test_spmd_says_what_is_wrong(engine):
     run = parallel.spmd(lambda x: x, engine=engine, axis_name="i", devices=jax.devices()[:4])
     with pytest.raises(ValueError, match=r"one entry for each of the 4 devices.*got shape \(8,\); reshape"):

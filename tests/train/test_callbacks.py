@@ -264,7 +264,6 @@ def test_what_is_no_callback():
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 def test_the_best_checkpoint_stays(tmp_path, engine):
     step = train.make_train_step(train.classification_loss(apply), engine=engine)
     values = (0.3, 0.9, 0.5, NAN, 0.8, 0.9)

@@ -15,7 +15,7 @@ import optax
 import pytest
 from interrupted_run import run as interrupted, start as begin
 from launched import python
-from step_model import ENGINES, adam, line, squares, start, step_of
+from step_model import adam, line, squares, start, step_of
 
 import jaxpar.__main__
 from jaxpar import checkpoint, data, train
@@ -72,7 +72,6 @@ HALVES = optax.sgd(0.125, momentum=0.5)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["device", "local", "sharded", "dist_sync"])
 def test_engines_and_kinds_of_equal_bits(tmp_path, engine, kind):
     """Nothing is rounded in eight steps, so the order of sums changes no bit."""

@@ -281,11 +281,10 @@ print("END", int(state.step), [sorted(record) for record in history], flush=True
 @pytest.mark.slow  # 20 seconds
 def test_a_resumed_run_that_makes_no_step_is_over_for_all(tmp_path):
     words = ["-n", "2", "--elastic", "--", sys.executable, "-c", RESUMED, str(tmp_path / "run")]
-    failed = launch(*words, "fail", timeout=100, **ENV)
+    failed = launch(*words, "fail", expect=1, timeout=100, **ENV)
     assert "RuntimeError: mine" in failed.stderr  # the evaluation after the first epoch, in process 0
     for _ in range(2):  # it is made again, and a callback ends the run at once; then the run is over
         done = launch(*words, "go", timeout=100, **ENV)
-        assert done.returncode == 0, done.stderr
         ends = re.findall(r"END 3 (.*)", done.stdout)
         assert len(ends) == 2, done.stdout
         assert len(set(ends)) == 1

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fit_model import LOSS, run_on
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from step_model import close, step_of
 
@@ -303,24 +304,20 @@ def test_fit_splits_a_batch_over_the_data_axes_only():
     arrays = {"image": rng.standard_normal((18, 8)).astype(np.float32), "label": rng.integers(0, 4, 18)}
     dataset = data.Dataset(arrays["image"], arrays["label"])
     loader = [{name: x[6 * i : 6 * i + 6] for name, x in arrays.items()} for i in range(3)]
-    step = train.make_train_step(train.classification_loss(lambda params, x: x @ params["w"]))
-    options = {"epochs": 1, "progress": False}
 
     def losses(source, **where):
-        store = kv.from_params({"w": np.ones((8, 4), np.float32)}, optimizer=optax.sgd(0.1), **where)
-        _, history = train.fit(train.create_state(store, 0), step, source, batch_size=6, **options)
+        state, step = train.start({"w": np.ones((8, 4), np.float32)}, optax.sgd(0.1), LOSS, **where)
+        _, history = run_on(source, state, step=step, epochs=1, batch_size=6)
         return [record["loss"] for record in history]
 
     for source in (dataset, loader):
         split = losses(source, mesh=mesh_of(2, 4), sharding=P(None, "model"))
         close(split, losses(source, devices=jax.devices()[:2]), rtol=1e-6)
     losses(data.from_arrays(arrays), mesh=mesh_of(2, 4), sharding=P(None, "model"))
-    state = train.create_state(
-        kv.from_params({"w": np.ones((8, 4), np.float32)}, optimizer=ADAM, mesh=mesh_of(2, 4)), 0
-    )
+    state, step = train.start({"w": np.ones((8, 4), np.float32)}, ADAM, LOSS, mesh=mesh_of(2, 4))
     with pytest.raises(ValueError, match="a batch of 9 cannot be divided by 2 devices"):
-        train.fit(state, step, dataset, batch_size=9, **options)
-    train.fit(state, step, OwnSource(), batch_size=8, **options)
+        run_on(dataset, state, step=step, epochs=1, batch_size=9)
+    run_on(OwnSource(), state, step=step, epochs=1, batch_size=8)
 
 
 def test_refusals():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import step_model
 from kv_model import compilations
 
 from jaxpar import data, kv, train
@@ -16,6 +17,10 @@ PARAMS = {"w": RNG.standard_normal((5, 4)).astype(np.float32)}
 
 def apply(params, images):
     return images @ params["w"]
+
+
+def state_on(kind, count, **options):
+    return step_model.start(count, kind, params=PARAMS, **options)
 
 
 def want(dataset=SET):
@@ -39,9 +44,7 @@ def test_every_example_counts_once(batch_size):
 @pytest.mark.parametrize("kind", ["device", "local", "sharded"])
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_of_a_state_on_any_devices(count, kind):
-    store = kv.from_params(PARAMS, kind=kind, optimizer=optax.sgd(0.1))
-    state = train.create_state(store, 0, devices=jax.devices()[:count])
-    close(train.evaluate(state, apply, SET, batch_size=16), want())
+    close(train.evaluate(state_on(kind, count), apply, SET, batch_size=16), want())
 
 
 def test_parameters_on_one_other_device_or_in_numpy():
@@ -51,13 +54,11 @@ def test_parameters_on_one_other_device_or_in_numpy():
 
 def test_fewer_examples_than_devices():
     few = data.Dataset(SET.images[:3], SET.labels[:3])
-    state = train.create_state(kv.from_params(PARAMS), 0)
-    close(train.evaluate(state, apply, few, batch_size=256), want(few))
+    close(train.evaluate(state_on("device", 8), apply, few, batch_size=256), want(few))
 
 
 def test_an_odd_last_batch_compiles_nothing_more():
-    state = train.create_state(kv.from_params(PARAMS), 0, devices=jax.devices()[:2])
-    programs = []
+    state, programs = state_on("device", 2), []
 
     def traced(params, images):
         programs.append(images.shape)
@@ -108,11 +109,6 @@ def want_matrix():
     for label, predicted in zip(BYTES.labels, probabilities().argmax(1), strict=True):
         matrix[label, predicted] += 1
     return matrix
-
-
-def state_on(kind, count):
-    store = kv.from_params(PARAMS, kind=kind, optimizer=optax.sgd(0.1))
-    return train.create_state(store, 0, devices=jax.devices()[:count])
 
 
 @pytest.mark.sampled(3)
@@ -180,8 +176,7 @@ def test_a_model_with_a_state_of_its_own():
         return apply(params, images) + model_state["shift"][None]
 
     shift = np.array([0, 0, 0, 9], np.float32)
-    store = kv.from_params(PARAMS, optimizer=optax.sgd(0.1))
-    state = train.create_state(store, 0, devices=jax.devices()[:2], model_state={"shift": jnp.asarray(shift)})
+    state = state_on("device", 2, model_state={"shift": jnp.asarray(shift)})
     logits = train.predict(state, shifted, BYTES, batch_size=16)
     np.testing.assert_allclose(logits, BYTES.images / 255 @ PARAMS["w"] + shift, rtol=1e-4, atol=1e-5)
     matrix = train.confusion_matrix(state, shifted, BYTES, batch_size=16)

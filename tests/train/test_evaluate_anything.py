@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import step_model
 from jax.sharding import AxisType, Mesh
 from kv_model import compilations
 
@@ -43,8 +44,7 @@ def close(scores, want=WANT):
 
 
 def state_of(count=4, kind="device", tx=None, params=PARAMS, **options):
-    store = kv.from_params(params, kind=kind, optimizer=tx or optax.sgd(0.1))
-    return train.create_state(store, 0, devices=jax.devices()[:count], **options)
+    return step_model.start(count, kind, tx, params, **options)
 
 
 def parts(size, rows=ROWS):

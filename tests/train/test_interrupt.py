@@ -10,14 +10,13 @@ import threading
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from fit_model import crash_after, same
-from interrupted_run import STEP, TX, run, start
+from fit_model import STEP, crash_after, same
+from interrupted_run import run, start
 from several_processes import free_address
 
-from jaxpar import kv, train
+from jaxpar import train
 from jaxpar.train._fit import interrupt
 
 HERE = Path(__file__).parents[1]
@@ -42,7 +41,7 @@ def whole():
     return run(start(), epochs=4)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def handlers():
     """The handlers of both signals are after the test what they were before."""
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -51,7 +50,6 @@ def handlers():
     assert [signal.getsignal(n) for n in numbers] == before
 
 
-@pytest.mark.usefixtures("handlers")
 def test_sigterm_saves_and_exits(tmp_path, capsys, whole):
     with pytest.raises(SystemExit) as raised:
         run(start(), epochs=4, checkpoint_dir=tmp_path, on_step=at(25, signal.SIGTERM))
@@ -67,7 +65,6 @@ def test_sigterm_saves_and_exits(tmp_path, capsys, whole):
     assert capsys.readouterr().out == f"jaxpar: resumed from step {step} in {tmp_path}\n"
 
 
-@pytest.mark.usefixtures("handlers")
 def test_ctrl_c_in_a_script_raises_with_the_state(capsys, whole):
     where = r"after step 33, in epoch 2 of 4; nothing was saved, as there is no checkpoint_dir$"
     with pytest.raises(KeyboardInterrupt, match=where) as raised:
@@ -82,7 +79,6 @@ def test_ctrl_c_in_a_script_raises_with_the_state(capsys, whole):
     assert int(state.step) == 53
 
 
-@pytest.mark.usefixtures("handlers")
 def test_ctrl_c_at_a_prompt_returns_and_the_same_call_goes_on(tmp_path, capsys, monkeypatch, whole):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     state, history = run(start(), epochs=4, checkpoint_dir=tmp_path, on_step=at(35, signal.SIGINT))
@@ -97,7 +93,6 @@ def test_ctrl_c_at_a_prompt_returns_and_the_same_call_goes_on(tmp_path, capsys, 
     assert int(more.step) == 100  # a finished run is followed by another
 
 
-@pytest.mark.usefixtures("handlers")
 def test_the_caller_decides(monkeypatch):
     state, history = run(start(), epochs=4, on_step=at(5, signal.SIGINT), on_interrupt="return", steps_per_execution=1)
     assert (int(state.step), history[-1]["interrupted"]) == (13, True)
@@ -108,7 +103,6 @@ def test_the_caller_decides(monkeypatch):
         run(start(), epochs=1, on_interrupt="never")
 
 
-@pytest.mark.usefixtures("handlers")
 def test_a_second_ctrl_c_stops_at_once():
     seen = []
 
@@ -123,7 +117,6 @@ def test_a_second_ctrl_c_stops_at_once():
     assert seen == [1]
 
 
-@pytest.mark.usefixtures("handlers")
 def test_an_interrupt_that_must_wait_is_confirmed(capsys, monkeypatch):
     monkeypatch.setattr(interrupt, "_CONFIRM_AFTER", 0.05)
 
@@ -146,7 +139,6 @@ def test_others_keep_their_handlers():
     assert (got, int(state.step)) == (["mine"], 20)
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(
     ("number", "at_prompt"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)]
 )
@@ -174,7 +166,6 @@ def test_a_signal_after_the_last_step_is_not_lost(number, at_prompt, saves, monk
     assert getattr(raised.value, "code", 143) == 143
 
 
-@pytest.mark.usefixtures("handlers")
 def test_another_thread_trains_too():
     got = []
     thread = threading.Thread(target=lambda: got.append(run(start(), epochs=1)))
@@ -238,9 +229,8 @@ def test_an_on_step_that_raises_brings_the_state_along():
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_an_exception_brings_the_state_along(kind):
-    store = kv.from_params({"w": np.zeros((4, 3), np.float32)}, kind=kind, optimizer=TX)
     with pytest.raises(RuntimeError, match="crash") as raised:
-        run(train.create_state(store, 3, devices=jax.devices()[:2]), epochs=4, callbacks=crash_after(2))
+        run(start(kind=kind), epochs=4, callbacks=crash_after(2))
     assert int(raised.value.state.step) == 40
     assert [r["epoch"] for r in raised.value.history] == [1, 2]
     assert "history up to step 40 are the attributes" in raised.value.__notes__[0]
@@ -411,7 +401,6 @@ def reply_to(kernel, message):
             return reply["content"]
 
 
-@pytest.mark.usefixtures("handlers")
 def test_no_timer_is_left_after_both_signals():
     before = set(threading.enumerate())
     with interrupt.Interrupts() as signals:

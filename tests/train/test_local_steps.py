@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import assert_unchanged, collectives_in, compilations, snapshot
-from step_model import ENGINES, adam, by_hand, close, line, sgd, squares, start, step_of, trained, update_of
+from step_model import adam, by_hand, close, line, sgd, squares, start, step_of, trained, update_of
 
 from jaxpar import checkpoint, train
 
@@ -107,7 +107,6 @@ def test_a_step_that_is_skipped_is_none_of_the_round():
     assert int(state.step) == 3
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_sent(engine):
     """The metrics at every step; the parameters in a branch that is taken once a round."""
     step = step_of(squares, engine=engine, local_steps=4, outer_optimizer=nesterov())

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from step_model import ENGINES, EVERYWHERE, adam, line, sgd, squares, start, step_of
+from step_model import EVERYWHERE, adam, line, sgd, squares, start, step_of
 
 from jaxpar import kv, parallel, train
 from jaxpar.train._step import programs
@@ -107,7 +107,6 @@ def started(engine, tx):
     return step, state
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("tx", [sgd, adam])
 def test_a_program_has_two_scalars_more_than_one_by_hand(engine, tx):
     """The count of steps, and no random key where the loss draws nothing. Adam counts once, not for each param."""

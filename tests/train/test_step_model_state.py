@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax import lax
 from kv_model import collectives_in, compilations
-from step_model import ENGINES, IN_TURN, adam, close, line, squares, start, step_of, text_of, trained
+from step_model import IN_TURN, adam, close, line, squares, start, step_of, text_of, trained
 
 from jaxpar import checkpoint, data, kv, train
 
@@ -101,7 +101,6 @@ def test_synced_batch_norm_is_that_of_the_whole_batch(engine, count):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_it_travels_with_the_metrics_and_is_donated(engine):
     state, batch = start(4, "device", adam(), model_state=fresh()), line()
     step = step_of(local, engine=engine)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import collectives_in
-from step_model import ENGINES, IN_TURN, adam, by_hand, close, line, squares, start, step_of, text_of, trained
+from step_model import IN_TURN, adam, by_hand, close, line, squares, start, step_of, text_of, trained
 
 from jaxpar import checkpoint, train
 
@@ -48,7 +48,6 @@ def half_squares(params, batch, rng):
     return ((params["w"] * batch) ** 2).mean(), {}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_the_scale_falls_until_nothing_overflows_and_grows_again(engine):
     scaling = train.DynamicLossScale(initial=2.0**16, period=3)
     step = step_of(half_squares, engine=engine, compute_dtype=jnp.float16, loss_scale=scaling)
@@ -76,7 +75,6 @@ def test_the_scale_keeps_to_its_bounds():
     assert float(state.loss_scale["scale"]) == 2.0
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_stop_lets_the_scale_find_its_size_first(engine):
     def loss(params, batch, rng):  # the gradient of a constant is 0, be it NaN
         return jnp.where(params["w"] > 0, params["w"] * batch.mean() * 1.0, jnp.nan).astype(jnp.float32), {}

@@ -119,7 +119,6 @@ def test_a_transform_with_a_state(kind):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_the_rng_differs_by_device_and_step_and_can_be_repeated(engine):
     def loss(params, batch, rng):
         noise = jax.random.uniform(rng)
@@ -211,7 +210,6 @@ def test_a_compressed_store_trains(options, pushes, value, param, residual):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_one_program_whose_state_is_donated(engine, kind):
     state = start(4, kind, adam())
     batches = [line(seed=i) for i in range(4)]
@@ -230,7 +228,6 @@ def test_one_program_whose_state_is_donated(engine, kind):
     assert np.isfinite(float(metrics["loss"]))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_the_compiled_text(engine):
     text = text_of(4, "device", engine=engine)
     head = text.splitlines()[0]
