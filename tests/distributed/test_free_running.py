@@ -21,7 +21,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, strategies as st
-from launched import python
+from launched import python, until
 
 import jaxpar
 from jaxpar import free_running, kv
@@ -283,10 +283,7 @@ def test_a_killed_worker_does_not_stop_the_others(two):
         return 100 + worker.index
 
     running = free_running.run(forty_pushes, two, workers=3)
-    deadline = time.monotonic() + 120
-    while free_running.status(two)[0]["pushes"].get(1, 0) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: free_running.status(two)[0]["pushes"].get(1, 0) >= 3, 120)
     os.kill(running.pids[1], signal.SIGKILL)
     outcome = free_running.finish(running)
     assert outcome == free_running.Outcome({0: 100, 2: 102}, {1: "its process ended"})
