@@ -144,18 +144,13 @@ def replaced(file, make):
     make(file)
 
 
-def enlarged(file):
-    with open(file, "r+b") as opened:
-        opened.truncate(200 << 20)
-
-
 DAMAGES = {
     "directory": lambda file: replaced(file, os.mkdir),
     "pipe": lambda file: replaced(file, os.mkfifo),
     "endless": lambda file: replaced(file, lambda path: os.symlink("/dev/zero", path)),
     "circle": lambda file: replaced(file, lambda path: os.symlink(path, path)),
     "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
-    "gigantic": enlarged,
+    "gigantic": lambda file: os.truncate(file, 200 << 20),
     "deep": lambda file: file.write_text("[" * 100_000),
     "long number": lambda file: file.write_text("1" * 5000),
 }

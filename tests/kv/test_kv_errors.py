@@ -206,10 +206,6 @@ def stepped(x):
     return STEP(train.create_state(store, 0), {"x": np.ones((8, 3), np.float32), "y": x[:, 0]})
 
 
-def with_model_state(x):
-    return train.create_state(kv.from_params({"w": jnp.ones(3)}), 0, model_state={"a": x})
-
-
 # What takes an array of (8, 3), and what its message names.
 TAKERS = {
     "kv.init: value of key 4": lambda x: kv.init(STORE, 4, x),
@@ -219,7 +215,9 @@ TAKERS = {
     "allreduce: value 0": lambda x: parallel.allreduce([x]),
     "leaf 'a'": lambda x: checkpoint.save("never", {"a": x}),
     r"train step: batch\['y'\]": stepped,
-    r"create_state: model_state\['a'\]": with_model_state,
+    r"create_state: model_state\['a'\]": lambda x: train.create_state(
+        kv.from_params({"w": jnp.ones(3)}), 0, model_state={"a": x}
+    ),
     "Dataset: images": lambda x: data.Dataset(x, np.arange(8)),
     "Dataset: labels": lambda x: data.Dataset(np.zeros((8, 3)), x[:, 0]),
     "data.from_arrays: 'x'": lambda x: data.from_arrays({"x": x}),

@@ -314,12 +314,7 @@ def test_lr_find():
 # Refused.
 
 
-def stale():
-    return start(2, tx=optax.sgd(0.1), kind="dist_async")
-
-
-def compressed():
-    return start(2, tx=optax.sgd(0.1), compression={"type": "2bit", "threshold": 0.5})
+SGD, CODES = optax.sgd(0.1), {"type": "2bit", "threshold": 0.5}
 
 
 def spread():
@@ -330,8 +325,8 @@ def spread():
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        (compressed, "a compressor keeps a residual for each device"),
-        (stale, "pending pushes of a store of staleness"),
+        (lambda: start(2, tx=SGD, compression=CODES), "a compressor keeps a residual for each device"),
+        (lambda: start(2, tx=SGD, kind="dist_async"), "pending pushes of a store of staleness"),
         (lambda: start(2, kind="sharded"), "kind 'sharded' each device updates a share"),
         (spread, "virtual_shards=8 fixes the order of sums"),
     ],
