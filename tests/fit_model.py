@@ -1,4 +1,4 @@
-"""What the tests of `fit` share: a classifier of one layer, its data, a run of two devices, and what two runs share."""
+"""What the tests of `fit` and of evaluation share: a classifier, data, a run of two devices, what two runs share."""
 
 import jax
 import jax.numpy as jnp

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 import step_model
+from fit_model import apply
 from kv_model import compilations
 
 from jaxpar import data, kv, train
@@ -13,10 +14,6 @@ from jaxpar import data, kv, train
 RNG = np.random.default_rng(0)
 SET = data.Dataset(RNG.random((37, 5), np.float32), RNG.integers(0, 4, 37))
 PARAMS = {"w": RNG.standard_normal((5, 4)).astype(np.float32)}
-
-
-def apply(params, images):
-    return images @ params["w"]
 
 
 def state_on(kind, count, **options):
