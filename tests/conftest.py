@@ -43,6 +43,11 @@ def devices(request):
     return found
 
 
+@pytest.fixture(params=["pmap", "shard_map"])
+def engine(request):
+    return request.param
+
+
 @pytest.fixture
 def quick_collections():
     """`gc.collect` looks at what the test made alone; of older objects there are millions, half a second each time."""
@@ -73,7 +78,7 @@ def large_programs_are_dropped(request):
 
 
 CORE = (
-    "test_kv_push_pull test_kv_kinds test_kv_compression test_kv_async test_kv_shard_map test_kv_sparse "
+    "test_kv_push_pull test_kv_kinds test_kv_compression test_kv_async test_kv_sparse "
     "test_compression test_owners test_parallel test_sharing test_train_step test_step_many test_local_steps "
     "test_step_scaling test_virtual_shards"
 ).split()

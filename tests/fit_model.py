@@ -1,4 +1,4 @@
-"""What the tests of `fit` share: a classifier of one layer, its data, a run of two devices, and what two runs share."""
+"""What the tests of `fit` and of evaluation share: a classifier, data, a run of two devices, what two runs share."""
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,16 @@ def run_on(train_data, state=None, *, step=STEP, **options):
     """`fit` of two epochs, or of what the options say."""
     options = {"epochs": 2, "batch_size": 16, "progress": False, **options}
     return train.fit(start() if state is None else state, step, train_data, **options)
+
+
+def crash_after(epoch):
+    """A callback that raises after an epoch, before the checkpoint of it."""
+
+    def crash(state, record):
+        if record["epoch"] == epoch:
+            raise RuntimeError("crash")
+
+    return crash
 
 
 def same(state, other):

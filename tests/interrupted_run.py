@@ -3,39 +3,22 @@
 python interrupted_run.py CHECKPOINTS|- EPOCHS PLAIN|CATCH [SECONDS_A_STEP]
 """
 
+import functools
 import signal
 import sys
 import time
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+import fit_model
 import optax
 
-from jaxpar import data, distributed, kv, train
+from jaxpar import distributed
 
 TX = optax.sgd(0.1, momentum=0.9)
+start = functools.partial(fit_model.start, TX)
 
 
-def apply(params, images):
-    return images @ params["w"]
-
-
-STEP = train.make_train_step(train.classification_loss(apply))
-
-
-def examples():  # 20 steps of 8
-    images = np.random.default_rng(0).random((160, 4), np.float32)
-    return data.Dataset(images, images[:, :3].argmax(1))
-
-
-def start():
-    store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=TX)
-    return train.create_state(store, 3, devices=jax.devices()[:2])
-
-
-def run(state, **options):
-    return train.fit(state, STEP, examples(), batch_size=8, progress=False, **options)
+def run(state, **options):  # 20 steps of 8
+    return fit_model.run_on(fit_model.points(160), state, batch_size=8, **options)
 
 
 def main(directory, epochs, mode, seconds="0.01"):

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxpar import kv
+from jaxpar._core.arrays import is_prng_key
 
 REFERENCE = json.loads((Path(__file__).parent / "reference" / "mxnet_1_9_1.json").read_text())
 KINDS = ("local", "device", "sharded", "dist_sync", "dist_device_sync")
@@ -41,42 +43,74 @@ def whole_numbers(seed, *shape, most=8):
     return np.random.default_rng(seed).integers(-most, most + 1, shape).astype(np.float32)
 
 
-def snapshot(store):
-    """A copy of everything in a store, to see later whether it changed."""
-    return [np.array(leaf) for leaf in jax.tree.leaves(store)], jax.tree.structure(store)
+def on_host(tree):
+    """Copies of the leaves as NumPy's arrays; of random keys their data."""
+    return jax.tree.map(lambda x: np.array(jax.random.key_data(x) if is_prng_key(x) else x), tree)
 
 
-def assert_unchanged(store, before):
+def snapshot(tree):
+    """A copy of everything in a store or a state, to see later whether it changed."""
+    return jax.tree.leaves(on_host(tree)), jax.tree.structure(tree)
+
+
+def assert_unchanged(tree, before):
     leaves, structure = before
-    assert jax.tree.structure(store) == structure
-    for leaf, old in zip(jax.tree.leaves(store), leaves, strict=True):
-        np.testing.assert_array_equal(np.asarray(leaf), old)
+    assert jax.tree.structure(tree) == structure
+    for leaf, old in zip(jax.tree.leaves(on_host(tree)), leaves, strict=True):
+        assert leaf.dtype == old.dtype
+        np.testing.assert_array_equal(leaf, old)
 
 
 def axes_of(store, axis_name="data"):
     """`in_axes` of a store for `pmap`, out of its partition specs."""
-    spread = jax.sharding.PartitionSpec(axis_name)
     leaves, structure = jax.tree.flatten(kv.partition_specs(store, axis_name))
-    return structure.unflatten([0 if spec == spread else None for spec in leaves])
+    return structure.unflatten([0 if spec == P(axis_name) else None for spec in leaves])
+
+
+def over(engine, store, devices, body):
+    """`body(store, share) -> store` on each device, by `pmap` or `shard_map`. The store goes in and out."""
+    if engine == "pmap":
+        axes = axes_of(store)
+        return jax.pmap(body, "data", in_axes=(axes, 0), out_axes=axes, devices=devices)
+    specs = kv.partition_specs(store, "data")
+    return on_mesh(lambda s, share: body(s, jax.tree.map(lambda x: x[0], share)), devices, (specs, P("data")), specs)
+
+
+REPLICATED = P()
+
+
+def on_mesh(body, devices, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False):
+    """A function over a mesh of these devices with the one axis "data", jitted."""
+    specs = {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
+    return jax.jit(jax.shard_map(body, mesh=Mesh(np.array(devices), ("data",)), **specs))
 
 
 # ---- compiled programs
 
 _COLLECTIVES = r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 
 
 def collectives_in(text):
     """(name, bytes of the results) of each collective in the text of a compiled program."""
-    found = []
+    return [(name, sum(map(bytes_of, shapes))) for _, name, shapes in placed_collectives_in(text)]
+
+
+def placed_collectives_in(text):
+    """(whether it is outside of the entry computation, as in a loop; name; (dtype, shape) of the results) of each."""
+    found, inside = [], True
     for line in text.splitlines():
-        match = re.search(rf"= (.*?) ({_COLLECTIVES})(-start)?\(", line)
-        if match:
+        if line.endswith("{"):
+            inside = not line.startswith("ENTRY")
+        if match := re.search(rf"= (.*?) ({_COLLECTIVES})(-start)?\(", line):
             shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            found.append(
-                (match[2], sum(_BYTES[d] * math.prod(map(int, filter(None, s.split(",")))) for d, s in shapes))
-            )
+            found.append((inside, match[2], [(d, tuple(map(int, filter(None, s.split(","))))) for d, s in shapes]))
     return found
+
+
+def bytes_of(array):
+    dtype, shape = array
+    return BYTES[dtype] * math.prod(shape)
 
 
 _compiled = [0]

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 
 LIMIT = 60  # seconds; every run here is over in a few
 
@@ -43,7 +44,24 @@ def write(folder, *parts):
     return ["--", "python", str(path)]
 
 
-def launch(*arguments, **env):
-    return subprocess.run(
-        command(*arguments), env=environment(**env), capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+def until(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def launch(*arguments, expect=0, timeout=LIMIT, **env):
+    """The launcher, which ends with the expected status."""
+    return _done(command(*arguments), expect, timeout, env)
+
+
+def python(*arguments, expect=0, timeout=LIMIT, **env):
+    """Python in a process of its own, which ends with the expected status."""
+    return _done([sys.executable, *arguments], expect, timeout, env)
+
+
+def _done(words, expect, timeout, env):
+    done = subprocess.run(words, env=environment(**env), capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode in (expect if isinstance(expect, tuple) else (expect,)), done.stderr
+    return done

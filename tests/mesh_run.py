@@ -1,4 +1,4 @@
-"""What each of several processes runs for tests/devices/test_mesh_processes.py: engine `jit` and the user's mesh.
+"""What each of several processes runs for tests/devices/test_processes.py: engine `jit` and the user's mesh.
 
     python mesh_run.py HOST:PORT PROCESSES PROCESS FOLDER PHASE...
 
@@ -6,15 +6,14 @@ What the processes have to agree on is asserted here. What the topologies have t
 """
 
 import itertools
-import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from several_processes import run_phases
 
 from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
 from jaxpar._devices import processes
@@ -359,16 +358,5 @@ def keep(file, found):
         np.savez(file, **found)
 
 
-def main():
-    coordinator, count, index, folder, *phases = sys.argv[1:]
-    if int(count) > 1:
-        jax.distributed.initialize(coordinator, int(count), int(index), initialization_timeout=60)
-    for phase in phases:
-        began = time.monotonic()
-        globals()[phase](Path(folder))
-        print(f"{phase}: {time.monotonic() - began:.1f} s", flush=True)
-    kv.barrier("done")
-
-
 if __name__ == "__main__":
-    main()
+    run_phases(globals())

@@ -7,16 +7,16 @@ What the processes have to agree on is asserted here; what the topologies have t
 
 import builtins
 import dataclasses
-import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from several_processes import run_phases
 
 from jaxpar import checkpoint, data, distributed, kv, models, parallel, sparse, train, updaters
 from jaxpar._core import checks
@@ -188,10 +188,8 @@ def check_large_scatter():
     np.testing.assert_array_equal(kv.pull(pushed, 0), value * sum(range(1, jax.device_count() + 1)))
 
 
-def gathered(array):
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(array)
+def gathered(array, **options):
+    return multihost_utils.process_allgather(array, **options)
 
 
 def store(folder):
@@ -284,18 +282,12 @@ def compressed(folder):
         state, _ = train.fit(state, step, images(8, 24), epochs=2, batch_size=8, progress=False)
         name = f"{engine} {spec['type']}"
         found |= numbers(name, state)
-        residuals = [gathered_rows(leaf) for leaf in jax.tree.leaves(state.store.residuals)]
+        leaves = jax.tree.leaves(state.store.residuals)
+        residuals = [np.asarray(gathered(leaf, tiled=True)) for leaf in leaves]  # whole, in every process
         assert any(residual.any() for residual in residuals), name
         found |= {f"{name} residual {i}": residual for i, residual in enumerate(residuals)}
     if kv.rank() == 0:
         np.savez(folder / "compressed.npz", **found)
-
-
-def gathered_rows(array):
-    """The whole of an array over all devices, in every process."""
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def tokens_of(pixels):
@@ -504,7 +496,7 @@ def broken_evaluation(folder):
 def failures(folder):
     """A checkpoint that process 0 cannot write, or that one process cannot read, is an error in every process."""
     state, rank = new_state("sharded"), kv.rank()
-    before = "" if rank == 0 else "process 0: "
+    last, before = kv.num_workers() - 1, "" if rank == 0 else "process 0: "
     good = folder / "good"
     checkpoint.save(good, state)
     raises(FileExistsError, f"{before}checkpoint.save: {good} exists", lambda: checkpoint.save(good, state))
@@ -528,12 +520,12 @@ def failures(folder):
     manager.close()
 
     def fails(state, record):
-        if rank == kv.num_workers() - 1:
+        if rank == last:
             raise KeyError("only here")
 
-    words = "only here" if rank == kv.num_workers() - 1 else f"process {kv.num_workers() - 1}: 'only here'"
+    words = "only here" if rank == last else f"process {last}: 'only here'"
     raises(KeyError, words, lambda: small_run(folder / "callback", progress=False, callbacks=fails))
-    ends = lambda state, record: rank == kv.num_workers() - 1  # noqa: E731
+    ends = lambda state, record: rank == last  # noqa: E731
     state, history = small_run(folder / "ends", progress=False, callbacks=ends)
     assert (len(history), int(state.step)) == (1, STEPS // 2)
     if rank == 0:  # the newest one is damaged: all take the one before
@@ -575,19 +567,10 @@ def check_unreadable(directory, state):
     manager.close()
 
 
-def main():
-    coordinator, count, index, folder, *phases = sys.argv[1:]
-    if int(count) > 1:
-        jax.distributed.initialize(coordinator, int(count), int(index), initialization_timeout=60)
-        distributed.initialize()  # attaches
-        assert distributed.known_processes() == int(count)
-    assert (kv.rank(), kv.num_workers()) == (int(index), int(count))
-    for phase in phases:
-        began, worked = time.monotonic(), time.process_time()
-        globals()[phase](Path(folder))
-        print(f"{phase}: {time.monotonic() - began:.1f} s, {time.process_time() - worked:.1f} of the CPU", flush=True)
-    kv.barrier("done")
+def attach():
+    distributed.initialize()
+    assert distributed.known_processes() == jax.process_count()
 
 
 if __name__ == "__main__":
-    main()
+    run_phases(globals(), attach)

@@ -1,4 +1,4 @@
-"""What each of several processes runs for tests/mxnet/test_mxnet_images.py: it writes the images of its own devices.
+"""What each of several processes runs for tests/mxnet/test_mxnet_records.py: it writes the images of its own devices.
 
 python records_run.py HOST:PORT PROCESSES PROCESS FOLDER
 """

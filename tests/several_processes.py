@@ -8,10 +8,33 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from jaxpar import kv
+
 LIMIT = 400  # seconds; a run takes ten to sixty on an idle machine
+
+
+def free_address():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def run_phases(phases_of, attach=lambda: None):
+    """What a process does: it joins the others, and then calls the phases that its command line names."""
+    coordinator, count, index, folder, *phases = sys.argv[1:]
+    if int(count) > 1:
+        jax.distributed.initialize(coordinator, int(count), int(index), initialization_timeout=60)
+        attach()
+    assert (kv.rank(), kv.num_workers()) == (int(index), int(count))
+    for phase in phases:
+        began, worked = time.monotonic(), time.process_time()
+        phases_of[phase](Path(folder))
+        print(f"{phase}: {time.monotonic() - began:.1f} s, {time.process_time() - worked:.1f} of the CPU", flush=True)
+    kv.barrier("done")
 
 
 class Run:
@@ -20,9 +43,7 @@ class Run:
     def __init__(self, script, folder, processes, devices, *phases):
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = free_address()
         env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
         # Nothing here is long enough for optimised code to pay; of two flags the last one counts.
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"

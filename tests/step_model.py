@@ -26,9 +26,17 @@ def line(n=16, seed=0):
     return {"x": rng.standard_normal((n, 3)).astype(np.float32), "y": rng.standard_normal(n).astype(np.float32)}
 
 
-def start(count=4, kind="device", tx=None, params=None, **options):
+def trained(step, state, batches, first=0):
+    """The state after steps of these batches, or of so many of `line`, and the metrics of the last step."""
+    for batch in [line(seed=i) for i in range(first, first + batches)] if isinstance(batches, int) else batches:
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def start(count=4, kind="device", tx=None, params=None, compression=None, **options):
     params = {"w": jnp.ones(3), "b": jnp.zeros(())} if params is None else params
     store = kv.from_params(params, kind=kind, optimizer=sgd() if tx is None else tx)
+    store = kv.set_gradient_compression(store, compression) if compression else store
     return train.create_state(store, 7, devices=jax.devices()[:count], **options)
 
 

@@ -1,16 +1,44 @@
 """Networks that the tests of jaxpar.viz draw; the ones of Flax, Equinox and Haiku are imported where they are used."""
 
 import functools
+import io
+import xml.etree.ElementTree as ET
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from kv_model import on_mesh
 
 from jaxpar import viz
 from jaxpar.models import lenet, matrix_factorization
 
 f32, i32 = jnp.float32, jnp.int32
 Spec = jax.ShapeDtypeStruct
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def groups(plot, *kinds):
+    """The elements of the picture that are nodes, or of these kinds."""
+    found = ET.fromstring(plot.pipe("svg")).iter(SVG + "g")
+    return [group for group in found if group.get("class") in (kinds or ("node",))]
+
+
+def words(plot):
+    return "".join(ET.fromstring(plot.pipe("svg")).itertext())
+
+
+def summary(fn, *args, **options):
+    out = io.StringIO()
+    viz.print_summary(fn, *args, file=out, **options)
+    return out.getvalue()
+
+
+def xla_flops(fn, *args):
+    """For a GPU: on a CPU, LeNet has other formulas, and random bits are made in a loop that XLA counts once."""
+    return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).cost_analysis()["flops"]
+
 
 LENET = jax.eval_shape(lenet.init, jax.random.key(0))
 IMAGES, LABELS = Spec((256, 28, 28, 1), f32), Spec((256,), i32)
@@ -95,15 +123,11 @@ def pmap_step():
 
 
 def shard_map_step():
-    from jax.sharding import Mesh, PartitionSpec as P
-
     def local(params, images, labels):
         grads = jax.grad(lenet_loss)(params, images, labels)
         return jax.tree.map(lambda w, g: w - 0.1 * jax.lax.psum(g, "data"), params, grads)
 
-    mesh = Mesh(jax.devices()[:4], ("data",))
-    specs = {"in_specs": (P(), P("data"), P("data")), "out_specs": P(), "check_vma": False}
-    return jax.jit(jax.shard_map(local, mesh=mesh, **specs)), (LENET, IMAGES, LABELS)
+    return on_mesh(local, jax.devices()[:4], (P(), P("data"), P("data"))), (LENET, IMAGES, LABELS)
 
 
 def flax_transformer(blocks):
@@ -161,25 +185,9 @@ def flax_resnet50():
 
 
 def equinox_transformer(blocks):
-    import equinox as eqx
+    from viz_libraries import EqxBlock
 
-    class Block(eqx.Module):
-        attend: eqx.nn.MultiheadAttention
-        norms: list
-        mlp: eqx.nn.MLP
-
-        def __init__(self, key):
-            key_a, key_m = jax.random.split(key)
-            self.attend = eqx.nn.MultiheadAttention(4, 16, key=key_a)
-            self.norms = [eqx.nn.LayerNorm(16), eqx.nn.LayerNorm(16)]
-            self.mlp = eqx.nn.MLP(16, 16, 64, 1, jax.nn.gelu, key=key_m)
-
-        def __call__(self, x):
-            h = jax.vmap(self.norms[0])(x)
-            x = x + self.attend(h, h, h)
-            return x + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x))
-
-    made = [Block(key) for key in jax.random.split(jax.random.key(0), blocks)]
+    made = [EqxBlock(key) for key in jax.random.split(jax.random.key(0), blocks)]
 
     def apply(x):
         for one in made:

@@ -1,4 +1,4 @@
-"""How MXNet 1.9.1 trains, for tests/mxnet/test_mxnet_training.py and test_mxnet_float16.py.
+"""How MXNet 1.9.1 trains, for tests/mxnet/test_mxnet_training.py and test_mxnet_operators.py.
 
 It runs where tools/record_mxnet_symbols.py runs, and after it:
 

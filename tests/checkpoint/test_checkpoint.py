@@ -1,21 +1,25 @@
 """Checkpoints: what goes in comes out, on other devices too; what is damaged is refused; a killed run goes on."""
 
+import itertools
 import json
 import os
 import pickle
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 
+import fit_model
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import step_model
 from jax.sharding import NamedSharding, PartitionSpec as P
+from kv_model import assert_unchanged, snapshot
+from launched import python
+from step_model import close
 
 from jaxpar import checkpoint, data, kv, train, updaters
 from jaxpar._core import portable
@@ -36,11 +40,9 @@ def points(n=64, seed=0):
     return data.Dataset(rng.normal(size=(n, 5)).astype(np.float32), rng.integers(0, 3, n))
 
 
-def make(kind="device", count=4, *, compression=None, params=PARAMS, tx=None, rng=3):
-    store = kv.from_params(params, kind=kind, optimizer=tx or ADAM, devices=jax.devices()[:count])
-    if compression:
-        store = kv.set_gradient_compression(store, compression)
-    return train.create_state(store, rng)
+def make(kind="device", count=4, *, params=PARAMS, tx=None, **options):
+    options = {"rng": 3, "kind": kind, "devices": jax.devices()[:count], **options}
+    return train.start(params, tx or ADAM, loss_fn, **options)[0]
 
 
 ADAM = optax.adam(0.05)
@@ -50,23 +52,11 @@ SAME_NOISE = train.make_train_step(lambda params, batch, rng: loss_fn(params, ba
 
 def trained(state, steps=2, step=STEP):
     batches = data.batches(points(), 16, epochs=None, devices=state.store.devices)
-    for _ in range(steps):
-        state, _ = step(state, next(batches))
-    return state
-
-
-def numbers(tree):
-    leaves = [
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(tree)
-    ]
-    return [np.array(x) for x in leaves]
+    return step_model.trained(step, state, itertools.islice(batches, steps))[0]
 
 
 def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(numbers(a), numbers(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+    assert_unchanged(a, snapshot(b))
 
 
 def file_names(path):
@@ -80,15 +70,14 @@ def file_names(path):
 @pytest.mark.parametrize("kind", ["local", "device", "sharded"])
 def test_train_state_round_trip(tmp_path, kind):
     state = trained(make(kind))
-    before = numbers(state)
+    before = snapshot(state)
     checkpoint.save(tmp_path / "a", state)
     restored = checkpoint.restore(tmp_path / "a", make(kind, rng=8))
     same(restored, state)
     assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(make(kind))]
     assert jax.random.key_impl(restored.rng) == jax.random.key_impl(state.rng)
     trained(restored)  # donates the restored arrays: none of them may be memory of another
-    for x, y in zip(before, numbers(state), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_unchanged(state, before)
 
 
 def test_any_pytree_of_arrays(tmp_path):
@@ -176,8 +165,7 @@ def test_other_devices_and_kinds(tmp_path, saved, wanted):
     same(restored.params, state.params)
     assert int(restored.step) == 2
     on, there = trained(state, 3, SAME_NOISE), trained(restored, 3, SAME_NOISE)
-    for x, y in zip(numbers(on.params), numbers(there.params), strict=True):
-        np.testing.assert_allclose(x, y, atol=1e-5)
+    close(on.params, there.params, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -344,7 +332,7 @@ def test_rules_are_equal_in_every_process(tmp_path):
     rules = set()
     for seed in "12":
         path = tmp_path / seed
-        subprocess.run([sys.executable, "-c", program, path], check=True, env={**os.environ, "PYTHONHASHSEED": seed})
+        python("-c", program, path, PYTHONHASHSEED=seed)
         rules |= {record["rule"] for record in _files.load(path)["leaves"] if "rule" in record}
     assert len(rules) == 1
 
@@ -488,16 +476,14 @@ def test_the_state_may_be_donated_at_once(tmp_path, monkeypatch, kind):
 
     monkeypatch.setattr(_files, "write", late)
     state = trained(make(kind))
-    before = numbers(state)
+    before = snapshot(state)
     manager = checkpoint.Manager(tmp_path)
     manager.save(state)  # returns before it is written
     assert checkpoint.latest(tmp_path) is None
     state = trained(state, 5)
     may_write.set()
     manager.close()
-    restored = checkpoint.restore(checkpoint.latest(tmp_path), state)
-    for x, y in zip(before, numbers(restored), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_unchanged(checkpoint.restore(checkpoint.latest(tmp_path), state), before)
 
 
 def test_a_full_disk(tmp_path):
@@ -542,13 +528,6 @@ def run(state, directory=None, step=STEP, epochs=3, batch_size=16, **kwargs):
     )
 
 
-def facts(history):
-    return [
-        {k: v for k, v in r.items() if k not in ("seconds", "images_per_second", "examples_per_second")}
-        for r in history
-    ]
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("every", [3, 1, None])
 def test_a_run_that_fails_in_an_epoch_goes_on_as_if_it_had_not(tmp_path, capsys, every):
@@ -564,7 +543,7 @@ def test_a_run_that_fails_in_an_epoch_goes_on_as_if_it_had_not(tmp_path, capsys,
     assert f"resumed from step { ({None: 4, 1: 7, 3: 6}[every]) } in {tmp_path}" in capsys.readouterr().out
     expected, records = run(make())
     same(state, expected)
-    assert facts(history) == facts(records)
+    assert fit_model.numbers(history) == fit_model.numbers(records)
     assert all(r["seconds"] > 0 for r in history)
 
     def never(state, batch):
@@ -594,7 +573,7 @@ def test_going_on_from_a_state_saved_by_hand(tmp_path):
     resumed, records = run(make(), tmp_path, epochs=2)
     expected, whole = run(make(), epochs=2)
     same(resumed, expected)
-    assert facts(history + records) == facts(whole)
+    assert fit_model.numbers(history + records) == fit_model.numbers(whole)
 
 
 KILLED = r'''
@@ -710,14 +689,11 @@ print(json.dumps({"kills": done, "while writing": halves, "epochs": len(json.loa
 def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, seed):
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-    arguments = [sys.executable, script, "3", "4", tmp_path, str(seed)]
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout.splitlines()[-1])
+    said = python(script, "3", "4", tmp_path, str(seed), timeout=200, JAX_NUM_CPU_DEVICES="8").stdout
+    told = json.loads(said.splitlines()[-1])
     assert told["kills"] == 3
     assert told["while writing"] >= 1
-    assert "resumed from step" in done.stdout
+    assert "resumed from step" in said
 
 
 @pytest.mark.slow

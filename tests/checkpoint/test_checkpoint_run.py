@@ -4,31 +4,24 @@ import errno
 import json
 import os
 import subprocess
-import sys
 import threading
-import time
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
+from fit_model import points, run_on, same, start
 from hypothesis import given, settings, strategies as st
+from launched import python, until
 
-from jaxpar import checkpoint, data, kv, train
+from jaxpar import checkpoint
 from jaxpar._core import files
 from jaxpar._core.process import _stat, tag
 from jaxpar.checkpoint import _adopt, _files, _run, _whole_copy
 
 LIKE = {"w": jnp.zeros(3)}
-STEP = train.make_train_step(lambda params, batch, rng: (((batch["image"] @ params["w"]) - 1.0).var(), {}))
-POINTS = data.Dataset(np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32), np.zeros(16, np.int32))
 
 
-def run(directory, epochs=2, **options):
-    store = kv.from_params({"w": np.zeros((4, 2), np.float32)}, optimizer=optax.sgd(0.1), devices=jax.devices()[:1])
-    options |= {"progress": False, "checkpoint_dir": directory, "batch_size": 8, "epochs": epochs}
-    return train.fit(train.create_state(store, 3), STEP, POINTS, **options)
+def run(directory, **options):
+    return run_on(points(16), start(count=1), batch_size=8, checkpoint_dir=directory, **options)
 
 
 def content(path):
@@ -129,7 +122,7 @@ def test_records_that_cannot_be_read_cost_no_state(tmp_path, capsys, monkeypatch
     if what == "endless":
         file.symlink_to("/dev/zero")
     again, info = checkpoint.Manager(tmp_path).restore_latest(state)
-    np.testing.assert_array_equal(again.params["w"], state.params["w"])
+    same(again, state)
     assert info["history"] == history[1:]
     assert "step_00000004 is restored with the last 1 of its 2 records" in capsys.readouterr().err
 
@@ -208,8 +201,7 @@ def test_one_process_writes_to_a_directory(tmp_path, sleeper):
     assert (tmp_path / "metrics.jsonl").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == [".writer", "metrics.jsonl"]
     process.kill()  # it is a zombie now
-    while _stat(process.pid)[0] != "Z":
-        time.sleep(0.01)
+    until(lambda: _stat(process.pid)[0] == "Z", 60)
     run(tmp_path, epochs=1)
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "records.jsonl", "step_00000002"]
 
@@ -336,9 +328,7 @@ os.wait()
 manager.save({{"w": jnp.ones(2)}})
 manager.close()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert ", which made this Manager and writes" in done.stdout
+    assert ", which made this Manager and writes" in python("-c", program).stdout
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.ENOENT])
@@ -359,10 +349,7 @@ def test_a_claim_is_touched_again_after_a_read_that_failed(tmp_path, monkeypatch
     assert failed.wait(20)
     os.utime(tmp_path / ".writer", (1, 1))
     fails[0] = False
-    end = time.monotonic() + 20
-    while (tmp_path / ".writer").stat().st_mtime == 1 and time.monotonic() < end:
-        time.sleep(0.01)
-    assert (tmp_path / ".writer").stat().st_mtime > 1
+    until(lambda: (tmp_path / ".writer").stat().st_mtime > 1, 20)
     claim.release()
 
 

@@ -2,44 +2,34 @@
 
 import builtins
 import errno
+import functools
 import hashlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 
+import fit_model
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fit_model import points, run_on, same
 from hypothesis import given, settings, strategies as st
+from launched import python
 
-from jaxpar import checkpoint, data, kv, train
+from jaxpar import checkpoint, kv
 from jaxpar.checkpoint import _files
 from jaxpar.train._fit.run import check_info
 
 LIKE = {"w": jnp.zeros(3), "n": np.int32(0)}
-STEP = train.make_train_step(lambda params, batch, rng: (((batch["image"] @ params["w"]) - 1.0).var(), {}))
 TX = optax.sgd(0.1, momentum=0.9)
+start = functools.partial(fit_model.start, TX)
 
 
-def start():
-    store = kv.from_params({"w": np.zeros((4, 2), np.float32)}, optimizer=TX, devices=jax.devices()[:2])
-    return train.create_state(store, 3)
-
-
-def run(directory=None, batch_size=8, epochs=2, **options):
-    rng = np.random.default_rng(0)
-    points = data.Dataset(rng.normal(size=(24, 4)).astype(np.float32), np.zeros(24, np.int32))
-    options |= {"progress": False, "checkpoint_dir": directory, "batch_size": batch_size, "epochs": epochs}
-    return train.fit(start(), options.pop("step", STEP), points, **options)
-
-
-def weights(state):
-    return np.asarray(state.params["w"])
+def run(directory=None, batch_size=8, **options):
+    return run_on(points(24), start(), batch_size=batch_size, checkpoint_dir=directory, **options)
 
 
 def two(directory):
@@ -83,7 +73,7 @@ def test_who_looks_while_a_run_writes_harms_nothing(tmp_path, monkeypatch):
     state, _ = run(directory, checkpoint_every=1, metrics_file=metrics, epochs=1)
     monkeypatch.undo()
     assert looks == [None, *(directory / f"step_0000000{n}" for n in (1, 2))]
-    np.testing.assert_array_equal(weights(state), weights(run(epochs=1)[0]))
+    same(state, run(epochs=1)[0])
     assert len(metrics.read_text().splitlines()) == 1
 
 
@@ -99,8 +89,7 @@ def test_a_manager_makes_no_directory_before_it_saves(tmp_path):
 
 
 def test_leftovers_go_with_a_save_where_their_process_has_certainly_ended(tmp_path):
-    program = "from jaxpar._core import process; print(process.tag())"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+    ended = python("-c", "from jaxpar._core import process; print(process.tag())").stdout.strip()
     with _files._unfinished(tmp_path) as path:
         mine = path.name.removeprefix(".unfinished-")[:-9]
     machine, number, began = mine.split("-")
@@ -155,18 +144,13 @@ def replaced(file, make):
     make(file)
 
 
-def enlarged(file):
-    with open(file, "r+b") as opened:
-        opened.truncate(200 << 20)
-
-
 DAMAGES = {
     "directory": lambda file: replaced(file, os.mkdir),
     "pipe": lambda file: replaced(file, os.mkfifo),
     "endless": lambda file: replaced(file, lambda path: os.symlink("/dev/zero", path)),
     "circle": lambda file: replaced(file, lambda path: os.symlink(path, path)),
     "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
-    "gigantic": enlarged,
+    "gigantic": lambda file: os.truncate(file, 200 << 20),
     "deep": lambda file: file.write_text("[" * 100_000),
     "long number": lambda file: file.write_text("1" * 5000),
 }
@@ -226,7 +210,7 @@ def test_a_run_goes_on_from_the_one_before_to_the_same_bits(tmp_path, capsys):
     news, said = capsys.readouterr()
     assert f"{tmp_path / 'step_00000003'} is unreadable: jaxpar.json: it is not a regular file" in said
     assert "resumed from step 2" in news
-    np.testing.assert_array_equal(weights(state), weights(expected))
+    same(state, expected)
     assert [r["loss"] for r in records] == [r["loss"] for r in history]
 
 
@@ -426,7 +410,7 @@ def test_a_forged_info_of_a_run_is_passed_over(tmp_path, capsys):
     forge(tmp_path / "step_00000003", entry(["info", "history"], 3))
     state, _ = run(tmp_path, epochs=2)
     assert "step_00000003 is damaged: wrong history in the info of the run" in capsys.readouterr().err
-    np.testing.assert_array_equal(weights(state), weights(expected))
+    same(state, expected)
 
 
 def test_a_checkpoint_of_a_manager_by_hand_has_no_run(tmp_path):
@@ -435,7 +419,7 @@ def test_a_checkpoint_of_a_manager_by_hand_has_no_run(tmp_path):
     manager.save(state, {"note": "mine"})
     manager.close()
     resumed, history = run(tmp_path, epochs=2)
-    np.testing.assert_array_equal(weights(resumed), weights(run(epochs=2)[0]))
+    same(resumed, run(epochs=2)[0])
     assert [r["epoch"] for r in history] == [2]
 
 

@@ -160,10 +160,8 @@ def test_devices_exchange_sums_only(spec):
 
 def test_state_of_all_parts():
     """Model state, loss scale, a transform and the generator are in it."""
-    step = train.make_train_step(
-        lambda p, b, rng, m: (((b["x"] @ p["w"]) ** 2).mean(), ({}, {"mean": m["mean"] + 1})), loss_scale="dynamic"
-    )
-    store = kv.from_params({"w": jnp.ones(3)}, optimizer=optax.sgd(0.1))
-    one = step.complete(train.create_state(store, 7, model_state={"mean": jnp.zeros(2)}))
-    names = {record["name"].split("/")[0] for record in checkpoint._hash_of(one).records}
+    loss_fn = lambda p, b, rng, m: (((b["x"] @ p["w"]) ** 2).mean(), ({}, {"mean": m["mean"] + 1}))  # noqa: E731
+    options = {"model_state": {"mean": jnp.zeros(2)}, "loss_scale": "dynamic"}
+    state, step = train.start({"w": jnp.ones(3)}, optax.sgd(0.1), loss_fn, **options)
+    names = {record["name"].split("/")[0] for record in checkpoint._hash_of(step.complete(state)).records}
     assert {"store", "step", "rng", "model_state", "loss_scale"} <= names

@@ -2,8 +2,6 @@
 
 import argparse
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from launched import python
 
 import jaxpar
 from jaxpar import __main__ as command_line, data, models, train
@@ -81,10 +80,8 @@ def calls(few, monkeypatch):
 def test_version_and_the_script():
     script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert script == {"jaxpar": "jaxpar.__main__:main"}
-    run = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "jaxpar", "--version"], capture_output=True, text=True
-    )
-    assert (run.returncode, run.stdout) == (0, f"jaxpar {jaxpar.__version__}\n")
+    run = python("-X", "importtime", "-m", "jaxpar", "--version")
+    assert run.stdout == f"jaxpar {jaxpar.__version__}\n"
     assert not re.search(r"\| +jax$", run.stderr, re.MULTILINE)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_model import close, same, text
 from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -19,14 +20,6 @@ def arrays(*shapes, dtype=np.float32):
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
-def close(a, b):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-5, atol=3e-5 * np.abs(y).max(initial=0)), a, b)
-
-
-def same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def by(conv, *strides_and_padding, **options):
     options = {"dimension_numbers": (IMAGES, WINDOWS, IMAGES)} | options
     return lambda x, w: conv(x, w, *(strides_and_padding or ((1, 1), "SAME")), **options)
@@ -36,7 +29,8 @@ def grads(conv):
     return jax.grad(lambda x, w: jnp.sin(conv(x, w)).sum(), argnums=(0, 1))
 
 
-OURS, LAXS = by(models.conv_general_dilated), by(lax.conv_general_dilated)
+BOTH = models.conv_general_dilated, lax.conv_general_dilated
+OURS, LAXS = map(by, BOTH)
 X, W = arrays((4, 12, 10, 3), (3, 3, 3, 5))
 
 MANY = arrays((128, 6, 6, 3))[0]
@@ -111,10 +105,7 @@ EACH = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) fo
 @pytest.mark.parametrize("groups", [1, 4])
 def test_a_window_that_is_larger_than_the_images(groups):
     x, w = arrays((2, 3, 3, 4), (5, 2, 4 // groups, 4))
-    ours, laxs = (
-        by(conv, (1, 1), "VALID", feature_group_count=groups)
-        for conv in (models.conv_general_dilated, lax.conv_general_dilated)
-    )
+    ours, laxs = (by(conv, (1, 1), "VALID", feature_group_count=groups) for conv in BOTH)
     assert ours(x, w).shape == laxs(x, w).shape == (2, 0, 2, 4)
     same(grads(ours)(x, w), grads(laxs)(x, w))
 
@@ -122,8 +113,7 @@ def test_a_window_that_is_larger_than_the_images(groups):
 def case_of(case):
     """Images, filter, and the convolution of the case by ours and by lax's."""
     x_shape, w_shape, strides, padding, options = CASES[case]
-    convolutions = models.conv_general_dilated, lax.conv_general_dilated
-    return (*arrays(x_shape, w_shape), *(by(conv, strides, padding, **options) for conv in convolutions))
+    return (*arrays(x_shape, w_shape), *(by(conv, strides, padding, **options) for conv in BOTH))
 
 
 @pytest.mark.sampled(2)
@@ -161,15 +151,13 @@ def test_every_formula_inside_of_loops(case):
 def test_other_dtypes_are_lax_to_the_bit(dtype):
     x, w = arrays(X.shape, W.shape, dtype=dtype)
     same(jax.jit(grads(OURS))(x, w), jax.jit(grads(LAXS))(x, w))
-    options = {"preferred_element_type": jnp.float32}
-    wide = [by(f, (1, 1), "SAME", **options) for f in (models.conv_general_dilated, lax.conv_general_dilated)]
-    same(*(conv(x, w) for conv in wide))
+    same(*(by(conv, (1, 1), "SAME", preferred_element_type=jnp.float32)(x, w) for conv in BOTH))
 
 
 def test_the_errors_are_those_of_lax():
     for args in (((1, 1), ((1, 1),)), ((1,), "VALID"), ((1, 1), 3)):
         errors = []
-        for conv in (models.conv_general_dilated, lax.conv_general_dilated):
+        for conv in BOTH:
             with pytest.raises((TypeError, ValueError)) as error:
                 conv(X, W, *args, dimension_numbers=(IMAGES, WINDOWS, IMAGES))
             errors.append((type(error.value), str(error.value)))
@@ -210,10 +198,6 @@ def test_loops_and_memory_saved():
     close(*(jax.jit(jax.grad(loss(conv)))(W) for conv in (OURS, LAXS)))
 
 
-def text(fn, *args):
-    return jax.jit(fn).lower(*args).as_text()
-
-
 def test_the_gradient_of_the_filter_is_a_product():
     """And where no formula applies it is lax's own."""
     count = functools.partial(str.count, text(grads(OURS), MANY, W))
@@ -229,10 +213,9 @@ def test_a_window_as_large_as_the_image_is_lax_to_the_bit(layout):
     x, w = arrays((4, 8, 8, 3), (8, 8, 3, 5))
     x = x.transpose(0, 3, 1, 2) if layout == "NCHW" else x
     for strides, window in (((1, 1), w), ((4, 4), w[:4, :4])):
-        options = {"dimension_numbers": (layout, "HWIO", layout)}
-        ours = by(models.conv_general_dilated, strides, "VALID", **options)
+        ours, laxs = (by(conv, strides, "VALID", dimension_numbers=(layout, "HWIO", layout)) for conv in BOTH)
         assert "dot_general" not in text(ours, x, window)
-        same(ours(x, window), by(lax.conv_general_dilated, strides, "VALID", **options)(x, window))
+        same(ours(x, window), laxs(x, window))
 
 
 def test_other_platforms_have_lax():
@@ -258,10 +241,9 @@ def test_small_images_are_products(case):
     x_shape, w_shape, padding, dilation = SMALL[case]
     x, w = arrays(x_shape, w_shape)
     w = w / np.sqrt(w[..., 0].size)
-    options = {"lhs_dilation": dilation}
-    ours, laxs = (by(f, (1, 1), padding, **options) for f in (models.conv_general_dilated, lax.conv_general_dilated))
-    assert "stablehlo.convolution" in jax.jit(laxs).lower(x, w).as_text()
-    assert "stablehlo.convolution" not in jax.jit(ours).lower(x, w).as_text()
+    ours, laxs = (by(conv, (1, 1), padding, lhs_dilation=dilation) for conv in BOTH)
+    assert "stablehlo.convolution" in text(laxs, x, w)
+    assert "stablehlo.convolution" not in text(ours, x, w)
     close(jax.jit(ours)(x, w), jax.jit(laxs)(x, w))
     close(jax.jit(grads(ours))(x, w), jax.jit(grads(laxs))(x, w))
 
@@ -286,7 +268,7 @@ def test_copies_of_tiles_have_a_limit():
 def test_the_gradient_of_small_images_with_strides_is_a_product():
     x, w = arrays((8, 4, 4, 16), (3, 3, 16, 16))
     of_images = lambda conv: jax.jit(jax.grad(lambda x: jnp.sin(by(conv, (2, 2), "SAME")(x, w)).sum()))  # noqa: E731
-    ours, laxs = of_images(models.conv_general_dilated), of_images(lax.conv_general_dilated)
+    ours, laxs = map(of_images, BOTH)
     assert "lhs_dilate = [2, 2]" in laxs.lower(x).as_text()
     assert "lhs_dilate = [2, 2]" not in ours.lower(x).as_text()
     close(ours(x), laxs(x))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cpu_model import close, normal, text
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -16,14 +17,6 @@ from jaxpar.models import fast_on_cpus
 from jaxpar.train._step import programs
 
 NUMBERS = ("NHWC", "HWIO", "NHWC")
-
-
-def normal(*shape):
-    return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
-
-
-def close(a, b):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-5, atol=3e-5 * np.abs(y).max(initial=0)), a, b)
 
 
 def max_pool(x, size=2, stride=2, padding="VALID"):
@@ -44,18 +37,14 @@ def gradient(loss=loss_fn):
     return jax.value_and_grad(lambda params, batch: loss(params, batch, None), has_aux=True)
 
 
-def compiled(function, *args):
-    return jax.jit(function).lower(*args).compile().as_text()
-
-
 def slow_parts(function, *args):
     """How many searches in windows, convolutions with large windows, and products over several axes there are."""
-    text = jax.jit(function).lower(*args).as_text()
-    filters = re.findall(r"stablehlo.convolution.*: \(tensor<\S+>, tensor<(\d+)x(\d+)x", text)
+    lowered = text(function, *args)
+    filters = re.findall(r"stablehlo.convolution.*: \(tensor<\S+>, tensor<(\d+)x(\d+)x", lowered)
     return {
-        "searches": text.count("stablehlo.select_and_scatter"),
+        "searches": lowered.count("stablehlo.select_and_scatter"),
         "large windows": sum(int(size) > 5 for shape in filters for size in shape),
-        "summed axes": len(re.findall(r"dot_general.* contracting_dims = \[\d+, ", text)),
+        "summed axes": len(re.findall(r"dot_general.* contracting_dims = \[\d+, ", lowered)),
     }
 
 
@@ -63,9 +52,7 @@ def slow_parts(function, *args):
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("count", [4, 1])
 def test_a_step_has_the_gradient_of_lax(engine, count):
-    step = train.make_train_step(loss_fn, engine=engine)
-    store = kv.from_params(PARAMS, optimizer=optax.sgd(0.1))
-    state = train.create_state(store, 0, devices=jax.devices()[:count])
+    state, step = train.start(PARAMS, optax.sgd(0.1), loss_fn, engine=engine, devices=jax.devices()[:count])
     new, metrics = step(state, BATCH)
     (loss, aux), grads = jax.jit(gradient())(PARAMS, BATCH)
     close(kv.to_params(new.store), jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
@@ -93,13 +80,11 @@ def test_a_step_for_other_devices_is_left_as_it_is(monkeypatch):
         return loss_fn(params, batch, rng)
 
     monkeypatch.setattr(programs, "for_platform", for_gpus)
-    step = train.make_train_step(loss)
-    store = kv.from_params(PARAMS, optimizer=optax.sgd(0.1))
-    state = train.create_state(store, 0, devices=jax.devices()[:1])
+    state, step = train.start(PARAMS, optax.sgd(0.1), loss, devices=jax.devices()[:1])
     for batch, many in ((BATCH, False), (jax.tree.map(lambda x: x[None], BATCH), True)):
-        text = step.lower(state, batch, many=many).as_text()
-        assert "select_and_scatter" in text
-        assert "convolution_in_loop" not in text
+        lowered = step.lower(state, batch, many=many).as_text()
+        assert "select_and_scatter" in lowered
+        assert "convolution_in_loop" not in lowered
     assert set(platforms) == {"cpu"}
     assert len(traced) == 1  # once for both programs
 
@@ -211,9 +196,9 @@ def test_lines_of_source_and_names_stay():
         with jax.named_scope("my_layer"):
             return jnp.tensordot(x, x, 3)
 
-    text = compiled(fast_on_cpus(named), normal(2, 3, 4))
-    assert "my_layer" in text
-    assert "test_formulas.py" in text
+    compiled = jax.jit(fast_on_cpus(named)).lower(normal(2, 3, 4)).compile().as_text()
+    assert "my_layer" in compiled
+    assert "test_formulas.py" in compiled
 
 
 def test_what_else_a_function_does(capfd):

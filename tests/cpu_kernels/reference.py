@@ -9,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cpu_model import same
 from jax import lax
 
 from jaxpar import models
@@ -142,6 +143,43 @@ def of_lax(case):
 
 def ours(case):
     return jax.jit(case.results(models.conv_general_dilated))(case.x, case.w, case.dy)
+
+
+def same_where_not_finite(found, true):
+    """NaN and infinities are in the same places."""
+    same(np.isnan(found), np.isnan(true))
+    same(np.where(np.isinf(found), found, 0), np.where(np.isinf(true), true, 0))
+
+
+def check_it_does_not_hang(run, *args):
+    first = jax.block_until_ready(run(*args))
+    for _ in range(1000):
+        same(jax.block_until_ready(run(*args)), first)
+
+
+def _scanned(f):
+    return lambda w, x: lax.scan(lambda total, part: (total + f(w, part), None), 0.0, jnp.stack([x, 2 * x]))[0]
+
+
+def _ones(*trees):
+    return jax.tree.map(jnp.ones_like, trees)
+
+
+def _squares(f):
+    return lambda w, x: sum((g**2).sum() for g in jax.tree.leaves(jax.grad(f, (0, 1))(w, x)))
+
+
+# What a function of (params, x) with a scalar result may be in.
+TRANSFORMS = {
+    "jit": lambda f: f,
+    "gradient": lambda f: jax.value_and_grad(f, (0, 1)),
+    "remat": lambda f: jax.grad(jax.checkpoint(f), (0, 1)),
+    "scan": lambda f: jax.grad(_scanned(f), (0, 1)),
+    "branches": lambda f: jax.grad(lambda w, x: lax.cond(x.sum() > 1e9, lambda: 0.0, lambda: f(w, x))),
+    "forward mode": lambda f: lambda w, x: jax.jvp(f, (w, x), _ones(w, x)),
+    "hessian times vector": lambda f: lambda w, x: jax.jvp(jax.grad(f), (w, x), _ones(w, x)),
+    "gradient of gradient": lambda f: jax.grad(_squares(f), (0, 1)),
+}
 
 
 def error(found, true):

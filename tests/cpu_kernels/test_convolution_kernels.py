@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference as kernels
+from cpu_model import close, normal, same, text
 from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from reference import Case, digests, error, missing, of_lax, ours, reference
@@ -17,18 +19,6 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 
 
-def normal(*shape):
-    return np.random.default_rng(sum(shape)).standard_normal(shape, np.float32)
-
-
-def close(a, b, rtol=3e-5):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max(initial=0)), a, b)
-
-
-def same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def conv(x, w, strides=(1, 1), padding="SAME", by=lax, **options):
     return by.conv_general_dilated(x, w, strides, padding, dimension_numbers=NUMBERS, **options)
 
@@ -38,10 +28,6 @@ def loss(w, x):
 
 
 X, W = normal(8, 10, 11, 16), normal(3, 3, 16, 16) / 12
-
-
-def text(function, *args):
-    return jax.jit(function).lower(*args).as_text()
 
 
 def calls(function, *args):
@@ -96,32 +82,17 @@ def test_the_kernels_are_called():
     assert calls(fast_on_cpus(jax.grad(loss, (0, 1))), W, X) == 6
 
 
-def transforms():
-    def scanned(f):
-        return lambda w, x: lax.scan(
-            lambda total, part: (total + f(w, part), None), 0.0, x.reshape(4, 2, *x.shape[1:])
-        )[0]
-
-    yield "jit", lambda f: f
-    yield "gradient", lambda f: jax.value_and_grad(f, (0, 1))
-    yield "remat", lambda f: jax.grad(jax.checkpoint(f), (0, 1))
-    yield "scan", lambda f: jax.grad(scanned(f), (0, 1))
-    yield "branches", lambda f: lambda w, x: lax.cond(x.sum() > 1e9, lambda: 0.0, lambda: f(w, x))
-    yield "vmap over images", lambda f: jax.vmap(jax.grad(f), (None, 0))
-    yield "vmap over filters", lambda f: lambda w, x: jax.vmap(jax.grad(f), (0, None))(jnp.stack([w, 2 * w]), x[0])
-    yield "vmap over both", lambda f: lambda w, x: jax.vmap(jax.grad(f))(jnp.stack([w] * 8), x)
-    yield "forward mode", lambda f: lambda w, x: jax.jvp(f, (w, x), (w + 1, x - 1))
-    yield "hessian times vector", lambda f: lambda w, x: jax.jvp(jax.grad(f), (w, x), (w + 1, x - 1))
-    yield "gradient of gradient", lambda f: jax.grad(lambda w, x: (jax.grad(f)(w, x) ** 2).sum(), (0, 1))
-
-
-TRANSFORMS = dict(transforms())
+TRANSFORMS = kernels.TRANSFORMS | {
+    "vmap over images": lambda f: jax.vmap(jax.grad(f), (None, 0)),
+    "vmap over filters": lambda f: lambda w, x: jax.vmap(jax.grad(f), (0, None))(jnp.stack([w, 2 * w]), x[0]),
+    "vmap over both": lambda f: lambda w, x: jax.vmap(jax.grad(f))(jnp.stack([w] * 8), x),
+}
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_under_transforms(name):
-    x = X[:, None] if name in ("vmap over images", "vmap over filters", "vmap over both") else X
+    x = X if name in kernels.TRANSFORMS else X[:, None]
     transformed = TRANSFORMS[name](loss)
     found = jax.jit(fast_on_cpus(transformed))
     assert "jaxpar_cpu.Convolution" in found.lower(W, x).as_text()
@@ -129,15 +100,15 @@ def test_under_transforms(name):
     close(found(W, x), jax.jit(transformed)(W, x), 1e-4)
 
 
+def of_batch(params, batch, rng):
+    return loss(params["w"], batch), {}
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_step_of_each_engine(engine, count):
-    def of_batch(params, batch, rng):
-        return loss(params["w"], batch), {}
-
-    step = train.make_train_step(of_batch, engine=engine)
-    state = train.create_state(kv.from_params({"w": W}, optimizer=optax.sgd(0.1)), 0, devices=jax.devices()[:count])
+    state, step = train.start({"w": W}, optax.sgd(0.1), of_batch, engine=engine, devices=jax.devices()[:count])
     lowered = step.lower(state, X).as_text()
     is_partitioned = engine == "jit" and count > 1
     assert ("jaxpar_cpu.Convolution" in lowered) != is_partitioned
@@ -146,8 +117,7 @@ def test_a_step_of_each_engine(engine, count):
 
 
 def test_a_step_in_a_loop_is_not_slow():
-    step = train.make_train_step(lambda params, batch, rng: (loss(params["w"], batch), {}))
-    state = train.create_state(kv.from_params({"w": W}, optimizer=optax.sgd(0.1)), 0, devices=jax.devices()[:1])
+    state, step = train.start({"w": W}, optax.sgd(0.1), of_batch, devices=jax.devices()[:1])
     assert not is_slow_in_a_loop(step.lower(state, X[None], many=True).as_text())
 
 
@@ -201,8 +171,7 @@ def test_what_is_not_finite_is_where_lax_has_it(value, where, options):
             assert np.isnan(ours_).sum() <= np.isnan(laxs).sum() + 2 * ours_.shape[1] * len(x)
             assert (np.isnan(ours_) >= np.isnan(laxs)).all()
             continue
-        same(np.isnan(ours_), np.isnan(laxs))
-        same(np.where(np.isinf(ours_), ours_, 0), np.where(np.isinf(laxs), laxs, 0))
+        kernels.same_where_not_finite(ours_, laxs)
 
 
 BITS = """
@@ -236,6 +205,4 @@ def test_eight_devices_with_collectives_do_not_hang():
         lambda w, x: lax.pmean(fast_on_cpus(jax.grad(loss))(w, x), "i"),
         mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=False,
     ))  # fmt: skip
-    first = jax.block_until_ready(whole(W, X))
-    for _ in range(1000):
-        same(jax.block_until_ready(whole(W, X)), first)
+    kernels.check_it_does_not_hang(whole, W, X)

@@ -2,11 +2,14 @@
 
 import functools
 
+import cpu_model
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
+from cpu_model import same, text
 from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from reference import digests, error, missing
@@ -17,6 +20,7 @@ from jaxpar.models import fast_on_cpus
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 CELLS = ("lstm", "gru")
+close = functools.partial(cpu_model.close, rtol=2e-5)
 
 
 def slow(*values):
@@ -31,14 +35,6 @@ def biases_are_added_as_in_libraries():
 
 def normal(*shape, scale=1.0, seed=0):
     return (scale * np.random.default_rng([seed, *shape]).standard_normal(shape)).astype(np.float32)
-
-
-def close(a, b, rtol=2e-5):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max(initial=0)), a, b)
-
-
-def same(a, b):
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def lstm_cell(params, carry, x):
@@ -64,6 +60,11 @@ def run(cell, params, x, step=None, **options):
     return lax.scan(functools.partial(step, params), start, x, **options)[::-1]
 
 
+@pytest.fixture(params=CELLS)
+def cell(request):
+    return request.param
+
+
 def made(cell, steps=6, batch=5, width=20, inputs=7):
     gates = 4 if cell == "lstm" else 3
     params = {
@@ -81,10 +82,6 @@ def loss(cell, params, x, **options):
     return jnp.sin(3 * states).mean() + sum((y * jnp.cos(y)).mean() for y in jax.tree.leaves(carry))
 
 
-def text(function, *args):
-    return jax.jit(function).lower(*args).as_text()
-
-
 def is_called(function, *args):
     """Whether a kernel computes the loop. Then no loop is left."""
     lowered = text(function, *args)
@@ -99,7 +96,6 @@ def random_sizes(seed):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 200))])
 def test_random_loops(cell, seed):
     steps, batch, width = random_sizes(seed)
@@ -125,7 +121,6 @@ def test_random_loops(cell, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", CELLS)
 def test_rounding_of_long_sums_is_no_worse_than_that_of_lax(cell):
     params, x = made(cell, 64, 32, 256, 128)
     gradient = [jax.jit(jax.grad(lambda p, x, f=f: (f(p, x)[0] ** 2).sum())) for f in (
@@ -138,53 +133,30 @@ def test_rounding_of_long_sums_is_no_worse_than_that_of_lax(cell):
         assert ours < 1.1 * laxs + 5e-8, name
 
 
-def transforms():
-    def scanned(f):
-        return lambda p, x: lax.scan(lambda total, part: (total + f(p, part), None), 0.0, jnp.stack([x, 2 * x]))[0]
-
-    def many(p):
-        return jax.tree.map(lambda a: jnp.stack([a, a + 0.1, a - 0.1]), p)
-
-    def batched(p, h):
-        return {**p, "h": p["h"] + h}
-
-    yield "jit", lambda f: f
-    yield "gradient", lambda f: jax.value_and_grad(f, (0, 1))
-    yield "remat", lambda f: jax.grad(jax.checkpoint(f), (0, 1))
-    yield "scan", lambda f: jax.grad(scanned(f), (0, 1))
-    yield (
-        "branches",
-        lambda f: lambda p, x: jax.grad(lambda p: lax.cond(x.sum() > 1e9, lambda: 0.0, lambda: f(p, x)))(p),
-    )
-    yield (
-        "gradient of vmap",
-        lambda f: jax.grad(lambda p, x: jax.vmap(f, (None, 0))(p, jnp.stack([x, -x])).sum(), (0, 1)),
-    )
-    yield "vmap over inputs", lambda f: lambda p, x: jax.vmap(jax.grad(f), (None, 0))(p, jnp.stack([x, -x]))
-    yield "vmap of the last axis", lambda f: lambda p, x: jax.vmap(f, (None, 3))(p, jnp.stack([x, -x], -1))
-    yield "vmap over the first state", lambda f: lambda p, x: jax.vmap(lambda h: f(batched(p, h), x))(jnp.arange(3.0))
-    yield "vmap over both", lambda f: lambda p, x: jax.vmap(jax.grad(f))(many(p), jnp.stack([x, -x, x]))
-    yield (
-        "vmap in vmap",
-        lambda f: (
-            lambda p, x: jax.vmap(jax.vmap(f, (None, 0)), (None, 0))(p, jnp.stack([x] * 6).reshape(2, 3, *x.shape))
-        ),
-    )
-    yield "forward mode", lambda f: lambda p, x: jax.jvp(f, (p, x), jax.tree.map(jnp.ones_like, (p, x)))
-    yield "linearize", lambda f: lambda p, x: jax.linearize(f, p, x)[1](p, x)
-    yield (
-        "hessian times vector",
-        lambda f: lambda p, x: jax.jvp(jax.grad(f), (p, x), jax.tree.map(jnp.ones_like, (p, x))),
-    )
-    yield (
-        "gradient of gradient",
-        lambda f: jax.grad(lambda p, x: sum((g**2).sum() for g in jax.tree.leaves(jax.grad(f, (0, 1))(p, x))), (0, 1)),
-    )
-    yield "hessian", lambda f: lambda p, x: jax.hessian(lambda b: f({**p, "bias": b}, x))(p["bias"])
-    yield "some of the params", lambda f: lambda p, x: jax.grad(lambda w: f({**p, "state": w}, x))(p["state"])
+def many(p):
+    return jax.tree.map(lambda a: jnp.stack([a, a + 0.1, a - 0.1]), p)
 
 
-TRANSFORMS = dict(transforms())
+def batched(p, h):
+    return {**p, "h": p["h"] + h}
+
+
+def twice_mapped(f):
+    each = jax.vmap(jax.vmap(f, (None, 0)), (None, 0))
+    return lambda p, x: each(p, jnp.stack([x] * 6).reshape(2, 3, *x.shape))
+
+
+TRANSFORMS = reference.TRANSFORMS | {
+    "gradient of vmap": lambda f: jax.grad(lambda p, x: jax.vmap(f, (None, 0))(p, jnp.stack([x, -x])).sum(), (0, 1)),
+    "vmap over inputs": lambda f: lambda p, x: jax.vmap(jax.grad(f), (None, 0))(p, jnp.stack([x, -x])),
+    "vmap of the last axis": lambda f: lambda p, x: jax.vmap(f, (None, 3))(p, jnp.stack([x, -x], -1)),
+    "vmap over the first state": lambda f: lambda p, x: jax.vmap(lambda h: f(batched(p, h), x))(jnp.arange(3.0)),
+    "vmap over both": lambda f: lambda p, x: jax.vmap(jax.grad(f))(many(p), jnp.stack([x, -x, x])),
+    "vmap in vmap": twice_mapped,
+    "linearize": lambda f: lambda p, x: jax.linearize(f, p, x)[1](p, x),
+    "hessian": lambda f: lambda p, x: jax.hessian(lambda b: f({**p, "bias": b}, x))(p["bias"]),
+    "some of the params": lambda f: lambda p, x: jax.grad(lambda w: f({**p, "state": w}, x))(p["state"]),
+}
 
 
 @pytest.mark.sampled(2)
@@ -195,11 +167,10 @@ def test_under_transforms(cell, name):
     of_lax = functools.partial(loss, cell)
     ours, laxs = (jax.jit(TRANSFORMS[name](f)) for f in (fast_on_cpus(of_lax), of_lax))
     assert ("jaxpar_cpu." in ours.lower(params, x).as_text()) == (name != "vmap over both")
-    close(ours(params, x), laxs(params, x), 1e-4)
+    close(ours(params, x), laxs(params, x), rtol=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", CELLS)
 def test_eager_calls(cell):
     params, x = made(cell)
     of_lax = functools.partial(loss, cell)
@@ -218,8 +189,8 @@ def test_a_step_of_each_engine(engine, count, options):
         start = {name: jnp.broadcast_to(params[name], (len(batch), 6)) for name in "ch"}
         return loss("lstm", {**params, **start}, batch.swapaxes(0, 1)), {}
 
-    step = train.make_train_step(of_batch, engine=engine, **options)
-    state = train.create_state(kv.from_params(params, optimizer=optax.sgd(0.1)), 0, devices=jax.devices()[:count])
+    options = {"engine": engine, "devices": jax.devices()[:count], **options}
+    state, step = train.start(params, optax.sgd(0.1), of_batch, **options)
     lowered = step.lower(state, batch).as_text()
     assert ("jaxpar_cpu.LstmBackward" in lowered) == (engine != "jit")
     new, metrics = step(state, batch)
@@ -269,7 +240,6 @@ def test_sharded_arrays_take_the_loop_of_xla(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", CELLS)
 def test_export_and_other_dtypes_take_the_loop_of_xla(cell):
     params, x = made(cell)
     of_lax = functools.partial(run, cell)
@@ -289,14 +259,9 @@ def test_export_and_other_dtypes_take_the_loop_of_xla(cell):
 def variants():
     """Steps of an LSTM: (step, whether a kernel may compute it). Each must give lax's numbers."""
 
-    def gates(params, carry, x):
-        c, h = carry
-        return *jnp.split(x @ params["input"] + h @ params["state"] + params["bias"], 4, axis=-1), c, h
-
-    def step(change, **given):
+    def step(change, y=lambda p, c, h, x: x @ p["input"] + h @ p["state"] + p["bias"], **given):
         def function(params, carry, x):
-            i, f, g, o, c, h = gates(params, carry, x)
-            return change(params, i, f, g, o, c, h, x, **given)
+            return change(params, *jnp.split(y(params, *carry, x), 4, axis=-1), *carry, x, **given)
 
         return function
 
@@ -308,25 +273,15 @@ def variants():
         h = gate(o) * tanh(c)
         return (c, h), out(c, h, x, old)
 
-    def permuted(p, i, f, g, o, c, h, x):
-        i, g, f, o = i, f, g, o
-        return usual(p, i, f, g, o, c, h, x)
-
     def turned(p, i, f, g, o, c, h, x):
         c = tanh(g) * s(i) + c * s(f)
         h = tanh(c) * s(o)
         return (c, h), (h, c, x)
 
-    def peephole(p, i, f, g, o, c, h, x):
-        return usual(p, i + 0.1 * c, f, g, o, c, h, x)
-
     def new_peephole(p, i, f, g, o, c, h, x):
         c = s(f) * c + s(i) * tanh(g)
         h = s(o + 0.1 * c) * tanh(c)
         return (c, h), h
-
-    def normalized(p, i, f, g, o, c, h, x):
-        return usual(p, i, f, g - g.mean(-1, keepdims=True), o, c, h, x)
 
     def swapped(p, i, f, g, o, c, h, x):
         c = s(f) * tanh(g) + s(i) * c  # i and f have changed their parts
@@ -359,44 +314,15 @@ def variants():
         carry = jnp.where(keep, new_c, c), jnp.where(keep, new_h, h)
         return carry, carry[1]
 
-    def scaled(p, i, f, g, o, c, h, x):
-        return usual(p, 2 * i, f, g, o, c, h, x)
-
-    def residual(params, carry, x):
-        c, h = carry
-        i, f, g, o = jnp.split(x @ params["input"] + (h * 0.5) @ params["state"], 4, axis=-1)
-        return usual(params, i, f, g, o, c, h, x)
-
-    def of_the_cell(params, carry, x):
-        c, h = carry
-        i, f, g, o = jnp.split(x @ params["input"] + c @ params["state"], 4, axis=-1)
-        return usual(params, i, f, g, o, c, h, x)
-
-    def weight_of_the_step(params, carry, x):
-        c, h = carry
-        i, f, g, o = jnp.split(x @ params["input"] + h @ (params["state"] * x.mean()), 4, axis=-1)
-        return usual(params, i, f, g, o, c, h, x)
-
     def no_split(params, carry, x):
         c, h = carry
         y, n = params["bias"] + h @ params["state"] + x @ params["input"], h.shape[-1]
         return usual(params, y[:, :n], y[:, n : 2 * n], y[:, 2 * n : 3 * n], y[:, 3 * n :], c, h, x)
 
-    def reversed_columns(params, carry, x):
-        c, h = carry
-        i, f, g, o = jnp.split((x @ params["input"] + h @ params["state"])[:, ::-1], 4, axis=-1)
-        return usual(params, i, f, g, o, c, h, x)
-
     def overlapping(params, carry, x):
         c, h = carry
         y, n = x @ params["input"] + h @ params["state"], h.shape[-1]
         return usual(params, y[:, 1 : n + 1], y[:, n : 2 * n], y[:, :n], y[:, 3 * n :], c, h, x)
-
-    def wide_state(params, carry, x):
-        c, h = carry
-        y = x @ params["input"] + (h @ params["state"]).reshape(-1, 4 * h.shape[-1])
-        i, f, g, o = jnp.split(y, 4, axis=-1)
-        return usual(params, i, f, g, o, c, h, x)
 
     def inputs_changed(params, carry, x):
         x = jax.nn.relu(x)
@@ -415,7 +341,7 @@ def variants():
         "usual": (step(usual), yes),
         "the cell": (step(usual, out=lambda c, h, x, old: (h, c, x, x @ x.T, jnp.ones(3))), yes),
         "nothing": (step(usual, out=lambda *_: None), yes),
-        "permuted": (step(permuted), yes),
+        "permuted": (step(lambda p, i, f, g, *a: usual(p, i, g, f, *a)), yes),
         "turned": (step(turned), yes),
         "swapped": (step(swapped), yes),
         "slices": (no_split, yes),
@@ -426,9 +352,9 @@ def variants():
         "jit inside": (lambda *a: jax.jit(step(usual))(*a), yes),
         "before": (step(usual, out=lambda c, h, x, old: old[1]), no),
         "residual": (step(usual, out=lambda c, h, x, old: h + x.sum()), no),
-        "peephole": (step(peephole), no),
+        "peephole": (step(lambda p, i, f, g, o, c, *a: usual(p, i + 0.1 * c, f, g, o, c, *a)), no),
         "new peephole": (step(new_peephole), no),
-        "layer norm": (step(normalized), no),
+        "layer norm": (step(lambda p, i, f, g, *a: usual(p, i, f, g - g.mean(-1, keepdims=True), *a)), no),
         "relu": (step(usual, act=jax.nn.relu), no),
         "hard sigmoid": (step(usual, gate=jax.nn.hard_sigmoid), no),
         "tanh gates": (step(usual, gate=jnp.tanh), no),
@@ -439,11 +365,11 @@ def variants():
         "with h": (step(with_h), no),
         "minus": (step(minus), no),
         "masked": (step(masked), no),
-        "scaled": (step(scaled), no),
-        "half of h": (residual, no),
-        "of the cell": (of_the_cell, no),
-        "weight of the step": (weight_of_the_step, no),
-        "reversed columns": (reversed_columns, no),
+        "scaled": (step(lambda p, i, *a: usual(p, 2 * i, *a)), no),
+        "half of h": (step(usual, lambda p, c, h, x: x @ p["input"] + (h * 0.5) @ p["state"]), no),
+        "of the cell": (step(usual, lambda p, c, h, x: x @ p["input"] + c @ p["state"]), no),
+        "weight of the step": (step(usual, lambda p, c, h, x: x @ p["input"] + h @ (p["state"] * x.mean())), no),
+        "reversed columns": (step(usual, lambda p, c, h, x: (x @ p["input"] + h @ p["state"])[:, ::-1]), no),
         "remat inside": (jax.checkpoint(step(usual)), no),
     }
 
@@ -468,7 +394,7 @@ def test_almost_an_lstm(name):
         for by in (fast_on_cpus, lambda f: f)
     )
     close(ours[0][1], laxs[0][1])
-    close(ours, laxs, 1e-4)
+    close(ours, laxs, rtol=1e-4)
 
 
 def gru_variants():
@@ -536,7 +462,7 @@ def test_almost_a_gru(name):
     of_lax = functools.partial(loss, "gru", step=step)
     assert is_called(fast_on_cpus(of_lax), params, x) == by_kernel
     ours, laxs = (jax.jit(jax.value_and_grad(f, (0, 1))) for f in (fast_on_cpus(of_lax), of_lax))
-    close(ours(params, x), laxs(params, x), 1e-4)
+    close(ours(params, x), laxs(params, x), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -568,7 +494,6 @@ def test_a_cell_that_draws_random_numbers_draws_the_same(kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, right)
 
 
-@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_few_steps(cell, steps):
     params, x = made(cell, steps)
@@ -577,7 +502,6 @@ def test_few_steps(cell, steps):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
 def test_any_number_of_batch_axes(cell, shape):
     params, x = made(cell, 4, 6)
@@ -586,7 +510,7 @@ def test_any_number_of_batch_axes(cell, shape):
     of_lax = functools.partial(loss, cell)
     assert is_called(fast_on_cpus(of_lax), params, x)
     ours, laxs = (jax.jit(jax.value_and_grad(f, (0, 1))) for f in (fast_on_cpus(of_lax), of_lax))
-    close(ours(params, x), laxs(params, x), 1e-4)
+    close(ours(params, x), laxs(params, x), rtol=1e-4)
 
 
 def test_a_loop_without_inputs_and_a_carried_number():
@@ -611,7 +535,6 @@ def test_a_loop_without_inputs_and_a_carried_number():
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", [np.nan, *slow(np.inf, -np.inf)], ids=str)
 @pytest.mark.parametrize("where", ["input", "state", "h", "c", "x"])
-@pytest.mark.parametrize("cell", CELLS)
 def test_what_is_not_finite_is_where_lax_has_it(cell, where, value):
     params, x = made(cell, 3, 4, 9, 5)
     bad = x if where == "x" else params.get(where, params["bias"])
@@ -622,8 +545,7 @@ def test_what_is_not_finite_is_where_lax_has_it(cell, where, value):
     states = [jax.jit(by(functools.partial(run, cell))) for by in (fast_on_cpus, lambda f: f)]
     for fns in (found, states):
         for ours, laxs in zip(*(jax.tree.leaves(f(params, x)) for f in fns), strict=True):
-            same(np.isnan(ours), np.isnan(laxs))
-            same(np.where(np.isinf(ours), ours, 0), np.where(np.isinf(laxs), laxs, 0))
+            reference.same_where_not_finite(ours, laxs)
 
 
 def test_large_and_small_values_are_those_of_lax():
@@ -714,7 +636,6 @@ def test_the_same_bits_on_any_number_of_threads_and_devices(other):
     assert digests(BITS, **{"JAX_NUM_CPU_DEVICES": "1", **other}) == one
 
 
-@pytest.mark.parametrize("cell", CELLS)
 def test_an_example_has_the_same_bits_in_any_batch(cell):
     params, x = made(cell, 5, 37, 60, 5)
     few = {**params, **{k: params[k][11:14] for k in "ch" if k in params}}
@@ -734,6 +655,4 @@ def test_eight_devices_with_collectives_do_not_hang():
 
     specs = (P(), P("i"), P(None, "i"))
     whole = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
-    first = jax.block_until_ready(whole(params, states, x))
-    for _ in range(1000):
-        same(jax.block_until_ready(whole(params, states, x)), first)
+    reference.check_it_does_not_hang(whole, params, states, x)

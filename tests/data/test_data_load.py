@@ -16,14 +16,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from launched import environment, python
 
 from jaxpar import data
 from jaxpar.data import _load
 from jaxpar.data._load import DEBIAN_DIR, OFFICIAL
 
-needs_files = pytest.mark.skipif(
-    bool(_load.missing_idx(DEBIAN_DIR)), reason="Debian's package dataset-fashion-mnist is not installed"
-)
 pytestmark = pytest.mark.data
 
 SETTINGS = ("JAXPAR_DATA_DIR", "TFDS_DATA_DIR")
@@ -56,9 +54,8 @@ LOAD = "import sys, jaxpar; print(len(jaxpar.data.load('fashion_mnist', 'test[:1
 
 
 def start_loading(folder):
-    environment = {k: v for k, v in os.environ.items() if k not in SETTINGS} | {"JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", LOAD, str(folder)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command, pipes = [sys.executable, "-c", LOAD, str(folder)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment(), text=True, **pipes)
 
 
 def wait_for_writing(folder, process, already=()):
@@ -72,14 +69,21 @@ def wait_for_writing(folder, process, already=()):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def debian():
+    """What reads Debian's files is skipped where they are not installed."""
+    if _load.missing_idx(DEBIAN_DIR):
+        pytest.skip("Debian's package dataset-fashion-mnist is not installed")
+
+
+@pytest.fixture(scope="module")
+def written(debian, tmp_path_factory):
     """A data_dir that Debian's files were written into, and the training set that came of it."""
     folder = tmp_path_factory.mktemp("tfds")
     return folder, data.load("fashion_mnist", "train", data_dir=folder, source="debian", verbose=False)
 
 
 @pytest.fixture(scope="module")
-def prepared():
+def prepared(debian):
     """The user's own data_dir, which the pages and the notebooks read too, and the training set in it."""
     return _load.default_data_dir(), data.load("fashion_mnist", "train", verbose=False)
 
@@ -97,7 +101,7 @@ def copy(prepared, tmp_path):
 
 
 @pytest.fixture
-def idx_files(tmp_path):
+def idx_files(debian, tmp_path):
     folder = tmp_path / "idx"
     shutil.copytree(DEBIAN_DIR, folder)
     return folder
@@ -121,19 +125,16 @@ def check_it_is_fashion_mnist(train):
         np.testing.assert_array_equal(mine, original)
 
 
-@needs_files
 def test_it_is_fashion_mnist(prepared):
     check_it_is_fashion_mnist(prepared[1])
 
 
-@needs_files
 @pytest.mark.slow  # writes the whole data set
 def test_debians_files_become_fashion_mnist(written):
     assert written[1].source == "debian"
     check_it_is_fashion_mnist(written[1])
 
 
-@needs_files
 @pytest.mark.slow  # writes the whole data set
 def test_plain_tfds_reads_what_was_written(written):
     import tensorflow_datasets as tfds
@@ -159,7 +160,6 @@ def test_checksums_are_the_ones_tfds_lists():
     assert {info.filename: info.checksum for info in infos} == {n: sha256 for n, (sha256, _) in OFFICIAL.items()}
 
 
-@needs_files
 def test_a_prepared_set_comes_first_and_the_line_says_so(prepared, capsys, offline, no_debian):
     test = data.load("fashion_mnist", "test", data_dir=prepared[0])
     assert test.source == "prepared"
@@ -172,7 +172,6 @@ def test_a_prepared_set_comes_first_and_the_line_says_so(prepared, capsys, offli
     assert capsys.readouterr() == ("", "")
 
 
-@needs_files
 def test_files_come_before_debian_and_an_empty_folder_is_passed_over(
     prepared, idx_files, tmp_path, monkeypatch, capsys
 ):
@@ -187,14 +186,12 @@ def test_files_come_before_debian_and_an_empty_folder_is_passed_over(
     assert str(idx_files) in capsys.readouterr().out
 
 
-@needs_files
 def test_the_default_folder_is_the_one_tfds_has(prepared, monkeypatch):
     assert _load.default_data_dir() == Path.home() / "tensorflow_datasets"
     monkeypatch.setenv("TFDS_DATA_DIR", str(prepared[0]))
     assert data.load(split="test[:10]", verbose=False).source == "prepared"
 
 
-@needs_files
 def test_the_official_files_have_the_official_checksum(idx_files):
     name = "t10k-labels-idx1-ubyte.gz"
     official = _load.official_bytes(idx_files / name)
@@ -217,7 +214,6 @@ def recompress(path):
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-1]))
 
 
-@needs_files
 @pytest.mark.parametrize("damage", [truncate, flip, recompress, lambda path: path.write_bytes(b"")])
 @pytest.mark.parametrize("name", ["t10k-labels-idx1-ubyte.gz", "train-images-idx3-ubyte.gz"])
 def test_a_damaged_file_is_refused_by_name(name, damage, idx_files, tmp_path, monkeypatch):
@@ -230,7 +226,6 @@ def test_a_damaged_file_is_refused_by_name(name, damage, idx_files, tmp_path, mo
     assert not (tmp_path / "new").exists()
 
 
-@needs_files
 def test_a_missing_file_is_named(idx_files, tmp_path, monkeypatch, no_debian):
     (idx_files / "t10k-labels-idx1-ubyte.gz").unlink()
     monkeypatch.setenv("JAXPAR_DATA_DIR", str(idx_files))
@@ -259,7 +254,6 @@ def cut_to(size):
     return lambda folder: os.truncate(folder / SHARD, size)
 
 
-@needs_files
 @pytest.mark.parametrize(
     "damage",
     [
@@ -290,12 +284,10 @@ print("tensorflow_datasets" in sys.modules, found)
 """
 
 
-@needs_files
 def test_what_was_decoded_once_is_not_decoded_again(prepared, tmp_path):
-    command = [sys.executable, "-c", FRESH, str(prepared[0]), str(tmp_path / "found.npz")]
-    done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
-    assert done.stdout.startswith("False Dataset(fashion_mnist train: 60000 images uint8"), done.stderr
-    assert "source='prepared'" in done.stdout
+    said = python("-c", FRESH, prepared[0], tmp_path / "found.npz").stdout
+    assert said.startswith("False Dataset(fashion_mnist train: 60000 images uint8")
+    assert "source='prepared'" in said
     with np.load(tmp_path / "found.npz") as found:
         np.testing.assert_array_equal(found["images"], prepared[1].images)
         np.testing.assert_array_equal(found["labels"], prepared[1].labels)
@@ -303,7 +295,6 @@ def test_what_was_decoded_once_is_not_decoded_again(prepared, tmp_path):
 
 
 @pytest.mark.slow
-@needs_files
 def test_decoding_writes_nothing_to_standard_error(prepared):
     """TFDS recommends OpenCV there, which a notebook shows in red."""
     output, errors = start_loading(prepared[0]).communicate(timeout=120)
@@ -312,7 +303,6 @@ def test_decoding_writes_nothing_to_standard_error(prepared):
 
 
 @pytest.mark.sampled(1)
-@needs_files
 @pytest.mark.parametrize(
     "change",
     [
@@ -400,7 +390,6 @@ def test_a_copy_of_another_number_of_examples_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-@needs_files
 def test_parts_and_large_splits_are_not_kept_and_a_full_disk_is_no_error(copy, monkeypatch):
     for path in copy[1].glob("jaxpar-*"):
         path.unlink()
@@ -417,7 +406,6 @@ def test_parts_and_large_splits_are_not_kept_and_a_full_disk_is_no_error(copy, m
     assert not list(copy[1].glob("jaxpar-*"))
 
 
-@needs_files
 def test_an_unknown_split_and_a_format_for_tensorflow_are_said(copy):
     with pytest.raises(ValueError, match=r"no split 'valid'; it has \['test', 'train'\]"):
         data.load(split="valid", data_dir=copy[0])
@@ -473,7 +461,6 @@ def web(monkeypatch, idx_files):
         server.shutdown()
 
 
-@needs_files
 def test_the_download_keeps_the_official_checksums(web, no_debian, tmp_path):
     web.add("t10k-labels-idx1-ubyte.gz")
     with pytest.raises(Exception, match=r"t10k-labels-idx1-ubyte.gz, downloaded to .* has wrong checksum"):
@@ -481,7 +468,6 @@ def test_the_download_keeps_the_official_checksums(web, no_debian, tmp_path):
     assert not (tmp_path / "new" / "fashion_mnist" / "3.0.1").exists()
 
 
-@needs_files
 @pytest.mark.slow  # writes the whole data set once more
 def test_the_download_is_the_same_data_set(web, no_debian, tmp_path, written):
     test = data.load(split="test", data_dir=tmp_path / "new", verbose=False)
@@ -498,7 +484,7 @@ def test_a_refusing_host_is_no_network_either():
         _load.check_reachable(f"http://127.0.0.1:{port}/x", 2.0)
 
 
-@needs_files
+@pytest.mark.usefixtures("debian")
 @pytest.mark.slow  # writes the whole data set in two processes
 def test_a_killed_process_and_two_at_once_leave_a_sound_data_set(tmp_path):
     killed = start_loading(tmp_path)

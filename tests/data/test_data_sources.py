@@ -1,31 +1,21 @@
 """Training data of other libraries: what is read, how it is spread, what resuming skips, what is refused."""
 
 import dataclasses
+import functools
 import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from fit_model import STEP, points, run_on, start
 
-from jaxpar import data, kv, train
+from jaxpar import data, train
 
-RNG = np.random.default_rng(0)
-X = RNG.random((48, 4), np.float32)
-Y = X[:, :3].argmax(1)
+X = points(48).images
+Y = X[:, :3].argmax(1)  # 64-bit
 LOADER = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 48, 8)]
-STEP = train.make_train_step(train.classification_loss(lambda params, images: images @ params["w"]))
-TX = optax.sgd(0.5)
-
-
-def start(count=4):
-    return train.create_state(kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=TX), 0, devices=jax.devices()[:count])
-
-
-def run(source, state=None, **options):
-    options = {"epochs": 2, "batch_size": 8, "progress": False, **options}
-    return train.fit(start() if state is None else state, STEP, source, **options)
+run = functools.partial(run_on, batch_size=8)
 
 
 def labels(batches):
@@ -72,9 +62,9 @@ class Loader:
         return ([self.kind(x), self.kind(y)] for x, y in LOADER)
 
 
-def by_hand(batches, count=4):
+def by_hand(batches):
     """The weights after steps over these batches."""
-    state = start(count)
+    state = start()
     for x, y in batches:
         state, _ = STEP(state, {"image": x, "label": y.astype(np.int32)})
     return state.params["w"]

@@ -1,6 +1,7 @@
 """Several processes on this machine, over Gloo: the same training as in one, and back after all were killed.
 
-Each topology, processes × devices, is one run of process_run.py, which asserts what the processes must agree on.
+Each topology, processes × devices, is one run of process_run.py, or for engine `jit` and the user's mesh of
+mesh_run.py, which assert what the processes must agree on.
 """
 
 import functools
@@ -59,10 +60,35 @@ def test_codes_of_integers_have_the_same_bits_in_several_processes(tmp_path):
     check_same(*found, exact=bool)
 
 
-@pytest.mark.parametrize("topology", ["2x2 again", "4x1", "1x4"])
+@pytest.fixture(scope="module")
+def mesh_runs(tmp_path_factory):
+    phases = ("in_flight", "trained", "undisturbed", "restored", "loaders", "inside", "killed")
+    others = (("1x4", 1, 4, "trained", "undisturbed", "resumed"), ("2x2 again", 2, 2, "resumed"))
+    folder = tmp_path_factory.mktemp("meshes")
+    return several_processes.killed_and_resumed("mesh_run.py", folder, "step_00000004", phases, others)
+
+
+EXACT = ("model across", "some made there", "a state a key")  # each sum has two terms, in any order the same bits
+
+
 @pytest.mark.slow
-def test_all_killed_and_resumed(runs, topology):
-    """Bit for bit on the same topology."""
+@pytest.mark.parametrize("what", ["trained.npz", "undisturbed.npz"])
+def test_the_numbers_of_one_process_with_the_same_mesh(mesh_runs, what):
+    """A sum over four devices is made in another order by several processes, as scores are."""
+    expected, got = mesh_runs["1x4"].saved(what), mesh_runs["2x2"].saved(what)
+    assert got.keys() == expected.keys()
+    whole = what == "undisturbed.npz"
+    check_same(got, expected, exact=lambda name: (whole and "scores" not in name) or name.startswith(EXACT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("started", "topology"),
+    [*(("runs", t) for t in ("2x2 again", "4x1", "1x4")), *(("mesh_runs", t) for t in ("2x2 again", "1x4"))],
+)
+def test_all_killed_and_resumed(request, started, topology):
+    """Bit for bit on the same topology and mesh. With `mesh_runs` one process resumes on another mesh."""
+    runs = request.getfixturevalue(started)
     expected, got = runs["2x2"].saved("undisturbed.npz"), runs[topology].saved("resumed.npz")
     same = topology == "2x2 again"
     assert got.keys() == expected.keys() or not same

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
-from kv_model import compilations
+from kv_model import compilations, put
 
 from jaxpar import kv, updaters
 from jaxpar._devices import mesh
@@ -16,10 +16,6 @@ LARGE = (600, 512)  # 1.2 MB of float32
 SHAPES = [LARGE, (3,), (), (1024, 300), (7, 5)]
 
 
-def there(array, device):
-    return jax.device_put(array, device)
-
-
 def address(array):
     return array.unsafe_buffer_pointer()
 
@@ -27,12 +23,12 @@ def address(array):
 def grads(rng, devices, shapes=SHAPES):
     numbers = np.random.default_rng(rng)
     each = [[numbers.normal(size=s).astype(np.float32) for _ in devices] for s in shapes]
-    return each, [[there(x, d) for x, d in zip(xs, devices, strict=True)] for xs in each]
+    return each, [put(xs, devices) for xs in each]
 
 
 def test_a_value_is_seen_on_another_device_without_a_copy():
     first, second = jax.devices()[:2]
-    value = there(jnp.arange(1 << 18, dtype=jnp.float32), first)
+    value = jax.device_put(jnp.arange(1 << 18, dtype=jnp.float32), first)
     (seen,) = mesh.share_or_put([value], SingleDeviceSharding(second))
     assert seen.devices() == {second}
     assert address(seen) == address(value)
@@ -49,7 +45,7 @@ def test_what_is_spread_over_devices_is_moved_as_ever():
 @pytest.mark.parametrize("given_away", ["owner", "guest"])
 def test_a_donated_array_does_not_change_the_one_that_shares_its_memory(given_away):
     devices = jax.devices()[:2]
-    owner = there(jnp.full(1 << 18, 3.0), devices[0])
+    owner = jax.device_put(jnp.full(1 << 18, 3.0), devices[0])
     (guest,) = mesh.share_or_put([owner], SingleDeviceSharding(devices[1]))
     spend = jax.jit(lambda x: x + 1, donate_argnums=0)
     given, kept = (owner, guest) if given_away == "owner" else (guest, owner)
@@ -59,7 +55,7 @@ def test_a_donated_array_does_not_change_the_one_that_shares_its_memory(given_aw
 
 def test_the_memory_lives_as_long_as_somebody_sees_it():
     first, second = jax.devices()[:2]
-    (seen,) = mesh.share_or_put([there(jnp.full(1 << 18, 3.0), first)], SingleDeviceSharding(second))
+    (seen,) = mesh.share_or_put([jax.device_put(jnp.full(1 << 18, 3.0), first)], SingleDeviceSharding(second))
     others = [jnp.zeros(1 << 18) for _ in range(8)]
     np.testing.assert_array_equal(seen, 3)
     assert len(others) == 8
@@ -121,7 +117,7 @@ def test_compressed_large_values_keep_to_the_wire():
     devices = jax.devices()[:4]
     store = kv.init(kv.create("device"), [0, 1], [jnp.zeros(LARGE), jnp.zeros(3)])
     store = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 0.5})
-    store = kv.push(store, [0, 1], [[there(jnp.full(s, 0.6), d) for d in devices] for s in (LARGE, (3,))])
+    store = kv.push(store, [0, 1], [put([jnp.full(s, 0.6)] * 4, devices) for s in (LARGE, (3,))])
     np.testing.assert_array_equal(kv.pull(store, 0), 2.0)
     assert 0 in store.residuals
 

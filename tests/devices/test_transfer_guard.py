@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from fit_model import apply
 
 from jaxpar import checkpoint, data, kv, train
 
@@ -22,10 +23,6 @@ def guarded():
 
 def loss_fn(params, batch, rng):
     return ((batch["image"] @ params["w"]) ** 2).mean(), {}
-
-
-def apply_fn(params, images):
-    return images @ params["w"]
 
 
 STEPS = {engine: train.make_train_step(loss_fn, engine=engine) for engine in ("pmap", "shard_map", "jit")}
@@ -55,12 +52,12 @@ def test_training(kind, engine, tmp_path):
     for _ in range(2):
         state, metrics = step(state, BATCH)
     assert np.isfinite(jax.device_get(metrics["loss"]))
-    options = {"batch_size": 8, "progress": False, "test_data": DATA, "apply_fn": apply_fn}
+    options = {"batch_size": 8, "progress": False, "test_data": DATA, "apply_fn": apply}
     for epochs in (1, 2):
         state, history = train.fit(start(kind), step, DATA, epochs=epochs, checkpoint_dir=tmp_path, **options)
     assert len(history) == 2
-    assert train.evaluate(state, apply_fn, DATA, batch_size=8)["loss"] > 0
-    assert train.predict(state, apply_fn, X[:13], batch_size=8).shape == (13, 3)
+    assert train.evaluate(state, apply, DATA, batch_size=8)["loss"] > 0
+    assert train.predict(state, apply, X[:13], batch_size=8).shape == (13, 3)
 
 
 @pytest.mark.parametrize("train_data", [{"image": X, "label": DATA.labels}, [BATCH] * 3, DATA], ids=type)

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fit_model import apply
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from kv_model import on_host
 
 from jaxpar import checkpoint, data, kv, parallel, train, updaters
 
@@ -50,10 +52,6 @@ def inside(mesh):
         before = jax.sharding.get_abstract_mesh(), jax.sharding.get_mesh()
         yield
         assert (jax.sharding.get_abstract_mesh(), jax.sharding.get_mesh()) == before
-
-
-def on_host(tree):
-    return jax.tree.map(np.asarray, tree)
 
 
 def same_bits(tree, other):
@@ -270,12 +268,8 @@ def pictures(n=24):
     return data.Dataset(numbers(n, 3), (np.arange(n) % 3).astype(np.int32))
 
 
-def scores(params, images):
-    return images @ params["w"]
-
-
 def classes(params, batch, rng):
-    return optax.softmax_cross_entropy_with_integer_labels(scores(params, batch["image"]), batch["label"]).mean(), {}
+    return optax.softmax_cross_entropy_with_integer_labels(apply(params, batch["image"]), batch["label"]).mean(), {}
 
 
 @functools.cache
@@ -286,7 +280,7 @@ def classifier():
 def trained(folder, source):
     step, seen = classifier(), []
     state = train.create_state(kv.from_params({"w": numbers(3, 3)}, optimizer=tx()), 0, devices=devices())
-    options = {"batch_size": 8, "progress": False, "test_data": pictures(10), "apply_fn": scores}
+    options = {"batch_size": 8, "progress": False, "test_data": pictures(10), "apply_fn": apply}
     seen_mesh = lambda state, record: seen.append(jax.sharding.get_mesh())  # noqa: E731
     checkpoints = {"checkpoint_dir": folder, "callbacks": seen_mesh}
     state, history = train.fit(state, step, source, epochs=2, **options, **checkpoints)
@@ -295,31 +289,29 @@ def trained(folder, source):
     resumed, again = train.fit(like, step, source, epochs=3, **options, **checkpoints)
     restored = checkpoint.restore(checkpoint.latest(folder), like=state)
     assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(state)]
-    matrix = train.confusion_matrix(resumed, scores, pictures(10))
-    outputs = train.predict(resumed, scores, pictures(10), batch_size=4)
+    matrix = train.confusion_matrix(resumed, apply, pictures(10))
+    outputs = train.predict(resumed, apply, pictures(10), batch_size=4)
     keep = [{k: v for k, v in r.items() if "second" not in k} for r in [*history, *again]]
-    return keep, restored.params, matrix, outputs, train.evaluate(resumed.params, scores, pictures(10), batch_size=4)
+    return keep, restored.params, matrix, outputs, train.evaluate(resumed.params, apply, pictures(10), batch_size=4)
 
 
-@pytest.mark.parametrize("name", [pytest.param("explicit", marks=pytest.mark.slow), "explicit2d"])
-def test_fit_evaluation_and_checkpoints(name, tmp_path):
-    folders = map(str, itertools.count())
-    check_in(MESHES[name](), lambda: trained(tmp_path / next(folders), pictures()))
+SLOW_RUNS = [pytest.param("explicit", source, marks=pytest.mark.slow) for source in ("arrays", "a loader")]
 
 
-@pytest.mark.slow
-def test_fit_with_a_loader(tmp_path):
+@pytest.mark.parametrize(("name", "source"), [*SLOW_RUNS, ("explicit2d", "arrays")])
+def test_fit_evaluation_and_checkpoints(name, source, tmp_path):
     loader = [{"image": numbers(8, 3, seed=i), "label": np.arange(8) % 3} for i in range(3)]
     folders = map(str, itertools.count())
-    check_in(MESHES["explicit"](), lambda: trained(tmp_path / next(folders), loader))
+    given = pictures() if source == "arrays" else loader
+    check_in(MESHES[name](), lambda: trained(tmp_path / next(folders), given))
 
 
 def test_params_that_are_split_over_the_mesh_can_be_evaluated():
     mesh = MESHES["explicit2d"]()
-    expected = train.predict({"w": numbers(3, 4)}, scores, numbers(5, 3), batch_size=4)
+    expected = train.predict({"w": numbers(3, 4)}, apply, numbers(5, 3), batch_size=4)
     with inside(mesh):
         split = jax.device_put({"w": numbers(3, 4)}, NamedSharding(mesh, P(None, "model")))
-        np.testing.assert_allclose(train.predict(split, scores, numbers(5, 3), batch_size=4), expected, rtol=1e-6)
+        np.testing.assert_allclose(train.predict(split, apply, numbers(5, 3), batch_size=4), expected, rtol=1e-6)
 
 
 def test_batches_of_a_mesh_go_into_a_step_where_none_is_set():

@@ -569,8 +569,7 @@ def test_a_dist_store_under_the_launcher_until_the_coordinator_is_killed(tmp_pat
             os.kill(os.getpid(), signal.SIGKILL)
         kv.barrier("process 0 never comes")
     """
-    done = launch("-n", "2", "--devices", "1", *write(tmp_path, program))
-    assert done.returncode == 137, done.stderr
+    done = launch("-n", "2", "--devices", "1", *write(tmp_path, program), expect=137)
     lines = [line for line in done.stderr.splitlines() if "Gloo" not in line]
     launcher, survivor = sorted(lines, key=lambda line: line.startswith("["))  # in any order
     assert re.fullmatch(r"jaxpar launch: process 0 \(pid \d+\) failed: killed by SIGKILL; ending the others", launcher)
@@ -608,7 +607,6 @@ def test_the_launcher_starts_jax_again_after_a_loss(tmp_path):
     """
     options = ["-n", "2", "--devices", "2", "--max-restarts", "1", "--min-processes", "1"]
     done = launch(*options, *write(tmp_path, program))
-    assert done.returncode == 0, done.stderr
     sums = (tmp_path / "sums").read_text().splitlines()
     assert sorted(sums) == ["0 of 1: 2.0", "0 of 2: 4.0", "1 of 2: 4.0"]
     lines = [line for line in done.stderr.splitlines() if "Gloo" not in line]

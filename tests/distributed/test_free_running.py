@@ -21,6 +21,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, strategies as st
+from launched import python, until
 
 import jaxpar
 from jaxpar import free_running, kv
@@ -238,8 +239,7 @@ print("VARIABLE", os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"))
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux only")
 def test_ray_listens_on_loopback_only():
     pytest.importorskip("ray", reason="Ray is not installed")
-    done = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", LISTENING, timeout=300)
     addresses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("LISTENS")]
     assert len(addresses) >= 3, done.stdout
     # 127.0.0.1 and ::1, ::ffff:127.0.0.1 as the tables of Linux have them on a little-endian machine
@@ -283,10 +283,7 @@ def test_a_killed_worker_does_not_stop_the_others(two):
         return 100 + worker.index
 
     running = free_running.run(forty_pushes, two, workers=3)
-    deadline = time.monotonic() + 120
-    while free_running.status(two)[0]["pushes"].get(1, 0) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: free_running.status(two)[0]["pushes"].get(1, 0) >= 3, 120)
     os.kill(running.pids[1], signal.SIGKILL)
     outcome = free_running.finish(running)
     assert outcome == free_running.Outcome({0: 100, 2: 102}, {1: "its process ended"})

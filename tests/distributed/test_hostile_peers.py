@@ -11,7 +11,7 @@ import types
 import pytest
 from hostile import HELLO, JOB, Client, Run, descriptors, is_readable, lines, next_descriptor
 from hypothesis import HealthCheck, given, settings, strategies as st
-from launched import HEAD, MEMBER, launch, write
+from launched import HEAD, MEMBER, launch, until, write
 
 from jaxpar import distributed
 from jaxpar._heartbeat import client as client_module
@@ -373,7 +373,6 @@ def test_the_launcher_outlives_an_attack_on_its_port(tmp_path):
         time.sleep(20)
     """
     done = launch("-n", "2", "--max-restarts", "1", *write(tmp_path, HEAD, attack, MEMBER, end))
-    assert done.returncode == 0, done.stderr
     own = [line for line in done.stderr.splitlines() if not line.startswith("[1] ")]
     assert all(line.isprintable() for line in own)
     assert r"jaxpar launch: restart 1 of 1 with 2 processes, from runs/\x1b[2Jstep_5\udc80" in own
@@ -387,8 +386,7 @@ def test_the_launcher_ends_a_process_that_sends_an_invalid_message(tmp_path):
     client._connection.sock.sendall(b"{}\\n")
     os.kill(os.getpid(), signal.SIGSTOP)
     """
-    done = launch("-n", "1", *write(tmp_path, HEAD, MEMBER, source))
-    assert done.returncode in (137, 143)
+    done = launch("-n", "1", *write(tmp_path, HEAD, MEMBER, source), expect=(137, 143))
     assert "failed: it sent an invalid message: a message is one of: hello, answer, heartbeat" in done.stderr
 
 
@@ -408,10 +406,7 @@ def test_the_server_of_process_0_outlives_an_attack():
     with contextlib.closing(Client(address).sock) as sock:
         sock.sendall(DEEP)
     clients[1].send_resume_hint("runs/step_4")
-    end = time.monotonic() + 30
-    while clients[0].hint is None:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: clients[0].hint is not None, 30)
     assert clients[0].hint == "runs/step_4"
     for client in clients:
         assert client.thread.is_alive()

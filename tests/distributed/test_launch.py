@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import HEAD, LIMIT, MEMBER, command, environment, launch, write
+from launched import HEAD, LIMIT, MEMBER, command, environment, launch, python, until, write
 
 from jaxpar.__main__ import main
 from jaxpar._launch import share_gpus, visible_gpus
@@ -55,13 +55,6 @@ def alive(pid):
         return False
 
 
-def until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def test_lines_carry_the_rank_and_stay_whole(program):
     source = """
         for i in range(200):
@@ -70,7 +63,6 @@ def test_lines_carry_the_rank_and_stay_whole(program):
         print("no end", end="")
     """
     done = launch("-n", "3", *program(source), "a b", "-n", "--x")
-    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert sorted(done.stderr.splitlines()) == [f"[{r}] to the error ['a b', '-n', '--x']" for r in range(3)]
     for rank in range(3):
@@ -116,8 +108,7 @@ def test_the_first_failure_ends_all_with_its_status(program, failing, status, wh
     """
     arguments = program(source)
     began = time.monotonic()
-    done = launch("-n", "3", *arguments)
-    assert done.returncode == status
+    done = launch("-n", "3", *arguments, expect=status)
     assert time.monotonic() - began < 10
     assert re.fullmatch(rf"jaxpar launch: process 1 \(pid \d+\) failed: {why}; ending the others\n", done.stderr)
     here = Path(arguments[-1]).parent
@@ -138,8 +129,7 @@ def test_one_that_ignores_sigterm_and_what_it_started_are_killed_after_the_grace
     """
     arguments = program(source)
     began = time.monotonic()
-    done = launch("-n", "2", "--grace", "0.5", *arguments)
-    assert done.returncode == 3
+    launch("-n", "2", "--grace", "0.5", *arguments, expect=3)
     assert 0.5 < time.monotonic() - began < 10
     pids = (Path(arguments[-1]).parent / "pids").read_text().split()
     assert len(pids) == 2
@@ -230,7 +220,6 @@ COUNTING = """
 
 def test_restarts_go_on_from_what_was_saved(program):
     done = launch("-n", "2", "--max-restarts", "2", *program(COUNTING))
-    assert done.returncode == 0, done.stderr
     starts = [line for line in done.stdout.splitlines() if line.startswith("[1]")]
     assert [line.partition(", port")[0] for line in starts] == [
         "[1] from 0, 2 processes, start 0",
@@ -245,14 +234,12 @@ def test_restarts_go_on_from_what_was_saved(program):
 
 @pytest.mark.slow
 def test_no_restart_is_left(program):
-    done = launch("-n", "2", "--max-restarts", "1", *program(COUNTING))
-    assert done.returncode == 137
+    done = launch("-n", "2", "--max-restarts", "1", *program(COUNTING), expect=137)
     assert done.stderr.count("restart") == 1
 
 
 def test_a_restart_with_fewer_processes(program):
     done = launch("-n", "2", "--max-restarts", "2", "--min-processes", "1", *program(COUNTING))
-    assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[1:] == ["jaxpar launch: restart 1 of 2 with 1 process"]
     assert re.search(r"(?m)^\[0\] from \d+, 1 processes, start 1, port \d+$", done.stdout)
 
@@ -265,7 +252,6 @@ def test_the_gpus_of_a_lost_process_are_left_out(program):
     """
     arguments = ["-n", "3", "--max-restarts", "1", "--min-processes", "2", "--gpus-per-process", "2"]
     done = launch(*arguments, *program(source), CUDA_VISIBLE_DEVICES="0,1,2,3,4,5")
-    assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert set(lines) >= {"[1] 0 2,3", "[0] 1 0,1", "[1] 1 4,5"}
 
@@ -280,7 +266,6 @@ def test_a_frozen_process_is_noticed(program):
     began = time.monotonic()
     arguments = ["-n", "3", "--heartbeat-timeout", "2", "--max-restarts", "1"]
     done = launch(*arguments, *program(source, member=True))
-    assert done.returncode == 0, done.stderr
     assert time.monotonic() - began < 8
     *lines, last = done.stderr.splitlines()  # in any order: a survivor may print before the launcher does
     launcher, *survivors = sorted(lines, key=lambda line: line.startswith("["))
@@ -300,8 +285,8 @@ def test_a_frozen_process_is_noticed(program):
     [("raise ValueError('three\\nlines')", "ValueError: three lines"), ("sys.exit(4)", "it ended with status 4")],
 )
 def test_survivors_say_what_failed(program, failing, why):
-    done = launch("-n", "2", *program(f"if rank == 0: {failing}\ntime.sleep(60)", member=True))
-    assert done.returncode == (4 if "exit" in failing else 1)
+    status = 4 if "exit" in failing else 1
+    done = launch("-n", "2", *program(f"if rank == 0: {failing}\ntime.sleep(60)", member=True), expect=status)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("[1] ")]
     assert re.fullmatch(
         rf"\[1\] jaxpar: process 0 \(host \S+\) was lost: {why}\. Process 1 of 2 ends with status 75; "
@@ -327,11 +312,7 @@ def test_a_report_says_more_than_the_status_that_follows_it(program):
         sys.exit(main(["launch", "-n", "2", "--", *sys.argv[1:]]))
     """
     *_, path = program("time.sleep(0.3 * rank)\nif rank == 0: sys.exit(4)\ntime.sleep(60)", member=True)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(slow), sys.executable, path],
-        env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 4
+    done = python("-c", textwrap.dedent(slow), sys.executable, path, expect=4)
     assert "failed: it ended with status 4; ending the others" in done.stderr
 
 
@@ -345,8 +326,7 @@ def test_when_one_is_interrupted_the_others_have_time_to_save(program, saving):
         sys.exit(130)
     """
     began = time.monotonic()
-    done = launch("-n", "2", "--grace", "2", *program(source, member=True))
-    assert done.returncode == 130
+    done = launch("-n", "2", "--grace", "2", *program(source, member=True), expect=130)
     assert ("[0] jaxpar: process 1" in done.stderr) == (saving == 60)
     assert time.monotonic() - began < 10
 
@@ -367,10 +347,7 @@ def test_children_end_when_the_launcher_is_killed(program):
 def test_the_launcher_needs_no_jax(program):
     arguments = ["launch", "-n", "1", *program("sys.exit(5)")]
     code = f"import sys; from jaxpar.__main__ import main; print(main({arguments}), 'jax' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False
-    )
-    assert done.stdout == "5 False\n"
+    assert python("-c", code).stdout == "5 False\n"
 
 
 @pytest.mark.parametrize(
@@ -440,8 +417,5 @@ def test_only_a_status_that_ends_the_process_is_a_failure(source, status):
         {source.replace(chr(10), chr(10) + "    ")}
     work()
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=LIMIT
-    )
-    assert done.returncode == (status or 0)
+    done = python("-c", textwrap.dedent(program), expect=status or 0)
     assert done.stdout.splitlines()[-1] == (f"failed {status}" if status else "left")

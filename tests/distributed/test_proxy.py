@@ -6,6 +6,7 @@ import time
 
 import pytest
 from hostile import descriptors, next_descriptor, open_descriptors
+from launched import until
 
 from jaxpar._heartbeat.proxy import ServiceProxy
 
@@ -90,10 +91,7 @@ def test_a_client_that_ends_closes_both_sockets(proxied):
         near.close()
         assert far.recv(1) == b""
         far.close()
-    end = time.monotonic() + 5
-    while open_descriptors() > before:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: open_descriptors() <= before, 5)
     assert proxied.is_served()
 
 

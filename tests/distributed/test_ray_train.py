@@ -10,27 +10,20 @@ import sys
 import types
 from pathlib import Path
 
+import fit_model
 import jax
 import jax.experimental.multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fit_model import points, run_on
 from launched import command, environment
 
-from jaxpar import checkpoint, data, distributed, kv, train
+from jaxpar import checkpoint, distributed, kv, train
 from jaxpar.distributed import _environment, _initialize
 
-IMAGES = np.random.default_rng(0).random((32, 4), np.float32)
-LINES = data.Dataset(IMAGES, IMAGES.sum(1))  # two steps of 16
 TX = optax.adam(0.05)
-
-
-def loss_fn(params, batch, rng):
-    return ((batch["image"] @ params["w"] - batch["label"]) ** 2).mean(), {}
-
-
-STEP = train.make_train_step(loss_fn)
 
 
 class FakeRay(types.ModuleType):
@@ -155,10 +148,8 @@ def test_other_code_has_started_jax(in_ray, ray, monkeypatch, capsys):
 
 
 def run(directory, epochs=3, **options):
-    store = kv.from_params({"w": jnp.zeros(4)}, optimizer=TX)
-    state = train.create_state(store, 3, devices=jax.devices()[:2])
-    options = {"epochs": epochs, "batch_size": 16, "progress": False, "callbacks": train.to_ray(), **options}
-    return train.fit(state, STEP, LINES, checkpoint_dir=directory, **options)
+    options = {"epochs": epochs, "callbacks": train.to_ray(), "checkpoint_dir": directory, **options}
+    return run_on(points(32), fit_model.start(TX), **options)  # two steps of 16
 
 
 def same(state, path, like):

@@ -1,6 +1,7 @@
 """The secret of a run: who knows it takes part, who does not is dropped, and neither end trusts the other before."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -159,6 +160,32 @@ def test_a_client_says_what_is_wrong_with_the_secret(monkeypatch, server, client
     assert not running.thread.is_alive()
 
 
+@contextlib.contextmanager
+def liar(answer, pause=0):
+    """A server that gives each connection these bytes, one after the other, and then listens."""
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                with sock, contextlib.suppress(OSError):
+                    for part in answer:
+                        sock.sendall(part)
+                        time.sleep(pause)
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(1000):
+                        pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(LIMIT)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "says",
@@ -176,58 +203,17 @@ def test_a_client_says_what_is_wrong_with_the_secret(monkeypatch, server, client
 def test_a_client_obeys_no_server_that_does_not_know_the_secret(monkeypatch, says, pause):
     monkeypatch.setattr(client_module, "_WELCOME_TIMEOUT", 0.3)
     monkeypatch.setattr(client_module, "_MISTRUST_TIMEOUT", 0.3)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def lie():
-            with contextlib.suppress(OSError):
-                while True:
-                    sock, _ = listener.accept()
-                    with sock:
-                        lines = [json.dumps(message).encode() + b"\n" for message in says]
-                        for line in lines if pause else [b"".join(lines)]:
-                            sock.sendall(line)
-                            time.sleep(pause)
-                        sock.shutdown(socket.SHUT_WR)
-                        while sock.recv(1000):
-                            pass
-
-        threading.Thread(target=lie, daemon=True).start()
-        with pytest.raises(ConnectionError, match=r"secret|absent"):
-            new_client(KEY).join_run([listener.getsockname()], 1.0, "absent")
-
-
-@contextlib.contextmanager
-def liar(talk):
-    """A server that accepts connections and calls `talk(sock)`."""
-
-    def accept():
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = listener.accept()
-                with sock, contextlib.suppress(OSError):
-                    talk(sock)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=accept)
-        thread.start()
-        try:
-            yield listener.getsockname()
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join(LIMIT)
+    lines = [json.dumps(message).encode() + b"\n" for message in says]
+    answer = lines if pause else [b"".join(lines)]
+    with liar(answer, pause) as address, pytest.raises(ConnectionError, match=r"secret|absent"):
+        new_client(KEY).join_run([address], 1.0, "absent")
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=lines)
 def test_any_bytes_of_a_server_make_no_client_believe_it(data):
-    def talk(sock):
-        sock.sendall(b"".join(data))
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(1000):
-            pass
-
     client = new_client(KEY)
-    with liar(talk) as address:
+    with liar([b"".join(data)]) as address:
         assert client._connect([address], 1.0) is None
     assert client._mistrust.isprintable()
     assert client.hint is None
@@ -236,14 +222,8 @@ def test_any_bytes_of_a_server_make_no_client_believe_it(data):
 @pytest.mark.parametrize("data", [b"x", b'{"heartbeat": 1}\n' * 1000], ids=["drips", "floods"])
 def test_a_server_that_never_ends_its_answer_costs_a_client_little(monkeypatch, data):
     monkeypatch.setattr(client_module, "_WELCOME_TIMEOUT", 0.3)
-
-    def talk(sock):
-        while True:
-            sock.sendall(data)
-            time.sleep(0.02)
-
     began = time.monotonic()
-    with liar(talk) as address:
+    with liar(itertools.repeat(data), 0.02) as address:
         assert new_client(KEY)._connect([address], 1.0) is None
     assert time.monotonic() - began < 20
 

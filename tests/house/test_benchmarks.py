@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launched import python
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -16,10 +16,8 @@ import _shapes  # noqa: E402
 
 def run(name, tmp_path, *more):
     output = tmp_path / "out.json"
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--quick", "--output", str(output), *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(output.read_text())
+    words = [str(BENCHMARKS / f"{name}.py"), "--quick", "--output", str(output), *more]
+    return python(*words, timeout=300, JAX_NUM_CPU_DEVICES="8").stdout, json.loads(output.read_text())
 
 
 @pytest.mark.slow

@@ -6,17 +6,15 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import os
 import re
 import runpy
-import subprocess
-import sys
 import textwrap
 import threading
 import typing
 from pathlib import Path
 
 import pytest
+from launched import python
 
 import jaxpar
 
@@ -237,17 +235,12 @@ def test_no_class_shares_a_private_name_with_a_foreign_base():
     assert checked > 30
 
 
-def python(program):
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def printed_by(program):
+    return python("-W", "error", "-c", textwrap.dedent(program)).stdout
 
 
 def test_importing_starts_no_backend_and_loads_nothing_heavy():
-    python("""
+    printed_by("""
         import sys, jaxpar as jp
         for name in ("kv", "updaters", "compression", "sparse", "parallel", "train", "models", "data", "viz",
                      "checkpoint", "distributed", "mxnet"):
@@ -261,11 +254,11 @@ def test_importing_starts_no_backend_and_loads_nothing_heavy():
 
 
 def test_the_package_alone_does_not_even_load_jax():
-    assert python("import sys, jaxpar; print('jax' in sys.modules, jaxpar.__version__)").startswith("False 0.")
+    assert printed_by("import sys, jaxpar; print('jax' in sys.modules, jaxpar.__version__)").startswith("False 0.")
 
 
 def test_the_launcher_does_not_load_jax():
-    assert python("""
+    assert printed_by("""
         import runpy, sys
         sys.argv = ["jaxpar", "launch", "--help"]
         try:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fit_model import LOSS, STEP, apply
 
 import jaxpar
 from jaxpar import checkpoint, compression, data, kv, models, parallel, sparse, train, updaters, viz
-from jaxpar._core import checks
 from jaxpar._devices.mesh import is_donated
 
 DEVICES = jax.devices()[:4]
@@ -21,14 +21,6 @@ TX = optax.sgd(0.1)
 BATCH = {"image": np.ones((8, 4), np.float32), "label": np.zeros(8, np.int32)}
 ARRAYS = data.Dataset(BATCH["image"], BATCH["label"])
 STORE = kv.init(kv.create("device"), 3, jnp.zeros(2))
-
-
-def apply(params, images):
-    return images @ params["w"]
-
-
-apply_loss = train.classification_loss(apply)
-STEP = train.make_train_step(apply_loss)
 
 
 def start(params=PARAMS, **options):
@@ -60,7 +52,6 @@ def test_devices_asked_for_after_jax_has_started():
     mistake(lambda: parallel.use_cpu_devices(3), RuntimeError, "runs already, on 8 cpu", "restart", "kernel", "first")
 
 
-@pytest.mark.parametrize("engine", checks.ENGINES)
 def test_axis_name_forgotten_inside(engine):
     def run(store, **options):
         def push_and_pull(store, value):
@@ -340,16 +331,16 @@ TYPES = {
     "a table for rows": (lambda: sparse.to_dense(jnp.ones((3, 2))), "rows must be a RowSparse", "got float32[3,2]"),
     # the step
     "a misspelt option": (
-        lambda: train.make_train_step(apply_loss, acumulate=2),
+        lambda: train.make_train_step(LOSS, acumulate=2),
         "'acumulate'; did you mean accumulate?",
     ),
     "an optimizer for the step": (
-        lambda: train.make_train_step(apply_loss, optimizer=TX),
+        lambda: train.make_train_step(LOSS, optimizer=TX),
         "'optimizer'; give the optimizer to train.start, or to the store",
     ),
-    "a misspelt dtype": (lambda: train.make_train_step(apply_loss, compute_dtype="bfloat"), "compute_dtype='bfloat'"),
+    "a misspelt dtype": (lambda: train.make_train_step(LOSS, compute_dtype="bfloat"), "compute_dtype='bfloat'"),
     "the function of a transform": (
-        lambda: train.make_train_step(apply_loss, grad_transform=optax.clip),
+        lambda: train.make_train_step(LOSS, grad_transform=optax.clip),
         "grad_transform",
         "call it first",
     ),
@@ -361,9 +352,9 @@ TYPES = {
         lambda: step_of(lambda params, batch, rng, state: (total(params), {}, state)),
         "model_state=...",
     ),
-    "a gradient for a loss": (lambda: step_of(jax.grad(apply_loss, has_aux=True)), "leave out jax.grad"),
+    "a gradient for a loss": (lambda: step_of(jax.grad(LOSS, has_aux=True)), "leave out jax.grad"),
     "a gradient and a value": (
-        lambda: step_of(jax.value_and_grad(apply_loss, has_aux=True)),
+        lambda: step_of(jax.value_and_grad(LOSS, has_aux=True)),
         "a scalar",
         "leave out jax.grad",
     ),
@@ -394,7 +385,7 @@ TYPES = {
         "create_state",
         "got a KVStore",
     ),
-    "a loss for a step": (lambda: train.fit(state(), apply_loss, ARRAYS, **FIT), "(state, batch)", "make_train_step"),
+    "a loss for a step": (lambda: train.fit(state(), LOSS, ARRAYS, **FIT), "(state, batch)", "make_train_step"),
     "an optimizer for a step": (
         lambda: train.fit(state(), TX, ARRAYS, **FIT),
         "the step must be a function of (state, batch)",
@@ -503,7 +494,7 @@ VALUES = {
         "need values of shape (2, 2)",
     ),
     # the step
-    "a misspelt engine": (lambda: train.make_train_step(apply_loss, engine="pmpa"), "did you mean 'pmap'?"),
+    "a misspelt engine": (lambda: train.make_train_step(LOSS, engine="pmpa"), "did you mean 'pmap'?"),
     "arrays of other lengths": (
         lambda: STEP(state(), {**BATCH, "label": np.zeros(4, int)}),
         "share the length of their first axis",

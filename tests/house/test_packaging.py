@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from launched import python
 
 import jaxpar
 
@@ -85,6 +86,5 @@ def test_importing_adds_nothing_but_itself_to_importing_jax():
         "[getattr(jaxpar, name) for name in dir(jaxpar)]; "
         "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    third = {name for name in result.stdout.split() if name not in sys.stdlib_module_names}
+    third = {name for name in python("-c", program).stdout.split() if name not in sys.stdlib_module_names}
     assert third <= {"jaxpar", "jax"}  # of jax, small modules that some versions load later

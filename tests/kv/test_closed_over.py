@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from kv_model import on_mesh
 
 from jaxpar import kv
 
@@ -61,13 +62,8 @@ def test_in_a_users_mesh(types):
 def test_inside_of_shard_map_with_an_axis_a_constant_counts_on_each_device():
     store = kv.init(kv.create("device"), 3, jnp.zeros(2))
     one = jnp.ones(2)
-    mesh = Mesh(np.array(DEVICES), ("data",))
-
-    def body(x):
-        return kv.pull(kv.push(store, 3, one, axis_name="data"), 3) + x
-
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    assert jax.jit(mapped)(jnp.zeros(2)).tolist() == [4.0, 4.0]
+    mapped = on_mesh(lambda x: kv.pull(kv.push(store, 3, one, axis_name="data"), 3) + x, DEVICES)
+    assert mapped(jnp.zeros(2)).tolist() == [4.0, 4.0]
 
 
 @pytest.mark.sampled(1)

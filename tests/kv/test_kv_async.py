@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import example, given, settings, strategies as st
-from jax.sharding import Mesh, PartitionSpec as P
-from kv_model import assert_unchanged, axes_of, collectives_in, compilations, put, snapshot, whole_numbers
-from step_model import ENGINES, by_hand, close, line, squares, update_of
+from jax.sharding import PartitionSpec as P
+from kv_model import assert_unchanged, collectives_in, compilations, on_mesh, over, put, snapshot, whole_numbers
+from step_model import by_hand, close, line, squares, trained, update_of
 
 from jaxpar import checkpoint, kv, sparse, train, updaters
 
@@ -93,30 +93,18 @@ def test_any_pushes_equal_the_model(staleness, pushes):
 def ways(store, devices):
     """The ways to push `(4, *SHAPE)`, one row from each device: name to (store to begin with, push)."""
     placed = kv.place(store, devices)
-    axes, specs = axes_of(placed), kv.partition_specs(placed, "data")
-    mapped = jax.shard_map(
-        lambda s, v: kv.push(s, 3, v[0], axis_name="data"),
-        mesh=Mesh(np.array(devices), ("data",)),
-        in_specs=(specs, P("data")),
-        out_specs=specs,
-        check_vma=True,
-    )
+    specs = kv.partition_specs(placed, "data")
+
+    def push(store, value):
+        return kv.push(store, 3, value, axis_name="data")
+
     return {
         "eager": (store, lambda s, v: kv.push(s, 3, put(list(v), devices))),
         "one device": (store, lambda s, v: kv.push(s, 3, list(v))),
         "placed": (placed, lambda s, v: kv.push(s, 3, put(list(v), devices))),
         "jit": (store, jax.jit(lambda s, v: kv.push(s, 3, list(v)))),
-        "pmap": (
-            placed,
-            jax.pmap(
-                lambda s, v: kv.push(s, 3, v, axis_name="data"),
-                "data",
-                in_axes=(axes, 0),
-                out_axes=axes,
-                devices=devices,
-            ),
-        ),
-        "shard_map": (placed, jax.jit(mapped)),
+        "pmap": (placed, over("pmap", placed, devices, push)),
+        "shard_map": (placed, on_mesh(lambda s, v: push(s, v[0]), devices, (specs, P("data")), specs, check_vma=True)),
     }
 
 
@@ -146,17 +134,10 @@ def test_scan_and_a_flush_inside_of_programs():
     scanned, _ = jax.lax.scan(lambda s, v: (kv.push(s, 3, list(v)), None), store, pushes)
     model.same(scanned)
     specs = kv.partition_specs(store, "data")
-    flush = jax.shard_map(
-        lambda s: kv.flush(s, axis_name="data"),
-        mesh=Mesh(np.array(devices), ("data",)),
-        in_specs=(specs,),
-        out_specs=specs,
-        check_vma=False,
-    )
-    spread = kv.place(scanned, devices)
+    flush = on_mesh(lambda s: kv.flush(s, axis_name="data"), devices, (specs,), specs)
     model.flush()
     model.same(jax.jit(kv.flush)(scanned))
-    model.same(jax.jit(flush)(spread))
+    model.same(flush(kv.place(scanned, devices)))
 
 
 def test_before_the_first_one_is_due_nothing_changes_not_even_adams_count():
@@ -261,11 +242,12 @@ def test_other_devices_take_over_what_waits(count):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [4, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_a_checkpoint_holds_what_waits(tmp_path, count, capsys):
+    def loss_fn(params, batch, rng):
+        return (params["w"] ** 2 - params["w"] * batch[0]).sum(), {}
+
     def state(count, staleness=2, pushes=0):
-        tx = updaters.from_optax(sgd())
-        store = kv.from_params({"w": jnp.zeros(SHAPE)}, kind="dist_async", staleness=staleness, updater=tx)
-        state = train.create_state(store, 0, devices=jax.devices()[:count])
-        step = train.make_train_step(lambda p, b, rng: ((p["w"] ** 2 - p["w"] * b[0]).sum(), {}))
+        options = {"kind": "dist_async", "staleness": staleness, "devices": jax.devices()[:count]}
+        state, step = train.start({"w": jnp.zeros(SHAPE)}, updaters.from_optax(sgd()), loss_fn, **options)
         for i in range(pushes):
             state, _ = step(state, jnp.arange(8.0 * 6).reshape(8, *SHAPE) + i)
         return state, step
@@ -363,9 +345,7 @@ def test_the_step_is_the_plain_loop_with_gradients_that_wait(engine, staleness):
 
 def test_no_staleness_in_a_step_is_the_plain_loop():
     step = train.make_train_step(squares)
-    state = start(0, sgd())
-    for i in range(3):
-        state, _ = step(state, line(seed=i))
+    state, _ = trained(step, start(0, sgd()), 3)
     close(state.params, by_hand(sgd(), 3))
     assert step.finish(state) is state
 
@@ -420,7 +400,6 @@ def arguments_of(state, field, count):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_the_all_reduce_needs_nothing_of_this_step(engine):
     step = train.make_train_step(squares, engine=engine)
     late, prompt = (step.lower(start(n, sgd()), line()).compile().as_text() for n in (1, 0))
@@ -430,10 +409,9 @@ def test_the_all_reduce_needs_nothing_of_this_step(engine):
 
 
 def test_the_same_with_a_compressor():
-    params = {"w": jnp.zeros((64, 3))}
-    store = kv.from_params(params, kind="dist_async", optimizer=sgd())
-    state = train.create_state(kv.set_gradient_compression(store, {"type": "2bit"}), 0, devices=jax.devices()[:4])
-    step = train.make_train_step(lambda p, b, rng: (((b @ p["w"]) ** 2).mean(), {}))
+    options = {"kind": "dist_async", "compression": {"type": "2bit"}, "devices": jax.devices()[:4]}
+    loss_fn = lambda p, b, rng: (((b @ p["w"]) ** 2).mean(), {})  # noqa: E731
+    state, step = train.start({"w": jnp.zeros((64, 3))}, sgd(), loss_fn, **options)
     text = step.lower(state, np.ones((8, 64), np.float32)).compile().as_text()
     assert needed(text, "all-gather") == arguments_of(state, "pending", 1) | arguments_of(state, "residuals", 1)
 

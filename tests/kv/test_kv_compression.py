@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec as P
-from kv_model import REFERENCE, axes_of, put
+from kv_model import REFERENCE, over, put
 
 from jaxpar import kv, updaters
 
@@ -44,57 +43,40 @@ def model_residuals(pushes, threshold=0.5):
         yield residual
 
 
+def check_six_pushes(store, push):
+    for values, recorded, residual in zip(GRADS, RECORDED, model_residuals(GRADS), strict=True):
+        store = push(store, values)
+        np.testing.assert_array_equal(kv.pull(store, 3), recorded)
+        np.testing.assert_array_equal(residual_of(store), residual)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["device", "local", "dist_sync"])
 @pytest.mark.parametrize("place", ["four_devices", "one_device"])
 def test_mxnets_six_pushes_at_the_prompt(kind, place):
     devices = jax.devices()[: 4 if place == "four_devices" else 1]
-    store = compressed(kind)
-    for values, recorded, residual in zip(GRADS, RECORDED, model_residuals(GRADS), strict=True):
-        store = kv.push(store, 3, put(list(values), devices))
-        np.testing.assert_array_equal(kv.pull(store, 3), recorded)
-        np.testing.assert_array_equal(residual_of(store), residual)
+    check_six_pushes(compressed(kind), lambda s, v: kv.push(s, 3, put(list(v), devices)))
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("over", ["eager", "jit"])
-def test_mxnets_six_pushes_in_a_sharded_store(over):
+@pytest.mark.parametrize("way", ["eager", "jit"])
+def test_mxnets_six_pushes_in_a_sharded_store(way):
     devices = jax.devices()[:4]
-    store = compressed("sharded", devices=devices)
-    push = jax.jit(lambda s, v: kv.push(s, 3, v)) if over == "jit" else lambda s, v: kv.push(s, 3, put(v, devices))
-    for values, recorded, residual in zip(GRADS, RECORDED, model_residuals(GRADS), strict=True):
-        store = push(store, list(values))
-        np.testing.assert_array_equal(kv.pull(store, 3), recorded)
-        np.testing.assert_array_equal(residual_of(store), residual)
+    pushes = {
+        "eager": lambda s, v: kv.push(s, 3, put(list(v), devices)),
+        "jit": jax.jit(lambda s, v: kv.push(s, 3, list(v))),
+    }
+    check_six_pushes(compressed("sharded", devices=devices), pushes[way])
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
-@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 def test_mxnets_six_pushes_inside_of_programs(engine, kind):
     devices = jax.devices()[:4]
     store = kv.place(compressed(kind, devices=devices), devices)
-    if engine == "pmap":
-        axes = axes_of(store)
-        push = jax.pmap(
-            lambda s, v: kv.push(s, 3, v, axis_name="data"), "data", in_axes=(axes, 0), out_axes=axes, devices=devices
-        )
-    else:
-        specs = kv.partition_specs(store, "data")
-        push = jax.jit(
-            jax.shard_map(
-                lambda s, v: kv.push(s, 3, v[0], axis_name="data"),
-                mesh=Mesh(np.array(devices), ("data",)),
-                in_specs=(specs, P("data")),
-                out_specs=specs,
-                check_vma=False,
-            )
-        )
     structure = jax.tree.structure(store)
-    for values, recorded, residual in zip(GRADS, RECORDED, model_residuals(GRADS), strict=True):
-        store = push(store, values)
-        assert jax.tree.structure(store) == structure
-        np.testing.assert_array_equal(kv.pull(store, 3), recorded)
-        np.testing.assert_array_equal(residual_of(store), residual)
+    push = over(engine, store, devices, lambda s, v: kv.push(s, 3, v, axis_name="data"))
+    check_six_pushes(store, push)
+    assert jax.tree.structure(push(store, GRADS[0])) == structure
 
 
 def test_under_jit_and_scan_with_lists():

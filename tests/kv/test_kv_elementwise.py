@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec as P
-from kv_model import assert_unchanged, axes_of, put, snapshot, whole_numbers
-from step_model import ENGINES, close
+from jax.sharding import PartitionSpec as P
+from kv_model import assert_unchanged, on_mesh, over, put, snapshot, whole_numbers
+from step_model import close
 
 from jaxpar import free_running, kv, train, updaters
 from jaxpar.updaters import _program
@@ -133,10 +133,7 @@ def trained(kind, made):
     def push(stores, grads):
         return {n: kv.push(s, 0, grads[0], axis_name="data") for n, s in stores.items()}
 
-    run = jax.shard_map(
-        push, mesh=Mesh(np.array(devices), "data"), in_specs=(specs, P("data")), out_specs=specs, check_vma=False
-    )
-    run = jax.jit(run)
+    run = on_mesh(push, devices, (specs, P("data")), specs)
     for i in range(3):
         stores = run(stores, whole_numbers(i, 4, *KERNEL))
     return {n: kv.pull(s, 0) for n, s in stores.items()}
@@ -294,47 +291,27 @@ def test_place_looks_at_the_new_shares():
 # ---- plain functions
 
 
-@pytest.mark.parametrize("count", [3])
-def test_a_plain_function_sees_whole_values_at_the_prompt(count, capsys):
+def test_a_plain_function_sees_whole_values_at_the_prompt(capsys):
     def update(key, pushed, stored):
         print(key, pushed.shape)
         return stored - pushed / jnp.linalg.norm(pushed)
 
-    devices, results = jax.devices()[:count], []
+    devices, results = jax.devices()[:3], []
     for kind in ("device", "sharded"):
         store = kv.set_updater(kv.init(kv.create(kind, devices=devices), 3, jnp.ones(KERNEL)), update)
-        store = kv.push(store, 3, put([whole_numbers(i, *KERNEL) for i in range(count)], devices))
+        store = kv.push(store, 3, put([whole_numbers(i, *KERNEL) for i in range(3)], devices))
         results.append(kv.pull(jax.jit(lambda s: kv.push(s, 3, jnp.ones(KERNEL)))(store), 3))
     np.testing.assert_allclose(*results, rtol=1e-6)
     assert capsys.readouterr().out == "3 (3, 5)\n" * 4  # two pushes, two traces
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_a_plain_function_on_shares_must_be_elementwise(engine):
     devices = jax.devices()[:4]
 
     def pushed_by(update):
         store = kv.set_updater(kv.init(kv.create("sharded", devices=devices), 3, jnp.ones(KERNEL)), update)
-        if engine == "pmap":
-            run = jax.pmap(
-                lambda s: kv.push(s, 3, jnp.ones(KERNEL), axis_name="data"),
-                "data",
-                in_axes=(axes_of(store),),
-                out_axes=axes_of(store),
-                devices=devices,
-            )
-        else:
-            specs = kv.partition_specs(store, "data")
-            run = jax.jit(
-                jax.shard_map(
-                    lambda s: kv.push(s, 3, jnp.ones(KERNEL), axis_name="data"),
-                    mesh=Mesh(np.array(devices), "data"),
-                    in_specs=(specs,),
-                    out_specs=specs,
-                    check_vma=False,
-                )
-            )
-        return run(store)
+        run = over(engine, store, devices, lambda s, value: kv.push(s, 3, value, axis_name="data"))
+        return run(store, jnp.ones((4, *KERNEL)))
 
     with pytest.raises(ValueError, match=r"^kv\.push: key 3: the updater is not elementwise: 'reduce_sum'"):
         pushed_by(lambda key, pushed, stored: stored - pushed.mean())
@@ -348,30 +325,26 @@ def squares(params, batch, rng):
     return ((batch @ params["w"]) ** 2).mean(), {}
 
 
-def after_a_step(kind, engine, count=4, **options):
-    grad_transform = options.pop("grad_transform", None)
-    store = kv.from_params({"w": jnp.arange(1.0, 7.0)}, kind=kind, devices=jax.devices()[:count], **options)
-    step = train.make_train_step(squares, engine=engine, grad_transform=grad_transform)
-    state, _ = step(train.create_state(store, 0), np.ones((8, 6), np.float32))
-    return state.params
+def after_a_step(kind, engine, tx, **options):
+    options |= {"kind": kind, "engine": engine, "devices": jax.devices()[:4]}
+    state, step = train.start({"w": jnp.arange(1.0, 7.0)}, tx, squares, **options)
+    return step(state, np.ones((8, 6), np.float32))[0].params
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_a_mask_by_axes_is_fine_where_all_values_are_vectors(engine):
     tx = optax.adamw(0.1, weight_decay=1.0, mask=by_axes)
-    close(after_a_step("sharded", engine, optimizer=tx), after_a_step("device", engine, optimizer=tx))
+    close(after_a_step("sharded", engine, tx), after_a_step("device", engine, tx))
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_grad_transform_takes_what_is_not_elementwise(engine):
     tx = optax.lamb(0.1, weight_decay=0.1)
     with pytest.raises(ValueError, match="use engine 'jit' or 'auto'"):
-        after_a_step("sharded", engine, optimizer=tx)
-    whole = after_a_step("device", engine, optimizer=tx)
-    close(after_a_step("sharded", "auto", optimizer=tx), whole)
-    close(after_a_step("sharded", engine, grad_transform=tx, updater=updaters.accumulate), whole)
+        after_a_step("sharded", engine, tx)
+    whole = after_a_step("device", engine, tx)
+    close(after_a_step("sharded", "auto", tx), whole)
+    close(after_a_step("sharded", engine, updaters.accumulate, grad_transform=tx), whole)
 
 
 # ---- servers that cut a value

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from kv_model import collectives_in, put, whole_numbers
+from kv_model import collectives_in, on_mesh, put, whole_numbers
 
 from jaxpar import kv, updaters
 from jaxpar._devices import collectives
@@ -33,7 +33,6 @@ def pushed_program(kind, shapes, count=4, spec=None, pull=False, first=False, **
     if spec is not None:
         store = kv.set_gradient_compression(store, spec)
     store = kv.place(store, devices)
-    mesh = Mesh(np.array(devices), ("data",))
     specs = kv.partition_specs(store, "data")
 
     def body(store, shares):
@@ -46,9 +45,8 @@ def pushed_program(kind, shapes, count=4, spec=None, pull=False, first=False, **
     out = (specs, P()) if pull else specs
     if first:
         out = P() if pull else specs.values[0]
-    run = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("data")), out_specs=out, check_vma=False)
     shares = [jax.ShapeDtypeStruct((count, *s), jnp.float32) for s in shapes]
-    return collectives_in(jax.jit(run).lower(store, shares).compile().as_text())
+    return collectives_in(on_mesh(body, devices, (specs, P("data")), out).lower(store, shares).compile().as_text())
 
 
 SMALL = [(4,)] * 64
@@ -91,16 +89,13 @@ def test_values_above_the_threshold_are_never_copied_into_a_bucket():
 
 
 def lowered_text(shapes, **options):
-    devices = jax.devices()[:4]
     keys = list(range(len(shapes)))
     store = kv.init(kv.create("device", **options), keys, [jnp.zeros(s) for s in shapes])
-    mesh = Mesh(np.array(devices), ("data",))
 
     def body(store, *shares):
         return kv.push(store, keys, list(shares), axis_name="data")
 
-    run = jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    return jax.jit(run).lower(store, *[jnp.zeros(s) for s in shapes]).as_text()
+    return on_mesh(body, jax.devices()[:4]).lower(store, *[jnp.zeros(s) for s in shapes]).as_text()
 
 
 def test_different_dtypes_do_not_share_a_bucket():
@@ -118,10 +113,10 @@ def test_rows_of_a_sharded_store_travel_in_lines_that_fill_tiles(size, width):
     """A TPU makes an all-reduce of a reduce-scatter whose rows share tiles. A prime number has no lines."""
 
     def body(value):
-        return collectives.all_gather(collectives.reduce_scatter([value], "d", LIMITS), [(size,)], "d", LIMITS)
+        rows = collectives.reduce_scatter([value], "data", LIMITS)
+        return collectives.all_gather(rows, [(size,)], "data", LIMITS)
 
-    mesh = Mesh(np.array(jax.devices()[:4]), ("d",))
-    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    run = on_mesh(body, jax.devices()[:4])
     value, chunk = jnp.arange(float(size)), -(-size // 4)
     text = run.lower(value).as_text()
     if chunk % width:
@@ -280,13 +275,12 @@ def test_a_seventh_kind_is_one_entry(monkeypatch):
 # ---- agreement and placement
 
 
-@pytest.mark.parametrize("count", [3])
-def test_the_kinds_agree(count):
-    devices, keys = jax.devices()[:count], [0, 1]
+def test_the_kinds_agree():
+    devices, keys = jax.devices()[:3], [0, 1]
     shapes = [(3, 5), ()]
     rng = np.random.default_rng(0)
     values = [rng.standard_normal(s).astype(np.float32) for s in shapes]
-    grads = [[rng.standard_normal(s).astype(np.float32) for _ in range(count)] for s in shapes]
+    grads = [[rng.standard_normal(s).astype(np.float32) for _ in devices] for s in shapes]
     tx = optax.adam(0.05)
     results = []
     for kind in ("local", "device", "sharded", "dist_sync"):
@@ -361,3 +355,55 @@ def test_a_store_on_devices_that_are_not_the_first(kind):
     for _ in range(3):
         store = kv.push(store, 3, put([np.ones(4, np.float32)], devices))
         assert {d for leaf in jax.tree.leaves(store) for d in leaf.devices()} == set(devices)
+
+
+# ---- what jax's own check of replication sees of a store
+
+
+DEVICES = 4
+
+
+# The second row has kind `local` with compression, whose program is that of `device`.
+KINDS_AND_COMPRESSION = [
+    pytest.param(kind, compression, marks=pytest.mark.slow if kind == "local" and compression != "none" else ())
+    for kind in ("local", "device", "sharded")
+    for compression in ("none", "2bit", "powersgd", "int3")
+]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("kind", "compression"), KINDS_AND_COMPRESSION)
+def test_pulled_values_are_known_to_be_equal_on_all_devices(kind, compression):
+    devices = jax.devices()[:DEVICES]
+    store = kv.create(kind, devices=devices if kind == "sharded" else None)
+    store = kv.set_optimizer(kv.init(store, [3, 4], [jnp.zeros((8, 64)), jnp.zeros(3)]), optax.sgd(1.0))
+    store = kv.set_gradient_compression(store, {"type": compression})
+
+    def push_and_pull(store, large, small):
+        store = kv.push(store, [3, 4], [large[0], small[0]], axis_name="data")
+        return kv.pull(store, [3, 4], axis_name="data")
+
+    specs = kv.partition_specs(store, "data"), P("data"), P("data")
+    # Refused while tracing where shard_map cannot see that the values are equal.
+    pulled = on_mesh(push_and_pull, devices, specs, check_vma=True)(
+        store, jnp.full((DEVICES, 8, 64), 0.5), jnp.full((DEVICES, 3), 0.5)
+    )
+    for value in pulled:
+        np.testing.assert_allclose(value, np.full(value.shape, -0.5 * DEVICES), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_gradient_that_shard_map_summed_already_is_the_users_to_know():
+    """The trap that `kv.push` warns of: with the check on, grad by replicated params is a sum already."""
+    store = kv.init(kv.create("device"), 0, jnp.zeros(()))
+    x = jnp.arange(DEVICES, dtype=jnp.float32)
+
+    def run(own):
+        def pushed(w, x):
+            w = jax.lax.pcast(w, "data", to="varying") if own else w
+            return kv.pull(kv.push(store, 0, jax.grad(lambda w: (w * x).sum())(w), axis_name="data"), 0)
+
+        return on_mesh(pushed, jax.devices()[:DEVICES], (P(), P("data")), check_vma=True)(jnp.ones(()), x)
+
+    assert float(run(own=True)) == float(x.sum())
+    assert float(run(own=False)) == DEVICES * float(x.sum())

@@ -1,6 +1,7 @@
 """`from_params` and `to_params`: any pytree of arrays, of any library."""
 
 import dataclasses
+import html.parser
 from typing import NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from kv_model import put, whole_numbers
 
 from jaxpar import kv, sparse, updaters
 
@@ -150,3 +152,176 @@ def test_a_store_is_a_pytree(kind):
     assert "float32[2,3]" in repr(abstract)
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(store)[0]]
     assert ".values[0]" in paths
+
+
+# ---- names of parameters as keys
+
+
+PARAMS = {
+    "conv1": {"bias": whole_numbers(0, 2), "weight": whole_numbers(1, 4, 2)},
+    "dense": {"weight": whole_numbers(2, 6)},
+}
+NAMES = ["conv1/bias", "conv1/weight", "dense/weight"]
+
+
+def store_of(kind="device", **options):
+    return kv.from_params(PARAMS, kind=kind, **options)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["local", "device", "sharded", "dist_async"])
+def test_a_name_is_a_key_wherever_a_key_is(kind):
+    store = store_of(kind)
+    np.testing.assert_array_equal(kv.pull(store, "conv1/weight"), PARAMS["conv1"]["weight"])
+    for pulled, key in zip(kv.pull(store, ["dense/weight", 0, "conv1/weight"]), (2, 0, 1), strict=True):
+        np.testing.assert_array_equal(pulled, kv.pull(store, key))
+    store = kv.flush(kv.push(store, "conv1/bias", jnp.ones(2)))
+    assert kv.pull(store, 0).tolist() == [1, 1]
+    store = kv.flush(kv.push(store, ["conv1/bias", 2, 0], [jnp.ones(2), jnp.ones(6), [jnp.ones(2)] * 2]))
+    assert [kv.pull(store, name)[0].item() for name in ("conv1/bias", "dense/weight")] == [3, 1]
+    np.testing.assert_array_equal(kv.pull(store, NAMES)[1], PARAMS["conv1"]["weight"])
+    store, pulled = kv.pushpull(store, "dense/weight", jnp.zeros(6), devices=jax.devices()[:2])
+    assert len(pulled) == 2
+    rows = kv.row_sparse_pull(store, ["conv1/weight", 0], [[3, 1], [0]])
+    assert [r.indices.tolist() for r in rows] == [[1, 3], [0]]
+    assert kv.row_sparse_pull(store, "conv1/weight", [2]).shape == (4, 2)
+
+
+def test_names_inside_of_programs():
+    store = store_of(updater=updaters.from_optax(optax.sgd(1.0)))
+    store = jax.jit(lambda s, g: kv.push(s, "conv1/bias", [g, g]))(store, jnp.ones(2))
+    np.testing.assert_array_equal(kv.pull(store, "conv1/bias"), PARAMS["conv1"]["bias"] - 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("conv1/wieght", "'conv1/wieght', near are 'conv1/weight'"),
+        ("weight", "'weight', near are 'dense/weight', 'conv1/weight'"),
+        ("xyzzy", r"'xyzzy', known are \[conv1/bias, conv1/weight, dense/weight\]"),
+    ],
+)
+def test_an_unknown_name_shows_near_ones(name, words):
+    for call in (kv.pull, lambda s, k: kv.push(s, k, jnp.ones(2)), lambda s, k: kv.row_sparse_pull(s, k, [0])):
+        for key in (name, ["conv1/bias", name]):
+            message = rf"kv\.\w+: no parameter is called {words}.*kv.names\(store\)"
+            with pytest.raises(KeyError, match=message) as caught:
+                call(store_of(), key)
+            assert str(caught.value)[0] == "k"
+
+
+def test_names_where_there_are_none():
+    plain = kv.init(kv.create(), 3, jnp.ones(2))
+    for call in (lambda: kv.pull(plain, "w"), lambda: kv.init(plain, "w", jnp.ones(2))):
+        with pytest.raises(
+            TypeError, match=r"a key of the store must be an int, got .w..*from_params have names, kv.names"
+        ):
+            call()
+    with pytest.raises(TypeError, match="must be an int, got 'conv1/bias'"):
+        kv.init(store_of(), "conv1/bias", jnp.ones(2))
+
+
+def test_two_leaves_of_one_name():
+    tree = {"a": {"b": jnp.ones(1)}, "a/b": jnp.zeros(1)}
+    with pytest.raises(ValueError, match=r"kv.from_params: the leaves \['a'\]\['b'\] and \['a/b'\].*name, 'a/b'"):
+        kv.from_params(tree)
+
+
+def test_an_array_without_a_path_and_keys_added_later():
+    assert kv.pull(kv.from_params(jnp.ones(2)), "").tolist() == [1, 1]
+    store = kv.init(store_of(), 7, jnp.ones(2))
+    with pytest.raises(KeyError, match="no parameter is called '7'"):
+        kv.pull(store, "7")
+
+
+# ---- what a store looks like, typed at the prompt and in a notebook
+
+
+def test_the_text_of_a_store():
+    store = kv.from_params({"w<1>": jnp.ones((2, 3)), "b": jnp.zeros(4, jnp.bfloat16)}, optimizer=optax.sgd(0.1))
+    lines = repr(store).splitlines()
+    assert lines[0] == "KVStore(kind='device', updater=optax transform of all params, 2 keys, 32 bytes)"
+    assert lines[1].split() == ["0", "b", "bfloat16[4]", "8", "cpu:0"]
+    assert lines[2].split() == ["1", "w<1>", "float32[2,3]", "24", "cpu:0"]
+
+
+def test_bytes_of_the_updater_and_the_compression_are_told():
+    store = kv.init(kv.create("device"), 3, jnp.zeros(1000))
+    store = kv.set_gradient_compression(kv.set_optimizer(store, optax.adam(0.1)), {"type": "2bit"})
+    head = repr(store).splitlines()[0]
+    assert "1 key, 4,000 bytes" in head
+    assert "updater state 8,004 bytes" in head
+    assert "compression=TwoBit(threshold=0.5)" in head
+
+
+@pytest.mark.parametrize(
+    ("updater", "name"),
+    [
+        (updaters.assign, "assign"),
+        (updaters.accumulate, "accumulate"),
+        (lambda k, p, s: p, "<lambda>"),
+        (updaters.stateless(max), "max"),
+    ],
+)
+def test_the_updater_is_named(updater, name):
+    assert f"updater={name}" in repr(kv.set_updater(kv.create(), updater))
+
+
+def test_the_devices_of_a_value():
+    devices = jax.devices()[:3]
+    device = kv.push(kv.init(kv.create("device"), 0, jnp.ones(6)), 0, put([jnp.ones(6)] * 3, devices))
+    assert "a copy on cpu:0, cpu:1, cpu:2" in repr(device)
+    sharded = kv.init(kv.create("sharded", devices=devices), 0, jnp.ones((2, 3)))
+    assert "float32[2,3]" in repr(sharded)
+    assert "spread over cpu:0, cpu:1, cpu:2" in repr(sharded)
+    assert "cpu:1" in repr(kv.init(kv.create(), 0, jax.device_put(1.0, jax.devices()[1])))
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_it_shows_in_every_state(kind):
+    store = kv.from_params({"w": jnp.ones((2, 3))}, kind=kind, devices=jax.devices()[:2])
+    shown = []
+    jax.jit(lambda s: shown.append(repr(s)) or shown.append(s._repr_html_()))(store)
+    assert "traced" in shown[0]
+    assert "float32[2,3]" in shown[0]
+    specs = kv.partition_specs(store, "data")
+    assert "P" in repr(specs)
+    assert specs == kv.partition_specs(store, "data")
+    assert specs != kv.partition_specs(store, "other") or kind == "device"
+    assert repr(jax.tree.map(lambda x: None, store)).startswith("KVStore(")
+    for leaf in jax.tree.leaves(store):
+        leaf.delete()
+    assert "float32[2,3]" in repr(store)
+
+
+class Balanced(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.cells = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+
+def test_the_table_of_a_notebook():
+    store = kv.from_params({"<script>": jnp.ones((2, 3))}, devices=jax.devices()[:2])
+    parser = Balanced()
+    parser.feed(store._repr_html_())
+    assert parser.open == []
+    titles = ["key", "name", "value", "bytes", "devices"]
+    assert parser.cells == [*titles, "0", "<script>", "float32[2,3]", "24", "a copy on cpu:0, cpu:1"]
+    assert "<script>" not in store._repr_html_()
+
+
+def test_long_stores_are_cut():
+    store = kv.init(kv.create(), range(25), [jnp.zeros(1)] * 25)
+    assert repr(store).count("\n") == 21
+    assert repr(store).endswith("... and 5 more")
+    assert "... and 5 more" in store._repr_html_()

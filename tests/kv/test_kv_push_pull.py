@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from kv_model import ROUNDING, Model, axes_of, compilations, put, whole_numbers
+from kv_model import ROUNDING, Model, compilations, on_mesh, over, put, whole_numbers
 
 from jaxpar import kv, updaters
 
@@ -25,6 +25,11 @@ def check(store, model):
     for key, got in zip(keys, kv.pull(store, keys), strict=True):
         np.testing.assert_array_equal(got, model.values[key].astype(got.dtype), err_msg=f"key {key}")
         assert got.shape == model.values[key].shape
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
 
 
 def start(kind, update=None, **options):
@@ -51,7 +56,6 @@ PLACES = {
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES)
 def test_lists_on_any_devices(kind, place):
     store, model = start(kind, updaters.stateless(add_twice))
@@ -76,7 +80,6 @@ def test_one_store_pushed_from_ever_other_devices():
     check(store, model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_lists_of_different_lengths_and_plain_arrays_in_one_push(kind):
     store, model = start(kind)
     devices = jax.devices()
@@ -134,7 +137,6 @@ def test_an_empty_request_is_nothing():
     check(kv.init(store, [], []), model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_pull_onto_devices(kind):
     store, model = start(kind)
     for devices in (jax.devices()[:1], jax.devices()[1:4], [jax.devices()[i] for i in (5, 0, 5)], []):
@@ -157,7 +159,6 @@ def test_pull_in_any_order_and_more_than_once():
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "uint8", "complex64"])
-@pytest.mark.parametrize("kind", KINDS)
 def test_dtypes_are_kept(kind, dtype):
     values = [jnp.asarray(whole_numbers(i, 5, most=9) % 7, dtype) for i in range(3)]
     store = kv.init(kv.create(kind), 3, jnp.ones(5, dtype))
@@ -168,7 +169,6 @@ def test_dtypes_are_kept(kind, dtype):
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_floating_values_of_any_width_are_cast_before_they_are_summed(kind, dtype):
     values = np.random.default_rng(0).standard_normal((4, 33)).astype(dtype)
@@ -188,7 +188,6 @@ def test_small_integers_are_cast_to_wider_ones():
     assert kv.pull(store, 3).tolist() == [200, 200]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_float64_where_it_is_enabled(kind):
     with jax.enable_x64(True):
         store = kv.init(kv.create(kind), 3, np.zeros(5))
@@ -203,7 +202,6 @@ def test_float64_where_it_is_enabled(kind):
 # ---- values that are global arrays already
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_values_that_are_spread_over_devices_already(kind):
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     spread, copies = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
@@ -231,7 +229,6 @@ def test_a_spread_value_stays_spread():
 # ---- inside of programs
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("updater", [add_twice, updaters.stateless(add_twice)], ids=["function", "Updater"])
 def test_under_jit_with_lists(kind, updater):
     store, model = start(kind, updater)
@@ -244,26 +241,7 @@ def test_under_jit_with_lists(kind, updater):
     check(store, model)
 
 
-def over(engine, kind, devices, body, updater):
-    """`body(store, share)` on each device under `pmap` or `shard_map`, the store going in and out."""
-    store, model = start(kind, updater)
-    store = kv.place(store, devices)
-    if engine == "pmap":
-        axes = axes_of(store)
-        return store, model, jax.pmap(body, "data", in_axes=(axes, 0), out_axes=axes, devices=devices)
-    mesh = Mesh(np.array(devices), ("data",))
-    specs = kv.partition_specs(store, "data")
-
-    def one(store, share):
-        return body(store, jax.tree.map(lambda x: x[0], share))
-
-    run = jax.shard_map(one, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs, check_vma=False)
-    return store, model, jax.jit(run)
-
-
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 def test_inside_pmap_and_shard_map(engine, kind, count):
     keys, devices = list(SHAPES), jax.devices()[:count]
 
@@ -271,9 +249,10 @@ def test_inside_pmap_and_shard_map(engine, kind, count):
         store, pulled = kv.pushpull(store, keys, shares, axis_name="data")
         return kv.push(store, keys, [p / count for p in pulled], axis_name="data")
 
-    store, model, run = over(engine, kind, devices, body, updaters.stateless(add_twice))
+    store, model = start(kind, updaters.stateless(add_twice))
+    store = kv.place(store, devices)
     lists = [whole_numbers(k, count, *SHAPES[k]) for k in keys]
-    store = run(store, lists)
+    store = over(engine, store, devices, body)(store, lists)
     model.push(keys, [list(values) for values in lists])
     for key in keys:
         model.values[key] = model.values[key] * 3
@@ -281,15 +260,12 @@ def test_inside_pmap_and_shard_map(engine, kind, count):
         np.testing.assert_allclose(got, model.values[key], rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_lists_inside_shard_map_are_summed_first(kind):
-    devices = jax.devices()[:4]
-    store, model, run = over(
-        "shard_map", kind, devices, lambda store, share: kv.push(store, 9, [share, share], axis_name="data"), add_twice
-    )
-    values = whole_numbers(1, 4, 17)
+    store, model = start(kind, add_twice)
+    store, values = kv.place(store, jax.devices()[:4]), whole_numbers(1, 4, 17)
+    push = lambda store, share: kv.push(store, 9, [share, share], axis_name="data")  # noqa: E731
     model.push([9], [[*values, *values]])
-    check(run(store, values), model)
+    check(over("shard_map", store, jax.devices()[:4], push)(store, values), model)
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
@@ -302,14 +278,11 @@ def test_inside_shard_map_with_its_checks_on(kind):
     def body(store, share):
         return kv.push(store, 9, share[0], axis_name="data")
 
-    mesh = Mesh(np.array(devices), ("data",))
-    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs, P("data")), out_specs=specs))
     values = whole_numbers(1, 4, 17)
     model.push([9], [values])
-    check(run(store, values), model)
+    check(on_mesh(body, devices, (specs, P("data")), specs, check_vma=True)(store, values), model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_inside_scan(kind):
     store, model = start(kind, updaters.stateless(add_twice))
     values = whole_numbers(1, 5, 17)
@@ -339,7 +312,6 @@ def test_a_gradient_goes_through_a_push():
     np.testing.assert_allclose(jax.grad(loss)(jnp.arange(3.0)), 18 * np.arange(3.0))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_donated_stores_give_their_memory(kind):
     store, model = start(kind, updaters.stateless(add_twice), devices=jax.devices()[:2])
     store = kv.place(store, jax.devices()[:2])
@@ -360,7 +332,6 @@ def test_initialised_under_jit_and_used_outside():
 # ---- many keys, few programs
 
 
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_second_push_of_the_same_keys_compiles_nothing(kind):
     keys, devices = list(range(20)), jax.devices()[:4]
     store = kv.init(kv.create(kind, devices=devices), keys, [jnp.zeros(5)] * 20)
@@ -425,7 +396,6 @@ def test_a_plain_updater_on_values_that_live_on_different_devices():
     assert [value.devices() for value in kv.pull(store, [0, 1])] == [{first}, {second}]
 
 
-@pytest.mark.parametrize("kind", ["local", "device", "sharded"])
 def test_an_array_that_is_pushed_is_no_list_of_rows(kind, monkeypatch):
     """A walk through the rows takes 0.4 s for 10,000 of them."""
 

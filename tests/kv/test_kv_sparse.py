@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec as P
-from kv_model import put, whole_numbers
+from kv_model import over, put, whole_numbers
 
 from jaxpar import kv, sparse, updaters
 from jaxpar.sparse import RowSparse
@@ -65,29 +64,17 @@ def test_under_jit():
     np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) + total)
 
 
-@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 def test_over_devices_without_a_dense_table(engine):
     indices = np.array([*INDICES, [2, 2]], np.int32)
     values = whole_numbers(1, 4, 2, 2)
 
-    def body(store, indices, values):
-        return kv.push(store, 3, RowSparse(indices, values, SHAPE), axis_name="data")
+    def body(store, rows):
+        return kv.push(store, 3, RowSparse(*rows, SHAPE), axis_name="data")
 
-    if engine == "pmap":
-        run = jax.pmap(body, "data", in_axes=(None, 0, 0), out_axes=None, devices=jax.devices()[:4])
-    else:
-        run = jax.jit(
-            jax.shard_map(
-                lambda s, i, v: body(s, i[0], v[0]),
-                mesh=Mesh(np.array(jax.devices()[:4]), ("data",)),
-                in_specs=(P(), P("data"), P("data")),
-                out_specs=P(),
-                check_vma=False,
-            )
-        )
     want = whole_numbers(9, *SHAPE)
     np.add.at(want, indices.reshape(-1), values.reshape(-1, 2))
-    np.testing.assert_array_equal(kv.pull(run(table(), indices, values), 3), want)
+    run = over(engine, table(), jax.devices()[:4], body)
+    np.testing.assert_array_equal(kv.pull(run(table(), (indices, values)), 3), want)
 
 
 def test_a_plain_function_updates_rows_too():
@@ -109,14 +96,8 @@ def test_optimizers_that_update_the_whole_table_as_in_mxnet(mapped):
     store = kv.set_updater(store, updaters.mxnet_rmsprop(wd=0.1))
     rows = RowSparse(np.array([1], np.int32), np.ones((1, 2), np.float32), SHAPE)
     if mapped:
-        push = jax.pmap(
-            lambda s, v: kv.push(s, 3, RowSparse(rows.indices, v, SHAPE), axis_name="data"),
-            "data",
-            in_axes=(None, 0),
-            out_axes=None,
-            devices=jax.devices()[:2],
-        )
-        store = push(store, jnp.full((2, 1, 2), 0.5))
+        body = lambda s, v: kv.push(s, 3, RowSparse(rows.indices, v, SHAPE), axis_name="data")  # noqa: E731
+        store = over("pmap", store, jax.devices()[:2], body)(store, jnp.full((2, 1, 2), 0.5))
     else:
         store = kv.push(store, 3, [rows])
     np.testing.assert_allclose(kv.pull(store, 3), np.full(SHAPE, 0.99684), atol=1e-5)

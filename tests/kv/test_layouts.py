@@ -71,22 +71,18 @@ def test_the_state_of_an_optimizer_is_kept_as_the_params(tx):
     """Of a list nobody knows to which param a leaf belongs. In rows that is not needed: the shapes say it."""
     whole = kv.from_params(PARAMS, optimizer=tx, devices=DEVICES)
     rows = kv.from_params(PARAMS, kind="sharded", optimizer=tx, devices=DEVICES)
-    for layout, leaf, same in zip(
-        jax.tree.leaves(state_layouts(rows)),
-        jax.tree.leaves(rows.optimizer_state),
-        jax.tree.leaves(whole.optimizer_state),
-        strict=True,
-    ):
+
+    def leaves(store):
+        """(layout, leaf, the same leaf of a whole state) of each."""
+        trees = state_layouts(store), store.optimizer_state, whole.optimizer_state
+        return zip(*map(jax.tree.leaves, trees), strict=True)
+
+    for layout, leaf, same in leaves(rows):
         assert layout == (WHOLE if jnp.issubdtype(leaf.dtype, jnp.integer) else Rows(same.shape, 4))
         np.testing.assert_array_equal(layout.whole(leaf), same)
     for target in ({"devices": DEVICES[:3]}, {"mesh": MESH}):
         moved = kv.place(rows, **target)
-        for layout, leaf, same in zip(
-            jax.tree.leaves(state_layouts(moved)),
-            jax.tree.leaves(moved.optimizer_state),
-            jax.tree.leaves(whole.optimizer_state),
-            strict=True,
-        ):
+        for layout, leaf, same in leaves(moved):
             np.testing.assert_array_equal(layout.whole(leaf), same)
             assert leaf.sharding.is_equivalent_to(sharding_of(moved, layout), leaf.ndim)
 

@@ -1,14 +1,13 @@
 """`models.strided`: the same numbers as convolutions of XLA, its derivatives, and what it refuses."""
 
 import re
-import subprocess
-import sys
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from launched import python
 
 from jaxpar.models import strided
 
@@ -89,8 +88,6 @@ def test_no_image_and_a_symbolic_batch(params):
 def test_the_recipe_is_right_for_nine_images_of_ten(tmp_path):
     """On the real data: 0.904 of the test images. The limit leaves room for rounding, which training enlarges."""
     words = ["train", "--recipe=fast", f"--data-dir={tmp_path}", "--devices=1", "--no-compilation-cache"]
-    command = [sys.executable, "-m", "jaxpar", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    (accuracy,) = re.findall(r"trained 1 epochs, 468 steps: test accuracy (\d\.\d+)", done.stdout)
+    out = python("-m", "jaxpar", *words, timeout=600).stdout
+    (accuracy,) = re.findall(r"trained 1 epochs, 468 steps: test accuracy (\d\.\d+)", out)
     assert float(accuracy) >= 0.897

@@ -1,15 +1,14 @@
 """The decoder against one written plainly, and the program that it becomes on a mesh."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from kv_model import placed_collectives_in
 
-from jaxpar import kv, parallel, train
+from jaxpar import parallel, train
 from jaxpar.models import transformer
 
 CONFIG = transformer.Config(layers=2, width=32, heads=4, vocabulary=48, positions=12)
@@ -106,18 +105,6 @@ def test_tokens_of_another_shape(shape):
         transformer.apply(parameters(), jnp.zeros(shape, int))
 
 
-def collectives(text):
-    """(operation, whether in a loop, arrays' shapes) of a compiled program."""
-    inside = False
-    for line in text.splitlines():
-        if line.endswith("{") and not line.startswith(" "):
-            inside = not line.startswith("ENTRY")
-        found = re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(", line)
-        if found:
-            shapes = re.findall(r"\w\d+\[([\d,]*)\]", found[1])
-            yield found[2], inside, [tuple(map(int, filter(None, shape.split(",")))) for shape in shapes]
-
-
 @pytest.mark.slow
 def test_on_a_mesh_the_weights_of_one_layer_are_gathered_at_a_time():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -135,14 +122,14 @@ def test_on_a_mesh_the_weights_of_one_layer_are_gathered_at_a_time():
     wanted_loss, wanted = loss_and_grads(params, texts)
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6), grads, wanted)
-    found = list(collectives(program.as_text()))
-    gathered = [shape for op, inside, shapes in found if op == "all-gather" and not inside for shape in shapes]
+    found = placed_collectives_in(program.as_text())
+    gathered = [shape for inside, op, shapes in found if op == "all-gather" and not inside for _, shape in shapes]
     assert sorted(gathered) == [(12, 32), (24, 32)]  # the two embeddings: 12 positions, 48 / 2 tokens
-    within = {shape for op, inside, shapes in found if op == "all-gather" and inside for shape in shapes}
+    within = {shape for inside, op, shapes in found if op == "all-gather" and inside for _, shape in shapes}
     assert {(32, 64), (64, 32)} <= {shape[-2:] for shape in within}  # half of one layer's `up` and `down`
     # Activations (2 texts of a device, 12 tokens, width) are summed over `model` and never sent over `data`.
-    assert {op for op, _, shapes in found for shape in shapes if shape[:2] == (2, 12)} == {"all-reduce"}
-    assert not {op for op, _, _ in found} & {"all-to-all", "collective-permute"}
+    assert {op for _, op, shapes in found for _, shape in shapes if shape[:2] == (2, 12)} == {"all-reduce"}
+    assert not {op for _, op, _ in found} & {"all-to-all", "collective-permute"}
 
 
 @pytest.mark.slow
@@ -152,10 +139,10 @@ def test_a_step_sums_one_gradient_of_the_table(sizes):
     params, batch = parameters(), {"text": tokens(batch=8, length=13)}
     rule = parallel.sharding_rules(transformer.TENSOR_PARALLEL, then=parallel.fsdp(min_size=1, stacked_dims=1))
     mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("data", "model"))
-    state = train.create_state(kv.from_params(params, optimizer=optax.sgd(0.1), mesh=mesh, sharding=rule), 0)
-    step = train.make_train_step(lambda params, batch, rng: (transformer.loss(params, batch["text"]), {}))
-    text = step.lower(state, batch).compile().as_text()
-    found = [shape for op, _, shapes in collectives(text) if op == "all-reduce" for shape in shapes]
+    loss_fn = lambda params, batch, rng: (transformer.loss(params, batch["text"]), {})  # noqa: E731
+    state, step = train.start(params, optax.sgd(0.1), loss_fn, mesh=mesh, sharding=rule)
+    found = placed_collectives_in(step.lower(state, batch).compile().as_text())
+    found = [shape for _, op, shapes in found if op == "all-reduce" for _, shape in shapes]
     assert found.count((48 // sizes[1], 32)) == 1
     state, metrics = step(state, batch)
     loss, grads = loss_and_grads(params, batch["text"])

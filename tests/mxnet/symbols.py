@@ -1,4 +1,4 @@
-"""What MXNet 1.9.1 gave for operators and networks, recorded by tools/record_mxnet_symbols.py."""
+"""What MXNet 1.9.1 gave for operators and networks, recorded by tools/record_mxnet_symbols.py, and symbols by hand."""
 
 import functools
 import gzip
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+
+from jaxpar import mxnet
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from mxnet_rule import rule as rule
@@ -26,12 +28,50 @@ def recorded():
     return found
 
 
-def arrays_of(name):
-    return {n: rule(f"{name}/{n}", tuple(shape), kind) for n, (shape, kind) in CASES[name]["arrays"].items()}
+def arrays_of(name, cases=CASES):
+    return {n: rule(f"{name}/{n}", tuple(shape), kind) for n, (shape, kind) in cases[name]["arrays"].items()}
 
 
-def write(folder, name):
+def parts_of(name, inputs=None):
+    """The arrays of a case: params, state and inputs."""
+    params = arrays_of(name)
+    state = {n: params.pop(n) for n in CASES[name]["aux"]}
+    return params, state, {n: params.pop(n) for n in (CASES[name]["inputs"] if inputs is None else inputs)}
+
+
+def write(folder, name, cases=CASES):
     """The symbol file of a case."""
     path = folder / "case-symbol.json"
-    path.write_text(CASES[name]["symbol"])
+    path.write_text(cases[name]["symbol"])
+    return path
+
+
+def save(folder, name):
+    """The symbol file and the params file of a case, as of epoch 7."""
+    symbol, file, (params, state, _) = write(folder, name), folder / "case-0007.params", parts_of(name)
+    mxnet.load_symbol(symbol).save_params(file, params, state)
+    return symbol, file
+
+
+def apply(model, arrays, state, train=True, rng=None):
+    """The outputs of a model, as a tuple, and its new state. Some of the arrays are inputs, the others params."""
+    inputs = {n: a for n, a in arrays.items() if n in model.inputs}
+    params = {n: a for n, a in arrays.items() if n not in inputs}
+    found = model.apply(params, inputs, state=state, train=train, rng=rng)
+    outs, fresh = found if train else (found, state)
+    return outs if isinstance(outs, tuple) else (outs,), fresh
+
+
+def node(op, name, *inputs, key="attrs", **attrs):
+    """A node of a symbol. An input is the number of a node, or a tuple of that and the number of its output."""
+    places = [[i, 0] if isinstance(i, int) else list(i) for i in inputs]
+    return {"op": op, "name": name, "inputs": places, key: {k: str(v) for k, v in attrs.items()}}
+
+
+def symbol_of(folder, *nodes, heads=None, version=10901, name="own"):
+    """The file of a symbol of these nodes, of which the last is the output if `heads` names no others."""
+    path = folder / f"{name}-symbol.json"
+    heads = [[len(nodes) - 1, 0, 0]] if heads is None else heads
+    attrs = {"mxnet_version": ["int", version]} if version else {}
+    path.write_text(json.dumps({"nodes": nodes, "heads": heads, "attrs": attrs}))
     return path

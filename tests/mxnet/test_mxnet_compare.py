@@ -1,16 +1,11 @@
 """`model.compare` finds the layer that does not give what MXNet gave, in a file that tools/mxnet_outputs.py wrote."""
 
-import sys
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from records import write
 
 from jaxpar import mxnet
-
-sys.path.insert(0, str(Path(__file__).parent))
-from records import write
 
 
 @pytest.fixture(scope="module")

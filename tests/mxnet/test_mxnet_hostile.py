@@ -3,16 +3,13 @@
 import sys
 import time
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
+from records import write as write_records
+from symbols import CASES, parts_of, save, write
 
 from jaxpar import mxnet
-
-sys.path.insert(0, str(Path(__file__).parent))
-from records import write as write_records
-from symbols import CASES, arrays_of, write
 
 COUNT = 200
 RUNS_CODE = {"exec", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class"}
@@ -97,10 +94,9 @@ def test_symbol_files(name, tmp_path):
 
 def test_params_files(tmp_path):
     name = "normalized 1"
-    symbol, arrays = write(tmp_path, name), arrays_of(name)
-    kinds = {n: "aux" if n in CASES[name]["aux"] else "arg" for n in arrays if n not in CASES[name]["inputs"]}
-    content = mxnet._params.to_bytes({f"{kind}:{n}": arrays[n] for n, kind in kinds.items()})
-    head = len(content) - sum(arrays[n].nbytes for n in kinds)
+    symbol, file = save(tmp_path, name)
+    content, (params, state, _) = file.read_bytes(), parts_of(name)
+    head = len(content) - sum(array.nbytes for array in (params | state).values())
 
     def headers(content, random):
         """Damage where it is not an array's numbers."""

@@ -1,31 +1,22 @@
 """Networks in the layout NHWC give what they give in MXNet's layout, whatever operator comes after an image."""
 
 import functools
-import json
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jaxpar import mxnet
-
-sys.path.insert(0, str(Path(__file__).parent))
-from symbols import CASES, arrays_of, recorded, rule, write
+from symbols import CASES, apply, arrays_of, node, recorded, rule, symbol_of, write
 from test_mxnet_networks import QUICK, load
 from test_mxnet_operators import OPERATORS
+
+from jaxpar import mxnet
 
 ZOO = [pytest.param(n, marks=() if n[4:] in QUICK[:1] else pytest.mark.slow) for n in CASES if n.startswith("zoo")]
 
 
 def last(array):
     return jnp.transpose(array, (0, 2, 3, 1)) if array.ndim == 4 else jnp.asarray(array)
-
-
-def node(op, name, *inputs, **attrs):
-    return {"op": op, "name": name, "inputs": [[i, 0] for i in inputs], "attrs": {k: str(v) for k, v in attrs.items()}}
 
 
 @pytest.mark.slow
@@ -47,21 +38,21 @@ def test_the_model_zoo_with_its_channels_last(name, tmp_path):
     assert len(turned) < 3
 
 
-def check(folder, arrays, state=()):
+def check(symbol, arrays, state=()):
     """Outputs and gradients in both layouts. `arrays` are in MXNet's layout."""
-    models = {layout: mxnet.load_symbol(folder / "case-symbol.json", layout=layout) for layout in (None, "NHWC")}
+    models = {layout: mxnet.load_symbol(symbol, layout=layout) for layout in (None, "NHWC")}
     arrays = {n: jnp.asarray(a) for n, a in arrays.items()}
     state = {n: arrays.pop(n) for n in state}
 
     def run(layout, arrays):
         model = models[layout]
-        inputs = {n: a for n, a in arrays.items() if n in model.inputs}
-        params = {n: a for n, a in arrays.items() if n not in inputs}
-        if layout:
-            inputs = {n: last(a) for n, a in inputs.items()}
-            params = {n: a.transpose(2, 3, 1, 0) if n in model._kernels else a for n, a in params.items()}
-        outs, fresh = model.apply(params, inputs, state=state, train=True, rng=0)
-        return outs if isinstance(outs, tuple) else (outs,), fresh
+
+        def turned(n, a):
+            if n in model.inputs:
+                return last(a)
+            return a.transpose(2, 3, 1, 0) if n in model._kernels else a
+
+        return apply(model, {n: turned(n, a) if layout else a for n, a in arrays.items()}, state, rng=0)
 
     (expected, statistics), (found, own) = (jax.jit(run, static_argnums=0)(layout, arrays) for layout in models)
     for a, b in zip(found, expected, strict=True):
@@ -154,14 +145,12 @@ def test_each_operator_after_a_convolution(op, attrs, more, tmp_path):
     nodes = [*variables, conv, node(op, "o", *inputs, **attrs)]
     outputs = attrs.get("num_outputs", 1)
     heads = [[len(nodes) - 1, i] for i in range(outputs)] + [[len(nodes) - 2, 0]]
-    (tmp_path / "case-symbol.json").write_text(json.dumps({"nodes": nodes, "heads": heads}))
     kinds = {"o_moving_var": "u", "o_label": "i4"}
     arrays = {n: rule(n, shape, kinds.get(n, "n")) for n, shape in shapes.items()}
-    check(tmp_path, arrays, [n for n in names if "moving" in n])
+    check(symbol_of(tmp_path, *nodes, heads=heads, version=0), arrays, [n for n in names if "moving" in n])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in OPERATORS if any(len(s) == 4 for s, _ in CASES[n]["arrays"].values())])
 def test_the_operators_of_images(name, tmp_path):
-    write(tmp_path, name)
-    check(tmp_path, arrays_of(name), CASES[name]["aux"])
+    check(write(tmp_path, name), arrays_of(name), CASES[name]["aux"])

@@ -1,17 +1,14 @@
 """Whole networks beside MXNet 1.9.1: Gluon's model zoo, and training that goes on as there."""
 
-import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from symbols import CASES, parts_of, recorded, save
 
 from jaxpar import kv, mxnet, train, updaters
-
-sys.path.insert(0, str(Path(__file__).parent))
-from symbols import CASES, arrays_of, recorded, write
 
 QUICK = ("squeezenet1_1", "mobilenet_v2_0_25", "resnet18_v1")
 ZOO = [
@@ -21,17 +18,12 @@ ZOO = [
 
 def load(folder, name):
     """The model of a case, saved and read with its arrays, and the arrays of its inputs."""
-    arrays = arrays_of(name)
-    symbol = write(folder, name)
-    bare = mxnet.load_symbol(symbol)
-    shapes = {n: arrays[n].shape for n in CASES[name]["inputs"]}
-    assert bare.shapes(**shapes) == {n: a.shape for n, a in arrays.items()}
-    state = {n: arrays[n] for n in CASES[name]["aux"]}
-    params = {n: a for n, a in arrays.items() if n not in state and n not in shapes}
-    bare.save_params(folder / "case-0007.params", params, state)
+    (symbol, _), (params, state, inputs) = save(folder, name), parts_of(name)
+    shapes = mxnet.load_symbol(symbol).shapes(**{n: a.shape for n, a in inputs.items()})
+    assert shapes == {n: a.shape for n, a in (params | state | inputs).items()}
     model = mxnet.load_checkpoint(folder / "case", 7)
     assert list(model.inputs) == CASES[name]["inputs"]
-    return model, {n: arrays[n] for n in shapes}
+    return model, inputs
 
 
 @pytest.mark.sampled(1)

@@ -1,17 +1,12 @@
 """Every operator and set of attributes beside MXNet 1.9.1: outputs, gradients and running statistics."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from symbols import CASES, REFERENCE, apply, arrays_of, recorded, rule, write
 
 from jaxpar import mxnet
-
-sys.path.insert(0, str(Path(__file__).parent))
-from symbols import CASES, arrays_of, recorded, rule, write
 
 OPERATORS = [name for name in CASES if "eval0" in recorded()[name] and not name.startswith("zoo")]
 
@@ -36,23 +31,15 @@ def test_it_computes_what_mxnet_computes(name, tmp_path):
     expected, arrays = recorded()[name], arrays_of(name)
     state = {n: arrays.pop(n) for n in CASES[name]["aux"]}
     whole = {n for n, (_, kind) in CASES[name]["arrays"].items() if kind[0] == "i"}
-
-    def run(floats, train):
-        given = {n: a for n, a in {**arrays, **floats}.items() if n in model.inputs}
-        params = {n: a for n, a in {**arrays, **floats}.items() if n not in model.inputs}
-        out = model.apply(params, given, state=state, train=train)
-        outs, fresh = out if train else (out, state)
-        return outs if isinstance(outs, tuple) else (outs,), fresh
-
     # Compiled as one program each: at the prompt every operation of MXNet's is several.
-    for i, out in enumerate(jax.jit(lambda: run({}, False)[0])()):
+    for i, out in enumerate(jax.jit(lambda: apply(model, arrays, state, train=False)[0])()):
         if WRONG.get(name) != f"eval{i}":
             close(out, expected[f"eval{i}"], "eval")
     if "out0" not in expected:
         return
 
     def loss(floats):
-        outs, fresh = run(floats, True)
+        outs, fresh = apply(model, {**arrays, **floats}, state)
         heads = [rule(f"{name}/head{i}", expected[f"out{i}"].shape, "n") for i in range(len(outs))]
         return sum((out * head).sum() for out, head in zip(outs, heads, strict=True)), (outs, fresh)
 
@@ -86,3 +73,84 @@ def test_take_says_where_an_index_is_out_of_bounds():
     found = jax.jit(lambda array: take(array, indices, mode="raise"))(array)  # MXNet raises an error
     assert found[0] == 1
     assert jnp.isnan(found[1:]).all()
+
+
+# ---- Operators in float16 beside MXNet 1.9.1 on a CPU, and the dtype of what a network gives.
+
+
+RECORDED = np.load(REFERENCE / "mxnet_float16.npz", allow_pickle=False)
+COMPUTED = [name for name in OPERATORS if f"{name}/out0" in RECORDED and name not in ("dropout", *WRONG)]
+QUICK = COMPUTED[::25]
+SINGLE = (
+    "argmax",
+    "shape cast",
+    "argmin",
+    "shape arange",
+    "shape zeros",
+    "embedding",
+    "one hot",
+)  # their result is float32 by themselves
+
+
+def given(name, dtype):
+    """The model, its arrays in a narrow dtype, and its statistics. As in MXNet, those of a BatchNorm are float32."""
+    arrays = arrays_of(name)
+    state = {n: arrays.pop(n) for n in CASES[name]["aux"]}
+    wide = {n for n in arrays if state and n.endswith(("gamma", "beta"))}
+    return {n: jnp.asarray(a, "float32" if n in wide else dtype) for n, a in arrays.items()}, state
+
+
+def near_in_float16(found, expected, what):
+    scale = max(np.abs(np.float32(expected)).max(), 1e-3)
+    np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=0, atol=4e-3 * scale, err_msg=what)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in COMPUTED])
+def test_it_computes_in_float16_what_mxnet_computes(name, tmp_path):
+    model = mxnet.load_symbol(write(tmp_path, name))
+    arrays, state = given(name, "float16")
+    outs, _ = apply(model, arrays, state, rng=0)
+    for i, out in enumerate(outs):
+        near_in_float16(out, RECORDED[f"{name}/out{i}"], f"output {i}")
+    if "out0" not in recorded()[name]:
+        return  # no gradients, or only some
+
+    def loss(floats):
+        outs, _ = apply(model, {**arrays, **floats}, state, rng=0)
+        heads = [jnp.asarray(rule(f"{name}/head{i}", out.shape, "n"), out.dtype) for i, out in enumerate(outs)]
+        return sum((jnp.float32(out) * head).sum() for out, head in zip(outs, heads, strict=True))
+
+    floats = {n: a for n, a in arrays.items() if CASES[name]["arrays"][n][1][0] != "i"}
+    for n, grad in jax.grad(loss)(floats).items():
+        near_in_float16(grad, RECORDED[f"{name}/grad {n}"], f"gradient of {n}")
+
+
+def test_what_mxnet_cannot_compute_in_float16_on_a_cpu():
+    refused = set(RECORDED["refused"])
+    assert {"conv plain", "dense", "dot", "batch dot", "lrn", "rnn lstm 1", "deconv plain", "instance norm"} <= refused
+    assert len(refused) + len(COMPUTED) > 270
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_outputs_have_the_dtype_of_the_arrays(dtype, tmp_path):
+    for name in OPERATORS:
+        if name.startswith(SINGLE):
+            continue
+        model = mxnet.load_symbol(write(tmp_path, name))
+        arrays, state = given(name, dtype)
+        outs, _ = jax.eval_shape(lambda a, m=model, s=state: apply(m, a, s, rng=0), arrays)
+        expected = [dtype] + ["float32" if state else dtype] * (len(outs) - 1)  # statistics of a BatchNorm
+        assert [out.dtype for out in outs] == expected, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_network_in_a_narrow_dtype(dtype, tmp_path):
+    name = "zoo mobilenet_v2_0_25"
+    model = mxnet.load_symbol(write(tmp_path, name))
+    arrays, state = given(name, dtype)
+    arrays = {n: jnp.asarray(a, dtype) for n, a in arrays.items()}
+    (out,), _ = jax.eval_shape(lambda a: apply(model, a, state, rng=0), arrays)
+    assert out.dtype == dtype

@@ -1,9 +1,7 @@
 """`mxnet.port` and `jaxpar port`: modules in plain JAX that give what the symbols give."""
 
 import inspect
-import json
 import re
-import sys
 from pathlib import Path
 
 import jax
@@ -11,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from symbols import CASES, node, parts_of, save, symbol_of, write
 
 from jaxpar import mxnet, viz
 from jaxpar.__main__ import main
 from jaxpar.train import start
-
-sys.path.insert(0, str(Path(__file__).parent))
-from symbols import CASES, arrays_of, write
 
 QUICK = ("lenet 1", "factorization 1", "normalized 1", "gluon lstm")
 ZOO = "resnet18_v1 squeezenet1_1 resnet18_v2 resnet50_v1 resnet50_v2"
@@ -56,18 +52,8 @@ def check(symbol, text, params, state, inputs, file=None, jit=jax.jit):
 
 def files_of(folder, name):
     """(symbol file, params file, params, state, inputs without labels) of a case."""
-    symbol, arrays = write(folder, name), arrays_of(name)
-    state = {n: arrays.pop(n) for n in CASES[name]["aux"]}
-    inputs = {n: arrays.pop(n) for n in CASES[name]["inputs"]}
-    named = {f"{kind}:{n}": a for kind, some in (("arg", arrays), ("aux", state)) for n, a in some.items()}
-    (folder / "case.params").write_bytes(mxnet._params.to_bytes(named))
-    return (
-        symbol,
-        folder / "case.params",
-        arrays,
-        state,
-        {n: a for n, a in inputs.items() if n[-5:] not in "label score"},
-    )
+    params, state, inputs = parts_of(name)
+    return *save(folder, name), params, state, {n: a for n, a in inputs.items() if n[-5:] not in "label score"}
 
 
 @pytest.mark.sampled(1)
@@ -102,8 +88,7 @@ def test_the_gradient_is_that_of_the_symbol_without_labels(tmp_path):
 def test_the_module_of_the_guide(tmp_path):
     guide = (Path(__file__).parents[2] / "docs" / "from_gluon.md").read_text()
     (shown,) = [block for block in guide.split("```")[1::2] if "written by `jaxpar port`" in block]
-    path = tmp_path / "lenet-symbol.json"
-    path.write_text(CASES["lenet 1"]["symbol"])
+    path = write(tmp_path, "lenet 1").rename(tmp_path / "lenet-symbol.json")
     assert shown == "python\n" + mxnet.port(path, shapes={"data": (1, 1, 28, 28)})
 
 
@@ -130,30 +115,18 @@ def test_the_tables_of_layers_in_the_guide(name, size, wrong, tmp_path):
 # Symbols of one's own
 
 
-def node(op, name, *inputs, **attrs):
-    return {"op": op, "name": name, "inputs": [list(i) for i in inputs], "attrs": attrs}
-
-
-def symbol_of(folder, *nodes, heads=None):
-    path = folder / "own-symbol.json"
-    heads = [[len(nodes) - 1, 0, 0]] if heads is None else heads
-    path.write_text(json.dumps({"nodes": nodes, "heads": heads, "attrs": {"mxnet_version": ["int", 10901]}}))
-    return path
-
-
 def mlp(names=("fc1", "fc2", "fc3", "out"), data="data"):
     """Dense layers with ReLU and dropout, and a softmax at the end."""
     nodes = [node("null", data)]
     at = 0
     for name in names:
         nodes += [node("null", f"{name}_weight"), node("null", f"{name}_bias")]
-        weights = (len(nodes) - 2, 0), (len(nodes) - 1, 0)
-        nodes.append(node("FullyConnected", name, (at, 0), *weights, num_hidden="6"))
-        nodes.append(node("Activation", f"{name}_act", (len(nodes) - 1, 0), act_type="relu"))
-        nodes.append(node("Dropout", f"{name}_drop", (len(nodes) - 1, 0), p="0.4"))
+        nodes.append(node("FullyConnected", name, at, len(nodes) - 2, len(nodes) - 1, num_hidden=6))
+        nodes.append(node("Activation", f"{name}_act", len(nodes) - 1, act_type="relu"))
+        nodes.append(node("Dropout", f"{name}_drop", len(nodes) - 1, p=0.4))
         at = len(nodes) - 1
     label = node("null", "softmax_label")
-    return [*nodes, label, node("SoftmaxOutput", "softmax", (at, 0), (len(nodes), 0))]
+    return [*nodes, label, node("SoftmaxOutput", "softmax", at, len(nodes))]
 
 
 @pytest.mark.slow
@@ -198,12 +171,12 @@ def test_rare_operators_several_outputs_and_inputs(tmp_path):
         node("null", "a-b"),
         node("null", "a_b"),
         node("null", "l_gamma", __shape__="(4,)"),
-        node("LeakyReLU", "l", (0, 0), (2, 0), act_type="prelu"),
-        node("SliceChannel", "s", (3, 0), num_outputs="2"),
-        node("LRN", "lrn", (1, 0), nsize="3", alpha="0.1"),
-        node("broadcast_mul", "m", (4, 1), (5, 0)),
-        node("elemwise_add", "p", (6, 0), (4, 0)),
-        node("_rminus_scalar", "r", (7, 0), scalar="2"),
+        node("LeakyReLU", "l", 0, 2, act_type="prelu"),
+        node("SliceChannel", "s", 3, num_outputs=2),
+        node("LRN", "lrn", 1, nsize=3, alpha=0.1),
+        node("broadcast_mul", "m", (4, 1), 5),
+        node("elemwise_add", "p", 6, 4),
+        node("_rminus_scalar", "r", 7, scalar=2),
     ]
     path = symbol_of(tmp_path, *nodes, heads=[[8, 0, 0], [4, 1, 0], [1, 0, 0]])
     text = mxnet.port(path, shapes={"a-b": (2, 4), "a_b": (2, 2)})
@@ -223,11 +196,9 @@ OPERATORS = [name for name in CASES if " " in name and not name.startswith(("zoo
 @pytest.mark.slow
 def test_every_operator(part, tmp_path):
     for name in OPERATORS[part::4]:
-        arrays = arrays_of(name)
         symbol = write(tmp_path, name)
         model = mxnet.load_symbol(symbol)
-        state = {n: arrays.pop(n) for n in CASES[name]["aux"]}
-        inputs = {n: arrays.pop(n) for n in model.inputs}
+        arrays, state, inputs = parts_of(name, model.inputs)
         model.save_params(tmp_path / "w.params", arrays, state)
         shapes = {n: a.shape for n, a in inputs.items()}
         try:
@@ -249,11 +220,11 @@ def grouped():
     shape = {"own_scale": {"__shape__": "(1, 6, 1, 1)", "__init__": "One"}}
     return [
         *(node("null", name, **shape.get(name, {})) for name in names),
-        node("Convolution", "c", (0, 0), (1, 0), (2, 0), kernel="(3, 3)", num_filter="6", num_group="2"),
-        node("BatchNorm", "n", (8, 0), *((i, 0) for i in range(3, 7)), fix_gamma="False"),
-        node("broadcast_mul", "m", (9, 0), (7, 0)),
-        node("Pooling", "p", (10, 0), pool_type="avg", global_pool="True", kernel="(1, 1)"),
-        node("Flatten", "f", (11, 0)),
+        node("Convolution", "c", 0, 1, 2, kernel=(3, 3), num_filter=6, num_group=2),
+        node("BatchNorm", "n", 8, *range(3, 7), fix_gamma=False),
+        node("broadcast_mul", "m", 9, 7),
+        node("Pooling", "p", 10, pool_type="avg", global_pool=True, kernel=(1, 1)),
+        node("Flatten", "f", 11),
     ]
 
 
@@ -340,7 +311,7 @@ def test_the_command_and_the_test_that_it_writes(tmp_path, monkeypatch, capsys):
 def test_errors_are_one_line(words, status, line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "dense")
-    symbol_of(tmp_path, node("null", "x"), node("Odd", "c", (0, 0))).rename("odd-symbol.json")
+    symbol_of(tmp_path, node("null", "x"), node("Odd", "c", 0), name="odd")
     assert main(["port", *words]) == status
     shown = capsys.readouterr()
     assert shown.err.startswith("jaxpar port: ")

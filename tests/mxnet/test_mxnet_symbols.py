@@ -1,48 +1,26 @@
 """Models from symbol files: what they hold, as pure functions, on several devices; and files that are no such."""
 
 import functools
-import json
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from symbols import CASES, node, save, symbol_of, write
 
 from jaxpar import checkpoint, mxnet
 
-sys.path.insert(0, str(Path(__file__).parent))
-from symbols import CASES, arrays_of, write
 
-
-def node(op, name, *inputs, **more):
-    return {"op": op, "name": name, "inputs": [list(i) for i in inputs], **more}
-
-
-def symbol(folder, *nodes, heads=None, version=10901, name="net"):
-    path = folder / f"{name}-symbol.json"
-    attrs = {"mxnet_version": ["int", version]} if version else {}
-    heads = [[len(nodes) - 1, 0, 0]] if heads is None else heads
-    path.write_text(json.dumps({"nodes": nodes, "heads": heads, "attrs": attrs}))
-    return path
-
-
-def dense(folder, key="attrs", **more):
+def dense(folder, **more):
     x, w, b = (node("null", n) for n in ("data", "fc_weight", "fc_bias"))
     attrs = {"num_hidden": "2", "__lr_mult__": "2", **more}
-    return symbol(folder, x, w, b, node("FullyConnected", "fc", (0, 0, 0), (1, 0), (2, 0, 0), **{key: attrs}))
+    return symbol_of(folder, x, w, b, node("FullyConnected", "fc", (0, 0, 0), 1, (2, 0, 0), **attrs))
 
 
 @pytest.fixture
 def model(tmp_path):
-    name = "normalized 1"
-    bare = mxnet.load_symbol(write(tmp_path, name))
-    arrays = arrays_of(name)
-    state = {n: arrays[n] for n in CASES[name]["aux"]}
-    params = {n: a for n, a in arrays.items() if n not in state and n not in bare.inputs}
-    bare.save_params(tmp_path / "case-0003.params", params, state)
-    return mxnet.load_checkpoint(tmp_path / "case", 3)
+    save(tmp_path, "normalized 1")
+    return mxnet.load_checkpoint(tmp_path / "case", 7)
 
 
 IMAGES = np.float32(np.random.RandomState(0).standard_normal((8, 3, 9, 9)))
@@ -102,17 +80,16 @@ def test_shapes_without_params(tmp_path):
 
 @pytest.mark.parametrize("key", ["attr", "param", "attrs"])
 def test_attributes_of_every_version(key, tmp_path):
-    model = mxnet.load_symbol(dense(tmp_path, key))
+    model = mxnet.load_symbol(dense(tmp_path, key=key))
     params = {"fc_weight": jnp.ones((2, 3)), "fc_bias": jnp.zeros(2)}
     assert model.apply(params, jnp.ones((1, 3))).tolist() == [[3, 3]]
 
 
 def test_statistics_that_old_files_do_not_name(tmp_path):
     nodes = [node("null", n) for n in ("data", "bn_gamma", "bn_beta")]
-    path = symbol(
-        tmp_path, *nodes, node("BatchNorm", "bn", (0, 0), (1, 0), (2, 0)), node("relu", "out", (3, 0)), version=0
+    model = mxnet.load_symbol(
+        symbol_of(tmp_path, *nodes, node("BatchNorm", "bn", 0, 1, 2), node("relu", "out", 3), version=0)
     )
-    model = mxnet.load_symbol(path)
     shapes = model.shapes(data=(4, 2))
     assert list(shapes) == ["data", "bn_gamma", "bn_beta", "bn_moving_mean", "bn_moving_var"]
     ones = {n: jnp.ones(2) for n in shapes}
@@ -122,20 +99,14 @@ def test_statistics_that_old_files_do_not_name(tmp_path):
 
 
 def test_an_axis_of_minus_one_meant_all_axes_before_0_9_5(tmp_path):
-    path = symbol(tmp_path, node("null", "x"), node("argmax", "a", (0, 0), attr={"axis": "-1"}), version=904)
-    assert mxnet.load_symbol(path).apply({}, jnp.array([[1.0, 2], [4, 3]])).tolist() == [2]
-    path = symbol(tmp_path, node("null", "x"), node("argmax", "a", (0, 0), attr={"axis": "-1"}), version=905)
-    assert mxnet.load_symbol(path).apply({}, jnp.array([[1.0, 2], [4, 3]])).tolist() == [1, 0]
+    for version, expected in ((904, [2]), (905, [1, 0])):
+        path = symbol_of(tmp_path, node("null", "x"), node("argmax", "a", 0, key="attr", axis=-1), version=version)
+        assert mxnet.load_symbol(path).apply({}, jnp.array([[1.0, 2], [4, 3]])).tolist() == expected
 
 
 def test_operators_that_are_missing_or_ones_own(tmp_path):
-    nodes = [
-        node("null", "x"),
-        node("Twice", "a", (0, 0), attrs={"by": "3"}),
-        node("Twice", "b", (1, 0)),
-        node("Odd", "c", (2, 0)),
-    ]
-    path = symbol(tmp_path, *nodes)
+    nodes = [node("null", "x"), node("Twice", "a", 0, by=3), node("Twice", "b", 1), node("Odd", "c", 2)]
+    path = symbol_of(tmp_path, *nodes)
     with pytest.raises(ValueError, match=r"Twice in 'a', 'b'; Odd in 'c'\. Give operators="):
         mxnet.load_symbol(path)
 
@@ -147,7 +118,7 @@ def test_operators_that_are_missing_or_ones_own(tmp_path):
 
 
 def test_dropout_needs_a_key(tmp_path):
-    path = symbol(tmp_path, node("null", "x"), node("Dropout", "d", (0, 0), attrs={"p": "0.5", "axes": "(1,)"}))
+    path = symbol_of(tmp_path, node("null", "x"), node("Dropout", "d", 0, p=0.5, axes=(1,)))
     model, x = mxnet.load_symbol(path), jnp.ones((40, 5))
     assert (model.apply({}, x) == 1).all()
     with pytest.raises(ValueError, match="Dropout needs rng="):
@@ -179,7 +150,7 @@ def test_files_of_another_network(tmp_path, model):
     with pytest.raises(ValueError, match="layout must be None, which is MXNet's own, or 'NHWC', got 'NCWH'"):
         mxnet.load_symbol(dense(tmp_path), layout="NCWH")
     with pytest.raises(FileNotFoundError):
-        mxnet.load_checkpoint(tmp_path / "case", 4)
+        mxnet.load_checkpoint(tmp_path / "case", 8)
     with pytest.raises(TypeError, match="epoch must be"):
         mxnet.load_checkpoint(tmp_path / "case", "3")
     with pytest.raises(ValueError, match="MXNet saves no array of dtype complex64"):
@@ -217,7 +188,7 @@ def test_what_is_no_symbol_file(content, tmp_path):
 
 
 def test_an_output_that_no_node_has(tmp_path):
-    model = mxnet.load_symbol(symbol(tmp_path, node("null", "x"), node("relu", "y", (0, 0)), heads=[[1, 10**9]]))
+    model = mxnet.load_symbol(symbol_of(tmp_path, node("null", "x"), node("relu", "y", 0), heads=[[1, 10**9]]))
     with pytest.raises(checkpoint.CheckpointError, match="relu 'y' has no output 1000000000"):
         model.apply({}, jnp.ones(2))
 
@@ -245,8 +216,7 @@ def test_no_cut_file_is_read(tmp_path):
 def test_attributes_that_ask_for_too_much(op, attrs, tmp_path):
     inputs = {"SliceChannel": 1, "Reshape": 1, "RNN": 4}.get(op, 0)
     names = [node("null", f"x{i}") for i in range(inputs)]
-    path = symbol(tmp_path, *names, node(op, "n", *[(i, 0) for i in range(inputs)], attrs=attrs))
-    model = mxnet.load_symbol(path)
+    model = mxnet.load_symbol(symbol_of(tmp_path, *names, node(op, "n", *range(inputs), **attrs)))
     given = {n: jnp.ones((2, 2, 2)) for n in model.inputs}
     params = {node.name: jnp.ones(4) for node in model.symbol.nodes if node.is_variable and node.name not in given}
     with pytest.raises((ValueError, TypeError)):

@@ -2,19 +2,15 @@
 
 import gzip
 import json
-import sys
 import zlib
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from symbols import REFERENCE, arrays_of, node, rule, symbol_of, write
 
 from jaxpar import kv, mxnet, train, updaters
-
-sys.path.insert(0, str(Path(__file__).parent))
-from symbols import REFERENCE, rule
 
 CASES = json.loads(gzip.decompress((REFERENCE / "mxnet_training.json.gz").read_bytes()))["cases"]
 RECORDED = np.load(REFERENCE / "mxnet_training.npz", allow_pickle=False)
@@ -37,11 +33,9 @@ def row_of(name):
 
 def load(folder, name, layout=None):
     """The model of a case, whose arrays follow the rule."""
-    case = CASES[name]
-    (folder / "case-symbol.json").write_text(case["symbol"])
-    arrays = {n: rule(f"{name}/{n}", tuple(shape), kind) for n, (shape, kind) in case["arrays"].items()}
-    named = {f"{'aux' if n in case['aux'] else 'arg'}:{n}": a for n, a in arrays.items()}
-    (folder / "case-0000.params").write_bytes(mxnet._params.to_bytes(named))
+    params = arrays_of(name, CASES)
+    state = {n: params.pop(n) for n in CASES[name]["aux"]}
+    mxnet.load_symbol(write(folder, name, CASES)).save_params(folder / "case-0000.params", params, state)
     return mxnet.load_checkpoint(folder / "case", 0, layout=layout)
 
 
@@ -238,14 +232,11 @@ def test_factors_of_the_file_are_those_of_a_module(tmp_path):
 
 
 def test_factors_of_old_files_and_frozen_params(tmp_path):
-    def variable(name, **attrs):
-        return {"op": "null", "name": name, "inputs": [], "attr": attrs}
-
-    dense = {"op": "FullyConnected", "name": "fc", "inputs": [[0, 0], [1, 0], [2, 0]], "param": {"num_hidden": "2"}}
+    variables = {"x": {}, "w": {"lr_mult": 3}, "fc_bias": {"__grad_req__": "null"}}
+    dense = node("FullyConnected", "fc", 0, 1, 2, key="param", num_hidden=2)
     dense["attr"] = {"weight_wd_mult": "4", "bias_lr_mult": "5", "lr_mult": "7"}
-    nodes = [variable("x"), variable("w", lr_mult="3"), variable("fc_bias", __grad_req__="null"), dense]
-    (tmp_path / "x.json").write_text(json.dumps({"nodes": nodes, "heads": [[3, 0]]}))
-    model = mxnet.load_symbol(tmp_path / "x.json")
+    nodes = [node("null", name, key="attr", **attrs) for name, attrs in variables.items()]
+    model = mxnet.load_symbol(symbol_of(tmp_path, *nodes, dense, version=0))
     assert model.lr_mult == {"w": 3, "fc_bias": 5}  # as MXNet 1.9.1 reads this file
     assert model.wd_mult == {"w": 4, "fc_bias": 0}
     assert model.frozen == {"w": False, "fc_bias": True}
@@ -263,7 +254,6 @@ def test_factors_of_old_files_and_frozen_params(tmp_path):
 
 
 def test_a_factor_that_is_no_number(tmp_path):
-    nodes = [{"op": "null", "name": "w", "attrs": {"__lr_mult__": "much", "__init__": "zeros"}, "inputs": []}]
-    (tmp_path / "x.json").write_text(json.dumps({"nodes": nodes, "heads": [[0, 0]]}))
+    model = mxnet.load_symbol(symbol_of(tmp_path, node("null", "w", __lr_mult__="much", __init__="zeros")))
     with pytest.raises(ValueError, match="lr_mult of 'w' must be of the form float, got 'much'"):
-        _ = mxnet.load_symbol(tmp_path / "x.json").lr_mult
+        _ = model.lr_mult

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kv_model import put, whole_numbers
+from launched import python
 
 from jaxpar import parallel
-from jaxpar._core import checks
 from jaxpar.parallel import _devices
 
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -98,7 +98,6 @@ def test_what_cannot_be_summed(values, error, message):
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
-@pytest.mark.parametrize("engine", checks.ENGINES)
 def test_spmd(engine, count):
     devices = jax.devices()[:count]
 
@@ -116,7 +115,6 @@ def test_spmd(engine, count):
     assert run.__name__ == "fn"
 
 
-@pytest.mark.parametrize("engine", checks.ENGINES)
 def test_spmd_gives_the_gradient_of_the_whole_batch(engine):
     """shard_map sums the gradients of replicated arguments by itself where its checks are on: four times too much."""
     x, w = whole_numbers(0, 4, 2), jnp.float32(1.5)
@@ -135,7 +133,6 @@ def test_spmd_donates():
     assert x.is_deleted()
 
 
-@pytest.mark.parametrize("engine", checks.ENGINES)
 def test_spmd_says_what_is_wrong(engine):
     run = parallel.spmd(lambda x: x, engine=engine, axis_name="i", devices=jax.devices()[:4])
     with pytest.raises(ValueError, match=r"one entry for each of the 4 devices.*got shape \(8,\); reshape"):
@@ -177,10 +174,7 @@ def test_use_cpu_devices_before():
     program = (
         "from jaxpar import parallel as p; p.use_cpu_devices(3); import jax; print(jax.devices()); p.use_cpu_devices(3)"
     )
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
-    result = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("Cpu") == 3
+    assert python("-c", program, JAX_PLATFORMS="").stdout.count("Cpu") == 3
 
 
 STEPS = """

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 
 import jax
@@ -15,7 +14,8 @@ import numpy as np
 import optax
 import pytest
 from interrupted_run import run as interrupted, start as begin
-from step_model import ENGINES, adam, line, squares, start, step_of
+from launched import python
+from step_model import adam, line, squares, start, step_of
 
 import jaxpar.__main__
 from jaxpar import checkpoint, data, train
@@ -23,10 +23,7 @@ from jaxpar.checkpoint import _leaves
 from jaxpar.train._fit import certificate
 
 EVERY = 5
-HEADER = {"certificate", "jax", "jaxpar", "processor", "platform", "devices", "processes", "virtual_shards"} | {
-    "engine",
-    "kind",
-}
+HEADER = {*"certificate jax jaxpar processor platform devices processes virtual_shards engine kind".split()}
 DATA = line(64)
 
 
@@ -75,7 +72,6 @@ HALVES = optax.sgd(0.125, momentum=0.5)
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", ["device", "local", "sharded", "dist_sync"])
 def test_engines_and_kinds_of_equal_bits(tmp_path, engine, kind):
     """Nothing is rounded in eight steps, so the order of sums changes no bit."""
@@ -253,16 +249,9 @@ def test_killed_runs_end_with_the_certificate_of_an_undisturbed_one(tmp_path):
     given = {
         name: str(value) if name in ("certificate", "checkpoint_dir") else value for name, value in options.items()
     }
-    env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
     for at in (4, 17, 33, 61):
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(at), repr(given)],
-            env=env,
-            capture_output=True,
-            check=False,
-            timeout=100,
-        )
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        python("-c", program, str(at), repr(given), expect=-signal.SIGKILL, timeout=100, **env)
         assert (tmp_path / "undisturbed.jsonl").read_bytes().startswith(file.read_bytes().rpartition(b"\n")[0])
     interrupted(begin(), epochs=4, **options)
     assert file.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()

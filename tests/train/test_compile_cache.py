@@ -1,12 +1,11 @@
 """Compiled programs on disk: a second process loads what the first one compiled."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import jax
 import pytest
+from launched import python
 
 from jaxpar import train
 from jaxpar.train._fit import compile_cache
@@ -26,10 +25,7 @@ PROGRAM = textwrap.dedent("""
 
 
 def run(tmp_path, **more):
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA", "XDG"))}
-    env |= {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", **more}
-    result = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True)
-    place, hits = result.stdout.split()
+    place, hits = python("-c", PROGRAM, XDG_CACHE_HOME=str(tmp_path), XLA_FLAGS="", **more).stdout.split()
     return place, int(hits)
 
 
@@ -49,7 +45,7 @@ def test_what_the_user_chose_stays(tmp_path):
     assert not (tmp_path / "jaxpar").exists()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_cache():
     """The tests have a cache of their own."""
     name = "jax_compilation_cache_dir"
@@ -59,7 +55,6 @@ def no_cache():
     jax.config.update(name, before)
 
 
-@pytest.mark.usefixtures("no_cache")
 def test_a_place_that_others_can_write_to_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     place = train.use_compilation_cache()
@@ -69,7 +64,6 @@ def test_a_place_that_others_can_write_to_is_not_used(tmp_path, monkeypatch):
     assert jax.config.jax_compilation_cache_dir is None
 
 
-@pytest.mark.usefixtures("no_cache")
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777, 0o755])
 def test_a_place_that_others_can_replace_is_not_used(tmp_path, monkeypatch, mode):
     monkeypatch.setattr(compile_cache, "_is_own_group", lambda number: False)
@@ -103,7 +97,6 @@ def test_the_group_of_the_user_only():
     assert not compile_cache._is_own_group(2**31 - 5)
 
 
-@pytest.mark.usefixtures("no_cache")
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):

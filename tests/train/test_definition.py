@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from step_model import EVERYWHERE, IN_TURN, update_of
+from kv_model import on_host
+from step_model import EVERYWHERE, IN_TURN, trained, update_of
 
 from jaxpar import data, kv, train
 
@@ -58,10 +59,6 @@ def gradient(loss_fn, scale, dtype):
         return jnp.float32(value) * scale, ({"loss": loss, **aux}, state)
 
     return jax.jit(jax.grad(of_part, has_aux=True))
-
-
-def on_host(tree):
-    return jax.tree.map(np.asarray, tree)
 
 
 def mean(values):
@@ -195,13 +192,10 @@ def expected(loss_fn, tx, *, shares=4, rng=None, model_state=None, **options):
     return params, metrics, model_state
 
 
-def found(loss_fn, tx, *, devices=4, kind="device", rng=7, model_state=None, **options):
-    store = kv.from_params(init(), kind=kind, optimizer=tx)
-    more = {} if model_state is None else {"model_state": model_state}
-    state = train.create_state(store, rng, devices=jax.devices()[:devices], **more)
-    step = train.make_train_step(loss_fn, **options)
-    for batch in batches():
-        state, metrics = step(state, batch)
+def found(loss_fn, tx, *, devices=4, rng=7, model_state=None, **options):
+    options |= {"devices": jax.devices()[:devices], "model_state": model_state}
+    state, step = train.start(init(), tx, loss_fn, rng=rng, **options)
+    state, metrics = trained(step, state, batches())
     return state.params, metrics, None if model_state is None else state.model_state
 
 
@@ -274,9 +268,7 @@ def test_a_mean_over_what_counts_under_local_steps():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
 def test_a_mean_over_what_counts_in_other_kinds(kind):
-    store = kv.from_params(init(), kind=kind, optimizer=SGD)
-    state = train.create_state(store, 7, devices=jax.devices()[:4])
-    step = train.make_train_step(counted)
+    state, step = train.start(init(), SGD, counted, rng=7, kind=kind, devices=jax.devices()[:4])
     state, metrics = step(state, batches()[0])
     state = step.finish(state)
     grads, wanted, _ = definition(counted, init(), batches()[0], shares=4, rng=jax.random.key(7), step=0)
@@ -332,10 +324,10 @@ def test_unchanged_values_of_any_size_on_odd_numbers_of_devices(engine, devices)
     def loss(params, batch, rng, state):
         return (params["w"] * batch).mean(), {}, state
 
-    store = kv.from_params({"w": jnp.ones(())}, optimizer=optax.sgd(0.1))
     held = {"a": jnp.asarray(finite), "b": jnp.asarray(others)}
-    state = train.create_state(store, 0, devices=jax.devices()[:devices], model_state=held)
-    state, _ = train.make_train_step(loss, engine=engine)(state, np.ones(devices, np.float32))
+    options = {"devices": jax.devices()[:devices], "model_state": held, "engine": engine}
+    state, step = train.start({"w": jnp.ones(())}, optax.sgd(0.1), loss, **options)
+    state, _ = step(state, np.ones(devices, np.float32))
     np.testing.assert_array_equal(state.model_state["a"], finite)
     np.testing.assert_array_equal(state.model_state["b"], others)
 
@@ -388,9 +380,10 @@ def test_a_step_in_the_place_of_rng_is_an_error():
 
 
 def one_step(loss_fn, params=None, **options):
-    store = kv.from_params(init() if params is None else params, optimizer=optax.sgd(0.1))
-    state = train.create_state(store, 0, devices=jax.devices()[: 2 if "virtual_shards" in options else 8])
-    return train.make_train_step(loss_fn, **options)(state, batches()[0])
+    devices = jax.devices()[: 2 if "virtual_shards" in options else 8]
+    params = init() if params is None else params
+    state, step = train.start(params, optax.sgd(0.1), loss_fn, devices=devices, **options)
+    return step(state, batches()[0])
 
 
 @pytest.mark.sampled(1)
@@ -483,17 +476,14 @@ def test_fit_records_a_mean_over_what_counts():
     source = data.from_arrays({k: np.concatenate([b[k] for b in batches()]) for k in batches()[0]})
     records, loss = [], weighs(lambda params, batch: len(batch["x"]))
     for devices in (1, 4):
-        store = kv.from_params(init(), optimizer=optax.sgd(0.05))
-        state = train.create_state(store, 0, devices=jax.devices()[:devices])
-        options = {"epochs": 2, "batch_size": 24, "progress": False}
-        records.append(train.fit(state, train.make_train_step(loss), source, **options)[1])
+        state, step = train.start(init(), SGD, loss, devices=jax.devices()[:devices])
+        records.append(train.fit(state, step, source, epochs=2, batch_size=24, progress=False)[1])
     assert [r["loss"] for r in records[0]] == pytest.approx([r["loss"] for r in records[1]], rel=1e-5)
 
 
 def test_many_steps_with_pairs_and_step():
-    step = train.make_train_step(lambda p, b, rng, step: (counted(p, b, rng)[0], {"step": step}))
-    store = kv.from_params(init(), optimizer=ADAM)
-    state = train.create_state(store, 7, devices=jax.devices()[:4])
+    loss = lambda p, b, rng, step: (counted(p, b, rng)[0], {"step": step})  # noqa: E731
+    state, step = train.start(init(), ADAM, loss, rng=7, devices=jax.devices()[:4])
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches())
     state, metrics = step.many(state, stacked)
     wanted = expected(lambda p, b, r: (counted(p, b, r)[0], {}), ADAM)

@@ -1,28 +1,27 @@
 """Training that goes on when processes are lost, and takes them back. The end has the bits of a run without a loss."""
 
-import os
+import functools
+import inspect
+import json
 import re
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from launched import command, environment
+from launched import python
 
-from jaxpar import checkpoint, distributed, kv, train
+from jaxpar import data, distributed, kv, train
 from jaxpar._devices import processes
 from jaxpar.distributed import _elastic
 from jaxpar.distributed._elastic import Board
 from jaxpar.train._callbacks.callbacks import Callbacks, collect_callbacks
-from jaxpar.train._elastic.group import Group, _by_rank, _is_terms
+from jaxpar.train._elastic.group import Group, _by_rank, _is_terms, differences, digest
 from jaxpar.train._elastic.member import Member, Watchdog, check_can_go_on
-
-PROGRAM = Path(__file__).parents[1] / "elastic_run.py"
+from jaxpar.train._fit.run import plan_run
 
 
 @pytest.fixture
@@ -256,9 +255,7 @@ def hang():
 with watchdog.watch("loads the batch of step 8"):
     hang()
 """
-    env = {**os.environ, "JAXPAR_STUCK_TIMEOUT": "0.5"}
-    done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == distributed.LOST
+    done = python("-c", source, expect=distributed.LOST, JAXPAR_STUCK_TIMEOUT="0.5")
     assert "process 0 is stuck: it loads the batch of step 8, for more than 0.5 seconds" in done.stderr
     assert "in hang" in done.stderr
 
@@ -275,9 +272,7 @@ with watchdog.watch("computes step 1"):
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(1.0)
 """
-    env = {**os.environ, "JAXPAR_STUCK_TIMEOUT": "2.5"}
-    done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert python("-c", source, JAXPAR_STUCK_TIMEOUT="2.5").stderr == ""
 
 
 def test_what_only_process_0_does_is_named_and_not_ended(capfd):
@@ -334,138 +329,78 @@ state, step = train.start({"w": jnp.ones(2)}, optax.sgd(0.1), lambda p, b, rng: 
 train.fit(state, step, {"x": np.ones((8, 2), "float32")}, epochs=1, batch_size=8, progress=False)
 print([name for name in sys.modules if name.startswith("jaxpar.train._elastic")])
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=100)
-    assert done.stdout == "[]\n", done.stderr
+    assert python("-c", source, timeout=100).stdout == "[]\n"
 
 
-def run(folder, processes, *failures, options=()):
-    """The output of the launched program, with or without failures."""
-    folder.mkdir()
-    launch = command("-n", str(processes), "--devices", "2", "--elastic", *options)
-    done = subprocess.run(
-        [*launch, "--", sys.executable, str(PROGRAM), str(folder), *failures],
-        env=environment(XLA_FLAGS="", PYTHONPATH=os.pathsep.join(sys.path)),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
-    return output
+# ---- What a process of an elastic run would compute is compared with what process 0 computes.
 
 
-def certificate(folder):
-    """The hash of the state after each step."""
-    header, *lines = (folder / "run.jsonl").read_text().splitlines()
-    assert '"virtual_shards": 8' in header
-    assert len(lines) == 36
-    return lines
+STEP = "the step, with its loss, optimizer and learning rate"
+SHAPES = "the shapes of the params or of the optimizer's state"
+SIZES = "batch_size, the number of examples or of steps"
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """What a run without a loss ends with: the results of its process, and its certificate."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    return {*results(run(folder, 1))}, certificate(folder)
+def program(
+    scale=1.0, optimizer=optax.adam, rate=0.1, seed=0, shift=0.0, shards=4, device=0, options=(), wide=2, **sizes
+):
+    """What a process computes whose script has these constants."""
+
+    def loss_fn(params, batch, rng):
+        jax.debug.callback(lambda x: None, batch["x"][0, 0])
+        table = jnp.asarray(np.arange(2000, dtype=np.float32))[batch["y"].astype(int)]
+        return scale * ((batch["x"] @ params["w"]) ** 2).mean() + table.mean(), {}
+
+    examples = {"x": np.ones((96, wide), np.float32), "y": np.arange(96, dtype=np.float32)}
+    examples["y"][-1] += shift
+    where = jax.devices()[device : device + 1]
+    state = train.create_state(kv.from_params({"w": jnp.ones(wide)}, optimizer=optimizer(rate), devices=where), seed)
+    step = train.make_train_step(loss_fn, virtual_shards=shards, devices=where, **dict(options))
+    defaults = {name: p.default for name, p in inspect.signature(train.fit).parameters.items() if name != "unknown"}
+    chosen = {**defaults, "epochs": 2, "batch_size": 16, "progress": False, **sizes}
+    run = plan_run(**{**chosen, "state": state, "step": step, "train_data": data.from_arrays(examples)})
+    return Member(run, state)._compile(run.check(state))
 
 
-def results(output):
-    return re.findall(r"BITS (.*)", output)
+first = functools.cache(program)
+CHANGES = {
+    "the rate": ({"rate": 0.2}, STEP),
+    "a schedule": ({"rate": optax.cosine_decay_schedule(0.1, 10)}, STEP),
+    "a constant of the optimizer": ({"optimizer": lambda rate: optax.adam(rate, b1=0.8)}, STEP),
+    "another optimizer with the same state": ({"optimizer": optax.nadam}, STEP),
+    "the loss": ({"scale": 1.0000001}, STEP),
+    "an option of the step": ({"options": {"grad_transform": optax.clip(1.0)}}, STEP),
+    "the seed": ({"seed": 1}, "the seed and the data"),  # another order of the examples
+    "one label": ({"shift": 1.0}, "the data"),
+    "a wider layer": ({"wide": 3}, f"{SHAPES} and {STEP} and the data"),
+    "the epochs": ({"epochs": 3}, SIZES),
+}
 
 
-def steps(output):
-    return [int(number) for number in re.findall(r"STEP (\d+)", output)]
+SLOW = {*CHANGES} - {"one label"}  # each compiles
 
 
-@pytest.mark.slow  # three minutes on a busy machine: three processes, three losses
-def test_killed_frozen_and_stuck_processes_change_no_bit(tmp_path, undisturbed):
-    failures = "kill:2:7", "stop:1:15", "loop:2:23"
-    output = run(tmp_path / "disturbed", 3, *failures)
-    assert output.count("is started again as pid") == 3, output
-    assert "restart" not in output
-    assert steps(output) == [*range(1, 37)]  # each counted once
-    assert "process 2 is stuck: it loads the batch of step 24, for more than 10 seconds" in output
-    assert "elastic_run.py" in output.partition("is stuck")[2]
-    assert "process 1 was lost in step 16; the others repeat it" in output
-    assert re.search(r"SEEN 0 12\b", output), output  # records, in process 0 only
-    assert len(results(output)) == 3, output
-    assert ({*results(output)}, certificate(tmp_path / "disturbed")) == undisturbed
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CHANGES])
+def test_what_differs_is_named(name):
+    change, words = CHANGES[name]
+    found = differences(program(**change), first())
+    assert found in (words, f"{SHAPES} and {words}"), found
 
 
-@pytest.mark.slow  # a minute on a busy machine: three processes, two losses
-def test_nobody_waits_for_a_process_that_starts(tmp_path, undisturbed):
-    # Process 2 comes back and calls fit only after step 20. Process 1 is lost before that.
-    output = run(tmp_path / "disturbed", 3, "kill:2:7", "kill:1:15", "late:2:20")
-    assert output.count("is started again as pid") == 2, output
-    assert "restart" not in output
-    assert steps(output) == [*range(1, 37)]
-    assert "process 1 was lost in step 16; the others repeat it" in output
-    assert int(re.search(r"process (?:1, )?2 joins after step (\d+)", output)[1]) >= 20, output
-    assert ({*results(output)}, certificate(tmp_path / "disturbed")) == undisturbed
+@pytest.mark.slow
+def test_an_equal_program_is_equal_in_another_process_on_other_devices():
+    source = f"import sys; sys.path[:0] = {sys.path!r}; import jax; jax.config.update('jax_num_cpu_devices', 5)\n"
+    source += "import json, test_elastic as t; print(json.dumps(t.program(device=4)))"
+    assert json.loads(python("-c", source, XLA_FLAGS="", PYTHONHASHSEED="7").stdout) == first()
 
 
-@pytest.mark.slow  # 15 seconds: two starts of two processes
-def test_without_process_0_all_start_again_from_the_checkpoint(tmp_path, undisturbed):
-    output = run(tmp_path / "disturbed", 2, "kill:0:9", options=("--max-restarts", "1"))
-    assert "an elastic run cannot continue without process 0" in output
-    assert "restart 1 of 1 with 2 processes" in output
-    assert re.search("resumed from step [2468] ", output), output
-    assert ({*results(output)}, certificate(tmp_path / "disturbed")) == undisturbed
-    assert checkpoint.latest(tmp_path / "disturbed" / "run") is not None
+def test_another_version_is_shown():
+    own = first()
+    assert differences({**own, "versions": "jax 9"}, own) == f"versions (jax 9, not {own['versions']})"
 
 
-@pytest.mark.slow  # a minute: three processes, two of which come back with other programs
-def test_a_process_with_another_program_is_refused_by_name_and_once(tmp_path):
-    # Slow, so that both come back before the end, on a busy machine too.
-    output = run(tmp_path / "disturbed", 3, "rate:2:7", "data:1:15", "slow:1.2:6")
-    rate = "process 2 differs from process 0 in: the step, with its loss"
-    assert output.count(rate) == 1, output
-    data = "process 1 differs from process 0 in: the data. It ends with"
-    assert output.count(data) == 1, output
-    assert output.count("failed: status 78, with another program; it is not started again, and") == 2
-    assert output.count("is started again as pid") == 2
-    assert steps(output) == [*range(1, 37)]
-    assert {*results(output)} == {*results(run(tmp_path / "undisturbed", 1))}
-
-
-RESUMED = """
-import sys
-import jax, jax.numpy as jnp, numpy as np, optax
-from jaxpar import distributed, kv, train
-
-class Source:
-    def __len__(self):
-        return 1
-    def __iter__(self):
-        if sys.argv[2] == "fail":
-            raise RuntimeError("mine")
-        yield arrays
-
-distributed.initialize(elastic=True)
-arrays = {"x": np.ones((48, 4), "float32")}
-state = train.create_state(kv.from_params({"w": jnp.ones(4)}, optimizer=optax.sgd(0.1)), 0)
-step = train.make_train_step(lambda p, batch, rng: ((batch["x"] @ p["w"]).mean(), {}), virtual_shards=8)
-state, history = train.fit(
-    state, step, arrays, epochs=2, batch_size=16, progress=False, checkpoint_dir=sys.argv[1],
-    eval_data=Source(), eval_fn=lambda p, batch: {"m": batch["x"] @ p["w"]}, callbacks=lambda *_: True,
-)
-print("END", int(state.step), [sorted(record) for record in history], flush=True)
-"""
-
-
-@pytest.mark.slow  # 20 seconds
-def test_a_resumed_run_that_makes_no_step_is_over_for_all(tmp_path):
-    def launch(what):
-        run = [*command("-n", "2", "--elastic"), "--", sys.executable, "-c", RESUMED, str(tmp_path / "run"), what]
-        env = environment(XLA_FLAGS="", PYTHONPATH=os.pathsep.join(sys.path))
-        return subprocess.run(run, env=env, capture_output=True, text=True, timeout=100)
-
-    assert "RuntimeError: mine" in launch("fail").stderr  # the evaluation after the first epoch, in process 0
-    for _ in range(2):  # it is made again, and a callback ends the run at once; then the run is over
-        done = launch("go")
-        assert done.returncode == 0, done.stderr
-        ends = re.findall(r"END 3 (.*)", done.stdout)
-        assert len(ends) == 2, done.stdout
-        assert len(set(ends)) == 1
-        assert "eval_m" in ends[0]
+def test_a_digest_has_values_dtypes_shapes_and_signs_of_zero():
+    one = {"a": np.zeros(4, np.float32), "b": "x"}
+    others = [{**one, "a": np.zeros(4, np.int32)}, {**one, "a": np.zeros((2, 2), np.float32)}, {**one, "b": "y"}]
+    others += [{**one, "a": -one["a"]}, {"a": one["a"], "c": "x"}]
+    assert len({digest(tree) for tree in [one, *others]}) == 6
+    assert digest({"k": jax.random.key(1)}) != digest({"k": jax.random.key(2)})

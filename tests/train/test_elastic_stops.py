@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import command, environment
+from launched import command, environment, launch
+
+from jaxpar import checkpoint
 
 PROGRAM, STRANGER = (Path(__file__).parents[1] / name for name in ("elastic_run.py", "stranger.py"))
 PROCESSES = 3
+ENV = {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 class Run:
@@ -22,7 +25,7 @@ class Run:
     def __init__(self, folder, *arguments, processes=PROCESSES, way=("--elastic",)):
         self.folder, self.processes = folder, processes
         folder.mkdir()
-        self.env = environment(XLA_FLAGS="", PYTHONPATH=os.pathsep.join(sys.path))
+        self.env = environment(**ENV)
         launch = command("-n", str(processes), "--devices", "2", *way, "--", sys.executable, str(PROGRAM))
         self.launcher = subprocess.Popen(
             [*launch, str(folder), *arguments],
@@ -58,10 +61,10 @@ class Run:
         for pid in pids:
             os.kill(pid, number)
 
-    def end(self, expected=0):
+    def end(self, expected=0, seconds=180):
         """The steps and the bits of its processes at the end, which has the expected status."""
         try:
-            status = self.launcher.wait(180)
+            status = self.launcher.wait(seconds)
         except subprocess.TimeoutExpired:
             self.launcher.terminate()
             raise AssertionError(self.output) from None
@@ -117,7 +120,7 @@ def attack(run, events):
     return run.end()
 
 
-def undisturbed(folder, steps):
+def end_of_undisturbed(folder, steps):
     return Run(folder, f"slow:0:{steps // 6}", processes=1).end()
 
 
@@ -127,7 +130,7 @@ def test_kills_stops_and_joins_change_no_bit(tmp_path):
     found = attack(run, EVENTS.values())
     assert run.steps() == [*range(1, run.steps()[-1] + 1)]  # each counted once
     assert "Traceback" not in run.output
-    assert found == undisturbed(tmp_path / "undisturbed", run.steps()[-1])
+    assert found == end_of_undisturbed(tmp_path / "undisturbed", run.steps()[-1])
 
 
 @pytest.mark.slow  # 15 seconds
@@ -169,6 +172,120 @@ def test_a_minute_of_standstill_changes_no_bit(tmp_path):
     for run in both:
         (run.folder / "over").touch()
         found = run.end()
-        assert found == undisturbed(tmp_path / f"undisturbed {run.folder.name}", run.steps()[-1])
+        assert found == end_of_undisturbed(tmp_path / f"undisturbed {run.folder.name}", run.steps()[-1])
         assert "Traceback" not in run.output
     assert elastic.steps() == [*range(1, elastic.steps()[-1] + 1)]  # each counted once
+
+
+# ---- processes that fail as they are asked to, once for each failure
+
+
+def ended(folder, processes, *failures, options=()):
+    """A run that has ended well, and what its processes ended with."""
+    run = Run(folder, *failures, processes=processes, way=("--elastic", *options))
+    run.end(seconds=300)
+    return run, run.found(r"BITS (.*)")
+
+
+def certificate(folder):
+    """The hash of the state after each step."""
+    header, *lines = (folder / "run.jsonl").read_text().splitlines()
+    assert '"virtual_shards": 8' in header
+    assert len(lines) == 36
+    return lines
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What a run without a loss ends with: the results of its process, and its certificate."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    return {*ended(folder, 1)[1]}, certificate(folder)
+
+
+@pytest.mark.slow  # three minutes on a busy machine: three processes, three losses
+def test_killed_frozen_and_stuck_processes_change_no_bit(tmp_path, undisturbed):
+    failures = "kill:2:7", "stop:1:15", "loop:2:23"
+    run, results = ended(tmp_path / "disturbed", 3, *failures)
+    assert run.output.count("is started again as pid") == 3, run.output
+    assert "restart" not in run.output
+    assert run.steps() == [*range(1, 37)]  # each counted once
+    assert "process 2 is stuck: it loads the batch of step 24, for more than 10 seconds" in run.output
+    assert "elastic_run.py" in run.output.partition("is stuck")[2]
+    assert "process 1 was lost in step 16; the others repeat it" in run.output
+    assert re.search(r"SEEN 0 12\b", run.output), run.output  # records, in process 0 only
+    assert len(results) == 3, run.output
+    assert ({*results}, certificate(tmp_path / "disturbed")) == undisturbed
+
+
+@pytest.mark.slow  # a minute on a busy machine: three processes, two losses
+def test_nobody_waits_for_a_process_that_starts(tmp_path, undisturbed):
+    # Process 2 comes back and calls fit only after step 20. Process 1 is lost before that.
+    run, results = ended(tmp_path / "disturbed", 3, "kill:2:7", "kill:1:15", "late:2:20")
+    assert run.output.count("is started again as pid") == 2, run.output
+    assert "restart" not in run.output
+    assert run.steps() == [*range(1, 37)]
+    assert "process 1 was lost in step 16; the others repeat it" in run.output
+    assert int(re.search(r"process (?:1, )?2 joins after step (\d+)", run.output)[1]) >= 20, run.output
+    assert ({*results}, certificate(tmp_path / "disturbed")) == undisturbed
+
+
+@pytest.mark.slow  # 15 seconds: two starts of two processes
+def test_without_process_0_all_start_again_from_the_checkpoint(tmp_path, undisturbed):
+    run, results = ended(tmp_path / "disturbed", 2, "kill:0:9", options=("--max-restarts", "1"))
+    assert "an elastic run cannot continue without process 0" in run.output
+    assert "restart 1 of 1 with 2 processes" in run.output
+    assert re.search("resumed from step [2468] ", run.output), run.output
+    assert ({*results}, certificate(tmp_path / "disturbed")) == undisturbed
+    assert checkpoint.latest(tmp_path / "disturbed" / "run") is not None
+
+
+@pytest.mark.slow  # a minute: three processes, two of which come back with other programs
+def test_a_process_with_another_program_is_refused_by_name_and_once(tmp_path):
+    # Slow, so that both come back before the end, on a busy machine too.
+    run, results = ended(tmp_path / "disturbed", 3, "rate:2:7", "data:1:15", "slow:1.2:6")
+    rate = "process 2 differs from process 0 in: the step, with its loss"
+    assert run.output.count(rate) == 1, run.output
+    data = "process 1 differs from process 0 in: the data. It ends with"
+    assert run.output.count(data) == 1, run.output
+    assert run.output.count("failed: status 78, with another program; it is not started again, and") == 2
+    assert run.output.count("is started again as pid") == 2
+    assert run.steps() == [*range(1, 37)]
+    assert {*results} == {*ended(tmp_path / "undisturbed", 1)[1]}
+
+
+RESUMED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax
+from jaxpar import distributed, kv, train
+
+class Source:
+    def __len__(self):
+        return 1
+    def __iter__(self):
+        if sys.argv[2] == "fail":
+            raise RuntimeError("mine")
+        yield arrays
+
+distributed.initialize(elastic=True)
+arrays = {"x": np.ones((48, 4), "float32")}
+state = train.create_state(kv.from_params({"w": jnp.ones(4)}, optimizer=optax.sgd(0.1)), 0)
+step = train.make_train_step(lambda p, batch, rng: ((batch["x"] @ p["w"]).mean(), {}), virtual_shards=8)
+state, history = train.fit(
+    state, step, arrays, epochs=2, batch_size=16, progress=False, checkpoint_dir=sys.argv[1],
+    eval_data=Source(), eval_fn=lambda p, batch: {"m": batch["x"] @ p["w"]}, callbacks=lambda *_: True,
+)
+print("END", int(state.step), [sorted(record) for record in history], flush=True)
+"""
+
+
+@pytest.mark.slow  # 20 seconds
+def test_a_resumed_run_that_makes_no_step_is_over_for_all(tmp_path):
+    words = ["-n", "2", "--elastic", "--", sys.executable, "-c", RESUMED, str(tmp_path / "run")]
+    failed = launch(*words, "fail", expect=1, timeout=100, **ENV)
+    assert "RuntimeError: mine" in failed.stderr  # the evaluation after the first epoch, in process 0
+    for _ in range(2):  # it is made again, and a callback ends the run at once; then the run is over
+        done = launch(*words, "go", timeout=100, **ENV)
+        ends = re.findall(r"END 3 (.*)", done.stdout)
+        assert len(ends) == 2, done.stdout
+        assert len(set(ends)) == 1
+        assert "eval_m" in ends[0]

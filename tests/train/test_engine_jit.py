@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fit_model import LOSS, run_on
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from step_model import close, step_of
 
@@ -46,11 +47,14 @@ def batches(steps=3, size=16):
     return [{"x": draw(size, 8), "y": draw(size, 4)} for _ in range(steps)]
 
 
+def state_of(store):
+    return train.create_state(store, 0, model_state={"mean": jnp.zeros(16), "count": jnp.int32(0)})
+
+
 def ran(store, steps=3, **options):
     """The state and the losses after a few steps."""
     step = step_of(loss_fn, **options)
-    start = {"mean": jnp.zeros(16), "count": jnp.int32(0)}
-    state, losses = train.create_state(store, 0, model_state=start), []
+    state, losses = state_of(store), []
     for batch in batches(steps):
         state, metrics = step(state, batch)
         losses.append({name: float(x) for name, x in metrics.items()})
@@ -115,11 +119,8 @@ def test_several_data_axes_and_a_third():
 
 def test_many_steps_in_one_program():
     store = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES)
-    step = step_of(loss_fn)
-    start = {"mean": jnp.zeros(16), "count": jnp.int32(0)}
-    state = train.create_state(store, 0, model_state=start)
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches(3))
-    state, metrics = step.many(state, stacked)
+    state, metrics = step_of(loss_fn).many(state_of(store), stacked)
     expected, losses = by_pmap(2)
     close(metrics["loss"], [row["loss"] for row in losses])
     close(state.params, expected.params, rtol=2e-5, atol=2e-6)
@@ -155,47 +156,38 @@ def unread(params, batch, rng):
     return ((batch["x"] @ params["w"]) ** 2).mean(), {}
 
 
+def after_two(tx=None, **options):
+    """The state after two steps of a loss that does not read the parameter "idle"."""
+    tx = optax.adamw(0.1, weight_decay=0.1) if tx is None else tx
+    given = {"w": jnp.ones((8, 2)), "idle": jnp.ones(3)}
+    state, step = train.start(given, tx, unread, devices=jax.devices()[:2], **options)
+    for row in batches(2):
+        state, _ = step(state, row)
+    return step.finish(state)
+
+
 @pytest.mark.sampled(3)  # each engine
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "remat": True}], ids=["plain", "accumulate, remat"])
 def test_a_parameter_that_the_loss_does_not_read(engine, options):
-    tx = optax.adamw(0.1, weight_decay=0.1)
-    given = {"w": jnp.ones((8, 2)), "idle": jnp.ones(3)}
-
-    def after_two(**more):
-        store = kv.from_params(given, optimizer=tx, devices=jax.devices()[:2])
-        step = train.make_train_step(unread, engine=engine, **options, **more)
-        state = train.create_state(store, 0)
-        for row in batches(2):
-            state, _ = step(state, row)
-        return state
-
     with pytest.warns(UserWarning, match=r"does not depend on 'idle';.*unused=\"skip\"") as caught:
-        moved = after_two()
+        moved = after_two(engine=engine, **options)
     assert len(caught) == 1
     assert float(moved.params["idle"][0]) < 1
-    state = after_two(unused="skip")
-    np.testing.assert_array_equal(state.params["idle"], given["idle"])
+    state = after_two(engine=engine, unused="skip", **options)
+    np.testing.assert_array_equal(state.params["idle"], np.ones(3))
     close(state.params["w"], moved.params["w"])
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded", "dist_async"])
 def test_unused_parameters_are_left_with_one_state_a_key_too(kind):
-    update = updaters.mxnet_sgd(0.1, momentum=0.9, wd=0.1)
-    store = kv.from_params({"w": jnp.ones((8, 2)), "idle": jnp.ones(3)}, kind=kind, updater=update)
-    step = train.make_train_step(unread, unused="skip")
-    state = step.finish(step(train.create_state(store, 0, devices=jax.devices()[:2]), batches(1)[0])[0])
+    state = after_two(updaters.mxnet_sgd(0.1, momentum=0.9, wd=0.1), kind=kind, unused="skip")
     np.testing.assert_array_equal(state.params["idle"], np.ones(3))
     assert float(state.params["w"][0, 0]) != 1
 
 
 def test_unused_parameters_are_left_by_local_steps():
-    store = kv.from_params({"w": jnp.ones((8, 2)), "idle": jnp.ones(3)}, optimizer=optax.adamw(0.1, weight_decay=0.1))
-    step = train.make_train_step(unread, unused="skip", local_steps=2)
-    state = train.create_state(store, 0, devices=jax.devices()[:2])
-    for row in batches(2):
-        state, _ = step(state, row)
-    np.testing.assert_array_equal(state.params["idle"], np.ones(3))
+    np.testing.assert_array_equal(after_two(unused="skip", local_steps=2).params["idle"], np.ones(3))
 
 
 @pytest.mark.slow
@@ -227,13 +219,11 @@ def test_checkpoints_go_to_another_mesh_and_engine(tmp_path):
     split = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES)
     state, _ = ran(split)
     checkpoint.save(tmp_path / "state", state)
-    start = {"mean": jnp.zeros(16), "count": jnp.int32(0)}
     for store in (
         kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:2]),
         kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(4, 2), sharding=FSDP),
     ):
-        like = train.create_state(store, 0, model_state=start)
-        found = checkpoint.restore(tmp_path / "state", like)
+        found = checkpoint.restore(tmp_path / "state", state_of(store))
         jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
         jax.tree.map(np.testing.assert_array_equal, found.store.optimizer_state, state.store.optimizer_state)
         step_of(loss_fn)(found, batches(1)[0])
@@ -278,11 +268,10 @@ def test_loss_may_name_the_other_axes():
         h = jax.lax.with_sharding_constraint(batch["x"] @ params["hidden"]["kernel"], P(None, "model"))
         return ((h @ params["out"] - batch["y"]) ** 2).mean(), {"all": jax.lax.pmean(h.mean(), "data")}
 
-    step = train.make_train_step(loss, unused="skip")
-    store = kv.from_params(params(), optimizer=optax.sgd(0.1), mesh=mesh_of(2, 4), sharding=RULES)
-    _, metrics = step(train.create_state(store, 0), batches(1)[0])
-    plain = train.create_state(kv.from_params(params(), optimizer=optax.sgd(0.1), devices=jax.devices()[:1]), 0)
-    close(metrics["all"], (batches(1)[0]["x"] @ plain.params["hidden"]["kernel"]).mean())
+    options = {"mesh": mesh_of(2, 4), "sharding": RULES, "unused": "skip"}
+    state, step = train.start(params(), optax.sgd(0.1), loss, **options)
+    _, metrics = step(state, batches(1)[0])
+    close(metrics["all"], (batches(1)[0]["x"] @ params()["hidden"]["kernel"]).mean())
 
 
 @pytest.mark.parametrize(("spec", "axes"), [(P("data"), "data"), (P(None, ("model", "data")), ("data", "model"))])
@@ -291,10 +280,10 @@ def test_loss_may_not_name_the_axis_of_the_batch(spec, axes):
         h = jax.lax.with_sharding_constraint(batch["x"] @ params["hidden"]["kernel"], spec)
         return ((h @ params["out"] - batch["y"]) ** 2).mean(), {}
 
-    step = train.make_train_step(loss, axis_name=axes)
-    store = kv.from_params(params(), optimizer=optax.sgd(0.1), mesh=mesh_of(2, 4), sharding=RULES)
+    options = {"mesh": mesh_of(2, 4), "sharding": RULES, "axis_name": axes}
+    state, step = train.start(params(), optax.sgd(0.1), loss, **options)
     with pytest.raises(ValueError, match=r"constrains an array to P\(.* write None in place of these axes"):
-        step(train.create_state(store, 0), batches(1)[0])
+        step(state, batches(1)[0])
 
 
 class OwnSource:
@@ -315,24 +304,20 @@ def test_fit_splits_a_batch_over_the_data_axes_only():
     arrays = {"image": rng.standard_normal((18, 8)).astype(np.float32), "label": rng.integers(0, 4, 18)}
     dataset = data.Dataset(arrays["image"], arrays["label"])
     loader = [{name: x[6 * i : 6 * i + 6] for name, x in arrays.items()} for i in range(3)]
-    step = train.make_train_step(train.classification_loss(lambda params, x: x @ params["w"]))
-    options = {"epochs": 1, "progress": False}
 
     def losses(source, **where):
-        store = kv.from_params({"w": np.ones((8, 4), np.float32)}, optimizer=optax.sgd(0.1), **where)
-        _, history = train.fit(train.create_state(store, 0), step, source, batch_size=6, **options)
+        state, step = train.start({"w": np.ones((8, 4), np.float32)}, optax.sgd(0.1), LOSS, **where)
+        _, history = run_on(source, state, step=step, epochs=1, batch_size=6)
         return [record["loss"] for record in history]
 
     for source in (dataset, loader):
         split = losses(source, mesh=mesh_of(2, 4), sharding=P(None, "model"))
         close(split, losses(source, devices=jax.devices()[:2]), rtol=1e-6)
     losses(data.from_arrays(arrays), mesh=mesh_of(2, 4), sharding=P(None, "model"))
-    state = train.create_state(
-        kv.from_params({"w": np.ones((8, 4), np.float32)}, optimizer=ADAM, mesh=mesh_of(2, 4)), 0
-    )
+    state, step = train.start({"w": np.ones((8, 4), np.float32)}, ADAM, LOSS, mesh=mesh_of(2, 4))
     with pytest.raises(ValueError, match="a batch of 9 cannot be divided by 2 devices"):
-        train.fit(state, step, dataset, batch_size=9, **options)
-    train.fit(state, step, OwnSource(), batch_size=8, **options)
+        run_on(dataset, state, step=step, epochs=1, batch_size=9)
+    run_on(OwnSource(), state, step=step, epochs=1, batch_size=8)
 
 
 def test_refusals():
@@ -403,8 +388,8 @@ def test_the_gradient_of_a_table_that_is_split():
     batch = {"ids": draw.integers(0, 5, (16, 6))}
 
     def after_one(**where):
-        state = train.create_state(kv.from_params(start, optimizer=optax.sgd(0.5), **where), 0)
-        return train.make_train_step(loss)(state, batch)[0].params
+        state, step = train.start(start, optax.sgd(0.5), loss, **where)
+        return step(state, batch)[0].params
 
     alone = after_one(devices=jax.devices()[:1])
     for spec in (P("model", None), P(None, "model"), P(("data", "model"), None)):

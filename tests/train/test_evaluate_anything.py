@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import step_model
 from jax.sharding import AxisType, Mesh
 from kv_model import compilations
 
@@ -41,8 +44,7 @@ def close(scores, want=WANT):
 
 
 def state_of(count=4, kind="device", tx=None, params=PARAMS, **options):
-    store = kv.from_params(params, kind=kind, optimizer=tx or optax.sgd(0.1))
-    return train.create_state(store, 0, devices=jax.devices()[:count], **options)
+    return step_model.start(count, kind, tx, params, **options)
 
 
 def parts(size, rows=ROWS):
@@ -401,3 +403,33 @@ def test_the_old_names_of_data_warn_and_say_the_new_one():
             assert call() == want
     with pytest.raises(TypeError, match="evaluate: source= is now called data=; give only data="):
         train.evaluate(PARAMS, source=ROWS, data=ROWS, eval_fn=eval_fn)
+
+
+# ---- the metrics of other libraries in docs/evaluate.md, beside scikit-learn's
+
+
+PAGE = Path(__file__).parents[2] / "docs/evaluate.md"
+
+
+@pytest.mark.others
+@pytest.mark.parametrize("batch_size", [64, 48])
+def test_the_metrics_of_the_page_are_those_of_scikit_learn(batch_size):
+    pytest.importorskip("metrax", reason="the extra `others` is not installed")
+    sklearn = pytest.importorskip("sklearn.metrics", reason="the extra `others` is not installed")
+    page = PAGE.read_text()
+    first = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
+    own = re.findall(r"^<!-- not run: .*?^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    namespace = {}
+    with jax.numpy_rank_promotion("allow"):  # metrax compares with its thresholds so
+        for block in (first, *own):
+            exec(block.replace("epochs=20", "epochs=2").replace("batch_size=64", f"batch_size={batch_size}"), namespace)
+    state, apply_fn, test = (namespace[name] for name in ("state", "apply_fn", "test"))
+    logits = train.train.predict(state, apply_fn, test)
+    found, chance = logits.argmax(axis=1), 1 / (1 + np.exp(logits[:, 0] - logits[:, 1]))
+    last = namespace["history"][-1]
+    assert last["eval_auroc"] == pytest.approx(sklearn.roc_auc_score(test.labels, chance), abs=0.01)  # by thresholds
+    assert last["eval_recall"] == pytest.approx(sklearn.recall_score(test.labels, found), abs=1e-5)
+    assert last["eval_f1"] == pytest.approx(sklearn.f1_score(test.labels, found), abs=1e-5)
+    assert last["eval_iou"] == pytest.approx(sklearn.jaccard_score(test.labels, found), abs=1e-5)
+    assert namespace["macro"] == sklearn.f1_score(test.labels, found, average="macro")
+    assert 0 < float(namespace["bleu"]) <= 1

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from step_model import ENGINES, close, update_of
+from step_model import close, update_of
 
 from jaxpar import kv, train, updaters
 
@@ -199,13 +199,9 @@ def test_the_names_are_all_there():
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", SORTS)
-def test_one_of_each_sort_trains_as_plain_optax(name):
-    check(name, "device", "pmap", 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*NAMES} - {*SORTS}))
+@pytest.mark.parametrize(
+    "name", [*SORTS, *(pytest.param(n, marks=pytest.mark.slow) for n in sorted({*NAMES} - {*SORTS}))]
+)
 def test_as_plain_optax(name):
     check(name, "device", "pmap", 4)
 
@@ -218,7 +214,6 @@ def test_as_plain_optax_sharded(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["device", "sharded", "local", "dist_sync"])
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("name", ["adam", "chain, clip by the global norm", "reduce_on_plateau"])
 def test_as_plain_optax_everywhere(name, count, engine, kind):
@@ -226,7 +221,6 @@ def test_as_plain_optax_everywhere(name, count, engine, kind):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_lookahead_trains_fast_params_and_evaluates_slow_ones(engine):
     tx = optax.lookahead(optax.adam(0.1), 3, 0.5)
     state = trained(tx, PARAMS, "device", engine, 2)
@@ -279,7 +273,6 @@ def recorder():
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "options",
     [{}, {"accumulate": 2}, {"loss_scale": 1024.0}, {"loss_scale": "dynamic"}, {"nonfinite": "skip"}],

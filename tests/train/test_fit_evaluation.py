@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import step_model
+from fit_model import LOSS, apply, run_on
 from kv_model import compilations
 
-from jaxpar import data, kv, train
+from jaxpar import data, train
 
 RNG = np.random.default_rng(0)
 
@@ -39,13 +41,12 @@ TX = optax.sgd(0.1)
 
 def start(params=None, **options):
     params = {"w": jnp.zeros(3), "b": jnp.zeros(())} if params is None else params
-    return train.create_state(kv.from_params(params, optimizer=TX), 0, devices=jax.devices()[:4], **options)
+    return step_model.start(4, tx=TX, params=params, **options)
 
 
 def fit(state=None, step=STEP, train_data=None, **options):
-    options = {"epochs": 2, "batch_size": 16, "progress": False, **options}
     train_data = data.from_arrays(TRAIN) if train_data is None else train_data
-    return train.fit(start() if state is None else state, step, train_data, **options)
+    return run_on(train_data, start() if state is None else state, step=step, **options)
 
 
 def want(state):
@@ -74,15 +75,11 @@ def test_a_classifier_with_values_of_its_own_too(capsys):
     labels = RNG.integers(0, 3, 40)
     points = data.Dataset(RNG.random((40, 5), np.float32), labels)
 
-    def apply(params, images):
-        return images @ params["w"]
-
     def per_class(params, batch):
         return {"recall": train.per_class_accuracy(apply(params, batch["image"]), batch["label"])}
 
-    step = train.make_train_step(train.classification_loss(apply))
     options = {"test_data": points, "apply_fn": apply, "eval_data": points, "eval_fn": per_class}
-    _, history = fit(start({"w": jnp.zeros((5, 3))}), step, points, progress=True, **options)
+    _, history = fit(start({"w": jnp.zeros((5, 3))}), train.make_train_step(LOSS), points, progress=True, **options)
     recall = [history[-1][f"eval_recall/{i}"] for i in range(3)]
     mean = np.average(recall, weights=np.bincount(labels))
     assert mean == pytest.approx(history[-1]["test_accuracy"], rel=1e-5)

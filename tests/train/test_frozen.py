@@ -1,5 +1,6 @@
 """Params that are not trained: no gradient, no state, no byte between devices, for every engine, kind and option."""
 
+import math
 import re
 
 import jax
@@ -7,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from kv_model import placed_collectives_in
+from step_model import EVERYWHERE, close, line, start, step_of, trained
 
 from jaxpar import checkpoint, kv, parallel, train, updaters, viz
 
@@ -43,11 +46,15 @@ def alone():
     return init()["student"], student_loss
 
 
-def steps(state, step, count=3):
-    metrics = None
-    for _ in range(count):
-        state, metrics = step(state, BATCH)
-    return state, metrics
+def both(tx, **options):
+    """The states and steps with a frozen teacher, and without one."""
+    params, student_loss = alone()
+    with_teacher = train.start(init(), tx, loss_fn, frozen="teacher", **options)
+    return with_teacher, train.start(params, tx, student_loss, **options)
+
+
+def steps(state, step):
+    return trained(step, state, [BATCH] * 3)
 
 
 OPTIONS = {
@@ -76,14 +83,11 @@ OPTIONS = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_others_train_as_if_the_frozen_were_constants(name):
-    four = {"devices": jax.devices()[:4]}
-    params, student_loss = alone()
-    state, metrics = steps(*train.start(init(), optax.adamw(0.05), loss_fn, frozen="teacher", **four, **OPTIONS[name]))
-    other, expected = steps(*train.start(params, optax.adamw(0.05), student_loss, **four, **OPTIONS[name]))
+    made = both(optax.adamw(0.05), devices=jax.devices()[:4], **OPTIONS[name])
+    (state, metrics), (other, expected) = (steps(*each) for each in made)
     assert_equal(state.params["teacher"], init()["teacher"])
     assert jax.tree.structure(state.params) == jax.tree.structure(init())
-    for one, two in zip(jax.tree.leaves(state.params["student"]), jax.tree.leaves(other.params), strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+    close(state.params["student"], other.params, rtol=1e-5)
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-4)
 
 
@@ -95,29 +99,21 @@ def assert_equal(one, two):
 @pytest.mark.parametrize("updater", [updaters.mxnet_adam(0.05), updaters.from_optax(optax.adam(0.05))])
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_an_updater_of_each_key_has_no_state_of_a_frozen_one(updater, kind):
-    state, step = train.start(init(), updater, loss_fn, frozen="teacher", kind=kind)
-    params, student_loss = alone()
-    other, other_step = train.start(params, updater, student_loss, kind=kind)
-    assert state.store.updater_state[2] == state.store.updater_state[3] == ()
-    state, other = steps(state, step)[0], steps(other, other_step)[0]
+    made = both(updater, kind=kind)
+    assert made[0][0].store.updater_state[2] == made[0][0].store.updater_state[3] == ()
+    (state, _), (other, _) = (steps(*each) for each in made)
     assert_equal(state.params["teacher"], init()["teacher"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params["student"], other.params)
+    close(state.params["student"], other.params, rtol=1e-6, atol=0)
 
 
 def test_the_schedule_of_mxnet_counts_without_them():
-    state, step = train.start(init(), updaters.mxnet_sgd(lambda count: 0.1 / (1 + count)), loss_fn, frozen="teacher")
-    params, student_loss = alone()
-    other, other_step = train.start(params, updaters.mxnet_sgd(lambda count: 0.1 / (1 + count)), student_loss)
-    state, other = steps(state, step)[0], steps(other, other_step)[0]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state.params["student"], other.params)
+    (state, _), (other, _) = (steps(*each) for each in both(updaters.mxnet_sgd(lambda count: 0.1 / (1 + count))))
+    close(state.params["student"], other.params, rtol=1e-6, atol=0)
 
 
 def elements_sent(text):
     """How many elements the collectives of a compiled program have."""
-    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-    found = re.findall(rf"= (\(?[^=]*?) (?:{kinds})[-(]", text)
-    shapes = [shape for line in found for shape in re.findall(r"\w+\[([\d,]*)\]", line)]
-    return sum(int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes)
+    return sum(math.prod(shape) for _, _, shapes in placed_collectives_in(text) for _, shape in shapes)
 
 
 @pytest.mark.sampled(1)
@@ -136,12 +132,10 @@ def elements_sent(text):
     ids=str,
 )
 def test_devices_send_nothing_of_them(options):
-    params, student_loss = alone()
     tx = optax.lamb(0.1) if options == {"kind": "sharded", "engine": "jit"} else optax.adam(0.1)
-    state, step = train.start(init(), tx, loss_fn, frozen="teacher", **options)
-    other, other_step = train.start(params, tx, student_loss, **options)
-    sent = elements_sent(step.lower(state, BATCH).compile().as_text())
-    assert 0 < sent <= elements_sent(other_step.lower(other, BATCH).compile().as_text()) + 8
+    texts = (step.lower(state, BATCH).compile().as_text() for state, step in both(tx, **options))
+    sent, without = map(elements_sent, texts)
+    assert 0 < sent <= without + 8
     assert sent < TEACHER
 
 
@@ -228,7 +222,7 @@ def test_frozen_params_may_be_split_over_a_mesh():
     state, other = steps(state, step)[0], steps(*train.start(params, optax.adamw(0.05), student_loss))[0]
     assert not state.store.values[2].sharding.is_fully_replicated
     assert_equal(state.params["teacher"], init()["teacher"])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), state.params["student"], other.params)
+    close(state.params["student"], other.params, rtol=1e-5, atol=0)
 
 
 def states_of(state, name):
@@ -353,3 +347,46 @@ def test_a_checkpoint_of_a_smaller_model_is_refused_in_words(tmp_path):
     checkpoint.save(tmp_path / "small", kv.from_params(small, optimizer=optax.adam(0.1)))
     with pytest.raises(checkpoint.CheckpointError, match="does not fit `like`"):
         checkpoint.restore(tmp_path / "small", kv.from_params({**small, "c": jnp.ones(4)}, optimizer=optax.adam(0.1)))
+
+
+# ---- params without gradients, such as random keys and counts
+
+
+PLACES = [(engine, kind) for engine, kind in EVERYWHERE if kind != "sharded"] + [("jit", "device")]
+CLIP, TRACE, OUTER = optax.clip_by_global_norm(0.1), optax.trace(0.9), optax.adam(0.1)
+
+
+def trained_with(more, transform, engine, kind, is_given):
+    params = {"b": jnp.zeros(()), "w": jnp.ones(3), **more}
+    state = start(2, kind, OUTER, params, grad_transform=transform if is_given else None)
+    return trained(step_of(engine=engine, grad_transform=transform), state, [line()] * 2)[0]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("transform", "is_given"), [(CLIP, True), (TRACE, False)], ids=["clip", "trace"])
+@pytest.mark.parametrize(("engine", "kind"), PLACES)
+def test_a_grad_transform_sees_the_floating_params_only(engine, kind, transform, is_given):
+    more = {"a": jax.random.key(3), "n": jnp.arange(3), "on": jnp.array([True, False])}
+    state = trained_with(more, transform, engine, kind, is_given)
+    plain = trained_with({}, transform, engine, kind, is_given)
+    found = dict(state.params)
+    assert (jax.random.key_data(found.pop("a")) == jax.random.key_data(more["a"])).all()
+    np.testing.assert_array_equal(found.pop("n"), more["n"])
+    np.testing.assert_array_equal(found.pop("on"), more["on"])
+    close(found, plain.params)
+    assert len(jax.tree.leaves(state.transform)) == len(jax.tree.leaves(plain.transform))
+
+
+def test_random_keys_have_no_shares():
+    params = {"w": jnp.ones(3), "key": jax.random.key(0)}
+    with pytest.raises(TypeError, match=r"key 0 \('key'\): kind 'sharded' cuts no random keys; .*'device'"):
+        kv.from_params(params, kind="sharded", optimizer=OUTER)
+
+
+@pytest.mark.parametrize("tx", [optax.contrib.sophia(0.1), optax.lbfgs(0.1)], ids=["sophia", "lbfgs"])
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_an_optimizer_that_needs_the_loss_as_a_function_says_so_in_every_kind(kind, tx):
+    with pytest.raises((TypeError, ValueError), match=r"obj_fn must be provided|needs more than gradients .*value_fn"):
+        step_of()(start(8, kind, tx), line())
+    with pytest.raises(ValueError, match=r"the updater fails .*(obj_fn|value_fn)"):
+        kv.set_optimizer(kv.from_params({"w": jnp.ones(3)}, kind="sharded"), tx)

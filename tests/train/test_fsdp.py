@@ -1,7 +1,6 @@
 """Fully sharded training of a transformer: what the compiled program sends and holds, and that it trains."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
+from kv_model import bytes_of, placed_collectives_in
 
 from jaxpar import kv, parallel, train
 from jaxpar.models import transformer
@@ -18,8 +18,6 @@ LAYER = 4 * sum(
     leaf.size // CONFIG.layers
     for leaf in jax.tree.leaves(jax.eval_shape(lambda: transformer.init(jax.random.key(0), CONFIG))["layers"])
 )
-COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
-ARRAY = re.compile(r"f32\[([\d,]*)\]")
 
 
 def loss_fn(params, batch, rng):
@@ -55,21 +53,6 @@ def compiled(mesh):
     return step.lower(state, batch()).compile(), sum(x.nbytes for x in jax.tree.leaves(state.store))
 
 
-def collectives(text):
-    """(inside of a loop, kind, shapes) of each collective."""
-    inside = True
-    for line in text.splitlines():
-        if line.endswith("{"):
-            inside = not line.startswith("ENTRY")
-        if found := COLLECTIVE.search(line):
-            shapes = [tuple(map(int, filter(None, dims.split(",")))) for dims in ARRAY.findall(found[1])]
-            yield inside, found[2], shapes
-
-
-def size(shapes):
-    return 4 * sum(int(np.prod(shape)) for shape in shapes)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_program_is_fully_sharded(mesh):
@@ -77,17 +60,17 @@ def test_the_program_is_fully_sharded(mesh):
     memory = program.memory_analysis()
     assert memory.argument_size_in_bytes < 1.02 * whole / 8 + batch()["tokens"].nbytes + 100
     assert memory.output_size_in_bytes < 1.02 * whole / 8 + 100
-    found = list(collectives(program.as_text()))
+    found = placed_collectives_in(program.as_text())
     gathers = [(inside, shapes) for inside, kind, shapes in found if kind == "all-gather"]
     assert any(inside for inside, _ in gathers)
-    stacked = [shape for inside, shapes in gathers for shape in shapes if shape[:1] == (CONFIG.layers,)]
+    stacked = [shape for _, shapes in gathers for _, shape in shapes if shape[:1] == (CONFIG.layers,)]
     assert not stacked, "the layers are gathered one by one, inside the scan"
     model = 1 if mesh == "8" else 4
     tables = 4 * (2 * CONFIG.vocabulary // model + CONFIG.positions) * CONFIG.width
     activations = 4 * 8 // (8 // model) * CONFIG.positions * CONFIG.width
     for inside, kind, shapes in found:
         most = max(LAYER // model, activations if model > 1 else 0) if inside else tables + activations + 4096
-        assert size(shapes) <= 1.05 * most, (inside, kind, shapes)
+        assert sum(map(bytes_of, shapes)) <= 1.05 * most, (inside, kind, shapes)
     assert not [kind for _, kind, _ in found if kind in ("all-to-all", "collective-permute")]
 
 

@@ -1,22 +1,22 @@
 """Ctrl-C, a notebook's interrupt and SIGTERM: the step is finished, the state is saved and is not lost."""
 
+import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from fit_model import same
-from interrupted_run import STEP, TX, run, start
+from fit_model import STEP, crash_after, same
+from interrupted_run import run, start
+from several_processes import free_address
 
-from jaxpar import kv, train
+from jaxpar import train
 from jaxpar.train._fit import interrupt
 
 HERE = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ def whole():
     return run(start(), epochs=4)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def handlers():
     """The handlers of both signals are after the test what they were before."""
     numbers = (signal.SIGINT, signal.SIGTERM)
@@ -50,7 +50,6 @@ def handlers():
     assert [signal.getsignal(n) for n in numbers] == before
 
 
-@pytest.mark.usefixtures("handlers")
 def test_sigterm_saves_and_exits(tmp_path, capsys, whole):
     with pytest.raises(SystemExit) as raised:
         run(start(), epochs=4, checkpoint_dir=tmp_path, on_step=at(25, signal.SIGTERM))
@@ -66,7 +65,6 @@ def test_sigterm_saves_and_exits(tmp_path, capsys, whole):
     assert capsys.readouterr().out == f"jaxpar: resumed from step {step} in {tmp_path}\n"
 
 
-@pytest.mark.usefixtures("handlers")
 def test_ctrl_c_in_a_script_raises_with_the_state(capsys, whole):
     where = r"after step 33, in epoch 2 of 4; nothing was saved, as there is no checkpoint_dir$"
     with pytest.raises(KeyboardInterrupt, match=where) as raised:
@@ -81,7 +79,6 @@ def test_ctrl_c_in_a_script_raises_with_the_state(capsys, whole):
     assert int(state.step) == 53
 
 
-@pytest.mark.usefixtures("handlers")
 def test_ctrl_c_at_a_prompt_returns_and_the_same_call_goes_on(tmp_path, capsys, monkeypatch, whole):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     state, history = run(start(), epochs=4, checkpoint_dir=tmp_path, on_step=at(35, signal.SIGINT))
@@ -96,7 +93,6 @@ def test_ctrl_c_at_a_prompt_returns_and_the_same_call_goes_on(tmp_path, capsys, 
     assert int(more.step) == 100  # a finished run is followed by another
 
 
-@pytest.mark.usefixtures("handlers")
 def test_the_caller_decides(monkeypatch):
     state, history = run(start(), epochs=4, on_step=at(5, signal.SIGINT), on_interrupt="return", steps_per_execution=1)
     assert (int(state.step), history[-1]["interrupted"]) == (13, True)
@@ -107,7 +103,6 @@ def test_the_caller_decides(monkeypatch):
         run(start(), epochs=1, on_interrupt="never")
 
 
-@pytest.mark.usefixtures("handlers")
 def test_a_second_ctrl_c_stops_at_once():
     seen = []
 
@@ -122,7 +117,6 @@ def test_a_second_ctrl_c_stops_at_once():
     assert seen == [1]
 
 
-@pytest.mark.usefixtures("handlers")
 def test_an_interrupt_that_must_wait_is_confirmed(capsys, monkeypatch):
     monkeypatch.setattr(interrupt, "_CONFIRM_AFTER", 0.05)
 
@@ -145,7 +139,6 @@ def test_others_keep_their_handlers():
     assert (got, int(state.step)) == (["mine"], 20)
 
 
-@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(
     ("number", "at_prompt"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)]
 )
@@ -173,7 +166,6 @@ def test_a_signal_after_the_last_step_is_not_lost(number, at_prompt, saves, monk
     assert getattr(raised.value, "code", 143) == 143
 
 
-@pytest.mark.usefixtures("handlers")
 def test_another_thread_trains_too():
     got = []
     thread = threading.Thread(target=lambda: got.append(run(start(), epochs=1)))
@@ -237,13 +229,8 @@ def test_an_on_step_that_raises_brings_the_state_along():
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_an_exception_brings_the_state_along(kind):
-    def callback(state, record):
-        if record["epoch"] == 2:
-            raise RuntimeError("mine")
-
-    store = kv.from_params({"w": np.zeros((4, 3), np.float32)}, kind=kind, optimizer=TX)
-    with pytest.raises(RuntimeError, match="mine") as raised:
-        run(train.create_state(store, 3, devices=jax.devices()[:2]), epochs=4, callbacks=callback)
+    with pytest.raises(RuntimeError, match="crash") as raised:
+        run(start(kind=kind), epochs=4, callbacks=crash_after(2))
     assert int(raised.value.state.step) == 40
     assert [r["epoch"] for r in raised.value.history] == [1, 2]
     assert "history up to step 40 are the attributes" in raised.value.__notes__[0]
@@ -276,6 +263,16 @@ class Process:
         return self.process.wait(60), out.rpartition("\n")[0].rpartition("\n")[2], err
 
 
+@contextlib.contextmanager
+def killed_at_the_end(started):
+    try:
+        yield
+    finally:
+        for process in started:
+            process.process.kill()
+            process.process.communicate()
+
+
 @pytest.mark.slow
 def test_in_processes(tmp_path):
     started = [
@@ -284,7 +281,7 @@ def test_in_processes(tmp_path):
         Process("-", 1000, "PLAIN"),
         Process("-", 1000, "PLAIN", 1000),
     ]
-    try:
+    with killed_at_the_end(started):
         for process, step, number in zip(started, (25, 25, 3, 1), (15, 2, 2, 2), strict=True):
             process.wait_for(step)
             process.process.send_signal(number)
@@ -294,10 +291,6 @@ def test_in_processes(tmp_path):
                 break
         started[3].process.send_signal(signal.SIGINT)
         terminated, caught, plain, twice = [process.end() for process in started]
-    finally:
-        for process in started:
-            process.process.kill()
-            process.process.communicate()
 
     assert terminated[0] == 143
     step = int(re.search(r"SIGTERM: stopped after step (\d+)", terminated[2])[1])
@@ -323,24 +316,12 @@ def test_in_processes(tmp_path):
 @pytest.mark.slow
 def test_one_of_two_processes_is_preempted(tmp_path, whole):
     """It tells the other one, and both stop after the same step, which is saved."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    names = ("JAXPAR_COORDINATOR", "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID")
-    both = [
-        Process(
-            tmp_path, 1000, "PLAIN", JAX_NUM_CPU_DEVICES="1", **dict(zip(names, (address, "2", str(i)), strict=True))
-        )
-        for i in range(2)
-    ]
-    try:
+    env = {"JAXPAR_COORDINATOR": free_address(), "JAXPAR_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "1"}
+    both = [Process(tmp_path, 1000, "PLAIN", **env, JAXPAR_PROCESS_ID=str(i)) for i in range(2)]
+    with killed_at_the_end(both):
         both[1].wait_for(3)
         both[1].process.send_signal(signal.SIGTERM)
         ended = [process.end() for process in both]
-    finally:
-        for process in both:
-            process.process.kill()
-            process.process.communicate()
     assert [status for status, *_ in ended] == [143, 143], ended
     said = [re.search(r"SIGTERM: stopped after step (\d+), .*saved in .*/step_(\d+)$", err, re.M) for *_, err in ended]
     steps = {int(number) for found in said for number in found.groups()}
@@ -366,10 +347,10 @@ def test_a_notebook_is_interrupted(tmp_path):
         kernel.wait_for_ready(timeout=60)
         ask(kernel, SETUP + f"directory = {str(tmp_path)!r}")
         message = kernel.execute(CELL)
-        texts = until(kernel, "step 5\n")
+        texts = printed(kernel, "step 5\n")
         manager.interrupt_kernel()
         assert reply_to(kernel, message)["status"] == "ok"
-        texts += rest(kernel)
+        texts += printed(kernel)
         step = int(re.search(r"interrupted after step (\d+), in epoch", texts)[1])
         assert f"saved in {tmp_path}/step_{step:08d}\nfit: returns the state and the history" in texts
         assert ask(kernel, "print(int(state.step), history[-1].get('interrupted'))").startswith(f"{step} ")
@@ -393,32 +374,24 @@ def on_step(step, metrics):
 CELL = "state, history = run(state, epochs=12, checkpoint_dir=directory, on_step=on_step)"
 
 
-def until(kernel, text):
+def printed(kernel, until=None):
+    """What a cell prints until a text has come, or until the kernel is idle."""
     got = ""
-    while text not in got:
-        message = kernel.get_iopub_msg(timeout=60)
-        assert message["msg_type"] != "error", message["content"]
-        got += message["content"].get("text", "")
-    return got
-
-
-def rest(kernel):
-    """What a cell still prints until the kernel is idle."""
-    got = ""
-    while True:
+    while until is None or until not in got:
         message = kernel.get_iopub_msg(timeout=60)
         assert message["msg_type"] != "error", message["content"]
         got += message["content"].get("text", "")
         asked = message["parent_header"].get("msg_type") == "execute_request"
-        if asked and message["content"].get("execution_state") == "idle":
-            return got
+        if until is None and asked and message["content"].get("execution_state") == "idle":
+            break
+    return got
 
 
 def ask(kernel, code):
     message = kernel.execute(code)
     reply = reply_to(kernel, message)
     assert reply["status"] == "ok", reply
-    return rest(kernel)
+    return printed(kernel)
 
 
 def reply_to(kernel, message):
@@ -428,7 +401,6 @@ def reply_to(kernel, message):
             return reply["content"]
 
 
-@pytest.mark.usefixtures("handlers")
 def test_no_timer_is_left_after_both_signals():
     before = set(threading.enumerate())
     with interrupt.Interrupts() as signals:

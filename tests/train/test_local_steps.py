@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 from kv_model import assert_unchanged, collectives_in, compilations, snapshot
-from step_model import ENGINES, adam, by_hand, close, line, sgd, squares, start, step_of, update_of
+from step_model import adam, by_hand, close, line, sgd, squares, start, step_of, trained, update_of
 
-from jaxpar import checkpoint, kv, train
+from jaxpar import checkpoint, train
 
 COUNT = 4
 
@@ -76,21 +76,16 @@ def test_rounds_are_the_papers_algorithm(engine, outer):
 
 @pytest.mark.parametrize("kind", ["local", "dist_sync"])
 def test_averaging_after_every_step_of_sgd_is_dist_sync(kind):
-    step = step_of(squares, local_steps=1)
-    state = start(COUNT, kind, sgd())
-    for i in range(4):
-        state, _ = step(state, line(seed=i))
+    state, _ = trained(step_of(squares, local_steps=1), start(COUNT, kind, sgd()), 4)
     close(state.params, by_hand(sgd(), 4))
     close(state.local["values"][1], jnp.broadcast_to(state.params["w"], (COUNT, 3)))
 
 
 def test_a_long_round_is_what_each_device_does_alone():
     """The common parameters stay as they are, to the bit."""
-    step = step_of(squares, local_steps=10)
     state = start(COUNT, tx=sgd())
     before = snapshot(state.store)
-    for i in range(4):
-        state, _ = step(state, line(seed=i))
+    state, _ = trained(step_of(squares, local_steps=10), state, 4)
     assert_unchanged(state.store, before)
     for d in range(COUNT):
         batches = [jax.tree.map(lambda x: x[4 * d : 4 * d + 4], line(seed=i)) for i in range(4)]  # noqa: B023
@@ -100,35 +95,18 @@ def test_a_long_round_is_what_each_device_does_alone():
 def test_a_transform_of_each_devices_gradients_with_a_state():
     transform = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
     step = step_of(squares, local_steps=2, outer_optimizer=nesterov(), grad_transform=transform)
-    state = start(COUNT, tx=sgd())
-    for i in range(5):
-        state, _ = step(state, line(seed=i))
+    state, _ = trained(step, start(COUNT, tx=sgd()), 5)
     close(step.finish(state).params, diloco(optax.chain(transform, sgd()), nesterov(), 2, 5, finish=True)[0])
 
 
-def test_a_compressed_outer_gradient():
-    """What a round sent and what the residuals hold is what all devices moved."""
-    store = kv.from_params({"w": jnp.zeros(64)}, optimizer=optax.sgd(1.0))
-    store = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 0.25})
-    state = train.create_state(store, 0, devices=jax.devices()[:COUNT])
-    step = train.make_train_step(lambda p, b, rng: ((p["w"] * b[0]).sum(), {}), local_steps=2)
-    for _ in range(2):
-        state, _ = step(state, jnp.full((COUNT, 64), 0.6))  # a round moves each device by 1.2, a quarter of it is 0.3
-    np.testing.assert_array_equal(state.params["w"], np.full(64, -1.0))
-    np.testing.assert_allclose(state.store.residuals[0]["residual"], np.full((COUNT, 64), 0.05), rtol=1e-5)
-
-
 def test_a_step_that_is_skipped_is_none_of_the_round():
-    step = step_of(squares, local_steps=2, nonfinite="skip")
-    state, bad = start(COUNT, tx=sgd()), line(seed=1)
+    step, bad = step_of(squares, local_steps=2, nonfinite="skip"), line(seed=1)
     bad["y"][3] = np.inf
-    for batch in (line(seed=0), bad, line(seed=1)):
-        state, _ = step(state, batch)
+    state, _ = trained(step, start(COUNT, tx=sgd()), [line(seed=0), bad, line(seed=1)])
     close(state.params, diloco(sgd(), None, 2, 2)[0])
     assert int(state.step) == 3
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_sent(engine):
     """The metrics at every step; the parameters in a branch that is taken once a round."""
     step = step_of(squares, engine=engine, local_steps=4, outer_optimizer=nesterov())
@@ -142,23 +120,18 @@ def test_what_is_sent(engine):
 # ---- other devices, checkpoints
 
 
-def run(count, steps, state=None):
+def run(count, steps):
     step = step_of(squares, local_steps=3, outer_optimizer=nesterov())
-    state = step.complete(start(count, "dist_sync", adam()) if state is None else state)
-    for i in range(steps):
-        state, _ = step(state, line(seed=i))
-    return state, step
+    state = step.complete(start(count, "dist_sync", adam()))
+    return trained(step, state, steps)[0] if steps else state, step
 
 
 def test_a_checkpoint_in_the_middle_of_a_round(tmp_path, capsys):
     state, step = run(COUNT, 4)
     checkpoint.save(tmp_path / "a", state)
     restored = checkpoint.restore(tmp_path / "a", run(COUNT, 1)[0])
-    assert all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(restored.local), jax.tree.leaves(state.local), strict=True)
-    )
-    for i in range(3):
-        (state, _), (restored, _) = step(state, line(seed=i)), step(restored, line(seed=i))
+    jax.tree.map(np.testing.assert_array_equal, restored.local, state.local)
+    (state, _), (restored, _) = trained(step, state, 3), trained(step, restored, 3)
     assert state.store == restored.store
     assert capsys.readouterr().err == ""
     with pytest.raises(checkpoint.CheckpointError, match=r"outer/since.*expected no such leaf.*same model and optim"):

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import os
-import subprocess
 import sys
 import textwrap
 import weakref
@@ -15,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import compilations
+from launched import python
 
 import jaxpar
 from jaxpar import data, kv, parallel, sparse, train, updaters, viz
@@ -317,9 +317,8 @@ def test_200_fits_with_200_optimizers_hold_memory():
     """)
     if not Path("/proc/self/statm").exists():
         pytest.skip("the system has no /proc/self/statm to read the memory of a process from")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(jaxpar.__file__).parents[1]), *sys.path])}
-    result = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=1800)
-    assert result.returncode == 0, result.stderr
-    mib, executables, arrays = map(float, result.stdout.split())
+    path = os.pathsep.join([str(Path(jaxpar.__file__).parents[1]), *sys.path])
+    done = python("-c", program, timeout=1800, PYTHONPATH=path, JAX_NUM_CPU_DEVICES="8")
+    mib, executables, arrays = map(float, done.stdout.split())
     assert mib < 30
     assert (executables, arrays) == (0, 0)

@@ -4,6 +4,7 @@ import gc
 import signal
 import sys
 
+import fit_model
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import optax
 import pytest
 from fit_model import LOSS, STEP, points
 from jax.sharding import PartitionSpec as P
-from kv_model import compilations
+from kv_model import assert_unchanged, compilations, snapshot
 
 from jaxpar import checkpoint, data, kv, parallel, train, updaters
 
@@ -22,13 +23,6 @@ TX = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
 def start(**options):
     options = {"devices": jax.devices()[:2], **options}
     return train.start({"w": jnp.zeros((4, 3))}, TX, LOSS, **options)
-
-
-def snapshot(state):
-    return [
-        np.array(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
-        for x in jax.tree.leaves(state)
-    ]
 
 
 def test_a_start_is_the_three_calls():
@@ -145,8 +139,7 @@ def test_a_search_for_the_rate_compiles_once_and_leaves_the_state_alone(engine):
     before = snapshot(state)
     options = {"batch_size": 16, "lowest": 1e-3, "highest": 100.0}
     found = train.lr_find(state, step, TRAIN, steps=30, **options)
-    for new, old in zip(snapshot(state), before, strict=True):
-        np.testing.assert_array_equal(new, old)
+    assert_unchanged(state, before)
     assert found.rates == pytest.approx(np.geomspace(1e-3, 100.0, 30)[: len(found.rates)])
     assert 1e-3 < found.suggestion < 100.0
     gc.collect()
@@ -227,15 +220,13 @@ def test_a_search_in_the_mesh_of_the_user():
 @pytest.mark.slow
 def test_a_sweep_compiles_once_and_does_not_grow():
     losses, arrays = [], []
-    params = {"w": jnp.zeros((4, 3))}
     for i, rate in enumerate((0.1, 0.2, 0.4, 0.8)):
-        store = kv.from_params(params, optimizer=TX, devices=jax.devices()[:2])
-        state = updaters.set_learning_rate(train.create_state(store, 0), rate)
+        state = updaters.set_learning_rate(fit_model.start(TX), rate)
         with compilations() as count:
             _, history = train.fit(state, STEP, TRAIN, epochs=2, batch_size=16, progress=False)
         assert i == 0 or count() == 0
         losses.append(history[-1]["loss"])
-        del store, state, _
+        del state, _
         gc.collect()
         arrays.append(len(jax.live_arrays()))
     assert losses == sorted(losses, reverse=True)

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import step_model
+from fit_model import STEP, TX as SGD, points, run_on
 from kv_model import collectives_in, compilations
-from step_model import ENGINES, IN_TURN, line, squares, step_of
+from step_model import IN_TURN, line, squares, step_of
 
 from jaxpar import data, kv, train
 from jaxpar._cpu import kernels
@@ -17,7 +19,6 @@ from jaxpar.data import _batches
 
 TX = optax.adam(0.1)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.ema(0.9))
-PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(())}
 LINES = [line(seed=i) for i in range(5)]
 
 
@@ -25,10 +26,8 @@ def stacked(batches=LINES):
     return jax.tree.map(lambda *x: np.stack(x), *batches)
 
 
-def start(kind="device", count=2, compression=None, model_state=()):
-    store = kv.from_params(PARAMS, kind=kind, optimizer=TX)
-    store = kv.set_gradient_compression(store, compression) if compression else store
-    return train.create_state(store, 7, devices=jax.devices()[:count], model_state=model_state)
+def start(kind="device", **options):
+    return step_model.start(2, kind, TX, **options)
 
 
 def one_by_one(step, state):
@@ -104,7 +103,6 @@ def test_a_model_state():
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_parts_are_the_same_program(engine):
     step = step_of(squares, engine=engine)
     want, losses = one_by_one(step, start())
@@ -153,7 +151,7 @@ def test_the_state_is_given_away():
 def test_the_program_has_the_collectives_and_the_memory_of_one_step(engine, kind):
     """Nothing is copied that a step does not copy, and the state's memory is given to the new one."""
     params = {"w": jnp.ones(3), "b": jnp.zeros((64, 1024))}
-    state = train.create_state(kv.from_params(params, kind=kind, optimizer=TX), 7, devices=jax.devices()[:2])
+    state = start(kind, params=params)
 
     def loss_fn(params, batch, rng):
         return squares({"w": params["w"], "b": params["b"].mean()}, batch, rng)
@@ -203,16 +201,11 @@ def test_mistakes():
 
 # ---- in fit
 
-POINTS = data.Dataset(np.random.default_rng(0).random((50, 4), np.float32), np.arange(50) % 3)
-STEP = train.make_train_step(train.classification_loss(lambda params, x: x @ params["w"]))
-SGD = optax.sgd(0.5)
+POINTS = points(50)
 
 
-def fit(state=None, source=POINTS, step=STEP, **options):
-    if state is None:
-        store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=SGD)
-        state = train.create_state(store, 3, devices=jax.devices()[:2])
-    return train.fit(state, step, source, **{"epochs": 3, "batch_size": 4, "progress": False, **options})
+def fit(state=None, source=POINTS, **options):
+    return run_on(source, state, **{"epochs": 3, "batch_size": 4, **options})
 
 
 @pytest.mark.sampled(3)
@@ -293,9 +286,7 @@ def test_convolutions_are_kept_out_of_loops(monkeypatch):
         def many(self, *args):
             raise AssertionError("called")
 
-    store = kv.from_params({"w": jnp.ones((1, 1, 3, 1))}, optimizer=SGD)
-    state = train.create_state(store, 3, devices=jax.devices()[:2])
-    step = train.make_train_step(loss_fn)
+    state, step = train.start({"w": jnp.ones((1, 1, 3, 1))}, SGD, loss_fn, devices=jax.devices()[:2])
     step.__class__ = Single
     state, _ = fit(state, step=step, epochs=1)
     assert int(state.step) == 12

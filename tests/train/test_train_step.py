@@ -25,6 +25,7 @@ from step_model import (
     start,
     step_of,
     text_of,
+    trained,
 )
 
 from jaxpar import kv, models, train
@@ -48,10 +49,7 @@ def test_the_gradient_is_that_of_the_whole_batch(engine, count, kind):
     [*((*where, 8) for where in EVERYWHERE), ("pmap", "device", 1), ("shard_map", "sharded", 1), ("pmap", "local", 2)],
 )
 def test_any_devices_engines_and_kinds_are_the_plain_loop(engine, count, kind):
-    state = start(count, kind, adam())
-    step = step_of(squares, engine=engine)
-    for i in range(5):
-        state, metrics = step(state, line(seed=i))
+    state, metrics = trained(step_of(squares, engine=engine), start(count, kind, adam()), 5)
     close(state.params, by_hand(adam(), 5))
     before = by_hand(adam(), 4)
     loss, aux = squares(before, line(seed=4), None)
@@ -77,21 +75,14 @@ def lenet():
     return params, batches, by_hand(optax.sgd(0.1), 20, params, lenet_loss, batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "count", "kind"),
-    [
-        pytest.param("pmap", 1, "device", marks=pytest.mark.slow),
-        pytest.param("pmap", 8, "device", marks=pytest.mark.slow),
-        pytest.param("shard_map", 4, "local", marks=pytest.mark.slow),
-        pytest.param("shard_map", 8, "sharded", marks=pytest.mark.slow),
-    ],
+    [("pmap", 1, "device"), ("pmap", 8, "device"), ("shard_map", 4, "local"), ("shard_map", 8, "sharded")],
 )
 def test_twenty_steps_of_lenet(engine, count, kind):
     params, batches, want = lenet()
-    state = start(count, kind, optax.sgd(0.1), params)
-    step = step_of(lenet_loss, engine=engine)
-    for batch in batches:
-        state, _ = step(state, batch)
+    state, _ = trained(step_of(lenet_loss, engine=engine), start(count, kind, optax.sgd(0.1), params), batches)
     close(state.params, want, rtol=1e-4, atol=2e-6)
     moved = max(
         float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True)
@@ -105,10 +96,7 @@ CLIPPED = optax.chain(CLIP, sgd())
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipping_by_the_global_norm_is_optaxs_chain(kind):
-    state = start(4, kind, sgd())
-    step = step_of(squares, grad_transform=CLIP)
-    for i in range(3):
-        state, _ = step(state, line(seed=i))
+    state, _ = trained(step_of(squares, grad_transform=CLIP), start(4, kind, sgd()), 3)
     close(state.params, by_hand(CLIPPED, 3))
 
 
@@ -118,14 +106,10 @@ SMOOTHED = optax.chain(MEAN, sgd())
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_transform_with_a_state(kind):
-    state = start(4, kind, sgd(), grad_transform=MEAN)
     step = step_of(squares, grad_transform=MEAN, engine="shard_map")
-    for i in range(3):
-        state, _ = step(state, line(seed=i))
+    state, _ = trained(step, start(4, kind, sgd(), grad_transform=MEAN), 3)
     close(state.params, by_hand(SMOOTHED, 3))
-    other = start(4, kind, sgd())  # the step makes the state itself where it was not given to create_state
-    for i in range(3):
-        other, _ = step(other, line(seed=i))
+    other, _ = trained(step, start(4, kind, sgd()), 3)  # the step makes the state itself where create_state did not
     close((other.params, other.transform), (state.params, state.transform), rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"state was made for another grad_transform.*create_state"):
         train.make_train_step(squares, grad_transform=optax.adam(0.1))(state, line())
@@ -135,7 +119,6 @@ def test_a_transform_with_a_state(kind):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_the_rng_differs_by_device_and_step_and_can_be_repeated(engine):
     def loss(params, batch, rng):
         noise = jax.random.uniform(rng)
@@ -197,18 +180,29 @@ def test_narrow_parameters_keep_their_dtype():
     assert metrics["loss"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_compressed_store_trains(engine):
-    store = kv.from_params({"w": jnp.zeros(64)}, optimizer=optax.sgd(1.0))
-    store = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 0.25})
-    state = train.create_state(store, 0, devices=jax.devices()[:4])
-    step = train.make_train_step(lambda p, b, rng: ((p["w"] * b[0]).sum(), {}), engine=engine)
-    structure = jax.tree.structure(state)
-    for _ in range(2):
-        state, _ = step(state, jnp.full((4, 64), 0.8))  # each device pushes 0.2
+@pytest.mark.parametrize(
+    ("options", "pushes", "value", "param", "residual"),
+    [
+        *[({"engine": engine}, 2, 0.8, -1.0, 0.15) for engine in ENGINES],  # 0.25 from each, with the second push
+        ({"accumulate": 2}, 1, 0.8, 0.0, 0.2),  # one push, below the threshold
+        ({"loss_scale": "dynamic"}, 1, 0.8, 0.0, 0.2),  # gradients that are not scaled
+        ({"local_steps": 2}, 2, 0.6, -1.0, 0.05),  # a round moves each device by 1.2, a quarter of it is 0.3
+    ],
+    ids=str,
+)
+def test_a_compressed_store_trains(options, pushes, value, param, residual):
+    """What was sent and what the residuals hold is what all four devices push, each a quarter of the value."""
+    rows = 4 * options.get("accumulate", 1)
+    given = {"compression": {"type": "2bit", "threshold": 0.25}, "devices": jax.devices()[:4]}
+    state, step = train.start(
+        {"w": jnp.zeros(64)}, optax.sgd(1.0), lambda p, b, rng: ((p["w"] * b[0]).sum(), {}), **given, **options
+    )
+    structure = jax.tree.structure(step.complete(state))
+    for _ in range(pushes):
+        state, _ = step(state, jnp.full((rows, 64), value))
         assert jax.tree.structure(state) == structure
-    np.testing.assert_array_equal(state.params["w"], np.full(64, -1.0))  # sent with the second push, 0.25 from each
-    np.testing.assert_allclose(state.store.residuals[0]["residual"], np.full((4, 64), 0.15), rtol=1e-6)
+    np.testing.assert_array_equal(state.params["w"], np.full(64, param))
+    np.testing.assert_allclose(state.store.residuals[0]["residual"], np.full((4, 64), residual), rtol=1e-5)
 
 
 # ---- one program, memory handed on, nothing through the host
@@ -216,7 +210,6 @@ def test_a_compressed_store_trains(engine):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
 def test_one_program_whose_state_is_donated(engine, kind):
     state = start(4, kind, adam())
     batches = [line(seed=i) for i in range(4)]
@@ -235,7 +228,6 @@ def test_one_program_whose_state_is_donated(engine, kind):
     assert np.isfinite(float(metrics["loss"]))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 def test_the_compiled_text(engine):
     text = text_of(4, "device", engine=engine)
     head = text.splitlines()[0]

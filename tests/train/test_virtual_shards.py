@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from kv_model import collectives_in
+import step_model
+from kv_model import collectives_in, on_host
 from several_processes import Run
 
 from jaxpar import checkpoint, data, kv, models, train, updaters
@@ -67,22 +68,13 @@ def batches(count=3, size=64, shape=(12,), classes=5):
 
 
 def start(devices, params=None, kind="device", tx=ADAM, **options):
-    store = kv.from_params(init() if params is None else params, kind=kind, optimizer=tx)
-    return train.create_state(store, 7, devices=jax.devices()[:devices], **options)
-
-
-def bits(*trees):
-    """The bytes of every array, and what is not equal in words."""
-    leaves = [
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(trees)
-    ]
-    return [np.asarray(x).tobytes() for x in leaves]
+    return step_model.start(devices, kind, tx, init() if params is None else params, **options)
 
 
 def everything(state, seen_metrics):
-    return bits(
-        {k: getattr(state, k) for k in ("store", "step", "transform", "model_state", "loss_scale")}, seen_metrics
-    )
+    """The bytes of every array."""
+    parts = [getattr(state, k) for k in ("store", "step", "transform", "model_state", "loss_scale")]
+    return [x.tobytes() for x in jax.tree.leaves(on_host((parts, seen_metrics)))]
 
 
 def trained(step, state, given):
@@ -162,8 +154,7 @@ def test_with_a_shard_a_device_it_is_the_plain_step():
     """The same numbers: gradients, the `rng` of each shard, metrics."""
     plain, virtual = train.make_train_step(dropped), train.make_train_step(dropped, virtual_shards=2)
     (mine, found), (want, wanted) = (step(start(2), batches()[0]) for step in (virtual, plain))
-    for a, b in zip(jax.tree.leaves((mine.store, found)), jax.tree.leaves((want.store, wanted)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    step_model.close(jax.tree.leaves((mine.store, found)), jax.tree.leaves((want.store, wanted)))
     assert mine.store.devices == want.store.devices
     assert int(mine.step) == 1
 
@@ -323,14 +314,7 @@ def test_lr_find():
 # Refused.
 
 
-def stale():
-    return start(2, tx=optax.sgd(0.1), kind="dist_async")
-
-
-def compressed():
-    store = kv.from_params(init(), optimizer=optax.sgd(0.1))
-    store = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 0.5})
-    return train.create_state(store, 7, devices=jax.devices()[:2])
+SGD, CODES = optax.sgd(0.1), {"type": "2bit", "threshold": 0.5}
 
 
 def spread():
@@ -341,8 +325,8 @@ def spread():
 @pytest.mark.parametrize(
     ("state", "words"),
     [
-        (compressed, "a compressor keeps a residual for each device"),
-        (stale, "pending pushes of a store of staleness"),
+        (lambda: start(2, tx=SGD, compression=CODES), "a compressor keeps a residual for each device"),
+        (lambda: start(2, tx=SGD, kind="dist_async"), "pending pushes of a store of staleness"),
         (lambda: start(2, kind="sharded"), "kind 'sharded' each device updates a share"),
         (spread, "virtual_shards=8 fixes the order of sums"),
     ],

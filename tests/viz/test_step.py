@@ -2,15 +2,16 @@
 
 import functools
 import re
-import xml.etree.ElementTree as ET
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import viz_models as m
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from kv_model import collectives_in
 
 from jaxpar import kv, parallel, train, viz
 from jaxpar.models import lenet, transformer
@@ -19,7 +20,6 @@ from jaxpar.viz._program.hlo import parse
 from jaxpar.viz._read.raw import Raw, Value
 from jaxpar.viz._step.places import Places
 
-SVG = "{http://www.w3.org/2000/svg}"
 TX = optax.sgd(0.1, momentum=0.9)
 WIDTH, LAYERS = 64, 3
 DATA, BOTH = (("data",), (4,)), (("data", "model"), (2, 4))
@@ -85,16 +85,11 @@ def compiled(name):
 
 def counted(text, devices):
     """The number and the bytes of the collectives in a text without loops, by other means than those tested."""
-    ops = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
     found = {}
-    for line in text.splitlines():
-        match = re.match(rf"\s*(?:ROOT )?%[\w.-]+ = (.*?) ({ops})(?:-start)?\(", line)
-        if match:
-            arrays = re.findall(r"f32\[([\d,]*)\]", match[1])
-            nbytes = 4 * sum(int(np.prod([int(n) for n in dims.split(",") if n])) for dims in arrays)
-            nbytes = {"all-gather": nbytes // devices, "reduce-scatter": nbytes * devices}.get(match[2], nbytes)
-            number, total = found.get(match[2], (0, 0))
-            found[match[2]] = number + 1, total + nbytes
+    for name, nbytes in collectives_in(text):
+        nbytes = {"all-gather": nbytes // devices, "reduce-scatter": nbytes * devices}.get(name, nbytes)
+        number, total = found.get(name, (0, 0))
+        found[name] = number + 1, total + nbytes
     return found
 
 
@@ -209,24 +204,17 @@ def test_the_arguments_of_a_program_in_any_order():
     assert Places(program, Net(raw, [], {}), {}).arguments == {"p.0": "a", "p.1": "b", "p.2": "c"}
 
 
-def boxes(svg):
-    root = ET.fromstring(svg)
-    return [group.find(SVG + "title").text for group in root.iter(SVG + "g") if group.get("class") == "node"]
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_the_picture_has_three_columns_and_fits_a_screen(name):
     plot = plotted(name)
-    svg = plot.pipe("svg")
-    drawn = boxes(svg)
+    drawn = [group.find(m.SVG + "title").text for group in m.groups(plot)]
     for layer in plot.step.layers:
         assert drawn.count(layer.name) == 1
         assert drawn.count(f"{layer.name} (backward)") == (layer.backward is not None)
     assert drawn.count("parameters") == 1
-    assert float(re.search(rb'<svg width="(\d+)pt"', svg)[1]) < 1200
-    words = "".join(ET.fromstring(svg).itertext())
+    assert float(re.search(rb'<svg width="(\d+)pt"', plot.pipe("svg"))[1]) < 1200
     for kind in {one.kind for one in plot.step.collectives}:
-        assert kind in words
+        assert kind in m.words(plot)
     assert isinstance(plot, viz.Plot)
     at = dict(re.findall(r'^\t"([^"]+)" \[pos="([\d.]+),', plot.source, re.M))
     last = plot.step.layers[-1].name

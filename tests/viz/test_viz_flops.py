@@ -2,23 +2,18 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import viz_models as m
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
-from viz_models import Spec, f32, i32
+from jax.sharding import PartitionSpec as P
+from kv_model import on_mesh
+from viz_models import Spec, f32, i32, xla_flops
 
 from jaxpar import viz
 
 X, Y, IDS = Spec((8, 16), f32), Spec((16, 5), f32), Spec((6,), i32)
 HALF, COMPLEX = Spec((8, 16), jnp.bfloat16), Spec((8, 16), jnp.complex64)
 NEW = jax.__version_info__ >= (0, 12)
-
-
-def xla_flops(fn, *args):
-    """For a GPU: on a CPU, LeNet has other formulas, and random bits are made in a loop that XLA counts once."""
-    return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).cost_analysis()["flops"]
 
 
 def pool(x, reduce, start):
@@ -76,15 +71,7 @@ COUNTED = {
     "a mask": (lambda x: jnp.where(jnp.tril(jnp.ones((8, 16), bool)), x, 0), X),
     "bilinear weights": (lambda x: jax.image.resize(x, (5, 9), "bilinear"), X),
     "condition of a loop": (lambda x: lax.while_loop(lambda c: (c @ c.T).sum() < 9, lambda c: c * 2, x), X),
-    "mean over devices": (
-        lambda x: jax.shard_map(
-            lambda x: lax.pmean(jnp.sin(x) + 1, "d"),
-            mesh=Mesh(np.array(jax.devices()[:2]), ("d",)),
-            in_specs=P("d"),
-            out_specs=P(),
-        )(x),
-        X,
-    ),
+    "mean over devices": (on_mesh(lambda x: lax.pmean(jnp.sin(x) + 1, "data"), jax.devices()[:2], P("data")), X),
     "split": (lambda key: jax.random.split(key, 5), jax.random.key(0)),
 }
 # jax 0.10 writes these out in another way: the table is that of 0.12

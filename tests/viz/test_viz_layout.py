@@ -1,10 +1,8 @@
 """What large networks become: regions as scopes, names in boxes, loops, blocks that begin where a person would cut."""
 
 import graphlib
-import io
 import itertools
 import re
-import xml.etree.ElementTree as ET
 from functools import partial
 
 import jax
@@ -121,13 +119,10 @@ def test_a_gradient_closes_with_its_layers():
     ]  # fmt: skip
 
 
-SVG = "{http://www.w3.org/2000/svg}"
-
-
 def texts(plot):
     """The lines of each node and cluster, by the name of the node."""
-    groups = [g for g in ET.fromstring(plot.pipe("svg")).iter(SVG + "g") if g.get("class") in ("node", "cluster")]
-    return {g.find(SVG + "title").text: [t.text for t in g.iter(SVG + "text")] for g in groups}
+    groups = m.groups(plot, "node", "cluster")
+    return {g.find(m.SVG + "title").text: [t.text for t in g.iter(m.SVG + "text")] for g in groups}
 
 
 def test_boxes_have_the_names_of_their_layers():
@@ -391,8 +386,7 @@ def test_numbered_copies_are_named_by_what_they_share_everywhere(first, label):
     assert {node.is_backward for node in repeated} == {False, True}
     closed = viz.trace(stack, *args, depth=0)
     assert label in {node.name for node in closed.layers}
-    viz.print_summary(stack, *args, file=(table := io.StringIO()))
-    assert f"\n{label} " in table.getvalue()
+    assert f"\n{label} " in m.summary(stack, *args)
     assert label in [line for lines in texts(viz.plot_network(stack, *args)).values() for line in lines]
     assert f'"{label}"' in viz.plot_network(stack, *args).html()
     step = viz.plot_step(jax.value_and_grad(stack), *args)

@@ -22,8 +22,6 @@ from jaxpar.viz._page import blocks as blocks_of_page
 from jaxpar.viz._page.blocks import CROWDED, draw_lines, tree
 from jaxpar.viz._page.page import layouts, size
 
-HOSTILE = "</script><script>alert(1)</script>'\"&\u2028<!--"
-
 
 def nested(params, x):
     """Blocks in blocks, a shortcut around one, and two that are alike."""
@@ -170,13 +168,20 @@ def test_a_loop_of_one_layer():
     assert "carry" in viz.plot_network(net, m.Spec((4, 4), m.f32)).html()
 
 
-def test_names_that_look_like_html_stay_text():
+def hostile():
+    """The plot of a network whose names look like HTML."""
+    name = "</script><script>alert(1)</script>'\"&\u2028<!--"
+
     def fn(params, x):
-        with jax.named_scope(HOSTILE):
-            return jnp.tanh(jnp.tanh(x @ params[HOSTILE]) @ params[HOSTILE])
+        with jax.named_scope(name):
+            return jnp.tanh(jnp.tanh(x @ params[name]) @ params[name])
 
     w = m.Spec((4, 4), m.f32)
-    plot = viz.plot_network(fn, {HOSTILE: w}, w, title=HOSTILE)
+    return viz.plot_network(fn, {name: w}, w, title=name)
+
+
+def test_names_that_look_like_html_stay_text():
+    plot = hostile()
     page = plot.html()
     found = Tags(page)
     assert found.open == []

@@ -7,7 +7,7 @@ import jax
 import lab
 import pytest
 import viz_models as m
-from test_viz_page import HOSTILE, nested
+from test_viz_page import hostile, nested
 
 from jaxpar import viz
 from jaxpar.viz._draw.table import to_html
@@ -342,12 +342,7 @@ def test_a_page_works_in_a_frame_of_a_notebook(show, attributes):
 
 
 def test_hostile_names_are_only_text(show):
-    def fn(params, x):
-        with jax.named_scope(HOSTILE):
-            return jax.numpy.tanh(jax.numpy.tanh(x @ params[HOSTILE]) @ params[HOSTILE])
-
-    w = m.Spec((4, 4), m.f32)
-    plot = viz.plot_network(fn, {HOSTILE: w}, w, title=HOSTILE)
+    plot = hostile()
     page = show(plot.html())
     told = []
     for item in range(page.evaluate("net.root")):

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 import viz_models as m
+from viz_models import SVG
 
 from jaxpar import viz
 from jaxpar.viz._draw.style import Options
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def draw(name, **options):
@@ -30,11 +29,9 @@ def drawn(name):
     return viz.Plot(m.traced(name), Options(name), 30.0)
 
 
-def boxes(svg):
+def boxes(plot):
     """(texts with their sizes and weights, left, right) of each node and cluster."""
-    for group in ET.fromstring(svg).iter(SVG + "g"):
-        if group.get("class") not in ("node", "cluster"):
-            continue
+    for group in m.groups(plot, "node", "cluster"):
         texts = [(t.text or "", float(t.get("font-size")), t.get("font-weight")) for t in group.iter(SVG + "text")]
         ellipse = next(group.iter(SVG + "ellipse"), None)
         if ellipse is not None:
@@ -69,7 +66,7 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for
 @pytest.mark.parametrize("name", NAMES)
 def test_renders_and_no_label_is_wider_than_its_box(name, width):
     plot = drawn(name)
-    found = list(boxes(plot.pipe("svg")))
+    found = list(boxes(plot))
     assert len(found) >= len(plot.network.nodes)
     for texts, left, right in found:
         for text, size, weight in texts:
@@ -78,7 +75,7 @@ def test_renders_and_no_label_is_wider_than_its_box(name, width):
 
 @pytest.mark.parametrize("options", [{"heat": "flops"}, {"heat": "bytes"}, {"hide_weights": False}, {"theme": "dark"}])
 def test_renders_with_every_option(options, width):
-    for texts, left, right in boxes(draw("gradient", **options).pipe("svg")):
+    for texts, left, right in boxes(draw("gradient", **options)):
         assert all(width(*text) <= right - left for text in texts)
 
 
@@ -86,16 +83,14 @@ def test_the_picture_of_lenet_says_what_mxnets_did():
     plot = drawn("lenet")
     assert isinstance(plot, graphviz.Digraph)
     assert isinstance(plot, viz.Plot)
-    root = ET.fromstring(plot.pipe("svg"))
-    nodes = {g.find(SVG + "title").text: g for g in root.iter(SVG + "g") if g.get("class") == "node"}
-    edges = [g.find(SVG + "title").text for g in root.iter(SVG + "g") if g.get("class") == "edge"]
+    nodes, edges = ({g.find(SVG + "title").text: g for g in m.groups(plot, kind)} for kind in ("node", "edge"))
     assert list(nodes) == [node.name for node in plot.network.nodes]
-    assert edges == [f"{edge.source}->{edge.target}" for edge in plot.network.edges]
+    assert list(edges) == [f"{edge.source}->{edge.target}" for edge in plot.network.edges]
     conv = nodes["conv1"]
     assert [t.text for t in conv.iter(SVG + "text")] == ["conv1", "Convolution 3×3/1, 20", "200 params"]
     assert next(conv.iter(SVG + "path")).get("fill") == "#fb8072"
     assert next(nodes["images"].iter(SVG + "ellipse")).get("fill") == "#8dd3c7"
-    labels = [t.text.strip() for g in root.iter(SVG + "g") if g.get("class") == "edge" for t in g.iter(SVG + "text")]
+    labels = [text.text.strip() for edge in edges.values() for text in edge.iter(SVG + "text")]
     assert labels[:2] == ["256×28×28×1", "256×26×26×20"]
     link = conv.find(f"{SVG}g/{SVG}a")
     assert "lenet.py:" in link.get("{http://www.w3.org/1999/xlink}title")
@@ -105,8 +100,7 @@ def test_the_picture_of_lenet_says_what_mxnets_did():
 
 def test_repeated_blocks_and_devices_are_labelled_clusters():
     def labels(name):
-        root = ET.fromstring(drawn(name).pipe("svg"))
-        return [next(g.iter(SVG + "text")).text for g in root.iter(SVG + "g") if g.get("class") == "cluster"]
+        return [next(group.iter(SVG + "text")).text for group in m.groups(drawn(name), "cluster")]
 
     assert labels("transformer") == ["blocks ×12", "attn"]
     assert labels("scan") == ["scan ×12", "blocks", "attn"]
@@ -143,19 +137,6 @@ def test_an_unknown_name():
         viz.plot  # noqa: B018
 
 
-def test_names_and_titles_of_any_kind():
-    def fn(params, x):
-        with jax.named_scope("a<b> [1]"):
-            return jnp.tanh(x @ params['we"ird\\<name>&'])
-
-    plot = viz.plot_network(
-        fn, {'we"ird\\<name>&': m.Spec((4, 4), m.f32)}, m.Spec((3, 4), m.f32), title='<b>"&\\', hide_weights=False
-    )
-    texts = "".join(ET.fromstring(plot.pipe("svg")).itertext())
-    assert '<b>"&\\' in texts
-    assert "tanh" in texts
-
-
 @pytest.mark.parametrize(
     ("ending", "start"),
     [("svg", b"<?xml"), ("png", b"\x89PNG"), ("pdf", b"%PDF"), ("dot", b"digraph"), ("gv", b"digraph")],
@@ -168,8 +149,6 @@ def test_save(tmp_path, ending, start):
 
 def test_render_as_graphviz_does(tmp_path):
     assert drawn("lenet").render(str(tmp_path / "net"), format="png").endswith("net.png")
-    with pytest.raises(viz.RenderError, match="cannot draw nonsense"):
-        drawn("lenet").save(tmp_path / "net.nonsense")
 
 
 def pixels(shown):
@@ -201,8 +180,7 @@ def test_what_graphviz_cannot_rank_is_drawn_otherwise():
     done = subprocess.run(["dot", "-Tsvg"], input=plot.source.encode(), capture_output=True)
     if done.returncode == 0:
         pytest.skip("this Graphviz can rank it")
-    nodes = [g for g in ET.fromstring(plot.pipe("svg")).iter(SVG + "g") if g.get("class") == "node"]
-    assert len(nodes) >= len(plot.network.layers)
+    assert len(m.groups(plot)) >= len(plot.network.layers)
 
 
 @pytest.fixture

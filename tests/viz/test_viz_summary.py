@@ -10,17 +10,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 import viz_models as m
+from viz_models import summary
 
 from jaxpar import viz
 from jaxpar._core.text import columns
 from jaxpar.models import lenet, matrix_factorization
 from jaxpar.viz._draw.table import rows, to_html, to_text
-
-
-def summary(fn, *args, **options):
-    out = io.StringIO()
-    viz.print_summary(fn, *args, file=out, **options)
-    return out.getvalue()
 
 
 def test_lenet_has_mxnets_layers_and_counts():
