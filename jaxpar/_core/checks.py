@@ -32,16 +32,14 @@ class UnknownKeyError(KeyError):
         return str(self.args[0])
 
 
-def as_values(keys: Sequence[int], value: Any, many: bool, what: str, name: str = "value") -> list[Any]:
-    """One value for each key. `many`: whether a list of keys was given, so that there must be a list of values."""
-    if not many:
-        return [value]
+def as_values(keys: Sequence[int], value: Any, what: str, name: str = "value") -> list[Any]:
+    """What was given for a list of keys: a list with a value for each."""
     is_list = isinstance(value, (list, tuple))
-    if not is_list or len(value) != len(keys):
-        kind = ValueError if is_list else TypeError
-        wanted = f"a list with one entry for each of the {len(keys)} keys {shorten(keys)}"
-        raise kind(f"{what}: {name} must be {wanted}, a list itself where several devices push, got {describe(value)}")
-    return list(value)
+    if is_list and len(value) == len(keys):
+        return list(value)
+    kind = ValueError if is_list else TypeError
+    wanted = f"a list with one entry for each of the {len(keys)} keys {shorten(keys)}"
+    raise kind(f"{what}: {name} must be {wanted}, a list itself where several devices push, got {describe(value)}")
 
 
 def find_keys(key: Any, where: str, store: Any = None) -> tuple[list[int], bool]:

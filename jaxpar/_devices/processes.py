@@ -80,8 +80,7 @@ def devices() -> tuple[Device, ...]:
 def check_first_fit() -> None:
     """`RuntimeError` for a second call of `fit` in an elastic run."""
     if _Elastic.has_fitted:
-        hint = "give that call all epochs, because a process that rejoins begins with the first call"
-        raise RuntimeError(f"fit: an elastic run has one call of fit; {hint}")
+        raise RuntimeError("fit: an elastic run has one call of fit; give that call all epochs")
 
 
 @contextlib.contextmanager
@@ -97,8 +96,7 @@ def elastic_fit() -> Generator[None]:
 def refuse_elastic(where: str) -> None:
     """`RuntimeError` in an elastic run, for a call that needs all processes at once."""
     if _Elastic.is_on and not _Elastic.is_fitting:
-        hint = "use it, or jp.distributed.initialize() without elastic=True"
-        raise RuntimeError(f"{where}: in an elastic run only `train.fit` computes over all processes; {hint}")
+        raise RuntimeError(f"{where}: in an elastic run only `train.fit` computes over all processes; give no elastic=")
 
 
 @functools.cache

@@ -39,11 +39,9 @@ class FullyShardedRule:
 
     def fill(self, path: str, shape: Shape, mesh: AnyMesh, spec: PartitionSpec) -> PartitionSpec:
         """Split one more dimension of a valid spec, over axes that the spec does not use."""
-        if unknown := [name for name in self.axes if name not in mesh.shape]:
-            raise ValueError(
-                f"parallel.fsdp: {path!r} of shape {shape} cannot be split over axis {unknown[0]!r}, which the "
-                f"{describe_mesh(mesh)} lacks; give fsdp an axis of the mesh"
-            )
+        for name in self.axes:
+            if name not in mesh.shape:
+                raise ValueError(f"parallel.fsdp: {path!r} of shape {shape}: the {describe_mesh(mesh)} lacks {name!r}")
         used = axes_of(spec)
         axes = tuple(name for name in self.axes if name not in used)
         if not axes:
@@ -348,8 +346,9 @@ def _sharding(chosen: Any, leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedShard
     if callable(chosen):
         return leaf.checked(chosen(leaf.path, leaf.shape, mesh), mesh, f"{where}, {chosen!r}")
     if chosen is None and is_traced(leaf.array):
-        unknown = f"the sharding of {leaf.path!r} is not known under jit and in train.plan"
-        raise ValueError(f"{where}: {unknown}; give a spec or a rule")
+        raise ValueError(
+            f"{where}: the sharding of {leaf.path!r} is not known under jit and in train.plan; give a rule"
+        )
     if chosen is None:  # what the parameter comes with: its own sharding, then its metadata, then whole copies
         chosen = getattr(leaf.array, "sharding", None)
         if chosen is None or chosen.is_fully_replicated:
@@ -357,10 +356,10 @@ def _sharding(chosen: Any, leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedShard
     if isinstance(chosen, PartitionSpec):
         return leaf.checked(chosen, mesh, where)
     if not isinstance(chosen, NamedSharding) or not _is_same_mesh(chosen.mesh, mesh):
-        raise ValueError(
-            f"{where}: {leaf.path!r} of shape {leaf.shape} has the sharding {chosen}, which is not on the "
-            f"{describe_mesh(mesh)}; give that mesh, or a rule or a PartitionSpec for this parameter"
+        found = (
+            f"{leaf.path!r} of shape {leaf.shape} has the sharding {chosen}, which is not on the {describe_mesh(mesh)}"
         )
+        raise ValueError(f"{where}: {found}; give that mesh, or a rule or a PartitionSpec")
     checked = leaf.checked(chosen.spec, mesh, where)
     return chosen if chosen.mesh == mesh else checked
 

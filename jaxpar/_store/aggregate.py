@@ -101,10 +101,8 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
         hint = 'push without axis_name, or train by make_train_step(loss_fn, engine="jit")'
         raise ValueError(f"kv.push: values of this store are split over a mesh in their own shapes; {hint}")
     if stores.is_split(store) and lax.axis_size(axis_name) != stores.shards(store):
-        raise ValueError(
-            f"kv.push: the axis {axis_name!r} has {lax.axis_size(axis_name)} devices, but the store of kind "
-            f"{store.kind!r} was made for {stores.shards(store)}"
-        )
+        has = f"the axis {axis_name!r} has {lax.axis_size(axis_name)} devices"
+        raise ValueError(f"kv.push: {has}, but this {store.kind!r} store was made for {stores.shards(store)}")
     small = compressed_keys(store, pushed)
     plain, packed = [k for k in pushed if k not in small], [k for k in pushed if k in small]
     summed: Arrays = {}
@@ -196,9 +194,8 @@ def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
     for k, held in residuals.items():
         before = jax.tree.leaves(held)[0].shape[0]
         if before != counts[k]:
-            lengths = f"pushed with {before} values before, now with {counts[k]}"
-            hint = "kv.set_gradient_compression starts the residuals from scratch"
-            raise ValueError(f"kv.push: key {k} is compressed and was {lengths}; {hint}")
+            was = f"key {k} is compressed and was pushed with {before} values before, now with {counts[k]}"
+            raise ValueError(f"kv.push: {was}; kv.set_gradient_compression starts the residuals anew")
     for count in set(counts.values()):
         keys = [k for k in counts if k not in residuals and counts[k] == count]
         residuals |= start_residuals(store, keys, count)
@@ -328,10 +325,8 @@ def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Chang
     before = store.optimizer_state
     params, state = run(stores.tree_of(store, {**grads, **left}), before, stores.tree_of(store, store.values))
     if jax.tree.structure(state) != jax.tree.structure(before):  # it could not be stored
-        raise TypeError(
-            "kv.push: the optimizer's update returns a state of another structure than its init: expected "
-            f"{jax.tree.structure(before)}, got {jax.tree.structure(state)}"
-        )
+        both = f"expected {jax.tree.structure(before)}, got {jax.tree.structure(state)}"
+        raise TypeError(f"kv.push: the optimizer's update returns a state of another structure than its init: {both}")
     values = {k: v for k, v in stores.by_key(store, params).items() if k not in left}
     return Changes(values, dict.fromkeys(values, ()), optimizer_state=_keep(store, left, state) if left else state)
 
@@ -343,11 +338,8 @@ def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
         found = stores.owners(store)
     except updaters._UnknownOwners as error:
         called = ", ".join(repr(stores.names(store)[k]) for k in sorted(keys)[:8])
-        raise ValueError(
-            f'train step: unused="skip" keeps {called} and their '
-            f"state unchanged, but their part of this optimizer's state is unknown: {error}; give frozen= for these "
-            "params, or updater=jp.updaters.from_optax(tx), which keeps one state a key"
-        ) from error
+        kept = f'unused="skip" keeps {called} and their unknown part of the optimizer\'s state: {error}'
+        raise ValueError(f"train step: {kept}; give frozen=, or updater=jp.updaters.from_optax(tx)") from error
     leaves, structure = jax.tree.flatten(state)
     both = zip(found, leaves, jax.tree.leaves(store.optimizer_state), strict=True)
     return structure.unflatten(old if k in keys else new for k, new, old in both)
@@ -386,10 +378,8 @@ def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
     paths = dict(store.paths)
     for k, value in values.items():
         if is_prng_key(value) and k not in store.frozen:
-            which = f"key {k} ({paths.get(k, str(k))!r})"
-            raise TypeError(
-                f"{where}: {which}: kind 'sharded' cuts no random keys; leave them out, or use kind='device'"
-            )
+            fault = "kind 'sharded' cuts no random keys; leave them out, or use kind='device'"
+            raise TypeError(f"{where}: key {k} ({paths.get(k, str(k))!r}): {fault}")
     if isinstance(store.updater, TreeOptimizer):
         updaters._check_elementwise_tree(store.updater, stores.tree_of(store, values), stores.shards(store), where)
     if isinstance(store.updater, Updater):

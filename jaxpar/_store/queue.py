@@ -85,10 +85,8 @@ def rotate_queue(store: KVStore, new: Arrays, *, one: bool) -> tuple[Arrays, dic
         held = store.pending.get(k) or _empty(stacked, store.staleness)
         oldest = held.values[0]
         if one and oldest.size != value.size:
-            raise ValueError(
-                f"kv.push: key {k}: values {oldest.shape} are pending, and each device pushes {value.shape}; spread "
-                "the store by kv.place and kv.partition_specs, or apply the pending ones by kv.flush first"
-            )
+            both = f"values {oldest.shape} are pending, and each device pushes {value.shape}"
+            raise ValueError(f"kv.push: key {k}: {both}; spread the store by kv.place, or call kv.flush first")
         due[k] = oldest.reshape(value.shape) if one else oldest
         joined = value.reshape(oldest.shape) if one else value
         count, ready[k] = _count_push(held.count, store.staleness)

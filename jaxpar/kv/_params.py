@@ -201,10 +201,7 @@ def _check_apart(leaves: Sequence[tuple[Any, Any]], names: Sequence[str]) -> Non
         named[name] = path
         first = placed.setdefault(id(leaf), name) if isinstance(leaf, (jax.Array, np.ndarray)) else name
         if first != name:
-            raise ValueError(
-                f"kv.from_params: leaves {first!r} and {name!r} of params are the same array; for one param used "
-                "twice, keep it once and use it twice in loss_fn; for two params, copy one: jnp.copy(array)"
-            )
+            raise ValueError(f"kv.from_params: leaves {first!r} and {name!r} are the same array; keep or copy one")
 
 
 def _leaf(leaf: Any, path: str) -> jax.Array:

@@ -118,8 +118,7 @@ def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> li
         assert store.devices is not None
         for k, r in rows.items():
             if r.shape[0] != len(store.devices) or r.ndim != 2:
-                share = f"one device's share of a store of kind {store.kind!r}"
-                raise ValueError(f"kv.pull: key {k}: this is {share}; give axis_name to gather the others")
+                raise ValueError(f"kv.pull: key {k}: this is one device's share; give axis_name to gather the others")
         if is_tracing():
             whole = [layouts[k].whole(r) for k, r in rows.items()]
         else:
@@ -303,16 +302,14 @@ def row_sparse_pull(
     """
     keys, many = checks.find_keys(key, "kv.row_sparse_pull", store)
     given = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
-    checks.as_values(keys, given, True, "kv.row_sparse_pull", "row_ids")
+    checks.as_values(keys, given, "kv.row_sparse_pull", "row_ids")
     count = 1 if devices is None else len(devices)
     wanted = [list(ids) if _is_list_of_arrays(ids) else [ids] for ids in given]
     for k, ids in zip(keys, wanted, strict=True):
         if len(ids) not in (1, count):
             where = "no devices=" if devices is None else plural(count, "device")
-            raise ValueError(
-                f"kv.row_sparse_pull: key {k}: expected one array of ids, or one for each device, got {len(ids)} lists "
-                f"of ids and {where}"
-            )
+            wanted = "expected one array of ids, or one for each device"
+            raise ValueError(f"kv.row_sparse_pull: key {k}: {wanted}, got {len(ids)} lists of ids and {where}")
     pulled = list[Any]()
     for value, ids in zip(map(mesh.to_host, pull_whole(store, keys, None)), wanted, strict=True):
         rows = [sparse.take(value, i) for i in ids]

@@ -90,10 +90,8 @@ def push(store: KVStore, key: checks.Key | checks.Keys, value: Any, *, axis_name
     elif axis_name is None and jax.process_count() > 1:
         for k in pushed:
             if spans_processes(store.values[k]):
-                raise ValueError(
-                    f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes; push "
-                    "inside pmap or shard_map with axis_name, as a training step does, or use kind 'dist_sync'"
-                )
+                where = f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes"
+                raise ValueError(f"{where}; push inside shard_map with axis_name, or use kind 'dist_sync'")
     if not pushed:
         return store
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], sparse.RowSparse)}
@@ -190,11 +188,8 @@ def _request(store: KVStore, key: checks.Key | checks.Keys, value: Any) -> dict[
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
     keys, many = checks.find_keys(key, "kv.push", store)
     if still := [k for k in keys if k in store.frozen]:
-        raise ValueError(
-            f"kv.push: key {still[0]} ({stores.names(store)[still[0]]!r}) is frozen, so it takes no gradient; push the "
-            "others, or make the store without frozen="
-        )
-    given, shapes = checks.as_values(keys, value, many, "kv.push"), stores.shapes_of(store)
+        raise ValueError(f"kv.push: key {still[0]} ({stores.names(store)[still[0]]!r}) is frozen; push the others only")
+    given, shapes = checks.as_values(keys, value, "kv.push") if many else [value], stores.shapes_of(store)
     pushed: dict[int, list[Any]] = {}
     for k, values in zip(keys, given, strict=True):
         where, checked = f"kv.push: value for key {k}", pushed.setdefault(k, [])
@@ -254,10 +249,8 @@ def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
     """Compare what the processes push. With other keys in one of them, all would wait forever."""
     for k, values in pushed.items():
         if any(spans_processes(leaf) for leaf in jax.tree.leaves(values)):
-            raise ValueError(
-                f"kv.push: key {k}: this value is on devices of several processes; push what this process has, "
-                "value.addressable_data(i), or push inside pmap or shard_map with axis_name"
-            )
+            where = f"kv.push: key {k}: this value is on devices of several processes"
+            raise ValueError(f"{where}; push value.addressable_data(i), or inside shard_map with axis_name")
     where = f"kv.push: kind {store.kind!r}: every process must push the same keys, in the same shapes"
     like = {k: jax.ShapeDtypeStruct(vs[0].shape, store.values[k].dtype) for k, vs in pushed.items()}
     rows = [k for k, vs in pushed.items() if isinstance(vs[0], sparse.RowSparse)]
@@ -349,18 +342,13 @@ def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int
     if store.compressor is not None:
         compressed = aggregate.compressed_keys(store, counts)
         residuals = aggregate.residuals_for(store, {k: n for k, n in counts.items() if k in compressed})
-    part = dataclasses.replace(
-        store,
-        values={n: store.values[k] for k, n in numbers.items()},
-        updater_state={n: store.updater_state[k] for k, n in numbers.items()},
-        residuals={numbers[k]: state for k, state in residuals.items()},
-        pending={},
-        optimizer_state=(),
-        updater=None,
-        compressor=None,
-        paths=(),
-        treedef=None,
-        frozen=(),
+    part = KVStore(
+        {n: store.values[k] for k, n in numbers.items()},
+        {n: store.updater_state[k] for k, n in numbers.items()},
+        {numbers[k]: state for k, state in residuals.items()},
+        store.kind,
+        devices=store.devices,
+        limits=store.limits,
         layouts=tuple([(n, layouts[k]) for k, n in numbers.items() if k in layouts]),
     )
     run = aggregate.program(updater, store.compressor)

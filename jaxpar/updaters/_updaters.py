@@ -253,9 +253,7 @@ class TreeOptimizer:
             raise
         except Exception as error:  # any error is the optimizer's own
             first = str(error).strip().partition("\n")[0][:200]
-            raise UnknownOwners(
-                f"its init does not map over the params (jax.tree.map): {type(error).__name__}: {first}"
-            ) from error
+            raise UnknownOwners(f"its init does not map over the params: {type(error).__name__}: {first}") from error
         return found
 
     def evaluated(self, state: Any, params: Tree) -> Tree:
