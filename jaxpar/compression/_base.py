@@ -95,19 +95,6 @@ class ElementCompressor(Compressor, Protocol):
 
 
 @runtime_checkable
-class RowCompressor(Compressor, Protocol):
-    """A compressor whose payload can be cut into rows of the value."""
-
-    def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
-        """The payload, padded and cut into `count` rows of equal length."""
-        ...
-
-    def decode_row(self, row: Payload, index: Any) -> jax.Array:
-        """The elements of row `index` of a payload, in float32."""
-        ...
-
-
-@runtime_checkable
 class LinearCompressor(Compressor, Protocol):
     """A compressor whose codes can be summed: `allreduce` replaces encode and decode."""
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from .._core import calls, checks
 from . import _base
-from ._base import Compressor, ElementCompressor, Grid, LinearCompressor, Payload, RowCompressor, Shape, State
+from ._base import Compressor, ElementCompressor, Grid, LinearCompressor, Payload, Shape, State
 from ._int3 import Int3
 
 _INT8_BLOCK = 1024  # elements that share a scale: fewer cost bytes, more lose precision beside an outlier
@@ -151,7 +151,7 @@ class OneBit(_InWords):
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8(RowCompressor):
+class Int8(Compressor):
     """Symmetric 8-bit integers with a float32 scale for each 1,024 elements.
 
     The scale is the largest magnitude of the block, divided by 127. The scales add 0.4 % to the bytes, and an outlier
@@ -202,6 +202,7 @@ class Int8(RowCompressor):
         return math.prod(shape) + 4 * _base.words(shape, _INT8_BLOCK)
 
     def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
+        """The payload, padded and cut into `count` rows of equal length, so that owners can decode their own."""
         chunk, blocks = _base.words(shape, count), _base.words(shape, _INT8_BLOCK)
         most = (_INT8_BLOCK - math.gcd(chunk, _INT8_BLOCK) + chunk - 1) // _INT8_BLOCK + 1
         first = jnp.arange(count, dtype=jnp.int32)[:, None] * chunk // _INT8_BLOCK
@@ -209,6 +210,7 @@ class Int8(RowCompressor):
         return {"codes": _base.pad(payload["codes"], count * chunk).reshape(count, chunk), "scales": scales}
 
     def decode_row(self, row: Payload, index: Any) -> jax.Array:
+        """The elements of row `index` of a payload, in float32."""
         codes, size = row["codes"].astype(jnp.float32), row["codes"].size
         if size % _INT8_BLOCK == 0:
             return (codes.reshape(-1, _INT8_BLOCK) * row["scales"][: size // _INT8_BLOCK, None]).reshape(-1)

@@ -28,7 +28,8 @@ from .._core.arrays import tree_nbytes
 from .._devices import collectives
 from .._devices.user_mesh import unsplit
 from . import _base, _int3
-from ._base import PLANE, Compressor, ElementCompressor, Grid, RowCompressor, State, decode_sum, in_order
+from ._base import PLANE, Compressor, ElementCompressor, Grid, State, decode_sum, in_order
+from ._compressors import Int8
 
 _FLOAT32 = 4  # bytes
 
@@ -264,17 +265,16 @@ def _way_of_value(compressor: Compressor, payload: Any, value: jax.Array, count:
         "gather": count * tree_nbytes(payload),
         "dense": count * 2 * _FLOAT32 * chunk,
     }
-    if isinstance(compressor, RowCompressor):
+    if isinstance(compressor, Int8):
         rows = jax.eval_shape(functools.partial(compressor.cut, shape=value.shape, count=count), payload)
         cost["owners"] = tree_nbytes(rows) + count * chunk * value.dtype.itemsize
     return min(cost, key=cost.__getitem__)
 
 
 def _sum_by_owners(
-    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: collectives.BucketLimits
+    compressor: Any, payloads: Payloads, values: Arrays, axis_name: str, limits: collectives.BucketLimits
 ) -> list[jax.Array]:
     count, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    assert isinstance(compressor, RowCompressor)
     rows = [compressor.cut(p, v.shape, count) for p, v in zip(payloads, values, strict=True)]
     received = _exchange(rows, functools.partial(_to_owners, axis_name=axis_name), 1, limits)
 
