@@ -22,7 +22,7 @@ from .._devices import collectives
 from .._devices.mesh import copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
 from ..mxnet import _KIND_ALIASES, _OTHER_KINDS, _STORE_ARGUMENTS, _line_for
-from ..updaters import Updater, accumulate, assign
+from ..updaters import Updater, assign
 
 # The kinds of store. The rest of the package asks a kind and compares no names.
 
@@ -457,9 +457,6 @@ def _summary(store: KVStore) -> str:
 
 
 def _updater_name(updater: Any) -> str:
-    for name, known in (("assign", assign), ("accumulate", accumulate)):
-        if updater == known:
-            return name
     inner = getattr(updater, "update", updater)
     if hasattr(updater, "tx"):
         return "optax transform of all params"
@@ -468,20 +465,19 @@ def _updater_name(updater: Any) -> str:
     if hasattr(inner, "rule"):
         return f"mxnet_{inner.rule.__name__}"
     inner = getattr(inner, "fn", inner)
-    return getattr(inner, "__name__", type(inner).__name__)
+    return getattr(inner, "__name__", type(inner).__name__).lstrip("_")  # `_assign` is assign
 
 
 def _rows(store: KVStore) -> Iterator[tuple[str, ...]]:
     """A row of the table for each key."""
-    called = names(store)
-    shapes = shapes_of(store) if all(hasattr(v, "shape") for v in store.values.values()) else {}
-    for key in sorted(store.values):
+    layouts = rows_of(store)
+    for key, name in names(store).items():
         value: Any = store.values[key]
         if not hasattr(value, "dtype"):
-            yield str(key), called[key], repr(value), "", ""
+            yield str(key), name, repr(value), "", ""
             continue
-        shape = ",".join(map(str, shapes[key]))
-        name = f"{called[key]} (frozen)" if key in store.frozen else called[key]
+        shape = ",".join(map(str, layouts[key].shape if key in layouts else value.shape))
+        name += " (frozen)" if key in store.frozen else ""
         yield str(key), name, f"{value.dtype}[{shape}]", f"{nbytes(value):,}", _place(value)
 
 

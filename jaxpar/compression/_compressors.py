@@ -21,7 +21,6 @@ from ._base import Compressor, ElementCompressor, Grid, LinearCompressor, Payloa
 from ._int3 import Int3
 
 _INT8_BLOCK = 1024  # elements that share a scale: fewer cost bytes, more lose precision beside an outlier
-_ROUNDINGS = ("nearest", "stochastic")
 
 
 def _check_number(compressor: Compressor, field: str, expected: str, allowed: Callable[[float], bool]) -> None:
@@ -151,7 +150,23 @@ class OneBit(_InWords):
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8(Compressor):
+class _Rounded(Compressor):
+    """Rounds to the nearest code, or at random. Then the state has a stream: the seed and the number of pushes."""
+
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        checks.choice(self.rounding, f"compression {self.name!r}", "rounding", ("nearest", "stochastic"))
+
+    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
+        state = super().init(shape, dtype)
+        if self.rounding == "stochastic":
+            state["stream"] = jnp.stack([jnp.asarray(seed, jnp.uint32), jnp.uint32(0)])
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(_Rounded):
     """Symmetric 8-bit integers with a float32 scale for each 1,024 elements.
 
     The scale is the largest magnitude of the block, divided by 127. The scales add 0.4 % to the bytes, and an outlier
@@ -171,14 +186,7 @@ class Int8(Compressor):
         ([127, -2], [1.0], [0.0, -0.25])
     """
 
-    rounding: str = "nearest"
     name: ClassVar[str] = "int8"
-
-    def __post_init__(self) -> None:
-        checks.choice(self.rounding, "compression 'int8'", "rounding", _ROUNDINGS)
-
-    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return super().init(shape, dtype) | _start_stream(self.rounding, seed)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         shape, size = state["residual"].shape, state["residual"].size
@@ -228,7 +236,7 @@ class Int8(Compressor):
 
 
 @dataclasses.dataclass(frozen=True)
-class BFloat16(ElementCompressor):
+class BFloat16(_Rounded, ElementCompressor):
     """The upper 16 bits of a float32, sent as uint16 so that no compiler widens them on the way.
 
     Attributes:
@@ -244,15 +252,8 @@ class BFloat16(ElementCompressor):
         ([1.0], [0.001953125])
     """
 
-    rounding: str = "nearest"
     name: ClassVar[str] = "bf16"
     elementwise: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        checks.choice(self.rounding, "compression 'bf16'", "rounding", _ROUNDINGS)
-
-    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return super().init(shape, dtype) | _start_stream(self.rounding, seed)
 
     def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
         wanted = _base.with_residual(value, state)
@@ -280,11 +281,6 @@ class BFloat16(ElementCompressor):
         if self.rounding == "nearest":
             return np.uint32(0x7FFF) + ((bits >> 16) & 1)
         return _random_16_bits(state, bits.shape).astype(jnp.uint32)
-
-
-def _start_stream(rounding: str, seed: Any) -> State:
-    """For stochastic rounding the seed and the number of pushes."""
-    return {} if rounding == "nearest" else {"stream": jnp.stack([jnp.asarray(seed, jnp.uint32), jnp.uint32(0)])}
 
 
 def _random_16_bits(state: State, shape: Shape) -> jax.Array:

@@ -123,23 +123,18 @@ def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> li
             whole = [layouts[k].whole(r) for k, r in rows.items()]
         else:
             mesh.wait_before_collectives(rows, store.devices)
-            whole = _gather_program(store.devices, store.limits)(list(rows.values()), shapes)
+            whole = _gather_program(store.devices, shapes, store.limits)(list(rows.values()))
     values = store.values | dict(zip(rows, whole, strict=True))
     return [values[k] for k in keys]
 
 
-@functools.lru_cache(maxsize=64)
-def _gather_program(devices: tuple[Device, ...], limits: Any) -> Any:
-    def run(stored: list[jax.Array], shapes: Any) -> list[jax.Array]:
-        return jax.shard_map(
-            lambda parts: collectives.all_gather([p.reshape(-1) for p in parts], shapes, mesh.STORE_AXIS, limits),
-            mesh=mesh.mesh_of(devices),
-            in_specs=P(mesh.STORE_AXIS),
-            out_specs=P(),
-            check_vma=False,
-        )(stored)
+@functools.lru_cache(maxsize=1024)
+def _gather_program(devices: tuple[Device, ...], shapes: Any, limits: Any) -> Any:
+    def run(parts: list[jax.Array]) -> list[jax.Array]:
+        return collectives.all_gather([p.reshape(-1) for p in parts], shapes, mesh.STORE_AXIS, limits)
 
-    return jax.jit(run, static_argnums=1)
+    over, along = mesh.mesh_of(devices), P(mesh.STORE_AXIS)
+    return jax.jit(jax.shard_map(run, mesh=over, in_specs=along, out_specs=P(), check_vma=False))
 
 
 # Copies on devices.

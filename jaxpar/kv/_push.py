@@ -82,9 +82,7 @@ def push(store: KVStore, key: checks.Key | checks.Keys, value: Any, *, axis_name
         `train.make_train_step` does.
     """
     pushed = _request(store, key, value)
-    if axis_name is not None:
-        aggregate.axis_size(axis_name, "kv.push")
-    way = _way_of(store, axis_name)
+    way = _way_of(store, axis_name, "kv.push")
     if way is _push_across:  # also where this process pushes nothing: others may wait for it
         _agree(store, pushed)
     elif axis_name is None and jax.process_count() > 1:
@@ -127,9 +125,7 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """
     if not store.pending:
         return store
-    if axis_name is not None:
-        aggregate.axis_size(axis_name, "kv.flush")
-    return queue.flush(store, axis_name, _way_of(store, axis_name))
+    return queue.flush(store, axis_name, _way_of(store, axis_name, "kv.flush"))
 
 
 @overload
@@ -228,17 +224,19 @@ def _check_tree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
             raise ValueError(f"kv.push: keys {checks.shorten(sorted(keys))} ({called}): {fault}")
 
 
-def _way_of(store: KVStore, axis_name: str | None) -> queue.Send:
+def _way_of(store: KVStore, axis_name: str | None, where: str) -> queue.Send:
     """What sums and updates."""
     kind, axes = stores.KINDS[store.kind], jax.sharding.get_abstract_mesh().manual_axes
+    if axis_name is not None:
+        aggregate.axis_size(axis_name, where)
     if not is_tracing():
         if not kind.over_processes or jax.process_count() == 1:
             return _push_here
-        processes.refuse_elastic(f"kv.push: kind {store.kind!r}")
+        processes.refuse_elastic(f"{where}: kind {store.kind!r}")
         return _push_across
     if axis_name is None and axes and not kind.on_one_device:  # it is allowed, but rarely meant
         warnings.warn(
-            f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
+            f"{where}: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
             f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each",
             stacklevel=calls.users_level(),
         )
