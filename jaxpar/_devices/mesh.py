@@ -67,16 +67,14 @@ def split_over(devices: tuple[Device, ...]) -> NamedSharding:
 
 def are_on(tree: Any, devices: Sequence[Device]) -> bool:
     """Whether all arrays of a pytree are on these devices, so that a program over them, in this order, takes them."""
-    for leaf in jax.tree.leaves(tree):
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-            continue
-        sharding = leaf.sharding
+
+    def is_there(sharding: Sharding) -> bool:
         if isinstance(sharding, NamedSharding):
-            if tuple(np.ravel(np.asarray(sharding.mesh.devices))) != tuple(devices):
-                return False
-        elif sharding.device_set != set(devices):
-            return False
-    return True
+            return tuple(np.ravel(np.asarray(sharding.mesh.devices))) == tuple(devices)
+        return sharding.device_set == set(devices)
+
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+    return all(is_there(array.sharding) for array in arrays)
 
 
 def assemble(shards: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
@@ -124,8 +122,6 @@ def to_host(leaf: Any) -> Any:
 
 def _put(leaf: Any, sharding: Sharding | None) -> Any:
     if spans_processes(leaf):
-        if leaf.sharding == sharding:
-            return leaf
         if sharding is not None and leaf.sharding.device_set == sharding.device_set:
             return jax.device_put(leaf, sharding)  # in any order of the devices
         leaf = to_host(leaf)
@@ -247,7 +243,7 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
     Large values of emulated devices share the memory of the given ones. XLA does not write to such memory.
     """
-    copies: list[Any] = [None] * len(arrays)
+    copies: dict[int, jax.Array] = {}
     small: dict[Sharding, list[int]] = {}
     several = jax.process_count() > 1  # asked once: many arrays are asked for each pull
     for i, array in enumerate(arrays):
@@ -261,9 +257,8 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         program = _program(None if isinstance(sharding, SingleDeviceSharding) else sharding)
         for start in range(0, len(places), _MOST):
             some = places[start : start + _MOST]
-            for i, copy in zip(some, program([arrays[i] for i in some]), strict=True):
-                copies[i] = copy
-    return copies
+            copies |= zip(some, program([arrays[i] for i in some]), strict=True)
+    return [copies[i] for i in range(len(arrays))]
 
 
 def _of_shards(array: jax.Array) -> jax.Array:

@@ -41,9 +41,8 @@ class FullyShardedRule:
         """Split one more dimension of a valid spec, over axes that the spec does not use."""
         for name in self.axes:
             if name not in mesh.shape:
-                raise ValueError(
-                    f"parallel.fsdp: for {path!r} of shape {shape} the {describe_mesh(mesh)} lacks {name!r}"
-                )
+                missing = f"axis {name!r}, which the {describe_mesh(mesh)} lacks"
+                raise ValueError(f"parallel.fsdp: {path!r} of shape {shape} cannot be split over {missing}")
         used = axes_of(spec)
         axes = tuple(name for name in self.axes if name not in used)
         if not axes:

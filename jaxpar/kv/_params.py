@@ -17,7 +17,7 @@ from .._core.arrays import Device, is_traced
 from .._devices import processes
 from .._devices.mesh import mesh_of
 from .._devices.user_mesh import in_user_mesh
-from .._store import store as stores
+from .._store import aggregate, store as stores
 from .._store.store import KVStore
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
@@ -103,9 +103,9 @@ def from_params(
     store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     store = dataclasses.replace(store, frozen=_frozen_keys(frozen, params, paths, values))
-    chosen = mesh if mesh is not None else _mesh_for(store, params, sharding, optimizer)
+    chosen = mesh if mesh is not None else _mesh_for(store, values, treedef, sharding, optimizer)
     if chosen is not None:
-        if sharding is None and stores.KINDS[store.kind].in_rows and not _split_shardings(params):
+        if sharding is None and stores.KINDS[store.kind].in_rows and not _split_shardings(values):
             sharding = default_rule(store, chosen)
         layouts = split_layouts(store, range(len(values)), params, chosen, sharding, "kv.from_params")
         store = dataclasses.replace(store, devices=tuple(chosen.devices.flat), layouts=layouts)
@@ -158,11 +158,10 @@ def _check_params(params: Any) -> None:
             raise TypeError(f"kv.from_params: leaf {name!r} of params is a RowSparse; give sparse.to_dense(value)")
 
 
-def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mesh | None:
+def _mesh_for(store: KVStore, values: Sequence[jax.Array], treedef: Any, sharding: Any, optimizer: Any) -> Mesh | None:
     """The mesh over which values are split in their own shapes. None: there is none."""
     given = [s for s in jax.tree.leaves(sharding) if isinstance(s, NamedSharding)]
-    found = given or _split_shardings(params)
-    if found:
+    if found := given or _split_shardings(values):
         mesh = found[0].mesh
         assert isinstance(mesh, Mesh)
         return mesh
@@ -171,20 +170,20 @@ def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mes
     if not stores.KINDS[store.kind].in_rows or optimizer is None or isinstance(optimizer, updaters.Updater):
         return None
     assert store.devices is not None
-    leaves, structure = jax.tree.flatten(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
-    trained = structure.unflatten(
-        x if jnp.issubdtype(x.dtype, jnp.inexact) and k not in store.frozen else None for k, x in enumerate(leaves)
-    )
+    specs: Any = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in enumerate(values)}
+    tree_optimizer = updaters._TreeOptimizer(optimizer)
     try:
-        updaters._check_elementwise_tree(updaters._TreeOptimizer(optimizer), trained, len(store.devices), "")
+        aggregate.check_shares(
+            dataclasses.replace(store, values=specs, treedef=treedef, updater=tree_optimizer), specs, "kv.from_params"
+        )
     except ValueError:  # it cannot be given shares of the params
         return mesh_of(store.devices)
     return None
 
 
-def _split_shardings(params: Any) -> list[NamedSharding]:
+def _split_shardings(values: Sequence[jax.Array]) -> list[NamedSharding]:
     """The shardings of params that come split over devices."""
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params) if not is_traced(leaf)]
+    shardings = [v.sharding for v in values if not is_traced(v)]
     return [s for s in shardings if isinstance(s, NamedSharding) and not s.is_fully_replicated]
 
 

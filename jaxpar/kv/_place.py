@@ -190,16 +190,12 @@ def _with_pending(store: KVStore, before: dict[int, queue.PendingPushes]) -> KVS
     if not store.staleness:
         return store
     assert store.devices is not None
+    if processes.to_share([pushes.values for pushes in before.values()], store.devices):
+        raise ValueError("kv.place: pushes are pending in this process only; call kv.flush first")
     count, pending = len(store.devices), {}
-    for k in sorted(store.values):
-        pushes = before.get(k)
-        has_gradient = jnp.issubdtype(store.values[k].dtype, jnp.inexact) and k not in store.frozen
-        if pushes is None and not has_gradient:
-            continue
-        if pushes is None:
-            pushes = queue.start(store, k, count)
-        elif processes.to_share(pushes.values, store.devices):
-            raise ValueError(f"kv.place: pushes to key {k} are pending in this process only; call kv.flush first")
+    floating = {k for k, v in store.values.items() if jnp.issubdtype(v.dtype, jnp.inexact)}
+    for k in sorted(before.keys() | floating - {*store.frozen}):
+        pushes = before.get(k) or queue.start(store, k, count)
         pushes = queue.regroup(jax.tree.map(to_host, pushes), count)
         values = put_copy(pushes.values, split_over(store.devices))
         pending[k] = queue.PendingPushes(values, put_copy(pushes.count, stores.sharding_of(store)))
