@@ -170,11 +170,6 @@ class KVStore:
     frozen: tuple[int, ...] = ()
 
     @property
-    def shapes(self) -> tuple[tuple[int, collectives.Shape], ...]:
-        """(key, shape) of each value that is cut into rows, as `pull` returns it."""
-        return tuple((k, layout.shape) for k, layout in rows_of(self).items())
-
-    @property
     def shardings(self) -> tuple[tuple[int, NamedSharding], ...]:
         """(key, sharding) of values that are split over a mesh in their own shapes, or ().
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from .. import updaters
 from .._core import calls, checks, text
 from .._core.arrays import Device, is_traced
+from .._core.portable import path_name
 from .._devices import processes
 from .._devices.mesh import mesh_of
 from .._devices.user_mesh import in_user_mesh
@@ -97,7 +98,7 @@ def from_params(
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
     _check_params(params)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    paths = [path_name(path) for path, _ in leaves]
     _check_apart(leaves, paths)
     # Before the first use of JAX, since a kind `dist_*` joins the other processes.
     store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
@@ -154,8 +155,7 @@ def _check_params(params: Any) -> None:
     # As a pytree it has two leaves, and its row numbers would become a param.
     for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, RowSparse)):
         if isinstance(leaf, RowSparse):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise TypeError(f"kv.from_params: leaf {name!r} of params is a RowSparse; give sparse.to_dense(value)")
+            raise TypeError(f"kv.from_params: leaf {path_name(path)!r} of params is a RowSparse; use sparse.to_dense")
 
 
 def _mesh_for(store: KVStore, values: Sequence[jax.Array], treedef: Any, sharding: Any, optimizer: Any) -> Mesh | None:
