@@ -84,9 +84,7 @@ def place(
         mesh = stores.mesh_of_values(store)
     if mesh is not None:
         specs, target = stores.specs_of(store), tuple(mesh.devices.flat)
-        like: Any = {stores.names(store)[k]: spec for k, spec in specs.items()}
-        if store.treedef is not None:
-            like = store.treedef.unflatten([specs[k] for k, _ in store.paths])
+        like = specs if store.treedef is None else store.treedef.unflatten([specs[k] for k, _ in store.paths])
         if sharding is None:
             sharding = default_rule(store, mesh) if stores.KINDS[store.kind].in_rows else PartitionSpec()
         layouts = split_layouts(store, sorted(specs), like, mesh, sharding, "kv.place")
@@ -259,8 +257,7 @@ def _check_rules(like: KVStore, saved: dict[int, Saved], remarks: list[str]) -> 
             )
     if "numbers" in found:
         remarks.append(
-            "the optimizer has other numbers (learning rate, schedule, decay) than the saved one; the new numbers "
-            "apply from now on"
+            "the optimizer has other numbers (learning rate, schedule, decay) than were saved; they apply now"
         )
 
 
@@ -296,10 +293,7 @@ def _residuals(store: KVStore, like: KVStore, saved: dict[int, Saved], remarks: 
         leaves = [own[name][1] if fits else np.asarray(leaf) for name, leaf in expected.items()]
         residuals[k] = put(jax.tree.structure(fresh).unflatten(leaves), sharding)
     if new:
-        remarks.append(
-            f"the compressor's residuals of keys {checks.shorten(new)} start anew, because the saved residuals belong "
-            "to another number of devices or another compressor"
-        )
+        remarks.append(f"residuals of keys {checks.shorten(new)} start anew: other devices, or another compressor")
     return residuals
 
 

@@ -42,6 +42,12 @@ def test_shapes_and_shardings_follow_from_the_layouts(kind):
     assert all(split.values[k].sharding == sharding for k, sharding in split.shardings)
 
 
+def test_each_key_of_a_store_without_names_gets_its_own_sharding():
+    store = kv.init(kv.create("device"), [2, 10], [jnp.ones(4096), jnp.ones(3)])
+    placed = kv.place(store, mesh=MESH, sharding=parallel.fsdp("data"))
+    assert {k: v.sharding.spec for k, v in placed.values.items()} == {2: P("data"), 10: P()}
+
+
 def test_layouts_are_static_and_equal_ones_share_a_program():
     compiled = jax.jit(lambda store: store.values)
     for _ in range(2):
