@@ -67,14 +67,10 @@ def split_over(devices: tuple[Device, ...]) -> NamedSharding:
 
 def are_on(tree: Any, devices: Sequence[Device]) -> bool:
     """Whether all arrays of a pytree are on these devices, so that a program over them, in this order, takes them."""
-
-    def is_there(sharding: Sharding) -> bool:
-        if isinstance(sharding, NamedSharding):
-            return tuple(np.ravel(np.asarray(sharding.mesh.devices))) == tuple(devices)
-        return sharding.device_set == set(devices)
-
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
-    return all(is_there(array.sharding) for array in arrays)
+    shardings = {array.sharding for array in arrays}
+    in_order = {tuple(np.ravel(np.asarray(s.mesh.devices))) for s in shardings if isinstance(s, NamedSharding)}
+    return in_order <= {tuple(devices)} and {frozenset(s.device_set) for s in shardings} <= {frozenset(devices)}
 
 
 def assemble(shards: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
