@@ -102,11 +102,8 @@ def refuse_elastic(where: str) -> None:
 @functools.cache
 def leaders() -> tuple[Device, ...]:
     """The first device of each process, in the order of the processes."""
-    first: dict[int, Device] = {}
-    for device in jax.devices():
-        if device.process_index not in first or device.id < first[device.process_index].id:
-            first[device.process_index] = device
-    return tuple(first[i] for i in range(jax.process_count()))
+    own = [[d for d in jax.devices() if d.process_index == i] for i in range(jax.process_count())]
+    return tuple(min(devices, key=lambda d: d.id) for devices in own)
 
 
 @on_own_mesh

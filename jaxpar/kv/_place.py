@@ -231,11 +231,6 @@ def rule_of_each(store: KVStore) -> dict[int, str | None]:
     return updaters._rule_of_each(store.updater, structure, tuple(keys), tuple(specs[k] for k in keys))
 
 
-def bare(store: KVStore) -> KVStore:
-    """The store without what belongs to the devices that pushed."""
-    return dataclasses.replace(store, residuals={}, pending={})
-
-
 def complete(store: KVStore, like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> KVStore:
     """The store with residuals and pending pushes, for the devices of `like`."""
     _check_rules(like, by_key(saved, join_names(prefix, "values"), like), remarks)
@@ -416,4 +411,6 @@ def _names_of_keys(store: KVStore) -> list[list[str]]:
         return []
 
 
-FORMATS[KVStore] = NodeFormat(slots, bare, complete, adapt)
+# Without what belongs to the devices that pushed, which `complete` restores.
+_bare = functools.partial(dataclasses.replace, residuals={}, pending={})
+FORMATS[KVStore] = NodeFormat(slots, _bare, complete, adapt)

@@ -57,9 +57,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         if len(devices) == n and devices[0].platform == "cpu":
             return
         runs = f"use_cpu_devices({n}): JAX runs already, on {len(devices)} {devices[0].platform} device(s)"
-        raise RuntimeError(
-            f"{runs}; restart the Python process or the notebook's kernel and call this first"
-        ) from error
+        raise RuntimeError(f"{runs}; restart the Python process (or the kernel) and call this first") from error
     if keep_memory and not keep_freed_memory():
         warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
 
