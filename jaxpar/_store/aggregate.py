@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -383,5 +384,9 @@ def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
     if isinstance(store.updater, TreeOptimizer):
         updaters._check_elementwise_tree(store.updater, stores.tree_of(store, values), stores.shards(store), where)
     if isinstance(store.updater, Updater):
-        specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in values.items() if k not in store.frozen}
-        updaters._check_elementwise(store.updater, specs, stores.shards(store), paths, where)
+        spec, shards, forms = jax.ShapeDtypeStruct, stores.shards(store), dict[int, Any]()
+        for k, v in values.items():
+            if k not in store.frozen:
+                chunk = collectives.chunk_size(math.prod(v.shape), shards)
+                forms[k] = spec(v.shape, v.dtype), spec((chunk,), v.dtype), spec((shards, chunk), v.dtype)
+        updaters._check_elementwise(store.updater, forms, paths, where)
