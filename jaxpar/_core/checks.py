@@ -241,10 +241,8 @@ def hashable(value: Any, where: str) -> Any:
     try:
         hash(value)
     except TypeError:
-        raise TypeError(
-            f"{where}: {describe(value)} has no hash, so its compiled program cannot be kept; give a function that "
-            "calls it"
-        ) from None
+        unkept = f"{where}: {describe(value)} has no hash, so its compiled program cannot be kept"
+        raise TypeError(f"{unkept}; give a function that calls it") from None
     return value
 
 

@@ -240,14 +240,10 @@ class Changes(NamedTuple):
 
 def with_changes(store: KVStore, changes: Changes) -> KVStore:
     """The store after a push."""
-    return dataclasses.replace(
-        store,
-        values=store.values | changes.values,
-        updater_state=store.updater_state | changes.updater_state,
-        residuals=store.residuals | changes.residuals,
-        pending=store.pending | changes.pending,
-        optimizer_state=store.optimizer_state if changes.optimizer_state is None else changes.optimizer_state,
-    )
+    by_key = changes._asdict()
+    state = by_key.pop("optimizer_state")
+    new = {name: getattr(store, name) | of_keys for name, of_keys in by_key.items()}
+    return dataclasses.replace(store, **new, optimizer_state=store.optimizer_state if state is None else state)
 
 
 @calls.answers("kv.names", _STORE_ARGUMENTS)

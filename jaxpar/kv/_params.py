@@ -97,7 +97,8 @@ def from_params(
     if optimizer is not None and updater is not None:
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
     _check_params(params)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    # A RowSparse has two leaves, and its row numbers would become a param.
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, RowSparse))
     paths = [path_name(path) for path, _ in leaves]
     _check_apart(leaves, paths)
     # Before the first use of JAX, since a kind `dist_*` joins the other processes.
@@ -152,10 +153,6 @@ def _check_params(params: Any) -> None:
         raise TypeError(f"kv.from_params: expected params, got a {type(params).__name__}; its params are {own}")
     if params is None:
         raise ValueError("kv.from_params: params is None, so there is nothing to train; give a pytree of arrays")
-    # As a pytree it has two leaves, and its row numbers would become a param.
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, RowSparse)):
-        if isinstance(leaf, RowSparse):
-            raise TypeError(f"kv.from_params: leaf {path_name(path)!r} of params is a RowSparse; use sparse.to_dense")
 
 
 def _mesh_for(store: KVStore, values: Sequence[jax.Array], treedef: Any, sharding: Any, optimizer: Any) -> Mesh | None:
@@ -204,6 +201,8 @@ def _check_apart(leaves: Sequence[tuple[Any, Any]], names: Sequence[str]) -> Non
 
 
 def _leaf(leaf: Any, path: str) -> jax.Array:
+    if isinstance(leaf, RowSparse):
+        raise TypeError(f"kv.from_params: leaf {path!r} of params is a RowSparse; give sparse.to_dense(value)")
     try:
         return checks.array(leaf, f"kv.from_params: leaf {path!r} of params")
     except jax.errors.UnexpectedTracerError:

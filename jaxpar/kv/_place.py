@@ -246,10 +246,8 @@ def _check_rules(like: KVStore, saved: dict[int, Saved], remarks: list[str]) -> 
         record, _ = saved[k][""]
         found.add(difference := updaters._difference_of_rules(rule, record.get("rule")))
         if difference == "rule":
-            raise ValueError(
-                f"{record['words']}: it was saved with another optimizer than that of `like`; restore with that one, "
-                "then jax.tree.unflatten(jax.tree.structure(new), jax.tree.leaves(restored))"
-            )
+            hint = "restore with that one, then jax.tree.unflatten(jax.tree.structure(new), jax.tree.leaves(restored))"
+            raise ValueError(f"{record['words']}: it was saved with another optimizer than that of `like`; {hint}")
     if "numbers" in found:
         remarks.append(
             "the optimizer has other numbers (learning rate, schedule, decay) than were saved; they apply now"
