@@ -45,7 +45,8 @@ _CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 
 def mesh_of(devices: Sequence[Device]) -> Mesh:
     """The mesh of these devices, with the one axis `STORE_AXIS`."""
-    return Mesh(np.array(devices), (STORE_AXIS,))
+    mesh: Any = copies_on(tuple(devices)).mesh
+    return mesh
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
@@ -56,13 +57,13 @@ def auto_mesh(mesh: Mesh) -> Mesh:
 @functools.lru_cache(maxsize=128)
 def copies_on(devices: tuple[Device, ...]) -> NamedSharding:
     """The sharding of a value with a whole copy on each device."""
-    return NamedSharding(mesh_of(devices), PartitionSpec())
+    return NamedSharding(Mesh(np.array(devices), (STORE_AXIS,)), PartitionSpec())
 
 
 @functools.lru_cache(maxsize=128)
 def split_over(devices: tuple[Device, ...]) -> NamedSharding:
     """The sharding that gives each device an equal part along the first axis."""
-    return NamedSharding(mesh_of(devices), PartitionSpec(STORE_AXIS))
+    return NamedSharding(copies_on(devices).mesh, PartitionSpec(STORE_AXIS))
 
 
 def are_on(tree: Any, devices: Sequence[Device]) -> bool:

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from .. import sparse, updaters
 from .._core import checks
-from .._core.arrays import Device, Recent, is_prng_key, is_traced
+from .._core.arrays import Recent, is_prng_key, is_traced
 from .._devices import collectives
-from .._devices.mesh import STORE_AXIS, mesh_of
+from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import split_like, unsplit
 from ..compression import _start_owner as start_owner
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
@@ -32,27 +32,24 @@ from .store import WHOLE, Arrays, Changes, KVStore, Lists, Rows
 _NUMBER = "num_update"  # its name in MXNet
 Pair = tuple[jax.Array, Any]  # a new value and a new state
 
-Devices = tuple[Device, ...]
-
 POSITION = "position"  # the axis of a pushed list of values
 
 
 def _make_program(updater: Any, compressor: Any) -> Any:
     """What a push at the prompt changes: the functions below, compiled. The store has the keys that are pushed only.
 
-    It comes without updater and compressor, since JAX keeps the structures of arguments forever. With `devices`, `sent`
-    has one array for each key, of which each of them has its value.
+    It comes without updater and compressor, since JAX keeps the structures of arguments forever. With a mesh, `sent`
+    has one array for each key, of which each device has its value.
     """
 
-    def run(store: KVStore, sent: Lists, devices: Devices | None) -> Changes:
+    def run(store: KVStore, sent: Lists, mesh: Mesh | None) -> Changes:
         store = dataclasses.replace(store, updater=updater, compressor=compressor)
-        if devices is None:
+        if mesh is None:
             return _at_home(store, push(store, sent, None))
         specs = jax.tree.map(operator.methodcaller("spec", STORE_AXIS), stores.layout_of_each(store))
         changes = Changes(specs.values, specs.updater_state, specs.residuals)
-        mesh, args = mesh_of(devices), (specs, P(STORE_AXIS))
         # A value without axes comes in the shape (1,), since one in () could not be split. The update reshapes the sum.
-        own = functools.partial(push, axis_name=STORE_AXIS)
+        own, args = functools.partial(push, axis_name=STORE_AXIS), (specs, P(STORE_AXIS))
         return jax.shard_map(own, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(store, sent)
 
     return jax.jit(run, static_argnums=2)

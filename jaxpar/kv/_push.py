@@ -33,6 +33,7 @@ from ._pull import RETURNED, pull
 # XLA compiles a kernel for each value, so a program for thousands of keys would take minutes.
 _MOST_KEYS = 256
 
+Devices = tuple[Device, ...]
 Way = Callable[[Any, KVStore, Lists], Changes]  # what is given a program, and runs it where it belongs
 
 
@@ -309,7 +310,7 @@ def _push_across(store: KVStore, pushed: Lists) -> Changes:
     return changes._replace(residuals=summed.residuals)
 
 
-def _pushing_devices(store: KVStore, pushed: Lists) -> aggregate.Devices | None:
+def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
     """The devices in their order, if each key has one value on each of the same several ones."""
     shardings = [[v.sharding for v in values] for values in pushed.values()]
     first = shardings[0]
@@ -357,7 +358,7 @@ def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int
 # Where a program runs. It is given what `aggregate.program` takes: a store of some keys, and their lists.
 
 
-def _push_over(devices: aggregate.Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
+def _push_over(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
     """A program over these devices sums what each of them pushed. Those of this process have one value of each key."""
     along, values, states = split_over(devices), store.values, store.updater_state
     if not stores.is_split(store):
@@ -371,10 +372,10 @@ def _push_over(devices: aggregate.Devices, run: Any, store: KVStore, pushed: Lis
         each = [v if v.dtype == dtype else v.astype(dtype) for v in each]
         sent[k] = [assemble([v if v.ndim else v.reshape(1) for v in each], along)]
     mesh.wait_before_collectives((store, sent), devices)
-    return run(store, sent, devices)
+    return run(store, sent, along.mesh)
 
 
-def _push_at_home(devices: aggregate.Devices | None, run: Any, store: KVStore, pushed: Lists) -> Changes:
+def _push_at_home(devices: Devices | None, run: Any, store: KVStore, pushed: Lists) -> Changes:
     """A program where the stored values are sums what is sent there. `devices`: those that push one value each."""
     where = _target(store, next(iter(pushed)))
     # A program takes views of one memory without a copy, and faster than arrays that are put on its device first.
@@ -386,7 +387,7 @@ def _push_at_home(devices: aggregate.Devices | None, run: Any, store: KVStore, p
     return run(store, sent, None)
 
 
-def _push_on_first(devices: aggregate.Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
+def _push_on_first(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
     """The first device sums and updates in a memory that all of them share. The others share its results."""
     # So one device does the work of all for large values, of which each device has a copy.
     values, states = _move((store.values, store.updater_state), SingleDeviceSharding(devices[0]))
