@@ -104,8 +104,7 @@ class NameRules:
         if matched := [path for path in paths if fnmatch.fnmatchcase(path, pattern)]:
             earlier = self.patterns[self.first_match(matched[0]) or 0][0]
             return (
-                f"is never used, because the first match counts and {earlier!r} comes before it and matches "
-                f"{checks.shorten([*map(repr, matched)])}; put {pattern!r} first"
+                f"is never used, because {earlier!r} comes before it and matches {matched[0]!r}; put {pattern!r} first"
             )
         near = difflib.get_close_matches(pattern, paths, 3, cutoff=0.0)
         return f"matches no parameter; near are {checks.shorten([*map(repr, near)])}, of {len(paths)} in all"
