@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -336,7 +335,7 @@ def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
         found = stores.owners(store)
     except updaters._UnknownOwners as error:
         called = ", ".join(repr(stores.names(store)[k]) for k in sorted(keys)[:8])
-        kept = f'unused="skip" keeps {called} and their unknown part of the optimizer\'s state: {error}'
+        kept = f'unused="skip" keeps {called} and their state, but which part of it is theirs is unknown: {error}'
         raise ValueError(f"train step: {kept}; give frozen=, or updater=jp.updaters.from_optax(tx)") from error
     leaves, structure = jax.tree.flatten(state)
     both = zip(found, leaves, jax.tree.leaves(store.optimizer_state), strict=True)
@@ -384,6 +383,6 @@ def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
         spec, shards, forms = jax.ShapeDtypeStruct, stores.shards(store), dict[int, Any]()
         for k, v in values.items():
             if k not in store.frozen:
-                chunk = collectives.chunk_size(math.prod(v.shape), shards)
+                chunk = Rows(v.shape, shards).chunk
                 forms[k] = spec(v.shape, v.dtype), spec((chunk,), v.dtype), spec((shards, chunk), v.dtype)
         updaters._check_elementwise(store.updater, forms, paths, where)

@@ -378,8 +378,7 @@ def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) ->
     thawed = wanted.keys() - held
     saved |= {name: (wanted[name].record(), fresh[name]) for name in thawed}
     for k in like.values:
-        record, array = saved[f"{values}/{k}"]
-        saved[f"{values}/{k}"] = {n: x for n, x in record.items() if n != "rule"}, array
+        saved[f"{values}/{k}"][0].pop("rule", None)
     if thawed:
         called = ", ".join(repr(stores.names(like)[k]) for k in sorted({owner[name] or 0 for name in thawed}))
         remarks.append(f"{called}: frozen in the checkpoint, so the optimizer's state of these params starts anew")
