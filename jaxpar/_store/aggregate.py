@@ -102,16 +102,13 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
         raise ValueError(f"kv.push: {has}, but this {store.kind!r} store was made for {stores.shards(store)}")
     small = compressed_keys(store, pushed)
     plain, packed = [k for k in pushed if k not in small], [k for k in pushed if k in small]
-    summed: Arrays = {}
-    residuals: dict[int, Any] = {}
-    if plain:
-        sums = kind.reduce([pushed[k] for k in plain], axis_name, store.limits)
-        summed.update(zip(plain, sums, strict=True))
+    sums = kind.reduce([pushed[k] for k in plain], axis_name, store.limits)
+    summed, residuals = dict(zip(plain, sums, strict=True)), dict[int, Any]()
     if packed:
         own, held = _own_residuals(store, packed, axis_name)
         values, before = [pushed[k] for k in packed], [own[k] for k in packed]
         sums, states = kind.reduce_compressed(store.compressor, values, before, axis_name, store.limits)
-        summed.update(zip(packed, sums, strict=True))
+        summed |= zip(packed, sums, strict=True)
         for k, state in zip(packed, states, strict=True):
             residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, held[k])
     return {k: summed[k] for k in pushed}, residuals

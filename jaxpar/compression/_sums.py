@@ -112,7 +112,7 @@ def _sum_payloads(
     """The sums over the axis of what each device encoded as these payloads. Of `values`, shapes and dtypes are used."""
     count = lax.axis_size(axis_name)
     ways = [_way_of_value(compressor, p, v, count) for p, v in zip(payloads, values, strict=True)]
-    sums: list[Any] = [None] * len(values)
+    sums = dict[int, jax.Array]()
     for way in ("gather", "owners", "dense"):
         if not (chosen := [i for i, w in enumerate(ways) if w == way]):
             continue
@@ -126,9 +126,8 @@ def _sum_payloads(
             whole = [compressor.decode(p, v.shape, "float32") for p, v in zip(some, like, strict=True)]
             totals = collectives.allreduce(whole, axis_name, limits, _sum_dense)
             found = [s.astype(v.dtype) for s, v in zip(totals, like, strict=True)]
-        for i, total in zip(chosen, found, strict=True):
-            sums[i] = total
-    return sums
+        sums |= zip(chosen, found, strict=True)
+    return [sums[i] for i in range(len(values))]
 
 
 def _exchange(
