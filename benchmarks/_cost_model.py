@@ -18,7 +18,7 @@ import jax
 
 from jaxpar import compression
 from jaxpar._devices import collectives
-from jaxpar.compression._base import RowCompressor
+from jaxpar.compression import Int8
 
 Shape = tuple[int, ...]
 FLOAT32 = 4
@@ -342,7 +342,7 @@ def _one_by_one(made: compression.Compressor, shapes: list[Shape], n: int) -> li
 def _of_value(made: compression.Compressor, size: int, n: int) -> list[Exchange]:
     payload = _payload(made, size)
     ways = [[Exchange("all-gather", n * _nbytes_of(payload))], _owned(size, n)]
-    if isinstance(made, RowCompressor):
+    if isinstance(made, Int8):
         rows = jax.eval_shape(functools.partial(made.cut, shape=(size,), count=n), payload)
         back = Exchange("all-gather", FLOAT32 * n * -(-size // n))
         ways.append([Exchange("all-to-all", _nbytes_of(rows)), back])

@@ -32,16 +32,14 @@ class UnknownKeyError(KeyError):
         return str(self.args[0])
 
 
-def as_values(keys: Sequence[int], value: Any, many: bool, what: str, name: str = "value") -> list[Any]:
-    """One value for each key. `many`: whether a list of keys was given, so that there must be a list of values."""
-    if not many:
-        return [value]
+def as_values(keys: Sequence[int], value: Any, what: str, name: str = "value") -> list[Any]:
+    """What was given for a list of keys: a list with a value for each."""
     is_list = isinstance(value, (list, tuple))
-    if not is_list or len(value) != len(keys):
-        kind = ValueError if is_list else TypeError
-        wanted = f"a list with one entry for each of the {len(keys)} keys {shorten(keys)}"
-        raise kind(f"{what}: {name} must be {wanted}, a list itself where several devices push, got {describe(value)}")
-    return list(value)
+    if is_list and len(value) == len(keys):
+        return list(value)
+    kind = ValueError if is_list else TypeError
+    wanted = f"a list with one entry for each of the {len(keys)} keys {shorten(keys)}"
+    raise kind(f"{what}: {name} must be {wanted}, a list itself where several devices push, got {describe(value)}")
 
 
 def find_keys(key: Any, where: str, store: Any = None) -> tuple[list[int], bool]:
@@ -55,7 +53,7 @@ def find_keys(key: Any, where: str, store: Any = None) -> tuple[list[int], bool]
         of_name = {name: k for k, name in store.paths}  # only now, since a push by numbers needs none
         given = [_of_name(k, of_name, where) if isinstance(k, str) else k for k in given]
     for k in given:
-        if not is_int(k):
+        if not isinstance(k, numbers.Integral) or isinstance(k, bool):
             hint = "; give a list of ints for several keys" if isinstance(k, tuple) else ""
             hint = "; the keys of kv.from_params have names, kv.names(store)" if isinstance(k, str) else hint
             raise TypeError(f"a key of the store must be an int, got {k!r} of type {type(k).__name__}{hint}")
@@ -243,10 +241,8 @@ def hashable(value: Any, where: str) -> Any:
     try:
         hash(value)
     except TypeError:
-        raise TypeError(
-            f"{where}: {describe(value)} has no hash, so its compiled program cannot be kept; give a function that "
-            "calls it"
-        ) from None
+        unkept = f"{where}: {describe(value)} has no hash, so its compiled program cannot be kept"
+        raise TypeError(f"{unkept}; give a function that calls it") from None
     return value
 
 

@@ -45,7 +45,8 @@ _CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 
 def mesh_of(devices: Sequence[Device]) -> Mesh:
     """The mesh of these devices, with the one axis `STORE_AXIS`."""
-    return Mesh(np.array(devices), (STORE_AXIS,))
+    mesh: Any = copies_on(tuple(devices)).mesh
+    return mesh
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
@@ -56,27 +57,21 @@ def auto_mesh(mesh: Mesh) -> Mesh:
 @functools.lru_cache(maxsize=128)
 def copies_on(devices: tuple[Device, ...]) -> NamedSharding:
     """The sharding of a value with a whole copy on each device."""
-    return NamedSharding(mesh_of(devices), PartitionSpec())
+    return NamedSharding(Mesh(np.array(devices), (STORE_AXIS,)), PartitionSpec())
 
 
 @functools.lru_cache(maxsize=128)
 def split_over(devices: tuple[Device, ...]) -> NamedSharding:
     """The sharding that gives each device an equal part along the first axis."""
-    return NamedSharding(mesh_of(devices), PartitionSpec(STORE_AXIS))
+    return NamedSharding(copies_on(devices).mesh, PartitionSpec(STORE_AXIS))
 
 
 def are_on(tree: Any, devices: Sequence[Device]) -> bool:
     """Whether all arrays of a pytree are on these devices, so that a program over them, in this order, takes them."""
-    for leaf in jax.tree.leaves(tree):
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-            continue
-        sharding = leaf.sharding
-        if isinstance(sharding, NamedSharding):
-            if tuple(np.ravel(np.asarray(sharding.mesh.devices))) != tuple(devices):
-                return False
-        elif sharding.device_set != set(devices):
-            return False
-    return True
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
+    shardings = {array.sharding for array in arrays}
+    in_order = {tuple(np.ravel(np.asarray(s.mesh.devices))) for s in shardings if isinstance(s, NamedSharding)}
+    return in_order <= {tuple(devices)} and {frozenset(s.device_set) for s in shardings} <= {frozenset(devices)}
 
 
 def assemble(shards: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
@@ -124,8 +119,6 @@ def to_host(leaf: Any) -> Any:
 
 def _put(leaf: Any, sharding: Sharding | None) -> Any:
     if spans_processes(leaf):
-        if leaf.sharding == sharding:
-            return leaf
         if sharding is not None and leaf.sharding.device_set == sharding.device_set:
             return jax.device_put(leaf, sharding)  # in any order of the devices
         leaf = to_host(leaf)
@@ -247,7 +240,7 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
     Large values of emulated devices share the memory of the given ones. XLA does not write to such memory.
     """
-    copies: list[Any] = [None] * len(arrays)
+    copies: dict[int, jax.Array] = {}
     small: dict[Sharding, list[int]] = {}
     several = jax.process_count() > 1  # asked once: many arrays are asked for each pull
     for i, array in enumerate(arrays):
@@ -261,9 +254,8 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         program = _program(None if isinstance(sharding, SingleDeviceSharding) else sharding)
         for start in range(0, len(places), _MOST):
             some = places[start : start + _MOST]
-            for i, copy in zip(some, program([arrays[i] for i in some]), strict=True):
-                copies[i] = copy
-    return copies
+            copies |= zip(some, program([arrays[i] for i in some]), strict=True)
+    return [copies[i] for i in range(len(arrays))]
 
 
 def _of_shards(array: jax.Array) -> jax.Array:

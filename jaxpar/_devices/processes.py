@@ -80,8 +80,7 @@ def devices() -> tuple[Device, ...]:
 def check_first_fit() -> None:
     """`RuntimeError` for a second call of `fit` in an elastic run."""
     if _Elastic.has_fitted:
-        hint = "give that call all epochs, because a process that rejoins begins with the first call"
-        raise RuntimeError(f"fit: an elastic run has one call of fit; {hint}")
+        raise RuntimeError("fit: an elastic run has one call of fit; give that call all epochs")
 
 
 @contextlib.contextmanager
@@ -97,18 +96,14 @@ def elastic_fit() -> Generator[None]:
 def refuse_elastic(where: str) -> None:
     """`RuntimeError` in an elastic run, for a call that needs all processes at once."""
     if _Elastic.is_on and not _Elastic.is_fitting:
-        hint = "use it, or jp.distributed.initialize() without elastic=True"
-        raise RuntimeError(f"{where}: in an elastic run only `train.fit` computes over all processes; {hint}")
+        raise RuntimeError(f"{where}: in an elastic run only `train.fit` computes over all processes; give no elastic=")
 
 
 @functools.cache
 def leaders() -> tuple[Device, ...]:
     """The first device of each process, in the order of the processes."""
-    first: dict[int, Device] = {}
-    for device in jax.devices():
-        if device.process_index not in first or device.id < first[device.process_index].id:
-            first[device.process_index] = device
-    return tuple(first[i] for i in range(jax.process_count()))
+    own = [[d for d in jax.devices() if d.process_index == i] for i in range(jax.process_count())]
+    return tuple(min(devices, key=lambda d: d.id) for devices in own)
 
 
 @on_own_mesh

@@ -9,7 +9,7 @@ import fnmatch
 import importlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._core import calls, checks
 from .._core.arrays import is_traced
+from .._core.portable import path_name
 
 Shape = tuple[int, ...]
 AnyMesh = Mesh | AbstractMesh
@@ -39,11 +40,10 @@ class FullyShardedRule:
 
     def fill(self, path: str, shape: Shape, mesh: AnyMesh, spec: PartitionSpec) -> PartitionSpec:
         """Split one more dimension of a valid spec, over axes that the spec does not use."""
-        if unknown := [name for name in self.axes if name not in mesh.shape]:
-            raise ValueError(
-                f"parallel.fsdp: {path!r} of shape {shape} cannot be split over axis {unknown[0]!r}, which the "
-                f"{describe_mesh(mesh)} lacks; give fsdp an axis of the mesh"
-            )
+        for name in self.axes:
+            if name not in mesh.shape:
+                missing = f"axis {name!r}, which the {describe_mesh(mesh)} lacks"
+                raise ValueError(f"parallel.fsdp: {path!r} of shape {shape} cannot be split over {missing}")
         used = axes_of(spec)
         axes = tuple(name for name in self.axes if name not in used)
         if not axes:
@@ -82,7 +82,7 @@ class NameRules:
         pattern, chosen = ("", self.default) if place is None else self.patterns[place]
         origin = f"pattern {pattern!r}" if place is not None else "its default"
         spec = chosen if isinstance(chosen, PartitionSpec) else chosen(path, shape, mesh)
-        check_spec(spec, path, shape, mesh, f"parallel.sharding_rules, {origin}")
+        checked(spec, path, shape, mesh, f"parallel.sharding_rules, {origin}")
         return spec if self.then is None else self.then.fill(path, shape, mesh, spec)
 
     def first_match(self, path: str) -> int | None:
@@ -104,8 +104,7 @@ class NameRules:
         if matched := [path for path in paths if fnmatch.fnmatchcase(path, pattern)]:
             earlier = self.patterns[self.first_match(matched[0]) or 0][0]
             return (
-                f"is never used, because the first match counts and {earlier!r} comes before it and matches "
-                f"{checks.shorten([*map(repr, matched)])}; put {pattern!r} first"
+                f"is never used, because {earlier!r} comes before it and matches {matched[0]!r}; put {pattern!r} first"
             )
         near = difflib.get_close_matches(pattern, paths, 3, cutoff=0.0)
         return f"matches no parameter; near are {checks.shorten([*map(repr, near)])}, of {len(paths)} in all"
@@ -237,13 +236,14 @@ def axes_of(spec: PartitionSpec) -> list[Any]:
     return [name for entry in spec for name in _axes(entry)]
 
 
-def check_spec(spec: Any, path: str, shape: Shape, mesh: AnyMesh, where: str) -> None:
-    """Check that a `PartitionSpec` can split the array."""
+def checked(spec: Any, path: str, shape: Shape, mesh: AnyMesh, where: str) -> NamedSharding:
+    """The sharding by a `PartitionSpec` that can split the array."""
     what = f"{where}: {path!r} of shape {shape}"
     if not isinstance(spec, PartitionSpec):
         raise TypeError(f"{what}: expected a PartitionSpec, got {spec!r}")
     if problem := _problem(spec, shape, mesh.shape):
         raise ValueError(f"{what} cannot be split as {spec} on the {describe_mesh(mesh)}: {problem}")
+    return NamedSharding(mesh, spec)
 
 
 def _problem(spec: PartitionSpec, shape: Shape, sizes: Mapping[str, int]) -> str:
@@ -308,10 +308,7 @@ def shardings_of(params: Any, sharding: Any, mesh: AnyMesh, *, where: str = "par
         (P('data',), P())
     """
     found, structure = jax.tree_util.tree_flatten_with_path(params)
-    leaves = [
-        _Leaf(jax.tree_util.keystr(path, simple=True, separator="/"), leaf, spec)
-        for (path, leaf), spec in zip(found, specs_in(params), strict=True)
-    ]
+    names, metadata = [path_name(path) for path, _ in found], specs_in(params)
     given, prefix = jax.tree.flatten(sharding, is_leaf=lambda node: node is None)
     try:
         subtrees = prefix.flatten_up_to(params)
@@ -319,50 +316,33 @@ def shardings_of(params: Any, sharding: Any, mesh: AnyMesh, *, where: str = "par
         raise ValueError(f"{where}: sharding must be a rule, or a pytree prefix of the parameters: {error}") from None
     result: list[NamedSharding] = []
     for chosen, subtree in zip(given, subtrees, strict=True):
-        part = leaves[len(result) : len(result) + len(jax.tree.leaves(subtree))]
-        check_rule_paths(chosen, [leaf.path for leaf in part])
-        result += [_sharding(chosen, leaf, mesh, where) for leaf in part]
+        part = range(len(result), len(result) + len(jax.tree.leaves(subtree)))
+        check_rule_paths(chosen, [names[i] for i in part])
+        result += [_sharding(chosen, names[i], found[i][1], metadata[i], mesh, where) for i in part]
     return structure.unflatten(result)
 
 
-class _Leaf(NamedTuple):
-    """A parameter."""
-
-    path: str  # in the pytree
-    array: Any  # or anything with a shape
-    spec: Any  # of its metadata, or None
-
-    @property
-    def shape(self) -> Shape:
-        return tuple(np.shape(self.array))
-
-    def checked(self, spec: Any, mesh: AnyMesh, where: str) -> NamedSharding:
-        check_spec(spec, self.path, self.shape, mesh, where)
-        return NamedSharding(mesh, spec)
-
-
-def _sharding(chosen: Any, leaf: _Leaf, mesh: AnyMesh, where: str) -> NamedSharding:
-    if chosen is not None and not callable(chosen) and not isinstance(chosen, (PartitionSpec, NamedSharding)):
-        wanted = "a rule, a PartitionSpec, a NamedSharding or None"
-        raise TypeError(f"{where}: sharding for {leaf.path!r} must be {wanted}, got {checks.describe(chosen)}")
+def _sharding(chosen: Any, path: str, leaf: Any, metadata: Any, mesh: AnyMesh, where: str) -> NamedSharding:
+    """The sharding of one parameter. `metadata`: the spec in that of Flax, or None."""
+    shape = tuple(np.shape(leaf))
     if callable(chosen):
-        return leaf.checked(chosen(leaf.path, leaf.shape, mesh), mesh, f"{where}, {chosen!r}")
-    if chosen is None and is_traced(leaf.array):
-        unknown = f"the sharding of {leaf.path!r} is not known under jit and in train.plan"
-        raise ValueError(f"{where}: {unknown}; give a spec or a rule")
+        return checked(chosen(path, shape, mesh), path, shape, mesh, f"{where}, {chosen!r}")
     if chosen is None:  # what the parameter comes with: its own sharding, then its metadata, then whole copies
-        chosen = getattr(leaf.array, "sharding", None)
+        if is_traced(leaf):
+            raise ValueError(f"{where}: the sharding of {path!r} is not known under jit and in train.plan; give a rule")
+        chosen = getattr(leaf, "sharding", None)
         if chosen is None or chosen.is_fully_replicated:
-            return leaf.checked(_WHOLE if leaf.spec is None else leaf.spec, mesh, f"{where}, metadata of Flax")
+            return checked(_WHOLE if metadata is None else metadata, path, shape, mesh, f"{where}, metadata of Flax")
+    elif not isinstance(chosen, (PartitionSpec, NamedSharding)):
+        wanted = "a rule, a PartitionSpec, a NamedSharding or None"
+        raise TypeError(f"{where}: sharding for {path!r} must be {wanted}, got {checks.describe(chosen)}")
     if isinstance(chosen, PartitionSpec):
-        return leaf.checked(chosen, mesh, where)
+        return checked(chosen, path, shape, mesh, where)
     if not isinstance(chosen, NamedSharding) or not _is_same_mesh(chosen.mesh, mesh):
-        raise ValueError(
-            f"{where}: {leaf.path!r} of shape {leaf.shape} has the sharding {chosen}, which is not on the "
-            f"{describe_mesh(mesh)}; give that mesh, or a rule or a PartitionSpec for this parameter"
-        )
-    checked = leaf.checked(chosen.spec, mesh, where)
-    return chosen if chosen.mesh == mesh else checked
+        found = f"{path!r} of shape {shape} has the sharding {chosen}, which is not on the {describe_mesh(mesh)}"
+        raise ValueError(f"{where}: {found}; give that mesh, or a rule or a PartitionSpec")
+    fits = checked(chosen.spec, path, shape, mesh, where)
+    return chosen if chosen.mesh == mesh else fits
 
 
 def _is_same_mesh(one: AnyMesh, other: AnyMesh) -> bool:

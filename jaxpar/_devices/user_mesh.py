@@ -131,11 +131,9 @@ def check_traced(tree: Any, where: str) -> None:
         if isinstance(leaf, jax.core.Tracer):
             mesh = jax.typeof(leaf).sharding.mesh
             if not mesh.empty and mesh != around:
-                raise ValueError(
-                    f"{where}: a value of shape {leaf.shape} is on another mesh than the one set around this jit: "
-                    f"expected {around}, got {mesh}; make the store inside of jax.set_mesh(mesh), or move it there by "
-                    "kv.place(store, mesh.devices.flat) before the jit"
-                )
+                found = f"a value of shape {leaf.shape} is on another mesh than that around this jit"
+                hint = "make the store inside of jax.set_mesh, or kv.place it there before the jit"
+                raise ValueError(f"{where}: {found}: expected {around}, got {mesh}; {hint}")
 
 
 def is_split(value: Any) -> bool:

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 
 from .. import sparse, updaters
 from .._core import checks
-from .._core.arrays import Device, Recent, is_prng_key, is_traced
+from .._core.arrays import Recent, is_prng_key, is_traced
 from .._devices import collectives
-from .._devices.mesh import STORE_AXIS, mesh_of
+from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import split_like, unsplit
 from ..compression import _start_owner as start_owner
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
@@ -31,27 +31,24 @@ from .store import WHOLE, Arrays, Changes, KVStore, Lists, Rows
 _NUMBER = "num_update"  # its name in MXNet
 Pair = tuple[jax.Array, Any]  # a new value and a new state
 
-Devices = tuple[Device, ...]
-
 POSITION = "position"  # the axis of a pushed list of values
 
 
 def _make_program(updater: Any, compressor: Any) -> Any:
     """What a push at the prompt changes: the functions below, compiled. The store has the keys that are pushed only.
 
-    It comes without updater and compressor, since JAX keeps the structures of arguments forever. With `devices`, `sent`
-    has one array for each key, of which each of them has its value.
+    It comes without updater and compressor, since JAX keeps the structures of arguments forever. With a mesh, `sent`
+    has one array for each key, of which each device has its value.
     """
 
-    def run(store: KVStore, sent: Lists, devices: Devices | None) -> Changes:
+    def run(store: KVStore, sent: Lists, mesh: Mesh | None) -> Changes:
         store = dataclasses.replace(store, updater=updater, compressor=compressor)
-        if devices is None:
+        if mesh is None:
             return _at_home(store, push(store, sent, None))
         specs = jax.tree.map(operator.methodcaller("spec", STORE_AXIS), stores.layout_of_each(store))
         changes = Changes(specs.values, specs.updater_state, specs.residuals)
-        mesh, args = mesh_of(devices), (specs, P(STORE_AXIS))
         # A value without axes comes in the shape (1,), since one in () could not be split. The update reshapes the sum.
-        own = functools.partial(push, axis_name=STORE_AXIS)
+        own, args = functools.partial(push, axis_name=STORE_AXIS), (specs, P(STORE_AXIS))
         return jax.shard_map(own, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(store, sent)
 
     return jax.jit(run, static_argnums=2)
@@ -101,22 +98,17 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
         hint = 'push without axis_name, or train by make_train_step(loss_fn, engine="jit")'
         raise ValueError(f"kv.push: values of this store are split over a mesh in their own shapes; {hint}")
     if stores.is_split(store) and lax.axis_size(axis_name) != stores.shards(store):
-        raise ValueError(
-            f"kv.push: the axis {axis_name!r} has {lax.axis_size(axis_name)} devices, but the store of kind "
-            f"{store.kind!r} was made for {stores.shards(store)}"
-        )
+        has = f"the axis {axis_name!r} has {lax.axis_size(axis_name)} devices"
+        raise ValueError(f"kv.push: {has}, but this {store.kind!r} store was made for {stores.shards(store)}")
     small = compressed_keys(store, pushed)
     plain, packed = [k for k in pushed if k not in small], [k for k in pushed if k in small]
-    summed: Arrays = {}
-    residuals: dict[int, Any] = {}
-    if plain:
-        sums = kind.reduce([pushed[k] for k in plain], axis_name, store.limits)
-        summed.update(zip(plain, sums, strict=True))
+    sums = kind.reduce([pushed[k] for k in plain], axis_name, store.limits)
+    summed, residuals = dict(zip(plain, sums, strict=True)), dict[int, Any]()
     if packed:
         own, held = _own_residuals(store, packed, axis_name)
         values, before = [pushed[k] for k in packed], [own[k] for k in packed]
         sums, states = kind.reduce_compressed(store.compressor, values, before, axis_name, store.limits)
-        summed.update(zip(packed, sums, strict=True))
+        summed |= zip(packed, sums, strict=True)
         for k, state in zip(packed, states, strict=True):
             residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, held[k])
     return {k: summed[k] for k in pushed}, residuals
@@ -196,9 +188,8 @@ def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
     for k, held in residuals.items():
         before = jax.tree.leaves(held)[0].shape[0]
         if before != counts[k]:
-            lengths = f"pushed with {before} values before, now with {counts[k]}"
-            hint = "kv.set_gradient_compression starts the residuals from scratch"
-            raise ValueError(f"kv.push: key {k} is compressed and was {lengths}; {hint}")
+            was = f"key {k} is compressed and was pushed with {before} values before, now with {counts[k]}"
+            raise ValueError(f"kv.push: {was}; kv.set_gradient_compression starts the residuals anew")
     for count in set(counts.values()):
         keys = [k for k in counts if k not in residuals and counts[k] == count]
         residuals |= start_residuals(store, keys, count)
@@ -328,10 +319,8 @@ def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Chang
     before = store.optimizer_state
     params, state = run(stores.tree_of(store, {**grads, **left}), before, stores.tree_of(store, store.values))
     if jax.tree.structure(state) != jax.tree.structure(before):  # it could not be stored
-        raise TypeError(
-            "kv.push: the optimizer's update returns a state of another structure than its init: expected "
-            f"{jax.tree.structure(before)}, got {jax.tree.structure(state)}"
-        )
+        both = f"expected {jax.tree.structure(before)}, got {jax.tree.structure(state)}"
+        raise TypeError(f"kv.push: the optimizer's update returns a state of another structure than its init: {both}")
     values = {k: v for k, v in stores.by_key(store, params).items() if k not in left}
     return Changes(values, dict.fromkeys(values, ()), optimizer_state=_keep(store, left, state) if left else state)
 
@@ -343,11 +332,8 @@ def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
         found = stores.owners(store)
     except updaters._UnknownOwners as error:
         called = ", ".join(repr(stores.names(store)[k]) for k in sorted(keys)[:8])
-        raise ValueError(
-            f'train step: unused="skip" keeps {called} and their '
-            f"state unchanged, but their part of this optimizer's state is unknown: {error}; give frozen= for these "
-            "params, or updater=jp.updaters.from_optax(tx), which keeps one state a key"
-        ) from error
+        kept = f'unused="skip" keeps {called} and their state, but which part of it is theirs is unknown: {error}'
+        raise ValueError(f"train step: {kept}; give frozen=, or updater=jp.updaters.from_optax(tx)") from error
     leaves, structure = jax.tree.flatten(state)
     both = zip(found, leaves, jax.tree.leaves(store.optimizer_state), strict=True)
     return structure.unflatten(old if k in keys else new for k, new, old in both)
@@ -386,12 +372,14 @@ def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
     paths = dict(store.paths)
     for k, value in values.items():
         if is_prng_key(value) and k not in store.frozen:
-            which = f"key {k} ({paths.get(k, str(k))!r})"
-            raise TypeError(
-                f"{where}: {which}: kind 'sharded' cuts no random keys; leave them out, or use kind='device'"
-            )
+            fault = "kind 'sharded' cuts no random keys; leave them out, or use kind='device'"
+            raise TypeError(f"{where}: key {k} ({paths.get(k, str(k))!r}): {fault}")
     if isinstance(store.updater, TreeOptimizer):
         updaters._check_elementwise_tree(store.updater, stores.tree_of(store, values), stores.shards(store), where)
     if isinstance(store.updater, Updater):
-        specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in values.items() if k not in store.frozen}
-        updaters._check_elementwise(store.updater, specs, stores.shards(store), paths, where)
+        spec, shards, forms = jax.ShapeDtypeStruct, stores.shards(store), dict[int, Any]()
+        for k, v in values.items():
+            if k not in store.frozen:
+                chunk = Rows(v.shape, shards).chunk
+                forms[k] = spec(v.shape, v.dtype), spec((chunk,), v.dtype), spec((shards, chunk), v.dtype)
+        updaters._check_elementwise(store.updater, forms, paths, where)

@@ -85,10 +85,8 @@ def rotate_queue(store: KVStore, new: Arrays, *, one: bool) -> tuple[Arrays, dic
         held = store.pending.get(k) or _empty(stacked, store.staleness)
         oldest = held.values[0]
         if one and oldest.size != value.size:
-            raise ValueError(
-                f"kv.push: key {k}: values {oldest.shape} are pending, and each device pushes {value.shape}; spread "
-                "the store by kv.place and kv.partition_specs, or apply the pending ones by kv.flush first"
-            )
+            both = f"values {oldest.shape} are pending, and each device pushes {value.shape}"
+            raise ValueError(f"kv.push: key {k}: {both}; spread the store by kv.place, or call kv.flush first")
         due[k] = oldest.reshape(value.shape) if one else oldest
         joined = value.reshape(oldest.shape) if one else value
         count, ready[k] = _count_push(held.count, store.staleness)
@@ -179,29 +177,21 @@ def _unstack(stacked: jax.Array) -> list[jax.Array]:
     """The inverse: a list of this process's rows, each on its device."""
     shards = stacked.addressable_shards
     if len(shards) > 1 and all(s.data.shape[0] == 1 for s in shards) and stacked.shape[0] > 1:
-        return [row for s in sorted(shards, key=lambda s: s.index[0].start) for row in _unstack_rows(s.data)]
-    return _unstack_rows(stacked)
-
-
-@jax.jit
-def _unstack_rows(stacked: jax.Array) -> list[jax.Array]:
+        return [row for s in sorted(shards, key=lambda s: s.index[0].start) for row in s.data]
     return list(stacked)
 
 
 def _beside_pending(store: KVStore, changes: Changes) -> Changes:
     """The changes, with all of a key on the devices of its last push. Else no program takes a store of them."""
-    new = with_changes(store, changes)
-    moved = Changes({}, {}, {}, {}, new.optimizer_state)
-    for k, held in changes.pending.items():
-        last = held.values[-1]
-        moved.values[k] = _move_beside(last, new.values[k])
-        moved.updater_state[k] = _move_beside(last, new.updater_state[k])
-        moved.pending[k] = _move_beside(last, held)
-        if k in changes.residuals:
-            moved.residuals[k] = _move_beside(last, changes.residuals[k])
-    for held in list(changes.pending.values())[-1:]:  # one state for all keys, which are pushed together
-        moved = moved._replace(optimizer_state=_move_beside(held.values[-1], new.optimizer_state))
-    return moved
+    new, last = with_changes(store, changes), {k: held.values[-1] for k, held in changes.pending.items()}
+
+    def beside(of_keys: dict[int, Any]) -> dict[int, Any]:
+        return {k: _move_beside(last[k], x) for k, x in of_keys.items() if k in last}
+
+    # One optimizer's state for all keys, which are pushed together.
+    state = _move_beside(list(last.values())[-1], new.optimizer_state)
+    by_key = map(beside, (new.values, new.updater_state, changes.residuals, changes.pending))
+    return Changes(*by_key, optimizer_state=state)
 
 
 def _move_beside(pushed: jax.Array, tree: Any) -> Any:

@@ -22,7 +22,7 @@ from .._devices import collectives
 from .._devices.mesh import copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
 from ..mxnet import _KIND_ALIASES, _OTHER_KINDS, _STORE_ARGUMENTS, _line_for
-from ..updaters import Updater, accumulate, assign
+from ..updaters import Updater, assign
 
 # The kinds of store. The rest of the package asks a kind and compares no names.
 
@@ -170,11 +170,6 @@ class KVStore:
     frozen: tuple[int, ...] = ()
 
     @property
-    def shapes(self) -> tuple[tuple[int, collectives.Shape], ...]:
-        """(key, shape) of each value that is cut into rows, as `pull` returns it."""
-        return tuple((k, layout.shape) for k, layout in rows_of(self).items())
-
-    @property
     def shardings(self) -> tuple[tuple[int, NamedSharding], ...]:
         """(key, sharding) of values that are split over a mesh in their own shapes, or ().
 
@@ -245,14 +240,10 @@ class Changes(NamedTuple):
 
 def with_changes(store: KVStore, changes: Changes) -> KVStore:
     """The store after a push."""
-    return dataclasses.replace(
-        store,
-        values=store.values | changes.values,
-        updater_state=store.updater_state | changes.updater_state,
-        residuals=store.residuals | changes.residuals,
-        pending=store.pending | changes.pending,
-        optimizer_state=store.optimizer_state if changes.optimizer_state is None else changes.optimizer_state,
-    )
+    by_key = changes._asdict()
+    state = by_key.pop("optimizer_state")
+    new = {name: getattr(store, name) | of_keys for name, of_keys in by_key.items()}
+    return dataclasses.replace(store, **new, optimizer_state=store.optimizer_state if state is None else state)
 
 
 @calls.answers("kv.names", _STORE_ARGUMENTS)
@@ -457,9 +448,6 @@ def _summary(store: KVStore) -> str:
 
 
 def _updater_name(updater: Any) -> str:
-    for name, known in (("assign", assign), ("accumulate", accumulate)):
-        if updater == known:
-            return name
     inner = getattr(updater, "update", updater)
     if hasattr(updater, "tx"):
         return "optax transform of all params"
@@ -468,20 +456,19 @@ def _updater_name(updater: Any) -> str:
     if hasattr(inner, "rule"):
         return f"mxnet_{inner.rule.__name__}"
     inner = getattr(inner, "fn", inner)
-    return getattr(inner, "__name__", type(inner).__name__)
+    return getattr(inner, "__name__", type(inner).__name__).lstrip("_")  # `_assign` is assign
 
 
 def _rows(store: KVStore) -> Iterator[tuple[str, ...]]:
     """A row of the table for each key."""
-    called = names(store)
-    shapes = shapes_of(store) if all(hasattr(v, "shape") for v in store.values.values()) else {}
-    for key in sorted(store.values):
+    layouts = rows_of(store)
+    for key, name in names(store).items():
         value: Any = store.values[key]
         if not hasattr(value, "dtype"):
-            yield str(key), called[key], repr(value), "", ""
+            yield str(key), name, repr(value), "", ""
             continue
-        shape = ",".join(map(str, shapes[key]))
-        name = f"{called[key]} (frozen)" if key in store.frozen else called[key]
+        shape = ",".join(map(str, layouts[key].shape if key in layouts else value.shape))
+        name += " (frozen)" if key in store.frozen else ""
         yield str(key), name, f"{value.dtype}[{shape}]", f"{nbytes(value):,}", _place(value)
 
 

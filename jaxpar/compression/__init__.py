@@ -17,7 +17,6 @@ The room:
 
     _sums         what a push does: it encodes, exchanges, decodes and adds
     _compressors  what a specification such as `{"type": "2bit", "threshold": 0.5}` makes
-    _int3         3-bit integers and a scale, also for the sum
     _base         the base classes, the sum of decoded payloads, codes in words, sums of equal steps as codes
 """
 
@@ -27,6 +26,7 @@ from ._base import Compressor as Compressor, LinearCompressor as LinearCompresso
 from ._compressors import (
     TYPES as TYPES,
     BFloat16 as BFloat16,
+    Int3 as Int3,
     Int8 as Int8,
     OneBit as OneBit,
     PowerSGD as PowerSGD,
@@ -34,5 +34,4 @@ from ._compressors import (
     TwoBit as TwoBit,
     make as make,
 )
-from ._int3 import Int3 as Int3, start_owner as _start_owner
-from ._sums import allreduce as _allreduce, reduce_scatter as _reduce_scatter
+from ._sums import allreduce as _allreduce, reduce_scatter as _reduce_scatter, start_owner as _start_owner

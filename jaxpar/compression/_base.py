@@ -20,6 +20,8 @@ State = dict[str, jax.Array]
 Payload = dict[str, jax.Array]
 
 PLANE = 32  # codes that fill words of any number of bits, see `pack_planes`
+BITS = 3  # of a code from -3 to 3
+_LARGEST = 3
 _LINE = 128
 _FLOAT = 32  # bits
 _SMALLEST = -126  # the exponent of the smallest normal float32
@@ -94,17 +96,28 @@ class ElementCompressor(Compressor, Protocol):
         ...
 
 
-@runtime_checkable
-class RowCompressor(Compressor, Protocol):
-    """A compressor whose payload can be cut into rows of the value."""
+class InWords(ElementCompressor, Protocol):
+    """Codes that fill uint32 words, in MXNet's order: the first code of a byte is in its top bits."""
 
-    def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
-        """The payload, padded and cut into `count` rows of equal length."""
-        ...
+    elementwise: ClassVar[bool] = True
 
-    def decode_row(self, row: Payload, index: Any) -> jax.Array:
-        """The elements of row `index` of a payload, in float32."""
-        ...
+    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
+        codes, state = self.quantize(value, state)
+        lanes = pad(codes.astype(jnp.uint32), self.per_word).reshape(-1, self.per_word)
+        return {"codes": (lanes << self._shifts()).sum(-1, dtype=jnp.uint32)}, state
+
+    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
+        codes = payload["codes"][:, None] >> self._shifts() & np.uint32(2 ** (32 // self.per_word) - 1)
+        return self.dequantize(codes.reshape(-1))[: math.prod(shape)].reshape(shape).astype(dtype)
+
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+        return 4 * words(shape, self.per_word)
+
+    def _shifts(self) -> np.ndarray:
+        """By how many bits each code of a word is shifted to the left."""
+        bits, place = 32 // self.per_word, np.arange(self.per_word, dtype=np.uint32)[None]
+        per_byte = 8 // bits
+        return 8 * (place // per_byte) + (8 - bits) - bits * (place % per_byte)
 
 
 @runtime_checkable
@@ -217,6 +230,36 @@ def _shifts(values: jax.Array, axis: int, count: int, bits: int) -> np.ndarray:
     shape = [1] * values.ndim
     shape[axis] = count
     return np.arange(0, count * bits, bits, dtype=np.uint32).reshape(shape)
+
+
+# Codes from -3 to 3 in planes of 3 bits, with one scale.
+
+
+def largest_step(values: jax.Array) -> jax.Array:
+    """A third of the largest magnitude. Infinite if any is not finite, since a maximum may pass over NaN."""
+    largest = jnp.abs(values).max(initial=0) / _LARGEST
+    return jnp.where(jnp.isfinite(values).all(), largest, np.float32(np.inf))
+
+
+def split_codes(wanted: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(int32 codes from -3 to 3, the residual). A value of zeros, or of subnormal steps, stays in the residual."""
+    none = scale < np.finfo(np.float32).tiny
+    quotient = jnp.where(none, np.float32(0), wanted / jnp.where(none, np.float32(1), scale))
+    codes = jnp.clip(jnp.round(quotient), -_LARGEST, _LARGEST)
+    return codes.astype(jnp.int32), wanted - codes * scale
+
+
+def pack_codes(codes: jax.Array) -> jax.Array:
+    """int32 codes (..., n) as words (..., 3 ceil(n / 32))."""
+    missing = -codes.shape[-1] % PLANE
+    padded = jnp.pad(codes + _LARGEST, [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
+    # A barrier, since each plane would compute the codes again.
+    return pack_planes(jax.lax.optimization_barrier(padded.astype(jnp.uint8)).astype(jnp.uint32), BITS)
+
+
+def unpack_codes(packed: jax.Array) -> jax.Array:
+    """The inverse: int32 codes with what was padded, for `in_order`."""
+    return unpack_planes(packed, BITS).astype(jnp.int32) - _LARGEST
 
 
 # Codes beside each other in a word, with room for the sum of several words.

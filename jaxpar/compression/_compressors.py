@@ -17,11 +17,9 @@ import numpy as np
 
 from .._core import calls, checks
 from . import _base
-from ._base import Compressor, ElementCompressor, Grid, LinearCompressor, Payload, RowCompressor, Shape, State
-from ._int3 import Int3
+from ._base import Compressor, ElementCompressor, Grid, LinearCompressor, Payload, Shape, State
 
 _INT8_BLOCK = 1024  # elements that share a scale: fewer cost bytes, more lose precision beside an outlier
-_ROUNDINGS = ("nearest", "stochastic")
 
 
 def _check_number(compressor: Compressor, field: str, expected: str, allowed: Callable[[float], bool]) -> None:
@@ -38,32 +36,8 @@ def _check_number(compressor: Compressor, field: str, expected: str, allowed: Ca
 # A few bits for each element.
 
 
-class _InWords(ElementCompressor):
-    """Codes that fill uint32 words, in MXNet's order: the first code of a byte is in its top bits."""
-
-    elementwise: ClassVar[bool] = True
-
-    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
-        codes, state = self.quantize(value, state)
-        lanes = _base.pad(codes.astype(jnp.uint32), self.per_word).reshape(-1, self.per_word)
-        return {"codes": (lanes << self._shifts()).sum(-1, dtype=jnp.uint32)}, state
-
-    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
-        codes = payload["codes"][:, None] >> self._shifts() & np.uint32(2 ** (32 // self.per_word) - 1)
-        return self.dequantize(codes.reshape(-1))[: math.prod(shape)].reshape(shape).astype(dtype)
-
-    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
-        return 4 * _base.words(shape, self.per_word)
-
-    def _shifts(self) -> np.ndarray:
-        """By how many bits each code of a word is shifted to the left."""
-        bits, place = 32 // self.per_word, np.arange(self.per_word, dtype=np.uint32)[None]
-        per_byte = 8 // bits
-        return 8 * (place // per_byte) + (8 - bits) - bits * (place % per_byte)
-
-
 @dataclasses.dataclass(frozen=True)
-class TwoBit(_InWords):
+class TwoBit(_base.InWords):
     """MXNet's `2bit`: +threshold, -threshold or 0 for each element, 16 codes in a uint32.
 
     With a = residual + value, the code is 11 if a >= threshold, 10 if a <= -threshold, and 00 otherwise. The first of
@@ -109,7 +83,7 @@ class TwoBit(_InWords):
 
 
 @dataclasses.dataclass(frozen=True)
-class OneBit(_InWords):
+class OneBit(_base.InWords):
     """MXNet 2's `1bit`: +1 or -1 for each element, 32 codes in a uint32.
 
     +1 is sent where residual + value > threshold. The first of 32 elements is in the top bit of byte 0 of the
@@ -151,7 +125,23 @@ class OneBit(_InWords):
 
 
 @dataclasses.dataclass(frozen=True)
-class Int8(RowCompressor):
+class _Rounded(Compressor):
+    """Rounds to the nearest code, or at random. Then the state has a stream: the seed and the number of pushes."""
+
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        checks.choice(self.rounding, f"compression {self.name!r}", "rounding", ("nearest", "stochastic"))
+
+    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
+        state = super().init(shape, dtype)
+        if self.rounding == "stochastic":
+            state["stream"] = jnp.stack([jnp.asarray(seed, jnp.uint32), jnp.uint32(0)])
+        return state
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(_Rounded):
     """Symmetric 8-bit integers with a float32 scale for each 1,024 elements.
 
     The scale is the largest magnitude of the block, divided by 127. The scales add 0.4 % to the bytes, and an outlier
@@ -171,14 +161,7 @@ class Int8(RowCompressor):
         ([127, -2], [1.0], [0.0, -0.25])
     """
 
-    rounding: str = "nearest"
     name: ClassVar[str] = "int8"
-
-    def __post_init__(self) -> None:
-        checks.choice(self.rounding, "compression 'int8'", "rounding", _ROUNDINGS)
-
-    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return super().init(shape, dtype) | _start_stream(self.rounding, seed)
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         shape, size = state["residual"].shape, state["residual"].size
@@ -202,6 +185,7 @@ class Int8(RowCompressor):
         return math.prod(shape) + 4 * _base.words(shape, _INT8_BLOCK)
 
     def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
+        """The payload, padded and cut into `count` rows of equal length, so that owners can decode their own."""
         chunk, blocks = _base.words(shape, count), _base.words(shape, _INT8_BLOCK)
         most = (_INT8_BLOCK - math.gcd(chunk, _INT8_BLOCK) + chunk - 1) // _INT8_BLOCK + 1
         first = jnp.arange(count, dtype=jnp.int32)[:, None] * chunk // _INT8_BLOCK
@@ -209,6 +193,7 @@ class Int8(RowCompressor):
         return {"codes": _base.pad(payload["codes"], count * chunk).reshape(count, chunk), "scales": scales}
 
     def decode_row(self, row: Payload, index: Any) -> jax.Array:
+        """The elements of row `index` of a payload, in float32."""
         codes, size = row["codes"].astype(jnp.float32), row["codes"].size
         if size % _INT8_BLOCK == 0:
             return (codes.reshape(-1, _INT8_BLOCK) * row["scales"][: size // _INT8_BLOCK, None]).reshape(-1)
@@ -226,7 +211,7 @@ class Int8(RowCompressor):
 
 
 @dataclasses.dataclass(frozen=True)
-class BFloat16(ElementCompressor):
+class BFloat16(_Rounded, ElementCompressor):
     """The upper 16 bits of a float32, sent as uint16 so that no compiler widens them on the way.
 
     Attributes:
@@ -242,15 +227,8 @@ class BFloat16(ElementCompressor):
         ([1.0], [0.001953125])
     """
 
-    rounding: str = "nearest"
     name: ClassVar[str] = "bf16"
     elementwise: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        checks.choice(self.rounding, "compression 'bf16'", "rounding", _ROUNDINGS)
-
-    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
-        return super().init(shape, dtype) | _start_stream(self.rounding, seed)
 
     def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
         wanted = _base.with_residual(value, state)
@@ -280,11 +258,6 @@ class BFloat16(ElementCompressor):
         return _random_16_bits(state, bits.shape).astype(jnp.uint32)
 
 
-def _start_stream(rounding: str, seed: Any) -> State:
-    """For stochastic rounding the seed and the number of pushes."""
-    return {} if rounding == "nearest" else {"stream": jnp.stack([jnp.asarray(seed, jnp.uint32), jnp.uint32(0)])}
-
-
 def _random_16_bits(state: State, shape: Shape) -> jax.Array:
     """Random uint16 from the stream's seed and number of pushes. Both halves of each draw are used."""
     seed, pushes = state["stream"][0], state["stream"][1]
@@ -296,6 +269,42 @@ def _random_16_bits(state: State, shape: Shape) -> jax.Array:
 def _advance(state: State) -> State:
     """The state with one more push counted in its stream."""
     return {name: x + jnp.array([0, 1], jnp.uint32) if name == "stream" else x for name, x in state.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Int3(Compressor):
+    """Integers from -3 to 3 and a scale for each value, with error feedback at both ends.
+
+    The scale is a third of the largest magnitude on any device, so the owner of a share adds integers. The owner codes
+    its sum in the same way, with a second residual (Tang et al. 2019, DoubleSqueeze). So 3/32 of the plain bytes are
+    sent, on any number of devices.
+
+    In a store of kind `sharded`, the owner keeps its sum, so the sum is not coded. NaN or infinity in any element makes
+    the whole sum NaN, and its residuals too.
+
+    Example:
+        >>> compressor = Int3()
+        >>> value = jnp.array([3.0, -1.0, 0.25, -1.75])
+        >>> payload, state = compressor.encode(value, compressor.init(value.shape, value.dtype))
+        >>> compressor.decode(payload, (4,), "float32").tolist(), state["residual"].tolist()
+        ([3.0, -1.0, 0.0, -2.0], [0.0, 0.0, 0.25, 0.25])
+    """
+
+    name: ClassVar[str] = "int3"
+    two_way: ClassVar[bool] = True
+
+    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
+        wanted = _base.with_residual(value, state)
+        scale = _base.largest_step(wanted)
+        codes, residual = _base.split_codes(wanted, scale)
+        return {"codes": _base.pack_codes(codes.reshape(-1)), "scales": scale[None]}, {**state, "residual": residual}
+
+    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
+        values = _base.in_order(_base.unpack_codes(payload["codes"]).astype(jnp.float32) * payload["scales"][0])
+        return values[: math.prod(shape)].reshape(shape).astype(dtype)
+
+    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+        return 4 * _base.BITS * _base.words(shape, _base.PLANE) + 4
 
 
 # The largest elements, or the largest singular directions.

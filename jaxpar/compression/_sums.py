@@ -27,8 +27,9 @@ from jax import lax
 from .._core.arrays import tree_nbytes
 from .._devices import collectives
 from .._devices.user_mesh import unsplit
-from . import _base, _int3
-from ._base import PLANE, Compressor, ElementCompressor, Grid, RowCompressor, State, decode_sum, in_order
+from . import _base
+from ._base import PLANE, Compressor, ElementCompressor, Grid, State, decode_sum, in_order
+from ._compressors import Int8
 
 _FLOAT32 = 4  # bytes
 
@@ -46,7 +47,7 @@ def allreduce(
     if compressor.linear:
         return _linear(compressor, values, states, axis_name, limits)
     if compressor.two_way:
-        return _int3.allreduce(values, states, axis_name, limits)
+        return _two_way(values, states, axis_name, limits)
     shapes = [v.shape for v in values]
     groups = collectives.plan(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
     packed = collectives.pack(values, groups)
@@ -79,7 +80,7 @@ def reduce_scatter(
         sums, states = _linear(compressor, values, states, axis_name, limits)
         return [collectives.own_chunk(s, axis_name) for s in sums], states
     if compressor.two_way:
-        return _int3.reduce_scatter(values, states, axis_name, limits)
+        return _two_way_share(values, states, axis_name, limits)
     shards = lax.axis_size(axis_name)
     rows = [collectives.to_rows(v, shards) for v in values]
     compressor = _InPlanes(compressor) if isinstance(compressor, ElementCompressor) else compressor
@@ -111,7 +112,7 @@ def _sum_payloads(
     """The sums over the axis of what each device encoded as these payloads. Of `values`, shapes and dtypes are used."""
     count = lax.axis_size(axis_name)
     ways = [_way_of_value(compressor, p, v, count) for p, v in zip(payloads, values, strict=True)]
-    sums: list[Any] = [None] * len(values)
+    sums = dict[int, jax.Array]()
     for way in ("gather", "owners", "dense"):
         if not (chosen := [i for i, w in enumerate(ways) if w == way]):
             continue
@@ -125,9 +126,8 @@ def _sum_payloads(
             whole = [compressor.decode(p, v.shape, "float32") for p, v in zip(some, like, strict=True)]
             totals = collectives.allreduce(whole, axis_name, limits, _sum_dense)
             found = [s.astype(v.dtype) for s, v in zip(totals, like, strict=True)]
-        for i, total in zip(chosen, found, strict=True):
-            sums[i] = total
-    return sums
+        sums |= zip(chosen, found, strict=True)
+    return [sums[i] for i in range(len(values))]
 
 
 def _exchange(
@@ -264,17 +264,16 @@ def _way_of_value(compressor: Compressor, payload: Any, value: jax.Array, count:
         "gather": count * tree_nbytes(payload),
         "dense": count * 2 * _FLOAT32 * chunk,
     }
-    if isinstance(compressor, RowCompressor):
+    if isinstance(compressor, Int8):
         rows = jax.eval_shape(functools.partial(compressor.cut, shape=value.shape, count=count), payload)
         cost["owners"] = tree_nbytes(rows) + count * chunk * value.dtype.itemsize
     return min(cost, key=cost.__getitem__)
 
 
 def _sum_by_owners(
-    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: collectives.BucketLimits
+    compressor: Any, payloads: Payloads, values: Arrays, axis_name: str, limits: collectives.BucketLimits
 ) -> list[jax.Array]:
     count, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    assert isinstance(compressor, RowCompressor)
     rows = [compressor.cut(p, v.shape, count) for p, v in zip(payloads, values, strict=True)]
     received = _exchange(rows, functools.partial(_to_owners, axis_name=axis_name), 1, limits)
 
@@ -287,3 +286,97 @@ def _sum_by_owners(
 
     shares = [total(of_all).astype(v.dtype) for of_all, v in zip(received, values, strict=True)]
     return collectives.all_gather(shares, [v.shape for v in values], axis_name, limits)
+
+
+# Values that are compressed on the way to the owner of a share, and their sums on the way back: `Int3`.
+#
+# All devices use one scale for each value, from the largest magnitude, so the owner adds integers. The owner codes its
+# sum in the same way and keeps the rest in a residual.
+
+_OWNER = "owner_residual"  # float32 (chunk,) in the state of a value: what its owner did not send back
+_SHORT = 8  # words
+
+
+def start_owner(shape: collectives.Shape, count: int) -> State:
+    """The part of a state that belongs to the owner, one of `count` devices."""
+    return {_OWNER: jnp.zeros(_base.words(shape, count), jnp.float32)}
+
+
+def _two_way(values: Arrays, states: States, axis_name: str, limits: collectives.BucketLimits) -> Sums:
+    """(the twice-coded sums over the axis, equal on every device; the new states of this device)."""
+    count = lax.axis_size(axis_name)
+    wanted = [_base.with_residual(v, s) for v, s in zip(values, states, strict=True)]
+    codes, left, steps = _code(wanted, axis_name)
+    shares = _add_shares([collectives.to_rows(c, count) for c in codes], axis_name, limits)
+    # The owner of a share adds what it did not send back at the last push.
+    totals = [
+        _within(share * step + state[_OWNER], v.size, axis_name)
+        for v, share, step, state in zip(values, shares, steps, states, strict=True)
+    ]
+    codes, owner_left, steps = _code(totals, axis_name)
+    whole = _gather_shares(codes, axis_name, limits)
+    sums = [
+        (collectives.from_rows(rows, v.shape) * step).astype(v.dtype)
+        for rows, step, v in zip(whole, steps, values, strict=True)
+    ]
+    owners = [_within(rest, v.size, axis_name) for v, rest in zip(values, owner_left, strict=True)]
+    new = zip(states, left, owners, strict=True)
+    return sums, [{**state, "residual": rest, _OWNER: owner} for state, rest, owner in new]
+
+
+def _two_way_share(values: Arrays, states: States, axis_name: str, limits: collectives.BucketLimits) -> Sums:
+    """This device's (chunk,) of each sum. It stays here, so it is not coded again."""
+    count = lax.axis_size(axis_name)
+    rows = [collectives.to_rows(v, count) for v in values]
+    codes, left, steps = _code([_base.with_residual(r, s) for r, s in zip(rows, states, strict=True)], axis_name)
+    shares = _add_shares(codes, axis_name, limits)
+    sums = [
+        _within(share * step, v.size, axis_name).astype(v.dtype)
+        for v, share, step in zip(values, shares, steps, strict=True)
+    ]
+    left = [
+        jnp.where(jnp.arange(r.size).reshape(r.shape) < v.size, rest, 0)
+        for v, r, rest in zip(values, rows, left, strict=True)
+    ]
+    return sums, [{**state, "residual": rest} for state, rest in zip(states, left, strict=True)]
+
+
+def _code(values: Arrays, axis_name: str) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """The codes of each value, its residual, and its step, which is equal on all devices."""
+    steps = list(lax.pmax(jnp.stack([_base.largest_step(v) for v in values]), axis_name))
+    coded = [_base.split_codes(v, step) for v, step in zip(values, steps, strict=True)]
+    return [codes for codes, _ in coded], [left for _, left in coded], steps
+
+
+def _add_shares(rows: Arrays, axis_name: str, limits: collectives.BucketLimits) -> list[jax.Array]:
+    """The float32 (chunk,) sum over the devices of this device's rows (devices, chunk) of codes."""
+    groups = _plan(rows, limits)
+    shares: list[jax.Array] = []
+    for joined in collectives.pack(rows, groups, axis=1):
+        received = collectives.send_rows(_base.pack_codes(joined), axis_name)
+        total = _base.unpack_codes(received).sum(0, dtype=jnp.int32).astype(jnp.float32)
+        shares.append(in_order(total)[: joined.shape[1]])
+    return collectives.unpack(shares, [r.shape[1:] for r in rows], groups)
+
+
+def _gather_shares(shares: Arrays, axis_name: str, limits: collectives.BucketLimits) -> list[jax.Array]:
+    """The rows (devices, chunk) of codes, from every device's (chunk,)."""
+    count = lax.axis_size(axis_name)
+    groups = _plan([jnp.broadcast_to(s, (count, s.size)) for s in shares], limits)
+    whole: list[jax.Array] = []
+    for joined in collectives.pack(shares, groups):
+        packed = collectives.gather_stack(_base.pack_codes(joined), axis_name)
+        whole.append(in_order(_base.unpack_codes(packed).astype(jnp.int8), 1)[:, : joined.size])
+    return collectives.unpack(whole, [s.shape for s in shares], groups, axis=1)
+
+
+def _plan(rows: Arrays, limits: collectives.BucketLimits) -> collectives.Groups:
+    """Which rows travel together, by the bytes of their bits. Short ones do, since a bucket ends with a whole word."""
+    sizes = [_base.words(r.shape[1:], PLANE) for r in rows]
+    lead = [r.shape[0] if size >= _SHORT else 1 for r, size in zip(rows, sizes, strict=True)]
+    return collectives.plan([jax.ShapeDtypeStruct(shape, "uint32") for shape in zip(lead, sizes, strict=True)], limits)
+
+
+def _within(share: jax.Array, size: int, axis_name: str) -> jax.Array:
+    """This device's (chunk,) of a value of `size` elements, with zeros beyond its end: padding may be NaN there."""
+    return jnp.where(lax.axis_index(axis_name) * share.size + jnp.arange(share.size) < size, share, 0)

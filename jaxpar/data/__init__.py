@@ -19,7 +19,7 @@ Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
-from .._devices.virtual_shards import PaddedBatch as PaddedBatch
+from .._devices.collectives import PaddedBatch as PaddedBatch
 from ._batches import (
     ahead as _ahead,
     batch_options as _batch_options,

@@ -23,9 +23,9 @@ from .._core import checks
 from .._core.arrays import Device, is_prng_key
 from .._core.calls import answers
 from .._devices import processes
+from .._devices.collectives import PaddedBatch, padded_rows
 from .._devices.mesh import STORE_AXIS, put, wait_before_collectives
 from .._devices.user_mesh import each_in_user_mesh, has_types, in_user_mesh, on_own_mesh, outside_mesh, with_sharding
-from .._devices.virtual_shards import PaddedBatch, padded_rows
 
 Order = Callable[[int], Any]  # of an epoch: int32 (examples,), in host memory or on the default device
 

@@ -21,8 +21,8 @@ from .._core import checks
 from .._core.arrays import check_plain
 from .._core.calls import answers, takes
 from .._devices import processes
+from .._devices.collectives import PaddedBatch, pad_rows
 from .._devices.mesh import split_over
-from .._devices.virtual_shards import PaddedBatch, pad_rows
 from . import _batches
 
 _WHERE = "data.from_iterable"

@@ -258,7 +258,7 @@ def _check_pieces(store: kv.KVStore, pieces: Sequence[Sequence[Piece]]) -> None:
         updater = stateless(updater)
     for held in lengths:
         forms = {k: (specs[k], jax.ShapeDtypeStruct((n,), specs[k].dtype), None) for k, n in held.items()}
-        updaters._check_elementwise_forms(updater, forms, kv.names(store), "free_running.start", _ADVICE)
+        updaters._check_elementwise(updater, forms, kv.names(store), "free_running.start", _ADVICE)
 
 
 class ServerLost(RuntimeError):

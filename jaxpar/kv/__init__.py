@@ -10,14 +10,8 @@
 Outside `jit`, a push takes arrays or lists of arrays on any devices. Inside `pmap` or `shard_map`, with `axis_name`, a
 push takes this device's share and sums over that axis.
 
-A push passes through these modules:
-
-    kv._push           checks the arguments, and finds where the values are summed
-    _store.aggregate   compiles a push at the prompt; sums over the devices (buckets, compression, collective), and
-                       applies the updater
-    _store.store       makes the next store; has the kinds of store and the layouts of arrays
-
-`_store.queue` delays a push. `_place` has a store on other devices: moved there, or restored from a checkpoint.
+docs/architecture.md says which modules a push passes through. `_place` has a store on other devices: moved there, or
+restored from a checkpoint.
 """
 
 from .._store.store import _KIND_NAMES as _KIND_NAMES, KINDS as KINDS, KVStore as KVStore, names as names

@@ -118,14 +118,11 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
         [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
     """
     keys, many = checks.find_keys(key, "kv.init")
-    given = checks.as_values(keys, value, many, "kv.init")
+    given = checks.as_values(keys, value, "kv.init") if many else [value]
     whole = isinstance(store.updater, updaters._TreeOptimizer)
     if whole or (stores.is_on_mesh(store) and not set(keys) <= dict(store.layouts).keys()):
-        fault = "its optimizer sees all params together" if whole else "its values are split over a mesh"
-        raise ValueError(
-            f"kv.init: keys {checks.shorten(keys)}: the store takes no further keys, because {fault}; give all params "
-            "to kv.from_params, or make a second store"
-        )
+        fault = "the store's optimizer sees all params" if whole else "the store is split over a mesh"
+        raise ValueError(f"kv.init: keys {checks.shorten(keys)}: {fault}, so it takes no more; make a second store")
     twice = [k for k, count in Counter([*store.values, *keys]).items() if count > 1]
     if twice:
         raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")
@@ -233,11 +230,8 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | updaters.Up
     if store.treedef is not None:
         return _with_tree_optimizer(store, tx)
     if updaters._couples_keys(tx):
-        raise ValueError(
-            "kv.set_optimizer: this transform computes the update of one key from the gradients of others, and this "
-            "store updates key by key; make it by kv.from_params(params, optimizer=...), or give that part to "
-            "train.make_train_step as grad_transform"
-        )
+        fault = "tx computes the update of one key from the gradients of others"
+        raise ValueError(f"kv.set_optimizer: {fault}; use kv.from_params(params, optimizer=tx), or grad_transform=")
     return set_updater(store, updaters.from_optax(tx))
 
 
@@ -247,17 +241,13 @@ def _with_tree_optimizer(store: KVStore, tx: Any) -> KVStore:
     store = dataclasses.replace(store, updater=optimizer, updater_state=dict.fromkeys(store.values, ()))
     aggregate.check_shares(store, stores.specs_of(store), where)
     if store.staleness and optimizer.reads_loss(stores.tree_of(store, stores.specs_of(store))):
-        late = f"with staleness {store.staleness} that of a gradient is gone"
-        raise ValueError(f"{where}: this optimizer reads the loss, and {late}; use kind 'dist_sync', or staleness=0")
+        raise ValueError(f"{where}: this optimizer reads the loss, which a late push lacks; use staleness=0")
     # No program can have values that are committed to different devices.
     trained = {k: store.values[k] for k in stores.trained_keys(store)}
     places = {frozenset(v.sharding.device_set): k for k, v in trained.items() if not is_traced(v) and v.committed}
     if len(places) > 1:
         one, other = [repr(stores.names(store)[k]) for k in sorted(places.values())[:2]]
-        raise ValueError(
-            f"{where}: params {one} and {other} are on different devices, and the optimizer sees all in one program; "
-            "give devices=, or updater=jp.updaters.from_optax(tx), which keeps one state a key"
-        )
+        raise ValueError(f"{where}: params {one} and {other} are on different devices; give kv.from_params devices=")
     store = dataclasses.replace(store, optimizer_state=optimizer.init(stores.tree_of(store, store.values)))
     if store.devices is None or is_traced(store.optimizer_state):
         return store
@@ -288,10 +278,8 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
     """
     compressor = compression.make(spec)
     if stores.is_on_mesh(store) and compressor is not None:
-        raise ValueError(
-            "kv.set_gradient_compression: values of this store are split over a mesh, and the compiler sums their "
-            "gradients; make the store without sharding= and mesh=, in kind 'sharded' with an elementwise optimizer"
-        )
+        fault = "values are split over a mesh, and the compiler sums their gradients"
+        raise ValueError(f"kv.set_gradient_compression: {fault}; make the store without sharding= and mesh=")
     return dataclasses.replace(store, compressor=compressor, residuals={})
 
 

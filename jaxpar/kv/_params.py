@@ -14,10 +14,11 @@ from jax.sharding import Mesh, NamedSharding
 from .. import updaters
 from .._core import calls, checks, text
 from .._core.arrays import Device, is_traced
+from .._core.portable import path_name
 from .._devices import processes
 from .._devices.mesh import mesh_of
 from .._devices.user_mesh import in_user_mesh
-from .._store import store as stores
+from .._store import aggregate, store as stores
 from .._store.store import KVStore
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
@@ -96,16 +97,17 @@ def from_params(
     if optimizer is not None and updater is not None:
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
     _check_params(params)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
+    # A RowSparse has two leaves, and its row numbers would become a param.
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, RowSparse))
+    paths = [path_name(path) for path, _ in leaves]
     _check_apart(leaves, paths)
     # Before the first use of JAX, since a kind `dist_*` joins the other processes.
     store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     store = dataclasses.replace(store, frozen=_frozen_keys(frozen, params, paths, values))
-    chosen = mesh if mesh is not None else _mesh_for(store, params, sharding, optimizer)
+    chosen = mesh if mesh is not None else _mesh_for(store, values, treedef, sharding, optimizer)
     if chosen is not None:
-        if sharding is None and stores.KINDS[store.kind].in_rows and not _split_shardings(params):
+        if sharding is None and stores.KINDS[store.kind].in_rows and not _split_shardings(values):
             sharding = default_rule(store, chosen)
         layouts = split_layouts(store, range(len(values)), params, chosen, sharding, "kv.from_params")
         store = dataclasses.replace(store, devices=tuple(chosen.devices.flat), layouts=layouts)
@@ -151,18 +153,12 @@ def _check_params(params: Any) -> None:
         raise TypeError(f"kv.from_params: expected params, got a {type(params).__name__}; its params are {own}")
     if params is None:
         raise ValueError("kv.from_params: params is None, so there is nothing to train; give a pytree of arrays")
-    # As a pytree it has two leaves, and its row numbers would become a param.
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, RowSparse)):
-        if isinstance(leaf, RowSparse):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise TypeError(f"kv.from_params: leaf {name!r} of params is a RowSparse; give sparse.to_dense(value)")
 
 
-def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mesh | None:
+def _mesh_for(store: KVStore, values: Sequence[jax.Array], treedef: Any, sharding: Any, optimizer: Any) -> Mesh | None:
     """The mesh over which values are split in their own shapes. None: there is none."""
     given = [s for s in jax.tree.leaves(sharding) if isinstance(s, NamedSharding)]
-    found = given or _split_shardings(params)
-    if found:
+    if found := given or _split_shardings(values):
         mesh = found[0].mesh
         assert isinstance(mesh, Mesh)
         return mesh
@@ -171,20 +167,20 @@ def _mesh_for(store: KVStore, params: Any, sharding: Any, optimizer: Any) -> Mes
     if not stores.KINDS[store.kind].in_rows or optimizer is None or isinstance(optimizer, updaters.Updater):
         return None
     assert store.devices is not None
-    leaves, structure = jax.tree.flatten(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params))
-    trained = structure.unflatten(
-        x if jnp.issubdtype(x.dtype, jnp.inexact) and k not in store.frozen else None for k, x in enumerate(leaves)
-    )
+    specs: Any = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in enumerate(values)}
+    tree_optimizer = updaters._TreeOptimizer(optimizer)
     try:
-        updaters._check_elementwise_tree(updaters._TreeOptimizer(optimizer), trained, len(store.devices), "")
+        aggregate.check_shares(
+            dataclasses.replace(store, values=specs, treedef=treedef, updater=tree_optimizer), specs, "kv.from_params"
+        )
     except ValueError:  # it cannot be given shares of the params
         return mesh_of(store.devices)
     return None
 
 
-def _split_shardings(params: Any) -> list[NamedSharding]:
+def _split_shardings(values: Sequence[jax.Array]) -> list[NamedSharding]:
     """The shardings of params that come split over devices."""
-    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params) if not is_traced(leaf)]
+    shardings = [v.sharding for v in values if not is_traced(v)]
     return [s for s in shardings if isinstance(s, NamedSharding) and not s.is_fully_replicated]
 
 
@@ -201,13 +197,12 @@ def _check_apart(leaves: Sequence[tuple[Any, Any]], names: Sequence[str]) -> Non
         named[name] = path
         first = placed.setdefault(id(leaf), name) if isinstance(leaf, (jax.Array, np.ndarray)) else name
         if first != name:
-            raise ValueError(
-                f"kv.from_params: leaves {first!r} and {name!r} of params are the same array; for one param used "
-                "twice, keep it once and use it twice in loss_fn; for two params, copy one: jnp.copy(array)"
-            )
+            raise ValueError(f"kv.from_params: leaves {first!r} and {name!r} are the same array; keep or copy one")
 
 
 def _leaf(leaf: Any, path: str) -> jax.Array:
+    if isinstance(leaf, RowSparse):
+        raise TypeError(f"kv.from_params: leaf {path!r} of params is a RowSparse; give sparse.to_dense(value)")
     try:
         return checks.array(leaf, f"kv.from_params: leaf {path!r} of params")
     except jax.errors.UnexpectedTracerError:

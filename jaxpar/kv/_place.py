@@ -84,9 +84,7 @@ def place(
         mesh = stores.mesh_of_values(store)
     if mesh is not None:
         specs, target = stores.specs_of(store), tuple(mesh.devices.flat)
-        like: Any = {stores.names(store)[k]: spec for k, spec in specs.items()}
-        if store.treedef is not None:
-            like = store.treedef.unflatten([specs[k] for k, _ in store.paths])
+        like = specs if store.treedef is None else store.treedef.unflatten([specs[k] for k, _ in store.paths])
         if sharding is None:
             sharding = default_rule(store, mesh) if stores.KINDS[store.kind].in_rows else PartitionSpec()
         layouts = split_layouts(store, sorted(specs), like, mesh, sharding, "kv.place")
@@ -95,8 +93,7 @@ def place(
         if target is None:
             raise ValueError("kv.place: give devices or mesh")
         if stores.is_on_mesh(store) and target != store.devices:
-            hint = "write kv.place(store, mesh=mesh, sharding=rule)"
-            raise ValueError(f"kv.place: the values are split over a mesh with other devices; {hint}")
+            raise ValueError("kv.place: the values are split over a mesh with other devices; give mesh= and sharding=")
         rows = {k: Rows(layout.shape, len(target)) for k, layout in stores.rows_of(store).items()}
         layouts = tuple({**dict(store.layouts), **rows}.items())
     arrays = (store.values, store.updater_state, store.optimizer_state)
@@ -191,17 +188,12 @@ def _with_pending(store: KVStore, before: dict[int, queue.PendingPushes]) -> KVS
     if not store.staleness:
         return store
     assert store.devices is not None
+    if processes.to_share([pushes.values for pushes in before.values()], store.devices):
+        raise ValueError("kv.place: pushes are pending in this process only; call kv.flush first")
     count, pending = len(store.devices), {}
-    for k in sorted(store.values):
-        pushes = before.get(k)
-        has_gradient = jnp.issubdtype(store.values[k].dtype, jnp.inexact) and k not in store.frozen
-        if pushes is None and not has_gradient:
-            continue
-        if pushes is None:
-            pushes = queue.start(store, k, count)
-        elif processes.to_share(pushes.values, store.devices):
-            which = f"pushes to key {k} are pending in this process only"
-            raise ValueError(f"kv.place: {which}, but the devices belong to several processes; call kv.flush first")
+    floating = {k for k, v in store.values.items() if jnp.issubdtype(v.dtype, jnp.inexact)}
+    for k in sorted(before.keys() | floating - {*store.frozen}):
+        pushes = before.get(k) or queue.start(store, k, count)
         pushes = queue.regroup(jax.tree.map(to_host, pushes), count)
         values = put_copy(pushes.values, split_over(store.devices))
         pending[k] = queue.PendingPushes(values, put_copy(pushes.count, stores.sharding_of(store)))
@@ -239,11 +231,6 @@ def rule_of_each(store: KVStore) -> dict[int, str | None]:
     return updaters._rule_of_each(store.updater, structure, tuple(keys), tuple(specs[k] for k in keys))
 
 
-def bare(store: KVStore) -> KVStore:
-    """The store without what belongs to the devices that pushed."""
-    return dataclasses.replace(store, residuals={}, pending={})
-
-
 def complete(store: KVStore, like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> KVStore:
     """The store with residuals and pending pushes, for the devices of `like`."""
     _check_rules(like, by_key(saved, join_names(prefix, "values"), like), remarks)
@@ -259,15 +246,11 @@ def _check_rules(like: KVStore, saved: dict[int, Saved], remarks: list[str]) -> 
         record, _ = saved[k][""]
         found.add(difference := updaters._difference_of_rules(rule, record.get("rule")))
         if difference == "rule":
-            raise ValueError(
-                f"{record['words']}: it was saved with another optimizer than that of `like`; give a state with the "
-                "saved optimizer. To continue with another optimizer and keep the saved state, put what you restored "
-                "into the new state: jax.tree.unflatten(jax.tree.structure(new), jax.tree.leaves(restored))"
-            )
+            hint = "restore with that one, then jax.tree.unflatten(jax.tree.structure(new), jax.tree.leaves(restored))"
+            raise ValueError(f"{record['words']}: it was saved with another optimizer than that of `like`; {hint}")
     if "numbers" in found:
         remarks.append(
-            "the optimizer has other numbers (learning rate, schedule, decay) than the saved one; the new numbers "
-            "apply from now on"
+            "the optimizer has other numbers (learning rate, schedule, decay) than were saved; they apply now"
         )
 
 
@@ -287,32 +270,23 @@ def _residuals(store: KVStore, like: KVStore, saved: dict[int, Saved], remarks: 
     """The residuals of each key: as saved where they fit the devices of `like`, else new ones."""
     if saved and store.compressor is None:
         record = next(iter(next(iter(saved.values())).values()))[0]
-        hint = "use kv.set_gradient_compression on it as before (and again after restoring, to change it)"
-        found = f"found {describe_record(record)}, but the store of `like` compresses nothing"
-        raise ValueError(f"{record['words']}: {found}; {hint}")
+        found = f"{record['words']}: found {describe_record(record)}"
+        raise ValueError(f"{found}, but the store of `like` compresses nothing; use kv.set_gradient_compression on it")
     residuals, new = dict[int, Any](), list[int]()
     for k in sorted({*like.residuals, *saved}):
         own, held = saved.get(k, {}), jax.tree.leaves(like.residuals.get(k))
-        for record, array in own.values():
-            if not array.ndim or not array.shape[0]:
-                found = f"expected a row for each device, found the shape {list(array.shape)}"
-                raise ValueError(f"{record['words']}: {found}")
-        count = held[0].shape[0] if held else len(store.devices or next(iter(own.values()))[1])
+        rows = next((np.shape(array)[:1] for _, array in own.values()), ())
+        count = held[0].shape[0] if held else len(store.devices) if store.devices else max(1, *rows)
         fresh = aggregate.start_residuals(store, [k], count)[k]
         expected = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(fresh)}
         found = {name: (tuple(r["shape"]), r["dtype"]) for name, (r, _) in own.items()}
         fits = found == {name: (leaf.shape, str(leaf.dtype)) for name, leaf in expected.items()}
         new += [] if fits else [k]
-        where = split_over(store.devices) if store.devices else None
-        shardings = [getattr(leaf, "sharding", where) for leaf in held] or [where] * len(expected)
+        sharding = held[0].sharding if held else split_over(store.devices) if store.devices else None
         leaves = [own[name][1] if fits else np.asarray(leaf) for name, leaf in expected.items()]
-        placed = [put(leaf, sharding) for leaf, sharding in zip(leaves, shardings, strict=True)]
-        residuals[k] = jax.tree.structure(fresh).unflatten(placed)
+        residuals[k] = put(jax.tree.structure(fresh).unflatten(leaves), sharding)
     if new:
-        remarks.append(
-            f"the compressor's residuals of keys {checks.shorten(new)} start anew, because the saved residuals belong "
-            "to another number of devices or another compressor"
-        )
+        remarks.append(f"residuals of keys {checks.shorten(new)} start anew: other devices, or another compressor")
     return residuals
 
 
@@ -320,14 +294,12 @@ def _pending(store: KVStore, like: KVStore, saved: dict[int, Saved]) -> dict[int
     """The pending pushes of each key, for the devices of `like`. None where none were saved."""
     pending = {}
     for k in sorted({*like.pending, *saved}):
-        held = like.pending.get(k)
-        count = held.values[0].shape[0] if held else len(store.devices) if store.devices else None
+        count, along, everywhere = None, None, None
+        if held := like.pending.get(k):
+            count, along, everywhere = held.values[0].shape[0], held.values[0].sharding, held.count.sharding
+        elif store.devices:
+            count, along, everywhere = len(store.devices), split_over(store.devices), copies_on(store.devices)
         found = _restore_pending(store, k, saved[k], count) if k in saved else queue.start(store, k, count or 1)
-        along, everywhere = None, None
-        if store.devices:
-            along, everywhere = split_over(store.devices), copies_on(store.devices)
-        if held:
-            along, everywhere = held.values[0].sharding, held.count.sharding
         pending[k] = queue.PendingPushes(put(found.values, along), put(found.count, everywhere))
     return pending
 
@@ -336,20 +308,17 @@ def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) ->
     """The pending pushes of a key, regrouped for `count` devices. None for as many as before."""
     record = next(iter(found.values()))[0]
     words, staleness = record["words"].partition(":")[0], len(found) - 1
-    if found.keys() != {"count", *(f"values/{i}" for i in range(staleness))}:
-        raise ValueError(f"{words}: expected a count and the pending values, found {sorted(found)}")
     if staleness != store.staleness:
-        raise ValueError(
-            f"{words}: values wait for {staleness} pushes, but the store of `like` has staleness {store.staleness}; "
-            f"make it with kv.from_params(..., kind='dist_async', staleness={staleness}), or apply what is pending "
-            "before saving (step.finish, kv.flush)"
-        )
-    arrays = [found[f"values/{i}"][1] for i in range(staleness)]
-    rows, pushes = max((a.shape[0] for a in arrays if a.ndim), default=0), found["count"][1]
-    expected = (rows, *stores.shapes_of(store)[k]), store.values[k].dtype
-    if not rows or any((a.shape, a.dtype) != expected for a in arrays) or (pushes.shape, pushes.dtype) != ((), "int32"):
-        raise ValueError(f"{words}: pending values must have the key's shape and dtype, with a row for each device")
-    held = queue.PendingPushes(tuple(map(jnp.asarray, arrays)), jnp.asarray(pushes))
+        both = f"values wait for {staleness} pushes, but the store of `like` has staleness {store.staleness}"
+        raise ValueError(f"{words}: {both}; make it with staleness={staleness}, or call kv.flush before saving")
+    arrays = {name: array for name, (_, array) in found.items()}
+    rows = max((a.shape[0] for a in arrays.values() if a.ndim), default=0)
+    value = (rows, *stores.shapes_of(store)[k]), store.values[k].dtype
+    expected = {"count": ((), np.dtype("int32")), **{f"values/{i}": value for i in range(staleness)}}
+    if not rows or {name: (a.shape, a.dtype) for name, a in arrays.items()} != expected:
+        raise ValueError(f"{words}: expected a count, and pending values with a row for each device")
+    pushes, *values = [jnp.asarray(arrays[name]) for name in expected]
+    held = queue.PendingPushes(tuple(values), pushes)
     return held if count is None else queue.regroup(held, count)
 
 
@@ -409,8 +378,7 @@ def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) ->
     thawed = wanted.keys() - held
     saved |= {name: (wanted[name].record(), fresh[name]) for name in thawed}
     for k in like.values:
-        record, array = saved[f"{values}/{k}"]
-        saved[f"{values}/{k}"] = {n: x for n, x in record.items() if n != "rule"}, array
+        saved[f"{values}/{k}"][0].pop("rule", None)
     if thawed:
         called = ", ".join(repr(stores.names(like)[k]) for k in sorted({owner[name] or 0 for name in thawed}))
         remarks.append(f"{called}: frozen in the checkpoint, so the optimizer's state of these params starts anew")
@@ -440,4 +408,6 @@ def _names_of_keys(store: KVStore) -> list[list[str]]:
         return []
 
 
-FORMATS[KVStore] = NodeFormat(slots, bare, complete, adapt)
+# Without what belongs to the devices that pushed, which `complete` restores.
+_bare = functools.partial(dataclasses.replace, residuals={}, pending={})
+FORMATS[KVStore] = NodeFormat(slots, _bare, complete, adapt)

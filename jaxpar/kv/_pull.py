@@ -118,29 +118,23 @@ def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> li
         assert store.devices is not None
         for k, r in rows.items():
             if r.shape[0] != len(store.devices) or r.ndim != 2:
-                share = f"one device's share of a store of kind {store.kind!r}"
-                raise ValueError(f"kv.pull: key {k}: this is {share}; give axis_name to gather the others")
+                raise ValueError(f"kv.pull: key {k}: this is one device's share; give axis_name to gather the others")
         if is_tracing():
             whole = [layouts[k].whole(r) for k, r in rows.items()]
         else:
             mesh.wait_before_collectives(rows, store.devices)
-            whole = _gather_program(store.devices, store.limits)(list(rows.values()), shapes)
+            whole = _gather_program(store.devices, shapes, store.limits)(list(rows.values()))
     values = store.values | dict(zip(rows, whole, strict=True))
     return [values[k] for k in keys]
 
 
-@functools.lru_cache(maxsize=64)
-def _gather_program(devices: tuple[Device, ...], limits: Any) -> Any:
-    def run(stored: list[jax.Array], shapes: Any) -> list[jax.Array]:
-        return jax.shard_map(
-            lambda parts: collectives.all_gather([p.reshape(-1) for p in parts], shapes, mesh.STORE_AXIS, limits),
-            mesh=mesh.mesh_of(devices),
-            in_specs=P(mesh.STORE_AXIS),
-            out_specs=P(),
-            check_vma=False,
-        )(stored)
+@functools.lru_cache(maxsize=1024)
+def _gather_program(devices: tuple[Device, ...], shapes: Any, limits: Any) -> Any:
+    def run(parts: list[jax.Array]) -> list[jax.Array]:
+        return collectives.all_gather([p.reshape(-1) for p in parts], shapes, mesh.STORE_AXIS, limits)
 
-    return jax.jit(run, static_argnums=1)
+    over, along = mesh.mesh_of(devices), P(mesh.STORE_AXIS)
+    return jax.jit(jax.shard_map(run, mesh=over, in_specs=along, out_specs=P(), check_vma=False))
 
 
 # Copies on devices.
@@ -154,25 +148,22 @@ def _on_each(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool
     checks.check_own(wanted, "kv.pull")
     if own:
         # What is there already is the store's, so the caller gets a copy of it.
-        there = [i for i, v in enumerate(values) if v.is_fully_replicated and wanted & v.sharding.device_set]
-        new = dict(zip(there, mesh.donatable([values[i] for i in there]), strict=True))
+        held = [i for i, v in enumerate(values) if v.is_fully_replicated and wanted & v.sharding.device_set]
+        new = dict(zip(held, mesh.donatable([values[i] for i in held]), strict=True))
         values = [new.get(i, v) for i, v in enumerate(values)]
-    copies: list[dict[Device, jax.Array]] = [{} for _ in values]
-    absent: list[int] = []
-    for i, v in enumerate(values):
-        if not v.is_fully_replicated or not wanted <= v.sharding.device_set:
-            absent.append(i)
-        elif len(v.sharding.device_set) == 1:
-            copies[i] = dict.fromkeys(wanted, v)
-        else:
-            copies[i] = {shard.device: shard.data for shard in v.addressable_shards}
+    there = {i for i, v in enumerate(values) if v.is_fully_replicated and wanted <= v.sharding.device_set}
+    copies = {i: _by_device(values[i]) for i in there}
+    absent = [i for i in range(len(values)) if i not in there]
     for start in range(0, len(absent), _MOST_VALUES):
         some = absent[start : start + _MOST_VALUES]
         # Every process must call this for values that span them: then each has all of them.
         here = [jnp.asarray(mesh.to_host(values[i])) if mesh.spans_processes(values[i]) else values[i] for i in some]
-        for i, sent in zip(some, _send(here, wanted), strict=True):
-            copies[i] = sent
-    return [[copies_of_value[d] for d in devices] for copies_of_value in copies]
+        copies |= zip(some, _send(here, wanted), strict=True)
+    return [[copies[i][d] for d in devices] for i in range(len(values))]
+
+
+def _by_device(array: jax.Array) -> dict[Device, jax.Array]:
+    return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, jax.Array]]:
@@ -181,18 +172,14 @@ def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, ja
     groups: collectives.Groups = tuple((i,) for i in range(len(values)))
     if isinstance(source, SingleDeviceSharding) and all(v.sharding == source for v in values):
         groups = collectives.plan(values)
-    copies: list[dict[Device, jax.Array]] = [{} for _ in values]
     # The small ones first: the large ones may still be computed. And those stay out of programs, which copy.
     small = [i for group in groups if len(group) > 1 for i in group]
-    if small:
-        for device, sent in _send_in_buckets([values[i] for i in small], devices).items():
-            for i, copy in zip(small, sent, strict=True):
-                copies[i][device] = copy
+    sent = _send_in_buckets([values[i] for i in small], devices) if small else {}
+    copies = {i: {device: of_device[n] for device, of_device in sent.items()} for n, i in enumerate(small)}
     alone = [g[0] for g in groups if len(g) == 1]
     large = mesh.share_or_put([values[i] for i in alone], mesh.copies_on(tuple(devices)))
-    for i, sent in zip(alone, large, strict=True):
-        copies[i] = {shard.device: shard.data for shard in sent.addressable_shards}
-    return copies
+    copies |= zip(alone, map(_by_device, large), strict=True)
+    return [copies[i] for i in range(len(values))]
 
 
 def _send_in_buckets(values: list[jax.Array], devices: set[Device]) -> dict[Device, list[jax.Array]]:
@@ -303,16 +290,14 @@ def row_sparse_pull(
     """
     keys, many = checks.find_keys(key, "kv.row_sparse_pull", store)
     given = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
-    checks.as_values(keys, given, True, "kv.row_sparse_pull", "row_ids")
+    checks.as_values(keys, given, "kv.row_sparse_pull", "row_ids")
     count = 1 if devices is None else len(devices)
     wanted = [list(ids) if _is_list_of_arrays(ids) else [ids] for ids in given]
     for k, ids in zip(keys, wanted, strict=True):
         if len(ids) not in (1, count):
             where = "no devices=" if devices is None else plural(count, "device")
-            raise ValueError(
-                f"kv.row_sparse_pull: key {k}: expected one array of ids, or one for each device, got {len(ids)} lists "
-                f"of ids and {where}"
-            )
+            wanted = "expected one array of ids, or one for each device"
+            raise ValueError(f"kv.row_sparse_pull: key {k}: {wanted}, got {len(ids)} lists of ids and {where}")
     pulled = list[Any]()
     for value, ids in zip(map(mesh.to_host, pull_whole(store, keys, None)), wanted, strict=True):
         rows = [sparse.take(value, i) for i in ids]

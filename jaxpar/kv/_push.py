@@ -82,18 +82,14 @@ def push(store: KVStore, key: checks.Key | checks.Keys, value: Any, *, axis_name
         `train.make_train_step` does.
     """
     pushed = _request(store, key, value)
-    if axis_name is not None:
-        aggregate.axis_size(axis_name, "kv.push")
-    way = _way_of(store, axis_name)
+    way = _way_of(store, axis_name, "kv.push")
     if way is _push_across:  # also where this process pushes nothing: others may wait for it
         _agree(store, pushed)
     elif axis_name is None and jax.process_count() > 1:
         for k in pushed:
             if spans_processes(store.values[k]):
-                raise ValueError(
-                    f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes; push "
-                    "inside pmap or shard_map with axis_name, as a training step does, or use kind 'dist_sync'"
-                )
+                where = f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes"
+                raise ValueError(f"{where}; push inside shard_map with axis_name, or use kind 'dist_sync'")
     if not pushed:
         return store
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], sparse.RowSparse)}
@@ -129,9 +125,7 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """
     if not store.pending:
         return store
-    if axis_name is not None:
-        aggregate.axis_size(axis_name, "kv.flush")
-    return queue.flush(store, axis_name, _way_of(store, axis_name))
+    return queue.flush(store, axis_name, _way_of(store, axis_name, "kv.flush"))
 
 
 @overload
@@ -190,11 +184,8 @@ def _request(store: KVStore, key: checks.Key | checks.Keys, value: Any) -> dict[
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
     keys, many = checks.find_keys(key, "kv.push", store)
     if still := [k for k in keys if k in store.frozen]:
-        raise ValueError(
-            f"kv.push: key {still[0]} ({stores.names(store)[still[0]]!r}) is frozen, so it takes no gradient; push the "
-            "others, or make the store without frozen="
-        )
-    given, shapes = checks.as_values(keys, value, many, "kv.push"), stores.shapes_of(store)
+        raise ValueError(f"kv.push: key {still[0]} ({stores.names(store)[still[0]]!r}) is frozen; push the others only")
+    given, shapes = checks.as_values(keys, value, "kv.push") if many else [value], stores.shapes_of(store)
     pushed: dict[int, list[Any]] = {}
     for k, values in zip(keys, given, strict=True):
         where, checked = f"kv.push: value for key {k}", pushed.setdefault(k, [])
@@ -233,17 +224,19 @@ def _check_tree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
             raise ValueError(f"kv.push: keys {checks.shorten(sorted(keys))} ({called}): {fault}")
 
 
-def _way_of(store: KVStore, axis_name: str | None) -> queue.Send:
+def _way_of(store: KVStore, axis_name: str | None, where: str) -> queue.Send:
     """What sums and updates."""
     kind, axes = stores.KINDS[store.kind], jax.sharding.get_abstract_mesh().manual_axes
+    if axis_name is not None:
+        aggregate.axis_size(axis_name, where)
     if not is_tracing():
         if not kind.over_processes or jax.process_count() == 1:
             return _push_here
-        processes.refuse_elastic(f"kv.push: kind {store.kind!r}")
+        processes.refuse_elastic(f"{where}: kind {store.kind!r}")
         return _push_across
     if axis_name is None and axes and not kind.on_one_device:  # it is allowed, but rarely meant
         warnings.warn(
-            f"kv.push: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
+            f"{where}: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
             f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each",
             stacklevel=calls.users_level(),
         )
@@ -254,10 +247,8 @@ def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
     """Compare what the processes push. With other keys in one of them, all would wait forever."""
     for k, values in pushed.items():
         if any(spans_processes(leaf) for leaf in jax.tree.leaves(values)):
-            raise ValueError(
-                f"kv.push: key {k}: this value is on devices of several processes; push what this process has, "
-                "value.addressable_data(i), or push inside pmap or shard_map with axis_name"
-            )
+            where = f"kv.push: key {k}: this value is on devices of several processes"
+            raise ValueError(f"{where}; push value.addressable_data(i), or inside shard_map with axis_name")
     where = f"kv.push: kind {store.kind!r}: every process must push the same keys, in the same shapes"
     like = {k: jax.ShapeDtypeStruct(vs[0].shape, store.values[k].dtype) for k, vs in pushed.items()}
     rows = [k for k, vs in pushed.items() if isinstance(vs[0], sparse.RowSparse)]
@@ -349,18 +340,13 @@ def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int
     if store.compressor is not None:
         compressed = aggregate.compressed_keys(store, counts)
         residuals = aggregate.residuals_for(store, {k: n for k, n in counts.items() if k in compressed})
-    part = dataclasses.replace(
-        store,
-        values={n: store.values[k] for k, n in numbers.items()},
-        updater_state={n: store.updater_state[k] for k, n in numbers.items()},
-        residuals={numbers[k]: state for k, state in residuals.items()},
-        pending={},
-        optimizer_state=(),
-        updater=None,
-        compressor=None,
-        paths=(),
-        treedef=None,
-        frozen=(),
+    part = KVStore(
+        {n: store.values[k] for k, n in numbers.items()},
+        {n: store.updater_state[k] for k, n in numbers.items()},
+        {numbers[k]: state for k, state in residuals.items()},
+        store.kind,
+        devices=store.devices,
+        limits=store.limits,
         layouts=tuple([(n, layouts[k]) for k, n in numbers.items() if k in layouts]),
     )
     run = aggregate.program(updater, store.compressor)
@@ -386,7 +372,7 @@ def _push_over(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Cha
         each = [v if v.dtype == dtype else v.astype(dtype) for v in each]
         sent[k] = [assemble([v if v.ndim else v.reshape(1) for v in each], along)]
     mesh.wait_before_collectives((store, sent), devices)
-    return run(store, sent, devices)
+    return run(store, sent, along.mesh)
 
 
 def _push_at_home(devices: Devices | None, run: Any, store: KVStore, pushed: Lists) -> Changes:

@@ -116,10 +116,8 @@ def from_mxnet(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, jax.Arra
         of_mxnet = (shape[3], shape[2], *shape[:2]) if len(shape) == 4 else shape[::-1]
         weight, bias = by_shape.get(of_mxnet, by_shape.get(shape)), by_shape.get(shape[-1:])
         if weight is None or bias is None or len(arrays) != 2 * len(_SHAPES):
-            raise ValueError(
-                f"lenet.from_mxnet: expected {2 * len(_SHAPES)} arrays, for {layer} a weight of shape {of_mxnet} and a "
-                f"bias of shape {shape[-1:]}; got {len(arrays)} of shapes {sorted(by_shape)}"
-            )
+            wanted = f"{2 * len(_SHAPES)} arrays, for {layer} a weight of shape {of_mxnet} and a bias of {shape[-1:]}"
+            raise ValueError(f"lenet.from_mxnet: expected {wanted}; got {len(arrays)} of shapes {sorted(by_shape)}")
         weight = _weight_from_mxnet(layer, weight)
         params[layer] = {"weight": jnp.asarray(weight, jnp.float32), "bias": jnp.asarray(bias, jnp.float32)}
     return params

@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,9 +56,8 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         devices = jax.devices()
         if len(devices) == n and devices[0].platform == "cpu":
             return
-        runs = f"JAX runs already, on {len(devices)} {devices[0].platform} device(s)"
-        hint = "restart the Python process or the notebook's kernel and call this first"
-        raise RuntimeError(f"use_cpu_devices({n}): {runs}; {hint}") from error
+        runs = f"use_cpu_devices({n}): JAX runs already, on {len(devices)} {devices[0].platform} device(s)"
+        raise RuntimeError(f"{runs}; restart the Python process (or the kernel) and call this first") from error
     if keep_memory and not keep_freed_memory():
         warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
 
@@ -233,7 +232,9 @@ def spmd(
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if min(donate, default=0) < 0:
         raise ValueError(f"spmd: donate_argnums counts arguments from 0, got {donate_argnums}")
-    compiled = (_pmap if engine == "pmap" else _shard_map)(fn, _Axes(axis_name, chosen, in_axes, out_axes, donate))
+    over = {"axis_name": axis_name, "devices": chosen, "in_axes": in_axes, "out_axes": out_axes}
+    options: dict[str, Any] = over | {"donate_argnums": donate}
+    compiled = _pmap(fn, options) if engine == "pmap" else _shard_map(fn, **options)
     own = sum(d.process_index == jax.process_index() for d in chosen)
 
     @in_user_mesh
@@ -248,29 +249,12 @@ def spmd(
     return call
 
 
-class _Axes(NamedTuple):
-    """Over what a function is mapped, as the arguments of `spmd` say it."""
-
-    axis_name: str
-    devices: tuple[Device, ...]
-    in_axes: Any
-    out_axes: Any
-    donate: tuple[int, ...]
-
-
-def _make_pmap(fn: Callable[..., Any], over: _Axes) -> Callable[..., Any]:
+def _make_pmap(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def own(*args: Any) -> Any:
         return fn(*args)
 
-    run = jax.pmap(
-        own,
-        over.axis_name,
-        in_axes=over.in_axes,
-        out_axes=over.out_axes,
-        devices=over.devices,
-        donate_argnums=over.donate,
-    )
+    run = jax.pmap(own, **options)
     weakref.finalize(run, forget, own).atexit = False
     return run
 
@@ -278,18 +262,20 @@ def _make_pmap(fn: Callable[..., Any], over: _Axes) -> Callable[..., Any]:
 _pmap = Recent(_make_pmap)  # the same function is compiled once, as by `jax.pmap` itself
 
 
-def _shard_map(fn: Callable[..., Any], over: _Axes) -> Callable[..., Any]:
-    mesh = Mesh(np.array(over.devices), (over.axis_name,))
-    in_specs, out_specs = _specs(over.in_axes, over.axis_name), _specs(over.out_axes, over.axis_name)
+def _shard_map(
+    fn: Callable[..., Any], *, axis_name: str, devices: Any, in_axes: Any, out_axes: Any, donate_argnums: Any
+) -> Callable[..., Any]:
+    mesh = Mesh(np.array(devices), (axis_name,))
+    in_specs, out_specs = _specs(in_axes, axis_name), _specs(out_axes, axis_name)
 
     def run(*args: Any) -> Any:
         def body(*args: Any) -> Any:
-            out = fn(*_over(lambda x: x[0], args, over.in_axes))
-            return _over(lambda x: jnp.asarray(x)[None], out, over.out_axes)
+            out = fn(*_over(lambda x: x[0], args, in_axes))
+            return _over(lambda x: jnp.asarray(x)[None], out, out_axes)
 
         return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
 
-    compiled = jax.jit(run, donate_argnums=over.donate)
+    compiled = jax.jit(run, donate_argnums=donate_argnums)
     if not mesh.is_multi_process:
         return compiled
 
@@ -323,6 +309,5 @@ def _check_entries(args: tuple[Any, ...], in_axes: Any, count: int) -> None:
     for i, (arg, axis) in enumerate(zip(args, axes, strict=True)):
         for leaf in jax.tree.leaves(arg) if axis == 0 else ():
             if np.shape(leaf)[:1] != (count,):
-                wanted = f"one entry for each of the {count} devices along its first axis"
-                hint = f"reshape a batch to ({count}, n // {count}, ...)"
-                raise ValueError(f"spmd: argument {i} must have {wanted}, got shape {np.shape(leaf)}; {hint}")
+                wanted = f"spmd: argument {i} must have one entry for each of the {count} devices"
+                raise ValueError(f"{wanted}, got shape {np.shape(leaf)}; reshape it to ({count}, n // {count}, ...)")

@@ -134,15 +134,7 @@ def coalesce(rows: RowSparse, *, size: int | None = None) -> RowSparse:
         >>> coalesce(rows, size=3).indices.tolist()
         [0, 2, 4]
     """
-    distinct = None
-    if _is_known(rows.indices):
-        held = np.asarray(rows.indices)
-        distinct = np.unique(held[(held >= 0) & (held < rows.shape[0])]).size  # without padding
-    if size is None:
-        size = rows.indices.shape[0] if distinct is None else distinct
-    elif distinct is not None and distinct > size:
-        raise ValueError(f"coalesce: size {size} is too small for {distinct} different rows")
-    return _coalesce(rows, size)
+    return _coalesce(rows, _size(rows.indices, rows.shape[0], size, "coalesce"))
 
 
 @functools.partial(jax.jit, static_argnames="size")
@@ -218,15 +210,12 @@ def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSpars
     count = _check_table(array.shape, "take")[0]
     ids = _as_ids(row_ids, "take: row ids").reshape(-1)
     _check_range(ids, count, "take: row", last=count - 1)
+    size = _size(ids, count, size, "take")
     if _is_known(ids):
         unique = np.unique(np.asarray(ids))
-        if size is not None and unique.size > size:
-            raise ValueError(f"take: size {size} is too small for {unique.size} different rows")
-        padding = 0 if size is None else size - unique.size
-        unique = np.concatenate([unique, np.full(padding, count, unique.dtype)])
+        unique = np.append(unique, np.full(size - unique.size, count))
     else:
-        ids = _padding_last(jnp.asarray(ids, jnp.int32), count)
-        unique = jnp.unique(ids, size=ids.size if size is None else size, fill_value=count)
+        unique = jnp.unique(_padding_last(jnp.asarray(ids, jnp.int32), count), size=size, fill_value=count)
     unique = jnp.asarray(unique, jnp.int32)
     return _make_unchecked(array.shape, (unique, _gather(array, unique)))
 
@@ -430,6 +419,17 @@ def _as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{what} must be integers, got dtype {ids.dtype}")
     return ids
+
+
+def _size(ids: Any, count: int, size: int | None, what: str) -> int:
+    """How many rows a result has: `size`, or the number of different ids where it is known."""
+    distinct = ids.size
+    if _is_known(ids):
+        host = np.asarray(ids)
+        distinct = np.unique(host[(host >= 0) & (host < count)]).size  # without padding
+        if size is not None and distinct > size:
+            raise ValueError(f"{what}: size {size} is too small for {distinct} different rows")
+    return distinct if size is None else size
 
 
 def _check_range(ids: Any, count: int, what: str, *, last: int) -> None:

@@ -24,7 +24,6 @@ from ..mxnet import (
 )
 from ._program import (
     check_elementwise as _check_elementwise,
-    check_elementwise_forms as _check_elementwise_forms,
     check_elementwise_tree as _check_elementwise_tree,
     difference_of_rules as _difference_of_rules,
     rule_of_each as _rule_of_each,

@@ -40,25 +40,10 @@ from ._updaters import TreeOptimizer, Updater, accumulate, assign, program_of
 
 Spec = jax.ShapeDtypeStruct
 
-_ADVICE = (
-    "a store of kind 'sharded' gives the updater one device's flat share of a value, so it must be elementwise; use "
-    "kind='device', or kv.from_params(params, kind='sharded', optimizer=tx), which splits whole values over a mesh"
-)
+_ADVICE = "an updater of kind 'sharded' sees flat shares; use kind='device', or kv.from_params(params, optimizer=tx)"
 # Keys that are traced together, which is quick. Where the trace is at fault each is traced alone, to name the one.
 _TOGETHER = 256
 Forms = tuple[Spec, Spec, Spec | None]  # the whole value, a flat share of it, the rows that `init` gets
-
-
-def check_elementwise(
-    updater: Updater, values: Mapping[int, Spec], shards: int, names: Mapping[int, str], where: str
-) -> None:
-    """`ValueError` unless the updater may be given the shares of all values, whose shapes and dtypes are given."""
-
-    def forms(value: Spec) -> Forms:
-        chunk = chunk_size(value.size, shards)
-        return value, Spec((chunk,), value.dtype), Spec((shards, chunk), value.dtype)
-
-    check_elementwise_forms(updater, {k: forms(v) for k, v in values.items()}, names, where, _ADVICE)
 
 
 def check_elementwise_tree(optimizer: TreeOptimizer, params: Any, shards: int, where: str) -> None:
@@ -76,10 +61,10 @@ def check_elementwise_tree(optimizer: TreeOptimizer, params: Any, shards: int, w
         raise ValueError(f"{where}: {reason}; {_ADVICE}")
 
 
-def check_elementwise_forms(
-    updater: Updater, values: Mapping[int, Forms], names: Mapping[int, str], where: str, advice: str
+def check_elementwise(
+    updater: Updater, values: Mapping[int, Forms], names: Mapping[int, str], where: str, advice: str = _ADVICE
 ) -> None:
-    """`ValueError` unless the updater may be given all shares. The message ends in `advice`."""
+    """`ValueError` unless the updater may be given the shares of all values. The message ends in `advice`."""
     if updater in (assign, accumulate):
         return
     groups: dict[Any, tuple[Forms, dict[Any, int]]] = {}

@@ -253,9 +253,7 @@ class TreeOptimizer:
             raise
         except Exception as error:  # any error is the optimizer's own
             first = str(error).strip().partition("\n")[0][:200]
-            raise UnknownOwners(
-                f"its init does not map over the params (jax.tree.map): {type(error).__name__}: {first}"
-            ) from error
+            raise UnknownOwners(f"its init does not map over the params: {type(error).__name__}: {first}") from error
         return found
 
     def evaluated(self, state: Any, params: Tree) -> Tree:
@@ -342,17 +340,13 @@ def averages(state: Any) -> list[tuple[Callable[[Any, Tree], Tree], Any]]:
     known: dict[type, Callable[[Any, Tree], Tree]] = {
         Lookahead: lambda node, params: node.slow,
         AverageState: lambda node, params: _where_held(lambda held, _: held, node.average, params),
-        contrib.ScheduleFreeState: _schedule_free,
+        contrib.ScheduleFreeState: lambda node, params: _where_held(
+            lambda z, param: contrib.schedule_free_eval_params(node._replace(z=z), param), node.z, params
+        ),
         contrib.SAMState: _outside_perturbation,
     }
     nodes = jax.tree.leaves(state, is_leaf=lambda x: type(x) in known)
     return [(known[type(node)], node) for node in nodes if type(node) in known]
-
-
-def _schedule_free(state: Any, params: Tree) -> Tree:
-    from optax.contrib import schedule_free_eval_params
-
-    return _where_held(lambda z, param: schedule_free_eval_params(state._replace(z=z), param), state.z, params)
 
 
 def _where_held(average: Callable[[Any, Any], Any], held: Tree, params: Tree) -> Tree:

@@ -34,14 +34,18 @@ def test_what_is_stored_is_whole_again(shape, count):
 def test_shapes_and_shardings_follow_from_the_layouts(kind):
     store = kv.from_params(PARAMS, kind=kind, devices=DEVICES)
     shapes = tuple((k, np.shape(x)) for k, x in enumerate(jax.tree.leaves(PARAMS)))
-    assert store.shapes == (shapes if kind == "sharded" else ())
     assert store.shardings == ()
-    assert store.layouts == tuple((k, Rows(shape, 4)) for k, shape in store.shapes)
+    assert store.layouts == (tuple((k, Rows(shape, 4)) for k, shape in shapes) if kind == "sharded" else ())
     split = kv.place(store, mesh=MESH, sharding=parallel.fsdp("data"))
-    assert split.shapes == ()
     assert [k for k, _ in split.shardings] == [0, 1, 2, 3]
     assert split.layouts == tuple((k, Split(sharding)) for k, sharding in split.shardings)
     assert all(split.values[k].sharding == sharding for k, sharding in split.shardings)
+
+
+def test_each_key_of_a_store_without_names_gets_its_own_sharding():
+    store = kv.init(kv.create("device"), [2, 10], [jnp.ones(4096), jnp.ones(3)])
+    placed = kv.place(store, mesh=MESH, sharding=parallel.fsdp("data"))
+    assert {k: v.sharding.spec for k, v in placed.values.items()} == {2: P("data"), 10: P()}
 
 
 def test_layouts_are_static_and_equal_ones_share_a_program():

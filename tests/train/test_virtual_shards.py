@@ -13,7 +13,7 @@ from kv_model import collectives_in, on_host
 from several_processes import Run
 
 from jaxpar import checkpoint, data, kv, models, train, updaters
-from jaxpar._devices import virtual_shards
+from jaxpar._devices.collectives import Deal
 from jaxpar._devices.mesh import mesh_of, split_over
 from jaxpar.models import transformer
 from jaxpar.train._step import virtual
@@ -196,7 +196,7 @@ def by_hand(terms, first, level):
 def test_the_tree(count, devices):
     """Nodes of neighbours, then the exchange: the sums of a tree over the terms, whoever has them."""
     terms = np.random.default_rng(count).normal(size=(count, 5)).astype(np.float32)
-    deal = virtual_shards.Deal(count, devices)
+    deal = Deal(count, devices)
     own, most = [], 0
     for rank in range(devices):
         nodes = []
@@ -228,7 +228,7 @@ def test_the_tree(count, devices):
 def test_what_is_exchanged(devices, size, want):
     """Two exchanges of the size of the params at most, and for small params one gather."""
     devices = jax.devices()[:devices]
-    deal = virtual_shards.Deal(V, len(devices))
+    deal = Deal(V, len(devices))
     node = jax.ShapeDtypeStruct((len(devices), size), np.float32, sharding=split_over(tuple(devices)))
     program = virtual.exchange(deal, mesh_of(devices))
     found = collectives_in(program.lower([[node]] * deal.kept, []).compile().as_text())

@@ -23,7 +23,6 @@ from ..._cpu import for_platform
 from ..._devices import collectives
 from ..._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, split_over, wait_before_collectives
 from ..._devices.user_mesh import without_types
-from ..._devices.virtual_shards import Deal, PaddedBatch, pad_rows, padded_rows, sum_everywhere
 from ..._store.store import is_split
 from .loss import Mean, finish, model_state_mean, model_state_terms, widen
 from .nonfinite import nonfinite_flags
@@ -148,7 +147,7 @@ class VirtualProgram:
         self._treedef, self._rng_at = treedef, state.rng
         bare = dataclasses.replace(state, store=dataclasses.replace(state.store, devices=None))
         self._term, self._update = step.programs(jax.tree.structure(bare), self.devices[0].platform)
-        self._deal = Deal(step.shards, len(self.devices))
+        self._deal = collectives.Deal(step.shards, len(self.devices))
         self._ranks = {d: i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()}
         self._exchange = exchange(self._deal, mesh_of(self.devices))
         parts = step.accumulate
@@ -161,7 +160,7 @@ class VirtualProgram:
     def _pad(self, batch: Any) -> Any:
         """The arrays of a batch with rows for as many shards on each device, the last of which may be of no example."""
         shards, devices = self._deal.terms, self._deal.devices
-        if isinstance(batch, PaddedBatch):
+        if isinstance(batch, collectives.PaddedBatch):
             if batch.virtual_shards != shards:
                 raise ValueError(
                     f"train step: this batch was padded for {batch.virtual_shards} virtual shards, and the step has "
@@ -171,7 +170,9 @@ class VirtualProgram:
         if shards % devices == 0:
             return batch
         n = check_even(batch, 0, *self._cut_whole)
-        return pad_rows(without_types(batch), padded_rows(n, shards, devices) - n, 0, split_over(self.devices))
+        return collectives.pad_rows(
+            without_types(batch), collectives.padded_rows(n, shards, devices) - n, 0, split_over(self.devices)
+        )
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step. The leaves of the state are donated, except its `rng`."""
@@ -279,12 +280,12 @@ class VirtualProgram:
 
 
 @functools.lru_cache(maxsize=64)
-def exchange(deal: Deal, mesh: Mesh) -> Any:
+def exchange(deal: collectives.Deal, mesh: Mesh) -> Any:
     """The program `(nodes, others) -> (sums of all terms, others of the first device)`, on every device."""
 
     def local(nodes: list[Buffers], others: Buffers) -> tuple[Buffers, Buffers]:
         stacked = [jnp.concatenate(same) for same in zip(*nodes, strict=True)]
-        sums = [sum_everywhere(deal, x, STORE_AXIS) for x in stacked]
+        sums = [collectives.sum_everywhere(deal, x, STORE_AXIS) for x in stacked]
         return sums, [lax.all_gather(x[0], STORE_AXIS)[0] for x in others]
 
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(STORE_AXIS), out_specs=P(), check_vma=False))
