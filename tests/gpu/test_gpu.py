@@ -181,7 +181,7 @@ def test_a_data_set_that_has_no_room_is_streamed(gpus):
 
     free = _batches.free_bytes(gpus[0])
     assert 2**28 < free < 2**40
-    assert not _batches.has_room(Large, _batches.Split(jax.sharding.Mesh(gpus, ("data",)), "data"))
+    assert _batches.resident(Large, _batches.split_of(gpus, "data", None, None, "test")) is None
 
 
 # A run
