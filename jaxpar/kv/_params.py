@@ -197,7 +197,7 @@ def _check_apart(leaves: Sequence[tuple[Any, Any]], names: Sequence[str]) -> Non
         named[name] = path
         first = placed.setdefault(id(leaf), name) if isinstance(leaf, (jax.Array, np.ndarray)) else name
         if first != name:
-            raise ValueError(f"kv.from_params: leaves {first!r} and {name!r} are the same array; keep one, or jnp.copy it")
+            raise ValueError(f"kv.from_params: leaves {first!r} and {name!r} are one array; keep one, or jnp.copy it")
 
 
 def _leaf(leaf: Any, path: str) -> jax.Array:
