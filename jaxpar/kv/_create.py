@@ -121,8 +121,9 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     given = checks.as_values(keys, value, "kv.init") if many else [value]
     whole = isinstance(store.updater, updaters._TreeOptimizer)
     if whole or (stores.is_on_mesh(store) and not set(keys) <= dict(store.layouts).keys()):
-        fault = "the store's optimizer sees all params" if whole else "the store is split over a mesh"
-        raise ValueError(f"kv.init: keys {checks.shorten(keys)}: {fault}, so it takes no more; make a second store")
+        fault = "its optimizer sees all params" if whole else "its values are split over a mesh"
+        full = f"the store takes no more keys, because {fault}"
+        raise ValueError(f"kv.init: keys {checks.shorten(keys)}: {full}; make a second store")
     twice = [k for k, count in Counter([*store.values, *keys]).items() if count > 1]
     if twice:
         raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")

@@ -93,7 +93,8 @@ def place(
         if target is None:
             raise ValueError("kv.place: give devices or mesh")
         if stores.is_on_mesh(store) and target != store.devices:
-            raise ValueError("kv.place: the values are split over a mesh with other devices; give mesh= and sharding=")
+            hint = "write kv.place(store, mesh=mesh, sharding=rule)"
+            raise ValueError(f"kv.place: the values are split over a mesh with other devices; {hint}")
         rows = {k: Rows(layout.shape, len(target)) for k, layout in stores.rows_of(store).items()}
         layouts = tuple({**dict(store.layouts), **rows}.items())
     arrays = (store.values, store.updater_state, store.optimizer_state)
