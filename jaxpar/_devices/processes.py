@@ -96,7 +96,8 @@ def elastic_fit() -> Generator[None]:
 def refuse_elastic(where: str) -> None:
     """`RuntimeError` in an elastic run, for a call that needs all processes at once."""
     if _Elastic.is_on and not _Elastic.is_fitting:
-        raise RuntimeError(f"{where}: in an elastic run only `train.fit` computes over all processes; give no elastic=")
+        fault = "in an elastic run only `train.fit` computes over all processes"
+        raise RuntimeError(f"{where}: {fault}; initialize without elastic=True")
 
 
 @functools.cache

@@ -232,7 +232,8 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | updaters.Up
         return _with_tree_optimizer(store, tx)
     if updaters._couples_keys(tx):
         fault = "tx computes the update of one key from the gradients of others"
-        raise ValueError(f"kv.set_optimizer: {fault}; use kv.from_params(params, optimizer=tx), or grad_transform=")
+        hint = "use kv.from_params(params, optimizer=tx), or make_train_step(grad_transform=tx)"
+        raise ValueError(f"kv.set_optimizer: {fault}; {hint}")
     return set_updater(store, updaters.from_optax(tx))
 
 

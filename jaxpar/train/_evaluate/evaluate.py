@@ -138,9 +138,8 @@ def plan_evaluation(*, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: A
     """The evaluation of a run. The errors are those of `fit`."""
     for pair in ({"test_data": test_data, "apply_fn": apply_fn}, {"eval_data": eval_data, "eval_fn": eval_fn}):
         if [value is None for value in pair.values()].count(True) == 1:
-            raise ValueError(
-                f"fit: evaluation takes both {' and '.join(pair)}, got only one of them; or give test_data and apply_fn"
-            )
+            hint = "a classifier is evaluated with test_data and apply_fn"
+            raise ValueError(f"fit: evaluation takes both {' and '.join(pair)}, got only one of them; {hint}")
     parts: dict[str, tuple[Any, Any]] = {}
     if test_data is not None:
         check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
