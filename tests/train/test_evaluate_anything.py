@@ -424,7 +424,7 @@ def test_the_metrics_of_the_page_are_those_of_scikit_learn(batch_size):
         for block in (first, *own):
             exec(block.replace("epochs=20", "epochs=2").replace("batch_size=64", f"batch_size={batch_size}"), namespace)
     state, apply_fn, test = (namespace[name] for name in ("state", "apply_fn", "test"))
-    logits = train.train.predict(state, apply_fn, test)
+    logits = train.predict(state, apply_fn, test)
     found, chance = logits.argmax(axis=1), 1 / (1 + np.exp(logits[:, 0] - logits[:, 1]))
     last = namespace["history"][-1]
     assert last["eval_auroc"] == pytest.approx(sklearn.roc_auc_score(test.labels, chance), abs=0.01)  # by thresholds

@@ -306,7 +306,7 @@ def test_what_cannot_be_together(monkeypatch):
     assert int(fit(nowhere, epochs=1, batch_size=8)[0].step) == 6
     with pytest.raises(ValueError, match="but the state does not know its devices"):
         fit(nowhere, steps_per_execution=4)
-    monkeypatch.setattr(_batches, "has_room", lambda dataset, split: False)
+    monkeypatch.setattr(_batches, "resident", lambda dataset, split, wanted=None: None)
     assert int(fit(epochs=1)[0].step) == 12
     with pytest.raises(ValueError, match="steps_per_execution is 4, but the devices have no room for the data set"):
         fit(steps_per_execution=4)

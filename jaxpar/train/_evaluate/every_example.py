@@ -159,9 +159,8 @@ class Pass:
         with processes.raise_together():
             if batch is not None:
                 if any(map(spans_processes, jax.tree.leaves(batch))):
-                    raise ValueError(
-                        f"{self._where}: a batch is on devices of several processes; give each process its own share"
-                    )
+                    found = "a batch is on devices of several processes"
+                    raise ValueError(f"{self._where}: {found}; each process gives its own share")
                 n = checks.batch_length(batch, self._where)
                 shapes = str(jax.tree.map(lambda x: f"{x.dtype}{list(np.shape(x)[1:])}", batch))
         found = [json.loads(text) for text in processes.exchange(json.dumps([n, shapes]))]
