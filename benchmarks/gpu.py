@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import train_step
 from _harness import Turn, arguments, environment, medians, ratio, save, show, take_turns, timed
 
 STEPS = 5  # in one repeat: the host runs ahead of the device, as in a training loop
@@ -48,9 +49,7 @@ def main() -> None:
             )
         ms = {"jaxpar": take_turns(turns, options.rounds, options.turn_seconds)["jaxpar"]}
         turns.clear()  # its state
-        ms |= take_turns(
-            {"plain JAX": _plain(step.loss_fn, params, tx, batch, dtype)}, options.rounds, options.turn_seconds
-        )
+        ms |= take_turns({"plain JAX": _plain(step, params, tx, batch, dtype)}, options.rounds, options.turn_seconds)
         found = {name: round(1000 * seconds / STEPS, 3) for name, seconds in medians(ms).items()}
         gb = {"compiled_gb": round((arrays + memory.temp_size_in_bytes) / 1e9, 3), "peak_gb": round(peak / 1e9, 3)}
         measured[name] = {"milliseconds": found, "against_plain_jax": round(ratio(ms, "plain JAX", "jaxpar"), 3), **gb}
@@ -82,27 +81,12 @@ def _jaxpar(step, state, batch) -> Turn:
     return timed(once)
 
 
-def _plain(loss_fn, params, tx, batch, dtype) -> Turn:
-    params = jax.device_put(params, jax.devices()[0])
-    state = tx.init(params)
+def _plain(step, params, tx, batch, dtype) -> Turn:
+    def loss_fn(params, batch, rng):
+        params, batch = _cast((params, batch), dtype) if dtype else (params, batch)
+        return step.loss_fn(params, batch, rng)[0].astype(jnp.float32), None
 
-    def value(params, batch):
-        return loss_fn(*(_cast((params, batch), dtype) if dtype else (params, batch)), None)[0].astype(jnp.float32)
-
-    def update(params, state, batch):
-        loss, grads = jax.value_and_grad(value)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    update = jax.jit(update, donate_argnums=(0, 1))
-
-    def once():
-        nonlocal params, state
-        for _ in range(STEPS):
-            params, state, loss = update(params, state, batch)
-        jax.block_until_ready(loss)
-
-    return timed(once)
+    return train_step.plain_step(batch, loss_fn, params, tx, STEPS)
 
 
 def _cast(tree, dtype):

@@ -89,9 +89,9 @@ def plain_loss(params, batch, rng):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
 
 
-def plain_step(batch, loss_fn=plain_loss, params=None) -> Turn:
-    tx = optax.sgd(LEARNING_RATE)
-    params = params or lenet.init(jax.random.key(0))
+def plain_step(batch, loss_fn=plain_loss, params=None, tx=None, steps=STEPS) -> Turn:
+    tx = tx or optax.sgd(LEARNING_RATE)
+    params = jax.device_put(params or lenet.init(jax.random.key(0)), jax.devices()[0])
     opt_state = tx.init(params)
     batch = jax.device_put(batch, jax.devices()[0])
 
@@ -104,7 +104,7 @@ def plain_step(batch, loss_fn=plain_loss, params=None) -> Turn:
 
     def once():
         nonlocal params, opt_state
-        for _ in range(STEPS):
+        for _ in range(steps):
             params, opt_state, loss = step(params, opt_state, batch)
         jax.block_until_ready((params, loss))
 

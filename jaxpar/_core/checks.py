@@ -53,7 +53,7 @@ def find_keys(key: Any, where: str, store: Any = None) -> tuple[list[int], bool]
         of_name = {name: k for k, name in store.paths}  # only now, since a push by numbers needs none
         given = [_of_name(k, of_name, where) if isinstance(k, str) else k for k in given]
     for k in given:
-        if not isinstance(k, numbers.Integral) or isinstance(k, bool):
+        if not is_int(k):
             hint = "; give a list of ints for several keys" if isinstance(k, tuple) else ""
             hint = "; the keys of kv.from_params have names, kv.names(store)" if isinstance(k, str) else hint
             raise TypeError(f"a key of the store must be an int, got {k!r} of type {type(k).__name__}{hint}")

@@ -22,7 +22,7 @@ from .._devices import collectives
 from .._devices.mesh import copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
 from ..mxnet import _KIND_ALIASES, _OTHER_KINDS, _STORE_ARGUMENTS, _line_for
-from ..updaters import Updater, assign
+from ..updaters import Updater, accumulate, assign
 
 # The kinds of store. The rest of the package asks a kind and compares no names.
 
@@ -448,6 +448,9 @@ def _summary(store: KVStore) -> str:
 
 
 def _updater_name(updater: Any) -> str:
+    for name, known in (("assign", assign), ("accumulate", accumulate)):
+        if updater == known:
+            return name
     inner = getattr(updater, "update", updater)
     if hasattr(updater, "tx"):
         return "optax transform of all params"
@@ -456,7 +459,7 @@ def _updater_name(updater: Any) -> str:
     if hasattr(inner, "rule"):
         return f"mxnet_{inner.rule.__name__}"
     inner = getattr(inner, "fn", inner)
-    return getattr(inner, "__name__", type(inner).__name__).lstrip("_")  # `_assign` is assign
+    return getattr(inner, "__name__", type(inner).__name__)
 
 
 def _rows(store: KVStore) -> Iterator[tuple[str, ...]]:

@@ -18,7 +18,7 @@ from .._core.portable import path_name
 from .._devices import processes
 from .._devices.mesh import mesh_of
 from .._devices.user_mesh import in_user_mesh
-from .._store import aggregate, store as stores
+from .._store import store as stores
 from .._store.store import KVStore
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
@@ -168,11 +168,9 @@ def _mesh_for(store: KVStore, values: Sequence[jax.Array], treedef: Any, shardin
         return None
     assert store.devices is not None
     specs: Any = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in enumerate(values)}
-    tree_optimizer = updaters._TreeOptimizer(optimizer)
+    trained = stores.tree_of(dataclasses.replace(store, values=specs, treedef=treedef), specs)
     try:
-        aggregate.check_shares(
-            dataclasses.replace(store, values=specs, treedef=treedef, updater=tree_optimizer), specs, "kv.from_params"
-        )
+        updaters._check_elementwise_tree(updaters._TreeOptimizer(optimizer), trained, len(store.devices), "")
     except ValueError:  # it cannot be given shares of the params
         return mesh_of(store.devices)
     return None

@@ -379,7 +379,8 @@ def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) ->
     thawed = wanted.keys() - held
     saved |= {name: (wanted[name].record(), fresh[name]) for name in thawed}
     for k in like.values:
-        saved[f"{values}/{k}"][0].pop("rule", None)
+        record, array = saved[f"{values}/{k}"]
+        saved[f"{values}/{k}"] = {n: x for n, x in record.items() if n != "rule"}, array
     if thawed:
         called = ", ".join(repr(stores.names(like)[k]) for k in sorted({owner[name] or 0 for name in thawed}))
         remarks.append(f"{called}: frozen in the checkpoint, so the optimizer's state of these params starts anew")

@@ -357,3 +357,12 @@ def test_a_value_that_servers_share_wants_an_elementwise_updater():
         free_running.start(params, updater=lambda key, pushed, stored: stored - pushed.mean(), servers=2, split=6)
     with pytest.raises(jax.errors.ConcretizationTypeError):
         free_running.start(params, updater=lambda key, pushed, stored: stored - float(pushed[0, 0]), servers=2, split=6)
+
+
+def test_random_keys_beside_params_that_are_split_in_their_own_shapes():
+    """Kind `sharded` cuts no random keys into rows. Where its optimizer is not elementwise, nothing is cut."""
+    params = {"w": jnp.ones((8, 4)), "key": jax.random.key(0)}
+    store = kv.from_params(params, kind="sharded", optimizer=optax.lamb(0.1), devices=jax.devices()[:4])
+    assert jax.random.key_data(kv.to_params(store)["key"]).tolist() == jax.random.key_data(params["key"]).tolist()
+    with pytest.raises(TypeError, match=r"'key'\): kind 'sharded' cuts no random keys"):
+        kv.from_params(params, kind="sharded", optimizer=optax.adam(0.1), devices=jax.devices()[:4])
