@@ -2,6 +2,7 @@
 
     replace        the hook: `fast_on_cpus` puts the primitives of this room in the place of lax's
     primitive      makes such a primitive: lax's own but for its lowering on CPUs
+    shares         convolutions and loops in a program that XLA splits over a mesh
     problem        one description of a convolution
     convolution    chooses a kernel or a formula for each convolution
     kernels        calls the kernels in C++ of jaxpar-cpu, where it is installed

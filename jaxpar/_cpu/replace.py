@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun
 
 from .._core.calls import answers
-from . import cells, kernels, primitive
+from . import cells, kernels, primitive, recurrent, shares
 from .convolution import CONVOLUTION_IN_LOOP, conv_in_loop_p, conv_p
 from .pooling import max_p, scatter_p, sum_p
 from .products import product_p
@@ -28,14 +28,28 @@ _INSTEAD = {
 _INSTEAD_IN_LOOPS = _INSTEAD | {lax.conv_general_dilated_p: conv_in_loop_p, conv_p: conv_in_loop_p}
 
 
-def for_platform(function: Callable[..., Any], platform: str) -> Callable[..., Any]:
+def for_platform(
+    function: Callable[..., Any], platform: str, mesh: Any = None, axes: tuple[str, ...] = ()
+) -> Callable[..., Any]:
     """`fast_on_cpus` of a function that a program for CPUs computes. For another platform it is the function itself.
+
+    `axes`: those of the mesh over which XLA splits the examples of the program. Without them it does not split it.
 
     Example:
         >>> for_platform(max, "gpu") is max
         True
     """
-    return fast_on_cpus(function) if platform == "cpu" else function
+    if platform != "cpu":
+        return function
+    if not axes:
+        return fast_on_cpus(function)
+    loops = dict.fromkeys((recurrent.loop_p, recurrent.transposed_p), functools.partial(shares.loop, mesh, axes))
+
+    def split(own_p: Primitive) -> dict[Any, Callable[[Any], Any]]:
+        convolution = functools.partial(shares.convolution, mesh, axes, own_p)
+        return {lax.conv_general_dilated_p: convolution, conv_p: convolution, **loops}
+
+    return _with(function, _INSTEAD | split(conv_p), _INSTEAD_IN_LOOPS | split(conv_in_loop_p))
 
 
 def is_slow_in_a_loop(text: str) -> bool:

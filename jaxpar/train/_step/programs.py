@@ -165,7 +165,8 @@ class JointProgram:
             return leaves, metrics
 
         self._traced = jax.jit(train_step, inline=True)  # so it is traced once, for all that follows
-        self._one = jax.jit(for_platform(self._traced, self._platform), donate_argnums=0)
+        self._fast = functools.partial(for_platform, platform=self._platform, mesh=mesh, axes=step.axes)
+        self._one = jax.jit(self._fast(self._traced), donate_argnums=0)
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step, or those of `batch[first:end]`, `part` being these two numbers."""
@@ -196,7 +197,7 @@ class JointProgram:
             rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
             return lax.while_loop(lambda carry: carry[0] < end, body, (first, leaves, rows))[1:]
 
-        return jax.jit(for_platform(train_steps, self._platform), donate_argnums=0)
+        return jax.jit(self._fast(train_steps), donate_argnums=0)
 
     def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> tuple[Batch, list[Part]]:
         """The shapes of a batch, and the program for them and for the shapes of a state."""

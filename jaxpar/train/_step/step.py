@@ -350,7 +350,7 @@ class GlobalStep(DeviceStep):
 
     def _call(self, params: Any, batch: Any, rng: Any, model_state: Any, step: Any) -> tuple[dict[str, Any], Any]:
         def of_share(batch: Any, rng: Any, model_state: Any) -> Any:
-            return call_loss(self.loss_fn, params, batch, rng, model_state, step)
+            return super(GlobalStep, self)._call(params, batch, rng, model_state, step)
 
         try:
             metrics, new = self._over_shares(of_share)(batch, rng, model_state)

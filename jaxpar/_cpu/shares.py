@@ -1,0 +1,66 @@
+"""Operations of a program that XLA splits over a mesh, each device by itself with its share of the examples.
+
+XLA does not split the call of a kernel, nor a formula that loops over the examples. So these operations become a
+`shard_map` over the axes that split the examples. This comes after all derivatives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.sharding import Mesh, PartitionSpec
+
+from .problem import filter_gradient, has_formulas
+from .recurrent import loop_p
+
+Axis = int | None
+
+
+def convolution(mesh: Mesh, axes: tuple[str, ...], own_p: Primitive, eqn: Any) -> Any:
+    """The equation of a convolution, or of a filter's gradient, as one of each device's images. `own_p` computes it."""
+    lhs, rhs, params = *(x.aval for x in eqn.invars), eqn.params
+    eqn = eqn.replace(primitive=own_p)
+    if not has_formulas(lhs, rhs, params):
+        return eqn
+    numbers = params["dimension_numbers"]
+    if params["feature_group_count"] == 1 and filter_gradient(lhs, rhs, params) is not None:
+        return _split(mesh, axes, eqn, [numbers.lhs_spec[1], numbers.rhs_spec[1]], [None])
+    if params["batch_group_count"] != 1:
+        return eqn
+    return _split(mesh, axes, eqn, [numbers.lhs_spec[0], None], [numbers.out_spec[0]])
+
+
+def loop(mesh: Mesh, axes: tuple[str, ...], eqn: Any) -> Any:
+    """The equation of the loop of a cell, or of its transpose, as one of each device's examples."""
+    of_operands = [1, None, *((0, 0) if eqn.params["cell"] == "lstm" else (None, 0))]
+    count = len(of_operands)
+    if eqn.primitive is loop_p:
+        return _split(mesh, axes, eqn, of_operands, [1] * len(eqn.outvars))
+    return _split(mesh, axes, eqn, of_operands + [1] * (len(eqn.invars) - count), of_operands)
+
+
+def _split(mesh: Mesh, axes: tuple[str, ...], eqn: Any, given: Sequence[Axis], found: Sequence[Axis]) -> Any:
+    """The equation over the shares of the devices. `given` and `found` are the axes of the examples.
+
+    An operand without such an axis is whole on each device. A result without one is summed over the devices.
+    """
+    avals = [x.aval for x in eqn.invars]
+    if avals[0].shape[given[0]] % math.prod(mesh.shape[name] for name in axes):
+        return eqn
+
+    def of_share(*operands: jax.Array) -> list[jax.Array]:
+        results = eqn.primitive.bind(*operands, **eqn.params)
+        results = results if eqn.primitive.multiple_results else [results]
+        return [lax.psum(y, axes) if axis is None else y for y, axis in zip(results, found, strict=True)]
+
+    def specs(of: Sequence[Axis]) -> list[PartitionSpec]:
+        return [PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, axes) for axis in of]
+
+    mapped = jax.shard_map(of_share, mesh=mesh, in_specs=tuple(specs(given)), out_specs=specs(found), check_vma=False)
+    (call,) = jax.make_jaxpr(mapped)(*avals).eqns
+    return eqn.replace(primitive=call.primitive, params=call.params, effects=call.effects)
