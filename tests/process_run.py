@@ -7,6 +7,8 @@ What the processes have to agree on is asserted here; what the topologies have t
 
 import builtins
 import dataclasses
+import functools
+import sys
 import time
 
 import jax
@@ -265,6 +267,7 @@ def training(folder):
     check_batches()
     if kv.num_workers() > 1:
         check_refused()
+        check_data_refused()
     if kv.rank() == 0:
         np.savez(folder / "training.npz", **found)
 
@@ -371,6 +374,26 @@ def check_batches_refused(state, mine):
     raises(KeyError, "only here", lambda: evaluate(broken))
     whole = [jax.tree.map(lambda x: mesh.put(x, split_over(tuple(jax.devices()))), tokens_of(images(8, 8)))]
     raises(ValueError, "each process gives its own share", lambda: evaluate(whole))
+
+
+def check_data_refused():
+    """Data that are not the same in each process, or batches of which one has fewer, in `fit` and `evaluate`."""
+    pairs = tokens_of(images(8, 24))
+    least = lambda n: jax.tree.map(lambda x: x[: n - kv.rank()], pairs)  # noqa: E731
+    other = jax.tree.map(lambda x: x + kv.rank(), pairs)
+    fewer = [jax.tree.map(lambda x: x[:4], pairs)] * (5 - kv.rank())
+    state, step = new_state("device"), train.make_train_step(lambda *_: None)
+    for given, words in (
+        (least(24), "fit: train_data: every process must give the same arrays"),
+        (least(23), "fit: train_data: every process must give the same arrays"),
+        (other, "fit: train_data: every process must give the same arrays"),
+        (fewer, "fit: every process must have as many batches in an epoch; process 0: 5"),
+    ):
+        options = {"epochs": 1, "batch_size": 4 * kv.num_workers() if given is fewer else 8}
+        raises(ValueError, words, functools.partial(train.fit, state, step, given, **options))
+    state = train.create_state(state.store, 0, devices=jax.devices())
+    evaluate = lambda: train.evaluate(state, data=least(20), eval_fn=values_of_rows)  # noqa: E731
+    raises(ValueError, "evaluate: every process must give the same arrays", evaluate)
 
 
 def check_refused():
@@ -525,6 +548,13 @@ def failures(folder):
 
     words = "only here" if rank == last else f"process {last}: 'only here'"
     raises(KeyError, words, lambda: small_run(folder / "callback", progress=False, callbacks=fails))
+
+    def leaves(state, record):
+        if rank == last:
+            sys.exit(3)
+
+    kind, words = (SystemExit, "3") if rank == last else (RuntimeError, f"process {last}: sys.exit(3)")
+    raises(kind, words, lambda: small_run(folder / "leaves", progress=False, callbacks=leaves))
     ends = lambda state, record: rank == last  # noqa: E731
     state, history = small_run(folder / "ends", progress=False, callbacks=ends)
     assert (len(history), int(state.step)) == (1, STEPS // 2)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .arrays import gone_error, is_gone, is_of_numbers
+from .arrays import gone_error, is_gone, is_of_numbers, is_traced
 from .text import describe, did_you_mean
 
 P = ParamSpec("P")
@@ -163,7 +163,7 @@ def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str,
     said = str(error).split("\n")[0]
     given = list(_given(fn, args, kwargs))
     for name, value, hint in given:
-        _check_pytree(value, f"{where}: {name}")
+        _check_pytree(value, f"{where}: {name}", said)
         if not _fits(value, hint):
             within = f"; give its .{name}" if hasattr(value, name) and _fits(getattr(value, name), hint) else ""
             raise TypeError(f"{where}: {name} must be {_words(hint)}, got {describe(value)}{within}") from error
@@ -211,14 +211,16 @@ def _type_of(annotation: Any, fn: Any) -> Any:
         return Any
 
 
-def _check_pytree(value: Any, where: str) -> None:
+def _check_pytree(value: Any, where: str, said: str) -> None:
     """`RuntimeError` for an array that was deleted, `TypeError` for dicts of which JAX makes no pytree."""
+    # A step that fails, as for lack of memory, has deleted the arrays of its state too. `said` is what failed.
+    is_deletion = "deleted" in said or "donated" in said
     try:
         leaves = jax.tree_util.tree_leaves_with_path(value)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{where} must have keys of one type in each dict: {str(error).splitlines()[0]}") from error
     for path, leaf in leaves:
-        if is_gone(leaf):
+        if is_gone(leaf) and (is_deletion or is_traced(leaf)):
             raise gone_error(leaf, where + jax.tree_util.keystr(path))
 
 

@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -24,6 +24,8 @@ import numpy as np
 from .._core.arrays import Device, without_keys
 from .mesh import copies_on, run_by_itself, spans_processes, split_over
 from .user_mesh import on_own_mesh
+
+E = TypeVar("E", bound=BaseException)
 
 # Bytes of a text that the first gather sends, with 4 of its length. A second one sends the rest of longer texts.
 _FIRST_BYTES = 1020
@@ -214,13 +216,18 @@ def raise_together(*kinds: type[Exception]) -> Generator[None]:
     known, own, said = (*kinds, *_KINDS), None, ""
     try:
         yield
+    except SystemExit as error:  # the others would wait for this process
+        own, said = error, json.dumps([len(known) - 1, f"sys.exit({error})"])
     except Exception as error:
         own = error
         kind = next(i for i, k in enumerate(known) if isinstance(error, k))
         said = json.dumps([kind, str(error) if known[kind] is not Exception else f"{type(error).__name__}: {error}"])
     texts = exchange(said)
     if own is not None:
-        raise in_all(own)
+        try:
+            raise in_all(own)
+        finally:
+            own = None  # or this frame would keep what `sys.exit` raises, see `_heartbeat.client`
     for process, text in enumerate(texts):
         if text:
             kind, message = json.loads(text)
@@ -228,14 +235,14 @@ def raise_together(*kinds: type[Exception]) -> Generator[None]:
             raise in_all(made(f"process {process}: {message}"))
 
 
-def in_all(error: Exception) -> Exception:
+def in_all(error: E) -> E:
     """Mark an exception that every process raises at the same place."""
     with contextlib.suppress(AttributeError):  # an exception that takes no attributes
         error._is_in_all = True  # pyright: ignore[reportAttributeAccessIssue]
     return error
 
 
-def is_in_all(error: Exception) -> bool:
+def is_in_all(error: BaseException) -> bool:
     """Whether every process has raised this exception, as from `raise_together`."""
     return count() == 1 or getattr(error, "_is_in_all", False)
 

@@ -41,6 +41,7 @@ from ._sources import (
     Dataset as Dataset,
     DatasetSource as DatasetSource,
     Source as Source,
+    agree_on_arrays as _agree_on_arrays,
     as_source as as_source,
     batch_groups as batch_groups,
     batches as batches,

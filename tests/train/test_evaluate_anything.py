@@ -358,6 +358,42 @@ def test_a_function_is_compiled_once():
     assert count() == 0
 
 
+def test_what_a_function_reads_by_name_counts():
+    """A cell of a notebook may change it, or a callback. The function is the same object, and the program is not."""
+    factor, kept, state = 1.0, {"mean": jnp.float32(0)}, state_of(2)
+    measure = lambda m: m * factor  # noqa: E731
+
+    class Errors:
+        power = 1
+
+        def of(self, params, batch):
+            wrong = (errors(params, batch) - kept["mean"]) ** self.power * factor
+            return {"error": wrong.mean(1), "total": train.Mean(wrong.mean(1), jnp.ones(len(wrong)), measure)}
+
+    held = Errors()
+    outputs = lambda params, batch: held.of(params, batch)["error"]  # noqa: E731
+
+    def check():
+        with np.errstate(all="ignore"):
+            want = ((np.asarray(errors(PARAMS, ROWS)) - float(kept["mean"])) ** held.power * factor).mean(1)
+        scores = train.evaluate(state, data=ROWS, eval_fn=held.of)
+        close(scores, {"error": want.mean(), "total": measure(want.mean())})
+        np.testing.assert_allclose(train.predict(state, outputs, ROWS), want, rtol=1e-4)
+
+    check()
+    factor = 3.0
+    check()
+    held.power = 2
+    check()
+    kept["mean"] = jnp.float32(0.5)
+    check()
+    other = lambda m: m * factor + 1  # noqa: E731
+    with compilations() as count:
+        measure = other
+        check()
+    assert count() == 1
+
+
 def test_predictions_of_batches():
     want = ROWS["x"] @ PARAMS["w"]
     of_x = lambda params, batch: batch["x"] @ params["w"]  # noqa: E731

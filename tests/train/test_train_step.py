@@ -208,6 +208,32 @@ def test_a_compressed_store_trains(options, pushes, value, param, residual):
 # ---- one program, memory handed on, nothing through the host
 
 
+def test_a_step_that_fails_says_why():
+    """Its state is deleted then, which is not the fault."""
+
+    def checked(params, batch, rng):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return squares(params, batch, rng)[0] + jax.pure_callback(refuse, shape, batch["x"][0, 0]), {}
+
+    def refuse(x):
+        raise ValueError("the token is out of range")
+
+    state, step = start(1), train.make_train_step(checked)
+    with pytest.raises(Exception, match="the token is out of range"):
+        train.fit(state, step, line(), max_steps=1, batch_size=16, progress=False)
+    with pytest.raises(Exception, match="the token is out of range"):
+        jax.block_until_ready(step(start(1), line()))
+
+
+def test_arrays_that_another_step_has_taken_are_named():
+    teacher, step = start(), step_of(squares)
+    params = teacher.params
+    step(teacher, line())
+    distill = train.make_train_step(lambda p, batch, rng: (((p["w"] - params["w"]) ** 2).mean() + p["b"], {}))
+    with pytest.raises(RuntimeError, match=r"loss_fn reads arrays of a state that was donated .* jax\.device_get"):
+        distill(start(), line())
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_program_whose_state_is_donated(engine, kind):

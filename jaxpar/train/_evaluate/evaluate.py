@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, overload
 
 import jax
@@ -20,7 +22,7 @@ from ..._devices.user_mesh import outside_mesh
 from ...data import _READ_ONCE, Dataset, DatasetSource, IterableSource, Source
 from .._step.loss import Mean
 from .._step.state import TrainState
-from .every_example import Pass, model_of, with_axes
+from .every_example import Pass, model_of, text_of, with_axes
 from .metrics import Values, ValuesError, as_values, sum_up
 
 EvalFn = Callable[..., Any]
@@ -57,9 +59,9 @@ def evaluate(
             of any lengths: a list, a loader, an iterator, or a function that returns one of these. A list of arrays is
             a pytree, a list of dicts of numbers is a list of examples, and any other list is a list of batches.
         eval_fn: `eval_fn(params, batch) -> {name: values}`, see "Values" below. With a `model_state`,
-            `eval_fn(params, batch, model_state)`. It is compiled once for each batch shape, and the programs of the
-            last few function objects are kept. It gets whole batches. A `jax.lax.psum` over an axis of the step's mesh,
-            such as "data", returns its argument.
+            `eval_fn(params, batch, model_state)`. Each call traces it, and compiles it if it computes something else
+            than before: what it reads by name may have changed. The last few programs are kept. It gets whole batches.
+            A `jax.lax.psum` over an axis of the step's mesh, such as "data", returns its argument.
         batch_size: examples per batch, rounded up to a multiple of the number of devices. It changes the result only by
             float32 rounding. Batches of a source keep their size.
 
@@ -190,20 +192,43 @@ def _program(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_
     checks.hashable(fn, f"{where}: {name}")
     names = ("params", batch, "model_state")[: len(examples.model) + 1]
     check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
-    return examples, *_programs(eval_fn, _key(examples.model), examples.copies, examples.axes)
+    values_of = functools.partial(_values_of, with_axes(eval_fn, examples.axes), examples.structure)
+    chosen: list[Any] = []  # the program, once shapes of a batch are known. These come before the first batch.
+
+    def shapes_of(leaves: list[Any], batch: Any) -> _Sums:
+        if not chosen:
+            with _noted(batch):
+                text, values = text_of(values_of, leaves, batch)
+            finish = [getattr(v.finish, "__code__", v.finish) for v in values.values() if isinstance(v, Mean)]
+            key = _key(examples.model), examples.copies, examples.axes, text, finish
+            chosen[:] = _programs(eval_fn, *key)
+        return chosen[1](leaves, batch)
+
+    return examples, lambda *args: chosen[0](*args), shapes_of
 
 
-def _make_program(eval_fn: Any, model_key: Any, copies: NamedSharding | None, axes: tuple[str, ...]) -> Any:
+def _values_of(own: Any, structure: Any, leaves: list[Any], batch: Any) -> Values:
+    params, *model_state = structure.unflatten(leaves)
+    return as_values(own(params, batch, *model_state), _rows(batch))
+
+
+@contextlib.contextmanager
+def _noted(batch: Any) -> Generator[None]:
+    """A block whose errors get a note of the batch that is traced."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"eval_fn or apply_fn was traced for a batch {jax.tree.map(checks.describe, batch)}")
+        raise
+
+
+def _make_program(eval_fn: Any, model_key: Any, copies: NamedSharding | None, axes: tuple[str, ...], *_: Any) -> Any:
     """The program of a batch, and a function of the shapes of a batch that raises what is wrong with its values.
 
     `copies`: the sharding of the sums.
     """
-    own, structure = with_axes(eval_fn, axes), model_key[0]
+    values_of = functools.partial(_values_of, with_axes(eval_fn, axes), model_key[0])
     found: dict[Any, _Sums] = {}  # by the shapes of a batch
-
-    def values_of(leaves: list[Any], batch: Any) -> Values:
-        params, *model_state = structure.unflatten(leaves)
-        return as_values(own(params, batch, *model_state), _rows(batch))
 
     @jax.jit
     def sums(leaves: list[Any], batch: Any, mask: jax.Array) -> _Sums:
@@ -218,12 +243,8 @@ def _make_program(eval_fn: Any, model_key: Any, copies: NamedSharding | None, ax
             given = batch, jax.ShapeDtypeStruct((_rows(batch),), bool)
             if copies is not None:  # as batches have it, so that the trace is that of the first call
                 given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=copies), given)
-            try:
+            with _noted(batch):
                 own_shapes = sums.eval_shape(leaves, *given)
-            except Exception as error:
-                described = jax.tree.map(checks.describe, batch)
-                error.add_note(f"eval_fn or apply_fn was traced for a batch {described}")
-                raise
             if not isinstance(eval_fn, Classification):  # which is known to return a row for each example
                 _check_twice(values_of, leaves, batch)
             found[key] = own_shapes
@@ -343,7 +364,7 @@ def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: An
     image = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)
     with outside_mesh():
         try:
-            *each, count = jax.eval_shape(apply_fn, params, image, *rest).shape
+            *each, count = jax.eval_shape(lambda *args: apply_fn(*args), params, image, *rest).shape
         except Exception:  # what is wrong is said where `apply_fn` is called
             return
     low, high = int(np.min(dataset.labels)), int(np.max(dataset.labels))

@@ -45,6 +45,8 @@ class Pass:
         self._batch_size = checks.whole_number(batch_size, where, "batch_size")
         # A data set or arrays, of which each process has all. Or batches, of which each reads its own share.
         self.source: data.DatasetSource | data.ArraySource | data.IterableSource = _as_eval_source(where, given)
+        if any(map(spans_processes, self.leaves)):  # all of them make this call
+            data._agree_on_arrays(self.source, where)
         placed = (x.sharding for x in jax.tree.leaves(self.model[0]) if isinstance(x, jax.Array))
         mesh: Any = next((where.mesh for where in placed if isinstance(where, NamedSharding)), None)
         mesh = mesh if isinstance(mesh, Mesh) else None
@@ -231,6 +233,14 @@ def model_of(state_or_params: Any) -> tuple[Any, ...]:
         return (without_types(state_or_params),)
     model_state = (state_or_params.model_state,) if carries(state_or_params.model_state) else ()
     return without_types((state_or_params.eval_params, *model_state))
+
+
+def text_of(fn: Callable[..., Any], *args: Any) -> tuple[str, Any]:
+    """The text of the program that a function is now, and the shapes of what it returns."""
+    # What a function reads by name, as another function that a cell of a notebook has changed, counts too. So it is
+    # traced anew: JAX, and a key that is the function itself, know nothing of that.
+    lowered = jax.jit(lambda *args: fn(*args)).lower(*args)
+    return lowered.as_text(), lowered.out_info
 
 
 def with_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from ..._devices.user_mesh import on_own_mesh, outside_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.history import new_figure, readable, save_figure
 from .evaluate import check_classes, check_classified, check_logits
-from .every_example import Pass, with_axes
+from .every_example import Pass, text_of, with_axes
 
 ApplyFn = Callable[..., Any]
 _MOST = 10  # rows of the table
@@ -36,7 +37,7 @@ def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: i
     Args:
         state_or_params, batch_size: as in `evaluate`.
         apply_fn: `apply_fn(params, inputs) -> outputs`, an array or a pytree of arrays with one row for each example.
-            With a `model_state`, `apply_fn(params, inputs, model_state)`. The same function object is compiled once.
+            With a `model_state`, `apply_fn(params, inputs, model_state)`. It is compiled as an `eval_fn` is.
         data: a `data.Dataset`, whose images are the inputs, as `data.batches` gives them; or inputs: an array, a pytree
             of arrays that share a first axis, or what `evaluate` takes with an `eval_fn`. In a batch `{"image",
             "label"}`, the images are the inputs.
@@ -155,7 +156,8 @@ def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Dataset, b
     examples = Pass(name, state_or_params, data, batch_size, None)
     params, *model_state = examples.model
     image = jax.ShapeDtypeStruct((examples.size, *data.images.shape[1:]), jnp.float32)
-    logits = jax.eval_shape(with_axes(apply_fn, examples.axes), params, image, *model_state)
+    apply = with_axes(apply_fn, examples.axes)
+    logits = jax.eval_shape(lambda *args: apply(*args), params, image, *model_state)
     check_logits(logits, examples.size)
     check_classes(name, apply_fn, examples.model, data)
     return _predict(name, apply_fn, examples).astype(np.float32)
@@ -169,36 +171,46 @@ def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> Any:
     # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
     as_given = isinstance(examples.source, ArraySource)
     checks.function(apply_fn, f"{name}: apply_fn")
-    outputs_of = _programs(apply_fn, examples.structure, examples.copies, examples.axes, as_given)
+    key = examples.structure, examples.copies, examples.axes, as_given
+    chosen: list[Any] = []  # the program, once shapes of a batch are known. These come before the first batch.
+
+    def is_exact(batch: Any) -> bool:
+        if not chosen:
+            text, _ = text_of(functools.partial(_outputs_of, apply_fn, *key), examples.leaves, batch)
+            chosen.append(_programs(apply_fn, *key, text))
+        return False
+
     parts: list[Any] = []
-    for outputs, valid in examples.run(outputs_of, lambda shapes: False, ahead=1):
+    for outputs, valid in examples.run(lambda *args: chosen[0](*args), is_exact, ahead=1):
         parts.append(jax.tree.map(lambda x, count=valid: np.asarray(x)[:count], outputs))
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
-def _make_program(
-    apply_fn: ApplyFn, structure: Any, copies: Any, axes: tuple[str, ...], as_given: bool
-) -> Callable[..., Any]:
-    """The program of a batch, which gives the outputs with a copy on each device."""
+def _outputs_of(
+    apply_fn: ApplyFn,
+    structure: Any,
+    copies: Any,
+    axes: tuple[str, ...],
+    as_given: bool,
+    leaves: list[jax.Array],
+    inputs: Any,
+    mask: Any = None,
+) -> Any:
+    """The outputs for a batch, with a copy on each device."""
+    params, *model_state = structure.unflatten(leaves)
+    if not as_given and isinstance(inputs, dict) and inputs.keys() == {"image", "label"}:
+        inputs = inputs["image"]
+    outputs = with_axes(apply_fn, axes)(params, inputs, *model_state)
+    n = len(jax.tree.leaves(inputs)[0])
+    for leaf in jax.tree.leaves(outputs):
+        if jnp.shape(leaf)[:1] != (n,):
+            raise ValueError(
+                f"predict: apply_fn must return one row per example; got shape {jnp.shape(leaf)} for a batch of {n}"
+            )
+    return outputs if copies is None else lax.with_sharding_constraint(outputs, copies)
 
-    @jax.jit
-    def outputs_of(leaves: list[jax.Array], inputs: Any, mask: jax.Array) -> Any:
-        params, *model_state = structure.unflatten(leaves)
-        if not as_given and isinstance(inputs, dict) and inputs.keys() == {"image", "label"}:
-            inputs = inputs["image"]
-        outputs = with_axes(apply_fn, axes)(params, inputs, *model_state)
-        n = len(jax.tree.leaves(inputs)[0])
-        for leaf in jax.tree.leaves(outputs):
-            if jnp.shape(leaf)[:1] != (n,):
-                raise ValueError(
-                    f"predict: apply_fn must return one row per example; got shape {jnp.shape(leaf)} for a batch of {n}"
-                )
-        return outputs if copies is None else lax.with_sharding_constraint(outputs, copies)
 
-    return outputs_of
-
-
-_programs = Recent(_make_program)
+_programs = Recent(lambda apply_fn, *key: jax.jit(functools.partial(_outputs_of, apply_fn, *key[:-1])))
 
 
 # Pictures.

@@ -111,7 +111,7 @@ class TrainStep:
                 new, metrics = program(leaves, batch, *part)
             except RuntimeError as error:
                 if "deleted" in str(error):
-                    _check_arrays(state)
+                    _check_arrays(state, batch)
                 raise
             self._returned = weakref.ref(new)
             return new, metrics if user is None else with_types(metrics, user)
@@ -246,8 +246,8 @@ class TrainStep:
         return "jit", self.global_step
 
 
-def _check_arrays(state: TrainState) -> None:
-    """`RuntimeError` for a state that was donated, or that shares arrays with one that was."""
+def _check_arrays(state: TrainState, batch: Batch) -> None:
+    """`RuntimeError` for a state that was donated, or that shares arrays with one that was, or if `loss_fn` does."""
     shared = [f.name for f in dataclasses.fields(state) if is_donated(getattr(state, f.name))]
     if shared and not {"store", "step"} & set(shared):
         raise RuntimeError(
@@ -255,6 +255,11 @@ def _check_arrays(state: TrainState) -> None:
             "donated to a step; give each state its own copies: kv.to_params(other.store) copies, other.params does not"
         )
     check_not_donated(state, "train step")
+    if not is_donated(batch):
+        raise RuntimeError(
+            "train step: loss_fn reads arrays of a state that was donated to a step; give it copies that were made "
+            "before: jax.device_get(other.params)"
+        )
 
 
 _HINTS = {
