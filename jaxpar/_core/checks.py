@@ -282,6 +282,21 @@ def arrays_of_numbers(tree: Any, where: str) -> None:
         check_plain(leaf, name)
         if not isinstance(leaf, jax.Array) and not is_of_numbers(leaf):
             raise TypeError(f"{name} must be an array of numbers, got {describe(leaf)}")
+        integers_fit(leaf, name)
+
+
+def integers_fit(array: Any, name: str, dtype: Any = None) -> None:
+    """`ValueError` for integers in host memory that `dtype`, by default the one that JAX keeps them in, cannot hold."""
+    if isinstance(array, jax.Array) or array.dtype.kind not in "iu" or not array.size:
+        return
+    kept = np.dtype(dtype or jax.dtypes.canonicalize_dtype(array.dtype))
+    if np.can_cast(array.dtype, kept):
+        return
+    limits, least, most = np.iinfo(kept), int(array.min()), int(array.max())
+    if not limits.min <= least <= most <= limits.max:
+        write = "number them from 0, by np.unique(array, return_inverse=True)[1]"
+        write += "" if dtype else ", or set jax_enable_x64"
+        raise ValueError(f"{name}: integers are stored as {kept}; these run from {least} to {most}; {write}")
 
 
 # Words of messages.

@@ -191,6 +191,7 @@ def path_name(path: Any) -> str:
 
 def as_jax_dtype(array: np.ndarray) -> np.ndarray:
     """The array in the dtype that JAX keeps it in. 64 bits become 32 unless x64 is enabled."""
+    # `checks.integers_fit` has seen the array.
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
 
@@ -242,7 +243,8 @@ def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whol
     `whole`: each process has the whole batch and takes its rows. Otherwise each has its own share.
     """
 
-    def placed(array: Any) -> jax.Array:
+    def placed(path: Any, array: Any) -> jax.Array:
+        checks.integers_fit(array, f"data.batches: {path_name(path)}")
         if sharding is None:
             return jnp.asarray(array)
         if isinstance(array, jax.Array) and processes.count() == 1:
@@ -250,7 +252,7 @@ def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whol
         array = as_jax_dtype(np.asarray(array))
         return send(array, None, sharding) if whole else jax.make_array_from_process_local_data(sharding, array)
 
-    batch = convert_images(jax.tree.map(placed, batch), dtype)
+    batch = convert_images(jax.tree_util.tree_map_with_path(placed, batch), dtype)
     if sharding is not None:
         wait_before_collectives(batch, tuple(sharding.device_set))
     return batch

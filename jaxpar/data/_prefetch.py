@@ -77,8 +77,9 @@ def _prefetch(elements: Iterator[Any], sharding: Any, size: int) -> Iterator[Any
 
 def _to_devices(batch: Any, sharding: Any) -> Any:
     """The batch on the devices. The transfer is only started."""
-    batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else as_jax_dtype(np.asarray(x)), batch)
+    batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
     checks.arrays_of_numbers(batch, f"{_WHERE}: batch")
+    batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else as_jax_dtype(x), batch)
     with outside_mesh():
         if sharding is None:
             return jax.device_put(batch)

@@ -77,7 +77,7 @@ class Dataset:
         part: the part of the data set, such as "train".
 
     Raises:
-        ValueError: the numbers of images and labels differ, or int32 cannot hold a label.
+        ValueError: the numbers of images and labels differ, or int32 cannot hold a label or an image's integer.
 
     >>> import numpy as np
     >>> Dataset(np.zeros((6, 28, 28, 1), np.uint8), np.arange(6))
@@ -96,11 +96,10 @@ class Dataset:
         images, labels = np.asarray(self.images), np.asarray(self.labels)
         if images.ndim == 0 or labels.ndim == 0 or len(images) != len(labels):
             raise ValueError(f"a data set needs one label per image: images {images.shape}, labels {labels.shape}")
-        if np.issubdtype(labels.dtype, np.integer) and labels.dtype != np.int32:
-            limits = np.iinfo(np.int32)
-            if labels.size and not limits.min <= labels.min() <= labels.max() <= limits.max:
-                raise ValueError(f"labels are stored as int32; these run from {labels.min()} to {labels.max()}")
-            labels = labels.astype(np.int32)
+        checks.integers_fit(images, "Dataset: images")
+        if np.issubdtype(labels.dtype, np.integer):
+            checks.integers_fit(labels, "Dataset: labels", np.int32)
+            labels = labels.astype(np.int32, copy=False)
         object.__setattr__(self, "images", images)
         object.__setattr__(self, "labels", labels)
 
@@ -446,7 +445,7 @@ def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
         dtype: the dtype of the array named "image", as in `from_iterable`.
 
     Raises:
-        ValueError: the arrays differ in length, or there are none.
+        ValueError: the arrays differ in length, or there are none; int32 cannot hold a 64-bit integer.
 
     Example:
         >>> import numpy as np
@@ -459,6 +458,8 @@ def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
         lambda path, leaf: np.asarray(as_array(leaf, f"data.from_arrays: {path_name(path)}")), arrays
     )
     checks.batch_length(arrays, "data.from_arrays")
+    for path, array in jax.tree_util.tree_leaves_with_path(arrays):
+        checks.integers_fit(array, f"data.from_arrays: {path_name(path)}")
     return ArraySource(arrays, dtype)
 
 

@@ -287,5 +287,30 @@ def test_dataset_checks_and_prints():
     assert len(Dataset(jnp.zeros((2, 3)), jnp.zeros(2, jnp.int8))) == 2
     with pytest.raises(ValueError, match=r"one label per image: images \(3, 2\), labels \(2,\)"):
         Dataset(np.zeros((3, 2)), np.zeros(2))
-    with pytest.raises(ValueError, match="labels are stored as int32; these run from 0 to 4294967296"):
-        Dataset(np.zeros((2, 2)), np.array([0, 2**32]))
+
+
+TOO_LARGE = np.array([0, 2**32] * 4)
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (lambda: Dataset(np.zeros((8, 2)), TOO_LARGE), "Dataset: labels"),
+        (lambda: Dataset(TOO_LARGE, np.zeros(8)), "Dataset: images"),
+        (lambda: data.from_arrays({"id": TOO_LARGE}), "data.from_arrays: 'id'"),
+        (lambda: data.from_arrays([{"id": int(each)} for each in TOO_LARGE]), "data.from_arrays: 'id'"),
+        (lambda: next(data.batches([{"id": TOO_LARGE}], 8)), "data.batches: 'id'"),
+        (lambda: next(data.batches([{"id": TOO_LARGE}], 8, devices=jax.devices()[:2])), "data.batches: 'id'"),
+        (lambda: next(data.prefetch([{"id": TOO_LARGE}])), r"data.prefetch: batch\['id'\]"),
+    ],
+)
+def test_integers_that_int32_cannot_hold(read, name):
+    with pytest.raises(ValueError, match=f"{name}: integers are stored as int32; these run from 0 to 4294967296"):
+        read()
+
+
+@pytest.mark.parametrize("values", [np.array([-(2**31), 2**31 - 1]), np.array([0, 2**32 - 1], np.uint64)])
+def test_64_bit_integers_that_fit(values):
+    for source in ({"id": values}, [{"id": values}]):
+        (batch,) = data.batches(source, 2)
+        assert batch["id"].tolist() == values.tolist()

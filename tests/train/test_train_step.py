@@ -371,6 +371,8 @@ def test_batches_that_lie_elsewhere_in_the_middle_of_a_run():
     assert states[0].store == states[1].store
     with pytest.raises(ValueError, match="a batch of 7 cannot be divided by 2 devices"):
         step(states[0], line(7))
+    with pytest.raises(ValueError, match=r"batch\['y'\]: integers are stored as int32; these run from 0 to 4294967296"):
+        step(states[0], line() | {"y": np.array([0, 2**32] * 4)})
     with pytest.raises(TypeError, match=r"batch\['y'\] must be an array of numbers, got 'words'"):
         step(states[0], {"x": np.ones((8, 3)), "y": "words"})
     assert int(states[0].step) == 5
