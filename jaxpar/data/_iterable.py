@@ -309,7 +309,7 @@ def _check_lengths(batch: Any, share: int, at: int) -> None:
     if {shape[:1] for shape in shapes.values()} != {(share,)}:
         given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         got = f"batch {at} of the epoch should have {share} examples in each array, got {given}"
-        hint = "make the loader's batches that large and drop an incomplete last one (drop_last=True)"
+        hint = "give batch_size= their size, or drop an incomplete last one (drop_last=True)"
         raise ValueError(f"{_WHERE}: {got}; {hint}; if an element is one example, give batched=False")
 
 
