@@ -21,6 +21,7 @@ Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from .._devices.collectives import PaddedBatch as PaddedBatch
 from ._batches import (
+    agree_on_arrays as _agree_on_arrays,
     ahead as _ahead,
     batch_options as _batch_options,
     from_host as _from_host,
@@ -41,7 +42,6 @@ from ._sources import (
     Dataset as Dataset,
     DatasetSource as DatasetSource,
     Source as Source,
-    agree_on_arrays as _agree_on_arrays,
     as_source as as_source,
     batch_groups as batch_groups,
     batches as batches,

@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ Order = Callable[[int], Any]  # of an epoch: int32 (examples,), in host memory o
 HINTS = {"shuffle": "give rng=jax.random.key(0) for a random order"}
 _AHEAD = 2  # batches on their way to the devices while one is in use
 _COPIES = 2  # placements kept for one data set, say for training on four devices and evaluating on one
+_COMPARED = 64  # rows at most, of each array, by which processes compare their data
 _MOST_BATCHES = 8  # of one program,
 _MOST_BYTES = 16 << 20  # and their size on all devices together, except for one batch
 
@@ -276,6 +278,20 @@ def ahead(batches: Iterable[Any], size: int) -> Iterator[Any]:
         if len(waiting) > size:
             yield waiting.popleft()
     yield from waiting
+
+
+def agree_on_arrays(arrays: Any, where: str) -> None:
+    """`ValueError` in every process unless all give the same arrays, by their shapes and some of their rows."""
+    # Each process reads its own rows of arrays that all have. If each had a part, rows of all parts would be missing.
+    if processes.count() == 1:
+        return
+    shapes, check = list[str](), 0
+    for leaf in jax.tree.leaves(arrays):
+        shapes.append(f"{leaf.dtype} {leaf.shape}")
+        check = zlib.crc32(np.ascontiguousarray(leaf[:: len(leaf) // _COMPARED + 1]).tobytes(), check)
+    hint = "give each process all of them, or its own batches by data.from_iterable"
+    shown = f"{', '.join(shapes)}, checksum {check:08x}"
+    processes.agree(f"{where}: every process must give the same arrays; {hint}", shown)
 
 
 class Plan(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, overload, runtime_checkable
 
@@ -24,7 +23,6 @@ from ._batches import batch_struct, path_name, placed_batch, rows_of_parts
 from ._iterable import IterableSource, as_array, as_arrays, as_dict, from_iterable, join
 
 Batch = dict[str, jax.Array]
-_COMPARED = 64  # rows at most, of each array, by which processes compare their data
 
 
 @runtime_checkable
@@ -464,20 +462,6 @@ def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
 
 
 # For `train.fit`.
-
-
-def agree_on_arrays(source: Any, where: str) -> None:
-    """`ValueError` in every process unless all give the same arrays, by their shapes and some of their rows."""
-    # Each process reads its own rows of arrays that all have. If each had a part, rows of all parts would be missing.
-    if processes.count() == 1 or not isinstance(source, _OfArrays):
-        return
-    shapes, check = list[str](), 0
-    for leaf in jax.tree.leaves(source.arrays):
-        shapes.append(f"{leaf.dtype} {leaf.shape}")
-        check = zlib.crc32(np.ascontiguousarray(leaf[:: len(leaf) // _COMPARED + 1]).tobytes(), check)
-    hint = "give each process all of them, or its own batches by data.from_iterable"
-    shown = f"{', '.join(shapes)}, checksum {check:08x}"
-    processes.agree(f"{where}: every process must give the same arrays; {hint}", shown)
 
 
 def usual_batch_size(source: Any) -> int:

@@ -45,8 +45,8 @@ class Pass:
         self._batch_size = checks.whole_number(batch_size, where, "batch_size")
         # A data set or arrays, of which each process has all. Or batches, of which each reads its own share.
         self.source: data.DatasetSource | data.ArraySource | data.IterableSource = _as_eval_source(where, given)
-        if any(map(spans_processes, self.leaves)):  # all of them make this call
-            data._agree_on_arrays(self.source, where)
+        if any(map(spans_processes, self.leaves)) and not isinstance(self.source, data.IterableSource):
+            data._agree_on_arrays(self.source.arrays, where)  # all processes make this call
         placed = (x.sharding for x in jax.tree.leaves(self.model[0]) if isinstance(x, jax.Array))
         mesh: Any = next((where.mesh for where in placed if isinstance(where, NamedSharding)), None)
         mesh = mesh if isinstance(mesh, Mesh) else None

@@ -117,7 +117,8 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
     examples = source.examples(batch_size)
     checks.whole_batch(examples, batch_size, "fit")
     steps = examples // batch_size
-    data._agree_on_arrays(source, "fit: train_data")
+    if isinstance(source, (data.DatasetSource, data.ArraySource)):
+        data._agree_on_arrays(source.arrays, "fit: train_data")
     processes.agree("fit: every process must have as many batches in an epoch", f"{steps} of {batch_size} examples")
     num_steps = min((epochs or sys.maxsize) * steps, max_steps or sys.maxsize)
     loss_fn = getattr(step, "loss_fn", None)
