@@ -29,6 +29,7 @@ from ._program import (
     rule_of_each as _rule_of_each,
 )
 from ._updaters import (
+    AverageState as _AverageState,
     TreeOptimizer as _TreeOptimizer,
     UnknownOwners as _UnknownOwners,
     accumulate as accumulate,

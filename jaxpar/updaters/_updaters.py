@@ -297,8 +297,8 @@ def average_params(decay: float) -> optax.GradientTransformation:
     """Keep an exponential moving average of the params for evaluation.
 
     Make it the last transform of an `optax.chain`. Updates pass unchanged. After each update, average = decay · average
-    + (1 - decay) · params. The average starts at the first params. `kv.eval_params`, `state.eval_params`,
-    `train.evaluate` and `train.predict` use the average.
+    + (1 - decay) · params. The average starts at the first params. It is kept in float32 or wider. `kv.eval_params`,
+    `state.eval_params`, `train.evaluate` and `train.predict` use the average, in the dtypes of the params.
 
     Args:
         decay: between 0 and 1, such as 0.999.
@@ -321,16 +321,25 @@ def average_params(decay: float) -> optax.GradientTransformation:
         raise ValueError(f"average_params: decay must be at least 0 and below 1, got {decay!r}")
 
     def init(params: Any) -> AverageState:
-        return AverageState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.asarray, params))
+        return AverageState(jnp.zeros((), jnp.int32), jax.tree.map(_at_least_float32, params))
 
     def update(updates: Any, state: AverageState, params: Any = None) -> tuple[Any, AverageState]:
         if params is None:
             raise ValueError("average_params: the update needs params")
         new = optax.apply_updates(params, updates)
-        average = jax.tree.map(lambda a, p: (decay * a + (1 - decay) * p).astype(a.dtype), state.average, new)
-        return updates, AverageState(state.count + 1, average)
+
+        def mean(a: jax.Array, p: jax.Array) -> jax.Array:
+            return (decay * a + (1 - decay) * _at_least_float32(p)).astype(a.dtype)
+
+        return updates, AverageState(state.count + 1, jax.tree.map(mean, state.average, new))
 
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def _at_least_float32(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if is_narrow else x
 
 
 def averages(state: Any) -> list[tuple[Callable[[Any, Tree], Tree], Any]]:
@@ -350,11 +359,15 @@ def averages(state: Any) -> list[tuple[Callable[[Any, Tree], Tree], Any]]:
 
 
 def _where_held(average: Callable[[Any, Any], Any], held: Tree, params: Tree) -> Tree:
-    """`average(leaf of held, leaf of params)`. Params that are not held, as under `optax.masked`, stay as they are."""
+    """`average(leaf of held, leaf of params)`, in the dtypes of the params.
+
+    Params that are not held, as under `optax.masked`, stay as they are.
+    """
     import optax
 
     def leaf(held: Any, param: Any) -> Any:
-        return param if held is None or isinstance(held, optax.MaskedNode) else average(held, param)
+        is_held = held is not None and not isinstance(held, optax.MaskedNode)
+        return average(held, param).astype(param.dtype) if is_held else param
 
     return jax.tree.map(leaf, held, params, is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode))
 

@@ -1,5 +1,6 @@
 """Checkpoints: what goes in comes out, on other devices too; what is damaged is refused; a killed run goes on."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -351,6 +352,18 @@ def test_a_state_for_each_key_becomes_one_for_all_params(tmp_path, tx, capsys):
     assert "was joined into one for all params" in capsys.readouterr().err
     with pytest.raises(checkpoint.CheckpointError, match=r"optimizer_state/0/0/.*expected .* found nothing"):
         checkpoint.restore(tmp_path / "a", kv.from_params(params, optimizer=optax.chain(tx, optax.ema(0.9))))
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_an_average_that_was_saved_in_16_bits_is_kept_in_float32(tmp_path, kind, capsys):
+    tx = optax.chain(optax.sgd(0.1), updaters.average_params(0.9))
+    make = lambda value: kv.from_params({"w": jnp.full(3, value, jnp.bfloat16)}, optimizer=tx, kind=kind)
+    new, old = make(0.0), make(1.5)
+    count, average = old.optimizer_state[1]
+    narrow = updaters._AverageState(count, jax.tree.map(lambda x: x.astype(jnp.bfloat16), average))
+    checkpoint.save(tmp_path / "a", dataclasses.replace(old, optimizer_state=(old.optimizer_state[0], narrow)))
+    same(checkpoint.restore(tmp_path / "a", new), old)
+    assert "were saved in 16 bits" in capsys.readouterr().err
 
 
 # Damaged, foreign, missing.

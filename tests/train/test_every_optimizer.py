@@ -10,7 +10,7 @@ import pytest
 from optax import contrib
 from step_model import close, update_of
 
-from jaxpar import kv, train, updaters
+from jaxpar import kv, parallel, train, updaters
 
 PARAMS = {
     "dense": {"bias": np.arange(1.0, 5.0), "kernel": np.arange(12.0).reshape(3, 4) - 5.5},
@@ -254,6 +254,32 @@ def test_average_params(kind):
         average = jax.tree.map(lambda a, p: 0.5 * a + 0.5 * p, average, params)
     close(state.params, params)
     close(state.eval_params, average)
+
+
+def moved_by_one(params, batch, rng):
+    return -(params["w"].sum() + params["plain"].sum()).astype(np.float32) * batch.mean() / 16, {}
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded", "mesh"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_slow_average_does_not_stand_still(dtype, kind):
+    """The average of 100 steps that each move it by less than a rounding of 16 bits, against one in float64."""
+    tx = optax.masked(updaters.average_params(0.999), {"w": True, "plain": False, "frozen": True})
+    tx = optax.chain(optax.sgd(1.0), tx)
+    where = {"sharding": parallel.fsdp("data", min_size=1)} if kind == "mesh" else {"kind": kind}
+    params = {"w": jnp.zeros(4, dtype), "plain": jnp.zeros(4, dtype), "frozen": jnp.ones(4, dtype)}
+    store = kv.from_params(params, optimizer=tx, frozen="frozen", devices=jax.devices()[:2], **where)
+    state, step = train.create_state(store, 0), train.make_train_step(moved_by_one)
+    average, params = 0.0, np.zeros(4)
+    for _ in range(100):
+        state, _ = step(state, np.ones(2, np.float32))
+        params = params + 1 / 16
+        average = 0.999 * average + 0.001 * params
+    found = state.eval_params
+    assert {str(x.dtype) for x in found.values()} == {dtype}
+    np.testing.assert_array_equal(np.float64(state.params["w"]), params)
+    np.testing.assert_allclose(np.float64(found["w"]), average, rtol=0.01)
+    np.testing.assert_array_equal(np.float64(found["plain"]), params)
 
 
 def test_a_part_that_is_not_averaged_stays_as_it_is():
