@@ -455,6 +455,7 @@ def test_a_batch_in_which_nothing_counts_is_not_finite(options):
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
+        ((jnp.ones(3), jnp.ones((3, 5))), r"the loss: the sum has shape \(3,\) and the weight \(3, 5\)"),
         ((jnp.ones(3), jnp.ones(2)), r"the loss: the sum has shape \(3,\) and the weight \(2,\)"),
         ((jnp.ones((), jnp.int32), 1), "of a floating dtype; got int32"),
         ((jnp.ones(()), {"w": 1}), "leave out jax.grad"),

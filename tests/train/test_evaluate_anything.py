@@ -307,6 +307,7 @@ def per_batch(value):
         (per_batch(lambda x: x), ValueError, r"'loss' has shape \(8, 5\) for 8 examples; take the mean over the other"),
         (per_batch(lambda x: x.mean(0)), ValueError, r"'loss' has shape \(5,\) for 8 examples; return the values of"),
         (per_batch(lambda x: (x.sum(1), 5)), ValueError, r"the sum has shape \(8,\) and the weight \(\) for 8 examp"),
+        (per_batch(lambda x: (x.sum(1), x)), ValueError, r"the sum has shape \(8,\) and the weight \(8, 5\)"),
         (per_batch(lambda x: (x.sum(0), x.sum(0))), ValueError, r"the sum has shape \(5,\) and the weight \(5,\)"),
         (per_batch(lambda x: jnp.ones(8)), ValueError, r"'loss' has shape \(8,\) for 16 examples"),  # by chance
         (per_batch(lambda x: (jnp.ones(8), jnp.ones(8))), ValueError, r"shape \(8,\) and the weight \(8,\) for 16"),

@@ -268,8 +268,8 @@ def _as_value(value: Any, n: int, where: str) -> Any:
 def _checked(value: Mean, n: int, where: str) -> Mean:
     """The mean with arrays, of which both have a row for each example, or none has."""
     total, weight = (_array(part, where) for part in (value.total, value.weight))
-    rows = total.shape[:1] == weight.shape[:1] == (n,)
-    if value.columns and not (rows and total.ndim == 2 and total.shape == weight.shape):
+    rows = total.shape == weight.shape and total.shape[:1] == (n,)
+    if value.columns and not (rows and total.ndim == 2):
         raise ValuesError(f"{where}: columns need totals and weights (n, k), got {total.shape} and {weight.shape}")
     if not rows and (total.ndim or weight.ndim):
         raise ValuesError(

@@ -185,9 +185,9 @@ def share_of(pair: Any, where: str) -> Mean:
         if not is_number(part):
             raise TypeError(f"{where}: the {name} of (sum, weight) must be an array, got {checks.describe(part)}")
     shapes = jnp.shape(pair.total), jnp.shape(pair.weight)
-    if shapes[0][:1] != shapes[1][:1]:
+    if shapes[0] != shapes[1]:
         came = f"the sum has shape {shapes[0]} and the weight {shapes[1]}"
-        raise ValueError(f"{where}: {came}; give two scalars, or two arrays with a row for each example")
+        raise ValueError(f"{where}: {came}; give two scalars, or two arrays of one shape, a row for each example")
     return Mean(widen(pair.total).sum(), widen(pair.weight).sum())
 
 
