@@ -357,7 +357,7 @@ def test_a_state_for_each_key_becomes_one_for_all_params(tmp_path, tx, capsys):
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_an_average_that_was_saved_in_16_bits_is_kept_in_float32(tmp_path, kind, capsys):
     tx = optax.chain(optax.sgd(0.1), updaters.average_params(0.9))
-    make = lambda value: kv.from_params({"w": jnp.full(3, value, jnp.bfloat16)}, optimizer=tx, kind=kind)
+    make = lambda value: kv.from_params({"w": jnp.full(3, value, jnp.bfloat16)}, optimizer=tx, kind=kind)  # noqa: E731
     new, old = make(0.0), make(1.5)
     count, average = old.optimizer_state[1]
     narrow = updaters._AverageState(count, jax.tree.map(lambda x: x.astype(jnp.bfloat16), average))

@@ -176,7 +176,14 @@ class DeviceStep:
     def _call(self, params: Any, batch: Any, rng: Any, model_state: Any, step: Any) -> tuple[dict[str, Any], Any]:
         """(metrics, new model state). The loss among the metrics is what is differentiated."""
         loss = fast_loops(functools.partial(call_loss, self.loss_fn), self.platform)
-        return loss(params, batch, rng, model_state, step)
+        try:
+            return loss(params, batch, rng, model_state, step)
+        except NameError as error:
+            if "unbound axis name" not in str(error):
+                raise
+            own = " and ".join(map(repr, self.axes or (self.axis_name,)))
+            said = str(error).partition(". ")[0]
+            raise NameError(f"train step: loss_fn: {said}; this step has {own}, which axis_name= changes") from error
 
     # From the gradients of all devices to the update.
 

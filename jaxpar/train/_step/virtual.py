@@ -74,7 +74,7 @@ class VirtualStep(DeviceStep):
             if "axis name" not in str(error):
                 raise
             raise ValueError(
-                f"train step: loss_fn has a collective ({error}), but a virtual shard has no axis; leave it out"
+                "train step: loss_fn has a collective, but a virtual shard has no axis; leave it out"
             ) from error
         divisor = 1 if isinstance(found.metrics["loss"], Mean) else self.shards
         grads = {k: widen(g) / divisor for k, g in found.grads.items()}
