@@ -475,7 +475,7 @@ def test_what_is_no_pair_is_refused(loss, message):
 
 @pytest.mark.parametrize("engine", ["shard_map", "jit"])
 def test_an_axis_that_the_step_does_not_have(engine):
-    with pytest.raises(NameError, match="loss_fn: .*axis name: batch; this step has 'data', which axis_name= changes"):
+    with pytest.raises(NameError, match=r"loss_fn: .*axis name: batch; this step has 'data', which axis_name= changes"):
         one_step(lambda params, batch, rng: (jax.lax.pmean(params["w"].sum(), "batch"), {}), engine=engine)
 
 
