@@ -351,8 +351,8 @@ def up_sampling(
     multi_input_mode: str = "concat",
 ) -> jax.Array:
     if sample_type not in ("nearest", "bilinear") or multi_input_mode not in ("concat", "sum"):
-        given = f"got {sample_type!r} and {multi_input_mode!r}"
-        raise ValueError(f"UpSampling: expected sample_type nearest or bilinear, multi_input_mode concat or sum; {given}")
+        known = "sample_type nearest or bilinear, multi_input_mode concat or sum"
+        raise ValueError(f"UpSampling: expected {known}; got {sample_type!r} and {multi_input_mode!r}")
     if sample_type == "bilinear":
         return deconvolution(
             data[0],

@@ -171,7 +171,7 @@ def _typed(function: Callable[..., Any], *values: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.integer):
         values = tuple(jnp.asarray(int(v)).astype(dtype) if isinstance(v, float) else v for v in values)
     out = function(*values)
-    return out if dtype == bool else out.astype(dtype)
+    return out if dtype == np.dtype(bool) else out.astype(dtype)
 
 
 def _unary(function: Callable[[Any], Any]) -> Operator:
@@ -355,8 +355,10 @@ _NAMED: dict[str, Operator] = {
 OPERATORS: dict[str, Operator] = {name: found for names, found in _NAMED.items() for name in names.split()}
 
 # Operators which broadcast an axis of length 1 whose rows are all equal, or keep it so.
-BY_ROWS = frozenset(name for name, operator in OPERATORS.items() if operator.last is _same)
-BY_ROWS |= frozenset("FullyConnected Convolution LeakyReLU SliceChannel split RNN where".split())
+BY_ROWS = frozenset(
+    [name for name, operator in OPERATORS.items() if operator.last is _same]
+    + "FullyConnected Convolution LeakyReLU SliceChannel split RNN where".split()
+)
 
 
 # Images whose channels are last. A network of layout "NHWC" has images as (batch, height, width, channels) and the
