@@ -110,9 +110,10 @@ def reduction(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         data: jax.Array, *, axis: tuple[int, ...] | None = None, keepdims: bool = False, exclude: bool = False
     ) -> jax.Array:
         chosen = tuple(a % data.ndim for a in axis) if axis else tuple(range(data.ndim))
-        if exclude:
-            chosen = tuple(a for a in range(data.ndim) if a not in chosen) if axis else ()
-        return _with_axis(function(data, axis=chosen, keepdims=keepdims))
+        if exclude and axis:
+            chosen = tuple(a for a in range(data.ndim) if a not in chosen)
+        out = _with_axis(function(data, axis=chosen, keepdims=keepdims))
+        return out.astype(data.dtype) if jnp.issubdtype(data.dtype, jnp.integer) else out
 
     return reduce
 
@@ -132,9 +133,17 @@ def extreme(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return apply
 
 
+def absolute(data: jax.Array) -> jax.Array:
+    """As in MXNet, the gradient at 0 is 0."""
+    return data * lax.stop_gradient(jnp.sign(data))
+
+
 def norm(data: jax.Array, *, ord: int = 2, axis: tuple[int, ...] | None = None, keepdims: bool = False) -> jax.Array:
+    if ord not in (1, 2):
+        raise ValueError(f"norm: ord must be 1 or 2, got {ord}")
+
     def measure(x: jax.Array, **options: Any) -> jax.Array:
-        return jnp.abs(x).sum(**options) if ord == 1 else jnp.sqrt(jnp.square(x).sum(**options))
+        return absolute(x).sum(**options) if ord == 1 else jnp.sqrt(jnp.square(x).sum(**options))
 
     return reduction(measure)(data, axis=axis, keepdims=keepdims)
 
@@ -168,6 +177,9 @@ def batch_dot(lhs: jax.Array, rhs: jax.Array, *, transpose_a: bool = False, tran
 
 
 def _index(indices: jax.Array, size: int, mode: str) -> jax.Array:
+    """Whole numbers from 0 to below `size`."""
+    if mode not in ("clip", "wrap"):
+        raise ValueError(f"mode must be clip or wrap, of take also raise, got {mode!r}")
     whole = indices.astype(jnp.int32)
     return whole % size if mode == "wrap" else whole.clip(0, size - 1)
 
@@ -210,9 +222,13 @@ def where(condition: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def filled(value: float | None) -> Callable[..., jax.Array]:
-    """An operator that makes an array of one number; None: of its attribute `value`."""
+    """An operator that makes an array of one number; None: of its attribute `value`.
+
+    MXNet infers a 0 in the shape. Here it is 1, which operators broadcast: `_graph.check_shapes` says where.
+    """
 
     def fill(*, shape: tuple[int, ...] = (), dtype: str | None = None, value: float = value or 0.0) -> jax.Array:
+        shape = tuple(n or 1 for n in shape)
         if math.prod(shape) > _MOST_ELEMENTS:
             raise ValueError(f"an array of shape {shape} is too large")
         return jnp.full(shape, value, jax.dtypes.canonicalize_dtype(dtype or "float32"))
@@ -221,8 +237,16 @@ def filled(value: float | None) -> Callable[..., jax.Array]:
 
 
 def arange(
-    *, start: float = 0.0, stop: float | None = None, step: float = 1.0, repeat: int = 1, dtype: str | None = None
+    *,
+    start: float = 0.0,
+    stop: float | None = None,
+    step: float = 1.0,
+    repeat: int = 1,
+    infer_range: bool = False,
+    dtype: str | None = None,
 ) -> jax.Array:
+    if infer_range and stop is None:
+        raise ValueError("_arange: infer_range=True is not supported; write stop=")
     start, stop = (0.0, start) if stop is None else (start, stop)
     if step == 0 or not abs((stop - start) / step) * repeat <= _MOST_ELEMENTS:
         raise ValueError(f"_arange: from {start} to {stop} by {step} are too many numbers")

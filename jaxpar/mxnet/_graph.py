@@ -19,7 +19,7 @@ import numpy as np
 
 from .._core import files
 from .._core.files import CheckpointError
-from ._operators import OPERATORS, Operator
+from ._operators import BY_ROWS, OPERATORS, Operator
 
 _MOST_BYTES = 1 << 28
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?|[-+]?(inf|nan)")
@@ -27,12 +27,13 @@ _INTEGER = re.compile(r"([-+]?\d{1,19})L?")  # Python 2 wrote (1L, 2L)
 _MOST_NUMBERS = 64  # of a tuple
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-4, 1e-2
 _WEIGHTS = frozenset(("weight", "bias", "gamma", "beta", "parameters"))  # arrays of an operator that are trained
+_FILLED = frozenset(("_zeros", "_ones", "_full"))
 _AXIS_OF_ARGMAX = 905  # the version since which an axis of -1 is the last one
 
 # Of no effect on what is computed: how MXNet runs an operator, and its own marks.
 _IGNORED = frozenset(
     "cudnn_tune cudnn_off cudnn_algo_verbose cudnn_algo_fwd cudnn_algo_bwd_data cudnn_algo_bwd_filter workspace"
-    " sparse_grad ctx ctx_group force_mirroring mirror_stage num_args key_var_num_args infer_range"
+    " sparse_grad ctx ctx_group force_mirroring mirror_stage num_args key_var_num_args"
     " lstm_state_clip_nan min_calib_range max_calib_range out".split()
 )
 
@@ -234,6 +235,36 @@ def _check_count(path: Path, node: Node, operator: Operator) -> None:
         raise CheckpointError(f"{path} is damaged: {node} takes {count} arrays")
 
 
+def check_shapes(path: Path, graph: Graph, table: Table, inputs: Sequence[str]) -> None:
+    """`ValueError` where MXNet infers a 0 in the shape of an array of zeros or ones, and here it stays open.
+
+    It is 1 here. That is right up to the operator that broadcasts it to what follows from an input of the network.
+    """
+    begun: dict[int, Node] = {}  # the array of which an open value is made
+    known: set[int] = set()  # what is made of inputs
+    for number, node in enumerate(graph.nodes):
+        before = [i for i, _ in node.inputs]
+        opened = [begun[i] for i in before if i in begun]
+        if node.is_variable:
+            known |= {number} if node.name in inputs else set()
+        elif node.op in _FILLED and 0 in table[number][1].get("shape", ()):
+            begun[number] = node
+        elif opened and node.op not in BY_ROWS:
+            raise ValueError(_open(path, opened[0], f"{node} takes it"))
+        elif known.intersection(before):
+            known.add(number)
+        elif opened:
+            begun[number] = opened[0]
+    for number, _ in graph.heads:
+        if number in begun:
+            raise ValueError(_open(path, begun[number], "it is an output"))
+
+
+def _open(path: Path, begun: Node, where: str) -> str:
+    hint = "write the number in the symbol file, or give unroll(begin_state=) variables in MXNet"
+    return f"{path}: {begun} has a 0 in its shape, {begun.attrs['shape']}, which jaxpar cannot infer as {where}; {hint}"
+
+
 def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str], frozenset[str]]:
     """Names of variables: running statistics, weights, those of convolutions, and all that evaluation needs."""
     statistics: dict[str, None] = {}
@@ -324,6 +355,8 @@ def first_difference(
             expected = next((np.asarray(reference[name]) for name in names if name in reference), None)
             if expected is None:
                 continue
+            if node.op in _FILLED:  # a 0 in its shape is 1 here
+                output = np.broadcast_to(output, expected.shape)
             if (difference := _difference(node, np.asarray(output), expected, tolerance, equal)) is not None:
                 return difference
             outputs[k], equal = expected, equal + 1

@@ -175,6 +175,8 @@ def pooling(
     at = [i for i, letter in enumerate(letters) if letter not in "NC"]
     sizes = [data.shape[i] for i in at]
     axes = len(at)
+    if not global_pool and len(kernel) != axes:
+        raise ValueError(f"Pooling: kernel must have {axes} numbers, got {kernel}; write global_pool=True for all")
     if global_pool:
         kernel, stride, pad = tuple(sizes), (), ()
     stride, pad = _filled(stride, axes, 1), _filled(pad, axes, 0)
@@ -194,7 +196,9 @@ def pooling(
         return jnp.maximum(out, jnp.finfo(data.dtype).min) if beyond else out
     if pool_type == "lp":
         power = p_value or 2
-        return sums(jnp.abs(data) ** power, whole) ** (1 / power)
+        total = sums(jnp.abs(data) ** power, whole)
+        some = total > 0  # as in MXNet, the gradient of nothing but zeros is 0
+        return jnp.where(some, jnp.where(some, total, 1) ** (1 / power), 0)
     if pool_type == "sum":
         return sums(data, whole)
     if pool_type != "avg":
@@ -229,6 +233,8 @@ def dropout(
     train: bool,
     rng: jax.Array | None,
 ) -> jax.Array:
+    if mode not in ("training", "always"):
+        raise ValueError(f"Dropout: mode must be training or always, got {mode!r}")
     if not (train or mode == "always") or not p:
         return data
     if rng is None:
@@ -242,6 +248,12 @@ def activation(data: jax.Array, *, act_type: str) -> jax.Array:
     if act_type not in ACTIVATIONS:
         raise ValueError(f"Activation: act_type must be one of {', '.join(ACTIVATIONS)}, got {act_type!r}")
     return getattr(jax.nn, ACTIVATIONS[act_type])(data)
+
+
+def softmax_activation(data: jax.Array, *, mode: str = "instance") -> jax.Array:
+    if mode not in ("instance", "channel"):
+        raise ValueError(f"SoftmaxActivation: mode must be instance or channel, got {mode!r}")
+    return jax.nn.softmax(data, 1 if mode == "channel" else -1)
 
 
 def leaky_relu(
@@ -260,7 +272,7 @@ def leaky_relu(
     if act_type == "selu":
         return jax.nn.selu(data)
     if act_type == "elu":
-        return jnp.where(data > 0, data, slope * jnp.expm1(jnp.minimum(data, 0)))
+        return jax.nn.elu(data, slope)
     factor: Any = slope
     if act_type == "prelu" and gamma is not None:
         factor = gamma if gamma.ndim == data.ndim else per_channel(gamma, data, min(1, data.ndim - 1))
@@ -338,6 +350,9 @@ def up_sampling(
     num_args: int = 1,
     multi_input_mode: str = "concat",
 ) -> jax.Array:
+    if sample_type not in ("nearest", "bilinear") or multi_input_mode not in ("concat", "sum"):
+        known = "sample_type nearest or bilinear, multi_input_mode concat or sum"
+        raise ValueError(f"UpSampling: expected {known}; got {sample_type!r} and {multi_input_mode!r}")
     if sample_type == "bilinear":
         return deconvolution(
             data[0],
@@ -406,6 +421,7 @@ def rnn(
     parameters: jax.Array,
     state: jax.Array,
     state_cell: jax.Array | None = None,
+    sequence_length: jax.Array | None = None,
     *,
     state_size: int,
     num_layers: int,
@@ -429,8 +445,8 @@ def rnn(
         raise ValueError(f"RNN: its packed weights must have the shape ({expected},), got {parameters.shape}")
     shape = (num_layers * directions, batch, state_size)
     given = [state] if state_cell is None else [state, state_cell]
-    # An exported network has zeros for states, of a batch of 0: as many as the data has.
-    states = [jnp.zeros(shape, data.dtype) if 0 in s.shape else s for s in given]
+    # An exported network has zeros for states, of a batch that is that of the data.
+    states = [jnp.broadcast_to(s, shape).astype(data.dtype) for s in given]
     weights = _unpack(parameters, _GATES[mode], inputs, state_size, num_layers, directions)
     x, last, cell = data, [[] for _ in states], _cell(mode)
     for layer in range(num_layers):

@@ -112,6 +112,8 @@ def make_loss(
     data: jax.Array, *, grad_scale: float = 1.0, valid_thresh: float = 0.0, normalization: str = "null"
 ) -> jax.Array:
     """The data, whose gradient is `grad_scale` everywhere."""
+    if normalization not in ("null", "batch", "valid"):
+        raise ValueError(f"MakeLoss: normalization must be null, batch or valid, got {normalization!r}")
 
     def backward(out: jax.Array, label: jax.Array, gradient: jax.Array) -> jax.Array:
         count = {"null": 1, "batch": out.shape[0] if out.ndim else 1}.get(normalization)

@@ -126,6 +126,7 @@ def _last_leaky(attrs: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _softmax(function: Callable[..., jax.Array], sign: float = 1) -> Callable[..., jax.Array]:
     def softmax(
         data: jax.Array,
+        length: jax.Array | None = None,
         *,
         axis: int = -1,
         temperature: float | None = None,
@@ -142,7 +143,14 @@ def _softmax(function: Callable[..., jax.Array], sign: float = 1) -> Callable[..
 
 def _clip(data: jax.Array, *, a_min: float, a_max: float) -> jax.Array:
     """As in MXNet, a value at the bound has the whole gradient."""
-    return jnp.where(data > a_max, a_max, jnp.where(data < a_min, a_min, data))
+    low, high = (jnp.asarray(bound).astype(data.dtype) for bound in (a_min, a_max))
+    return jnp.where(data > high, high, jnp.where(data < low, low, data))
+
+
+def _hard_sigmoid(data: jax.Array, *, alpha: float = 0.2, beta: float = 0.5) -> jax.Array:
+    """As in MXNet, a value at the bound has no gradient."""
+    line = alpha * data + beta
+    return jnp.where(line >= 1, 1, jnp.where(line <= 0, 0, line))
 
 
 def _smooth_l1(data: jax.Array, *, scalar: float = 1.0) -> jax.Array:
@@ -157,37 +165,74 @@ def _row(fn: Callable[..., Any], last: Last | None = None, **forms: str) -> Oper
     return Operator(fn, last=last)
 
 
+def _typed(function: Callable[..., Any], *values: Any) -> jax.Array:
+    """What a function gives, in the dtype of the arrays as in MXNet. Beside whole numbers a scalar is cut to one."""
+    dtype = jnp.result_type(*(value for value in values if not isinstance(value, float)))
+    if jnp.issubdtype(dtype, jnp.integer):
+        values = tuple(jnp.asarray(int(v)).astype(dtype) if isinstance(v, float) else v for v in values)
+    out = function(*values)
+    return out if dtype == np.dtype(bool) else out.astype(dtype)
+
+
 def _unary(function: Callable[[Any], Any]) -> Operator:
-    return _row(lambda data: function(data), _same)
+    return _row(lambda data: _typed(function, data), _same)
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> Operator:
-    return _row(lambda lhs, rhs: function(lhs, rhs), _same)
+    return _row(lambda lhs, rhs: _typed(function, lhs, rhs), _same)
 
 
 def _with_scalar(function: Callable[[Any, Any], Any]) -> Operator:
-    return _row(lambda data, *, scalar=1.0, is_int=True: function(data, scalar), _same)
+    return _row(
+        lambda data, *, scalar=1.0, is_int=True: _typed(function, data if is_int else data * 1.0, scalar), _same
+    )
 
 
-def _compare(function: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], jax.Array]:
-    """A comparison that gives 1 and 0, of the dtype of what is compared."""
+def _rint(x: jax.Array) -> jax.Array:
+    """As in MXNet, halves go down."""
+    return jnp.where(x - jnp.floor(x) > jnp.ceil(x) - x, jnp.ceil(x), jnp.floor(x))
 
-    def compare(a: Any, b: Any) -> jax.Array:
-        return function(a, b).astype(jnp.result_type(a, b))
 
-    return compare
+def _round(x: jax.Array) -> jax.Array:
+    """Halves go away from 0."""
+    return jnp.trunc(x) + jnp.trunc(2 * (x - jnp.trunc(x)))
+
+
+def _divide(a: Any, b: Any) -> jax.Array:
+    """Of integers that without its fraction."""
+    dtype = jnp.result_type(a, b)
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return jnp.divide(a, b)
+    return lax.div(*jnp.broadcast_arrays(jnp.asarray(a, dtype), jnp.asarray(b, dtype)))
+
+
+def _mod(a: Any, b: Any) -> jax.Array:
+    """As in MXNet, 0 where the divisor is, with the gradient of `a`."""
+    rest = jnp.mod(a, jnp.where(b == 0, 1, b))
+    return jnp.where(b == 0, a - lax.stop_gradient(a), rest)
+
+
+def _maximum(a: Any, b: Any) -> jax.Array:
+    """As in MXNet, the first of two equal values has the whole gradient."""
+    return jnp.where((a >= b) | jnp.isnan(a), a, b)
+
+
+def _minimum(a: Any, b: Any) -> jax.Array:
+    return jnp.where((a <= b) | jnp.isnan(a), a, b)
 
 
 _UNARY: dict[str, Callable[[Any], jax.Array]] = {
-    **{n: getattr(jnp, n) for n in "abs sign ceil floor trunc square sqrt exp log log10 log2 log1p expm1".split()},
+    **{n: getattr(jnp, n) for n in "sign ceil floor trunc square sqrt exp log log10 log2 log1p expm1".split()},
     **{n: getattr(jnp, n) for n in "sin cos tan sinh cosh tanh arcsin arccos arctan arcsinh arccosh arctanh".split()},
-    **{n: getattr(jnp, n) for n in "negative reciprocal cbrt degrees radians rint zeros_like ones_like".split()},
+    **{n: getattr(jnp, n) for n in "negative reciprocal cbrt degrees radians zeros_like ones_like".split()},
+    "abs": arrays.absolute,
     "fix": jnp.trunc,
-    "round": lambda x: jnp.trunc(x + jnp.where(x < 0, -0.5, 0.5)),  # halves go away from 0
-    "rsqrt": lax.rsqrt,
+    "rint": _rint,
+    "round": _round,
+    "rsqrt": lambda x: lax.rsqrt(x * 1.0),  # of integers too
     "rcbrt": lambda x: 1 / jnp.cbrt(x),
     "relu": jax.nn.relu,
-    "sigmoid": jax.nn.sigmoid,
+    "sigmoid": lambda x: jax.nn.sigmoid(x * 1.0),
     "softsign": jax.nn.soft_sign,
     "erf": jax.scipy.special.erf,
     "gammaln": jax.scipy.special.gammaln,
@@ -201,22 +246,22 @@ ARITHMETIC: dict[str, tuple[Callable[[Any, Any], jax.Array], str, str]] = {
     "add": (jnp.add, "elemwise_add broadcast_plus _plus _Plus _add", "_plus_scalar _PlusScalar"),
     "sub": (jnp.subtract, "elemwise_sub broadcast_minus _minus _Minus _sub", "_minus_scalar _MinusScalar"),
     "mul": (jnp.multiply, "elemwise_mul _mul _Mul", "_mul_scalar _MulScalar"),
-    "div": (jnp.divide, "elemwise_div _div _Div", "_div_scalar _DivScalar"),
-    "mod": (jnp.mod, "_mod _Mod", "_mod_scalar _ModScalar"),
+    "div": (_divide, "elemwise_div _div _Div", "_div_scalar _DivScalar"),
+    "mod": (_mod, "_mod _Mod", "_mod_scalar _ModScalar"),
     "power": (jnp.power, "_power _Power _pow", "_power_scalar _PowerScalar"),
-    "maximum": (jnp.maximum, "_maximum _Maximum", "_maximum_scalar _MaximumScalar"),
-    "minimum": (jnp.minimum, "_minimum _Minimum", "_minimum_scalar _MinimumScalar"),
+    "maximum": (_maximum, "_maximum _Maximum", "_maximum_scalar _MaximumScalar"),
+    "minimum": (_minimum, "_minimum _Minimum", "_minimum_scalar _MinimumScalar"),
     "hypot": (jnp.hypot, "_hypot", "_hypot_scalar"),
     **{
-        n: (_compare(getattr(jnp, n.replace("lesser", "less"))), f"_{n}", f"_{n}_scalar")
+        n: (getattr(jnp, n.replace("lesser", "less")), f"_{n}", f"_{n}_scalar")
         for n in "equal not_equal greater greater_equal lesser lesser_equal logical_and logical_or".split()
     },
 }
 _REVERSED: dict[str, Callable[[Any, Any], jax.Array]] = {
     "_rminus_scalar _RMinusScalar": lambda data, scalar: jnp.subtract(scalar, data),
-    "_rdiv_scalar _RDivScalar": lambda data, scalar: jnp.divide(scalar, data),
+    "_rdiv_scalar _RDivScalar": lambda data, scalar: _divide(scalar, data),
     "_rpower_scalar _RPowerScalar": lambda data, scalar: jnp.power(scalar, data),
-    "_rmod_scalar _RModScalar": lambda data, scalar: jnp.mod(scalar, data),
+    "_rmod_scalar _RModScalar": lambda data, scalar: _mod(scalar, data),
 }
 _REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
     "sum sum_axis": jnp.sum,
@@ -256,10 +301,10 @@ _NAMED: dict[str, Operator] = {
     "softmax": Operator(_softmax(jax.nn.softmax), last=_axis("axis", -1)),
     "softmin": Operator(_softmax(jax.nn.softmax, -1), last=_axis("axis", -1)),
     "log_softmax": Operator(_softmax(jax.nn.log_softmax), last=_axis("axis", -1)),
-    "SoftmaxActivation": _row(lambda data, *, mode="instance": jax.nn.softmax(data, 1 if mode == "channel" else -1)),
+    "SoftmaxActivation": Operator(layers.softmax_activation),
     "smooth_l1": Operator(_smooth_l1, last=_same),
     "clip": Operator(_clip, last=_same),
-    "hard_sigmoid": _row(lambda data, *, alpha=0.2, beta=0.5: _clip(alpha * data + beta, a_min=0.0, a_max=1.0), _same),
+    "hard_sigmoid": Operator(_hard_sigmoid, last=_same),
     "Reshape reshape": Operator(arrays.reshape),
     "reshape_like": _row(lambda lhs, rhs: lhs.reshape(rhs.shape)),
     "broadcast_like": _row(lambda lhs, rhs: jnp.broadcast_to(lhs, rhs.shape)),
@@ -308,6 +353,12 @@ _NAMED: dict[str, Operator] = {
 }
 
 OPERATORS: dict[str, Operator] = {name: found for names, found in _NAMED.items() for name in names.split()}
+
+# Operators which broadcast an axis of length 1 whose rows are all equal, or keep it so.
+BY_ROWS = frozenset(
+    [name for name, operator in OPERATORS.items() if operator.last is _same]
+    + "FullyConnected Convolution LeakyReLU SliceChannel split RNN where".split()
+)
 
 
 # Images whose channels are last. A network of layout "NHWC" has images as (batch, height, width, channels) and the

@@ -323,7 +323,7 @@ def _pooling(call: _Call) -> _Form:
 
 _ACTIVATIONS = {
     **{name: f"jax.nn.{own}({{}})" for name, own in ACTIVATIONS.items()},
-    "leaky": "jax.nn.leaky_relu({}, {slope})",
+    "leaky": "jnp.where({0} > 0, {0}, {slope} * {0})",
     "elu": "jax.nn.elu({}, {slope})",
     "selu": "jax.nn.selu({})",
     "gelu": "jax.nn.gelu({}, approximate=False)",
@@ -409,7 +409,6 @@ _TABLE: dict[str, Callable[[_Call], _Form]] = {
     "transpose": lambda call: f"{call.value()}.transpose({', '.join(map(str, call.attrs['axes']))})",
     "SwapAxis swapaxes": _plain("{x}.swapaxes({dim1}, {dim2})"),
     "expand_dims": _plain("jnp.expand_dims({x}, {axis})"),
-    "clip": _plain("jnp.clip({x}, {a_min}, {a_max})"),
     "Concat concat": lambda call: f"jnp.concatenate([{call.values()}], axis={call.attrs['dim']})",
     "sum sum_axis mean": _reduction,
     **{f"broadcast_{name} {ARITHMETIC[name][1]}": _infix(sign) for name, sign in _SIGNS.items()},

@@ -20,6 +20,7 @@ from ._graph import (
     Difference,
     Graph,
     Node,
+    check_shapes,
     first_difference,
     output_names,
     parse,
@@ -375,6 +376,7 @@ def load_symbol(
     if params_file is not None and (missing := [name for name in kinds if name not in named]):
         raise CheckpointError(f"{params_file} has no array {_listed(missing)}, which {path} needs")
     inputs = tuple(name for name in variables if name not in kinds)
+    check_shapes(path, graph, table, inputs)
     kernels = frozenset(kernels & {*trained}) if layout == "NHWC" else None
     params = {name: jnp.asarray(named[name]) for name in trained if named}
     return Model(
@@ -391,13 +393,19 @@ def load_symbol(
 
 
 @answers("mxnet.load_checkpoint")
-def load_checkpoint(prefix: str | os.PathLike[str], epoch: int, *, layout: str | None = None) -> Model:
+def load_checkpoint(
+    prefix: str | os.PathLike[str],
+    epoch: int,
+    *,
+    layout: str | None = None,
+    operators: Mapping[str, Callable[..., Any]] | None = None,
+) -> Model:
     """A network that MXNet saved after an epoch, as `mx.model.load_checkpoint` reads it.
 
     Args:
         prefix: of the files "prefix-symbol.json" and "prefix-0010.params".
         epoch: the number in the name of the latter, 10.
-        layout: as of `load_symbol`.
+        layout, operators: as of `load_symbol`.
 
     Raises:
         OSError, CheckpointError, ValueError: as of `load_symbol`.
@@ -408,7 +416,7 @@ def load_checkpoint(prefix: str | os.PathLike[str], epoch: int, *, layout: str |
     """
     epoch = checks.whole_number(epoch, "mxnet.load_checkpoint", "epoch", least=0)
     prefix = files.as_path(prefix, "mxnet.load_checkpoint: prefix")
-    return load_symbol(f"{prefix}-symbol.json", f"{prefix}-{epoch:04d}.params", layout=layout)
+    return load_symbol(f"{prefix}-symbol.json", f"{prefix}-{epoch:04d}.params", layout=layout, operators=operators)
 
 
 @answers("mxnet.operator")

@@ -1,5 +1,7 @@
 """Every operator and set of attributes beside MXNet 1.9.1: outputs, gradients and running statistics."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +65,104 @@ def test_gradients_that_mxnet_has_wrong(tmp_path):
     y, factor = jnp.array([0.0, 1, 2, 3, 1]), jnp.arange(20.0).reshape(5, 4)
     grad = jax.grad(lambda x: (head.apply({}, x, y) * factor).sum())(x)
     close(grad, (jax.nn.softmax(x) - jax.nn.one_hot(y.astype(int), 4)) * factor, "head")
+
+
+Z = [0.0, -0.0, 1, -1]
+HALVES = [-2.5, -1.5, -0.5, 0.5, 1.5, 2.5]
+# What MXNet 1.9.1 gives at ties, at 0 and at halves: operator, attributes, arrays; outputs, gradients of their sum.
+AT_TIES = [
+    ("LeakyReLU", {"act_type": "elu", "slope": 1.0}, [Z], [0, 0, 1, -0.63212], [[1, 1, 1, 0.36788]]),
+    ("LeakyReLU", {"act_type": "elu", "slope": 0.3}, [Z], [0, 0, 1, -0.189636], [[0.3, 0.3, 1, 0.110364]]),
+    ("LeakyReLU", {"act_type": "leaky", "slope": 0.3}, [Z], [0, 0, 1, -0.3], [[0.3, 0.3, 1, 0.3]]),
+    ("LeakyReLU", {"act_type": "gelu"}, [Z], [0, 0, 0.841345, -0.158655], [[0.5, 0.5, 1.083315, -0.083315]]),
+    ("_maximum_scalar", {"scalar": 0.0}, [Z], [0, 0, 1, 0], [[1, 1, 1, 0]]),
+    ("_minimum_scalar", {"scalar": 0.0}, [Z], [0, 0, 0, -1], [[1, 1, 0, 1]]),
+    ("broadcast_maximum", {}, [[0.0, 1, 2], [0.0, 2, 1]], [0, 2, 2], [[1, 0, 1], [0, 1, 0]]),
+    ("broadcast_minimum", {}, [[0.0, 1, 2], [0.0, 2, 1]], [0, 1, 1], [[1, 1, 0], [0, 0, 1]]),
+    ("abs", {}, [Z], [0, 0, 1, 1], [[0, 0, 1, -1]]),
+    ("norm", {"ord": 1}, [Z], [2], [[0, 0, 1, -1]]),
+    ("hard_sigmoid", {}, [[-2.5, 2.5, 0.0]], [0, 1, 0.5], [[0, 0, 0.2]]),
+    ("clip", {"a_min": -1.0, "a_max": 1.0}, [[-1.0, 1, 0, 2]], [-1, 1, 0, 1], [[1, 1, 1, 0]]),
+    ("relu", {}, [Z], [0, 0, 1, 0], [[0, 0, 1, 0]]),
+    ("rint", {}, [HALVES], [-3, -2, -1, 0, 1, 2], [[0] * 6]),
+    ("round", {}, [HALVES], [-3, -2, -1, 1, 2, 3], [[0] * 6]),
+    ("_mod_scalar", {"scalar": 0.0}, [[5.0, -5, 0]], [0, 0, 0], None),
+    ("_rmod_scalar", {"scalar": 5.0}, [[0.0, 2, -3]], [0, 1, -1], None),
+    ("broadcast_mod", {}, [[5.0, -5, 5, 7], [3.0, 3, -3, 0]], [2, 1, -1, 0], None),
+    ("sum", {"exclude": True}, [[[1.0, 1, 1], [1, 1, 1]]], [6], [[[1, 1, 1], [1, 1, 1]]]),
+]
+
+
+@pytest.mark.parametrize(("name", "attrs", "arrays", "output", "grads"), AT_TIES)
+def test_ties_zeros_and_halves(name, attrs, arrays, output, grads):
+    arrays = [jnp.asarray(a) for a in arrays]
+    attrs = {**attrs, "train": False, "rng": None} if name == "LeakyReLU" else attrs
+    of = lambda *arrays: mxnet.operator(name)(*arrays, **attrs)  # noqa: E731
+    close(of(*arrays), output, "output")
+    if grads is not None:
+        found = jax.grad(lambda arrays: of(*arrays).sum())(arrays)
+        for array, expected in zip(found, grads, strict=True):
+            close(array, expected, "gradient")
+
+
+A, B = [7, -7, 8], [2, 2, 3]
+# The same of int32, which stay so.
+OF_INTEGERS = [
+    ("elemwise_div", {}, [A, B], [3, -3, 2]),
+    ("_div_scalar", {"scalar": 2.0}, [A], [3, -3, 4]),
+    ("_mul_scalar", {"scalar": 2.5}, [A], [14, -14, 16]),
+    ("_plus_scalar", {"scalar": 2.5}, [A], [9, -5, 10]),
+    ("_rdiv_scalar", {"scalar": 100.0}, [A], [14, -14, 12]),
+    ("_rminus_scalar", {"scalar": 1.5}, [A], [-6, 8, -7]),
+    ("_power_scalar", {"scalar": 2.0}, [A], [49, 49, 64]),
+    ("_maximum_scalar", {"scalar": 1.5}, [A], [7, 1, 8]),
+    ("_greater_scalar", {"scalar": 7.5}, [A], [0, 0, 1]),
+    ("_mod_scalar", {"scalar": 3.0}, [A], [1, 2, 2]),
+    ("_hypot_scalar", {"scalar": 2.0}, [A], [7, 7, 8]),
+    ("clip", {"a_min": -1.5, "a_max": 2.5}, [A], [2, -1, 2]),
+    ("sqrt", {}, [[7, 9, 8]], [2, 3, 2]),
+    ("sigmoid", {}, [A], [0, 0, 0]),
+    ("mean", {}, [A], [2]),
+    ("sum", {}, [A], [8]),
+]
+
+
+@pytest.mark.parametrize(("name", "attrs", "arrays", "output"), OF_INTEGERS)
+def test_whole_numbers_stay_whole(name, attrs, arrays, output):
+    found = mxnet.operator(name)(*(jnp.asarray(a, jnp.int32) for a in arrays), **attrs)
+    assert found.dtype == jnp.int32
+    assert found.tolist() == output
+
+
+STATE = ("_zeros", "begin", {"shape": "(0, 4)"}, [])
+DENSE = ("FullyConnected", "h", {"num_hidden": "4"}, ["begin", "w", "b"])
+
+
+def unrolled(folder, *nodes):
+    """A network of x, w, b and these nodes."""
+    nodes = [*(("null", name, {}, []) for name in ("x", "w", "b")), *nodes]
+    names = [name for _, name, _, _ in nodes]
+    listed = [
+        {"op": op, "name": name, "attrs": attrs, "inputs": [[names.index(i), 0, 0] for i in inputs]}
+        for op, name, attrs, inputs in nodes
+    ]
+    path = folder / "unrolled-symbol.json"
+    path.write_text(json.dumps({"nodes": listed, "heads": [[len(nodes) - 1, 0, 0]], "arg_nodes": [0, 1, 2]}))
+    return mxnet.load_symbol(path)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_states_of_an_unrolled_cell_have_the_batch_of_the_data(batch, tmp_path):
+    """MXNet writes them as (0, 4) and infers the 0."""
+    model = unrolled(tmp_path, STATE, DENSE, ("elemwise_add", "y", {}, ["x", "h"]))
+    x, w, b = jnp.ones((batch, 4)), jnp.ones((4, 4)), jnp.arange(4.0)
+    assert model.apply({"w": w, "b": b}, x).tolist() == [[1, 2, 3, 4]] * batch
+
+
+@pytest.mark.parametrize("nodes", [[DENSE], [("Concat", "y", {"dim": "1"}, ["x", "begin"])]], ids=["output", "concat"])
+def test_a_shape_that_stays_open_is_refused(nodes, tmp_path):
+    with pytest.raises(ValueError, match=r"'begin' has a 0 in its shape, \(0, 4\), which jaxpar cannot infer"):
+        unrolled(tmp_path, STATE, *nodes)
 
 
 def test_take_says_where_an_index_is_out_of_bounds():
