@@ -205,7 +205,7 @@ def test_what_fit_asks_for_is_a_protocol():
 @pytest.mark.parametrize(
     ("elements", "options", "error", "message"),
     [
-        ([{"image": X[0], "label": 3}], {}, ValueError, r"'label' \(\); make .* give batched=False"),
+        ([{"image": X[0], "label": 3}], {}, ValueError, r"'label' \(\); give batch_size= .* give batched=False"),
         (
             [(X[:5], Y[:5])],
             {},
