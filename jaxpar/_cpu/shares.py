@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend.core import Primitive
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .problem import filter_gradient, has_formulas
 from .recurrent import loop_p
@@ -50,6 +50,8 @@ def _split(mesh: Mesh, axes: tuple[str, ...], eqn: Any, given: Sequence[Axis], f
     An operand without such an axis is whole on each device. A result without one is summed over the devices.
     """
     avals = [x.aval for x in eqn.invars]
+    if any(AxisType.Manual in aval.sharding.mesh.axis_types for aval in avals):  # in a `shard_map` of the loss
+        return eqn
     if avals[0].shape[given[0]] % math.prod(mesh.shape[name] for name in axes):
         return eqn
 

@@ -146,6 +146,18 @@ def test_a_step_on_a_mesh(names, options):
     close(found.params, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
 
 
+def test_a_loss_on_a_mesh_with_a_shard_map_of_its_own():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    split = {"mesh": mesh, "in_specs": (P("model"), P()), "out_specs": P("model"), "check_vma": False}
+
+    def of_batch(params, batch, rng, inner=jax.shard_map(conv, **split)):
+        return jnp.sin(conv(inner(batch, params["w"]), params["w"])).mean(), {}
+
+    state, step = train.start({"w": W}, optax.sgd(0.1), of_batch, mesh=mesh, sharding=parallel.fsdp("model"))
+    new, _ = step(state, X)
+    close(new.params["w"], W - 0.1 * jax.grad(lambda w: of_batch({"w": w}, X, None, conv)[0])(W))
+
+
 def test_a_step_in_a_loop_is_not_slow():
     state, step = train.start({"w": W}, optax.sgd(0.1), of_batch, devices=jax.devices()[:1])
     assert not is_slow_in_a_loop(step.lower(state, X[None], many=True).as_text())
