@@ -149,8 +149,9 @@ def test_a_step_on_a_mesh(names, options):
 def test_a_loss_on_a_mesh_with_a_shard_map_of_its_own():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     split = {"mesh": mesh, "in_specs": (P("model"), P()), "out_specs": P("model"), "check_vma": False}
+    own = jax.shard_map(conv, **split)
 
-    def of_batch(params, batch, rng, inner=jax.shard_map(conv, **split)):
+    def of_batch(params, batch, rng, inner=own):
         return jnp.sin(conv(inner(batch, params["w"]), params["w"])).mean(), {}
 
     state, step = train.start({"w": W}, optax.sgd(0.1), of_batch, mesh=mesh, sharding=parallel.fsdp("model"))
