@@ -270,7 +270,7 @@ class Loop:
 
     def should_stop(self, due: dict[str, bool] | None, signals: Interrupts) -> bool:
         """Evaluate and call the callbacks where a record is due, save if that is. Return whether the run is to stop."""
-        callbacks, record, stopped = self.run.callbacks, None, False
+        callbacks, record, stopped, failed = self.run.callbacks, None, False, True
         if due is not None:
             try:
                 scores = {**self.run.evaluation.scores(self.state), **callbacks.measure(self.state)}
@@ -294,9 +294,10 @@ class Loop:
                 if self._manager is None and callbacks.restores_best and callbacks.best_step(self.memories) == self.at:
                     with outside_mesh():  # a copy, since the next step takes the state
                         self._best = own_copies(self.state)
-        finally:  # a callback that fails costs no steps
+            failed = False
+        finally:  # a callback that fails costs no steps of an epoch
             interrupted = signals.should_stop(self.state, self.at, record is not None)
-            self.save(stopped=stopped, interrupted=interrupted)
+            self.save(stopped=stopped, interrupted=interrupted, failed=failed)
         if record is not None:
             # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in others.
             callbacks.call("on_saved", record, self._written)
@@ -320,21 +321,21 @@ class Loop:
             **mark,
         }
 
-    def save(self, *, stopped: bool = False, interrupted: bool = False) -> None:
+    def save(self, *, stopped: bool = False, interrupted: bool = False, failed: bool = False) -> None:
         """Save the state if it is due, with what `fit` needs to go on. Waits for the steps of an epoch under way."""
         # The record of an epoch that `max_steps` cuts short, and what callbacks made of it, are not saved: a longer run
-        # has neither.
-        if self._manager is None:
+        # has neither. Nor is a record that a callback `failed` at: the next call makes it again, for all callbacks.
+        if self._manager is None or (failed and not self.between_epochs):
             return
         run, every = self.run, self.run.checkpoint_every
         interrupted = interrupted or (self.at == self.last and not self.between_epochs)  # the latter by `max_steps`
-        cut = self.is_recorded and self.history[-1].get("interrupted")
+        cut = failed or (self.is_recorded and self.history[-1].get("interrupted"))
         # A longer run does not know of a best state that was found where `max_steps` cut an epoch short.
         best = run.callbacks.best_step(self.memories) == self.at and not (cut and run.callbacks.restores_best)
         if not (self.between_epochs or stopped or interrupted or best or (every and self.at % every == 0)):
             return
         under_way: dict[str, Any] = {}
-        if not self.between_epochs or (self.epoch.counted and not self.is_recorded):
+        if not self.between_epochs or failed or (self.epoch.counted and not self.is_recorded):
             self._count(0)
             epoch = self.epoch
             under_way = {"sums": dict(epoch.sums), "counted": epoch.counted, "seconds": epoch.elapsed()}
