@@ -326,7 +326,7 @@ def check_takes(fn: Any, names: Sequence[str], what: str, hint: str = "", also: 
 def has_parameter(fn: Callable[..., Any], name: str) -> bool:
     """Whether a function has a parameter of this name that a keyword can give, and that `partial` has not given."""
     try:
-        own, inner = (inspect.signature(fn, follow_wrapped=wrapped) for wrapped in (False, True))
+        own, inner = inspect.signature(fn, follow_wrapped=False), inspect.signature(fn)
     except (TypeError, ValueError):  # a builtin
         return False
     given = fn.keywords if isinstance(fn, functools.partial) else ()

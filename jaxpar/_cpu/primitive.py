@@ -88,24 +88,22 @@ def bind_like(instead: Mapping[Any, Primitive], function: Callable[..., Any], *a
 
 
 def replace_primitives(
-    closed: Any, instead: Mapping[Any, Primitive], in_loops: Mapping[Any, Primitive] | None = None
+    program: Any, instead: Mapping[Any, Any], in_loops: Mapping[Any, Any] | None = None, done: Any = None
 ) -> Any:
-    """A closed jaxpr with other primitives, also in the programs inside of its equations.
+    """A jaxpr, open or closed, with other primitives, also in the programs inside of its equations.
 
     Args:
-        closed: the jaxpr.
-        instead: the new primitive for each of those to be replaced.
+        program: the jaxpr.
+        instead: for each primitive to be replaced the new one, or a function that gives the new equation or None.
         in_loops: the same for the bodies of loops. None: as outside.
+        done: the programs that are made already. One object stays one in all its places.
     """
-    return _replace(closed, instead, instead if in_loops is None else in_loops, {})
-
-
-def _replace(program: Any, instead: Any, in_loops: Any, done: dict[tuple[int, int], Any]) -> Any:
-    """A program with other primitives. `done` has those that are made: one object stays one in all its places."""
+    in_loops = instead if in_loops is None else in_loops
+    done = {} if done is None else done
     key = id(program), id(instead)
     if key not in done:
         if hasattr(program, "jaxpr") and program.jaxpr is not program:
-            new = program.replace(jaxpr=_replace(program.jaxpr, instead, in_loops, done))
+            new = program.replace(jaxpr=replace_primitives(program.jaxpr, instead, in_loops, done))
         else:
             new = program.replace(eqns=[_replace_equation(eqn, instead, in_loops, done) for eqn in program.eqns])
         done[key] = (new, program)  # which keeps the identity its own
@@ -123,18 +121,12 @@ def _replace_equation(eqn: Any, instead: Any, in_loops: Any, done: dict[tuple[in
     inside = in_loops if eqn.primitive.name in _LOOPS else instead
 
     def parameter(value: Any) -> Any:
-        if _is_program(value):
-            return _replace(value, inside, in_loops, done)
-        if isinstance(value, tuple) and value and all(map(_is_program, value)):  # branches
-            return tuple(_replace(x, inside, in_loops, done) for x in value)
-        return value
+        if type(value) is tuple:  # branches, or shardings and the like
+            return tuple(map(parameter, value))
+        # Open and closed jaxprs, which are two classes in older versions of jax.
+        return replace_primitives(value, inside, in_loops, done) if hasattr(value, "eqns") else value
 
     return eqn.replace(params={name: parameter(value) for name, value in eqn.params.items()})
-
-
-def _is_program(value: Any) -> bool:
-    """Whether it is a jaxpr, open or closed: these are two classes in older versions of jax."""
-    return hasattr(value, "eqns")
 
 
 def _transposes(of_lax: Callable[..., Any], bind: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -164,15 +156,12 @@ def _lower_on_cpu(formula: Callable[..., Any], ctx: Any, *operands: Any, **param
 
 
 def place_of(ctx: Any) -> Place:
-    """Where the program is that a rule of lowering is for."""
+    """Where the program is that a rule of lowering is for. Inside of pmap and of a whole shard_map XLA splits none."""
     context = ctx.module_context
-    return _place(context.axis_context)._replace(is_exported=context.lowering_parameters.for_export)
-
-
-def _place(axes: Any) -> Place:
-    """Inside of pmap and of a whole shard_map XLA does not partition."""
+    axes, is_exported = context.axis_context, context.lowering_parameters.for_export
     if isinstance(axes, mlir.ShardingContext):
-        return Place(axes.num_devices != 1, axes.num_devices != 1)
+        return Place(axes.num_devices != 1, axes.num_devices != 1, is_exported=is_exported)
     if isinstance(axes, mlir.SPMDAxisContext):
-        return Place(axes.manual_axes != frozenset(axes.mesh.axis_names), axes.mesh.size != 1)
-    return Place(False, axes.axis_env.nreps != 1)
+        is_partitioned = axes.manual_axes != frozenset(axes.mesh.axis_names)
+        return Place(is_partitioned, axes.mesh.size != 1, is_exported=is_exported)
+    return Place(False, axes.axis_env.nreps != 1, is_exported=is_exported)

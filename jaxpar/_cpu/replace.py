@@ -42,7 +42,7 @@ def for_platform(
     if platform != "cpu":
         return function
     if not axes:
-        return fast_on_cpus(function)
+        return _with(function, _INSTEAD, _INSTEAD_IN_LOOPS)
     loops = dict.fromkeys((recurrent.loop_p, recurrent.transposed_p), functools.partial(shares.loop, mesh, axes))
 
     def split(own_p: Primitive) -> dict[Any, Callable[[Any], Any]]:

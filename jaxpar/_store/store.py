@@ -360,7 +360,7 @@ def layout_of_each(store: KVStore) -> KVStore:
         values=layouts,
         updater_state={k: jax.tree.map(functools.partial(state, k), v) for k, v in store.updater_state.items()},
         optimizer_state=state_layouts(store),
-        residuals=jax.tree.map(lambda _: OfDevices(), store.residuals),
+        residuals=jax.tree.broadcast(OfDevices(), store.residuals),
         pending={k: p._replace(values=(OfDevices(),) * len(p.values), count=WHOLE) for k, p in store.pending.items()},
     )
 
@@ -391,7 +391,7 @@ def state_layouts(store: KVStore) -> Any:
     # What belongs to a param and has its shape is kept as the param. Each device has a copy of the rest.
     state = store.optimizer_state
     if not jax.tree.leaves(state) or not store.layouts:
-        return jax.tree.map(lambda _: WHOLE, state)
+        return jax.tree.broadcast(WHOLE, state)
     layouts, specs = dict(store.layouts), specs_of(store)
     if is_split(store):
         # The optimizer is elementwise: the state of a flat share has an axis where it has a number for each element.
@@ -401,7 +401,7 @@ def state_layouts(store: KVStore) -> Any:
     try:
         found = iter(owners(store))
     except updaters._UnknownOwners:
-        return jax.tree.map(lambda _: WHOLE, state)
+        return jax.tree.broadcast(WHOLE, state)
 
     def layout(leaf: Any) -> Whole:
         k = next(found)
