@@ -106,7 +106,7 @@ def wanted(request):
 # What an output shows of a network: its page in a frame, or its picture.
 SEEN = """
 () => [...document.querySelectorAll('.jp-OutputArea-output')].map(output => ['iframe', 'img'].map(
-  name => [...output.querySelectorAll(name)].filter(e => e.clientWidth > 300 && e.clientHeight > 200).length))
+  name => [...output.querySelectorAll(name)].filter(e => e.clientWidth > 200 && e.clientHeight > 200).length))
 """
 DRAW = """
 import jax, jax.numpy as jnp, jaxpar as jp
