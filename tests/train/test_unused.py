@@ -1,11 +1,14 @@
 """`make_train_step(unused="skip")`: a param that the loss does not read stays as it is, with its part of the state."""
 
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from kv_model import collectives_in
 from step_model import EVERYWHERE, step_of
 from test_every_optimizer import NAMES, by_axes, made
 
@@ -140,3 +143,23 @@ def test_the_state_of_a_param_is_split_as_the_param(tx):
     assert len(specs) in (2, 4)
     for path, spec in specs.items():
         assert spec == (P("data") if path.endswith("['mu']['w']") else P(None, "data"))
+
+
+SENT = {  # of "w", 64 bytes, and the loss, 4 bytes. In kind `sharded` each device gathers both params.
+    "device": {"all-reduce": 64 + 4},
+    "local": {"all-gather": 2 * 64, "all-reduce": 4},
+    "sharded": {"reduce-scatter": 64 // 2, "all-gather": 2 * 64, "all-reduce": 4},
+}
+
+
+@pytest.mark.filterwarnings("ignore:train step. the loss does not depend on")
+@pytest.mark.parametrize("kind", SENT)
+def test_zeros_are_not_sent(engine, kind):
+    both, batch = {"w": jnp.ones((4, 4)), "idle": jnp.ones((4, 4))}, jnp.ones((8, 4, 4))
+    state, step = train.start(both, optax.adamw(0.1), loss_fn, engine=engine, kind=kind, devices=jax.devices()[:2])
+    sent = Counter()
+    for name, size in collectives_in(step.lower(state, batch).compile().as_text()):
+        sent[name] += size
+    assert sent == SENT[kind]
+    state, _ = step(state, batch)
+    np.testing.assert_allclose(state.params["idle"], 1 - 0.1 * 1e-4, rtol=1e-6)  # weights still decay

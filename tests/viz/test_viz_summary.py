@@ -12,7 +12,7 @@ import pytest
 import viz_models as m
 from viz_models import summary
 
-from jaxpar import viz
+from jaxpar import train, viz
 from jaxpar._core.text import columns
 from jaxpar.models import lenet, matrix_factorization
 from jaxpar.viz._draw.table import rows, to_html, to_text
@@ -112,6 +112,28 @@ def test_what_a_step_does_not_train_is_not_trainable(freeze):
     shown = numbers_of(text := summary(frozen_step(freeze), m.LENET, m.IMAGES, m.LABELS))
     assert (shown["Trainable params"], shown["Non-trainable params"]) == (129068 - 25050, 25050)
     assert re.search(r"conv2 \(Conv.* \(25,050\) ", text)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"kind": "local"}, {"kind": "sharded"}, {"kind": "dist_async"}, {"kind": "dist_async", "staleness": 2},
+    {"compression": {"type": "2bit"}}, {"nonfinite": "skip"}, {"accumulate": 2}, {"engine": "jit"},
+    {"grad_transform": optax.clip_by_global_norm(1.0)},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.filterwarnings("ignore:train step. the loss does not depend on 'b3'")
+def test_the_trained_params_are_the_same_on_any_number_of_devices(options, count):
+    """Small gradients travel as one array, but for that of "b3", which are zeros."""
+
+    def loss(params, batch, rng):
+        detached = params | ({} if "dist_async" in options.values() else {"b3": jax.lax.stop_gradient(params["b3"])})
+        return sum(jnp.sin(batch * bias.sum()).mean() for bias in detached.values()), {}
+
+    params = {f"b{number}": jnp.ones(24) for number in range(8)}
+    tx = optax.sgd(0.1) if options else optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    state, step = train.start(params, tx, loss, devices=jax.devices()[:count], **options)
+    shown = numbers_of(summary(step, state, jnp.ones(8)))
+    trained = 8 if "dist_async" in options.values() else 7
+    assert (shown["Trainable params"], shown["Non-trainable params"]) == (trained * 24, (8 - trained) * 24)
 
 
 def test_frozen_by_pattern():

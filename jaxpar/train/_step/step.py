@@ -45,6 +45,7 @@ class ShareResult(NamedTuple):
     # shares count alike.
     metrics: dict[str, Any]
     model_state: Any  # the new one, or ()
+    unread: frozenset[int] = frozenset()  # the keys of gradients that are zeros, since the loss does not depend on them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,10 @@ class DeviceStep:
         due, pending, ready = grads, {}, None
         if state.store.staleness:
             due, pending, ready = queue.rotate_queue(state.store, grads, one=True)
-        summed, residuals = self._sum(state.store, due)
+        # Zeros are not sent. Those of a late push are not known to be zeros.
+        zeros = {} if state.store.staleness else {k: due[k] for k in share.unread}
+        summed, residuals = self._sum(state.store, {k: g for k, g in due.items() if k not in zeros})
+        summed |= aggregate.own_parts(state.store, zeros, self.axis_name)
         metrics, model_state, found = self._mean_over_devices(state, share, grads, summed)
 
         # The update, and the new state.
@@ -128,11 +132,12 @@ class DeviceStep:
         else:
             found = self._over_microbatches(of_batch, {k: leaves[k] for k in keys}, batch, rng, model_state)
         grads = found.grads if scale is None else {k: divide(g, scale) for k, g in found.grads.items()}
+        unread = frozenset(grads) - read
         if self.unused == "skip":
-            grads = {k: g for k, g in grads.items() if k in read}
-        elif unread := [name for k, name in state.store.paths if k in grads and k not in read]:
-            _warn_of_unread(unread)
-        return found._replace(grads=grads)
+            return found._replace(grads={k: g for k, g in grads.items() if k in read})
+        if unread:
+            _warn_of_unread([name for k, name in state.store.paths if k in unread])
+        return found._replace(grads=grads, unread=unread)
 
     def _over_microbatches(
         self, of_batch: Callable[..., ShareResult], like: Arrays, batch: Any, rng: Any, model_state: Any

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Container
 
+import numpy as np
+
 from ..._core.text import plural
 from .._fold.calls import OPTIMIZERS, updates
 from .._fold.cells import SENT, Cell, Cells, plain_name, sources_of
 from .._graph import BACKWARD, Sizes, human
-from .._read.raw import Eqn, Raw
+from .._read.raw import Eqn, Raw, Value
 from .._read.source import describe
 from .._searches import order, reach
 from .modules import fill_modules, number_calls, set_paths, set_scopes
@@ -265,8 +267,21 @@ def trained(raw: Raw, params: set[int]) -> set[int]:
     results = {weight: _results(raw, names, weight) for weight in params}
     if not any(results.values()):  # the gradients stay inside
         return params
-    depends = _depends_on_backward(raw)
-    return {weight for weight in params if any(raw.root(value) in depends for value in results[weight])}
+    late: dict[int, int] = {}
+    while True:
+        levels = _levels(raw, late)
+        if found := {weight for weight in params if _depends(raw, levels, results[weight])}:
+            return found
+        # With a staleness, new values depend on pushes of earlier steps, which came as this step hands on its own.
+        rest = [n for n, value in enumerate(raw.values) if value.argument and n not in params | late.keys()]
+        more = [n for n in rest if _depends(raw, levels, _results(raw, names, n))]
+        if not more:
+            return found
+        late |= dict.fromkeys(more, _DEPENDS)
+
+
+def _depends(raw: Raw, levels: dict[int, int], values: list[int]) -> bool:
+    return any(levels.get(raw.root(value)) == _DEPENDS for value in values)
 
 
 def _results(raw: Raw, names: dict[str, int], weight: int) -> list[int]:
@@ -276,15 +291,34 @@ def _results(raw: Raw, names: dict[str, int], weight: int) -> list[int]:
     return [n for name, n in names.items() if name.endswith(tail) and raw.values[n].shape == value.shape]
 
 
-def _depends_on_backward(raw: Raw) -> set[int]:
-    """The values that an equation of the backward pass computes from another value, and all computed from those."""
-    found: set[int] = set()
+def _levels(raw: Raw, late: dict[int, int]) -> dict[int, int]:
+    """What each value has to do with the backward pass, given that of some arguments.
+
+    An equation of the backward pass that computes from another value gives what depends on it, and so do all that read
+    this. A gradient of zeros, where a loss does not depend on a param, stays zeros in clipping and scaling.
+    """
+    levels = dict(late)
     for eqn in raw.eqns:
-        roots = [raw.root(value) for value in eqn.ins]
-        reads = any(raw.values[root].kind not in ("literal", "const") for root in roots)
-        if (eqn.backward and reads) or any(root in found for root in roots):
-            found.update(raw.root(out) for out in eqn.outs)
-    return found
+        ins = [levels.get(raw.root(v), _ZEROS if _is_zero(raw.of(v)) else _FREE) for v in eqn.ins]
+        reads = any(raw.of(value).kind not in ("literal", "const") for value in eqn.ins)
+        for number, out in enumerate(eqn.outs):
+            own = ins[1 + number :: len(eqn.outs)] if eqn.prim == "cond" else ins
+            if eqn.prim == "select_n" and (not eqn.in_shapes[0] or max(ins[1:]) == _ZEROS):
+                own = ins[1:]  # which update is made, as after an overflow, is no matter of one param
+            level = max([_FREE, *own])
+            if (eqn.prim in _LINEAR and max(own) == _ZEROS) or (_ZEROS in own[: _FACTORS.get(eqn.prim, 0)]):
+                level = _ZEROS
+            levels[raw.root(out)] = _DEPENDS if eqn.backward and reads else level
+    return levels
+
+
+_ZEROS, _FREE, _DEPENDS = range(3)
+_LINEAR = frozenset("add add_any sub neg broadcast_in_dim reshape convert_element_type select_n pvary pcast".split())
+_FACTORS = {"mul": 2, "div": 1}  # so many of the operands make the result zeros
+
+
+def _is_zero(value: Value) -> bool:
+    return value.kind == "literal" and not np.any(value.literal)
 
 
 def _read_by_optimizer(net: Net) -> set[int]:
