@@ -376,11 +376,7 @@ def _graph(which: str, given: Any, params_argnums: Any, options: dict[str, Any])
     if not isinstance(given, tuple):
         hint = "; write its arguments beside it" if callable(given) else ""
         raise TypeError(f"{expected}; got {checks.describe(given)}{hint}")
-    match given:
-        case (fn, tuple() | list() as args):
-            kwargs: Mapping[str, Any] = {}
-        case (fn, tuple() | list() as args, dict() as kwargs):
-            pass
-        case _:
-            raise TypeError(f"{expected}; got ({', '.join(map(checks.describe, given))})")
-    return trace(fn, *args, params_argnums=params_argnums, **options, **kwargs)
+    args, kwargs = (*given[1:], {}, {})[:2]
+    if len(given) not in (2, 3) or not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        raise TypeError(f"{expected}; got ({', '.join(map(checks.describe, given))})")
+    return trace(given[0], *args, params_argnums=params_argnums, **options, **kwargs)

@@ -86,21 +86,11 @@ class Plot(graphviz.Digraph):
             setattr(made, name, dict(getattr(self, name)))
         return made
 
-    def subgraph(
-        self,
-        graph: Any = None,
-        name: str | None = None,
-        comment: str | None = None,
-        graph_attr: Any = None,
-        node_attr: Any = None,
-        edge_attr: Any = None,
-        body: Any = None,
-    ) -> Any:
+    def subgraph(self, graph: Any = None, name: str | None = None, comment: str | None = None, **attrs: Any) -> Any:
         """Add a graph as a subgraph, or begin an empty one in a `with` block, as `graphviz.Digraph.subgraph` does."""
-        attrs = {"graph_attr": graph_attr, "node_attr": node_attr, "edge_attr": edge_attr}
         if graph is not None:
-            return super().subgraph(graph, name=name, comment=comment, body=body, **attrs)
-        return self._new_subgraph(graphviz.Digraph(name, comment=comment, body=body, **attrs))
+            return super().subgraph(graph, name=name, comment=comment, **attrs)
+        return self._new_subgraph(graphviz.Digraph(name, comment=comment, **attrs))
 
     @contextlib.contextmanager
     def _new_subgraph(self, graph: graphviz.Digraph) -> Generator[graphviz.Digraph, None, None]:

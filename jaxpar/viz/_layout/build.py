@@ -11,7 +11,7 @@ from ..._core.text import plural
 from .._fold.calls import OPTIMIZERS, updates
 from .._fold.cells import SENT, Cell, Cells, plain_name, sources_of
 from .._graph import BACKWARD, Sizes, human
-from .._read.raw import Eqn, Raw, Value
+from .._read.raw import Eqn, Raw
 from .._read.source import describe
 from .._searches import order, reach
 from .modules import fill_modules, number_calls, set_paths, set_scopes
@@ -299,8 +299,10 @@ def _levels(raw: Raw, late: dict[int, int]) -> dict[int, int]:
     """
     levels = dict(late)
     for eqn in raw.eqns:
-        ins = [levels.get(raw.root(v), _ZEROS if _is_zero(raw.of(v)) else _FREE) for v in eqn.ins]
-        reads = any(raw.of(value).kind not in ("literal", "const") for value in eqn.ins)
+        values = [raw.of(value) for value in eqn.ins]
+        known = [_ZEROS if v.kind == "literal" and not np.any(v.literal) else _FREE for v in values]
+        ins = [levels.get(raw.root(v), level) for v, level in zip(eqn.ins, known, strict=True)]
+        reads = any(v.kind not in ("literal", "const") for v in values)
         for number, out in enumerate(eqn.outs):
             own = ins[1 + number :: len(eqn.outs)] if eqn.prim == "cond" else ins
             if eqn.prim == "select_n" and (not eqn.in_shapes[0] or max(ins[1:]) == _ZEROS):
@@ -315,10 +317,6 @@ def _levels(raw: Raw, late: dict[int, int]) -> dict[int, int]:
 _ZEROS, _FREE, _DEPENDS = range(3)
 _LINEAR = frozenset("add add_any sub neg broadcast_in_dim reshape convert_element_type select_n pvary pcast".split())
 _FACTORS = {"mul": 2, "div": 1}  # so many of the operands make the result zeros
-
-
-def _is_zero(value: Value) -> bool:
-    return value.kind == "literal" and not np.any(value.literal)
 
 
 def _read_by_optimizer(net: Net) -> set[int]:
