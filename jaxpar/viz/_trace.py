@@ -369,7 +369,6 @@ def diff(
 
 
 def _graph(which: str, given: Any, params_argnums: Any, options: dict[str, Any]) -> Graph:
-    """The graph of one side."""
     if isinstance(given, Graph):
         return given
     expected = f"diff: the {which} network must be (fn, args), such as (apply, (params, x)), or a viz.Graph"

@@ -18,19 +18,8 @@ import graphviz
 from ..._core.text import cut_middle
 from .._graph import Graph
 from .._page.page import to_frame, to_page, to_still_page
+from . import render
 from .dot import to_dot
-from .render import (
-    PAGES,
-    TEXTS,
-    NoRendererError,
-    RenderError,
-    check_format,
-    check_writable,
-    format_of,
-    path_of,
-    render,
-    write,
-)
 from .style import Options
 from .table import to_html
 
@@ -121,12 +110,12 @@ class Plot(graphviz.Digraph):
             RenderError: there is no renderer or no such format, or it took longer than `time_limit`.
             ValueError: an `encoding` for a format that is not text.
         """
-        given = check_format(self.format if format is None else format)
-        if given in PAGES:
+        given = render.check_format(self.format if format is None else format)
+        if given in render.PAGES:
             return self.html() if encoding else self.html().encode()
         kind = ":".join(filter(None, (given, renderer, formatter)))
         no_op = () if neato_no_op is None else (f"-n{int(neato_no_op)}",)
-        picture = render(self.source, kind, self.time_limit, engine or self.engine, no_op)
+        picture = render.render(self.source, kind, self.time_limit, engine or self.engine, no_op)
         if encoding is None:
             return picture
         try:
@@ -170,10 +159,10 @@ class Plot(graphviz.Digraph):
             OSError: the file cannot be written. Nothing was drawn.
         """
         filename = f"{self.name}.gv" if filename is None else filename
-        if skip_existing and os.path.exists(path := path_of(filename, directory)):
+        if skip_existing and os.path.exists(path := render.path_of(filename, directory)):
             return path
         path = self.check_path(filename, directory)
-        return self._write(path, format_of(path))
+        return self._write(path, render.format_of(path))
 
     @staticmethod
     def check_path(filename: Any, directory: Any = None) -> str:
@@ -183,21 +172,21 @@ class Plot(graphviz.Digraph):
             >>> Plot.check_path("net.svg")
             'net.svg'
         """
-        path = path_of(filename, directory)
-        if (format := format_of(path)) not in TEXTS | PAGES:
-            check_format(format)
-        check_writable(path)
+        path = render.path_of(filename, directory)
+        if (format := render.format_of(path)) not in render.TEXTS | render.PAGES:
+            render.check_format(format)
+        render.check_writable(path)
         return path
 
     def _write(self, path: str, format: str, **options: Any) -> str:
         """Write a path in a format."""
         try:
-            content = self.source.encode() if format in TEXTS else self.pipe(format, **options)
-        except NoRendererError:
+            content = self.source.encode() if format in render.TEXTS else self.pipe(format, **options)
+        except render.NoRendererError:
             table = f"{os.path.splitext(path)[0]}.layers.html"
-            write(table, self._table().encode())
-            raise NoRendererError(f" The table of layers was written to {table} instead.") from None
-        return write(path, content)
+            render.write(table, self._table().encode())
+            raise render.NoRendererError(f" The table of layers was written to {table} instead.") from None
+        return render.write(path, content)
 
     def render(
         self,
@@ -227,17 +216,17 @@ class Plot(graphviz.Digraph):
             FileExistsError: the file is there, with `raise_if_result_exists`.
         """
         if outfile is not None:
-            path = path_of(outfile, directory, "Plot.render")
-            format = format or format_of(path) or self.format
+            path = render.path_of(outfile, directory, "Plot.render")
+            format = format or render.format_of(path) or self.format
         else:
-            format = check_format(format or self.format)
-            stem = path_of(self.name if filename is None else filename, directory, "Plot.render")
+            format = render.check_format(format or self.format)
+            stem = render.path_of(self.name if filename is None else filename, directory, "Plot.render")
             path = ".".join(filter(None, (stem, renderer, formatter, format)))
         if raise_if_result_exists and os.path.exists(path):
             raise FileExistsError(f"Plot.render: {path} exists; leave out raise_if_result_exists to replace it")
         extra = {"renderer": renderer, "formatter": formatter, "neato_no_op": neato_no_op, "engine": engine}
-        check_writable(path, "Plot.render")
-        self._write(path, check_format(format), **extra)
+        render.check_writable(path, "Plot.render")
+        self._write(path, render.check_format(format), **extra)
         if view:
             graphviz.view(path, quiet=quiet_view)
         return path
@@ -253,7 +242,7 @@ class Plot(graphviz.Digraph):
                 shown = {"image/svg+xml": self.pipe("svg", encoding="utf-8")}
             else:
                 shown = {"text/html": to_frame(self.html(), self.options.title, still)}
-        except RenderError as error:
+        except render.RenderError as error:
             return {"text/html": f"<p>{html.escape(str(error))}</p>{self._table()}", "text/plain": str(error)}
         return {**shown, "image/png": still, "text/plain": repr(self.network)}
 
@@ -265,7 +254,7 @@ class Plot(graphviz.Digraph):
         """The picture, and a table below it, as a page on which nothing moves."""
         try:
             picture: str = self.pipe("svg", encoding="utf-8")
-        except RenderError as error:
+        except render.RenderError as error:
             picture = f"<p>{html.escape(str(error))}</p>"
         return to_still_page(picture, table, self.options.title, self.options.theme)
 
@@ -274,7 +263,7 @@ class Plot(graphviz.Digraph):
         from PIL import Image
 
         limited = self.source.replace("graph [", f"graph [size={_PREVIEW_INCHES} dpi=72 ", 1)
-        picture = Image.open(io.BytesIO(render(limited, "png", self.time_limit)))
+        picture = Image.open(io.BytesIO(render.render(limited, "png", self.time_limit)))
         small = io.BytesIO()
         picture.convert("RGB").quantize(_PREVIEW_COLOURS, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
         return small.getvalue()

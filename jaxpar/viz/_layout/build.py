@@ -294,8 +294,8 @@ def _results(raw: Raw, names: dict[str, int], weight: int) -> list[int]:
 def _levels(raw: Raw, late: dict[int, int]) -> dict[int, int]:
     """What each value has to do with the backward pass, given that of some arguments.
 
-    An equation of the backward pass that computes from another value gives what depends on it, and so do all that read
-    this. A gradient of zeros, where a loss does not depend on a param, stays zeros in clipping and scaling.
+    What the backward pass computes from another value depends on it. A gradient of zeros, of a param that the loss does
+    not use, stays zeros in clipping and scaling.
     """
     levels = dict(late)
     for eqn in raw.eqns:

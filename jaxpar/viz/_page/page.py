@@ -226,7 +226,10 @@ def _documents(text: str) -> list[dict[str, Any]]:
 
 def _dot(tree: Tree, block: Block, direction: str) -> str:
     """The boxes of a block without their words, and its lines. Equal shapes give equal texts."""
-    rows = ["digraph {", f"graph [rankdir={_RANKDIR[direction]} nodesep=0.3 ranksep=0.32{_limits(block)}]"]
+    limits = " nslimit=1 nslimit1=1 mclimit=0.2" if len(block.items) > _MANY else ""
+    if len(block.lines) > CROWDED:
+        limits = " nslimit=0.4 nslimit1=0.4 mclimit=0.1 splines=line"
+    rows = ["digraph {", f"graph [rankdir={_RANKDIR[direction]} nodesep=0.3 ranksep=0.32{limits}]"]
     rows += ['node [shape=box fixedsize=true label=""]', f"edge [dir=none fontsize={SMALL}]"]
     for at, item in enumerate(block.items):
         width, height = size(tree, item)
@@ -243,12 +246,6 @@ def _dot(tree: Tree, block: Block, direction: str) -> str:
     rows += [f"{{ rank=same; i{place[layer]}; i{place[gradient]} }}" for layer, gradient in block.pairs]
     rows += [_line(line, place, at) for at, line in enumerate(block.lines)]
     return "\n".join([*rows, "}"])
-
-
-def _limits(block: Block) -> str:
-    if len(block.lines) > CROWDED:
-        return " nslimit=0.4 nslimit1=0.4 mclimit=0.1 splines=line"
-    return " nslimit=1 nslimit1=1 mclimit=0.2" if len(block.items) > _MANY else ""
 
 
 def _line(line: Line, place: dict[int, int], at: int) -> str:
