@@ -17,7 +17,7 @@ from jax import lax
 
 from ..._core import checks
 from ..._core.calls import answers
-from .._step.loss import Mean, wide
+from .._step.loss import Mean, widen
 
 Values = dict[str, Any]  # a Mean, or an object with merge and compute, for each name
 
@@ -135,7 +135,7 @@ def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Arr
             f"mean_squared_error: predictions {jnp.shape(predictions)} and targets {jnp.shape(targets)} must be of one "
             "shape; drop an axis of length 1 by predictions[:, 0], or add one by targets[:, None]"
         )
-    error = jnp.asarray(predictions, wide(predictions)) - jnp.asarray(targets, wide(targets))
+    error = widen(predictions) - widen(targets)
     return _mean(error**2, mask, "mean_squared_error")
 
 
@@ -182,12 +182,12 @@ def _nats(logits: Any, labels: Any, where: str) -> jax.Array:
     from optax import losses
 
     _check_labels(logits, labels, where)
-    return losses.softmax_cross_entropy_with_integer_labels(jnp.asarray(logits, wide(logits)), labels)
+    return losses.softmax_cross_entropy_with_integer_labels(widen(logits), labels)
 
 
 def _mean(values: jax.Array, mask: Any, where: str) -> jax.Array | Mean:
     """One value for each example, or the mean over what counts."""
-    values = values.astype(wide(values))
+    values = widen(values)
     return values.mean(axis=tuple(range(1, values.ndim))) if mask is None else _weighted(values, mask, where)
 
 
@@ -195,7 +195,7 @@ def _weighted(values: jax.Array, mask: Any, where: str) -> Mean:
     """The mean over what counts. What does not count may be NaN."""
     if jnp.shape(mask) != values.shape:
         raise ValueError(f"{where}: the mask must be of shape {values.shape}, got {jnp.shape(mask)}")
-    weight = jnp.asarray(mask, wide(mask))
+    weight = widen(mask)
     return Mean(jnp.where(weight == 0, 0, values * weight), weight)
 
 
@@ -228,7 +228,7 @@ def sum_up(values: Values, mask: jax.Array) -> Values:
     """The sums over the examples that count, in float32 or wider."""
 
     def sum_rows(rows: Any, columns: bool) -> jax.Array:
-        rows = rows.astype(wide(rows))
+        rows = widen(rows)
         if not rows.ndim:
             return rows
         valid = mask.reshape(-1, *[1] * (rows.ndim - 1))

@@ -160,15 +160,11 @@ def _same_structure(new: Any, old: Any) -> Any:
     return jax.tree_util.tree_map_with_path(cast, new, old)
 
 
-def wide(x: Any) -> Any:
-    """The dtype for sums of such values: float32 or wider."""
-    dtype = jnp.result_type(x)
-    return dtype if jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
-
-
 def widen(x: Any) -> jax.Array:
-    """The array in float32 or wider."""
-    return jnp.asarray(x).astype(wide(x))
+    """The array in float32 or wider, the dtype for sums of such values."""
+    x = jnp.asarray(x)
+    is_wide = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize >= 4
+    return x.astype(x.dtype if is_wide else jnp.float32)
 
 
 def is_pair(value: Any) -> bool:

@@ -25,7 +25,7 @@ from ..._cpu import fast_loops
 from ..._devices import collectives
 from ..._devices.mesh import put_copy
 from ..._store import aggregate, queue, store as stores
-from .loss import Mean, call_loss, finish, model_state_mean, model_state_terms, over_microbatches, wide, widen
+from .loss import Mean, call_loss, finish, model_state_mean, model_state_terms, over_microbatches, widen
 from .nonfinite import DynamicLossScale, Guard, nonfinite_flags
 from .state import TrainState, carries, trained_params, whole_params
 
@@ -82,10 +82,8 @@ class DeviceStep:
         due, pending, ready = grads, {}, None
         if state.store.staleness:
             due, pending, ready = queue.rotate_queue(state.store, grads, one=True)
-        # Zeros are not sent. Those of a late push are not known to be zeros.
-        zeros = {} if state.store.staleness else {k: due[k] for k in share.unread}
-        summed, residuals = self._sum(state.store, {k: g for k, g in due.items() if k not in zeros})
-        summed |= aggregate.own_parts(state.store, zeros, self.axis_name)
+        zeros = frozenset() if state.store.staleness else share.unread  # of a late push it is not known
+        summed, residuals = self._sum(state.store, due, zeros)
         metrics, model_state, found = self._mean_over_devices(state, share, grads, summed)
 
         # The update, and the new state.
@@ -157,7 +155,7 @@ class DeviceStep:
             sums = {k: total + found.grads[k].astype(total.dtype) for k, total in sums.items()}
             return (sums, found.model_state), found.metrics
 
-        start = {k: jnp.zeros(x.shape, wide(x)) for k, x in like.items()}
+        start = {k: widen(jnp.zeros_like(x)) for k, x in like.items()}
         parts = jnp.arange(count), jax.tree.map(cut, batch)
         (sums, model_state), metrics = lax.scan(add, (start, model_state), parts)
         divisor = 1 if isinstance(metrics["loss"], Mean) else count
@@ -192,12 +190,18 @@ class DeviceStep:
 
     # From the gradients of all devices to the update.
 
-    def _sum(self, store: kv.KVStore, due: Arrays) -> tuple[Arrays, dict[int, Any]]:
-        """The sums and the residuals. One device needs no collective, and XLA would keep it with its copies."""
+    def _sum(
+        self, store: kv.KVStore, due: Arrays, zeros: frozenset[int] = frozenset()
+    ) -> tuple[Arrays, dict[int, Any]]:
+        """The sums and the residuals. The gradients of the keys in `zeros` are zeros, which are not sent."""
+        # One device needs no collective, and XLA would keep it with its copies.
         alone = lax.axis_size(self.axis_name) == 1 and not stores.is_split(store)
         if alone and not aggregate.compressed_keys(store, due):
             return due, {}
-        return aggregate.reduce(store, due, self.axis_name)
+        sums, residuals = aggregate.reduce(store, {k: g for k, g in due.items() if k not in zeros}, self.axis_name)
+        if zeros:
+            sums |= aggregate.own_parts(store, {k: due[k] for k in zeros}, self.axis_name)
+        return sums, residuals
 
     def _mean_over_devices(
         self, state: TrainState, share: ShareResult, grads: Arrays, summed: Arrays
