@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 import viz_models as m
+from jax.sharding import PartitionSpec as P
 from viz_models import summary
 
-from jaxpar import viz
+from jaxpar import train, viz
 from jaxpar._core.text import columns
 from jaxpar.models import lenet, matrix_factorization
 from jaxpar.viz._draw.table import rows, to_html, to_text
@@ -112,6 +113,48 @@ def test_what_a_step_does_not_train_is_not_trainable(freeze):
     shown = numbers_of(text := summary(frozen_step(freeze), m.LENET, m.IMAGES, m.LABELS))
     assert (shown["Trainable params"], shown["Non-trainable params"]) == (129068 - 25050, 25050)
     assert re.search(r"conv2 \(Conv.* \(25,050\) ", text)
+
+
+def detached_loss(params, batch, rng):
+    """Many small params, which travel together; "b3" has no gradient."""
+    params = params | {"b3": jax.lax.stop_gradient(params["b3"])}
+    return sum(jnp.sin(batch * bias.sum()).mean() for bias in params.values()), {}
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"kind": "device"}, {"kind": "local"}, {"kind": "sharded"}, {"kind": "local", "local_steps": 2},
+    {"kind": "dist_async"}, {"nonfinite": "skip"}, {"accumulate": 2}, {"engine": "jit"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.filterwarnings("ignore:train step. the loss does not depend on 'b3'")
+def test_the_trained_params_are_the_same_on_any_number_of_devices(options, count):
+    params = {f"b{number}": jnp.ones(2400) for number in range(8)}  # 75 KB, which devices share in kind local
+    tx = (
+        optax.sgd(0.1)
+        if options.get("kind") == "sharded"
+        else optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    )
+    state, step = train.start(params, tx, detached_loss, devices=jax.devices()[:count], **options)
+    shown = numbers_of(summary(step, state, jnp.ones(8)))
+    assert (shown["Trainable params"], shown["Non-trainable params"]) == (7 * 2400, 2400)
+
+
+def test_trained_params_behind_collectives_along_two_axes():
+    """Each device has other parts of what the gradients are packed into. The gradient of "u" is multiplied by 0."""
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def step(params, x):
+        grads = jax.grad(lambda params: (x * params["u"].sum() * params["w"]).sum())(params)
+        flat = jnp.pad(jnp.concatenate([0 * grads["u"], grads["w"]]), (0, 4)).reshape(2, 6)
+        rows = jax.lax.psum_scatter(jax.lax.all_to_all(flat, "b", 0, 0), "a").sum() + jax.lax.all_to_all(
+            flat, "b", 0, 0
+        )
+        flat = jax.lax.all_gather(jax.lax.all_to_all(flat, "b", 0, 0).sum(0), "b").reshape(-1)
+        return {"u": params["u"] - flat[:4], "w": params["w"] - flat[4:8] + rows.sum()}
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+    graph = viz.trace(mapped, {"u": jnp.ones(4), "w": jnp.ones(4)}, jnp.ones(4))
+    assert graph.sizes.trained == {"params['w']"}
 
 
 def test_frozen_by_pattern():

@@ -14,6 +14,7 @@ from .._read.source import describe
 from .._searches import order, reach
 from .modules import fill_modules, number_calls, set_paths, set_scopes
 from .net import Draft, Net
+from .trained import trained
 
 
 def build(cells: Cells) -> Net:
@@ -255,36 +256,6 @@ def set_sizes(net: Net) -> None:
         unused=sum(math.prod(value.shape) for value in unused if not (value.captured or value.state)),
         state=_bytes(raw, state),
     )
-
-
-def trained(raw: Raw, params: set[int]) -> set[int]:
-    """The parameters whose results depend on the backward pass. All of them where there is none."""
-    if not any(eqn.backward for eqn in raw.eqns):
-        return params
-    names = dict(zip(raw.output_names, raw.outputs, strict=True))
-    results = {weight: _results(raw, names, weight) for weight in params}
-    if not any(results.values()):  # the gradients stay inside
-        return params
-    depends = _depends_on_backward(raw)
-    return {weight for weight in params if any(raw.root(value) in depends for value in results[weight])}
-
-
-def _results(raw: Raw, names: dict[str, int], weight: int) -> list[int]:
-    """The results that have the path and the shape of a parameter: its gradient, or its new value."""
-    value = raw.values[weight]
-    tail = value.name.removeprefix(value.argument)
-    return [n for name, n in names.items() if name.endswith(tail) and raw.values[n].shape == value.shape]
-
-
-def _depends_on_backward(raw: Raw) -> set[int]:
-    """The values that an equation of the backward pass computes from another value, and all computed from those."""
-    found: set[int] = set()
-    for eqn in raw.eqns:
-        roots = [raw.root(value) for value in eqn.ins]
-        reads = any(raw.values[root].kind not in ("literal", "const") for root in roots)
-        if (eqn.backward and reads) or any(root in found for root in roots):
-            found.update(raw.root(out) for out in eqn.outs)
-    return found
 
 
 def _read_by_optimizer(net: Net) -> set[int]:

@@ -71,7 +71,7 @@ def _fft(params: _Params, ins: _Avals, outs: _Avals) -> int:
     return round((2.5 if real else 5) * elements * math.log2(max(1, math.prod(params["fft_lengths"]))))
 
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "add add_any sub mul div neg abs sign max min floor ceil round is_finite eq ne lt le gt ge and or xor not "
     "clamp square bitcast_convert_type convert_element_type rem population_count clz real imag complex shift_left "
     "shift_right_logical shift_right_arithmetic eq_to le_to lt_to reduce_precision exp2 reciprocal mulhi".split()
@@ -121,7 +121,7 @@ def flops(name: str, params: _Params, ins: _Avals, outs: _Avals) -> int:
     if name in table:
         each = _WRITTEN_OUT_DOUBLE.get(name, table[name]) if dtype == "float64" else table[name]
         return (each + 2 * (dtype in _HALF and name in _CONVERTED)) * size(outs[0])
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return 0 if name == "convert_element_type" and ins[0].dtype == outs[0].dtype else size(outs[0])
     if name in _REDUCTIONS:
         return size(ins[0]) - size(outs[0])
@@ -132,7 +132,7 @@ def is_uncounted(name: str, params: _Params) -> bool:
     """Whether there is no formula for a primitive, so that its 0 FLOPs say nothing."""
     if name == "pallas_call":
         return _kernel(params) is None
-    known = name in _FREE or name in _ELEMENTWISE or name in _REDUCTIONS or name in _FORMULAS
+    known = name in _FREE or name in ELEMENTWISE or name in _REDUCTIONS or name in _FORMULAS
     return not (known or name in _WRITTEN_OUT or name in _WRITTEN_OUT_COMPLEX)
 
 

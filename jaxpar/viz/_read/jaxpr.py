@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -191,7 +192,7 @@ class _Reader:
         new = Eqn(
             id=number,
             prim=eqn.primitive.name,
-            params=eqn.params,
+            params=_params(eqn),
             ins=tuple(ins),
             outs=outs,
             in_shapes=shapes,
@@ -346,6 +347,15 @@ _REGIONS = {
     "while": _while,
     "shard_map": _shard_map,
 }
+
+
+def _params(eqn: Any) -> dict[str, Any]:
+    """The parameters of an equation. An `all_to_all` has its `axis_size`, as other collectives have."""
+    if eqn.primitive.name != "all_to_all":
+        return eqn.params
+    names, sizes = eqn.params["axis_name"], eqn.invars[0].aval.sharding.mesh.shape
+    names = names if isinstance(names, tuple) else (names,)
+    return eqn.params | {"axis_size": math.prod(sizes.get(name, 1) for name in names)}
 
 
 def is_inlined(eqn: Any) -> bool:
