@@ -11,6 +11,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -96,7 +97,7 @@ class Optimizer:
         if self.rate_in_state:
             rate = state["learning_rate"]
         elif callable(rate):
-            rate = rate(state.get("num_update", state["count"]))  # in a store that of all keys
+            rate = _scheduled(self.where, rate, state.get("num_update", state["count"]))  # in a store that of all keys
         rate = jnp.asarray(rate * of_rate, wide)
         value = _master(state["master"], stored) if "master" in state else stored.astype(wide)
         push = Push(gradient, value, state, rate, self.wd * of_decay, self.clip_gradient)
@@ -107,6 +108,15 @@ class Optimizer:
         if "count" in state:
             state["count"] = state["count"] + 1
         return value.astype(stored.dtype), state
+
+
+def _scheduled(where: str, schedule: Callable[[Array], Any], count: Array) -> Any:
+    try:
+        return schedule(count)
+    except jax.errors.TracerBoolConversionError as error:
+        name = getattr(schedule, "__name__", type(schedule).__name__)
+        own = f"{where}: the schedule {name} tests the count in Python, which a compiled step cannot"
+        raise TypeError(f"{own}; write jnp.where(count < 100, 0.1, 0.01) in place of if") from error
 
 
 @dataclasses.dataclass(frozen=True)
