@@ -124,7 +124,10 @@ class _Init:
     optimizer: Optimizer
     uses_key = False
 
-    def __call__(self, key: int, value: Array) -> State:
+    def __call__(self, key: int, value: Array | None = None) -> State:
+        if value is None:  # optax gives the params
+            own = f"{self.optimizer.where} is an updater with a state for each key, and no part of an optax transform"
+            raise TypeError(f"{own}; give it alone as optimizer=, or an optimizer of optax here")
         if not jnp.issubdtype(value.dtype, jnp.floating):
             hint = "cast it before kv.init, or use an updater for this key"
             raise TypeError(f"key {key}: an optimizer needs a floating value, got {value.dtype}; {hint}")

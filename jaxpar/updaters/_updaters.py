@@ -204,16 +204,13 @@ class TreeOptimizer:
 
         try:
             state = self.tx.init(params)
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             said = str(error).strip().partition("\n")[0]
-            if "pytree structure error" in said:
-                own = "the labels or the mask of this optimizer have another structure than the params"
-                hint = "name all params, those that frozen= leaves out too, or give a function of the params"
-                raise ValueError(f"optimizer: {own} ({said}); {hint}") from error
-            if "missing 1 required positional argument" in said:
-                own = "a part of it is no optax transform, but an updater, as of jp.mxnet or jp.updaters"
-                raise TypeError(f"optimizer: {own} ({said}); give that one alone, or optax's optimizer here") from error
-            raise
+            if "pytree structure error" not in said:
+                raise
+            own = "the labels or the mask of this optimizer have another structure than the params"
+            hint = "name all params, those that frozen= leaves out too, or give a function of the params"
+            raise ValueError(f"optimizer: {own} ({said}); {hint}") from error
         return Lookahead(state, params) if isinstance(state, optax.LookaheadState) else state
 
     def update(self, grads: Tree, state: Any, params: Tree, value: jax.Array | None = None) -> tuple[Tree, Any]:

@@ -261,12 +261,12 @@ PAIR = {"a": jnp.ones(2), "b": jnp.ones(2)}
 TYPES = {
     "an updater in a chain": (
         lambda: kv.from_params(PAIR, optimizer=optax.chain(optax.clip(1.0), jaxpar.mxnet.sgd(0.1))),
-        "an updater, as of jp.mxnet",
-        "give that one alone, or optax's optimizer",
+        "mxnet_sgd is an updater with a state for each key",
+        "give it alone as optimizer=, or an optimizer of optax here",
     ),
     "an updater in MultiSteps": (
         lambda: kv.from_params(PAIR, optimizer=optax.MultiSteps(jaxpar.mxnet.sgd(0.1), 2)),
-        "an updater, as of jp.mxnet",
+        "mxnet_sgd is an updater with a state for each key",
     ),
     "params of lookahead": (
         lambda: kv.from_params(optax.LookaheadParams.init_synced(PAIR)),
