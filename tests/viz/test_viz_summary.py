@@ -135,6 +135,24 @@ def test_the_trained_params_are_the_same_on_any_number_of_devices(options, count
     assert (shown["Trainable params"], shown["Non-trainable params"]) == (7 * 2400, 2400)
 
 
+@pytest.mark.parametrize("tx", [
+    optax.flatten(optax.adam(0.1)), optax.MultiSteps(optax.flatten(optax.sgd(0.1)), 2), optax.rprop(0.1),
+    optax.apply_if_finite(optax.lamb(0.1), 3), optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(0.1)),
+], ids=["flatten", "multi steps", "rprop", "if finite", "clip"])  # fmt: skip
+def test_trained_params_of_an_optimizer_that_packs_or_joins_them(tx):
+    params = {"w": jnp.ones((3, 5)), "frozen": jnp.ones((5, 7)), "c": jnp.ones(7), "empty": jnp.zeros((0, 3))}
+    params["k"] = jnp.ones(())
+
+    def step(params, state, x):
+        def loss(p):
+            return (jnp.tanh(x @ p["w"]) @ jax.lax.stop_gradient(p["frozen"]) @ p["c"] * p["k"]).sum()
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    assert viz.trace(step, params, tx.init(params), jnp.ones((2, 3))).sizes.trained == {f"params['{n}']" for n in "wck"}
+
+
 def test_trained_params_behind_collectives_along_two_axes():
     """Each device has other parts of what the gradients are packed into. The gradient of "u" is multiplied by 0."""
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

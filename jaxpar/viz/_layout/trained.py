@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from .._read.raw import Eqn, Raw
 
 # A level says what a value has to do with the backward pass: it is zeros, or does not depend on it, or depends on it.
 # It is one number for a whole value, or an array (devices, *shape), with one device where all have the same.
-_ZEROS, _FREE, _DEPENDS = map(np.int8, range(3))
+_ZEROS, _FREE, _DEPENDS = range(3)
 _Level = Any
 
 
@@ -26,20 +28,19 @@ def trained(raw: Raw, params: set[int]) -> set[int]:
     """The parameters whose results depend on the backward pass. All of them where there is none."""
     if not any(eqn.backward for eqn in raw.eqns):
         return params
-    names = dict(zip(raw.output_names, raw.outputs, strict=True))
-    results = {weight: _results(raw, names, weight) for weight in params}
+    ends = defaultdict[str, list[int]](list)  # the results by each ending of their names
+    for name, value in zip(raw.output_names, raw.outputs, strict=True):
+        for at in range(len(name) + 1):
+            ends[name[at:]].append(value)
+    results = {weight: _results(raw, ends, weight) for weight in params}
     if not any(results.values()):  # the gradients stay inside
         return params
     found = _levels(raw, {})
     # A new value may depend on what the step handed on to itself, such as the pending gradients of dist_async.
-    others = [n for n, value in enumerate(raw.values) if value.argument and n not in params]
-    handed_on = {n: _DEPENDS for n in others if _depends(raw, found, _results(raw, names, n))}
-    found = _levels(raw, handed_on) if handed_on else found
-    return {weight for weight in params if _depends(raw, found, results[weight])}
-
-
-def _depends(raw: Raw, found: dict[int, _Level], values: list[int]) -> bool:
-    return any(np.max(_level(raw, found, value)) == _DEPENDS for value in values)
+    others = {n: _results(raw, ends, n) for n, v in enumerate(raw.values) if v.argument and n not in params}
+    levels = {n: [_any_device(_level(raw, found, value)) for value in values] for n, values in others.items()}
+    found = _levels(raw, {n: functools.reduce(np.maximum, of_each, _FREE) for n, of_each in levels.items()})
+    return {weight for weight in params if any(np.max(_level(raw, found, n)) == _DEPENDS for n in results[weight])}
 
 
 def _levels(raw: Raw, found: dict[int, _Level]) -> dict[int, _Level]:
@@ -47,17 +48,34 @@ def _levels(raw: Raw, found: dict[int, _Level]) -> dict[int, _Level]:
     for eqn in raw.eqns:
         reads = any(raw.of(value).kind not in ("literal", "const") for value in eqn.ins)
         for number, out in enumerate(eqn.outs):
-            ins = eqn.ins[1 + number :: len(eqn.outs)] if eqn.prim == "cond" else eqn.ins
-            level = _through(eqn, [_level(raw, found, value) for value in ins])
+            own = _alone(raw, eqn, number)
+            level = _through(own, [_level(raw, found, value) for value in own.ins])
             found[out] = _DEPENDS if eqn.backward and reads else level
     return found
 
 
-def _results(raw: Raw, names: dict[str, int], weight: int) -> list[int]:
-    """The results that have the path and the shape of a parameter: its gradient, or its new value."""
-    value = raw.values[weight]
-    tail = value.name.removeprefix(value.argument)
-    return [n for name, n in names.items() if name.endswith(tail) and raw.values[n].shape == value.shape]
+def _any_device(level: _Level) -> _Level:
+    return level.max(0, keepdims=True) if isinstance(level, np.ndarray) else level
+
+
+def _alone(raw: Raw, eqn: Eqn, number: int) -> Eqn:
+    """The equation as one that computes a single one of its results."""
+    if eqn.prim == "cond":
+        return replace(eqn, ins=eqn.ins[1 + number :: len(eqn.outs)])
+    if eqn.prim != "split":
+        return eqn
+    axis, sizes, shape = eqn.params["axis"], eqn.params["sizes"], raw.values[eqn.outs[number]].shape
+    start = tuple(sum(sizes[:number]) if n == axis else 0 for n in range(len(shape)))
+    stop = tuple(map(sum, zip(start, shape, strict=True)))
+    params = {"start_indices": start, "limit_indices": stop, "strides": None}
+    return replace(eqn, prim="slice", params=params, out_shape=shape)
+
+
+def _results(raw: Raw, ends: Mapping[str, list[int]], number: int) -> list[int]:
+    """The results that have the path and the shape of an argument: its gradient, or its new value."""
+    value = raw.values[number]
+    found = ends.get(value.name.removeprefix(value.argument), ())
+    return [result for result in found if raw.values[result].shape == value.shape]
 
 
 def _level(raw: Raw, found: dict[int, _Level], number: int) -> _Level:
@@ -65,31 +83,33 @@ def _level(raw: Raw, found: dict[int, _Level], number: int) -> _Level:
     value = raw.values[number]
     if number not in found and value.root != number:
         level = _level(raw, found, value.root)
-        return level if raw.values[value.root].shape == value.shape else np.max(level)
+        return level if raw.values[value.root].shape == value.shape else int(np.max(level))
     return found.get(number, _ZEROS if value.kind == "literal" and not np.any(value.literal) else _FREE)
 
 
 def _through(eqn: Eqn, ins: list[_Level]) -> _Level:
     """The level of what an equation computes, unless it is of the backward pass."""
-    if len({len(level) for level in ins if np.ndim(level)} - {1}) > 1:  # along several axes of a mesh
-        ins = list(map(np.max, ins))
-    if eqn.prim in _MOVES and all(map(math.prod, (*eqn.in_shapes, eqn.out_shape))):
-        ins = ins if eqn.prim == "concatenate" else ins[:1]
-        if not any(map(np.ndim, ins)) and len(set(ins)) == 1:
-            return ins[0]
-        count = max(len(level) if np.ndim(level) else 1 for level in ins)
-        whole = [np.broadcast_to(level, (count, *shape)) for level, shape in zip(ins, eqn.in_shapes, strict=False)]
+    counts = {len(level) for level in ins if isinstance(level, np.ndarray)}
+    if len(counts - {1}) > 1:  # along several axes of a mesh
+        ins, counts = list(map(_any_device, ins)), {1}
+    read = ins if eqn.prim == "concatenate" else ins[:1]  # not the places of a slice
+    pairs = [(level, s) for level, s in zip(read, eqn.in_shapes, strict=False) if math.prod(s)]
+    if eqn.prim in _MOVES and pairs and math.prod(eqn.out_shape):
+        if not counts and len({level for level, _ in pairs}) == 1:
+            return pairs[0][0]
+        whole = [np.broadcast_to(np.int8(level), (max(counts, default=1), *shape)) for level, shape in pairs]
         level = _MOVES[eqn.prim](eqn, *whole).reshape(-1, *eqn.out_shape)
     elif eqn.prim in _ELEMENTWISE and len(eqn.outs) == 1:
-        if eqn.prim == "select_n" and not eqn.in_shapes[0]:
-            ins = ins[1:]  # which of two updates is made, such as none after an overflow, is no matter of one parameter
+        if eqn.prim == "select_n" and eqn.out_shape and not eqn.in_shapes[0]:
+            ins = ins[1:]  # whether an update is made, as after an overflow, is no matter of one parameter
         level = functools.reduce(np.maximum, ins)
         if eqn.prim in _FACTORS:
             level = level * (_FACTORS[eqn.prim](*ins) != _ZEROS)
         level = level if eqn.prim in _LINEAR else np.maximum(level, _FREE)
     else:
         level = max([_FREE, *map(np.max, ins)])
-    return np.max(level) if not eqn.out_shape or np.min(level) == np.max(level) else level
+    is_one = not isinstance(level, np.ndarray) or not eqn.out_shape or level.min() == level.max()
+    return int(np.max(level)) if is_one else level
 
 
 _LINEAR = frozenset(
@@ -150,17 +170,14 @@ def _exchange(eqn: Eqn, x: np.ndarray) -> np.ndarray:
 
 _MOVES: dict[str, Callable[..., np.ndarray]] = {
     "concatenate": lambda eqn, *parts: np.concatenate(parts, 1 + eqn.params["dimension"]),
-    "reshape": lambda eqn, x: x,
-    "squeeze": lambda eqn, x: x,
-    "expand_dims": lambda eqn, x: x,
+    **dict.fromkeys(("reshape", "squeeze", "expand_dims"), lambda eqn, x: x),
     "transpose": lambda eqn, x: x.transpose(0, *(1 + axis for axis in eqn.params["permutation"])),
     "broadcast_in_dim": _broadcast,
     "slice": _slice,
     "pad": _pad,
     "dynamic_slice": _dynamic_slice,
     "reduce_sum": lambda eqn, x: x.max(tuple(1 + axis for axis in eqn.params["axes"])),
-    "psum": lambda eqn, x: x.max(0),
-    "psum_invariant": lambda eqn, x: x.max(0),
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin", "ppermute"), lambda eqn, x: x.max(0)),
     "all_gather": _gather,
     "all_gather_invariant": _gather,
     "reduce_scatter": _scatter,
