@@ -31,6 +31,10 @@ def add_parsers(commands: Any) -> None:
         def answered(args: argparse.Namespace) -> int:
             try:
                 run(args)
+                sys.stdout.flush()
+            except BrokenPipeError:  # the reader, such as `head`, has read enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of Python
+                return 1
             except (ValueError, TypeError, OSError, RuntimeError) as error:
                 print(f"jaxpar {name}: {' '.join(str(error).split())}", file=sys.stderr)
                 return 2 if isinstance(error, (ValueError, TypeError)) else 1
@@ -128,6 +132,8 @@ def _plot(args: argparse.Namespace) -> None:
         )
         if args.summary:
             viz.print_summary(fn, *arrays, params_argnums=argnums, depth=args.depth)
+    except BrokenPipeError:
+        raise
     except Exception as error:  # whatever the user's function raises
         raise RuntimeError(f"{args.function} cannot be traced: {type(error).__name__}: {error}") from error
     picture.save(path)

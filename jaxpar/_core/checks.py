@@ -152,8 +152,12 @@ def batch_length(data: Any, what: str, axis: int = 0) -> int:
     lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(data)}
     if len(lengths) != 1 or () in lengths:
         shapes = [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(data)]
+        if not shapes:
+            raise ValueError(f"{what}: expected arrays with a row for each example, got none in {describe(data)}")
         which = "second axis, the one after that of the steps" if axis else "first axis"
-        raise ValueError(f"{what}: the arrays of a batch must share the length of their {which}, got {shapes}")
+        hint = "; write a list of numbers as np.array(numbers)" if () in shapes else ""
+        fault = f"the arrays of a batch must share the length of their {which}, got {shorten(shapes)}"
+        raise ValueError(f"{what}: {fault}{hint}")
     return next(iter(lengths))[0]
 
 

@@ -31,6 +31,10 @@ from ._params import (
     from_params as from_params,
     to_params as to_params,
 )
-from ._place import partition_specs as partition_specs, place as place
+from ._place import (
+    _with_wide_averages as _with_wide_averages,
+    partition_specs as partition_specs,
+    place as place,
+)
 from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull
 from ._push import flush as flush, push as push, pushpull as pushpull

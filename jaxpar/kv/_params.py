@@ -151,6 +151,9 @@ def _check_params(params: Any) -> None:
     if isinstance(params, KVStore) or isinstance(getattr(params, "store", None), KVStore):
         own = "kv.to_params(store)" if isinstance(params, KVStore) else "state.params"
         raise TypeError(f"kv.from_params: expected params, got a {type(params).__name__}; its params are {own}")
+    if type(params).__name__ == "LookaheadParams":
+        own = "the store makes the slow ones, and kv.eval_params has them"
+        raise TypeError(f"kv.from_params: expected params, got LookaheadParams; give the fast params alone: {own}")
     if params is None:
         raise ValueError("kv.from_params: params is None, so there is nothing to train; give a pytree of arrays")
 

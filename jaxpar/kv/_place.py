@@ -327,7 +327,8 @@ def adapt(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved
     """What was saved with one optimizer state a key, for a store whose optimizer has one state for the whole pytree."""
     # What a run saved that froze other params is for those that are frozen now. Where nothing fits, it stays as it is,
     # and the comparison with `like` says what is missing.
-    saved = _for_frozen(like, _with_wide_averages(like, dict(saved), prefix, remarks), prefix, remarks)
+    saved = _with_wide_averages(like.optimizer_state, dict(saved), join_names(prefix, _OPTIMIZER), remarks)
+    saved = _for_frozen(like, saved, prefix, remarks)
     before = join_names(prefix, "updater_state") + "/"
     old = {name.removeprefix(before): entry for name, entry in saved.items() if name.startswith(before)}
     wanted = [slot for slot in slots(like, prefix) if slot.name.startswith(join_names(prefix, _OPTIMIZER) + "/")]
@@ -353,10 +354,10 @@ def _is_average(node: Any) -> bool:
     return isinstance(node, updaters._AverageState)
 
 
-def _with_wide_averages(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved:
+def _with_wide_averages(like: Any, saved: Saved, at: str, remarks: list[str]) -> Saved:
     """What was saved, with averages of params in float32 that were kept in the narrower dtype of the params."""
-    at, cast = join_names(prefix, _OPTIMIZER), dict[str, Any]()
-    found = jax.tree_util.tree_leaves_with_path(like.optimizer_state, is_leaf=_is_average)
+    cast = dict[str, Any]()
+    found = jax.tree_util.tree_leaves_with_path(like, is_leaf=_is_average)
     for path, average in [(path, node.average) for path, node in found if _is_average(node)]:
         for inner, leaf in jax.tree_util.tree_leaves_with_path(average):
             name = join_names(join_names(at, path_name(path)), join_names("average", path_name(inner)))

@@ -61,6 +61,8 @@ def _new_shape(old: tuple[int, ...], codes: tuple[int, ...]) -> list[int]:
 
 
 def pad(data: jax.Array, *, mode: str, pad_width: tuple[int, ...], constant_value: float = 0.0) -> jax.Array:
+    if mode not in ("constant", "edge", "reflect"):
+        raise ValueError(f"Pad: mode must be constant, edge or reflect, got {mode!r}")
     pairs = list(zip(pad_width[::2], pad_width[1::2], strict=True))
     return jnp.pad(data, pairs, mode, **({"constant_values": constant_value} if mode == "constant" else {}))
 

@@ -196,9 +196,12 @@ def pooling(
         return jnp.maximum(out, jnp.finfo(data.dtype).min) if beyond else out
     if pool_type == "lp":
         power = p_value or 2
-        total = sums(jnp.abs(data) ** power, whole)
-        some = total > 0  # as in MXNet, the gradient of nothing but zeros is 0
-        return jnp.where(some, jnp.where(some, total, 1) ** (1 / power), 0)
+        if power not in (1, 2, 3):
+            raise ValueError(f"Pooling: p_value must be 1, 2 or 3, got {power}")
+        total = sums(data**power, whole)  # as in MXNet, of signed values
+        some = total != 0  # as in MXNet, the gradient of a root of 0 is 0
+        root = (jnp.sqrt, jnp.cbrt)[power - 2]
+        return total if power == 1 else jnp.where(some, root(jnp.where(some, total, 1)), 0)
     if pool_type == "sum":
         return sums(data, whole)
     if pool_type != "avg":

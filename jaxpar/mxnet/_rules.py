@@ -11,6 +11,7 @@ import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -96,7 +97,7 @@ class Optimizer:
         if self.rate_in_state:
             rate = state["learning_rate"]
         elif callable(rate):
-            rate = rate(state.get("num_update", state["count"]))  # in a store that of all keys
+            rate = _scheduled(self.where, rate, state.get("num_update", state["count"]))  # in a store that of all keys
         rate = jnp.asarray(rate * of_rate, wide)
         value = _master(state["master"], stored) if "master" in state else stored.astype(wide)
         push = Push(gradient, value, state, rate, self.wd * of_decay, self.clip_gradient)
@@ -109,12 +110,24 @@ class Optimizer:
         return value.astype(stored.dtype), state
 
 
+def _scheduled(where: str, schedule: Callable[[Array], Any], count: Array) -> Any:
+    try:
+        return schedule(count)
+    except jax.errors.TracerBoolConversionError as error:
+        name = getattr(schedule, "__name__", type(schedule).__name__)
+        own = f"{where}: the schedule {name} tests the count in Python, which a compiled step cannot"
+        raise TypeError(f"{own}; write jnp.where(count < 100, 0.1, 0.01) in place of if") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class _Init:
     optimizer: Optimizer
     uses_key = False
 
-    def __call__(self, key: int, value: Array) -> State:
+    def __call__(self, key: int, value: Array | None = None) -> State:
+        if value is None:  # optax gives the params
+            own = f"{self.optimizer.where} is an updater with a state for each key, and no part of an optax transform"
+            raise TypeError(f"{own}; give it alone as optimizer=, or an optimizer of optax here")
         if not jnp.issubdtype(value.dtype, jnp.floating):
             hint = "cast it before kv.init, or use an updater for this key"
             raise TypeError(f"key {key}: an optimizer needs a floating value, got {value.dtype}; {hint}")

@@ -271,6 +271,11 @@ class Model:
             more["rng"] = None if key is None else jax.random.fold_in(key, number)
         given = {name: more[name] for name in operator.given}
         with jax.named_scope(node.name), _naming(node, arrays):
+            # States that MXNet makes itself have a batch of 1 here. Those that are given have the batch of the data.
+            shapes = operator.shapes(np.shape(arrays[0]), attrs) if node.op == "RNN" and operator.shapes else {}
+            for slot, (i, _), array in zip(operator.slots, node.inputs, arrays, strict=False):
+                if self.symbol.nodes[i].is_variable and slot in shapes and array.shape != shapes[slot]:
+                    raise ValueError(f"{slot} must have the shape {shapes[slot]}, got {array.shape}")
             found = ops.run(operator, attrs, arrays, lambda a, own: operator.fn(*a, **own, **given))
         outputs, fresh = found if operator.state else (found, ())
         return outputs if isinstance(outputs, tuple) else (outputs,), fresh

@@ -202,7 +202,15 @@ class TreeOptimizer:
         """The state before the first update."""
         import optax
 
-        state = self.tx.init(params)
+        try:
+            state = self.tx.init(params)
+        except ValueError as error:
+            said = str(error).strip().partition("\n")[0]
+            if "pytree structure error" not in said:
+                raise
+            own = "the labels or the mask of this optimizer have another structure than the params"
+            hint = "name all params, those that frozen= leaves out too, or give a function of the params"
+            raise ValueError(f"optimizer: {own} ({said}); {hint}") from error
         return Lookahead(state, params) if isinstance(state, optax.LookaheadState) else state
 
     def update(self, grads: Tree, state: Any, params: Tree, value: jax.Array | None = None) -> tuple[Tree, Any]:

@@ -359,11 +359,30 @@ def test_an_average_that_was_saved_in_16_bits_is_kept_in_float32(tmp_path, kind,
     tx = optax.chain(optax.sgd(0.1), updaters.average_params(0.9))
     make = lambda value: kv.from_params({"w": jnp.full(3, value, jnp.bfloat16)}, optimizer=tx, kind=kind)  # noqa: E731
     new, old = make(0.0), make(1.5)
-    count, average = old.optimizer_state[1]
-    narrow = updaters._AverageState(count, jax.tree.map(lambda x: x.astype(jnp.bfloat16), average))
-    checkpoint.save(tmp_path / "a", dataclasses.replace(old, optimizer_state=(old.optimizer_state[0], narrow)))
+    checkpoint.save(tmp_path / "a", dataclasses.replace(old, optimizer_state=with_narrow_averages(old.optimizer_state)))
     same(checkpoint.restore(tmp_path / "a", new), old)
     assert "were saved in 16 bits" in capsys.readouterr().err
+    if kind == "device":  # within a round of local steps each device has an average
+        (new, _), (old, step) = [
+            train.start({"w": jnp.full(3, x, jnp.bfloat16)}, tx, drift, local_steps=3) for x in (0, 1)
+        ]
+        new, old = (step(state, jnp.ones(8))[0] for state in (new, old))
+        checkpoint.save(tmp_path / "b", with_narrow_averages(old))
+        same(checkpoint.restore(tmp_path / "b", new).eval_params, old.eval_params)
+
+
+def drift(params, batch, rng):
+    return 0.0 * params["w"].sum() + batch.mean(), {}
+
+
+def with_narrow_averages(tree):
+    def narrow(node):
+        is_average = isinstance(node, updaters._AverageState)
+        return (
+            node._replace(average=jax.tree.map(lambda x: x.astype(jnp.bfloat16), node.average)) if is_average else node
+        )
+
+    return jax.tree.map(narrow, tree, is_leaf=lambda node: isinstance(node, updaters._AverageState))
 
 
 # Damaged, foreign, missing.

@@ -1,6 +1,7 @@
 """`jaxpar plot`: functions, shapes and parameters by name, formats, and what is refused."""
 
 import argparse
+import os
 import re
 import sys
 
@@ -61,6 +62,16 @@ def test_plot_lenet_from_the_command_line(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "129,068 parameters" in out
     assert "Total params: 129,068" in out
+
+
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path, monkeypatch, capsys):
+    """As `head` in `jaxpar plot lenet --summary | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert run("lenet", "-o", str(tmp_path / "lenet.dot"), "--summary") == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_the_help_of_plot_names_what_it_writes(tmp_path):

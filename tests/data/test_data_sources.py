@@ -245,6 +245,10 @@ def test_sources_that_are_refused():
         list(data.from_iterable(LOADER).batches(8, devices=jax.devices()[:3]))
     with pytest.raises(ValueError, match=r"share the length of their first axis, got \[\(48, 4\), \(3,\)\]"):
         data.from_arrays((X, Y[:3]))
+    with pytest.raises(ValueError, match=r"got \[\(\), .* 30 in all\]; write a list of numbers as np.array\(numbers\)"):
+        data.from_arrays({"x": [1.0] * 15, "y": [1] * 15})
+    with pytest.raises(ValueError, match=r"from_arrays: expected arrays .*, got none in \{\}"):
+        data.from_arrays({})
     with pytest.raises(TypeError, match="'key' is a PRNGKeyArray of dtype key<fry>, which is not an array of numbers"):
         data.from_arrays({"key": jax.random.split(jax.random.key(0), 3)})
     with pytest.raises(ValueError, match="48 examples make no whole batch of 64"):

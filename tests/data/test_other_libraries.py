@@ -75,6 +75,10 @@ def test_rows_are_known_by_a_number_or_a_text_in_the_first():
         data.as_source([{"x": 1.0, "name": "a"}])
     with pytest.raises(ValueError, match=r"'x' has examples of different shapes, \[\(2,\), \(3,\)\]"):
         data.as_source([{"x": np.ones(2), "y": 1}, {"x": np.ones(3), "y": 1}])
+    with pytest.raises(ValueError, match="example 2 of 3 has no 'y', which example 0 has; give each the same arrays"):
+        data.as_source([{"x": 1, "y": 1}, {"x": 1, "y": 1}, {"x": 1}])
+    with pytest.raises(ValueError, match="example 1 of 2 has 'y', which example 0 lacks"):
+        data.as_source([{"x": 1}, {"x": 1, "y": 1}])
 
 
 def test_columns_that_are_no_numbers_are_named():

@@ -257,7 +257,22 @@ def state_last(key, pushed, stored, state):
     return stored + pushed, state
 
 
+PAIR = {"a": jnp.ones(2), "b": jnp.ones(2)}
 TYPES = {
+    "an updater in a chain": (
+        lambda: kv.from_params(PAIR, optimizer=optax.chain(optax.clip(1.0), jaxpar.mxnet.sgd(0.1))),
+        "mxnet_sgd is an updater with a state for each key",
+        "give it alone as optimizer=, or an optimizer of optax here",
+    ),
+    "an updater in MultiSteps": (
+        lambda: kv.from_params(PAIR, optimizer=optax.MultiSteps(jaxpar.mxnet.sgd(0.1), 2)),
+        "mxnet_sgd is an updater with a state for each key",
+    ),
+    "params of lookahead": (
+        lambda: kv.from_params(optax.LookaheadParams.init_synced(PAIR)),
+        "got LookaheadParams",
+        "give the fast params",
+    ),
     # the store
     "a string for devices": (lambda: kv.create(devices="cpu"), "a list of devices", "got 'cpu'"),
     "strings as devices": (lambda: kv.create(devices=["cpu:0"]), "a list of devices", "['cpu:0']"),
@@ -461,6 +476,16 @@ TYPES = {
     ),
 }
 VALUES = {
+    "labels of the trained part": (
+        lambda: train.start(PAIR, optax.multi_transform({"x": optax.sgd(0.1)}, {"a": "x"}), LOSS, frozen="b"),
+        "labels or the mask",
+        "name all params, those that frozen= leaves out too",
+    ),
+    "a mask of the trained part": (
+        lambda: kv.from_params(PAIR, optimizer=optax.masked(optax.sgd(0.1), {"a": True}), frozen="b"),
+        "labels or the mask",
+        "name all params, those that frozen= leaves out too",
+    ),
     # the store
     "an unknown kind": (lambda: kv.create("devcie"), "unknown kind 'devcie'", "did you mean 'device'?"),
     "a negative size": (lambda: kv.create(bucket_bytes=-1), "bucket_bytes", "0 or more, got -1"),

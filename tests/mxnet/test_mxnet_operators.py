@@ -69,6 +69,7 @@ def test_gradients_that_mxnet_has_wrong(tmp_path):
 
 Z = [0.0, -0.0, 1, -1]
 HALVES = [-2.5, -1.5, -0.5, 0.5, 1.5, 2.5]
+LP = {"kernel": (2,), "stride": (2,), "pool_type": "lp"}
 # What MXNet 1.9.1 gives at ties, at 0 and at halves: operator, attributes, arrays; outputs, gradients of their sum.
 AT_TIES = [
     ("LeakyReLU", {"act_type": "elu", "slope": 1.0}, [Z], [0, 0, 1, -0.63212], [[1, 1, 1, 0.36788]]),
@@ -89,8 +90,19 @@ AT_TIES = [
     ("_mod_scalar", {"scalar": 0.0}, [[5.0, -5, 0]], [0, 0, 0], None),
     ("_rmod_scalar", {"scalar": 5.0}, [[0.0, 2, -3]], [0, 1, -1], None),
     ("broadcast_mod", {}, [[5.0, -5, 5, 7], [3.0, 3, -3, 0]], [2, 1, -1, 0], None),
+    ("broadcast_mod", {}, [[5.0, -5, 5, 7], [3.0, 3, -3, 2]], [2, 1, -1, 1], [[1, 1, 1, 1], [-1, 2, 2, -3]]),
+    ("_mod_scalar", {"scalar": 0.0}, [[5.0, -5, 0.5]], [0, 0, 0], [[1, 1, 1]]),
+    ("_rmod_scalar", {"scalar": 5.0}, [[3.0, -3, 2]], [2, -1, 1], [[-1, 2, -2]]),
+    ("LeakyReLU", {"act_type": "selu"}, [[*Z, -0.5]], [0, 0, 1.050701, -1.111331, -0.691758], None),
+    ("LeakyReLU", {"act_type": "prelu"}, [[[0.0, 1, -1], [2, -2, -3]], [0.25, 0.5, 2]],
+     [[0, 1, -2], [2, -1, -6]], [[[0.25, 1, 2], [1, 0.5, 2]], [0, -2, -4]]),
+    ("LeakyReLU", {"act_type": "prelu"}, [[[0.0, 1, -1], [2, -2, -3]], [0.25]],
+     [[0, 1, -0.25], [2, -0.5, -0.75]], [[[0.25, 1, 0.25], [1, 0.25, 0.25]], [-6]]),
+    ("Pooling", {**LP, "p_value": 1}, [[[[1.0, -3, 1, -1]]]], [[[-2, 0]]], [[[[1, 1, 1, 1]]]]),
+    ("Pooling", {**LP, "p_value": 2}, [[[[3.0, -4, 0, 0]]]], [[[5, 0]]], [[[[0.6, -0.8, 0, 0]]]]),
+    ("Pooling", {**LP, "p_value": 3}, [[[[1.0, -3, 1, -1]]]], [[[-2.962496, 0]]], [[[[0.113942, 1.025479, 0, 0]]]]),
     ("sum", {"exclude": True}, [[[1.0, 1, 1], [1, 1, 1]]], [6], [[[1, 1, 1], [1, 1, 1]]]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "attrs", "arrays", "output", "grads"), AT_TIES)
@@ -103,6 +115,46 @@ def test_ties_zeros_and_halves(name, attrs, arrays, output, grads):
         found = jax.grad(lambda arrays: of(*arrays).sum())(arrays)
         for array, expected in zip(found, grads, strict=True):
             close(array, expected, "gradient")
+
+
+# What MXNet 1.9.1 refuses too, but for `use_length`, `infer_range` and the lengths of an RNN, which has no effect on
+# its CPU. The words are jaxpar's.
+IMAGE, RANDOM = jnp.ones((1, 1, 2, 2)), {"train": True, "rng": jax.random.key(0)}
+REFUSED = [
+    ("Activation", [Z], {"act_type": "gelu"}, "act_type must be one of softrelu, .*, got 'gelu'"),
+    ("LeakyReLU", [Z], {"act_type": "swish", **RANDOM}, "act_type 'swish' is unknown"),
+    ("Pooling", [IMAGE], {"kernel": (2, 2), "pool_type": "median"}, "pool_type must be max, avg, sum or lp"),
+    ("Pooling", [IMAGE], {"kernel": (2, 2), "pool_type": "lp", "p_value": 4}, "p_value must be 1, 2 or 3, got 4"),
+    ("Pooling", [IMAGE], {"kernel": (2, 2), "pooling_convention": "half"}, "must be valid or full, got 'half'"),
+    ("L2Normalization", [IMAGE], {"mode": "batch"}, "mode must be instance, channel or spatial, got 'batch'"),
+    ("SoftmaxActivation", [IMAGE], {"mode": "batch"}, "mode must be instance or channel, got 'batch'"),
+    ("Dropout", [Z], {"mode": "never", **RANDOM}, "mode must be training or always, got 'never'"),
+    ("Pad", [IMAGE], {"mode": "wrap", "pad_width": (0, 0, 0, 0, 1, 1, 1, 1)}, "mode must be constant, edge or reflect"),
+    ("UpSampling", [IMAGE], {"scale": 2, "sample_type": "cubic"}, "sample_type nearest or bilinear.*got 'cubic'"),
+    ("take", [Z, [1.0]], {"mode": "nearest"}, "mode must be clip or wrap, of take also raise, got 'nearest'"),
+    ("pick", [jnp.ones((2, 2)), [1.0, 1]], {"mode": "raise"}, "mode must be clip or wrap"),
+    ("norm", [Z], {"ord": 3}, "ord must be 1 or 2, got 3"),
+    ("softmax", [jnp.ones((2, 3)), [2, 3]], {"axis": 1, "use_length": True}, "use_length is not supported"),
+    ("_arange", [], {"start": 2.0, "stop": None, "infer_range": True}, "infer_range=True is not supported"),
+    ("RNN", [jnp.ones((1, 1, 1)), jnp.ones(8), jnp.ones((1, 1, 1))],
+     {"mode": "elman", "state_size": 1, "num_layers": 1, **RANDOM}, "mode one of rnn_relu, .*; got 'elman'"),
+    ("RNN", [jnp.ones((3, 2, 1)), jnp.ones(10), jnp.ones((1, 2, 2)), None, [2, 3]],
+     {"mode": "rnn_tanh", "state_size": 2, "num_layers": 1, "use_sequence_length": True, **RANDOM},
+     "use_sequence_length and lstm_state_clip_min are not supported"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arrays", "attrs", "words"), REFUSED)
+def test_unknown_modes_and_what_is_not_supported_are_refused(name, arrays, attrs, words):
+    with pytest.raises(ValueError, match=words):
+        mxnet.operator(name)(*(a if a is None else jnp.asarray(a) for a in arrays), **attrs)
+
+
+def test_a_state_of_another_batch_is_refused(tmp_path):
+    """MXNet: "Shape inconsistent, Provided = [1,1,4], inferred shape=(1,2,4)"."""
+    model, arrays = mxnet.load_symbol(write(tmp_path, "rnn lstm 1")), arrays_of("rnn lstm 1")
+    with pytest.raises(ValueError, match=r"state must have the shape \(1, 2, 4\), got \(1, 1, 4\)"):
+        apply(model, {**arrays, "s": arrays["s"][:, :1]}, {}, train=False)
 
 
 A, B = [7, -7, 8], [2, 2, 3]

@@ -219,6 +219,15 @@ def test_pmap_and_vmap_give_the_eager_values():
     np.testing.assert_allclose(jax.vmap(push)(gradients), expected, atol=1e-6)
 
 
+def branching(count):
+    return 0.1 if count < 3 else 0.01
+
+
+def jitted(updater):
+    value = jnp.ones(2)
+    return jax.jit(updater.update, static_argnums=0)(0, value, updater.init(0, value), value)
+
+
 WRONG = {
     TypeError: [
         (lambda: mxnet.sgd("0.1"), "mxnet_sgd: learning_rate must be a number of 0 or more or a schedule, got"),
@@ -237,6 +246,7 @@ WRONG = {
         (lambda: mxnet.rmsprop(gamma1=0.8, gamma=0.7), "gamma is another name of gamma1"),
         (lambda: mxnet.sgd(0.1, lr_mult={"bias": 2.0}), "lr_mult maps keys to factors"),
         (lambda: mxnet.sgd(halved, rate_in_state=True), "takes a number to start with"),
+        (lambda: jitted(mxnet.sgd(branching)), "mxnet_sgd: the schedule branching tests the count .* write jnp.where"),
         (lambda: mxnet.sgd(0.1).init(3, jnp.ones(2, int)), "key 3: an optimizer needs a floating"),
     ],
     ValueError: [

@@ -170,7 +170,9 @@ def after_two(tx=None, **options):
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "remat": True}], ids=["plain", "accumulate, remat"])
 def test_a_parameter_that_the_loss_does_not_read(engine, options):
-    with pytest.warns(UserWarning, match=r"does not depend on 'idle';.*unused=\"skip\"") as caught:
+    with pytest.warns(
+        UserWarning, match=r"does not depend on 'idle';.*frozen=\['idle'\]\) or unused=\"skip\""
+    ) as caught:
         moved = after_two(engine=engine, **options)
     assert len(caught) == 1
     assert float(moved.params["idle"][0]) < 1

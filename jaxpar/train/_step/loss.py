@@ -183,7 +183,7 @@ def share_of(pair: Any, where: str) -> Mean:
     shapes = jnp.shape(pair.total), jnp.shape(pair.weight)
     if shapes[0] != shapes[1]:
         came = f"the sum has shape {shapes[0]} and the weight {shapes[1]}"
-        raise ValueError(f"{where}: {came}; give two scalars, or two arrays of one shape, a row for each example")
+        raise ValueError(f"{where}: {came}; give two scalars, or two arrays of one shape, which are summed")
     return Mean(widen(pair.total).sum(), widen(pair.weight).sum())
 
 

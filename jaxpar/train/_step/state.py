@@ -223,6 +223,7 @@ def carries(part: Any) -> bool:
 
 def _average_local(like: TrainState, saved: portable.Saved, remarks: list[str]) -> portable.Saved:
     """What was saved of local steps, for the number of devices of `like`."""
+    saved = kv._with_wide_averages(like.local, saved, "local", remarks)
     wanted = jax.tree.leaves(like.local)
     own = {n: v for n, v in saved.items() if n.startswith("local/") and v[1].ndim}
     if not wanted or not own:

@@ -310,7 +310,7 @@ def _warn_of_unread(names: list[str]) -> None:
     warnings.warn(
         f"train step: the loss does not depend on {', '.join(map(repr, names[:8]))}; the gradients are zeros, but the "
         "optimizer may still change the parameters, as weight decay does; "
-        'make_train_step(unused="skip") keeps them unchanged',
+        f'train.start(frozen={names[:8]}) or unused="skip" keeps them unchanged',
         stacklevel=2,
     )
 
