@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,10 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ..._core import checks
-from ..._core.arrays import Recent
 from ..._core.calls import answers
 from ..._core.text import Table
 from ..._devices import processes
@@ -22,7 +19,7 @@ from ..._devices.user_mesh import on_own_mesh, outside_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.history import new_figure, readable, save_figure
 from .evaluate import check_classes, check_classified, check_logits
-from .every_example import Pass, text_of, with_axes
+from .every_example import Pass, with_axes
 
 ApplyFn = Callable[..., Any]
 _MOST = 10  # rows of the table
@@ -169,48 +166,31 @@ def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> Any:
             f"{name}: with several processes the order of all examples is unknown; give a data.Dataset or arrays"
         )
     # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
-    as_given = isinstance(examples.source, ArraySource)
+    of = _outputs if isinstance(examples.source, ArraySource) else _outputs_of_images
     checks.function(apply_fn, f"{name}: apply_fn")
-    key = examples.structure, examples.copies, examples.axes, as_given
-    chosen: list[Any] = []  # the program, once shapes of a batch are known. These come before the first batch.
 
     def is_exact(batch: Any) -> bool:
-        if not chosen:
-            text, _ = text_of(functools.partial(_outputs_of, apply_fn, *key), examples.leaves, batch)
-            chosen.append(_programs(apply_fn, *key, text))
+        examples.trace(of, apply_fn, batch)
         return False
 
     parts: list[Any] = []
-    for outputs, valid in examples.run(lambda *args: chosen[0](*args), is_exact, ahead=1):
+    for outputs, valid in examples.run(is_exact, ahead=1):
         parts.append(jax.tree.map(lambda x, count=valid: np.asarray(x)[:count], outputs))
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
-def _outputs_of(
-    apply_fn: ApplyFn,
-    structure: Any,
-    copies: Any,
-    axes: tuple[str, ...],
-    as_given: bool,
-    leaves: list[jax.Array],
-    inputs: Any,
-    mask: Any = None,
-) -> Any:
-    """The outputs for a batch, with a copy on each device."""
-    params, *model_state = structure.unflatten(leaves)
-    if not as_given and isinstance(inputs, dict) and inputs.keys() == {"image", "label"}:
-        inputs = inputs["image"]
-    outputs = with_axes(apply_fn, axes)(params, inputs, *model_state)
-    n = len(jax.tree.leaves(inputs)[0])
+def _outputs(call: Any, inputs: Any, mask: jax.Array) -> Any:
+    outputs = call(inputs)
     for leaf in jax.tree.leaves(outputs):
-        if jnp.shape(leaf)[:1] != (n,):
-            raise ValueError(
-                f"predict: apply_fn must return one row per example; got shape {jnp.shape(leaf)} for a batch of {n}"
-            )
-    return outputs if copies is None else lax.with_sharding_constraint(outputs, copies)
+        if jnp.shape(leaf)[:1] != mask.shape:
+            n, shape = len(mask), jnp.shape(leaf)
+            raise ValueError(f"predict: apply_fn must return one row per example; got shape {shape} for a batch of {n}")
+    return outputs
 
 
-_programs = Recent(lambda apply_fn, *key: jax.jit(functools.partial(_outputs_of, apply_fn, *key[:-1])))
+def _outputs_of_images(call: Any, batch: Any, mask: jax.Array) -> Any:
+    has_labels = isinstance(batch, dict) and batch.keys() == {"image", "label"}
+    return _outputs(call, batch["image"] if has_labels else batch, mask)
 
 
 # Pictures.
