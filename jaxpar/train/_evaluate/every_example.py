@@ -64,7 +64,8 @@ class Pass:
                 kind = "an empty data set" if isinstance(self.source, data.DatasetSource) else "empty arrays"
                 raise ValueError(f"{where}: expected examples, got {kind}")
             self.size = min(self._round_up(self._batch_size), self._round_up(examples))  # rows of a whole batch
-        self._program, self._returned = None, None  # see `trace`
+        self._program: Any = None  # see `trace`
+        self._returned: Any = None
 
     def shapes(self) -> Any:
         """A whole batch as `jax.ShapeDtypeStruct`s. None if nothing is known before it is read."""

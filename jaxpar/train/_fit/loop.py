@@ -6,9 +6,7 @@ state, the epoch under way, and the history. Its steps run several ahead of the 
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
 import itertools
 import math
 import time
@@ -210,7 +208,7 @@ class Loop:
                 if self.at == self.began:
                     self._progress.say_compiled()
                 self.at += 1 if part is None else len(part)
-                self.epoch.add(metrics, part)
+                self.epoch.unread.append((metrics, part))
                 if self.certificate is not None:
                     self.certificate.take(self.at, self.state)
                 due: dict[str, bool] | None = None
@@ -388,6 +386,6 @@ class Loop:
     def go_back(self, state: TrainState, step: int) -> None:
         """Go back to the state before a step that is not finite. No later step counts."""
         self.state, self.at = state, step
-        self.epoch = dataclasses.replace(self.epoch, unread=collections.deque(), num_unread=0)
+        self.epoch.unread.clear()
         if self.certificate is not None:
             self.certificate.go_back(step)

@@ -43,17 +43,17 @@ class Epoch:
     seconds: float = 0.0  # of training, before `since`
     # The time at which training went on, by `time.perf_counter`. None: it pauses, as during an evaluation.
     since: float | None = None
-    # The metrics of the other steps. With a range they are those of several steps along their first axis.
+    # The metrics of the other steps, perhaps still computed. With a range they are those of several steps along their
+    # first axis.
     unread: collections.deque[tuple[Metrics, range | None]] = dataclasses.field(default_factory=collections.deque)
-    num_unread: int = 0  # how many these steps are
 
     def elapsed(self) -> float:
         return self.seconds + (0.0 if self.since is None else time.perf_counter() - self.since)
 
-    def add(self, metrics: Metrics, part: range | None = None) -> None:
-        """Take the metrics of a step, or of a part of several steps. They may still be computed."""
-        self.unread.append((metrics, part))
-        self.num_unread += 1 if part is None else len(part)
+    @property
+    def num_unread(self) -> int:
+        """The number of these other steps."""
+        return sum(1 if part is None else len(part) for _, part in self.unread)
 
     def read(self, behind: int = BEHIND) -> Iterator[list[dict[str, float]]]:
         """The metrics of all steps except the last few, program by program. Waits for these steps."""
@@ -70,9 +70,7 @@ class Epoch:
                 )
             # All of them are copied at once: on a GPU each copy is waited for.
             found = jax.device_get({k: v for k, v in metrics.items() if k not in arrays})
-            rows = [{k: float(v if part is None else v[i]) for k, v in found.items()} for i in part or (0,)]
-            self.num_unread -= len(rows)
-            yield rows
+            yield [{k: float(v if part is None else v[i]) for k, v in found.items()} for i in part or (0,)]
 
 
 class Progress:
@@ -223,7 +221,7 @@ class StepProgress:
         """Count a step, and show the metrics of an earlier step."""
         if self.made == self._done:
             self._progress.say_compiled()
-        self._epoch.add(metrics)
+        self._epoch.unread.append((metrics, None))
         self._read(BEHIND)
 
     def means(self) -> dict[str, float]:
