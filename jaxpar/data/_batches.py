@@ -271,12 +271,16 @@ def as_batch(arrays: Any, split: Split) -> Any:
 
 
 def ahead(batches: Iterable[Any], size: int) -> Iterator[Any]:
-    """The batches, of which `size` are made ahead of the one in use."""
+    """The batches, of which `size` are made ahead of the one in use. An exception comes after those before it."""
     waiting: collections.deque[Any] = collections.deque()
-    for batch in batches:
-        waiting.append(batch)
-        if len(waiting) > size:
-            yield waiting.popleft()
+    try:
+        for batch in batches:
+            waiting.append(batch)
+            if len(waiting) > size:
+                yield waiting.popleft()
+    except Exception:
+        yield from waiting
+        raise
     yield from waiting
 
 

@@ -54,25 +54,14 @@ def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> It
     if sharding is not None:
         check = functools.partial(check_sharding, where=_WHERE)
         sharding = jax.tree.map(check, sharding, is_leaf=lambda x: isinstance(x, (Sharding, P)))
-    return _prefetch(elements, sharding, size)
-
-
-def _prefetch(elements: Iterator[Any], sharding: Any, size: int) -> Iterator[Any]:
-    errors: list[Exception] = []
 
     def sent() -> Iterator[Any]:
-        try:
-            for element in elements:
-                yield _to_devices(element, sharding)
-        except Exception as error:  # it comes after the batches before it
-            errors.append(error)
+        for batch in ahead((_to_devices(element, sharding) for element in elements), size):
+            leaves = jax.tree.leaves(batch)
+            wait_before_collectives(batch, tuple(leaves[0].sharding.device_set) if leaves else ())
+            yield batch
 
-    for batch in ahead(sent(), size):
-        leaves = jax.tree.leaves(batch)
-        wait_before_collectives(batch, tuple(leaves[0].sharding.device_set) if leaves else ())
-        yield batch
-    if errors:
-        raise errors[0]
+    return sent()
 
 
 def _to_devices(batch: Any, sharding: Any) -> Any:
