@@ -20,9 +20,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from .._core import checks
+from .._core import calls, checks
 from .._core.arrays import Device, is_prng_key
-from .._core.calls import answers
 from .._devices import processes
 from .._devices.collectives import PaddedBatch, padded_rows
 from .._devices.mesh import STORE_AXIS, put, wait_before_collectives
@@ -306,7 +305,7 @@ class Plan(NamedTuple):
     split: Split
 
 
-@answers("data.batches", HINTS)
+@calls.answers("data.batches", HINTS)
 def plan_batches(
     size: int,
     batch_size: int,
@@ -366,7 +365,7 @@ def from_host(arrays: Any, plan: Plan, dtype: Any) -> Iterator[Any]:
 _residents: weakref.WeakKeyDictionary[Any, dict[Any, tuple[jax.Array, jax.Array]]] = weakref.WeakKeyDictionary()
 
 
-@answers("data.batches")
+@calls.answers("data.batches")
 def resident(dataset: Any, split: Split, wanted: bool | None = None) -> tuple[jax.Array, jax.Array] | None:
     """Images and labels, whole on each device. None if they are not `wanted`, by default for lack of memory."""
     # They are sent once in the data set's life, unless it is used on ever other devices.

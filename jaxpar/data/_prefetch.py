@@ -10,17 +10,15 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P, Sharding
 
-from .._core import checks
-from .._core.calls import answers
-from .._devices import processes
+from .._core import calls, checks
+from .._devices import processes, user_mesh
 from .._devices.mesh import put, spans_processes, wait_before_collectives
-from .._devices.user_mesh import outside_mesh
 from ._batches import ahead, as_jax_dtype, check_sharding, path_name
 
 _WHERE = "data.prefetch"
 
 
-@answers("data.prefetch")
+@calls.answers("data.prefetch")
 def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> Iterator[Any]:
     """Send batches to the devices ahead of their use.
 
@@ -69,7 +67,7 @@ def _to_devices(batch: Any, sharding: Any) -> Any:
     batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
     checks.arrays_of_numbers(batch, f"{_WHERE}: batch")
     batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else as_jax_dtype(x), batch)
-    with outside_mesh():
+    with user_mesh.outside_mesh():
         if sharding is None:
             return jax.device_put(batch)
         try:

@@ -12,13 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import checks
+from ..._core import calls, checks
 from ..._core.arrays import is_of_numbers
-from ..._core.calls import check_takes
 from ..._core.text import say
-from ..._devices import processes
+from ..._devices import processes, user_mesh
 from ..._devices.mesh import to_host
-from ..._devices.user_mesh import outside_mesh
 from .._step.state import TrainState
 from .history import LivePlot, Record
 from .loggers import JsonLines, MetricsFile
@@ -184,7 +182,7 @@ def collect_callbacks(
             f"fit: {name_of(owner)}.on_step takes a memory, so fit must call it; leave out on_step=, give callbacks="
         )
     if on_step is not None:
-        check_takes(on_step, ("step", "metrics"), "fit: on_step")
+        calls.check_takes(on_step, ("step", "metrics"), "fit: on_step")
     each = (*([] if metrics_file is None else [MetricsFile(metrics_file)]), *given)
     files = [callback.path.absolute() for callback in each if isinstance(callback, JsonLines)]
     files += [] if certificate is None else [certificate.absolute()]
@@ -215,11 +213,11 @@ def _check_callback(callback: Any) -> None:
         )
     if not has_memory(callback):
         hint = "; or give an object with init and on_epoch, or a sequence of such functions and objects"
-        return check_takes(callback, ("state", "record"), "fit: a callback", hint)
+        return calls.check_takes(callback, ("state", "record"), "fit: a callback", hint)
     on_step = getattr(callback, "on_step", None)
     if on_step is not None:
         what = f"fit: {name_of(callback)} has a memory, so its on_step"
-        check_takes(on_step, ("memory", "step", "metrics"), what)
+        calls.check_takes(on_step, ("memory", "step", "metrics"), what)
 
 
 # What a callback remembers, as JSON in a checkpoint, and back to the last bit.
@@ -258,7 +256,7 @@ def memory_from_json(saved: Any, fresh: Any) -> Any:
         if kind != wanted:
             raise ValueError("the shape or dtype of an array differs")
         if isinstance(value, np.ndarray):
-            with outside_mesh():
+            with user_mesh.outside_mesh():
                 found[i] = jnp.asarray(value.copy()) if isinstance(like, jax.Array) else value.copy()
     return structure.unflatten(found)
 

@@ -21,8 +21,7 @@ from typing import Any
 import jax
 
 from ... import checkpoint, distributed
-from ..._core import checks, files
-from ..._core.calls import answers
+from ..._core import calls, checks, files
 from ..._core.text import say_news
 from .history import SPEEDS, History, Record, metric_names
 
@@ -115,7 +114,7 @@ def _import(package: str) -> Any:
 # Files.
 
 
-@answers("to_jsonl")
+@calls.answers("to_jsonl")
 def to_jsonl(path: PathLike) -> JsonLines:
     """A callback of `fit` that writes each record as a JSON line.
 
@@ -198,7 +197,7 @@ def _strict(value: Any) -> Any:
     return value
 
 
-@answers("to_tensorboard")
+@calls.answers("to_tensorboard")
 def to_tensorboard(directory: PathLike) -> TensorBoard:
     """A callback of `fit` that writes event files for TensorBoard.
 
@@ -256,7 +255,7 @@ class TensorBoard(Logger):
 # Trackers.
 
 
-@answers("train.to_wandb")
+@calls.answers("train.to_wandb")
 def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
     """A callback of `fit` that writes the records to Weights & Biases.
 
@@ -300,7 +299,7 @@ class WeightsAndBiases(Logger):
         self.run = None
 
 
-@answers("to_mlflow")
+@calls.answers("to_mlflow")
 def to_mlflow(
     experiment: str | None = None,
     *,

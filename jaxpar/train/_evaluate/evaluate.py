@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import checks
-from ..._core.calls import answers, check_takes
+from ..._core import calls, checks
 from ..._devices.mesh import can_hang
 from ..._devices.user_mesh import outside_mesh
 from ...data import _READ_ONCE, Dataset, DatasetSource, IterableSource, Source
@@ -30,7 +29,7 @@ def evaluate(
 ) -> dict[str, float]: ...
 @overload
 def evaluate(state_or_params: Any, *, data: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
-@answers("evaluate", renamed={"source": "data", "dataset": "data"})
+@calls.answers("evaluate", renamed={"source": "data", "dataset": "data"})
 def evaluate(
     state_or_params: Any,
     apply_fn: Callable[..., jax.Array] | None = None,
@@ -186,7 +185,7 @@ def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_siz
         fn, name, batch = checks.function(eval_fn.apply_fn, f"{where}: apply_fn"), "apply_fn", "images"
     checks.hashable(fn, f"{where}: {name}")
     names = ("params", batch, "model_state")[: len(examples.model) + 1]
-    check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
+    calls.check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
 
     def sums_of(batch: Any) -> _Sums:
         try:

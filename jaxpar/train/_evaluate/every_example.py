@@ -21,9 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 from ... import data
 from ..._core import checks
 from ..._core.arrays import Device, Recent
-from ..._devices import processes
+from ..._devices import processes, user_mesh
 from ..._devices.mesh import STORE_AXIS, copies_on, put, spans_processes, split_over, wait_before_collectives
-from ..._devices.user_mesh import check_traced, without_types
 from .._step.state import TrainState, carries
 
 IsExact = Callable[[Any], bool]  # whether batches of these shapes must not be filled up
@@ -39,7 +38,7 @@ class Pass:
 
     def __init__(self, where: str, state_or_params: Any, given: Any, batch_size: int, user: Mesh | None):
         if user is None:
-            check_traced(state_or_params, where)
+            user_mesh.check_traced(state_or_params, where)
         self.model = model_of(state_or_params)
         self.leaves, self.structure = jax.tree.flatten(self.model)
         # The size counts the examples of all processes. Batches that a source gives stay as long as they are.
@@ -215,7 +214,7 @@ class Pass:
                 batch = next(batches, None)
             if batch is None:
                 return
-            batch = without_types(batch)
+            batch = user_mesh.without_types(batch)
             if checks.batch_length(batch, self._where):
                 yield batch
 
@@ -241,8 +240,8 @@ def _as_eval_source(where: str, given: Any) -> Any:
         )
     given = data._as_arrays(given, where)
     if _is_arrays(given):
-        check_traced(given, where)
-        given = without_types(given)
+        user_mesh.check_traced(given, where)
+        given = user_mesh.without_types(given)
         checks.batch_length(given, where)
         return data.from_arrays(given)
     if callable(given) or isinstance(given, Iterable) or hasattr(given, "__getitem__"):
@@ -255,9 +254,9 @@ def _as_eval_source(where: str, given: Any) -> Any:
 def model_of(state_or_params: Any) -> tuple[Any, ...]:
     """(params to evaluate,), or (params, model_state) of a state that has one."""
     if not isinstance(state_or_params, TrainState):
-        return (without_types(state_or_params),)
+        return (user_mesh.without_types(state_or_params),)
     model_state = (state_or_params.model_state,) if carries(state_or_params.model_state) else ()
-    return without_types((state_or_params.eval_params, *model_state))
+    return user_mesh.without_types((state_or_params.eval_params, *model_state))
 
 
 def _on_batch(

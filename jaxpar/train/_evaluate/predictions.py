@@ -11,11 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import checks
-from ..._core.calls import answers
-from ..._core.text import Table
-from ..._devices import processes
-from ..._devices.user_mesh import on_own_mesh, outside_mesh
+from ..._core import calls, checks, text
+from ..._devices import processes, user_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.history import new_figure, readable, save_figure
 from .evaluate import check_classes, check_classified, check_logits
@@ -27,7 +24,7 @@ _NUMBERED = 25  # classes up to which the cells hold their counts
 _COLUMNS = 5
 
 
-@answers("predict", renamed={"source": "data"})
+@calls.answers("predict", renamed={"source": "data"})
 def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: int = 256) -> Any:
     """The outputs of a model for every example, in order.
 
@@ -53,7 +50,7 @@ def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: i
         >>> train.predict(2.0, double, np.arange(5.0, dtype=np.float32), batch_size=2)["twice"].tolist()
         [0.0, 2.0, 4.0, 6.0, 8.0]
     """
-    with outside_mesh() as user:
+    with user_mesh.outside_mesh() as user:
         return _predict("predict", apply_fn, Pass("predict", state_or_params, data, batch_size, user))
 
 
@@ -82,13 +79,14 @@ class Mistakes:
         return f"Mistakes({len(self)} of {self.examples} examples)"
 
     def _repr_html_(self) -> str:
-        columns = (self.indices, self.predicted, self.labels)
-        rows = [(*map(str, row), f"{p:.4f}") for *row, p in zip(*columns, self.probabilities, strict=True)]
-        return Table(repr(self), ("index", "predicted", "label", "probability"), rows, _MOST, "right")._repr_html_()
+        found = zip(self.indices, self.predicted, self.labels, self.probabilities, strict=True)
+        rows = [(*map(str, row), f"{p:.4f}") for *row, p in found]
+        columns = ("index", "predicted", "label", "probability")
+        return text.Table(repr(self), columns, rows, _MOST, "right")._repr_html_()
 
 
-@answers("confusion_matrix", renamed={"dataset": "data"})
-@on_own_mesh
+@calls.answers("confusion_matrix", renamed={"dataset": "data"})
+@user_mesh.on_own_mesh
 def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256) -> np.ndarray:
     """Count the examples of each class by predicted class.
 
@@ -111,8 +109,8 @@ def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, 
     return matrix
 
 
-@answers("mistakes", renamed={"dataset": "data"})
-@on_own_mesh
+@calls.answers("mistakes", renamed={"dataset": "data"})
+@user_mesh.on_own_mesh
 def mistakes(
     state_or_params: Any,
     apply_fn: ApplyFn,
@@ -196,7 +194,7 @@ def _outputs_of_images(call: Any, batch: Any, mask: jax.Array) -> Any:
 # Pictures.
 
 
-@answers("plot_confusion_matrix")
+@calls.answers("plot_confusion_matrix")
 @readable("plot_confusion_matrix")
 def plot_confusion_matrix(
     matrix: np.ndarray,
@@ -242,7 +240,7 @@ def plot_confusion_matrix(
     return save_figure(figure, path)
 
 
-@answers("plot_mistakes", renamed={"dataset": "data"})
+@calls.answers("plot_mistakes", renamed={"dataset": "data"})
 @readable("plot_mistakes")
 def plot_mistakes(
     mistakes: Mistakes,

@@ -20,9 +20,8 @@ import jax
 from ... import checkpoint, data, distributed
 from ..._core.text import say_news
 from ..._cpu import is_slow_in_a_loop
-from ..._devices import processes
+from ..._devices import processes, user_mesh
 from ..._devices.mesh import is_donated, own_copies
-from ..._devices.user_mesh import outside_mesh
 from .._callbacks.history import History, Record, line
 from .._step.nonfinite import NonFiniteError, check_finite
 from .._step.state import TrainState
@@ -290,7 +289,7 @@ class Loop:
                 self.memories, stopped = callbacks.run(self.memories, self.state, record)
                 stopped = stopped and not record.get("interrupted")
                 if self._manager is None and callbacks.restores_best and callbacks.best_step(self.memories) == self.at:
-                    with outside_mesh():  # a copy, since the next step takes the state
+                    with user_mesh.outside_mesh():  # a copy, since the next step takes the state
                         self._best = own_copies(self.state)
         finally:  # a callback that fails costs no steps
             interrupted = signals.should_stop(self.state, self.at, record is not None)

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 
 from ... import data, updaters
-from ..._core import checks
-from ..._core.calls import answers
-from ..._core.text import Table
+from ..._core import calls, checks, text
 from ..._devices.mesh import own_copies
 from ..._devices.user_mesh import outside_mesh
 from .._callbacks.history import new_figure, png, readable, save_figure
@@ -73,10 +71,11 @@ class RateTest:
     def _repr_html_(self) -> str:
         rows = [(f"{rate:.2e}", f"{loss:.4f}") for rate, loss in zip(self.rates, self.smoothed, strict=True)]
         found = "no rate makes the loss fall" if self.suggestion is None else f"suggestion {self.suggestion:.2e}"
-        return Table(f"learning rates: {found}", ("rate", "smoothed loss"), rows, 20, "right", first=10)._repr_html_()
+        title, columns = f"learning rates: {found}", ("rate", "smoothed loss")
+        return text.Table(title, columns, rows, 20, "right", first=10)._repr_html_()
 
 
-@answers("train.lr_find")
+@calls.answers("train.lr_find")
 def lr_find(
     state: TrainState,
     step: Any,

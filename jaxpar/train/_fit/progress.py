@@ -18,9 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._core import checks
-from ..._core.calls import answers
-from ..._core.files import as_path
+from ..._core import calls, checks, files
 from ..._core.text import is_interactive
 from ..._devices.mesh import is_donated
 from .._callbacks.history import number_text
@@ -141,7 +139,7 @@ class Trace:
                 raise ValueError(f"fit: profile asks for {num} steps from step {first} on, but {has}")
         else:  # in the steady state: compiled, and the device is fed ahead
             directory, first, num = profile, min(_FIRST_TRACED, max(0, steps - _NUM_TRACED)), _NUM_TRACED
-        self._directory = os.fspath(as_path(directory, "fit: profile"))
+        self._directory = os.fspath(files.as_path(directory, "fit: profile"))
         self._traced = range(began + first, began + first + num)
         self._is_tracing = False
 
@@ -166,7 +164,7 @@ class Trace:
                 jax.profiler.stop_trace()
 
 
-@answers("train.progress")
+@calls.answers("train.progress")
 def progress(total: int | None = None, *, title: str = "", done: int = 0, show: bool = True) -> StepProgress:
     """A progress bar with metrics, as in `fit`, for your own loop.
 
