@@ -145,10 +145,16 @@ class Loop:
                 state, metrics = step(state, batch)
                 yield state, metrics, None
             return
+        # A program must not step over a step after which something is due.
+        hashes = None if self.certificate is None else run.certificate_every
+        traced = None if self._trace is None else 1
+        periods = [every for every in (run.checkpoint_every, run.eval_every, hashes, traced) if every]
         for batches, number in groups:
             done = 0
             while done < number:
-                end = min(number, done + self._next_number())
+                most = max(1, int(_AT_ONCE / self._pace)) if run.per_program == "auto" else run.per_program
+                left = number - done, self.last - self.at, *[every - self.at % every for every in periods]
+                end = done + min(most, *left)
                 state, metrics = step.many(state, batches, done, end)
                 yield state, metrics, range(done, end)
                 done = end
@@ -172,17 +178,6 @@ class Loop:
             # XLA's convolutions are slow in a loop on CPUs.
             several = not is_slow_in_a_loop(run.step.lower(self.state, batches, many=True).as_text())
         return itertools.chain([(batches, number)], groups) if several else None
-
-    def _next_number(self) -> int:
-        """How many steps the next program makes, if there are as many batches."""
-        run = self.run
-        if self._trace is not None:
-            return 1
-        # A program must not step over a step after which something is due.
-        hashes = None if self.certificate is None else run.certificate_every
-        periods = [every for every in (run.checkpoint_every, run.eval_every, hashes) if every]
-        most = max(1, int(_AT_ONCE / self._pace)) if run.per_program == "auto" else run.per_program
-        return min([most, self.last - self.at, *[every - self.at % every for every in periods]])
 
     def steps(self, calls: Iterator[Made]) -> Generator[dict[str, bool] | None]:
         """Take the steps that `calls` makes. After each: the mark of the record that is due, or None if none is."""
@@ -231,39 +226,38 @@ class Loop:
 
     def _count(self, behind: int) -> None:
         """Read the metrics of all steps except the last few. Waits for these steps."""
+        run = self.run
         for rows in self.epoch.read(behind):
             now = time.perf_counter()
             self._pace, self._read = (now - self._read) / len(rows), now
-            number = self.at - self.epoch.num_unread - len(rows)
-            if number == self.began:  # the metrics of a step of the user's own are known only now
-                self.run.callbacks.check_metrics(list(rows[0]), [], self.run.evaluation.parts)
-            for i, metrics in enumerate(rows, 1):
-                self._count_step(number + i, metrics)
+            before = self.at - self.epoch.num_unread - len(rows)
+            if before == self.began:  # the metrics of a step of the user's own are known only now
+                run.callbacks.check_metrics(list(rows[0]), [], run.evaluation.parts)
+            for number, metrics in enumerate(rows, before + 1):
+                skipped = run.skips and metrics["skipped"] > 0
+                if skipped and run.stops:
+                    check_finite(metrics, self.state)
+                if not (skipped or self._warned or math.isfinite(metrics.get("loss", 0.0))):
+                    self._warned = True
+                    warnings.warn(
+                        f"fit: the loss of step {number} (the first is 1) is {metrics['loss']}. The update was made, "
+                        "the training continues, and new checkpoints replace earlier ones. Look at that batch, its "
+                        "labels and the learning rate. make_train_step(loss_fn, nonfinite='skip') leaves out such "
+                        "updates, and nonfinite='stop' ends the training before the first one",
+                        stacklevel=2,
+                    )
+                self.epoch.sums.update({"skipped": 1} if skipped else metrics)
+                self.epoch.counted += 1
+                # The bar shows what was measured at most a second ago: to measure waits for the state.
+                is_old = self._read - self._measured_at > _MEASURE_EVERY
+                if self._measured and self._progress.bar is not None and is_old:
+                    self._measured, self._measured_at = run.callbacks.measure(self.state), time.perf_counter()
+                per_second = self.epoch.counted * run.batch_size / self.epoch.elapsed()
+                self._progress.step({**metrics, **self._measured} if self._measured else metrics, per_second)
+                if self.memories or run.callbacks.on_step is not None:
+                    self.memories = run.callbacks.step(self.memories, number, metrics)
         if self.certificate is not None:
             self.certificate.write(self.at - self.epoch.num_unread)
-
-    def _count_step(self, number: int, metrics: dict[str, float]) -> None:
-        run, skipped = self.run, self.run.skips and metrics["skipped"] > 0
-        if skipped and run.stops:
-            check_finite(metrics, self.state)
-        if not (skipped or self._warned or math.isfinite(metrics.get("loss", 0.0))):
-            self._warned = True
-            warnings.warn(
-                f"fit: the loss of step {number} (the first is 1) is {metrics['loss']}. The update was made, the "
-                "training continues, and new checkpoints replace earlier ones. Look at that batch, its labels and the "
-                "learning rate. make_train_step(loss_fn, nonfinite='skip') leaves out such updates, and "
-                "nonfinite='stop' ends the training before the first one",
-                stacklevel=2,
-            )
-        self.epoch.sums.update({"skipped": 1} if skipped else metrics)
-        self.epoch.counted += 1
-        # The bar shows what was measured at most a second ago: to measure waits for the state.
-        if self._measured and self._progress.bar is not None and self._read - self._measured_at > _MEASURE_EVERY:
-            self._measured, self._measured_at = run.callbacks.measure(self.state), time.perf_counter()
-        per_second = self.epoch.counted * run.batch_size / self.epoch.elapsed()
-        self._progress.step({**metrics, **self._measured} if self._measured else metrics, per_second)
-        if self.memories or run.callbacks.on_step is not None:
-            self.memories = run.callbacks.step(self.memories, number, metrics)
 
     def should_stop(self, due: dict[str, bool] | None, signals: Interrupts) -> bool:
         """Evaluate and call the callbacks where a record is due, save if that is. Return whether the run is to stop."""
