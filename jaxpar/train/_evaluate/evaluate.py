@@ -13,7 +13,7 @@ import numpy as np
 from ..._core import calls, checks
 from ..._devices.mesh import can_hang
 from ..._devices.user_mesh import outside_mesh
-from ...data import _READ_ONCE, Dataset, DatasetSource, IterableSource, Source
+from ...data import _READ_ONCE, Dataset, IterableSource
 from .._step.loss import Mean
 from .._step.state import TrainState
 from .every_example import Pass, model_of
@@ -141,11 +141,10 @@ def plan_evaluation(*, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: A
         check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
         parts["test_"] = Classification(apply_fn), test_data
     if eval_data is not None:
-        source = eval_data if isinstance(eval_data, Source) else None
-        once = source.is_read_once if isinstance(source, IterableSource) else hasattr(eval_data, "__next__")
-        if once and getattr(source, "steps_per_epoch", None) is None:  # a second evaluation would find nothing
-            kind = type(getattr(source, "source", eval_data)).__name__
-            raise TypeError(f"fit: eval_data is read after each epoch, got a {kind}; {_READ_ONCE}")
+        read = eval_data.source if isinstance(eval_data, IterableSource) else eval_data
+        # A second evaluation would find nothing.
+        if hasattr(read, "__next__") and getattr(eval_data, "steps_per_epoch", None) is None:
+            raise TypeError(f"fit: eval_data is read after each epoch, got a {type(read).__name__}; {_READ_ONCE}")
         parts["eval_"] = eval_fn, eval_data
     return Evaluation(parts, batch_size)
 
@@ -294,11 +293,8 @@ def check_classified(dataset: Any, where: str, hint: str = "") -> None:
 
 def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: Any) -> None:
     """`ValueError` unless integer labels are classes of the model (params, *rest). Nothing is computed."""
-    # JAX takes an index out of range as another one, or gives NaN, and no error. Of data other than a `data.Dataset`
-    # the labels are not known.
-    if isinstance(dataset, DatasetSource):
-        dataset = dataset.dataset
-    if not isinstance(dataset, Dataset) or not len(dataset) or dataset.labels.dtype.kind not in "iu":
+    # JAX takes an index out of range as another one, or gives NaN, and no error.
+    if not len(dataset) or dataset.labels.dtype.kind not in "iu":
         return
     params, *rest = model
     image = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)

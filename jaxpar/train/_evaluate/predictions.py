@@ -112,12 +112,7 @@ def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, 
 @calls.answers("mistakes", renamed={"dataset": "data"})
 @user_mesh.on_own_mesh
 def mistakes(
-    state_or_params: Any,
-    apply_fn: ApplyFn,
-    data: Dataset,
-    *,
-    batch_size: int = 256,
-    most: int | None = None,
+    state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256, most: int | None = None
 ) -> Mistakes:
     """Find the examples that a classifier gets wrong, most confident first.
 
@@ -197,10 +192,7 @@ def _outputs_of_images(call: Any, batch: Any, mask: jax.Array) -> Any:
 @calls.answers("plot_confusion_matrix")
 @readable("plot_confusion_matrix")
 def plot_confusion_matrix(
-    matrix: np.ndarray,
-    *,
-    class_names: Sequence[str] | None = None,
-    path: str | os.PathLike[str] | None = None,
+    matrix: np.ndarray, *, class_names: Sequence[str] | None = None, path: str | os.PathLike[str] | None = None
 ) -> Any:
     """Draw a confusion matrix, coloured by the fraction of each row. Returns the matplotlib figure.
 

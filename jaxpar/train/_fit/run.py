@@ -119,10 +119,10 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
     processes.agree("fit: every process must have as many batches in an epoch", f"{steps} of {batch_size} examples")
     num_steps = min((epochs or sys.maxsize) * steps, max_steps or sys.maxsize)
     loss_fn = getattr(step, "loss_fn", None)
-    if isinstance(loss_fn, ClassificationLoss):
+    if isinstance(loss_fn, ClassificationLoss) and isinstance(source, data.DatasetSource):
         specs = specs_of(state.store)  # the state may be donated
         params = state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])
-        check_classes("fit: train_data", loss_fn.apply_fn, (params,), source)
+        check_classes("fit: train_data", loss_fn.apply_fn, (params,), source.dataset)
     per_program = _steps_per_program(given["steps_per_execution"], step, source, state)
     return Run(
         step=step,
