@@ -49,8 +49,9 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
         loop.certificate = certificate.begin(run.certificate, run.certificate_every, run.step, loop.state)
     with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
         run.callbacks.call("on_start", loop.history)
+    loop.signals = Interrupts()
     try:
-        with (signals := Interrupts()), contextlib.ExitStack() as at_end:
+        with loop.signals, contextlib.ExitStack() as at_end:
             # They end in the reverse order: the steps, `on_end`, the checkpoints, and last the signals.
             if manager is not None:
                 at_end.enter_context(contextlib.closing(manager))
@@ -60,7 +61,7 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
             at_end.enter_context(contextlib.closing(steps))
             try:
                 for due in steps:
-                    if loop.should_stop(due, signals):
+                    if loop.should_stop(due):
                         break
                 if not loop.between_epochs:
                     loop.end_interrupted()
@@ -69,21 +70,19 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
                 if loop.at > loop.began:
                     loop.save(interrupted=True)
                 raise
-            loop.signal = signals.asked
-            if loop.signal is None and run.callbacks.restores_best:
+            was_over = loop.signals.asked is None  # one may yet come while the last checkpoint is written
+            if was_over and run.callbacks.restores_best:
                 loop.restore_best()
-        was_over = loop.signal is None
-        loop.signal = signals.asked  # one may have come while the last checkpoint was written
     except BaseException as error:
         _attach_state(error, loop)
         raise
-    if loop.signal is None:
+    if loop.signals.asked is None:
         return loop.state, loop.history
     saved = None if run.checkpoint_dir is None else checkpoint._of_step(Path(run.checkpoint_dir), loop.at)
     place = describe_stop(loop.at, loop.number, run.epochs, saved)
     if was_over:  # the same call on this state trains on
         place = f"after the last step, {loop.at}; the run is complete" + (f", saved in {saved}" if saved else "")
-    return finish_interrupted(loop.signal, loop.state, loop.history, place, run.on_interrupt)
+    return finish_interrupted(loop.signals.asked, loop.state, loop.history, place, run.on_interrupt)
 
 
 def _attach_state(error: BaseException, loop: Loop) -> None:
@@ -108,7 +107,7 @@ class Loop:
         self.at = self.began = int(state.step)  # steps that were made, and before this call of `fit`
         self.last = self.began if past.stopped else max(self.began, past.first + run.num_steps)
         self.memories = self._before = run.callbacks.init(state, past.memories, past.resumed)
-        self.signal: int | None = None  # the one that ended the run
+        self.signals: Interrupts  # of the run, once its steps begin
         self._manager, self._past = manager, past
         self._progress = Progress(run.progress, run.unit)
         self._trace = None if run.profile is None else Trace(run.profile, self.began, self.last)
@@ -259,7 +258,7 @@ class Loop:
         if self.certificate is not None:
             self.certificate.write(self.at - self.epoch.num_unread)
 
-    def should_stop(self, due: dict[str, bool] | None, signals: Interrupts) -> bool:
+    def should_stop(self, due: dict[str, bool] | None) -> bool:
         """Evaluate and call the callbacks where a record is due, save if that is. Return whether the run is to stop."""
         callbacks, record, stopped = self.run.callbacks, None, False
         if due is not None:
@@ -286,7 +285,7 @@ class Loop:
                     with user_mesh.outside_mesh():  # a copy, since the next step takes the state
                         self._best = own_copies(self.state)
         finally:  # a callback that fails costs no steps
-            interrupted = signals.should_stop(self.state, self.at, record is not None)
+            interrupted = self.signals.should_stop(self.state, self.at, record is not None)
             self.save(stopped=stopped, interrupted=interrupted)
         if record is not None:
             # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in others.
