@@ -51,7 +51,7 @@ class Epoch:
     @property
     def num_unread(self) -> int:
         """The number of these other steps."""
-        return sum(1 if part is None else len(part) for _, part in self.unread)
+        return sum([1 if part is None else len(part) for _, part in self.unread])
 
     def read(self, behind: int = BEHIND) -> Iterator[list[dict[str, float]]]:
         """The metrics of all steps except the last few, program by program. Waits for these steps."""
