@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P, Sharding
 
 from .._core import calls, checks
-from .._devices import processes, user_mesh
-from .._devices.mesh import put, spans_processes, wait_before_collectives
+from .._devices import mesh, processes, user_mesh
 from ._batches import ahead, as_jax_dtype, check_sharding, path_name
 
 _WHERE = "data.prefetch"
@@ -56,7 +55,7 @@ def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> It
     def sent() -> Iterator[Any]:
         for batch in ahead((_to_devices(element, sharding) for element in elements), size):
             leaves = jax.tree.leaves(batch)
-            wait_before_collectives(batch, tuple(leaves[0].sharding.device_set) if leaves else ())
+            mesh.wait_before_collectives(batch, tuple(leaves[0].sharding.device_set) if leaves else ())
             yield batch
 
     return sent()
@@ -79,8 +78,8 @@ def _to_devices(batch: Any, sharding: Any) -> Any:
 
 def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
     try:
-        if processes.count() == 1 or spans_processes(leaf):
-            return put(leaf, sharding)
+        if processes.count() == 1 or mesh.spans_processes(leaf):
+            return mesh.put(leaf, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
     except ValueError as error:
         own = ", of which each process gives the part of its own devices" if processes.count() > 1 else ""

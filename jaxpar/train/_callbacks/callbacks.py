@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import calls, checks
+from ..._core import calls, checks, text
 from ..._core.arrays import is_of_numbers
-from ..._core.text import say
-from ..._devices import processes, user_mesh
-from ..._devices.mesh import to_host
+from ..._devices import mesh, processes, user_mesh
 from .._step.state import TrainState
 from .history import LivePlot, Record
 from .loggers import JsonLines, MetricsFile
@@ -77,7 +75,7 @@ class Callbacks:
                 f"the checkpoint has no matching memory of {' and '.join(missed)}, so it starts anew" if missed else "",
                 f"no callback uses the memory of {others} in the checkpoint" if left else "",
             )
-            say("fit: " + "; ".join(filter(None, words)))
+            text.say("fit: " + "; ".join(filter(None, words)))
         return tuple(found)
 
     def to_json(self, memories: Memories) -> list[dict[str, Any]]:
@@ -239,7 +237,7 @@ def memory_to_json(memory: Any, who: str) -> dict[str, Any]:
         )
     for i, array in enumerate(values):
         if not isinstance(array, _WORDS):
-            array = np.asarray(to_host(array))
+            array = np.asarray(mesh.to_host(array))
             data = base64.b64encode(array.tobytes()).decode()
             values[i] = {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
     return {"names": names, "values": values}
@@ -267,7 +265,7 @@ def is_saved_memory(saved: Any) -> bool:
         names, values = saved["names"], saved["values"]
         for value in values:
             _decode(value)
-        are_texts = all(isinstance(text, str) for text in (saved["name"], *names))
+        are_texts = all(isinstance(word, str) for word in (saved["name"], *names))
         return are_texts and isinstance(names, list) and len(names) == len(values)
     except (KeyError, TypeError, ValueError, OverflowError):
         return False

@@ -21,8 +21,7 @@ from typing import Any
 import jax
 
 from ... import checkpoint, distributed
-from ..._core import calls, checks, files
-from ..._core.text import say_news
+from ..._core import calls, checks, files, text
 from .history import SPEEDS, History, Record, metric_names
 
 PathLike = str | os.PathLike[str]
@@ -64,7 +63,7 @@ class Logger:
             if len(new) < len(row) and not self._has_said:
                 self._has_said = True
                 words = "which is not written again; use a new run for another training"
-                say_news(f"{self._run_name} already has step {step}, {words}")
+                text.say_news(f"{self._run_name} already has step {step}, {words}")
             if new:
                 self._write(step, new)
 
@@ -152,8 +151,8 @@ class JsonLines(Logger):
         return record
 
     def _open(self, step: int) -> None:
-        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
-        whole = text[: text.rfind("\n") + 1]  # a crash may have cut the last line short
+        content = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
+        whole = content[: content.rfind("\n") + 1]  # a crash may have cut the last line short
         try:
             records = [json.loads(line) for line in whole.splitlines()]
             kept = [record for record in records if int(record["step"]) < step]

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core import calls, checks
-from ..._devices.mesh import can_hang
-from ..._devices.user_mesh import outside_mesh
+from ..._devices import mesh, user_mesh
 from ...data import _READ_ONCE, Dataset, IterableSource
 from .._step.loss import Mean
 from .._step.state import TrainState
@@ -114,7 +113,7 @@ class Evaluation:
         for prefix, (eval_fn, data) in self.parts.items():
             if isinstance(eval_fn, Classification):
                 check_classes("fit: test_data", eval_fn.apply_fn, model_of(state), data)
-            with outside_mesh() as user:
+            with user_mesh.outside_mesh() as user:
                 examples, sums_of = _pass("fit", state, eval_fn, data, self.batch_size, user)
                 shapes = examples.shapes()
                 names += [] if shapes is None else [prefix + name for name in sums_of(shapes).names]
@@ -164,9 +163,9 @@ class _Sums:
 
 def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> dict[str, Any]:
     """What `eval_fn` gives over every example: floats by name, and NumPy arrays for values with columns."""
-    with outside_mesh() as user:
+    with user_mesh.outside_mesh() as user:
         examples, sums_of = _pass(where, state_or_params, eval_fn, source, batch_size, user)
-        ahead = 0 if can_hang(examples.devices) else _AHEAD
+        ahead = 0 if mesh.can_hang(examples.devices) else _AHEAD
         totals: dict[str, Any] = {}
         for sums, _ in examples.run(lambda shapes: sums_of(shapes).is_exact, ahead):
             _add(totals, sums)
@@ -298,7 +297,7 @@ def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: An
         return
     params, *rest = model
     image = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)
-    with outside_mesh():
+    with user_mesh.outside_mesh():
         try:
             *each, count = jax.eval_shape(lambda *args: apply_fn(*args), params, image, *rest).shape
         except Exception:  # what is wrong is said where `apply_fn` is called

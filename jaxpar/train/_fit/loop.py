@@ -20,8 +20,7 @@ import jax
 from ... import checkpoint, data, distributed
 from ..._core.text import say_news
 from ..._cpu import is_slow_in_a_loop
-from ..._devices import processes, user_mesh
-from ..._devices.mesh import is_donated, own_copies
+from ..._devices import mesh, processes, user_mesh
 from .._callbacks.history import History, Record, line
 from .._step.nonfinite import NonFiniteError, check_finite
 from .._step.state import TrainState
@@ -88,7 +87,7 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
 def _attach_state(error: BaseException, loop: Loop) -> None:
     """Put the state and the history on an exception: the caller's own state was donated to the first step."""
     made = loop.at > loop.began or isinstance(error, NonFiniteError)
-    if made and not is_donated(loop.state):
+    if made and not mesh.is_donated(loop.state):
         error.state, error.history = loop.state, loop.history  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(error, Exception):  # whoever stops the program does not read on
             error.add_note(
@@ -283,7 +282,7 @@ class Loop:
                 stopped = stopped and not record.get("interrupted")
                 if self._manager is None and callbacks.restores_best and callbacks.best_step(self.memories) == self.at:
                     with user_mesh.outside_mesh():  # a copy, since the next step takes the state
-                        self._best = own_copies(self.state)
+                        self._best = mesh.own_copies(self.state)
         finally:  # a callback that fails costs no steps
             interrupted = self.signals.should_stop(self.state, self.at, record is not None)
             self.save(stopped=stopped, interrupted=interrupted)

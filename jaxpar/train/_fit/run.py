@@ -15,8 +15,7 @@ import jax
 
 from ... import checkpoint, data, distributed, updaters
 from ..._core import calls, checks, files, text
-from ..._devices import processes, user_mesh
-from ..._devices.mesh import is_donated, zeros_if_donated
+from ..._devices import mesh, processes, user_mesh
 from ..._store.store import specs_of
 from .._callbacks.callbacks import Callbacks, collect_callbacks, is_saved_memory
 from .._callbacks.history import NO_METRICS, Record
@@ -219,7 +218,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     if found is None and run.resume is True:
         raise FileNotFoundError(f"fit: resume=True, but {run.checkpoint_dir} holds no checkpoint")
     # A call of `fit` that failed may have donated it: then a checkpoint is the only way on.
-    given = None if is_donated(state) else int(state.step)
+    given = None if mesh.is_donated(state) else int(state.step)
     rates = {} if given is None or manager is None else updaters.learning_rates(state)
     new, info = found or (state, {})
     at = given if found is None else int(new.step)
@@ -250,7 +249,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
 def like_saved(state: TrainState, step: Any) -> TrainState:
     """A state with all parts that the step's checkpoints have. A step of the user's own has those of `state`."""
     with user_mesh.outside_mesh():
-        state = zeros_if_donated(state)
+        state = mesh.zeros_if_donated(state)
     return step.complete(state) if hasattr(step, "complete") else state
 
 
