@@ -22,8 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._core import calls, checks
 from .._core.arrays import Device, is_prng_key
-from .._devices import processes
-from .._devices.collectives import PaddedBatch, padded_rows
+from .._devices import collectives, processes
 from .._devices.mesh import STORE_AXIS, put, wait_before_collectives
 from .._devices.user_mesh import each_in_user_mesh, has_types, in_user_mesh, on_own_mesh, outside_mesh, with_sharding
 
@@ -118,7 +117,7 @@ class Split:
 
     def rows(self, count: int) -> int:
         """How many rows the arrays of a batch of `count` examples have."""
-        return count if self.virtual_shards is None else padded_rows(count, self.virtual_shards, self.parts)
+        return count if self.virtual_shards is None else collectives.padded_rows(count, self.virtual_shards, self.parts)
 
 
 def split_of(
@@ -266,7 +265,7 @@ def as_batch(arrays: Any, split: Split) -> Any:
         wait_before_collectives(arrays, tuple(split.sharding.device_set))
     if (given := split.given) is not None:
         arrays = jax.tree.map(lambda array: with_sharding(array, given), arrays)
-    return arrays if split.virtual_shards is None else PaddedBatch(arrays, split.virtual_shards)
+    return arrays if split.virtual_shards is None else collectives.PaddedBatch(arrays, split.virtual_shards)
 
 
 def ahead(batches: Iterable[Any], size: int) -> Iterator[Any]:
