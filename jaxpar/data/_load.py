@@ -121,8 +121,7 @@ def _advice(name: str) -> str:
 @functools.cache
 def _tfds() -> Any:
     """The package, imported on first use (about a second)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own imports; none concerns the caller
+    with warnings.catch_warnings(action="ignore"):  # of its own imports; none concerns the caller
         import tensorflow_datasets as tfds
     # TFDS recommends OpenCV at the first image, on standard error. Decoded copies make that advice useless.
     logging.getLogger("absl").addFilter(lambda record: not str(record.msg).startswith("OpenCV is not installed"))

@@ -85,10 +85,9 @@ class Progress:
     def start(self, total: int | None, title: str, done: int, compiles: bool = False) -> None:
         """Begin a bar of which `done` steps were made before. `compiles`: it says that XLA compiles the first step."""
         if self.is_shown and is_interactive():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # tqdm warns if ipywidgets is missing, and shows its plain bar
+            with warnings.catch_warnings(action="ignore"):  # without ipywidgets tqdm shows its plain bar
                 from tqdm.auto import tqdm
-            self.bar = tqdm(total=total, initial=done, desc=title, unit="step", file=sys.stdout)
+            self.bar = tqdm(total=total, initial=done, desc=title, unit="step", file=sys.stdout, leave=False)
             if compiles:
                 has_dots = "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
                 self.bar.set_postfix_str("compiling…" if has_dots else "compiling...")
@@ -117,7 +116,6 @@ class Progress:
     def close(self) -> None:
         """Take the bar away."""
         if self.bar is not None:
-            self.bar.leave = False
             self.bar.total = self.bar.n  # a notebook keeps a bar that is not full, in red
             self.bar.close()
             self.bar = None
