@@ -150,7 +150,6 @@ def newest_first(directory: Path) -> tuple[list[tuple[Path, dict[str, Any]]], di
 
 
 def free_path(directory: Path, content: dict[str, Any]) -> Path:
-    """A path that is not taken."""
     # The step may be there already, damaged or from an earlier run.
     name = f"step_{content['step']:08d}" if "step" in content else f"save_{content['order']:08d}"
     path, again = directory / name, 1
@@ -166,7 +165,6 @@ def of_step(directory: Path, step: int) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint."""
     # A process that is killed meanwhile leaves no half of one.
     with _unfinished(path.parent) as gone, contextlib.suppress(FileNotFoundError):  # another process removed it
         os.rename(path, gone)
@@ -426,7 +424,6 @@ def _check(body: Any) -> None:
 
 
 def check_place(place: Any) -> None:
-    """Check the place of a record."""
     is_good = set(place) == {"number", "at", "sha256"} and _is_int(place["number"], 1) and _is_int(place["at"], 0)
     words = f"a record must have a number, a place and a SHA-256, got {reprlib.repr(place)}"
     expect(is_good and _is_sha256(place["sha256"]), words)

@@ -157,7 +157,6 @@ def best(directory: PathLike) -> Path | None:
 
 
 def is_best(body: dict[str, Any]) -> bool:
-    """Whether the manifest is of a checkpoint that was saved as the best."""
     return bool(body.get("best"))
 
 

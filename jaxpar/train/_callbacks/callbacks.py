@@ -46,8 +46,6 @@ class WithMemory(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Callbacks:
-    """The callbacks of a run."""
-
     # Called with the state and the record after each epoch, the metrics file first.
     each: tuple[Any, ...] = ()  # of Callback and WithMemory
     on_step: OnStep | None = None  # called with the number and the metrics of each step

@@ -114,7 +114,6 @@ class Progress:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Take the bar away."""
         if self.bar is not None:
             self.bar.total = self.bar.n  # a notebook keeps a bar that is not full, in red
             self.bar.close()

@@ -171,7 +171,6 @@ def _check_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainState) -> int | Literal["auto"]:
-    """How many steps one compiled program makes."""
     if asked != "auto":
         asked = checks.whole_number(asked, "fit", "steps_per_execution")
     if asked == 1:
