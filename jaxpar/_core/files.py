@@ -11,9 +11,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
-
-_CHUNK = 1 << 20
+from typing import Any
 
 
 class CheckpointError(ValueError):
@@ -106,16 +104,13 @@ def read(path: Path, most: int) -> bytes:
 
 
 def fingerprint(path: Path, most: int) -> tuple[int, str]:
-    """Number and SHA-256 of the bytes, at most the first `most + 1` of them. `OSError` as in `read`."""
-    size, digest = 0, hashlib.sha256()
+    """Number and SHA-256 of the bytes. Of a file of more than `most` bytes none is read. `OSError` as in `read`."""
     with opened(path) as file:
-        while part := file.read(min(_CHUNK, most + 1 - size)):
-            size += len(part)
-            digest.update(part)
-    return size, digest.hexdigest()
+        size = os.fstat(file.fileno()).st_size
+        return size, hashlib.file_digest(file, "sha256").hexdigest() if size <= most else ""
 
 
-def opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> io.BufferedReader:
     """The file, open for reading. `OSError` as in `read`."""
     return open(path, "rb", opener=_open_regular)
 

@@ -38,9 +38,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from .._core import files, process
+from .._core import files, process, text
 from .._core.files import CheckpointError as CheckpointError, flush_to_disk
-from .._core.text import for_terminal
 
 FORMAT = 1
 MANIFEST = "jaxpar.json"
@@ -81,10 +80,10 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
             body = {"format": FORMAT, "leaves": records, "files": _prints(unfinished), **content}
             _check(body)  # what would be refused is not written
             outer = {"sha256": digest(body), "content": body}
-            text = json.dumps(outer)  # ASCII
-            words = f"the manifest has {len(text)} bytes, more than {MOST_BYTES}; save less info with it"
-            expect(len(text) <= MOST_BYTES, words)
-            (unfinished / MANIFEST).write_text(text if len(text) > _LINES else json.dumps(outer, indent=1))
+            written = json.dumps(outer)  # ASCII
+            words = f"the manifest has {len(written)} bytes, more than {MOST_BYTES}; save less info with it"
+            expect(len(written) <= MOST_BYTES, words)
+            (unfinished / MANIFEST).write_text(written if len(written) > _LINES else json.dumps(outer, indent=1))
             _flush_all(unfinished)
             os.rename(unfinished, path)
             flush_to_disk(path.parent)
@@ -150,7 +149,6 @@ def newest_first(directory: Path) -> tuple[list[tuple[Path, dict[str, Any]]], di
 
 
 def free_path(directory: Path, content: dict[str, Any]) -> Path:
-    """A path that is not taken."""
     # The step may be there already, damaged or from an earlier run.
     name = f"step_{content['step']:08d}" if "step" in content else f"save_{content['order']:08d}"
     path, again = directory / name, 1
@@ -166,7 +164,6 @@ def of_step(directory: Path, step: int) -> Path | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint."""
     # A process that is killed meanwhile leaves no half of one.
     with _unfinished(path.parent) as gone, contextlib.suppress(FileNotFoundError):  # another process removed it
         os.rename(path, gone)
@@ -269,8 +266,8 @@ def _prints(directory: Path) -> dict[str, list[Any]]:
 
 
 def _reason(error: BaseException) -> str:
-    text = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
-    return text if len(text) < 200 else text[:200] + "..."
+    reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
+    return reason if len(reason) < 200 else reason[:200] + "..."
 
 
 def _parts(records: list[dict[str, Any]], values: Sequence[_T]) -> tuple[dict[int, _T], dict[int, _T]]:
@@ -386,7 +383,7 @@ def load(path: Path) -> dict[str, Any]:
         expect(outer["sha256"] == digest(body), CHECKSUM)
         _check(body)
     except Exception as error:  # a forger may give anything the right checksum
-        reason = for_terminal(f"{type(error).__name__}: {error}", MOST_SHOWN)
+        reason = text.for_terminal(f"{type(error).__name__}: {error}", MOST_SHOWN)
         raise CheckpointError(f"{path} is damaged: {MANIFEST}: {reason}") from None
     if body["format"] > FORMAT:
         raise CheckpointError(f"{path} was saved by a newer jaxpar (format {body['format']}, this one has {FORMAT})")
@@ -428,7 +425,6 @@ def _check(body: Any) -> None:
 
 
 def check_place(place: Any) -> None:
-    """Check the place of a record."""
     is_good = set(place) == {"number", "at", "sha256"} and _is_int(place["number"], 1) and _is_int(place["at"], 0)
     words = f"a record must have a number, a place and a SHA-256, got {reprlib.repr(place)}"
     expect(is_good and _is_sha256(place["sha256"]), words)

@@ -22,15 +22,14 @@ import numpy as np
 from .._core import checks
 from .._core.arrays import check_plain, is_of_numbers, is_prng_key, without_keys
 from .._core.portable import ADAPTERS, FORMATS, PARTS, SavedArray, describe_record, is_registered, path_name
-from .._devices.mesh import put, to_host, wait_before_collectives
-from .._devices.user_mesh import on_own_mesh
+from .._devices import mesh, user_mesh
 
 _SCALARS = (bool, int, float, complex)
 _BITS = 128  # of the hash
 _SAID = ("name", "shape", "dtype", "impl")  # what the hash takes of what a checkpoint says of an array
 
 
-@on_own_mesh
+@user_mesh.on_own_mesh
 def to_leaves(tree: Any, keep: bool = True) -> tuple[dict[str, int], list[dict[str, Any]], list[np.ndarray]]:
     """The step of a state that has one, and for each leaf a record and an array of its own memory.
 
@@ -39,7 +38,7 @@ def to_leaves(tree: Any, keep: bool = True) -> tuple[dict[str, int], list[dict[s
     # Without `keep` the result has no arrays: this process writes nothing and only sends its parts to the others.
     slots, arrays = slots_of(tree), list[np.ndarray]()
     plain, _ = without_keys([slot.leaf for slot in slots])
-    for slot, on_host in zip(slots, map(to_host, plain), strict=True):
+    for slot, on_host in zip(slots, map(mesh.to_host, plain), strict=True):
         if keep:
             # A copy, since the memory of an array on a CPU device is shared. Explicit, for `jax.transfer_guard`.
             array = np.array(jax.device_get(on_host))
@@ -105,7 +104,7 @@ def _restore(slot: SavedArray, record: dict[str, Any], array: np.ndarray) -> Any
         array = flat.reshape(slot.leaf.shape)
     if isinstance(slot.leaf, (np.ndarray, np.generic)):
         return array
-    placed = put(array, getattr(slot.leaf, "sharding", None))
+    placed = mesh.put(array, getattr(slot.leaf, "sharding", None))
     return jax.random.wrap_key_data(placed, impl=record["impl"]) if "impl" in record else placed
 
 
@@ -143,13 +142,13 @@ class StateHash:
     def __str__(self) -> str:
         sums = np.zeros((len(self.records), 2), np.uint32)
         for numbers, found in self.groups:
-            sums[numbers] = np.asarray(to_host(found))
+            sums[numbers] = np.asarray(mesh.to_host(found))
         about = [{name: r[name] for name in _SAID if name in r} for r in self.records]
         found = hashlib.sha256(json.dumps([about, sums.tolist()], sort_keys=True).encode())
         return found.hexdigest()[: _BITS // 4]
 
 
-@on_own_mesh
+@user_mesh.on_own_mesh
 def hash_of(tree: Any) -> StateHash:
     """The hash of a state. In several processes all call it."""
     slots = slots_of(tree)
@@ -162,7 +161,7 @@ def hash_of(tree: Any) -> StateHash:
             continue
         chosen = [leaves[i] for i in numbers]
         if is_split:
-            wait_before_collectives(chosen, tuple(chosen[0].sharding.device_set))
+            mesh.wait_before_collectives(chosen, tuple(chosen[0].sharding.device_set))
         # Of a flat leaf the padding does not count.
         sizes = tuple([math.prod(slots[i].shape) if slots[i].rows else None for i in numbers])
         groups.append((numbers, _sums(chosen, sizes)))

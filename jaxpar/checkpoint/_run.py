@@ -107,7 +107,6 @@ class DirectoryLock:
             return False
 
     def _holder(self) -> _Holder | None:
-        """The owner of the existing file, or None."""
         try:
             with files.opened(self._path) as file:  # to open it asks the server of a network's file system
                 content, changed = file.read(_LONGEST), os.fstat(file.fileno()).st_mtime

@@ -14,11 +14,8 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from .._core import checks, text
-from .._core.calls import answers
-from .._core.files import as_path
-from .._devices import processes
-from .._devices.user_mesh import outside_mesh
+from .._core import calls, checks, files, text
+from .._devices import processes, user_mesh
 from . import _files, _leaves, _run
 from ._files import CheckpointError, Found as Found
 
@@ -29,7 +26,7 @@ Wanted = Callable[[dict[str, Any]], bool]
 _TRIES = 10  # to list a directory while another process removes checkpoints from it
 
 
-@answers("checkpoint.save")
+@calls.answers("checkpoint.save")
 def save(path: PathLike, state: Any) -> None:
     """Save a state. On return it is on disk, complete and flushed.
 
@@ -46,7 +43,7 @@ def save(path: PathLike, state: Any) -> None:
         OSError: the checkpoint cannot be written. No part of it stays on disk.
         TypeError: a leaf is not an array.
     """
-    path, writes = as_path(path, "checkpoint.save: path, the first argument,"), jax.process_index() == 0
+    path, writes = files.as_path(path, "checkpoint.save: path, the first argument,"), jax.process_index() == 0
     with processes.raise_together():
         if writes and os.path.lexists(path):
             raise FileExistsError(f"checkpoint.save: {path} exists already; choose another path, or remove it first")
@@ -58,7 +55,7 @@ def save(path: PathLike, state: Any) -> None:
             _files.write(path, content, records, arrays)
 
 
-@answers("checkpoint.restore")
+@calls.answers("checkpoint.restore")
 def restore(path: PathLike, like: Tree) -> Tree:
     """The saved state, with the structure and devices of `like`.
 
@@ -97,7 +94,7 @@ def restore(path: PathLike, like: Tree) -> Tree:
     return fill(found, like)
 
 
-@answers("checkpoint.latest")
+@calls.answers("checkpoint.latest")
 def latest(directory: PathLike) -> Path | None:
     """The newest checkpoint of a directory that `restore` can read.
 
@@ -128,7 +125,7 @@ def latest(directory: PathLike) -> Path | None:
     return None if found is None else found.path
 
 
-@answers("checkpoint.best")
+@calls.answers("checkpoint.best")
 def best(directory: PathLike) -> Path | None:
     """The best checkpoint of a directory, see `train.KeepBest`.
 
@@ -160,7 +157,6 @@ def best(directory: PathLike) -> Path | None:
 
 
 def is_best(body: dict[str, Any]) -> bool:
-    """Whether the manifest is of a checkpoint that was saved as the best."""
     return bool(body.get("best"))
 
 
@@ -195,7 +191,7 @@ def newest_good(
 def fill(found: Found, like: Any) -> Any:
     """The state of a checkpoint in the structure and on the devices of `like`."""
     try:
-        with outside_mesh():  # the arrays get the shardings of `like`
+        with user_mesh.outside_mesh():  # the arrays get the shardings of `like`
             state, remarks = _leaves.from_leaves(found.body["leaves"], found.arrays, like)
     except ValueError as error:
         why = text.for_terminal(str(error), _files.MOST_SHOWN)
@@ -237,9 +233,9 @@ class Manager:
         ([1.0, 1.0], {'seen': 1})
     """
 
-    @answers("checkpoint.Manager")
+    @calls.answers("checkpoint.Manager")
     def __init__(self, directory: PathLike, *, keep: int = 3, on_latest: Callable[[Path], None] | None = None):
-        self.directory: Path = as_path(directory, "checkpoint.Manager: directory")
+        self.directory: Path = files.as_path(directory, "checkpoint.Manager: directory")
         self.keep: int = checks.whole_number(keep, "checkpoint.Manager", "keep")
         self._on_latest = on_latest
         self._latest: Path | None = None  # what was written or restored last

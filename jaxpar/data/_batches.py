@@ -20,11 +20,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from .._core import checks
+from .._core import calls, checks
 from .._core.arrays import Device, is_prng_key
-from .._core.calls import answers
-from .._devices import processes
-from .._devices.collectives import PaddedBatch, padded_rows
+from .._devices import collectives, processes
 from .._devices.mesh import STORE_AXIS, put, wait_before_collectives
 from .._devices.user_mesh import each_in_user_mesh, has_types, in_user_mesh, on_own_mesh, outside_mesh, with_sharding
 
@@ -119,7 +117,7 @@ class Split:
 
     def rows(self, count: int) -> int:
         """How many rows the arrays of a batch of `count` examples have."""
-        return count if self.virtual_shards is None else padded_rows(count, self.virtual_shards, self.parts)
+        return count if self.virtual_shards is None else collectives.padded_rows(count, self.virtual_shards, self.parts)
 
 
 def split_of(
@@ -267,16 +265,20 @@ def as_batch(arrays: Any, split: Split) -> Any:
         wait_before_collectives(arrays, tuple(split.sharding.device_set))
     if (given := split.given) is not None:
         arrays = jax.tree.map(lambda array: with_sharding(array, given), arrays)
-    return arrays if split.virtual_shards is None else PaddedBatch(arrays, split.virtual_shards)
+    return arrays if split.virtual_shards is None else collectives.PaddedBatch(arrays, split.virtual_shards)
 
 
 def ahead(batches: Iterable[Any], size: int) -> Iterator[Any]:
-    """The batches, of which `size` are made ahead of the one in use."""
+    """The batches, of which `size` are made ahead of the one in use. An exception comes after those before it."""
     waiting: collections.deque[Any] = collections.deque()
-    for batch in batches:
-        waiting.append(batch)
-        if len(waiting) > size:
-            yield waiting.popleft()
+    try:
+        for batch in batches:
+            waiting.append(batch)
+            if len(waiting) > size:
+                yield waiting.popleft()
+    except Exception:
+        yield from waiting
+        raise
     yield from waiting
 
 
@@ -302,7 +304,7 @@ class Plan(NamedTuple):
     split: Split
 
 
-@answers("data.batches", HINTS)
+@calls.answers("data.batches", HINTS)
 def plan_batches(
     size: int,
     batch_size: int,
@@ -362,7 +364,7 @@ def from_host(arrays: Any, plan: Plan, dtype: Any) -> Iterator[Any]:
 _residents: weakref.WeakKeyDictionary[Any, dict[Any, tuple[jax.Array, jax.Array]]] = weakref.WeakKeyDictionary()
 
 
-@answers("data.batches")
+@calls.answers("data.batches")
 def resident(dataset: Any, split: Split, wanted: bool | None = None) -> tuple[jax.Array, jax.Array] | None:
     """Images and labels, whole on each device. None if they are not `wanted`, by default for lack of memory."""
     # They are sent once in the data set's life, unless it is used on ever other devices.

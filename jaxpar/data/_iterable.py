@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from .._core import checks
+from .._core import calls, checks
 from .._core.arrays import check_plain
-from .._core.calls import answers, takes
 from .._devices import processes
 from .._devices.collectives import PaddedBatch, pad_rows
 from .._devices.mesh import split_over
@@ -218,7 +217,7 @@ class IterableSource:
     def _epoch(self, epoch: int) -> Iterable[Any]:
         if not _is_function(self.source):
             return self.source
-        return self.source(epoch) if takes(self.source, 1) else self.source()
+        return self.source(epoch) if calls.takes(self.source, 1) else self.source()
 
     def _host_batches(self, elements: Iterator[Any], share: int, rest: bool = False) -> Iterator[Any]:
         """This process's batches as pytrees of arrays. With `rest` also one of fewer examples than its share."""
@@ -231,7 +230,7 @@ class IterableSource:
             yield join(some)
 
 
-@answers("data.from_iterable")
+@calls.answers("data.from_iterable")
 def from_iterable(
     source: Any,
     *,

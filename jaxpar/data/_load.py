@@ -22,10 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from .._core import files
-from .._core.calls import answers
-from .._core.checks import choice
-from .._core.text import did_you_mean, say_news
+from .._core import calls, checks, files, text
 from ._sources import Dataset
 
 _HINTS = {
@@ -38,7 +35,7 @@ _COPY = "jaxpar-"  # the beginning of the name of a decoded copy
 _MOST_BYTES = 1 << 30  # of the arrays of a decoded copy
 
 
-@answers("data.load", _HINTS)
+@calls.answers("data.load", _HINTS)
 def load(
     name: str = "fashion_mnist",
     split: str = "train",
@@ -70,7 +67,7 @@ def load(
         FileNotFoundError: the source is missing, or lacks a file.
         ValueError: the name, split or source is unknown, or a file or data set is damaged. The message names it.
     """
-    choice(source, "data.load", "source", _SOURCES)
+    checks.choice(source, "data.load", "source", _SOURCES)
     folder = files.as_path(data_dir, "data.load: data_dir").expanduser() if data_dir is not None else default_data_dir()
     found, idx_files = _find(name, folder, source)
     if found != "prepared" and prepared_dir(name, folder) is None:
@@ -81,7 +78,7 @@ def load(
     dataset = Dataset(*read(name, split, folder), source=found, name=name, part=split)
     if verbose:
         place = f"{idx_files}, kept in {folder}" if idx_files else folder
-        say_news(f"{name} {split}, {len(dataset)} images, source: {found} ({place})")
+        text.say_news(f"{name} {split}, {len(dataset)} images, source: {found} ({place})")
     return dataset
 
 
@@ -124,8 +121,7 @@ def _advice(name: str) -> str:
 @functools.cache
 def _tfds() -> Any:
     """The package, imported on first use (about a second)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its own imports; none concerns the caller
+    with warnings.catch_warnings(action="ignore"):  # of its own imports; none concerns the caller
         import tensorflow_datasets as tfds
     # TFDS recommends OpenCV at the first image, on standard error. Decoded copies make that advice useless.
     logging.getLogger("absl").addFilter(lambda record: not str(record.msg).startswith("OpenCV is not installed"))
@@ -229,7 +225,7 @@ def _decode_split(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np
         expected = builder.info.splits[split].num_examples
     except (KeyError, ValueError):
         known = sorted(builder.info.splits)
-        hint = did_you_mean(split, known) or "; a part of one is 'train[:50000]'"
+        hint = text.did_you_mean(split, known) or "; a part of one is 'train[:50000]'"
         raise ValueError(f"{name} has no split {split!r}; it has {known}{hint}") from None
     features = builder.info.features
     if not hasattr(features, "keys") or not {"image", "label"} <= set(features.keys()):
@@ -262,7 +258,7 @@ def _builder(name: str, data_dir: Path) -> Any:
     try:
         return _tfds().builder(name, data_dir=data_dir)
     except _tfds().core.DatasetNotFoundError:
-        near = did_you_mean(name, _tfds().list_builders(with_community_datasets=False))
+        near = text.did_you_mean(name, _tfds().list_builders(with_community_datasets=False))
         raise ValueError(f"data.load: tensorflow-datasets knows no data set {name!r}{near}") from None
     except Exception as error:
         raise _damage_error(data_dir / name, str(error)) from error

@@ -10,17 +10,14 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P, Sharding
 
-from .._core import checks
-from .._core.calls import answers
-from .._devices import processes
-from .._devices.mesh import put, spans_processes, wait_before_collectives
-from .._devices.user_mesh import outside_mesh
+from .._core import calls, checks
+from .._devices import mesh, processes, user_mesh
 from ._batches import ahead, as_jax_dtype, check_sharding, path_name
 
 _WHERE = "data.prefetch"
 
 
-@answers("data.prefetch")
+@calls.answers("data.prefetch")
 def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> Iterator[Any]:
     """Send batches to the devices ahead of their use.
 
@@ -54,25 +51,14 @@ def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> It
     if sharding is not None:
         check = functools.partial(check_sharding, where=_WHERE)
         sharding = jax.tree.map(check, sharding, is_leaf=lambda x: isinstance(x, (Sharding, P)))
-    return _prefetch(elements, sharding, size)
-
-
-def _prefetch(elements: Iterator[Any], sharding: Any, size: int) -> Iterator[Any]:
-    errors: list[Exception] = []
 
     def sent() -> Iterator[Any]:
-        try:
-            for element in elements:
-                yield _to_devices(element, sharding)
-        except Exception as error:  # it comes after the batches before it
-            errors.append(error)
+        for batch in ahead((_to_devices(element, sharding) for element in elements), size):
+            leaves = jax.tree.leaves(batch)
+            mesh.wait_before_collectives(batch, tuple(leaves[0].sharding.device_set) if leaves else ())
+            yield batch
 
-    for batch in ahead(sent(), size):
-        leaves = jax.tree.leaves(batch)
-        wait_before_collectives(batch, tuple(leaves[0].sharding.device_set) if leaves else ())
-        yield batch
-    if errors:
-        raise errors[0]
+    return sent()
 
 
 def _to_devices(batch: Any, sharding: Any) -> Any:
@@ -80,7 +66,7 @@ def _to_devices(batch: Any, sharding: Any) -> Any:
     batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
     checks.arrays_of_numbers(batch, f"{_WHERE}: batch")
     batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else as_jax_dtype(x), batch)
-    with outside_mesh():
+    with user_mesh.outside_mesh():
         if sharding is None:
             return jax.device_put(batch)
         try:
@@ -92,8 +78,8 @@ def _to_devices(batch: Any, sharding: Any) -> Any:
 
 def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
     try:
-        if processes.count() == 1 or spans_processes(leaf):
-            return put(leaf, sharding)
+        if processes.count() == 1 or mesh.spans_processes(leaf):
+            return mesh.put(leaf, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
     except ValueError as error:
         own = ", of which each process gives the part of its own devices" if processes.count() > 1 else ""

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._core import checks
+from .._core import calls, checks
 from .._core.arrays import check_plain
-from .._core.calls import answers, answers_class
 from .._devices import processes
 from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
@@ -59,7 +58,7 @@ class Source(Protocol):
 # A data set in memory.
 
 
-@answers_class("data.Dataset")
+@calls.answers_class("data.Dataset")
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Images and labels in host memory.
@@ -138,7 +137,7 @@ class Dataset:
         )
 
 
-@answers("data.num_batches")
+@calls.answers("data.num_batches")
 def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> int:
     """The number of batches in one epoch over `size` examples.
 
@@ -153,7 +152,7 @@ def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> i
 # Data of any origin.
 
 
-@answers("data.as_source")
+@calls.answers("data.as_source")
 def as_source(given: Any) -> Source:
     """Convert data to a `Source`.
 
@@ -176,7 +175,7 @@ def as_source(given: Any) -> Source:
 def batches(dataset: Dataset, batch_size: int | None = None, **options: Any) -> Iterator[Batch]: ...
 @overload
 def batches(dataset: Any, batch_size: int | None = None, **options: Any) -> Iterator[Any]: ...
-@answers("data.batches", _batches.HINTS)
+@calls.answers("data.batches", _batches.HINTS)
 def batches(
     dataset: Any,
     batch_size: int | None = None,
@@ -248,7 +247,7 @@ def batches(
     return source.batches(size, rng=rng, epochs=epochs, start=start, devices=devices, **other)
 
 
-@answers("data.split")
+@calls.answers("data.split")
 def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True) -> Any:
     """Split data into two parts, for example for training and validation.
 
@@ -283,7 +282,7 @@ def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None,
     return split_it(fraction, rng=rng, shuffle=shuffle)
 
 
-@answers("data.collect")
+@calls.answers("data.collect")
 def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     """Read an iterable of another library into one `Dataset`, such as test data.
 
@@ -347,7 +346,7 @@ class DatasetSource(_OfArrays):
         return DatasetSource(first), DatasetSource(rest)
 
 
-@answers("data.batch_groups")
+@calls.answers("data.batch_groups")
 def batch_groups(
     source: Source,
     batch_size: int,
@@ -432,7 +431,7 @@ class ArraySource(_OfArrays):
         return dataclasses.replace(self, arrays=first), dataclasses.replace(self, arrays=rest)
 
 
-@answers("data.from_arrays")
+@calls.answers("data.from_arrays")
 def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
     """Make training data from named arrays.
 

@@ -12,13 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import checks
+from ..._core import calls, checks, text
 from ..._core.arrays import is_of_numbers
-from ..._core.calls import check_takes
-from ..._core.text import say
-from ..._devices import processes
-from ..._devices.mesh import to_host
-from ..._devices.user_mesh import outside_mesh
+from ..._devices import mesh, processes, user_mesh
 from .._step.state import TrainState
 from .history import LivePlot, Record
 from .loggers import JsonLines, MetricsFile
@@ -50,8 +46,6 @@ class WithMemory(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Callbacks:
-    """The callbacks of a run."""
-
     # Called with the state and the record after each epoch, the metrics file first.
     each: tuple[Any, ...] = ()  # of Callback and WithMemory
     on_step: OnStep | None = None  # called with the number and the metrics of each step
@@ -79,7 +73,7 @@ class Callbacks:
                 f"the checkpoint has no matching memory of {' and '.join(missed)}, so it starts anew" if missed else "",
                 f"no callback uses the memory of {others} in the checkpoint" if left else "",
             )
-            say("fit: " + "; ".join(filter(None, words)))
+            text.say("fit: " + "; ".join(filter(None, words)))
         return tuple(found)
 
     def to_json(self, memories: Memories) -> list[dict[str, Any]]:
@@ -184,7 +178,7 @@ def collect_callbacks(
             f"fit: {name_of(owner)}.on_step takes a memory, so fit must call it; leave out on_step=, give callbacks="
         )
     if on_step is not None:
-        check_takes(on_step, ("step", "metrics"), "fit: on_step")
+        calls.check_takes(on_step, ("step", "metrics"), "fit: on_step")
     each = (*([] if metrics_file is None else [MetricsFile(metrics_file)]), *given)
     files = [callback.path.absolute() for callback in each if isinstance(callback, JsonLines)]
     files += [] if certificate is None else [certificate.absolute()]
@@ -215,11 +209,11 @@ def _check_callback(callback: Any) -> None:
         )
     if not has_memory(callback):
         hint = "; or give an object with init and on_epoch, or a sequence of such functions and objects"
-        return check_takes(callback, ("state", "record"), "fit: a callback", hint)
+        return calls.check_takes(callback, ("state", "record"), "fit: a callback", hint)
     on_step = getattr(callback, "on_step", None)
     if on_step is not None:
         what = f"fit: {name_of(callback)} has a memory, so its on_step"
-        check_takes(on_step, ("memory", "step", "metrics"), what)
+        calls.check_takes(on_step, ("memory", "step", "metrics"), what)
 
 
 # What a callback remembers, as JSON in a checkpoint, and back to the last bit.
@@ -241,7 +235,7 @@ def memory_to_json(memory: Any, who: str) -> dict[str, Any]:
         )
     for i, array in enumerate(values):
         if not isinstance(array, _WORDS):
-            array = np.asarray(to_host(array))
+            array = np.asarray(mesh.to_host(array))
             data = base64.b64encode(array.tobytes()).decode()
             values[i] = {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
     return {"names": names, "values": values}
@@ -258,7 +252,7 @@ def memory_from_json(saved: Any, fresh: Any) -> Any:
         if kind != wanted:
             raise ValueError("the shape or dtype of an array differs")
         if isinstance(value, np.ndarray):
-            with outside_mesh():
+            with user_mesh.outside_mesh():
                 found[i] = jnp.asarray(value.copy()) if isinstance(like, jax.Array) else value.copy()
     return structure.unflatten(found)
 
@@ -269,7 +263,7 @@ def is_saved_memory(saved: Any) -> bool:
         names, values = saved["names"], saved["values"]
         for value in values:
             _decode(value)
-        are_texts = all(isinstance(text, str) for text in (saved["name"], *names))
+        are_texts = all(isinstance(word, str) for word in (saved["name"], *names))
         return are_texts and isinstance(names, list) and len(names) == len(values)
     except (KeyError, TypeError, ValueError, OverflowError):
         return False

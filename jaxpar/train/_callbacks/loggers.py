@@ -21,9 +21,7 @@ from typing import Any
 import jax
 
 from ... import checkpoint, distributed
-from ..._core import checks, files
-from ..._core.calls import answers
-from ..._core.text import say_news
+from ..._core import calls, checks, files, text
 from .history import SPEEDS, History, Record, metric_names
 
 PathLike = str | os.PathLike[str]
@@ -65,7 +63,7 @@ class Logger:
             if len(new) < len(row) and not self._has_said:
                 self._has_said = True
                 words = "which is not written again; use a new run for another training"
-                say_news(f"{self._run_name} already has step {step}, {words}")
+                text.say_news(f"{self._run_name} already has step {step}, {words}")
             if new:
                 self._write(step, new)
 
@@ -115,7 +113,7 @@ def _import(package: str) -> Any:
 # Files.
 
 
-@answers("to_jsonl")
+@calls.answers("to_jsonl")
 def to_jsonl(path: PathLike) -> JsonLines:
     """A callback of `fit` that writes each record as a JSON line.
 
@@ -153,8 +151,8 @@ class JsonLines(Logger):
         return record
 
     def _open(self, step: int) -> None:
-        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
-        whole = text[: text.rfind("\n") + 1]  # a crash may have cut the last line short
+        content = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
+        whole = content[: content.rfind("\n") + 1]  # a crash may have cut the last line short
         try:
             records = [json.loads(line) for line in whole.splitlines()]
             kept = [record for record in records if int(record["step"]) < step]
@@ -198,7 +196,7 @@ def _strict(value: Any) -> Any:
     return value
 
 
-@answers("to_tensorboard")
+@calls.answers("to_tensorboard")
 def to_tensorboard(directory: PathLike) -> TensorBoard:
     """A callback of `fit` that writes event files for TensorBoard.
 
@@ -256,7 +254,7 @@ class TensorBoard(Logger):
 # Trackers.
 
 
-@answers("train.to_wandb")
+@calls.answers("train.to_wandb")
 def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
     """A callback of `fit` that writes the records to Weights & Biases.
 
@@ -300,7 +298,7 @@ class WeightsAndBiases(Logger):
         self.run = None
 
 
-@answers("to_mlflow")
+@calls.answers("to_mlflow")
 def to_mlflow(
     experiment: str | None = None,
     *,

@@ -78,8 +78,8 @@ class Member:
         with self._under_way(loop.state):
             yield self._lead()
             for place in (_BEGIN, self._at):  # without a step, the others wait at the first of them
-                self._group.tell(place, {"stop": True, "signal": loop.signal, "history": self._history})
-        if loop.signal is None:
+                self._group.tell(place, {"stop": True, "signal": loop.signals.asked, "history": self._history})
+        if loop.signals.asked is None:
             self._group.end()
             atexit.register(self._group.wait_for_others)
 

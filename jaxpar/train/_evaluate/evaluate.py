@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import NamedSharding
 
-from ..._core import checks
-from ..._core.arrays import Recent
-from ..._core.calls import answers, check_takes
-from ..._devices.mesh import can_hang
-from ..._devices.user_mesh import outside_mesh
-from ...data import _READ_ONCE, Dataset, DatasetSource, IterableSource, Source
+from ..._core import calls, checks
+from ..._devices import mesh, user_mesh
+from ...data import _READ_ONCE, Dataset, IterableSource
 from .._step.loss import Mean
 from .._step.state import TrainState
-from .every_example import Pass, model_of, text_of, with_axes
-from .metrics import Values, ValuesError, as_values, sum_up
+from .every_example import Pass, model_of
+from .metrics import ValuesError, as_values, sum_up
 
 EvalFn = Callable[..., Any]
 _AHEAD = 8  # batches whose sums are not read yet
@@ -35,7 +28,7 @@ def evaluate(
 ) -> dict[str, float]: ...
 @overload
 def evaluate(state_or_params: Any, *, data: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
-@answers("evaluate", renamed={"source": "data", "dataset": "data"})
+@calls.answers("evaluate", renamed={"source": "data", "dataset": "data"})
 def evaluate(
     state_or_params: Any,
     apply_fn: Callable[..., jax.Array] | None = None,
@@ -120,10 +113,10 @@ class Evaluation:
         for prefix, (eval_fn, data) in self.parts.items():
             if isinstance(eval_fn, Classification):
                 check_classes("fit: test_data", eval_fn.apply_fn, model_of(state), data)
-            with outside_mesh() as user:
-                examples, _, shapes_of = _program("fit", state, eval_fn, data, self.batch_size, user)
+            with user_mesh.outside_mesh() as user:
+                examples, sums_of = _pass("fit", state, eval_fn, data, self.batch_size, user)
                 shapes = examples.shapes()
-                names += [] if shapes is None else [prefix + name for name in shapes_of(examples.leaves, shapes).names]
+                names += [] if shapes is None else [prefix + name for name in sums_of(shapes).names]
         return names
 
     def scores(self, state: TrainState) -> dict[str, float]:
@@ -147,11 +140,10 @@ def plan_evaluation(*, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: A
         check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
         parts["test_"] = Classification(apply_fn), test_data
     if eval_data is not None:
-        source = eval_data if isinstance(eval_data, Source) else None
-        once = source.is_read_once if isinstance(source, IterableSource) else hasattr(eval_data, "__next__")
-        if once and getattr(source, "steps_per_epoch", None) is None:  # a second evaluation would find nothing
-            kind = type(getattr(source, "source", eval_data)).__name__
-            raise TypeError(f"fit: eval_data is read after each epoch, got a {kind}; {_READ_ONCE}")
+        read = eval_data.source if isinstance(eval_data, IterableSource) else eval_data
+        # A second evaluation would find nothing.
+        if hasattr(read, "__next__") and getattr(eval_data, "steps_per_epoch", None) is None:
+            raise TypeError(f"fit: eval_data is read after each epoch, got a {type(read).__name__}; {_READ_ONCE}")
         parts["eval_"] = eval_fn, eval_data
     return Evaluation(parts, batch_size)
 
@@ -171,11 +163,11 @@ class _Sums:
 
 def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> dict[str, Any]:
     """What `eval_fn` gives over every example: floats by name, and NumPy arrays for values with columns."""
-    with outside_mesh() as user:
-        examples, sums_of, shapes_of = _program(where, state_or_params, eval_fn, source, batch_size, user)
-        ahead = 0 if can_hang(examples.devices) else _AHEAD
+    with user_mesh.outside_mesh() as user:
+        examples, sums_of = _pass(where, state_or_params, eval_fn, source, batch_size, user)
+        ahead = 0 if mesh.can_hang(examples.devices) else _AHEAD
         totals: dict[str, Any] = {}
-        for sums, _ in examples.run(sums_of, lambda shapes: shapes_of(examples.leaves, shapes).is_exact, ahead):
+        for sums, _ in examples.run(lambda shapes: sums_of(shapes).is_exact, ahead):
             _add(totals, sums)
         scores: dict[str, Any] = {}
         for name, value in totals.items():
@@ -183,98 +175,44 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
         return scores
 
 
-def _program(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int, user: Any) -> Any:
-    """The examples, and both functions of `_make_program`."""
+def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int, user: Any) -> Any:
+    """The examples, and a function of the shapes of a batch that raises what is wrong with its values."""
     examples = Pass(where, state_or_params, source, batch_size, user)
     fn, name, batch = eval_fn, "eval_fn", "batch"
     if isinstance(eval_fn, Classification):
         fn, name, batch = checks.function(eval_fn.apply_fn, f"{where}: apply_fn"), "apply_fn", "images"
     checks.hashable(fn, f"{where}: {name}")
     names = ("params", batch, "model_state")[: len(examples.model) + 1]
-    check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
-    values_of = functools.partial(_values_of, with_axes(eval_fn, examples.axes), examples.structure)
-    chosen: list[Any] = []  # the program, once shapes of a batch are known. These come before the first batch.
+    calls.check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
 
-    def shapes_of(leaves: list[Any], batch: Any) -> _Sums:
-        if not chosen:
-            with _noted(batch):
-                text, values = text_of(values_of, leaves, batch)
-            finish = [getattr(v.finish, "__code__", v.finish) for v in values.values() if isinstance(v, Mean)]
-            key = _key(examples.model), examples.copies, examples.axes, text, finish
-            chosen[:] = _programs(eval_fn, *key)
-        return chosen[1](leaves, batch)
+    def sums_of(batch: Any) -> _Sums:
+        try:
+            return examples.trace(_sums, eval_fn, batch, lambda: _check_twice(examples, eval_fn, batch))
+        except Exception as error:
+            error.add_note(f"eval_fn or apply_fn was traced for a batch {jax.tree.map(checks.describe, batch)}")
+            raise
 
-    return examples, lambda *args: chosen[0](*args), shapes_of
+    return examples, sums_of
 
 
-def _values_of(own: Any, structure: Any, leaves: list[Any], batch: Any) -> Values:
-    params, *model_state = structure.unflatten(leaves)
-    return as_values(own(params, batch, *model_state), _rows(batch))
+def _sums(call: Any, batch: Any, mask: jax.Array) -> _Sums:
+    values = as_values(call(batch), len(mask))
+    is_exact = any(not isinstance(value, Mean) or not np.ndim(value.total) for value in values.values())
+    return _Sums(list(sum_up(values, mask).values()), tuple(values), is_exact)
 
 
-@contextlib.contextmanager
-def _noted(batch: Any) -> Generator[None]:
-    """A block whose errors get a note of the batch that is traced."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"eval_fn or apply_fn was traced for a batch {jax.tree.map(checks.describe, batch)}")
-        raise
-
-
-def _make_program(eval_fn: Any, model_key: Any, copies: NamedSharding | None, axes: tuple[str, ...], *_: Any) -> Any:
-    """The program of a batch, and a function of the shapes of a batch that raises what is wrong with its values.
-
-    `copies`: the sharding of the sums.
-    """
-    values_of = functools.partial(_values_of, with_axes(eval_fn, axes), model_key[0])
-    found: dict[Any, _Sums] = {}  # by the shapes of a batch
-
-    @jax.jit
-    def sums(leaves: list[Any], batch: Any, mask: jax.Array) -> _Sums:
-        values = values_of(leaves, batch)
-        is_exact = any(not isinstance(value, Mean) or not np.ndim(value.total) for value in values.values())
-        summed = list(sum_up(values, mask).values())
-        summed = summed if copies is None else lax.with_sharding_constraint(summed, copies)
-        return _Sums(summed, tuple(values), is_exact)
-
-    def shapes(leaves: list[Any], batch: Any) -> _Sums:
-        if (key := _key(batch)) not in found:
-            given = batch, jax.ShapeDtypeStruct((_rows(batch),), bool)
-            if copies is not None:  # as batches have it, so that the trace is that of the first call
-                given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=copies), given)
-            with _noted(batch):
-                own_shapes = sums.eval_shape(leaves, *given)
-            if not isinstance(eval_fn, Classification):  # which is known to return a row for each example
-                _check_twice(values_of, leaves, batch)
-            found[key] = own_shapes
-        return found[key]
-
-    return sums, shapes
-
-
-_programs = Recent(_make_program)
-
-
-def _check_twice(values_of: Callable[..., Values], leaves: list[Any], batch: Any) -> None:
+def _check_twice(examples: Pass, eval_fn: Any, batch: Any) -> None:
     """`ValuesError` for a value whose first axis is only by chance as long as the batch: twice as many show it."""
+    if isinstance(eval_fn, Classification):  # which is known to return a row for each example
+        return
     twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
+    mask = jax.ShapeDtypeStruct(jax.tree.leaves(twice)[0].shape[:1], bool)
     try:
-        jax.eval_shape(lambda batch: sum_up(values_of(leaves, batch), jnp.ones(_rows(batch), bool)), twice)
+        examples.jit(_sums, eval_fn).eval_shape(examples.leaves, twice, mask)
     except ValuesError:
         raise
     except Exception:  # a function for batches of one size
         return
-
-
-def _rows(batch: Any) -> int:
-    return jax.tree.leaves(batch)[0].shape[0]
-
-
-def _key(tree: Any) -> Any:
-    """The structure, the shapes and the dtypes of a pytree."""
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)
 
 
 def _add(totals: dict[str, Any], sums: _Sums) -> None:
@@ -324,7 +262,7 @@ def _named(name: str, result: Any) -> dict[str, Any]:
 class Classification:
     """`eval_fn(params, batch) -> {"loss", "accuracy"}` of an `apply_fn`."""
 
-    apply_fn: Any  # a function, checked by `_program`
+    apply_fn: Any  # a function, checked by `_pass`
 
     def __call__(self, params: Any, batch: Any, *model_state: Any) -> dict[str, jax.Array]:
         logits = check_logits(self.apply_fn(params, batch["image"], *model_state), len(batch["image"]))
@@ -354,15 +292,12 @@ def check_classified(dataset: Any, where: str, hint: str = "") -> None:
 
 def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: Any) -> None:
     """`ValueError` unless integer labels are classes of the model (params, *rest). Nothing is computed."""
-    # JAX takes an index out of range as another one, or gives NaN, and no error. Of data other than a `data.Dataset`
-    # the labels are not known.
-    if isinstance(dataset, DatasetSource):
-        dataset = dataset.dataset
-    if not isinstance(dataset, Dataset) or not len(dataset) or dataset.labels.dtype.kind not in "iu":
+    # JAX takes an index out of range as another one, or gives NaN, and no error.
+    if not len(dataset) or dataset.labels.dtype.kind not in "iu":
         return
     params, *rest = model
     image = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)
-    with outside_mesh():
+    with user_mesh.outside_mesh():
         try:
             *each, count = jax.eval_shape(lambda *args: apply_fn(*args), params, image, *rest).shape
         except Exception:  # what is wrong is said where `apply_fn` is called

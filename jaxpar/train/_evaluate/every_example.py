@@ -8,20 +8,21 @@ evenly. Otherwise each device has all of them, so that any number is possible on
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from ... import data
 from ..._core import checks
-from ..._core.arrays import Device
-from ..._devices import processes
+from ..._core.arrays import Device, Recent
+from ..._devices import processes, user_mesh
 from ..._devices.mesh import STORE_AXIS, copies_on, put, spans_processes, split_over, wait_before_collectives
-from ..._devices.user_mesh import check_traced, without_types
 from .._step.state import TrainState, carries
 
 IsExact = Callable[[Any], bool]  # whether batches of these shapes must not be filled up
@@ -37,7 +38,7 @@ class Pass:
 
     def __init__(self, where: str, state_or_params: Any, given: Any, batch_size: int, user: Mesh | None):
         if user is None:
-            check_traced(state_or_params, where)
+            user_mesh.check_traced(state_or_params, where)
         self.model = model_of(state_or_params)
         self.leaves, self.structure = jax.tree.flatten(self.model)
         # The size counts the examples of all processes. Batches that a source gives stay as long as they are.
@@ -62,6 +63,8 @@ class Pass:
                 kind = "an empty data set" if isinstance(self.source, data.DatasetSource) else "empty arrays"
                 raise ValueError(f"{where}: expected examples, got {kind}")
             self.size = min(self._round_up(self._batch_size), self._round_up(examples))  # rows of a whole batch
+        self._program: Any = None  # see `trace`
+        self._returned: Any = None
 
     def shapes(self) -> Any:
         """A whole batch as `jax.ShapeDtypeStruct`s. None if nothing is known before it is read."""
@@ -72,16 +75,37 @@ class Pass:
             return None
         return self.source.batch_shapes(self._round_up(checks.batch_length(first, self._where)), first)
 
-    def run(self, program: Any, is_exact: IsExact, ahead: int) -> Iterator[tuple[Any, int]]:
-        """What `program(leaves, batch, mask)` gives for each batch, and how many of its examples count.
+    def trace(self, of: Any, fn: Any, batch: Any, check: Callable[[], object] = lambda: None) -> Any:
+        """The shapes of what `of(call, batch, mask)` returns, where `call(batch)` calls `fn` with the model too.
 
-        `ahead` batches are started before one is given, so that the host need not wait.
+        The program of it, as it is for the first batch, is that of `run`. `check` is called before a new one is kept.
+        """
+        # What a function reads by name, as another function that a cell of a notebook has changed, counts too. So it is
+        # traced anew: JAX, and a key that is the function itself, know nothing of that.
+        if self._program is None:
+            key = of, fn, self.structure, self.copies, self.axes
+            traced = self.jit(*key[:2]).trace(self.leaves, batch, jax.ShapeDtypeStruct((_rows(batch),), bool))
+            key += (traced.lower().as_text(),)
+            if _programs(*key, make=False) is None:
+                check()
+            self._program, self._returned = _programs(*key), traced.out_info
+        return self._returned
+
+    def jit(self, of: Any, fn: Any) -> Any:
+        """What `trace` traces, a function of (leaves, batch, mask)."""
+        return jax.jit(functools.partial(_on_batch, of, fn, self.structure, self.copies, self.axes))
+
+    def run(self, is_exact: IsExact, ahead: int) -> Iterator[tuple[Any, int]]:
+        """What the traced program gives for each batch, and how many of its examples count.
+
+        `is_exact` calls `trace`. `ahead` batches are started before one is given, so that the host need not wait.
         """
 
         def each() -> Iterator[tuple[Any, int]]:
             for batch, mask, valid in self.batches(is_exact):
                 wait_before_collectives((self.leaves, batch, mask), self.devices)
-                yield program(self.leaves, batch, mask), valid
+                found = jax.tree.leaves(self._program(self.leaves, batch, mask))
+                yield jax.tree.structure(self._returned).unflatten(found), valid  # with the functions of now in it
 
         for found in data._ahead(each(), ahead):
             yield found
@@ -190,7 +214,7 @@ class Pass:
                 batch = next(batches, None)
             if batch is None:
                 return
-            batch = without_types(batch)
+            batch = user_mesh.without_types(batch)
             if checks.batch_length(batch, self._where):
                 yield batch
 
@@ -199,8 +223,7 @@ def _fill(batch: Any, count: int) -> Any:
     """The batch with so many copies of its last example behind it."""
     if not count:
         return batch
-    arrays = jax.tree.map(np.asarray, batch)
-    return jax.tree.map(lambda x: np.concatenate([x, np.repeat(x[-1:], count, axis=0)]), arrays)
+    return jax.tree.map(lambda x: np.pad(x, [(0, count), *[(0, 0)] * (np.ndim(x) - 1)], "edge"), batch)
 
 
 def _as_eval_source(where: str, given: Any) -> Any:
@@ -216,8 +239,8 @@ def _as_eval_source(where: str, given: Any) -> Any:
         )
     given = data._as_arrays(given, where)
     if _is_arrays(given):
-        check_traced(given, where)
-        given = without_types(given)
+        user_mesh.check_traced(given, where)
+        given = user_mesh.without_types(given)
         checks.batch_length(given, where)
         return data.from_arrays(given)
     if callable(given) or isinstance(given, Iterable) or hasattr(given, "__getitem__"):
@@ -230,17 +253,24 @@ def _as_eval_source(where: str, given: Any) -> Any:
 def model_of(state_or_params: Any) -> tuple[Any, ...]:
     """(params to evaluate,), or (params, model_state) of a state that has one."""
     if not isinstance(state_or_params, TrainState):
-        return (without_types(state_or_params),)
+        return (user_mesh.without_types(state_or_params),)
     model_state = (state_or_params.model_state,) if carries(state_or_params.model_state) else ()
-    return without_types((state_or_params.eval_params, *model_state))
+    return user_mesh.without_types((state_or_params.eval_params, *model_state))
 
 
-def text_of(fn: Callable[..., Any], *args: Any) -> tuple[str, Any]:
-    """The text of the program that a function is now, and the shapes of what it returns."""
-    # What a function reads by name, as another function that a cell of a notebook has changed, counts too. So it is
-    # traced anew: JAX, and a key that is the function itself, know nothing of that.
-    lowered = jax.jit(lambda *args: fn(*args)).lower(*args)
-    return lowered.as_text(), lowered.out_info
+def _on_batch(
+    of: Any, fn: Any, structure: Any, copies: NamedSharding | None, axes: tuple[str, ...], leaves: Any, *batch: Any
+) -> Any:
+    params, *model_state = structure.unflatten(leaves)
+    found = of(lambda inputs: with_axes(fn, axes)(params, inputs, *model_state), *batch)
+    return found if copies is None else lax.with_sharding_constraint(found, copies)
+
+
+_programs = Recent(lambda *key: jax.jit(functools.partial(_on_batch, *key[:-1])))
+
+
+def _rows(batch: Any) -> int:
+    return jax.tree.leaves(batch)[0].shape[0]
 
 
 def with_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:

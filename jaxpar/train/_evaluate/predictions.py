@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,18 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from ..._core import checks
-from ..._core.arrays import Recent
-from ..._core.calls import answers
-from ..._core.text import Table
-from ..._devices import processes
-from ..._devices.user_mesh import on_own_mesh, outside_mesh
+from ..._core import calls, checks, text
+from ..._devices import processes, user_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.history import new_figure, readable, save_figure
 from .evaluate import check_classes, check_classified, check_logits
-from .every_example import Pass, text_of, with_axes
+from .every_example import Pass, with_axes
 
 ApplyFn = Callable[..., Any]
 _MOST = 10  # rows of the table
@@ -30,7 +24,7 @@ _NUMBERED = 25  # classes up to which the cells hold their counts
 _COLUMNS = 5
 
 
-@answers("predict", renamed={"source": "data"})
+@calls.answers("predict", renamed={"source": "data"})
 def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: int = 256) -> Any:
     """The outputs of a model for every example, in order.
 
@@ -56,7 +50,7 @@ def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: i
         >>> train.predict(2.0, double, np.arange(5.0, dtype=np.float32), batch_size=2)["twice"].tolist()
         [0.0, 2.0, 4.0, 6.0, 8.0]
     """
-    with outside_mesh() as user:
+    with user_mesh.outside_mesh() as user:
         return _predict("predict", apply_fn, Pass("predict", state_or_params, data, batch_size, user))
 
 
@@ -85,13 +79,14 @@ class Mistakes:
         return f"Mistakes({len(self)} of {self.examples} examples)"
 
     def _repr_html_(self) -> str:
-        columns = (self.indices, self.predicted, self.labels)
-        rows = [(*map(str, row), f"{p:.4f}") for *row, p in zip(*columns, self.probabilities, strict=True)]
-        return Table(repr(self), ("index", "predicted", "label", "probability"), rows, _MOST, "right")._repr_html_()
+        found = zip(self.indices, self.predicted, self.labels, self.probabilities, strict=True)
+        rows = [(*map(str, row), f"{p:.4f}") for *row, p in found]
+        columns = ("index", "predicted", "label", "probability")
+        return text.Table(repr(self), columns, rows, _MOST, "right")._repr_html_()
 
 
-@answers("confusion_matrix", renamed={"dataset": "data"})
-@on_own_mesh
+@calls.answers("confusion_matrix", renamed={"dataset": "data"})
+@user_mesh.on_own_mesh
 def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256) -> np.ndarray:
     """Count the examples of each class by predicted class.
 
@@ -114,15 +109,10 @@ def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, 
     return matrix
 
 
-@answers("mistakes", renamed={"dataset": "data"})
-@on_own_mesh
+@calls.answers("mistakes", renamed={"dataset": "data"})
+@user_mesh.on_own_mesh
 def mistakes(
-    state_or_params: Any,
-    apply_fn: ApplyFn,
-    data: Dataset,
-    *,
-    batch_size: int = 256,
-    most: int | None = None,
+    state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256, most: int | None = None
 ) -> Mistakes:
     """Find the examples that a classifier gets wrong, most confident first.
 
@@ -169,60 +159,40 @@ def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> Any:
             f"{name}: with several processes the order of all examples is unknown; give a data.Dataset or arrays"
         )
     # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
-    as_given = isinstance(examples.source, ArraySource)
+    of = _outputs if isinstance(examples.source, ArraySource) else _outputs_of_images
     checks.function(apply_fn, f"{name}: apply_fn")
-    key = examples.structure, examples.copies, examples.axes, as_given
-    chosen: list[Any] = []  # the program, once shapes of a batch are known. These come before the first batch.
 
     def is_exact(batch: Any) -> bool:
-        if not chosen:
-            text, _ = text_of(functools.partial(_outputs_of, apply_fn, *key), examples.leaves, batch)
-            chosen.append(_programs(apply_fn, *key, text))
+        examples.trace(of, apply_fn, batch)
         return False
 
     parts: list[Any] = []
-    for outputs, valid in examples.run(lambda *args: chosen[0](*args), is_exact, ahead=1):
+    for outputs, valid in examples.run(is_exact, ahead=1):
         parts.append(jax.tree.map(lambda x, count=valid: np.asarray(x)[:count], outputs))
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
-def _outputs_of(
-    apply_fn: ApplyFn,
-    structure: Any,
-    copies: Any,
-    axes: tuple[str, ...],
-    as_given: bool,
-    leaves: list[jax.Array],
-    inputs: Any,
-    mask: Any = None,
-) -> Any:
-    """The outputs for a batch, with a copy on each device."""
-    params, *model_state = structure.unflatten(leaves)
-    if not as_given and isinstance(inputs, dict) and inputs.keys() == {"image", "label"}:
-        inputs = inputs["image"]
-    outputs = with_axes(apply_fn, axes)(params, inputs, *model_state)
-    n = len(jax.tree.leaves(inputs)[0])
+def _outputs(call: Any, inputs: Any, mask: jax.Array) -> Any:
+    outputs = call(inputs)
     for leaf in jax.tree.leaves(outputs):
-        if jnp.shape(leaf)[:1] != (n,):
-            raise ValueError(
-                f"predict: apply_fn must return one row per example; got shape {jnp.shape(leaf)} for a batch of {n}"
-            )
-    return outputs if copies is None else lax.with_sharding_constraint(outputs, copies)
+        if jnp.shape(leaf)[:1] != mask.shape:
+            n, shape = len(mask), jnp.shape(leaf)
+            raise ValueError(f"predict: apply_fn must return one row per example; got shape {shape} for a batch of {n}")
+    return outputs
 
 
-_programs = Recent(lambda apply_fn, *key: jax.jit(functools.partial(_outputs_of, apply_fn, *key[:-1])))
+def _outputs_of_images(call: Any, batch: Any, mask: jax.Array) -> Any:
+    has_labels = isinstance(batch, dict) and batch.keys() == {"image", "label"}
+    return _outputs(call, batch["image"] if has_labels else batch, mask)
 
 
 # Pictures.
 
 
-@answers("plot_confusion_matrix")
+@calls.answers("plot_confusion_matrix")
 @readable("plot_confusion_matrix")
 def plot_confusion_matrix(
-    matrix: np.ndarray,
-    *,
-    class_names: Sequence[str] | None = None,
-    path: str | os.PathLike[str] | None = None,
+    matrix: np.ndarray, *, class_names: Sequence[str] | None = None, path: str | os.PathLike[str] | None = None
 ) -> Any:
     """Draw a confusion matrix, coloured by the fraction of each row. Returns the matplotlib figure.
 
@@ -262,7 +232,7 @@ def plot_confusion_matrix(
     return save_figure(figure, path)
 
 
-@answers("plot_mistakes", renamed={"dataset": "data"})
+@calls.answers("plot_mistakes", renamed={"dataset": "data"})
 @readable("plot_mistakes")
 def plot_mistakes(
     mistakes: Mistakes,

@@ -94,11 +94,8 @@ def _is_own_group(number: int) -> bool:
 def _processor() -> str:
     """A name for this kind of processor, of its model and its features."""
     about = cpu_info()
-    words = [
-        platform.machine(),
-        platform.processor(),
-        *(about.get(name, "") for name in ("model name", "flags", "Features")),
-    ]
+    said = [about.get(name, "") for name in ("model name", "flags", "Features")]
+    words = [platform.machine(), platform.processor(), *said]
     return f"{platform.machine()}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:12]}"
 
 

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import jax
 
 from ... import checkpoint, data, distributed
-from ..._core import checks
-from ..._core.calls import answers
+from ..._core import calls, checks
 from .._callbacks.callbacks import Callback, OnStep, WithMemory
 from .._callbacks.history import History
 from .._step.state import IN_STORE, TrainState, check_is_state
@@ -45,7 +44,7 @@ _HINTS = {
 _MANY = "; give images and labels in one argument, fit(state, step, data.Dataset(x, y), epochs=5, batch_size=64)"
 
 
-@answers("fit", _HINTS, many=_MANY)
+@calls.answers("fit", _HINTS, many=_MANY)
 def fit(
     state: TrainState,
     step: TrainStep,

@@ -11,10 +11,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from ..._core import checks
-from ..._core.calls import answers
-from ..._core.process import Signals
-from ..._core.text import say
+from ..._core import calls, checks, process, text
 from ..._devices import processes
 
 _CONFIRM_AFTER = 2.0  # seconds after which an interrupt that waits for its step is confirmed
@@ -22,7 +19,7 @@ _EXCHANGE_EVERY = 16  # steps after which several processes exchange their signa
 _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
-class Interrupts(Signals):
+class Interrupts(process.Signals):
     """A block in which the first SIGINT and the first SIGTERM are recorded. A second one acts at once."""
 
     def __init__(self) -> None:
@@ -65,7 +62,7 @@ class Interrupts(Signals):
             self._timer.cancel()
         # The handler may have stopped the main thread inside a print, so another thread writes.
         words = "interrupted: the training stops after the current step; a second interrupt stops it at once"
-        self._timer = threading.Timer(_CONFIRM_AFTER, say, (words,))
+        self._timer = threading.Timer(_CONFIRM_AFTER, text.say, (words,))
         self._timer.daemon = True
         self._timer.start()
 
@@ -76,7 +73,7 @@ def finish_interrupted(
     """Return or raise as `fit` does after a signal. `where` says at which step it stopped and what was saved."""
     # "auto" returns in a notebook or at a prompt, where an exception would lose the state, and raises in a script.
     if number == signal.SIGTERM:
-        say(f"{who}: SIGTERM: stopped {where}")
+        text.say(f"{who}: SIGTERM: stopped {where}")
         sys.exit(128 + signal.SIGTERM)  # not `raise SystemExit`: the heartbeat client watches `sys.exit`
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     is_at_prompt = hasattr(sys, "ps1") or shell is not None
@@ -86,7 +83,7 @@ def finish_interrupted(
         interrupt.state, interrupt.history = state, history  # pyright: ignore[reportAttributeAccessIssue]
         raise interrupt
     words = "" if history is None else "\nfit: returns the state and the history so far"
-    say(f"{who}: interrupted {where}{words}")
+    text.say(f"{who}: interrupted {where}{words}")
     return state, history
 
 
@@ -96,7 +93,7 @@ def describe_stop(step: int, epoch: int, epochs: int, saved: str | os.PathLike[s
     return f"after step {step}, in epoch {epoch} of {epochs}; {place}"
 
 
-@answers("train.interruptible")
+@calls.answers("train.interruptible")
 def interruptible(on_interrupt: str = "auto") -> Interruptible:
     """A context that delays Ctrl-C and SIGTERM to the end of a step.
 

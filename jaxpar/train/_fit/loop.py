@@ -6,9 +6,7 @@ state, the epoch under way, and the history. Its steps run several ahead of the 
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import dataclasses
 import itertools
 import math
 import time
@@ -22,9 +20,7 @@ import jax
 from ... import checkpoint, data, distributed
 from ..._core.text import say_news
 from ..._cpu import is_slow_in_a_loop
-from ..._devices import processes
-from ..._devices.mesh import is_donated, own_copies
-from ..._devices.user_mesh import outside_mesh
+from ..._devices import mesh, processes, user_mesh
 from .._callbacks.history import History, Record, line
 from .._step.nonfinite import NonFiniteError, check_finite
 from .._step.state import TrainState
@@ -52,8 +48,9 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
         loop.certificate = certificate.begin(run.certificate, run.certificate_every, run.step, loop.state)
     with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
         run.callbacks.call("on_start", loop.history)
+    loop.signals = Interrupts()
     try:
-        with (signals := Interrupts()), contextlib.ExitStack() as at_end:
+        with loop.signals, contextlib.ExitStack() as at_end:
             # They end in the reverse order: the steps, `on_end`, the checkpoints, and last the signals.
             if manager is not None:
                 at_end.enter_context(contextlib.closing(manager))
@@ -63,7 +60,7 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
             at_end.enter_context(contextlib.closing(steps))
             try:
                 for due in steps:
-                    if loop.should_stop(due, signals):
+                    if loop.should_stop(due):
                         break
                 if not loop.between_epochs:
                     loop.end_interrupted()
@@ -72,27 +69,25 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
                 if loop.at > loop.began:
                     loop.save(interrupted=True)
                 raise
-            loop.signal = signals.asked
-            if loop.signal is None and run.callbacks.restores_best:
+            was_over = loop.signals.asked is None  # one may yet come while the last checkpoint is written
+            if was_over and run.callbacks.restores_best:
                 loop.restore_best()
-        was_over = loop.signal is None
-        loop.signal = signals.asked  # one may have come while the last checkpoint was written
     except BaseException as error:
         _attach_state(error, loop)
         raise
-    if loop.signal is None:
+    if loop.signals.asked is None:
         return loop.state, loop.history
     saved = None if run.checkpoint_dir is None else checkpoint._of_step(Path(run.checkpoint_dir), loop.at)
     place = describe_stop(loop.at, loop.number, run.epochs, saved)
     if was_over:  # the same call on this state trains on
         place = f"after the last step, {loop.at}; the run is complete" + (f", saved in {saved}" if saved else "")
-    return finish_interrupted(loop.signal, loop.state, loop.history, place, run.on_interrupt)
+    return finish_interrupted(loop.signals.asked, loop.state, loop.history, place, run.on_interrupt)
 
 
 def _attach_state(error: BaseException, loop: Loop) -> None:
     """Put the state and the history on an exception: the caller's own state was donated to the first step."""
     made = loop.at > loop.began or isinstance(error, NonFiniteError)
-    if made and not is_donated(loop.state):
+    if made and not mesh.is_donated(loop.state):
         error.state, error.history = loop.state, loop.history  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(error, Exception):  # whoever stops the program does not read on
             error.add_note(
@@ -111,7 +106,7 @@ class Loop:
         self.at = self.began = int(state.step)  # steps that were made, and before this call of `fit`
         self.last = self.began if past.stopped else max(self.began, past.first + run.num_steps)
         self.memories = self._before = run.callbacks.init(state, past.memories, past.resumed)
-        self.signal: int | None = None  # the one that ended the run
+        self.signals: Interrupts  # of the run, once its steps begin
         self._manager, self._past = manager, past
         self._progress = Progress(run.progress, run.unit)
         self._trace = None if run.profile is None else Trace(run.profile, self.began, self.last)
@@ -148,10 +143,16 @@ class Loop:
                 state, metrics = step(state, batch)
                 yield state, metrics, None
             return
+        # A program must not step over a step after which something is due.
+        hashes = None if self.certificate is None else run.certificate_every
+        traced = None if self._trace is None else 1
+        periods = [every for every in (run.checkpoint_every, run.eval_every, hashes, traced) if every]
         for batches, number in groups:
             done = 0
             while done < number:
-                end = min(number, done + self._next_number())
+                most = max(1, int(_AT_ONCE / self._pace)) if run.per_program == "auto" else run.per_program
+                left = number - done, self.last - self.at, *[every - self.at % every for every in periods]
+                end = done + min(most, *left)
                 state, metrics = step.many(state, batches, done, end)
                 yield state, metrics, range(done, end)
                 done = end
@@ -176,17 +177,6 @@ class Loop:
             several = not is_slow_in_a_loop(run.step.lower(self.state, batches, many=True).as_text())
         return itertools.chain([(batches, number)], groups) if several else None
 
-    def _next_number(self) -> int:
-        """How many steps the next program makes, if there are as many batches."""
-        run = self.run
-        if self._trace is not None:
-            return 1
-        # A program must not step over a step after which something is due.
-        hashes = None if self.certificate is None else run.certificate_every
-        periods = [every for every in (run.checkpoint_every, run.eval_every, hashes) if every]
-        most = max(1, int(_AT_ONCE / self._pace)) if run.per_program == "auto" else run.per_program
-        return min([most, self.last - self.at, *[every - self.at % every for every in periods]])
-
     def steps(self, calls: Iterator[Made]) -> Generator[dict[str, bool] | None]:
         """Take the steps that `calls` makes. After each: the mark of the record that is due, or None if none is."""
         every, per_epoch = self.run.eval_every, self.run.steps
@@ -210,7 +200,7 @@ class Loop:
                 if self.at == self.began:
                     self._progress.say_compiled()
                 self.at += 1 if part is None else len(part)
-                self.epoch.add(metrics, part)
+                self.epoch.unread.append((metrics, part))
                 if self.certificate is not None:
                     self.certificate.take(self.at, self.state)
                 due: dict[str, bool] | None = None
@@ -234,41 +224,40 @@ class Loop:
 
     def _count(self, behind: int) -> None:
         """Read the metrics of all steps except the last few. Waits for these steps."""
+        run = self.run
         for rows in self.epoch.read(behind):
             now = time.perf_counter()
             self._pace, self._read = (now - self._read) / len(rows), now
-            number = self.at - self.epoch.num_unread - len(rows)
-            if number == self.began:  # the metrics of a step of the user's own are known only now
-                self.run.callbacks.check_metrics(list(rows[0]), [], self.run.evaluation.parts)
-            for i, metrics in enumerate(rows, 1):
-                self._count_step(number + i, metrics)
+            before = self.at - self.epoch.num_unread - len(rows)
+            if before == self.began:  # the metrics of a step of the user's own are known only now
+                run.callbacks.check_metrics(list(rows[0]), [], run.evaluation.parts)
+            for number, metrics in enumerate(rows, before + 1):
+                skipped = run.skips and metrics["skipped"] > 0
+                if skipped and run.stops:
+                    check_finite(metrics, self.state)
+                if not (skipped or self._warned or math.isfinite(metrics.get("loss", 0.0))):
+                    self._warned = True
+                    warnings.warn(
+                        f"fit: the loss of step {number} (the first is 1) is {metrics['loss']}. The update was made, "
+                        "the training continues, and new checkpoints replace earlier ones. Look at that batch, its "
+                        "labels and the learning rate. make_train_step(loss_fn, nonfinite='skip') leaves out such "
+                        "updates, and nonfinite='stop' ends the training before the first one",
+                        stacklevel=2,
+                    )
+                self.epoch.sums.update({"skipped": 1} if skipped else metrics)
+                self.epoch.counted += 1
+                # The bar shows what was measured at most a second ago: to measure waits for the state.
+                is_old = self._read - self._measured_at > _MEASURE_EVERY
+                if self._measured and self._progress.bar is not None and is_old:
+                    self._measured, self._measured_at = run.callbacks.measure(self.state), time.perf_counter()
+                per_second = self.epoch.counted * run.batch_size / self.epoch.elapsed()
+                self._progress.step({**metrics, **self._measured} if self._measured else metrics, per_second)
+                if self.memories or run.callbacks.on_step is not None:
+                    self.memories = run.callbacks.step(self.memories, number, metrics)
         if self.certificate is not None:
             self.certificate.write(self.at - self.epoch.num_unread)
 
-    def _count_step(self, number: int, metrics: dict[str, float]) -> None:
-        run, skipped = self.run, self.run.skips and metrics["skipped"] > 0
-        if skipped and run.stops:
-            check_finite(metrics, self.state)
-        if not (skipped or self._warned or math.isfinite(metrics.get("loss", 0.0))):
-            self._warned = True
-            warnings.warn(
-                f"fit: the loss of step {number} (the first is 1) is {metrics['loss']}. The update was made, the "
-                "training continues, and new checkpoints replace earlier ones. Look at that batch, its labels and the "
-                "learning rate. make_train_step(loss_fn, nonfinite='skip') leaves out such updates, and "
-                "nonfinite='stop' ends the training before the first one",
-                stacklevel=2,
-            )
-        self.epoch.sums.update({"skipped": 1} if skipped else metrics)
-        self.epoch.counted += 1
-        # The bar shows what was measured at most a second ago: to measure waits for the state.
-        if self._measured and self._progress.bar is not None and self._read - self._measured_at > _MEASURE_EVERY:
-            self._measured, self._measured_at = run.callbacks.measure(self.state), time.perf_counter()
-        per_second = self.epoch.counted * run.batch_size / self.epoch.elapsed()
-        self._progress.step({**metrics, **self._measured} if self._measured else metrics, per_second)
-        if self.memories or run.callbacks.on_step is not None:
-            self.memories = run.callbacks.step(self.memories, number, metrics)
-
-    def should_stop(self, due: dict[str, bool] | None, signals: Interrupts) -> bool:
+    def should_stop(self, due: dict[str, bool] | None) -> bool:
         """Evaluate and call the callbacks where a record is due, save if that is. Return whether the run is to stop."""
         callbacks, record, stopped, failed = self.run.callbacks, None, False, True
         if due is not None:
@@ -292,11 +281,11 @@ class Loop:
                 self.memories, stopped = callbacks.run(self.memories, self.state, record)
                 stopped = stopped and not record.get("interrupted")
                 if self._manager is None and callbacks.restores_best and callbacks.best_step(self.memories) == self.at:
-                    with outside_mesh():  # a copy, since the next step takes the state
-                        self._best = own_copies(self.state)
+                    with user_mesh.outside_mesh():  # a copy, since the next step takes the state
+                        self._best = mesh.own_copies(self.state)
             failed = False
         finally:  # a callback that fails costs no steps of an epoch
-            interrupted = signals.should_stop(self.state, self.at, record is not None)
+            interrupted = self.signals.should_stop(self.state, self.at, record is not None)
             self.save(stopped=stopped, interrupted=interrupted, failed=failed)
         if record is not None:
             # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in others.
@@ -389,6 +378,6 @@ class Loop:
     def go_back(self, state: TrainState, step: int) -> None:
         """Go back to the state before a step that is not finite. No later step counts."""
         self.state, self.at = state, step
-        self.epoch = dataclasses.replace(self.epoch, unread=collections.deque(), num_unread=0)
+        self.epoch.unread.clear()
         if self.certificate is not None:
             self.certificate.go_back(step)

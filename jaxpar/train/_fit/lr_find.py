@@ -12,11 +12,8 @@ from typing import Any
 import numpy as np
 
 from ... import data, updaters
-from ..._core import checks
-from ..._core.calls import answers
-from ..._core.text import Table
-from ..._devices.mesh import own_copies
-from ..._devices.user_mesh import outside_mesh
+from ..._core import calls, checks, text
+from ..._devices import mesh, user_mesh
 from .._callbacks.history import new_figure, png, readable, save_figure
 from .._step.state import TrainState, check_is_state
 from .progress import BEHIND
@@ -73,10 +70,11 @@ class RateTest:
     def _repr_html_(self) -> str:
         rows = [(f"{rate:.2e}", f"{loss:.4f}") for rate, loss in zip(self.rates, self.smoothed, strict=True)]
         found = "no rate makes the loss fall" if self.suggestion is None else f"suggestion {self.suggestion:.2e}"
-        return Table(f"learning rates: {found}", ("rate", "smoothed loss"), rows, 20, "right", first=10)._repr_html_()
+        title, columns = f"learning rates: {found}", ("rate", "smoothed loss")
+        return text.Table(title, columns, rows, 20, "right", first=10)._repr_html_()
 
 
-@answers("train.lr_find")
+@calls.answers("train.lr_find")
 def lr_find(
     state: TrainState,
     step: Any,
@@ -128,8 +126,8 @@ def lr_find(
     batch_size = data._usual_batch_size(source) if batch_size is None else batch_size
     batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
     checks.whole_batch(source.examples(batch_size), batch_size, _WHERE)
-    with outside_mesh():
-        own = updaters.set_learning_rate(own_copies(state), rates[0])  # refused before work is spent
+    with user_mesh.outside_mesh():
+        own = updaters.set_learning_rate(mesh.own_copies(state), rates[0])  # refused before work is spent
         where = data._batch_options(source, own.store.devices, None, getattr(step, "virtual_shards", None))
         batches = source.batches(batch_size, rng=own.rng, epochs=None, **where)
     losses, smoothed, mean = list[float](), list[float](), 0.0
@@ -146,7 +144,7 @@ def lr_find(
 def _losses(state: TrainState, step: Any, batches: Any, rates: Sequence[float]) -> Iterator[Any]:
     """The loss at each rate, which may still be computed."""
     for rate, batch in zip(rates, batches, strict=False):
-        with outside_mesh():
+        with user_mesh.outside_mesh():
             state = updaters.set_learning_rate(state, rate)
         state, metrics = step(state, batch)
         yield metrics["loss"]

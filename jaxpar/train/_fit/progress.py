@@ -18,9 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._core import checks
-from ..._core.calls import answers
-from ..._core.files import as_path
+from ..._core import calls, checks, files
 from ..._core.text import is_interactive
 from ..._devices.mesh import is_donated
 from .._callbacks.history import number_text
@@ -43,17 +41,17 @@ class Epoch:
     seconds: float = 0.0  # of training, before `since`
     # The time at which training went on, by `time.perf_counter`. None: it pauses, as during an evaluation.
     since: float | None = None
-    # The metrics of the other steps. With a range they are those of several steps along their first axis.
+    # The metrics of the other steps, perhaps still computed. With a range they are those of several steps along their
+    # first axis.
     unread: collections.deque[tuple[Metrics, range | None]] = dataclasses.field(default_factory=collections.deque)
-    num_unread: int = 0  # how many these steps are
 
     def elapsed(self) -> float:
         return self.seconds + (0.0 if self.since is None else time.perf_counter() - self.since)
 
-    def add(self, metrics: Metrics, part: range | None = None) -> None:
-        """Take the metrics of a step, or of a part of several steps. They may still be computed."""
-        self.unread.append((metrics, part))
-        self.num_unread += 1 if part is None else len(part)
+    @property
+    def num_unread(self) -> int:
+        """The number of these other steps."""
+        return sum([1 if part is None else len(part) for _, part in self.unread])
 
     def read(self, behind: int = BEHIND) -> Iterator[list[dict[str, float]]]:
         """The metrics of all steps except the last few, program by program. Waits for these steps."""
@@ -70,9 +68,7 @@ class Epoch:
                 )
             # All of them are copied at once: on a GPU each copy is waited for.
             found = jax.device_get({k: v for k, v in metrics.items() if k not in arrays})
-            rows = [{k: float(v if part is None else v[i]) for k, v in found.items()} for i in part or (0,)]
-            self.num_unread -= len(rows)
-            yield rows
+            yield [{k: float(v if part is None else v[i]) for k, v in found.items()} for i in part or (0,)]
 
 
 class Progress:
@@ -89,10 +85,9 @@ class Progress:
     def start(self, total: int | None, title: str, done: int, compiles: bool = False) -> None:
         """Begin a bar of which `done` steps were made before. `compiles`: it says that XLA compiles the first step."""
         if self.is_shown and is_interactive():
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # tqdm warns if ipywidgets is missing, and shows its plain bar
+            with warnings.catch_warnings(action="ignore"):  # without ipywidgets tqdm shows its plain bar
                 from tqdm.auto import tqdm
-            self.bar = tqdm(total=total, initial=done, desc=title, unit="step", file=sys.stdout)
+            self.bar = tqdm(total=total, initial=done, desc=title, unit="step", file=sys.stdout, leave=False)
             if compiles:
                 has_dots = "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
                 self.bar.set_postfix_str("compiling…" if has_dots else "compiling...")
@@ -119,9 +114,7 @@ class Progress:
             print(text, flush=True)
 
     def close(self) -> None:
-        """Take the bar away."""
         if self.bar is not None:
-            self.bar.leave = False
             self.bar.total = self.bar.n  # a notebook keeps a bar that is not full, in red
             self.bar.close()
             self.bar = None
@@ -143,7 +136,7 @@ class Trace:
                 raise ValueError(f"fit: profile asks for {num} steps from step {first} on, but {has}")
         else:  # in the steady state: compiled, and the device is fed ahead
             directory, first, num = profile, min(_FIRST_TRACED, max(0, steps - _NUM_TRACED)), _NUM_TRACED
-        self._directory = os.fspath(as_path(directory, "fit: profile"))
+        self._directory = os.fspath(files.as_path(directory, "fit: profile"))
         self._traced = range(began + first, began + first + num)
         self._is_tracing = False
 
@@ -168,7 +161,7 @@ class Trace:
                 jax.profiler.stop_trace()
 
 
-@answers("train.progress")
+@calls.answers("train.progress")
 def progress(total: int | None = None, *, title: str = "", done: int = 0, show: bool = True) -> StepProgress:
     """A progress bar with metrics, as in `fit`, for your own loop.
 
@@ -223,7 +216,7 @@ class StepProgress:
         """Count a step, and show the metrics of an earlier step."""
         if self.made == self._done:
             self._progress.say_compiled()
-        self._epoch.add(metrics)
+        self._epoch.unread.append((metrics, None))
         self._read(BEHIND)
 
     def means(self) -> dict[str, float]:

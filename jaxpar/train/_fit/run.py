@@ -14,12 +14,8 @@ from typing import Any, Literal
 import jax
 
 from ... import checkpoint, data, distributed, updaters
-from ..._core import checks, files
-from ..._core.calls import check_takes
-from ..._core.text import say, say_news
-from ..._devices import processes
-from ..._devices.mesh import is_donated, zeros_if_donated
-from ..._devices.user_mesh import outside_mesh
+from ..._core import calls, checks, files, text
+from ..._devices import mesh, processes, user_mesh
 from ..._store.store import specs_of
 from .._callbacks.callbacks import Callbacks, collect_callbacks, is_saved_memory
 from .._callbacks.history import NO_METRICS, Record
@@ -106,7 +102,7 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
             "fit: the store has no optimizer, so every step would replace the parameters by their gradients; "
             "make it by kv.from_params(params, optimizer=optax.sgd(0.1))"
         )
-    check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
+    calls.check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
     source = data.as_source(train_data)
     if given["batch_size"] is None:
         given["batch_size"] = data._usual_batch_size(source)
@@ -122,10 +118,10 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
     processes.agree("fit: every process must have as many batches in an epoch", f"{steps} of {batch_size} examples")
     num_steps = min((epochs or sys.maxsize) * steps, max_steps or sys.maxsize)
     loss_fn = getattr(step, "loss_fn", None)
-    if isinstance(loss_fn, ClassificationLoss):
+    if isinstance(loss_fn, ClassificationLoss) and isinstance(source, data.DatasetSource):
         specs = specs_of(state.store)  # the state may be donated
         params = state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])
-        check_classes("fit: train_data", loss_fn.apply_fn, (params,), source)
+        check_classes("fit: train_data", loss_fn.apply_fn, (params,), source.dataset)
     per_program = _steps_per_program(given["steps_per_execution"], step, source, state)
     return Run(
         step=step,
@@ -149,7 +145,7 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
 
 def shuffle_key(rng: jax.Array) -> jax.Array:
     """The key for the order of the examples, from that of the state."""
-    with outside_mesh():
+    with user_mesh.outside_mesh():
         return jax.random.fold_in(rng, 0x5FFE1E)
 
 
@@ -175,7 +171,6 @@ def _check_options(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainState) -> int | Literal["auto"]:
-    """How many steps one compiled program makes."""
     if asked != "auto":
         asked = checks.whole_number(asked, "fit", "steps_per_execution")
     if asked == 1:
@@ -222,7 +217,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     if found is None and run.resume is True:
         raise FileNotFoundError(f"fit: resume=True, but {run.checkpoint_dir} holds no checkpoint")
     # A call of `fit` that failed may have donated it: then a checkpoint is the only way on.
-    given = None if is_donated(state) else int(state.step)
+    given = None if mesh.is_donated(state) else int(state.step)
     rates = {} if given is None or manager is None else updaters.learning_rates(state)
     new, info = found or (state, {})
     at = given if found is None else int(new.step)
@@ -233,7 +228,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
         return state, Past(given, rates)
     state = new
     if jax.process_index() == 0:
-        say_news(f"resumed from step {at} in {run.checkpoint_dir}")
+        text.say_news(f"resumed from step {at} in {run.checkpoint_dir}")
         _say_other_rates(run, rates, info.get("rates", {}), state)
     if "first" not in info:  # the user saved it, so no epoch of that state is known
         return state, Past(at if given is None else given, rates)
@@ -252,8 +247,8 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
 
 def like_saved(state: TrainState, step: Any) -> TrainState:
     """A state with all parts that the step's checkpoints have. A step of the user's own has those of `state`."""
-    with outside_mesh():
-        state = zeros_if_donated(state)
+    with user_mesh.outside_mesh():
+        state = mesh.zeros_if_donated(state)
     return step.complete(state) if hasattr(step, "complete") else state
 
 
@@ -265,7 +260,7 @@ def _say_other_rates(run: Run, given: dict[str, float], saved: dict[str, float],
             ", ".join(f"{rate:g}" for rate in rates.values())
             for rates in (given, saved, updaters.learning_rates(state))
         )
-        say(
+        text.say(
             f"fit: the given state has the learning rate {now}, but the run in {run.checkpoint_dir} began with "
             f"{before}. The resumed run keeps the rate of the checkpoint, {kept}. To change it, call "
             "updaters.set_learning_rate on the state that checkpoint.restore returns; resume=False begins a new run"
