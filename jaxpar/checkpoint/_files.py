@@ -22,6 +22,7 @@ same checks, so every saved checkpoint can be restored.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -182,15 +183,13 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def check_writable(directory: Path, where: str) -> None:
-    """`OSError` where a directory cannot be written or made. Nothing stays. `where` begins the message."""
+    """`OSError` where a directory cannot be written or made. Nothing is written. `where` begins the message."""
     there = directory.absolute()
     while not os.path.lexists(there):
         there = there.parent
-    try:
-        tempfile.TemporaryDirectory(prefix=".", dir=there).cleanup()  # no permission says so of every file system
-    except OSError as error:
-        reason = f"nothing can be written to {directory} ({error.strerror}); choose another directory"
-        raise OSError(f"{where}: {reason}") from None
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = os.strerror(errno.EACCES if there.is_dir() else errno.ENOTDIR)
+        raise OSError(f"{where}: nothing can be written to {directory} ({reason}); choose another directory")
 
 
 @contextlib.contextmanager
