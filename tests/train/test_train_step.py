@@ -11,22 +11,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import collectives_in, compilations
-from step_model import (
-    ENGINES,
-    EVERYWHERE,
-    IN_TURN,
-    KINDS,
-    adam,
-    by_hand,
-    close,
-    line,
-    sgd,
-    squares,
-    start,
-    step_of,
-    text_of,
-    trained,
-)
+from step_model import EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start, step_of, text_of, trained
 
 from jaxpar import kv, models, train
 
@@ -57,10 +42,7 @@ def test_any_devices_engines_and_kinds_are_the_plain_loop(engine, count, kind):
     assert int(state.step) == 5
 
 
-def lenet_loss(params, batch, rng):
-    logits = models.lenet.apply(params, batch["image"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    return losses.mean(), {"accuracy": (logits.argmax(-1) == batch["label"]).mean()}
+LENET_LOSS = train.classification_loss(models.lenet.apply)
 
 
 @functools.cache
@@ -72,7 +54,7 @@ def lenet():
         {"image": rng.random((32, 28, 28, 1), np.float32), "label": rng.integers(0, 10, 32).astype(np.int32)}
         for _ in range(20)
     ]
-    return params, batches, by_hand(optax.sgd(0.1), 20, params, lenet_loss, batches)
+    return params, batches, by_hand(optax.sgd(0.1), 20, params, LENET_LOSS, batches)
 
 
 @pytest.mark.slow
@@ -82,34 +64,32 @@ def lenet():
 )
 def test_twenty_steps_of_lenet(engine, count, kind):
     params, batches, want = lenet()
-    state, _ = trained(step_of(lenet_loss, engine=engine), start(count, kind, optax.sgd(0.1), params), batches)
+    state, _ = trained(step_of(LENET_LOSS, engine=engine), start(count, kind, optax.sgd(0.1), params), batches)
     close(state.params, want, rtol=1e-4, atol=2e-6)
-    moved = max(
-        float(jnp.abs(a - b).max()) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(want), strict=True)
-    )
-    assert moved > 1e-2
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, want)
+    assert max(jax.tree.leaves(moved)) > 1e-2
 
 
 CLIP = optax.clip_by_global_norm(0.3)
-CLIPPED = optax.chain(CLIP, sgd())
+CLIPPED = optax.chain(CLIP, optax.sgd(0.1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipping_by_the_global_norm_is_optaxs_chain(kind):
-    state, _ = trained(step_of(squares, grad_transform=CLIP), start(4, kind, sgd()), 3)
+    state, _ = trained(step_of(squares, grad_transform=CLIP), start(4, kind), 3)
     close(state.params, by_hand(CLIPPED, 3))
 
 
 MEAN = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
-SMOOTHED = optax.chain(MEAN, sgd())
+SMOOTHED = optax.chain(MEAN, optax.sgd(0.1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_transform_with_a_state(kind):
     step = step_of(squares, grad_transform=MEAN, engine="shard_map")
-    state, _ = trained(step, start(4, kind, sgd(), grad_transform=MEAN), 3)
+    state, _ = trained(step, start(4, kind, grad_transform=MEAN), 3)
     close(state.params, by_hand(SMOOTHED, 3))
-    other, _ = trained(step, start(4, kind, sgd()), 3)  # the step makes the state itself where create_state did not
+    other, _ = trained(step, start(4, kind), 3)  # the step makes the state itself where create_state did not
     close((other.params, other.transform), (state.params, state.transform), rtol=0, atol=0)
     with pytest.raises(ValueError, match=r"state was made for another grad_transform.*create_state"):
         train.make_train_step(squares, grad_transform=optax.adam(0.1))(state, line())
@@ -141,22 +121,13 @@ def test_the_rng_differs_by_device_and_step_and_can_be_repeated(engine):
 
 def test_aux_values_are_means_over_devices_whatever_their_dtype():
     def loss(params, batch, rng):
-        return (params["w"] * batch).mean(), {
-            "count": (batch > 2).sum(),
-            "vector": batch,
-            "half": batch.mean().astype(jnp.bfloat16),
-            "four": 4,
-        }
+        half = batch.mean().astype(jnp.bfloat16)
+        return (params["w"] * batch).mean(), {"count": (batch > 2).sum(), "vector": batch, "half": half, "four": 4}
 
     step = train.make_train_step(loss)
     _, metrics = step(start(4, params={"w": jnp.ones(())}), jnp.array([1.0, 2.0, 3.0, 6.0]))
-    assert {k: v.tolist() for k, v in metrics.items()} == {
-        "loss": 3.0,
-        "count": 0.5,
-        "vector": [3.0],
-        "half": 3.0,
-        "four": 4.0,
-    }
+    found = {name: value.tolist() for name, value in metrics.items()}
+    assert found == {"loss": 3.0, "count": 0.5, "vector": [3.0], "half": 3.0, "four": 4.0}
 
 
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
@@ -183,7 +154,7 @@ def test_narrow_parameters_keep_their_dtype():
 @pytest.mark.parametrize(
     ("options", "pushes", "value", "param", "residual"),
     [
-        *[({"engine": engine}, 2, 0.8, -1.0, 0.15) for engine in ENGINES],  # 0.25 from each, with the second push
+        *[({"engine": engine}, 2, 0.8, -1.0, 0.15) for engine in ("pmap", "shard_map")],  # with the second push, 0.25
         ({"accumulate": 2}, 1, 0.8, 0.0, 0.2),  # one push, below the threshold
         ({"loss_scale": "dynamic"}, 1, 0.8, 0.0, 0.2),  # gradients that are not scaled
         ({"local_steps": 2}, 2, 0.6, -1.0, 0.05),  # a round moves each device by 1.2, a quarter of it is 0.3
@@ -275,7 +246,7 @@ def test_the_rng_is_handed_on_as_it_is():
 
 
 def test_the_store_that_was_given_stays_valid():
-    store = kv.from_params({"w": jnp.ones(3), "b": jnp.zeros(())}, optimizer=sgd(), devices=jax.devices()[:4])
+    store = kv.from_params({"w": jnp.ones(3), "b": jnp.zeros(())}, optimizer=optax.sgd(0.1), devices=jax.devices()[:4])
     state = train.create_state(store, jax.random.key(0))
     step_of(squares)(state, line())
     np.testing.assert_array_equal(kv.to_params(store)["w"], np.ones(3))
@@ -293,16 +264,13 @@ def test_a_step_moves_a_state_to_its_own_devices():
     devices = tuple(jax.devices()[:2])
     state, _ = step_of(squares, devices=devices)(start(4), line())
     assert state.store.values[0].sharding.device_set == set(devices)
-    close(state.params, by_hand(sgd(), 1))
+    close(state.params, by_hand(optax.sgd(0.1), 1))
 
 
 # ---- errors
 
 
 def test_other_errors():
-    step = step_of(squares)
-    with pytest.raises(ValueError, match="a batch of 10 cannot be divided by 4 devices; use a batch of 8"):
-        step(start(), line(10))
     with pytest.raises(ValueError, match="unknown engine 'pjit'; known are auto, pmap, shard_map, jit"):
         train.make_train_step(squares, engine="pjit")
     with pytest.raises(ValueError, match="the store must be made by"):
@@ -369,7 +337,7 @@ def test_batches_that_lie_elsewhere_in_the_middle_of_a_run():
         states[0], _ = step(states[0], batch)
         states[1], _ = step(states[1], batch if place is None else jax.device_put(batch, place))
     assert states[0].store == states[1].store
-    with pytest.raises(ValueError, match="a batch of 7 cannot be divided by 2 devices"):
+    with pytest.raises(ValueError, match="a batch of 7 cannot be divided by 2 devices; use a batch of 6 or 8"):
         step(states[0], line(7))
     with pytest.raises(ValueError, match=r"batch\['y'\]: integers are stored as int32; these run from 0 to 4294967296"):
         step(states[0], line() | {"y": np.array([0, 2**32] * 4)})

@@ -192,30 +192,3 @@ def test_a_module_comes_back_out_of_the_state():
 def test_a_whole_equinox_module_says_what_to_do():
     with pytest.raises(TypeError, match=r"leaf 'activation' of params.*eqx.partition"):
         kv.from_params(eqx.nn.MLP(6, 3, width_size=5, depth=1, key=jax.random.key(0)))
-
-
-@pytest.mark.slow
-def test_dropout_differs_from_step_to_step_and_not_from_run_to_run():
-    drop = linen.Dropout(0.5, deterministic=False)
-
-    def loss_fn(params, batch, rng):
-        kept = drop.apply({}, jnp.ones((1000,)), rngs={"dropout": rng})
-        return params["w"] * kept.mean(), {}
-
-    step = train.make_train_step(loss_fn)
-
-    def losses(count):
-        state = train.create_state(kv.from_params({"w": jnp.ones(())}, optimizer=optax.sgd(0.0)), 7)
-        return [float(step(state, BATCH)[1]["loss"])] if count == 1 else _losses(step, state, count)
-
-    first, second = losses(2)
-    assert first != second
-    assert losses(1) == [first]
-
-
-def _losses(step, state, count):
-    found = []
-    for _ in range(count):
-        state, metrics = step(state, BATCH)
-        found.append(float(metrics["loss"]))
-    return found
