@@ -9,7 +9,6 @@ import signal
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -242,17 +241,15 @@ def test_killed_runs_end_with_the_certificate_of_an_undisturbed_one(tmp_path):
     points, file = tmp_path / "points", tmp_path / "killed.jsonl"
     options = {"certificate": file, "certificate_every": 3, "checkpoint_dir": points, "checkpoint_every": 7}
     program = (
-        "import os, signal, sys; import interrupted_run as program; from pathlib import Path\n"
+        "import os, signal, sys; import interrupted_run as program\n"
         "at, options = int(sys.argv[1]), eval(sys.argv[2])\n"
         "def on_step(step, metrics):\n    step != at or os.kill(os.getpid(), signal.SIGKILL)\n"
         "program.run(program.start(), epochs=4, on_step=on_step, **options)\n"
     )
-    given = {
-        name: str(value) if name in ("certificate", "checkpoint_dir") else value for name, value in options.items()
-    }
+    given = repr({**options, "certificate": str(file), "checkpoint_dir": str(points)})
     env = {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
     for at in (4, 17, 33, 61):
-        python("-c", program, str(at), repr(given), expect=-signal.SIGKILL, timeout=100, **env)
+        python("-c", program, str(at), given, expect=-signal.SIGKILL, timeout=100, **env)
         assert (tmp_path / "undisturbed.jsonl").read_bytes().startswith(file.read_bytes().rpartition(b"\n")[0])
     interrupted(begin(), epochs=4, **options)
     assert file.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
@@ -374,11 +371,6 @@ def test_verify(folder, capsys, words, status, said):
     assert contents(folder) == before
 
 
-def change(folder, edit):
-    path = folder / "run.jsonl"
-    path.write_text(edit(path.read_text()))
-
-
 @pytest.mark.parametrize(
     ("edit", "status", "said"),
     [
@@ -393,18 +385,16 @@ def change(folder, edit):
     ],
 )
 def test_verify_of_changed_certificates(folder, capsys, edit, status, said):
-    change(folder, edit)
+    path = folder / "run.jsonl"
+    path.write_text(edit(path.read_text()))
     found = verify(capsys, "run.jsonl", "runs:same")
     assert found[0] == status, found
     assert said in found[1]
 
 
 def test_verify_without_a_file(folder, capsys):
-    os.remove("run.jsonl")
-    assert verify(capsys, "run.jsonl", "runs:same") == (
-        2,
-        "jaxpar verify: run.jsonl cannot be read (No such file or directory)\n",
-    )
+    words = "jaxpar verify: absent.jsonl cannot be read (No such file or directory)\n"
+    assert verify(capsys, "absent.jsonl", "runs:same") == (2, words)
 
 
 def test_verify_on_other_devices_with_virtual_shards(folder, capsys):
@@ -422,10 +412,8 @@ def test_a_damaged_checkpoint_is_passed_over(folder, capsys):
 def test_a_checkpoint_of_other_bits_is_found(folder, capsys):
     """Step 12 is saved with one bit changed."""
     state = checkpoint.restore("points/step_00000012", start(2, "device", adam()))
-    values = {k: v + jnp.where(v == v, 2e-7, 0) for k, v in state.store.values.items()}
+    changed = dataclasses.replace(state.store, values={k: v + 2e-7 for k, v in state.store.values.items()})
     shutil.rmtree("points/step_00000012")
-    checkpoint.save(
-        "points/step_00000012", dataclasses.replace(state, store=dataclasses.replace(state.store, values=values))
-    )
+    checkpoint.save("points/step_00000012", dataclasses.replace(state, store=changed))
     assert verify(capsys, "run.jsonl", "runs:same", "--from", "13")[0] == 1
     assert verify(capsys, "run.jsonl", "runs:same", "--from", "11")[0] == 0

@@ -29,13 +29,13 @@ def errors(params, batch):
 
 
 def eval_fn(params, batch):
-    e = errors(params, batch)
-    return {"mse": train.mean_squared_error(batch["x"] @ params["w"], batch["y"]), "largest": abs(e).max(1)}
+    mse = train.mean_squared_error(batch["x"] @ params["w"], batch["y"])
+    return {"mse": mse, "largest": abs(errors(params, batch)).max(1)}
 
 
 eval_rows = eval_fn
-WANT = {"mse": ((ROWS["x"] @ PARAMS["w"] - ROWS["y"]) ** 2).mean(), "largest": None}
-WANT["largest"] = np.abs(ROWS["x"] @ PARAMS["w"] - ROWS["y"]).max(1).mean()
+ERRORS = errors(PARAMS, ROWS)
+WANT = {"mse": (ERRORS**2).mean(), "largest": np.abs(ERRORS).max(1).mean()}
 
 
 def close(scores, want=WANT):
@@ -196,12 +196,8 @@ def test_metrics_of_metrax_and_clu():
             mse: clu.Average.from_output("mse")
             largest: clu.Average.from_output("largest")
 
-        whole = train.evaluate(
-            state_of(4),
-            data=ROWS,
-            eval_fn=lambda params, batch: Both.single_from_model_output(**eval_rows(params, batch)),
-            batch_size=16,
-        )
+        both = lambda params, batch: Both.single_from_model_output(**eval_rows(params, batch))  # noqa: E731
+        whole = train.evaluate(state_of(4), data=ROWS, eval_fn=both, batch_size=16)
     close(dict(sorted(whole.items(), reverse=True)))
 
 
@@ -326,22 +322,26 @@ def test_values_that_are_refused(function, kind, words):
         train.evaluate(PARAMS, data=ROWS, eval_fn=function, batch_size=8)
 
 
-def test_sources_that_are_refused():
-    evaluate = functools.partial(train.evaluate, PARAMS, eval_fn=eval_fn)
-    with pytest.raises(ValueError, match="evaluate: expected examples, got no batch; give at least one"):
-        evaluate(data=Loader([]))
-    with pytest.raises(ValueError, match="expected examples, got empty arrays"):
-        evaluate(data=jax.tree.map(lambda x: x[:0], ROWS))
-    with pytest.raises(TypeError, match=r"expected a data.Dataset, arrays with a common first axis, or .*; got 3"):
-        evaluate(data=3)
-    with pytest.raises(ValueError, match="arrays of a batch must share the length of their first axis"):
-        evaluate(data={"x": ROWS["x"], "y": ROWS["y"][:3]})
+@pytest.mark.parametrize(
+    ("source", "error", "words"),
+    [
+        (Loader([]), ValueError, "evaluate: expected examples, got no batch; give at least one"),
+        (jax.tree.map(lambda x: x[:0], ROWS), ValueError, "expected examples, got empty arrays"),
+        (3, TypeError, r"expected a data.Dataset, arrays with a common first axis, or .*; got 3"),
+        ({**ROWS, "y": ROWS["y"][:3]}, ValueError, "arrays of a batch must share the length of their first axis"),
+        (data.from_iterable(parts(8), steps_per_epoch=9), ValueError, "ended after 5 of the 9 batches of epoch 0"),
+    ],
+)
+def test_sources_that_are_refused(source, error, words):
+    with pytest.raises(error, match=words):
+        train.evaluate(PARAMS, data=source, eval_fn=eval_fn)
+
+
+def test_a_classifier_or_a_function():
     with pytest.raises(TypeError, match=r"for other models write evaluate\(state, data=..., eval_fn=...\)"):
         train.evaluate(PARAMS, eval_fn, ROWS)
     with pytest.raises(TypeError, match=r"give \(state, apply_fn, data\) for a classifier, or data= and eval_fn="):
         train.evaluate(PARAMS, data=ROWS)
-    with pytest.raises(ValueError, match="ended after 5 of the 9 batches of epoch 0"):
-        evaluate(data=data.from_iterable(parts(8), steps_per_epoch=9))
 
 
 def test_a_function_is_compiled_once():
@@ -428,13 +428,12 @@ def test_a_sum_over_the_axis_of_the_step_is_that_of_the_whole_batch(count):
 def test_the_old_names_of_data_warn_and_say_the_new_one():
     points = data.Dataset(np.eye(3, dtype=np.float32), np.arange(3))
     apply = lambda params, x: x  # noqa: E731
-    matrix, wrong = np.eye(3, dtype=int), 0
     for call, want in (
         (lambda: train.evaluate(PARAMS, source=ROWS, eval_fn=eval_fn)["mse"], pytest.approx(WANT["mse"], rel=1e-5)),
         (lambda: train.evaluate({}, apply, dataset=points)["accuracy"], 1.0),
         (lambda: train.predict({}, apply, source=points).shape, (3, 3)),
-        (lambda: train.confusion_matrix({}, apply, dataset=points).tolist(), matrix.tolist()),
-        (lambda: len(train.mistakes({}, apply, dataset=points)), wrong),
+        (lambda: train.confusion_matrix({}, apply, dataset=points).tolist(), np.eye(3).tolist()),
+        (lambda: len(train.mistakes({}, apply, dataset=points)), 0),
     ):
         with pytest.warns(DeprecationWarning, match=r"(source|dataset)= is now called data="):
             assert call() == want

@@ -56,9 +56,8 @@ def test_sigterm_saves_and_exits(tmp_path, capsys, whole):
     assert raised.value.code == 143
     err = capsys.readouterr().err
     step = int(re.search(r"stopped after step (\d+), in epoch 2 of 4", err)[1])
-    assert err == f"jaxpar: fit: SIGTERM: stopped after step {step}, in epoch 2 of 4; saved in " + (
-        f"{tmp_path}/step_{step:08d}\n"
-    )
+    place = f"{tmp_path}/step_{step:08d}"
+    assert err == f"jaxpar: fit: SIGTERM: stopped after step {step}, in epoch 2 of 4; saved in {place}\n"
     state, history = run(start(), epochs=4, checkpoint_dir=tmp_path)
     same(state, whole[0])
     assert losses(history) == losses(whole[1])
@@ -139,9 +138,10 @@ def test_others_keep_their_handlers():
     assert (got, int(state.step)) == (["mine"], 20)
 
 
-@pytest.mark.parametrize(
-    ("number", "at_prompt"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)]
-)
+LATE = [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)]
+
+
+@pytest.mark.parametrize(("number", "at_prompt"), LATE)
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_signal_after_the_last_step_is_not_lost(number, at_prompt, saves, monkeypatch, tmp_path, capsys):
     class Late:
@@ -215,27 +215,28 @@ def test_what_a_loader_raises_brings_the_state_along(error):
     assert int(state.step) == 33
 
 
-def test_an_on_step_that_raises_brings_the_state_along():
-    def on_step(step, metrics):
-        if step == 25:
-            raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine") as raised:
-        run(start(), epochs=4, on_step=on_step, steps_per_execution=1)
-    assert int(raised.value.state.step) == 33
-    assert [r["epoch"] for r in raised.value.history] == [1]
-    assert int(run(raised.value.state, epochs=1)[0].step) == 53
+def crash_at_step_25(step, metrics):
+    if step == 25:
+        raise RuntimeError("crash")
 
 
-@pytest.mark.parametrize("kind", ["device", "sharded"])
-def test_an_exception_brings_the_state_along(kind):
+@pytest.mark.parametrize(
+    ("kind", "options", "step", "epochs"),
+    [
+        ("device", {"on_step": crash_at_step_25, "steps_per_execution": 1}, 33, [1]),  # read eight steps later
+        ("device", {"callbacks": crash_after(2)}, 40, [1, 2]),
+        ("sharded", {"callbacks": crash_after(2)}, 40, [1, 2]),
+    ],
+    ids=["on_step", "callback", "callback, sharded"],
+)
+def test_an_exception_brings_the_state_along(kind, options, step, epochs):
     with pytest.raises(RuntimeError, match="crash") as raised:
-        run(start(kind=kind), epochs=4, callbacks=crash_after(2))
-    assert int(raised.value.state.step) == 40
-    assert [r["epoch"] for r in raised.value.history] == [1, 2]
-    assert "history up to step 40 are the attributes" in raised.value.__notes__[0]
+        run(start(kind=kind), epochs=4, **options)
+    assert int(raised.value.state.step) == step
+    assert [r["epoch"] for r in raised.value.history] == epochs
+    assert f"history up to step {step} are the attributes" in raised.value.__notes__[0]
     state, _ = run(raised.value.state, epochs=1)
-    assert int(state.step) == 60
+    assert int(state.step) == step + 20
 
 
 class Process:
@@ -243,13 +244,8 @@ class Process:
 
     def __init__(self, *arguments, **variables):
         env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(HERE.parent), **variables}
-        self.process = subprocess.Popen(
-            [sys.executable, HERE / "interrupted_run.py", *map(str, arguments)],
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        words, pipe = [sys.executable, HERE / "interrupted_run.py", *map(str, arguments)], subprocess.PIPE
+        self.process = subprocess.Popen(words, env=env, text=True, stdout=pipe, stderr=pipe)
 
     def wait_for(self, step):
         for line in self.process.stdout:
@@ -338,9 +334,8 @@ def test_a_notebook_is_interrupted(tmp_path):
     client = pytest.importorskip("jupyter_client")
     manager = client.KernelManager()
     manager.kernel_cmd = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    manager.start_kernel(
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-    )
+    path = os.pathsep.join([str(HERE.parent), str(HERE)])
+    manager.start_kernel(env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": path})
     kernel = manager.client()
     kernel.start_channels()
     try:
@@ -388,8 +383,7 @@ def printed(kernel, until=None):
 
 
 def ask(kernel, code):
-    message = kernel.execute(code)
-    reply = reply_to(kernel, message)
+    reply = reply_to(kernel, kernel.execute(code))
     assert reply["status"] == "ok", reply
     return printed(kernel)
 

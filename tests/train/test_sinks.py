@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_model import TEST, apply, crash_after, points, run_on, start
+from fit_model import TEST, apply, crash_after, points, run_on
 
 from jaxpar import data, train
 
@@ -42,23 +42,9 @@ def lines(path):
     return [json.loads(text, parse_constant=refuse) for text in path.read_text().splitlines()]
 
 
-def test_json_lines(tmp_path):
-    path = tmp_path / "new" / "metrics.jsonl"
-    _, history = run(callbacks=train.to_jsonl(path))
-    assert lines(path) == history
-    assert [r["step"] for r in lines(path)] == [3, 6]
-
-
 def test_json_lines_are_strict(tmp_path):
-    record = {
-        "epoch": 1,
-        "loss": math.nan,
-        "high": math.inf,
-        "low": -math.inf,
-        "accuracy": None,
-        "deep": {"x": math.nan},
-    }
-    train.to_jsonl(tmp_path / "a")(at(3), record)
+    odd = {"loss": math.nan, "high": math.inf, "low": -math.inf, "accuracy": None, "deep": {"x": math.nan}}
+    train.to_jsonl(tmp_path / "a")(at(3), {"epoch": 1, **odd})
     want = {"loss": "NaN", "high": "Infinity", "low": "-Infinity", "accuracy": None, "deep": {"x": "NaN"}}
     assert lines(tmp_path / "a") == [{"step": 3, "epoch": 1, **want}]
     assert math.isnan(float(lines(tmp_path / "a")[0]["loss"]))
@@ -68,7 +54,7 @@ def test_json_lines_are_strict(tmp_path):
 def test_the_metrics_file_is_strict_too(tmp_path):
     step = train.make_train_step(lambda p, b, rng: (jnp.sum(p["w"]) * jnp.nan, {}))
     with pytest.warns(UserWarning, match="the loss of step 1 "):
-        train.fit(start(), step, TRAIN, epochs=1, batch_size=16, progress=False, metrics_file=tmp_path / "m.jsonl")
+        run(step=step, epochs=1, metrics_file=tmp_path / "m.jsonl")
     assert lines(tmp_path / "m.jsonl")[0]["loss"] == "NaN"
 
 
@@ -76,7 +62,7 @@ def test_a_run_that_goes_on_has_each_epoch_once(tmp_path):
     path = tmp_path / "metrics"
 
     def steps():
-        return [int(r["step"]) for r in lines(path)]
+        return [r["step"] for r in lines(path)]
 
     # The crash comes before the second checkpoint, so that the second epoch is made and written twice.
     with pytest.raises(RuntimeError, match="crash"):
@@ -98,11 +84,12 @@ def test_a_run_that_goes_on_has_each_epoch_once(tmp_path):
 
 def test_the_same_object_after_a_crash_has_each_step_once(tmp_path):
     """As in a notebook, where the callback outlives the run that failed."""
-    rows, board = train.to_jsonl(tmp_path / "m.jsonl"), train.to_tensorboard(tmp_path / "board")
+    rows, board = train.to_jsonl(tmp_path / "new" / "m.jsonl"), train.to_tensorboard(tmp_path / "board")
     with pytest.raises(RuntimeError, match="crash"):
         run(callbacks=[rows, board, crash_after(2)])
     _, history = run(callbacks=[rows, board])
-    assert lines(tmp_path / "m.jsonl") == history
+    assert lines(tmp_path / "new" / "m.jsonl") == history
+    assert [record["step"] for record in history] == [3, 6]
     assert [step for step, _ in scalars(tmp_path / "board")["train/loss"]] == [3, 6]
 
 
@@ -157,8 +144,10 @@ def test_tensorboard(tmp_path):
         ("pandas", lambda: train.to_pandas([])),
         ("matplotlib.figure", lambda: train.plot_history([{"epoch": 1, "loss": 1.0}])),
         ("tensorboard.summary.writer.record_writer", lambda: train.to_tensorboard("runs")),
+        ("wandb", train.to_wandb),
+        ("mlflow", train.to_mlflow),
     ],
-    ids=["pandas", "matplotlib", "tensorboard"],
+    ids=["pandas", "matplotlib", "tensorboard", "wandb", "mlflow"],
 )
 def test_what_is_not_installed(monkeypatch, tmp_path, module, call):
     monkeypatch.chdir(tmp_path)  # the checkout may have a folder runs, of make train
@@ -166,6 +155,12 @@ def test_what_is_not_installed(monkeypatch, tmp_path, module, call):
     with pytest.raises(ModuleNotFoundError, match=rf"pip install '?(jaxpar\[)?{module.split('.')[0]}"):
         call()
     assert not os.path.exists("runs")
+
+
+@pytest.mark.parametrize("tracker", [train.to_wandb, train.to_mlflow])
+def test_a_name_that_is_no_string(tracker):
+    with pytest.raises(TypeError, match=rf"train.{tracker.__name__}: \w+ must be a string, got 3"):
+        tracker(3)
 
 
 def test_tensorboard_on_a_full_disk_keeps_whole_records(tmp_path, full_disk):
@@ -394,8 +389,6 @@ def test_wandb(tmp_path, monkeypatch):
 
 def history_of(file):
     """The rows of an offline run. wandb brings its messages and no reader: they are in the frames of LevelDB's log."""
-    import json
-
     from wandb.proto import wandb_internal_pb2
 
     rows, content = [], b""
@@ -419,15 +412,6 @@ def frames(raw, block=32768):
         length, sort = int.from_bytes(raw[at + 4 : at + 6], "little"), raw[at + 6]
         yield sort, raw[at + 7 : at + 7 + length]
         at += 7 + length
-
-
-@pytest.mark.parametrize(("module", "call"), [("wandb", train.to_wandb), ("mlflow", train.to_mlflow)])
-def test_a_tracker_that_is_not_installed(monkeypatch, module, call):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'jaxpar\[{module}\]'"):
-        call()
-    with pytest.raises(TypeError, match="must be a string, got 3"):
-        call(3)
 
 
 @pytest.mark.parametrize("before", [[], [1, 4]])
@@ -475,9 +459,8 @@ def test_a_tracker_writes_what_a_record_has(monkeypatch):
             self.rows.append((step, row))
 
     board = Kept()
-    board(
-        None, {"epoch": 1, "step": 3, "loss": 0.5, "accuracy": None, "eval_f1": 0.25, "under_way": True, "seconds": 2.0}
-    )
+    values = {"loss": 0.5, "accuracy": None, "eval_f1": 0.25, "seconds": 2.0}
+    board(None, {"epoch": 1, "step": 3, "under_way": True, **values})
     board.on_step(4, {"loss": 0.75})
     assert board.rows == [(3, {"train/loss": 0.5, "eval/f1": 0.25, "train/seconds": 2.0}), (4, {"step/loss": 0.75})]
     monkeypatch.setattr(jax, "process_index", lambda: 1)

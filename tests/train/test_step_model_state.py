@@ -126,10 +126,8 @@ def test_two_networks_that_see_each_other():
         return ((params["w"] - batch + other["w"]) ** 2).mean(), {}, other
 
     step = train.make_train_step(loss)
-    params = {"w": jnp.ones(())}
-    one, two = (
-        train.create_state(kv.from_params(params, optimizer=optax.sgd(0.25)), 0, model_state=params) for _ in range(2)
-    )
+    params, tx = {"w": jnp.ones(())}, optax.sgd(0.25)
+    one, two = (start(8, tx=tx, params=params, model_state=params) for _ in range(2))
     for _ in range(3):
         one, _ = step(one, jnp.ones(8))
         two, _ = step(dataclasses.replace(two, model_state=kv.to_params(one.store)), jnp.ones(8))
@@ -165,9 +163,8 @@ def test_a_random_key_in_it_and_an_empty_one():
         value, aux = squares(params, batch, rng)
         return value, aux, {k: jax.random.split(v)[0] for k, v in model_state.items()}
 
-    want = jax.random.split(jax.random.key(5))[0]
     state, _ = train.make_train_step(loss, nonfinite="skip")(start(4, model_state={"rng": jax.random.key(5)}), line())
-    assert state.model_state["rng"] == want
+    assert state.model_state["rng"] == jax.random.split(jax.random.key(5))[0]
     state, _ = train.make_train_step(loss)(start(4, model_state={}), line())
     assert state.model_state == {}
 
@@ -214,10 +211,8 @@ def apply(params, images, model_state):
 @pytest.mark.parametrize("count", [3, 1])
 def test_evaluation_gets_it(count):
     params = {"w": jnp.asarray(np.random.default_rng(1).standard_normal((5, 4)), jnp.float32)}
-    store = kv.from_params(params, optimizer=optax.sgd(0.1))
     mean = {"mean": jnp.full(5, 0.5)}
-    state = train.create_state(store, 0, devices=jax.devices()[:count], model_state=mean)
-    got = train.evaluate(state, apply, SET, batch_size=16)
+    got = train.evaluate(start(count, params=params, model_state=mean), apply, SET, batch_size=16)
     want = train.evaluate(params, lambda p, images: apply(p, images, mean), SET, batch_size=16)
     assert got == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}
 
@@ -228,8 +223,7 @@ def test_fit_trains_and_evaluates_with_it(tmp_path):
         return value, aux, {"mean": 0.5 * (model_state["mean"] + batch["image"].mean(0))}
 
     def run(epochs, directory):
-        store = kv.from_params({"w": jnp.zeros((5, 4))}, optimizer=adam())
-        state = train.create_state(store, 0, devices=jax.devices()[:2], model_state={"mean": jnp.zeros(5)})
+        state = start(2, tx=adam(), params={"w": jnp.zeros((5, 4))}, model_state={"mean": jnp.zeros(5)})
         options = {"test_data": SET, "apply_fn": apply, "progress": False, "checkpoint_dir": tmp_path / directory}
         return train.fit(state, step, SET, epochs=epochs, batch_size=8, **options)
 
@@ -248,34 +242,24 @@ def test_fit_trains_and_evaluates_with_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("returned", "error", "message"),
+    ("changed", "error", "message"),
     [
-        (
-            lambda new: (0.0, {}),
-            TypeError,
-            r"model_state\) must return \(loss, aux, new_model_state\) .* got a tuple of 2",
-        ),
-        (lambda new: (0.0, {}, {}), TypeError, r"must have the structure of the old one: expected .*, got "),
-        (
-            lambda new: (0.0, {}, {**new, "mean": jnp.zeros(2)}),
-            ValueError,
-            r"leaf 'mean' of new_model_state: expected shape \(3,\), got \(2,\)",
-        ),
-        (
-            lambda new: (0.0, {}, {**new, "seen": jnp.float32(1)}),
-            TypeError,
-            r"leaf 'seen' of new_model_state: dtype float32 cannot be cast safely to the stored int32",
-        ),
-        (lambda new: (0.0, {}, {**new, "mean": "x"}), TypeError, r"leaf 'mean' of .*: expected an array, got 'x'"),
+        ({"mean": jnp.zeros(2)}, ValueError, r"leaf 'mean' of new_model_state: expected shape \(3,\), got \(2,\)"),
+        ({"seen": jnp.float32(1)}, TypeError, "'seen' of new_model_state: dtype float32 cannot be cast .* int32"),
+        ({"mean": "x"}, TypeError, r"leaf 'mean' of .*: expected an array, got 'x'"),
+        ({"other": 1}, TypeError, r"must have the structure of the old one: expected .*, got "),
     ],
 )
-def test_what_a_loss_function_must_return(returned, error, message):
-    state = start(2, model_state=fresh())
+def test_a_new_state_must_be_as_the_old_one(changed, error, message):
+    step = train.make_train_step(lambda p, b, rng, model_state: (0.0, {}, {**model_state, **changed}))
     with pytest.raises(error, match=message):
-        train.make_train_step(lambda p, b, rng, model_state: returned(model_state))(state, line())
+        step(start(2, model_state=fresh()), line())
 
 
-def test_a_third_value_without_a_state():
-    message = r"must return \(loss, aux\) .* got a tuple of 3; a state made with create_state\(model_state=...\)"
-    with pytest.raises(TypeError, match=message):
-        train.make_train_step(lambda p, b, rng: (p["w"].sum(), {}, {}))(start(2), line())
+def test_how_many_values_a_loss_function_must_return():
+    two = train.make_train_step(lambda p, b, rng, model_state: (0.0, {}))
+    with pytest.raises(TypeError, match=r"must return \(loss, aux, new_model_state\) .* got a tuple of 2"):
+        two(start(2, model_state=fresh()), line())
+    three = train.make_train_step(lambda p, b, rng: (p["w"].sum(), {}, {}))
+    with pytest.raises(TypeError, match=r"must return \(loss, aux\) .* got a tuple of 3; .*create_state\(model_state="):
+        three(start(2), line())
