@@ -1,7 +1,6 @@
 """Any model and any value, over any source: each example counts once, on any devices."""
 
 import dataclasses
-import functools
 import re
 from pathlib import Path
 
@@ -253,9 +252,8 @@ def test_params_split_over_a_mesh_and_the_users_own_mesh(kind):
     state = train.create_state(store, 0)
     options = {"eval_fn": eval_fn, "batch_size": 16}
     close(train.evaluate(state, data=tiled, **options))
-    whole = train.evaluate(
-        state, data=tiled, batch_size=16, eval_fn=lambda p, b: {"mse": (eval_fn(p, b)["mse"].sum(), N)}
-    )
+    of_sums = lambda p, b: {"mse": (eval_fn(p, b)["mse"].sum(), N)}  # noqa: E731
+    whole = train.evaluate(state, data=tiled, batch_size=16, eval_fn=of_sums)
     assert whole["mse"] * 3 == pytest.approx(WANT["mse"], rel=1e-5)  # 16, 16 and the last 5: three batches
     meshes = []
 

@@ -193,27 +193,6 @@ def test_the_command_line(tmp_path, monkeypatch, capsys):
     assert list(places["profile-dir"].rglob("*.xplane.pb"))
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--metrics-file=m.csv", "m.csv must end in .jsonl"),
-        ("--epochs=0", "argument --epochs: must be an int of 1 or more, got '0'"),
-        ("--epochs=1.5", "must be an int of 1 or more, got '1.5'"),
-        ("--learning-rate=0", "must be a number above 0, got '0'"),
-        ("--learning-rate=inf", "must be a number above 0, got 'inf'"),
-        ("--learning-rate=nan", "must be a number above 0, got 'nan'"),
-        ("--kvstore=disk", "'sharded', 'dist_sync'"),
-        ("--compression=zip", "'none', '1bit', '2bit'"),
-    ],
-)
-def test_arguments_of_the_command_line(capsys, argument, message):
-    from jaxpar.__main__ import main
-
-    with pytest.raises(SystemExit):
-        main(["train", argument])
-    assert message in capsys.readouterr().err.replace("choose from sharded, dist_sync", "'sharded', 'dist_sync'")
-
-
 def test_pandas():
     pytest.importorskip("pandas")
     _, history = run()

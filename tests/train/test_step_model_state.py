@@ -10,7 +10,8 @@ import optax
 import pytest
 from jax import lax
 from kv_model import collectives_in, compilations
-from step_model import IN_TURN, adam, close, line, squares, start, step_of, text_of, trained
+from step_model import IN_TURN, adam, close, line, squares, start, step_of, text_of, trained, update_of
+from test_definition import definition
 
 from jaxpar import checkpoint, data, kv, train
 
@@ -47,34 +48,14 @@ def synced(params, batch, rng, model_state):
 
 @functools.cache
 def oracle(steps, shares, parts=1):
-    """One device: every share normed by itself, its running statistics averaged; `parts` microbatches in a row."""
-    tx, params, state = adam(), {"w": jnp.ones(3), "b": jnp.zeros(())}, fresh()
-    opt = tx.init(params)
-
-    @jax.jit
-    def step(params, opt, state, batch):
-        grads, states = [], []
-        for share in range(shares):
-            own = state
-            for part in range(parts):
-                size = 16 // shares // parts
-                begin = (share * parts + part) * size
-                piece = {k: v[begin : begin + size] for k, v in batch.items()}
-
-                def loss(p, piece=piece, own=own):
-                    value, _, new = normed(p, piece, own)
-                    return value, new
-
-                grad, own = jax.grad(loss, has_aux=True)(params)
-                grads.append(grad)
-            states.append(own)
-        grad = jax.tree.map(lambda *g: sum(g) / len(g), *grads)
-        updates, opt = tx.update(grad, opt, params)
-        return optax.apply_updates(params, updates), opt, jax.tree.map(lambda *s: sum(s) / len(s), *states)
-
+    """Every share normed by itself, its running statistics averaged; `parts` microbatches in a row."""
+    params, seen, rng = {"w": jnp.ones(3), "b": jnp.zeros(())}, fresh(), jax.random.key(7)
+    state = adam().init(params)
     for i in range(steps):
-        params, opt, state = step(params, opt, state, line(16, seed=i))
-    return params, {**state, "seen": jnp.int32(state["seen"])}
+        options = {"shares": shares, "accumulate": parts, "rng": rng, "step": i, "model_state": seen}
+        grads, _, seen = definition(local, params, line(16, seed=i), **options)
+        params, state = update_of(adam())(grads, state, params)
+    return params, seen
 
 
 @pytest.mark.sampled(1)
