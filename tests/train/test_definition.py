@@ -367,11 +367,6 @@ def test_a_wrapped_loss_gets_the_number_of_the_step(loss, number):
     assert float(found(loss, ADAM)[1]["step"]) == number
 
 
-def test_a_step_in_the_place_of_rng_is_an_error():
-    with pytest.raises(TypeError, match=r"loss_fn must be a function of \(params, batch, rng\), and then step, got"):
-        train.make_train_step(lambda params, batch, step: None)
-
-
 # What a loss may return.
 
 

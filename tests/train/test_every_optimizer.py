@@ -157,9 +157,7 @@ def plain(tx, start):
 
 
 def trained(tx, start, kind, engine, count):
-    devices = jax.devices()[:count]
-    params = jax.tree.map(jnp.asarray, start)
-    store = kv.from_params(params, kind=kind, optimizer=tx, devices=devices)
+    store = kv.from_params(start, kind=kind, optimizer=tx, devices=jax.devices()[:count])
     if store.shardings:  # the optimizer needs whole values
         assert kind == "sharded"
         engine = "auto"
@@ -180,17 +178,8 @@ def check(name, kind, engine, count):
 
 
 # One of each sort: elementwise, masked, coupled, by shape, factored, delayed, with the loss, averaged.
-SORTS = [
-    "adam",
-    "adamw, mask by name",
-    "chain, clip by the global norm",
-    "lamb",
-    "adafactor, factored",
-    "MultiSteps, plateau",
-    "polyak_sgd",
-    "partition",
-    "schedule_free_sgd",
-]
+SORTS = ["adam", "adamw, mask by name", "chain, clip by the global norm", "lamb", "adafactor, factored"]
+SORTS += ["MultiSteps, plateau", "polyak_sgd", "partition", "schedule_free_sgd"]
 
 
 def test_the_names_are_all_there():
@@ -306,9 +295,7 @@ def recorder():
 )
 def test_value_is_the_global_mean_loss(engine, options):
     tx = optax.chain(optax.sgd(0.1), recorder())
-    step = train.make_train_step(loss_fn, engine=engine, **options)
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    state = train.create_state(kv.from_params(params, optimizer=tx), 0, devices=jax.devices()[:4])
+    state, step = train.start(PARAMS, tx, loss_fn, engine=engine, devices=jax.devices()[:4], **options)
     batch = batches(PARAMS)[0]
     state, metrics = step(state, batch)
     expected = loss_fn(PARAMS, batch)[0]
@@ -318,9 +305,7 @@ def test_value_is_the_global_mean_loss(engine, options):
 
 def test_a_skipped_update_changes_no_state():
     tx = optax.chain(optax.adam(0.1), recorder())
-    step = train.make_train_step(loss_fn, nonfinite="skip")
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    state = train.create_state(kv.from_params(params, optimizer=tx), 0, devices=jax.devices()[:2])
+    state, step = train.start(PARAMS, tx, loss_fn, nonfinite="skip", devices=jax.devices()[:2])
     first, second, *_ = batches(PARAMS)
     state, _ = step(state, first)
     before = jax.tree.map(np.asarray, state.store.optimizer_state)

@@ -153,13 +153,6 @@ def test_other_devices_go_on_from_the_mean(tmp_path, count, capsys):
 
 
 def test_errors():
-    for wrong in (0, -1, True, 1.5, "4"):
-        with pytest.raises(ValueError if type(wrong) is int else TypeError, match="local_steps must be an int of 1 or"):
-            train.make_train_step(squares, local_steps=wrong)
-    with pytest.raises(ValueError, match="outer_optimizer needs local_steps=, which is None"):
-        train.make_train_step(squares, outer_optimizer=nesterov())
-    with pytest.raises(TypeError, match=r"outer_optimizer: expected an optax.GradientTransformation.* got 0.7"):
-        train.make_train_step(squares, local_steps=2, outer_optimizer=0.7)
     step = step_of(squares, local_steps=2)
     with pytest.raises(ValueError, match="kind 'sharded' gives it a part of them"):
         step(start(COUNT, "sharded"), line())

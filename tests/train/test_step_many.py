@@ -50,56 +50,37 @@ def counted(params, batch, rng, seen):
     return loss, aux, {"batches": seen["batches"] + 1, "mean": 0.9 * seen["mean"] + 0.1 * batch["x"].mean()}
 
 
-CASES = {
-    "plain": {},
-    "stop": {"nonfinite": "stop"},
-    "dynamic": {"loss_scale": "dynamic"},
-    "clipped": {"grad_transform": CLIPPED},
-    "accumulate": {"accumulate": 2},
-    "local": {"local_steps": 2, "outer_optimizer": optax.sgd(0.7, momentum=0.9)},
+LOCAL = {"local_steps": 2, "outer_optimizer": optax.sgd(0.7, momentum=0.9)}
+TWO_BIT, POWER = {"type": "2bit"}, {"type": "powersgd"}
+SEEN = {"batches": jnp.zeros((), jnp.int32), "mean": jnp.zeros(())}
+CASES = {  # the engine, what the state is made with, what the step is made with
+    "plain": ("pmap", {}, {}),
+    "stop": ("pmap", {}, {"nonfinite": "stop"}),
+    "dynamic": ("pmap", {}, {"loss_scale": "dynamic"}),
+    "clipped": ("pmap", {}, {"grad_transform": CLIPPED}),
+    "accumulate": ("pmap", {}, {"accumulate": 2}),
+    "local steps": ("pmap", {}, LOCAL),
+    "powersgd": ("pmap", {"compression": POWER}, {}),
+    "2bit, dist_async": ("pmap", {"compression": TWO_BIT, "kind": "dist_async"}, {}),
+    "shard_map": ("shard_map", {}, {}),
+    "local steps, shard_map": ("shard_map", {}, LOCAL),
+    "2bit, local": ("shard_map", {"compression": TWO_BIT, "kind": "local"}, {}),
+    "sharded": ("shard_map", {"kind": "sharded"}, {}),
+    "powersgd, sharded": ("shard_map", {"compression": POWER, "kind": "sharded"}, {}),
+    "model state": ("auto", {"model_state": SEEN}, {"loss": counted}),
 }
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("engine", "case"), [*(("pmap", case) for case in CASES), ("shard_map", "plain"), ("shard_map", "local")]
-)
-def test_the_same_numbers_as_one_by_one(engine, case):
-    step = step_of(squares, engine=engine, **CASES[case])
-    want, losses = one_by_one(step, start())
-    state, metrics = step.many(start(), stacked())
-    same(state, want)
-    np.testing.assert_array_equal(metrics["loss"], losses)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("engine", "kind", "compression"),
-    [
-        ("pmap", "device", {"type": "powersgd"}),
-        ("shard_map", "local", {"type": "2bit"}),
-        ("shard_map", "sharded", None),
-        ("shard_map", "sharded", {"type": "powersgd"}),
-        ("pmap", "dist_async", {"type": "2bit"}),
-    ],
-)
-def test_any_kind_and_compression(engine, kind, compression):
-    step = step_of(squares, engine=engine)
-    want, losses = one_by_one(step, start(kind, compression=compression))
-    state, metrics = step.many(start(kind, compression=compression), stacked())
-    rounding = 1e-6 if compression == {"type": "2bit"} else 0  # of what it leaves over
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", [*[*CASES][:-1], pytest.param("model state", marks=pytest.mark.slow)])
+def test_the_same_numbers_as_one_by_one(name):
+    engine, of_state, of_step = CASES[name]
+    step = step_of(engine=engine, **of_step)
+    want, losses = one_by_one(step, start(**of_state))
+    state, metrics = step.many(start(**of_state), stacked())
+    rounding = 1e-6 if of_state.get("compression") == TWO_BIT else 0  # of what it leaves over
     same(state, want, rtol=rounding, atol=rounding)
     np.testing.assert_array_equal(metrics["loss"], losses)
-
-
-@pytest.mark.slow
-def test_a_model_state():
-    seen = {"batches": jnp.zeros((), jnp.int32), "mean": jnp.zeros(())}
-    step = step_of(counted)
-    want, _ = one_by_one(step, start(model_state=seen))
-    state, _ = step.many(start(model_state=seen), stacked())
-    same(state, want)
-    assert int(state.model_state["batches"]) == len(LINES)
 
 
 @pytest.mark.sampled(1)

@@ -151,13 +151,6 @@ def test_the_state_is_completed_once_and_what_is_there_stays():
     assert plain.complete(start(2)).transform == ()
 
 
-@pytest.mark.parametrize("loss_scale", [0, -1.0, "auto", True, float("inf"), float("nan")])
-def test_what_is_no_scale(loss_scale):
-    error = TypeError if isinstance(loss_scale, (str, bool)) else ValueError
-    with pytest.raises(error, match=r"loss_scale must be None, a number above 0, 'dynamic' or a .*, got "):
-        train.make_train_step(squares, loss_scale=loss_scale)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

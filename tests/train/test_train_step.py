@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import step_model
 from kv_model import collectives_in, compilations
 from step_model import EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start, step_of, text_of, trained
 
@@ -215,13 +215,7 @@ def test_one_program_whose_state_is_donated(engine, kind):
         new, _ = step(state, batches[0])
     assert count() <= 3
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.store.values, state.store.updater_state)))
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    placed = [jax.device_put(b, NamedSharding(mesh, P("data"))) for b in batches]
-    new, _ = step(new, placed[0])
-    with compilations() as count, jax.transfer_guard("disallow"):
-        for batch in placed:
-            new, metrics = step(new, batch)
-    assert count() == 0
+    _, metrics = step_model.steady(step, new, batches)
     assert np.isfinite(float(metrics["loss"]))
 
 
@@ -270,23 +264,50 @@ def test_a_step_moves_a_state_to_its_own_devices():
 # ---- errors
 
 
-def test_other_errors():
-    with pytest.raises(ValueError, match="unknown engine 'pjit'; known are auto, pmap, shard_map, jit"):
-        train.make_train_step(squares, engine="pjit")
+SCALE = r"loss_scale must be None, a number above 0, 'dynamic' or a .*, got "
+LOCAL = "local_steps must be an int of 1 or more, got "
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"engine": "pjit"}, ValueError, "unknown engine 'pjit'; known are auto, pmap, shard_map, jit"),
+        ({"nonfinite": "raise"}, ValueError, "unknown nonfinite 'raise'; known are ignore, skip, stop"),
+        ({"accumulate": 0}, ValueError, "accumulate must be an int of 1 or more, got 0"),
+        ({"accumulate": True}, TypeError, "accumulate must be an int of 1 or more, got True"),
+        ({"accumulate": 2.0}, TypeError, "accumulate must be an int of 1 or more, got 2.0"),
+        ({"compute_dtype": jnp.int8}, TypeError, "compute_dtype must be floating, as .*, got .*int8"),
+        ({"remat": "dots"}, ValueError, "remat must be True, False or a policy .*got 'dots'"),
+        *(({"loss_scale": wrong}, ValueError, SCALE) for wrong in (0, -1.0, np.inf, np.nan)),
+        *(({"loss_scale": wrong}, TypeError, SCALE) for wrong in ("auto", True)),
+        *(({"local_steps": wrong}, ValueError, LOCAL) for wrong in (0, -1)),
+        *(({"local_steps": wrong}, TypeError, LOCAL) for wrong in (True, 1.5, "4")),
+        ({"outer_optimizer": optax.sgd(0.7)}, ValueError, "outer_optimizer needs local_steps=, which is None"),
+        ({"outer_optimizer": 0.7, "local_steps": 2}, TypeError, "expected an optax.GradientTransformation.* got 0.7"),
+        ({"virtual_shards": 8, "local_steps": 2}, ValueError, "local_steps= updates each device separately"),
+        ({"virtual_shards": 8, "engine": "jit"}, ValueError, "the compiler chooses them"),
+        ({"virtual_shards": 0}, ValueError, "virtual_shards"),
+        ({"loss_fn": lambda params, batch, step: None}, TypeError, r"\(params, batch, rng\), and then step, got"),
+    ],
+)
+def test_options_that_are_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        train.make_train_step(**{"loss_fn": squares, **options})
+
+
+def test_a_state_needs_a_store_of_params():
     with pytest.raises(ValueError, match="the store must be made by"):
         train.create_state(kv.init(kv.create(), 0, jnp.ones(2)), 0)
 
 
 def test_a_batch_that_lies_as_an_earlier_one_is_looked_at_too():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    here = NamedSharding(mesh, P("data"))
     step = step_of(squares, accumulate=2)
-    state, _ = step(start(2), jax.device_put(line(16), here))
+    state, _ = step(start(2), step_model.placed(line(16), 2))
     with pytest.raises(ValueError, match="each of 2 devices 3 examples, which cannot be cut in accumulate=2"):
-        step(state, jax.device_put(line(6), here))
+        step(state, step_model.placed(line(6), 2))
     with pytest.raises(ValueError, match="must share the length of their first axis"):
-        step(state, jax.device_put({"x": np.ones((4, 3)), "y": np.ones(8)}, here))
-    state, _ = step(state, jax.device_put(line(8), here))
+        step(state, step_model.placed({"x": np.ones((4, 3)), "y": np.ones(8)}, 2))
+    state, _ = step(state, step_model.placed(line(8), 2))
     assert int(state.step) == 2
 
 

@@ -323,19 +323,6 @@ def test_stores_that_are_refused(state, words):
     assert not given.store.values[0].is_deleted()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"local_steps": 2}, "local_steps= updates each device separately"),
-        ({"engine": "jit"}, "the compiler chooses them"),
-        ({"virtual_shards": 0}, "virtual_shards"),
-    ],
-)
-def test_options_that_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        train.make_train_step(dropped, **{"virtual_shards": V, **options})
-
-
 def test_batches_that_are_refused():
     step, state = train.make_train_step(dropped, virtual_shards=V, accumulate=3), start(3)
     for size in (44, 64):
