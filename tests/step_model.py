@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import compilations
 
@@ -16,6 +17,11 @@ ENGINES = checks.ENGINES
 KINDS = ("device", "local", "sharded")
 EVERYWHERE = [(engine, kind) for engine in ENGINES for kind in KINDS]
 IN_TURN = [("pmap", "device"), ("shard_map", "local"), ("shard_map", "sharded")]  # each of them once
+
+
+def mostly_slow(all_of_them, *quick):
+    """The parameters of a test, all in the second row but these."""
+    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in all_of_them]
 
 
 def squares(params, batch, rng):

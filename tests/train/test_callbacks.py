@@ -234,7 +234,6 @@ def test_what_is_no_callback():
 
     for options, words in [
         ({"callbacks": Half()}, r"Half has only init; a callback with a memory needs both init\(state\) and on_epoch"),
-        ({"callbacks": [train.EarlyStopping]}, r"must be an object, not a class; write EarlyStopping\("),
         ({"callbacks": Odd()}, r"Odd has a memory, so its on_step must be a function of \(memory, step, metr"),
         ({"on_step": Mine().on_step}, "Mine.on_step takes a memory, so fit must call it; leave out on_step="),
         ({"callbacks": Bare()}, r"Bare.on_epoch must return \(memory, stop\), got"),

@@ -80,15 +80,6 @@ def test_engines_and_kinds_of_equal_bits(tmp_path, engine, kind):
     assert found != run(tmp_path / "c", 1, **{**options, "tx": optax.sgd(0.125)})
 
 
-@pytest.mark.slow  # three programs of virtual shards
-def test_virtual_shards_are_certified_alike(tmp_path):
-    found = [
-        run(tmp_path / f"{engine}{count}{kind}", count, kind, engine=engine, virtual_shards=4)
-        for engine, count, kind in (("shard_map", 1, "device"), ("shard_map", 3, "local"), ("pmap", 4, "device"))
-    ]
-    assert found[0] == found[1] == found[2]
-
-
 def images(params, batch, rng):
     return squares(params, {"x": batch["image"], "y": batch["label"]}, rng)
 

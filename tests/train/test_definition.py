@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import on_host
-from step_model import EVERYWHERE, IN_TURN, trained, update_of
+from step_model import EVERYWHERE, IN_TURN, mostly_slow, trained, update_of
 
 from jaxpar import data, train
 
@@ -150,11 +150,6 @@ def with_state(params, batch, rng, seen):
 
 RULES = {f.__name__: by_rule(f) for f in (clipped, signed, rounded, reversed_)}
 LOSSES = {**RULES, "counted": counted, "dropped": dropped}
-
-
-def mostly_slow(all_of_them, *quick):
-    """The parameters of a test, all in the second row but these."""
-    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in all_of_them]
 
 
 def init():

@@ -14,6 +14,7 @@ import optax
 import pytest
 from kv_model import on_host
 from launched import python
+from step_model import mostly_slow
 
 from jaxpar import data, distributed, kv, train
 from jaxpar._devices import processes
@@ -312,9 +313,7 @@ SHAPES = "the shapes of the params or of the optimizer's state"
 SIZES = "batch_size, the number of examples or of steps"
 
 
-def program(
-    scale=1.0, optimizer=optax.adam, rate=0.1, seed=0, shift=0.0, shards=4, device=0, options=(), wide=2, **sizes
-):
+def program(scale=1.0, optimizer=optax.adam, rate=0.1, seed=0, shift=0.0, device=0, options=(), wide=2, **sizes):
     """What a process computes whose script has these constants."""
 
     def loss_fn(params, batch, rng):
@@ -326,7 +325,7 @@ def program(
     examples["y"][-1] += shift
     where = jax.devices()[device : device + 1]
     state = train.create_state(kv.from_params({"w": jnp.ones(wide)}, optimizer=optimizer(rate), devices=where), seed)
-    step = train.make_train_step(loss_fn, virtual_shards=shards, devices=where, **dict(options))
+    step = train.make_train_step(loss_fn, virtual_shards=4, devices=where, **dict(options))
     defaults = {name: p.default for name, p in inspect.signature(train.fit).parameters.items() if name != "unknown"}
     chosen = {**defaults, "epochs": 2, "batch_size": 16, "progress": False, **sizes}
     run = plan_run(**{**chosen, "state": state, "step": step, "train_data": data.from_arrays(examples)})
@@ -348,10 +347,7 @@ CHANGES = {
 }
 
 
-SLOW = {*CHANGES} - {"one label"}  # each compiles
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CHANGES])
+@pytest.mark.parametrize("name", mostly_slow(CHANGES, "one label"))  # each compiles
 def test_what_differs_is_named(name):
     change, words = CHANGES[name]
     found = differences(program(**change), first())

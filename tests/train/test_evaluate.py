@@ -166,20 +166,23 @@ def test_the_outputs_of_every_example(kind, count):
     np.testing.assert_array_equal(of_images, train.predict(state, apply, data.as_source(BYTES), batch_size=64))
 
 
-def test_a_model_with_a_state_of_its_own():
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("count", [3, 1])
+def test_a_model_with_a_state_of_its_own(count):
     def shifted(params, images, model_state):
         return apply(params, images) + model_state["shift"][None]
 
     shift = np.array([0, 0, 0, 9], np.float32)
-    state = state_on("device", 2, model_state={"shift": jnp.asarray(shift)})
+    state = state_on("device", count, model_state={"shift": jnp.asarray(shift)})
     logits = train.predict(state, shifted, BYTES, batch_size=16)
     np.testing.assert_allclose(logits, BYTES.images / 255 @ PARAMS["w"] + shift, rtol=1e-4, atol=1e-5)
     matrix = train.confusion_matrix(state, shifted, BYTES, batch_size=16)
     assert matrix.sum(0).tolist() == np.bincount(logits.argmax(1), minlength=4).tolist()
     wrong = train.mistakes(state, shifted, BYTES, batch_size=16)
     assert len(wrong) == 37 - matrix.trace()
-    accuracy = train.evaluate(state, shifted, BYTES, batch_size=16)["accuracy"]
-    assert matrix.trace() / matrix.sum() == pytest.approx(accuracy)
+    alone = train.evaluate(PARAMS, lambda p, images: shifted(p, images, {"shift": shift}), BYTES, batch_size=16)
+    close(train.evaluate(state, shifted, BYTES, batch_size=16), alone)
+    assert matrix.trace() / matrix.sum() == pytest.approx(alone["accuracy"])
 
 
 class Mine:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from step_model import close, update_of
+from step_model import close, mostly_slow, update_of
 
 from jaxpar import kv, parallel, train, updaters
 
@@ -68,9 +68,7 @@ GIVEN = {
     "selective_transform": lambda: optax.selective_transform(optax.adam(0.1), freeze_mask=MATRICES),
     "snapshot": lambda: optax.snapshot("norm", optax.tree.norm),
     "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(optax.adam(0.1)),
-    "stateless": lambda: optax.stateless(
-        lambda updates, params: jax.tree.map(lambda g, p: -0.1 * g * p, updates, params)
-    ),
+    "stateless": lambda: optax.stateless(lambda grads, params: jax.tree.map(lambda g, p: -0.1 * g * p, grads, params)),
     "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda g, p: -0.1 * g * p),
     "with_extra_args_support": lambda: optax.with_extra_args_support(optax.sgd(0.1)),
 }
@@ -188,9 +186,7 @@ def test_the_names_are_all_there():
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "name", [*SORTS, *(pytest.param(n, marks=pytest.mark.slow) for n in sorted({*NAMES} - {*SORTS}))]
-)
+@pytest.mark.parametrize("name", mostly_slow([*SORTS, *sorted({*NAMES} - {*SORTS})], *SORTS))
 def test_as_plain_optax(name):
     check(name, "device", "pmap", 4)
 
@@ -287,12 +283,11 @@ def recorder():
     return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
 
 
+VALUES = [{}, {"accumulate": 2}, {"loss_scale": 1024.0}, {"loss_scale": "dynamic"}, {"nonfinite": "skip"}]
+
+
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate": 2}, {"loss_scale": 1024.0}, {"loss_scale": "dynamic"}, {"nonfinite": "skip"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", VALUES, ids=str)
 def test_value_is_the_global_mean_loss(engine, options):
     tx = optax.chain(optax.sgd(0.1), recorder())
     state, step = train.start(PARAMS, tx, loss_fn, engine=engine, devices=jax.devices()[:4], **options)

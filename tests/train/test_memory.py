@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fit_model import run_on
 from kv_model import compilations
 from launched import python
 
@@ -82,9 +83,7 @@ MANY = train.make_train_step(lambda params, batch, rng: (apply(params, batch["x"
 
 
 def fit():
-    train.fit(
-        started(optimizer()), FIT_STEP, DATA, epochs=1, batch_size=8, progress=False, test_data=DATA, apply_fn=apply
-    )
+    run_on(DATA, started(optimizer()), step=FIT_STEP, epochs=1, batch_size=8, test_data=DATA, apply_fn=apply)
 
 
 def stepped(step, kind="device"):
@@ -119,6 +118,10 @@ def run_on_all(engine):
     parallel.spmd(lambda x: number() * x, axis_name="i", engine=engine, devices=DEVICES)(jnp.ones(2))
 
 
+def copy_of_data():
+    return data.Dataset(DATA.images.copy(), DATA.labels.copy())
+
+
 DOORS = {
     "kv.from_params": lambda: kv.from_params(PARAMS, optimizer=optimizer()),
     "kv.set_optimizer": lambda: kv.set_optimizer(kv.from_params(PARAMS), optimizer()),
@@ -136,9 +139,7 @@ DOORS = {
     "make_train_step pmap": new_step,
     "make_train_step shard_map": lambda: new_step(engine="shard_map", grad_transform=optimizer()),
     "evaluate": lambda: train.evaluate(PARAMS, apply_fn(), DATA, batch_size=8),
-    "evaluate a data set": lambda: train.evaluate(
-        PARAMS, apply, data.Dataset(DATA.images.copy(), DATA.labels.copy()), batch_size=8
-    ),
+    "evaluate a data set": lambda: train.evaluate(PARAMS, apply, copy_of_data(), batch_size=8),
     "confusion_matrix": lambda: train.confusion_matrix(PARAMS, apply_fn(), DATA, batch_size=8),
     "mistakes": lambda: train.mistakes(PARAMS, apply_fn(), DATA, batch_size=8),
     "spmd pmap": lambda: run_on_all("pmap"),

@@ -13,6 +13,7 @@ import pytest
 from fit_model import LOSS, STEP, points
 from jax.sharding import PartitionSpec as P
 from kv_model import assert_unchanged, compilations, snapshot
+from step_model import mostly_slow
 
 from jaxpar import checkpoint, data, parallel, train, updaters
 
@@ -126,7 +127,7 @@ def test_an_interrupt_waits_for_the_end_of_the_block(number, monkeypatch, capsys
         train.interruptible("stop")
 
 
-@pytest.mark.parametrize("engine", [*(pytest.param(e, marks=pytest.mark.slow) for e in ("pmap", "shard_map")), "jit"])
+@pytest.mark.parametrize("engine", mostly_slow(["pmap", "shard_map", "jit"], "jit"))
 def test_a_search_for_the_rate_compiles_once_and_leaves_the_state_alone(engine):
     state, step = start(engine=engine)
     before = snapshot(state)

@@ -356,9 +356,8 @@ def test_wandb(tmp_path, monkeypatch):
         time.sleep(0.1)
     assert set().union(*rows) >= NAMES
     assert [row["_step"] for row in rows if "step/loss" in row] == [1, 2, 3, 4, 5, 6]
-    assert [(row["_step"], row["train/loss"]) for row in rows if "train/loss" in row] == [
-        (r["step"], r["loss"]) for r in history
-    ]
+    losses = [(row["_step"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert losses == [(r["step"], r["loss"]) for r in history]
     assert [row["test/accuracy"] for row in rows if "test/accuracy" in row] == [r["test_accuracy"] for r in history]
 
 

@@ -72,7 +72,7 @@ CASES = {  # the engine, what the state is made with, what the step is made with
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", [*[*CASES][:-1], pytest.param("model state", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", step_model.mostly_slow(CASES, *[*CASES][:-1]))
 def test_the_same_numbers_as_one_by_one(name):
     engine, of_state, of_step = CASES[name]
     step = step_of(engine=engine, **of_step)

@@ -188,16 +188,6 @@ def apply(params, images, model_state):
     return (images - model_state["mean"][None]) @ params["w"]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("count", [3, 1])
-def test_evaluation_gets_it(count):
-    params = {"w": jnp.asarray(np.random.default_rng(1).standard_normal((5, 4)), jnp.float32)}
-    mean = {"mean": jnp.full(5, 0.5)}
-    got = train.evaluate(start(count, params=params, model_state=mean), apply, SET, batch_size=16)
-    want = train.evaluate(params, lambda p, images: apply(p, images, mean), SET, batch_size=16)
-    assert got == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}
-
-
 def test_fit_trains_and_evaluates_with_it(tmp_path):
     def loss(params, batch, rng, model_state):
         value, aux = train.classification_loss(lambda p, x: apply(p, x, model_state))(params, batch, rng)

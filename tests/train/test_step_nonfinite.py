@@ -172,9 +172,8 @@ def test_a_stopped_state_is_the_one_before_the_bad_step(engine, kind):
 
 def test_only_the_keys_that_are_not_finite_are_named():
     params = {"good": jnp.ones(2), "n": jnp.arange(2), "bad": {"w": jnp.ones(())}}
-    step = train.make_train_step(
-        lambda p, b, rng: ((p["good"] * b[0]).sum() + jnp.sqrt(p["bad"]["w"] * b[0]), {}), nonfinite="stop"
-    )
+    loss = lambda p, b, rng: ((p["good"] * b[0]).sum() + jnp.sqrt(p["bad"]["w"] * b[0]), {})  # noqa: E731
+    step = train.make_train_step(loss, nonfinite="stop")
     state, metrics = step(start(2, params=params), jnp.array([1.0, 0.0]))
     with pytest.raises(train.NonFiniteError) as error:
         train.check_finite(metrics, state)

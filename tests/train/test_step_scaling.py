@@ -103,9 +103,8 @@ def test_stop_lets_the_scale_find_its_size_first(engine):
 
 def test_stop_where_the_scale_is_at_its_least():
     scaling = train.DynamicLossScale(initial=2.0)
-    step = train.make_train_step(
-        lambda p, b, rng: (jnp.sqrt(p["w"] * b).sum(), {}), loss_scale=scaling, nonfinite="stop"
-    )
+    loss = lambda p, b, rng: (jnp.sqrt(p["w"] * b).sum(), {})  # noqa: E731
+    step = train.make_train_step(loss, loss_scale=scaling, nonfinite="stop")
     state = start(1, params={"w": jnp.ones(())})
     state, metrics = step(state, jnp.zeros(1))
     train.check_finite(metrics, state)

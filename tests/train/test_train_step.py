@@ -164,10 +164,9 @@ def test_narrow_parameters_keep_their_dtype():
 def test_a_compressed_store_trains(options, pushes, value, param, residual):
     """What was sent and what the residuals hold is what all four devices push, each a quarter of the value."""
     rows = 4 * options.get("accumulate", 1)
-    given = {"compression": {"type": "2bit", "threshold": 0.25}, "devices": jax.devices()[:4]}
-    state, step = train.start(
-        {"w": jnp.zeros(64)}, optax.sgd(1.0), lambda p, b, rng: ((p["w"] * b[0]).sum(), {}), **given, **options
-    )
+    given = {"compression": {"type": "2bit", "threshold": 0.25}, "devices": jax.devices()[:4], **options}
+    loss = lambda p, b, rng: ((p["w"] * b[0]).sum(), {})  # noqa: E731
+    state, step = train.start({"w": jnp.zeros(64)}, optax.sgd(1.0), loss, **given)
     structure = jax.tree.structure(step.complete(state))
     for _ in range(pushes):
         state, _ = step(state, jnp.full((rows, 64), value))

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from step_model import mostly_slow
 
 from jaxpar import kv, train
 
@@ -136,9 +137,7 @@ def start(params, stats, count=4):
     return train.create_state(kv.from_params(params, optimizer=TX), 0, devices=jax.devices()[:count], model_state=stats)
 
 
-@pytest.mark.parametrize(
-    "library", [name if name == "linen" else pytest.param(name, marks=pytest.mark.slow) for name in LIBRARIES]
-)
+@pytest.mark.parametrize("library", mostly_slow(LIBRARIES, "linen"))
 def test_batch_norm_over_the_whole_batch_is_the_librarys_own(library):
     """With the name of the step's axis, four devices normalize by the statistics of the whole batch."""
     params, stats, forward, _ = LIBRARIES[library](None)
