@@ -257,39 +257,24 @@ from test_certificate import arguments
 
 OPTIONS = dict(checkpoint_dir="points", checkpoint_every=4, keep=20, certificate="run.jsonl", metrics_file="metrics")
 
-def same():
-    return arguments(**OPTIONS, eval_data=1, callbacks=print)
-
-def other_rate():
-    return arguments(**OPTIONS, tx=optax.adam(0.06))
+same = lambda: arguments(**OPTIONS, eval_data=1, callbacks=print)
+other_rate = lambda: arguments(**OPTIONS, tx=optax.adam(0.06))
+four = lambda: arguments(4, **OPTIONS)
+virtual = lambda: arguments(3, virtual_shards=4)
+nothing = lambda: None
+half = lambda: {{"state": 3, "step": 4}}
+unknown = lambda: {{**same(), "epoks": 3}}
+fails = lambda: 1 / 0
 
 def other_seed():
     import dataclasses
     given = arguments(**OPTIONS)
     return {{**given, "state": dataclasses.replace(given["state"], rng=jax.random.key(8))}}
 
-def four():
-    return arguments(4, **OPTIONS)
-
 def late():
     from jaxpar import train
     state, _ = train.fit(**arguments(epochs=2))
     return {{**arguments(), "state": state}}
-
-def virtual():
-    return arguments(3, virtual_shards=4)
-
-def nothing():
-    return None
-
-def half():
-    return {{"state": 3, "step": 4}}
-
-def unknown():
-    return {{**same(), "epoks": 3}}
-
-def fails():
-    return 1 / 0
 """
 
 

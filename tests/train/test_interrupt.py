@@ -341,11 +341,7 @@ def test_a_notebook_is_interrupted(tmp_path):
     try:
         kernel.wait_for_ready(timeout=60)
         ask(kernel, SETUP + f"directory = {str(tmp_path)!r}")
-        message = kernel.execute(CELL)
-        texts = printed(kernel, "step 5\n")
-        manager.interrupt_kernel()
-        assert reply_to(kernel, message)["status"] == "ok"
-        texts += printed(kernel)
+        texts = ask(kernel, CELL, lambda text: "step 5\n" in text and manager.interrupt_kernel())
         step = int(re.search(r"interrupted after step (\d+), in epoch", texts)[1])
         assert f"saved in {tmp_path}/step_{step:08d}\nfit: returns the state and the history" in texts
         assert ask(kernel, "print(int(state.step), history[-1].get('interrupted'))").startswith(f"{step} ")
@@ -369,30 +365,18 @@ def on_step(step, metrics):
 CELL = "state, history = run(state, epochs=12, checkpoint_dir=directory, on_step=on_step)"
 
 
-def printed(kernel, until=None):
-    """What a cell prints until a text has come, or until the kernel is idle."""
-    got = ""
-    while until is None or until not in got:
-        message = kernel.get_iopub_msg(timeout=60)
+def ask(kernel, code, on_text=lambda text: None):
+    """What a cell prints, which ends well."""
+    texts = []
+
+    def show(message):
         assert message["msg_type"] != "error", message["content"]
-        got += message["content"].get("text", "")
-        asked = message["parent_header"].get("msg_type") == "execute_request"
-        if until is None and asked and message["content"].get("execution_state") == "idle":
-            break
-    return got
+        texts.append(message["content"].get("text", ""))
+        on_text(texts[-1])
 
-
-def ask(kernel, code):
-    reply = reply_to(kernel, kernel.execute(code))
-    assert reply["status"] == "ok", reply
-    return printed(kernel)
-
-
-def reply_to(kernel, message):
-    while True:  # there may be replies to what was asked to see whether the kernel is ready
-        reply = kernel.get_shell_msg(timeout=60)
-        if reply["parent_header"]["msg_id"] == message:
-            return reply["content"]
+    reply = kernel.execute_interactive(code, timeout=120, output_hook=show)
+    assert reply["content"]["status"] == "ok", reply
+    return "".join(texts)
 
 
 def test_no_timer_is_left_after_both_signals():

@@ -148,9 +148,7 @@ def test_states_share_what_never_changes():
     for field in dataclasses.fields(later.store):
         if field.name not in ("values", "updater_state", "residuals", "pending", "optimizer_state"):
             assert getattr(later.store, field.name) is getattr(state.store, field.name), field.name
-    assert later.rng is state.rng
     assert (later.transform, later.model_state, later.local) == ((), (), ())
-    assert jax.tree.structure(later) == jax.tree.structure(state)
 
 
 def test_a_state_of_equal_structure_from_elsewhere_keeps_its_own_key():

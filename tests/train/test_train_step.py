@@ -231,13 +231,6 @@ def test_one_device_needs_no_collective(engine, kind):
     assert collectives_in(text_of(1, kind, engine=engine)) == []
 
 
-def test_the_rng_is_handed_on_as_it_is():
-    state = start()
-    new, _ = step_of(squares)(state, line())
-    assert new.rng is state.rng
-    assert not state.rng.is_deleted()
-
-
 def test_the_store_that_was_given_stays_valid():
     store = kv.from_params({"w": jnp.ones(3), "b": jnp.zeros(())}, optimizer=optax.sgd(0.1), devices=jax.devices()[:4])
     state = train.create_state(store, jax.random.key(0))
@@ -320,6 +313,7 @@ def test_the_parts_of_a_state_that_a_step_made():
     copies = [copy.copy(made), dataclasses.replace(made), jax.tree.map(lambda x: x, made)]
     assert (int(made.step), made.transform) == (1, ())
     assert made.rng is state.rng
+    assert not made.rng.is_deleted()
     assert jax.tree.structure(made) == jax.tree.structure(state)
     for other in copies:
         assert other.store == made.store
