@@ -16,7 +16,8 @@ PARAMS = {"w": RNG.standard_normal((5, 4)).astype(np.float32)}
 
 
 def state_on(kind, count, **options):
-    return step_model.start(count, kind, params=PARAMS, **options)
+    """A state on so many devices, or the params alone."""
+    return PARAMS if kind is None else step_model.start(count, kind, params=PARAMS, **options)
 
 
 def want(dataset=SET):
@@ -110,7 +111,7 @@ def want_matrix():
 @pytest.mark.parametrize("batch_size", [10, 64])
 @pytest.mark.parametrize(("kind", "count"), [(None, 1), ("device", 1), ("device", 8), ("sharded", 3)])
 def test_against_numpy(kind, count, batch_size):
-    state = PARAMS if kind is None else state_on(kind, count)
+    state = state_on(kind, count)
     matrix = train.confusion_matrix(state, apply, BYTES, batch_size=batch_size)
     np.testing.assert_array_equal(matrix, want_matrix())
     assert matrix.dtype == np.int64
@@ -155,7 +156,7 @@ def test_the_outputs_of_every_example(kind, count):
     def outputs(params, inputs):
         return {"logits": inputs["x"] @ params["w"], "bytes": (inputs["i"] % 5).astype(jnp.uint8)}
 
-    state = PARAMS if kind is None else state_on(kind, count)
+    state = state_on(kind, count)
     inputs = {"x": BYTES.images.astype(np.float32), "i": np.arange(37)}
     got = train.predict(state, outputs, inputs, batch_size=10)
     np.testing.assert_array_equal(got["bytes"], np.arange(37) % 5)

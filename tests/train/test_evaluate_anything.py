@@ -43,7 +43,8 @@ def close(scores, want=WANT):
 
 
 def state_of(count=4, kind="device", tx=None, params=PARAMS, **options):
-    return step_model.start(count, kind, tx, params, **options)
+    """A state on so many devices, or the params alone."""
+    return params if count is None else step_model.start(count, kind, tx, params, **options)
 
 
 def parts(size, rows=ROWS):
@@ -87,8 +88,7 @@ def test_any_source(source):
 @pytest.mark.parametrize("batch_size", [1, 10, 64])
 @pytest.mark.parametrize(("count", "kind"), [(None, ""), (1, "device"), (3, "sharded"), (8, "dist_sync")])
 def test_any_devices(count, kind, batch_size):
-    state = PARAMS if count is None else state_of(count, kind)
-    close(train.evaluate(state, data=ROWS, eval_fn=eval_fn, batch_size=batch_size))
+    close(train.evaluate(state_of(count, kind), data=ROWS, eval_fn=eval_fn, batch_size=batch_size))
 
 
 def masked(table, batch):
@@ -119,7 +119,7 @@ def want_masked():
 @pytest.mark.parametrize(("count", "size"), [(8, 36), (4, 8), (None, 16), (8, 64)])
 def test_masked_tokens_count_once_however_they_are_summed(count, size):
     """37 leaves 5, 5, 37 and 37 examples for the last batch, which 4 and 8 devices cannot share."""
-    table = TABLE if count is None else state_of(count, params=TABLE)
+    table = state_of(count, params=TABLE)
     for source in (TOKENS, lambda: iter(parts(size, TOKENS))):
         close(train.evaluate(table, data=source, eval_fn=masked, batch_size=size), want_masked())
 
@@ -159,7 +159,7 @@ def test_metrics_that_merge(count):
     def eval_fn(params, batch):
         return {"x": Extremes(batch["x"].min(), batch["x"].max()), "mean": batch["x"].mean(1)}
 
-    params = PARAMS if count is None else state_of(count)
+    params = state_of(count)
     scores = train.evaluate(params, data=ROWS, eval_fn=eval_fn, batch_size=16)
     x = ROWS["x"]
     close(scores, {"x_low": x.min(), "x_high": x.max(), "mean": x.mean()})
@@ -414,7 +414,7 @@ def test_a_sum_over_the_axis_of_the_step_is_that_of_the_whole_batch(count):
         number = jax.lax.psum(len(batch["x"]), "data")
         return {"total": (number * mean, number), "mse": (errors(params, batch) ** 2).mean(1)}
 
-    params = PARAMS if count is None else state_of(count)
+    params = state_of(count)
     want = {"total": (ROWS["x"] @ PARAMS["w"] - ROWS["y"]).mean(), "mse": WANT["mse"]}
     close(train.evaluate(params, data=ROWS, eval_fn=eval_fn, batch_size=16), want)
     shifted = train.predict(params, lambda p, b: b["x"] @ p["w"] + jax.lax.psum(0.0, "data"), ROWS, batch_size=16)

@@ -374,12 +374,6 @@ def test_a_grad_transform_sees_the_floating_params_only(engine, kind, transform,
     assert len(jax.tree.leaves(state.transform)) == len(jax.tree.leaves(plain.transform))
 
 
-def test_random_keys_have_no_shares():
-    params = {"w": jnp.ones(3), "key": jax.random.key(0)}
-    with pytest.raises(TypeError, match=r"key 0 \('key'\): kind 'sharded' cuts no random keys; .*'device'"):
-        kv.from_params(params, kind="sharded", optimizer=OUTER)
-
-
 @pytest.mark.parametrize("tx", [optax.contrib.sophia(0.1), optax.lbfgs(0.1)], ids=["sophia", "lbfgs"])
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_an_optimizer_that_needs_the_loss_as_a_function_says_so_in_every_kind(kind, tx):

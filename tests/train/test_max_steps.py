@@ -78,15 +78,12 @@ def test_eval_every(tmp_path, per_program):
     assert numbers(r for r in history if not r.get("under_way")) == numbers(epochs)
 
 
-class Slowly:
-    """Puts a loss into the records that improves until step 12."""
-
-    def __call__(self, state, record):
-        record["own_loss"] = abs(record["step"] - 12)
+def improve_until_step_12(state, record):
+    record["own_loss"] = abs(record["step"] - 12)
 
 
 def test_early_stopping_within_an_epoch_survives_a_resume(tmp_path):
-    callbacks = [Slowly(), train.EarlyStopping("own_loss", patience=3), train.KeepBest("own_loss")]
+    callbacks = [improve_until_step_12, train.EarlyStopping("own_loss", patience=3), train.KeepBest("own_loss")]
     options = {"eval_every": 4, "callbacks": callbacks}
     whole, history = run(epochs=9, checkpoint_dir=tmp_path / "a", **options)
     assert [r["step"] for r in history] == [4, 8, 10, 12, 16, 20, 24]
