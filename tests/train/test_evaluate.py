@@ -1,5 +1,7 @@
 """Loss and accuracy over every example, from any devices, by one program."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,21 +188,12 @@ def test_a_model_with_a_state_of_its_own(count):
     assert matrix.trace() / matrix.sum() == pytest.approx(alone["accuracy"])
 
 
-class Mine:
-    """A source of the user's own."""
-
-    def examples(self, batch_size):
-        return 37
-
-    def batches(self, batch_size, **options):
-        return iter(())
-
-
 def test_what_predict_refuses():
     with pytest.raises(ValueError, match=r"one row per example; got shape \(4,\) for a batch of 10"):
         train.predict(PARAMS, lambda params, images: apply(params, images).sum(0), BYTES, batch_size=10)
-    with pytest.raises(TypeError, match="got Mine, which may leave out the last examples; give the arrays"):
-        train.predict(PARAMS, apply, Mine(), batch_size=10)
+    own = types.SimpleNamespace(examples=lambda batch_size: 37, batches=lambda batch_size, **options: iter(()))
+    with pytest.raises(TypeError, match="got SimpleNamespace, which may leave out the last examples; give the arrays"):
+        train.predict(PARAMS, apply, own, batch_size=10)
     with pytest.raises(ValueError, match="predict: expected examples, got empty arrays"):
         train.predict(PARAMS, apply, BYTES.images[:0], batch_size=10)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fit_model import STEP, crash_after, same
+from fit_model import crash_after, run_on, same
 from interrupted_run import run, start
 from several_processes import free_address
 
-from jaxpar import train
+from jaxpar import data
 from jaxpar.train._fit import interrupt
 
 HERE = Path(__file__).parents[1]
@@ -189,26 +189,18 @@ def test_a_state_that_was_given_away(tmp_path, whole):
     assert losses(history) == losses(whole[1])
 
 
-class Loader:
+def batches_and(error):
     """Batches of eight, and an error after some of them."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __len__(self):
-        return 20
-
-    def __iter__(self):
-        images = np.random.default_rng(0).random((20, 8, 4), np.float32)
-        for batch in images[:13]:
-            yield {"image": batch, "label": batch[:, :3].argmax(1)}
-        raise self.error
+    for batch in np.random.default_rng(0).random((13, 8, 4), np.float32):
+        yield {"image": batch, "label": batch[:, :3].argmax(1)}
+    raise error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), RuntimeError("mine")], ids=repr)
 def test_what_a_loader_raises_brings_the_state_along(error):
+    loader = data.from_iterable(lambda: batches_and(error), steps_per_epoch=20)
     with pytest.raises(type(error)) as raised:
-        train.fit(start(), STEP, Loader(error), epochs=1, batch_size=8, progress=False)
+        run_on(loader, start(), epochs=1, batch_size=8)
     assert raised.value is error
     assert int(error.state.step) == 13
     state, _ = run(error.state, epochs=1)
