@@ -250,8 +250,7 @@ def test_a_slow_average_does_not_stand_still(dtype, kind):
     tx = optax.chain(optax.sgd(1.0), tx)
     where = {"sharding": parallel.fsdp("data", min_size=1)} if kind == "mesh" else {"kind": kind}
     params = {"w": jnp.zeros(4, dtype), "plain": jnp.zeros(4, dtype), "frozen": jnp.ones(4, dtype)}
-    store = kv.from_params(params, optimizer=tx, frozen="frozen", devices=jax.devices()[:2], **where)
-    state, step = train.create_state(store, 0), train.make_train_step(moved_by_one)
+    state, step = train.start(params, tx, moved_by_one, frozen="frozen", devices=jax.devices()[:2], **where)
     average, params = 0.0, np.zeros(4)
     for _ in range(100):
         state, _ = step(state, np.ones(2, np.float32))

@@ -150,10 +150,8 @@ def test_a_random_key_in_it_and_an_empty_one():
     assert state.model_state == {}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("remat", [True, False])
-def test_it_goes_through_remat(remat):
-    state, _ = step_of(local, remat=remat)(start(2, "device", adam(), model_state=fresh()), line())
+def test_it_goes_through_remat():
+    state, _ = step_of(local, remat=True)(start(2, "device", adam(), model_state=fresh()), line())
     close(state.model_state, oracle(1, 2)[1], rtol=1e-4)
 
 

@@ -260,21 +260,6 @@ def test_fit_on_any_number():
     assert fitted(1, loader, step) == fitted(3, loader, step) != want
 
 
-def test_every_example_once():
-    """The mean of what names an example: an epoch over three devices sees each exactly once."""
-    given = data.Dataset(np.eye(64, dtype=np.float32), np.arange(64))
-    step = train.make_train_step(
-        lambda params, batch, rng: ((params["w"][None] * batch["image"]).sum(), {"seen": batch["image"].sum(0)}),
-        virtual_shards=V,
-    )
-    state = start(3, {"w": jnp.zeros(64)})
-    total = np.zeros(64)
-    for batch in data.batches(given, 32, rng=jax.random.key(0), devices=state.store.devices, virtual_shards=V):
-        state, metrics = step(state, batch)
-        total += V * np.asarray(metrics["seen"])
-    np.testing.assert_array_equal(total, 1)
-
-
 @pytest.mark.slow
 def test_resumed_on_other_numbers(tmp_path):
     step = train.make_train_step(dropped, virtual_shards=V)
