@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from kv_model import assert_unchanged, compilations, snapshot
 from step_model import mostly_slow
 
-from jaxpar import data, parallel, train, updaters
+from jaxpar import checkpoint, data, parallel, train, updaters
 
 TRAIN = points(80)
 TX = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
@@ -51,6 +51,22 @@ def test_what_a_start_can_be_given():
         start(zzz=2)
     with pytest.raises(TypeError, match=r"loss_fn must be a function of \(params, batch, rng\), got"):
         train.start(LOSS, TX, {"w": jnp.zeros(3)})
+
+
+def test_the_loop_of_the_docs_is_that_of_fit(tmp_path):
+    state, step = start()
+    manager = checkpoint.Manager(tmp_path)
+    with train.interruptible() as interrupt, train.progress(15, title="mine") as bar:
+        for batch in data.batches(TRAIN, 16, rng=jax.random.key(1), epochs=3, devices=jax.devices()[:2]):
+            state, metrics = step(state, batch)
+            bar.step(metrics)
+            if interrupt.should_stop(state):
+                break
+        manager.save(state)
+        manager.close()
+    assert set(bar.means()) == {"loss", "accuracy"}
+    same, _ = manager.restore_latest(start()[0])
+    np.testing.assert_array_equal(same.params["w"], state.params["w"])
 
 
 def test_progress_reads_late_and_counts_each_step(capsys, monkeypatch):
