@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from kv_model import compilations
 
 from jaxpar import kv, train
 from jaxpar._core import checks
@@ -14,6 +17,11 @@ ENGINES = checks.ENGINES
 KINDS = ("device", "local", "sharded")
 EVERYWHERE = [(engine, kind) for engine in ENGINES for kind in KINDS]
 IN_TURN = [("pmap", "device"), ("shard_map", "local"), ("shard_map", "sharded")]  # each of them once
+
+
+def mostly_slow(all_of_them, *quick):
+    """The parameters of a test, all in the second row but these."""
+    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in all_of_them]
 
 
 def squares(params, batch, rng):
@@ -30,6 +38,21 @@ def trained(step, state, batches, first=0):
     """The state after steps of these batches, or of so many of `line`, and the metrics of the last step."""
     for batch in [line(seed=i) for i in range(first, first + batches)] if isinstance(batches, int) else batches:
         state, metrics = step(state, batch)
+    return state, metrics
+
+
+def placed(batch, count=4):
+    """A batch that lies as a step lays it."""
+    return jax.device_put(batch, NamedSharding(Mesh(np.array(jax.devices()[:count]), ("data",)), P("data")))
+
+
+def steady(step, state, batches):
+    """`trained` on four devices, where a second call of the step compiles nothing and sends nothing to the host."""
+    batches = [placed(batch) for batch in batches]
+    state, _ = step(state, batches[0])
+    with compilations() as count, jax.transfer_guard("disallow"):
+        state, metrics = trained(step, state, batches)
+    assert count() == 0
     return state, metrics
 
 

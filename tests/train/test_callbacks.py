@@ -12,12 +12,14 @@ import optax
 import pytest
 import tqdm.auto
 from fit_model import STEP, TEST, TX, apply, crash_after, numbers, points, run_on, same, start
+from optax import contrib
 
 from jaxpar import checkpoint, kv, train, updaters
 from jaxpar.train._callbacks.callbacks import is_saved_memory, memory_from_json, memory_to_json
 from jaxpar.train._callbacks.monitors import default_monitor
 
 TRAIN = points(48)  # three steps of 16
+TESTED = {"test_data": TEST, "apply_fn": apply}
 run = functools.partial(run_on, TRAIN)
 
 
@@ -85,15 +87,11 @@ def test_a_stopping_without_a_monitor_takes_what_there_is():
         (lambda: train.EarlyStopping("loss", mode="mim"), ValueError, "unknown mode 'mim'.*did you mean 'min'"),
         (lambda: train.EarlyStopping(mode="max"), ValueError, "mode='max' needs the name of a metric; give monitor="),
         (lambda: train.EarlyStopping(patience=0), ValueError, "patience must be an int of 1 or more, got 0"),
-        (
-            lambda: train.EarlyStopping(min_delta=-1),
-            ValueError,
-            "min_delta must be a finite number of 0 or more, got -1",
-        ),
+        (lambda: train.EarlyStopping(min_delta=-1), ValueError, "min_delta must be .* number of 0 or more, got -1"),
         (lambda: train.EarlyStopping(min_delta=NAN), ValueError, "min_delta must be a finite number"),
+        (lambda: train.EarlyStopping(restore_best=3), TypeError, "restore_best must be True or False, got 3"),
         (lambda: train.KeepBest("reply"), ValueError, "train.KeepBest: the name 'reply' does not tell"),
         (lambda: train.LearningRate("fast"), TypeError, "a function or a number of 0 or more, got 'fast'"),
-        (lambda: train.to_wandb(3), TypeError, "train.to_wandb: project must be a string, got 3"),
     ],
 )
 def test_arguments_of_callbacks(make, error, message):
@@ -104,16 +102,14 @@ def test_arguments_of_callbacks(make, error, message):
 def test_a_metric_that_there_is_not():
     made = []
     options = {"on_step": lambda *args: made.append(args)}
-    with pytest.raises(
-        ValueError, match="EarlyStopping monitors 'test_loss', but nothing is evaluated; give test_data"
-    ):
-        run(callbacks=train.EarlyStopping("test_loss"), **options)
-    assert not made
     words = r"train.EarlyStopping: unknown metric 'val_loss'; known are accuracy, loss"
-    with pytest.raises(ValueError, match=words):
-        run(callbacks=train.EarlyStopping("val_loss"), **options)
-    with pytest.raises(ValueError, match="unknown metric 'test_auc'; known are accuracy, loss, test_acc"):
-        run(callbacks=train.EarlyStopping("test_auc"), test_data=TEST, apply_fn=apply)
+    for monitor, message, more in [
+        ("test_loss", "EarlyStopping monitors 'test_loss', but nothing is evaluated; give test_data", {}),
+        ("val_loss", words, {}),
+        ("test_auc", "unknown metric 'test_auc'; known are accuracy, loss, test_acc", TESTED),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(callbacks=train.EarlyStopping(monitor), **options, **more)
     assert not made
     with pytest.raises(ValueError, match=words) as raised:  # the metrics of a step of one's own are known when it ran
         run(callbacks=train.EarlyStopping("val_loss"), step=lambda state, batch: STEP(state, batch), **options)
@@ -127,15 +123,8 @@ class Mine:
         self.records, self.more = records, more
 
     def init(self, state):
-        zeros = jnp.zeros((2, 3), jnp.bfloat16)
-        return {
-            "steps": 0,
-            "losses": np.zeros(2),
-            "device": jnp.zeros(2),
-            "half": zeros,
-            "word": None,
-            "more": self.more,
-        }
+        arrays = {"losses": np.zeros(2), "device": jnp.zeros(2), "half": jnp.zeros((2, 3), jnp.bfloat16)}
+        return {"steps": 0, "word": None, "more": self.more, **arrays}
 
     def on_step(self, memory, step, metrics):
         assert memory["steps"] in (0, step - 1)
@@ -170,11 +159,8 @@ def test_a_memory_survives_a_resume_bit_for_bit(tmp_path, every, capsys):
 def test_a_memory_that_does_not_fit_starts_empty_and_is_named(tmp_path, capsys):
     run(epochs=1, callbacks=[Mine(), train.EarlyStopping()], checkpoint_dir=tmp_path)
     capsys.readouterr()
-    run(
-        epochs=2,
-        callbacks=[Mine(more=np.zeros(1)), train.KeepBest(), train.EarlyStopping(patience=9)],
-        checkpoint_dir=tmp_path,
-    )
+    others = [Mine(more=np.zeros(1)), train.KeepBest(), train.EarlyStopping(patience=9)]
+    run(epochs=2, callbacks=others, checkpoint_dir=tmp_path)
     assert capsys.readouterr().err.splitlines() == [
         "jaxpar: fit: the checkpoint has no matching memory of Mine and KeepBest, so it starts anew; no callback uses "
         "the memory of Mine in the checkpoint"
@@ -200,10 +186,9 @@ def test_memories_as_json():
     back = memory_from_json(saved, mine)
     assert jax.tree.structure(back) == jax.tree.structure(mine)
     jax.tree.map(np.testing.assert_array_equal, back, mine)
+    words = r"the structure differs|shape or dtype of an array differs|found a plain value"
     for wrong in ({"a": 1}, {**mine, "c": np.zeros(1)}, {**mine, "b": (1, *mine["b"][1:])}):
-        with pytest.raises(
-            ValueError, match=r"the structure differs|shape or dtype of an array differs|found a plain value"
-        ):
+        with pytest.raises(ValueError, match=words):
             memory_from_json(saved, wrong)
     with pytest.raises(TypeError, match=r"save the memory of mine, .*; got <object .* at \['a'\]"):
         memory_to_json({"a": object()}, "mine")
@@ -245,32 +230,22 @@ def test_what_is_no_callback():
         def on_epoch(self, memory, state, record):
             return memory
 
-    with pytest.raises(
-        TypeError, match=r"Half has only init; a callback with a memory needs both init\(state\) and on_epoch"
-    ):
-        run(callbacks=Half())
-    with pytest.raises(TypeError, match=r"a callback must be an object, not a class; write EarlyStopping\("):
-        run(callbacks=[train.EarlyStopping])
-    with pytest.raises(TypeError, match=r"Odd has a memory, so its on_step must be a function of \(memory, step, metr"):
-        run(callbacks=Odd())
-    with pytest.raises(TypeError, match=r"Mine.on_step takes a memory, so fit must call it; leave out on_step="):
-        run(on_step=Mine().on_step)
-    with pytest.raises(TypeError, match=r"Bare.on_epoch must return \(memory, stop\), got"):
-        run(callbacks=Bare())
-    with pytest.raises(TypeError, match=r"checkpoints save the memory of Mine.*\['more'\]"):
-        run(callbacks=Mine(more=object()), checkpoint_dir="never")
+    for options, words in [
+        ({"callbacks": Half()}, r"Half has only init; a callback with a memory needs both init\(state\) and on_epoch"),
+        ({"callbacks": Odd()}, r"Odd has a memory, so its on_step must be a function of \(memory, step, metr"),
+        ({"on_step": Mine().on_step}, "Mine.on_step takes a memory, so fit must call it; leave out on_step="),
+        ({"callbacks": Bare()}, r"Bare.on_epoch must return \(memory, stop\), got"),
+        ({"callbacks": Mine(more=object()), "checkpoint_dir": "never"}, r"save the memory of Mine.*\['more'\]"),
+    ]:
+        with pytest.raises(TypeError, match=words):
+            run(**options)
 
 
 @pytest.mark.sampled(1)
 def test_the_best_checkpoint_stays(tmp_path, engine):
     step = train.make_train_step(train.classification_loss(apply), engine=engine)
     values = (0.3, 0.9, 0.5, NAN, 0.8, 0.9)
-    states = []
-    callbacks = [
-        Scripted(*values, name="my_accuracy"),
-        train.KeepBest("my_accuracy"),
-        lambda s, r: states.append(s.params),
-    ]
+    callbacks = [Scripted(*values, name="my_accuracy"), train.KeepBest("my_accuracy")]
     run(step=step, epochs=6, callbacks=callbacks, checkpoint_dir=tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000006", "step_00000015", "step_00000018"]
     assert checkpoint.best(tmp_path).name == "step_00000006"
@@ -354,8 +329,6 @@ def test_a_state_is_restored_only_where_one_is_the_best(tmp_path):
     same(run(epochs=2, callbacks=[Scripted(NAN, NAN), BEST])[0], want)
     with pytest.raises(ValueError, match=r"one train.KeepBest, or one train.EarlyStopping\(restore_best=True\), which"):
         run(callbacks=[SCORES, BEST, train.KeepBest("accuracy")], checkpoint_dir=tmp_path)
-    with pytest.raises(TypeError, match="restore_best must be True or False, got 3"):
-        train.EarlyStopping(restore_best=3)
 
 
 def test_a_best_checkpoint_that_is_gone(tmp_path, capsys):
@@ -367,16 +340,13 @@ def test_a_best_checkpoint_that_is_gone(tmp_path, capsys):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("average", ["schedule_free", "ema"])
-def test_the_best_of_an_optimizer_that_evaluates_other_parameters(tmp_path, average):
-    import optax.contrib
-
-    averages = {
-        "schedule_free": lambda: optax.contrib.schedule_free_sgd(0.5),
-        "ema": lambda: optax.chain(TX, updaters.average_params(0.9)),
-    }
-    tx = averages[average]()
-    options = {"callbacks": train.KeepBest("test_loss"), "test_data": TEST, "apply_fn": apply, "keep": 1}
+@pytest.mark.parametrize(
+    "tx",
+    [contrib.schedule_free_sgd(0.5), optax.chain(TX, updaters.average_params(0.9))],
+    ids=["schedule_free", "ema"],
+)
+def test_the_best_of_an_optimizer_that_evaluates_other_parameters(tmp_path, tx):
+    options = {"callbacks": train.KeepBest("test_loss"), "keep": 1, **TESTED}
     _, history = run(start(tx), epochs=4, checkpoint_dir=tmp_path, **options)
     best = checkpoint.restore(checkpoint.best(tmp_path), start(tx))
     record = min(history, key=lambda record: record["test_loss"])
@@ -429,9 +399,7 @@ def test_the_learning_rate_in_the_records():
     assert history[0]["learning_rate"] == 0.75
     _, history = run(callbacks=train.LearningRate(0.5))
     assert history[0]["learning_rate"] == 0.5
-    with pytest.raises(
-        ValueError, match=r"state has no learning rate; give the schedule, train.LearningRate\(schedule\), or"
-    ):
+    with pytest.raises(ValueError, match=r"no learning rate; give the schedule, train.LearningRate\(schedule\), or"):
         run(callbacks=train.LearningRate())
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 from kv_model import on_host
-from step_model import EVERYWHERE, IN_TURN, trained, update_of
+from step_model import EVERYWHERE, IN_TURN, mostly_slow, trained, update_of
 
-from jaxpar import data, kv, train
+from jaxpar import data, train
 
 ADAM, SGD = optax.adamw(0.05), optax.sgd(0.05)
 
@@ -86,23 +86,6 @@ clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
 
 
 @jax.custom_vjp
-def signed(x):
-    return x
-
-
-signed.defvjp(lambda x: (x, None), lambda _, g: (jnp.sign(g) * 0.1,))
-
-
-@jax.custom_vjp
-def rounded(x):
-    """A straight-through estimate forward, and cotangents in steps of 1/64."""
-    return jnp.round(x * 8) / 8
-
-
-rounded.defvjp(lambda x: (rounded(x), None), lambda _, g: (jnp.round(g * 64) / 64,))
-
-
-@jax.custom_vjp
 def reversed_(x):
     """Gradient reversal of each example, normalized to length 1."""
     return x
@@ -148,13 +131,7 @@ def with_state(params, batch, rng, seen):
     return loss, aux, {"mean": 0.9 * seen["mean"] + 0.1 * batch["x"].mean(0), "fixed": seen["fixed"]}
 
 
-RULES = {f.__name__: by_rule(f) for f in (clipped, signed, rounded, reversed_)}
-LOSSES = {**RULES, "counted": counted, "dropped": dropped}
-
-
-def mostly_slow(all_of_them, *quick):
-    """The parameters of a test, all in the second row but these."""
-    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in all_of_them]
+LOSSES = {"clipped": by_rule(clipped), "reversed": by_rule(reversed_), "counted": counted, "dropped": dropped}
 
 
 def init():
@@ -174,12 +151,6 @@ def batches(count=3, size=24):
     return found
 
 
-@functools.cache
-def expected_of(loss_fn, tx, **options):
-    """`expected`, once for all tests of a process that ask for it."""
-    return expected(loss_fn, tx, **options)
-
-
 def expected(loss_fn, tx, *, shares=4, rng=None, model_state=None, **options):
     """Params, metrics of the last step and model state after the batches, by the definition."""
     params, rng = init(), jax.random.key(7) if rng is None else rng
@@ -190,6 +161,9 @@ def expected(loss_fn, tx, *, shares=4, rng=None, model_state=None, **options):
         )
         params, state = update_of(tx)(grads, state, params)
     return params, metrics, model_state
+
+
+expected_of = functools.cache(expected)  # once for all tests of a process that ask for it
 
 
 def found(loss_fn, tx, *, devices=4, rng=7, model_state=None, **options):
@@ -361,19 +335,13 @@ def test_a_loss_with_a_parameter_step_gets_the_number_of_the_step(options):
     assert int(state["steps"]) == (0 + 1 + 2) * options.get("accumulate", 1)
 
 
-def test_a_step_that_a_partial_has_given_stays():
-    got = found(functools.partial(annealed, step=1), ADAM)
-    assert float(got[1]["step"]) == 1
-
-
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=lambda f: f.__name__)
-def test_a_wrapped_loss_gets_the_number_of_the_step(wrap):
-    assert float(found(wrap(annealed), ADAM)[1]["step"]) == 2
-
-
-def test_a_step_in_the_place_of_rng_is_an_error():
-    with pytest.raises(TypeError, match=r"loss_fn must be a function of \(params, batch, rng\), and then step, got"):
-        train.make_train_step(lambda params, batch, step: None)
+@pytest.mark.parametrize(
+    ("loss", "number"),
+    [(jax.jit(annealed), 2), (jax.checkpoint(annealed), 2), (functools.partial(annealed, step=1), 1)],
+    ids=["jit", "checkpoint", "a partial, whose step stays"],
+)
+def test_a_wrapped_loss_gets_the_number_of_the_step(loss, number):
+    assert float(found(loss, ADAM)[1]["step"]) == number
 
 
 # What a loss may return.
@@ -521,13 +489,11 @@ def test_strict_promotion_of_dtypes(options, dtype):
 
 def test_the_weights_are_one_small_sum_more():
     """Two numbers: nothing else is sent for a mean over what counts."""
-    store = kv.from_params(init(), optimizer=ADAM)
-    state = train.create_state(store, 7, devices=jax.devices()[:4])
-    plain, weighted = (
-        train.make_train_step(loss).lower(state, batches()[0]).as_text().count("all_reduce")
-        for loss in (by_rule(clipped), counted)
-    )
-    assert weighted == plain + 1
+    sent = []
+    for loss in (by_rule(clipped), counted):
+        state, step = train.start(init(), ADAM, loss, devices=jax.devices()[:4])
+        sent.append(step.lower(state, batches()[0]).as_text().count("all_reduce"))
+    assert sent[1] == sent[0] + 1
 
 
 def test_the_attributes_of_the_definition_are_those_of_the_step():

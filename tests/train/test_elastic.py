@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from kv_model import on_host
 from launched import python
+from step_model import mostly_slow
 
 from jaxpar import data, distributed, kv, train
 from jaxpar._devices import processes
@@ -39,18 +41,10 @@ def new_state(**options):
 
 
 def test_what_is_sent_arrives_to_the_last_bit():
-    tree = {
-        "a": jnp.asarray([-0.0, np.nan, 1.5]),
-        "rng": jax.random.key(3),
-        "n": jnp.int8(-7),
-        "h": jnp.ones(3, "bfloat16"),
-    }
+    tree = [jnp.asarray([-0.0, np.nan, 1.5]), jnp.int8(-7), jnp.ones(3, "bfloat16"), jax.random.key(3)]
     got = processes.plan_send(tree, tuple(jax.devices()[:3]))()
-    assert [x.tobytes() for x in map(np.asarray, (got["a"], got["n"], got["h"]))] == [
-        np.asarray(tree[name]).tobytes() for name in ("a", "n", "h")
-    ]
-    assert got["rng"] == tree["rng"]
-    assert [got[name].dtype for name in tree] == [tree[name].dtype for name in tree]
+    assert [x.tobytes() for x in on_host(got)] == [x.tobytes() for x in on_host(tree)]
+    assert [x.dtype for x in got] == [x.dtype for x in tree]
 
 
 def test_a_group_never_has_an_order_twice(monkeypatch):
@@ -134,21 +128,8 @@ def test_a_lost_process_is_not_taken_in_again(monkeypatch):
     assert board.entries("block") == {"join": [[2, 2**64 - 1]]}
 
 
-GARBAGE = [
-    "x",
-    "",
-    "[",
-    "null",
-    "-1",
-    "1.5",
-    "true",
-    '{"a": 1}',
-    "[[0]]",
-    "[0, [[1]]]",
-    '[0, [["a", 1]]]',
-    "9" * 5000,
-    "[" * 9999,
-]
+WORDS = "x [ null -1 1.5 true".split()
+GARBAGE = [*WORDS, "", '{"a": 1}', "[[0]]", "[0, [[1]]]", '[0, [["a", 1]]]', "9" * 5000, "[" * 9999]
 
 
 @pytest.mark.parametrize("text", GARBAGE)
@@ -156,16 +137,9 @@ def test_what_a_stranger_writes_is_dropped(monkeypatch, text):
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     service = Service(own=1)
     board = Board(service)
-    keys = {
-        "ready/1": text,
-        "ready/x": "1",
-        "ready/7": "1",
-        "ready/2": "5",
-        "members": text,
-        "b/join": text,
-        "b/x": text,
-    }
-    service.keys |= {f"jaxpar/elastic/{name}": value for name, value in keys.items()}
+    written = dict.fromkeys(("ready/1", "members", "b/join", "b/x"), text)
+    written |= {"ready/x": "1", "ready/7": "1", "ready/2": "5"}
+    service.keys |= {f"jaxpar/elastic/{name}": value for name, value in written.items()}
     assert Group(service)._ready() == {2: 5}
     assert board.members() == (0, {})
     entries = board.entries("b")
@@ -190,21 +164,26 @@ def test_a_process_that_was_left_behind_ends(monkeypatch):
     assert ends == [distributed.LOST] * 2
 
 
+EIGHT = {"x": np.ones(8, "float32")}
+
+
 @pytest.mark.parametrize(
-    ("step", "source", "words"),
+    ("shards", "source", "has_fitted", "error", "words"),
     [
-        ({}, {"x": np.ones(8, "float32")}, "virtual_shards=8"),
-        ({"virtual_shards": 4}, [{"x": np.ones(8, "float32")}], "an iterable cannot give a batch again"),
+        (None, EIGHT, False, ValueError, "virtual_shards=8"),
+        (4, [EIGHT], False, ValueError, "an iterable cannot give a batch again"),
+        (4, EIGHT, True, RuntimeError, "one call of fit"),
     ],
 )
-def test_what_cannot_go_on_is_refused(elastic, step, source, words):
-    state = new_state()
-    with pytest.raises(ValueError, match=words):
-        train.fit(state, train.make_train_step(loss_fn, **step), source, epochs=1, batch_size=8, progress=False)
+def test_what_cannot_go_on_is_refused(elastic, monkeypatch, shards, source, has_fitted, error, words):
+    monkeypatch.setattr(processes._Elastic, "has_fitted", has_fitted)
+    state, step = new_state(), train.make_train_step(loss_fn, virtual_shards=shards)
+    with pytest.raises(error, match=words):
+        train.fit(state, step, source, epochs=1, batch_size=8, progress=False)
     assert float(state.params["w"]) == 1
 
 
-def test_kinds_whose_shares_are_lost_are_refused(elastic, monkeypatch):
+def test_kinds_whose_shares_are_lost_are_refused(elastic):
     step = train.make_train_step(loss_fn, virtual_shards=4)
     run = types.SimpleNamespace(step=step, source=None, callbacks=Callbacks())
     with pytest.raises(ValueError, match=r"in kind 'sharded' .* resume from a checkpoint"):
@@ -215,24 +194,17 @@ def test_kinds_whose_shares_are_lost_are_refused(elastic, monkeypatch):
         check_can_go_on(run, new_state())
 
 
-def test_calls_that_need_all_processes_are_refused(elastic, monkeypatch):
+def test_calls_that_need_all_processes_are_refused(elastic):
     with pytest.raises(RuntimeError, match=r"kv.barrier: .*only `train.fit` computes over all"):
         kv.barrier()
     with pytest.raises(RuntimeError, match=r"train step: in an elastic run only `train.fit` computes"):
         train.make_train_step(loss_fn)(new_state(), {"x": jnp.ones(8)})
 
 
-def test_a_second_fit_is_refused(elastic, monkeypatch):
-    monkeypatch.setattr(processes._Elastic, "has_fitted", True)
-    step = train.make_train_step(loss_fn, virtual_shards=4)
-    with pytest.raises(RuntimeError, match="one call of fit"):
-        train.fit(new_state(), step, {"x": np.ones(8, "float32")}, epochs=1, batch_size=8, progress=False)
-
-
 def test_elastic_needs_the_launcher_that_goes_on(monkeypatch):
-    env = {"JAXPAR_HUB": "127.0.0.1:1", "JAXPAR_COORDINATOR": "127.0.0.1:2"}
-    for name, value in {**env, "JAXPAR_NUM_PROCESSES": "2", "JAXPAR_PROCESS_ID": "1"}.items():
-        monkeypatch.setenv(name, value)
+    env = {"HUB": "127.0.0.1:1", "COORDINATOR": "127.0.0.1:2", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}
+    for name, value in env.items():
+        monkeypatch.setenv(f"JAXPAR_{name}", value)
     monkeypatch.setattr("jaxpar.distributed._initialize.is_jax_used", lambda: False)
     with pytest.raises(RuntimeError, match="jaxpar launch --elastic"):
         distributed.initialize(elastic=True)
@@ -241,21 +213,26 @@ def test_elastic_needs_the_launcher_that_goes_on(monkeypatch):
         distributed.initialize(elastic=True)
 
 
-@pytest.mark.slow
-def test_a_stuck_process_names_its_step_and_ends():
-    source = """
+WATCHED = """
+import os, signal, subprocess, sys, time
 from jaxpar.train._elastic.member import Watchdog
 watchdog = Watchdog()
 watchdog.start()
+"""
+
+
+@pytest.mark.slow
+def test_a_stuck_process_names_its_step_and_ends():
+    source = """
 with watchdog.watch("computes step 1", lambda: False):
-    __import__("time").sleep(1.5)  # it only takes long
+    time.sleep(1.5)  # it only takes long
 def hang():
     while True:
         pass
 with watchdog.watch("loads the batch of step 8"):
     hang()
 """
-    done = python("-c", source, expect=distributed.LOST, JAXPAR_STUCK_TIMEOUT="0.5")
+    done = python("-c", WATCHED + source, expect=distributed.LOST, JAXPAR_STUCK_TIMEOUT="0.5")
     assert "process 0 is stuck: it loads the batch of step 8, for more than 0.5 seconds" in done.stderr
     assert "in hang" in done.stderr
 
@@ -263,16 +240,12 @@ with watchdog.watch("loads the batch of step 8"):
 @pytest.mark.slow  # 6 seconds
 def test_a_stop_is_no_time_in_which_a_process_is_stuck():
     source = """
-import os, signal, subprocess, sys, time
-from jaxpar.train._elastic.member import Watchdog
-watchdog = Watchdog()
-watchdog.start()
 with watchdog.watch("computes step 1"):
     subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(5); os.kill({os.getpid()}, 18)"])
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(1.0)
 """
-    assert python("-c", source, JAXPAR_STUCK_TIMEOUT="2.5").stderr == ""
+    assert python("-c", WATCHED + source, JAXPAR_STUCK_TIMEOUT="2.5").stderr == ""
 
 
 def test_what_only_process_0_does_is_named_and_not_ended(capfd):
@@ -340,9 +313,7 @@ SHAPES = "the shapes of the params or of the optimizer's state"
 SIZES = "batch_size, the number of examples or of steps"
 
 
-def program(
-    scale=1.0, optimizer=optax.adam, rate=0.1, seed=0, shift=0.0, shards=4, device=0, options=(), wide=2, **sizes
-):
+def program(scale=1.0, optimizer=optax.adam, rate=0.1, seed=0, shift=0.0, device=0, options=(), wide=2, **sizes):
     """What a process computes whose script has these constants."""
 
     def loss_fn(params, batch, rng):
@@ -354,7 +325,7 @@ def program(
     examples["y"][-1] += shift
     where = jax.devices()[device : device + 1]
     state = train.create_state(kv.from_params({"w": jnp.ones(wide)}, optimizer=optimizer(rate), devices=where), seed)
-    step = train.make_train_step(loss_fn, virtual_shards=shards, devices=where, **dict(options))
+    step = train.make_train_step(loss_fn, virtual_shards=4, devices=where, **dict(options))
     defaults = {name: p.default for name, p in inspect.signature(train.fit).parameters.items() if name != "unknown"}
     chosen = {**defaults, "epochs": 2, "batch_size": 16, "progress": False, **sizes}
     run = plan_run(**{**chosen, "state": state, "step": step, "train_data": data.from_arrays(examples)})
@@ -376,10 +347,7 @@ CHANGES = {
 }
 
 
-SLOW = {*CHANGES} - {"one label"}  # each compiles
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CHANGES])
+@pytest.mark.parametrize("name", mostly_slow(CHANGES, "one label"))  # each compiles
 def test_what_differs_is_named(name):
     change, words = CHANGES[name]
     found = differences(program(**change), first())

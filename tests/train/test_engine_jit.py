@@ -33,12 +33,8 @@ def loss_fn(params, batch, rng, statistics):
     h = jax.nn.relu(batch["x"] @ params["hidden"]["kernel"] + params["hidden"]["bias"][None])
     mean = h.mean(0, keepdims=True)
     h = (h - mean) * jax.random.bernoulli(rng, 0.8, h.shape)
-    loss = ((h @ params["out"] - batch["y"]) ** 2).mean()
-    return (
-        loss,
-        {"spread": h.std()},
-        {"mean": 0.9 * statistics["mean"] + 0.1 * mean[0], "count": statistics["count"] + 1},
-    )
+    new = {"mean": 0.9 * statistics["mean"] + 0.1 * mean[0], "count": statistics["count"] + 1}
+    return ((h @ params["out"] - batch["y"]) ** 2).mean(), {"spread": h.std()}, new
 
 
 def batches(steps=3, size=16):
@@ -110,9 +106,8 @@ def test_options_as_under_pmap(options):
 @pytest.mark.slow
 def test_several_data_axes_and_a_third():
     mesh = mesh_of(2, 2, 2, names=("data", "fsdp", "model"))
-    rules = parallel.sharding_rules(
-        {"hidden/kernel": P(None, "model")}, then=parallel.fsdp(("data", "fsdp"), min_size=1)
-    )
+    split = parallel.fsdp(("data", "fsdp"), min_size=1)
+    rules = parallel.sharding_rules({"hidden/kernel": P(None, "model")}, then=split)
     store = kv.from_params(params(), optimizer=ADAM, mesh=mesh, sharding=rules)
     same(ran(store, axis_name=("data", "fsdp")), by_pmap(4))
 
@@ -188,10 +183,6 @@ def test_unused_parameters_are_left_with_one_state_a_key_too(kind):
     assert float(state.params["w"][0, 0]) != 1
 
 
-def test_unused_parameters_are_left_by_local_steps():
-    np.testing.assert_array_equal(after_two(unused="skip", local_steps=2).params["idle"], np.ones(3))
-
-
 @pytest.mark.slow
 def test_params_keep_the_sharding_that_they_come_with():
     mesh = mesh_of(2, 4, kind=AxisType.Explicit)
@@ -240,10 +231,7 @@ def test_fit_and_evaluate():
 
     def fitted(store):
         step = train.make_train_step(train.classification_loss(apply))
-        state = train.create_state(store, 0)
-        return train.fit(
-            state, step, dataset, test_data=dataset, apply_fn=apply, epochs=2, batch_size=16, progress=False
-        )
+        return run_on(dataset, train.create_state(store, 0), step=step, test_data=dataset, apply_fn=apply)
 
     state, history = fitted(kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES))
     plain, others = fitted(kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:2]))
@@ -322,58 +310,56 @@ def test_fit_splits_a_batch_over_the_data_axes_only():
     run_on(OwnSource(), state, step=step, epochs=1, batch_size=8)
 
 
-def test_refusals():
-    split = functools.partial(kv.from_params, params(), optimizer=ADAM, mesh=mesh_of(2))
-    with pytest.raises(ValueError, match="one device; use kind 'device'"):
-        split(kind="local")
-    with pytest.raises(ValueError, match="delayed pushes"):
-        split(kind="dist_async")
-    with pytest.raises(ValueError, match="the compiler sums their gradients"):
-        kv.set_gradient_compression(split(), {"type": "2bit"})
-    with pytest.raises(ValueError, match="use engine 'jit' or 'auto'"):
-        ran(split(), engine="pmap")
-    with pytest.raises(ValueError, match="local_steps are updates"):
-        ran(split(), local_steps=2)
-    with pytest.raises(ValueError, match="local_steps= updates each device separately"):
-        train.make_train_step(loss_fn, engine="jit", local_steps=2)
-    with pytest.raises(ValueError, match="axis_name='data': the mesh has no such axis; its axes are rows"):
-        train.make_train_step(loss_fn, mesh=mesh_of(2, names=("rows",)))
-    with pytest.raises(ValueError, match="axis_name='data': the mesh has no such axis; its axes are rows"):
-        ran(kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, names=("rows",))))
-    with pytest.raises(ValueError, match="mesh= is for engine 'jit'"):
-        train.make_train_step(loss_fn, engine="pmap", mesh=mesh_of(2))
-    with pytest.raises(ValueError, match="the state is on a mesh"):
-        ran(split(), mesh=mesh_of(4))
-    step = train.make_train_step(loss_fn, mesh=mesh_of(8))
-    state = train.create_state(kv.from_params(params(), optimizer=ADAM), 0)
-    with pytest.raises(ValueError, match="cannot be divided by 8"):
-        step(state, batches(1, size=12)[0])
-    table = kv.from_params({"w": jnp.ones((4, 2))}, updater=updaters.accumulate, mesh=mesh_of(2))
-    with pytest.raises(ValueError, match="split over a mesh and take no RowSparse"):
-        kv.push(table, 0, sparse.RowSparse(jnp.array([1]), jnp.ones((1, 2)), (4, 2)))
-    with pytest.raises(ValueError, match=r"write kv.place\(store, mesh=mesh"):
-        kv.place(split(), jax.devices()[:4])
+def split(**options):
+    return kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2), **options)
 
 
-def test_refusals_of_verbs():
+def plain(**options):
+    return kv.from_params(params(), optimizer=ADAM, **options)
+
+
+W, ROWS = {"w": jnp.ones((4, 2))}, sparse.RowSparse(jnp.array([1]), jnp.ones((1, 2)), (4, 2))
+OVER_ROWS = {"mesh": mesh_of(2, names=("rows",))}
+SPLIT = {"mesh": mesh_of(2, 2), "sharding": P("data")}
+
+
+def table(**options):
+    return kv.from_params(W, **{"updater": updaters.accumulate, **SPLIT, **options})
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: split(kind="local"), "one device; use kind 'device'"),
+        (lambda: split(kind="dist_async"), "delayed pushes"),
+        (lambda: kv.set_gradient_compression(split(), {"type": "2bit"}), "the compiler sums their gradients"),
+        (lambda: ran(split(), engine="pmap"), "use engine 'jit' or 'auto'"),
+        (lambda: ran(split(), local_steps=2), "local_steps are updates"),
+        (lambda: step_of(loss_fn, engine="jit", local_steps=2), "local_steps= updates each device separately"),
+        (lambda: train.make_train_step(loss_fn, **OVER_ROWS), "axis_name='data': .* no such axis; its axes are rows"),
+        (lambda: ran(plain(**OVER_ROWS)), "axis_name='data': the mesh has no such axis; its axes are rows"),
+        (lambda: train.make_train_step(loss_fn, engine="pmap", mesh=mesh_of(2)), "mesh= is for engine 'jit'"),
+        (lambda: ran(split(), mesh=mesh_of(4)), "the state is on a mesh"),
+        (lambda: step_of(loss_fn, mesh=mesh_of(8))(state_of(plain()), batches(1, 12)[0]), "cannot be divided by 8"),
+        (lambda: kv.push(table(), 0, ROWS), "split over a mesh and take no RowSparse"),
+        (lambda: kv.push(table(updater=None, optimizer=ADAM), 0, ROWS), "from_optax.*without mesh= and sharding="),
+        (lambda: kv.init(table(), 7, jnp.ones(3)), r"keys \[7\]: .* its values are split over a mesh"),
+        (lambda: kv.broadcast(table(), 7, jnp.ones(3)), r"keys \[7\]: .* its values are split over a mesh"),
+        (lambda: kv.place(split(), jax.devices()[:4]), r"write kv.place\(store, mesh=mesh"),
+        (lambda: kv.place(table(), jax.devices()[:4], sharding=P("model")), "sharding= splits .*; give mesh="),
+        (lambda: kv.place(kv.from_params(W), sharding=P("model")), "sharding= splits .*; give mesh="),
+        (lambda: kv.place(table(), jax.devices()[:4], mesh=mesh_of(2, 2)), "give mesh= or devices=, not both"),
+    ],
+)
+def test_refusals(call, words):
     """Each names what is wrong with a store that is split over a mesh."""
-    mesh, w = mesh_of(2, 2), {"w": jnp.ones((4, 2))}
-    tree = kv.from_params(w, optimizer=ADAM, mesh=mesh, sharding=P("data"))
-    table = kv.from_params(w, updater=updaters.accumulate, mesh=mesh, sharding=P("data"))
-    rows = sparse.RowSparse(jnp.array([1]), jnp.ones((1, 2)), (4, 2))
-    with pytest.raises(ValueError, match=r"from_optax.*without mesh= and sharding="):
-        kv.push(tree, 0, rows)
-    for add in (kv.init, kv.broadcast):
-        with pytest.raises(ValueError, match=r"keys \[7\]: .* its values are split over a mesh"):
-            add(table, 7, jnp.ones(3))
-    assert kv.place(table, sharding=P(None, "model")).values[0].sharding.spec == P(None, "model")
-    with pytest.raises(ValueError, match="sharding= splits values over a mesh; give mesh="):
-        kv.place(table, jax.devices()[:4], sharding=P("model"))
-    with pytest.raises(ValueError, match="sharding= splits values over a mesh; give mesh="):
-        kv.place(kv.from_params(w), sharding=P("model"))
-    with pytest.raises(ValueError, match="give mesh= or devices=, not both"):
-        kv.place(table, jax.devices()[:4], mesh=mesh)
-    for place in (lambda: kv.place(table, mesh="data"), lambda: kv.from_params(w, mesh="data")):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_a_mesh_and_what_is_none():
+    assert kv.place(table(), sharding=P(None, "model")).values[0].sharding.spec == P(None, "model")
+    for place in (lambda: kv.place(table(), mesh="data"), lambda: kv.from_params(W, mesh="data")):
         with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh or None, got"):
             place()
 

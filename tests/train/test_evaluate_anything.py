@@ -1,7 +1,6 @@
 """Any model and any value, over any source: each example counts once, on any devices."""
 
 import dataclasses
-import functools
 import re
 from pathlib import Path
 
@@ -29,13 +28,13 @@ def errors(params, batch):
 
 
 def eval_fn(params, batch):
-    e = errors(params, batch)
-    return {"mse": train.mean_squared_error(batch["x"] @ params["w"], batch["y"]), "largest": abs(e).max(1)}
+    mse = train.mean_squared_error(batch["x"] @ params["w"], batch["y"])
+    return {"mse": mse, "largest": abs(errors(params, batch)).max(1)}
 
 
 eval_rows = eval_fn
-WANT = {"mse": ((ROWS["x"] @ PARAMS["w"] - ROWS["y"]) ** 2).mean(), "largest": None}
-WANT["largest"] = np.abs(ROWS["x"] @ PARAMS["w"] - ROWS["y"]).max(1).mean()
+ERRORS = errors(PARAMS, ROWS)
+WANT = {"mse": (ERRORS**2).mean(), "largest": np.abs(ERRORS).max(1).mean()}
 
 
 def close(scores, want=WANT):
@@ -44,7 +43,8 @@ def close(scores, want=WANT):
 
 
 def state_of(count=4, kind="device", tx=None, params=PARAMS, **options):
-    return step_model.start(count, kind, tx, params, **options)
+    """A state on so many devices, or the params alone."""
+    return params if count is None else step_model.start(count, kind, tx, params, **options)
 
 
 def parts(size, rows=ROWS):
@@ -88,8 +88,7 @@ def test_any_source(source):
 @pytest.mark.parametrize("batch_size", [1, 10, 64])
 @pytest.mark.parametrize(("count", "kind"), [(None, ""), (1, "device"), (3, "sharded"), (8, "dist_sync")])
 def test_any_devices(count, kind, batch_size):
-    state = PARAMS if count is None else state_of(count, kind)
-    close(train.evaluate(state, data=ROWS, eval_fn=eval_fn, batch_size=batch_size))
+    close(train.evaluate(state_of(count, kind), data=ROWS, eval_fn=eval_fn, batch_size=batch_size))
 
 
 def masked(table, batch):
@@ -120,7 +119,7 @@ def want_masked():
 @pytest.mark.parametrize(("count", "size"), [(8, 36), (4, 8), (None, 16), (8, 64)])
 def test_masked_tokens_count_once_however_they_are_summed(count, size):
     """37 leaves 5, 5, 37 and 37 examples for the last batch, which 4 and 8 devices cannot share."""
-    table = TABLE if count is None else state_of(count, params=TABLE)
+    table = state_of(count, params=TABLE)
     for source in (TOKENS, lambda: iter(parts(size, TOKENS))):
         close(train.evaluate(table, data=source, eval_fn=masked, batch_size=size), want_masked())
 
@@ -160,7 +159,7 @@ def test_metrics_that_merge(count):
     def eval_fn(params, batch):
         return {"x": Extremes(batch["x"].min(), batch["x"].max()), "mean": batch["x"].mean(1)}
 
-    params = PARAMS if count is None else state_of(count)
+    params = state_of(count)
     scores = train.evaluate(params, data=ROWS, eval_fn=eval_fn, batch_size=16)
     x = ROWS["x"]
     close(scores, {"x_low": x.min(), "x_high": x.max(), "mean": x.mean()})
@@ -196,12 +195,8 @@ def test_metrics_of_metrax_and_clu():
             mse: clu.Average.from_output("mse")
             largest: clu.Average.from_output("largest")
 
-        whole = train.evaluate(
-            state_of(4),
-            data=ROWS,
-            eval_fn=lambda params, batch: Both.single_from_model_output(**eval_rows(params, batch)),
-            batch_size=16,
-        )
+        both = lambda params, batch: Both.single_from_model_output(**eval_rows(params, batch))  # noqa: E731
+        whole = train.evaluate(state_of(4), data=ROWS, eval_fn=both, batch_size=16)
     close(dict(sorted(whole.items(), reverse=True)))
 
 
@@ -257,9 +252,8 @@ def test_params_split_over_a_mesh_and_the_users_own_mesh(kind):
     state = train.create_state(store, 0)
     options = {"eval_fn": eval_fn, "batch_size": 16}
     close(train.evaluate(state, data=tiled, **options))
-    whole = train.evaluate(
-        state, data=tiled, batch_size=16, eval_fn=lambda p, b: {"mse": (eval_fn(p, b)["mse"].sum(), N)}
-    )
+    of_sums = lambda p, b: {"mse": (eval_fn(p, b)["mse"].sum(), N)}  # noqa: E731
+    whole = train.evaluate(state, data=tiled, batch_size=16, eval_fn=of_sums)
     assert whole["mse"] * 3 == pytest.approx(WANT["mse"], rel=1e-5)  # 16, 16 and the last 5: three batches
     meshes = []
 
@@ -326,22 +320,26 @@ def test_values_that_are_refused(function, kind, words):
         train.evaluate(PARAMS, data=ROWS, eval_fn=function, batch_size=8)
 
 
-def test_sources_that_are_refused():
-    evaluate = functools.partial(train.evaluate, PARAMS, eval_fn=eval_fn)
-    with pytest.raises(ValueError, match="evaluate: expected examples, got no batch; give at least one"):
-        evaluate(data=Loader([]))
-    with pytest.raises(ValueError, match="expected examples, got empty arrays"):
-        evaluate(data=jax.tree.map(lambda x: x[:0], ROWS))
-    with pytest.raises(TypeError, match=r"expected a data.Dataset, arrays with a common first axis, or .*; got 3"):
-        evaluate(data=3)
-    with pytest.raises(ValueError, match="arrays of a batch must share the length of their first axis"):
-        evaluate(data={"x": ROWS["x"], "y": ROWS["y"][:3]})
+@pytest.mark.parametrize(
+    ("source", "error", "words"),
+    [
+        (Loader([]), ValueError, "evaluate: expected examples, got no batch; give at least one"),
+        (jax.tree.map(lambda x: x[:0], ROWS), ValueError, "expected examples, got empty arrays"),
+        (3, TypeError, r"expected a data.Dataset, arrays with a common first axis, or .*; got 3"),
+        ({**ROWS, "y": ROWS["y"][:3]}, ValueError, "arrays of a batch must share the length of their first axis"),
+        (data.from_iterable(parts(8), steps_per_epoch=9), ValueError, "ended after 5 of the 9 batches of epoch 0"),
+    ],
+)
+def test_sources_that_are_refused(source, error, words):
+    with pytest.raises(error, match=words):
+        train.evaluate(PARAMS, data=source, eval_fn=eval_fn)
+
+
+def test_a_classifier_or_a_function():
     with pytest.raises(TypeError, match=r"for other models write evaluate\(state, data=..., eval_fn=...\)"):
         train.evaluate(PARAMS, eval_fn, ROWS)
     with pytest.raises(TypeError, match=r"give \(state, apply_fn, data\) for a classifier, or data= and eval_fn="):
         train.evaluate(PARAMS, data=ROWS)
-    with pytest.raises(ValueError, match="ended after 5 of the 9 batches of epoch 0"):
-        evaluate(data=data.from_iterable(parts(8), steps_per_epoch=9))
 
 
 def test_a_function_is_compiled_once():
@@ -416,7 +414,7 @@ def test_a_sum_over_the_axis_of_the_step_is_that_of_the_whole_batch(count):
         number = jax.lax.psum(len(batch["x"]), "data")
         return {"total": (number * mean, number), "mse": (errors(params, batch) ** 2).mean(1)}
 
-    params = PARAMS if count is None else state_of(count)
+    params = state_of(count)
     want = {"total": (ROWS["x"] @ PARAMS["w"] - ROWS["y"]).mean(), "mse": WANT["mse"]}
     close(train.evaluate(params, data=ROWS, eval_fn=eval_fn, batch_size=16), want)
     shifted = train.predict(params, lambda p, b: b["x"] @ p["w"] + jax.lax.psum(0.0, "data"), ROWS, batch_size=16)
@@ -428,13 +426,12 @@ def test_a_sum_over_the_axis_of_the_step_is_that_of_the_whole_batch(count):
 def test_the_old_names_of_data_warn_and_say_the_new_one():
     points = data.Dataset(np.eye(3, dtype=np.float32), np.arange(3))
     apply = lambda params, x: x  # noqa: E731
-    matrix, wrong = np.eye(3, dtype=int), 0
     for call, want in (
         (lambda: train.evaluate(PARAMS, source=ROWS, eval_fn=eval_fn)["mse"], pytest.approx(WANT["mse"], rel=1e-5)),
         (lambda: train.evaluate({}, apply, dataset=points)["accuracy"], 1.0),
         (lambda: train.predict({}, apply, source=points).shape, (3, 3)),
-        (lambda: train.confusion_matrix({}, apply, dataset=points).tolist(), matrix.tolist()),
-        (lambda: len(train.mistakes({}, apply, dataset=points)), wrong),
+        (lambda: train.confusion_matrix({}, apply, dataset=points).tolist(), np.eye(3).tolist()),
+        (lambda: len(train.mistakes({}, apply, dataset=points)), 0),
     ):
         with pytest.warns(DeprecationWarning, match=r"(source|dataset)= is now called data="):
             assert call() == want

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from step_model import close, update_of
+from step_model import close, mostly_slow, update_of
 
 from jaxpar import kv, parallel, train, updaters
 
@@ -68,27 +68,22 @@ GIVEN = {
     "selective_transform": lambda: optax.selective_transform(optax.adam(0.1), freeze_mask=MATRICES),
     "snapshot": lambda: optax.snapshot("norm", optax.tree.norm),
     "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(optax.adam(0.1)),
-    "stateless": lambda: optax.stateless(
-        lambda updates, params: jax.tree.map(lambda g, p: -0.1 * g * p, updates, params)
-    ),
+    "stateless": lambda: optax.stateless(lambda grads, params: jax.tree.map(lambda g, p: -0.1 * g * p, grads, params)),
     "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda g, p: -0.1 * g * p),
     "with_extra_args_support": lambda: optax.with_extra_args_support(optax.sgd(0.1)),
 }
+# Those that are left out, and why.
 REASONS = {
-    "measure_with_ema": "is a part of monitor and returns no updates",
-    "scale_by_muon": "takes matrices only, which muon chooses",
-    "inject_stateful_hyperparams": "deprecated",
-    "optimistic_adam": "deprecated",
-    "scale_by_distance_over_gradients": "promotes ranks, which these tests forbid",
-    "lookahead": "takes pairs of params, tested below",
-    "lbfgs": "needs the loss as a function",
-    "scale_by_backtracking_linesearch": "needs the loss as a function",
-    "scale_by_zoom_linesearch": "needs the loss as a function",
-    "sophia": "needs the loss as a function",
-    "scale_by_lbfgs": "is a part of lbfgs",
-    "dpsgd": "needs the gradient of each example",
-    "differentially_private_aggregate": "needs the gradient of each example",
+    "is a part of monitor and returns no updates": "measure_with_ema",
+    "takes matrices only, which muon chooses": "scale_by_muon",
+    "deprecated": "inject_stateful_hyperparams optimistic_adam",
+    "promotes ranks, which these tests forbid": "scale_by_distance_over_gradients",
+    "takes pairs of params, tested below": "lookahead",
+    "needs the loss as a function": "lbfgs scale_by_backtracking_linesearch scale_by_zoom_linesearch sophia",
+    "is a part of lbfgs": "scale_by_lbfgs",
+    "needs the gradient of each example": "dpsgd differentially_private_aggregate",
 }
+LEFT_OUT = {name for names in REASONS.values() for name in names.split()}
 
 
 def returns_transform(fn):
@@ -102,7 +97,7 @@ PUBLIC = {
     name: fn
     for room in (optax, contrib)
     for name, fn in sorted(vars(room).items())
-    if not name.startswith("_") and inspect.isfunction(fn) and returns_transform(fn) and name not in REASONS
+    if not name.startswith("_") and inspect.isfunction(fn) and returns_transform(fn) and name not in LEFT_OUT
 }
 
 
@@ -157,9 +152,7 @@ def plain(tx, start):
 
 
 def trained(tx, start, kind, engine, count):
-    devices = jax.devices()[:count]
-    params = jax.tree.map(jnp.asarray, start)
-    store = kv.from_params(params, kind=kind, optimizer=tx, devices=devices)
+    store = kv.from_params(start, kind=kind, optimizer=tx, devices=jax.devices()[:count])
     if store.shardings:  # the optimizer needs whole values
         assert kind == "sharded"
         engine = "auto"
@@ -180,28 +173,17 @@ def check(name, kind, engine, count):
 
 
 # One of each sort: elementwise, masked, coupled, by shape, factored, delayed, with the loss, averaged.
-SORTS = [
-    "adam",
-    "adamw, mask by name",
-    "chain, clip by the global norm",
-    "lamb",
-    "adafactor, factored",
-    "MultiSteps, plateau",
-    "polyak_sgd",
-    "partition",
-    "schedule_free_sgd",
-]
+SORTS = ["adam", "adamw, mask by name", "chain, clip by the global norm", "lamb", "adafactor, factored"]
+SORTS += ["MultiSteps, plateau", "polyak_sgd", "partition", "schedule_free_sgd"]
 
 
 def test_the_names_are_all_there():
     assert len(NAMES) >= 100
-    assert not set(REASONS) - set(vars(optax)) - set(vars(contrib))
+    assert not LEFT_OUT - set(vars(optax)) - set(vars(contrib))
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "name", [*SORTS, *(pytest.param(n, marks=pytest.mark.slow) for n in sorted({*NAMES} - {*SORTS}))]
-)
+@pytest.mark.parametrize("name", mostly_slow([*SORTS, *sorted({*NAMES} - {*SORTS})], *SORTS))
 def test_as_plain_optax(name):
     check(name, "device", "pmap", 4)
 
@@ -268,8 +250,7 @@ def test_a_slow_average_does_not_stand_still(dtype, kind):
     tx = optax.chain(optax.sgd(1.0), tx)
     where = {"sharding": parallel.fsdp("data", min_size=1)} if kind == "mesh" else {"kind": kind}
     params = {"w": jnp.zeros(4, dtype), "plain": jnp.zeros(4, dtype), "frozen": jnp.ones(4, dtype)}
-    store = kv.from_params(params, optimizer=tx, frozen="frozen", devices=jax.devices()[:2], **where)
-    state, step = train.create_state(store, 0), train.make_train_step(moved_by_one)
+    state, step = train.start(params, tx, moved_by_one, frozen="frozen", devices=jax.devices()[:2], **where)
     average, params = 0.0, np.zeros(4)
     for _ in range(100):
         state, _ = step(state, np.ones(2, np.float32))
@@ -298,17 +279,14 @@ def recorder():
     return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
 
 
+VALUES = [{}, {"accumulate": 2}, {"loss_scale": 1024.0}, {"loss_scale": "dynamic"}, {"nonfinite": "skip"}]
+
+
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate": 2}, {"loss_scale": 1024.0}, {"loss_scale": "dynamic"}, {"nonfinite": "skip"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", VALUES, ids=str)
 def test_value_is_the_global_mean_loss(engine, options):
     tx = optax.chain(optax.sgd(0.1), recorder())
-    step = train.make_train_step(loss_fn, engine=engine, **options)
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    state = train.create_state(kv.from_params(params, optimizer=tx), 0, devices=jax.devices()[:4])
+    state, step = train.start(PARAMS, tx, loss_fn, engine=engine, devices=jax.devices()[:4], **options)
     batch = batches(PARAMS)[0]
     state, metrics = step(state, batch)
     expected = loss_fn(PARAMS, batch)[0]
@@ -318,9 +296,7 @@ def test_value_is_the_global_mean_loss(engine, options):
 
 def test_a_skipped_update_changes_no_state():
     tx = optax.chain(optax.adam(0.1), recorder())
-    step = train.make_train_step(loss_fn, nonfinite="skip")
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    state = train.create_state(kv.from_params(params, optimizer=tx), 0, devices=jax.devices()[:2])
+    state, step = train.start(PARAMS, tx, loss_fn, nonfinite="skip", devices=jax.devices()[:2])
     first, second, *_ = batches(PARAMS)
     state, _ = step(state, first)
     before = jax.tree.map(np.asarray, state.store.optimizer_state)

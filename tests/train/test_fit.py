@@ -2,6 +2,7 @@
 
 import functools
 import json
+import types
 import warnings
 
 import jax
@@ -45,8 +46,7 @@ def test_what_has_no_value_has_no_key():
     _, history = run(step=step, epochs=1)
     assert list(history[0]) == ["epoch", "step", "loss", "norm", "seconds", "images_per_second"]
     assert history[0]["norm"] == 1.0
-    arrays = {"image": TRAIN.images, "label": TRAIN.labels}
-    _, history = train.fit(start(), step, arrays, epochs=1, batch_size=16, progress=False)
+    _, history = run_on({"image": TRAIN.images, "label": TRAIN.labels}, step=step, epochs=1)
     assert list(history[0]) == ["epoch", "step", "loss", "norm", "seconds", "examples_per_second"]
 
 
@@ -80,7 +80,7 @@ def test_a_second_run_compiles_nothing():
     run(test_data=TEST, apply_fn=apply)
     state = start()
     with compilations() as count:
-        train.fit(state, STEP, TRAIN, epochs=2, batch_size=16, progress=False, test_data=TEST, apply_fn=apply)
+        run(state, test_data=TEST, apply_fn=apply)
     assert count() == 0
 
 
@@ -108,37 +108,17 @@ def test_a_bar_in_a_terminal(capsys, monkeypatch):
     assert "2/4" in capsys.readouterr().out
 
 
-def test_a_failing_step_leaves_no_bar_behind():
-    def step(state, batch):
-        raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine"):
-        run(step=step, progress=True)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"epochs": 0}, ValueError, "fit: epochs must be an int of 1 or more, got 0"),
-        ({"epochs": 2.0}, TypeError, "fit: epochs must be an int of 1 or more, got 2.0"),
         ({"batch_size": 0}, ValueError, "batch_size must be an int of 1 or more, got 0"),
-        ({"batch_size": 64}, ValueError, "50 examples make no whole batch of 64"),
-        ({"batch_size": 5}, ValueError, "a batch of 5 cannot be divided by 2 devices; use a batch of 4 or 6"),
-        ({"test_data": TEST}, ValueError, "both test_data and apply_fn"),
         ({"apply_fn": apply}, ValueError, "both test_data and apply_fn"),
         ({"keep": 0}, ValueError, "keep must be an int of 1 or more, got 0"),
         ({"checkpoint_every": 0}, ValueError, "checkpoint_every must be an int of 1 or more"),
-        (
-            {"progress": "plot"},
-            ValueError,
-            r"progress='plot' is now a callback: fit\(..., callbacks=train.LivePlot\(\)",
-        ),
+        ({"progress": "plot"}, ValueError, r"'plot' is now a callback: fit\(..., callbacks=train.LivePlot\(\)"),
         ({"progress": "bar"}, ValueError, "progress must be True or False, got 'bar'"),
-        (
-            {"callback": print},
-            TypeError,
-            "fit: there is no argument 'callback'; write callbacks=, with a function or a list",
-        ),
+        ({"callback": print}, TypeError, "fit: there is no argument 'callback'; write callbacks=, with a function"),
         ({"checkpoints_dir": "c"}, TypeError, r"there is no argument 'checkpoints_dir'; did you mean checkpoint_dir\?"),
         ({"callbacks": 3}, TypeError, r"a callback must be a function of \(state, record\), got 3"),
         ({"callbacks": ["a"]}, TypeError, r"a callback must be a function of \(state, record\), got 'a'"),
@@ -195,8 +175,7 @@ def test_the_metrics_of_steps_come_in_order_and_make_nothing_wait():
         assert metrics["loss"] > 0
         behind.append((number, len(at)))
 
-    big = points(20 * 16, 0)
-    train.fit(start(), step, big, epochs=1, batch_size=16, progress=False, on_step=on_step)
+    run_on(points(20 * 16), step=step, epochs=1, on_step=on_step)
     assert behind[:12] == [(i, i + 8) for i in range(1, 13)]
     assert [number for number, _ in behind] == list(range(1, 21))
 
@@ -217,12 +196,7 @@ def test_a_history_is_a_list_that_a_notebook_shows_as_a_table():
     assert "&lt;b&gt;" in html
     assert ">1.000e-07</td>" in html
     assert ">nan</td>" in html
-    assert (">10</td>" in html, ">11</td>" in html, ">71</td>" in html, ">100</td>" in html) == (
-        True,
-        False,
-        True,
-        True,
-    )
+    assert [f">{epoch}</td>" in html for epoch in (10, 11, 71, 100)] == [True, False, True, True]
     assert train.History()._repr_html_().startswith("<div><p>0 epochs</p>")
 
 
@@ -238,8 +212,7 @@ def trace_steps(directory):
 
 @pytest.mark.slow  # three traces are read
 def test_a_trace_of_some_steps(tmp_path):
-    big = points(18 * 16, 0)
-    state, _ = train.fit(start(), STEP, big, epochs=1, batch_size=16, progress=False, profile=tmp_path / "a")
+    state, _ = run_on(points(18 * 16), epochs=1, profile=tmp_path / "a")
     assert trace_steps(tmp_path / "a") == [10, 11, 12, 13, 14]
     run(state, profile=(tmp_path / "b", 1, 2))
     assert trace_steps(tmp_path / "b") == [19, 20]
@@ -249,14 +222,14 @@ def test_a_trace_of_some_steps(tmp_path):
         run(profile=(tmp_path / "d", 5, 2))
 
 
-def test_a_failing_step_ends_the_trace(tmp_path):
+def test_a_failing_step_ends_the_trace_and_the_bar(tmp_path):
     def step(state, batch):
         if int(state.step) == 1:
             raise RuntimeError("mine")
         return STEP(state, batch)
 
     with pytest.raises(RuntimeError, match="mine"):
-        run(step=step, profile=(tmp_path, 0, 3))
+        run(step=step, profile=(tmp_path, 0, 3), progress=True)
     run(profile=(tmp_path / "again", 0, 1))  # there is none under way
     assert trace_steps(tmp_path / "again") == [0]
 
@@ -265,24 +238,14 @@ def with_norm(params, batch, rng):
     return ((apply(params, batch["image"]) - 1) ** 2).mean(), {"norm": (params["w"] ** 2).sum()}
 
 
-class Handle:
-    """What stands for a notebook's display: the pictures that were shown in one place."""
-
-    def __init__(self, shown):
-        self.shown = shown
-
-    def update(self, content, raw):
-        self.shown.append(content)
-
-
 def test_a_live_plot_in_a_notebook(monkeypatch, capsys):
-    shown = []
+    shown = []  # the pictures in one place of the notebook
 
     def display(content, raw, display_id):
         assert raw
         assert display_id
         shown.append(content)
-        return Handle(shown)
+        return types.SimpleNamespace(update=lambda content, raw: shown.append(content))
 
     monkeypatch.setattr("IPython.display.display", display)
     monkeypatch.setattr("jaxpar.train._callbacks.history.in_notebook", lambda: True)

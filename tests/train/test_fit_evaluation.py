@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 import step_model
-from fit_model import LOSS, apply, run_on
+from fit_model import LOSS, apply, numbers, run_on, same
 from kv_model import compilations
 
 from jaxpar import data, train
@@ -107,6 +107,7 @@ def values(value):
 
 
 POINTS = data.Dataset(RNG.random((21, 3), np.float32), RNG.integers(0, 2, 21))
+NARROW = data.Dataset(POINTS.images[:, :2], POINTS.labels)
 
 
 def logits(params, images):
@@ -120,26 +121,14 @@ def logits(params, images):
         ({"eval_fn": lambda p, b: {"mse": b["z"]}}, KeyError, "z"),
         ({"eval_fn": lambda p: {}}, TypeError, r"fit: eval_fn must be a function of \(params, batch\), got <lambda>"),
         ({"eval_fn": None}, ValueError, "takes both eval_data and eval_fn, got only one of them; .* test_data and app"),
-        (
-            {"eval_data": iter([EVAL])},
-            TypeError,
-            "eval_data is read after each epoch, got a list_iterator; an iterator can be read onl",
-        ),
+        ({"eval_data": iter([EVAL])}, TypeError, "eval_data is read after each epoch, got a list_iterator"),
         ({"eval_data": {"x": EVAL["x"], "y": EVAL["y"][:3]}}, ValueError, "share the length of their first axis"),
         ({"eval_data": {"x": EVAL["x"][:, :2], "y": EVAL["y"]}}, TypeError, "dot_general"),
         ({"test_data": EVAL, "apply_fn": logits}, TypeError, "expected a data.Dataset.*for other models "),
         ({"test_data": POINTS, "apply_fn": lambda p, x: x @ p["w"]}, ValueError, r"logits of shape \(n, classes\)"),
         ({"test_data": POINTS, "apply_fn": lambda p: 0}, TypeError, r"apply_fn must be a function of \(params, images"),
-        (
-            {"test_data": data.Dataset(POINTS.images[:, :2], POINTS.labels), "apply_fn": logits},
-            TypeError,
-            "dot_general",
-        ),
-        (
-            {"step": lambda p, b, r, s: 0.0},
-            TypeError,
-            r"loss_fn must be a function of \(params, batch, rng\), got <lambda>",
-        ),
+        ({"test_data": NARROW, "apply_fn": logits}, TypeError, "dot_general"),
+        ({"step": lambda p, b, r, s: 0.0}, TypeError, r"loss_fn must be a function of \(params, batch, rng\), got <l"),
         ({"step": lambda p, b, r: predictions(p, b).mean()}, TypeError, r"must return \(loss, aux\) with aux a dict"),
         ({"step": lambda p, b, r: (predictions(p, b), {})}, TypeError, "the loss must be a scalar"),
         ({"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"seconds": 1.0})}, ValueError, "has seconds, which"),
@@ -201,10 +190,8 @@ def test_label_smoothing():
     log_p = np.asarray(jax.nn.log_softmax(images @ params))
     target = np.eye(3)[labels] * 0.9 + 0.1 / 3
     assert float(loss) == pytest.approx(-(target * log_p).sum(1).mean(), rel=1e-5)
-    assert (smooth_aux["accuracy"], train.classification_loss(apply, label_smoothing=0.0)) == (
-        aux["accuracy"],
-        train.classification_loss(apply),
-    )
+    assert smooth_aux["accuracy"] == aux["accuracy"]
+    assert train.classification_loss(apply, label_smoothing=0.0) == train.classification_loss(apply)
     assert float(plain) == pytest.approx(-log_p[np.arange(6), labels].mean(), rel=1e-5)
     for wrong in (-0.1, 1.0):
         with pytest.raises(ValueError, match="label_smoothing must be a number from 0 and below 1"):
@@ -235,7 +222,6 @@ def test_an_evaluation_that_fails_costs_no_steps(tmp_path, failing):
     straight, expected = fit(eval_data=parts, **{**options, "checkpoint_dir": None})
     assert made == list(range(3 * failing + 1, 10))  # the steps of the epoch that was not evaluated are not made again
     assert [row.keys() for row in history] == [row.keys() for row in expected]
-    for name in ("epoch", "step", "loss", "eval_mse", "eval_rmse"):
-        assert [row[name] for row in history] == [row[name] for row in expected]
+    assert numbers(history) == numbers(expected)
     assert all(row["seconds"] > 0 and row["examples_per_second"] > 0 for row in history)
-    np.testing.assert_array_equal(state.params["w"], straight.params["w"])
+    same(state, straight)

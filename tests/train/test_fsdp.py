@@ -1,7 +1,5 @@
 """Fully sharded training of a transformer: what the compiled program sends and holds, and that it trains."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +8,12 @@ import pytest
 from jax.sharding import Mesh
 from kv_model import bytes_of, placed_collectives_in
 
-from jaxpar import kv, parallel, train
+from jaxpar import parallel, train
 from jaxpar.models import transformer
 
 CONFIG = transformer.Config(layers=5, width=128, heads=4, vocabulary=512, positions=32)
-LAYER = 4 * sum(
-    leaf.size // CONFIG.layers
-    for leaf in jax.tree.leaves(jax.eval_shape(lambda: transformer.init(jax.random.key(0), CONFIG))["layers"])
-)
+SHAPES = jax.eval_shape(lambda: transformer.init(jax.random.key(0), CONFIG))
+LAYER = 4 * sum(leaf.size // CONFIG.layers for leaf in jax.tree.leaves(SHAPES["layers"]))
 
 
 def loss_fn(params, batch, rng):
@@ -27,9 +23,8 @@ def loss_fn(params, batch, rng):
 def started(names, sizes, rule):
     mesh = Mesh(np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names)
     params = transformer.init(jax.random.key(0), CONFIG)
-    store = kv.from_params(params, optimizer=optax.adam(1e-3), mesh=mesh, sharding=rule)
     axes = tuple(name for name in names if name != "model")
-    return train.make_train_step(loss_fn, axis_name=axes), train.create_state(store, 0)
+    return train.start(params, optax.adam(1e-3), loss_fn, mesh=mesh, sharding=rule, axis_name=axes)
 
 
 def batch(seed=0, size=8):
@@ -47,16 +42,11 @@ MESHES = {
 }
 
 
-@functools.cache
-def compiled(mesh):
-    step, state = started(*MESHES[mesh])
-    return step.lower(state, batch()).compile(), sum(x.nbytes for x in jax.tree.leaves(state.store))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_the_program_is_fully_sharded(mesh):
-    program, whole = compiled(mesh)
+    state, step = started(*MESHES[mesh])
+    program, whole = step.lower(state, batch()).compile(), sum(x.nbytes for x in jax.tree.leaves(state.store))
     memory = program.memory_analysis()
     assert memory.argument_size_in_bytes < 1.02 * whole / 8 + batch()["tokens"].nbytes + 100
     assert memory.output_size_in_bytes < 1.02 * whole / 8 + 100
@@ -81,7 +71,7 @@ def test_losses_as_on_one_device():
         "1": (("data",), (1,), None),
         "2x2x2": (("data", "fsdp", "model"), (2, 2, 2), tensor_parallel("data", "fsdp")),
     }.items():
-        step, state = started(*mesh)
+        state, step = started(*mesh)
         losses[name] = []
         for i in range(20):
             state, metrics = step(state, batch(i % 2))

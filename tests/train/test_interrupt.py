@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fit_model import STEP, crash_after, same
+from fit_model import crash_after, run_on, same
 from interrupted_run import run, start
 from several_processes import free_address
 
-from jaxpar import train
+from jaxpar import data
 from jaxpar.train._fit import interrupt
 
 HERE = Path(__file__).parents[1]
@@ -56,9 +56,8 @@ def test_sigterm_saves_and_exits(tmp_path, capsys, whole):
     assert raised.value.code == 143
     err = capsys.readouterr().err
     step = int(re.search(r"stopped after step (\d+), in epoch 2 of 4", err)[1])
-    assert err == f"jaxpar: fit: SIGTERM: stopped after step {step}, in epoch 2 of 4; saved in " + (
-        f"{tmp_path}/step_{step:08d}\n"
-    )
+    place = f"{tmp_path}/step_{step:08d}"
+    assert err == f"jaxpar: fit: SIGTERM: stopped after step {step}, in epoch 2 of 4; saved in {place}\n"
     state, history = run(start(), epochs=4, checkpoint_dir=tmp_path)
     same(state, whole[0])
     assert losses(history) == losses(whole[1])
@@ -139,9 +138,10 @@ def test_others_keep_their_handlers():
     assert (got, int(state.step)) == (["mine"], 20)
 
 
-@pytest.mark.parametrize(
-    ("number", "at_prompt"), [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)]
-)
+LATE = [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)]
+
+
+@pytest.mark.parametrize(("number", "at_prompt"), LATE)
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_signal_after_the_last_step_is_not_lost(number, at_prompt, saves, monkeypatch, tmp_path, capsys):
     class Late:
@@ -189,53 +189,46 @@ def test_a_state_that_was_given_away(tmp_path, whole):
     assert losses(history) == losses(whole[1])
 
 
-class Loader:
+def batches_and(error):
     """Batches of eight, and an error after some of them."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def __len__(self):
-        return 20
-
-    def __iter__(self):
-        images = np.random.default_rng(0).random((20, 8, 4), np.float32)
-        for batch in images[:13]:
-            yield {"image": batch, "label": batch[:, :3].argmax(1)}
-        raise self.error
+    for batch in np.random.default_rng(0).random((13, 8, 4), np.float32):
+        yield {"image": batch, "label": batch[:, :3].argmax(1)}
+    raise error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), RuntimeError("mine")], ids=repr)
 def test_what_a_loader_raises_brings_the_state_along(error):
+    loader = data.from_iterable(lambda: batches_and(error), steps_per_epoch=20)
     with pytest.raises(type(error)) as raised:
-        train.fit(start(), STEP, Loader(error), epochs=1, batch_size=8, progress=False)
+        run_on(loader, start(), epochs=1, batch_size=8)
     assert raised.value is error
     assert int(error.state.step) == 13
     state, _ = run(error.state, epochs=1)
     assert int(state.step) == 33
 
 
-def test_an_on_step_that_raises_brings_the_state_along():
-    def on_step(step, metrics):
-        if step == 25:
-            raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine") as raised:
-        run(start(), epochs=4, on_step=on_step, steps_per_execution=1)
-    assert int(raised.value.state.step) == 33
-    assert [r["epoch"] for r in raised.value.history] == [1]
-    assert int(run(raised.value.state, epochs=1)[0].step) == 53
+def crash_at_step_25(step, metrics):
+    if step == 25:
+        raise RuntimeError("crash")
 
 
-@pytest.mark.parametrize("kind", ["device", "sharded"])
-def test_an_exception_brings_the_state_along(kind):
+@pytest.mark.parametrize(
+    ("kind", "options", "step", "epochs"),
+    [
+        ("device", {"on_step": crash_at_step_25, "steps_per_execution": 1}, 33, [1]),  # read eight steps later
+        ("device", {"callbacks": crash_after(2)}, 40, [1, 2]),
+        ("sharded", {"callbacks": crash_after(2)}, 40, [1, 2]),
+    ],
+    ids=["on_step", "callback", "callback, sharded"],
+)
+def test_an_exception_brings_the_state_along(kind, options, step, epochs):
     with pytest.raises(RuntimeError, match="crash") as raised:
-        run(start(kind=kind), epochs=4, callbacks=crash_after(2))
-    assert int(raised.value.state.step) == 40
-    assert [r["epoch"] for r in raised.value.history] == [1, 2]
-    assert "history up to step 40 are the attributes" in raised.value.__notes__[0]
+        run(start(kind=kind), epochs=4, **options)
+    assert int(raised.value.state.step) == step
+    assert [r["epoch"] for r in raised.value.history] == epochs
+    assert f"history up to step {step} are the attributes" in raised.value.__notes__[0]
     state, _ = run(raised.value.state, epochs=1)
-    assert int(state.step) == 60
+    assert int(state.step) == step + 20
 
 
 class Process:
@@ -243,13 +236,8 @@ class Process:
 
     def __init__(self, *arguments, **variables):
         env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(HERE.parent), **variables}
-        self.process = subprocess.Popen(
-            [sys.executable, HERE / "interrupted_run.py", *map(str, arguments)],
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        words, pipe = [sys.executable, HERE / "interrupted_run.py", *map(str, arguments)], subprocess.PIPE
+        self.process = subprocess.Popen(words, env=env, text=True, stdout=pipe, stderr=pipe)
 
     def wait_for(self, step):
         for line in self.process.stdout:
@@ -338,19 +326,14 @@ def test_a_notebook_is_interrupted(tmp_path):
     client = pytest.importorskip("jupyter_client")
     manager = client.KernelManager()
     manager.kernel_cmd = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    manager.start_kernel(
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-    )
+    path = os.pathsep.join([str(HERE.parent), str(HERE)])
+    manager.start_kernel(env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": path})
     kernel = manager.client()
     kernel.start_channels()
     try:
         kernel.wait_for_ready(timeout=60)
         ask(kernel, SETUP + f"directory = {str(tmp_path)!r}")
-        message = kernel.execute(CELL)
-        texts = printed(kernel, "step 5\n")
-        manager.interrupt_kernel()
-        assert reply_to(kernel, message)["status"] == "ok"
-        texts += printed(kernel)
+        texts = ask(kernel, CELL, lambda text: "step 5\n" in text and manager.interrupt_kernel())
         step = int(re.search(r"interrupted after step (\d+), in epoch", texts)[1])
         assert f"saved in {tmp_path}/step_{step:08d}\nfit: returns the state and the history" in texts
         assert ask(kernel, "print(int(state.step), history[-1].get('interrupted'))").startswith(f"{step} ")
@@ -374,31 +357,18 @@ def on_step(step, metrics):
 CELL = "state, history = run(state, epochs=12, checkpoint_dir=directory, on_step=on_step)"
 
 
-def printed(kernel, until=None):
-    """What a cell prints until a text has come, or until the kernel is idle."""
-    got = ""
-    while until is None or until not in got:
-        message = kernel.get_iopub_msg(timeout=60)
+def ask(kernel, code, on_text=lambda text: None):
+    """What a cell prints, which ends well."""
+    texts = []
+
+    def show(message):
         assert message["msg_type"] != "error", message["content"]
-        got += message["content"].get("text", "")
-        asked = message["parent_header"].get("msg_type") == "execute_request"
-        if until is None and asked and message["content"].get("execution_state") == "idle":
-            break
-    return got
+        texts.append(message["content"].get("text", ""))
+        on_text(texts[-1])
 
-
-def ask(kernel, code):
-    message = kernel.execute(code)
-    reply = reply_to(kernel, message)
-    assert reply["status"] == "ok", reply
-    return printed(kernel)
-
-
-def reply_to(kernel, message):
-    while True:  # there may be replies to what was asked to see whether the kernel is ready
-        reply = kernel.get_shell_msg(timeout=60)
-        if reply["parent_header"]["msg_id"] == message:
-            return reply["content"]
+    reply = kernel.execute_interactive(code, timeout=120, output_hook=show)
+    assert reply["content"]["status"] == "ok", reply
+    return "".join(texts)
 
 
 def test_no_timer_is_left_after_both_signals():

@@ -1,5 +1,6 @@
 """What a user made and let go is released: no program and no array stays for each new optimizer, loss or function."""
 
+import copy
 import dataclasses
 import gc
 import os
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fit_model import run_on
 from kv_model import compilations
 from launched import python
 
@@ -82,9 +84,7 @@ MANY = train.make_train_step(lambda params, batch, rng: (apply(params, batch["x"
 
 
 def fit():
-    train.fit(
-        started(optimizer()), FIT_STEP, DATA, epochs=1, batch_size=8, progress=False, test_data=DATA, apply_fn=apply
-    )
+    run_on(DATA, started(optimizer()), step=FIT_STEP, epochs=1, batch_size=8, test_data=DATA, apply_fn=apply)
 
 
 def stepped(step, kind="device"):
@@ -136,9 +136,7 @@ DOORS = {
     "make_train_step pmap": new_step,
     "make_train_step shard_map": lambda: new_step(engine="shard_map", grad_transform=optimizer()),
     "evaluate": lambda: train.evaluate(PARAMS, apply_fn(), DATA, batch_size=8),
-    "evaluate a data set": lambda: train.evaluate(
-        PARAMS, apply, data.Dataset(DATA.images.copy(), DATA.labels.copy()), batch_size=8
-    ),
+    "evaluate a data set": lambda: train.evaluate(PARAMS, apply, copy.deepcopy(DATA), batch_size=8),
     "confusion_matrix": lambda: train.confusion_matrix(PARAMS, apply_fn(), DATA, batch_size=8),
     "mistakes": lambda: train.mistakes(PARAMS, apply_fn(), DATA, batch_size=8),
     "spmd pmap": lambda: run_on_all("pmap"),
@@ -286,34 +284,19 @@ def test_a_program_is_freed_with_its_last_user(engine):
 def test_200_fits_with_200_optimizers_hold_memory():
     """The one test of the memory that the system sees, in a process of its own: 200 compilations."""
     program = textwrap.dedent("""
-        import gc, jax, jax.numpy as jnp, numpy as np, optax, resource
-        from jaxpar import data, kv, train
-
-        def apply(params, images):
-            return images @ params["w"]
-
-        rng = np.random.default_rng(0)
-        dataset = data.Dataset(rng.random((16, 4), np.float32), rng.integers(0, 3, 16))
-        step = train.make_train_step(train.classification_loss(apply))
-
-        def fit():
-            store = kv.from_params({"w": jnp.ones((4, 3))}, optimizer=optax.adam(0.01))
-            state = train.create_state(store, 0, devices=jax.devices()[:2])
-            options = dict(epochs=1, batch_size=8, progress=False, test_data=dataset, apply_fn=apply)
-            train.fit(state, step, dataset, **options)
+        import resource, test_memory
 
         def measure():
             with open("/proc/self/statm") as file:
                 mib = int(file.read().split()[1]) * resource.getpagesize() / 2**20
-            gc.collect()
-            return np.array([mib, len(jax.devices()[0].client.live_executables()), len(jax.live_arrays())])
+            return mib, *test_memory.alive()
 
         for _ in range(20):
-            fit()
+            test_memory.fit()
         before = measure()
         for _ in range(180):
-            fit()
-        print(*(measure() - before))
+            test_memory.fit()
+        print(*(now - then for now, then in zip(measure(), before)))
     """)
     if not Path("/proc/self/statm").exists():
         pytest.skip("the system has no /proc/self/statm to read the memory of a process from")

@@ -13,8 +13,9 @@ import pytest
 from fit_model import LOSS, STEP, points
 from jax.sharding import PartitionSpec as P
 from kv_model import assert_unchanged, compilations, snapshot
+from step_model import mostly_slow
 
-from jaxpar import checkpoint, data, kv, parallel, train, updaters
+from jaxpar import checkpoint, data, parallel, train, updaters
 
 TRAIN = points(80)
 TX = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
@@ -27,8 +28,7 @@ def start(**options):
 
 def test_a_start_is_the_three_calls():
     state, step = start(rng=3, kind="sharded", accumulate=2, engine="shard_map")
-    store = kv.from_params({"w": jnp.zeros((4, 3))}, kind="sharded", optimizer=TX, devices=jax.devices()[:2])
-    other = train.create_state(store, 3, devices=jax.devices()[:2])
+    other = fit_model.start(TX, kind="sharded")
     other_step = train.make_train_step(LOSS, accumulate=2, engine="shard_map", devices=jax.devices()[:2])
     assert jax.tree.structure(state) == jax.tree.structure(other)
     for batch in data.batches(TRAIN, 16, devices=jax.devices()[:2]):
@@ -47,14 +47,10 @@ def test_what_a_start_can_be_given():
     assert state.store.compressor is not None
     with pytest.raises(TypeError, match=r"train.start: unknown option acumulate=; did you mean accumulate\?"):
         start(acumulate=2)
-    with pytest.raises(
-        TypeError, match=r"train.start: unknown option zzz=; known are accumulate, axis_name, compression"
-    ):
+    with pytest.raises(TypeError, match="unknown option zzz=; known are accumulate, axis_name, compression"):
         start(zzz=2)
     with pytest.raises(TypeError, match=r"loss_fn must be a function of \(params, batch, rng\), got"):
         train.start(LOSS, TX, {"w": jnp.zeros(3)})
-    with pytest.raises(ValueError, match="unknown engine 'jot'"):
-        start(engine="jot")
 
 
 def test_the_loop_of_the_docs_is_that_of_fit(tmp_path):
@@ -76,14 +72,12 @@ def test_the_loop_of_the_docs_is_that_of_fit(tmp_path):
 def test_progress_reads_late_and_counts_each_step(capsys, monkeypatch):
     monkeypatch.setattr("jaxpar.train._fit.progress.is_interactive", lambda: True)
 
-    class Value:
-        def __init__(self, value):
-            self.value = value
-            self.shape, self.ndim = (), 0
+    class Value(float):
+        shape, ndim = (), 0
 
         def __float__(self):
-            read.append(self.value)
-            return float(self.value)
+            read.append(int(self))
+            return super().__float__()
 
     read = []
     monkeypatch.setattr(np, "ndim", lambda x: 0)
@@ -133,7 +127,7 @@ def test_an_interrupt_waits_for_the_end_of_the_block(number, monkeypatch, capsys
         train.interruptible("stop")
 
 
-@pytest.mark.parametrize("engine", [*(pytest.param(e, marks=pytest.mark.slow) for e in ("pmap", "shard_map")), "jit"])
+@pytest.mark.parametrize("engine", mostly_slow(["pmap", "shard_map", "jit"], "jit"))
 def test_a_search_for_the_rate_compiles_once_and_leaves_the_state_alone(engine):
     state, step = start(engine=engine)
     before = snapshot(state)
@@ -166,9 +160,8 @@ def test_a_search_ends_where_the_loss_grows():
     assert len(found.losses) == len(found.rates) == len(found.smoothed) < 90
     assert 1e-3 < found.suggestion < 2.0
     assert "suggestion" in found._repr_html_()
-    assert repr(found) == f"RateTest({len(found.rates)} rates from 1.00e-03 to {found.rates[-1]:.2e}, suggestion " + (
-        f"{found.suggestion:.2e})"
-    )
+    span = f"{len(found.rates)} rates from 1.00e-03 to {found.rates[-1]:.2e}"
+    assert repr(found) == f"RateTest({span}, suggestion {found.suggestion:.2e})"
     assert found._repr_png_()[:4] == b"\x89PNG"
     flat = train.make_train_step(lambda params, batch, rng: (0 * params["w"].sum() + 1.0, {}))
     found = train.lr_find(state, flat, TRAIN, batch_size=16, steps=5)
@@ -198,9 +191,7 @@ def test_a_search_that_cannot_be(options, error, message):
 
 def test_a_search_without_a_rate_in_the_state():
     state, step = train.start({"w": jnp.zeros((4, 3))}, optax.sgd(0.5), LOSS)
-    with pytest.raises(
-        ValueError, match="this state has no learning rate; make the optimizer with rate_in_state=True, or by"
-    ):
+    with pytest.raises(ValueError, match=r"this state has no learning rate; make .* with rate_in_state=True, or by"):
         train.lr_find(state, step, TRAIN, batch_size=16)
     scheduled = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.constant_schedule(0.1))
     state, step = train.start({"w": jnp.zeros((4, 3))}, scheduled, LOSS)

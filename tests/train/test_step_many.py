@@ -1,6 +1,5 @@
 """Several steps by one program: the same numbers as one after the other, in `step.many` and in `fit`."""
 
-import copy
 import functools
 
 import jax
@@ -50,56 +49,37 @@ def counted(params, batch, rng, seen):
     return loss, aux, {"batches": seen["batches"] + 1, "mean": 0.9 * seen["mean"] + 0.1 * batch["x"].mean()}
 
 
-CASES = {
-    "plain": {},
-    "stop": {"nonfinite": "stop"},
-    "dynamic": {"loss_scale": "dynamic"},
-    "clipped": {"grad_transform": CLIPPED},
-    "accumulate": {"accumulate": 2},
-    "local": {"local_steps": 2, "outer_optimizer": optax.sgd(0.7, momentum=0.9)},
+LOCAL = {"local_steps": 2, "outer_optimizer": optax.sgd(0.7, momentum=0.9)}
+TWO_BIT, POWER = {"type": "2bit"}, {"type": "powersgd"}
+SEEN = {"batches": jnp.zeros((), jnp.int32), "mean": jnp.zeros(())}
+CASES = {  # the engine, what the state is made with, what the step is made with
+    "plain": ("pmap", {}, {}),
+    "stop": ("pmap", {}, {"nonfinite": "stop"}),
+    "dynamic": ("pmap", {}, {"loss_scale": "dynamic"}),
+    "clipped": ("pmap", {}, {"grad_transform": CLIPPED}),
+    "accumulate": ("pmap", {}, {"accumulate": 2}),
+    "local steps": ("pmap", {}, LOCAL),
+    "powersgd": ("pmap", {"compression": POWER}, {}),
+    "2bit, dist_async": ("pmap", {"compression": TWO_BIT, "kind": "dist_async"}, {}),
+    "shard_map": ("shard_map", {}, {}),
+    "local steps, shard_map": ("shard_map", {}, LOCAL),
+    "2bit, local": ("shard_map", {"compression": TWO_BIT, "kind": "local"}, {}),
+    "sharded": ("shard_map", {"kind": "sharded"}, {}),
+    "powersgd, sharded": ("shard_map", {"compression": POWER, "kind": "sharded"}, {}),
+    "model state": ("auto", {"model_state": SEEN}, {"loss": counted}),
 }
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("engine", "case"), [*(("pmap", case) for case in CASES), ("shard_map", "plain"), ("shard_map", "local")]
-)
-def test_the_same_numbers_as_one_by_one(engine, case):
-    step = step_of(squares, engine=engine, **CASES[case])
-    want, losses = one_by_one(step, start())
-    state, metrics = step.many(start(), stacked())
-    same(state, want)
-    np.testing.assert_array_equal(metrics["loss"], losses)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("engine", "kind", "compression"),
-    [
-        ("pmap", "device", {"type": "powersgd"}),
-        ("shard_map", "local", {"type": "2bit"}),
-        ("shard_map", "sharded", None),
-        ("shard_map", "sharded", {"type": "powersgd"}),
-        ("pmap", "dist_async", {"type": "2bit"}),
-    ],
-)
-def test_any_kind_and_compression(engine, kind, compression):
-    step = step_of(squares, engine=engine)
-    want, losses = one_by_one(step, start(kind, compression=compression))
-    state, metrics = step.many(start(kind, compression=compression), stacked())
-    rounding = 1e-6 if compression == {"type": "2bit"} else 0  # of what it leaves over
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", step_model.mostly_slow(CASES, *[*CASES][:-1]))
+def test_the_same_numbers_as_one_by_one(name):
+    engine, of_state, of_step = CASES[name]
+    step = step_of(engine=engine, **of_step)
+    want, losses = one_by_one(step, start(**of_state))
+    state, metrics = step.many(start(**of_state), stacked())
+    rounding = 1e-6 if of_state.get("compression") == TWO_BIT else 0  # of what it leaves over
     same(state, want, rtol=rounding, atol=rounding)
     np.testing.assert_array_equal(metrics["loss"], losses)
-
-
-@pytest.mark.slow
-def test_a_model_state():
-    seen = {"batches": jnp.zeros((), jnp.int32), "mean": jnp.zeros(())}
-    step = step_of(counted)
-    want, _ = one_by_one(step, start(model_state=seen))
-    state, _ = step.many(start(model_state=seen), stacked())
-    same(state, want)
-    assert int(state.model_state["batches"]) == len(LINES)
 
 
 @pytest.mark.sampled(1)
@@ -255,23 +235,21 @@ def test_checkpoints_and_the_last_step_cut_it_short(tmp_path, together):
     assert saved == [7, 12, 14, 21, 24]
 
 
-def test_calls_of_the_step():
-    class Seen(train.TrainStep):
-        def many(self, state, batches, first=0, end=None):
-            calls.append((first, end))
-            return super().many(state, batches, first, end)
+def test_calls_of_the_step(monkeypatch):
+    def seen(self, state, batches, first=0, end=None):
+        calls.append((first, end))
+        return many(self, state, batches, first, end)
 
-    calls = []
-    step = copy.copy(STEP)  # with its programs
-    step.__class__ = Seen
-    fit(step=step, steps_per_execution=5, epochs=1)
+    calls, many = [], train.TrainStep.many
+    monkeypatch.setattr(train.TrainStep, "many", seen)
+    fit(steps_per_execution=5, epochs=1)
     assert calls == [(0, 5), (0, 5), (0, 2)]
     calls.clear()
-    fit(step=step, epochs=2)
+    fit(epochs=2)
     assert sum(end - first for first, end in calls) == 24
     assert max(end - first for first, end in calls) > 1
     calls.clear()
-    fit(step=step, steps_per_execution=1, epochs=1)
+    fit(steps_per_execution=1, epochs=1)
     assert not calls
 
 
@@ -282,12 +260,11 @@ def test_convolutions_are_kept_out_of_loops(monkeypatch):
         found = jax.lax.conv(batch["image"].reshape(-1, 1, 4, 1), params["w"], (1, 1), "SAME")
         return (found**2).mean(), {}
 
-    class Single(train.TrainStep):
-        def many(self, *args):
-            raise AssertionError("called")
+    def refuse(*args):
+        raise AssertionError("called")
 
+    monkeypatch.setattr(train.TrainStep, "many", refuse)
     state, step = train.start({"w": jnp.ones((1, 1, 3, 1))}, SGD, loss_fn, devices=jax.devices()[:2])
-    step.__class__ = Single
     state, _ = fit(state, step=step, epochs=1)
     assert int(state.step) == 12
     with pytest.raises(AssertionError, match="called"):

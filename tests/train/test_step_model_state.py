@@ -10,7 +10,8 @@ import optax
 import pytest
 from jax import lax
 from kv_model import collectives_in, compilations
-from step_model import IN_TURN, adam, close, line, squares, start, step_of, text_of, trained
+from step_model import IN_TURN, adam, close, line, squares, start, step_of, text_of, trained, update_of
+from test_definition import definition
 
 from jaxpar import checkpoint, data, kv, train
 
@@ -47,34 +48,14 @@ def synced(params, batch, rng, model_state):
 
 @functools.cache
 def oracle(steps, shares, parts=1):
-    """One device: every share normed by itself, its running statistics averaged; `parts` microbatches in a row."""
-    tx, params, state = adam(), {"w": jnp.ones(3), "b": jnp.zeros(())}, fresh()
-    opt = tx.init(params)
-
-    @jax.jit
-    def step(params, opt, state, batch):
-        grads, states = [], []
-        for share in range(shares):
-            own = state
-            for part in range(parts):
-                size = 16 // shares // parts
-                begin = (share * parts + part) * size
-                piece = {k: v[begin : begin + size] for k, v in batch.items()}
-
-                def loss(p, piece=piece, own=own):
-                    value, _, new = normed(p, piece, own)
-                    return value, new
-
-                grad, own = jax.grad(loss, has_aux=True)(params)
-                grads.append(grad)
-            states.append(own)
-        grad = jax.tree.map(lambda *g: sum(g) / len(g), *grads)
-        updates, opt = tx.update(grad, opt, params)
-        return optax.apply_updates(params, updates), opt, jax.tree.map(lambda *s: sum(s) / len(s), *states)
-
+    """Every share normed by itself, its running statistics averaged; `parts` microbatches in a row."""
+    params, seen, rng = {"w": jnp.ones(3), "b": jnp.zeros(())}, fresh(), jax.random.key(7)
+    state = adam().init(params)
     for i in range(steps):
-        params, opt, state = step(params, opt, state, line(16, seed=i))
-    return params, {**state, "seen": jnp.int32(state["seen"])}
+        options = {"shares": shares, "accumulate": parts, "rng": rng, "step": i, "model_state": seen}
+        grads, _, seen = definition(local, params, line(16, seed=i), **options)
+        params, state = update_of(adam())(grads, state, params)
+    return params, seen
 
 
 @pytest.mark.sampled(1)
@@ -126,10 +107,8 @@ def test_two_networks_that_see_each_other():
         return ((params["w"] - batch + other["w"]) ** 2).mean(), {}, other
 
     step = train.make_train_step(loss)
-    params = {"w": jnp.ones(())}
-    one, two = (
-        train.create_state(kv.from_params(params, optimizer=optax.sgd(0.25)), 0, model_state=params) for _ in range(2)
-    )
+    params, tx = {"w": jnp.ones(())}, optax.sgd(0.25)
+    one, two = (start(8, tx=tx, params=params, model_state=params) for _ in range(2))
     for _ in range(3):
         one, _ = step(one, jnp.ones(8))
         two, _ = step(dataclasses.replace(two, model_state=kv.to_params(one.store)), jnp.ones(8))
@@ -165,17 +144,14 @@ def test_a_random_key_in_it_and_an_empty_one():
         value, aux = squares(params, batch, rng)
         return value, aux, {k: jax.random.split(v)[0] for k, v in model_state.items()}
 
-    want = jax.random.split(jax.random.key(5))[0]
     state, _ = train.make_train_step(loss, nonfinite="skip")(start(4, model_state={"rng": jax.random.key(5)}), line())
-    assert state.model_state["rng"] == want
+    assert state.model_state["rng"] == jax.random.split(jax.random.key(5))[0]
     state, _ = train.make_train_step(loss)(start(4, model_state={}), line())
     assert state.model_state == {}
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("remat", [True, False])
-def test_it_goes_through_remat(remat):
-    state, _ = step_of(local, remat=remat)(start(2, "device", adam(), model_state=fresh()), line())
+def test_it_goes_through_remat():
+    state, _ = step_of(local, remat=True)(start(2, "device", adam(), model_state=fresh()), line())
     close(state.model_state, oracle(1, 2)[1], rtol=1e-4)
 
 
@@ -210,26 +186,13 @@ def apply(params, images, model_state):
     return (images - model_state["mean"][None]) @ params["w"]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("count", [3, 1])
-def test_evaluation_gets_it(count):
-    params = {"w": jnp.asarray(np.random.default_rng(1).standard_normal((5, 4)), jnp.float32)}
-    store = kv.from_params(params, optimizer=optax.sgd(0.1))
-    mean = {"mean": jnp.full(5, 0.5)}
-    state = train.create_state(store, 0, devices=jax.devices()[:count], model_state=mean)
-    got = train.evaluate(state, apply, SET, batch_size=16)
-    want = train.evaluate(params, lambda p, images: apply(p, images, mean), SET, batch_size=16)
-    assert got == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}
-
-
 def test_fit_trains_and_evaluates_with_it(tmp_path):
     def loss(params, batch, rng, model_state):
         value, aux = train.classification_loss(lambda p, x: apply(p, x, model_state))(params, batch, rng)
         return value, aux, {"mean": 0.5 * (model_state["mean"] + batch["image"].mean(0))}
 
     def run(epochs, directory):
-        store = kv.from_params({"w": jnp.zeros((5, 4))}, optimizer=adam())
-        state = train.create_state(store, 0, devices=jax.devices()[:2], model_state={"mean": jnp.zeros(5)})
+        state = start(2, tx=adam(), params={"w": jnp.zeros((5, 4))}, model_state={"mean": jnp.zeros(5)})
         options = {"test_data": SET, "apply_fn": apply, "progress": False, "checkpoint_dir": tmp_path / directory}
         return train.fit(state, step, SET, epochs=epochs, batch_size=8, **options)
 
@@ -248,34 +211,24 @@ def test_fit_trains_and_evaluates_with_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("returned", "error", "message"),
+    ("changed", "error", "message"),
     [
-        (
-            lambda new: (0.0, {}),
-            TypeError,
-            r"model_state\) must return \(loss, aux, new_model_state\) .* got a tuple of 2",
-        ),
-        (lambda new: (0.0, {}, {}), TypeError, r"must have the structure of the old one: expected .*, got "),
-        (
-            lambda new: (0.0, {}, {**new, "mean": jnp.zeros(2)}),
-            ValueError,
-            r"leaf 'mean' of new_model_state: expected shape \(3,\), got \(2,\)",
-        ),
-        (
-            lambda new: (0.0, {}, {**new, "seen": jnp.float32(1)}),
-            TypeError,
-            r"leaf 'seen' of new_model_state: dtype float32 cannot be cast safely to the stored int32",
-        ),
-        (lambda new: (0.0, {}, {**new, "mean": "x"}), TypeError, r"leaf 'mean' of .*: expected an array, got 'x'"),
+        ({"mean": jnp.zeros(2)}, ValueError, r"leaf 'mean' of new_model_state: expected shape \(3,\), got \(2,\)"),
+        ({"seen": jnp.float32(1)}, TypeError, "'seen' of new_model_state: dtype float32 cannot be cast .* int32"),
+        ({"mean": "x"}, TypeError, r"leaf 'mean' of .*: expected an array, got 'x'"),
+        ({"other": 1}, TypeError, r"must have the structure of the old one: expected .*, got "),
     ],
 )
-def test_what_a_loss_function_must_return(returned, error, message):
-    state = start(2, model_state=fresh())
+def test_a_new_state_must_be_as_the_old_one(changed, error, message):
+    step = train.make_train_step(lambda p, b, rng, model_state: (0.0, {}, {**model_state, **changed}))
     with pytest.raises(error, match=message):
-        train.make_train_step(lambda p, b, rng, model_state: returned(model_state))(state, line())
+        step(start(2, model_state=fresh()), line())
 
 
-def test_a_third_value_without_a_state():
-    message = r"must return \(loss, aux\) .* got a tuple of 3; a state made with create_state\(model_state=...\)"
-    with pytest.raises(TypeError, match=message):
-        train.make_train_step(lambda p, b, rng: (p["w"].sum(), {}, {}))(start(2), line())
+def test_how_many_values_a_loss_function_must_return():
+    two = train.make_train_step(lambda p, b, rng, model_state: (0.0, {}))
+    with pytest.raises(TypeError, match=r"must return \(loss, aux, new_model_state\) .* got a tuple of 2"):
+        two(start(2, model_state=fresh()), line())
+    three = train.make_train_step(lambda p, b, rng: (p["w"].sum(), {}, {}))
+    with pytest.raises(TypeError, match=r"must return \(loss, aux\) .* got a tuple of 3; .*create_state\(model_state="):
+        three(start(2), line())

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -85,16 +86,10 @@ def trained(step, state, given):
     return everything(state, found)
 
 
-class Case:
-    def __init__(self, loss=dropped, kind="device", tx=ADAM, params=init, model_state=tuple, given=batches, **options):
-        self.loss, self.kind, self.tx, self.params, self.given, self.options = loss, kind, tx, params, given, options
-        self.model_state = model_state
-
-    def run(self, devices, engine):
-        state = start(devices, self.params(), self.kind, self.tx, model_state=self.model_state())
-        return trained(
-            train.make_train_step(self.loss, virtual_shards=V, engine=engine, **self.options), state, self.given()
-        )
+def ran(devices, engine, *, loss=dropped, kind="device", tx=ADAM, params=init, seen=tuple, given=batches, **options):
+    """The bytes of all that steps return, on so many devices."""
+    state = start(devices, params(), kind, tx, model_state=seen())
+    return trained(train.make_train_step(loss, virtual_shards=V, engine=engine, **options), state, given())
 
 
 def with_a_nan():
@@ -109,54 +104,44 @@ def tokens():
 
 SMALL = transformer.Config(layers=2, width=16, heads=2, vocabulary=50, positions=8)
 CASES = {
-    "clipped": Case(grad_transform=optax.clip_by_global_norm(0.5)),
-    "elementwise": Case(elementwise, params=lambda: {"w": jnp.full(12, 0.37), "b": jnp.full(12, 0.11)}),
-    "model_state": Case(normed, model_state=seen),
-    "local": Case(kind="local", tx=optax.sgd(0.1, momentum=0.9)),
-    "dist_sync": Case(kind="dist_sync", tx=CLIPPED),
-    "accumulate": Case(accumulate=2, remat=True),
-    "bfloat16": Case(compute_dtype=jnp.bfloat16, loss_scale=128.0),
-    "bfloat16 params": Case(params=lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), init())),
-    "skip": Case(nonfinite="skip", given=with_a_nan),
-    "stop": Case(nonfinite="stop", loss_scale="dynamic", given=with_a_nan),
-    "mxnet": Case(tx=updaters.mxnet_adam(0.01)),
-    "lenet": Case(
-        train.classification_loss(models.lenet.apply),
+    "clipped": partial(ran, grad_transform=optax.clip_by_global_norm(0.5)),
+    "elementwise": partial(ran, loss=elementwise, params=lambda: {"w": jnp.full(12, 0.37), "b": jnp.full(12, 0.11)}),
+    "model_state": partial(ran, loss=normed, seen=seen),
+    "local": partial(ran, kind="local", tx=optax.sgd(0.1, momentum=0.9)),
+    "dist_sync": partial(ran, kind="dist_sync", tx=CLIPPED),
+    "accumulate": partial(ran, accumulate=2, remat=True),
+    "bfloat16": partial(ran, compute_dtype=jnp.bfloat16, loss_scale=128.0),
+    "bfloat16 params": partial(ran, params=lambda: jax.tree.map(lambda x: x.astype(jnp.bfloat16), init())),
+    "skip": partial(ran, nonfinite="skip", given=with_a_nan),
+    "stop": partial(ran, nonfinite="stop", loss_scale="dynamic", given=with_a_nan),
+    "mxnet": partial(ran, tx=updaters.mxnet_adam(0.01)),
+    "lenet": partial(
+        ran,
+        loss=train.classification_loss(models.lenet.apply),
         tx=optax.sgd(0.2),
         params=lambda: models.lenet.init(jax.random.key(0)),
         given=lambda: batches(2, 64, (28, 28, 1), 10),
     ),
-    "transformer": Case(
-        lambda params, batch, rng: (transformer.loss(params, batch), {}),
+    "transformer": partial(
+        ran,
+        loss=lambda params, batch, rng: (transformer.loss(params, batch), {}),
         params=lambda: transformer.init(jax.random.key(0), SMALL),
         given=tokens,
     ),
 }
-FIRST = ("clipped",)
 PLACES = [(2, "shard_map"), (3, "pmap"), (4, "shard_map"), (5, "shard_map"), (8, "pmap")]
 
 
-@pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", step_model.mostly_slow(CASES, "clipped"))
 def test_the_same_bits(name):
-    case = CASES[name]
-    want = case.run(1, "shard_map")
-    assert case.run(3, "pmap") == want
+    run = CASES[name]
+    assert run(3, "pmap") == run(1, "shard_map")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_the_same_bits_on_any_number(place):
-    assert CASES["clipped"].run(*place) == CASES["clipped"].run(1, "pmap")
-
-
-@pytest.mark.slow
-def test_with_a_shard_a_device_it_is_the_plain_step():
-    """The same numbers: gradients, the `rng` of each shard, metrics."""
-    plain, virtual = train.make_train_step(dropped), train.make_train_step(dropped, virtual_shards=2)
-    (mine, found), (want, wanted) = (step(start(2), batches()[0]) for step in (virtual, plain))
-    step_model.close(jax.tree.leaves((mine.store, found)), jax.tree.leaves((want.store, wanted)))
-    assert mine.store.devices == want.store.devices
-    assert int(mine.step) == 1
+    assert CASES["clipped"](*place) == CASES["clipped"](1, "pmap")
 
 
 @pytest.mark.slow
@@ -172,6 +157,7 @@ def test_on_other_devices():
         old = there.complete(state)
         state, metrics = there(old, batch)
         assert old.store.values[0].is_deleted()
+        assert state.store.devices == there.devices
         found.append(metrics)
     assert everything(state, found) == want
 
@@ -274,33 +260,12 @@ def test_fit_on_any_number():
     assert fitted(1, loader, step) == fitted(3, loader, step) != want
 
 
-def test_every_example_once():
-    """The mean of what names an example: an epoch over three devices sees each exactly once."""
-    given = data.Dataset(np.eye(64, dtype=np.float32), np.arange(64))
-    step = train.make_train_step(
-        lambda params, batch, rng: ((params["w"][None] * batch["image"]).sum(), {"seen": batch["image"].sum(0)}),
-        virtual_shards=V,
-    )
-    state = start(3, {"w": jnp.zeros(64)})
-    total = np.zeros(64)
-    for batch in data.batches(given, 32, rng=jax.random.key(0), devices=state.store.devices, virtual_shards=V):
-        state, metrics = step(state, batch)
-        total += V * np.asarray(metrics["seen"])
-    np.testing.assert_array_equal(total, 1)
-
-
 @pytest.mark.slow
 def test_resumed_on_other_numbers(tmp_path):
     step = train.make_train_step(dropped, virtual_shards=V)
     for epochs, devices in ((1, 1), (2, 3), (3, 8)):
         found, _ = fitted(devices, dataset(), step, epochs=epochs, checkpoint_dir=tmp_path)
     assert found == fitted(2, dataset(), step, epochs=3)[0]
-
-
-def test_evaluate_beside_it():
-    state = start(3)
-    scores = train.evaluate(state, lambda params, x: x @ params["a"] @ params["b"], dataset(), batch_size=64)
-    assert 0 <= scores["accuracy"] <= 1
 
 
 @pytest.mark.slow
@@ -336,19 +301,6 @@ def test_stores_that_are_refused(state, words):
     with pytest.raises(ValueError, match=words):
         train.make_train_step(dropped, virtual_shards=V)(given, batches()[0])
     assert not given.store.values[0].is_deleted()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"local_steps": 2}, "local_steps= updates each device separately"),
-        ({"engine": "jit"}, "the compiler chooses them"),
-        ({"virtual_shards": 0}, "virtual_shards"),
-    ],
-)
-def test_options_that_are_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        train.make_train_step(dropped, **{"virtual_shards": V, **options})
 
 
 def test_batches_that_are_refused():

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from step_model import mostly_slow
 
 from jaxpar import kv, train
 
@@ -17,8 +18,8 @@ X = BATCH["image"]
 TX = optax.sgd(0.5)
 
 
-def cross_entropy(logits):
-    return optax.softmax_cross_entropy_with_integer_labels(logits, BATCH["label"][: len(logits)]).mean()
+def cross_entropy(logits, labels=BATCH["label"]):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 class NnxNet(nnx.Module):
@@ -35,8 +36,8 @@ class LinenNet(linen.Module):
     axis_name: str | None = None
 
     @linen.compact
-    def __call__(self, images, training=False):
-        norm = linen.BatchNorm(use_running_average=not training, momentum=0.9, axis_name=self.axis_name)
+    def __call__(self, images):
+        norm = linen.BatchNorm(use_running_average=False, momentum=0.9, axis_name=self.axis_name)
         return linen.Dense(3)(linen.relu(norm(linen.Dense(5)(images))))
 
 
@@ -63,12 +64,7 @@ def of_nnx(axis_name):
         net.train()
         return net(images), nnx.split(net, nnx.Param, ...)[2]
 
-    def apply(params, images, stats):
-        net = nnx.merge(graphdef, params, stats)
-        net.eval()
-        return net(images)
-
-    return params, stats, forward, apply
+    return params, stats, forward
 
 
 def of_linen(axis_name):
@@ -77,13 +73,10 @@ def of_linen(axis_name):
 
     def forward(params, images, stats):
         variables = {"params": params, "batch_stats": stats}
-        logits, new = net.apply(variables, images, training=True, mutable=["batch_stats"])
+        logits, new = net.apply(variables, images, mutable=["batch_stats"])
         return logits, new["batch_stats"]
 
-    def apply(params, images, stats):
-        return net.apply({"params": params, "batch_stats": stats}, images)
-
-    return variables["params"], variables["batch_stats"], forward, apply
+    return variables["params"], variables["batch_stats"], forward
 
 
 def of_equinox(axis_name):
@@ -91,28 +84,22 @@ def of_equinox(axis_name):
     net, stats = eqx.nn.make_with_state(EqxNet)(key=jax.random.key(0), axis_name=name)
     params, static = eqx.partition(net, eqx.is_inexact_array)
 
-    def run(net, images, stats):
-        return jax.vmap(net, in_axes=(0, None), out_axes=(0, None), axis_name="batch")(images, stats)
+    def forward(params, images, stats):
+        run = jax.vmap(eqx.combine(params, static), in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+        return run(images, stats)
 
-    def apply(params, images, stats):
-        return run(eqx.nn.inference_mode(eqx.combine(params, static)), images, stats)[0]
-
-    return params, stats, lambda params, images, stats: run(eqx.combine(params, static), images, stats), apply
+    return params, stats, forward
 
 
 def of_haiku(axis_name):
-    def net(images, training):
+    def net(images):
         axis = None if hk.running_init() else axis_name
         norm = hk.BatchNorm(True, True, decay_rate=0.9, cross_replica_axis=axis)
-        return hk.Linear(3)(jax.nn.relu(norm(hk.Linear(5)(images), training)))
+        return hk.Linear(3)(jax.nn.relu(norm(hk.Linear(5)(images), is_training=True)))
 
     init, run = hk.without_apply_rng(hk.transform_with_state(net))
-    params, stats = jax.jit(init, static_argnums=2)(jax.random.key(0), X, True)
-
-    def apply(params, images, stats):
-        return run(params, stats, images, False)[0]
-
-    return params, stats, lambda params, images, stats: run(params, stats, images, True), apply
+    params, stats = jax.jit(init)(jax.random.key(0), X)
+    return params, stats, lambda params, images, stats: run(params, stats, images)
 
 
 LIBRARIES = {"nnx": of_nnx, "linen": of_linen, "equinox": of_equinox, "haiku": of_haiku}
@@ -123,25 +110,10 @@ def close(tree, want):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), tree, want)
 
 
-def step_of(forward, engine="pmap"):
-    def loss_fn(params, batch, rng, stats):
-        logits, stats = forward(params, batch["image"], stats)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return losses.mean(), {}, stats
-
-    return train.make_train_step(loss_fn, engine=engine)
-
-
-def start(params, stats, count=4):
-    return train.create_state(kv.from_params(params, optimizer=TX), 0, devices=jax.devices()[:count], model_state=stats)
-
-
-@pytest.mark.parametrize(
-    "library", [name if name == "linen" else pytest.param(name, marks=pytest.mark.slow) for name in LIBRARIES]
-)
+@pytest.mark.parametrize("library", mostly_slow(LIBRARIES, "linen"))
 def test_batch_norm_over_the_whole_batch_is_the_librarys_own(library):
     """With the name of the step's axis, four devices normalize by the statistics of the whole batch."""
-    params, stats, forward, _ = LIBRARIES[library](None)
+    params, stats, forward = LIBRARIES[library](None)
     mine = jax.tree.map(jnp.copy, params), jax.tree.map(jnp.copy, stats)
 
     def whole(params):
@@ -150,23 +122,17 @@ def test_batch_norm_over_the_whole_batch_is_the_librarys_own(library):
 
     (_, want_stats), grads = jax.jit(jax.value_and_grad(whole, has_aux=True))(params)
     want = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
-    *_, forward, _ = LIBRARIES[library]("data")
-    state, _ = step_of(forward)(start(*mine), BATCH)
+    *_, forward = LIBRARIES[library]("data")
+
+    def loss_fn(params, batch, rng, stats):
+        logits, stats = forward(params, batch["image"], stats)
+        return cross_entropy(logits, batch["label"]), {}, stats
+
+    options = {"engine": "pmap", "devices": jax.devices()[:4], "model_state": mine[1]}
+    state, step = train.start(mine[0], TX, loss_fn, **options)
+    state, _ = step(state, BATCH)
     close(state.params, want)
     close(state.model_state, want_stats)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("library", ["linen", "equinox"])
-def test_batch_norm_by_shares_keeps_the_mean_of_the_statistics(library):
-    params, stats, forward, apply = LIBRARIES[library](None)
-    state, metrics = step_of(forward, "shard_map")(start(params, stats), BATCH)
-    update = jax.jit(lambda images: forward(params, images, stats)[1])
-    shares = [update(X[i : i + 4]) for i in range(0, 16, 4)]
-    close(state.model_state, jax.tree.map(lambda *xs: jnp.mean(jnp.stack(xs), 0).astype(xs[0].dtype), *shares))
-    logits = jax.jit(apply)(state.params, jnp.asarray(X), state.model_state)
-    assert logits.shape == (16, 3)
-    assert np.isfinite(float(metrics["loss"]))
 
 
 def test_a_module_comes_back_out_of_the_state():
@@ -192,30 +158,3 @@ def test_a_module_comes_back_out_of_the_state():
 def test_a_whole_equinox_module_says_what_to_do():
     with pytest.raises(TypeError, match=r"leaf 'activation' of params.*eqx.partition"):
         kv.from_params(eqx.nn.MLP(6, 3, width_size=5, depth=1, key=jax.random.key(0)))
-
-
-@pytest.mark.slow
-def test_dropout_differs_from_step_to_step_and_not_from_run_to_run():
-    drop = linen.Dropout(0.5, deterministic=False)
-
-    def loss_fn(params, batch, rng):
-        kept = drop.apply({}, jnp.ones((1000,)), rngs={"dropout": rng})
-        return params["w"] * kept.mean(), {}
-
-    step = train.make_train_step(loss_fn)
-
-    def losses(count):
-        state = train.create_state(kv.from_params({"w": jnp.ones(())}, optimizer=optax.sgd(0.0)), 7)
-        return [float(step(state, BATCH)[1]["loss"])] if count == 1 else _losses(step, state, count)
-
-    first, second = losses(2)
-    assert first != second
-    assert losses(1) == [first]
-
-
-def _losses(step, state, count):
-    found = []
-    for _ in range(count):
-        state, metrics = step(state, BATCH)
-        found.append(float(metrics["loss"]))
-    return found
