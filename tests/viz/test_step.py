@@ -230,12 +230,8 @@ def test_heat_by_seconds_by_intensity_and_by_memory():
     assert (layer.forward.seconds, layer.backward.seconds, plot.step["layer1"].forward.seconds) == (0.002, 0.003, None)
     assert "2 ms" in plot.source
     assert layer.forward.flops_per_byte == layer.forward.flops / layer.forward.bytes
-    with pytest.raises(
-        ValueError, match="the profile has a layer 'layer_0', which the step lacks; did you mean layer0"
-    ):
+    with pytest.raises(ValueError, match="a layer 'layer_0', which the step lacks; did you mean layer0"):
         viz.plot_step(fn, *args, heat={"layer_0": 1.0})
-    with pytest.raises(ValueError, match=r"heat must be one of flop/byte, memory, a dict .*got 'no such'"):
-        viz.plot_step(fn, *args, heat="no such")
 
 
 @pytest.mark.slow
@@ -247,13 +243,12 @@ def test_heat_of_the_program(heat, shown):
 
 @pytest.mark.slow
 def test_heat_from_a_profile(tmp_path):
-    fn, args = STEPS["data"]()
-    params, opt_state, batch = args
+    fn, (params, opt_state, batch) = STEPS["data"]()
     params, opt_state, _ = jax.block_until_ready(fn(params, opt_state, batch))
     with jax.profiler.trace(str(tmp_path)):
         for _ in range(3):  # one after the other: emulated devices wait for each other in their collectives
             params, opt_state, _ = jax.block_until_ready(fn(params, opt_state, batch))
-    graph = viz.trace_step(*(lambda fn, args: (fn, *args))(*STEPS["data"]()), profile=str(tmp_path))
+    graph = viz.trace_step(fn, params, opt_state, batch, profile=str(tmp_path))
     for layer in graph.layers:
         if layer.params:
             assert 0 < layer.forward.seconds < 10
@@ -308,8 +303,6 @@ def test_a_directory_without_a_profile(tmp_path):
     fn, args = STEPS["single"]()
     with pytest.raises(ValueError, match=r"there is no profile \(\*\.xplane\.pb\)"):
         viz.trace_step(fn, *args, profile=str(tmp_path))
-    with pytest.raises(TypeError, match=r"profile must be a dict .*got a int"):
-        viz.trace_step(fn, *args, profile=3)
 
 
 def test_mistakes_in_words():
@@ -317,16 +310,12 @@ def test_mistakes_in_words():
     with pytest.raises(ValueError, match=r"trace_step: net computes no gradient.*plot_network"):
         viz.trace_step(net, params, batch["x"])
     wrong = {"x": np.ones((32, 5), np.float32), "y": batch["y"]}
-    with pytest.raises(
-        ValueError, match=r"step cannot be traced with these arguments .*argument 2: 2 arrays of shapes \(32, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"step cannot be traced .*argument 2: 2 arrays of shapes \(32, 5\)"):
         viz.trace_step(step, params, opt_state, wrong)
     with pytest.raises(TypeError, match=r"viz: step cannot be traced with batch='text', which is not an array"):
         viz.trace_step(step, params, opt_state, "text")
     with pytest.raises(ValueError, match="cannot be traced with these arguments"):
         viz.trace_step(step, params, opt_state)
-    with pytest.raises(ValueError, match="unknown theme 'blue'"):
-        viz.plot_step(step, params, opt_state, batch, theme="blue")
     with pytest.raises(KeyError, match="no layer named 'layer9'; the layers are"):
         plotted("single").step["layer9"]
 
@@ -358,17 +347,15 @@ def test_the_gradient_of_every_layer_is_sent_at_the_layer(split):
 
 
 def test_a_step_that_does_not_compile():
-    class Broken:
-        def __call__(self, params, opt_state, batch):
-            return step(params, opt_state, batch)
+    def broken(params, opt_state, batch):
+        return step(params, opt_state, batch)
 
-        def lower(self, *args):
-            raise RuntimeError("out of memory while compiling")
+    def lower(*args):
+        raise RuntimeError("out of memory while compiling")
 
-    with pytest.raises(
-        ValueError, match=r"Broken cannot be compiled with these arguments .*out of memory while compiling"
-    ):
-        viz.trace_step(Broken(), *arguments())
+    broken.lower = lower
+    with pytest.raises(ValueError, match="broken cannot be compiled .*out of memory while compiling"):
+        viz.trace_step(broken, *arguments())
 
 
 def lenet_step(engine="shard_map", tx=None):
@@ -446,11 +433,9 @@ def test_the_page_of_a_step_shows_the_step(tmp_path):
         ({"repeats": 1}, TypeError, r"trace_step: repeats must be True or False, got 1"),
         ({"heat": {"layer0": "fast"}}, TypeError, r"profile\['layer0'\] must be a number of seconds, .* got 'fast'"),
         ({"heat": {"layer0": -1.0}}, ValueError, r"profile\['layer0'\] must be a number of seconds, .* got -1.0"),
-        (
-            {"heat": {"layer0": float("nan")}},
-            ValueError,
-            r"profile\['layer0'\] must be a number of seconds, .* got nan",
-        ),
+        ({"heat": {"layer0": np.nan}}, ValueError, r"profile\['layer0'\] must be a number of seconds, .* got nan"),
+        ({"heat": "no such"}, ValueError, "heat must be one of flop/byte, memory, a dict .*got 'no such'"),
+        ({"theme": "blue"}, ValueError, "unknown theme 'blue'"),
         ({"heat": 3}, TypeError, r"profile must be a dict of layers and seconds, or the directory .* got a int"),
         ({"time_limit": 0}, ValueError, r"plot_step: time_limit must be a number of seconds above 0, got 0"),
     ],
