@@ -354,7 +354,7 @@ def test_a_step_that_does_not_compile():
         raise RuntimeError("out of memory while compiling")
 
     broken.lower = lower
-    with pytest.raises(ValueError, match="broken cannot be compiled .*out of memory while compiling"):
+    with pytest.raises(ValueError, match=r"broken cannot be compiled .*out of memory while compiling"):
         viz.trace_step(broken, *arguments())
 
 
