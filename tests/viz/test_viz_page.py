@@ -229,11 +229,6 @@ def test_direction(direction, rankdir):
     assert (layout["w"] > layout["h"]) is (direction == "right")
 
 
-def test_an_unknown_direction():
-    with pytest.raises(ValueError, match="plot_network: unknown direction 'left'; known are up, down, right"):
-        drawn("lenet", direction="left")
-
-
 def test_options_of_the_page():
     assert data(drawn("lenet", theme="dark").html())["theme"] == "dark"
     assert data(drawn("nested", depth=0).html())["depth"] == 0
