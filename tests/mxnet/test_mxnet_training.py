@@ -163,14 +163,9 @@ def with_momentum(sgd, momentum):
 
 def check_going_on(model, momentum, name, engine, devices, layout=None):
     """The losses of 20 steps. On 4 devices each share has its own statistics, as in MXNet, with every engine."""
-    state, step = train.start(
-        model.params,
-        with_momentum(sgd_of(model, name), momentum),
-        loss_of(model),
-        model_state=model.state,
-        devices=jax.devices()[:devices],
-        engine=engine,
-    )
+    where = {"devices": jax.devices()[:devices], "engine": engine}
+    sgd = with_momentum(sgd_of(model, name), momentum)
+    state, step = train.start(model.params, sgd, loss_of(model), model_state=model.state, **where)
     losses = []
     for number in range(20):
         images, labels = batch_of(name, CASES[name]["first"] + number)
@@ -186,13 +181,17 @@ ENGINES = [("shard_map", 1), ("shard_map", 4), ("jit", 4)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "devices"), ENGINES)
-def test_a_saved_run_of_mxnet_goes_on(engine, devices, tmp_path):
+@pytest.mark.parametrize(
+    ("engine", "devices", "layout"), [*((*where, None) for where in ENGINES), ("shard_map", 1, "NHWC")]
+)
+def test_a_saved_run_of_mxnet_goes_on(engine, devices, layout, tmp_path):
     files_of(tmp_path, "narrow")
     momentum = mxnet.load_params(tmp_path / "narrow-0010-momentum.params")
-    model = mxnet.load_checkpoint(tmp_path / "narrow", 10)
+    model = mxnet.load_checkpoint(tmp_path / "narrow", 10, layout=layout)
     assert momentum.keys() == model.params.keys()
-    check_going_on(model, momentum, "narrow", engine, devices)
+    if layout:
+        momentum = {n: m.transpose(2, 3, 1, 0) if m.ndim == 4 else m for n, m in momentum.items()}
+    check_going_on(model, momentum, "narrow", engine, devices, layout)
 
 
 @pytest.mark.slow
@@ -202,15 +201,6 @@ def test_a_resnet18_goes_on(engine, devices, tmp_path):
     model = load(tmp_path, name)
     momentum = {n: rule(f"{name}/momentum/{n}", a.shape, "n") * np.float32(1e-4) for n, a in model.params.items()}
     check_going_on(model, momentum, name, engine, devices)
-
-
-@pytest.mark.slow
-def test_a_saved_run_goes_on_with_its_channels_last(tmp_path):
-    files_of(tmp_path, "narrow")
-    model = mxnet.load_checkpoint(tmp_path / "narrow", 10, layout="NHWC")
-    momentum = mxnet.load_params(tmp_path / "narrow-0010-momentum.params")
-    turned = {n: m.transpose(2, 3, 1, 0) if m.ndim == 4 else m for n, m in momentum.items()}
-    check_going_on(model, turned, "narrow", "shard_map", 1, "NHWC")
 
 
 @pytest.mark.slow
@@ -241,13 +231,8 @@ def test_factors_of_old_files_and_frozen_params(tmp_path):
     assert model.wd_mult == {"w": 4, "fc_bias": 0}
     assert model.frozen == {"w": False, "fc_bias": True}
     params = {"w": jnp.ones((2, 3)), "fc_bias": jnp.zeros(2)}
-    state, step = train.start(
-        params,
-        mxnet.sgd(0.1),
-        lambda p, batch, rng: (model.apply(p, batch).mean(), {}),
-        frozen=model.frozen,
-        devices=jax.devices()[:1],
-    )
+    loss_fn = lambda p, batch, rng: (model.apply(p, batch).mean(), {})  # noqa: E731
+    state, step = train.start(params, mxnet.sgd(0.1), loss_fn, frozen=model.frozen, devices=jax.devices()[:1])
     state, _ = step(state, jnp.ones((4, 3)))
     assert (state.params["fc_bias"] == 0).all()
     assert (state.params["w"] < 1).all()
