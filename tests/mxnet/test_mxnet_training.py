@@ -138,13 +138,6 @@ def check_gradients(grads, there, factor):
     assert np.sqrt(np.square(errors).mean()) < 2e-2 * factor
 
 
-def files_of(folder, name):
-    """The files that MXNet saved in the middle of the training of a case."""
-    for key, content in of_case(name).items():
-        if key.startswith("file "):
-            (folder / key.removeprefix("file ")).write_bytes(content.tobytes())
-
-
 def loss_of(model):
     def loss_fn(params, batch, rng, model_state):
         images, labels = batch
@@ -155,16 +148,11 @@ def loss_of(model):
     return loss_fn
 
 
-def with_momentum(sgd, momentum):
-    """The optimizer, which begins with these buffers."""
-    names = sorted(momentum)
-    return sgd._replace(init=lambda key, value: {"momentum": jnp.asarray(momentum[names[key]])})
-
-
 def check_going_on(model, momentum, name, engine, devices, layout=None):
     """The losses of 20 steps. On 4 devices each share has its own statistics, as in MXNet, with every engine."""
     where = {"devices": jax.devices()[:devices], "engine": engine}
-    sgd = with_momentum(sgd_of(model, name), momentum)
+    init = lambda key, value: {"momentum": jnp.asarray(momentum[sorted(momentum)[key]])}  # noqa: E731
+    sgd = sgd_of(model, name)._replace(init=init)
     state, step = train.start(model.params, sgd, loss_of(model), model_state=model.state, **where)
     losses = []
     for number in range(20):
@@ -185,7 +173,9 @@ ENGINES = [("shard_map", 1), ("shard_map", 4), ("jit", 4)]
     ("engine", "devices", "layout"), [*((*where, None) for where in ENGINES), ("shard_map", 1, "NHWC")]
 )
 def test_a_saved_run_of_mxnet_goes_on(engine, devices, layout, tmp_path):
-    files_of(tmp_path, "narrow")
+    for key, content in of_case("narrow").items():
+        if key.startswith("file "):  # that MXNet saved in the middle of the training
+            (tmp_path / key.removeprefix("file ")).write_bytes(content.tobytes())
     momentum = mxnet.load_params(tmp_path / "narrow-0010-momentum.params")
     model = mxnet.load_checkpoint(tmp_path / "narrow", 10, layout=layout)
     assert momentum.keys() == model.params.keys()

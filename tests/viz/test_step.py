@@ -173,19 +173,12 @@ def test_live_memory_is_that_of_the_compiler(name):
     assert min(peaks) >= compiled(name).memory_analysis().argument_size_in_bytes
 
 
-def engine_step(engine, model=net):
-    def loss(params, batch, rng):
-        return ((model(params, batch["x"]) - batch["y"]) ** 2).mean(), {}
-
-    params, _, batch = arguments()
-    state, made = train.start(params, optax.sgd(0.1), loss, devices=jax.devices()[:4], engine=engine)
-    return made, (state, batch)
-
-
 @pytest.mark.parametrize("engine", ["shard_map", *(pytest.param(e, marks=pytest.mark.slow) for e in ("pmap", "jit"))])
 def test_every_engine(engine):
-    made, args = engine_step(engine)
-    graph = viz.trace_step(made, *args)
+    params, _, batch = arguments()
+    where = {"devices": jax.devices()[:4], "engine": engine}
+    state, made = train.start(params, optax.sgd(0.1), lambda p, batch, rng: (loss_fn(p, batch), {}), **where)
+    graph = viz.trace_step(made, state, batch)
     gradients = [one for one in graph.collectives if one.phase == "gradients"]
     assert {one.axes for one in gradients} == {("data",)}
     assert graph.devices == 4

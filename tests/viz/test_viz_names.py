@@ -45,22 +45,17 @@ BLOCK += ["ln2", "up", "Activation", "add"]
 TRANSFORMER = ["embed", *(f"encoder/blocks.{n}/{name}" for n in range(2) for name in BLOCK), "encoder/norm", "head"]
 
 
-def _merged(model):
-    graphdef, state = libraries().nnx.split(model)
-    return lambda state, tokens: libraries().nnx.merge(graphdef, state)(tokens), state
-
-
 @pytest.mark.parametrize("way", ["module", "argument", "closure", "method", "merge", "jit"])
 def test_nnx_modules_are_the_clusters_that_their_author_wrote(way):
-    model = transformer()
-    merged, state = _merged(model)
+    model, nnx = transformer(), libraries().nnx
+    graphdef, state = nnx.split(model)
     fn, *args = {
         "module": (model,),
         "argument": (lambda model, tokens: model(tokens), model),
         "closure": (lambda tokens: model(tokens),),
         "method": (model.__call__,),
-        "merge": (merged, state),
-        "jit": (libraries().nnx.jit(lambda model, tokens: model(tokens)), model),
+        "merge": (lambda state, tokens: nnx.merge(graphdef, state)(tokens), state),
+        "jit": (nnx.jit(lambda model, tokens: model(tokens)), model),
     }[way]
     graph = viz.trace(fn, *args, TOKENS, repeats=False)
     assert sorted(places(graph)) == sorted(TRANSFORMER)
