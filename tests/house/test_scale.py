@@ -93,9 +93,8 @@ def test_the_abstract_state_is_the_real_one_without_arrays(case):
     devices = tuple(jax.devices())
     abstract = _scale_compile.abstract_state("lenet", *case, devices)
     assert {type(x) for x in jax.tree.leaves(abstract)} == {jax.ShapeDtypeStruct}
-    store = kv.from_params(
-        _scale_compile.params_of("lenet"), kind=case[0], optimizer=optax.sgd(0.1, momentum=0.9), devices=devices
-    )
+    params, tx = _scale_compile.params_of("lenet"), optax.sgd(0.1, momentum=0.9)
+    store = kv.from_params(params, kind=case[0], optimizer=tx, devices=devices)
     real = train.create_state(kv.set_gradient_compression(store, {"type": case[1]}), 0, devices=devices)
     for mine, true in zip(jax.tree.leaves(abstract), jax.tree.leaves(real), strict=True):
         assert (mine.shape, mine.dtype) == (true.shape, true.dtype)

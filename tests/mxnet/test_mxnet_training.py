@@ -200,9 +200,8 @@ def test_factors_of_the_file_are_those_of_a_module(tmp_path):
     for factors in ("lr_mult", "wd_mult"):
         expected = {n: f for n, f in CASES[name][factors].items() if n in model.params}
         assert getattr(model, factors) == expected
-    state, step = train.start(
-        model.params, sgd_of(model, name, wd=0.1), loss_of(model), model_state=model.state, devices=jax.devices()[:1]
-    )
+    where = {"model_state": model.state, "devices": jax.devices()[:1]}
+    state, step = train.start(model.params, sgd_of(model, name, wd=0.1), loss_of(model), **where)
     for number in range(5):
         state, _ = step(state, batch_of(name, number))
     for n, array in {**state.params, **state.model_state}.items():

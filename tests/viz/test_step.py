@@ -46,11 +46,8 @@ def step(params, opt_state, batch):
 
 
 def arguments(names=(), sizes=(), split=lambda leaf: P()):
-    shapes = {"w": (WIDTH, WIDTH), "b": (WIDTH,)}
-    params = {
-        f"layer{number}": {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
-        for number in range(LAYERS)
-    }
+    layer = {"w": np.ones((WIDTH, WIDTH), np.float32), "b": np.ones(WIDTH, np.float32)}
+    params = {f"layer{number}": jax.tree.map(np.copy, layer) for number in range(LAYERS)}
     batch = {name: np.ones((32, WIDTH), np.float32) for name in "xy"}
     if not names:
         return params, TX.init(params), batch
@@ -122,9 +119,8 @@ def test_gradients_are_summed_between_the_backward_pass_and_the_optimizer():
 def test_split_parameters_are_gathered_for_the_layer_that_reads_them():
     graph = plotted("fsdp").step
     gathers = [one for one in graph.collectives if one.phase == "parameters"]
-    by_layer = {
-        name: sum(one.bytes for one in gathers if one.layers == (name,)) for one in gathers for name in one.layers
-    }
+    names = {name for one in gathers for name in one.layers}
+    by_layer = {name: sum(one.bytes for one in gathers if one.layers == (name,)) for name in names}
     each = (WIDTH * WIDTH + WIDTH) * 4 // 4  # a quarter of a layer
     assert by_layer == {layer.name: each for layer in graph.layers if layer.params}
     assert any(one.phase == "gradients" for one in graph.collectives)
@@ -363,9 +359,8 @@ def lenet_step(engine="shard_map", tx=None):
 
 def transformer_step():
     config = transformer.Config(layers=12, width=64, heads=4, vocabulary=256, positions=16)
-    rule = parallel.sharding_rules(
-        transformer.TENSOR_PARALLEL, then=parallel.fsdp(("data", "model"), min_size=1, stacked_dims=1)
-    )
+    fsdp = parallel.fsdp(("data", "model"), min_size=1, stacked_dims=1)
+    rule = parallel.sharding_rules(transformer.TENSOR_PARALLEL, then=fsdp)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
     params = transformer.init(jax.random.key(0), config)
     store = kv.from_params(params, optimizer=optax.adam(1e-3), mesh=mesh, sharding=rule)

@@ -557,10 +557,8 @@ def test_a_dilated_causal_convolution_is_one_layer():
         for number, kernel in enumerate(params):
             step = 2**number
             padded = jnp.pad(x, ((0, 0), (step, 0), (0, 0)))
-            x = jax.lax.conv_general_dilated(
-                padded, kernel, (1,), "VALID", rhs_dilation=(step,), dimension_numbers=("NHC", "HIO", "NHC")
-            )
-            x = jnp.tanh(x)
+            options = {"rhs_dilation": (step,), "dimension_numbers": ("NHC", "HIO", "NHC")}
+            x = jnp.tanh(jax.lax.conv_general_dilated(padded, kernel, (1,), "VALID", **options))
         return x
 
     found = labels(wave, [Spec((2, 4, 4), f32)] * 3, Spec((1, 100, 4), f32))

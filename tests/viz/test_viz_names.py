@@ -142,9 +142,8 @@ def test_linen_keeps_its_scopes_and_batch_stats_are_state():
     ]  # fmt: skip
     assert [node.name for node in graph.inputs] == ["images"]
     assert (graph.total_params, graph.total_state) == (16 + 8 + 10, 8)
-    assert graph["BatchNorm_0"].outputs == tuple(
-        f"output[1]['batch_stats']['BatchNorm_0']['{name}']" for name in ("mean", "var")
-    )
+    stats = "output[1]['batch_stats']['BatchNorm_0']"
+    assert graph["BatchNorm_0"].outputs == (f"{stats}['mean']", f"{stats}['var']")
 
     def apart(params, batch_stats, images):
         return net.apply({"params": params, "batch_stats": batch_stats}, images, False)
@@ -286,9 +285,7 @@ def test_what_is_no_array_is_a_part_of_the_function(fn, static):
 
 
 def test_functions_flags_and_none_may_be_arguments_or_in_trees():
-    named = viz.trace(
-        lambda params, x, flag, none: params["act"](x) if flag else x, {"act": jnp.tanh}, DATA, True, None
-    )
+    named = viz.trace(lambda p, x, flag, none: p["act"](x) if flag else x, {"act": jnp.tanh}, DATA, True, None)
     assert [node.detail for node in named.layers] == ["tanh"]
     assert viz.trace(apply, PARAMS, DATA, "act", act=jnp.tanh).layers[-1].detail == "tanh"
     number = viz.trace(lambda params, x: x * params["scale"], {"scale": 2.0}, DATA)

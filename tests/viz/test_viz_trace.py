@@ -93,9 +93,8 @@ def test_flops_of_lenet_are_exactly_those_of_xla():
 @pytest.mark.parametrize(("stride", "dilation"), [(1, 1), (2, 1), (1, 2), (3, 2)])
 def test_flops_of_any_convolution(padding, stride, dilation):
     def conv(w, x):
-        return jax.lax.conv_general_dilated(
-            x, w, (stride, 1), padding, rhs_dilation=(dilation, 1), dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+        options = {"rhs_dilation": (dilation, 1), "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+        return jax.lax.conv_general_dilated(x, w, (stride, 1), padding, **options)
 
     args = m.Spec((3, 3, 4, 6), m.f32), m.Spec((2, 14, 11, 4), m.f32)
     grad = jax.grad(lambda w, x: conv(w, x).sum(), argnums=(0, 1))
@@ -419,9 +418,8 @@ def test_an_optimizer_is_a_node_and_its_state_no_parameters():
     assert (adam.name, adam.op, adam.detail) == ("Adam", "Adam", "8 arrays")
     assert len(adam.outputs) == 8 + 17
     assert graph.total_params == 129_068
-    assert {edge.source for edge in graph.edges if edge.target == "Adam"} == {
-        f"{name} (backward)" for name in ("conv1", "conv2", "dense1", "dense2")
-    }
+    gradients = {f"{name} (backward)" for name in ("conv1", "conv2", "dense1", "dense2")}
+    assert {edge.source for edge in graph.edges if edge.target == "Adam"} == gradients
 
 
 def _train_step(tx, loss):
