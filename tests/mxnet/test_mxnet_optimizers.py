@@ -216,8 +216,7 @@ def test_pmap_and_vmap_give_the_eager_values():
 WRONG = {
     TypeError: [
         (lambda: mxnet.sgd("0.1"), "mxnet_sgd: learning_rate must be a number of 0 or more or a schedule, got"),
-        (lambda: mxnet.adam(momentum=0.9), "mxnet_adam: unknown argument 'momentum'. Accepted are learning_rate, "),
-        (lambda: mxnet.adam(momentum=0.9), "Accepted are learning_rate, beta1, beta2, epsilon, wd, lazy_update, resc"),
+        (lambda: mxnet.adam(momentum=0.9), "mxnet_adam: unknown argument 'momentum'. Accepted are learning_rate, bet"),
         (lambda: mxnet.sgd(lr=0.1), "mxnet_sgd: unknown argument 'lr'; write learning_rate=0.1. Acc"),
         (lambda: mxnet.adam(eps=1e-8), "mxnet_adam: unknown argument 'eps'; write epsilon=1e-08"),
         (lambda: mxnet.sgd(weight_decay=0.1), "unknown argument 'weight_decay'; write wd=0.1"),
