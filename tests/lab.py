@@ -102,12 +102,11 @@ def server(folder):
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
         "IPYTHONDIR": str(home / "ipython"),
     }
-    options = ["--no-browser", "--allow-root", "--ServerApp.port=0", "--expose-app-in-browser"]
-    options += ["--IdentityProvider.token=", "--ServerApp.ip=127.0.0.1", f"--ServerApp.root_dir={folder}"]
+    command = [sys.executable, "-m", "jupyterlab"]
+    command += ["--no-browser", "--allow-root", "--ServerApp.port=0", "--expose-app-in-browser"]
+    command += ["--IdentityProvider.token=", "--ServerApp.ip=127.0.0.1", f"--ServerApp.root_dir={folder}"]
     with open(home / "log", "w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jupyterlab", *options], env=env, stdout=log, stderr=log, cwd=folder
-        )
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=folder)
         try:
             yield _address(process, home)
         finally:
@@ -146,6 +145,7 @@ def browser():
 
 
 KERNEL = "jupyterapp.shell.currentWidget.sessionContext.session.kernel"
+START = "name => { window.over = false; jupyterapp.commands.execute(name).finally(() => { window.over = true }) }"
 BARS = ".widget-hprogress, .jupyter-widget-hprogress"
 
 
@@ -174,10 +174,7 @@ def start(page, command, cell=None):
             cell,
         )
         assert found >= 0, f"no cell begins with {cell!r}"
-    page.evaluate(
-        "name => { window.over = false; jupyterapp.commands.execute(name).finally(() => { window.over = true }) }",
-        command,
-    )
+    page.evaluate(START, command)
 
 
 def wait(page, seconds):

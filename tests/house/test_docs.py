@@ -8,9 +8,10 @@ holds is what the Python block before it printed.
 
 import dataclasses
 import gc
-import importlib.util
+import importlib
 import inspect
 import re
+import runpy
 import shutil
 import sys
 import types
@@ -182,10 +183,7 @@ def test_each_feature_in_the_table_has_a_test():
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz's program dot is not installed")
 def test_the_pictures_are_what_their_script_draws(tmp_path):
-    spec = importlib.util.spec_from_file_location("make_pictures", ROOT / "docs" / "pictures" / "make.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.main(tmp_path)
+    runpy.run_path(str(PICTURES / "make.py"))["main"](tmp_path)
     kept = {path.name: texts(path) for path in PICTURES.glob("*.svg") if path.name not in OF_PAGES}
     del kept["rooms.svg"]  # drawn by tools/draw_rooms.py
     drawn = {path.name: texts(path) for path in tmp_path.iterdir()}

@@ -12,8 +12,9 @@ import pytest
 from fit_model import LOSS, STEP, apply
 
 import jaxpar
-from jaxpar import checkpoint, compression, data, kv, models, parallel, sparse, train, updaters, viz
+from jaxpar import checkpoint, compression, data, kv, parallel, sparse, train, updaters, viz
 from jaxpar._devices.mesh import is_donated
+from jaxpar.models import lenet, matrix_factorization as factors
 
 DEVICES = jax.devices()[:4]
 PARAMS = {"w": jnp.zeros((4, 3))}
@@ -21,6 +22,8 @@ TX = optax.sgd(0.1)
 BATCH = {"image": np.ones((8, 4), np.float32), "label": np.zeros(8, np.int32)}
 ARRAYS = data.Dataset(BATCH["image"], BATCH["label"])
 STORE = kv.init(kv.create("device"), 3, jnp.zeros(2))
+FIT = {"epochs": 1, "batch_size": 8, "progress": False}
+evaluate = functools.partial(train.evaluate, batch_size=8)
 
 
 def start(params=PARAMS, **options):
@@ -36,16 +39,6 @@ def mistake(call, error, *words):
     for word in words:
         at = message.find(word, at + 1)
         assert at >= 0, f"{word!r} is missing, or comes too early, in: {message}"
-
-
-def test_a_batch_that_the_devices_cannot_share():
-    state = start()
-    batch = jax.tree.map(lambda x: x[:6], BATCH)
-    mistake(lambda: STEP(state, batch), ValueError, "a batch of 6", "4 devices", "use a batch of 4 or 8, or pad it")
-    fit = {"epochs": 1, "batch_size": 6, "progress": False}
-    mistake(lambda: train.fit(state, STEP, ARRAYS, **fit), ValueError, "6 cannot", "4 devices", "use a batch of 4 or 8")
-    mistake(lambda: parallel.split_and_load(np.ones(6), DEVICES), ValueError, "use a batch of 4 or 8, or even_split=F")
-    STEP(state, BATCH)  # the state was not given away
 
 
 def test_devices_asked_for_after_jax_has_started():
@@ -85,38 +78,14 @@ def test_the_warning_is_of_the_line_that_forgot_it(call):
     assert {warning.filename for warning in caught} == {__file__}
 
 
-def test_axis_name_given_outside():
-    def push(store, value):
-        return kv.push(store, 3, value, axis_name="data")
-
-    words = "no pmap or shard_map around this call has the axis axis_name='data'", "leave it out"
-    mistake(lambda: push(STORE, jnp.ones(2)), NameError, *words)
-    mistake(lambda: jax.jit(push)(STORE, jnp.ones(2)), NameError, *words)
-
-
-def test_keys_and_lists_of_the_wrong_kind():
-    def push(key, value):
-        return lambda: kv.push(STORE, key, value)
-
-    mistake(push([3], jnp.ones(2)), TypeError, "value must be a list with one entry for each", "keys [3]", "float32[2]")
-    mistake(
-        push([3], [jnp.ones(2)] * 2), ValueError, "one entry for each of the 1 keys [3]", "a list itself", "a list of 2"
-    )
-    mistake(push((3,), [jnp.ones(2)]), TypeError, "must be an int", "(3,)", "give a list of ints")
-    mistake(push("w", jnp.ones(2)), TypeError, "must be an int", "'w'", "kv.names(store)")
-    mistake(push(4, jnp.ones(2)), KeyError, "key 4 was never initialised", "holds [3]", "call kv.init first")
-
-
 def test_a_state_used_again_after_a_step_took_it():
     state = start()
     new, _ = STEP(state, BATCH)
     advice = "this state was donated to a step", "state, metrics = step(state, batch)", "device_get"
     mistake(lambda: STEP(state, BATCH), RuntimeError, "train step", *advice)
     mistake(lambda: state.params, RuntimeError, "state.params", *advice)
-    mistake(lambda: train.evaluate(state, apply, ARRAYS, batch_size=8), RuntimeError, *advice)
-    mistake(
-        lambda: train.fit(state, STEP, ARRAYS, epochs=1, batch_size=8, progress=False), ValueError, "use the state that"
-    )
+    mistake(lambda: evaluate(state, apply, ARRAYS), RuntimeError, *advice)
+    mistake(lambda: train.fit(state, STEP, ARRAYS, **FIT), ValueError, "use the state that")
     STEP(new, BATCH)
 
 
@@ -136,18 +105,6 @@ def test_an_updater_that_changes_in_place():
     assert kv.pull(STORE, 3).tolist() == [0, 0]
 
 
-def test_training_without_an_optimizer():
-    state = train.create_state(kv.from_params(PARAMS), 0, devices=DEVICES)
-    mistake(
-        lambda: train.fit(state, STEP, ARRAYS, epochs=1, batch_size=8),
-        ValueError,
-        "no optimizer",
-        "replace the parameters by their gradients",
-        "optimizer=optax.sgd(0.1)",
-    )
-    mistake(lambda: kv.from_params(PARAMS, optimizer="sgd"), TypeError, "optax.sgd(0.1)", "'sgd'")
-
-
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
@@ -160,28 +117,7 @@ def test_training_without_an_optimizer():
 def test_labels_of_the_wrong_form(labels, words):
     mistake(lambda: STEP(start(), {**BATCH, "label": labels}), TypeError, "classification_loss: labels", *words)
     dataset = data.Dataset(BATCH["image"], labels)
-    mistake(lambda: train.evaluate(PARAMS, apply, dataset, batch_size=8), TypeError, "evaluate: labels", *words)
-
-
-def test_a_loss_that_is_not_one():
-    def step(loss_fn):
-        return lambda: train.make_train_step(loss_fn)(start(), BATCH)
-
-    def each(params, batch, rng):
-        return apply(params, batch["image"]).mean(1), {}
-
-    def bare(params, batch, rng):
-        return apply(params, batch["image"]).mean()
-
-    mistake(step(each), TypeError, "the loss must be a scalar, the mean over the examples", "(2,)")
-    mistake(step(bare), TypeError, "must return (loss, aux)", "a dict, which may be empty", "float32[]")
-    mistake(
-        step(apply(PARAMS, BATCH["image"])),
-        TypeError,
-        "loss_fn must be a function of (params, batch, rng)",
-        "float32[8,3]",
-    )
-    mistake(lambda: STEP(start(), (BATCH["image"], BATCH["label"])), TypeError, '"image" and "label"', "a tuple of 2")
+    mistake(lambda: evaluate(PARAMS, apply, dataset), TypeError, "evaluate: labels", *words)
 
 
 def test_another_model_at_restore(tmp_path):
@@ -193,38 +129,24 @@ def test_another_model_at_restore(tmp_path):
     mistake(lambda: checkpoint.restore(tmp_path / "none", wider), FileNotFoundError, "there is nothing at", "none")
 
 
-def test_one_thing_for_another():
-    """Parameters for a store, a store for a state, a number for devices, methods for functions, data for a loader."""
-    store = kv.from_params(PARAMS, optimizer=TX)
-    mistake(lambda: train.create_state(PARAMS, 0), TypeError, "store must be a KVStore", "got a dict")
-    mistake(lambda: STEP(store, BATCH), TypeError, "expected a state", "train.create_state", "KVStore")
-    for call in (
-        lambda: kv.create("device", devices=4),
-        lambda: train.create_state(store, 0, devices=4),
-        lambda: parallel.split_and_load(np.ones(8), 4),
-        lambda: parallel.replicate(PARAMS, 4),
-    ):
-        mistake(call, TypeError, "devices must be a list of devices", "got 4", "jax.devices()[:4]")
-    mistake(lambda: STORE.push(3, jnp.ones(2)), AttributeError, "'push'", "store = kv.push(store, ...)")
-    mistake(lambda: STORE.weight, AttributeError, "'KVStore' object has no attribute 'weight'")
-    assert not hasattr(STORE, "pull")
-    fit = {"epochs": 1, "batch_size": 8, "progress": False}
-    for arrays in ((BATCH["image"], BATCH["label"]), BATCH["image"]):
-        mistake(
-            lambda a=arrays: train.fit(start(), STEP, a, **fit), TypeError, "data.Dataset(images, labels) or data.f"
-        )
-    mistake(
-        lambda: train.evaluate(PARAMS, apply, [1], batch_size=8), TypeError, "a data.Dataset", "data.collect(loader)"
-    )
-
-
 # The tables of likely mistakes: a call, and words of the message in their order.
 
 MODEL = {"conv1": {"weight": jnp.ones(2)}}
-FIT = {"epochs": 1, "batch_size": 8, "progress": False}
+SIX = jax.tree.map(lambda x: x[:6], BATCH)
+LOGITS = apply(PARAMS, BATCH["image"])
 MESH = jax.make_mesh((4,), ("data",), devices=DEVICES)
 ROWS = kv.init(kv.create(), 0, jnp.ones((4, 2)))
 KEY = jax.random.key(0)
+STATE_LAST = updaters.Updater(lambda key, value: (), lambda key, pushed, stored, state: (stored, state))
+NO_DEVICES = ("devices must be a list of devices", "got 4", "jax.devices()[:4]")
+ONE_DEVICE = "device must be one such as jax.devices()[0]"
+A_DATA_SET = "data.Dataset(images, labels) or data.f"
+NO_AXIS = ("no pmap or shard_map around this call has the axis axis_name='data'", "leave it out")
+
+make_step = train.make_train_step
+from_params = functools.partial(kv.from_params, PARAMS)
+compress = functools.partial(kv.set_gradient_compression, STORE)
+plot = functools.partial(viz.plot_network, apply, PARAMS)
 
 
 @functools.cache
@@ -233,28 +155,32 @@ def state():
     return start()
 
 
+def without_optimizer():
+    return train.create_state(from_params(), 0, devices=DEVICES)
+
+
 def fit(**options):
     return train.fit(state(), STEP, ARRAYS, **{**FIT, **options})
 
 
 def step_of(loss_fn):
-    return train.make_train_step(loss_fn)(state(), BATCH)
-
-
-def plot(*args, **options):
-    return viz.plot_network(apply, PARAMS, *args, **options)
+    return make_step(loss_fn)(state(), BATCH)
 
 
 def total(params):
     return jnp.sum(params["w"])
 
 
+def each(params, batch, rng):
+    return apply(params, batch["image"]).mean(1), {}
+
+
 def mxnet_order(key, stored, pushed):
     return stored + pushed
 
 
-def state_last(key, pushed, stored, state):
-    return stored + pushed, state
+def push_over_data(store, value):
+    return kv.push(store, 3, value, axis_name="data")
 
 
 PAIR = {"a": jnp.ones(2), "b": jnp.ones(2)}
@@ -277,37 +203,26 @@ TYPES = {
     "a string for devices": (lambda: kv.create(devices="cpu"), "a list of devices", "got 'cpu'"),
     "strings as devices": (lambda: kv.create(devices=["cpu:0"]), "a list of devices", "['cpu:0']"),
     "numbers as devices": (lambda: kv.create(devices=[0, 1]), "a list of devices", "[0, 1]"),
+    "a number for devices": (lambda: kv.create("device", devices=4), *NO_DEVICES),
     "one device": (lambda: kv.create(devices=DEVICES[0]), "a list of devices", "write [device] for one"),
-    "options without names": (
-        lambda: kv.from_params(PARAMS, "device", TX),
-        "got 3 arguments without a name",
-        "(params, kind=...",
-    ),
-    "an argument twice": (lambda: kv.from_params(PARAMS, params=PARAMS), "params is given twice", "by name"),
-    "the function of an optimizer": (
-        lambda: kv.from_params(PARAMS, optimizer=optax.sgd),
-        "expected an optax",
-        "call it first, sgd(0.1)",
-    ),
-    "an optimizer's state": (lambda: kv.from_params(PARAMS, optimizer=TX.init(PARAMS)), "got a tuple of 2"),
+    "options without names": (lambda: from_params("device", TX), "got 3 arguments without a name", "(params, kind=..."),
+    "an argument twice": (lambda: from_params(params=PARAMS), "params is given twice", "by name"),
+    "the function of an optimizer": (lambda: from_params(optimizer=optax.sgd), "expected an optax", "sgd(0.1)"),
+    "a word for an optimizer": (lambda: from_params(optimizer="sgd"), "optax.sgd(0.1)", "'sgd'"),
+    "an optimizer's state": (lambda: from_params(optimizer=TX.init(PARAMS)), "got a tuple of 2"),
     "a store for params": (lambda: kv.from_params(STORE), "got a KVStore", "kv.to_params(store)"),
     "a state for params": (lambda: kv.from_params(state()), "got a TrainState", "state.params"),
     "a model for params": (lambda: kv.from_params(apply), "expected an array", "eqx.partition", "nnx.split"),
-    "a number for a mesh": (lambda: kv.from_params(PARAMS, mesh=4), "mesh must be a jax.sharding.Mesh or None, got 4"),
-    "a word for a rule": (
-        lambda: kv.from_params(PARAMS, mesh=MESH, sharding="fsdp"),
-        "'w' must be a rule",
-        "got 'fsdp'",
-    ),
+    "a number for a mesh": (lambda: from_params(mesh=4), "mesh must be a jax.sharding.Mesh or None, got 4"),
+    "a word for a rule": (lambda: from_params(mesh=MESH, sharding="fsdp"), "'w' must be a rule", "got 'fsdp'"),
     "the store forgotten": (lambda: kv.push(3, jnp.ones(2)), "value is missing", "kv.push(store, key, value)"),
     "params for the store": (lambda: kv.push(PARAMS, 3, jnp.ones(2)), "store must be a KVStore", "got a dict"),
-    "a state for the store": (
-        lambda: kv.pull(state(), 0),
-        "store must be a KVStore",
-        "got a TrainState; give its .store",
-    ),
+    "a state for the store": (lambda: kv.pull(state(), 0), "must be a KVStore", "got a TrainState; give its .store"),
     "a name in a store of ints": (lambda: kv.init(STORE, "w", jnp.ones(2)), "'w'", "kv.names(store)"),
+    "a name pushed": (lambda: kv.push(STORE, "w", jnp.ones(2)), "must be an int", "'w'", "kv.names(store)"),
     "a key of no kind": (lambda: kv.push(STORE, 3.0, jnp.ones(2)), "must be an int, got 3.0"),
+    "a tuple of keys": (lambda: kv.push(STORE, (3,), [jnp.ones(2)]), "must be an int", "(3,)", "give a list of ints"),
+    "a list of keys": (lambda: kv.push(STORE, [3], jnp.ones(2)), "value must be a list", "keys [3]", "float32[2]"),
     "nothing pushed": (lambda: kv.push(STORE, 3, None), "key 3: expected an array, got None"),
     "complex gradients": (lambda: kv.push(STORE, 3, jnp.ones(2, complex)), "complex64", "float32"),
     "a number for an axis": (lambda: kv.push(STORE, 3, jnp.ones(2), axis_name=0), "axis_name", "got 0"),
@@ -317,25 +232,11 @@ TYPES = {
     "an item of a store": (lambda: STORE[3], "no items", "kv.pull(store, 3)"),
     "an item set": (lambda: operator.setitem(STORE, 3, 1), "never changes", "store = kv.push(store, 3, value)"),
     "an optimizer for an updater": (lambda: kv.set_updater(STORE, TX), "kv.set_optimizer takes an optax"),
-    "MXNet's order of an updater": (
-        lambda: kv.set_updater(STORE, mxnet_order),
-        "(key, pushed, stored)",
-        "in another order",
-    ),
-    "another order of Updater.update": (
-        lambda: kv.set_updater(STORE, updaters.Updater(lambda key, value: (), state_last)),
-        "another order",
-    ),
-    "an updater of two": (
-        lambda: kv.set_updater(STORE, lambda pushed, stored: stored),
-        "(key, pushed, stored), got <lambda>(pushed, stored)",
-    ),
+    "MXNet's order of an updater": (lambda: kv.set_updater(STORE, mxnet_order), "pushed, stored", "another order"),
+    "another order of Updater.update": (lambda: kv.set_updater(STORE, STATE_LAST), "another order"),
+    "an updater of two": (lambda: kv.set_updater(STORE, lambda pushed, stored: stored), "got <lambda>(pushed, stored)"),
     "a rate for an optimizer": (lambda: kv.set_optimizer(STORE, 0.1), "such as optax.sgd(0.1); got 0.1"),
-    "compression as keywords": (
-        lambda: kv.set_gradient_compression(STORE, type="2bit"),
-        "no argument 'type'",
-        "known are store, spec",
-    ),
+    "compression as keywords": (lambda: compress(type="2bit"), "no argument 'type'", "known are store, spec"),
     "rows by floats": (lambda: kv.row_sparse_pull(ROWS, 0, jnp.full(2, 0.5)), "row ids must be integers"),
     # updaters
     "a misspelt rate": (lambda: updaters.mxnet_sgd(lerning_rate=0.1), "write learning_rate=0.1"),
@@ -345,78 +246,45 @@ TYPES = {
     "a word for a compression": (lambda: compression.make("2bit"), "spec must be a dict, got '2bit'"),
     "a table for rows": (lambda: sparse.to_dense(jnp.ones((3, 2))), "rows must be a RowSparse", "got float32[3,2]"),
     # the step
-    "a misspelt option": (
-        lambda: train.make_train_step(LOSS, acumulate=2),
-        "'acumulate'; did you mean accumulate?",
-    ),
-    "an optimizer for the step": (
-        lambda: train.make_train_step(LOSS, optimizer=TX),
-        "'optimizer'; give the optimizer to train.start, or to the store",
-    ),
-    "a misspelt dtype": (lambda: train.make_train_step(LOSS, compute_dtype="bfloat"), "compute_dtype='bfloat'"),
-    "the function of a transform": (
-        lambda: train.make_train_step(LOSS, grad_transform=optax.clip),
-        "grad_transform",
-        "call it first",
-    ),
-    "a loss of two arguments": (
-        lambda: train.make_train_step(lambda params, batch: (0.0, {})),
-        "(params, batch, rng), got <lambda>(params, batch)",
-    ),
-    "a loss that wants a model state": (
-        lambda: step_of(lambda params, batch, rng, state: (total(params), {}, state)),
-        "model_state=...",
-    ),
+    "a misspelt option": (lambda: make_step(LOSS, acumulate=2), "'acumulate'; did you mean accumulate?"),
+    "an optimizer for the step": (lambda: make_step(LOSS, optimizer=TX), "'optimizer'; give the optimizer to train"),
+    "a misspelt dtype": (lambda: make_step(LOSS, compute_dtype="bfloat"), "compute_dtype='bfloat'"),
+    "the function of a transform": (lambda: make_step(LOSS, grad_transform=optax.clip), "grad_transform", "call it"),
+    "a loss of two arguments": (lambda: make_step(lambda params, batch: (0.0, {})), "got <lambda>(params, batch)"),
+    "a loss that wants a model state": (lambda: step_of(lambda params, batch, rng, state: 0), "model_state=..."),
+    "a loss of each example": (lambda: step_of(each), "the loss must be a scalar, the mean over the examples", "(2,)"),
+    "a loss without aux": (lambda: step_of(lambda p, b, r: total(p)), "must return (loss, aux)", "a dict", "float32[]"),
+    "logits for a loss": (lambda: step_of(LOGITS), "loss_fn must be a function of (params", "float32[8,3]"),
     "a gradient for a loss": (lambda: step_of(jax.grad(LOSS, has_aux=True)), "leave out jax.grad"),
-    "a gradient and a value": (
-        lambda: step_of(jax.value_and_grad(LOSS, has_aux=True)),
-        "a scalar",
-        "leave out jax.grad",
-    ),
+    "a gradient and a value": (lambda: step_of(jax.value_and_grad(LOSS, has_aux=True)), "a scalar", "leave out"),
     "a loss of integers": (lambda: step_of(lambda *args: (jnp.int32(3), {})), "floating", "got int32"),
     "words in aux": (lambda: step_of(lambda p, b, r: (total(p), {"a": "x"})), "'a' in aux", "got 'x'"),
     "a list for aux": (lambda: step_of(lambda p, b, r: (total(p), [])), "with aux a dict"),
-    "logits for a model": (
-        lambda: train.classification_loss(apply(PARAMS, BATCH["image"])),
-        "the function apply_fn",
-        "float32[8,3]",
-    ),
-    "no random key": (lambda: train.create_state(kv.from_params(PARAMS)), "rng is missing", "(store, rng)"),
-    "a word for a random key": (lambda: train.create_state(kv.from_params(PARAMS), "0"), "jax.random.key(0), got '0'"),
-    "NumPy's generator": (
-        lambda: train.create_state(kv.from_params(PARAMS), np.random.default_rng(0)),
-        "jax.random.key(0)",
-    ),
+    "logits for a model": (lambda: train.classification_loss(LOGITS), "the function apply_fn", "float32[8,3]"),
+    "params for the store of a state": (lambda: train.create_state(PARAMS, 0), "store must be a KVStore", "got a dict"),
+    "a number for devices of a state": (lambda: train.create_state(from_params(), 0, devices=4), *NO_DEVICES),
+    "no random key": (lambda: train.create_state(from_params()), "rng is missing", "(store, rng)"),
+    "a word for a random key": (lambda: train.create_state(from_params(), "0"), "jax.random.key(0), got '0'"),
+    "NumPy's generator": (lambda: train.create_state(from_params(), np.random.default_rng(0)), "jax.random.key(0)"),
     "a batch of lists": (lambda: STEP(state(), {"image": [[1.0]], "label": [0]}), "batch['image'][0][0]"),
-    "a batch of words": (
-        lambda: STEP(state(), {**BATCH, "label": np.array(["a"] * 8)}),
-        "batch['label'] must be an array of num",
-    ),
+    "a batch of words": (lambda: STEP(state(), {**BATCH, "label": np.array(["a"])}), "batch['label'] must be an array"),
+    "a tuple for a batch": (lambda: STEP(state(), tuple(BATCH.values())), '"image" and "label"', "a tuple of 2"),
     "a data set for a batch": (lambda: STEP(state(), ARRAYS), "batch must be an array", "got a Dataset"),
+    "a store for the state": (lambda: STEP(from_params(), BATCH), "expected a state", "train.create_state", "KVStore"),
     # fit
     "params for a state": (lambda: train.fit(PARAMS, STEP, ARRAYS, **FIT), "expected a state", "got a dict"),
-    "a store for a state": (
-        lambda: train.fit(kv.from_params(PARAMS), STEP, ARRAYS, **FIT),
-        "create_state",
-        "got a KVStore",
-    ),
+    "a store for a state": (lambda: train.fit(from_params(), STEP, ARRAYS, **FIT), "create_state", "got a KVStore"),
     "a loss for a step": (lambda: train.fit(state(), LOSS, ARRAYS, **FIT), "(state, batch)", "make_train_step"),
-    "an optimizer for a step": (
-        lambda: train.fit(state(), TX, ARRAYS, **FIT),
-        "the step must be a function of (state, batch)",
-        "train.make_train_step(loss_fn)",
-    ),
+    "an optimizer for a step": (lambda: train.fit(state(), TX, ARRAYS, **FIT), "(state, batch)", "make_train_step"),
+    "a tuple for the data of fit": (lambda: train.fit(state(), STEP, tuple(BATCH.values()), **FIT), A_DATA_SET),
+    "an array for the data of fit": (lambda: train.fit(state(), STEP, BATCH["image"], **FIT), A_DATA_SET),
     "epochs without a name": (lambda: train.fit(state(), STEP, ARRAYS, 5, 8), "got 5 arguments", "epochs=..."),
     "early stopping": (lambda: fit(early_stopping=True), "'early_stopping'", "callbacks=train.EarlyStopping("),
     "patience": (lambda: fit(patience=3), "'patience'", "train.EarlyStopping(patience=3)"),
     "validation data": (lambda: fit(validation_data=ARRAYS), "'validation_data'", "test_data="),
     "a split": (lambda: fit(validation_split=0.1), "validation_split", "= data.split(data.Dataset(x, y)"),
     "weights of classes": (lambda: fit(class_weight={0: 2.0}), "class_weight", "return ((w * losses).sum(), w.sum())"),
-    "Keras's x and y": (
-        lambda: train.fit(state(), STEP, np.ones((8, 2)), np.ones(8), **FIT),
-        "got 4 arguments without a name",
-        "fit(state, step, data.Dataset(x, y)",
-    ),
+    "Keras's x and y": (lambda: train.fit(state(), STEP, LOGITS, 8, **FIT), "got 4 arguments", "data.Dataset(x, y)"),
     "a rate for fit": (lambda: fit(learning_rate=0.1), "'learning_rate'; give the optimizer to train.start"),
     "verbose": (lambda: fit(verbose=1), "'verbose'; write progress="),
     "shuffle": (lambda: fit(shuffle=True), "'shuffle'; fit shuffles by state.rng"),
@@ -426,32 +294,21 @@ TYPES = {
     "the class of a callback": (lambda: fit(callbacks=train.LivePlot), "not a class; write LivePlot("),
     "a callback of one argument": (lambda: fit(callbacks=lambda state: None), "(state, record), got <lambda>(state)"),
     "a number for a folder": (lambda: fit(checkpoint_dir=3), "directory must be a path", "got 3"),
-    "model and params swapped": (
-        lambda: train.evaluate(apply, PARAMS, ARRAYS, batch_size=8),
-        "expected a function, got a dict",
-        "order",
-    ),
+    "model and params swapped": (lambda: evaluate(apply, PARAMS, ARRAYS), "expected a function, got a dict", "order"),
+    "a list to evaluate": (lambda: evaluate(PARAMS, apply, [1]), "a data.Dataset", "data.collect(loader)"),
     "both results of fit": (lambda: train.plot_history((1, [])), "the history, the second result of train.fit"),
     # data
     "PyTorch's train=": (lambda: data.load(train=True), "data.load(name, 'train')"),
-    "arrays for a data set": (
-        lambda: data.batches((BATCH["image"], BATCH["label"]), 8),
-        "a tuple of 2",
-        "data.Dataset(images, labels)",
-    ),
+    "arrays for a data set": (lambda: data.batches(tuple(BATCH.values()), 8), "a tuple of 2", "data.Dataset(images"),
     "shuffled batches": (lambda: data.batches(ARRAYS, 8, shuffle=True), "give rng=jax.random.key(0)"),
     "batches of words": (lambda: data.batches(ARRAYS, "8"), "batch_size must be an int", "got '8'"),
     "a number for a loader": (lambda: data.from_iterable(3), "expected an iterable"),
     "a number to collect": (lambda: data.collect(3), "elements must be an iterable, got 3"),
     # parallel
-    "a word for a device": (
-        lambda: parallel.copy_to(PARAMS, "cpu"),
-        "device must be one such as jax.devices()[0], got 'cpu'",
-    ),
-    "devices for a device": (
-        lambda: parallel.copy_to(PARAMS, DEVICES),
-        "device must be one such as jax.devices()[0], got a list of 4",
-    ),
+    "a word for a device": (lambda: parallel.copy_to(PARAMS, "cpu"), ONE_DEVICE, "got 'cpu'"),
+    "devices for a device": (lambda: parallel.copy_to(PARAMS, DEVICES), ONE_DEVICE, "got a list of 4"),
+    "a number for devices to load to": (lambda: parallel.split_and_load(np.ones(8), 4), *NO_DEVICES),
+    "a number for devices to copy to": (lambda: parallel.replicate(PARAMS, 4), *NO_DEVICES),
     "an array to allreduce": (lambda: parallel.allreduce(jnp.ones(3)), "a list of arrays", "jax.lax.psum"),
     "no axis for spmd": (lambda: parallel.spmd(apply), "axis_name is missing", "axis_name=..."),
     # checkpoints
@@ -466,14 +323,8 @@ TYPES = {
     "a word for attributes": (lambda: plot(BATCH["image"], node_attrs="oval"), "a dict of names and values such as"),
     "a name for a file": (lambda: viz.print_summary(apply, PARAMS, BATCH["image"], file="x"), "an open file"),
     # models
-    "images and params swapped": (
-        lambda: models.lenet.apply(jnp.ones((2, 28, 28, 1)), models.lenet.init(KEY)),
-        "those of lenet.init",
-    ),
-    "ids that are no integers": (
-        lambda: models.matrix_factorization.apply(PARAMS, jnp.ones(2), jnp.ones(2)),
-        "user_ids must be integers",
-    ),
+    "images and params swapped": (lambda: lenet.apply(jnp.ones((2, 28, 28, 1)), lenet.init(KEY)), "lenet.init"),
+    "ids that are no integers": (lambda: factors.apply(PARAMS, jnp.ones(2), jnp.ones(2)), "user_ids must be integers"),
 }
 VALUES = {
     "labels of the trained part": (
@@ -491,42 +342,28 @@ VALUES = {
     "a negative size": (lambda: kv.create(bucket_bytes=-1), "bucket_bytes", "0 or more, got -1"),
     "staleness of another kind": (lambda: kv.create("device", staleness=2), "staleness=2", "'dist_async'"),
     "no params": (lambda: kv.from_params(None, optimizer=TX), "params is None", "nothing to train"),
-    "an axis of no mesh": (
-        lambda: kv.from_params(PARAMS, mesh=MESH, sharding=parallel.fsdp("model")),
-        "'w'",
-        "axis 'model'",
-    ),
+    "an axis of no mesh": (lambda: from_params(mesh=MESH, sharding=parallel.fsdp("model")), "'w'", "axis 'model'"),
     "a second init": (lambda: kv.init(STORE, 3, jnp.ones(2)), "key 3 is initialised already", "push"),
     "another shape": (lambda: kv.push(STORE, 3, jnp.ones(3)), "key 3", "expected shape (2,), got (3,)"),
-    "a misspelt compression": (
-        lambda: kv.set_gradient_compression(STORE, {"type": "2bits"}),
-        "'2bits'",
-        "did you mean '2bit'?",
-    ),
+    "two values for one key": (lambda: kv.push(STORE, [3], [jnp.ones(2)] * 2), "each of the 1 keys [3]", "a list of 2"),
+    "a misspelt compression": (lambda: compress({"type": "2bits"}), "'2bits'", "did you mean '2bit'?"),
     "a row too many": (lambda: kv.row_sparse_pull(ROWS, 0, np.array([9])), "row 9", "rows are 0 to 3"),
     # updaters
     "a negative rate": (lambda: updaters.mxnet_sgd(-1.0), "learning_rate must be", "0 or more", "got -1.0"),
     "no rate to set": (lambda: updaters.set_learning_rate(state(), 0.5), "no learning rate", "inject_hyperparams"),
     # compression and rows
-    "a misspelt parameter": (
-        lambda: compression.make({"type": "2bit", "treshold": 0.5}),
-        "'treshold'",
-        "did you mean 'threshold'?",
-    ),
+    "a misspelt parameter": (lambda: compression.make({"type": "2bit", "treshold": 1}), "'treshold'", "'threshold'?"),
     "a threshold below 0": (lambda: compression.TwoBit(-1), "threshold must be", "> 0, got -1"),
-    "rows of another length": (
-        lambda: sparse.RowSparse(jnp.arange(2), jnp.ones((3, 2)), (4, 2)),
-        "need values of shape (2, 2)",
-    ),
+    "rows of another length": (lambda: sparse.RowSparse(np.arange(2), np.ones((3, 2)), (4, 2)), "of shape (2, 2)"),
     # the step
-    "a misspelt engine": (lambda: train.make_train_step(LOSS, engine="pmpa"), "did you mean 'pmap'?"),
-    "arrays of other lengths": (
-        lambda: STEP(state(), {**BATCH, "label": np.zeros(4, int)}),
-        "share the length of their first axis",
-    ),
+    "a misspelt engine": (lambda: make_step(LOSS, engine="pmpa"), "did you mean 'pmap'?"),
+    "a batch of 6": (lambda: STEP(state(), SIX), "a batch of 6", "4 devices", "use a batch of 4 or 8, or pad it"),
+    "arrays of other lengths": (lambda: STEP(state(), BATCH | {"label": SIX["label"]}), "length of their first axis"),
     # fit
+    "no optimizer": (lambda: train.fit(without_optimizer(), STEP, ARRAYS, **FIT), "no optimizer", "optax.sgd(0.1)"),
     "no epochs": (lambda: train.fit(state(), STEP, ARRAYS, batch_size=8), "epochs= or max_steps="),
     "a negative batch": (lambda: fit(batch_size=-8), "batch_size must be", "got -8"),
+    "batches of 6": (lambda: fit(batch_size=6), "6 cannot", "4 devices", "use a batch of 4 or 8"),
     "a batch larger than the data": (lambda: fit(batch_size=16), "no whole batch of 16", "smaller"),
     "test data only": (lambda: fit(test_data=ARRAYS), "test_data"),
     "a word for resume": (lambda: fit(resume="yes"), "'auto', True or False, got 'yes'"),
@@ -535,32 +372,31 @@ VALUES = {
     "a misspelt data set": (lambda: data.load("fashion_mnsit"), "did you mean fashion_mnist?"),
     "a misspelt source": (lambda: data.load(source="debain"), "did you mean 'debian'?"),
     "another number of labels": (lambda: data.Dataset(np.ones((3, 2)), np.ones(4)), "one label per image"),
+    "an array of 6": (lambda: parallel.split_and_load(np.ones(6), DEVICES), "use a batch of 4 or 8, or even_split=F"),
     # pictures
     "a misspelt theme": (lambda: plot(BATCH["image"], theme="drak"), "did you mean 'dark'?"),
     "a negative depth": (lambda: plot(BATCH["image"], depth=-1), "depth must be an int of 0 or more, got -1"),
     "params of no argument": (lambda: plot(BATCH["image"], params_argnums=9), "there are 2 positional arguments"),
     # models
-    "images without channels": (
-        lambda: models.lenet.apply(models.lenet.init(KEY), jnp.ones((2, 28, 28))),
-        "(n, 28, 28, 1), got (2, 28",
-    ),
-    "a negative size of a table": (
-        lambda: models.matrix_factorization.init(KEY, -3, 3, 2),
-        "users must be an int of 1 or more, got -3",
-    ),
+    "images without channels": (lambda: lenet.apply(lenet.init(KEY), jnp.ones((2, 28, 28))), "28, 28, 1), got (2, 28"),
+    "a negative size of a table": (lambda: factors.init(KEY, -3, 3, 2), "users must be an int of 1 or more, got -3"),
 }
-MISTAKES = {
-    **{what: (TypeError, *row) for what, row in TYPES.items()},
-    **{what: (ValueError, *row) for what, row in VALUES.items()},
-    "a misspelt name": (
-        KeyError,
-        lambda: kv.pull(kv.from_params(MODEL), "conv1/wieght"),
-        "'conv1/wieght'",
-        "near are 'conv1/weight'",
-    ),
-    "the package's verb": (AttributeError, lambda: jaxpar.fit, "no attribute 'fit'; write jp.train.fit"),
-    "a misspelt module": (AttributeError, lambda: jaxpar.dat, "did you mean data?"),
+NAMES = {
+    "an axis outside": (lambda: push_over_data(STORE, jnp.ones(2)), *NO_AXIS),
+    "an axis outside, in a jit": (lambda: jax.jit(push_over_data)(STORE, jnp.ones(2)), *NO_AXIS),
 }
+KEYS = {
+    "a misspelt name": (lambda: kv.pull(kv.from_params(MODEL), "conv1/wieght"), "'conv1/wieght'", "are 'conv1/weight'"),
+    "a key of no value": (lambda: kv.push(STORE, 4, 1), "key 4 was never initialised", "holds [3]", "call kv.init"),
+}
+ATTRIBUTES = {
+    "a method of a store": (lambda: STORE.push(3, jnp.ones(2)), "'push'", "store = kv.push(store, ...)"),
+    "a parameter of a store": (lambda: STORE.weight, "'KVStore' object has no attribute 'weight'"),
+    "the package's verb": (lambda: jaxpar.fit, "no attribute 'fit'; write jp.train.fit"),
+    "a misspelt module": (lambda: jaxpar.dat, "did you mean data?"),
+}
+TABLES = {TypeError: TYPES, ValueError: VALUES, NameError: NAMES, KeyError: KEYS, AttributeError: ATTRIBUTES}
+MISTAKES = {what: (error, *row) for error, rows in TABLES.items() for what, row in rows.items()}
 
 
 @pytest.mark.parametrize("what", MISTAKES)

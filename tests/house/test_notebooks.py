@@ -1,8 +1,8 @@
 """Every notebook runs from start to end, in a copy of its own, with this interpreter."""
 
 import base64
-import importlib.util
 import re
+import runpy
 import shutil
 import struct
 from pathlib import Path
@@ -12,13 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-
-
-def _runner():
-    spec = importlib.util.spec_from_file_location("run_notebooks", ROOT / "tools" / "run_notebooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+RUN_NOTEBOOK = runpy.run_path(str(ROOT / "tools" / "run_notebooks.py"))["run"]
 
 
 def _text(notebook):
@@ -78,7 +72,7 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in ("JAX_NUM_CPU_DEVICES", "MPLBACKEND"):  # conftest's; a notebook sets its own
         monkeypatch.delenv(name, raising=False)
-    notebook = _runner().run(copy, timeout=300)  # raises where a cell does
+    notebook = RUN_NOTEBOOK(copy, timeout=300)  # raises where a cell does
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
     if path in KINDS:
         _check_promises(path, _text(notebook))

@@ -26,9 +26,8 @@ PAGE |= {"jaxpar/train/notebook.mplstyle"}
 def built(tmp_path_factory):
     """The names in the wheel, those in the sdist without its folder, and the wheel's metadata."""
     folder = tmp_path_factory.mktemp("dist")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)], cwd=ROOT, check=True, capture_output=True
-    )
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     assert wheel.name == f"jaxpar-{jaxpar.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:

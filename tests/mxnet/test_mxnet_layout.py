@@ -26,12 +26,10 @@ def test_the_model_zoo_with_its_channels_last(name, tmp_path):
     plain, inputs = load(tmp_path, name)
     model = mxnet.load_checkpoint(tmp_path / "case", 7, layout="NHWC")
     images, there = last(inputs["data"]), recorded()[name]["eval0"]
-    assert model.shapes(data=images.shape) == {
-        n: a.shape for n, a in ({"data": images} | model.params | model.state).items()
-    }
-    np.testing.assert_allclose(
-        jax.jit(model.apply)(model.params, images), there, rtol=1e-4, atol=1e-4 * np.abs(there).max()
-    )
+    arrays = {"data": images} | model.params | model.state
+    assert model.shapes(data=images.shape) == {n: a.shape for n, a in arrays.items()}
+    found = jax.jit(model.apply)(model.params, images)
+    np.testing.assert_allclose(found, there, rtol=1e-4, atol=1e-4 * np.abs(there).max())
     files = [tmp_path / "plain.params", tmp_path / "last.params"]
     for one, file in zip((plain, model), files, strict=True):
         one.save_params(file)
@@ -51,9 +49,7 @@ def check(symbol, arrays, state=()):
         model = models[layout]
 
         def turned(n, a):
-            if n in model.inputs:
-                return last(a)
-            return a.transpose(2, 3, 1, 0) if n in model._kernels else a
+            return last(a) if n in model.inputs else a.transpose(2, 3, 1, 0) if n in model._kernels else a
 
         return apply(model, {n: turned(n, a) if layout else a for n, a in arrays.items()}, state, rng=0)
 

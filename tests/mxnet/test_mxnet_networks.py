@@ -11,9 +11,7 @@ from symbols import CASES, parts_of, recorded, save
 from jaxpar import kv, mxnet, train, updaters
 
 QUICK = ("squeezenet1_1", "mobilenet_v2_0_25", "resnet18_v1")
-ZOO = [
-    pytest.param(name, marks=() if name[4:] in QUICK else pytest.mark.slow) for name in CASES if name.startswith("zoo")
-]
+ZOO = [pytest.param(n, marks=() if n[4:] in QUICK else pytest.mark.slow) for n in CASES if n.startswith("zoo")]
 
 
 def load(folder, name):

@@ -233,15 +233,8 @@ def test_take_says_where_an_index_is_out_of_bounds():
 RECORDED = np.load(REFERENCE / "mxnet_float16.npz", allow_pickle=False)
 COMPUTED = [name for name in OPERATORS if f"{name}/out0" in RECORDED and name not in ("dropout", *WRONG)]
 QUICK = COMPUTED[::25]
-SINGLE = (
-    "argmax",
-    "shape cast",
-    "argmin",
-    "shape arange",
-    "shape zeros",
-    "embedding",
-    "one hot",
-)  # their result is float32 by themselves
+# Their result is float32 by themselves.
+SINGLE = ("argmax", "shape cast", "argmin", "shape arange", "shape zeros", "embedding", "one hot")
 
 
 def given(name, dtype):

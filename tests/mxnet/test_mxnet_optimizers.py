@@ -107,14 +107,8 @@ def test_setting_a_rate_leaves_the_models_own_alone():
     assert new["store"].updater_state[0]["learning_rate"] == 0.5 == new["transform"].hyperparams["learning_rate"]
     assert new["transform"].inner_state[0].mu["learning_rate"].tolist() == [0, 0, 0]
     without = {**state, "store": kv.set_updater(store, updaters.mxnet_sgd(1.0)), "transform": ()}
-    with pytest.raises(ValueError, match="this state has no learning rate"):
-        updaters.set_learning_rate(without, 0.5)
-
-
-def test_setting_a_rate_that_is_not_there():
-    updater = updaters.mxnet_sgd(1.0, momentum=0.9)
     with pytest.raises(ValueError, match="this state has no learning rate; make the optimizer with rate_in_state=True"):
-        updaters.set_learning_rate(updater.init(0, jnp.zeros(2)), 0.1)
+        updaters.set_learning_rate(without, 0.5)
 
 
 def test_what_is_clipped():
@@ -231,8 +225,7 @@ def jitted(updater):
 WRONG = {
     TypeError: [
         (lambda: mxnet.sgd("0.1"), "mxnet_sgd: learning_rate must be a number of 0 or more or a schedule, got"),
-        (lambda: mxnet.adam(momentum=0.9), "mxnet_adam: unknown argument 'momentum'. Accepted are learning_rate, "),
-        (lambda: mxnet.adam(momentum=0.9), "Accepted are learning_rate, beta1, beta2, epsilon, wd, lazy_update, resc"),
+        (lambda: mxnet.adam(momentum=0.9), "mxnet_adam: unknown argument 'momentum'. Accepted are learning_rate, bet"),
         (lambda: mxnet.sgd(lr=0.1), "mxnet_sgd: unknown argument 'lr'; write learning_rate=0.1. Acc"),
         (lambda: mxnet.adam(eps=1e-8), "mxnet_adam: unknown argument 'eps'; write epsilon=1e-08"),
         (lambda: mxnet.sgd(weight_decay=0.1), "unknown argument 'weight_decay'; write wd=0.1"),

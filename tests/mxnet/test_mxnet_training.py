@@ -138,13 +138,6 @@ def check_gradients(grads, there, factor):
     assert np.sqrt(np.square(errors).mean()) < 2e-2 * factor
 
 
-def files_of(folder, name):
-    """The files that MXNet saved in the middle of the training of a case."""
-    for key, content in of_case(name).items():
-        if key.startswith("file "):
-            (folder / key.removeprefix("file ")).write_bytes(content.tobytes())
-
-
 def loss_of(model):
     def loss_fn(params, batch, rng, model_state):
         images, labels = batch
@@ -155,22 +148,12 @@ def loss_of(model):
     return loss_fn
 
 
-def with_momentum(sgd, momentum):
-    """The optimizer, which begins with these buffers."""
-    names = sorted(momentum)
-    return sgd._replace(init=lambda key, value: {"momentum": jnp.asarray(momentum[names[key]])})
-
-
 def check_going_on(model, momentum, name, engine, devices, layout=None):
     """The losses of 20 steps. On 4 devices each share has its own statistics, as in MXNet, with every engine."""
-    state, step = train.start(
-        model.params,
-        with_momentum(sgd_of(model, name), momentum),
-        loss_of(model),
-        model_state=model.state,
-        devices=jax.devices()[:devices],
-        engine=engine,
-    )
+    where = {"devices": jax.devices()[:devices], "engine": engine}
+    init = lambda key, value: {"momentum": jnp.asarray(momentum[sorted(momentum)[key]])}  # noqa: E731
+    sgd = sgd_of(model, name)._replace(init=init)
+    state, step = train.start(model.params, sgd, loss_of(model), model_state=model.state, **where)
     losses = []
     for number in range(20):
         images, labels = batch_of(name, CASES[name]["first"] + number)
@@ -186,13 +169,19 @@ ENGINES = [("shard_map", 1), ("shard_map", 4), ("jit", 4)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "devices"), ENGINES)
-def test_a_saved_run_of_mxnet_goes_on(engine, devices, tmp_path):
-    files_of(tmp_path, "narrow")
+@pytest.mark.parametrize(
+    ("engine", "devices", "layout"), [*((*where, None) for where in ENGINES), ("shard_map", 1, "NHWC")]
+)
+def test_a_saved_run_of_mxnet_goes_on(engine, devices, layout, tmp_path):
+    for key, content in of_case("narrow").items():
+        if key.startswith("file "):  # that MXNet saved in the middle of the training
+            (tmp_path / key.removeprefix("file ")).write_bytes(content.tobytes())
     momentum = mxnet.load_params(tmp_path / "narrow-0010-momentum.params")
-    model = mxnet.load_checkpoint(tmp_path / "narrow", 10)
+    model = mxnet.load_checkpoint(tmp_path / "narrow", 10, layout=layout)
     assert momentum.keys() == model.params.keys()
-    check_going_on(model, momentum, "narrow", engine, devices)
+    if layout:
+        momentum = {n: m.transpose(2, 3, 1, 0) if m.ndim == 4 else m for n, m in momentum.items()}
+    check_going_on(model, momentum, "narrow", engine, devices, layout)
 
 
 @pytest.mark.slow
@@ -205,24 +194,14 @@ def test_a_resnet18_goes_on(engine, devices, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_saved_run_goes_on_with_its_channels_last(tmp_path):
-    files_of(tmp_path, "narrow")
-    model = mxnet.load_checkpoint(tmp_path / "narrow", 10, layout="NHWC")
-    momentum = mxnet.load_params(tmp_path / "narrow-0010-momentum.params")
-    turned = {n: m.transpose(2, 3, 1, 0) if m.ndim == 4 else m for n, m in momentum.items()}
-    check_going_on(model, turned, "narrow", "shard_map", 1, "NHWC")
-
-
-@pytest.mark.slow
 def test_factors_of_the_file_are_those_of_a_module(tmp_path):
     name = "multipliers"
     model, there = load(tmp_path, name), of_case(name)
     for factors in ("lr_mult", "wd_mult"):
         expected = {n: f for n, f in CASES[name][factors].items() if n in model.params}
         assert getattr(model, factors) == expected
-    state, step = train.start(
-        model.params, sgd_of(model, name, wd=0.1), loss_of(model), model_state=model.state, devices=jax.devices()[:1]
-    )
+    where = {"model_state": model.state, "devices": jax.devices()[:1]}
+    state, step = train.start(model.params, sgd_of(model, name, wd=0.1), loss_of(model), **where)
     for number in range(5):
         state, _ = step(state, batch_of(name, number))
     for n, array in {**state.params, **state.model_state}.items():
@@ -241,13 +220,8 @@ def test_factors_of_old_files_and_frozen_params(tmp_path):
     assert model.wd_mult == {"w": 4, "fc_bias": 0}
     assert model.frozen == {"w": False, "fc_bias": True}
     params = {"w": jnp.ones((2, 3)), "fc_bias": jnp.zeros(2)}
-    state, step = train.start(
-        params,
-        mxnet.sgd(0.1),
-        lambda p, batch, rng: (model.apply(p, batch).mean(), {}),
-        frozen=model.frozen,
-        devices=jax.devices()[:1],
-    )
+    loss_fn = lambda p, batch, rng: (model.apply(p, batch).mean(), {})  # noqa: E731
+    state, step = train.start(params, mxnet.sgd(0.1), loss_fn, frozen=model.frozen, devices=jax.devices()[:1])
     state, _ = step(state, jnp.ones((4, 3)))
     assert (state.params["fc_bias"] == 0).all()
     assert (state.params["w"] < 1).all()

@@ -46,11 +46,8 @@ def step(params, opt_state, batch):
 
 
 def arguments(names=(), sizes=(), split=lambda leaf: P()):
-    shapes = {"w": (WIDTH, WIDTH), "b": (WIDTH,)}
-    params = {
-        f"layer{number}": {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
-        for number in range(LAYERS)
-    }
+    layer = {"w": np.ones((WIDTH, WIDTH), np.float32), "b": np.ones(WIDTH, np.float32)}
+    params = {f"layer{number}": jax.tree.map(np.copy, layer) for number in range(LAYERS)}
     batch = {name: np.ones((32, WIDTH), np.float32) for name in "xy"}
     if not names:
         return params, TX.init(params), batch
@@ -122,9 +119,8 @@ def test_gradients_are_summed_between_the_backward_pass_and_the_optimizer():
 def test_split_parameters_are_gathered_for_the_layer_that_reads_them():
     graph = plotted("fsdp").step
     gathers = [one for one in graph.collectives if one.phase == "parameters"]
-    by_layer = {
-        name: sum(one.bytes for one in gathers if one.layers == (name,)) for one in gathers for name in one.layers
-    }
+    names = {name for one in gathers for name in one.layers}
+    by_layer = {name: sum(one.bytes for one in gathers if one.layers == (name,)) for name in names}
     each = (WIDTH * WIDTH + WIDTH) * 4 // 4  # a quarter of a layer
     assert by_layer == {layer.name: each for layer in graph.layers if layer.params}
     assert any(one.phase == "gradients" for one in graph.collectives)
@@ -173,19 +169,12 @@ def test_live_memory_is_that_of_the_compiler(name):
     assert min(peaks) >= compiled(name).memory_analysis().argument_size_in_bytes
 
 
-def engine_step(engine, model=net):
-    def loss(params, batch, rng):
-        return ((model(params, batch["x"]) - batch["y"]) ** 2).mean(), {}
-
-    params, _, batch = arguments()
-    state, made = train.start(params, optax.sgd(0.1), loss, devices=jax.devices()[:4], engine=engine)
-    return made, (state, batch)
-
-
 @pytest.mark.parametrize("engine", ["shard_map", *(pytest.param(e, marks=pytest.mark.slow) for e in ("pmap", "jit"))])
 def test_every_engine(engine):
-    made, args = engine_step(engine)
-    graph = viz.trace_step(made, *args)
+    params, _, batch = arguments()
+    where = {"devices": jax.devices()[:4], "engine": engine}
+    state, made = train.start(params, optax.sgd(0.1), lambda p, batch, rng: (loss_fn(p, batch), {}), **where)
+    graph = viz.trace_step(made, state, batch)
     gradients = [one for one in graph.collectives if one.phase == "gradients"]
     assert {one.axes for one in gradients} == {("data",)}
     assert graph.devices == 4
@@ -230,12 +219,8 @@ def test_heat_by_seconds_by_intensity_and_by_memory():
     assert (layer.forward.seconds, layer.backward.seconds, plot.step["layer1"].forward.seconds) == (0.002, 0.003, None)
     assert "2 ms" in plot.source
     assert layer.forward.flops_per_byte == layer.forward.flops / layer.forward.bytes
-    with pytest.raises(
-        ValueError, match="the profile has a layer 'layer_0', which the step lacks; did you mean layer0"
-    ):
+    with pytest.raises(ValueError, match="a layer 'layer_0', which the step lacks; did you mean layer0"):
         viz.plot_step(fn, *args, heat={"layer_0": 1.0})
-    with pytest.raises(ValueError, match=r"heat must be one of flop/byte, memory, a dict .*got 'no such'"):
-        viz.plot_step(fn, *args, heat="no such")
 
 
 @pytest.mark.slow
@@ -247,13 +232,12 @@ def test_heat_of_the_program(heat, shown):
 
 @pytest.mark.slow
 def test_heat_from_a_profile(tmp_path):
-    fn, args = STEPS["data"]()
-    params, opt_state, batch = args
+    fn, (params, opt_state, batch) = STEPS["data"]()
     params, opt_state, _ = jax.block_until_ready(fn(params, opt_state, batch))
     with jax.profiler.trace(str(tmp_path)):
         for _ in range(3):  # one after the other: emulated devices wait for each other in their collectives
             params, opt_state, _ = jax.block_until_ready(fn(params, opt_state, batch))
-    graph = viz.trace_step(*(lambda fn, args: (fn, *args))(*STEPS["data"]()), profile=str(tmp_path))
+    graph = viz.trace_step(fn, params, opt_state, batch, profile=str(tmp_path))
     for layer in graph.layers:
         if layer.params:
             assert 0 < layer.forward.seconds < 10
@@ -308,8 +292,6 @@ def test_a_directory_without_a_profile(tmp_path):
     fn, args = STEPS["single"]()
     with pytest.raises(ValueError, match=r"there is no profile \(\*\.xplane\.pb\)"):
         viz.trace_step(fn, *args, profile=str(tmp_path))
-    with pytest.raises(TypeError, match=r"profile must be a dict .*got a int"):
-        viz.trace_step(fn, *args, profile=3)
 
 
 def test_mistakes_in_words():
@@ -317,16 +299,12 @@ def test_mistakes_in_words():
     with pytest.raises(ValueError, match=r"trace_step: net computes no gradient.*plot_network"):
         viz.trace_step(net, params, batch["x"])
     wrong = {"x": np.ones((32, 5), np.float32), "y": batch["y"]}
-    with pytest.raises(
-        ValueError, match=r"step cannot be traced with these arguments .*argument 2: 2 arrays of shapes \(32, 5\)"
-    ):
+    with pytest.raises(ValueError, match=r"step cannot be traced .*argument 2: 2 arrays of shapes \(32, 5\)"):
         viz.trace_step(step, params, opt_state, wrong)
     with pytest.raises(TypeError, match=r"viz: step cannot be traced with batch='text', which is not an array"):
         viz.trace_step(step, params, opt_state, "text")
     with pytest.raises(ValueError, match="cannot be traced with these arguments"):
         viz.trace_step(step, params, opt_state)
-    with pytest.raises(ValueError, match="unknown theme 'blue'"):
-        viz.plot_step(step, params, opt_state, batch, theme="blue")
     with pytest.raises(KeyError, match="no layer named 'layer9'; the layers are"):
         plotted("single").step["layer9"]
 
@@ -358,17 +336,15 @@ def test_the_gradient_of_every_layer_is_sent_at_the_layer(split):
 
 
 def test_a_step_that_does_not_compile():
-    class Broken:
-        def __call__(self, params, opt_state, batch):
-            return step(params, opt_state, batch)
+    def broken(params, opt_state, batch):
+        return step(params, opt_state, batch)
 
-        def lower(self, *args):
-            raise RuntimeError("out of memory while compiling")
+    def lower(*args):
+        raise RuntimeError("out of memory while compiling")
 
-    with pytest.raises(
-        ValueError, match=r"Broken cannot be compiled with these arguments .*out of memory while compiling"
-    ):
-        viz.trace_step(Broken(), *arguments())
+    broken.lower = lower
+    with pytest.raises(ValueError, match=r"broken cannot be compiled .*out of memory while compiling"):
+        viz.trace_step(broken, *arguments())
 
 
 def lenet_step(engine="shard_map", tx=None):
@@ -383,9 +359,8 @@ def lenet_step(engine="shard_map", tx=None):
 
 def transformer_step():
     config = transformer.Config(layers=12, width=64, heads=4, vocabulary=256, positions=16)
-    rule = parallel.sharding_rules(
-        transformer.TENSOR_PARALLEL, then=parallel.fsdp(("data", "model"), min_size=1, stacked_dims=1)
-    )
+    fsdp = parallel.fsdp(("data", "model"), min_size=1, stacked_dims=1)
+    rule = parallel.sharding_rules(transformer.TENSOR_PARALLEL, then=fsdp)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
     params = transformer.init(jax.random.key(0), config)
     store = kv.from_params(params, optimizer=optax.adam(1e-3), mesh=mesh, sharding=rule)
@@ -446,11 +421,9 @@ def test_the_page_of_a_step_shows_the_step(tmp_path):
         ({"repeats": 1}, TypeError, r"trace_step: repeats must be True or False, got 1"),
         ({"heat": {"layer0": "fast"}}, TypeError, r"profile\['layer0'\] must be a number of seconds, .* got 'fast'"),
         ({"heat": {"layer0": -1.0}}, ValueError, r"profile\['layer0'\] must be a number of seconds, .* got -1.0"),
-        (
-            {"heat": {"layer0": float("nan")}},
-            ValueError,
-            r"profile\['layer0'\] must be a number of seconds, .* got nan",
-        ),
+        ({"heat": {"layer0": np.nan}}, ValueError, r"profile\['layer0'\] must be a number of seconds, .* got nan"),
+        ({"heat": "no such"}, ValueError, "heat must be one of flop/byte, memory, a dict .*got 'no such'"),
+        ({"theme": "blue"}, ValueError, "unknown theme 'blue'"),
         ({"heat": 3}, TypeError, r"profile must be a dict of layers and seconds, or the directory .* got a int"),
         ({"time_limit": 0}, ValueError, r"plot_step: time_limit must be a number of seconds above 0, got 0"),
     ],

@@ -242,10 +242,8 @@ def test_a_gather_in_several_fusions_is_one_beside_compute():
     (gather,) = sent(TPU, "all-gather")
     assert (gather.bytes, gather.sent, gather.times) == (2 * 128 * 128, 7 * 2 * 128 * 128, 5)
     assert gather.is_overlapped
-    without = TPU.replace(
-        "  %fusion.1 = bf16[256,128]{1,0} fusion(%w), kind=kOutput, calls=%goes_on", "  %none = x copy(%w)"
-    )
-    (gather,) = sent(without, "all-gather")
+    compute = "%fusion.1 = bf16[256,128]{1,0} fusion(%w), kind=kOutput, calls=%goes_on"
+    (gather,) = sent(TPU.replace(compute, "%none = x copy(%w)"), "all-gather")
     assert not gather.is_overlapped
 
 

@@ -118,9 +118,8 @@ def test_a_backend_that_tells_no_places(program):
     stats = program.memory_analysis()
     names = ("argument", "output", "alias", "temp")
     told = {f"{name}_size_in_bytes": getattr(stats, f"{name}_size_in_bytes") for name in names}
-    silent = types.SimpleNamespace(
-        memory_analysis=lambda: types.SimpleNamespace(**told), runtime_executable=program.runtime_executable
-    )
+    sizes, executable = types.SimpleNamespace(**told), program.runtime_executable
+    silent = types.SimpleNamespace(memory_analysis=lambda: sizes, runtime_executable=executable)
     found, live = memory.memory_of(parse(program.as_text()), silent)
     assert (found.total, found.peak, found.gaps, found.is_exact) == (total(program), total(program), 0, False)
     assert live == {}

@@ -17,20 +17,17 @@ def product(h, w):
 
 
 def plain(params, x):
-    h = jax.nn.relu(x @ params["a"])
-    h = jnp.sin(h)
+    h = jnp.sin(jax.nn.relu(x @ params["a"]))
     return product(h, params["b"])
 
 
 def jitted_inside(params, x):
-    h = jax.nn.relu(x @ params["a"])
-    h = jnp.sin(h)
+    h = jnp.sin(jax.nn.relu(x @ params["a"]))
     return jax.jit(product)(h, params["b"])  # JITTED
 
 
 def scanned(params, x):
-    h = jax.nn.relu(x @ params["a"])
-    h = jnp.sin(h)
+    h = jnp.sin(jax.nn.relu(x @ params["a"]))
     return jax.lax.scan(lambda h, _: (product(h, params["b"]), None), h, None, length=3)  # SCANNED
 
 

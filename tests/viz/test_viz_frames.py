@@ -3,10 +3,14 @@
 import re
 import shutil
 
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from viz_models import Spec, f32, i32
 
 from jaxpar import viz
@@ -41,8 +45,6 @@ def attend(q, k, v, mask):
 
 
 def _linen_mask():
-    import flax.linen as nn
-
     class Cross(nn.Module):
         @nn.compact
         def __call__(self, x, mask):
@@ -58,8 +60,6 @@ def _linen_mask():
 
 
 def _nnx_mask():
-    from flax import nnx
-
     class Mix(nnx.Module):
         def __init__(self, rngs):
             self.q, self.k, self.v = (nnx.Linear(16, 16, rngs=rngs) for _ in range(3))
@@ -99,8 +99,6 @@ def test_a_mask_that_the_caller_compares_leaves_attention_in_its_module(make):
 
 
 def test_zeros_of_a_module_of_its_own_leave_a_convolution_in_its_module():
-    hk = pytest.importorskip("haiku")
-
     class Zeros(hk.Module):
         def __call__(self, x):
             return jnp.pad(x, ((0, 0), (2, 0), (0, 0)))
@@ -116,8 +114,6 @@ def test_zeros_of_a_module_of_its_own_leave_a_convolution_in_its_module():
 
 
 def _linen_blocks():
-    import flax.linen as nn
-
     class Decoder(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -134,8 +130,6 @@ def _linen_blocks():
 
 
 def _nnx_blocks():
-    from flax import nnx
-
     class Decoder(nnx.Module):
         def __init__(self, rngs):
             self.block = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(4)])
@@ -156,8 +150,6 @@ def _nnx_blocks():
 
 
 def _haiku_blocks():
-    import haiku as hk
-
     class Decoder(hk.Module):
         def __call__(self, x):
             for number in range(4):
@@ -169,8 +161,6 @@ def _haiku_blocks():
 
 
 def _equinox_blocks():
-    import equinox as eqx
-
     class Decoder(eqx.Module):
         block: list
 
@@ -254,7 +244,6 @@ def test_a_label_of_kinds_is_no_name_with_a_number():
 
 def _linen_step():
     """Two modules that hold nothing but repeats, and their update."""
-    import flax.linen as nn
 
     class Tower(nn.Module):
         layers: int

@@ -2,11 +2,16 @@
 
 import functools
 
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+import viz_libraries as lib
 import viz_models as m
+from flax import nnx
 
 from jaxpar import kv, train, viz
 
@@ -15,23 +20,18 @@ IMAGES, TOKENS = m.Spec((2, 8, 8, 3), f32), m.Spec((5,), jnp.int32)
 
 
 @functools.cache
-def libraries():
-    return pytest.importorskip("viz_libraries")
-
-
-@functools.cache
 def transformer():
-    return libraries().Transformer(libraries().nnx.Rngs(0))
+    return lib.Transformer(nnx.Rngs(0))
 
 
 @functools.cache
 def cnn():
-    return libraries().Cnn(libraries().nnx.Rngs(0))
+    return lib.Cnn(nnx.Rngs(0))
 
 
 @functools.cache
 def equinox_net():
-    return libraries().EqxNet(jax.random.key(0))
+    return lib.EqxNet(jax.random.key(0))
 
 
 def places(graph):
@@ -45,22 +45,17 @@ BLOCK += ["ln2", "up", "Activation", "add"]
 TRANSFORMER = ["embed", *(f"encoder/blocks.{n}/{name}" for n in range(2) for name in BLOCK), "encoder/norm", "head"]
 
 
-def _merged(model):
-    graphdef, state = libraries().nnx.split(model)
-    return lambda state, tokens: libraries().nnx.merge(graphdef, state)(tokens), state
-
-
 @pytest.mark.parametrize("way", ["module", "argument", "closure", "method", "merge", "jit"])
 def test_nnx_modules_are_the_clusters_that_their_author_wrote(way):
     model = transformer()
-    merged, state = _merged(model)
+    graphdef, state = nnx.split(model)
     fn, *args = {
         "module": (model,),
         "argument": (lambda model, tokens: model(tokens), model),
         "closure": (lambda tokens: model(tokens),),
         "method": (model.__call__,),
-        "merge": (merged, state),
-        "jit": (libraries().nnx.jit(lambda model, tokens: model(tokens)), model),
+        "merge": (lambda state, tokens: nnx.merge(graphdef, state)(tokens), state),
+        "jit": (nnx.jit(lambda model, tokens: model(tokens)), model),
     }[way]
     graph = viz.trace(fn, *args, TOKENS, repeats=False)
     assert sorted(places(graph)) == sorted(TRANSFORMER)
@@ -73,7 +68,6 @@ def test_nnx_modules_are_the_clusters_that_their_author_wrote(way):
 
 @pytest.mark.slow
 def test_an_nnx_training_step_returns_what_it_changes():
-    nnx = libraries().nnx
     model = cnn()
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
@@ -98,12 +92,11 @@ def test_an_nnx_training_step_returns_what_it_changes():
 
 @pytest.mark.slow
 def test_scanned_nnx_layers_and_modules_that_are_no_pytrees():
-    lib = libraries()
-    graph = viz.trace(lib.Scanned(3, lib.nnx.Rngs(0)), m.Spec((5, lib.SIZE), f32))
+    graph = viz.trace(lib.Scanned(3, nnx.Rngs(0)), m.Spec((5, lib.SIZE), f32))
     assert graph["query"].scope == ("scan ×3", "blocks", "attn")
     assert graph["query"].params == 3 * (16 * 16 + 16)
     assert graph["head"].scope == ()
-    shared = viz.trace(lib.NoPytree(lib.nnx.Rngs(0)), m.Spec((5, lib.SIZE), f32))
+    shared = viz.trace(lib.NoPytree(nnx.Rngs(0)), m.Spec((5, lib.SIZE), f32))
     assert [(node.op, node.params) for node in shared.layers if node.params] == [("FullyConnected", 16 * 16 + 16)]
     assert [node.name for node in shared.layers] == ["again", "tanh0", "again 2", "tanh1"]
 
@@ -114,7 +107,7 @@ EQX += ["attend/output_proj", "add", "norms.1", "mlp/layers.0", "mlp/Activation"
 
 @pytest.mark.parametrize("way", ["module", "argument", "closure", "jit", "gradient"])
 def test_equinox_modules_are_the_clusters_that_their_author_wrote(way):
-    net, eqx = equinox_net(), libraries().eqx
+    net = equinox_net()
     fn, *args = {
         "module": (net,),
         "argument": (lambda net, tokens: net(tokens), net),
@@ -131,8 +124,6 @@ def test_equinox_modules_are_the_clusters_that_their_author_wrote(way):
 
 
 def test_linen_keeps_its_scopes_and_batch_stats_are_state():
-    import flax.linen as nn
-
     class Net(nn.Module):
         @nn.compact
         def __call__(self, images, train):
@@ -147,9 +138,8 @@ def test_linen_keeps_its_scopes_and_batch_stats_are_state():
     ]  # fmt: skip
     assert [node.name for node in graph.inputs] == ["images"]
     assert (graph.total_params, graph.total_state) == (16 + 8 + 10, 8)
-    assert graph["BatchNorm_0"].outputs == tuple(
-        f"output[1]['batch_stats']['BatchNorm_0']['{name}']" for name in ("mean", "var")
-    )
+    stats = "output[1]['batch_stats']['BatchNorm_0']"
+    assert graph["BatchNorm_0"].outputs == (f"{stats}['mean']", f"{stats}['var']")
 
     def apart(params, batch_stats, images):
         return net.apply({"params": params, "batch_stats": batch_stats}, images, False)
@@ -174,8 +164,6 @@ def test_what_only_a_normalization_reads_is_data_where_it_has_more_than_one_axis
 
 
 def test_haiku_state_is_state():
-    hk = pytest.importorskip("haiku")
-
     def net(x, train):
         return hk.nets.MLP([4, 3])(hk.BatchNorm(True, True, 0.9)(x, train))
 
@@ -222,7 +210,6 @@ def test_keras_models_have_the_names_of_their_layers(monkeypatch):
 
 
 def test_state_of_equinox_is_state():
-    eqx = libraries().eqx
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, "batch", mode="ema")
 
     def fn(norm, state, x):
@@ -245,7 +232,7 @@ def test_trees_of_parameters_name_clusters():
 
 
 def test_two_networks_in_one_step_are_two_clusters():
-    graph = viz.trace(lambda gen, disc, x: gen(x) + disc(x), cnn(), libraries().Cnn(libraries().nnx.Rngs(1)), IMAGES)
+    graph = viz.trace(lambda gen, disc, x: gen(x) + disc(x), cnn(), lib.Cnn(nnx.Rngs(1)), IMAGES)
     assert {node.scope for node in graph.layers} == {("gen",), ("disc",), ()}
     assert graph.total_params == 2 * viz.trace(cnn(), IMAGES).total_params
 
@@ -291,9 +278,7 @@ def test_what_is_no_array_is_a_part_of_the_function(fn, static):
 
 
 def test_functions_flags_and_none_may_be_arguments_or_in_trees():
-    named = viz.trace(
-        lambda params, x, flag, none: params["act"](x) if flag else x, {"act": jnp.tanh}, DATA, True, None
-    )
+    named = viz.trace(lambda p, x, flag, none: p["act"](x) if flag else x, {"act": jnp.tanh}, DATA, True, None)
     assert [node.detail for node in named.layers] == ["tanh"]
     assert viz.trace(apply, PARAMS, DATA, "act", act=jnp.tanh).layers[-1].detail == "tanh"
     number = viz.trace(lambda params, x: x * params["scale"], {"scale": 2.0}, DATA)
@@ -346,7 +331,6 @@ def test_parameters_in_a_store_have_the_names_that_they_were_given_with():
 
 def test_blocks_of_haiku_that_take_keys_are_one_repeat():
     """`next_rng_key` splits a key for two blocks, and takes one of the two for each."""
-    hk = pytest.importorskip("haiku")
 
     def net(x):
         for number in range(4):
@@ -364,7 +348,6 @@ def test_blocks_of_haiku_that_take_keys_are_one_repeat():
 
 def _linen_stack(depth):
     """A module of many plain layers, whose parameters Flax keeps in the collection "params"."""
-    import flax.linen as nn
 
     class Stack(nn.Module):
         @nn.compact
@@ -379,7 +362,6 @@ def _linen_stack(depth):
 
 def test_no_frame_has_the_name_of_a_collection_or_an_argument():
     """What the layers of a part share is read from their modules, not from the printed name of a parameter."""
-    pytest.importorskip("flax")
     closed = viz.trace(*_linen_stack(30), max_nodes=10)
     assert [node.name for node in closed.layers] == ["Conv_0-9", "Conv_10-19", "Conv_20-29"]
     shown = {part for node in viz.plot_network(*_linen_stack(30)).whole().nodes for part in (*node.scope, node.op)}

@@ -260,9 +260,8 @@ def test_a_still_picture_has_the_colours_of_the_reader(show, kind):
     assert "rgb(36, 41, 47)" in light["text"]
     assert "rgb(36, 41, 47)" not in dark["text"]
     assert "rgb(230, 230, 230)" in dark["text"]
-    page = show(
-        f"<body data-jp-theme-light='false'>{plot._repr_mimebundle_()['text/html']}</body>", color_scheme="light"
-    )
+    shown = plot._repr_mimebundle_()["text/html"]
+    page = show(f"<body data-jp-theme-light='false'>{shown}</body>", color_scheme="light")
     inner = page.frame_locator("iframe")
     inner.locator("svg").wait_for()
     assert inner.locator("html").get_attribute("data-theme") == "dark"

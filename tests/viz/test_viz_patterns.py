@@ -113,10 +113,8 @@ def test_a_layer_of_the_user(pattern, fn, args):
     last = labels(lambda *args: jnp.sin(fn(*args)), *args, rules=[pattern])
     assert last == [(pattern.op, ""), ("sin", "")]
     assert pattern.op not in [op for op, _ in labels(fn, *args)]
-    gradient = viz.trace(
-        jax.grad(lambda *args: jnp.sin(fn(*args)).sum().astype(f32)), *args, params_argnums=None, rules=[pattern]
-    )
-    assert [node.op for node in gradient.layers].count(f"{pattern.op} (backward)") == 1
+    gradient = labels(jax.grad(lambda *args: jnp.sin(fn(*args)).sum().astype(f32)), *args, rules=[pattern])
+    assert [op for op, _ in gradient].count(f"{pattern.op} (backward)") == 1
 
 
 def test_numbers_of_a_pattern_are_the_same_wherever_it_has_them():
@@ -139,19 +137,22 @@ def test_where_decides_and_several_results_may_be_read():
     assert set(seen) == {2}
 
 
-@pytest.mark.parametrize("pattern", [viz.Pattern(3, jnp.sin), viz.Pattern("Sine", "sin")])
-def test_a_pattern_that_is_none(pattern):
-    with pytest.raises(TypeError, match=r"a viz.Pattern has a string op and a function that computes it, got"):
-        viz.trace(jnp.sin, X, rules=[pattern])
+PATTERN, CALL = "a viz.Pattern has a string op and a function that computes it, got", "op of a viz.Call must be strings"
 
 
 @pytest.mark.parametrize(
-    ("fn", "message"),
+    ("rule", "error", "message"),
     [
-        (lambda x: x.reshape(5, 7), r"viz.Pattern 'Mine' cannot be traced with x: \(4, 8\) \(give other shapes="),
-        (lambda x: (jnp.sin(x), jnp.cos(x)), r"each result of the function of viz.Pattern 'Mine' must be a step to"),
+        (viz.Pattern(3, jnp.sin), TypeError, PATTERN),
+        (viz.Pattern("Sine", "sin"), TypeError, PATTERN),
+        (viz.Pattern("Mine", lambda x: x.reshape(5, 7)), ValueError, r"'Mine' cannot be traced with x: \(4, 8\)"),
+        (viz.Pattern("Mine", lambda x: (jnp.sin(x), jnp.cos(x))), ValueError, "each result of .*'Mine' must be a step"),
+        (viz.Call(3, "Attention"), TypeError, f"{CALL}, got 3"),
+        (viz.Call("attend", None), TypeError, f"{CALL}, got None"),
+        (viz.Rule("mine", frozenset(), 3), TypeError, "match of viz.Rule 'mine' must be a function of cells, got 3"),
+        (viz.Rule("mine", frozenset(), lambda *_: 5), TypeError, "'mine' must return a viz.Fold or None, got 5"),
     ],
 )
-def test_a_function_that_is_no_pattern(fn, message):
-    with pytest.raises(ValueError, match=message):
-        viz.trace(jnp.sin, X, rules=[viz.Pattern("Mine", fn)])
+def test_a_rule_that_is_none_is_named(rule, error, message):
+    with pytest.raises(error, match=message):
+        viz.trace(jnp.sin, X, rules=[rule])

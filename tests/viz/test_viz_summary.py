@@ -149,9 +149,8 @@ def test_frozen_by_pattern():
 
 def test_state_constants_and_unused_parameters_are_named():
     table = jnp.arange(6.0).reshape(2, 3)
-    text = summary(
-        lambda p, x: jnp.sin(x @ p["w"]) + table, {"w": jnp.ones((3, 3)), "u": jnp.ones(7)}, jnp.ones((2, 3))
-    )
+    params = {"w": jnp.ones((3, 3)), "u": jnp.ones(7)}
+    text = summary(lambda p, x: jnp.sin(x @ p["w"]) + table, params, jnp.ones((2, 3)))
     assert "Unread, not counted: 7\n" in text
     assert "Constants: 6\n" in text
     assert "Total params: 9\n" in text
@@ -196,9 +195,8 @@ def test_a_module_has_the_sums_of_what_is_in_it(model):
     assert modules > (5 if model == "scoped" else 0)
     assert {row.layer for row in found} - {""} == {node.name for node in graph.nodes}
     closed = rows(graph, depth=0)
-    assert (
-        sum(row.params for row in closed if row.level == min(r.level for r in closed if r.params)) == graph.total_params
-    )
+    first = min(row.level for row in closed if row.params)
+    assert sum(row.params for row in closed if row.level == first) == graph.total_params
     assert len(closed) < len(found)
 
 
