@@ -89,9 +89,10 @@ class HeartbeatServer:
         self._clock, self._last_heartbeat = AwakeClock(), 0.0
         self._is_joining, self._first_join = True, None
         self._most_pending = max(_MOST_PENDING, size)
+        self._may_accept = 4 * self._most_pending  # connections until the next second
         self.thread = daemon("jaxpar-heartbeat-server", self._run, "the run ends", self.close)
         listener.setblocking(False)
-        self._listen()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def turn(self, seconds: float) -> None:
         """Handle what arrives within so many seconds, and check."""
@@ -112,7 +113,7 @@ class HeartbeatServer:
             self._send_hint()
             self._send_all(heartbeat=1)
             if self._may_accept <= 0:
-                self._listen()
+                self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._may_accept = 4 * self._most_pending
         for peer in [*self._pending, *self.peers.values()]:
             if peer.is_paused and not peer.connection.is_flooding:
@@ -179,10 +180,6 @@ class HeartbeatServer:
             self._send_all(hint=self.hint)
 
     # Connections: the next ones wait where there were too many in a second, and one that floods is read later.
-
-    def _listen(self) -> None:
-        self._may_accept = 4 * self._most_pending  # connections until the next second
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self) -> None:
         self._may_accept -= 1
