@@ -53,6 +53,7 @@ class Group:
         self.joined: list[int] = []  # those that join after it
         self._board = distributed._Board(client)
         self._rank = jax.process_index()
+        self.is_first = self._rank == 0
         self._live: Any = multihost_utils.live_devices
         self._were = set[int]()  # the starts that were members
         # In all members the same: how often they have changed, and how often these ones have tried to agree.
@@ -65,10 +66,6 @@ class Group:
             # Gloo may know a group of these devices, of an earlier process in the place of this one.
             ids = ",".join(str(d.id) for d in jax.local_devices())
             self._board.client.key_value_delete(f"cpu:gloo/{ids}")
-
-    @property
-    def is_first(self) -> bool:
-        return self._rank == 0
 
     @property
     def devices(self) -> list[Device]:
