@@ -56,7 +56,6 @@ _LONGEST = 1 << 16  # bytes of a line without an end that are held back, such as
 
 
 def add_parser(commands: Any) -> None:
-    """Add `launch` to the subparsers of the command line."""
     parser = commands.add_parser(
         "launch",
         help="start several processes on this machine",
@@ -86,7 +85,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Check the arguments, start the processes and wait for them."""
     args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not args.command:
         parser.error("no command given; end the line with: -- python script.py")
@@ -338,7 +336,6 @@ class _Run:
             self._send_signal(signal.SIGKILL)
 
     def _end_others(self, failed: Child, why: str, from_server: bool = False) -> None:
-        """End all after the first failure."""
         # Processes with a heartbeat client get a report and end by themselves. The others get SIGTERM.
         if self.first is not None:
             return

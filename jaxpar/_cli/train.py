@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Train, and print the configuration, each epoch and the result."""
     import optax
 
     from .. import data, distributed, train
@@ -296,7 +295,6 @@ class _Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
 
 
 def add_parsers(commands: Any) -> None:
-    """Add the command to those of the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "train",
         help="train a network on images",

@@ -163,7 +163,6 @@ class HeartbeatServer:
         return not self._is_joining and 0 in self._hosts and not self.peers and not self._pending
 
     def close(self) -> None:
-        """Close all connections and the listener."""
         for peer in [*self.peers.values(), *self._pending]:
             self._drop(peer)
         self._listener.close()

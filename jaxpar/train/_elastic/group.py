@@ -178,7 +178,6 @@ class Group:
             time.sleep(_POLL)
 
     def _ready(self) -> dict[int, int]:
-        """The processes that have said that they are ready."""
         return _by_rank(self._board.entries("ready", distributed._is_start))
 
     def _leave_if_over(self) -> None:
