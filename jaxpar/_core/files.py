@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_CHUNK = 1 << 20
-
 
 class CheckpointError(ValueError):
     """The checkpoint is damaged, from another program, or of another state."""
@@ -106,13 +104,10 @@ def read(path: Path, most: int) -> bytes:
 
 
 def fingerprint(path: Path, most: int) -> tuple[int, str]:
-    """Number and SHA-256 of the bytes, at most the first `most + 1` of them. `OSError` as in `read`."""
-    size, digest = 0, hashlib.sha256()
+    """Number and SHA-256 of the bytes. Where there are more than `most`, none is read. `OSError` as in `read`."""
     with opened(path) as file:
-        while part := file.read(min(_CHUNK, most + 1 - size)):
-            size += len(part)
-            digest.update(part)
-    return size, digest.hexdigest()
+        size = os.fstat(file.fileno()).st_size
+        return size, "" if size > most else hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def opened(path: Path) -> BinaryIO:
