@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -258,13 +258,12 @@ class Group:
         devices = tuple(known[i] for i in terms["order"])
         return devices, terms["offer"], prepare(devices)
 
-    def _next_order(self) -> list[int] | None:
+    def _next_order(self) -> Sequence[int] | None:
         """The ids of the devices in an order that no group had. None where all were used."""
         ids = sorted(d.id for d in self.devices)
         if len(self.starts) == 1:
             return ids  # without Gloo
-        order = next(self._orders.setdefault(frozenset(ids), itertools.permutations(ids)), None)
-        return None if order is None else list(order)
+        return next(self._orders.setdefault(frozenset(ids), itertools.permutations(ids)), None)
 
 
 def _by_rank(entries: dict[str, Any]) -> dict[int, Any]:
@@ -328,5 +327,5 @@ def digest(tree: Any) -> str:
 
 
 def _thinned(array: Any) -> Any:
-    host: np.ndarray = array if isinstance(array, np.ndarray) else np.asarray(array)
+    host = np.asarray(array)
     return host[:: max(1, -(-host.nbytes // _MOST_BYTES))]
