@@ -197,12 +197,9 @@ def ask(make: Any, where: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any
 
 def _dumps(request: Any) -> bytes:
     """The request, functions of a notebook by value."""
+    has_cloudpickle = importlib.util.find_spec("cloudpickle")
     try:
-        return importlib.import_module("cloudpickle").dumps(request)
-    except ImportError:  # then by name
-        pass
-    try:
-        return pickle.dumps(request)
+        return importlib.import_module("cloudpickle" if has_cloudpickle else "pickle").dumps(request)
     except Exception as error:
         where = "to the process that compiles"
         raise ValueError(f"train.plan: make or a choice cannot be sent {where} ({error}); {_BY_VALUE}") from None
