@@ -101,7 +101,8 @@ class HeartbeatServer:
         self.check()
 
     def _run(self) -> None:
-        while not self.is_over:
+        # Until every process has left, or process 0 was informed that the run cannot begin.
+        while self._is_joining or 0 not in self._hosts or self.peers or self._pending:
             self.turn(INTERVAL / 2)
         self.close()
 
@@ -156,11 +157,6 @@ class HeartbeatServer:
         gone = {0, self.lost["lost"]} if self.lost else {0}
         while time.monotonic() < end and set(self.peers) - gone:
             time.sleep(0.02)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether every process has left, or process 0 was informed that the run cannot begin."""
-        return not self._is_joining and 0 in self._hosts and not self.peers and not self._pending
 
     def close(self) -> None:
         for peer in [*self.peers.values(), *self._pending]:
@@ -272,12 +268,10 @@ class HeartbeatServer:
         elif "working" in message:
             self._on_work(peer.rank)
         elif "released" in message and peer.rank == 0:
-            self._release(message["released"])
-
-    def _release(self, rank: int) -> None:
-        self._unreleased[rank] -= 1
-        if rank in self.peers and not self._unreleased[rank]:
-            self._send_go(self.peers[rank])
+            rank = message["released"]
+            self._unreleased[rank] -= 1
+            if rank in self.peers and not self._unreleased[rank]:
+                self._send_go(self.peers[rank])
 
     def _send_go(self, peer: Peer) -> None:
         """Have a process begin that comes later than the others."""
