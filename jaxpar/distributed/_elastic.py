@@ -142,14 +142,13 @@ class Board:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is lost, which the heartbeats report
                 self.client.get_live_nodes(sorted(starts))
 
-        barrier, left = threading.Thread(target=wait, daemon=True), None
+        barrier = threading.Thread(target=wait, daemon=True)
         barrier.start()
-        while barrier.is_alive():
+        while barrier.is_alive() and self.members()[0] == number and not self.is_over():
             barrier.join(_POLL)
-            if left is None and (self.members()[0] != number or self.is_over()):
-                left = time.monotonic()
-            if left is not None and time.monotonic() - left > _MOST_WAIT and barrier.is_alive():
-                end_left_behind()
+        barrier.join(_MOST_WAIT)
+        if barrier.is_alive():
+            end_left_behind()
 
 
 def _parse(text: str, is_valid: Callable[[Any], bool]) -> Any:

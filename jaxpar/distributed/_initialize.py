@@ -376,9 +376,7 @@ def reserve_port(address: str) -> socket.socket:
     _, port = split(address)
     reserved = socket.socket()
     try:
-        with socket.create_server(("", port)):
-            pass  # nobody listens there; what is left of an earlier run does not count
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what is left of an earlier run does not count
         reserved.bind(("", port))
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # from now on nobody else may bind it
     except OSError as error:
