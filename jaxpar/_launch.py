@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from subprocess import DEVNULL, PIPE
 from typing import IO, Any
 
 from ._core.process import Signals, daemon
@@ -55,7 +56,6 @@ _LONGEST = 1 << 16  # bytes of a line without an end that are held back, such as
 
 
 def add_parser(commands: Any) -> None:
-    """Add `launch` to the subparsers of the command line."""
     parser = commands.add_parser(
         "launch",
         help="start several processes on this machine",
@@ -85,7 +85,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Check the arguments, start the processes and wait for them."""
     args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not args.command:
         parser.error("no command given; end the line with: -- python script.py")
@@ -326,7 +325,7 @@ class _Run:
             self._send_signal(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             self._send_signal(signal.SIGCONT)
-        if self.output.is_broken and not self._endings:
+        if self.output.broken.is_set() and not self._endings:
             self._endings.append(signal.SIGPIPE)
         number = len(self._endings)
         if number and not self._is_interrupted:
@@ -337,7 +336,6 @@ class _Run:
             self._send_signal(signal.SIGKILL)
 
     def _end_others(self, failed: Child, why: str, from_server: bool = False) -> None:
-        """End all after the first failure."""
         # Processes with a heartbeat client get a report and end by themselves. The others get SIGTERM.
         if self.first is not None:
             return
@@ -374,25 +372,22 @@ class Output:
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
-        self.is_broken = False  # whether the reader has closed the pipe
+        self.broken = threading.Event()  # once the reader has closed the pipe
         self._writer = self._start("jaxpar-output", self._write_all)
 
     def _start(self, name: str, run: Callable[[], object]) -> threading.Thread:
-        thread = daemon(name, run, "what the processes print is lost, and the run is ended", self._break)
+        thread = daemon(name, run, "what the processes print is lost, and the run is ended", self.broken.set)
         thread.start()
         return thread
-
-    def _break(self) -> None:
-        self.is_broken = True
 
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
             descriptor, rest = item
-            while rest and not self.is_broken:
+            while rest and not self.broken.is_set():
                 try:
                     rest = rest[os.write(descriptor, rest) :]
                 except OSError:  # the pipe is closed: `| head`
-                    self.is_broken = True
+                    self.broken.set()
 
     def copy(self, pipe: IO[bytes], prefix: str, descriptor: int) -> threading.Thread:
         """Copy each line of a pipe, whole and after a prefix, in a thread of its own."""
@@ -422,12 +417,7 @@ class Child:
         self.slot = slot  # its number in the first start, which chooses its GPUs
         self.status: int | None = None  # as a shell would say it, None while it runs
         self.process = subprocess.Popen(
-            list(command),
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+            command, env=env, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
         )
         pipes = (self.process.stdout, self.process.stderr)
         self.readers = [output.copy(pipe, f"[{rank}] ", i) for i, pipe in enumerate(pipes, 1) if pipe is not None]

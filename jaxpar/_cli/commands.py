@@ -25,7 +25,6 @@ from .._core.text import HelpFormatter, did_you_mean, number, plural
 
 
 def add_parsers(commands: Any) -> None:
-    """Add the four commands to those of the command line."""
 
     def add(name: str, help: str, about: str, run: Callable[[argparse.Namespace], None]) -> Any:
         def answered(args: argparse.Namespace) -> int:
@@ -260,7 +259,6 @@ def _describe_plan(add: Any) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
-    """Print the plan, or the table of several."""
     from .. import train
 
     choices = dict(map(_choice, args.choose))
@@ -379,7 +377,6 @@ def _describe_verify(add: Any) -> None:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    """Compute and compare. What is the same is printed."""
     try:
         from .. import parallel, train
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Train, and print the configuration, each epoch and the result."""
     import optax
 
     from .. import data, distributed, train
@@ -296,7 +295,6 @@ class _Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
 
 
 def add_parsers(commands: Any) -> None:
-    """Add the command to those of the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "train",
         help="train a network on images",
@@ -356,13 +354,14 @@ def _add_step(group: Any) -> None:
     add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
     passes = "of the forward and backward pass. The parameters stay float32. float16 scales the loss dynamically"
     bad = "what a NaN or infinite gradient does: nothing, leaves that update out, or ends the training"
+    again = "compute activations again in the backward pass, which saves memory"
     local = "updates that each device makes by itself before all average (default: none, all agree at every step)"
     scale = "a number or dynamic (default: none, dynamic for float16)"
     count("--accumulate", default=1, help="microbatches that a device's share is cut in")
     add("--precision", choices=PRECISIONS, default="float32", help=passes)
     add("--loss-scale", type=_or_word("dynamic", RATE), metavar="S", help=scale)
     add("--nonfinite", choices=("ignore", "skip", "stop"), default="ignore", help=bad)
-    _switch(add, "remat", False, "compute activations again in the backward pass, which saves memory")
+    add("--remat", action=argparse.BooleanOptionalAction, default=False, help=again)
     add("--local-steps", type=POSITIVE, metavar="H", help=local)
     program = {"type": _or_word("auto", POSITIVE), "default": "auto", "metavar": "N"}
     add("--steps-per-execution", **program, help="steps in one compiled program, a number or auto")
@@ -371,15 +370,16 @@ def _add_step(group: Any) -> None:
 def _add_output(group: Any) -> None:
     add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
     folder = functools.partial(add, type=Path, metavar="DIR")
+    switch = functools.partial(add, action=argparse.BooleanOptionalAction, default=True)
     saved = "where to keep checkpoints and resume from them (default: checkpoints in --output-dir, else none)"
     lines = "a JSON line for each epoch (default: metrics.jsonl in --output-dir, else none)"
-    _switch(add, "progress", True, "a bar, and a line for each epoch. Without it only the result is printed")
-    _switch(add, "compilation-cache", True, "keep compiled programs for later runs")
+    switch("--progress", help="a bar, and a line for each epoch. Without it only the result is printed")
+    switch("--compilation-cache", help="keep compiled programs for later runs")
     folder("--output-dir", help="a folder for checkpoints, metrics.jsonl and history.png (default: none)")
     folder("--checkpoint-dir", help=saved)
     count("--checkpoint-every", help="also save after this many steps (default: after each epoch)")
     count("--keep", default=3, help="how many of the latest checkpoints stay")
-    _switch(add, "resume", True, "resume from the latest checkpoint, if there is one")
+    switch("--resume", help="resume from the latest checkpoint, if there is one")
     add("--metrics-file", type=metrics_path, metavar="FILE", help=lines)
     folder("--tensorboard-dir", help="event files for TensorBoard, by its package (default: none)")
     folder("--profile-dir", help="a trace of five steps, for XProf (default: none)")
@@ -388,12 +388,6 @@ def _add_output(group: Any) -> None:
 def _by_recipe(option: str) -> str:
     """What an option is in each recipe, for the help."""
     return ", ".join(f"{getattr(recipe, option)} in recipe {name}" for name, recipe in RECIPES.items())
-
-
-def _switch(add: Any, name: str, default: bool, text: str) -> None:
-    """An option that is on or off."""
-    action = add(f"--{name}", action=argparse.BooleanOptionalAction, default=default)
-    action.help = text  # some versions of argparse would write the default behind a help that they are given
 
 
 def _or_word(word: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:

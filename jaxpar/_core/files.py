@@ -112,17 +112,13 @@ def fingerprint(path: Path, most: int) -> tuple[int, str]:
 
 def opened(path: Path) -> io.BufferedReader:
     """The file, open for reading. `OSError` as in `read`."""
-    return open(path, "rb", opener=_open_regular)
-
-
-def _open_regular(path: str, flags: int) -> int:
     # To open a device may do something, so it is looked at first. It may be replaced before it is open: then nothing
     # waits for a writer, and no terminal can send signals.
     error = OSError(errno.EINVAL, "it is not a regular file", str(path))
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise error
-    descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise error
-    return descriptor
+    return open(descriptor, "rb")

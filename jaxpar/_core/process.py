@@ -25,32 +25,23 @@ _OPTIONS = {_ARENA_MAX: 1, _MMAP_MAX: 0, _TRIM_THRESHOLD: -1}
 class Signals:
     """A block in which signals are recorded. It must be in the main thread, unless there are no numbers."""
 
-    def __init__(
-        self,
-        numbers: Iterable[int] = (),
-        *,
-        on_signal: Callable[[int], object] = lambda number: None,
-        once: bool = False,
-    ):
-        """`on_signal` may run inside of any call of the main thread. `once`: a second one acts as before."""
+    def __init__(self, numbers: Iterable[int]):
         self.received: list[int] = []  # those that came, in their order
-        self._numbers, self._on_signal, self._once = tuple(numbers), on_signal, once
-        self._handlers: dict[int, Any] = {}
+        self._numbers = numbers
+        self._before: dict[int, Any] = {}  # the handlers outside of the block
 
     def __enter__(self) -> Signals:
         for number in self._numbers:
-            self._handlers[number] = signal.signal(number, self._record)
+            self._before[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *error: object) -> None:
-        while self._handlers:
-            signal.signal(*self._handlers.popitem())
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def _record(self, number: int, frame: Any) -> None:
+        """The handler, which may run inside of any call of the main thread."""
         self.received.append(number)
-        if self._once:
-            signal.signal(number, self._handlers.pop(number))
-        self._on_signal(number)
 
 
 def daemon(

@@ -202,7 +202,7 @@ class HelpFormatter(argparse.HelpFormatter):
     """Writes the default of an option after its help, unless the help has it or there is none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        text = action.help or ""
+        text = (action.help or "").removesuffix(" (default: %(default)s)")  # as some versions of argparse write it
         shown = action.default is not None and action.default is not argparse.SUPPRESS and action.option_strings
         if not shown or "(default" in text:
             return text

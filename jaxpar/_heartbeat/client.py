@@ -232,7 +232,6 @@ class HeartbeatClient:
         self._end_process(f"process {message['lost']} (host {message['host']}) {lost}: {message['why']}")
 
     def _end_process(self, loss: str) -> None:
-        """End this process with one line on standard error and status 75."""
         resume = f"resume from {self.hint}" if self.hint else "no checkpoint is known to resume from"
         try:
             say_before_exit(f"jaxpar: {loss}. Process {self.rank} of {self.size} ends with status {LOST}; {resume}")

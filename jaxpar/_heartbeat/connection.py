@@ -224,7 +224,6 @@ class Secret:
 
 
 def new_secret(source: str) -> Secret:
-    """A secret of 32 random bytes."""
     return Secret(secrets.token_hex(32).encode(), source)
 
 
@@ -288,5 +287,4 @@ def split(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the host."""
     return host in ("localhost", "::1") or host.startswith("127.")

@@ -89,9 +89,10 @@ class HeartbeatServer:
         self._clock, self._last_heartbeat = AwakeClock(), 0.0
         self._is_joining, self._first_join = True, None
         self._most_pending = max(_MOST_PENDING, size)
+        self._may_accept = 4 * self._most_pending  # connections until the next second
         self.thread = daemon("jaxpar-heartbeat-server", self._run, "the run ends", self.close)
         listener.setblocking(False)
-        self._listen()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def turn(self, seconds: float) -> None:
         """Handle what arrives within so many seconds, and check."""
@@ -100,7 +101,8 @@ class HeartbeatServer:
         self.check()
 
     def _run(self) -> None:
-        while not self.is_over:
+        # Until every process has left, or process 0 was informed that the run cannot begin.
+        while self._is_joining or 0 not in self._hosts or self.peers or self._pending:
             self.turn(INTERVAL / 2)
         self.close()
 
@@ -112,7 +114,7 @@ class HeartbeatServer:
             self._send_hint()
             self._send_all(heartbeat=1)
             if self._may_accept <= 0:
-                self._listen()
+                self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._may_accept = 4 * self._most_pending
         for peer in [*self._pending, *self.peers.values()]:
             if peer.is_paused and not peer.connection.is_flooding:
@@ -156,13 +158,7 @@ class HeartbeatServer:
         while time.monotonic() < end and set(self.peers) - gone:
             time.sleep(0.02)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether every process has left, or process 0 was informed that the run cannot begin."""
-        return not self._is_joining and 0 in self._hosts and not self.peers and not self._pending
-
     def close(self) -> None:
-        """Close all connections and the listener."""
         for peer in [*self.peers.values(), *self._pending]:
             self._drop(peer)
         self._listener.close()
@@ -179,10 +175,6 @@ class HeartbeatServer:
             self._send_all(hint=self.hint)
 
     # Connections: the next ones wait where there were too many in a second, and one that floods is read later.
-
-    def _listen(self) -> None:
-        self._may_accept = 4 * self._most_pending  # connections until the next second
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _accept(self) -> None:
         self._may_accept -= 1
@@ -276,12 +268,10 @@ class HeartbeatServer:
         elif "working" in message:
             self._on_work(peer.rank)
         elif "released" in message and peer.rank == 0:
-            self._release(message["released"])
-
-    def _release(self, rank: int) -> None:
-        self._unreleased[rank] -= 1
-        if rank in self.peers and not self._unreleased[rank]:
-            self._send_go(self.peers[rank])
+            rank = message["released"]
+            self._unreleased[rank] -= 1
+            if rank in self.peers and not self._unreleased[rank]:
+                self._send_go(self.peers[rank])
 
     def _send_go(self, peer: Peer) -> None:
         """Have a process begin that comes later than the others."""

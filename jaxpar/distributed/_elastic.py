@@ -83,7 +83,6 @@ class Board:
         self.client.key_value_set(f"{_KEYS}/{name}", json.dumps(value), allow_overwrite=True)
 
     def get(self, name: str, is_valid: Callable[[Any], bool] = bool) -> Any:
-        """A value, or None."""
         try:
             return _parse(self.client.key_value_try_get(f"{_KEYS}/{name}"), is_valid)
         except jax.errors.JaxRuntimeError:  # NOT_FOUND
@@ -108,7 +107,6 @@ class Board:
         return {name: value for name, value in found.items() if value is not None}
 
     def is_over(self) -> bool:
-        """Whether process 0 has written that the run is over."""
         return self.get("over") is not None
 
     def members(self) -> tuple[int, dict[int, int]]:
@@ -144,14 +142,13 @@ class Board:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is lost, which the heartbeats report
                 self.client.get_live_nodes(sorted(starts))
 
-        barrier, left = threading.Thread(target=wait, daemon=True), None
+        barrier = threading.Thread(target=wait, daemon=True)
         barrier.start()
-        while barrier.is_alive():
+        while barrier.is_alive() and self.members()[0] == number and not self.is_over():
             barrier.join(_POLL)
-            if left is None and (self.members()[0] != number or self.is_over()):
-                left = time.monotonic()
-            if left is not None and time.monotonic() - left > _MOST_WAIT and barrier.is_alive():
-                end_left_behind()
+        barrier.join(_MOST_WAIT)
+        if barrier.is_alive():
+            end_left_behind()
 
 
 def _parse(text: str, is_valid: Callable[[Any], bool]) -> Any:
@@ -174,6 +171,5 @@ def is_starts(found: Any) -> bool:
 
 
 def end_left_behind() -> NoReturn:
-    """End this process, because the other processes continued without it."""
     say_before_exit(f"jaxpar: the other processes continued without this one. It ends with status {LOST}")
     os._exit(LOST)

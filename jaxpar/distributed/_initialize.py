@@ -39,20 +39,12 @@ class Process:
     """This process among the others."""
 
     client: HeartbeatClient | None = None
-    processes: int = 1  # how many processes the run has
     is_joined: bool = False  # whether `initialize` is done; the process may be the only one
     has_failed: bool = False  # whether jax failed during its own start
     is_attached: bool = False  # whether `initialize` found jax started by other code
 
 
 this = Process()
-
-
-def set_process(processes: int, client: HeartbeatClient | None) -> None:
-    """Make this process one of several. From now on it reports how it ends."""
-    this.client, this.processes = client, processes
-    if client is not None:
-        watch_exit(client)
 
 
 def start_jax(*settings: Any, **options: Any) -> None:
@@ -304,9 +296,7 @@ def known_processes() -> int:
         >>> distributed.known_processes()
         1
     """
-    if not this.is_joined and jax.distributed.is_initialized():
-        return numbers_of_jax()[0]
-    return this.processes
+    return numbers_of_jax()[0]
 
 
 def wait_for_loss_report() -> None:
@@ -330,18 +320,18 @@ def _start(
     cluster: _environment.Cluster, options: dict[str, Any], heartbeat_timeout: float, join_timeout: float, watch: bool
 ) -> None:
     """Join the others, then start jax with the options. `watch` says whether the processes send heartbeats."""
-    several, client = cluster.num_processes > 1, None
+    several = cluster.num_processes > 1
     with reserve_port(cluster.coordinator) if several and cluster.process_id == 0 else contextlib.nullcontext():
         if watch and (several or cluster.server):
-            client = join_others(cluster, heartbeat_timeout, join_timeout, processes.is_elastic())
-    set_process(cluster.num_processes, client)
+            this.client = join_others(cluster, heartbeat_timeout, join_timeout)
+            watch_exit(this.client)
     if several or not cluster.server:
         if options["local_device_ids"] is None:
             options = {**options, "local_device_ids": cluster.local_devices}
         host, port = split(cluster.coordinator)
         address = cluster.coordinator
         # In process 0 jax's client ends with its service anyway.
-        if client is not None and cluster.process_id:
+        if this.client is not None and cluster.process_id:
             address = ServiceProxy(address).address
         bind = f"127.0.0.1:{port}" if is_loopback(host) else None  # None for all interfaces
         start_jax(
@@ -374,7 +364,9 @@ def _start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, 
         names = "JAXPAR_COORDINATOR and JAXPAR_NUM_PROCESSES (the number of the process is JOB_COMPLETION_INDEX)"
         raise RuntimeError(f"{_WHERE}: jax finds no settings in {name}; set {names}, or install jax[k8s]") from error
     size, rank = numbers_of_jax()
-    set_process(size, _join_through_jax(rank, size, heartbeat_timeout) if watch and size > 1 else None)
+    if watch and size > 1:
+        this.client = _join_through_jax(rank, size, heartbeat_timeout)
+        watch_exit(this.client)
 
 
 def reserve_port(address: str) -> socket.socket:
@@ -384,9 +376,7 @@ def reserve_port(address: str) -> socket.socket:
     _, port = split(address)
     reserved = socket.socket()
     try:
-        with socket.create_server(("", port)):
-            pass  # nobody listens there; what is left of an earlier run does not count
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what is left of an earlier run does not count
         reserved.bind(("", port))
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # from now on nobody else may bind it
     except OSError as error:
@@ -397,11 +387,9 @@ def reserve_port(address: str) -> socket.socket:
     return reserved
 
 
-def join_others(
-    cluster: _environment.Cluster, heartbeat_timeout: float, join_timeout: float, elastic: bool = False
-) -> HeartbeatClient:
+def join_others(cluster: _environment.Cluster, heartbeat_timeout: float, join_timeout: float) -> HeartbeatClient:
     """Join the others, and return the heartbeat client. Process 0 starts the server where no launcher has it."""
-    rank, size, secret = cluster.process_id, cluster.num_processes, find_secret()
+    rank, size, secret, elastic = cluster.process_id, cluster.num_processes, find_secret(), processes.is_elastic()
     pulse = Pulse(most=_LOCKED) if elastic and rank else Pulse()
     run: dict[str, Any] = {"job": cluster.job, "secret": secret, "heartbeat_timeout": heartbeat_timeout, "pulse": pulse}
     host, port = split(cluster.server or cluster.coordinator)

@@ -175,7 +175,6 @@ class Server:
         return self._version, [np.array(self._store.values[k]) for k in self._keys]
 
     def status(self) -> dict[str, Any]:
-        """The counts, see `status`."""
         return {"pushes": dict(self._pushes), "staleness": dict(sorted(self._staleness.items()))}
 
 

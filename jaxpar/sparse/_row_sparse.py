@@ -409,8 +409,6 @@ def _as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
     """`ids` as an array of integers of NumPy or JAX. Those of MXNet are whole floating numbers."""
     check_plain(ids, what)
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
-    if ids.size == 0 and not isinstance(ids, jax.Array):
-        ids = ids.astype(np.int32)
     if jnp.issubdtype(ids.dtype, jnp.floating) and _is_known(ids):
         host = np.asarray(ids, np.float64)
         if not (wrong := host[~(host == np.rint(host)) | (abs(host) >= 2.0**62)]).size:

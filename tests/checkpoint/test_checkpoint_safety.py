@@ -1,6 +1,5 @@
 """Checkpoints: who looks harms nothing; one that cannot be read, or is forged, is passed over for the one before."""
 
-import builtins
 import errno
 import functools
 import hashlib
@@ -191,14 +190,14 @@ def test_an_array_that_cannot_be_read(tmp_path, capsys):
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
 @pytest.mark.parametrize("name", ["jaxpar.json", "arrays/_METADATA"])
 def test_an_error_of_the_disk(tmp_path, capsys, monkeypatch, number, name):
-    new, opens = two(tmp_path), builtins.open
+    new, opens = two(tmp_path), os.open
 
     def fails(path, *args, **options):
         if os.fspath(path) == os.fspath(new / name):
             raise OSError(number, os.strerror(number), str(path))
         return opens(path, *args, **options)
 
-    monkeypatch.setattr(builtins, "open", fails)
+    monkeypatch.setattr(os, "open", fails)
     passed_over(tmp_path, new, capsys, name, os.strerror(number))
 
 

@@ -110,6 +110,7 @@ def test_workers_meet_by_ray(ray, monkeypatch, capsys):
     monkeypatch.setattr(_initialize, "this", _initialize.Process())
     monkeypatch.setattr(_initialize, "is_jax_used", lambda: False)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: started.append(given))
+    monkeypatch.setattr(jax.experimental.multihost_utils.distributed.global_state, "num_processes", 2)
     monkeypatch.setattr(_environment, "_free_address_of_ray", lambda: "10.0.0.1:4000")
     for ray.rank in (0, 1):
         ray.size, _initialize.this.is_joined = 2, False

@@ -56,7 +56,7 @@ def test_a_group_never_has_an_order_twice(monkeypatch):
     assert orders[-1] is None
     assert sorted(map(tuple, orders[:6])) == sorted({tuple(order) for order in orders[:6]})
     group.starts = {0: 1, 2: 1}
-    assert group._next_order() == [0, 2]
+    assert group._next_order() == (0, 2)
     group.starts = {0: 1}  # no Gloo
     assert group._next_order() == group._next_order() == [0]
 

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -53,6 +53,7 @@ class Group:
         self.joined: list[int] = []  # those that join after it
         self._board = distributed._Board(client)
         self._rank = jax.process_index()
+        self.is_first = self._rank == 0
         self._live: Any = multihost_utils.live_devices
         self._were = set[int]()  # the starts that were members
         # In all members the same: how often they have changed, and how often these ones have tried to agree.
@@ -65,10 +66,6 @@ class Group:
             # Gloo may know a group of these devices, of an earlier process in the place of this one.
             ids = ",".join(str(d.id) for d in jax.local_devices())
             self._board.client.key_value_delete(f"cpu:gloo/{ids}")
-
-    @property
-    def is_first(self) -> bool:
-        return self._rank == 0
 
     @property
     def devices(self) -> list[Device]:
@@ -181,7 +178,6 @@ class Group:
             time.sleep(_POLL)
 
     def _ready(self) -> dict[int, int]:
-        """The processes that have said that they are ready."""
         return _by_rank(self._board.entries("ready", distributed._is_start))
 
     def _leave_if_over(self) -> None:
@@ -262,13 +258,12 @@ class Group:
         devices = tuple(known[i] for i in terms["order"])
         return devices, terms["offer"], prepare(devices)
 
-    def _next_order(self) -> list[int] | None:
+    def _next_order(self) -> Sequence[int] | None:
         """The ids of the devices in an order that no group had. None where all were used."""
         ids = sorted(d.id for d in self.devices)
         if len(self.starts) == 1:
             return ids  # without Gloo
-        order = next(self._orders.setdefault(frozenset(ids), itertools.permutations(ids)), None)
-        return None if order is None else list(order)
+        return next(self._orders.setdefault(frozenset(ids), itertools.permutations(ids)), None)
 
 
 def _by_rank(entries: dict[str, Any]) -> dict[int, Any]:
@@ -332,5 +327,5 @@ def digest(tree: Any) -> str:
 
 
 def _thinned(array: Any) -> Any:
-    host: np.ndarray = array if isinstance(array, np.ndarray) else np.asarray(array)
+    host = np.asarray(array)
     return host[:: max(1, -(-host.nbytes // _MOST_BYTES))]

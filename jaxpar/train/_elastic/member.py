@@ -53,6 +53,7 @@ class Member:
         check_can_go_on(run, state)
         self._run, self._seed = run, state.rng
         self._group, self._watchdog = Group(), Watchdog()
+        self.leads: bool = self._group.is_first
         self._step: TrainStep = run.step
         self._state: Any = None  # on the devices of the group
         self._host: Any = None  # the same before the step under way, in host memory
@@ -63,10 +64,6 @@ class Member:
         self._at = self._last = 0  # steps that were made, and at the end of the run
         self._made = 0  # steps of this process
         self._history = History()
-
-    @property
-    def leads(self) -> bool:
-        return self._group.is_first
 
     @contextlib.contextmanager
     def lead(self, loop: Any) -> Generator[Iterator[tuple[TrainState, dict[str, jax.Array], None]]]:
@@ -190,9 +187,6 @@ class Member:
     def _agree(self) -> None:
         """Agree with all that live, and take the state of process 0."""
 
-        def prepare(devices: Devices) -> Callable[[], Any]:
-            return processes.plan_send(self._host, devices)
-
         def take(devices: Devices, offer: dict[str, Any], send: Callable[[], Any]) -> None:
             self._host = send()
             self._state = place_state(self._host, devices)
@@ -205,7 +199,7 @@ class Member:
             if digest(self._batch) != offer["batch"]:
                 self._group.refuse("the data of the current batch")
 
-        self._group.agree(self._offer, prepare, take)
+        self._group.agree(self._offer, lambda devices: processes.plan_send(self._host, devices), take)
 
     def _offer(self) -> dict[str, Any]:
         """What process 0 says of the run under way."""

@@ -27,7 +27,7 @@ class Interrupts(process.Signals):
         # and SIGTERM the default.
         is_main = threading.current_thread() is threading.main_thread()
         free = [number for number, usual in _USUAL.items() if is_main and signal.getsignal(number) is usual]
-        super().__init__(free, on_signal=self._confirm_later, once=True)
+        super().__init__(free)
         self.asked: int | None = None  # the signal to obey, once `should_stop` has returned True
         self._several = jax.process_count() > 1
         self._timer: threading.Timer | None = None
@@ -57,7 +57,9 @@ class Interrupts(process.Signals):
             self.asked = max(map(int, processes.exchange(str(int(recorded or 0))))) or None
         return self.asked is not None
 
-    def _confirm_later(self, number: int) -> None:
+    def _record(self, number: int, frame: Any) -> None:
+        super()._record(number, frame)
+        signal.signal(number, self._before.pop(number))  # a second one acts as before
         if self._timer is not None:  # of the other signal
             self._timer.cancel()
         # The handler may have stopped the main thread inside a print, so another thread writes.

@@ -167,7 +167,7 @@ _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng
 _NOT_HERE = ("XLA_FLAGS", "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAXPAR_COORDINATOR")
 _REFUSED = re.compile(r"([\d.]+)([KMG])\)? (?:exceeds available HBM|of) \(?([\d.]+)([KMG])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
-_KEYED = re.compile(r"\.store\.(values|updater_state|residuals|pending)\[(\d+)\](?:\.values)?")
+_KEYED = re.compile(r"(values|updater_state|residuals|pending)\[(\d+)\](?:\.values)?")
 
 
 def ask(make: Any, where: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -197,12 +197,9 @@ def ask(make: Any, where: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any
 
 def _dumps(request: Any) -> bytes:
     """The request, functions of a notebook by value."""
+    has_cloudpickle = importlib.util.find_spec("cloudpickle")
     try:
-        return importlib.import_module("cloudpickle").dumps(request)
-    except ImportError:  # then by name
-        pass
-    try:
-        return pickle.dumps(request)
+        return importlib.import_module("cloudpickle" if has_cloudpickle else "pickle").dumps(request)
     except Exception as error:
         where = "to the process that compiles"
         raise ValueError(f"train.plan: make or a choice cannot be sent {where} ({error}); {_BY_VALUE}") from None
@@ -357,15 +354,13 @@ def _arguments(state: Any, batch: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for start, tree in (("", state), ("batch", batch)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            name = start + jax.tree_util.keystr(path)
+            name = (start + jax.tree_util.keystr(path)).removeprefix(".store.")
             if keyed := _KEYED.match(name):
                 part = "params" if keyed[1] == "values" else keyed[1]
                 name = f"{part}/{names[int(keyed[2])]}{name[keyed.end() :]}"
             local = leaf.sharding.shard_shape(leaf.shape)
             size = int(np.prod(local)) * getattr(leaf.dtype, "itemsize", 8)
-            shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-            one = {"name": name.removeprefix(".store."), "shape": shape, "bytes": size}
-            found.append({**one, "axes": _split_axes(leaf)})
+            found.append({"name": name, "shape": describe(leaf), "bytes": size, "axes": _split_axes(leaf)})
     return found
 
 
