@@ -65,8 +65,10 @@ def test_the_loop_of_the_docs_is_that_of_fit(tmp_path):
         manager.save(state)
         manager.close()
     assert set(bar.means()) == {"loss", "accuracy"}
-    same, _ = manager.restore_latest(start()[0])
-    np.testing.assert_array_equal(same.params["w"], state.params["w"])
+    saved, _ = manager.restore_latest(start()[0])
+    np.testing.assert_array_equal(saved.params["w"], state.params["w"])
+    fitted, _ = train.fit(*start(), TRAIN, epochs=3, batch_size=16, progress=False)
+    assert int(fitted.step) == int(saved.step)
 
 
 def test_progress_reads_late_and_counts_each_step(capsys, monkeypatch):
@@ -88,8 +90,7 @@ def test_progress_reads_late_and_counts_each_step(capsys, monkeypatch):
         assert read == [0, 1]
         assert bar.means() == {"loss": 4.5}
         assert read == list(range(10))
-    out = capsys.readouterr().out
-    assert "compiling" in out or "mine" in out
+    assert "mine" in capsys.readouterr().out
     train.progress().__enter__().__exit__()
     with train.progress(3, show=False) as bar:
         bar.step({"loss": 1.0})
