@@ -148,12 +148,6 @@ def test_pull_onto_devices(kind):
         assert [c.devices() for c in kv.pull(store, 9, devices=devices)] == [{d} for d in devices]
 
 
-def test_pull_in_any_order_and_more_than_once():
-    store, model = start("device")
-    for key, value in zip([9, 0, 9], kv.pull(store, [9, 0, 9]), strict=True):
-        np.testing.assert_array_equal(value, model.values[key])
-
-
 # ---- dtypes
 
 
