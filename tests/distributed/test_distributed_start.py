@@ -170,11 +170,7 @@ def test_the_manifests_of_the_documentation():
         ({}, ("a:1", 0, 0), "num_processes must be an int of 1 or more, got 0"),
         ({}, ("a:1", 2, -1), "process_id must be an int from 0 to 1, got -1"),
         ({}, ("a", 2, 0), "the coordinator must be 'host:port', got 'a'"),
-        (
-            {**BY_HAND, "JAXPAR_HUB": "b:2"},
-            (None, 4, None),
-            "num_processes=4, but `jaxpar launch` started this process",
-        ),
+        ({**BY_HAND, "JAXPAR_HUB": "b:2"}, (None, 4, None), "num_processes=4, but `jaxpar launch` started this"),
     ],
 )
 def test_settings_that_do_not_fit(env, given, text):
@@ -184,9 +180,7 @@ def test_settings_that_do_not_fit(env, given, text):
 
 def test_numbers_that_are_none():
     for given in (("a:1", True, 0), ("a:1", "2", 0), ("a:1", 2, 0.5)):
-        with pytest.raises(
-            TypeError, match=r"distributed.initialize: (num_processes|process_id) must be an int (of|from)"
-        ):
+        with pytest.raises(TypeError, match=r"initialize: (num_processes|process_id) must be an int (of|from)"):
             _environment.find(*given, {})
 
 
@@ -284,9 +278,7 @@ def test_training_apart_is_refused_where_the_processes_belong_together(name, sur
         "fit": lambda: train.fit(state, step, [], epochs=1, batch_size=8),
         "kv.create: kind 'sharded'": lambda: kv.create("sharded"),
     }.items():
-        with pytest.raises(
-            RuntimeError, match=re.escape(f"{caller}: this is {name} and has not joined the others, so")
-        ):
+        with pytest.raises(RuntimeError, match=re.escape(f"{caller}: this is {name} and has not joined the others")):
             function()
 
 
@@ -575,9 +567,7 @@ def test_a_dist_store_under_the_launcher_until_the_coordinator_is_killed(tmp_pat
     assert re.fullmatch(r"jaxpar launch: process 0 \(pid \d+\) failed: killed by SIGKILL; ending the others", launcher)
     assert [survivor] == ["[1] " + line for line in last_line(1, 2, 0, "killed by SIGKILL")]
     lines = sorted(done.stdout.splitlines())
-    said = (
-        "kv.rank: this is process {} of 2 (jaxpar launch) and has not joined the others, so JAX would return 0 in each"
-    )
+    said = "kv.rank: this is process {} of 2 (jaxpar launch) and has not joined the others, so JAX would return 0"
     store = "KVStore(kind='dist_sync', updater=assign, empty)"
     for rank in range(2):
         assert f"[{rank}] {rank} of 2 [3.0, 3.0] {store}" in lines

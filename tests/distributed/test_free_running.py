@@ -332,10 +332,6 @@ def test_a_silent_server_is_a_clear_error(ray):
     servers = free_running.start(PARAMS, updater=slow, timeout=40)
     try:
         with pytest.raises(free_running.ServerLost, match=r"server 0 of 1 has not answered for 0\.5 s; it held b, w"):
-            free_running.Worker(_impatient(servers)).push(ONES)
+            free_running.Worker(dataclasses.replace(servers, timeout=0.5)).push(ONES)
     finally:
         free_running.stop(servers)
-
-
-def _impatient(servers):
-    return dataclasses.replace(servers, timeout=0.5)
