@@ -172,9 +172,7 @@ def test_a_prepared_set_comes_first_and_the_line_says_so(prepared, capsys, offli
     assert capsys.readouterr() == ("", "")
 
 
-def test_files_come_before_debian_and_an_empty_folder_is_passed_over(
-    prepared, idx_files, tmp_path, monkeypatch, capsys
-):
+def test_files_come_before_debian_and_empty_folders_are_passed_over(prepared, idx_files, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXPAR_DATA_DIR", str(idx_files))
     assert _load._find("fashion_mnist", tmp_path / "new", "auto") == ("files", idx_files)
     monkeypatch.setenv("JAXPAR_DATA_DIR", str(tmp_path / "nothing"))
@@ -538,11 +536,7 @@ def test_a_split_is_drawn_by_its_key_only():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (
-            (0.001,),
-            ValueError,
-            "0.001 of 50 examples leaves one of the two parts empty; give a fraction between 0 and 1, or a",
-        ),
+        ((0.001,), ValueError, "0.001 of 50 examples leaves one of the two parts empty; give a fraction between 0 and"),
         ((50,), ValueError, "50 of 50 examples"),
         ((1.5,), ValueError, "1.5 of 50 examples"),
         ((float("nan"),), ValueError, "fraction must be a number"),
