@@ -80,17 +80,10 @@ def test_plot_a_function_of_a_module(module, monkeypatch):
     assert "FullyConnected" in text
 
 
-@pytest.mark.parametrize(
-    ("init", "params"),
-    [
-        ("my_nets:init", 12),
-        ("my_nets:init_like", 28),
-        ("my_nets:like_flax", 28),
-        ("my_nets:fixed", 12),
-        ("0", 20),
-        (None, 0),
-    ],
-)
+INITS = {"my_nets:init": 12, "my_nets:init_like": 28, "my_nets:like_flax": 28, "my_nets:fixed": 12, "0": 20, None: 0}
+
+
+@pytest.mark.parametrize(("init", "params"), INITS.items())
 @pytest.mark.parametrize("name", ["my_nets:apply", "my_nets:model.apply"])
 def test_the_parameters_of_a_function(module, monkeypatch, capsys, init, params, name):
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -361,19 +361,12 @@ def test_powersgd_every_shape(shape):
     assert coder.pays(shape, "float32") == (shape in [(40, 30), (3, 3, 8, 16), (5, 7, 11)])
 
 
-@pytest.mark.parametrize(
-    ("spec", "part"),
-    [
-        ({"type": "2bit"}, 16),
-        ({"type": "1bit"}, 32),
-        ({"type": "int3"}, 32 / 3),
-        ({"type": "int8"}, 4),
-        ({"type": "bf16"}, 2),
-    ],
-    ids=str,
-)
-def test_part_of_the_plain_bytes(spec, part):
-    coder, size = coder_of(spec), 1 << 16
+PARTS = {"2bit": 16, "1bit": 32, "int3": 32 / 3, "int8": 4, "bf16": 2}
+
+
+@pytest.mark.parametrize(("kind", "part"), PARTS.items())
+def test_part_of_the_plain_bytes(kind, part):
+    coder, size = coder_of({"type": kind}), 1 << 16
     assert coder.wire_bytes((size,), "float32") == pytest.approx(4 * size / part, rel=0.02)
     assert coder.pays((size,), "float32")
 

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from launched import environment, python
+from launched import background, python
 
 from jaxpar import data
 from jaxpar.data import _load
@@ -54,8 +53,7 @@ LOAD = "import sys, jaxpar; print(len(jaxpar.data.load('fashion_mnist', 'test[:1
 
 
 def start_loading(folder):
-    command, pipes = [sys.executable, "-c", LOAD, str(folder)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment(), text=True, **pipes)
+    return background([sys.executable, "-c", LOAD, str(folder)])
 
 
 def wait_for_writing(folder, process, already=()):
@@ -252,22 +250,21 @@ def cut_to(size):
     return lambda folder: os.truncate(folder / SHARD, size)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        cut_to(0),
-        cut_to(65536),
-        cut_to(3_000_000),
-        cut_to(6_225_920),
-        lambda folder: flip(folder / SHARD),
-        lambda folder: (folder / SHARD).unlink(),
-        lambda folder: (folder / "dataset_info.json").write_text('{"name": "fash'),
-        lambda folder: (folder / "dataset_info.json").unlink(),
-    ],
-    ids=["empty", "64 KB", "half", "last block", "flipped", "no shard", "half info", "no info"],
-)
+DAMAGES = {
+    "empty": cut_to(0),
+    "64 KB": cut_to(65536),
+    "half": cut_to(3_000_000),
+    "last block": cut_to(6_225_920),
+    "flipped": lambda folder: flip(folder / SHARD),
+    "no shard": lambda folder: (folder / SHARD).unlink(),
+    "half info": lambda folder: (folder / "dataset_info.json").write_text('{"name": "fash'),
+    "no info": lambda folder: (folder / "dataset_info.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_prepared_set_is_refused_by_name(damage, copy):
-    damage(copy[1])
+    DAMAGES[damage](copy[1])
     with pytest.raises(ValueError, match=r"prepared data set in .*copy/fashion_mnist.* is damaged .*Delete that"):
         data.load(split="test", data_dir=copy[0])
 

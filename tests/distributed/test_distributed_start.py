@@ -4,7 +4,6 @@ import functools
 import re
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from launched import environment, launch, write
+from launched import background, launch, write
 
 from jaxpar import data, distributed, kv, train
 from jaxpar._heartbeat import connection
@@ -434,21 +433,12 @@ PROGRAM = """
 """
 
 
-def start(tmp_path, size, then, heartbeat=10.0, begin=None, env=None):
+def start(tmp_path, size, then, heartbeat=10.0, begin=None, env=lambda rank: {}):
     begin = begin or f"jp.distributed.initialize(sys.argv[1], {size}, int(sys.argv[2]), heartbeat_timeout={heartbeat})"
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM.format(start=begin, then="\n    ".join(then.split("\n")))))
-    address = f"127.0.0.1:{free_port()}"
-    return [
-        subprocess.Popen(
-            [sys.executable, str(program), address, str(rank)],
-            env={**environment(JAX_NUM_CPU_DEVICES="1"), **(env(rank) if env else {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    words = [sys.executable, str(program), f"127.0.0.1:{free_port()}"]
+    return [background([*words, str(rank)], JAX_NUM_CPU_DEVICES="1", **env(rank)) for rank in range(size)]
 
 
 def as_slurm(tasks=2):

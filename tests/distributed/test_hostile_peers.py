@@ -215,23 +215,20 @@ def test_half_closed_and_silent_connections_are_closed(run):
 HINTS = [{"hint": f"runs/step_{i}"} for i in range(500)]
 
 
-@pytest.mark.parametrize(
-    ("sent", "received"),
-    [
-        ([], [{"lost": 2, "host": "there", "why": "its connection closed (killed?)"}]),
-        ([HELLO], [{"lost": 2, "host": "there", "why": "it sent an invalid message: hello comes first, and once"}]),
-        ([{"leaving": 1}, {"failed": "a trick"}, {"hint": "elsewhere"}, DEEP], []),
-        ([*HINTS[:9], {"failed": "ValueError: x"}], [HINTS[8], {"lost": 2, "host": "there", "why": "ValueError: x"}]),
-        (HINTS, [HINTS[-1]]),
-    ],
-    ids=[
-        "half closed",
-        "a second hello",
-        "nothing counts after leaving",
-        "the newest hint comes with a loss",
-        "hints are sent once",
-    ],
-)
+REFUSED = "it sent an invalid message: hello comes first, and once"
+RECEIVED = {
+    "half closed": ([], [{"lost": 2, "host": "there", "why": "its connection closed (killed?)"}]),
+    "a second hello": ([HELLO], [{"lost": 2, "host": "there", "why": REFUSED}]),
+    "nothing counts after leaving": ([{"leaving": 1}, {"failed": "a trick"}, {"hint": "elsewhere"}, DEEP], []),
+    "the newest hint comes with a loss": (
+        [*HINTS[:9], {"failed": "ValueError: x"}],
+        [HINTS[8], {"lost": 2, "host": "there", "why": "ValueError: x"}],
+    ),
+    "hints are sent once": (HINTS, [HINTS[-1]]),
+}
+
+
+@pytest.mark.parametrize(("sent", "received"), RECEIVED.values(), ids=RECEIVED)
 def test_what_the_others_receive(run, sent, received):
     members = run.all_members()
     members[2].send(*sent)

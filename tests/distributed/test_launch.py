@@ -3,14 +3,13 @@
 import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
 
 import pytest
-from launched import HEAD, LIMIT, MEMBER, command, environment, launch, python, until, write
+from launched import HEAD, LIMIT, MEMBER, background, command, launch, python, until, write
 
 from jaxpar.__main__ import main
 from jaxpar._launch import share_gpus, visible_gpus
@@ -26,9 +25,7 @@ class Running:
     """A launcher in the background, ended with its children whatever a test does."""
 
     def __init__(self, *arguments):
-        self.process = subprocess.Popen(
-            command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        self.process = background(command(*arguments))
 
     def __enter__(self):
         return self

@@ -15,12 +15,7 @@ SIZES = {"small": (2, 3), "large": (512, 512)}  # 1 MiB and more is shared by em
 TWO = {"type": "2bit", "threshold": 0.5}
 
 
-@jax.jit
-def _negative(x):
-    return -x
-
-
-donate = jax.jit(_negative, donate_argnums=0)
+donate = jax.jit(lambda x: -x, donate_argnums=0)
 
 
 def donate_all(tree):
