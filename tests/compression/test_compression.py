@@ -105,13 +105,16 @@ def test_1bit_is_mxnet_2s_rule_and_bytes():
 # ---- nothing is lost
 
 
+NUMBERS = st.floats(-100, 100, width=32)
+
+
 # Few shapes, so that the examples share their programs.
 @settings(max_examples=40, deadline=None)
 @given(
     pushes=hnp.arrays(
         np.float32,
         st.tuples(st.integers(1, 9), st.sampled_from([(1,), (3, 9)])).map(lambda case: (case[0], *case[1])),
-        elements=st.floats(-100, 100, width=32),
+        elements=NUMBERS,
     ),
     spec=st.sampled_from(CODERS),
 )
@@ -144,9 +147,7 @@ def powersgd_allreduce(rank):
         lambda case: st.tuples(
             st.just(case[0]),
             st.integers(1, 3).flatmap(
-                lambda pushes: hnp.arrays(
-                    np.float32, (pushes, case[1], *case[2]), elements=st.floats(-100, 100, width=32)
-                )
+                lambda pushes: hnp.arrays(np.float32, (pushes, case[1], *case[2]), elements=NUMBERS)
             ),
         )
     )

@@ -236,12 +236,8 @@ def test_the_kinds_over_processes_are_kind_device_inside_of_programs():
     device = stores.KINDS["device"]
     for name in ("dist_sync", "dist_device_sync", "dist_async"):
         kind = stores.KINDS[name]
-        assert (kind.reduce, kind.reduce_compressed, kind.in_rows) == (
-            device.reduce,
-            device.reduce_compressed,
-            device.in_rows,
-        )
-        assert kind.on_one_device == device.on_one_device
+        for what in ("reduce", "reduce_compressed", "in_rows", "on_one_device"):
+            assert getattr(kind, what) == getattr(device, what)
         assert kind.over_processes
         assert not stores.KINDS[kind.within_process].over_processes
 
