@@ -13,6 +13,13 @@ def close(a, b, rtol=3e-5):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max(initial=0)), a, b)
 
 
+def near(given, wanted, rtol=3e-6):
+    """Equal in shape, and but for rounding in numbers, measured by the largest number of each array alone."""
+    for a, b in zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (given, wanted)), strict=True):
+        assert a.shape == b.shape
+        assert abs(a - b).max() <= rtol * abs(b).max()
+
+
 def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 

@@ -44,6 +44,12 @@ def write(folder, *parts):
     return ["--", "python", str(path)]
 
 
+def background(words, **env):
+    """A process whose output is read while it runs, or at its end by `communicate`."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, env=environment(**env), text=True, **pipes)
+
+
 def until(condition, seconds=10.0):
     end = time.monotonic() + seconds
     while not condition():

@@ -87,12 +87,8 @@ def layouts():
     """(name, store, options of the step, of the state)."""
     square, line = mesh_of(2, 2), mesh_of(4)
     across = mesh_of(2, 2, kind=EXPLICIT, across="model")
-    yield (
-        "model across",
-        kv.from_params(params_of(), optimizer=ADAM, mesh=across, sharding=RULES),
-        {"engine": "jit"},
-        {},
-    )
+    crossed = kv.from_params(params_of(), optimizer=ADAM, mesh=across, sharding=RULES)
+    yield "model across", crossed, {"engine": "jit"}, {}
     yield "fsdp", kv.from_params(params_of(), optimizer=ADAM, mesh=line, sharding=FSDP), {"accumulate": 2}, {}
     yield "kind sharded", kv.from_params(params_of(), kind="sharded", optimizer=ADAM), {}, {}
     split = {**params_of(), "hidden": made_where_it_belongs(square)}
@@ -138,21 +134,10 @@ def started(mesh, sharding=RULES, seed=3):
     return train.create_state(store, seed + kv.rank())
 
 
-def fitted(directory, state, step=None, **options):
-    step = step or train.make_train_step(CLASSIFIED)
-    return train.fit(
-        state,
-        step,
-        examples(),
-        test_data=examples(13),
-        apply_fn=apply,
-        epochs=2,
-        batch_size=8,
-        progress=False,
-        checkpoint_dir=directory,
-        checkpoint_every=3,
-        **options,
-    )
+def fitted(directory, state, **options):
+    options |= {"test_data": examples(13), "apply_fn": apply, "epochs": 2, "batch_size": 8, "progress": False}
+    options |= {"checkpoint_dir": directory, "checkpoint_every": 3}
+    return train.fit(state, train.make_train_step(CLASSIFIED), examples(), **options)
 
 
 def scores(state, history):
@@ -225,10 +210,8 @@ def loaders(folder):
             _, history = train.fit(started(mesh), step, source, epochs=1, batch_size=8, progress=False)
             losses.append(history[0]["loss"])
     np.testing.assert_allclose(losses[2:], losses[:2], rtol=1e-6)
-    uneven = {name: x[:6] for name, x in arrays.items()}
-    _, history = train.fit(
-        started(mesh_of(2, 2)), step, data.from_arrays(uneven), epochs=1, batch_size=2, progress=False
-    )
+    uneven = data.from_arrays({name: x[:6] for name, x in arrays.items()})
+    _, history = train.fit(started(mesh_of(2, 2)), step, uneven, epochs=1, batch_size=2, progress=False)
     assert np.isfinite(history[0]["loss"])
 
 
@@ -259,9 +242,8 @@ def in_flight(folder):
 
 def parts_of(sharding, array):
     """This process's rows of an array that is split along its first axis."""
-    found = {
-        index[0].indices(len(array))[:2] for index in sharding.addressable_devices_indices_map(array.shape).values()
-    }
+    indices = sharding.addressable_devices_indices_map(array.shape).values()
+    found = {index[0].indices(len(array))[:2] for index in indices}
     return np.concatenate([array[slice(*rows)] for rows in sorted(found)])
 
 
@@ -285,9 +267,8 @@ def pushes(rows):
     """Every verb at the prompt, of stores of this process and of stores over all."""
     found, everywhere, each = [], jax.devices(), [jax.device_put(numbers(8), d) for d in jax.local_devices()]
     for kind in ("dist_sync", "device"):
-        store = kv.set_updater(
-            kv.init(kv.create(kind), [3, 5], [numbers(8, seed=9), numbers(6, 2)]), updaters.accumulate
-        )
+        store = kv.init(kv.create(kind), [3, 5], [numbers(8, seed=9), numbers(6, 2)])
+        store = kv.set_updater(store, updaters.accumulate)
         store = kv.push(store, [3, 5], [each, numbers(6, 2)])
         store, pulled = kv.pushpull(store, 3, numbers(8), devices=jax.local_devices())
         found += [pulled, kv.pull(store, [3, 5])]

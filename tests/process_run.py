@@ -28,6 +28,7 @@ from jaxpar.checkpoint import _files
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+TWO_BIT = {"type": "2bit", "threshold": 0.02}
 STEPS = 6  # of a small run: two epochs of three
 
 
@@ -238,20 +239,12 @@ def training(folder):
     ):
         step = train.make_train_step(LENET if lenet else LINEAR, engine=engine)
         apply_fn, side = (models.lenet.apply, 28) if lenet else (linear, 8)
-        state, history = train.fit(
-            new_state(kind, lenet=lenet),
-            step,
-            images(side, 24),
-            test_data=images(side, 13, seed=1),
-            apply_fn=apply_fn,
-            epochs=1 if lenet else 2,
-            batch_size=8,
-            progress=False,
-        )
+        options = {"epochs": 1 if lenet else 2, "batch_size": 8, "progress": False}
+        options |= {"test_data": images(side, 13, seed=1), "apply_fn": apply_fn}
+        state, history = train.fit(new_state(kind, lenet=lenet), step, images(side, 24), **options)
         name = f"{engine} {kind} {'lenet' if lenet else 'linear'}"
         found |= numbers(name, state)
-        scores = [history[-1][n] for n in ("loss", "accuracy", "test_loss", "test_accuracy")]
-        scores = np.float32(scores)
+        scores = np.float32([history[-1][n] for n in ("loss", "accuracy", "test_loss", "test_accuracy")])
         assert all(np.array_equal(scores, other) for other in gathered(scores)), name
         found[name] = scores
         if not lenet:
@@ -275,11 +268,7 @@ def training(folder):
 def compressed(folder):
     """Parameters and residuals of runs whose codes are summed as integers: to the bit, whatever the processes."""
     found = {}
-    for engine, spec in (
-        ("shard_map", {"type": "int3"}),
-        ("pmap", {"type": "int3"}),
-        ("shard_map", {"type": "2bit", "threshold": 0.02}),
-    ):
+    for engine, spec in (("shard_map", {"type": "int3"}), ("pmap", {"type": "int3"}), ("shard_map", TWO_BIT)):
         step = train.make_train_step(LINEAR, engine=engine)
         state = new_state("device", spec)
         state, _ = train.fit(state, step, images(8, 24), epochs=2, batch_size=8, progress=False)
@@ -427,7 +416,7 @@ def check_batches():
 
 def small_run(directory, **options):
     step = train.make_train_step(LINEAR)
-    state = new_state("sharded", {"type": "2bit", "threshold": 0.02})
+    state = new_state("sharded", TWO_BIT)
     return train.fit(state, step, images(8, 24), epochs=2, batch_size=8, checkpoint_dir=directory, **options)
 
 
@@ -482,9 +471,7 @@ def callbacks(folder):
         assert int(state.step) == 4
     best = min(history, key=lambda record: record["loss"])["step"]
     assert checkpoint.best(folder / "stops").name == f"step_{best:08d}"
-    found, _ = checkpoint.Manager(folder / "stops").restore_best(
-        new_state("sharded", {"type": "2bit", "threshold": 0.02})
-    )
+    found, _ = checkpoint.Manager(folder / "stops").restore_best(new_state("sharded", TWO_BIT))
     assert int(found.step) == best
     whole, records = small_run(folder / "whole", progress=False, callbacks=train.EarlyStopping("loss", patience=1))
     options = {"progress": False, "callbacks": train.EarlyStopping("loss", patience=1)}

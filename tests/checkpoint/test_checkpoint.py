@@ -60,10 +60,6 @@ def same(a, b):
     assert_unchanged(a, snapshot(b))
 
 
-def file_names(path):
-    return sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
-
-
 # What goes in comes out.
 
 
@@ -208,10 +204,7 @@ def test_residuals_of_a_store_that_follows_its_devices(tmp_path):
         ({"w": jnp.zeros((2, 3), jnp.float16), "n": jnp.int32(0)}, r"leaf 'w': expected float16\[2,3\], found float32"),
         ({"w": jnp.zeros((2, 3)), "n": jax.random.key(0)}, r"leaf 'n': expected key<fry>\[\], found int32\[\]"),
         ({"w": jnp.zeros((2, 3))}, r"leaf 'n': found int32\[\], expected no such leaf.* 1 leaves, the checkpoint 2"),
-        (
-            {"w": jnp.zeros((2, 3)), "n": jnp.int32(0), "b": jnp.ones(1)},
-            r"leaf 'b': expected float32\[1\], found nothing",
-        ),
+        ({"w": jnp.zeros((2, 3)), "n": jnp.int32(0), "b": jnp.ones(1)}, r"leaf 'b': expected .*\[1\], found nothing"),
     ],
 )
 def test_a_leaf_that_does_not_fit(tmp_path, like, message):
@@ -346,9 +339,8 @@ def test_a_state_for_each_key_becomes_one_for_all_params(tmp_path, tx, capsys):
     each = kv.push(kv.from_params(params, updater=updaters.from_optax(tx)), keys, grads)
     whole = kv.push(kv.from_params(params, optimizer=tx), keys, grads)
     checkpoint.save(tmp_path / "a", each)
-    same(
-        checkpoint.restore(tmp_path / "a", kv.from_params(params, optimizer=tx)).optimizer_state, whole.optimizer_state
-    )
+    joined = checkpoint.restore(tmp_path / "a", kv.from_params(params, optimizer=tx))
+    same(joined.optimizer_state, whole.optimizer_state)
     assert "was joined into one for all params" in capsys.readouterr().err
     with pytest.raises(checkpoint.CheckpointError, match=r"optimizer_state/0/0/.*expected .* found nothing"):
         checkpoint.restore(tmp_path / "a", kv.from_params(params, optimizer=optax.chain(tx, optax.ema(0.9))))
@@ -403,7 +395,7 @@ def test_any_damaged_file_is_refused_by_name_and_the_one_before_used(tmp_path, c
     like, new = {"w": jnp.full(5, 7.0)}, tmp_path / "new"
     assert checkpoint.latest(tmp_path) == new
     assert capsys.readouterr().err == ""
-    names = file_names(new)
+    names = sorted(p.relative_to(new).as_posix() for p in new.rglob("*") if p.is_file())
     assert _files.MANIFEST in names
     assert len(names) > 4
     for name in names:
@@ -599,9 +591,15 @@ def test_resume_false_and_true_and_other_batches(tmp_path):
     assert [r["epoch"] for r in history] == [1, 2]
 
 
-def test_going_on_from_a_state_saved_by_hand(tmp_path):
+@pytest.mark.parametrize("by", ["save", "Manager"])
+def test_going_on_from_a_state_saved_by_hand(tmp_path, by):
     state, history = run(make(), epochs=1)
-    checkpoint.save(tmp_path / "mine", state)
+    if by == "save":
+        checkpoint.save(tmp_path / "mine", state)
+    else:
+        manager = checkpoint.Manager(tmp_path)
+        manager.save(state, {"note": "mine"})
+        manager.close()
     resumed, records = run(make(), tmp_path, epochs=2)
     expected, whole = run(make(), epochs=2)
     same(resumed, expected)
@@ -734,9 +732,7 @@ def test_a_long_info_and_a_manifest_that_is_damaged_meanwhile(tmp_path):
     for step in range(4):
         manager.save({"step": jnp.int32(step)}, {"history": [{"epoch": i, "loss": 0.5} for i in range(9000)]})
     manager.wait()
-    assert (tmp_path / "save_00000004" / "jaxpar.json").read_bytes().count(
-        b"\n"
-    ) == 0  # in one line it is written faster
+    assert b"\n" not in (tmp_path / "save_00000004" / "jaxpar.json").read_bytes()  # in one line it is written faster
     another = checkpoint.Manager(tmp_path, keep=2)  # a run that was started again
     another.save({"step": jnp.int32(9)}, {})
     another.save({"step": jnp.int32(10)}, {})

@@ -148,7 +148,6 @@ DAMAGES = {
     "pipe": lambda file: replaced(file, os.mkfifo),
     "endless": lambda file: replaced(file, lambda path: os.symlink("/dev/zero", path)),
     "circle": lambda file: replaced(file, lambda path: os.symlink(path, path)),
-    "truncated": lambda file: os.truncate(file, file.stat().st_size // 2),
     "gigantic": lambda file: os.truncate(file, 200 << 20),
     "deep": lambda file: file.write_text("[" * 100_000),
     "long number": lambda file: file.write_text("1" * 5000),
@@ -246,6 +245,7 @@ def nested(depth):
 
 
 SHA = "0" * 64
+BAD_NAMES = ("../old/jaxpar.json", "/dev/zero", "", ".", "a//b", "a\0b", "\ud800", "x" * 300, "jaxpar.json", "\n")
 FORGED = [
     lambda body: [],
     lambda body: "text",
@@ -269,21 +269,7 @@ FORGED = [
     *(entry(["leaves", 1, n], v) for n in ("name", "words") for v in (3, None, [])),
     lambda body: body["leaves"].append(body["leaves"][0]),
     lambda body: body["leaves"].append({**body["leaves"][0], "name": "more"}),
-    *(
-        entry(["files", name], [0, SHA])
-        for name in (
-            "../old/jaxpar.json",
-            "/dev/zero",
-            "",
-            ".",
-            "a//b",
-            "a\0b",
-            "\ud800",
-            "x" * 300,
-            "jaxpar.json",
-            "\n",
-        )
-    ),
+    *(entry(["files", name], [0, SHA]) for name in BAD_NAMES),
     *(entry(["files", "arrays/_METADATA"], v) for v in (None, [], [-1, SHA], [1.0, SHA], [10**300, SHA], [3, 3], [3])),
 ]
 
@@ -410,16 +396,6 @@ def test_a_forged_info_of_a_run_is_passed_over(tmp_path, capsys):
     state, _ = run(tmp_path, epochs=2)
     assert "step_00000003 is damaged: wrong history in the info of the run" in capsys.readouterr().err
     same(state, expected)
-
-
-def test_a_checkpoint_of_a_manager_by_hand_has_no_run(tmp_path):
-    state, _ = run(epochs=1)
-    manager = checkpoint.Manager(tmp_path)
-    manager.save(state, {"note": "mine"})
-    manager.close()
-    resumed, history = run(tmp_path, epochs=2)
-    same(resumed, run(epochs=2)[0])
-    assert [r["epoch"] for r in history] == [2]
 
 
 def test_nothing_is_saved_that_would_be_refused(tmp_path, monkeypatch):

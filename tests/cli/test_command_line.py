@@ -301,9 +301,8 @@ def test_what_is_printed(few, capsys, monkeypatch):
         return images[:, 0, :10, 0] * every
 
     monkeypatch.setattr(models.lenet, "apply", linear)
-    assert (
-        command_line.main(["train", "--recipe=lenet", "--epochs=1", "--batch-size=16", "--no-compilation-cache"]) == 0
-    )
+    words = ["--recipe=lenet", "--epochs=1", "--batch-size=16", "--no-compilation-cache"]
+    assert command_line.main(["train", *words]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     first, epoch, last = out.splitlines()

@@ -25,6 +25,7 @@ def run(*words):
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     text = """
 import jax
 import jax.numpy as jnp
@@ -83,28 +84,19 @@ def test_the_help_of_plot_names_what_it_writes(tmp_path):
     assert {path.suffix for path in tmp_path.iterdir()} == {".html", ".svg", ".png", ".pdf", ".gif", ".dot"}
 
 
-def test_plot_a_function_of_a_module(module, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_plot_a_function_of_a_module(module):
     assert run("my_nets:net", "--input", "8x4:f32", "-o", "net.dot", "--theme", "dark", "--heat", "flops") == 0
     text = (module / "net.dot").read_text()
     assert "8×4" in text
     assert "FullyConnected" in text
 
 
-@pytest.mark.parametrize(
-    ("init", "params"),
-    [
-        ("my_nets:init", 12),
-        ("my_nets:init_like", 28),
-        ("my_nets:like_flax", 28),
-        ("my_nets:fixed", 12),
-        ("0", 20),
-        (None, 0),
-    ],
-)
+INITS = {"my_nets:init": 12, "my_nets:init_like": 28, "my_nets:like_flax": 28, "my_nets:fixed": 12, "0": 20, None: 0}
+
+
+@pytest.mark.parametrize(("init", "params"), INITS.items())
 @pytest.mark.parametrize("name", ["my_nets:apply", "my_nets:model.apply"])
-def test_the_parameters_of_a_function(module, monkeypatch, capsys, init, params, name):
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_the_parameters_of_a_function(module, capsys, init, params, name):
     first = [] if init and ":" in init else ["--shape", '{"w": "4x5:bf16"}']
     more = ["--params", init] if init else []
     assert run(name, *first, "--shape", "8x4", *more, "-o", "net.gv", "--summary", "--title", "") == 0
@@ -146,8 +138,7 @@ def test_a_bad_output_is_refused_before_anything_is_traced(module, monkeypatch, 
         (["my_nets:net", "--shape", "8x4", "-o", "net.nonsense"], 2, "cannot draw nonsense"),
     ],
 )
-def test_bad_command_lines(module, monkeypatch, capsys, words, status, message):
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_bad_command_lines(module, capsys, words, status, message):
     assert run(*words) == status
     error = capsys.readouterr().err
     assert message in error

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
+from kv_model import on_mesh
 
 from jaxpar import checkpoint, compression, kv, updaters
 from jaxpar._devices import collectives
@@ -103,13 +104,12 @@ def summed(spec, values, limits=LIMITS, dtype="float32"):
     compressor, count = compression.make(spec), values[0].shape[0]
     assert compressor is not None
     states = [compressor.init(v.shape[1:], dtype) for v in values]
-    mesh = Mesh(np.array(jax.devices()[:count]), ("d",))
 
     def body(values):
-        sums, new = compressed.allreduce(compressor, [v[0] for v in values], states, "d", limits)
+        sums, new = compressed.allreduce(compressor, [v[0] for v in values], states, "data", limits)
         return [s[None] for s in sums], jax.tree.map(lambda x: x[None], new)
 
-    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=False))
+    run = on_mesh(body, jax.devices()[:count], P("data"), P("data"))
     return jax.tree.map(np.asarray, run([jnp.asarray(v, dtype) for v in values]))
 
 
@@ -184,7 +184,7 @@ def test_every_way_gives_the_same_bits(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("alone", [pytest.param(0, marks=pytest.mark.slow), 1 << 20], ids=["each_alone", "one_bucket"])
+@pytest.mark.parametrize("alone", [0, 1 << 20], ids=["each_alone", "one_bucket"])
 def test_buckets_do_not_matter(alone):
     values = normal((64,), (3, 5), (40, 40))
     limits = collectives.BucketLimits(alone_bytes=alone)
@@ -206,8 +206,15 @@ def test_2bit_never_sends_more_than_plain(count, threshold):
         assert min(cost.values()) <= plain + (0 if grid.is_exact else 2 * 4 * count), (words, cost)
 
 
+def lowered(body, count, out_specs, *arguments):
+    """The program of a function over an abstract mesh of so many devices, as it is given to XLA."""
+    mesh = AbstractMesh((count,), ("d",), axis_types=(AxisType.Auto,))
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=out_specs, check_vma=False))
+    return run.trace(*arguments).lower(lowering_platforms=("cpu",)).as_text()
+
+
 def pushed(spec, count, shapes):
-    """The program of one push over an abstract mesh, as it is given to XLA."""
+    """The program of one push."""
     keys = list(range(len(shapes)))
     store = kv.init(kv.create("device"), keys, [jnp.zeros(s) for s in shapes])
     store = kv.set_gradient_compression(store, spec)
@@ -216,10 +223,7 @@ def pushed(spec, count, shapes):
         after = kv.push(store, keys, [v[0] for v in values], axis_name="d")
         return kv.pull(after, keys), after.residuals
 
-    mesh = AbstractMesh((count,), ("d",), axis_types=(AxisType.Auto,))
-    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("d"), out_specs=(P(), P("d")), check_vma=False))
-    arguments = [jax.ShapeDtypeStruct((count, *s), jnp.float32) for s in shapes]
-    text = run.trace(arguments).lower(lowering_platforms=("cpu",)).as_text()
+    text = lowered(body, count, (P(), P("d")), [jax.ShapeDtypeStruct((count, *s), jnp.float32) for s in shapes])
     return re.sub(r"replica_groups = dense<[^>]*> : tensor<[^>]*>", "", text)  # the numbers of the devices
 
 
@@ -425,18 +429,8 @@ def test_parameters_are_gathered_once_on_512_devices():
     def body(chunks):
         return collectives.all_gather(chunks, shapes, "d", LIMITS)
 
-    run = jax.jit(
-        jax.shard_map(
-            body,
-            mesh=AbstractMesh((count,), ("d",), axis_types=(AxisType.Auto,)),
-            in_specs=P("d"),
-            out_specs=P(),
-            check_vma=False,
-        )
-    )
     sizes = [collectives.chunk_size(int(np.prod(s)), count) for s in shapes]
-    chunks = [jax.ShapeDtypeStruct((count * size,), jnp.float32) for size in sizes]
-    text = run.trace(chunks).lower(lowering_platforms=("cpu",)).as_text()
+    text = lowered(body, count, P(), [jax.ShapeDtypeStruct((count * size,), jnp.float32) for size in sizes])
     assert text.count("stablehlo.all_gather") == 3
     assert text.count("stablehlo.concatenate") == 1
     assert sent_bytes(text, count) == (count - 1) * 4 * sum(sizes)

@@ -35,6 +35,7 @@ X, W = arrays((4, 12, 10, 3), (3, 3, 3, 5))
 
 MANY = arrays((128, 6, 6, 3))[0]
 
+ONE_AXIS = {"dimension_numbers": ("NHC", "HIO", "NHC")}
 CASES = {
     "same": ((4, 12, 10, 3), (3, 3, 3, 5), (1, 1), "SAME", {}),
     "valid": ((4, 12, 10, 3), (3, 2, 3, 5), (1, 1), "VALID", {}),
@@ -72,13 +73,7 @@ CASES = {
         "SAME",
         {"dimension_numbers": ("NCHW", "OIHW", "CHWN"), "feature_group_count": 5},
     ),
-    "depthwise, 1-D": (
-        (4, 40, 6),
-        (7, 1, 6),
-        (1,),
-        "SAME",
-        {"dimension_numbers": ("NHC", "HIO", "NHC"), "feature_group_count": 6},
-    ),
+    "depthwise, 1-D": ((4, 40, 6), (7, 1, 6), (1,), "SAME", {**ONE_AXIS, "feature_group_count": 6}),
     "depthwise, two of each": ((4, 12, 10, 4), (3, 3, 1, 8), (1, 1), "SAME", {"feature_group_count": 4}),
     "dilated images and window": (
         (4, 6, 6, 3),
@@ -92,7 +87,7 @@ CASES = {
     "batch groups": ((4, 12, 10, 3), (3, 3, 3, 6), (1, 1), "SAME", {"batch_group_count": 2}),
     "channels first": ((4, 3, 12, 10), (5, 3, 3, 3), (1, 1), "SAME", {"dimension_numbers": ("NCHW", "OIHW", "NCHW")}),
     "mixed layouts": ((12, 4, 10, 3), (3, 5, 3, 3), (1, 1), "SAME", {"dimension_numbers": ("HNWC", "IOHW", "CWNH")}),
-    "1-D": ((4, 40, 3), (5, 3, 6), (1,), "SAME", {"dimension_numbers": ("NHC", "HIO", "NHC")}),
+    "1-D": ((4, 40, 3), (5, 3, 6), (1,), "SAME", ONE_AXIS),
     "3-D": ((2, 8, 9, 7, 3), (2, 3, 2, 3, 4), (1, 2, 1), "SAME", {"dimension_numbers": ("NDHWC", "DHWIO", "NDHWC")}),
     "no images": ((0, 12, 10, 3), (3, 3, 3, 5), (1, 1), "SAME", {}),
 }

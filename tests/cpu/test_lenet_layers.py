@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_model import near
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -44,13 +45,6 @@ SLOW = pytest.mark.slow
 both = pytest.mark.parametrize(("fast", "plain", "args"), CASES.values(), ids=CASES)
 
 
-def close(given, wanted, rtol=3e-6):
-    """Equal but for rounding, measured by the largest number."""
-    for a, b in zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (given, wanted)), strict=True):
-        assert a.shape == b.shape
-        assert abs(a - b).max() <= rtol * abs(b).max()
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "args",
@@ -64,7 +58,7 @@ def close(given, wanted, rtol=3e-6):
     ],
 )
 def test_winograd_is_convolution_relu_and_mean(args):
-    close(jax.jit(lenet_layers.winograd)(*args), jax.jit(reference)(*args))
+    near(jax.jit(lenet_layers.winograd)(*args), jax.jit(reference)(*args))
 
 
 @pytest.mark.sampled(2)
@@ -79,7 +73,7 @@ def test_winograd_is_convolution_relu_and_mean(args):
     ],
 )
 def test_direct_is_convolution_relu_and_mean(args):
-    close(jax.jit(lenet_layers.direct)(*args), jax.jit(reference_direct)(*args))
+    near(jax.jit(lenet_layers.direct)(*args), jax.jit(reference_direct)(*args))
 
 
 def loss(f):
@@ -91,7 +85,7 @@ def loss(f):
 @pytest.mark.parametrize("arguments", [(0, 1, 2), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3))])
 def test_gradients_of_all_arguments_and_of_one(fast, plain, args, arguments):
     """The rules leave out what has no tangent."""
-    close(jax.jit(jax.grad(loss(fast), arguments))(*args), jax.jit(jax.grad(loss(plain), arguments))(*args))
+    near(jax.jit(jax.grad(loss(fast), arguments))(*args), jax.jit(jax.grad(loss(plain), arguments))(*args))
 
 
 @pytest.mark.sampled(1)
@@ -102,7 +96,7 @@ def test_forward_mode(fast, plain, args):
     def product(f):
         return jax.jit(lambda *args: jax.jvp(f, args, tangents))(*args)
 
-    close(product(fast), product(plain))
+    near(product(fast), product(plain))
 
 
 @pytest.mark.slow
@@ -113,14 +107,14 @@ def test_second_derivatives(fast, plain, args):
     def product(f):
         return jax.jit(lambda *args: jax.jvp(jax.grad(loss(f), (0, 1, 2)), args, tangents)[1])(*args)
 
-    close(product(fast), product(plain), rtol=1e-5)
+    near(product(fast), product(plain), rtol=1e-5)
 
 
 @both
 def test_jit_and_vmap(fast, plain, args):
     x, weight, bias = args
     several, plain = np.stack([weight, 2 * weight, -weight]), jax.jit(plain)
-    close(jax.jit(jax.vmap(fast, (None, 0, None)))(x, several, bias), np.stack([plain(x, w, bias) for w in several]))
+    near(jax.jit(jax.vmap(fast, (None, 0, None)))(x, several, bias), np.stack([plain(x, w, bias) for w in several]))
 
 
 # The second row has the other half: each engine and each formula is here once.
@@ -143,7 +137,7 @@ def test_over_devices_the_gradients_add_up(fast, plain, args, engine):
     if engine == "pmap":
         shards = np.stack(np.split(x, 2, axis=-1))
         body = jax.pmap(lambda x: lax.psum(grad(x, *params), "data"), "data", devices=devices, out_axes=None)
-        close(body(shards), wanted)
+        near(body(shards), wanted)
         return
     checked = engine == "shard_map"
 
@@ -153,7 +147,7 @@ def test_over_devices_the_gradients_add_up(fast, plain, args, engine):
 
     mesh = jax.sharding.Mesh(np.array(devices), ("data",))
     in_specs = (P(*[None] * (x.ndim - 1), "data"), P(), P())
-    close(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=checked))(*args), wanted)
+    near(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=checked))(*args), wanted)
 
 
 def test_toom_cook_is_exact_but_for_rounding():

@@ -117,9 +117,7 @@ def test_mistakes():
         models.avg_pool(x[0, 0], (2, 2))
     with pytest.raises(ValueError, match=r"max_pool: inputs must be .* got inputs of .*strides"):
         models.max_pool(x, (2, 2), (0, 1))
-    with pytest.raises(
-        ValueError, match=r"avg_pool: a window of \(9, 9\) has more than 64 entries.*the mean over the axes"
-    ):
+    with pytest.raises(ValueError, match=r"avg_pool: a window of \(9, 9\) has more than 64 .*the mean over the axes"):
         models.avg_pool(images((1, 9, 9, 1)), (9, 9))
     with pytest.raises(ValueError, match=r"max_pool: a window of \(1, 8\) is larger than inputs of \(2, 6, 6, 3\)"):
         models.max_pool(x, (1, 8))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_model import normal
 from jax import lax
 
 from jaxpar.models import fast_on_cpus
@@ -49,6 +50,20 @@ def test_the_numbers_of_lax_to_the_bit(kind, name):
     np.testing.assert_array_equal(jax.jit(fast_on_cpus(of_lax))(x, cotangent), of_lax(x, cotangent))
     ours = transposed(fast_on_cpus(function))  # derivatives of the replaced function
     np.testing.assert_array_equal(jax.jit(ours)(x, cotangent), of_lax(x, cotangent))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["halves", "windows that overlap", "windows apart", "one-sided padding"])
+@pytest.mark.parametrize("kind", ["normal", "mostly minus infinity", "bfloat16"])
+def test_the_gradient_of_max_pooling_to_the_bit(name, kind):
+    x = normal(2, 9, 8, 3)
+    if kind != "normal":
+        x = x.astype(jnp.bfloat16) if kind == "bfloat16" else np.where(normal(2, 9, 8, 4)[..., :3] < 1, -np.inf, x)
+    function = pool(MAX, name)
+    y = function(x)
+    cotangent = normal(*y.shape, 1)[..., 0].round().astype(y.dtype)  # sums without rounding: their order is free
+    of_lax = transposed(function)
+    np.testing.assert_array_equal(jax.jit(fast_on_cpus(of_lax))(x, cotangent), jax.jit(of_lax)(x, cotangent))
 
 
 @pytest.mark.sampled(2)

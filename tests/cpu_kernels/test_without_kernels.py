@@ -80,15 +80,12 @@ def test_turned_off(package, monkeypatch, caplog):
     falls_back(caplog, logging.INFO, "JAXPAR_CPU_KERNELS=0")
 
 
-VERSIONS = {"newer": (0, 1), "another": (1, 0)}
-
-
-@pytest.mark.parametrize("name", VERSIONS)
-def test_a_library_for_another_ffi_is_not_registered(package, monkeypatch, caplog, name):
+@pytest.mark.parametrize(("more", "more_minor"), [(0, 1), (1, 0)], ids=["newer", "another"])
+def test_a_library_for_another_ffi_is_not_registered(package, monkeypatch, caplog, more, more_minor):
     """XLA would stop JAX at a handler of a newer FFI."""
     major, minor = package.ffi_version()
-    built = major + VERSIONS[name][0], minor + VERSIONS[name][1]
-    library = types.SimpleNamespace(JaxparFfiMajor=lambda: built[0], JaxparFfiMinor=lambda: built[1])
+    built = {"JaxparFfiMajor": lambda: major + more, "JaxparFfiMinor": lambda: minor + more_minor}
+    library = types.SimpleNamespace(**built)
     monkeypatch.setattr(package.ctypes, "CDLL", lambda path: library)  # it has no handler that could be registered
     falls_back(caplog, logging.WARNING, "install jaxpar-cpu again")
 

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from launched import environment, python
+from launched import background, python
 
 from jaxpar import data
 from jaxpar.data import _load
@@ -54,8 +53,7 @@ LOAD = "import sys, jaxpar; print(len(jaxpar.data.load('fashion_mnist', 'test[:1
 
 
 def start_loading(folder):
-    command, pipes = [sys.executable, "-c", LOAD, str(folder)], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=environment(), text=True, **pipes)
+    return background([sys.executable, "-c", LOAD, str(folder)])
 
 
 def wait_for_writing(folder, process, already=()):
@@ -172,9 +170,7 @@ def test_a_prepared_set_comes_first_and_the_line_says_so(prepared, capsys, offli
     assert capsys.readouterr() == ("", "")
 
 
-def test_files_come_before_debian_and_an_empty_folder_is_passed_over(
-    prepared, idx_files, tmp_path, monkeypatch, capsys
-):
+def test_files_come_before_debian_and_empty_folders_are_passed_over(prepared, idx_files, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAXPAR_DATA_DIR", str(idx_files))
     assert _load._find("fashion_mnist", tmp_path / "new", "auto") == ("files", idx_files)
     monkeypatch.setenv("JAXPAR_DATA_DIR", str(tmp_path / "nothing"))
@@ -254,22 +250,21 @@ def cut_to(size):
     return lambda folder: os.truncate(folder / SHARD, size)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        cut_to(0),
-        cut_to(65536),
-        cut_to(3_000_000),
-        cut_to(6_225_920),
-        lambda folder: flip(folder / SHARD),
-        lambda folder: (folder / SHARD).unlink(),
-        lambda folder: (folder / "dataset_info.json").write_text('{"name": "fash'),
-        lambda folder: (folder / "dataset_info.json").unlink(),
-    ],
-    ids=["empty", "64 KB", "half", "last block", "flipped", "no shard", "half info", "no info"],
-)
+DAMAGES = {
+    "empty": cut_to(0),
+    "64 KB": cut_to(65536),
+    "half": cut_to(3_000_000),
+    "last block": cut_to(6_225_920),
+    "flipped": lambda folder: flip(folder / SHARD),
+    "no shard": lambda folder: (folder / SHARD).unlink(),
+    "half info": lambda folder: (folder / "dataset_info.json").write_text('{"name": "fash'),
+    "no info": lambda folder: (folder / "dataset_info.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_prepared_set_is_refused_by_name(damage, copy):
-    damage(copy[1])
+    DAMAGES[damage](copy[1])
     with pytest.raises(ValueError, match=r"prepared data set in .*copy/fashion_mnist.* is damaged .*Delete that"):
         data.load(split="test", data_dir=copy[0])
 
@@ -538,11 +533,7 @@ def test_a_split_is_drawn_by_its_key_only():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (
-            (0.001,),
-            ValueError,
-            "0.001 of 50 examples leaves one of the two parts empty; give a fraction between 0 and 1, or a",
-        ),
+        ((0.001,), ValueError, "0.001 of 50 examples leaves one of the two parts empty; give a fraction between 0 and"),
         ((50,), ValueError, "50 of 50 examples"),
         ((1.5,), ValueError, "1.5 of 50 examples"),
         ((float("nan"),), ValueError, "fraction must be a number"),

@@ -84,9 +84,7 @@ def test_rows_are_known_by_a_number_or_a_text_in_the_first():
 def test_columns_that_are_no_numbers_are_named():
     pandas = pytest.importorskip("pandas")
     named = pandas.DataFrame({"x": X[:2], "name": ["a", "b"], "y": Y[:2]})
-    with pytest.raises(
-        TypeError, match=r"the columns \['name'\] of the DataFrame are not numeric; write frame\[\['x', 'y'\]\]"
-    ):
+    with pytest.raises(TypeError, match=r"columns \['name'\] of the DataFrame are not .* write frame\[\['x', 'y'\]\]"):
         fit(named)
     with pytest.raises(TypeError, match=r"evaluate: the columns \['name'\]"):
         train.evaluate({"w": 1.0}, data=named, eval_fn=eval_fn)
@@ -154,17 +152,11 @@ def test_a_loader_says_the_size_of_its_batches():
     assert int(state.step) == 4
     assert history[0]["step"] == 2
     assert [batch["x"].shape for batch in data.batches(loader)] == [(16,), (16,)]
-    assert train.evaluate({"w": 1.0}, data=DataLoader(16, False), eval_fn=eval_fn)["error"] == pytest.approx(
-        abs(X - Y).mean()
-    )
-    words = (
-        r"makes batches of 16, but batch_size is 8; write DataLoader\(..., batch_size=8, drop_last=True\), or give bat"
-    )
-    with pytest.raises(ValueError, match=words):
+    found = train.evaluate({"w": 1.0}, data=DataLoader(16, False), eval_fn=eval_fn)
+    assert found["error"] == pytest.approx(abs(X - Y).mean())
+    with pytest.raises(ValueError, match=r"batches of 16, but batch_size is 8; .* batch_size=8, drop_last=True\), or"):
         fit(loader, batch_size=8)
-    with pytest.raises(
-        ValueError, match=r"the last batch of the DataLoader would have 8 examples; write .*drop_last=True"
-    ):
+    with pytest.raises(ValueError, match=r"the last batch of the DataLoader would have 8 .*; write .*drop_last=True"):
         fit(DataLoader(16, drop_last=False))
     assert int(fit(DataLoader(8, drop_last=False))[0].step) == 10
 
@@ -265,9 +257,7 @@ def test_a_loader_and_an_iterator_of_grain(tmp_path):
         state, _ = fit(data.from_iterable(make(), steps_per_epoch=5), **options)
         want = weight(data.from_iterable(make(), steps_per_epoch=5), batch_size=8)
         np.testing.assert_array_equal(state.params["w"], want)
-    with pytest.raises(
-        TypeError, match=r"give the number of batches in an epoch: data.from_iterable\(source, steps_per_epo"
-    ):
+    with pytest.raises(TypeError, match=r"the number of batches in an epoch: .*from_iterable\(source, steps_per_epoch"):
         fit(loader())
     batches = list(itertools.islice(data.batches(data.from_iterable(stream(), steps_per_epoch=2), 8), 2))
     assert [batch["x"].shape for batch in batches] == [(8,), (8,)]

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from kv_model import on_mesh
 
 from jaxpar import kv, updaters
 from jaxpar._devices import collectives
@@ -92,11 +93,5 @@ def test_a_gathered_sum_adds_in_the_order_of_the_devices_to_the_bit(size, device
     rng = np.random.default_rng(size)
     scales = 10.0 ** (3 * (np.arange(len(devices)) % 4))
     values = (rng.standard_normal((len(devices), size)) * scales[:, None]).astype(np.float32)
-    run = jax.shard_map(
-        lambda x: collectives.gather_sum([x[0]], "data", BucketLimits())[0],
-        mesh=Mesh(np.array(devices), ("data",)),
-        in_specs=P("data"),
-        out_specs=P(),
-        check_vma=False,
-    )
-    np.testing.assert_array_equal(jax.jit(run)(values), in_order(list(values)))
+    run = on_mesh(lambda x: collectives.gather_sum([x[0]], "data", BucketLimits())[0], devices, P("data"))
+    np.testing.assert_array_equal(run(values), in_order(list(values)))

@@ -343,8 +343,8 @@ def biased_step():
     return train.make_train_step(train.classification_loss(biased))
 
 
-def in_and_out(mesh, how, folder=None):
-    """Every verb and step on a store and on a state of the mesh; with a folder every loop and file too."""
+def in_and_out(mesh, how, folder):
+    """Every verb, step, loop and file, on a store and on a state of the mesh."""
     store, step = made_inside(mesh, how), biased_step()
     pushed, pulled = kv.pushpull(store, [0, 1], [numbers(4), [numbers(8, 4)] * 2])
     found = [pulled, kv.pull(store, [0, 1], devices=devices()[:2]), kv.to_params(pushed), kv.eval_params(pushed)]
@@ -361,8 +361,6 @@ def in_and_out(mesh, how, folder=None):
     state, metrics = step(typed(), batch)
     found += [state.params, metrics, step.many(typed(), jax.tree.map(lambda x: np.stack([x, x]), batch))[1]]
     found += [typed().params, typed().eval_params]
-    if folder is None:
-        return on_host(found)
     dataset = data.Dataset(numbers(16, 8), np.arange(16) % 4)
     fitted, history = train.fit(
         typed(), step, dataset, epochs=1, batch_size=8, progress=False, test_data=dataset, apply_fn=biased
@@ -378,13 +376,8 @@ FOLDERS = itertools.count()
 
 
 @pytest.mark.slow
-def test_made_inside_of_a_mesh_and_used_where_none_is_set():
-    same_bits(in_and_out(MESHES["explicit2d"](), "mesh"), in_and_out(MESHES["auto2d"](), "mesh"))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("how", SPLIT)
-def test_loops_and_files_of_what_was_made_inside_of_a_mesh(how, tmp_path):
+def test_made_inside_of_a_mesh_and_used_where_none_is_set(how, tmp_path):
     same_bits(in_and_out(MESHES["explicit2d"](), how, tmp_path), in_and_out(MESHES["auto2d"](), how, tmp_path))
 
 

@@ -4,21 +4,15 @@ import contextlib
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import jax
 import numpy as np
 import pytest
-from hostile import JOB, line, open_descriptors
+from hostile import JOB, line
 from hypothesis import HealthCheck, given, settings
 from launched import LIMIT, command, environment, write
 
-from jaxpar._heartbeat.client import HeartbeatClient
-from jaxpar._heartbeat.connection import Secret
-from jaxpar._heartbeat.server import HeartbeatServer
-
-KEY = Secret(b"0123456789abcdef", "a test")
 STEPS = 200
 # The training, in this process or in several. It is over only after the attack.
 TRAINING = f"""
@@ -65,33 +59,6 @@ def attack(address, number):
         for sock in idle:
             sock.close()
     return len(sent)
-
-
-@pytest.mark.slow
-def test_a_training_beside_an_attack(undisturbed):
-    """The server, a process of the run and its training are in this process, as in process 0 without the launcher."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = listener.getsockname()
-        server = HeartbeatServer(listener, job=JOB, size=1, secret=KEY, heartbeat_timeout=10, join_timeout=10)
-        client = HeartbeatClient(0, 1, job=JOB, secret=KEY, heartbeat_timeout=10, launched=False, server=server)
-        server.thread.start()
-        client.join_run([address], 10.0, "absent")
-        before, over, ends = open_descriptors(), threading.Event(), []
-        training = threading.Thread(target=lambda: ends.append(OWN["run"](over.is_set, jax.devices()[:2])))
-        training.start()
-        try:
-            assert attack(address, 150) > 100
-        finally:
-            over.set()
-            training.join(LIMIT)
-        np.testing.assert_array_equal(ends[0], undisturbed)
-        assert server.lost is None
-        assert client.thread.is_alive()
-        client.send_resume_hint("runs/step_1")
-        client.leave()
-        server.thread.join(LIMIT)
-        assert server.hint == "runs/step_1"
-        assert open_descriptors() <= before
 
 
 PROGRAM = """

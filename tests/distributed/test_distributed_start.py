@@ -4,7 +4,6 @@ import functools
 import re
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import threading
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from launched import environment, launch, write
+from launched import background, launch, write
 
 from jaxpar import data, distributed, kv, train
 from jaxpar._heartbeat import connection
@@ -170,11 +169,7 @@ def test_the_manifests_of_the_documentation():
         ({}, ("a:1", 0, 0), "num_processes must be an int of 1 or more, got 0"),
         ({}, ("a:1", 2, -1), "process_id must be an int from 0 to 1, got -1"),
         ({}, ("a", 2, 0), "the coordinator must be 'host:port', got 'a'"),
-        (
-            {**BY_HAND, "JAXPAR_HUB": "b:2"},
-            (None, 4, None),
-            "num_processes=4, but `jaxpar launch` started this process",
-        ),
+        ({**BY_HAND, "JAXPAR_HUB": "b:2"}, (None, 4, None), "num_processes=4, but `jaxpar launch` started this"),
     ],
 )
 def test_settings_that_do_not_fit(env, given, text):
@@ -184,9 +179,7 @@ def test_settings_that_do_not_fit(env, given, text):
 
 def test_numbers_that_are_none():
     for given in (("a:1", True, 0), ("a:1", "2", 0), ("a:1", 2, 0.5)):
-        with pytest.raises(
-            TypeError, match=r"distributed.initialize: (num_processes|process_id) must be an int (of|from)"
-        ):
+        with pytest.raises(TypeError, match=r"initialize: (num_processes|process_id) must be an int (of|from)"):
             _environment.find(*given, {})
 
 
@@ -284,9 +277,7 @@ def test_training_apart_is_refused_where_the_processes_belong_together(name, sur
         "fit": lambda: train.fit(state, step, [], epochs=1, batch_size=8),
         "kv.create: kind 'sharded'": lambda: kv.create("sharded"),
     }.items():
-        with pytest.raises(
-            RuntimeError, match=re.escape(f"{caller}: this is {name} and has not joined the others, so")
-        ):
+        with pytest.raises(RuntimeError, match=re.escape(f"{caller}: this is {name} and has not joined the others")):
             function()
 
 
@@ -442,21 +433,12 @@ PROGRAM = """
 """
 
 
-def start(tmp_path, size, then, heartbeat=10.0, begin=None, env=None):
+def start(tmp_path, size, then, heartbeat=10.0, begin=None, env=lambda rank: {}):
     begin = begin or f"jp.distributed.initialize(sys.argv[1], {size}, int(sys.argv[2]), heartbeat_timeout={heartbeat})"
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM.format(start=begin, then="\n    ".join(then.split("\n")))))
-    address = f"127.0.0.1:{free_port()}"
-    return [
-        subprocess.Popen(
-            [sys.executable, str(program), address, str(rank)],
-            env={**environment(JAX_NUM_CPU_DEVICES="1"), **(env(rank) if env else {})},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    words = [sys.executable, str(program), f"127.0.0.1:{free_port()}"]
+    return [background([*words, str(rank)], JAX_NUM_CPU_DEVICES="1", **env(rank)) for rank in range(size)]
 
 
 def as_slurm(tasks=2):
@@ -575,9 +557,7 @@ def test_a_dist_store_under_the_launcher_until_the_coordinator_is_killed(tmp_pat
     assert re.fullmatch(r"jaxpar launch: process 0 \(pid \d+\) failed: killed by SIGKILL; ending the others", launcher)
     assert [survivor] == ["[1] " + line for line in last_line(1, 2, 0, "killed by SIGKILL")]
     lines = sorted(done.stdout.splitlines())
-    said = (
-        "kv.rank: this is process {} of 2 (jaxpar launch) and has not joined the others, so JAX would return 0 in each"
-    )
+    said = "kv.rank: this is process {} of 2 (jaxpar launch) and has not joined the others, so JAX would return 0"
     store = "KVStore(kind='dist_sync', updater=assign, empty)"
     for rank in range(2):
         assert f"[{rank}] {rank} of 2 [3.0, 3.0] {store}" in lines

@@ -112,23 +112,17 @@ def test_no_server_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "value", "words"),
-    [
-        (np.float32, np.nan, "1 of 2 values are NaN or infinite; nothing was sent"),
-        (np.float32, -np.inf, "1 of 2"),
-        (jnp.bfloat16, np.nan, "1 of 2"),
-        (np.complex64, np.nan * 1j, "1 of 2"),
-        (np.float16, 1e6, "1 of 2"),  # infinite in the dtype of the parameters
-    ],
+    ("dtype", "value"),  # the last one is infinite in the dtype of the parameters
+    [("float32", np.nan), ("float32", -np.inf), ("bfloat16", np.nan), ("complex64", np.nan * 1j), ("float16", 1e6)],
 )
-def test_a_push_that_would_spoil_the_parameters_is_refused(dtype, value, words):
+def test_a_push_that_would_spoil_the_parameters_is_refused(dtype, value):
     treedef = jax.tree.structure({"a": 0, "w": 0})
     shapes, paths = ((2,), (2,)), ("a", "layer.w")
     servers = free_running.Servers((), (), shapes, (np.dtype(np.int32), np.dtype(dtype)), paths, treedef, 1.0)
-    kind = np.complex64 if dtype is np.complex64 else np.float32
+    kind = np.complex64 if dtype == "complex64" else np.float32
     check = free_running._servers._check_grads
     assert check(servers, {"a": np.ones(2, np.int32), "w": np.ones(2, kind)})[1].dtype == dtype
-    with pytest.raises(ValueError, match=f"'layer.w': {words}"):
+    with pytest.raises(ValueError, match=r"'layer\.w': 1 of 2 values are NaN or infinite; nothing was sent"):
         check(servers, {"a": np.ones(2, np.int32), "w": np.array([1, value], kind)})
 
 
@@ -332,10 +326,6 @@ def test_a_silent_server_is_a_clear_error(ray):
     servers = free_running.start(PARAMS, updater=slow, timeout=40)
     try:
         with pytest.raises(free_running.ServerLost, match=r"server 0 of 1 has not answered for 0\.5 s; it held b, w"):
-            free_running.Worker(_impatient(servers)).push(ONES)
+            free_running.Worker(dataclasses.replace(servers, timeout=0.5)).push(ONES)
     finally:
         free_running.stop(servers)
-
-
-def _impatient(servers):
-    return dataclasses.replace(servers, timeout=0.5)

@@ -9,7 +9,7 @@ import time
 import types
 
 import pytest
-from hostile import HELLO, JOB, Client, Run, descriptors, is_readable, lines, next_descriptor
+from hostile import HELLO, JOB, Client, Run, descriptors, is_readable, lines, next_descriptor, open_descriptors
 from hypothesis import HealthCheck, given, settings, strategies as st
 from launched import HEAD, MEMBER, launch, until, write
 
@@ -215,23 +215,20 @@ def test_half_closed_and_silent_connections_are_closed(run):
 HINTS = [{"hint": f"runs/step_{i}"} for i in range(500)]
 
 
-@pytest.mark.parametrize(
-    ("sent", "received"),
-    [
-        ([], [{"lost": 2, "host": "there", "why": "its connection closed (killed?)"}]),
-        ([HELLO], [{"lost": 2, "host": "there", "why": "it sent an invalid message: hello comes first, and once"}]),
-        ([{"leaving": 1}, {"failed": "a trick"}, {"hint": "elsewhere"}, DEEP], []),
-        ([*HINTS[:9], {"failed": "ValueError: x"}], [HINTS[8], {"lost": 2, "host": "there", "why": "ValueError: x"}]),
-        (HINTS, [HINTS[-1]]),
-    ],
-    ids=[
-        "half closed",
-        "a second hello",
-        "nothing counts after leaving",
-        "the newest hint comes with a loss",
-        "hints are sent once",
-    ],
-)
+REFUSED = "it sent an invalid message: hello comes first, and once"
+RECEIVED = {
+    "half closed": ([], [{"lost": 2, "host": "there", "why": "its connection closed (killed?)"}]),
+    "a second hello": ([HELLO], [{"lost": 2, "host": "there", "why": REFUSED}]),
+    "nothing counts after leaving": ([{"leaving": 1}, {"failed": "a trick"}, {"hint": "elsewhere"}, DEEP], []),
+    "the newest hint comes with a loss": (
+        [*HINTS[:9], {"failed": "ValueError: x"}],
+        [HINTS[8], {"lost": 2, "host": "there", "why": "ValueError: x"}],
+    ),
+    "hints are sent once": (HINTS, [HINTS[-1]]),
+}
+
+
+@pytest.mark.parametrize(("sent", "received"), RECEIVED.values(), ids=RECEIVED)
 def test_what_the_others_receive(run, sent, received):
     members = run.all_members()
     members[2].send(*sent)
@@ -391,6 +388,7 @@ def test_the_launcher_ends_a_process_that_sends_an_invalid_message(tmp_path):
 
 
 def test_the_server_of_process_0_outlives_an_attack():
+    before = open_descriptors()
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     server = HeartbeatServer(listener, job=JOB, size=2, heartbeat_timeout=5, join_timeout=10)
@@ -413,6 +411,7 @@ def test_the_server_of_process_0_outlives_an_attack():
         client.leave()
     server.thread.join(LIMIT)
     assert not server.thread.is_alive()
+    assert open_descriptors() <= before
 
 
 # The client, and a server that is broken
@@ -617,9 +616,10 @@ def test_an_invalid_message_in_an_elastic_run_ends_its_process_only(monkeypatch)
         assert [next(iter(message)) for message in again.read()] == ["welcome", "go"]
 
 
-def test_a_process_that_dies_before_all_have_joined_may_die_again_later(monkeypatch):
-    """Before that, jax runs in none of them, so process 0 is not told and has nothing to let go."""
-    with Run(monkeypatch, on_leave=lambda rank, why: None, launched=True) as run:
+def test_another_process_comes_in_the_place_of_a_lost_one_once_process_0_has_let_it_go(monkeypatch):
+    """One that dies before all have joined may die again later: jax ran in none, so process 0 had nothing to let go."""
+    left = []
+    with Run(monkeypatch, on_leave=lambda *lost: left.append(lost), launched=True) as run:
         first, early = run.member(0), run.member(1)
         early.shut()
         run.turn()
@@ -630,44 +630,14 @@ def test_a_process_that_dies_before_all_have_joined_may_die_again_later(monkeypa
         second.shut()
         run.turn()
         assert first.read() == [{"left": 1}]
+        run.server.forget(1)
         again = run.member(1)
+        assert (first.read(), again.read()) == ([{"left": 1}], [{"welcome": 1}])
+        for member in (first, again):  # only process 0 lets go, and of both
+            member.send({"released": 1})
+            run.turn()
+            assert again.read() == []
         first.send({"released": 1})
         run.turn()
-        assert [next(iter(message)) for message in again.read()] == ["welcome", "go", "hint"]
-
-
-@pytest.mark.slow
-def test_another_process_comes_in_the_place_of_a_lost_one_once_process_0_has_let_it_go():
-    left, listener = [], socket.create_server(("127.0.0.1", 0))
-    quiet = {"on_leave": lambda *lost: left.append(lost), "launched": True}
-    elastic = HeartbeatServer(listener, job=JOB, size=2, heartbeat_timeout=5, join_timeout=10, **quiet)
-
-    def connect(rank):
-        client = Client(listener.getsockname())
-        client.send({"hello": 1, "job": JOB, "rank": rank, "size": 2, "host": "h", "timeout": 1})
-        return client
-
-    def said(client):
-        for _ in range(5):
-            for key, _ in elastic._selector.select(0.05):
-                key.data()
-        return [next(iter(message)) for message in JsonConnection(client.sock, FROM_SERVER).receive()]
-
-    first, second = connect(0), connect(1)
-    assert "go" in said(first)
-    assert "go" in said(second)
-    second.sock.close()
-    assert said(first) == ["left"]
-    elastic.forget(1)  # its exit status says so too
-    again = connect(1)
-    assert said(first) == ["left"]
-    assert said(again) == ["welcome"]
-    first.send({"released": 1})
-    assert said(again) == []
-    again.send({"released": 1})  # only process 0 lets go
-    first.send({"released": 1})
-    assert said(again) == ["go"]
-    elastic.close()
-    for client in (first, again):
-        client.sock.close()
+        assert [next(iter(message)) for message in again.read()] == ["go", "hint"]
     assert left == []

@@ -23,15 +23,15 @@ OTHER = Secret(b"fedcba9876543210", "another test")
 LIMIT = 20.0
 
 
-def serve(secret, size=1):
+def serve(secret):
     listener = socket.create_server(("127.0.0.1", 0))
-    server = HeartbeatServer(listener, job=JOB, size=size, secret=secret, heartbeat_timeout=5, join_timeout=5)
+    server = HeartbeatServer(listener, job=JOB, size=1, secret=secret, heartbeat_timeout=5, join_timeout=5)
     server.thread.start()
     return listener.getsockname(), server
 
 
-def new_client(secret, rank=0, size=1):
-    return HeartbeatClient(rank, size, job=JOB, secret=secret, heartbeat_timeout=5, launched=False)
+def new_client(secret):
+    return HeartbeatClient(0, 1, job=JOB, secret=secret, heartbeat_timeout=5, launched=False)
 
 
 @pytest.fixture
@@ -119,21 +119,6 @@ def test_a_hello_without_an_answer_is_dropped_in_time(run):
     connection = run.connect(HELLO)
     run.wait(6.0)
     assert connection.ends()
-
-
-def test_processes_with_the_secret_join():
-    address, server = serve(KEY, size=2)
-    clients = [new_client(KEY, rank, 2) for rank in range(2)]
-    joins = [threading.Thread(target=c.join_run, args=([address], 5.0, "absent")) for c in clients]
-    for join in joins:
-        join.start()
-    for join in joins:
-        join.join(LIMIT)
-    assert all(client.thread.is_alive() for client in clients)
-    for client in clients:
-        client.leave()
-    server.thread.join(LIMIT)
-    assert not server.thread.is_alive()
 
 
 @pytest.mark.sampled(1)

@@ -61,16 +61,12 @@ def begun(staleness, keys=(3,), updater=COUNTING, shape=SHAPE):
 # ---- the numbers
 
 
+# Of one key: how many values, from which device on, and whether on three devices in turn.
+pushed = st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans())
+
+
 @few
-@given(
-    st.integers(0, 3),
-    st.lists(
-        st.dictionaries(
-            st.sampled_from([3, 5]), st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans()), min_size=1
-        ),
-        max_size=7,
-    ),
-)
+@given(st.integers(0, 3), st.lists(st.dictionaries(st.sampled_from([3, 5]), pushed, min_size=1), max_size=7))
 @example(1, [{5: (1, 0, False)}, {3: (2, 0, True), 5: (2, 0, True)}])  # key 5 waits before key 3 does
 def test_any_pushes_equal_the_model(staleness, pushes):
     """Any keys, any number of values on any devices, also another number than before; empty lists are no push."""

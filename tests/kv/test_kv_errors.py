@@ -15,6 +15,7 @@ from jaxpar.sparse import RowSparse
 F = jnp.zeros((2, 3))
 ROWS = RowSparse(np.array([0]), np.ones((1, 3), np.float32), (2, 3))
 TWO = {"type": "2bit", "threshold": 0.5}
+CLIPPED_ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
 
 
 def filled(kind="device"):
@@ -58,19 +59,11 @@ CALLS = {
     "row_negative": (lambda s: kv.row_sparse_pull(s, 3, [-1]), (ValueError, IndexError), "-1"),
     "row_ids_length": (lambda s: kv.row_sparse_pull(s, [3, 5], [[0]]), ValueError, "row_ids must be .* 2 keys"),
     "axis_name": (lambda s: kv.push(s, 3, F, axis_name="data"), NameError, "axis_name='data'; leave it out"),
-    "updater": (
-        lambda s: kv.set_updater(s, 3),
-        TypeError,
-        "an updater must be a function of .key, pushed, stored.*got 3",
-    ),
+    "updater": (lambda s: kv.set_updater(s, 3), TypeError, "updater must be a function of .key, pushed, stored.*got 3"),
     "updater_tx": (lambda s: kv.set_updater(s, optax.sgd(1.0)), TypeError, "kv.set_optimizer takes an optax"),
     "optimizer": (lambda s: kv.set_optimizer(s, "sgd"), TypeError, "expected an optax.GradientTransformation"),
     "coupling": (lambda s: kv.set_optimizer(s, optax.clip_by_global_norm(1.0)), ValueError, "grad_transform"),
-    "coupling_chain": (
-        lambda s: kv.set_optimizer(s, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))),
-        ValueError,
-        "one key from the gradients of others",
-    ),
+    "coupling_chain": (lambda s: kv.set_optimizer(s, CLIPPED_ADAM), ValueError, "from the gradients of others"),
     "compression": (lambda s: kv.set_gradient_compression(s, {"type": "3bit"}), ValueError, "'3bit'.*2bit"),
     "to_params": (kv.to_params, ValueError, "not made by kv.from_params"),
 }
@@ -101,10 +94,9 @@ def test_a_key_is_an_int(call, key):
 
 
 def test_kinds():
-    for kind in ("foo", "", "p3", "Local", "distsync"):
+    for kind in ("foo", "", "Local", "distsync"):
         with pytest.raises(ValueError, match=f"unknown kind {kind!r}; known are local, device, sharded"):
             kv.create(kind)
-    assert kv.create("nccl").kind == "device"
     assert kv.create().kind == "local"
     with pytest.raises(ValueError, match="one or more different devices"):
         kv.create("device", devices=[])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from kv_model import put, snapshot
+from kv_model import assert_unchanged, put, snapshot
 
 from jaxpar import kv, parallel, updaters
 from jaxpar.sparse import RowSparse
@@ -15,12 +15,7 @@ SIZES = {"small": (2, 3), "large": (512, 512)}  # 1 MiB and more is shared by em
 TWO = {"type": "2bit", "threshold": 0.5}
 
 
-@jax.jit
-def _negative(x):
-    return -x
-
-
-donate = jax.jit(_negative, donate_argnums=0)
+donate = jax.jit(lambda x: -x, donate_argnums=0)
 
 
 def donate_all(tree):
@@ -57,8 +52,7 @@ def test_the_store_the_caller_and_what_was_pulled_share_nothing(kind, place, siz
         donate_all(pull())
         for leaf in jax.tree.leaves(pull()):
             leaf.delete()
-    for leaf, old in zip(jax.tree.leaves(store), before[0], strict=True):
-        np.testing.assert_array_equal(leaf, old)
+    assert_unchanged(store, before)
     whole, copies = kv.pull(store, 3), kv.pull(store, 3, devices=DEVICES)
     donate_all(store)
     assert whole.sharding.device_set == store.values[3].sharding.device_set or kind == "sharded"
@@ -80,8 +74,7 @@ def test_params_are_copied_and_to_params_copies(size):
     store = kv.from_params(params, optimizer=optax.adam(0.1), devices=DEVICES)
     donate_all(params)
     donate_all(kv.to_params(store))
-    for leaf, old in zip(jax.tree.leaves(kv.to_params(store)), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(leaf, old)
+    jax.tree.map(np.testing.assert_array_equal, kv.to_params(store), want)
     assert kv.to_params(store, copy=False)["w"] is store.values[1]
     assert kv.pull(store, 1, copy=False) is store.values[1]
 
@@ -156,8 +149,7 @@ def test_arrays_without_values_are_refused(verb):
         call(deleted())
     with pytest.raises(jax.errors.UnexpectedTracerError, match=f"{words}.* is a tracer of a jitted .* has ended"):
         call(leaked())
-    for leaf, old in zip(jax.tree.leaves(STORE), before[0], strict=True):
-        np.testing.assert_array_equal(leaf, old)
+    assert_unchanged(STORE, before)
 
 
 @pytest.mark.parametrize("transform", [jax.vmap, jax.grad, jax.make_jaxpr, lambda f: lambda x: jax.jvp(f, (x,), (x,))])

@@ -213,9 +213,7 @@ def test_an_unknown_name_shows_near_ones(name, words):
 def test_names_where_there_are_none():
     plain = kv.init(kv.create(), 3, jnp.ones(2))
     for call in (lambda: kv.pull(plain, "w"), lambda: kv.init(plain, "w", jnp.ones(2))):
-        with pytest.raises(
-            TypeError, match=r"a key of the store must be an int, got .w..*from_params have names, kv.names"
-        ):
+        with pytest.raises(TypeError, match=r"key of the store must be an int, got .w..*from_params have names"):
             call()
     with pytest.raises(TypeError, match="must be an int, got 'conv1/bias'"):
         kv.init(store_of(), "conv1/bias", jnp.ones(2))
@@ -254,17 +252,10 @@ def test_bytes_of_the_updater_and_the_compression_are_told():
     assert "compression=TwoBit(threshold=0.5)" in head
 
 
-@pytest.mark.parametrize(
-    ("updater", "name"),
-    [
-        (updaters.assign, "assign"),
-        (updaters.accumulate, "accumulate"),
-        (lambda k, p, s: p, "<lambda>"),
-        (updaters.stateless(max), "max"),
-    ],
-)
-def test_the_updater_is_named(updater, name):
-    assert f"updater={name}" in repr(kv.set_updater(kv.create(), updater))
+def test_the_updater_is_named():
+    named = {"assign": updaters.assign, "accumulate": updaters.accumulate, "max": updaters.stateless(max)}
+    for name, updater in {**named, "<lambda>": lambda k, p, s: p}.items():
+        assert f"updater={name}" in repr(kv.set_updater(kv.create(), updater))
 
 
 def test_the_devices_of_a_value():

@@ -131,27 +131,13 @@ def test_an_updater_under_jit_prints_where_it_asks_jax_to(capsys):
 # ---- the edge cases, as recorded
 
 
-def edge(name):
-    return REFERENCE["edge"][name]
-
-
-def test_where_mxnet_had_errors_and_where_it_was_silent():
-    """All of these are errors here: push_unknown, pull_unknown, init_twice, shape, keys and kinds of test_kv_errors."""
-    assert edge("push_uninitialised")["error"]
-    assert "key 4" in edge("pull_uninitialised")["last"]
-    assert "key 3" in edge("init_twice")["last"]
-    assert "[3,3]" in edge("shape_mismatch")["last"]
-    assert edge("int_and_str")["error"]
-    assert edge("unknown_type") == {"ok": None}
-
-
 @pytest.mark.parametrize("kind", ["local", "device", "sharded"])
 def test_float16_and_duplicates(kind):
     store = kv.push(kv.init(kv.create(kind), 3, jnp.zeros(SHAPE)), 3, jnp.ones(SHAPE, jnp.float16))
     assert kv.pull(store, 3).dtype == jnp.float32
-    np.testing.assert_array_equal(kv.pull(store, 3), edge("float16_push")["ok"])
+    np.testing.assert_array_equal(kv.pull(store, 3), REFERENCE["edge"]["float16_push"]["ok"])
     store = kv.push(store, [3, 3], [jnp.ones(SHAPE), jnp.full(SHAPE, 2.0)])
-    np.testing.assert_array_equal(kv.pull(store, 3), edge("duplicate_keys_one_push")["ok"])
+    np.testing.assert_array_equal(kv.pull(store, 3), REFERENCE["edge"]["duplicate_keys_one_push"]["ok"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -171,9 +171,7 @@ def test_use_cpu_devices_after_jax_has_started():
 
 
 def test_use_cpu_devices_before():
-    program = (
-        "from jaxpar import parallel as p; p.use_cpu_devices(3); import jax; print(jax.devices()); p.use_cpu_devices(3)"
-    )
+    program = "from jaxpar.parallel import use_cpu_devices as use; use(3); import jax; print(jax.devices()); use(3)"
     assert python("-c", program, JAX_PLATFORMS="").stdout.count("Cpu") == 3
 
 

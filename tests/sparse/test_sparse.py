@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from kv_model import on_mesh
 
 from jaxpar import kv, sparse, updaters
 from jaxpar.models import matrix_factorization
@@ -148,14 +149,6 @@ def test_add_is_the_dense_sum(parts):
     np.testing.assert_array_equal(sparse.to_dense(jax.jit(sparse.add)(rows)), expected)
 
 
-def test_mxnets_examples():
-    assert sparse.take(TABLE, [3, 0, 3, 1]).indices.tolist() == [0, 1, 3]
-    assert sparse.take(TABLE, []).values.shape == (0, 2)
-    reference = jnp.array([[1.764052391052246, 0.40015721321105957, 0.978738009929657], [2.0, 1.0, 0.0]])
-    rows = sparse.take(reference, [1, 0, 0])
-    np.testing.assert_array_equal(sparse.to_dense(rows), reference)
-
-
 def test_sizes():
     rows = rows_of([4, 1, 4])
     assert sparse.coalesce(rows, size=5).indices.tolist() == [1, 4, 6, 6, 6]
@@ -254,12 +247,10 @@ def over_pmap(body, rows, devices):
 
 
 def over_shard_map(body, rows, devices):
-    mesh = Mesh(np.array(devices), ("data",))
-
     def one(part):
         return jax.tree.map(lambda x: x[None], body(jax.tree.map(lambda x: x[0], part)))
 
-    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data")))(rows)
+    return on_mesh(one, devices, P("data"), P("data"), check_vma=True)(rows)
 
 
 def over_vmap(body, rows, devices):
@@ -282,31 +273,14 @@ def test_allreduce_is_the_sum_over_devices_on_each(over, size, devices):
 
 
 def test_allreduce_sends_rows_and_never_the_table():
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     rows = RowSparse(np.zeros(4 * 8, np.int32), jnp.ones((4 * 8, 16)), (100_000, 16))
-    specs = jax.tree.map(lambda _: P("data"), rows)
-
-    mapped = jax.jit(
-        jax.shard_map(lambda r: sparse.allreduce(r, "data"), mesh=mesh, in_specs=(specs,), out_specs=specs)
-    )
-    compiled = mapped.lower(rows).compile()
+    reduce = on_mesh(lambda r: sparse.allreduce(r, "data"), jax.devices()[:4], P("data"), P("data"), check_vma=True)
+    compiled = reduce.lower(rows).compile()
     assert "100000,16" not in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < 100_000
 
 
 # ---- lazy updates
-
-
-def test_lazy_sgd_is_mxnets_example():
-    updater = updaters.mxnet_sgd(0.1, momentum=0.9, wd=0.01)
-    table = jnp.ones((4, 2))
-    state = updater.init(0, table)
-    for row in (0, 1, 0):
-        pushed = RowSparse(np.array([row]), jnp.array([[1.0, 2.0]]), (4, 2))
-        table, state = sparse.lazy_update(functools.partial(updater.update, 0), pushed, state, table)
-    expected = [[0.707201, 0.417301], [0.899, 0.799], [1, 1], [1, 1]]
-    np.testing.assert_allclose(table, expected, atol=1e-6)
-    np.testing.assert_array_equal(state["momentum"][2:], 0)
 
 
 @pytest.mark.sampled(2)
