@@ -114,11 +114,21 @@ def test_what_a_step_does_not_train_is_not_trainable(freeze):
     assert re.search(r"conv2 \(Conv.* \(25,050\) ", text)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"kind": "local"}, {"kind": "sharded"}, {"kind": "dist_async"}, {"kind": "dist_async", "staleness": 2},
-    {"compression": {"type": "2bit"}}, {"nonfinite": "skip"}, {"accumulate": 2}, {"engine": "jit"},
-    {"grad_transform": optax.clip_by_global_norm(1.0)},
-], ids=str)  # fmt: skip
+OPTIONS = {
+    "a chain": {},
+    "local": {"kind": "local"},
+    "sharded": {"kind": "sharded"},
+    "late": {"kind": "dist_async"},
+    "later": {"kind": "dist_async", "staleness": 2},
+    "2bit": {"compression": {"type": "2bit"}},
+    "skip": {"nonfinite": "skip"},
+    "accumulate": {"accumulate": 2},
+    "jit": {"engine": "jit"},
+    "clip": {"grad_transform": optax.clip_by_global_norm(1.0)},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.filterwarnings("ignore:train step. the loss does not depend on 'b3'")
 def test_the_trained_params_are_the_same_on_any_number_of_devices(options, count):
