@@ -172,7 +172,7 @@ def test_names_of_files_that_are_refused_before_anything_is_drawn(name, error, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.svg").mkdir()
     (tmp_path / "file").touch()
-    monkeypatch.setattr("jaxpar.viz._draw.picture.render", lambda *args: pytest.fail("drawn"))
+    monkeypatch.setattr("jaxpar.viz._draw.render.render", lambda *args: pytest.fail("drawn"))
     with pytest.raises(error, match=message):
         drawn().save(name)
     assert sorted(os.listdir(tmp_path)) == ["file", "folder.svg"]
