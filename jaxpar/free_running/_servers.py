@@ -120,7 +120,7 @@ def placement(shapes: Sequence[Shape], servers: int, split: int = SPLIT) -> tupl
     held: list[list[Piece]] = [[] for _ in range(servers)]
     for key, shape in enumerate(shapes):
         size = math.prod(shape)
-        if servers == 1 or size < split:
+        if servers == 1 or size < max(split, 1):  # a value without elements is whole
             held[key * 9973 % servers].append(Piece(key, 0, size))
             continue
         ends = [size * i // servers for i in range(servers + 1)]

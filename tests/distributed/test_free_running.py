@@ -36,6 +36,7 @@ def test_every_element_is_held_once(shapes, servers, split):
     assert len(held) == servers
     for pieces in held:
         assert [p.key for p in pieces] == sorted({p.key for p in pieces})
+    assert {p.key for pieces in held for p in pieces} == set(range(len(shapes)))
     for key, shape in enumerate(shapes):
         elements = [i for pieces in held for p in pieces if p.key == key for i in range(p.start, p.stop)]
         assert elements == list(range(math.prod(shape)))
