@@ -5,9 +5,9 @@
 What the processes have to agree on is asserted here; what the topologies have to agree on is written to FOLDER.
 """
 
-import builtins
 import dataclasses
 import functools
+import os
 import sys
 import time
 
@@ -557,7 +557,7 @@ def failures(folder):
 
 def check_unreadable(directory, state):
     """What the last process cannot read, all pass over; where nothing is left, all raise."""
-    manager, opens, broken = checkpoint.Manager(directory), builtins.open, []
+    manager, opens, broken = checkpoint.Manager(directory), os.open, []
     for n in (1, 2, 3):
         manager.save(state, {"n": n})
     manager.wait()
@@ -567,7 +567,7 @@ def check_unreadable(directory, state):
             raise OSError(5, "Input/output error", str(path))
         return opens(path, *args, **options)
 
-    builtins.open = fails
+    os.open = fails
     last = kv.rank() == kv.num_workers() - 1
     name = f"step_{int(state.step):08d}"
     for bad, expected in ((".3", 2), (".2", 1)):
@@ -578,7 +578,7 @@ def check_unreadable(directory, state):
     raises(checkpoint.CheckpointError, words, lambda: checkpoint.Manager(directory).restore_latest(state))
     for _ in range(2):
         raises(checkpoint.CheckpointError, "no earlier checkpoint that all", lambda: manager.restore_latest(state))
-    builtins.open = opens
+    os.open = opens
     manager.save(state, {"n": 4})
     assert manager.restore_latest(state)[1] == {"n": 4}
     manager.close()
