@@ -223,7 +223,7 @@ def _fill(batch: Any, count: int) -> Any:
     """The batch with so many copies of its last example behind it."""
     if not count:
         return batch
-    return jax.tree.map(lambda x: np.pad(x, [(0, count), *[(0, 0)] * (np.ndim(x) - 1)], "edge"), batch)
+    return jax.tree.map(lambda x: np.pad(x, np.array([(0, count), *[(0, 0)] * (np.ndim(x) - 1)]), "edge"), batch)
 
 
 def _as_eval_source(where: str, given: Any) -> Any:

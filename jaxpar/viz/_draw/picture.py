@@ -75,11 +75,11 @@ class Plot(graphviz.Digraph):
             setattr(made, name, dict(getattr(self, name)))
         return made
 
-    def subgraph(self, graph: Any = None, name: str | None = None, comment: str | None = None, **attrs: Any) -> Any:
+    def subgraph(self, graph: Any = None, *names: Any, **attrs: Any) -> Any:
         """Add a graph as a subgraph, or begin an empty one in a `with` block, as `graphviz.Digraph.subgraph` does."""
         if graph is not None:
-            return super().subgraph(graph, name=name, comment=comment, **attrs)
-        return self._new_subgraph(graphviz.Digraph(name, comment=comment, **attrs))
+            return super().subgraph(graph, *names, **attrs)
+        return self._new_subgraph(graphviz.Digraph(*names, **attrs))
 
     @contextlib.contextmanager
     def _new_subgraph(self, graph: graphviz.Digraph) -> Generator[graphviz.Digraph, None, None]:
