@@ -443,12 +443,16 @@ def join(trees: Sequence[Any], where: str = _WHERE, *, batched: bool = False) ->
         arrays = [np.asarray(leaf) for leaf in leaves]
         return np.concatenate(arrays) if batched else np.stack(arrays)
 
-    if len(set(map(jax.tree.structure, trees))) > 1:
+    try:
+        return jax.tree_util.tree_map_with_path(join_leaves, *trees)
+    except (TypeError, ValueError):  # are the names of the arrays the reason?
         first, *others = [
             {_batches.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in trees
         ]
         for number, own in enumerate(others, 1):
             for name in sorted(first ^ own):
                 words = f"has no {name}, which example 0 has" if name in first else f"has {name}, which example 0 lacks"
-                raise ValueError(f"{where}: example {number} of {len(trees)} {words}; give each the same arrays")
-    return jax.tree_util.tree_map_with_path(join_leaves, *trees)
+                raise ValueError(
+                    f"{where}: example {number} of {len(trees)} {words}; give each the same arrays"
+                ) from None
+        raise
