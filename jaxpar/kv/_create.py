@@ -281,7 +281,7 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
     compressor = compression.make(spec)
     if stores.is_on_mesh(store) and compressor is not None:
         fault = "values are split over a mesh, and the compiler sums their gradients"
-        raise ValueError(f"kv.set_gradient_compression: {fault}; make the store without sharding= and mesh=")
+        raise ValueError(f"kv.set_gradient_compression: {fault}; use kind 'device' without sharding= and mesh=")
     return dataclasses.replace(store, compressor=compressor, residuals={})
 
 

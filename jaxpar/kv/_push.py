@@ -50,7 +50,8 @@ def push(store: KVStore, key: checks.Key | checks.Keys, value: Any, *, axis_name
             key are summed.
         value: an array of the stored shape, or a list of such arrays on any devices, which are summed; for a list of
             keys, a list with one such entry for each key. An empty list pushes nothing. A `RowSparse`, or a list of
-            them, changes only its own rows. Floating values are cast to a stored floating dtype.
+            them, changes only its own rows if the store has an updater. Without one the other rows become zeros.
+            Floating values are cast to a stored floating dtype.
         axis_name: the mapped axis to sum over, inside `pmap` or `shard_map`, where `value` is this device's share. See
             "Gradients under shard_map" below.
 
