@@ -11,7 +11,7 @@ from fit_model import LOSS, run_on
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from step_model import close, step_of
 
-from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
+from jaxpar import data, kv, parallel, sparse, train, updaters
 
 FSDP = parallel.fsdp("data", min_size=1)
 RULES = parallel.sharding_rules({"hidden/kernel": P(None, "model"), "out": P("model", None)}, then=FSDP)
@@ -205,21 +205,6 @@ def test_what_auto_takes():
     assert taken(whole) == taken(plain, mesh=mesh_of(2)) == "jit"
     with jax.set_mesh(mesh_of(2, 4)):
         assert taken(plain) == "shard_map"
-
-
-@pytest.mark.slow
-def test_checkpoints_go_to_another_mesh_and_engine(tmp_path):
-    split = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES)
-    state, _ = ran(split)
-    checkpoint.save(tmp_path / "state", state)
-    for store in (
-        kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:2]),
-        kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(4, 2), sharding=FSDP),
-    ):
-        found = checkpoint.restore(tmp_path / "state", state_of(store))
-        jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
-        jax.tree.map(np.testing.assert_array_equal, found.store.optimizer_state, state.store.optimizer_state)
-        step_of(loss_fn)(found, batches(1)[0])
 
 
 def test_fit_and_evaluate():
