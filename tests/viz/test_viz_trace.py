@@ -153,6 +153,7 @@ def test_transformers_of_the_libraries(build):
     graph = check(viz.trace(fn, *args))
     assert ops(graph).count("LayerNorm") == 2
     assert ops(graph).count("FullyConnected") == 6 + (build is m.flax_transformer)
+    assert ops(graph).count("Attention") == 1
     assert [node.detail for node in graph.layers if node.op == "Activation"] == ["gelu"]
     assert any(count == 3 for _, count in graph.scopes)
     assert len(graph.nodes) <= 18
