@@ -365,7 +365,7 @@ def test_in_any_number_of_processes(tmp_path):
     """One process with four devices, two with one each, three with one each: the same bits."""
     found, certificates = [], set()
     for processes, devices in ((1, 4), (2, 1), (3, 1)):
-        with Run("virtual_run.py", tmp_path / f"{processes}x{devices}", processes, devices) as run:
+        with Run("process_run.py", tmp_path / f"{processes}x{devices}", processes, devices, "virtual") as run:
             run.wait()
             found += [run.saved(f"process{i}.npz") for i in range(processes)]
             certificates.add((run.folder / "run.jsonl").read_text().partition("\n")[2])
