@@ -109,13 +109,6 @@ def test_a_process_that_works_in_between_is_started_again(program):
     assert done.stderr.count("failed: status 3; the others continue") == 4
 
 
-@pytest.mark.slow
-def test_a_process_with_another_program_is_not_started_again(program):
-    done = launch("-n", "3", "--elastic", *program("os._exit(78) if rank == 1 else time.sleep(2.5)"))
-    assert done.stderr.count("failed: status 78, with another program; it is not started again") == 1
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.slow  # 6 seconds
 @pytest.mark.parametrize("options", [(), ("--elastic",)])
 def test_a_launcher_that_is_stopped_is_no_loss(program, options):
