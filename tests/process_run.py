@@ -283,17 +283,20 @@ def compressed(folder):
 
 
 def dropped(params, batch, rng):
+    """A network with dropout, which tests/train/test_virtual_shards.py has too."""
     hidden = jax.nn.gelu(batch["image"] @ params["a"])
     hidden = hidden * jax.random.bernoulli(rng, 0.9, hidden.shape)
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(hidden @ params["b"], batch["label"])
-    return losses.mean(), {"accuracy": ((hidden @ params["b"]).argmax(1) == batch["label"]).mean()}
+    logits = (hidden @ params["b"] + params["c"][None]).astype(jnp.float32)
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean(), {"accuracy": (logits.argmax(1) == batch["label"]).mean()}
 
 
 def virtual(folder):
     """`fit` with a step of virtual shards; and of a state of which each device has a part, certified and saved."""
     draw = np.random.default_rng(0)
     given = data.Dataset(draw.normal(size=(200, 300)).astype(np.float32), np.arange(200) % 5)
-    params = {"a": jnp.asarray(draw.normal(size=(300, 80)) * 0.1, jnp.float32), "b": jnp.zeros((80, 5))}
+    params = {"a": draw.normal(size=(300, 80)) * 0.1, "b": np.zeros((80, 5)), "c": np.zeros(5)}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))
 
     def fitted(kind, shards, **options):
