@@ -43,6 +43,15 @@ def whole_numbers(seed, *shape, most=8):
     return np.random.default_rng(seed).integers(-most, most + 1, shape).astype(np.float32)
 
 
+def dense_of(rows):
+    """The table of rows in NumPy: those of one index are summed, padding is left out."""
+    table = np.zeros(rows.shape, rows.dtype)
+    held = np.asarray(rows.indices)
+    real = (held >= 0) & (held < rows.shape[0])
+    np.add.at(table, held[real], np.asarray(rows.values)[real])
+    return table
+
+
 def on_host(tree):
     """Copies of the leaves as NumPy's arrays; of random keys their data."""
     return jax.tree.map(lambda x: np.array(jax.random.key_data(x) if is_prng_key(x) else x), tree)

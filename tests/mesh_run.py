@@ -1,5 +1,7 @@
 """What each of several processes runs for tests/devices/test_processes.py: engine `jit` and the user's mesh.
 
+Its network is that of tests/train/test_engine_jit.py too.
+
     python mesh_run.py HOST:PORT PROCESSES PROCESS FOLDER PHASE...
 
 What the processes have to agree on is asserted here. What the topologies have to agree on is written to FOLDER.
@@ -50,12 +52,17 @@ def loss_fn(params, batch, rng, statistics):
     h = jax.nn.relu(batch["x"] @ params["hidden"] + params["bias"][None])
     mean = h.mean(0, keepdims=True)
     h = (h - mean) * jax.random.bernoulli(rng, 0.8, h.shape)
-    loss = ((h @ params["out"] - batch["y"]) ** 2).mean()
-    return loss, {"spread": h.std()}, {"mean": 0.9 * statistics["mean"] + 0.1 * mean[0]}
+    new = {"mean": 0.9 * statistics["mean"] + 0.1 * mean[0], "count": statistics["count"] + 1}
+    return ((h @ params["out"] - batch["y"]) ** 2).mean(), {"spread": h.std()}, new
 
 
-def batch_of(seed):
-    return {"x": numbers(16, 8, seed=seed), "y": numbers(16, 4, seed=seed + 100)}
+def state_of(store, rng=0, **options):
+    statistics = {"mean": np.zeros(16, np.float32), "count": np.int32(0)}
+    return train.create_state(store, rng, model_state=statistics, **options)
+
+
+def batch_of(seed, size=16):
+    return {"x": numbers(size, 8, seed=seed), "y": numbers(size, 4, seed=seed + 100)}
 
 
 def apply(params, x, statistics=None):
@@ -105,7 +112,7 @@ def made_where_it_belongs(mesh):
 
 def ran(store, options, more):
     step = train.make_train_step(loss_fn, **options)
-    state, losses = train.create_state(store, 3 + kv.rank(), model_state={"mean": np.zeros(16, np.float32)}, **more), []
+    state, losses = state_of(store, 3 + kv.rank(), **more), []
     for seed in range(3):
         state, metrics = step(state, batch_of(seed))
         losses.append(metrics)

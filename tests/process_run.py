@@ -1,4 +1,4 @@
-"""What each of several processes runs for tests/test_processes.py: phases, named on the command line.
+"""What each of several processes runs for tests/devices/test_processes.py: phases, named on the command line.
 
     python process_run.py HOST:PORT PROCESSES PROCESS FOLDER PHASE...
 
@@ -280,6 +280,37 @@ def compressed(folder):
         found |= {f"{name} residual {i}": residual for i, residual in enumerate(residuals)}
     if kv.rank() == 0:
         np.savez(folder / "compressed.npz", **found)
+
+
+def dropped(params, batch, rng):
+    """A network with dropout, which tests/train/test_virtual_shards.py has too."""
+    hidden = jax.nn.gelu(batch["image"] @ params["a"])
+    hidden = hidden * jax.random.bernoulli(rng, 0.9, hidden.shape)
+    logits = (hidden @ params["b"] + params["c"][None]).astype(jnp.float32)
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses.mean(), {"accuracy": (logits.argmax(1) == batch["label"]).mean()}
+
+
+def virtual(folder):
+    """`fit` with a step of virtual shards; and of a state of which each device has a part, certified and saved."""
+    draw = np.random.default_rng(0)
+    given = data.Dataset(draw.normal(size=(200, 300)).astype(np.float32), np.arange(200) % 5)
+    params = {"a": draw.normal(size=(300, 80)) * 0.1, "b": np.zeros((80, 5)), "c": np.zeros(5)}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))
+
+    def fitted(kind, shards, **options):
+        state = train.create_state(kv.from_params(params, kind=kind, optimizer=tx), 7)
+        step = train.make_train_step(dropped, virtual_shards=shards)
+        return train.fit(state, step, given, epochs=2, progress=False, **options)
+
+    state, history = fitted("dist_sync", 8, batch_size=64, certificate=folder / "run.jsonl", certificate_every=1)
+    leaves = jax.tree.leaves((state.store.values, state.store.optimizer_state, state.step))
+    found = {str(i): np.asarray(x.addressable_data(0)) for i, x in enumerate(leaves)}
+    found["loss"] = np.array([record["loss"] for record in history])
+    np.savez(folder / f"process{kv.rank()}.npz", **found)
+    certified = {"certificate": folder / "split.jsonl", "certificate_every": 2, "checkpoint_dir": folder / "split"}
+    fitted("sharded", None, batch_size=48, **certified)
 
 
 def tokens_of(pixels):

@@ -2,11 +2,12 @@
 
 import dataclasses
 import itertools
-import json
 import os
 import pickle
 import resource
 import shutil
+import signal
+import sys
 import threading
 
 import fit_model
@@ -606,124 +607,49 @@ def test_going_on_from_a_state_saved_by_hand(tmp_path, by):
     assert fit_model.numbers(history + records) == fit_model.numbers(whole)
 
 
-KILLED = r'''
-import json, os, random, shutil, signal, sys, time
-
-kills, epochs, directory, seed = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-import jax, jax.numpy as jnp, numpy as np, optax, orbax.checkpoint
-from jaxpar import checkpoint, data, kv, train, updaters
-
-jax.config.update("jax_compilation_cache_dir", os.path.join(directory, "programs"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+def compressed_run(kind, directory=None, **options):
+    params = {"dense": {"bias": np.zeros(3, np.float32), "weight": np.zeros((5, 3), np.float32)}}
+    state = make(kind, params=params, compression={"type": "2bit", "threshold": 0.01})
+    return run(state, directory, epochs=4, batch_size=8, checkpoint_every=1, **options)
 
 
-def loss_fn(params, batch, rng):
-    hidden = jnp.tanh(batch["image"] @ params["a"]) * jax.random.bernoulli(rng, 0.8, (64,))[None]
-    scores = hidden @ params["b"]
-    return optax.softmax_cross_entropy_with_integer_labels(scores, batch["label"]).mean(), {}
+KILLED = """
+import os, signal, sys
+import test_checkpoint
 
+kind, directory, where, calls = sys.argv[1:]
+left, fsync = [int(calls)], os.fsync
 
-def fit(name, pipe=None):
-    """A whole run, in a process of its own; a byte for each step goes into the pipe."""
-    rng = np.random.default_rng(0)
-    points = data.Dataset(rng.normal(size=(80, 32)).astype(np.float32), rng.integers(0, 10, 80))
-    params = {"a": rng.normal(size=(32, 64)).astype(np.float32) / 6, "b": np.zeros((64, 10), np.float32)}
-    store = kv.from_params(params, kind="sharded" if seed % 2 else "device", optimizer=optax.adam(0.01))
-    store = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 0.01})
-    program = train.make_train_step(loss_fn)
+def count(*args):
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def step(state, batch):
-        if pipe is not None:
-            os.write(pipe, b".")
-        return program(state, batch)
+def counted(handle):
+    count()
+    fsync(handle)
 
-    state = train.create_state(store, 5, devices=jax.devices()[:4])
-    state, history = train.fit(
-        state, step, points, epochs=epochs, batch_size=8, progress=False, checkpoint_every=1,
-        checkpoint_dir=os.path.join(directory, name))
-    np.savez(os.path.join(directory, name + ".npz"), *[np.asarray(x) for x in jax.tree.leaves(state.store)])
-    losses = [(r["epoch"], r["loss"]) for r in history]
-    open(os.path.join(directory, name + ".json"), "w").write(json.dumps(losses))
-
-
-def kill_after(calls):
-    """Has the process kill itself in a call of fsync, which is while it writes a checkpoint."""
-    left, fsync = [calls], os.fsync
-
-    def counted(handle):
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        fsync(handle)
-
+if where == "fsync":
     os.fsync = counted
-
-
-def start(name, fsyncs=0):
-    """(process, the end of the pipe to read from)."""
-    read, write = os.pipe()
-    child = os.fork()  # nothing of jax runs in the parent, and nothing is imported twice
-    if child:
-        os.close(write)
-        return child, read
-    os.close(read)
-    code = 1
-    try:
-        if fsyncs:
-            kill_after(fsyncs)
-        fit(name, write)
-        code = 0
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def finish(name):
-    child, read = start(name)
-    while os.read(read, 1024):
-        pass
-    assert os.waitpid(child, 0)[1] == 0, f"{name} failed"
-
-
-finish("whole")
-dice, done, halves = random.Random(seed), 0, 0
-while done < kills:
-    if done % 2:
-        child, read = start("killed", fsyncs=dice.randint(1, 6 if done == 1 else 60))
-        while os.read(read, 1024):
-            pass
-    else:
-        child, read = start("killed")
-        for _ in range(dice.randint(1, 9)):
-            assert os.read(read, 1), "the run was over before it was killed as often as it should be"
-        time.sleep(dice.uniform(0, 0.1))
-        os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    os.close(read)
-    done += 1
-    halves += any(n.startswith(".unfinished") for n in os.listdir(os.path.join(directory, "killed")))
-finish("killed")
-
-a, b = (np.load(os.path.join(directory, f"{n}.npz")) for n in ("whole", "killed"))
-assert a.files == b.files
-for n in a.files:
-    assert a[n].dtype == b[n].dtype and a[n].tobytes() == b[n].tobytes(), n
-histories = [open(os.path.join(directory, f"{n}.json")).read() for n in ("whole", "killed")]
-assert histories[0] == histories[1], histories
-print(json.dumps({"kills": done, "while writing": halves, "epochs": len(json.loads(histories[0]))}))
-'''
+test_checkpoint.compressed_run(kind, directory, on_step=count if where == "step" else None)
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1], ids=["device", "sharded"])
-def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, seed):
-    script = tmp_path / "killed.py"
-    script.write_text(KILLED)
-    said = python(script, "3", "4", tmp_path, str(seed), timeout=200, JAX_NUM_CPU_DEVICES="8").stdout
-    told = json.loads(said.splitlines()[-1])
-    assert told["kills"] == 3
-    assert told["while writing"] >= 1
-    assert "resumed from step" in said
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, kind, capsys):
+    """After steps, and in calls of fsync, which is while it writes a checkpoint."""
+    expected, records = compressed_run(kind)
+    environment = {"JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": os.pathsep.join(sys.path)}
+    halves = 0
+    for killed in (("step", "5"), ("fsync", "3"), ("fsync", "40"), ("step", "2")):
+        python("-c", KILLED, kind, tmp_path, *killed, expect=-signal.SIGKILL, timeout=200, **environment)
+        halves += any(name.startswith(".unfinished") for name in os.listdir(tmp_path))
+    assert halves
+    state, history = compressed_run(kind, tmp_path)
+    assert "resumed from step" in capsys.readouterr().out
+    same(state, expected)
+    assert fit_model.numbers(history) == fit_model.numbers(records)
 
 
 @pytest.mark.slow

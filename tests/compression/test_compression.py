@@ -526,11 +526,6 @@ def test_a_bad_specification_is_named(spec, error, message):
         compression.make(spec)
 
 
-def test_a_specification_is_a_mapping():
-    with pytest.raises(TypeError, match="spec must be a dict, got"):
-        compression.make("2bit")  # pyright: ignore
-
-
 @pytest.mark.parametrize("dtype", ["int32", "complex64", "bool"])
 def test_only_floating_values_are_compressed(coder, dtype):
     assert not coder.pays((100,), dtype)

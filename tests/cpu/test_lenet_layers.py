@@ -41,7 +41,6 @@ CASES = {
     "winograd": (lenet_layers.winograd, reference, winograd_case()),
     "direct": (lenet_layers.direct, reference_direct, direct_case()),
 }
-SLOW = pytest.mark.slow
 both = pytest.mark.parametrize(("fast", "plain", "args"), CASES.values(), ids=CASES)
 
 
@@ -88,26 +87,22 @@ def test_gradients_of_all_arguments_and_of_one(fast, plain, args, arguments):
     near(jax.jit(jax.grad(loss(fast), arguments))(*args), jax.jit(jax.grad(loss(plain), arguments))(*args))
 
 
+def along(f, args):
+    """The value and its derivative in one direction."""
+    return jax.jit(lambda *args: jax.jvp(f, args, jax.tree.map(jnp.cos, args)))(*args)
+
+
 @pytest.mark.sampled(1)
 @both
 def test_forward_mode(fast, plain, args):
-    tangents = jax.tree.map(np.cos, args)
-
-    def product(f):
-        return jax.jit(lambda *args: jax.jvp(f, args, tangents))(*args)
-
-    near(product(fast), product(plain))
+    near(along(fast, args), along(plain, args))
 
 
 @pytest.mark.slow
 @both
 def test_second_derivatives(fast, plain, args):
-    tangents = jax.tree.map(np.cos, args)
-
-    def product(f):
-        return jax.jit(lambda *args: jax.jvp(jax.grad(loss(f), (0, 1, 2)), args, tangents)[1])(*args)
-
-    near(product(fast), product(plain), rtol=1e-5)
+    first = jax.grad(loss(fast), (0, 1, 2)), jax.grad(loss(plain), (0, 1, 2))
+    near(*(along(gradient, args) for gradient in first), rtol=1e-5)
 
 
 @both
@@ -117,18 +112,9 @@ def test_jit_and_vmap(fast, plain, args):
     near(jax.jit(jax.vmap(fast, (None, 0, None)))(x, several, bias), np.stack([plain(x, w, bias) for w in several]))
 
 
-# The second row has the other half: each engine and each formula is here once.
-OVER_DEVICES = [
-    pytest.param(
-        *CASES[name], engine, id=f"{name}-{engine}", marks=() if (name == "direct") == (engine == "shard_map") else SLOW
-    )
-    for name in CASES
-    for engine in ("pmap", "shard_map", "shard_map, unchecked")
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("fast", "plain", "args", "engine"), OVER_DEVICES)
+@both
+@pytest.mark.parametrize("engine", ["pmap", "shard_map", "shard_map, unchecked"])
 def test_over_devices_the_gradients_add_up(fast, plain, args, engine):
     x, *params = args
     wanted = jax.jit(jax.grad(loss(plain), (1, 2)))(x, *params)

@@ -34,20 +34,6 @@ def test_a_lost_process_is_started_again_by_itself(program):
     assert done.stderr.count("\n") == 2
 
 
-@pytest.mark.slow
-def test_a_frozen_process_is_killed_and_started_again(program):
-    source = """
-    if rank == 1 and not (here / "was").exists():
-        (here / "was").touch()
-        os.kill(os.getpid(), signal.SIGSTOP)
-    (here / f"done{rank}{rank == 0 or (here / 'was').exists()}").touch()
-    while not (here / "done1True").exists():
-        time.sleep(0.02)
-    """
-    done = launch("-n", "2", "--elastic", "--heartbeat-timeout", "2", *program(source))
-    assert "is lost: no heartbeat for 2 seconds" in done.stderr
-
-
 def test_without_process_0_nobody_goes_on(program):
     source = """
     if rank == 0:
@@ -107,13 +93,6 @@ def test_a_process_that_works_in_between_is_started_again(program):
     """
     done = launch("-n", "2", "--elastic", *program(source))
     assert done.stderr.count("failed: status 3; the others continue") == 4
-
-
-@pytest.mark.slow
-def test_a_process_with_another_program_is_not_started_again(program):
-    done = launch("-n", "3", "--elastic", *program("os._exit(78) if rank == 1 else time.sleep(2.5)"))
-    assert done.stderr.count("failed: status 78, with another program; it is not started again") == 1
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow  # 6 seconds

@@ -240,14 +240,12 @@ def printed_by(program):
     return python("-W", "error", "-c", textwrap.dedent(program)).stdout
 
 
-def test_importing_starts_no_backend_and_loads_nothing_heavy():
+def test_importing_starts_no_backend():
     printed_by("""
-        import sys, jaxpar as jp
+        import jaxpar as jp
         for name in ("kv", "updaters", "compression", "sparse", "parallel", "train", "models", "data", "viz",
                      "checkpoint", "distributed", "mxnet"):
             assert name in dir(jp) and getattr(jp, name).__name__ == "jaxpar." + name
-        heavy = ("optax", "tensorflow_datasets", "orbax", "graphviz", "matplotlib", "tqdm", "flax")
-        assert not [name for name in heavy if name in sys.modules], sorted(set(heavy) & set(sys.modules))
         jp.parallel.use_cpu_devices(3)
         import jax
         assert len(jax.devices()) == 3
@@ -256,18 +254,6 @@ def test_importing_starts_no_backend_and_loads_nothing_heavy():
 
 def test_the_package_alone_does_not_even_load_jax():
     assert printed_by("import sys, jaxpar; print('jax' in sys.modules, jaxpar.__version__)").startswith("False 0.")
-
-
-def test_the_launcher_does_not_load_jax():
-    assert printed_by("""
-        import runpy, sys
-        sys.argv = ["jaxpar", "launch", "--help"]
-        try:
-            runpy.run_module("jaxpar", run_name="__main__")
-        except SystemExit as end:
-            assert not end.code, end.code
-        print("jax" in sys.modules)
-    """).endswith("False\n")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from kv_model import over, put, whole_numbers
+from kv_model import dense_of, over, put, whole_numbers
 
 from jaxpar import kv, sparse, updaters
 from jaxpar.sparse import RowSparse
@@ -19,12 +19,6 @@ def rows_of(i, indices=None):
     return RowSparse(np.array(indices, np.int32), whole_numbers(i, len(indices), 2), SHAPE)
 
 
-def dense(rows):
-    table = np.zeros(SHAPE, np.float32)
-    np.add.at(table, np.asarray(rows.indices), np.asarray(rows.values))
-    return table
-
-
 def table(kind="device", updater=updaters.accumulate):
     return kv.set_updater(kv.init(kv.create(kind), 3, whole_numbers(9, *SHAPE)), updater)
 
@@ -33,7 +27,7 @@ def table(kind="device", updater=updaters.accumulate):
 @pytest.mark.parametrize("count", [1, 3])
 def test_lists_of_rows_are_summed_by_row(kind, count):
     given = [rows_of(i) for i in range(count)]
-    total = sum(dense(rows) for rows in given)
+    total = sum(dense_of(rows) for rows in given)
     store = kv.push(table(kind), 3, put(given, jax.devices()))
     np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) + total)
     store = kv.push(kv.set_updater(store, updaters.assign), 3, given)  # MXNet: rows not mentioned become 0
@@ -54,13 +48,15 @@ def test_rows_and_dense_values_of_different_keys_in_one_push():
     store = kv.init(table(), 7, jnp.zeros(3))
     store = kv.push(store, [7, 3], [[jnp.ones(3)] * 2, [rows_of(0), rows_of(1)]])
     np.testing.assert_array_equal(kv.pull(store, 7), np.full(3, 2.0))
-    np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) + dense(rows_of(0)) + dense(rows_of(1)))
+    np.testing.assert_array_equal(
+        kv.pull(store, 3), whole_numbers(9, *SHAPE) + dense_of(rows_of(0)) + dense_of(rows_of(1))
+    )
 
 
 def test_under_jit():
     push = jax.jit(lambda s, rows: kv.push(s, 3, rows))
     store = push(push(table(), [rows_of(0), rows_of(2)]), rows_of(1))
-    total = sum(dense(rows_of(i)) for i in range(3))
+    total = sum(dense_of(rows_of(i)) for i in range(3))
     np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) + total)
 
 
@@ -86,7 +82,7 @@ def test_a_plain_function_updates_rows_too():
 
     store = kv.push(table(updater=updater), 3, rows_of(0))
     assert seen == [(3, (2, 2))]
-    np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) - dense(rows_of(0)))
+    np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) - dense_of(rows_of(0)))
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -110,7 +106,7 @@ def test_adam_on_rows_is_adam_on_these_rows_alone():
     alone = kv.set_optimizer(kv.init(kv.create(), 0, whole_numbers(9, *SHAPE)[[0, 4]]), tx)
     for _ in range(3):
         store = kv.push(store, 3, rows_of(0))
-        alone = kv.push(alone, 0, dense(rows_of(0))[[0, 4]])
+        alone = kv.push(alone, 0, dense_of(rows_of(0))[[0, 4]])
     np.testing.assert_allclose(kv.pull(store, 3)[jnp.array([0, 4])], kv.pull(alone, 0), rtol=1e-6)
     np.testing.assert_array_equal(kv.pull(store, 3)[1:4], whole_numbers(9, *SHAPE)[1:4])
 

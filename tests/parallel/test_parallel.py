@@ -165,7 +165,7 @@ def test_a_number_of_devices_is_a_positive_int(n, error):
 
 def test_use_cpu_devices_after_jax_has_started():
     parallel.use_cpu_devices(len(jax.devices()))
-    with pytest.raises(RuntimeError, match=r"JAX runs already, on 8 cpu device.*restart the Python process"):
+    with pytest.raises(RuntimeError, match=r"runs already, on 8 cpu.*restart.*kernel.*first"):
         parallel.use_cpu_devices(3)
     assert len(jax.devices()) == 8
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
-from kv_model import on_mesh
+from kv_model import dense_of, on_mesh
 
 from jaxpar import kv, sparse, updaters
 from jaxpar.models import matrix_factorization
@@ -22,15 +22,6 @@ TABLE = np.arange(12.0, dtype=np.float32).reshape(6, 2)
 def rows_of(indices, shape=(6, 2), seed=0, dtype=np.float32):
     values = np.random.default_rng(seed).integers(-9, 9, (len(indices), *shape[1:])).astype(dtype)
     return RowSparse(np.array(indices, np.int32), jnp.asarray(values), shape)
-
-
-def dense_of(rows):
-    """The NumPy model: rows of one index are summed."""
-    table = np.zeros(rows.shape, rows.dtype)
-    held = np.asarray(rows.indices)
-    real = (held >= 0) & (held < rows.shape[0])
-    np.add.at(table, held[real], np.asarray(rows.values)[real])
-    return table
 
 
 def held(rows):

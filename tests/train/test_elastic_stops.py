@@ -209,6 +209,7 @@ def test_killed_frozen_and_stuck_processes_change_no_bit(tmp_path, undisturbed):
     assert run.output.count("is started again as pid") == 3, run.output
     assert "restart" not in run.output
     assert run.steps() == [*range(1, 37)]  # each counted once
+    assert re.search(r"process 1 .*is lost: no heartbeat for \d+ seconds", run.output), run.output
     assert "process 2 is stuck: it loads the batch of step 24, for more than 10 seconds" in run.output
     assert "elastic_run.py" in run.output.partition("is stuck")[2]
     assert "process 1 was lost in step 16; the others repeat it" in run.output

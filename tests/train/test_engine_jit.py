@@ -9,12 +9,10 @@ import optax
 import pytest
 from fit_model import LOSS, run_on
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from mesh_run import RULES, apply, batch_of, loss_fn, params_of, state_of
 from step_model import close, step_of
 
-from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
-
-FSDP = parallel.fsdp("data", min_size=1)
-RULES = parallel.sharding_rules({"hidden/kernel": P(None, "model"), "out": P("model", None)}, then=FSDP)
+from jaxpar import data, kv, parallel, sparse, train, updaters
 
 
 def mesh_of(*sizes, names=("data", "model", "third"), kind=AxisType.Auto):
@@ -22,29 +20,8 @@ def mesh_of(*sizes, names=("data", "model", "third"), kind=AxisType.Auto):
     return Mesh(devices, names[: len(sizes)], axis_types=(kind,) * len(sizes))
 
 
-def params():
-    rng = np.random.default_rng(0)
-    hidden = {"kernel": rng.standard_normal((8, 16)) / 3, "bias": np.zeros(16)}
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), {"hidden": hidden, "out": rng.standard_normal((16, 4))})
-
-
-def loss_fn(params, batch, rng, statistics):
-    """With dropout and the batch's own mean, so that it matters what a share is."""
-    h = jax.nn.relu(batch["x"] @ params["hidden"]["kernel"] + params["hidden"]["bias"][None])
-    mean = h.mean(0, keepdims=True)
-    h = (h - mean) * jax.random.bernoulli(rng, 0.8, h.shape)
-    new = {"mean": 0.9 * statistics["mean"] + 0.1 * mean[0], "count": statistics["count"] + 1}
-    return ((h @ params["out"] - batch["y"]) ** 2).mean(), {"spread": h.std()}, new
-
-
 def batches(steps=3, size=16):
-    rng = np.random.default_rng(1)
-    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
-    return [{"x": draw(size, 8), "y": draw(size, 4)} for _ in range(steps)]
-
-
-def state_of(store):
-    return train.create_state(store, 0, model_state={"mean": jnp.zeros(16), "count": jnp.int32(0)})
+    return [batch_of(seed, size) for seed in range(steps)]
 
 
 def ran(store, steps=3, **options):
@@ -69,7 +46,7 @@ ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01, mask=lambda
 
 @functools.cache
 def by_pmap(count, **options):
-    store = kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:count])
+    store = kv.from_params(params_of(), optimizer=ADAM, devices=jax.devices()[:count])
     return ran(store, engine="pmap", **dict(options))
 
 
@@ -77,9 +54,9 @@ def by_pmap(count, **options):
 @pytest.mark.parametrize(
     "store",
     [
-        lambda: kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2)),
-        lambda: kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 4, kind=AxisType.Explicit), sharding=RULES),
-        lambda: kv.from_params(params(), optimizer=ADAM, kind="sharded", devices=jax.devices()[:2]),
+        lambda: kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2)),
+        lambda: kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2, 4, kind=AxisType.Explicit), sharding=RULES),
+        lambda: kv.from_params(params_of(), optimizer=ADAM, kind="sharded", devices=jax.devices()[:2]),
     ],
     ids=["one axis", "rules on two axes", "kind sharded"],
 )
@@ -98,8 +75,8 @@ def test_as_pmap(store):
     ids=lambda options: ",".join(options),
 )
 def test_options_as_under_pmap(options):
-    store = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES)
-    plain = kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:2])
+    store = kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES)
+    plain = kv.from_params(params_of(), optimizer=ADAM, devices=jax.devices()[:2])
     same(ran(store, **options), ran(plain, engine="pmap", **options))
 
 
@@ -107,13 +84,13 @@ def test_options_as_under_pmap(options):
 def test_several_data_axes_and_a_third():
     mesh = mesh_of(2, 2, 2, names=("data", "fsdp", "model"))
     split = parallel.fsdp(("data", "fsdp"), min_size=1)
-    rules = parallel.sharding_rules({"hidden/kernel": P(None, "model")}, then=split)
-    store = kv.from_params(params(), optimizer=ADAM, mesh=mesh, sharding=rules)
+    rules = parallel.sharding_rules({"hidden": P(None, "model")}, then=split)
+    store = kv.from_params(params_of(), optimizer=ADAM, mesh=mesh, sharding=rules)
     same(ran(store, axis_name=("data", "fsdp")), by_pmap(4))
 
 
 def test_many_steps_in_one_program():
-    store = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES)
+    store = kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES)
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches(3))
     state, metrics = step_of(loss_fn).many(state_of(store), stacked)
     expected, losses = by_pmap(2)
@@ -124,16 +101,16 @@ def test_many_steps_in_one_program():
 @pytest.mark.slow
 @pytest.mark.parametrize("update", [updaters.mxnet_sgd(0.01, momentum=0.9), updaters.from_optax(optax.adam(0.01))])
 def test_updaters_with_one_state_a_key(update):
-    plain = kv.from_params(params(), updater=update, devices=jax.devices()[:2])
-    store = kv.from_params(params(), updater=update, mesh=mesh_of(2, 2), sharding=RULES)
+    plain = kv.from_params(params_of(), updater=update, devices=jax.devices()[:2])
+    store = kv.from_params(params_of(), updater=update, mesh=mesh_of(2, 2), sharding=RULES)
     same(ran(store), ran(plain, engine="pmap"))
 
 
 @pytest.mark.slow
 def test_each_device_has_its_part_of_values_and_state():
-    state, _ = ran(kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES))
+    state, _ = ran(kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES))
     kernel, adam = state.store.values[1], state.store.optimizer_state[1][0]
-    for array in (kernel, adam.mu["hidden"]["kernel"]):
+    for array in (kernel, adam.mu["hidden"]):
         assert array.shape == (8, 16)
         assert array.addressable_shards[0].data.size == array.size // 8
     assert kernel.sharding.spec == P("data", "model")
@@ -186,7 +163,7 @@ def test_unused_parameters_are_left_with_one_state_a_key_too(kind):
 @pytest.mark.slow
 def test_params_keep_the_sharding_that_they_come_with():
     mesh = mesh_of(2, 4, kind=AxisType.Explicit)
-    given = params()
+    given = params_of()
     given["out"] = jax.device_put(given["out"], NamedSharding(mesh, P("model")))
     state, losses = ran(kv.from_params(given, optimizer=ADAM))
     assert state.params["out"].sharding.spec == P("model")
@@ -198,80 +175,62 @@ def test_what_auto_takes():
         step = train.make_train_step(loss_fn, **options)
         return step._engine_and_step(store)[0]
 
-    plain = kv.from_params(params(), optimizer=ADAM)
-    rows = kv.from_params(params(), optimizer=optax.adam(0.1), kind="sharded")
-    whole = kv.from_params(params(), optimizer=ADAM, kind="sharded")
+    plain = kv.from_params(params_of(), optimizer=ADAM)
+    rows = kv.from_params(params_of(), optimizer=optax.adam(0.1), kind="sharded")
+    whole = kv.from_params(params_of(), optimizer=ADAM, kind="sharded")
     assert taken(plain) == taken(rows) == "shard_map"
     assert taken(whole) == taken(plain, mesh=mesh_of(2)) == "jit"
     with jax.set_mesh(mesh_of(2, 4)):
         assert taken(plain) == "shard_map"
 
 
-@pytest.mark.slow
-def test_checkpoints_go_to_another_mesh_and_engine(tmp_path):
-    split = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES)
-    state, _ = ran(split)
-    checkpoint.save(tmp_path / "state", state)
-    for store in (
-        kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:2]),
-        kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(4, 2), sharding=FSDP),
-    ):
-        found = checkpoint.restore(tmp_path / "state", state_of(store))
-        jax.tree.map(np.testing.assert_array_equal, found.params, state.params)
-        jax.tree.map(np.testing.assert_array_equal, found.store.optimizer_state, state.store.optimizer_state)
-        step_of(loss_fn)(found, batches(1)[0])
-
-
 def test_fit_and_evaluate():
     rng = np.random.default_rng(0)
     dataset = data.Dataset(rng.standard_normal((64, 8)).astype(np.float32), rng.integers(0, 4, 64))
-
-    def apply(params, x):
-        return jax.nn.relu(x @ params["hidden"]["kernel"] + params["hidden"]["bias"][None]) @ params["out"]
 
     def fitted(store):
         step = train.make_train_step(train.classification_loss(apply))
         return run_on(dataset, train.create_state(store, 0), step=step, test_data=dataset, apply_fn=apply)
 
-    state, history = fitted(kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES))
-    plain, others = fitted(kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:2]))
+    state, history = fitted(kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES))
+    plain, others = fitted(kv.from_params(params_of(), optimizer=ADAM, devices=jax.devices()[:2]))
     close(state.params, plain.params, rtol=1e-4, atol=1e-5)
     close([row["loss"] for row in history], [row["loss"] for row in others], rtol=1e-4)
     assert history[-1]["test_accuracy"] == others[-1]["test_accuracy"]
 
 
 def test_pushes_at_the_prompt_keep_the_shardings():
-    store = kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES)
-    plain = kv.from_params(params(), optimizer=ADAM, devices=jax.devices()[:1])
-    grads = [jnp.ones_like(x) for x in jax.tree.leaves(params())]
+    store = kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES)
+    plain = kv.from_params(params_of(), optimizer=ADAM, devices=jax.devices()[:1])
+    grads = [jnp.ones_like(x) for x in jax.tree.leaves(params_of())]
     for _ in range(2):
         store, plain = kv.push(store, [0, 1, 2], grads), kv.push(plain, [0, 1, 2], grads)
     close(kv.to_params(store), kv.to_params(plain))
     assert store.values[1].sharding.spec == P("data", "model")
-    assert store.optimizer_state[1][0].mu["hidden"]["kernel"].sharding.spec == P("data", "model")
+    assert store.optimizer_state[1][0].mu["hidden"].sharding.spec == P("data", "model")
     copies = kv.pull(store, 1, devices=jax.devices()[:2])
     np.testing.assert_array_equal(copies[1], store.values[1])
 
 
 def test_loss_may_name_the_other_axes():
     def loss(params, batch, rng):
-        h = jax.lax.with_sharding_constraint(batch["x"] @ params["hidden"]["kernel"], P(None, "model"))
+        h = jax.lax.with_sharding_constraint(batch["x"] @ params["hidden"], P(None, "model"))
         return ((h @ params["out"] - batch["y"]) ** 2).mean(), {"all": jax.lax.pmean(h.mean(), "data")}
 
     options = {"mesh": mesh_of(2, 4), "sharding": RULES, "unused": "skip"}
-    state, step = train.start(params(), optax.sgd(0.1), loss, **options)
+    state, step = train.start(params_of(), optax.sgd(0.1), loss, **options)
     _, metrics = step(state, batches(1)[0])
-    close(metrics["all"], (batches(1)[0]["x"] @ params()["hidden"]["kernel"]).mean())
+    close(metrics["all"], (batches(1)[0]["x"] @ params_of()["hidden"]).mean())
 
 
 @pytest.mark.parametrize(("spec", "axes"), [(P("data"), "data"), (P(None, ("model", "data")), ("data", "model"))])
 def test_loss_may_not_name_the_axis_of_the_batch(spec, axes):
     def loss(params, batch, rng):
-        h = jax.lax.with_sharding_constraint(batch["x"] @ params["hidden"]["kernel"], spec)
+        h = jax.lax.with_sharding_constraint(batch["x"] @ params["hidden"], spec)
         return ((h @ params["out"] - batch["y"]) ** 2).mean(), {}
 
     options = {"mesh": mesh_of(2, 4), "sharding": RULES, "axis_name": axes}
-    state, step = train.start(params(), optax.sgd(0.1), loss, **options)
+    state, step = train.start(params_of(), optax.sgd(0.1), loss, **options)
     with pytest.raises(ValueError, match=r"constrains an array to P\(.* write None in place of these axes"):
         step(state, batches(1)[0])
 
@@ -311,11 +270,11 @@ def test_fit_splits_a_batch_over_the_data_axes_only():
 
 
 def split(**options):
-    return kv.from_params(params(), optimizer=ADAM, mesh=mesh_of(2), **options)
+    return kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2), **options)
 
 
 def plain(**options):
-    return kv.from_params(params(), optimizer=ADAM, **options)
+    return kv.from_params(params_of(), optimizer=ADAM, **options)
 
 
 W, ROWS = {"w": jnp.ones((4, 2))}, sparse.RowSparse(jnp.array([1]), jnp.ones((1, 2)), (4, 2))

@@ -14,7 +14,7 @@ from jaxpar.train._step import programs
 
 COUNT = 4
 STEPS = [
-    *({"engine": engine, "kind": kind} for engine, kind in EVERYWHERE if (engine, kind) != ("jit", "local")),
+    *({"engine": engine, "kind": kind} for engine, kind in EVERYWHERE),
     {"kind": "dist_async"},
     {"compression": "2bit"},
     {"compression": "powersgd"},

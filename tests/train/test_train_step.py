@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import step_model
 from kv_model import collectives_in, compilations
 from step_model import EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start, step_of, text_of, trained
 
-from jaxpar import kv, models, train
+from jaxpar import kv, train
 
 # ---- the same numbers
 
@@ -26,48 +25,6 @@ def test_the_gradient_is_that_of_the_whole_batch(engine, count, kind):
     step = train.make_train_step(lambda p, b, rng: ((p["w"] * b).mean(), {}), engine=engine)
     state, _ = step(state, jnp.array([1.0, 2.0, 4.0, 7.0]))
     assert float(state.params["w"]) == -3.5
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    ("engine", "kind", "count"),
-    [*((*where, 8) for where in EVERYWHERE), ("pmap", "device", 1), ("shard_map", "sharded", 1), ("pmap", "local", 2)],
-)
-def test_any_devices_engines_and_kinds_are_the_plain_loop(engine, count, kind):
-    state, metrics = trained(step_of(squares, engine=engine), start(count, kind, adam()), 5)
-    close(state.params, by_hand(adam(), 5))
-    before = by_hand(adam(), 4)
-    loss, aux = squares(before, line(seed=4), None)
-    close(metrics, {"loss": loss, "error": aux["error"]}, rtol=1e-4)
-    assert int(state.step) == 5
-
-
-LENET_LOSS = train.classification_loss(models.lenet.apply)
-
-
-@functools.cache
-def lenet():
-    """Parameters of a size that learns at once, 20 batches of 32, and what the plain loop makes of them."""
-    params = jax.tree.map(lambda x: 5 * x, models.lenet.init(jax.random.key(0)))
-    rng = np.random.default_rng(0)
-    batches = [
-        {"image": rng.random((32, 28, 28, 1), np.float32), "label": rng.integers(0, 10, 32).astype(np.int32)}
-        for _ in range(20)
-    ]
-    return params, batches, by_hand(optax.sgd(0.1), 20, params, LENET_LOSS, batches)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "count", "kind"),
-    [("pmap", 1, "device"), ("pmap", 8, "device"), ("shard_map", 4, "local"), ("shard_map", 8, "sharded")],
-)
-def test_twenty_steps_of_lenet(engine, count, kind):
-    params, batches, want = lenet()
-    state, _ = trained(step_of(LENET_LOSS, engine=engine), start(count, kind, optax.sgd(0.1), params), batches)
-    close(state.params, want, rtol=1e-4, atol=2e-6)
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), params, want)
-    assert max(jax.tree.leaves(moved)) > 1e-2
 
 
 CLIP = optax.clip_by_global_norm(0.3)
@@ -96,27 +53,6 @@ def test_a_transform_with_a_state(kind):
 
 
 # ---- what a step may see and give
-
-
-@pytest.mark.sampled(1)
-def test_the_rng_differs_by_device_and_step_and_can_be_repeated(engine):
-    def loss(params, batch, rng):
-        noise = jax.random.uniform(rng)
-        return params["w"] * 0.0, {"noise": noise, "square": noise**2}
-
-    def run():
-        state = start(4, params={"w": jnp.zeros(())})
-        step = train.make_train_step(loss, engine=engine)
-        found = []
-        for _ in range(2):
-            state, metrics = step(state, jnp.zeros(4))
-            found.append((float(metrics["noise"]), float(metrics["square"])))
-        return found
-
-    first, second = run()
-    assert first != second
-    assert first[1] - first[0] ** 2 > 1e-4, "all devices drew the same number"
-    assert run() == [first, second]
 
 
 def test_aux_values_are_means_over_devices_whatever_their_dtype():

@@ -11,6 +11,7 @@ import optax
 import pytest
 import step_model
 from kv_model import collectives_in, on_host
+from process_run import dropped
 from several_processes import Run
 
 from jaxpar import checkpoint, data, kv, models, train, updaters
@@ -28,15 +29,6 @@ def init():
     rng = np.random.default_rng(0)
     a, b = 0.3 * rng.normal(size=(12, 33)), rng.normal(size=(33, 5))
     return {name: jnp.asarray(x, jnp.float32) for name, x in {"a": a, "b": b, "c": np.zeros(5)}.items()}
-
-
-def dropped(params, batch, rng):
-    """A network with dropout."""
-    hidden = jax.nn.gelu(batch["image"] @ params["a"])
-    hidden = hidden * jax.random.bernoulli(rng, 0.9, hidden.shape)
-    logits = (hidden @ params["b"] + params["c"][None]).astype(jnp.float32)
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    return losses.mean(), {"accuracy": (logits.argmax(1) == batch["label"]).mean()}
 
 
 def normed(params, batch, rng, seen):
@@ -355,7 +347,8 @@ def check_split(folder, devices):
     assert (header["devices"], header["kind"]) == (devices, "sharded")
     assert [entry["step"] for entry in lines] == [2, 4, 6, 8]
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.01))
-    like = train.create_state(kv.from_params({"a": jnp.zeros((300, 80)), "b": jnp.zeros((80, 5))}, optimizer=tx), 0)
+    params = {"a": jnp.zeros((300, 80)), "b": jnp.zeros((80, 5)), "c": jnp.zeros(5)}
+    like = train.create_state(kv.from_params(params, optimizer=tx), 0)
     for entry, path in zip(lines[1::2], sorted((folder / "split").glob("step_*")), strict=True):
         assert str(checkpoint._hash_of(checkpoint.restore(path, like))) == entry["state"]
 
@@ -365,7 +358,7 @@ def test_in_any_number_of_processes(tmp_path):
     """One process with four devices, two with one each, three with one each: the same bits."""
     found, certificates = [], set()
     for processes, devices in ((1, 4), (2, 1), (3, 1)):
-        with Run("virtual_run.py", tmp_path / f"{processes}x{devices}", processes, devices) as run:
+        with Run("process_run.py", tmp_path / f"{processes}x{devices}", processes, devices, "virtual") as run:
             run.wait()
             found += [run.saved(f"process{i}.npz") for i in range(processes)]
             certificates.add((run.folder / "run.jsonl").read_text().partition("\n")[2])

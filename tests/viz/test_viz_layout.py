@@ -135,6 +135,7 @@ def test_long_and_wide_names_fit():
     long = "a_layer_" * 60
     fn, shapes = (lambda p, x: jnp.tanh(x @ p["卷积层" * 4]["w"]) @ p[long]["w"]), m.Spec((4, 4), m.f32)
     plot = viz.plot_network(fn, {"卷积层" * 4: {"w": shapes}, long: {"w": shapes}}, shapes, title="t" * 500)
+    assert len(plot.name) <= 100
     assert long in plot.network.layers[-1].name
     svg = plot.pipe("svg", encoding="utf-8")
     assert float(re.search(r'<svg width="(\d+)pt"', svg).group(1)) < 600

@@ -139,16 +139,6 @@ def test_an_unknown_name():
         viz.plot  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    ("ending", "start"),
-    [("png", b"\x89PNG"), ("pdf", b"%PDF")],
-)
-def test_save(tmp_path, ending, start):
-    path = drawn("lenet").save(tmp_path / "deep" / f"net.{ending}")
-    with open(path, "rb") as file:
-        assert file.read().startswith(start)
-
-
 def pixels(shown):
     data = base64.b64decode(shown["image/png"])
     assert data.startswith(b"\x89PNG")
