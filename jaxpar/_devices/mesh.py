@@ -13,8 +13,8 @@ programs that use the connection at the same time receive each other's messages.
 one device of each process.
 
 The memory. A jax array never changes, and jax copies a donated array whose memory is in use elsewhere. So the same
-bytes can be the value on every CPU device of this process. `share_or_put` and `views` share memory where
-`jax.device_put` would copy.
+bytes can be the value on every CPU device of this process. `share_or_put` shares memory where `jax.device_put` would
+copy, and so does a program that is given NumPy arrays, which are views of this memory, inside of `on`.
 """
 
 from __future__ import annotations
@@ -180,15 +180,8 @@ def share_or_put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array
     return jax.device_put(list(arrays), where)
 
 
-def views(arrays: Iterable[jax.Array]) -> list[np.ndarray]:
-    """The arrays of devices of one memory as NumPy arrays, without copies. The call waits until they are computed."""
-    # A program takes them as arguments without copies too, faster than arrays that are put on its device first. Call it
-    # inside `on` that device.
-    return [np.asarray(a) for a in arrays]
-
-
 def on(where: Sharding) -> contextlib.AbstractContextManager[Any]:
-    """A context in which programs with views and uncommitted arrays as arguments run on this one device."""
+    """A context in which programs with NumPy and uncommitted arrays as arguments run on this one device."""
     (device,) = where.device_set
     return jax.default_device(device)
 
@@ -278,7 +271,4 @@ def _shared(array: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def _program(sharding: Sharding | None) -> Any:
-    def run(arrays: Iterable[jax.Array]) -> list[jax.Array]:
-        return [jnp.copy(a) for a in arrays]
-
-    return jax.jit(run) if sharding is None else jax.jit(run, out_shardings=sharding)
+    return jax.jit(lambda arrays: [jnp.copy(a) for a in arrays], out_shardings=sharding)

@@ -19,7 +19,7 @@ from .._devices.mesh import own_copies, put, spans_processes
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, store as stores
 from .._store.store import Changes, KVStore, Rows
-from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
+from ..mxnet import _KIND_ALIASES, _OTHER_KINDS, _STORE_ARGUMENTS as MXNET_ARGUMENTS
 
 if TYPE_CHECKING:
     import optax
@@ -72,8 +72,11 @@ def create(
         >>> kv.create("device")
         KVStore(kind='device', updater=assign, empty)
     """
-    found = stores.kind_named(kind, "kv.create")
-    kind = found.name
+    if kind in _OTHER_KINDS:
+        known = f"known are {', '.join(stores.KINDS)}"
+        raise ValueError(f"kv.create: unknown kind {kind!r}; {known}; {_OTHER_KINDS[kind]}")
+    kind = checks.choice(_KIND_ALIASES.get(kind, kind), "kv.create", "kind", stores.KINDS)
+    found = stores.KINDS[kind]
     if staleness is None:
         staleness = int(found.delayed)
     staleness = checks.whole_number(staleness, "kv.create", "staleness", least=0)

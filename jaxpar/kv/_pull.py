@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 from .. import sparse
 from .._core import calls, checks
 from .._core.arrays import Device, is_tracing
+from .._core.checks import Key, Keys
 from .._core.text import plural
 from .._devices import collectives, mesh
 from .._devices.user_mesh import in_user_mesh, in_user_mesh_now
@@ -30,25 +31,25 @@ _MOST_VALUES = 256  # XLA compiles a kernel for each, so a program that packs th
 
 @overload
 def pull(
-    store: KVStore, key: checks.Key, *, devices: None = None, axis_name: str | None = None, copy: bool = True
+    store: KVStore, key: Key, *, devices: None = None, axis_name: str | None = None, copy: bool = True
 ) -> jax.Array: ...
 @overload
 def pull(
-    store: KVStore, key: checks.Key, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
+    store: KVStore, key: Key, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[jax.Array]: ...
 @overload
 def pull(
-    store: KVStore, key: checks.Keys, *, devices: None = None, axis_name: str | None = None, copy: bool = True
+    store: KVStore, key: Keys, *, devices: None = None, axis_name: str | None = None, copy: bool = True
 ) -> list[jax.Array]: ...
 @overload
 def pull(
-    store: KVStore, key: checks.Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
+    store: KVStore, key: Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[list[jax.Array]]: ...
 @calls.answers("kv.pull", MXNET_ARGUMENTS, RETURNED)
 @in_user_mesh_now
 def pull(
     store: KVStore,
-    key: checks.Key | checks.Keys,
+    key: Key | Keys,
     *,
     devices: Sequence[Device] | None = None,
     axis_name: str | None = None,
@@ -187,7 +188,7 @@ def _send_in_buckets(values: list[jax.Array], devices: set[Device]) -> dict[Devi
     # Positions in the buckets are counted from 0, so that the programs depend on sizes only.
     source, shapes, groups = values[0].sharding, tuple(v.shape for v in values), collectives.plan(values)
     shared = mesh.one_memory({*devices, *source.device_set})
-    flat = collectives.pack(mesh.views(values), groups, xp=np) if shared else _pack(values, groups)
+    flat = collectives.pack([np.asarray(v) for v in values], groups, xp=np) if shared else _pack(values, groups)
     sent = dict.fromkeys(devices & source.device_set, values)
     for device in devices - source.device_set:
         where = SingleDeviceSharding(device)
@@ -243,24 +244,18 @@ def broadcast(
 
 
 @overload
-def row_sparse_pull(store: KVStore, key: checks.Key, row_ids: Any, *, devices: None = None) -> sparse.RowSparse: ...
+def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: None = None) -> sparse.RowSparse: ...
+@overload
+def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: Sequence[Device]) -> list[sparse.RowSparse]: ...
+@overload
+def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: None = None) -> list[sparse.RowSparse]: ...
 @overload
 def row_sparse_pull(
-    store: KVStore, key: checks.Key, row_ids: Any, *, devices: Sequence[Device]
-) -> list[sparse.RowSparse]: ...
-@overload
-def row_sparse_pull(
-    store: KVStore, key: checks.Keys, row_ids: Any, *, devices: None = None
-) -> list[sparse.RowSparse]: ...
-@overload
-def row_sparse_pull(
-    store: KVStore, key: checks.Keys, row_ids: Any, *, devices: Sequence[Device]
+    store: KVStore, key: Keys, row_ids: Any, *, devices: Sequence[Device]
 ) -> list[list[sparse.RowSparse]]: ...
 @calls.answers("kv.row_sparse_pull", MXNET_ARGUMENTS, RETURNED)
 @in_user_mesh_now
-def row_sparse_pull(
-    store: KVStore, key: checks.Key | checks.Keys, row_ids: Any, *, devices: Sequence[Device] | None = None
-) -> Any:
+def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: Sequence[Device] | None = None) -> Any:
     """Some rows of a stored value.
 
     Args:
