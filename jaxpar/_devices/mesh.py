@@ -190,7 +190,6 @@ def on(where: Sharding) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_donated(state: Any) -> bool:
-    """Whether the memory of any array of a pytree was donated."""
     return any(map(_is_deleted, jax.tree.leaves(state)))
 
 
@@ -222,10 +221,11 @@ def _zeros_like(leaf: jax.Array) -> jax.Array:
 def own_copies(tree: Any) -> Any:
     """Copies of the arrays of a pytree on the same devices. Tracers stay unchanged. Nothing is compiled."""
     leaves, treedef = jax.tree.flatten(tree)
-    here = [i for i, leaf in enumerate(leaves) if not is_traced(leaf) and not spans_processes(leaf)]
-    for i, copy in zip(here, jax.device_put([leaves[i] for i in here], may_alias=False), strict=True):
+    here = [i for i, leaf in enumerate(leaves) if not is_traced(leaf)]
+    where = [leaves[i].sharding if spans_processes(leaves[i]) else None for i in here]
+    for i, copy in zip(here, jax.device_put([leaves[i] for i in here], where, may_alias=False), strict=True):
         leaves[i] = copy
-    return treedef.unflatten([_of_shards(leaf) if spans_processes(leaf) else leaf for leaf in leaves])
+    return treedef.unflatten(leaves)
 
 
 def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -238,7 +238,7 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     several = jax.process_count() > 1  # asked once: many arrays are asked for each pull
     for i, array in enumerate(arrays):
         if several and spans_processes(array):
-            copies[i] = _of_shards(array)
+            copies[i] = jax.device_put(array, array.sharding, may_alias=False)
         elif array.nbytes >= LARGE and _can_share(array):
             copies[i] = _shared(array)
         else:
@@ -249,12 +249,6 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
             some = places[start : start + _MOST]
             copies |= zip(some, program([arrays[i] for i in some]), strict=True)
     return [copies[i] for i in range(len(arrays))]
-
-
-def _of_shards(array: jax.Array) -> jax.Array:
-    """A copy of an array that spans processes. Each process copies its own shards."""
-    shards = jax.device_put([shard.data for shard in array.addressable_shards], may_alias=False)
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def _can_share(array: jax.Array) -> bool:

@@ -295,9 +295,7 @@ def sharding_of(store: KVStore, layout: Whole = WHOLE) -> NamedSharding:
 
 def mesh_of_values(store: KVStore) -> Mesh:
     """The mesh over which values are split in their own shapes."""
-    first = store.layouts[0][1]
-    assert isinstance(first, Split)
-    assert isinstance(first.over.mesh, Mesh)
+    first: Any = store.layouts[0][1]
     return first.over.mesh
 
 

@@ -390,7 +390,6 @@ def resident(dataset: Any, split: Split, wanted: bool | None = None) -> tuple[ja
 
 
 def free_bytes(device: Any) -> int | None:
-    """The free memory of a device, in bytes. None if unknown."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

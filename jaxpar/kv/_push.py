@@ -227,7 +227,6 @@ def _check_tree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
 
 
 def _way_of(store: KVStore, axis_name: str | None, where: str) -> queue.Send:
-    """What sums and updates."""
     kind, axes = stores.KINDS[store.kind], jax.sharding.get_abstract_mesh().manual_axes
     if axis_name is not None:
         aggregate.axis_size(axis_name, where)

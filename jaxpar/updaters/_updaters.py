@@ -199,7 +199,6 @@ class TreeOptimizer:
     tx: optax.GradientTransformation
 
     def init(self, params: Tree) -> Any:
-        """The state before the first update."""
         import optax
 
         try:
