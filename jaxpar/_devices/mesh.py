@@ -35,8 +35,8 @@ from .._core.arrays import Device, is_prng_key, is_traced, is_tracing, without_k
 Result = TypeVar("Result")
 
 STORE_AXIS = "data"
-# XLA compiles a kernel for each array, so a program that copies thousands of them would take long.
-_MOST = 256
+# Arrays of one program. XLA compiles a kernel for each, so a program for thousands of them would take minutes.
+MOST = 256
 # Bytes. From here on, a copy on one emulated device costs more than a second array of the same memory.
 LARGE = 1 << 20
 
@@ -245,8 +245,8 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
             small.setdefault(array.sharding, []).append(i)
     for sharding, places in small.items():
         program = _program(None if isinstance(sharding, SingleDeviceSharding) else sharding)
-        for start in range(0, len(places), _MOST):
-            some = places[start : start + _MOST]
+        for start in range(0, len(places), MOST):
+            some = places[start : start + MOST]
             copies |= zip(some, program([arrays[i] for i in some]), strict=True)
     return [copies[i] for i in range(len(arrays))]
 

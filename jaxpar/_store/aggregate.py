@@ -34,7 +34,8 @@ Pair = tuple[jax.Array, Any]  # a new value and a new state
 POSITION = "position"  # the axis of a pushed list of values
 
 
-def _make_program(updater: Any, compressor: Any) -> Any:
+@Recent
+def program(updater: Any, compressor: Any) -> Any:
     """What a push at the prompt changes: the functions below, compiled. The store has the keys that are pushed only.
 
     It comes without updater and compressor, since JAX keeps the structures of arguments forever. With a mesh, `sent`
@@ -52,9 +53,6 @@ def _make_program(updater: Any, compressor: Any) -> Any:
         return jax.shard_map(own, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(store, sent)
 
     return jax.jit(run, static_argnums=2)
-
-
-program = Recent(_make_program)
 
 
 def _at_home(store: KVStore, changes: Changes) -> Changes:

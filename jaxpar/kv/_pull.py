@@ -26,8 +26,6 @@ from ._create import init
 # The end of a message about too many arguments: MXNet writes to out=.
 RETURNED = "; the values are returned, there is no out="
 
-_MOST_VALUES = 256  # XLA compiles a kernel for each, so a program that packs thousands would take minutes
-
 
 @overload
 def pull(
@@ -155,8 +153,8 @@ def _on_each(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool
     there = {i for i, v in enumerate(values) if v.is_fully_replicated and wanted <= v.sharding.device_set}
     copies = {i: _by_device(values[i]) for i in there}
     absent = [i for i in range(len(values)) if i not in there]
-    for start in range(0, len(absent), _MOST_VALUES):
-        some = absent[start : start + _MOST_VALUES]
+    for start in range(0, len(absent), mesh.MOST):
+        some = absent[start : start + mesh.MOST]
         # Every process must call this for values that span them: then each has all of them.
         here = [jnp.asarray(mesh.to_host(values[i])) if mesh.spans_processes(values[i]) else values[i] for i in some]
         copies |= zip(some, _send(here, wanted), strict=True)

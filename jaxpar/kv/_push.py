@@ -32,9 +32,6 @@ from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, ass
 from ._create import signature
 from ._pull import RETURNED, pull
 
-# XLA compiles a kernel for each value, so a program for thousands of keys would take minutes.
-_MOST_KEYS = 256
-
 Devices = tuple[Device, ...]
 Way = Callable[[Any, KVStore, Lists], Changes]  # what is given a program, and runs it where it belongs
 
@@ -280,8 +277,8 @@ def _push_here(store: KVStore, pushed: Lists) -> Changes:
         ways = [(functools.partial(_push_at_home, devices), keys) for keys in keys_at.values()]
     parts: list[Changes] = []
     for way, keys in ways:
-        for start in range(0, len(keys), _MOST_KEYS):
-            some = {k: pushed[k] for k in keys[start : start + _MOST_KEYS]}
+        for start in range(0, len(keys), mesh.MOST):
+            some = {k: pushed[k] for k in keys[start : start + mesh.MOST]}
             parts.append(_push_part(way, store, some, {k: len(values) for k, values in some.items()}))
     changes = functools.reduce(operator.or_, parts)
     return changes if isinstance(store.updater, Updater) else _update_by(store, changes)

@@ -249,7 +249,8 @@ def spmd(
     return call
 
 
-def _make_pmap(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+@Recent  # the same function is compiled once, as by `jax.pmap` itself
+def _pmap(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def own(*args: Any) -> Any:
         return fn(*args)
@@ -257,9 +258,6 @@ def _make_pmap(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[...,
     run = jax.pmap(own, **options)
     weakref.finalize(run, forget, own).atexit = False
     return run
-
-
-_pmap = Recent(_make_pmap)  # the same function is compiled once, as by `jax.pmap` itself
 
 
 def _check_entries(args: tuple[Any, ...], in_axes: Any, count: int) -> None:
