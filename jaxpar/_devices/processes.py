@@ -105,8 +105,7 @@ def refuse_elastic(where: str) -> None:
 @functools.cache
 def leaders() -> tuple[Device, ...]:
     """The first device of each process, in the order of the processes."""
-    own = [[d for d in jax.devices() if d.process_index == i] for i in range(jax.process_count())]
-    return tuple(min(devices, key=lambda d: d.id) for devices in own)
+    return tuple(min(jax.local_devices(i), key=lambda d: d.id) for i in range(jax.process_count()))
 
 
 @on_own_mesh

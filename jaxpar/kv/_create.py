@@ -15,7 +15,7 @@ from .._core import calls, checks
 from .._core.arrays import Device, is_traced
 from .._devices import processes
 from .._devices.collectives import BucketLimits
-from .._devices.mesh import own_copies, put, spans_processes
+from .._devices.mesh import own_copies, put
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, store as stores
 from .._store.store import Changes, KVStore, Rows
@@ -161,9 +161,8 @@ def _values_of_first(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
     if processes.count() == 1 or is_traced(arrays):
         return arrays
     processes.agree("kv.init: every process must give the same keys, in the same shapes", signature(arrays))
-    local = {k: v for k, v in arrays.items() if not spans_processes(v)}
-    first = processes.from_first(local)
-    return arrays | {k: put(v, local[k].sharding) if local[k].committed else jnp.asarray(v) for k, v in first.items()}
+    first = processes.from_first(arrays)
+    return {k: put(v, arrays[k].sharding) if arrays[k].committed else jnp.asarray(v) for k, v in first.items()}
 
 
 @calls.answers("kv.set_updater", MXNET_ARGUMENTS)

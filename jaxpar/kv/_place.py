@@ -165,8 +165,6 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
 
 def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
     """The store with a residual for each compressed key and each of its devices, so that a push makes none."""
-    if store.compressor is None:
-        return store
     assert store.devices is not None
     keys, residuals = sorted(aggregate.compressed_keys(store, store.values)), dict[int, Any]()
     for k, fresh in aggregate.start_residuals(store, keys, len(store.devices)).items():
