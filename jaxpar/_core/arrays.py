@@ -27,7 +27,6 @@ def nbytes(value: Any) -> int:
 
 
 def tree_nbytes(tree: Any) -> int:
-    """Bytes of the arrays in a pytree."""
     return sum(nbytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 

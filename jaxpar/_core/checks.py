@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Device, check_plain, gone_error, is_gone, is_of_numbers
+from .arrays import Device, check_plain, gone_error, is_gone, is_of_numbers, is_prng_key
 from .text import describe as describe, did_you_mean, shorten as shorten
 
 Engine = Literal["pmap", "shard_map"]
@@ -262,10 +262,7 @@ def random_key(rng: Any, where: str) -> jax.Array:
     if is_int(rng):
         return jax.random.key(rng)
     key: Any = rng
-    is_key = isinstance(rng, (jax.Array, np.ndarray)) and (
-        jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) or rng.dtype == np.uint32
-    )
-    if not is_key:
+    if not isinstance(rng, (jax.Array, np.ndarray)) or not (is_prng_key(rng) or rng.dtype == np.uint32):
         raise TypeError(f"{where}: rng must be a random key, such as jax.random.key(0), got {describe(rng)}")
     return key
 

@@ -13,8 +13,8 @@ programs that use the connection at the same time receive each other's messages.
 one device of each process.
 
 The memory. A jax array never changes, and jax copies a donated array whose memory is in use elsewhere. So the same
-bytes can be the value on every CPU device of this process. `share_or_put` and `views` share memory where
-`jax.device_put` would copy.
+bytes can be the value on every CPU device of this process. `share_or_put` shares memory where `jax.device_put` would
+copy, and so does a program that is given NumPy arrays, which are views of this memory, inside of `on`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from .._core.arrays import Device, is_prng_key, is_traced, is_tracing, without_k
 Result = TypeVar("Result")
 
 STORE_AXIS = "data"
-# XLA compiles a kernel for each array, so a program that copies thousands of them would take long.
-_MOST = 256
+# Arrays of one program. XLA compiles a kernel for each, so a program for thousands of them would take minutes.
+MOST = 256
 # Bytes. From here on, a copy on one emulated device costs more than a second array of the same memory.
 LARGE = 1 << 20
 
@@ -180,15 +180,8 @@ def share_or_put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array
     return jax.device_put(list(arrays), where)
 
 
-def views(arrays: Iterable[jax.Array]) -> list[np.ndarray]:
-    """The arrays of devices of one memory as NumPy arrays, without copies. The call waits until they are computed."""
-    # A program takes them as arguments without copies too, faster than arrays that are put on its device first. Call it
-    # inside `on` that device.
-    return [np.asarray(a) for a in arrays]
-
-
 def on(where: Sharding) -> contextlib.AbstractContextManager[Any]:
-    """A context in which programs with views and uncommitted arrays as arguments run on this one device."""
+    """A context in which programs with NumPy and uncommitted arrays as arguments run on this one device."""
     (device,) = where.device_set
     return jax.default_device(device)
 
@@ -197,7 +190,6 @@ def on(where: Sharding) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_donated(state: Any) -> bool:
-    """Whether the memory of any array of a pytree was donated."""
     return any(map(_is_deleted, jax.tree.leaves(state)))
 
 
@@ -229,10 +221,11 @@ def _zeros_like(leaf: jax.Array) -> jax.Array:
 def own_copies(tree: Any) -> Any:
     """Copies of the arrays of a pytree on the same devices. Tracers stay unchanged. Nothing is compiled."""
     leaves, treedef = jax.tree.flatten(tree)
-    here = [i for i, leaf in enumerate(leaves) if not is_traced(leaf) and not spans_processes(leaf)]
-    for i, copy in zip(here, jax.device_put([leaves[i] for i in here], may_alias=False), strict=True):
+    here = [i for i, leaf in enumerate(leaves) if not is_traced(leaf)]
+    where = [leaves[i].sharding if spans_processes(leaves[i]) else None for i in here]
+    for i, copy in zip(here, jax.device_put([leaves[i] for i in here], where, may_alias=False), strict=True):
         leaves[i] = copy
-    return treedef.unflatten([_of_shards(leaf) if spans_processes(leaf) else leaf for leaf in leaves])
+    return treedef.unflatten(leaves)
 
 
 def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -245,23 +238,17 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     several = jax.process_count() > 1  # asked once: many arrays are asked for each pull
     for i, array in enumerate(arrays):
         if several and spans_processes(array):
-            copies[i] = _of_shards(array)
+            copies[i] = jax.device_put(array, array.sharding, may_alias=False)
         elif array.nbytes >= LARGE and _can_share(array):
             copies[i] = _shared(array)
         else:
             small.setdefault(array.sharding, []).append(i)
     for sharding, places in small.items():
         program = _program(None if isinstance(sharding, SingleDeviceSharding) else sharding)
-        for start in range(0, len(places), _MOST):
-            some = places[start : start + _MOST]
+        for start in range(0, len(places), MOST):
+            some = places[start : start + MOST]
             copies |= zip(some, program([arrays[i] for i in some]), strict=True)
     return [copies[i] for i in range(len(arrays))]
-
-
-def _of_shards(array: jax.Array) -> jax.Array:
-    """A copy of an array that spans processes. Each process copies its own shards."""
-    shards = jax.device_put([shard.data for shard in array.addressable_shards], may_alias=False)
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def _can_share(array: jax.Array) -> bool:
@@ -278,7 +265,4 @@ def _shared(array: jax.Array) -> jax.Array:
 
 @functools.lru_cache(maxsize=64)
 def _program(sharding: Sharding | None) -> Any:
-    def run(arrays: Iterable[jax.Array]) -> list[jax.Array]:
-        return [jnp.copy(a) for a in arrays]
-
-    return jax.jit(run) if sharding is None else jax.jit(run, out_shardings=sharding)
+    return jax.jit(lambda arrays: [jnp.copy(a) for a in arrays], out_shardings=sharding)

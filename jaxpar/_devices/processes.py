@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from .._core.arrays import Device, without_keys
-from .mesh import copies_on, run_by_itself, spans_processes, split_over
+from .mesh import assemble, copies_on, run_by_itself, spans_processes, split_over
 from .user_mesh import on_own_mesh
 
 E = TypeVar("E", bound=BaseException)
@@ -105,8 +105,7 @@ def refuse_elastic(where: str) -> None:
 @functools.cache
 def leaders() -> tuple[Device, ...]:
     """The first device of each process, in the order of the processes."""
-    own = [[d for d in jax.devices() if d.process_index == i] for i in range(jax.process_count())]
-    return tuple(min(devices, key=lambda d: d.id) for devices in own)
+    return tuple(min(jax.local_devices(i), key=lambda d: d.id) for i in range(jax.process_count()))
 
 
 @on_own_mesh
@@ -264,9 +263,7 @@ def agree(what: str, text: str) -> None:
 
 def _rows(own: dict[Device, np.ndarray], devices: tuple[Device, ...]) -> jax.Array:
     """An array with a row on each device. Each process gives its own rows."""
-    rows = [jax.device_put(row[None], device) for device, row in own.items()]
-    shape = (len(devices), *next(iter(own.values())).shape)
-    return jax.make_array_from_single_device_arrays(shape, split_over(devices), rows)
+    return assemble([jax.device_put(row[None], device) for device, row in own.items()], split_over(devices))
 
 
 def _gather(mine: bytes) -> np.ndarray:

@@ -35,10 +35,7 @@ class FullyShardedRule:
     min_size: int = _MIN_SIZE  # a parameter with fewer elements stays whole
     stacked_dims: int = 0  # how many leading dimensions are never split
 
-    def __call__(self, path: str, shape: Shape, mesh: AnyMesh) -> PartitionSpec:
-        return self.fill(path, shape, mesh, _WHOLE)
-
-    def fill(self, path: str, shape: Shape, mesh: AnyMesh, spec: PartitionSpec) -> PartitionSpec:
+    def __call__(self, path: str, shape: Shape, mesh: AnyMesh, spec: PartitionSpec = _WHOLE) -> PartitionSpec:
         """Split one more dimension of a valid spec, over axes that the spec does not use."""
         for name in self.axes:
             if name not in mesh.shape:
@@ -83,7 +80,7 @@ class NameRules:
         origin = f"pattern {pattern!r}" if place is not None else "its default"
         spec = chosen if isinstance(chosen, PartitionSpec) else chosen(path, shape, mesh)
         checked(spec, path, shape, mesh, f"parallel.sharding_rules, {origin}")
-        return spec if self.then is None else self.then.fill(path, shape, mesh, spec)
+        return spec if self.then is None else self.then(path, shape, mesh, spec)
 
     def first_match(self, path: str) -> int | None:
         """The position of the first pattern that matches, or None."""

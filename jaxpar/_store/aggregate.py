@@ -34,7 +34,8 @@ Pair = tuple[jax.Array, Any]  # a new value and a new state
 POSITION = "position"  # the axis of a pushed list of values
 
 
-def _make_program(updater: Any, compressor: Any) -> Any:
+@Recent
+def program(updater: Any, compressor: Any) -> Any:
     """What a push at the prompt changes: the functions below, compiled. The store has the keys that are pushed only.
 
     It comes without updater and compressor, since JAX keeps the structures of arguments forever. With a mesh, `sent`
@@ -54,9 +55,6 @@ def _make_program(updater: Any, compressor: Any) -> Any:
     return jax.jit(run, static_argnums=2)
 
 
-program = Recent(_make_program)
-
-
 def _at_home(store: KVStore, changes: Changes) -> Changes:
     """The changes, with the shardings of what is split over devices."""
 
@@ -73,7 +71,6 @@ def _at_home(store: KVStore, changes: Changes) -> Changes:
 
 
 def push(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
-    """What a push changes."""
     lists = as_stored(store, pushed)
     if axis_name is None:
         sums, residuals = _sums_of_lists(store, lists)
@@ -309,7 +306,6 @@ def _update_rows(store: KVStore, key: int, rows: Rows, pushed: jax.Array) -> Pai
 
 
 def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Changes:
-    """The update of all params by one optimizer."""
     # A param without a gradient is left as it is, and its part of the state too. The optimizer sees zeros for it.
     left = {k: jnp.zeros_like(store.values[k]) for k in stores.trained_keys(store) if k not in grads}
     run = functools.partial(store.updater.update, value=loss)
@@ -345,7 +341,6 @@ def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
 def add_rows(
     updater: Any, key: int, axis_name: str | None, rows: list[sparse.RowSparse], state: Any, stored: jax.Array
 ) -> Pair:
-    """The new value and state by pushed rows."""
     # With the default updater the rows replace the whole value, as in MXNet: the other rows become 0. Any other updater
     # sees the rows that are pushed, of the stored value and of its own state. Some of MXNet's optimizers update the
     # whole table instead, as MXNet does.

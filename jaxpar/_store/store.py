@@ -15,13 +15,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .. import compression, updaters
-from .._core import calls, checks
+from .._core import calls
 from .._core.arrays import Device, is_traced, nbytes, tree_nbytes, without_keys
 from .._core.text import Table, plural
 from .._devices import collectives
 from .._devices.mesh import copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
-from ..mxnet import _KIND_ALIASES, _OTHER_KINDS, _STORE_ARGUMENTS, _line_for
+from ..mxnet import _KIND_ALIASES, _STORE_ARGUMENTS, _line_for
 from ..updaters import Updater, accumulate, assign
 
 # The kinds of store. The rest of the package asks a kind and compares no names.
@@ -56,14 +56,6 @@ KINDS = {
     )
 }
 _KIND_NAMES = (*KINDS, *_KIND_ALIASES)  # for the command line
-
-
-def kind_named(name: str, where: str) -> Kind:
-    """The kind of this name, or of MXNet's name for it."""
-    name = str(name)
-    if name in _OTHER_KINDS:
-        raise ValueError(f"{where}: unknown kind {name!r}; known are {', '.join(KINDS)}; {_OTHER_KINDS[name]}")
-    return KINDS[checks.choice(_KIND_ALIASES.get(name, name), where, "kind", KINDS)]
 
 
 # How one array is kept on the devices. A layout is hashable, since a store has those of its values as a static field.
@@ -303,9 +295,7 @@ def sharding_of(store: KVStore, layout: Whole = WHOLE) -> NamedSharding:
 
 def mesh_of_values(store: KVStore) -> Mesh:
     """The mesh over which values are split in their own shapes."""
-    first = store.layouts[0][1]
-    assert isinstance(first, Split)
-    assert isinstance(first.over.mesh, Mesh)
+    first: Any = store.layouts[0][1]
     return first.over.mesh
 
 

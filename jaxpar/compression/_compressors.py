@@ -392,7 +392,7 @@ class PowerSGD(LinearCompressor):
         """A residual of zeros, and a first `q` that is equal on every device for any seed."""
         state = super().init(shape, dtype)
         rows, columns = _matrix(shape)
-        q = jax.random.normal(jax.random.key(0, impl="threefry2x32"), (columns, self._rank(rows, columns)))
+        q = jax.random.normal(jax.random.key(0, impl="threefry2x32"), (columns, min(self.rank, rows, columns)))
         return {**state, "q": q.astype(jnp.float32)}
 
     def allreduce(self, value: jax.Array, state: State, psum: Callable[[Any], Any]) -> tuple[jax.Array, State]:
@@ -420,13 +420,10 @@ class PowerSGD(LinearCompressor):
 
     def wire_bytes(self, shape: Shape, dtype: Any) -> int:
         rows, columns = _matrix(shape)
-        return 4 * self._rank(rows, columns) * (rows + columns)
+        return 4 * min(self.rank, rows, columns) * (rows + columns)
 
     def pays(self, shape: Shape, dtype: Any) -> bool:
         return len(shape) >= 2 and super().pays(shape, dtype)
-
-    def _rank(self, rows: int, columns: int) -> int:
-        return min(self.rank, rows, columns)
 
 
 def _matrix(shape: Shape) -> tuple[int, int]:

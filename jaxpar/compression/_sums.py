@@ -26,6 +26,7 @@ from jax import lax
 
 from .._core.arrays import tree_nbytes
 from .._devices import collectives
+from .._devices.collectives import BucketLimits
 from .._devices.user_mesh import unsplit
 from . import _base
 from ._base import PLANE, Compressor, ElementCompressor, Grid, State, decode_sum, in_order
@@ -39,9 +40,7 @@ Arrays = Sequence[jax.Array]
 States = Sequence[State]
 
 
-def allreduce(
-    compressor: Any, values: Arrays, states: States, axis_name: str, limits: collectives.BucketLimits
-) -> Sums:
+def allreduce(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """The sums over the axis on every device, and the new states of this device."""
     values = [unsplit(v) for v in values]
     if compressor.linear:
@@ -71,9 +70,7 @@ def allreduce(
     return collectives.unpack(sums, shapes, groups), [{**new[i], "residual": rest} for i, rest in enumerate(left)]
 
 
-def reduce_scatter(
-    compressor: Any, values: Arrays, states: States, axis_name: str, limits: collectives.BucketLimits
-) -> Sums:
+def reduce_scatter(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """This device's (chunk,) of each sum over the axis. Every row is encoded for the device that keeps it."""
     values = [unsplit(v) for v in values]
     if compressor.linear:
@@ -94,7 +91,7 @@ def reduce_scatter(
     return sums, [state for _, state in coded]
 
 
-def _linear(compressor: Any, values: Arrays, states: States, axis_name: str, limits: collectives.BucketLimits) -> Sums:
+def _linear(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     def psum(tree: Any) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(collectives.allreduce(leaves, axis_name, limits))
@@ -107,7 +104,7 @@ def _linear(compressor: Any, values: Arrays, states: States, axis_name: str, lim
 
 
 def _sum_payloads(
-    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: collectives.BucketLimits
+    compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
     """The sums over the axis of what each device encoded as these payloads. Of `values`, shapes and dtypes are used."""
     count = lax.axis_size(axis_name)
@@ -131,7 +128,7 @@ def _sum_payloads(
 
 
 def _exchange(
-    payloads: Payloads, collective: Callable[[jax.Array], jax.Array], lead: int, limits: collectives.BucketLimits
+    payloads: Payloads, collective: Callable[[jax.Array], jax.Array], lead: int, limits: BucketLimits
 ) -> list[Any]:
     """The payloads with the devices as first axis, after one collective for each bucket of one dtype.
 
@@ -178,9 +175,7 @@ def _unpack(compressor: ElementCompressor, words: jax.Array) -> jax.Array:
     return compressor.dequantize(words if per_word == 1 else _base.unpack_planes(words.reshape(-1), 32 // per_word))
 
 
-def _sum_codes(
-    compressor: ElementCompressor, codes: Arrays, axis_name: str, limits: collectives.BucketLimits
-) -> list[jax.Array]:
+def _sum_codes(compressor: ElementCompressor, codes: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """The flat float32 sums over the axis of what flat codes stand for."""
     per_word = compressor.per_word
     padded = [jnp.pad(c, (0, -c.size % per_word)) for c in codes]
@@ -271,7 +266,7 @@ def _way_of_value(compressor: Compressor, payload: Any, value: jax.Array, count:
 
 
 def _sum_by_owners(
-    compressor: Any, payloads: Payloads, values: Arrays, axis_name: str, limits: collectives.BucketLimits
+    compressor: Any, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
     count, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
     rows = [compressor.cut(p, v.shape, count) for p, v in zip(payloads, values, strict=True)]
@@ -302,7 +297,7 @@ def start_owner(shape: collectives.Shape, count: int) -> State:
     return {_OWNER: jnp.zeros(_base.words(shape, count), jnp.float32)}
 
 
-def _two_way(values: Arrays, states: States, axis_name: str, limits: collectives.BucketLimits) -> Sums:
+def _two_way(values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """(the twice-coded sums over the axis, equal on every device; the new states of this device)."""
     count = lax.axis_size(axis_name)
     wanted = [_base.with_residual(v, s) for v, s in zip(values, states, strict=True)]
@@ -324,7 +319,7 @@ def _two_way(values: Arrays, states: States, axis_name: str, limits: collectives
     return sums, [{**state, "residual": rest, _OWNER: owner} for state, rest, owner in new]
 
 
-def _two_way_share(values: Arrays, states: States, axis_name: str, limits: collectives.BucketLimits) -> Sums:
+def _two_way_share(values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """This device's (chunk,) of each sum. It stays here, so it is not coded again."""
     count = lax.axis_size(axis_name)
     rows = [collectives.to_rows(v, count) for v in values]
@@ -348,7 +343,7 @@ def _code(values: Arrays, axis_name: str) -> tuple[list[jax.Array], list[jax.Arr
     return [codes for codes, _ in coded], [left for _, left in coded], steps
 
 
-def _add_shares(rows: Arrays, axis_name: str, limits: collectives.BucketLimits) -> list[jax.Array]:
+def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """The float32 (chunk,) sum over the devices of this device's rows (devices, chunk) of codes."""
     groups = _plan(rows, limits)
     shares: list[jax.Array] = []
@@ -359,7 +354,7 @@ def _add_shares(rows: Arrays, axis_name: str, limits: collectives.BucketLimits) 
     return collectives.unpack(shares, [r.shape[1:] for r in rows], groups)
 
 
-def _gather_shares(shares: Arrays, axis_name: str, limits: collectives.BucketLimits) -> list[jax.Array]:
+def _gather_shares(shares: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """The rows (devices, chunk) of codes, from every device's (chunk,)."""
     count = lax.axis_size(axis_name)
     groups = _plan([jnp.broadcast_to(s, (count, s.size)) for s in shares], limits)
@@ -370,7 +365,7 @@ def _gather_shares(shares: Arrays, axis_name: str, limits: collectives.BucketLim
     return collectives.unpack(whole, [s.shape for s in shares], groups, axis=1)
 
 
-def _plan(rows: Arrays, limits: collectives.BucketLimits) -> collectives.Groups:
+def _plan(rows: Arrays, limits: BucketLimits) -> collectives.Groups:
     """Which rows travel together, by the bytes of their bits. Short ones do, since a bucket ends with a whole word."""
     sizes = [_base.words(r.shape[1:], PLANE) for r in rows]
     lead = [r.shape[0] if size >= _SHORT else 1 for r, size in zip(rows, sizes, strict=True)]

@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from .._core import calls, checks
 from .._core.arrays import Device, is_prng_key
 from .._devices import collectives, processes
-from .._devices.mesh import STORE_AXIS, put, wait_before_collectives
+from .._devices.mesh import STORE_AXIS, auto_mesh, put, wait_before_collectives
+from .._devices.shardings import axes_of
 from .._devices.user_mesh import each_in_user_mesh, has_types, in_user_mesh, on_own_mesh, outside_mesh, with_sharding
 
 Order = Callable[[int], Any]  # of an epoch: int32 (examples,), in host memory or on the default device
@@ -143,10 +144,8 @@ def _split_of_sharding(given: NamedSharding, where: str) -> Split:
         words = "reshard a batch by jax.device_put, or give data.prefetch one for each array"
         raise ValueError(f"{where}: the sharding of a batch splits its first axis only, got {spec}; {words}")
     assert isinstance(mesh, Mesh)
-    first = spec[0] if len(spec) else None
-    axes = first if isinstance(first, tuple) else (first,) if first else ()
-    own = NamedSharding(Mesh(mesh.devices, mesh.axis_names) if has_types(mesh) else mesh, P(first))
-    return Split(own, math.prod([mesh.shape[axis] for axis in axes]), None if own == given else given)
+    own = NamedSharding(auto_mesh(mesh) if has_types(mesh) else mesh, P(*spec[:1] or (None,)))
+    return Split(own, math.prod([mesh.shape[axis] for axis in axes_of(own.spec)]), None if own == given else given)
 
 
 def check_sharding(sharding: Any, where: str) -> NamedSharding:
@@ -391,7 +390,6 @@ def resident(dataset: Any, split: Split, wanted: bool | None = None) -> tuple[ja
 
 
 def free_bytes(device: Any) -> int | None:
-    """The free memory of a device, in bytes. None if unknown."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)

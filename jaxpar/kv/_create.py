@@ -15,11 +15,11 @@ from .._core import calls, checks
 from .._core.arrays import Device, is_traced
 from .._devices import processes
 from .._devices.collectives import BucketLimits
-from .._devices.mesh import own_copies, put, spans_processes
+from .._devices.mesh import own_copies, put
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, store as stores
 from .._store.store import Changes, KVStore, Rows
-from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
+from ..mxnet import _KIND_ALIASES, _OTHER_KINDS, _STORE_ARGUMENTS as MXNET_ARGUMENTS
 
 if TYPE_CHECKING:
     import optax
@@ -72,8 +72,11 @@ def create(
         >>> kv.create("device")
         KVStore(kind='device', updater=assign, empty)
     """
-    found = stores.kind_named(kind, "kv.create")
-    kind = found.name
+    if kind in _OTHER_KINDS:
+        known = f"known are {', '.join(stores.KINDS)}"
+        raise ValueError(f"kv.create: unknown kind {kind!r}; {known}; {_OTHER_KINDS[kind]}")
+    kind = checks.choice(_KIND_ALIASES.get(kind, kind), "kv.create", "kind", stores.KINDS)
+    found = stores.KINDS[kind]
     if staleness is None:
         staleness = int(found.delayed)
     staleness = checks.whole_number(staleness, "kv.create", "staleness", least=0)
@@ -158,9 +161,8 @@ def _values_of_first(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
     if processes.count() == 1 or is_traced(arrays):
         return arrays
     processes.agree("kv.init: every process must give the same keys, in the same shapes", signature(arrays))
-    local = {k: v for k, v in arrays.items() if not spans_processes(v)}
-    first = processes.from_first(local)
-    return arrays | {k: put(v, local[k].sharding) if local[k].committed else jnp.asarray(v) for k, v in first.items()}
+    first = processes.from_first(arrays)
+    return {k: put(v, arrays[k].sharding) if arrays[k].committed else jnp.asarray(v) for k, v in first.items()}
 
 
 @calls.answers("kv.set_updater", MXNET_ARGUMENTS)

@@ -119,7 +119,6 @@ def from_params(
 
 
 def _frozen_keys(frozen: Frozen, params: Any, names: Sequence[str], values: Sequence[jax.Array]) -> tuple[int, ...]:
-    """The keys of the params that are not trained."""
     where, patterns = "kv.from_params: frozen", [frozen] if isinstance(frozen, str) else frozen
     if frozen is None:
         return ()

@@ -27,7 +27,7 @@ from .._devices.mesh import auto_mesh, copies_on, put, put_copy, split_over, to_
 from .._devices.shardings import ShardingRule, fsdp, shardings_of
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, queue, store as stores
-from .._store.store import KVStore, Layouts, Rows, Split
+from .._store.store import KVStore, Layouts, Rows, Split, Whole
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ._create import create, signature
 
@@ -129,26 +129,17 @@ def split_layouts(store: KVStore, keys: Iterable[int], params: Any, mesh: Mesh, 
 
 def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVStore:
     """The values and the updater's states on other devices, in memory of their own."""
-    bare = dataclasses.replace(store, devices=target, layouts=layouts, residuals={}, pending={})
+    moved = dataclasses.replace(store, devices=target, layouts=layouts, residuals={}, pending={})
     if store.devices is None or len(store.devices) != len(target):
-        aggregate.check_shares(bare, stores.specs_of(store), "kv.place")
-    before, after = dict(store.layouts), dict(layouts)
+        aggregate.check_shares(moved, stores.specs_of(store), "kv.place")
 
-    def lay_out(layout: Any, leaf: jax.Array) -> jax.Array:
-        return put_copy(layout.stored(leaf), stores.sharding_of(bare, layout))
+    def move(before: Whole, after: Whole, leaf: jax.Array) -> jax.Array:
+        return put_copy(after.stored(before.whole(leaf)), stores.sharding_of(moved, after))
 
-    def of_key(k: int, leaf: jax.Array) -> jax.Array:
-        """The value of a key, or a part of its state: what has the shape of the value is kept as the value."""
-        if leaf.shape != store.values[k].shape:
-            return lay_out(stores.WHOLE, leaf)
-        return lay_out(after.get(k, stores.WHOLE), before.get(k, stores.WHOLE).whole(leaf))
-
-    both = {k: (store.values[k], store.updater_state[k]) for k in sorted(store.values)}
-    both = {k: jax.tree.map(functools.partial(of_key, k), pair) for k, pair in both.items()}
-    values, states = {k: value for k, (value, _) in both.items()}, {k: state for k, (_, state) in both.items()}
-    moved = dataclasses.replace(bare, values=values, updater_state=states, optimizer_state=stores.whole_state(store))
-    state = jax.tree.map(lay_out, stores.state_layouts(moved), moved.optimizer_state)
-    return dataclasses.replace(moved, optimizer_state=state)
+    arrays = operator.attrgetter("values", "updater_state", "optimizer_state")
+    found = jax.tree.map(move, *map(arrays, (stores.layout_of_each(store), stores.layout_of_each(moved), store)))
+    values, states, state = found
+    return dataclasses.replace(moved, values=values, updater_state=states, optimizer_state=state)
 
 
 @calls.answers("kv.partition_specs", MXNET_ARGUMENTS)
@@ -174,8 +165,6 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
 
 def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:
     """The store with a residual for each compressed key and each of its devices, so that a push makes none."""
-    if store.compressor is None:
-        return store
     assert store.devices is not None
     keys, residuals = sorted(aggregate.compressed_keys(store, store.values)), dict[int, Any]()
     for k, fresh in aggregate.start_residuals(store, keys, len(store.devices)).items():

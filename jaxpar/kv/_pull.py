@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 from .. import sparse
 from .._core import calls, checks
 from .._core.arrays import Device, is_tracing
+from .._core.checks import Key, Keys
 from .._core.text import plural
 from .._devices import collectives, mesh
 from .._devices.user_mesh import in_user_mesh, in_user_mesh_now
@@ -25,30 +26,28 @@ from ._create import init
 # The end of a message about too many arguments: MXNet writes to out=.
 RETURNED = "; the values are returned, there is no out="
 
-_MOST_VALUES = 256  # XLA compiles a kernel for each, so a program that packs thousands would take minutes
-
 
 @overload
 def pull(
-    store: KVStore, key: checks.Key, *, devices: None = None, axis_name: str | None = None, copy: bool = True
+    store: KVStore, key: Key, *, devices: None = None, axis_name: str | None = None, copy: bool = True
 ) -> jax.Array: ...
 @overload
 def pull(
-    store: KVStore, key: checks.Key, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
+    store: KVStore, key: Key, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[jax.Array]: ...
 @overload
 def pull(
-    store: KVStore, key: checks.Keys, *, devices: None = None, axis_name: str | None = None, copy: bool = True
+    store: KVStore, key: Keys, *, devices: None = None, axis_name: str | None = None, copy: bool = True
 ) -> list[jax.Array]: ...
 @overload
 def pull(
-    store: KVStore, key: checks.Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
+    store: KVStore, key: Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[list[jax.Array]]: ...
 @calls.answers("kv.pull", MXNET_ARGUMENTS, RETURNED)
 @in_user_mesh_now
 def pull(
     store: KVStore,
-    key: checks.Key | checks.Keys,
+    key: Key | Keys,
     *,
     devices: Sequence[Device] | None = None,
     axis_name: str | None = None,
@@ -154,8 +153,8 @@ def _on_each(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool
     there = {i for i, v in enumerate(values) if v.is_fully_replicated and wanted <= v.sharding.device_set}
     copies = {i: _by_device(values[i]) for i in there}
     absent = [i for i in range(len(values)) if i not in there]
-    for start in range(0, len(absent), _MOST_VALUES):
-        some = absent[start : start + _MOST_VALUES]
+    for start in range(0, len(absent), mesh.MOST):
+        some = absent[start : start + mesh.MOST]
         # Every process must call this for values that span them: then each has all of them.
         here = [jnp.asarray(mesh.to_host(values[i])) if mesh.spans_processes(values[i]) else values[i] for i in some]
         copies |= zip(some, _send(here, wanted), strict=True)
@@ -187,7 +186,7 @@ def _send_in_buckets(values: list[jax.Array], devices: set[Device]) -> dict[Devi
     # Positions in the buckets are counted from 0, so that the programs depend on sizes only.
     source, shapes, groups = values[0].sharding, tuple(v.shape for v in values), collectives.plan(values)
     shared = mesh.one_memory({*devices, *source.device_set})
-    flat = collectives.pack(mesh.views(values), groups, xp=np) if shared else _pack(values, groups)
+    flat = collectives.pack([np.asarray(v) for v in values], groups, xp=np) if shared else _pack(values, groups)
     sent = dict.fromkeys(devices & source.device_set, values)
     for device in devices - source.device_set:
         where = SingleDeviceSharding(device)
@@ -243,24 +242,18 @@ def broadcast(
 
 
 @overload
-def row_sparse_pull(store: KVStore, key: checks.Key, row_ids: Any, *, devices: None = None) -> sparse.RowSparse: ...
+def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: None = None) -> sparse.RowSparse: ...
+@overload
+def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: Sequence[Device]) -> list[sparse.RowSparse]: ...
+@overload
+def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: None = None) -> list[sparse.RowSparse]: ...
 @overload
 def row_sparse_pull(
-    store: KVStore, key: checks.Key, row_ids: Any, *, devices: Sequence[Device]
-) -> list[sparse.RowSparse]: ...
-@overload
-def row_sparse_pull(
-    store: KVStore, key: checks.Keys, row_ids: Any, *, devices: None = None
-) -> list[sparse.RowSparse]: ...
-@overload
-def row_sparse_pull(
-    store: KVStore, key: checks.Keys, row_ids: Any, *, devices: Sequence[Device]
+    store: KVStore, key: Keys, row_ids: Any, *, devices: Sequence[Device]
 ) -> list[list[sparse.RowSparse]]: ...
 @calls.answers("kv.row_sparse_pull", MXNET_ARGUMENTS, RETURNED)
 @in_user_mesh_now
-def row_sparse_pull(
-    store: KVStore, key: checks.Key | checks.Keys, row_ids: Any, *, devices: Sequence[Device] | None = None
-) -> Any:
+def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: Sequence[Device] | None = None) -> Any:
     """Some rows of a stored value.
 
     Args:

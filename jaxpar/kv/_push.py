@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, overload
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from .. import sparse, updaters
 from .._core import calls, checks
 from .._core.arrays import Device, Recent, is_tracing
+from .._core.checks import Key, Keys
 from .._devices import mesh, processes
 from .._devices.mesh import assemble, copies_on, put, spans_processes, split_over, to_host
 from .._devices.user_mesh import in_user_mesh_now
@@ -30,16 +32,13 @@ from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, ass
 from ._create import signature
 from ._pull import RETURNED, pull
 
-# XLA compiles a kernel for each value, so a program for thousands of keys would take minutes.
-_MOST_KEYS = 256
-
 Devices = tuple[Device, ...]
 Way = Callable[[Any, KVStore, Lists], Changes]  # what is given a program, and runs it where it belongs
 
 
 @calls.answers("kv.push", MXNET_ARGUMENTS)
 @in_user_mesh_now
-def push(store: KVStore, key: checks.Key | checks.Keys, value: Any, *, axis_name: str | None = None) -> KVStore:
+def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None = None) -> KVStore:
     """Sum the values of each key and apply the updater.
 
     Without an updater, the sum replaces the stored value.
@@ -131,24 +130,24 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
 
 @overload
 def pushpull(
-    store: KVStore, key: checks.Key, value: Any, *, devices: None = None, axis_name: str | None = None
+    store: KVStore, key: Key, value: Any, *, devices: None = None, axis_name: str | None = None
 ) -> tuple[KVStore, jax.Array]: ...
 @overload
 def pushpull(
-    store: KVStore, key: checks.Key, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
+    store: KVStore, key: Key, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[jax.Array]]: ...
 @overload
 def pushpull(
-    store: KVStore, key: checks.Keys, value: Any, *, devices: None = None, axis_name: str | None = None
+    store: KVStore, key: Keys, value: Any, *, devices: None = None, axis_name: str | None = None
 ) -> tuple[KVStore, list[jax.Array]]: ...
 @overload
 def pushpull(
-    store: KVStore, key: checks.Keys, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
+    store: KVStore, key: Keys, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
 @calls.answers("kv.pushpull", MXNET_ARGUMENTS, RETURNED)
 def pushpull(
     store: KVStore,
-    key: checks.Key | checks.Keys,
+    key: Key | Keys,
     value: Any,
     *,
     devices: Sequence[Device] | None = None,
@@ -181,7 +180,7 @@ def pushpull(
 # What is pushed, and by which way.
 
 
-def _request(store: KVStore, key: checks.Key | checks.Keys, value: Any) -> dict[int, list[Any]]:
+def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]]:
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
     keys, many = checks.find_keys(key, "kv.push", store)
     if still := [k for k in keys if k in store.frozen]:
@@ -226,7 +225,6 @@ def _check_tree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
 
 
 def _way_of(store: KVStore, axis_name: str | None, where: str) -> queue.Send:
-    """What sums and updates."""
     kind, axes = stores.KINDS[store.kind], jax.sharding.get_abstract_mesh().manual_axes
     if axis_name is not None:
         aggregate.axis_size(axis_name, where)
@@ -280,8 +278,8 @@ def _push_here(store: KVStore, pushed: Lists) -> Changes:
         ways = [(functools.partial(_push_at_home, devices), keys) for keys in keys_at.values()]
     parts: list[Changes] = []
     for way, keys in ways:
-        for start in range(0, len(keys), _MOST_KEYS):
-            some = {k: pushed[k] for k in keys[start : start + _MOST_KEYS]}
+        for start in range(0, len(keys), mesh.MOST):
+            some = {k: pushed[k] for k in keys[start : start + mesh.MOST]}
             parts.append(_push_part(way, store, some, {k: len(values) for k, values in some.items()}))
     changes = functools.reduce(operator.or_, parts)
     return changes if isinstance(store.updater, Updater) else _update_by(store, changes)
@@ -379,9 +377,9 @@ def _push_over(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Cha
 def _push_at_home(devices: Devices | None, run: Any, store: KVStore, pushed: Lists) -> Changes:
     """A program where the stored values are sums what is sent there. `devices`: those that push one value each."""
     where = _target(store, next(iter(pushed)))
-    # A program takes views of one memory without a copy, and faster than arrays that are put on its device first.
+    # A program takes NumPy's views of one memory without a copy, and faster than arrays that are put on its device.
     if devices and isinstance(where, SingleDeviceSharding) and mesh.one_memory({*devices, *where.device_set}):
-        sent = {k: mesh.views(values) for k, values in pushed.items()}
+        sent: Any = {k: [np.asarray(v) for v in values] for k, values in pushed.items()}
         with mesh.on(where):
             return run(store, sent, None)
     sent = {k: mesh.share_or_put(values, _target(store, k)) for k, values in pushed.items()}

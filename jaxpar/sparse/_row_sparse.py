@@ -361,18 +361,16 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     def is_rows(leaf: Any) -> bool:
         return isinstance(leaf, RowSparse)
 
-    def merge(leaf: Any, values: Any) -> Any:
+    def with_values(leaf: Any, values: Any) -> Any:
         return _with_values(leaf, values) if is_rows(leaf) else values
 
     def run(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        leaves, tree = jax.tree.flatten(params, is_leaf=is_rows)
+        def loss_of(values: Any) -> Any:
+            return loss_fn(jax.tree.map(with_values, params, values, is_leaf=is_rows), *args, **kwargs)
 
-        def loss_of(values: list[Any]) -> Any:
-            return loss_fn(jax.tree.unflatten(tree, list(map(merge, leaves, values))), *args, **kwargs)
-
-        values = [leaf.values if is_rows(leaf) else leaf for leaf in leaves]
+        values = jax.tree.map(lambda leaf: leaf.values if is_rows(leaf) else leaf, params, is_leaf=is_rows)
         loss, grads = jax.value_and_grad(loss_of, has_aux=has_aux)(values)
-        return loss, jax.tree.unflatten(tree, list(map(merge, leaves, grads)))
+        return loss, jax.tree.map(with_values, params, grads, is_leaf=is_rows)
 
     return run
 

@@ -369,7 +369,9 @@ def rules(init: Callable[..., Any], update: Callable[..., Any], params: Any) -> 
     return [f"{_digest(kind)} {versions}; {_digest(all)}" for kind, all in zip(kinds, numbers, strict=True)]
 
 
-def _of_each(updater: Any, structure: Any, keys: tuple[int, ...], specs: tuple[Any, ...]) -> dict[int, str | None]:
+@Recent  # a run saves often, and traces once
+def rule_of_each(updater: Any, structure: Any, keys: tuple[int, ...], specs: Any) -> dict[int, str | None]:
+    """The rule by which each key is updated. For a `TreeOptimizer`, `structure` is that of the pytree of the specs."""
     if isinstance(updater, TreeOptimizer):
 
         def update(grads: Any, state: Any, params: Any, loss: Any) -> Any:
@@ -388,11 +390,6 @@ def _of_each(updater: Any, structure: Any, keys: tuple[int, ...], specs: tuple[A
 
     found = {spec: rule(spec, key) for spec, key in first.items()}
     return {k: found[spec] for k, spec in zip(keys, specs, strict=True)}
-
-
-# `rule_of_each(updater, structure, keys, specs)`: the rule by which each key is updated. A run saves often, and traces
-# once. The structure is that of the user's pytree with the keys' specs as leaves, for a `TreeOptimizer`.
-rule_of_each = Recent(_of_each)
 
 
 def difference_of_rules(one: str | None, other: str | None) -> str:

@@ -109,10 +109,11 @@ def from_optax(tx: optax.GradientTransformation) -> Updater:
     return Updater(_OptaxInit(tx), _OptaxUpdate(tx))
 
 
-def _is_coupling(tx: optax.GradientTransformation) -> bool:
-    """Run `tx` on two vectors. The gradient of the second is ordinary, huge or NaN, and the update of the first must
-    not change by a bit.
-    """
+@Recent
+def couples_keys(tx: optax.GradientTransformation) -> bool:
+    """Whether the update of one value depends on the gradient of another, as with clipping by a global norm."""
+    # It runs on two vectors. The gradient of the second is ordinary, huge or NaN, and the update of the first must not
+    # change by a bit. A transform that cannot take two vectors is not judged (False).
     others = jnp.stack([jnp.ones(4), jnp.full(4, 1e30), jnp.full(4, jnp.nan)])
 
     def first_update(other: jax.Array) -> jax.Array:
@@ -125,11 +126,6 @@ def _is_coupling(tx: optax.GradientTransformation) -> bool:
             return not bool((first == first[:1]).all())
     except Exception:  # an error here is about these two vectors, not about the user's values
         return False
-
-
-# `couples_keys(tx)`: whether the update of one value depends on the gradient of another, as with clipping by a global
-# norm. A transform that cannot take two plain vectors is not judged (False). Its program is released, the answer stays.
-couples_keys = Recent(_is_coupling)
 
 
 _PLAIN = ("key", "pushed", "stored")
@@ -199,7 +195,6 @@ class TreeOptimizer:
     tx: optax.GradientTransformation
 
     def init(self, params: Tree) -> Any:
-        """The state before the first update."""
         import optax
 
         try:

@@ -117,10 +117,10 @@ def program_text(shapes, spec=None):
     store = kv.init(kv.create("dist_sync"), keys, [jnp.zeros(s) for s in shapes])
     if spec is not None:
         store = kv.set_gradient_compression(store, spec)
-    texts = []
+    texts, make = [], aggregate.program
 
     def program(*key):
-        run = aggregate._make_program(*key)
+        run = make(*key)
         return lambda *args: texts.append(run.lower(*args).as_text()) or run(*args)
 
     with unittest.mock.patch.object(aggregate, "program", program):
