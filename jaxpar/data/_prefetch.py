@@ -65,6 +65,7 @@ def _to_devices(batch: Any, sharding: Any) -> Any:
     """The batch on the devices. The transfer is only started."""
     batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
     checks.arrays_of_numbers(batch, f"{_WHERE}: batch")
+    batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else as_jax_dtype(x), batch)
     with user_mesh.outside_mesh():
         if sharding is None:
             return jax.device_put(batch)
@@ -79,7 +80,7 @@ def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
     try:
         if processes.count() == 1 or mesh.spans_processes(leaf):
             return mesh.put(leaf, sharding)
-        return jax.make_array_from_process_local_data(sharding, as_jax_dtype(np.asarray(leaf)))
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
     except ValueError as error:
         own = ", of which each process gives the part of its own devices" if processes.count() > 1 else ""
         layout = f"{sharding.spec} over a mesh of {dict(sharding.mesh.shape)}{own}"

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec as P, SingleDeviceSharding
 
 from .. import kv
 from .._core import calls, checks
@@ -232,9 +232,9 @@ def spmd(
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if min(donate, default=0) < 0:
         raise ValueError(f"spmd: donate_argnums counts arguments from 0, got {donate_argnums}")
-    # Since jax 0.10 `jax.pmap` is a `jit` of `shard_map` over these devices, so both engines are one.
     over = {"axis_name": axis_name, "devices": chosen, "in_axes": in_axes, "out_axes": out_axes}
-    compiled = _pmap(fn, over | {"donate_argnums": donate})
+    options: dict[str, Any] = over | {"donate_argnums": donate}
+    compiled = _pmap(fn, options) if engine == "pmap" else _shard_map(fn, **options)
     own = sum(d.process_index == jax.process_index() for d in chosen)
 
     @in_user_mesh
@@ -258,6 +258,48 @@ def _pmap(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]
     run = jax.pmap(own, **options)
     weakref.finalize(run, forget, own).atexit = False
     return run
+
+
+def _shard_map(
+    fn: Callable[..., Any], *, axis_name: str, devices: Any, in_axes: Any, out_axes: Any, donate_argnums: Any
+) -> Callable[..., Any]:
+    mesh = Mesh(np.array(devices), (axis_name,))
+    in_specs, out_specs = _specs(in_axes, axis_name), _specs(out_axes, axis_name)
+
+    def run(*args: Any) -> Any:
+        def body(*args: Any) -> Any:
+            out = fn(*_over(lambda x: x[0], args, in_axes))
+            return _over(lambda x: jnp.asarray(x)[None], out, out_axes)
+
+        return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
+
+    compiled = jax.jit(run, donate_argnums=donate_argnums)
+    if not mesh.is_multi_process:
+        return compiled
+
+    def of_this_process(*args: Any) -> Any:
+        from jax.experimental import multihost_utils
+
+        out = compiled(*multihost_utils.host_local_array_to_global_array(args, mesh, in_specs))
+        return multihost_utils.global_array_to_host_local_array(out, mesh, out_specs)
+
+    return of_this_process
+
+
+def _over(change: Callable[[Any], Any], tree: Any, axes: Any) -> Any:
+    """The tree with `change` applied to the leaves that have axis 0."""
+    if isinstance(axes, tuple) and isinstance(tree, tuple):
+        return tuple(_over(change, t, a) for t, a in zip(tree, axes, strict=True))
+    return tree if axes is None else jax.tree.map(change, tree)
+
+
+def _specs(axes: Any, axis_name: str) -> Any:
+    if isinstance(axes, tuple):
+        return tuple(_specs(a, axis_name) for a in axes)
+    if axes not in (0, None):
+        hint = "use engine='pmap'"
+        raise ValueError(f"spmd: engine 'shard_map' takes axes 0 and None, got {checks.describe(axes)}; {hint}")
+    return P() if axes is None else P(axis_name)
 
 
 def _check_entries(args: tuple[Any, ...], in_axes: Any, count: int) -> None:

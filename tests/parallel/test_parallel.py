@@ -149,10 +149,10 @@ def test_spmd_says_what_is_wrong(engine):
         parallel.spmd(lambda x: x, engine=engine, axis_name="i", devices=jax.devices()[:1] * 2)
 
 
-def test_spmd_takes_the_axes_of_jax(engine):
-    x = whole_numbers(0, 3, 4)
-    run = parallel.spmd(lambda x: 2 * x, engine=engine, axis_name="i", devices=jax.devices()[:4], in_axes=1, out_axes=1)
-    np.testing.assert_array_equal(run(x), 2 * x)
+@pytest.mark.parametrize("axes", [{"in_axes": 1}, {"in_axes": (0, -1)}, {"out_axes": 1}, {"in_axes": ({"a": 0},)}])
+def test_shard_map_takes_no_other_axis_for_the_first(axes):
+    with pytest.raises(ValueError, match=r"^spmd: engine 'shard_map' takes axes 0 and None, got .*; use engine='pmap'"):
+        parallel.spmd(lambda *args: args[0], engine="shard_map", axis_name="i", **axes)
 
 
 @pytest.mark.parametrize(
