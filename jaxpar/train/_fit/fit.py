@@ -168,7 +168,7 @@ def _fit_elastic(run: Run, state: TrainState) -> tuple[TrainState, History]:
 
     member = Member(run, state)
     if member.leads:
-        return train(dataclasses.replace(run, make_steps=member.lead, behind=0), state)
+        return train(run, state, member.lead)
     signals = Interrupts()
     state, history, at = member.follow(run.check(state), signals)
     if signals.asked is None:

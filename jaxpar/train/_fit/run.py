@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +22,8 @@ from .._evaluate.evaluate import Evaluation, check_classes, plan_evaluation
 from .._step.loss import ClassificationLoss, check_loss_takes
 from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
-from .progress import BEHIND, Epoch, Metrics, Profile
+from .progress import Epoch, Profile
 
-Made = tuple[TrainState, Metrics, range | None]
 # What `fit` itself puts into records. The metric `skipped` is the step's own.
 _TAKEN = {*NO_METRICS, "test_loss", "test_accuracy"} - {"skipped"}
 
@@ -60,10 +58,6 @@ class Run:
     certificate_every: int
     profile: Profile | None
     on_interrupt: Literal["auto", "return", "raise"]
-    # Opens a block with the steps of a `Loop`: a pair of the new state and its metrics for each, and the rows where
-    # these are of several steps. None: the loop calls the step by itself.
-    make_steps: Callable[[Any], contextlib.AbstractContextManager[Iterator[Made]]] | None = None
-    behind: int = BEHIND  # how many steps later their metrics are read
 
     def batches(self, rng: jax.Array, start: int, **where: Any) -> Iterator[data.Batch]:
         """The batches after the first `start` steps, without an end, in host memory or where `where` says."""
