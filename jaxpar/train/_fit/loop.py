@@ -28,7 +28,7 @@ from .._step.train_step import TrainStep
 from . import certificate
 from .interrupt import Interrupts, describe_stop, finish_interrupted
 from .progress import BEHIND, Epoch, Metrics, Progress, Trace
-from .run import Past, Run, check_info, like_saved, resume, shuffle_key
+from .run import Past, Run, like_saved, resume, shuffle_key
 
 Made = tuple[TrainState, Metrics, range | None]  # the rows of the metrics, where these are of several steps
 MakeSteps = Callable[["Loop"], contextlib.AbstractContextManager[Iterator[Made]]]
@@ -358,7 +358,7 @@ class Loop:
             return
         if self._manager is not None:
             like = like_saved(self.state, self.run.step)
-            found = self._manager._restore(like, check_info, lambda body: body.get("step") == step)
+            found = self._manager._restore(like, lambda _, body: body.get("step") == step)
             if found is None:
                 words = f"{self.run.checkpoint_dir} has no good checkpoint of the best state, of step {step}"
                 raise checkpoint.CheckpointError(f"fit: {words}")

@@ -207,7 +207,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     if manager is not None and run.resume:
         with processes.raise_together():
             run.callbacks.call("before_resume", manager.directory)
-        found = manager._restore(like_saved(state, run.step), check_info)
+        found = manager._restore(like_saved(state, run.step), has_good_info)
     if found is None and run.resume is True:
         raise FileNotFoundError(f"fit: resume=True, but {run.checkpoint_dir} holds no checkpoint")
     # A call of `fit` that failed may have donated it: then a checkpoint is the only way on.
@@ -261,11 +261,11 @@ def _say_other_rates(run: Run, given: dict[str, float], saved: dict[str, float],
         )
 
 
-def check_info(found: checkpoint.Found) -> None:
-    """`CheckpointError` for the info of a run that `fit` cannot have saved."""
-    info, step = found.body.get("info", {}), found.body.get("step", 0)
+def has_good_info(path: Path, body: dict[str, Any]) -> bool:
+    """True, or a `CheckpointError` for the info of a run that `fit` cannot have saved."""
+    info, step = body.get("info", {}), body.get("step", 0)
     if "first" not in info:  # the user saved it
-        return
+        return True
     history, sums, callbacks = info.get("history", []), info.get("sums", {}), info.get("callbacks", [])
     rates = info.get("rates", {})
     good = {
@@ -282,7 +282,8 @@ def check_info(found: checkpoint.Found) -> None:
     }
     wrong = [name for name, holds in good.items() if not holds]
     if wrong:
-        raise checkpoint.CheckpointError(f"{found.path} is damaged: wrong {' and '.join(wrong)} in the info of the run")
+        raise checkpoint.CheckpointError(f"{path} is damaged: wrong {' and '.join(wrong)} in the info of the run")
+    return True
 
 
 def _is_record(record: Any) -> bool:
