@@ -175,7 +175,12 @@ def ask(make: Any, where: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any
     python = os.environ.get(PYTHON) or sys.executable
     fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
     settings = {name: getattr(jax.config, name) for name in _SETTINGS}
-    request = _dumps((make, where, choices, fraction, settings))
+    try:  # functions of a notebook by value
+        pickler = importlib.import_module("cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle")
+        request = pickler.dumps((make, where, choices, fraction, settings))
+    except Exception as error:
+        fault = f"make or a choice cannot be sent to the process that compiles ({error})"
+        raise ValueError(f"train.plan: {fault}; {_BY_VALUE}") from None
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "request").write_bytes(request)
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -193,16 +198,6 @@ def ask(make: Any, where: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any
     if isinstance(found, Exception):
         raise type(found)(f"train.plan, on={where.name!r}: {found}")
     return found
-
-
-def _dumps(request: Any) -> bytes:
-    """The request, functions of a notebook by value."""
-    has_cloudpickle = importlib.util.find_spec("cloudpickle")
-    try:
-        return importlib.import_module("cloudpickle" if has_cloudpickle else "pickle").dumps(request)
-    except Exception as error:
-        where = "to the process that compiles"
-        raise ValueError(f"train.plan: make or a choice cannot be sent {where} ({error}); {_BY_VALUE}") from None
 
 
 def _environment(where: Slice) -> dict[str, str]:
