@@ -228,16 +228,12 @@ def sum_up(values: Values, mask: jax.Array) -> Values:
 
     def sum_rows(rows: Any, columns: bool) -> jax.Array:
         rows = widen(rows)
-        if not rows.ndim:
-            return rows
-        valid = mask.reshape(-1, *[1] * (rows.ndim - 1))
-        return jnp.where(valid, rows, 0).sum(axis=0 if columns else None)
+        valid = mask.reshape(-1, *[1] * (rows.ndim - 1)) if rows.ndim else None
+        return rows.sum(axis=0 if columns else None, where=valid)
 
     def sum_value(value: Any) -> Any:
-        if not isinstance(value, Mean):
-            return jax.tree.map(jnp.asarray, value)
-        total, weight = (sum_rows(part, value.columns) for part in (value.total, value.weight))
-        return Mean(total, weight, value.finish, value.columns)
+        is_mean = isinstance(value, Mean)
+        return jax.tree.map((lambda rows: sum_rows(rows, value.columns)) if is_mean else jnp.asarray, value)
 
     return {name: sum_value(value) for name, value in values.items()}
 
