@@ -342,9 +342,7 @@ class Loop:
         self._manager._save(self.state, info, best=best, records=history)
 
     def _written(self) -> Path | None:
-        """Wait until all is on disk. Return what this run wrote or restored of the last step, in the process that
-        writes.
-        """
+        """Wait for the disk. Return what this run wrote or restored of the last step, in the process that writes."""
         if self._manager is None:
             return None
         self._manager.wait()

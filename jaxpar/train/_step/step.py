@@ -265,9 +265,9 @@ class DeviceStep:
             raise ValueError(f"train step: {own}; {END_OF_ROUND}")
         missing: dict[str, Any] = {}
         if self.grad_transform is not None and not carries(state.transform):
-            params = trained_params(state.store)
-            if jax.tree.leaves(jax.eval_shape(self.grad_transform.init, params)):
-                missing["transform"] = self.grad_transform.init(params)
+            transform = self.grad_transform.init(trained_params(state.store))
+            if jax.tree.leaves(transform):
+                missing["transform"] = transform
         if self.guard is not None and not carries(state.nonfinite):
             missing["nonfinite"] = self.guard.start(state.store)
         if isinstance(self.scaling, DynamicLossScale) and not carries(state.loss_scale):
