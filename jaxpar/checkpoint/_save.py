@@ -286,12 +286,6 @@ class Manager:
             writing = self._pool.submit(self._write, content, leaves, arrays, now)
         self._writing = writing
 
-    def _lock_directory(self) -> None:
-        """Lock the directory before the first save. Raises as `save` does."""
-        with processes.raise_together():
-            if self._writes:
-                self._lock.acquire()
-
     def restore_latest(self, like: Tree) -> tuple[Tree, dict[str, Any]] | None:
         """(the state, the info) of the newest good checkpoint, or None.
 
