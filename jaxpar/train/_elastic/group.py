@@ -115,10 +115,7 @@ class Group:
         self._failures = 0
 
     def run(self, at: int, work: Callable[[], Any]) -> Any:
-        """The result of `work` in all processes. None: it failed in one, so it counts in none.
-
-        `work` must be over when it returns, its collectives too.
-        """
+        """The result of `work`, which ends with its collectives. None: it failed in a process, so it counts in none."""
         made = self._in_all(str(at), work, invites=True)
         if made is None:
             self.agrees = False

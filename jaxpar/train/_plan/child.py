@@ -272,10 +272,7 @@ class PlannedCollective:
 
 
 def examine(make: Callable[..., Any], where: Slice, choices: dict[str, Any], fraction: float) -> tuple[Any, Any]:
-    """The fields of a `Plan`, and the step and network of its picture, or words why there is none.
-
-    `fraction` is what JAX takes of the memory of a GPU.
-    """
+    """The fields of a `Plan`, and the step and network of its picture, or words why there is none."""
     step, state, batch, parts = _construct(make, where.devices(), choices)
     devices = state.store.devices
     arguments = sorted(_arguments(state, batch), key=lambda one: -one["bytes"])

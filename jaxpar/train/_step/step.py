@@ -50,10 +50,7 @@ class ShareResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceStep:
-    """The step inside the mapped axis: `step(state, batch) -> (state, metrics)`.
-
-    Attributes without a comment are as in `make_train_step`.
-    """
+    """The step inside the mapped axis. Attributes without a comment are as in `make_train_step`."""
 
     loss_fn: Callable[..., Any]
     axis_name: str
