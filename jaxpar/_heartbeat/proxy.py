@@ -24,10 +24,7 @@ _END = 5.0  # seconds which the service has to end after its client has
 
 
 class ServiceProxy:
-    """A listener on this host that forwards every connection, in a thread.
-
-    `target`, the service, and `address`, where the proxy listens, are "host:port".
-    """
+    """A listener at `address` on this host that forwards each connection to `target`. Both are "host:port"."""
 
     def __init__(self, target: str):
         self._target = split(target)

@@ -31,10 +31,7 @@ _SAID = ("name", "shape", "dtype", "impl")  # what the hash takes of what a chec
 
 @user_mesh.on_own_mesh
 def to_leaves(tree: Any, keep: bool = True) -> tuple[dict[str, int], list[dict[str, Any]], list[np.ndarray]]:
-    """The step of a state that has one, and for each leaf a record and an array of its own memory.
-
-    So the state can be donated right after.
-    """
+    """The step of a state that has one, and for each leaf a record and a copy. The state can be donated right after."""
     # Without `keep` the result has no arrays: this process writes nothing and only sends its parts to the others.
     slots, arrays = slots_of(tree), list[np.ndarray]()
     plain, _ = without_keys([slot.leaf for slot in slots])

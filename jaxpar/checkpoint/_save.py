@@ -21,8 +21,7 @@ from ._files import CheckpointError, Found as Found
 
 Tree = TypeVar("Tree")
 PathLike = str | os.PathLike[str]
-Accepts = Callable[[Found], object]
-Wanted = Callable[[dict[str, Any]], bool]
+Wanted = Callable[[Path, dict[str, Any]], bool]  # of a checkpoint and its manifest
 _TRIES = 10  # to list a directory while another process removes checkpoints from it
 
 
@@ -152,31 +151,28 @@ def best(directory: PathLike) -> Path | None:
         >>> checkpoint.best(manager.directory).name, checkpoint.latest(manager.directory).name
         ('save_00000002', 'save_00000003')
     """
-    found = newest_good(Path(directory), set(), wanted=is_best)
+    found = newest_good(Path(directory), set(), is_best)
     return None if found is None else found.path
 
 
-def is_best(body: dict[str, Any]) -> bool:
+def is_best(path: Path, body: dict[str, Any]) -> bool:
     return bool(body.get("best"))
 
 
-def newest_good(
-    directory: Path, bad: set[Path], accepts: Accepts = lambda found: None, wanted: Wanted = lambda body: True
-) -> Found | None:
+def newest_good(directory: Path, bad: set[Path], wanted: Wanted = lambda path, body: True) -> Found | None:
     """The newest good checkpoint. Newer ones are named on standard error, put into `bad` and passed over.
 
-    `accepts` gets each that is good, and raises a `CheckpointError` for one that is not to be taken. Of
-    others than `wanted`, by their manifests, nothing more is read.
+    One that is not `wanted` is passed over unread, and named only if that raises a `CheckpointError`.
     """
     for _ in range(_TRIES):
         found, (listed, unreadable) = None, _files.newest_first(directory)
         failed = {path: f"{error}; skipped" for path, error in unreadable.items() if path not in bad}
         for path, body in listed:
-            if path not in bad and wanted(body):
+            if path not in bad:
                 try:
-                    accepts(now := _files.read(path))
-                    found = now
-                    break
+                    if wanted(path, body):
+                        found = _files.read(path)
+                        break
                 except (CheckpointError, FileNotFoundError) as error:
                     failed[path] = f"{error}; looking for an earlier one"
         if all(map(os.path.lexists, failed)):
@@ -290,12 +286,6 @@ class Manager:
             writing = self._pool.submit(self._write, content, leaves, arrays, now)
         self._writing = writing
 
-    def _lock_directory(self) -> None:
-        """Lock the directory before the first save. Raises as `save` does."""
-        with processes.raise_together():
-            if self._writes:
-                self._lock.acquire()
-
     def restore_latest(self, like: Tree) -> tuple[Tree, dict[str, Any]] | None:
         """(the state, the info) of the newest good checkpoint, or None.
 
@@ -314,12 +304,10 @@ class Manager:
         A damaged or unreadable checkpoint is named on standard error, and the previous best one is restored. Raises as
         `restore_latest` does.
         """
-        return self._restore(like, wanted=is_best)
+        return self._restore(like, is_best)
 
-    def _restore(
-        self, like: Tree, accepts: Accepts = lambda found: None, wanted: Wanted = lambda body: True
-    ) -> tuple[Tree, dict[str, Any]] | None:
-        """As `restore_latest`. One that `accepts` refuses by a `CheckpointError` is passed over too."""
+    def _restore(self, like: Tree, wanted: Wanted = lambda path, body: True) -> tuple[Tree, dict[str, Any]] | None:
+        """As `restore_latest`, of those that are `wanted`, see `newest_good`."""
         self.wait()
         refused, self._bad = "", set()  # what could not be read before may be readable now
         # The first process chooses. Where another one cannot read the same, all of them look for an earlier one.
@@ -327,7 +315,7 @@ class Manager:
             found: Found | None = None
             with processes.raise_together(CheckpointError):
                 if self._writes or processes.count() == 1:
-                    found = newest_good(self.directory, self._bad, accepts, wanted)
+                    found = newest_good(self.directory, self._bad, wanted)
             path = json.loads(processes.exchange(json.dumps(None if found is None else str(found.path)))[0])
             if path is None and refused:
                 raise CheckpointError(f"{refused}; and there is no earlier checkpoint that all processes can read")
@@ -409,7 +397,7 @@ class Manager:
         _files.write(path, content, leaves, arrays)
         self._note(path)
         good = [(path, content), *((old, body) for old, body in listed if old not in self._bad)]
-        best = next((path for path, body in good if is_best(body)), None)
+        best = next((path for path, body in good if is_best(path, body)), None)
         for path, _ in good[self.keep :]:
             if path != best:
                 _files.remove(path)

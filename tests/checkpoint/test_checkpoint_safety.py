@@ -20,7 +20,7 @@ from launched import python
 
 from jaxpar import checkpoint, kv
 from jaxpar.checkpoint import _files
-from jaxpar.train._fit.run import check_info
+from jaxpar.train._fit.run import has_good_info
 
 LIKE = {"w": jnp.zeros(3), "n": np.int32(0)}
 TX = optax.sgd(0.1, momentum=0.9)
@@ -388,7 +388,7 @@ def test_a_forged_info_of_a_run_is_passed_over(tmp_path, capsys):
     for name, values in wrong.items():
         for value in values:
             forge(tmp_path / "copy" / "step_00000003", entry(["info", name], value))
-            found = checkpoint.Manager(tmp_path / "copy")._restore(start(), check_info)
+            found = checkpoint.Manager(tmp_path / "copy")._restore(start(), has_good_info)
             assert int(found[0].step) == 2, (name, value)
             assert f"wrong {name}" in capsys.readouterr().err
             shutil.copy(tmp_path / "step_00000003" / "jaxpar.json", tmp_path / "copy" / "step_00000003")

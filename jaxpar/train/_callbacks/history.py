@@ -6,6 +6,7 @@ The figures are of matplotlib, and a notebook shows them without pyplot.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import math
 import os
@@ -104,16 +105,21 @@ def to_pandas(history: Sequence[Record]) -> Any:
         1.5
     """
     check_records(history, "to_pandas")
-    try:
-        import pandas
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("to_pandas needs pandas: pip install pandas") from error
-    return pandas.DataFrame(list(history))
+    return import_for("to_pandas", "pandas").DataFrame(list(history))
 
 
 def check_records(history: Any, where: str) -> None:
     if not isinstance(history, Sequence) or not all(isinstance(record, dict) for record in history):
         raise TypeError(f"{where}: expected the history, the second result of train.fit; got {describe(history)}")
+
+
+def import_for(who: str, module: str, extra: str = "") -> Any:
+    """A module of an optional package. `ModuleNotFoundError` says who needs it and how it is installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise ModuleNotFoundError(f"{who} needs {package}: pip install {extra or package}") from error
 
 
 # Pictures.
@@ -125,11 +131,8 @@ def readable(who: str) -> Generator[None]:
 
     `who` draws, for the message without matplotlib.
     """
-    try:
-        import matplotlib.figure  # for `new_figure`  # pyright: ignore[reportUnusedImport]
-        import matplotlib.style
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{who} needs matplotlib: pip install matplotlib") from error
+    names = ("matplotlib", "matplotlib.figure", "matplotlib.style")  # `new_figure` needs the second
+    matplotlib, *_ = [import_for(who, name) for name in names]
     now, default = matplotlib.rcParams, matplotlib.rcParamsDefault
     with matplotlib.style.context(_STYLE if all(now[name] == default[name] for name in _OWN) else {}):
         yield

@@ -6,7 +6,6 @@ Each but the last is a `Logger`, which says how its place is opened, what is new
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import math
@@ -22,7 +21,7 @@ import jax
 
 from ... import checkpoint, distributed
 from ..._core import calls, checks, files, text
-from .history import SPEEDS, History, Record, metric_names
+from .history import SPEEDS, History, Record, import_for, metric_names
 
 PathLike = str | os.PathLike[str]
 
@@ -99,15 +98,6 @@ def explain_errors(path: Path, what: str = "metrics") -> Generator[None]:
 def tag(name: str) -> str:
     """The name of a value with the data that it is of: train/loss, test/loss, eval/loss."""
     return f"{name[:4]}/{name[5:]}" if name.startswith(("test_", "eval_")) else f"train/{name}"
-
-
-def _import(package: str) -> Any:
-    """The package that a logger writes by. `ModuleNotFoundError` says how it is installed."""
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        name = package.partition(".")[0]
-        raise ModuleNotFoundError(f"to_{name} needs the package {name}: pip install 'jaxpar[{name}]'") from error
 
 
 # Files.
@@ -226,8 +216,9 @@ class TensorBoard(Logger):
     def __init__(self, directory: PathLike):
         # tensorboard's own EventFileWriter writes in a thread, so a full disk is an error much later, and loads
         # TensorFlow where it is installed. Its messages and its records need neither.
-        self._messages: Any = _import("tensorboard.compat.proto.event_pb2")
-        self._writer: Any = _import("tensorboard.summary.writer.record_writer").RecordWriter
+        who, extra = "to_tensorboard", "'jaxpar[tensorboard]'"
+        self._messages: Any = import_for(who, "tensorboard.compat.proto.event_pb2", extra)
+        self._writer: Any = import_for(who, "tensorboard.summary.writer.record_writer", extra).RecordWriter
         self._place = self._file = self.directory = Path(directory)
 
     def _open(self, step: int) -> None:
@@ -279,7 +270,7 @@ class WeightsAndBiases(Logger):
     """What `to_wandb` returns."""
 
     def __init__(self, project: str | None, options: dict[str, Any]):
-        self._wandb: Any = _import("wandb")
+        self._wandb: Any = import_for("to_wandb", "wandb", "'jaxpar[wandb]'")
         self._options = {"project": project, **options}
         self.run: Any = None
 
@@ -331,7 +322,7 @@ class MLflow(Logger):
     """What `to_mlflow` returns."""
 
     def __init__(self, experiment: str | None, uri: PathLike | None, run_name: str | None, run_id: str | None):
-        mlflow = _import("mlflow")
+        mlflow = import_for("to_mlflow", "mlflow", "'jaxpar[mlflow]'")
         self._client: Any = mlflow.MlflowClient(tracking_uri=None if uri is None else str(uri))
         self._metric: Any = mlflow.entities.Metric
         self._experiment, self._new_name = experiment, run_name

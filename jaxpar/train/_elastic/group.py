@@ -115,10 +115,7 @@ class Group:
         self._failures = 0
 
     def run(self, at: int, work: Callable[[], Any]) -> Any:
-        """The result of `work` in all processes. None: it failed in one, so it counts in none.
-
-        `work` must be over when it returns, its collectives too.
-        """
+        """The result of `work`, which ends with its collectives. None: it failed in a process, so it counts in none."""
         made = self._in_all(str(at), work, invites=True)
         if made is None:
             self.agrees = False
@@ -297,13 +294,14 @@ def describe(run: Any, seed: jax.Array, state: TrainState, texts: Iterable[str],
     sizes = (run.batch_size, run.examples, run.num_steps, run.eval_every, run.step.virtual_shards)
     arrays = getattr(run.source, "dataset", run.source)
     arrays = [getattr(arrays, name, None) for name in ("images", "labels", "arrays")]
+    thinned = jax.tree.map(lambda array: array[:: max(1, -(-array.nbytes // _MOST_BYTES))], arrays)
     return {
         "versions": f"jax {jax.__version__}, jaxpar {sys.modules['jaxpar'].__version__}",
         "the shapes of the params or of the optimizer's state": digest(shapes),
         "batch_size, the number of examples or of steps": digest(sizes),
         "the step, with its loss, optimizer and learning rate": digest([_DEVICE.sub("", text) for text in texts]),
         "the seed": digest(jax.random.key_data(seed)),
-        "the data": digest([batch, jax.tree.map(_thinned, arrays)]),
+        "the data": digest([batch, thinned]),
     }
 
 
@@ -321,11 +319,6 @@ def digest(tree: Any) -> str:
     leaves, structure = jax.tree.flatten(plain)
     found = hashlib.blake2b(str(structure).encode(), digest_size=16)
     for leaf in leaves:
-        host = leaf if isinstance(leaf, str) else np.ascontiguousarray(leaf)
-        found.update(host.encode() if isinstance(host, str) else f"{host.dtype}{host.shape}".encode() + host.tobytes())
+        host = np.ascontiguousarray(leaf)  # of a text too
+        found.update(f"{host.dtype}{host.shape}".encode() + host.tobytes())
     return found.hexdigest()
-
-
-def _thinned(array: Any) -> Any:
-    host = np.asarray(array)
-    return host[:: max(1, -(-host.nbytes // _MOST_BYTES))]

@@ -124,8 +124,9 @@ class Evaluation:
         found: dict[str, float] = {}
         for prefix, (eval_fn, data) in self.parts.items():
             for name, value in measure("fit", state, eval_fn, data, self.batch_size).items():
-                own = {"": value} if not np.ndim(value) else {f"/{i}": x for i, x in enumerate(np.ravel(value))}
-                _add_scores(found, {f"{prefix}{name}{place}": float(x) for place, x in own.items()})
+                columns = {"": value} if not np.ndim(value) else {f"/{i}": x for i, x in enumerate(np.ravel(value))}
+                for place, x in columns.items():
+                    _add_score(found, f"{prefix}{name}{place}", x)
         return found
 
 
@@ -171,7 +172,7 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
             _add(totals, sums)
         scores: dict[str, Any] = {}
         for name, value in totals.items():
-            _add_scores(scores, _named(name, _computed(value)))
+            _add_score(scores, name, _computed(value))
         return scores
 
 
@@ -236,23 +237,18 @@ def _computed(total: Any) -> Any:
         return mean if total.finish is None else total.finish(mean)
 
 
-def _add_scores(found: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add scores to those that were found. `ValueError` for a name that both have."""
-    both = found.keys() & more.keys()
-    if both:
-        raise ValueError(f"eval_fn: two of its values give the score {min(both)!r}; rename one of them")
-    found |= more
-
-
-def _named(name: str, result: Any) -> dict[str, Any]:
-    """A result, or those of a metric that gives a dict of them."""
+def _add_score(scores: dict[str, Any], name: str, result: Any) -> None:
+    """Add a result, or those of a metric that gives a dict of them. `ValueError` for a name that is there already."""
     if isinstance(result, Mapping):
-        both = {f"{name}_{key}" if name else str(key): part for key, part in result.items()}
-        return {key: part for name, inner in both.items() for key, part in _named(name, inner).items()}
+        for key, part in result.items():
+            _add_score(scores, f"{name}_{key}" if name else str(key), part)
+        return
     array = np.asarray(result)
     if array.dtype.kind not in "biuf":
         raise TypeError(f"evaluate: {name!r} must be a number or an array of them, got {checks.describe(result)}")
-    return {name: float(array) if not array.ndim else array}
+    if name in scores:
+        raise ValueError(f"eval_fn: two of its values give the score {name!r}; rename one of them")
+    scores[name] = float(array) if not array.ndim else array
 
 
 # Classifiers: the `eval_fn` of an `apply_fn` that gives logits, and whether labels are classes of the model.

@@ -84,7 +84,8 @@ class Pass:
         # traced anew: JAX, and a key that is the function itself, know nothing of that.
         if self._program is None:
             key = of, fn, self.structure, self.copies, self.axes
-            traced = self.jit(*key[:2]).trace(self.leaves, batch, jax.ShapeDtypeStruct((_rows(batch),), bool))
+            mask = jax.ShapeDtypeStruct(jax.tree.leaves(batch)[0].shape[:1], bool)
+            traced = self.jit(*key[:2]).trace(self.leaves, batch, mask)
             key += (traced.lower().as_text(),)
             if _programs(*key, make=False) is None:
                 check()
@@ -267,10 +268,6 @@ def _on_batch(
 
 
 _programs = Recent(lambda *key: jax.jit(functools.partial(_on_batch, *key[:-1])))
-
-
-def _rows(batch: Any) -> int:
-    return jax.tree.leaves(batch)[0].shape[0]
 
 
 def with_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:

@@ -228,16 +228,12 @@ def sum_up(values: Values, mask: jax.Array) -> Values:
 
     def sum_rows(rows: Any, columns: bool) -> jax.Array:
         rows = widen(rows)
-        if not rows.ndim:
-            return rows
-        valid = mask.reshape(-1, *[1] * (rows.ndim - 1))
-        return jnp.where(valid, rows, 0).sum(axis=0 if columns else None)
+        valid = mask.reshape(-1, *[1] * (rows.ndim - 1)) if rows.ndim else None
+        return rows.sum(axis=0 if columns else None, where=valid)
 
     def sum_value(value: Any) -> Any:
-        if not isinstance(value, Mean):
-            return jax.tree.map(jnp.asarray, value)
-        total, weight = (sum_rows(part, value.columns) for part in (value.total, value.weight))
-        return Mean(total, weight, value.finish, value.columns)
+        is_mean = isinstance(value, Mean)
+        return jax.tree.map((lambda rows: sum_rows(rows, value.columns)) if is_mean else jnp.asarray, value)
 
     return {name: sum_value(value) for name, value in values.items()}
 
@@ -247,25 +243,21 @@ def _is_metric(value: Any) -> bool:
 
 
 def _as_value(value: Any, n: int, where: str) -> Any:
-    if isinstance(value, Mean):
-        return _checked(value, n, where)
+    """A `Mean` of arrays, of which both have a row for each example or none has; or a metric as it is."""
     if _is_metric(value):
         return value
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise TypeError(f"{where}: expected a pair (sum, weight), got {checks.describe(value)}; {_WANTED}")
-        return _checked(Mean(*value), n, where)
-    array = _array(value, where)
-    if array.shape == (n,):
-        return Mean(array, jnp.ones(n, jnp.float32))
-    hint = "a mean over the batch cannot be averaged exactly; leave out the mean" if not array.ndim else ""
-    if array.shape[:1] == (n,):
-        hint = "take the mean over the other axes, or give the pair (values, ones_like(values))"
-    raise ValuesError(f"{where} has shape {array.shape} for {n} examples; {hint + '; ' if hint else ''}{_WANTED}")
-
-
-def _checked(value: Mean, n: int, where: str) -> Mean:
-    """The mean with arrays, of which both have a row for each example, or none has."""
+        value = Mean(*value)
+    if not isinstance(value, Mean):
+        array = _array(value, where)
+        if array.shape == (n,):
+            return Mean(array, jnp.ones(n, jnp.float32))
+        hint = "a mean over the batch cannot be averaged exactly; leave out the mean; " if not array.ndim else ""
+        if array.shape[:1] == (n,):
+            hint = "take the mean over the other axes, or give the pair (values, ones_like(values)); "
+        raise ValuesError(f"{where} has shape {array.shape} for {n} examples; {hint}{_WANTED}")
     total, weight = (_array(part, where) for part in (value.total, value.weight))
     rows = total.shape == weight.shape and total.shape[:1] == (n,)
     if value.columns and not (rows and total.ndim == 2):

@@ -146,8 +146,7 @@ def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Dataset, b
     examples = Pass(name, state_or_params, data, batch_size, None)
     params, *model_state = examples.model
     image = jax.ShapeDtypeStruct((examples.size, *data.images.shape[1:]), jnp.float32)
-    apply = with_axes(apply_fn, examples.axes)
-    logits = jax.eval_shape(lambda *args: apply(*args), params, image, *model_state)
+    logits = jax.eval_shape(with_axes(apply_fn, examples.axes), params, image, *model_state)
     check_logits(logits, examples.size)
     check_classes(name, apply_fn, examples.model, data)
     return _predict(name, apply_fn, examples).astype(np.float32)

@@ -168,7 +168,7 @@ def _fit_elastic(run: Run, state: TrainState) -> tuple[TrainState, History]:
 
     member = Member(run, state)
     if member.leads:
-        return train(dataclasses.replace(run, make_steps=member.lead, behind=0), state)
+        return train(run, state, member.lead)
     signals = Interrupts()
     state, history, at = member.follow(run.check(state), signals)
     if signals.asked is None:
@@ -227,7 +227,7 @@ def _begin(state: Any, step: Any, directory: Any, first: int, certified: int) ->
     """The last state at or before a step that is known, and its checkpoint."""
     own = int(state.step)
     if directory is not None:
-        found = checkpoint._newest_good(Path(directory), set(), wanted=lambda body: own < body.get("step", 0) <= first)
+        found = checkpoint._newest_good(Path(directory), set(), lambda _, body: own < body.get("step", 0) <= first)
         if found is not None:
             return checkpoint.restore(found.path, like_saved(state, step)), found.path
     if own > certified:

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +27,26 @@ from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from . import certificate
 from .interrupt import Interrupts, describe_stop, finish_interrupted
-from .progress import Epoch, Progress, Trace
-from .run import Made, Past, Run, check_info, like_saved, resume, shuffle_key
+from .progress import BEHIND, Epoch, Metrics, Progress, Trace
+from .run import Past, Run, like_saved, resume, shuffle_key
+
+Made = tuple[TrainState, Metrics, range | None]  # the rows of the metrics, where these are of several steps
+MakeSteps = Callable[["Loop"], contextlib.AbstractContextManager[Iterator[Made]]]
 
 _AT_ONCE = 0.2  # seconds that the steps of one program take. Ctrl-C waits for them.
 _MEASURE_EVERY = 1.0  # seconds after which the bar shows another learning rate
 
 
-def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
-    """Resume, make the steps, and return what `fit` returns."""
+def train(run: Run, state: TrainState, make_steps: MakeSteps | None = None) -> tuple[TrainState, History]:
+    """Resume, make the steps, and return what `fit` returns. `make_steps` opens a block with the steps of a loop."""
     manager = None
     if run.checkpoint_dir is not None:
         manager = checkpoint.Manager(run.checkpoint_dir, keep=run.keep, on_latest=distributed.set_resume_hint)
     state, past = resume(run, manager, state)
-    loop = Loop(run, manager, run.check(state), past)
+    loop = Loop(run, manager, run.check(state), past, behind=BEHIND if make_steps is None else 0)
     if manager is not None:
         run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
-        manager._lock_directory()
+        processes.ask_first(manager._lock.acquire)
     if run.certificate is not None or processes.count() > 1:  # several agree whether there is one
         loop.certificate = certificate.begin(run.certificate, run.certificate_every, run.step, loop.state)
     with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
@@ -55,7 +58,7 @@ def train(run: Run, state: TrainState) -> tuple[TrainState, History]:
             if manager is not None:
                 at_end.enter_context(contextlib.closing(manager))
             at_end.callback(run.callbacks.call, "on_end", loop.history)
-            calls = run.make_steps(loop) if run.make_steps is not None else contextlib.nullcontext(loop.calls())
+            calls = contextlib.nullcontext(loop.calls()) if make_steps is None else make_steps(loop)
             steps = loop.steps(at_end.enter_context(calls))
             at_end.enter_context(contextlib.closing(steps))
             try:
@@ -99,7 +102,7 @@ def _attach_state(error: BaseException, loop: Loop) -> None:
 class Loop:
     """The steps of a run, and where it is."""
 
-    def __init__(self, run: Run, manager: checkpoint.Manager | None, state: TrainState, past: Past):
+    def __init__(self, run: Run, manager: checkpoint.Manager | None, state: TrainState, past: Past, behind: int):
         self.run, self.state, self.history = run, state, History(past.history)
         self.certificate: certificate.Certificate | None = None
         self.first, self.epoch = past.first, past.epoch  # the first step of the run, the sums of the epoch under way
@@ -107,7 +110,7 @@ class Loop:
         self.last = self.began if past.stopped else max(self.began, past.first + run.num_steps)
         self.memories = self._before = run.callbacks.init(state, past.memories, past.resumed)
         self.signals: Interrupts  # of the run, once its steps begin
-        self._manager, self._past = manager, past
+        self._manager, self._past, self._behind = manager, past, behind  # steps whose metrics are not read yet
         self._progress = Progress(run.progress, run.unit)
         self._trace = None if run.profile is None else Trace(run.profile, self.began, self.last)
         self._pace, self._read = float("inf"), 0.0  # seconds of a step, and when the last one was read
@@ -211,7 +214,7 @@ class Loop:
                 elif self.at == self.last:
                     due = {"interrupted": True}
                 # A record has all of its steps. Else the last ones are not read yet, so the host starts steps ahead.
-                self._count(self.run.behind if due is None else 0)
+                self._count(self._behind if due is None else 0)
                 if due is not None:
                     self.epoch.seconds, self.epoch.since = self.epoch.elapsed(), None
                 yield due
@@ -339,9 +342,7 @@ class Loop:
         self._manager._save(self.state, info, best=best, records=history)
 
     def _written(self) -> Path | None:
-        """Wait until all is on disk. Return what this run wrote or restored of the last step, in the process that
-        writes.
-        """
+        """Wait for the disk. Return what this run wrote or restored of the last step, in the process that writes."""
         if self._manager is None:
             return None
         self._manager.wait()
@@ -355,7 +356,7 @@ class Loop:
             return
         if self._manager is not None:
             like = like_saved(self.state, self.run.step)
-            found = self._manager._restore(like, check_info, lambda body: body.get("step") == step)
+            found = self._manager._restore(like, lambda _, body: body.get("step") == step)
             if found is None:
                 words = f"{self.run.checkpoint_dir} has no good checkpoint of the best state, of step {step}"
                 raise checkpoint.CheckpointError(f"fit: {words}")

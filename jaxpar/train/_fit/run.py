@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +22,8 @@ from .._evaluate.evaluate import Evaluation, check_classes, plan_evaluation
 from .._step.loss import ClassificationLoss, check_loss_takes
 from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
-from .progress import BEHIND, Epoch, Metrics, Profile
+from .progress import Epoch, Profile
 
-Made = tuple[TrainState, Metrics, range | None]
 # What `fit` itself puts into records. The metric `skipped` is the step's own.
 _TAKEN = {*NO_METRICS, "test_loss", "test_accuracy"} - {"skipped"}
 
@@ -60,10 +58,6 @@ class Run:
     certificate_every: int
     profile: Profile | None
     on_interrupt: Literal["auto", "return", "raise"]
-    # Opens a block with the steps of a `Loop`: a pair of the new state and its metrics for each, and the rows where
-    # these are of several steps. None: the loop calls the step by itself.
-    make_steps: Callable[[Any], contextlib.AbstractContextManager[Iterator[Made]]] | None = None
-    behind: int = BEHIND  # how many steps later their metrics are read
 
     def batches(self, rng: jax.Array, start: int, **where: Any) -> Iterator[data.Batch]:
         """The batches after the first `start` steps, without an end, in host memory or where `where` says."""
@@ -213,7 +207,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     if manager is not None and run.resume:
         with processes.raise_together():
             run.callbacks.call("before_resume", manager.directory)
-        found = manager._restore(like_saved(state, run.step), check_info)
+        found = manager._restore(like_saved(state, run.step), has_good_info)
     if found is None and run.resume is True:
         raise FileNotFoundError(f"fit: resume=True, but {run.checkpoint_dir} holds no checkpoint")
     # A call of `fit` that failed may have donated it: then a checkpoint is the only way on.
@@ -267,11 +261,11 @@ def _say_other_rates(run: Run, given: dict[str, float], saved: dict[str, float],
         )
 
 
-def check_info(found: checkpoint.Found) -> None:
-    """`CheckpointError` for the info of a run that `fit` cannot have saved."""
-    info, step = found.body.get("info", {}), found.body.get("step", 0)
+def has_good_info(path: Path, body: dict[str, Any]) -> bool:
+    """True, or a `CheckpointError` for the info of a run that `fit` cannot have saved."""
+    info, step = body.get("info", {}), body.get("step", 0)
     if "first" not in info:  # the user saved it
-        return
+        return True
     history, sums, callbacks = info.get("history", []), info.get("sums", {}), info.get("callbacks", [])
     rates = info.get("rates", {})
     good = {
@@ -288,7 +282,8 @@ def check_info(found: checkpoint.Found) -> None:
     }
     wrong = [name for name, holds in good.items() if not holds]
     if wrong:
-        raise checkpoint.CheckpointError(f"{found.path} is damaged: wrong {' and '.join(wrong)} in the info of the run")
+        raise checkpoint.CheckpointError(f"{path} is damaged: wrong {' and '.join(wrong)} in the info of the run")
+    return True
 
 
 def _is_record(record: Any) -> bool:

@@ -55,22 +55,14 @@ CHIPS = {
     "v5p": Chip(int(95.73 * _GIB), 8960),
     "v6e": Chip(int(31.24 * _GIB), 256),
     "tpu7x": Chip(int(94.74 * _GIB), 9216),
-    "a100": Chip(
-        85_100_068_864,
-        numbers=(108, 64, 167_936, 166_912, 2_039_040_000_000, 41_943_040, 1.41, 8, "NVIDIA A100-SXM4-80GB"),
-    ),
-    "h100": Chip(
-        84_942_979_072,
-        numbers=(132, 128, 233_472, 232_448, 3_352_320_000_000, 52_428_800, 1.98, 9, "NVIDIA H100 80GB HBM3"),
-    ),
-    "h200": Chip(
-        151_397_597_184,
-        numbers=(132, 128, 233_472, 232_448, 4_800_000_000_000, 52_428_800, 1.98, 9, "NVIDIA H200 141GB HBM3e"),
-    ),
-    "b200": Chip(
-        191_514_411_008,
-        numbers=(148, 128, 233_472, 232_448, 7_672_320_000_000, 132_644_864, 1.965, 10, "NVIDIA B200"),
-    ),
+    "a100": Chip(85_100_068_864, numbers=(
+        108, 64, 167_936, 166_912, 2_039_040_000_000, 41_943_040, 1.41, 8, "NVIDIA A100-SXM4-80GB")),
+    "h100": Chip(84_942_979_072, numbers=(
+        132, 128, 233_472, 232_448, 3_352_320_000_000, 52_428_800, 1.98, 9, "NVIDIA H100 80GB HBM3")),
+    "h200": Chip(151_397_597_184, numbers=(
+        132, 128, 233_472, 232_448, 4_800_000_000_000, 52_428_800, 1.98, 9, "NVIDIA H200 141GB HBM3e")),
+    "b200": Chip(191_514_411_008, numbers=(
+        148, 128, 233_472, 232_448, 7_672_320_000_000, 132_644_864, 1.965, 10, "NVIDIA B200")),
 }  # fmt: skip
 _CONFIG = """
 gpu_device_info {{
@@ -175,7 +167,12 @@ def ask(make: Any, where: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any
     python = os.environ.get(PYTHON) or sys.executable
     fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
     settings = {name: getattr(jax.config, name) for name in _SETTINGS}
-    request = _dumps((make, where, choices, fraction, settings))
+    try:  # functions of a notebook by value
+        pickler = importlib.import_module("cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle")
+        request = pickler.dumps((make, where, choices, fraction, settings))
+    except Exception as error:
+        fault = f"make or a choice cannot be sent to the process that compiles ({error})"
+        raise ValueError(f"train.plan: {fault}; {_BY_VALUE}") from None
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "request").write_bytes(request)
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -193,16 +190,6 @@ def ask(make: Any, where: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any
     if isinstance(found, Exception):
         raise type(found)(f"train.plan, on={where.name!r}: {found}")
     return found
-
-
-def _dumps(request: Any) -> bytes:
-    """The request, functions of a notebook by value."""
-    has_cloudpickle = importlib.util.find_spec("cloudpickle")
-    try:
-        return importlib.import_module("cloudpickle" if has_cloudpickle else "pickle").dumps(request)
-    except Exception as error:
-        where = "to the process that compiles"
-        raise ValueError(f"train.plan: make or a choice cannot be sent {where} ({error}); {_BY_VALUE}") from None
 
 
 def _environment(where: Slice) -> dict[str, str]:
@@ -285,10 +272,7 @@ class PlannedCollective:
 
 
 def examine(make: Callable[..., Any], where: Slice, choices: dict[str, Any], fraction: float) -> tuple[Any, Any]:
-    """The fields of a `Plan`, and the step and network of its picture, or words why there is none.
-
-    `fraction` is what JAX takes of the memory of a GPU.
-    """
+    """The fields of a `Plan`, and the step and network of its picture, or words why there is none."""
     step, state, batch, parts = _construct(make, where.devices(), choices)
     devices = state.store.devices
     arguments = sorted(_arguments(state, batch), key=lambda one: -one["bytes"])

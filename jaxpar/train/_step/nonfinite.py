@@ -131,11 +131,10 @@ class Guard:
         state = _either(skipped, old, new)
         # With `stop` the first bad step is noted, else the last.
         note, held = fatal & ~halted if self.stop else bad, old.nonfinite
-        count = bad & ~(halted | fatal)
         nonfinite = {
             "found": jnp.where(note, found, held["found"]),
             "step": jnp.where(note, old.step, held["step"]),
-            "skipped": held["skipped"] + count.astype(jnp.int32),
+            "skipped": held["skipped"] + (bad & ~frozen).astype(jnp.int32),
         }
         state = dataclasses.replace(state, step=jnp.where(frozen, old.step, new.step), nonfinite=nonfinite)
         if self.scaling is not None:

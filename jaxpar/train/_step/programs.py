@@ -187,15 +187,14 @@ class JointProgram:
             def batch(i: Any) -> Batch:
                 return jax.tree.map(functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False), batches)
 
-            def body(carry: Any) -> Any:
-                i, leaves, rows = carry
-                leaves, metrics = step(leaves, rng, batch(i))
-                return i + 1, leaves, jax.tree.map(lambda x, row: x.at[i].set(row), rows, metrics)
+            def body(i: Any, carry: Any) -> Any:
+                leaves, metrics = step(carry[0], rng, batch(i))
+                return leaves, jax.tree.map(lambda x, row: x.at[i].set(row), carry[1], metrics)
 
-            _, metrics = jax.eval_shape(lambda: step(leaves, rng, batch(0)))
+            _, metrics = jax.eval_shape(lambda: step(leaves, rng, batch(0)))  # of tracers, so nothing is traced anew
             number = jax.tree.leaves(batches)[0].shape[0]
             rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
-            return lax.while_loop(lambda carry: carry[0] < end, body, (first, leaves, rows))[1:]
+            return lax.fori_loop(first, end, body, (leaves, rows))
 
         return jax.jit(self._fast(train_steps), donate_argnums=0)
 

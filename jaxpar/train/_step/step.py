@@ -50,10 +50,7 @@ class ShareResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceStep:
-    """The step inside the mapped axis: `step(state, batch) -> (state, metrics)`.
-
-    Attributes without a comment are as in `make_train_step`.
-    """
+    """The step inside the mapped axis. Attributes without a comment are as in `make_train_step`."""
 
     loss_fn: Callable[..., Any]
     axis_name: str
@@ -265,9 +262,9 @@ class DeviceStep:
             raise ValueError(f"train step: {own}; {END_OF_ROUND}")
         missing: dict[str, Any] = {}
         if self.grad_transform is not None and not carries(state.transform):
-            params = trained_params(state.store)
-            if jax.tree.leaves(jax.eval_shape(self.grad_transform.init, params)):
-                missing["transform"] = self.grad_transform.init(params)
+            transform = self.grad_transform.init(trained_params(state.store))
+            if jax.tree.leaves(transform):
+                missing["transform"] = transform
         if self.guard is not None and not carries(state.nonfinite):
             missing["nonfinite"] = self.guard.start(state.store)
         if isinstance(self.scaling, DynamicLossScale) and not carries(state.loss_scale):
