@@ -98,16 +98,6 @@ def lowered_text(shapes, **options):
     return on_mesh(body, jax.devices()[:4]).lower(store, *[jnp.zeros(s) for s in shapes]).as_text()
 
 
-def test_different_dtypes_do_not_share_a_bucket():
-    devices = jax.devices()[:2]
-    dtypes = [jnp.float32, jnp.int32, jnp.float32, jnp.bfloat16, jnp.int32]
-    store = kv.init(kv.create("device"), list(range(5)), [jnp.zeros(3, d) for d in dtypes])
-    store = kv.push(store, list(range(5)), [put([jnp.full(3, i + 1, d)] * 2, devices) for i, d in enumerate(dtypes)])
-    for i, (value, dtype) in enumerate(zip(kv.pull(store, list(range(5))), dtypes, strict=True)):
-        assert value.dtype == dtype
-        assert value.astype(jnp.float32).tolist() == [2 * (i + 1)] * 3
-
-
 @pytest.mark.parametrize(("size", "width"), [(8192, 128), (1000, 125), (1016, 127), (4 * 127 + 1, 128)])
 def test_rows_of_a_sharded_store_travel_in_lines_that_fill_tiles(size, width):
     """A TPU makes an all-reduce of a reduce-scatter whose rows share tiles. A prime number has no lines."""

@@ -167,11 +167,6 @@ def filled(kind="device"):
     return kv.init(kv.create(kind), [3, 5], [ONES, ONES])
 
 
-def test_uint8_wrapped_when_it_was_pulled():
-    with pytest.raises(TypeError, match="cannot be cast safely"):
-        kv.push(kv.init(kv.create(), 3, jnp.zeros(2, jnp.uint8)), 3, jnp.full(2, 300.0))
-
-
 def test_an_exact_2bit_of_float16_values():
     """#15252: 2bit was for float32 alone."""
     store = kv.init(kv.create("device"), 3, jnp.zeros(64, jnp.float16))
@@ -198,13 +193,6 @@ def test_the_rate_was_ignored_on_the_store():
     store = kv.set_optimizer(filled(), optax.sgd(optax.piecewise_constant_schedule(0.5, {1: 0.2})))
     store = kv.push(kv.push(store, 3, ONES), 3, ONES)
     np.testing.assert_allclose(kv.pull(store, 3), np.full((2, 3), 0.4), rtol=1e-6)
-
-
-def test_a_stale_gradient_was_applied_again():
-    store = kv.set_optimizer(filled(), optax.sgd(0.5))
-    store = kv.push(store, 3, ONES)
-    pulled = kv.pull(kv.push(store, 5, ONES), 3)
-    np.testing.assert_array_equal(pulled, np.full((2, 3), 0.5))
 
 
 def test_replicas_diverged():
