@@ -279,10 +279,6 @@ def test_what_is_sent_does_not_grow_with_the_devices(spec, parts):
         assert sent <= 1.06 * bits / 64, (count, sent)
 
 
-def test_without_a_compressor_the_ring_sends_twice_the_bytes():
-    assert sent_bytes(pushed({"type": "none"}, 8, LARGE), 8) == 2 * 7 / 8 * PLAIN
-
-
 # ---- integers of 3 bits, coded twice
 
 

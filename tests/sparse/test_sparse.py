@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
-from kv_model import on_mesh
+from kv_model import on_mesh, over_rows
 
 from jaxpar import kv, sparse, updaters
 from jaxpar.models import matrix_factorization
@@ -247,10 +247,7 @@ def over_pmap(body, rows, devices):
 
 
 def over_shard_map(body, rows, devices):
-    def one(part):
-        return jax.tree.map(lambda x: x[None], body(jax.tree.map(lambda x: x[0], part)))
-
-    return on_mesh(one, devices, P("data"), P("data"), check_vma=True)(rows)
+    return over_rows(body, devices)(rows)
 
 
 def over_vmap(body, rows, devices):
