@@ -5,6 +5,7 @@ import io
 import xml.etree.ElementTree as ET
 from functools import partial
 
+import gallery
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -151,39 +152,6 @@ def flax_transformer(blocks):
     return Net().apply, (jax.eval_shape(Net().init, jax.random.key(0), x), x)
 
 
-def flax_resnet50():
-    import flax.linen as nn
-
-    norm = partial(nn.BatchNorm, use_running_average=True)
-    conv = partial(nn.Conv, use_bias=False)
-
-    class Bottleneck(nn.Module):
-        features: int
-        stride: int
-
-        @nn.compact
-        def __call__(self, x):
-            y = nn.relu(norm()(conv(self.features, (1, 1))(x)))
-            y = nn.relu(norm()(conv(self.features, (3, 3), (self.stride, self.stride))(y)))
-            y = norm()(conv(4 * self.features, (1, 1))(y))
-            if x.shape != y.shape:
-                stride = (self.stride, self.stride)
-                x = norm(name="norm_proj")(conv(4 * self.features, (1, 1), stride, name="conv_proj")(x))
-            return nn.relu(x + y)
-
-    class ResNet(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.max_pool(nn.relu(norm()(conv(64, (7, 7), (2, 2))(x))), (3, 3), (2, 2), "SAME")
-            for stage, count in enumerate((3, 4, 6, 3)):
-                for number in range(count):
-                    x = Bottleneck(64 * 2**stage, 2 if stage > 0 and number == 0 else 1)(x)
-            return nn.Dense(1000)(x.mean((1, 2)))
-
-    x = Spec((8, 224, 224, 3), f32)
-    return ResNet().apply, (jax.eval_shape(ResNet().init, jax.random.key(0), x), x)
-
-
 def equinox_transformer(blocks):
     from viz_libraries import EqxBlock
 
@@ -244,7 +212,7 @@ NETWORKS = {
     "transformer": lambda: (transformer, (transformer_params(), TOKENS)),
     "transformer gradient": lambda: (jax.grad(transformer_loss), (transformer_params(), TOKENS)),
     "scan": lambda: (transformer_scanned, (scanned_params(), TOKENS)),
-    "resnet": flax_resnet50,
+    "resnet": lambda: gallery.make("resnet50_nnx")[:2],
     "flax": lambda: flax_transformer(12),
     "haiku": lambda: haiku_transformer(2),
     "pmap": pmap_step,

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-import viz_models as m
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from kv_model import on_mesh
@@ -193,9 +192,3 @@ def test_what_has_no_formula_is_named():
     plot = viz.plot_network(lambda x: jax.pure_callback(jnp.sin, X, x) + 1, X)
     assert plot.network.uncounted == ("pure_callback",)
     assert "FLOP without pure_callback" in plot.source
-
-
-@pytest.mark.parametrize("name", ["factorization", "haiku"])
-def test_networks_of_the_libraries(name):
-    fn, args = m.network(name)
-    assert m.traced(name).total_flops == pytest.approx(xla_flops(fn, *args), rel=0.02)

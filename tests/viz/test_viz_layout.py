@@ -136,6 +136,7 @@ def test_long_and_wide_names_fit():
     fn, shapes = (lambda p, x: jnp.tanh(x @ p["卷积层" * 4]["w"]) @ p[long]["w"]), m.Spec((4, 4), m.f32)
     plot = viz.plot_network(fn, {"卷积层" * 4: {"w": shapes}, long: {"w": shapes}}, shapes, title="t" * 500)
     assert long in plot.network.layers[-1].name
+    assert len(plot.name) <= 100
     svg = plot.pipe("svg", encoding="utf-8")
     assert float(re.search(r'<svg width="(\d+)pt"', svg).group(1)) < 600
     assert plot.source.count(long) >= 1  # in the tooltip

@@ -303,7 +303,7 @@ def test_zoom_by_wheel_keys_and_buttons(show):
     assert page.evaluate("page.scale") == pytest.approx(scale * 1.25)
     page.keyboard.press("-")
     assert page.evaluate("page.scale") == pytest.approx(scale)
-    target = box(page, "Bottleneck_4")
+    target = box(page, "layer2")
     at = target.bounding_box()
     page.mouse.move(at["x"] + at["width"] / 2, at["y"] + at["height"] / 2)
     page.keyboard.down("Control")
