@@ -85,7 +85,10 @@ SPELLINGS = {  # of one layer, by people who did not see its pattern
 }
 
 
-@pytest.mark.parametrize(("label", "fn"), [(label, fn) for label, fns in SPELLINGS.items() for fn in fns])
+@pytest.mark.parametrize(
+    ("label", "fn"),
+    [pytest.param(label, fn, id=" ".join(label).strip()) for label, fns in SPELLINGS.items() for fn in fns],
+)
 def test_a_layer_is_one_node_however_it_is_spelled(label, fn):
     args = INPUTS.get(label[0]) or INPUTS.get(label[1], (X,))
     assert labels(lambda *args: jnp.sin(fn(*args)), *args) == [label, ("sin", "")]
