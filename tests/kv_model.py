@@ -94,6 +94,15 @@ def on_mesh(body, devices, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=
     return jax.jit(jax.shard_map(body, mesh=Mesh(np.array(devices), ("data",)), **specs))
 
 
+def over_rows(body, devices):
+    """`body` on each device, with a row of each argument, and the rows of its results."""
+
+    def on_one(*args):
+        return jax.tree.map(lambda x: x[None], body(*jax.tree.map(lambda x: x[0], args)))
+
+    return on_mesh(on_one, devices, P("data"), P("data"), check_vma=True)
+
+
 # ---- compiled programs
 
 _COLLECTIVES = r"all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"

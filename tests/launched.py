@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 LIMIT = 60  # seconds; every run here is over in a few
 
@@ -55,6 +56,19 @@ def until(condition, seconds=10.0):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
+
+
+def state_of(pid):
+    """The letter that Linux has for what a process does, such as T where it is stopped. Empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
+
+
+def alive(pid):
+    """Whether it runs; one that ended and was not reaped does not."""
+    return state_of(pid) not in ("", "Z")
 
 
 def launch(*arguments, expect=0, timeout=LIMIT, **env):

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
-from jax.sharding import PartitionSpec as P
-from kv_model import collectives_in, on_host, on_mesh
+from kv_model import collectives_in, on_host, over_rows
 
 from jaxpar import compression
 
@@ -411,11 +410,7 @@ def over_pmap(push, values, states):
 
 
 def over_shard_map(push, values, states):
-    def body(value, state):
-        one = push(value[0], jax.tree.map(lambda x: x[0], state))
-        return jax.tree.map(lambda x: x[None], one)
-
-    return on_mesh(body, jax.devices()[: len(values)], P("data"), P("data"), check_vma=True)(values, states)
+    return over_rows(push, jax.devices()[: len(values)])(values, states)
 
 
 def over_scan(push, values, states):
@@ -457,13 +452,12 @@ def test_the_packed_form_crosses_between_devices(spec):
     coder, size, n = coder_of(spec), 4096, 4
 
     def body(value, state):
-        payload, state = coder.encode(value[0], jax.tree.map(lambda x: x[0], state))
-        gathered = jax.lax.all_gather(payload, "data")
-        return compression.decode_sum(coder, gathered, (size,), "float32")[None]
+        gathered = jax.lax.all_gather(coder.encode(value, state)[0], "data")
+        return compression.decode_sum(coder, gathered, (size,), "float32")
 
     states = jax.tree.map(lambda x: np.stack([x] * n), coder.init((size,), "float32"))
     values = gradients((n, size))
-    mapped = on_mesh(body, jax.devices()[:n], P("data"), P("data"), check_vma=True)
+    mapped = over_rows(body, jax.devices()[:n])
     summed = np.asarray(mapped(values, states))
     np.testing.assert_allclose(summed, np.broadcast_to(summed[:1], summed.shape))
     sent = collectives_in(mapped.lower(values, states).compile().as_text())
@@ -501,6 +495,7 @@ KNOWN = "known are none, 1bit, 2bit, bf16, int3, int8, powersgd, topk"
 @pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
+        ("2bit", TypeError, "spec must be a dict, got"),
         ({"type": "3bit"}, ValueError, f"compression: unknown type '3bit'; {KNOWN}; did you mean '2bit'?"),
         ({"threshold": 0.5}, ValueError, f"compression: the specification has no 'type'; {KNOWN}"),
         ({"type": ["2bit"]}, ValueError, f"unknown type a list of 1; {KNOWN}"),

@@ -85,15 +85,6 @@ def test_limits_are_sizes(name, value):
 VALUES = [(3, 5), (), (0, 2), (17,), (150, 120)]  # the last one is summed by shares
 
 
-@pytest.mark.parametrize("shards", [1, 3, 8])
-@pytest.mark.parametrize("shape", VALUES, ids=str)
-def test_rows_of_a_value(shape, shards):
-    value = jnp.arange(float(np.prod(shape))).reshape(shape)
-    rows = collectives.to_rows(value, shards)
-    assert rows.shape == (shards, collectives.chunk_size(value.size, shards))
-    np.testing.assert_array_equal(collectives.from_rows(rows, shape), value)
-
-
 @pytest.mark.parametrize("limits", [BucketLimits(), BucketLimits(0, 0)], ids=["buckets", "alone"])
 def test_collectives_against_numpy(limits):
     count = 4

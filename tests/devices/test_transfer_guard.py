@@ -6,7 +6,7 @@ import optax
 import pytest
 from fit_model import apply
 
-from jaxpar import checkpoint, data, kv, train
+from jaxpar import data, kv, train
 
 X = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
 DATA = data.Dataset(X, np.zeros(32, np.int32))
@@ -86,15 +86,6 @@ def test_verbs_of_a_store(kind):
     store, _ = kv.broadcast(store, 5, VALUE)
     assert jax.device_get(kv.pull(store, 5)).tolist() == VALUE.tolist()
     assert len(kv.pull(store, [0, 1], devices=jax.devices()[:2])[0]) == 2
-
-
-@pytest.mark.usefixtures("guarded")
-def test_checkpoints(tmp_path):
-    manager = checkpoint.Manager(tmp_path)
-    manager.save(start())
-    manager.close()
-    state, _ = manager.restore_latest(start())
-    assert jax.device_get(state.params["w"]).tolist() == np.ones((4, 3)).tolist()
 
 
 def test_a_guard_of_explicit_transfers_stays():

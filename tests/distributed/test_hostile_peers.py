@@ -555,17 +555,9 @@ quick = settings(deadline=None, derandomize=True, suppress_health_check=list(Hea
 any_bytes = given(data=lines, is_member=st.booleans(), is_early=st.booleans())
 
 
-@settings(quick, max_examples=60)
-@any_bytes
-def test_any_bytes_drop_at_most_their_sender(data, is_member, is_early):
-    check_any_bytes(data, is_member, is_early)
-
-
-@pytest.mark.slow
-@settings(quick, max_examples=10_000, derandomize=False)
-@any_bytes
-def test_any_bytes_drop_at_most_their_sender_many(data, is_member, is_early):
-    check_any_bytes(data, is_member, is_early)
+@pytest.mark.parametrize("number", [60, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_any_bytes_drop_at_most_their_sender(number):
+    settings(quick, max_examples=number, derandomize=number == 60)(any_bytes(check_any_bytes))()
 
 
 @settings(quick, max_examples=50)

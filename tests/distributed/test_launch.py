@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launched import HEAD, LIMIT, MEMBER, background, command, launch, python, until, write
+from launched import HEAD, LIMIT, MEMBER, alive, background, command, launch, python, state_of, until, write
 
 from jaxpar.__main__ import main
 from jaxpar._launch import share_gpus, visible_gpus
@@ -42,14 +42,6 @@ class Running:
             self.process.communicate(timeout=LIMIT)
         finally:
             self.process.kill()
-
-
-def alive(pid):
-    """Whether it runs; one that ended and was not reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_lines_carry_the_rank_and_stay_whole(program):
@@ -180,7 +172,7 @@ def test_stopped_and_continued(program):
     with Running("-n", "1", *arguments) as running:
         (pid,) = [line.split()[1] for line in running.lines(1)]
         running.process.send_signal(signal.SIGTSTP)  # Ctrl-Z
-        until(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
+        until(lambda: state_of(pid) == "T")
         (Path(arguments[-1]).parent / "go").touch()
         running.process.send_signal(signal.SIGCONT)
         out, _ = running.end()

@@ -1,6 +1,5 @@
 """Heartbeats from beside a process: while it cannot send them, and only then."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -11,6 +10,7 @@ import time
 
 import pytest
 from hostile import is_readable
+from launched import alive, until
 
 from jaxpar._heartbeat.connection import FROM_PROCESS, JsonConnection
 from jaxpar._heartbeat.pulse import Pulse
@@ -96,14 +96,7 @@ def test_a_process_that_holds_the_lock_is_heard_and_one_that_is_stopped_or_kille
             assert time.monotonic() < end
             far.wait(1.0)
             far.receive()
-        while time.monotonic() < end:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(beside, 0)
-                time.sleep(0.05)
-                continue
-            break
-        else:
-            pytest.fail("it goes on without its process")
+        until(lambda: not alive(beside), 30)  # it does not go on without its process
 
 
 def test_where_it_cannot_be_started_there_is_none(pair, monkeypatch):

@@ -19,6 +19,7 @@ import optax
 import pytest
 from fit_model import points, run_on
 from launched import command, environment
+from test_distributed_start import BY_HAND, SLURM
 
 from jaxpar import checkpoint, distributed, kv, train
 from jaxpar.distributed import _environment, _initialize
@@ -68,13 +69,6 @@ def ray(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.train", fake)
     monkeypatch.setitem(sys.modules, "ray.train.collective", fake.collective)
     return fake
-
-
-SLURM = {
-    **{"SLURM_JOB_ID": "5000", "SLURM_STEP_NODELIST": "solo", "SLURM_NTASKS": "8", "SLURM_PROCID": "3"},
-    "SLURM_LOCALID": "1",
-}
-BY_HAND = {"JAXPAR_COORDINATOR": "a:1", "JAXPAR_NUM_PROCESSES": "2", "JAXPAR_PROCESS_ID": "1"}
 
 
 def find(env, *given):

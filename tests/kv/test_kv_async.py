@@ -1,7 +1,6 @@
 """Kind `dist_async`: a push is applied some pushes later, whatever way it goes, and nothing is lost."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from kv_model import assert_unchanged, collectives_in, compilations, on_mesh, ov
 from step_model import by_hand, close, line, squares, trained, update_of
 
 from jaxpar import checkpoint, kv, sparse, train, updaters
+from jaxpar.viz._program.hlo import parse
 
 SHAPE = (2, 3)
 few = settings(max_examples=8, deadline=None)
@@ -361,30 +361,19 @@ def test_a_step_that_is_skipped_pushes_nothing():
 # ---- what the compiled step waits for
 
 
-def read(text):
-    """The entry computation of a compiled program: operands of each instruction, and what the parameters are."""
-    operands, parameters = {}, {}
-    for text_line in text.partition("\nENTRY ")[2].splitlines()[1:]:
-        name, _, rest = text_line.strip().removeprefix("ROOT ").partition(" = ")
-        call = re.search(r"[\w-]+\((.*)", rest.split(", metadata=")[0])
-        if call and " parameter(" in rest:
-            parameters[name] = re.search(r'op_name="([^"]*)"', rest)[1]
-        operands[name] = re.findall(r"%[\w.-]+", rest.split(", metadata=")[0]) if call else []
-    return operands, parameters
-
-
 def needed(text, op):
-    """The names of the parameters that the collectives of a sort depend on."""
-    operands, parameters = read(text)
-    to_see = [name for name in operands if re.search(rf"{re.escape(name)} = .* {op}(-start)?\(", text)]
+    """The names of the parameters of a compiled program that its collectives of a sort depend on."""
+    program = parse(text)
+    entry = program.computations[program.entry].instructions
+    to_see = [name for name in entry if entry[name].opcode in (op, f"{op}-start")]
     assert to_see
     seen = set()
     while to_see:
         name = to_see.pop()
-        if name not in seen:
+        if name in entry and name not in seen:
             seen.add(name)
-            to_see += operands.get(name, [])
-    return {parameters[name].replace("\\", "") for name in seen if name in parameters}
+            to_see += entry[name].operands
+    return {entry[name].argument for name in seen if entry[name].opcode == "parameter"}
 
 
 def arguments_of(state, field, count):

@@ -1,5 +1,6 @@
 """Kind `sharded` takes elementwise updaters, with the numbers of kind `device`, and refuses all others."""
 
+import functools
 import gc
 import weakref
 
@@ -26,8 +27,8 @@ def updater_of(tx):
     return tx if isinstance(tx, updaters.Updater) else updaters.from_optax(tx)
 
 
-ACCEPTED = {
-    "sgd": lambda: optax.sgd(0.1),
+PLAIN = "sgd adam adagrad adadelta adabelief adamax adan amsgrad lion nadamw radam rprop sign_sgd yogi".split()
+ACCEPTED = {name: functools.partial(getattr(optax, name), 0.1) for name in PLAIN} | {
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),
     "nesterov": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "schedule": lambda: optax.sgd(optax.warmup_cosine_decay_schedule(0, 0.1, 2, 5)),
@@ -35,24 +36,11 @@ ACCEPTED = {
     "joined schedules": lambda: optax.sgd(
         optax.join_schedules([optax.linear_schedule(0, 0.1, 2), optax.exponential_decay(0.1, 5, 0.5)], [2])
     ),
-    "adam": lambda: optax.adam(0.1),
     "adam, nesterov": lambda: optax.adam(0.1, nesterov=True),
     "adam, bfloat16": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
     "adamw": lambda: optax.adamw(0.1, weight_decay=0.1),
     "adamw, mask True": lambda: optax.adamw(0.1, mask=True),
     "centred rmsprop": lambda: optax.rmsprop(0.1, centered=True, momentum=0.9),
-    "adagrad": lambda: optax.adagrad(0.1),
-    "adadelta": lambda: optax.adadelta(0.1),
-    "adabelief": lambda: optax.adabelief(0.1),
-    "adamax": lambda: optax.adamax(0.1),
-    "adan": lambda: optax.adan(0.1),
-    "amsgrad": lambda: optax.amsgrad(0.1),
-    "lion": lambda: optax.lion(0.1),
-    "nadamw": lambda: optax.nadamw(0.1),
-    "radam": lambda: optax.radam(0.1),
-    "rprop": lambda: optax.rprop(0.1),
-    "sign_sgd": lambda: optax.sign_sgd(0.1),
-    "yogi": lambda: optax.yogi(0.1),
     "optimistic": lambda: optax.optimistic_gradient_descent(0.1),
     "clip": lambda: optax.chain(optax.clip(2.0), optax.add_decayed_weights(0.1), optax.sgd(0.1)),
     "ema": lambda: optax.chain(optax.ema(0.9), optax.scale(-0.1)),
@@ -80,7 +68,9 @@ ACCEPTED = {
     "mxnet_adagrad": lambda: updaters.mxnet_adagrad(0.1, wd=0.1),
 }
 
+REDUCING = "novograd lamb lars fromage adaptive_grad_clip clip_by_block_rms".split()
 REFUSED = {  # the transform, and why it is refused for a matrix
+    **{name: (functools.partial(getattr(optax, name), 0.1), "'reduce_sum' combines elements") for name in REDUCING},
     "adamw, mask by axes": (lambda: optax.adamw(0.1, mask=by_axes), r"it has \d+ equations for the one and \d+ for"),
     "masked momentum": (lambda: optax.masked(optax.trace(0.9), by_axes), "its state has another structure"),
     "labels by axes": (
@@ -93,13 +83,7 @@ REFUSED = {  # the transform, and why it is refused for a matrix
     "sm3": (lambda: optax.sm3(0.1), "its state has another structure"),
     "adafactor": (lambda: optax.adafactor(0.1), r"its state has float32\[1\]"),
     "galore": (lambda: optax.contrib.galore(0.1, rank=2), "its state has"),
-    "novograd": (lambda: optax.novograd(0.1), "'reduce_sum' combines elements"),
-    "lamb": (lambda: optax.lamb(0.1), "'reduce_sum' combines elements"),
-    "lars": (lambda: optax.lars(0.1), "'reduce_sum' combines elements"),
-    "fromage": (lambda: optax.fromage(0.1), "'reduce_sum' combines elements"),
     "trust ratio": (lambda: optax.scale_by_trust_ratio(), "'reduce_sum' combines elements"),
-    "adaptive_grad_clip": (lambda: optax.adaptive_grad_clip(0.1), "'reduce_sum' combines elements"),
-    "clip_by_block_rms": (lambda: optax.clip_by_block_rms(0.1), "'reduce_sum' combines elements"),
     "normalize": (lambda: optax.normalize_by_update_norm(), "'reduce_sum' combines elements"),
     "centralize": (lambda: optax.centralize(), "'reduce_sum' combines elements"),
     "zero_nans": (lambda: optax.zero_nans(), "'reduce_or' combines elements"),

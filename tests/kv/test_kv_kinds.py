@@ -93,16 +93,6 @@ def lowered_text(shapes, **options):
     return on_mesh(body, jax.devices()[:4]).lower(store, *[jnp.zeros(s) for s in shapes]).as_text()
 
 
-def test_different_dtypes_do_not_share_a_bucket():
-    devices = jax.devices()[:2]
-    dtypes = [jnp.float32, jnp.int32, jnp.float32, jnp.bfloat16, jnp.int32]
-    store = kv.init(kv.create("device"), list(range(5)), [jnp.zeros(3, d) for d in dtypes])
-    store = kv.push(store, list(range(5)), [put([jnp.full(3, i + 1, d)] * 2, devices) for i, d in enumerate(dtypes)])
-    for i, (value, dtype) in enumerate(zip(kv.pull(store, list(range(5))), dtypes, strict=True)):
-        assert value.dtype == dtype
-        assert value.astype(jnp.float32).tolist() == [2 * (i + 1)] * 3
-
-
 @pytest.mark.parametrize(("size", "width"), [(8192, 128), (1000, 125), (1016, 127), (4 * 127 + 1, 128)])
 def test_rows_of_a_sharded_store_travel_in_lines_that_fill_tiles(size, width):
     """A TPU makes an all-reduce of a reduce-scatter whose rows share tiles. A prime number has no lines."""
@@ -251,7 +241,24 @@ def test_a_seventh_kind_is_one_entry(monkeypatch):
     assert kv.place(store, devices[:2]).kind == "mean"
 
 
-# ---- placement
+# ---- agreement and placement
+
+
+def test_the_kinds_agree():
+    devices, keys = jax.devices()[:3], [0, 1]
+    shapes = [(3, 5), ()]
+    rng = np.random.default_rng(0)
+    values = [rng.standard_normal(s).astype(np.float32) for s in shapes]
+    grads = [[rng.standard_normal(s).astype(np.float32) for _ in devices] for s in shapes]
+    tx = optax.adam(0.05)
+    results = []
+    for kind in ("local", "device", "sharded", "dist_sync"):
+        store = kv.set_optimizer(kv.init(kv.create(kind, devices=devices), keys, values), tx)
+        for _ in range(3):
+            store = kv.push(store, keys, [put(g, devices) for g in grads])
+        results.append(kv.pull(store, keys))
+    for result in results[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result, results[0])
 
 
 def test_where_values_live():

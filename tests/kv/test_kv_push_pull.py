@@ -155,9 +155,10 @@ def test_pull_onto_devices(kind):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "uint8", "complex64"])
 def test_dtypes_are_kept(kind, dtype):
     values = [jnp.asarray(whole_numbers(i, 5, most=9) % 7, dtype) for i in range(3)]
-    store = kv.init(kv.create(kind), 3, jnp.ones(5, dtype))
-    store = kv.push(store, 3, put(values, jax.devices()[:3]))
-    got = kv.pull(store, 3)
+    store = kv.init(kv.create(kind), [3, 4], [jnp.ones(5, dtype), jnp.ones(5)])
+    store = kv.push(store, [3, 4], [put(x, jax.devices()[:3]) for x in (values, [jnp.ones(5)] * 3)])
+    got, other = kv.pull(store, [3, 4])  # no bucket has both
+    assert other.tolist() == [3.0] * 5
     assert got.dtype == dtype
     np.testing.assert_array_equal(np.asarray(got, np.complex64), sum(np.asarray(v, np.complex64) for v in values))
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 from kv_model import dense_of, over, put, whole_numbers
 
-from jaxpar import kv, sparse, updaters
+from jaxpar import kv, updaters
 from jaxpar.sparse import RowSparse
 
 SHAPE = (6, 2)
@@ -183,20 +183,3 @@ def test_pulling_rows_under_jit():
     np.testing.assert_array_equal(rows.values[:2], whole_numbers(9, *SHAPE)[[0, 3]])
     on = jax.jit(lambda s, ids: kv.row_sparse_pull(s, 3, ids, devices=jax.devices()[:2]))(store, jnp.array([3]))
     assert [r.indices.tolist() for r in on] == [[3], [3]]
-
-
-@pytest.mark.slow
-def test_a_table_learns_through_its_rows():
-    """Pull the rows of the batch, differentiate by them, push: the same as the dense gradient."""
-    ids, lr = jnp.array([1, 3, 1]), 0.5
-    store = kv.set_optimizer(kv.init(kv.create(), 0, whole_numbers(9, *SHAPE)), optax.sgd(lr))
-
-    def loss(rows, ids):
-        return (rows[ids] ** 2).sum()
-
-    want = jnp.asarray(whole_numbers(9, *SHAPE))
-    for _ in range(2):
-        _, grads = sparse.value_and_grad(loss)(kv.row_sparse_pull(store, 0, ids), ids)
-        store = kv.push(store, 0, grads)
-        want = want - lr * jax.grad(loss)(want, ids)
-    np.testing.assert_allclose(kv.pull(store, 0), want, rtol=1e-6)

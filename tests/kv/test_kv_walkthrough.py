@@ -86,33 +86,20 @@ def twice(key, pushed, stored):
 
 
 @pytest.mark.parametrize("updater", [twice, updaters.stateless(twice)], ids=["function", "Updater"])
-@pytest.mark.parametrize("shape", [SHAPE, *SHAPES[:2]], ids=str)
-def test_the_article_under_jit(shape, updater):
+@pytest.mark.parametrize(
+    ("kind", "shape"), [*(("device", s) for s in (SHAPE, *SHAPES[:2])), ("local", SHAPE), ("sharded", SHAPE)], ids=str
+)
+def test_the_article_under_jit(kind, shape, updater):
     names = []
 
     @jax.jit
     def run():
-        steps = list(walkthrough("device", shape, jax.devices(), updater, 1))
+        steps = list(walkthrough(kind, shape, jax.devices(), updater, 1))
         names.extend(name for name, _ in steps)
         return [value for _, value in steps]
 
     values = run()
     check(zip(names, values, strict=True), shape)
-
-
-@pytest.mark.parametrize("kind", ["local", "sharded"])
-def test_the_article_under_jit_in_the_other_kinds(kind):
-    @jax.jit
-    def run(store, ones):
-        store = kv.push(store, 3, ones * 8)
-        first = kv.pull(store, 3)
-        store = kv.push(store, 3, [ones] * 4)
-        store = kv.set_updater(store, twice)
-        return first, kv.push(store, 3, ones)
-
-    first, store = run(kv.init(kv.create(kind), 3, jnp.full(SHAPE, 2.0)), jnp.ones(SHAPE))
-    np.testing.assert_array_equal(first, np.full(SHAPE, 8.0))
-    np.testing.assert_array_equal(kv.pull(store, 3), np.full(SHAPE, 6.0))
 
 
 def test_an_updater_under_jit_prints_where_it_asks_jax_to(capsys):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
-from kv_model import dense_of, on_mesh
+from kv_model import dense_of, on_mesh, over_rows
 
 from jaxpar import kv, sparse, updaters
 from jaxpar.models import matrix_factorization
@@ -238,10 +238,7 @@ def over_pmap(body, rows, devices):
 
 
 def over_shard_map(body, rows, devices):
-    def one(part):
-        return jax.tree.map(lambda x: x[None], body(jax.tree.map(lambda x: x[0], part)))
-
-    return on_mesh(one, devices, P("data"), P("data"), check_vma=True)(rows)
+    return over_rows(body, devices)(rows)
 
 
 def over_vmap(body, rows, devices):
@@ -379,37 +376,30 @@ def test_scan_of_lazy_updates():
 
 
 @pytest.mark.slow
-def test_matrix_factorization_by_rows_equals_the_dense_computation():
-    params = matrix_factorization.init(jax.random.key(0), 20, 15, 4)
-    draws = np.random.default_rng(0)
-    updater = updaters.mxnet_sgd(0.5)
-    dense, by_rows = params, params
+@pytest.mark.parametrize("over", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_matrix_factorization_by_rows_equals_the_dense_computation(over):
+    """Pull the rows of the batch, differentiate by them, push."""
+    dense = matrix_factorization.init(jax.random.key(0), 20, 15, 4)
+    store, draws = kv.from_params(dense, updater=updaters.mxnet_sgd(0.5)), np.random.default_rng(0)
 
     def loss_fn(params, users, items, ratings):
         return ((matrix_factorization.apply(params, users, items) - ratings) ** 2).mean()
 
-    @jax.jit
-    def step(dense, by_rows, ids, ratings):
+    def step(store, dense, ids, ratings):
         batch = ids["user"], ids["item"], ratings
         loss, grads = jax.value_and_grad(loss_fn)(dense, *batch)
-        dense = jax.tree.map(lambda p, g: p - 0.5 * g, dense, grads)
-        rows = {name: sparse.take(by_rows[name], ids[name]) for name in ids}
+        rows = {name: kv.row_sparse_pull(store, name, ids[name]) for name in ids}
         row_loss, row_grads = sparse.value_and_grad(loss_fn)(rows, *batch)
-        update = functools.partial(updater.update, 0)
-        by_rows = {
-            name: sparse.lazy_update(update, row_grads[name], updater.init(0, table), table)[0]
-            for name, table in by_rows.items()
-        }
-        return dense, by_rows, (loss, row_loss), row_grads
+        store = kv.push(store, list(ids), [row_grads[name] for name in ids])
+        return store, jax.tree.map(lambda p, g: p - 0.5 * g, dense, grads), (loss, row_loss), row_grads
 
     for _ in range(5):
         ids = {"user": jnp.array(draws.integers(0, 20, 8)), "item": jnp.array(draws.integers(0, 15, 8))}
-        ratings = jnp.array(draws.normal(size=8), jnp.float32)
-        dense, by_rows, (loss, row_loss), row_grads = step(dense, by_rows, ids, ratings)
-        np.testing.assert_allclose(row_loss, loss, rtol=1e-5)
+        store, dense, losses, row_grads = over(step)(store, dense, ids, jnp.array(draws.normal(size=8), jnp.float32))
+        np.testing.assert_allclose(*losses, rtol=1e-5)
         for name in ids:
             assert held(row_grads[name])[0].tolist() == np.unique(ids[name]).tolist()
-            np.testing.assert_allclose(by_rows[name], dense[name], atol=1e-6)
+            np.testing.assert_allclose(kv.pull(store, name), dense[name], atol=1e-6)
 
 
 def test_value_and_grad_of_rows_beside_dense_leaves_with_aux():

@@ -1,8 +1,13 @@
 """What one box is: labels that only fit what they say, and branches that stay apart."""
 
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, PartitionSpec as P
 from viz_models import Spec, f32
 
@@ -472,21 +477,17 @@ def test_a_selective_scan_is_a_node_by_its_name():
 
 
 def _nnx():
-    from flax import nnx
-
     net = nnx.eval_shape(lambda: nnx.MultiHeadAttention(4, 16, decode=False, rngs=nnx.Rngs(0)))
     parts, state = nnx.split(net)
     return lambda state, x: nnx.merge(parts, state)(x, x), state, TOKENS
 
 
 def _equinox():
-    import equinox as eqx
-
     net = eqx.nn.MultiheadAttention(4, 16, key=jax.random.key(0))
     return lambda x: net(x, x, x, mask=jnp.tril(jnp.ones((8, 8), bool))), Spec((8, 16), f32)
 
 
-@pytest.mark.parametrize("library", [_nnx, _equinox])
+@pytest.mark.parametrize("library", [_nnx, _equinox])  # others: test_transformers_of_the_libraries
 def test_attention_of_the_libraries(library):
     layers = [op for op in ops(*library()) if op != "Flatten"]
     assert layers == ["FullyConnected"] * 3 + ["Attention", "FullyConnected"]
@@ -606,8 +607,6 @@ def test_a_rule_of_differentiation_without_a_name():
 
 def _frozen_steps():
     """A running mean, a momentum by hand and a soft update, where some parameters are frozen or not used."""
-    import haiku as hk
-    import optax
 
     def net(x):
         x = jax.lax.stop_gradient(hk.Linear(8, name="stem")(x))
@@ -679,7 +678,7 @@ def test_an_activation_is_one_node_however_written(name, fn):
     assert len(gradient) == 7
 
 
-VECTOR = Spec((64,), f32)
+VECTOR, SQUARES = Spec((64,), f32), Spec((2, 9, 9, 4), f32)
 
 
 @pytest.mark.parametrize(
@@ -697,22 +696,16 @@ def test_a_vector_that_is_standardized_is_no_layer_with_parameters(fn, args, lab
     assert labels(fn, *args) == [label]
 
 
-def _pools():
-    import equinox as eqx
-    import flax.linen as nn
-    import haiku as hk
-
-    images = Spec((2, 9, 9, 4), f32)
-    return [
-        (lambda x: nn.avg_pool(x, (3, 3), (1, 1), "SAME", count_include_pad=False), images, "avg, 3x3/1x1"),
-        (lambda x: hk.avg_pool(x, (1, 5, 5, 1), (1, 2, 2, 1), "SAME"), images, "avg, 5x5/2x2"),
+@pytest.mark.parametrize(
+    ("fn", "x", "detail"),
+    [
+        (lambda x: nn.avg_pool(x, (3, 3), (1, 1), "SAME", count_include_pad=False), SQUARES, "avg, 3x3/1x1"),
+        (lambda x: hk.avg_pool(x, (1, 5, 5, 1), (1, 2, 2, 1), "SAME"), SQUARES, "avg, 5x5/2x2"),
         (eqx.nn.AvgPool2d(2, 1, padding=1), Spec((4, 8, 8), f32), "avg, 2x2/1x1"),
-    ]
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_an_average_at_the_border_is_one_node(number):
-    fn, x, detail = _pools()[number]
+    ],
+    ids=["linen", "haiku", "equinox"],
+)
+def test_an_average_at_the_border_is_one_node(fn, x, detail):
     assert ("Pooling", detail) in labels(lambda x: jnp.tanh(fn(x)), x)
     assert "div" not in ops(fn, x)
 

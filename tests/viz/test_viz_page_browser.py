@@ -7,7 +7,7 @@ import jax
 import lab
 import pytest
 import viz_models as m
-from test_viz_page import hostile, nested
+from test_viz_page import drawn, hostile
 
 from jaxpar import viz
 from jaxpar.viz._draw.table import to_html
@@ -65,9 +65,7 @@ CUT = """() => [...document.querySelectorAll('header *, footer *, aside:not([hid
 
 @functools.cache
 def plotted(name, **options):
-    w = m.Spec((4, 4), m.f32)
-    fn, args = (nested, ([w] * 3, w)) if name == "nested" else m.network(name)
-    return viz.plot_network(fn, *args, title=name, repeats=name != "nested", **options).html()
+    return drawn(name, repeats=name != "nested", **options).html()
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
-from viz_models import Spec, f32
+from viz_models import Spec, f32, i32
 
 from jaxpar import viz
 from jaxpar.viz._fold.templates import _template_of
@@ -30,6 +31,12 @@ def _exp(x):
     return jnp.exp(x - jax.lax.stop_gradient(jnp.max(x, axis=-1, keepdims=True)))
 
 
+def _window(x, reduce, start):
+    return jax.lax.reduce_window(x, start, reduce, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+IMAGES, LOGITS, PICKED = Spec((2, 4, 6, 3), f32), Spec((3, 5), f32), Spec((3,), i32)
+INPUTS = {"Pooling": (IMAGES,), "softmax cross-entropy": (LOGITS, PICKED), "squared error": (X, X)}
 SPELLINGS = {  # of one layer, by people who did not see its pattern
     ("Softmax", ""): [
         lambda x: _exp(x) / jnp.sum(_exp(x), axis=-1, keepdims=True),
@@ -52,19 +59,38 @@ SPELLINGS = {  # of one layer, by people who did not see its pattern
             (x - x.mean(-1, keepdims=True)) / jnp.sqrt(((x - x.mean(-1, keepdims=True)) ** 2).mean(-1, keepdims=True))
         ),
         lambda x: (x - x.mean(1, keepdims=True)) * jax.lax.rsqrt(jnp.var(x, 1, keepdims=True) + 1e-6),
-        lambda x: (x - x.mean(1, keepdims=True)) / (x.std(1, keepdims=True) + 1e-6),
     ],
     ("Loss", "squared error"): [
         lambda x, y: jnp.mean((x - y) ** 2),
         lambda x, y: jnp.square(y - x).sum() / 24,
         lambda x, y: (lambda d: 0.5 * jnp.sum(d * d, -1).mean())(x - y),
     ],
+    ("Loss", "softmax cross-entropy"): [
+        lambda z, y: -jnp.take_along_axis(jax.nn.log_softmax(z), y[:, None], axis=1).mean(),
+        lambda z, y: -jax.nn.log_softmax(z)[jnp.arange(3), y].mean(),
+        lambda z, y: -(jax.nn.one_hot(y, 5) * jax.nn.log_softmax(z)).sum(-1).mean(),
+        lambda z, y: jnp.mean(-jnp.sum(jax.nn.one_hot(y, 5) * jax.nn.log_softmax(z), axis=-1)),
+        lambda z, y: optax.softmax_cross_entropy_with_integer_labels(z, y).mean(),
+    ],
+    ("Pooling", "avg, 2x2/2x2"): [
+        lambda x: _window(x, jax.lax.add, 0.0) / 4,
+        lambda x: x.reshape(2, 2, 2, 3, 2, 3).mean((2, 4)),
+        lambda x: (x[:, ::2, ::2] + x[:, 1::2, ::2] + x[:, ::2, 1::2] + x[:, 1::2, 1::2]) * 0.25,
+    ],
+    ("Pooling", "max, 2x2/2x2"): [
+        lambda x: _window(x, jax.lax.max, -jnp.inf),
+        lambda x: x.reshape(2, 2, 2, 3, 2, 3).max((2, 4)),
+    ],
+    ("Pooling", "max, 2/2"): [lambda x: jnp.maximum(x[:, ::2], x[:, 1::2])],
 }
 
 
-@pytest.mark.parametrize(("label", "fn"), [(label, fn) for label, fns in SPELLINGS.items() for fn in fns])
+@pytest.mark.parametrize(
+    ("label", "fn"),
+    [pytest.param(label, fn, id=" ".join(label).strip()) for label, fns in SPELLINGS.items() for fn in fns],
+)
 def test_a_layer_is_one_node_however_it_is_spelled(label, fn):
-    args = [X] * fn.__code__.co_argcount
+    args = INPUTS.get(label[0]) or INPUTS.get(label[1], (X,))
     assert labels(lambda *args: jnp.sin(fn(*args)), *args) == [label, ("sin", "")]
 
 

@@ -126,14 +126,6 @@ def test_options_are_in_the_text():
     assert drawn("lenet").source.startswith("digraph lenet {")
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "known"), [("theme", "blue", "light"), ("heat", "watts", ""), ("direction", "left", "up, down")]
-)
-def test_unknown_options_are_refused(option, value, known):
-    with pytest.raises(ValueError, match=f"plot_network: unknown {option} '{value}'; known are {known}"):
-        draw("lenet", **{option: value})
-
-
 def test_an_unknown_name():
     with pytest.raises(AttributeError, match=r"'jaxpar\.viz' has no attribute 'plot'"):
         viz.plot  # noqa: B018

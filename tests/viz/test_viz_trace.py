@@ -68,21 +68,11 @@ def test_matrix_factorization_with_its_loss():
     assert [node.params for node in graph.layers] == [943 * 64, 1682 * 64, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("fn", "args"),
-    [
-        (m.lenet_loss, (m.LENET, m.IMAGES, m.LABELS)),
-        (jax.value_and_grad(m.lenet_loss), (m.LENET, m.IMAGES, m.LABELS)),
-        (jax.grad(m.lenet_loss), (m.LENET, m.IMAGES, m.LABELS)),
-        (m.factorization_loss, (*m.factorization(), m.Spec((32,), m.f32))),
-        (m.transformer, (m.transformer_params(), m.TOKENS)),
-        (jax.grad(m.transformer_loss), (m.transformer_params(2), m.TOKENS)),
-    ],
-    ids=["loss", "value_and_grad", "grad", "factorization", "transformer", "transformer grad"],
-)
-def test_flops_agree_with_xla(fn, args):
+@pytest.mark.parametrize("name", ["gradient", "factorization", "transformer", "transformer gradient", "haiku"])
+def test_flops_agree_with_xla(name):
     """Within 0.5 %: masks, scales and indices that are folded out of sight are not counted."""
-    assert viz.trace(fn, *args).total_flops == pytest.approx(xla_flops(fn, *args), rel=0.005)
+    fn, args = m.network(name)
+    assert m.traced(name).total_flops == pytest.approx(xla_flops(fn, *args), rel=0.005)
 
 
 def test_flops_of_lenet_are_exactly_those_of_xla():
@@ -151,9 +141,10 @@ def test_a_scan_over_layers_is_a_cluster_whose_costs_are_those_of_all_layers():
 def test_transformers_of_the_libraries(build):
     fn, args = build(3)
     graph = check(viz.trace(fn, *args))
-    assert ops(graph).count("LayerNorm") == 2
-    assert ops(graph).count("FullyConnected") == 6 + (build is m.flax_transformer)
-    assert ops(graph).count("Attention") == 1
+    block = ["LayerNorm", *["FullyConnected"] * 3, "Attention", "FullyConnected", "add"]
+    block += ["LayerNorm", "FullyConnected", "Activation", "FullyConnected", "add"]
+    head = ["FullyConnected"] * (build is m.flax_transformer)
+    assert [op for op in ops(graph) if op != "Flatten"] == [*block, *head]
     assert [node.detail for node in graph.layers if node.op == "Activation"] == ["gelu"]
     assert any(count == 3 for _, count in graph.scopes)
     assert len(graph.nodes) <= 18
@@ -164,17 +155,17 @@ def test_transformers_of_the_libraries(build):
 
 
 @pytest.mark.slow
-def test_resnet50_of_flax():
+def test_resnet50_of_nnx():
     fn, args = m.network("resnet")
     graph = check(m.traced("resnet"))
-    assert graph.total_params == sum(leaf.size for leaf in jax.tree.leaves(args[0]))
-    assert graph.total_state == sum(leaf.size for leaf in jax.tree.leaves(args[1]))
+    sizes = [sum(leaf.size for leaf in jax.tree.leaves(tree)) for tree in args[:2]]
+    assert [graph.total_params, graph.total_state] == sizes
     count = {op: sum(node.repeat for node in graph.layers if node.op == op) for op in set(ops(graph))}
     assert (count["Convolution"], count["BatchNorm"], count["Activation"], count["add"]) == (53, 53, 49, 16)
     assert (count["Pooling"], count["FullyConnected"], count["mean"]) == (1, 1, 1)
     assert sorted(times for _, times in graph.scopes) == [2, 2, 3, 5]
     closed = viz.trace(fn, *args, depth=0)
-    assert [node.op for node in closed.layers if node.op.startswith("layer")] == [f"layer{n}" for n in range(1, 5)]
+    assert [node.op for node in closed.layers[4:8]] == [f"layer{n}" for n in (1, 2, 3, 4)]
     assert len(closed.layers) == 10
     assert closed.total_flops == graph.total_flops
 
@@ -307,47 +298,6 @@ def test_named_scopes_and_depth():
     assert [(node.name, node.params) for node in closed.layers] == [("encoder", 32), ("decoder", 16)]
 
 
-LOGITS, PICKED = m.Spec((3, 5), m.f32), m.Spec((3,), m.i32)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda z, y: -jnp.take_along_axis(jax.nn.log_softmax(z), y[:, None], axis=1).mean(),
-        lambda z, y: -jax.nn.log_softmax(z)[jnp.arange(3), y].mean(),
-        lambda z, y: -(jax.nn.one_hot(y, 5) * jax.nn.log_softmax(z)).sum(-1).mean(),
-        lambda z, y: jnp.mean(-jnp.sum(jax.nn.one_hot(y, 5) * jax.nn.log_softmax(z), axis=-1)),
-        lambda z, y: optax.softmax_cross_entropy_with_integer_labels(z, y).mean(),
-    ],
-)
-def test_cross_entropy_however_written_is_one_loss(loss):
-    graph = viz.trace(loss, LOGITS, PICKED, params_argnums=None)
-    assert [(node.op, node.detail) for node in graph.layers] == [("Loss", "softmax cross-entropy")]
-
-
-X4 = m.Spec((2, 4, 6, 3), m.f32)
-
-
-@pytest.mark.parametrize(
-    ("pool", "detail"),
-    [
-        (lambda x: _window(x, jax.lax.add, 0.0) / 4, "avg, 2x2/2x2"),
-        (lambda x: _window(x, jax.lax.max, -jnp.inf), "max, 2x2/2x2"),
-        (lambda x: x.reshape(2, 2, 2, 3, 2, 3).mean((2, 4)), "avg, 2x2/2x2"),
-        (lambda x: x.reshape(2, 2, 2, 3, 2, 3).max((2, 4)), "max, 2x2/2x2"),
-        (lambda x: jnp.maximum(x[:, ::2], x[:, 1::2]), "max, 2/2"),
-        (lambda x: (x[:, ::2, ::2] + x[:, 1::2, ::2] + x[:, ::2, 1::2] + x[:, 1::2, 1::2]) * 0.25, "avg, 2x2/2x2"),
-    ],
-)
-def test_pooling_however_written(pool, detail):
-    graph = viz.trace(pool, X4)
-    assert [(node.op, node.detail) for node in graph.layers] == [("Pooling", detail)]
-
-
-def _window(x, reduce, start):
-    return jax.lax.reduce_window(x, start, reduce, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
-
-
 @pytest.mark.parametrize("name", ["relu", "gelu", "silu", "sigmoid", "elu", "leaky_relu", "softplus", "relu6"])
 def test_activations_go_by_their_name(name):
     graph = viz.trace(getattr(jax.nn, name), m.Spec((8,), m.f32))
@@ -355,16 +305,13 @@ def test_activations_go_by_their_name(name):
 
 
 def test_equal_calls_side_by_side_and_in_a_row_stay_apart():
-    def parallel(x):
-        return [jax.nn.softmax(part) for part in x]
-
     def chained(x):
         for _ in range(2):
             x = jax.nn.softmax(x)
         return x
 
     x = m.Spec((3, 5), m.f32)
-    assert ops(viz.trace(parallel, x)).count("Softmax") == 3
+    assert ops(viz.trace(lambda x: [jax.nn.softmax(part) for part in x], x)).count("Softmax") == 3
     assert ops(viz.trace(chained, x)) == ["Softmax", "Softmax"]
 
 
@@ -405,24 +352,6 @@ def test_frozen_layers_have_parameters_and_a_momentum_has_none():
     assert [node.params for node in graph.layers if node.op == "FullyConnected"] == [8 * 4, 4 * 2]
 
 
-def test_an_optimizer_is_a_node_and_its_state_no_parameters():
-    tx = optax.adam(1e-3)
-
-    def step(state, images, labels):
-        params, opt_state = state
-        grads = jax.grad(m.lenet_loss)(params, images, labels)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    graph = check(viz.trace(step, (m.LENET, jax.eval_shape(tx.init, m.LENET)), m.IMAGES, m.LABELS))
-    (adam,) = [node for node in graph.layers if not node.is_backward][11:]
-    assert (adam.name, adam.op, adam.detail) == ("Adam", "Adam", "8 arrays")
-    assert len(adam.outputs) == 8 + 17
-    assert graph.total_params == 129_068
-    gradients = {f"{name} (backward)" for name in ("conv1", "conv2", "dense1", "dense2")}
-    assert {edge.source for edge in graph.edges if edge.target == "Adam"} == gradients
-
-
 def _train_step(tx, loss):
     def step(params, opt_state, batch):
         grads = jax.grad(loss)(params, batch["image"], batch["label"])
@@ -430,6 +359,17 @@ def _train_step(tx, loss):
         return optax.apply_updates(params, updates), opt_state
 
     return step, (m.LENET, jax.eval_shape(tx.init, m.LENET), {"image": m.IMAGES, "label": m.LABELS})
+
+
+def test_an_optimizer_is_a_node_and_its_state_no_parameters():
+    step, (params, opt_state, batch) = _train_step(optax.adam(1e-3), m.lenet_loss)
+    graph = check(viz.trace(lambda state, batch: step(*state, batch), (params, opt_state), batch))
+    (adam,) = [node for node in graph.layers if not node.is_backward][11:]
+    assert (adam.name, adam.op, adam.detail) == ("Adam", "Adam", "8 arrays")
+    assert len(adam.outputs) == 8 + 17
+    assert graph.total_params == 129_068
+    gradients = {f"{name} (backward)" for name in ("conv1", "conv2", "dense1", "dense2")}
+    assert {edge.source for edge in graph.edges if edge.target == "Adam"} == gradients
 
 
 def test_an_argument_is_one_input():
