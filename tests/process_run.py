@@ -117,6 +117,7 @@ def check_wrong_pushes(kind, store):
     there = next(d for d in jax.devices() if d.process_index != rank)
     for function in (
         lambda: kv.pull(store, 3, devices=[there]),
+        lambda: kv.row_sparse_pull(store, 3, [0], devices=[there]),
         lambda: parallel.split_and_load(jnp.ones(2), [there]),
         lambda: parallel.copy_to(jnp.ones(2), there),
     ):

@@ -268,8 +268,8 @@ def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: S
         list of these results.
 
     Raises:
-        ValueError: an id is negative or out of range, as for `jaxpar.sparse.take`; or the number of lists of ids fits
-            neither the keys nor the devices.
+        ValueError: an id is negative or out of range, as for `jaxpar.sparse.take`; the number of lists of ids fits
+            neither the keys nor the devices; or a device belongs to another process.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -282,6 +282,8 @@ def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: S
         [[0, 1], [2]]
     """
     keys, many = checks.find_keys(key, "kv.row_sparse_pull", store)
+    devices = None if devices is None else checks.device_list(devices, "kv.row_sparse_pull")
+    checks.check_own(() if devices is None or is_tracing() else devices, "kv.row_sparse_pull")
     given = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
     checks.as_values(keys, given, "kv.row_sparse_pull", "row_ids")
     count = 1 if devices is None else len(devices)
@@ -289,8 +291,8 @@ def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: S
     for k, ids in zip(keys, wanted, strict=True):
         if len(ids) not in (1, count):
             where = "no devices=" if devices is None else plural(count, "device")
-            wanted = "expected one array of ids, or one for each device"
-            raise ValueError(f"kv.row_sparse_pull: key {k}: {wanted}, got {len(ids)} lists of ids and {where}")
+            expected = "expected one array of ids, or one for each device"
+            raise ValueError(f"kv.row_sparse_pull: key {k}: {expected}, got {len(ids)} lists of ids and {where}")
     pulled = list[Any]()
     for value, ids in zip(map(mesh.to_host, pull_whole(store, keys, None)), wanted, strict=True):
         rows = [sparse.take(value, i) for i in ids]
