@@ -228,8 +228,11 @@ def read_records(directory: Path, place: Place) -> list[dict[str, Any]]:
                     _files.expect(earlier["at"] < before["at"], "the record before it comes later")
                 found.append(entry["record"])
                 before = earlier
-        _files.expect(before is None and len(found) == place["number"], "the run had another number of records")
     except Exception as error:
         reason = getattr(error, "strerror", None) or error
         raise _files.CheckpointError(f"{path} is damaged: record {place['number'] - len(found)}: {reason}") from None
+    if before is not None or len(found) != place["number"]:
+        raise _files.CheckpointError(
+            f"{path} is damaged: it does not have the {place['number']} records that were saved"
+        )
     return found[::-1]
