@@ -441,7 +441,10 @@ def join(trees: Sequence[Any], where: str = _WHERE, *, batched: bool = False) ->
             words = f"examples of different shapes, {sorted(shapes)}, which make no batch; pad, crop or resize them"
             raise ValueError(f"{where}: {_batches.path_name(path)} has {words} first")
         arrays = [np.asarray(leaf) for leaf in leaves]
-        return np.concatenate(arrays) if batched else np.stack(arrays)
+        joined = np.concatenate(arrays) if batched else np.stack(arrays)
+        if joined.dtype == object:  # one of them has None or several arrays there
+            raise TypeError(f"{where}: {_batches.path_name(path)} is not an array of numbers in each example")
+        return joined
 
     try:
         return jax.tree_util.tree_map_with_path(join_leaves, *trees)

@@ -79,6 +79,9 @@ def test_rows_are_known_by_a_number_or_a_text_in_the_first():
         data.as_source([{"x": 1, "y": 1}, {"x": 1, "y": 1}, {"x": 1}])
     with pytest.raises(ValueError, match="example 1 of 2 has 'y', which example 0 lacks"):
         data.as_source([{"x": 1}, {"x": 1, "y": 1}])
+    for other in (None, {"a": 1}):  # NumPy would make an array of objects
+        with pytest.raises(ValueError, match="example 1 of 2 has no 'x', which example 0 has"):
+            data.as_source([{"x": 1, "y": 1}, {"x": other, "y": 1}])
 
 
 def test_columns_that_are_no_numbers_are_named():
