@@ -78,9 +78,6 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 KEEP_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**63 - 1)}
 """What `use_cpu_devices(keep_memory=True)` does, for the environment of a child."""
 
-SMALL_BLOCKS = {"XLA_FLAGS": "--xla_multiheap_size_constraint_per_heap=12000000"}
-"""XLA takes the memory of a program in blocks of 12 MB, which the C library keeps."""
-
 
 class Child:
     """A peer that lives in another interpreter and measures on command, one JSON object a line each way."""

@@ -1,11 +1,11 @@
 """Steps per second of six networks: jaxpar beside plain JAX and PyTorch, each in processes of its own.
 
 A small CNN, ResNet-18, a transformer, an MLP, an LSTM and a matrix factorization in two sizes, float32, plain SGD. The
-last has row-sparse contenders, and MXNet, which waits for each of its steps. jaxpar runs in a process of one device
-and in one of two, as memory comes, in blocks of 12 MB by a flag of XLA, and with `use_cpu_devices(keep_memory=True)`.
-PyTorch runs eagerly and compiled, convolutions with channels last too, and again with that setting of `malloc`, which
-PyTorch itself does not make. It is found in this Python, or in the one that the environment variable
-JAXPAR_TORCH_PYTHON names. With `--gpu` all of them run on one GPU, with products in TF32, JAX's default there.
+last has row-sparse contenders, and MXNet, which waits for each of its steps. jaxpar runs in a process of one device and
+in one of two, as memory comes and with `use_cpu_devices(keep_memory=True)`. PyTorch runs eagerly and compiled,
+convolutions with channels last too, and again with that setting of `malloc`, which PyTorch itself does not make. It is
+found in this Python, or in the one that the environment variable JAXPAR_TORCH_PYTHON names. With `--gpu` all of them
+run on one GPU, with products in TF32, JAX's default there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 
 from _harness import (
     KEEP_MEMORY,
-    SMALL_BLOCKS,
     Child,
     Turn,
     arguments,
@@ -37,7 +36,7 @@ HERE = Path(__file__).resolve().parent
 NETWORKS = ("cnn", "resnet18", "transformer", "mlp", "lstm", *MATRIX)
 CONVOLUTIONAL = ("cnn", "resnet18")
 KEPT = ", memory kept"
-MEMORY = {"": {}, ", small blocks": SMALL_BLOCKS, KEPT: KEEP_MEMORY}  # how it is had, and the environment for that
+MEMORY = {"": {}, KEPT: KEEP_MEMORY}  # how it is had, and the environment for that
 PLAIN = (1, "")
 WAYS = [(devices, memory) for memory in MEMORY for devices in (1, 2)]
 

@@ -56,7 +56,7 @@ def texts(many=False, kind="device", compression=None, fsdp=False, **options):
     program, leaves = step._prepare(state_of(kind, compression, fsdp), None)
     rng, part = leaves.pop(program._rng_at), map(program._number, (0, 3))
     run, along = (program._several if many else program._one), program._batches.along[many]
-    real = run.lower(leaves, rng, jax.device_put(batch, along), *(part if many else ()))
+    real = run.trace(leaves, rng, jax.device_put(batch, along), *(part if many else ())).lower()
     shapes = jax.eval_shape(lambda: state_of(kind, compression, fsdp))
     batch = jax.eval_shape(lambda: batch)
     return real, train.make_train_step(loss, **options).lower(shapes, batch, many=many)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ..._core import checks
 from ..._core.arrays import Device, forget
-from ..._cpu import for_platform
+from ..._cpu import for_platform, jit_in_blocks
 from ..._devices.mesh import STORE_AXIS, are_on, put, put_copy, wait_before_collectives
 from ..._devices.user_mesh import without_types
 from ..._store.store import mesh_of_values, sharding_of
@@ -165,8 +165,10 @@ class JointProgram:
             return leaves, metrics
 
         self._traced = jax.jit(train_step, inline=True)  # so it is traced once, for all that follows
-        self._fast = functools.partial(for_platform, platform=self._platform, mesh=mesh, axes=step.axes)
-        self._one = jax.jit(self._fast(self._traced), donate_argnums=0)
+        fast = functools.partial(for_platform, platform=self._platform, mesh=mesh, axes=step.axes)
+        here = 0 if self._platform != "cpu" else sum(d.process_index == jax.process_index() for d in devices)
+        self._compiled = lambda program: jit_in_blocks(fast(program), here)
+        self._one = self._compiled(self._traced)
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step, or those of `batch[first:end]`, `part` being these two numbers."""
@@ -196,7 +198,7 @@ class JointProgram:
             rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
             return lax.fori_loop(first, end, body, (leaves, rows))
 
-        return jax.jit(self._fast(train_steps), donate_argnums=0)
+        return self._compiled(train_steps)
 
     def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> tuple[Batch, list[Part]]:
         """The shapes of a batch, and the program for them and for the shapes of a state."""

@@ -1,0 +1,106 @@
+"""A step over several CPU devices has its intermediate values in blocks that the C library keeps: the same bits."""
+
+import functools
+import platform
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+
+from jaxpar import kv, train
+from jaxpar._cpu import memory
+from jaxpar.train._step import programs
+from jaxpar.viz._program.memory import integer, message, nested
+
+MB = 250_000  # float32 numbers
+
+
+def scanned(x):
+    return jnp.sin(lax.scan(lambda total, row: (total + row, jnp.tanh(total)), x[0], x)[1])
+
+
+def over_devices(x):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    return jax.shard_map(lambda x: jnp.sin(jnp.cos(x)), mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "block"),
+    [
+        (lambda x: jnp.tan(jnp.sin(jnp.cos(x))), (11 * MB,), 12),
+        (lambda x: jnp.tan(jnp.sin(jnp.cos(x))), (10 * MB,), 0),  # one block for all of them is kept
+        (lambda x: jnp.sin(jnp.cos(x)), (20 * MB,), 20),
+        (lambda x: jnp.sin(jnp.cos(x)), (40 * MB,), 0),  # a block of that size is not
+        (scanned, (16, MB), 16),  # of all steps together
+        (lambda x: lax.cond(x[0] > 0, lambda: jnp.sin(jnp.cos(x)), lambda: x), (16 * MB,), 16),
+        (over_devices, (64 * MB,), 16),  # of each device
+        (lambda x: jax.random.split(jax.random.key(0), 3), (MB,), 0),
+    ],
+    ids=["several", "few", "large", "too large", "loop", "branch", "devices", "keys"],
+)
+def test_a_block_has_room_for_the_largest_value(function, shape, block):
+    jaxpr = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert memory._block(jaxpr) == block * 1_000_000
+
+
+def loss_fn(params, batch, rng):
+    wide = jnp.tanh(batch["x"] @ params["wide"])
+    return ((wide @ params["narrow"]) ** 2).mean(), {"largest": wide.max()}
+
+
+def trained(engine, count=2):
+    params = {"wide": jnp.full((3, 2 * MB), 1e-3), "narrow": jnp.full((2 * MB, 2), 1e-3)}
+    devices = jax.devices()[:count]
+    state = train.create_state(kv.from_params(params, optimizer=optax.sgd(0.1)), 0, devices=devices)
+    step = train.make_train_step(loss_fn, engine=engine)
+    batch = {"x": np.arange(12, dtype=np.float32).reshape(4, 3)}
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    return step, state, {name: np.asarray(x).tobytes() for name, x in [*metrics.items(), *state.params.items()]}
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the GNU C library keeps blocks")
+@pytest.mark.parametrize("engine", ["shard_map", "pmap", "jit"])
+def test_a_step_has_the_same_bits_in_blocks_and_xla_does_not_warn(engine, capfd, monkeypatch):
+    step, state, found = trained(engine)
+    one = step._prepare(state, None)[0]._one
+    assert one._jit(0) not in one._chosen.values()
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(programs, "jit_in_blocks", lambda function, devices: jax.jit(function, donate_argnums=0))
+    assert trained(engine)[2] == found
+
+
+def test_xla_takes_several_blocks_in_place_of_one():
+    def descend(weights, x):
+        def loss(weights):
+            return (functools.reduce(lambda x, weight: jnp.tanh(x @ weight), weights, x) ** 2).mean()
+
+        return jax.tree.map(jnp.subtract, weights, jax.grad(loss)(weights))
+
+    def args():  # the values of a layer take 10 MB
+        return [jnp.eye(50) for _ in range(9)], jnp.ones((50_000, 50))
+
+    run = memory.InBlocks(descend)
+    run(*args())
+    (chosen,) = run._chosen.values()
+
+    def largest(program):
+        about = program.lower(*args()).compile().memory_analysis().serialized_buffer_assignment_proto
+        return max(integer(allocation, 2) for allocation in nested(message(about), 3))
+
+    assert largest(chosen) <= 12_000_000
+    assert largest(run._jit(0)) > 20_000_000
+
+
+def test_one_device_and_other_programs_around_a_step_take_memory_as_it_comes():
+    step, state, _ = trained("shard_map", 1)
+    assert not isinstance(step._prepare(state, None)[0]._one, memory.InBlocks)
+    step, state, _ = trained("shard_map")
+    once, _ = step(state, {"x": np.ones((4, 3), np.float32)})
+    step, state, _ = trained("shard_map")
+    inside, _ = jax.jit(step)(state, {"x": np.ones((4, 3), np.float32)})
+    np.testing.assert_allclose(inside.params["narrow"], once.params["narrow"], rtol=1e-6)
