@@ -12,14 +12,14 @@
     winograd       windows of 3 x 3 with less than half of the multiplications
     grouped        depthwise convolutions and groups
     pooling        pooling and its gradients as slices
-    memory         programs whose intermediate values lie in blocks that the C library keeps
+    memory         options by which intermediate values lie in blocks that the C library keeps
     lenet_layers   the two convolutions of LeNet, with the batch as the last axis
 
 A program for other devices is not changed: `for_platform` returns its function as it is.
 """
 
 from .convolution import conv_general_dilated as conv_general_dilated
-from .memory import jit_in_blocks as jit_in_blocks
+from .memory import IS_KEPT as IS_KEPT, in_blocks as in_blocks
 from .pooling import avg_pool as avg_pool, max_pool as max_pool
 from .replace import (
     fast_loops as fast_loops,

@@ -17,6 +17,7 @@ from jaxpar.train._step import programs
 from jaxpar.viz._program.memory import integer, message, nested
 
 MB = 250_000  # float32 numbers
+OPTION = "xla_multiheap_size_constraint_per_heap"
 
 
 def scanned(x):
@@ -44,7 +45,7 @@ def over_devices(x):
 )
 def test_a_block_has_room_for_the_largest_value(function, shape, block):
     jaxpr = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, jnp.float32))
-    assert memory._block(jaxpr) == block * 1_000_000
+    assert memory.in_blocks(jaxpr) == ({OPTION: block * 1_000_000} if block else None)
 
 
 def loss_fn(params, batch, rng):
@@ -67,10 +68,10 @@ def trained(engine, count=2):
 @pytest.mark.parametrize("engine", ["shard_map", "pmap", "jit"])
 def test_a_step_has_the_same_bits_in_blocks_and_xla_does_not_warn(engine, capfd, monkeypatch):
     step, state, found = trained(engine)
-    one = step._prepare(state, None)[0]._one
-    assert one._jit(0) not in one._chosen.values()
+    program, _ = step._prepare(state, None)
+    assert None not in program._chosen.values()
     assert capfd.readouterr().err == ""
-    monkeypatch.setattr(programs, "jit_in_blocks", lambda function, devices: jax.jit(function, donate_argnums=0))
+    monkeypatch.setattr(programs, "in_blocks", lambda jaxpr: None)
     assert trained(engine)[2] == found
 
 
@@ -84,21 +85,18 @@ def test_xla_takes_several_blocks_in_place_of_one():
     def args():  # the values of a layer take 10 MB
         return [jnp.eye(50) for _ in range(9)], jnp.ones((50_000, 50))
 
-    run = memory.InBlocks(descend)
-    run(*args())
-    (chosen,) = run._chosen.values()
-
-    def largest(program):
+    def largest(options):
+        program = jax.jit(descend, donate_argnums=0, compiler_options=options)
         about = program.lower(*args()).compile().memory_analysis().serialized_buffer_assignment_proto
         return max(integer(allocation, 2) for allocation in nested(message(about), 3))
 
-    assert largest(chosen) <= 12_000_000
-    assert largest(run._jit(0)) > 20_000_000
+    assert largest(memory.in_blocks(jax.make_jaxpr(descend)(*args()))) <= 12_000_000
+    assert largest(None) > 20_000_000
 
 
 def test_one_device_and_other_programs_around_a_step_take_memory_as_it_comes():
     step, state, _ = trained("shard_map", 1)
-    assert not isinstance(step._prepare(state, None)[0]._one, memory.InBlocks)
+    assert not step._prepare(state, None)[0]._chosen
     step, state, _ = trained("shard_map")
     once, _ = step(state, {"x": np.ones((4, 3), np.float32)})
     step, state, _ = trained("shard_map")

@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ..._core import checks
-from ..._core.arrays import Device, forget
-from ..._cpu import for_platform, jit_in_blocks
+from ..._core.arrays import Device, forget, is_tracing
+from ..._cpu import IS_KEPT, for_platform, in_blocks
 from ..._devices.mesh import STORE_AXIS, are_on, put, put_copy, wait_before_collectives
 from ..._devices.user_mesh import without_types
 from ..._store.store import mesh_of_values, sharding_of
@@ -165,18 +165,28 @@ class JointProgram:
             return leaves, metrics
 
         self._traced = jax.jit(train_step, inline=True)  # so it is traced once, for all that follows
-        fast = functools.partial(for_platform, platform=self._platform, mesh=mesh, axes=step.axes)
-        here = 0 if self._platform != "cpu" else sum(d.process_index == jax.process_index() for d in devices)
-        self._compiled = lambda program: jit_in_blocks(fast(program), here)
-        self._one = self._compiled(self._traced)
+        self._fast = functools.partial(for_platform, platform=self._platform, mesh=mesh, axes=step.axes)
+        self._one = jax.jit(jax.jit(self._fast(self._traced), inline=True), donate_argnums=0)
+        # One device takes half as much memory again for its blocks, several take hardly more.
+        self._has_blocks = self._platform == "cpu" and IS_KEPT and len(mesh.local_devices or ()) > 1
+        self._chosen: dict[Any, Any] = {}  # the program in blocks for batches of these shapes, or None
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step, or those of `batch[first:end]`, `part` being these two numbers."""
         batch = self._batches.place(batch, axis=1 if part else 0)
         wait_before_collectives((leaves, batch), self._batches.devices)
         rng = leaves.pop(self._rng_at)
-        run = self._several if part else self._one
-        new, metrics = run(leaves, rng, batch, *map(self._number, part))
+        run: Any = self._several if part else self._one
+        args = (leaves, rng, batch, *map(self._number, part))
+        if self._has_blocks:
+            shapes = (len(part), *[x.shape for x in jax.tree.leaves(batch)])
+            if shapes not in self._chosen:
+                options = in_blocks(run.trace(*args).jaxpr)
+                blocks = options and jax.jit(run.__wrapped__, donate_argnums=0, compiler_options=options)
+                self._chosen[shapes] = blocks
+            if self._chosen[shapes] and not is_tracing():  # JAX takes no options inside of another `jit`
+                run = self._chosen[shapes]
+        new, metrics = run(*args)
         new.insert(self._rng_at, rng)
         return self._treedef.unflatten(new), metrics
 
@@ -198,7 +208,7 @@ class JointProgram:
             rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
             return lax.fori_loop(first, end, body, (leaves, rows))
 
-        return self._compiled(train_steps)
+        return jax.jit(jax.jit(self._fast(train_steps), inline=True), donate_argnums=0)
 
     def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> tuple[Batch, list[Part]]:
         """The shapes of a batch, and the program for them and for the shapes of a state."""
