@@ -169,7 +169,8 @@ class JointProgram:
         self._one = jax.jit(jax.jit(self._fast(self._traced), inline=True), donate_argnums=0)
         # One device takes half as much memory again for its blocks, several take hardly more.
         self._has_blocks = self._platform == "cpu" and IS_KEPT and len(mesh.local_devices or ()) > 1
-        self._chosen: dict[Any, Any] = {}  # the program in blocks for batches of these shapes, or None
+        # The program in blocks for batches of these shapes, or None, by the first state.
+        self._chosen: dict[Any, Any] = {}
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step, or those of `batch[first:end]`, `part` being these two numbers."""
@@ -182,8 +183,8 @@ class JointProgram:
             shapes = (len(part), *[x.shape for x in jax.tree.leaves(batch)])
             if shapes not in self._chosen:
                 options = in_blocks(run.trace(*args).jaxpr)
-                blocks = options and jax.jit(run.__wrapped__, donate_argnums=0, compiler_options=options)
-                self._chosen[shapes] = blocks
+                again = jax.jit(run.__wrapped__, donate_argnums=0, compiler_options=options)
+                self._chosen[shapes] = again if options else None
             if self._chosen[shapes] and not is_tracing():  # JAX takes no options inside of another `jit`
                 run = self._chosen[shapes]
         new, metrics = run(*args)
