@@ -40,11 +40,13 @@ void ForBlocks(Pool& pool, int64_t blocks, std::function<void(int64_t)> work) {
   state->all.wait(lock, [&] { return state->done == blocks; });
 }
 
-// At least `count` floats at a multiple of 64 bytes, with what was in them. `kept` is the thread's own, so that a step
+// At least `count` numbers at a multiple of 64 bytes, with what was in them. `kept` is the thread's own, so that a step
 // touches no new page of memory each time.
-inline float* Kept(std::vector<float>& kept, int64_t count) {
-  if (static_cast<int64_t>(kept.size()) < count + 16) kept.resize(count + 16);
-  return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(kept.data()) + 63) & ~uintptr_t{63});
+template <class T>
+T* Kept(std::vector<T>& kept, int64_t count) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  if (static_cast<int64_t>(kept.size()) < count + kLine) kept.resize(count + kLine);
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(kept.data()) + 63) & ~uintptr_t{63});
 }
 
 }  // namespace jaxpar

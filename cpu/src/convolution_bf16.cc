@@ -19,12 +19,10 @@ namespace {
 constexpr int64_t kBlocks = 16;        // of work at least, if there are as many
 constexpr int64_t kCopied = 1 << 19;   // numbers of windows that lie side by side: they stay in the second cache
 constexpr int64_t kMostRows = 256;     // of them
-constexpr int64_t kMore = 32;
+constexpr int64_t kMore = 32;          // numbers that a copy may write too many
 constexpr int64_t kDepthAtOnce = 512;  // of factors: 32 rows and 32 columns stay in the first cache
 
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDivide(a, b) * b; }
-
-Half* KeptHalves(std::vector<float>& kept, int64_t count) { return reinterpret_cast<Half*>(Kept(kept, CeilDivide(count, 2))); }
 
 // The place of one result, of all examples.
 struct Result {
@@ -147,8 +145,8 @@ void ComputePhase(Pool& pool, const Problem& whole, const Phase& phase, const Ha
   const Products& products = TheProducts();
   const Problem& p = phase.problem;
   const int64_t width = std::max<int64_t>(kDepth, RoundUp(p.window() * p.channels, kDepth)), panels = CeilDivide(p.features, kSquare);
-  thread_local std::vector<float> kept;
-  Half* weights = KeptHalves(kept, panels * width * kSquare);
+  thread_local std::vector<Half> kept;
+  Half* weights = Kept(kept, panels * width * kSquare);
   ForBlocks(pool, panels, [&, w, weights](int64_t panel) {
     Half* out = weights + panel * width * kSquare;
     Clear(out, width * kSquare);
@@ -170,8 +168,9 @@ void ComputePhase(Pool& pool, const Problem& whole, const Phase& phase, const Ha
   ForBlocks(pool, blocks * shares, [&, x, y, weights](int64_t block) {
     const auto [first_panel, last_panel] = Part(panels, block % shares, shares);
     const int64_t first = block / shares * rows, count = std::min(rows, results - first), squares = CeilDivide(count, kSquare);
-    thread_local std::vector<float> windows_kept, sums_kept;
-    Half* windows = KeptHalves(windows_kept, rows * width + kMore);
+    thread_local std::vector<Half> windows_kept;
+    thread_local std::vector<float> sums_kept;
+    Half* windows = Kept(windows_kept, rows * width + kMore);
     float* sums = Kept(sums_kept, (last_panel - first_panel) * rows * kSquare);
     CopyWindows(p, x, {first, first + count}, {0, p.axes[0].window * p.axes[1].window}, width, windows);
     Clear(windows + count * width, (squares * kSquare - count) * width);
@@ -228,10 +227,10 @@ void Filter(Pool& pool, const Problem& p, const Half* x, const Half* dy, Half* d
     const auto [first_panel, last_panel] = Part(panels, block % of_panels, of_panels);
     const Span2 examples = Part(p.examples, part, parts), lines = Part(window, share, of_lines);
     const int64_t most = Rows((examples.last - examples.first) * results, width);
-    thread_local std::vector<float> windows_kept, pairs_kept, turned_kept;
-    Half* windows = KeptHalves(windows_kept, most * width + kMore);
-    Half* pairs = KeptHalves(pairs_kept, most * width);
-    Half* turned = KeptHalves(turned_kept, (last_panel - first_panel) * kSquare * most);
+    thread_local std::vector<Half> windows_kept, pairs_kept, turned_kept;
+    Half* windows = Kept(windows_kept, most * width + kMore);
+    Half* pairs = Kept(pairs_kept, most * width);
+    Half* turned = Kept(turned_kept, (last_panel - first_panel) * kSquare * most);
     products.start();
     for (int64_t first = examples.first * results; first < examples.last * results; first += most) {
       const int64_t count = std::min(most, examples.last * results - first), rows = RoundUp(count, kDepth);
