@@ -9,6 +9,7 @@ import resource
 import select
 import socket
 import termios
+import threading
 import time
 import types
 
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxpar._heartbeat import server
+from jaxpar._heartbeat.client import HeartbeatClient
 
 JOB = "a-job"
 HELLO = {"hello": 1, "job": JOB, "rank": 2, "size": 3, "host": "there", "timeout": 5.0}
@@ -61,6 +63,43 @@ def is_readable(sock, seconds=5.0):
     poll = select.poll()  # select.select takes no descriptor above 1023
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
+
+
+def serving(size=1, *, job=JOB, join_timeout=5, **options):
+    """The address of a server, which begins to work when its thread is started, and the server."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    options |= {"heartbeat_timeout": 5, "join_timeout": join_timeout}
+    return listener.getsockname(), server.HeartbeatServer(listener, job=job, size=size, **options)
+
+
+def new_client(rank=0, size=1, *, job=JOB, **options):
+    return HeartbeatClient(rank, size, job=job, heartbeat_timeout=5, launched=False, **options)
+
+
+@contextlib.contextmanager
+def liar(answer, pause=0):
+    """A server that gives each connection these bytes, one after the other, and then listens."""
+
+    def accept():
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                with sock, contextlib.suppress(OSError):
+                    for part in answer:
+                        sock.sendall(part)
+                        time.sleep(pause)
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(1000):
+                        pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(20.0)
 
 
 class Client:

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 import optax
 import pytest
+from hostile import new_client, serving
 from launched import background, launch, write
 
 from jaxpar import data, distributed, kv, train
 from jaxpar._heartbeat import connection
 from jaxpar._heartbeat.client import HeartbeatClient
-from jaxpar._heartbeat.server import HeartbeatServer
 from jaxpar.distributed import _environment, _initialize
 
 LIMIT = 60
@@ -366,13 +366,11 @@ def test_a_coordinator_that_is_not_there():
 
 
 def test_another_run_is_left_in_peace():
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = HeartbeatServer(listener, job="a", size=1, heartbeat_timeout=5, join_timeout=5)
+    address, server = serving(job="a")
     server.thread.start()
-    client = HeartbeatClient(0, 1, job="b", heartbeat_timeout=5, launched=False)
     began = time.monotonic()
     with pytest.raises(ConnectionError, match=r"absent within 0\.3 seconds"):
-        client.join_run([listener.getsockname()], 0.3, "absent")
+        new_client(job="b").join_run([address], 0.3, "absent")
     assert time.monotonic() - began < 20
     assert server.lost is None
 

@@ -8,16 +8,16 @@ import threading
 import time
 import types
 
+import hostile
 import pytest
-from hostile import HELLO, JOB, Client, Run, descriptors, is_readable, lines, next_descriptor, open_descriptors
+from hostile import HELLO, JOB, Client, Run, descriptors, is_readable, liar, lines, new_client, serving
 from hypothesis import HealthCheck, given, settings, strategies as st
 from launched import HEAD, MEMBER, launch, until, write
 
 from jaxpar import distributed
 from jaxpar._heartbeat import client as client_module
-from jaxpar._heartbeat.client import LOST, HeartbeatClient
+from jaxpar._heartbeat.client import LOST
 from jaxpar._heartbeat.connection import FROM_SERVER, JsonConnection
-from jaxpar._heartbeat.server import HeartbeatServer
 
 LIMIT = 30
 DEEP = b"[" * 60_000 + b"\n"
@@ -305,7 +305,7 @@ def test_before_its_proof_a_connection_sends_little(run):
 
 def test_without_descriptors_the_server_does_not_spin(run):
     first, second, third = run.member(0), run.member(1), socket.socket()
-    with descriptors(next_descriptor(third)), third:
+    with descriptors(hostile.next_descriptor(third)), third:
         third.connect(run.address)
         assert run.turn(most=20) < 20  # one try, then a pause
         first.send({"hint": "runs/step_1"})
@@ -388,10 +388,8 @@ def test_the_launcher_ends_a_process_that_sends_an_invalid_message(tmp_path):
 
 
 def test_the_server_of_process_0_outlives_an_attack():
-    before = open_descriptors()
-    listener = socket.create_server(("127.0.0.1", 0))
-    address = listener.getsockname()
-    server = HeartbeatServer(listener, job=JOB, size=2, heartbeat_timeout=5, join_timeout=10)
+    before = hostile.open_descriptors()
+    address, server = serving(2, join_timeout=10)
     server.thread.start()
     for data in (DEEP, *HELLOS.values()):
         with contextlib.closing(Client(address).sock) as sock:
@@ -412,28 +410,14 @@ def test_the_server_of_process_0_outlives_an_attack():
     for thread in (server.thread, *(client.thread for client in clients)):  # each closes its own sockets
         thread.join(LIMIT)
         assert not thread.is_alive()
-    assert open_descriptors() <= before
+    assert hostile.open_descriptors() <= before
 
 
 # The client, and a server that is broken
 
 
-def new_client(rank=1, size=3):
-    return HeartbeatClient(rank, size, job=JOB, heartbeat_timeout=5, launched=False)
-
-
 class Ended(Exception):
     pass
-
-
-def serve(listener, data):
-    """A server that sends these bytes to the first connection and closes its side."""
-    sock, _ = listener.accept()
-    with sock, contextlib.suppress(OSError):
-        sock.sendall(b'{"welcome": 1}\n' + data)
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(1000):
-            pass
 
 
 @pytest.fixture
@@ -445,20 +429,15 @@ def last_line(monkeypatch):
 
     def run(data, go=b'{"go": 1, "host": "h"}\n'):
         lines.clear()
-        client = new_client()
+        client = new_client(1, 3)
         client.thread.start = lambda: None
-        server = threading.Thread(target=serve, args=(listener, go + data))
-        server.start()
-        try:
-            client.join_run([listener.getsockname()], 5.0, "absent")
+        with liar([b'{"welcome": 1}\n' + go + data]) as address:
+            client.join_run([address], 5.0, "absent")
             with contextlib.suppress(Ended):
                 client._run()
-        finally:
-            server.join(LIMIT)
         return lines[0] if lines else None
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield run
+    return run
 
 
 @cases(SERVERS)
@@ -474,7 +453,7 @@ def test_an_invalid_message_of_a_server_ends_the_process_with_one_clear_line(las
 @pytest.mark.slow
 def test_a_flood_from_the_server_leaves_the_processor_free():
     near, far = socket.socketpair()
-    client = new_client()
+    client = new_client(1, 3)
     with near:
         client._connection = JsonConnection(far, FROM_SERVER)
         client.thread.start()
@@ -574,8 +553,7 @@ def test_any_bytes_of_a_server_end_the_process_with_one_printable_line(last_line
 def test_a_thread_that_fails_says_so_and_what_follows(capfd, monkeypatch):
     ends = []
     monkeypatch.setattr(client_module.os, "_exit", ends.append)
-    listener = socket.create_server(("127.0.0.1", 0))
-    server, client = HeartbeatServer(listener, job=JOB, size=1, heartbeat_timeout=5, join_timeout=5), new_client(0, 1)
+    (_, server), client = serving(), new_client()
     client._connection = types.SimpleNamespace(wait=None, close=lambda: None)  # a name that became something else
     client.thread.start()
     client.thread.join(LIMIT)
@@ -588,7 +566,7 @@ def test_a_thread_that_fails_says_so_and_what_follows(capfd, monkeypatch):
     server.thread.join(LIMIT)
     assert f"the thread jaxpar-heartbeat-server failed: {why}; the run ends" in capfd.readouterr().err
     with pytest.raises(OSError, match="Bad file descriptor"):  # closed, so that the processes notice
-        listener.getsockname()
+        server._listener.getsockname()
 
 
 def test_an_invalid_message_in_an_elastic_run_ends_its_process_only(monkeypatch):

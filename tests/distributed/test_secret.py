@@ -1,37 +1,21 @@
 """The secret of a run: who knows it takes part, who does not is dropped, and neither end trusts the other before."""
 
-import contextlib
 import itertools
 import json
 import os
 import re
-import socket
-import threading
 import time
 
 import pytest
-from hostile import HELLO, JOB, Run, lines
+from hostile import HELLO, JOB, Run, liar, lines, new_client, serving
 from hypothesis import HealthCheck, given, settings
 
 from jaxpar._heartbeat import client as client_module
-from jaxpar._heartbeat.client import HeartbeatClient
 from jaxpar._heartbeat.connection import Secret, find_secret
-from jaxpar._heartbeat.server import HeartbeatServer
 
 KEY = Secret(b"0123456789abcdef", "a test")
 OTHER = Secret(b"fedcba9876543210", "another test")
 LIMIT = 20.0
-
-
-def serve(secret):
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = HeartbeatServer(listener, job=JOB, size=1, secret=secret, heartbeat_timeout=5, join_timeout=5)
-    server.thread.start()
-    return listener.getsockname(), server
-
-
-def new_client(secret):
-    return HeartbeatClient(0, 1, job=JOB, secret=secret, heartbeat_timeout=5, launched=False)
 
 
 @pytest.fixture
@@ -133,42 +117,17 @@ def test_a_hello_without_an_answer_is_dropped_in_time(run):
 )
 def test_a_client_says_what_is_wrong_with_the_secret(monkeypatch, server, client, text):
     monkeypatch.setattr(client_module, "_MISTRUST_TIMEOUT", 0.3)
-    address, running = serve(server)
+    address, running = serving(secret=server)
+    running.thread.start()
     with pytest.raises(ConnectionError, match=re.escape(text)):
-        new_client(client).join_run([address], 60.0, "absent")
+        new_client(secret=client).join_run([address], 60.0, "absent")
     assert running.lost is None
     if server is not None:  # the right process still joins, and the server ends with it
-        good = new_client(server)
+        good = new_client(secret=server)
         good.join_run([address], 5.0, "absent")
         good.leave()
     running.thread.join(LIMIT)
     assert not running.thread.is_alive()
-
-
-@contextlib.contextmanager
-def liar(answer, pause=0):
-    """A server that gives each connection these bytes, one after the other, and then listens."""
-
-    def accept():
-        with contextlib.suppress(OSError):
-            while True:
-                sock, _ = listener.accept()
-                with sock, contextlib.suppress(OSError):
-                    for part in answer:
-                        sock.sendall(part)
-                        time.sleep(pause)
-                    sock.shutdown(socket.SHUT_WR)
-                    while sock.recv(1000):
-                        pass
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=accept)
-        thread.start()
-        try:
-            yield listener.getsockname()
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join(LIMIT)
 
 
 @pytest.mark.sampled(2)
@@ -191,13 +150,13 @@ def test_a_client_obeys_no_server_that_does_not_know_the_secret(monkeypatch, say
     lines = [json.dumps(message).encode() + b"\n" for message in says]
     answer = lines if pause else [b"".join(lines)]
     with liar(answer, pause) as address, pytest.raises(ConnectionError, match=r"secret|absent"):
-        new_client(KEY).join_run([address], 1.0, "absent")
+        new_client(secret=KEY).join_run([address], 1.0, "absent")
 
 
 @settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=lines)
 def test_any_bytes_of_a_server_make_no_client_believe_it(data):
-    client = new_client(KEY)
+    client = new_client(secret=KEY)
     with liar([b"".join(data)]) as address:
         assert client._connect([address], 1.0) is None
     assert client._mistrust.isprintable()
@@ -209,7 +168,7 @@ def test_a_server_that_never_ends_its_answer_costs_a_client_little(monkeypatch, 
     monkeypatch.setattr(client_module, "_WELCOME_TIMEOUT", 0.3)
     began = time.monotonic()
     with liar(itertools.repeat(data), 0.02) as address:
-        assert new_client(KEY)._connect([address], 1.0) is None
+        assert new_client(secret=KEY)._connect([address], 1.0) is None
     assert time.monotonic() - began < 20
 
 
