@@ -15,6 +15,7 @@ from jaxpar._core.arrays import is_prng_key
 
 REFERENCE = json.loads((Path(__file__).parent / "reference" / "mxnet_1_9_1.json").read_text())
 KINDS = ("local", "device", "sharded", "dist_sync", "dist_device_sync")
+FOUR = jax.devices()[:4]
 ROUNDING = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-6}
 
 

@@ -8,17 +8,16 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
-from kv_model import on_mesh
+from kv_model import FOUR, on_mesh
 
 from jaxpar import kv
 
-DEVICES = jax.devices()[:4]
-VALUES = [[jax.device_put(jnp.full(shape, 1.0 + i), d) for i, d in enumerate(DEVICES)] for shape in ((8,), (4, 4))]
+VALUES = [[jax.device_put(jnp.full(shape, 1.0 + i), d) for i, d in enumerate(FOUR)] for shape in ((8,), (4, 4))]
 VERBS = {
     "push": lambda store: kv.pull(kv.push(store, [3, 5], VALUES), [3, 5]),
     "pushpull": lambda store: kv.pushpull(store, 3, VALUES[0])[1],
     "flush": lambda store: kv.pull(kv.flush(kv.push(store, 5, VALUES[1])), 5),
-    "devices": lambda store: kv.pull(store, 3, devices=DEVICES)[0],
+    "devices": lambda store: kv.pull(store, 3, devices=FOUR)[0],
     "rows": lambda store: kv.row_sparse_pull(store, 5, [0, 2]).values,
 }
 WAYS = {
@@ -31,7 +30,7 @@ WAYS = {
 
 def store_of(kind, compression=None):
     delay = {"staleness": 1} if kind == "dist_async" else {}
-    store = kv.init(kv.create(kind, devices=DEVICES, **delay), [3, 5], [jnp.arange(8.0), jnp.ones((4, 4))])
+    store = kv.init(kv.create(kind, devices=FOUR, **delay), [3, 5], [jnp.arange(8.0), jnp.ones((4, 4))])
     if compression:
         store = kv.set_gradient_compression(store, {"type": compression})
     return kv.set_optimizer(store, optax.adam(0.1))
@@ -53,7 +52,7 @@ def test_constants_are_as_at_the_prompt(kind, compression, way):
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
 def test_in_a_users_mesh(types):
     store = store_of("device", "2bit")
-    with jax.set_mesh(Mesh(np.array(DEVICES), ("data",), axis_types=(types,))):
+    with jax.set_mesh(Mesh(np.array(FOUR), ("data",), axis_types=(types,))):
         at_prompt = VERBS["push"](store)
         traced = jax.jit(lambda: VERBS["push"](store))()
     jax.tree.map(np.testing.assert_array_equal, traced, at_prompt)
@@ -62,7 +61,7 @@ def test_in_a_users_mesh(types):
 def test_inside_of_shard_map_with_an_axis_a_constant_counts_on_each_device():
     store = kv.init(kv.create("device"), 3, jnp.zeros(2))
     one = jnp.ones(2)
-    mapped = on_mesh(lambda x: kv.pull(kv.push(store, 3, one, axis_name="data"), 3) + x, DEVICES)
+    mapped = on_mesh(lambda x: kv.pull(kv.push(store, 3, one, axis_name="data"), 3) + x, FOUR)
     assert mapped(jnp.zeros(2)).tolist() == [4.0, 4.0]
 
 
@@ -70,7 +69,7 @@ def test_inside_of_shard_map_with_an_axis_a_constant_counts_on_each_device():
 @pytest.mark.parametrize("around", ["nothing", "a mesh and jit"])
 @pytest.mark.parametrize("kind", ["device", "dist_async", "sharded"])
 def test_inside_of_shard_map_without_an_axis(kind, around):
-    mesh = Mesh(np.array(DEVICES), ("data",))
+    mesh = Mesh(np.array(FOUR), ("data",))
     store = store_of(kind)
     store = kv.push(store, 3, jnp.ones(8)) if kind == "dist_async" else store
 

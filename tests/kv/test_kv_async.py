@@ -9,7 +9,7 @@ import optax
 import pytest
 from hypothesis import example, given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
-from kv_model import assert_unchanged, collectives_in, compilations, on_mesh, over, put, snapshot, whole_numbers
+from kv_model import FOUR, assert_unchanged, collectives_in, compilations, on_mesh, over, put, snapshot, whole_numbers
 from step_model import by_hand, close, line, squares, trained, update_of
 
 from jaxpar import checkpoint, kv, sparse, train, updaters
@@ -86,21 +86,21 @@ def test_any_pushes_equal_the_model(staleness, pushes):
     model.same(kv.flush(store))
 
 
-def ways(store, devices):
+def ways(store):
     """The ways to push `(4, *SHAPE)`, one row from each device: name to (store to begin with, push)."""
-    placed = kv.place(store, devices)
+    placed = kv.place(store, FOUR)
     specs = kv.partition_specs(placed, "data")
 
     def push(store, value):
         return kv.push(store, 3, value, axis_name="data")
 
     return {
-        "eager": (store, lambda s, v: kv.push(s, 3, put(list(v), devices))),
+        "eager": (store, lambda s, v: kv.push(s, 3, put(list(v), FOUR))),
         "one device": (store, lambda s, v: kv.push(s, 3, list(v))),
-        "placed": (placed, lambda s, v: kv.push(s, 3, put(list(v), devices))),
+        "placed": (placed, lambda s, v: kv.push(s, 3, put(list(v), FOUR))),
         "jit": (store, jax.jit(lambda s, v: kv.push(s, 3, list(v)))),
-        "pmap": (placed, over("pmap", placed, devices, push)),
-        "shard_map": (placed, on_mesh(lambda s, v: push(s, v[0]), devices, (specs, P("data")), specs, check_vma=True)),
+        "pmap": (placed, over("pmap", placed, FOUR, push)),
+        "shard_map": (placed, on_mesh(lambda s, v: push(s, v[0]), FOUR, (specs, P("data")), specs, check_vma=True)),
     }
 
 
@@ -108,7 +108,7 @@ def ways(store, devices):
 @pytest.mark.parametrize("way", ["eager", "one device", "placed", "jit", "pmap", "shard_map"])
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_every_way_gives_the_same_numbers(staleness, way):
-    store, push = ways(begun(staleness), jax.devices()[:4])[way]
+    store, push = ways(begun(staleness))[way]
     pushes, model = whole_numbers(0, 6, 4, *SHAPE), Late(staleness, {3: SHAPE})
     for values in pushes:
         store = push(store, values)
@@ -122,18 +122,17 @@ def test_every_way_gives_the_same_numbers(staleness, way):
 
 
 def test_scan_and_a_flush_inside_of_programs():
-    devices = jax.devices()[:4]
     pushes, model = whole_numbers(1, 6, 4, *SHAPE), Late(2, {3: SHAPE})
     for values in pushes:
         model.push(3, values)
-    store = kv.place(begun(2), devices)
+    store = kv.place(begun(2), FOUR)
     scanned, _ = jax.lax.scan(lambda s, v: (kv.push(s, 3, list(v)), None), store, pushes)
     model.same(scanned)
     specs = kv.partition_specs(store, "data")
-    flush = on_mesh(lambda s: kv.flush(s, axis_name="data"), devices, (specs,), specs)
+    flush = on_mesh(lambda s: kv.flush(s, axis_name="data"), FOUR, (specs,), specs)
     model.flush()
     model.same(jax.jit(kv.flush)(scanned))
-    model.same(flush(kv.place(scanned, devices)))
+    model.same(flush(kv.place(scanned, FOUR)))
 
 
 def test_before_the_first_one_is_due_nothing_changes_not_even_adams_count():
@@ -195,12 +194,12 @@ def test_no_staleness_is_dist_sync_bit_for_bit():
 @pytest.mark.parametrize(("way", "type"), [("eager", "2bit"), ("shard_map", "1bit")])
 def test_what_is_sent_is_compressed_and_what_waits_is_not(way, type):
     """The delayed store is the other one some pushes ago, residuals too; a 1-bit code of nothing would not be 0."""
-    devices, shape = jax.devices()[:4], (4, 16)
+    shape = (4, 16)
     pushes = np.random.default_rng(0).standard_normal((5, 4, *shape)).astype(np.float32)
 
     def run(staleness, pushes):
         store = kv.set_gradient_compression(begun(staleness, updater=updaters.accumulate, shape=shape), {"type": type})
-        store, push = ways(store, devices)[way]
+        store, push = ways(store)[way]
         for values in pushes:
             store = push(store, values)
         return store
@@ -220,10 +219,9 @@ def test_what_is_sent_is_compressed_and_what_waits_is_not(way, type):
 
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_other_devices_take_over_what_waits(count):
-    devices = jax.devices()[:4]
-    store, model = kv.place(begun(2), devices), Late(2, {3: SHAPE})
+    store, model = kv.place(begun(2), FOUR), Late(2, {3: SHAPE})
     for values in whole_numbers(2, 3, 4, *SHAPE):
-        store = kv.push(store, 3, put(list(values), devices))
+        store = kv.push(store, 3, put(list(values), FOUR))
         model.push(3, values)
     moved = kv.place(store, jax.devices()[-count:])
     assert {v.shape for v in moved.pending[3].values} == {(count, *SHAPE)}
@@ -285,7 +283,7 @@ def test_errors():
     rows = sparse.RowSparse(jnp.array([1]), jnp.ones((1, 3)), SHAPE)
     with pytest.raises(ValueError, match="a store of staleness 1 cannot delay it; push dense values, or use kind"):
         kv.push(begun(1), 3, rows)
-    store = kv.place(begun(1), jax.devices()[:4])
+    store = kv.place(begun(1), FOUR)
     with pytest.raises(ValueError, match=r"key 3: values .* are pending, and each device pushes \(2, 3\).*kv.flush"):
         jax.vmap(lambda v: kv.push(store, 3, v, axis_name="d").values, axis_name="d")(jnp.ones((2, *SHAPE)))
 
@@ -394,7 +392,7 @@ def test_the_all_reduce_needs_nothing_of_this_step(engine):
 
 
 def test_the_same_with_a_compressor():
-    options = {"kind": "dist_async", "compression": {"type": "2bit"}, "devices": jax.devices()[:4]}
+    options = {"kind": "dist_async", "compression": {"type": "2bit"}, "devices": FOUR}
     loss_fn = lambda p, b, rng: (((b @ p["w"]) ** 2).mean(), {})  # noqa: E731
     state, step = train.start({"w": jnp.zeros((64, 3))}, sgd(), loss_fn, **options)
     text = step.lower(state, np.ones((8, 64), np.float32)).compile().as_text()

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kv_model import REFERENCE, over, put
+from kv_model import FOUR, REFERENCE, over, put
 
 from jaxpar import kv, updaters
 
@@ -54,10 +54,9 @@ def test_mxnets_six_pushes_at_the_prompt(kind, count):
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_mxnets_six_pushes_inside_of_programs(engine, kind):
-    devices = jax.devices()[:4]
-    store = kv.place(compressed(kind, devices=devices), devices)
+    store = kv.place(compressed(kind, devices=FOUR), FOUR)
     structure = jax.tree.structure(store)
-    push = over(engine, store, devices, lambda s, v: kv.push(s, 3, v, axis_name="data"))
+    push = over(engine, store, FOUR, lambda s, v: kv.push(s, 3, v, axis_name="data"))
     check_six_pushes(store, push)
     assert jax.tree.structure(push(store, GRADS[0])) == structure
 
@@ -65,7 +64,7 @@ def test_mxnets_six_pushes_inside_of_programs(engine, kind):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_under_jit_and_scan_with_lists(kind):
-    store = compressed(kind, devices=jax.devices()[:4] if kind == "sharded" else None)
+    store = compressed(kind, devices=FOUR if kind == "sharded" else None)
     push = jax.jit(lambda s, v: kv.push(s, 3, list(v)))
     first = push(store, GRADS[0])  # the residuals are made by the first push
     np.testing.assert_array_equal(kv.pull(first, 3), RECORDED[0])
@@ -80,14 +79,13 @@ def test_under_jit_and_scan_with_lists(kind):
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_nothing_is_lost_for_good(kind, spec):
     """What was pushed in all is what arrived in all and what the residuals still hold."""
-    devices = jax.devices()[:4]
-    store = kv.set_updater(compressed(kind, spec, (16, 12), devices=devices), updaters.accumulate)
+    store = kv.set_updater(compressed(kind, spec, (16, 12), devices=FOUR), updaters.accumulate)
     rng = np.random.default_rng(0)
     given = np.zeros((16, 12))
     for _ in range(3):
         values = rng.standard_normal((4, 16, 12)).astype(np.float32)
         given += values.sum(0, dtype=np.float64)
-        store = kv.push(store, 3, put(list(values), devices))
+        store = kv.push(store, 3, put(list(values), FOUR))
     held = np.asarray(store.residuals[3]["residual"], np.float64).sum(0).reshape(-1)[:192].reshape(16, 12)
     if "owner_residual" in store.residuals[3]:
         held += np.asarray(store.residuals[3]["owner_residual"], np.float64).reshape(16, 12)
@@ -96,10 +94,9 @@ def test_nothing_is_lost_for_good(kind, spec):
 
 
 def test_keys_and_devices_have_random_streams_of_their_own():
-    devices = jax.devices()[:4]
-    store = kv.init(kv.create("device", devices=devices), [0, 1], [jnp.zeros(256)] * 2)
+    store = kv.init(kv.create("device", devices=FOUR), [0, 1], [jnp.zeros(256)] * 2)
     store = kv.set_gradient_compression(store, {"type": "bf16", "rounding": "stochastic"})
-    same = put([jnp.full(256, 1.001)] * 4, devices)
+    same = put([jnp.full(256, 1.001)] * 4, FOUR)
     store = kv.push(store, [0, 1], [same, same])
     held = [np.asarray(store.residuals[k]["residual"])[i].tobytes() for k in (0, 1) for i in range(4)]
     assert len(set(held)) == 8
@@ -147,6 +144,6 @@ def test_a_trained_key_beside_a_frozen_one_is_compressed():
     """Its program calls the first key 0, which is the frozen one of this store."""
     store = kv.from_params({"a": jnp.ones(64), "b": jnp.zeros(64)}, frozen="a", updater=updaters.accumulate)
     store = kv.set_gradient_compression(store, {"type": "2bit"})
-    store = kv.push(store, "b", [jax.device_put(jnp.full(64, 0.75), d) for d in jax.devices()[:4]])
+    store = kv.push(store, "b", [jax.device_put(jnp.full(64, 0.75), d) for d in FOUR])
     assert kv.pull(store, "b")[0] == 2
     assert float(store.residuals[1]["residual"].sum()) == 4 * 64 * 0.25

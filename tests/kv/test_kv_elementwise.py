@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from kv_model import assert_unchanged, on_mesh, over, put, snapshot, whole_numbers
+from kv_model import FOUR, assert_unchanged, on_mesh, over, put, snapshot, whole_numbers
 from step_model import close
 
 from jaxpar import free_running, kv, train, updaters
@@ -110,14 +110,14 @@ def refusal(update, shape=(4, 4), devices=4, init=lambda key, value: (), key=0):
 
 def trained(kind, made):
     """The values after pushes to a store for each updater, all in one program over four devices: that is quickest."""
-    devices, params = jax.devices()[:4], {"kernel": whole_numbers(1, *KERNEL)}
-    stores = {n: kv.from_params(params, kind=kind, updater=u, devices=devices) for n, u in made.items()}
+    params = {"kernel": whole_numbers(1, *KERNEL)}
+    stores = {n: kv.from_params(params, kind=kind, updater=u, devices=FOUR) for n, u in made.items()}
     specs = {n: kv.partition_specs(s, "data") for n, s in stores.items()}
 
     def push(stores, grads):
         return {n: kv.push(s, 0, grads[0], axis_name="data") for n, s in stores.items()}
 
-    run = on_mesh(push, devices, (specs, P("data")), specs)
+    run = on_mesh(push, FOUR, (specs, P("data")), specs)
     for i in range(3):
         stores = run(stores, whole_numbers(i, 4, *KERNEL))
     return {n: kv.pull(s, 0) for n, s in stores.items()}
@@ -138,7 +138,7 @@ def test_any_other_is_refused_with_the_key_and_the_reason(name):
         pytest.skip("this optax has no galore")
     updater, params = updater_of(make()), {"kernel": jnp.ones(KERNEL)}
     with pytest.raises(ValueError, match=rf"key 0 \('kernel'\): .*{reason}.*use kind='device'"):
-        kv.from_params(params, kind="sharded", updater=updater, devices=jax.devices()[:4])
+        kv.from_params(params, kind="sharded", updater=updater, devices=FOUR)
     kv.from_params(params, kind="device", updater=updater)
 
 
@@ -289,11 +289,10 @@ def test_a_plain_function_sees_whole_values_at_the_prompt(capsys):
 
 
 def test_a_plain_function_on_shares_must_be_elementwise(engine):
-    devices = jax.devices()[:4]
 
     def pushed_by(update):
-        store = kv.set_updater(kv.init(kv.create("sharded", devices=devices), 3, jnp.ones(KERNEL)), update)
-        run = over(engine, store, devices, lambda s, value: kv.push(s, 3, value, axis_name="data"))
+        store = kv.set_updater(kv.init(kv.create("sharded", devices=FOUR), 3, jnp.ones(KERNEL)), update)
+        run = over(engine, store, FOUR, lambda s, value: kv.push(s, 3, value, axis_name="data"))
         return run(store, jnp.ones((4, *KERNEL)))
 
     with pytest.raises(ValueError, match=r"^kv\.push: key 3: the updater is not elementwise: 'reduce_sum'"):
@@ -309,7 +308,7 @@ def squares(params, batch, rng):
 
 
 def after_a_step(kind, engine, tx, **options):
-    options |= {"kind": kind, "engine": engine, "devices": jax.devices()[:4]}
+    options |= {"kind": kind, "engine": engine, "devices": FOUR}
     state, step = train.start({"w": jnp.arange(1.0, 7.0)}, tx, squares, **options)
     return step(state, np.ones((8, 6), np.float32))[0].params
 
@@ -346,7 +345,7 @@ def test_a_value_that_servers_share_wants_an_elementwise_updater():
 def test_random_keys_beside_params_that_are_split_in_their_own_shapes():
     """Kind `sharded` cuts no random keys into rows. Where its optimizer is not elementwise, nothing is cut."""
     params = {"w": jnp.ones((8, 4)), "key": jax.random.key(0)}
-    store = kv.from_params(params, kind="sharded", optimizer=optax.lamb(0.1), devices=jax.devices()[:4])
+    store = kv.from_params(params, kind="sharded", optimizer=optax.lamb(0.1), devices=FOUR)
     assert jax.random.key_data(kv.to_params(store)["key"]).tolist() == jax.random.key_data(params["key"]).tolist()
     with pytest.raises(TypeError, match=r"'key'\): kind 'sharded' cuts no random keys"):
-        kv.from_params(params, kind="sharded", optimizer=optax.adam(0.1), devices=jax.devices()[:4])
+        kv.from_params(params, kind="sharded", optimizer=optax.adam(0.1), devices=FOUR)

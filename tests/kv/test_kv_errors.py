@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from kv_model import assert_unchanged, on_mesh, put, snapshot
+from kv_model import FOUR, assert_unchanged, on_mesh, put, snapshot
 from step_model import squares
 
 from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
@@ -73,9 +73,8 @@ CALLS = {
 
 
 @pytest.mark.parametrize("kind", ["local", "device", "sharded"])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_failing_call_names_the_trouble_and_changes_nothing(name, kind):
-    call, error, message = CALLS[name]
+@pytest.mark.parametrize(("call", "error", "message"), CALLS.values(), ids=CALLS)
+def test_a_failing_call_names_the_trouble_and_changes_nothing(call, error, message, kind):
     store = filled(kind)
     before = snapshot(store)
     with pytest.raises(error, match=message) as caught:
@@ -122,10 +121,9 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, updaters.stateless], ids=["function", "Updater"])
-@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize(("updater", "error", "message"), RESULTS.values(), ids=RESULTS)
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_what_an_updater_must_not_return(name, wrap, jit):
-    updater, error, message = RESULTS[name]
+def test_what_an_updater_must_not_return(updater, error, message, wrap, jit):
     store = kv.set_updater(kv.init(kv.create(), 3, jnp.ones((2, 3))), wrap(updater))
     before = snapshot(store)
     push = jax.jit(lambda s: kv.push(s, 3, F)) if jit else lambda s: kv.push(s, 3, F)
@@ -147,24 +145,23 @@ def test_an_exception_in_an_updater_reaches_the_caller(wrap):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_a_compressed_list_keeps_its_length(kind):
-    devices = jax.devices()[:4]
-    store = kv.set_gradient_compression(kv.init(kv.create(kind, devices=devices), 3, jnp.zeros(64)), TWO)
-    store = kv.push(store, 3, put([jnp.ones(64)] * 4, devices))
+    store = kv.set_gradient_compression(kv.init(kv.create(kind, devices=FOUR), 3, jnp.zeros(64)), TWO)
+    store = kv.push(store, 3, put([jnp.ones(64)] * 4, FOUR))
     before = snapshot(store)
     with pytest.raises(ValueError, match=r"key.* 3.*compressed"):
-        kv.push(store, 3, put([jnp.ones(64)] * 3, devices))
+        kv.push(store, 3, put([jnp.ones(64)] * 3, FOUR))
     assert_unchanged(store, before)
 
 
 def test_a_sharded_store_wants_its_own_devices():
-    store = kv.init(kv.create("sharded", devices=jax.devices()[:4]), 3, jnp.zeros(8))
+    store = kv.init(kv.create("sharded", devices=FOUR), 3, jnp.zeros(8))
 
     def body(store, value):
         return kv.push(store, 3, value[0], axis_name="data").values[3]
 
     run = on_mesh(body, jax.devices()[:2], (P(), P("data")), P("data"))
     with pytest.raises(ValueError, match=r"axis 'data' has 2 devices.*made for 4"):
-        run(kv.place(store, jax.devices()[:4]), jnp.ones((2, 8)))
+        run(kv.place(store, FOUR), jnp.ones((2, 8)))
 
 
 def test_rows_do_not_go_into_a_sharded_store():

@@ -61,9 +61,8 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_that_are_not_here(name):
-    call, words = ARGUMENTS[name]
+@pytest.mark.parametrize(("call", "words"), ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_that_are_not_here(call, words):
     with pytest.raises(TypeError, match=words):
         call()
 
@@ -75,7 +74,6 @@ ATTRIBUTES = {
     "_set_updater": r"write store = kv.set_updater\(store, updater\)",
     "_barrier": r"write kv.barrier",
     "pull": r"write value = kv.pull\(store",
-    "pushpull": r"write store, value = kv.pushpull\(store",
     "save_optimizer_states": "write jp.checkpoint.save",
     "is_capable": "every kind takes an optimizer",
 }
@@ -119,9 +117,8 @@ UPDATERS = {
 }
 
 
-@pytest.mark.parametrize("name", UPDATERS)
-def test_updaters_of_other_arguments_are_refused_when_they_are_set(name):
-    make, words = UPDATERS[name]
+@pytest.mark.parametrize(("make", "words"), UPDATERS.values(), ids=UPDATERS)
+def test_updaters_of_other_arguments_are_refused_when_they_are_set(make, words):
     before = snapshot(STORE)
     with pytest.raises(TypeError, match=words):
         kv.set_updater(STORE, make())

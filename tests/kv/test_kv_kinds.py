@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from kv_model import collectives_in, on_mesh, put, whole_numbers
+from kv_model import FOUR, collectives_in, on_mesh, put, whole_numbers
 
 from jaxpar import kv, updaters
 from jaxpar._devices import collectives
@@ -22,17 +22,16 @@ MB = 1 << 20
 LIMITS = BucketLimits()
 
 
-def pushed_program(kind, shapes, count=4, spec=None, pull=False, first=False, **options):
-    """The collectives of one `kv.push` inside `shard_map`: a list of (name, bytes).
+def pushed(kind, shapes, spec=None, pull=False, first=False, **options):
+    """The program of one `kv.push` inside `shard_map`, not compiled.
 
     `first`: only the first key leaves the program, which then compiles faster; its bucket travels all the same.
     """
-    devices = jax.devices()[:count]
     keys = list(range(len(shapes)))
-    store = kv.init(kv.create(kind, devices=devices, **options), keys, [jnp.zeros(s) for s in shapes])
+    store = kv.init(kv.create(kind, devices=FOUR, **options), keys, [jnp.zeros(s) for s in shapes])
     if spec is not None:
         store = kv.set_gradient_compression(store, spec)
-    store = kv.place(store, devices)
+    store = kv.place(store, FOUR)
     specs = kv.partition_specs(store, "data")
 
     def body(store, shares):
@@ -45,8 +44,13 @@ def pushed_program(kind, shapes, count=4, spec=None, pull=False, first=False, **
     out = (specs, P()) if pull else specs
     if first:
         out = P() if pull else specs.values[0]
-    shares = [jax.ShapeDtypeStruct((count, *s), jnp.float32) for s in shapes]
-    return collectives_in(on_mesh(body, devices, (specs, P("data")), out).lower(store, shares).compile().as_text())
+    shares = [jax.ShapeDtypeStruct((4, *s), jnp.float32) for s in shapes]
+    return on_mesh(body, FOUR, (specs, P("data")), out).lower(store, shares)
+
+
+def sent(*args, **options):
+    """The collectives of the compiled program: a list of (name, bytes)."""
+    return collectives_in(pushed(*args, **options).compile().as_text())
 
 
 SMALL = [(4,)] * 64
@@ -62,35 +66,25 @@ SMALL = [(4,)] * 64
     ],
 )
 def test_many_small_values_are_one_collective(kind, push, pull):
-    assert [name for name, _ in pushed_program(kind, SMALL, first=True)] == push
-    assert [name for name, _ in pushed_program(kind, SMALL[:8], pull=True)] == push + pull
+    assert [name for name, _ in sent(kind, SMALL, first=True)] == push
+    assert [name for name, _ in sent(kind, SMALL[:8], pull=True)] == push + pull
 
 
 def test_buckets_end_at_their_size_and_large_values_travel_alone():
     shapes = [(MB // 4,), (4,), (4,), (MB // 4 - 1, 1)]  # 1 MB, 16 B, 16 B, 4 bytes less than 1 MB
-    sent = pushed_program("device", shapes, alone_bytes=MB, bucket_bytes=MB)
+    program = pushed("device", shapes, alone_bytes=MB, bucket_bytes=MB)
     # XLA may join collectives of its own accord, never the buffers.
-    assert sum(size for _, size in sent) == 2 * MB - 4 + 32
-    text = lowered_text(shapes, alone_bytes=MB, bucket_bytes=MB)
+    assert sum(size for _, size in collectives_in(program.compile().as_text())) == 2 * MB - 4 + 32
+    text = program.as_text()
     assert text.count("stablehlo.all_reduce") == 3
     assert f"tensor<{MB // 4}xf32>" in text
     assert text.count("stablehlo.concatenate") == 1  # the two of 16 bytes
 
 
 def test_values_above_the_threshold_are_never_copied_into_a_bucket():
-    text = lowered_text([(512, 512)] * 8)
+    text = pushed("device", [(512, 512)] * 8).as_text()
     assert text.count("stablehlo.all_reduce") == 8
     assert "stablehlo.concatenate" not in text
-
-
-def lowered_text(shapes, **options):
-    keys = list(range(len(shapes)))
-    store = kv.init(kv.create("device", **options), keys, [jnp.zeros(s) for s in shapes])
-
-    def body(store, *shares):
-        return kv.push(store, keys, list(shares), axis_name="data")
-
-    return on_mesh(body, jax.devices()[:4]).lower(store, *[jnp.zeros(s) for s in shapes]).as_text()
 
 
 @pytest.mark.parametrize(("size", "width"), [(8192, 128), (1000, 125), (1016, 127), (4 * 127 + 1, 128)])
@@ -101,7 +95,7 @@ def test_rows_of_a_sharded_store_travel_in_lines_that_fill_tiles(size, width):
         rows = collectives.reduce_scatter([value], "data", LIMITS)
         return collectives.all_gather(rows, [(size,)], "data", LIMITS)
 
-    run = on_mesh(body, jax.devices()[:4])
+    run = on_mesh(body, FOUR)
     value, chunk = jnp.arange(float(size)), -(-size // 4)
     text = run.lower(value).as_text()
     if chunk % width:
@@ -114,7 +108,7 @@ def test_rows_of_a_sharded_store_travel_in_lines_that_fill_tiles(size, width):
 
 # ---- compression on the wire
 
-N, ELEMENTS = 4, 16384
+ELEMENTS = 16384
 PLAIN = 4 * ELEMENTS
 
 
@@ -138,13 +132,12 @@ def test_bytes_on_the_wire(spec, part, owned, back, split):
     """Every device gets the codes of its own share from all; `device`: then all get its sum."""
     shapes = [(ELEMENTS // split,)] * split
     scales = [("all-reduce", 4 * split)] if spec["type"] == "int3" else []
-    sent = pushed_program("device", shapes, N, spec)
-    assert total_of(sent, "all-to-all") == PLAIN * owned
-    assert total_of(sent, "all-gather") == PLAIN * back
-    assert total_of(sent, "all-reduce") == 2 * sum(size for _, size in scales)
-    sent = pushed_program("sharded", shapes, N, spec)
-    assert total_of(sent, "all-to-all") == PLAIN * part
-    assert [entry for entry in sent if entry[0] != "all-to-all"] == scales
+    whole, shares = sent("device", shapes, spec), sent("sharded", shapes, spec)
+    assert total_of(whole, "all-to-all") == PLAIN * owned
+    assert total_of(whole, "all-gather") == PLAIN * back
+    assert total_of(whole, "all-reduce") == 2 * sum(size for _, size in scales)
+    assert total_of(shares, "all-to-all") == PLAIN * part
+    assert [entry for entry in shares if entry[0] != "all-to-all"] == scales
 
 
 def total_of(sent, op):
@@ -152,7 +145,7 @@ def total_of(sent, op):
 
 
 def test_values_that_would_not_be_smaller_are_sent_as_they_are():
-    assert pushed_program("device", [(1,)], N, {"type": "2bit"}) == [("all-reduce", 4)]
+    assert sent("device", [(1,)], {"type": "2bit"}) == [("all-reduce", 4)]
 
 
 # ---- memory: a sharded store keeps 1/N on each device
@@ -192,13 +185,12 @@ def test_the_updater_of_a_sharded_store_sees_its_share_alone():
         seen.append((pushed.shape, stored.shape))
         return stored + pushed, state
 
-    devices = jax.devices()[:4]
     store = kv.set_updater(
-        kv.init(kv.create("sharded", devices=devices), 0, jnp.zeros((5, 7))), updaters.Updater(lambda k, v: (), update)
+        kv.init(kv.create("sharded", devices=FOUR), 0, jnp.zeros((5, 7))), updaters.Updater(lambda k, v: (), update)
     )
     assert seen == [((5, 7), (5, 7)), ((9,), (9,))]  # traced, to see that it is elementwise
     seen.clear()
-    store = kv.push(store, 0, put([jnp.ones((5, 7))] * 4, devices))
+    store = kv.push(store, 0, put([jnp.ones((5, 7))] * 4, FOUR))
     assert set(seen) == {((9,), (9,))}
     np.testing.assert_array_equal(kv.pull(store, 0), np.full((5, 7), 4))
 
@@ -232,13 +224,12 @@ def test_a_seventh_kind_is_one_entry(monkeypatch):
     mean = lambda values, axis_name, limits: [jax.lax.pmean(v, axis_name) for v in values]  # noqa: E731
     seventh = dataclasses.replace(stores.KINDS["device"], name="mean", reduce=mean)
     monkeypatch.setitem(stores.KINDS, "mean", seventh)
-    devices = jax.devices()[:4]
     store = kv.push(
-        kv.init(kv.create("mean"), 3, jnp.zeros(2)), 3, put([jnp.full(2, i) for i in (1.0, 3.0, 5.0, 7.0)], devices)
+        kv.init(kv.create("mean"), 3, jnp.zeros(2)), 3, put([jnp.full(2, i) for i in (1.0, 3.0, 5.0, 7.0)], FOUR)
     )
     assert kv.pull(store, 3).tolist() == [4.0, 4.0]
     assert repr(store).startswith("KVStore(kind='mean'")
-    assert kv.place(store, devices[:2]).kind == "mean"
+    assert kv.place(store, FOUR[:2]).kind == "mean"
 
 
 # ---- agreement and placement
@@ -278,24 +269,22 @@ def test_where_values_live():
 
 
 def test_after_a_push_a_value_is_on_every_device_that_pushed():
-    devices = jax.devices()[:4]
-    store = kv.push(kv.init(kv.create("device"), 0, jnp.zeros(3)), 0, put([jnp.ones(3)] * 4, devices))
+    store = kv.push(kv.init(kv.create("device"), 0, jnp.zeros(3)), 0, put([jnp.ones(3)] * 4, FOUR))
     with jax.transfer_guard("disallow"):
-        copies = kv.pull(store, 0, devices=devices)
-    assert [c.devices() for c in copies] == [{d} for d in devices]
+        copies = kv.pull(store, 0, devices=FOUR)
+    assert [c.devices() for c in copies] == [{d} for d in FOUR]
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_a_push_and_a_pull_touch_the_host_nowhere(kind):
-    devices, keys = jax.devices()[:4], [0, 1]
-    tx = optax.sgd(0.1, momentum=0.9)
-    store = kv.set_optimizer(kv.init(kv.create(kind, devices=devices), keys, [jnp.zeros(9), jnp.zeros(())]), tx)
-    grads = [put([jnp.ones(9)] * 4, devices), put([jnp.ones(())] * 4, devices)]
+    keys, tx = [0, 1], optax.sgd(0.1, momentum=0.9)
+    store = kv.set_optimizer(kv.init(kv.create(kind, devices=FOUR), keys, [jnp.zeros(9), jnp.zeros(())]), tx)
+    grads = [put([jnp.ones(9)] * 4, FOUR), put([jnp.ones(())] * 4, FOUR)]
     store = kv.push(store, keys, grads)
     with jax.transfer_guard("disallow"):
         for _ in range(2):
             store = kv.push(store, keys, grads)
-        kv.pull(store, keys, devices=devices)
+        kv.pull(store, keys, devices=FOUR)
 
 
 def test_place_moves_and_copies():
@@ -329,9 +318,6 @@ def test_a_store_on_devices_that_are_not_the_first(kind):
 # ---- what jax's own check of replication sees of a store
 
 
-DEVICES = 4
-
-
 # The second row has kind `local` with compression, whose program is that of `device`.
 KINDS_AND_COMPRESSION = [
     pytest.param(kind, compression, marks=pytest.mark.slow if kind == "local" and compression != "none" else ())
@@ -343,8 +329,7 @@ KINDS_AND_COMPRESSION = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "compression"), KINDS_AND_COMPRESSION)
 def test_pulled_values_are_known_to_be_equal_on_all_devices(kind, compression):
-    devices = jax.devices()[:DEVICES]
-    store = kv.create(kind, devices=devices if kind == "sharded" else None)
+    store = kv.create(kind, devices=FOUR if kind == "sharded" else None)
     store = kv.set_optimizer(kv.init(store, [3, 4], [jnp.zeros((8, 64)), jnp.zeros(3)]), optax.sgd(1.0))
     store = kv.set_gradient_compression(store, {"type": compression})
 
@@ -354,25 +339,25 @@ def test_pulled_values_are_known_to_be_equal_on_all_devices(kind, compression):
 
     specs = kv.partition_specs(store, "data"), P("data"), P("data")
     # Refused while tracing where shard_map cannot see that the values are equal.
-    pulled = on_mesh(push_and_pull, devices, specs, check_vma=True)(
-        store, jnp.full((DEVICES, 8, 64), 0.5), jnp.full((DEVICES, 3), 0.5)
+    pulled = on_mesh(push_and_pull, FOUR, specs, check_vma=True)(
+        store, jnp.full((4, 8, 64), 0.5), jnp.full((4, 3), 0.5)
     )
     for value in pulled:
-        np.testing.assert_allclose(value, np.full(value.shape, -0.5 * DEVICES), rtol=1e-5)
+        np.testing.assert_allclose(value, np.full(value.shape, -0.5 * 4), rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_a_gradient_that_shard_map_summed_already_is_the_users_to_know():
     """The trap that `kv.push` warns of: with the check on, grad by replicated params is a sum already."""
     store = kv.init(kv.create("device"), 0, jnp.zeros(()))
-    x = jnp.arange(DEVICES, dtype=jnp.float32)
+    x = jnp.arange(4, dtype=jnp.float32)
 
     def run(own):
         def pushed(w, x):
             w = jax.lax.pcast(w, "data", to="varying") if own else w
             return kv.pull(kv.push(store, 0, jax.grad(lambda w: (w * x).sum())(w), axis_name="data"), 0)
 
-        return on_mesh(pushed, jax.devices()[:DEVICES], (P(), P("data")), check_vma=True)(jnp.ones(()), x)
+        return on_mesh(pushed, FOUR, (P(), P("data")), check_vma=True)(jnp.ones(()), x)
 
     assert float(run(own=True)) == float(x.sum())
-    assert float(run(own=False)) == DEVICES * float(x.sum())
+    assert float(run(own=False)) == 4 * float(x.sum())

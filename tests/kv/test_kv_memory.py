@@ -141,9 +141,8 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_arrays_without_values_are_refused(verb):
-    call, words = VERBS[verb]
+@pytest.mark.parametrize(("call", "words"), VERBS.values(), ids=VERBS)
+def test_arrays_without_values_are_refused(call, words):
     before = snapshot(STORE)
     with pytest.raises(RuntimeError, match=f"{words}.* was deleted, as by donating it .*jnp.copy"):
         call(deleted())

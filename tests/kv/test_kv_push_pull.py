@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from kv_model import ROUNDING, Model, compilations, on_mesh, over, put, whole_numbers
+from kv_model import FOUR, ROUNDING, Model, compilations, on_mesh, over, put, whole_numbers
 
 from jaxpar import kv, updaters
 
@@ -167,11 +167,11 @@ def test_dtypes_are_kept(kind, dtype):
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_floating_values_of_any_width_are_cast_before_they_are_summed(kind, dtype):
     values = np.random.default_rng(0).standard_normal((4, 33)).astype(dtype)
-    for given in (put(values, jax.devices()[:4]), list(values)):
+    for given in (put(values, FOUR), list(values)):
         store = kv.push(kv.init(kv.create(kind), 3, jnp.zeros(33)), 3, given)
         assert kv.pull(store, 3).dtype == jnp.float32
         np.testing.assert_allclose(kv.pull(store, 3), values.astype(np.float64).sum(0), atol=1e-6)
-    store = kv.push(kv.init(kv.create(kind), 3, jnp.zeros(33, dtype)), 3, put(np.float32(values), jax.devices()[:4]))
+    store = kv.push(kv.init(kv.create(kind), 3, jnp.zeros(33, dtype)), 3, put(np.float32(values), FOUR))
     assert kv.pull(store, 3).dtype == dtype
     want = values.astype(np.float64).sum(0)
     np.testing.assert_allclose(np.float64(kv.pull(store, 3)), want, atol=8 * ROUNDING[dtype])
@@ -198,7 +198,7 @@ def test_float64_where_it_is_enabled(kind):
 
 
 def test_values_that_are_spread_over_devices_already(kind):
-    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+    mesh = Mesh(np.array(FOUR), ("x",))
     spread, copies = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
     value, grad = whole_numbers(0, 8, 2), whole_numbers(1, 8, 2)
     store = kv.init(kv.create(kind), 3, jax.device_put(value, spread))
@@ -211,7 +211,7 @@ def test_values_that_are_spread_over_devices_already(kind):
 
 def test_a_spread_value_stays_spread():
     """A tensor cut over a mesh is pushed to where it lies; nothing gathers it."""
-    spread = NamedSharding(Mesh(np.array(jax.devices()[:4]), ("x",)), P("x"))
+    spread = NamedSharding(Mesh(np.array(FOUR), ("x",)), P("x"))
     store = kv.init(kv.create("device"), 3, jax.device_put(jnp.ones((8, 2)), spread))
     store = kv.set_optimizer(store, optax.adam(0.1))
     for _ in range(2):
@@ -258,14 +258,14 @@ def test_inside_pmap_and_shard_map(engine, kind, count):
 def test_lists_inside_shard_map_with_its_checks_on(kind):
     """They are summed first. `check_vma` knows a sum over the axis to be the same everywhere, and a shard to vary."""
     store, model = start(kind, add_twice)
-    store, values = kv.place(store, jax.devices()[:4]), whole_numbers(1, 4, 17)
+    store, values = kv.place(store, FOUR), whole_numbers(1, 4, 17)
     specs = kv.partition_specs(store, "data")
 
     def body(store, share):
         return kv.push(store, 9, [share[0], share[0]], axis_name="data")
 
     model.push([9], [[*values, *values]])
-    run = on_mesh(body, jax.devices()[:4], (specs, P("data")), specs, check_vma=True)
+    run = on_mesh(body, FOUR, (specs, P("data")), specs, check_vma=True)
     check(run(store, values), model)
 
 
@@ -319,10 +319,10 @@ def test_initialised_under_jit_and_used_outside():
 
 
 def test_a_second_push_of_the_same_keys_compiles_nothing(kind):
-    keys, devices = list(range(20)), jax.devices()[:4]
-    store = kv.init(kv.create(kind, devices=devices), keys, [jnp.zeros(5)] * 20)
+    keys = list(range(20))
+    store = kv.init(kv.create(kind, devices=FOUR), keys, [jnp.zeros(5)] * 20)
     store = kv.set_optimizer(store, optax.sgd(0.1, momentum=0.9))
-    values = [put(whole_numbers(k, 4, 5), devices) for k in keys]
+    values = [put(whole_numbers(k, 4, 5), FOUR) for k in keys]
     for _ in range(2):  # the first push may move a value to where it then stays
         store = kv.push(store, keys, values)
         jax.block_until_ready(kv.pull(store, keys))
@@ -334,12 +334,11 @@ def test_a_second_push_of_the_same_keys_compiles_nothing(kind):
 
 
 def test_the_first_push_is_one_program_where_values_are_at_home():
-    devices = jax.devices()[:4]
-    store = kv.init(kv.create("device", devices=devices), [0, 1], [jnp.zeros((5, 7))] * 2)
-    values = [put(whole_numbers(k, 4, 5, 7), devices) for k in (0, 1)]
+    store = kv.init(kv.create("device", devices=FOUR), [0, 1], [jnp.zeros((5, 7))] * 2)
+    values = [put(whole_numbers(k, 4, 5, 7), FOUR) for k in (0, 1)]
     with compilations() as count:
         store = kv.push(store, [0, 1], values)
-    assert count() <= 1 + len(devices)  # the packing, for each device, and the program of the sum
+    assert count() <= 1 + len(FOUR)  # the packing, for each device, and the program of the sum
     with compilations() as count:
         store = kv.push(store, [0, 1], values)
     assert count() == 0

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from kv_model import dense_of, over, put, whole_numbers
+from kv_model import FOUR, dense_of, over, put, whole_numbers
 
 from jaxpar import kv, updaters
 from jaxpar.sparse import RowSparse
@@ -69,7 +69,7 @@ def test_over_devices_without_a_dense_table(engine):
 
     want = whole_numbers(9, *SHAPE)
     np.add.at(want, indices.reshape(-1), values.reshape(-1, 2))
-    run = over(engine, table(), jax.devices()[:4], body)
+    run = over(engine, table(), FOUR, body)
     np.testing.assert_array_equal(kv.pull(run(table(), (indices, values)), 3), want)
 
 
@@ -147,10 +147,9 @@ PER_DEVICE = {
 
 
 @pytest.mark.parametrize("kind", ["local", "device", "sharded"])
-@pytest.mark.parametrize("name", PER_DEVICE)
-def test_each_device_gets_the_rows_of_its_own_list(name, kind):
+@pytest.mark.parametrize(("ids", "want"), PER_DEVICE.values(), ids=PER_DEVICE)
+def test_each_device_gets_the_rows_of_its_own_list(ids, want, kind):
     """MXNet: as many lists of ids as there are arrays to write to, or one for all."""
-    ids, want = PER_DEVICE[name]
     devices, values = jax.devices()[1:3], whole_numbers(9, *SHAPE)
     store = kv.init(kv.create(kind), [3, 4], [values, -values])
     pulled = kv.row_sparse_pull(store, 3, ids, devices=devices)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from kv_model import KINDS, REFERENCE, put
+from kv_model import FOUR, KINDS, REFERENCE, put
 
 from jaxpar import kv, updaters
 
@@ -129,15 +129,14 @@ def test_float16_and_duplicates(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pushpull_broadcast_and_row_sparse_pull(kind):
-    devices = jax.devices()[:4]
     store = kv.init(kv.create(kind), 3, jnp.asarray(W0))
-    values = put([np.full(SHAPE, i, np.float32) for i in (1, 2, 3, 4)], devices)
-    store, pulled = kv.pushpull(store, 3, values, devices=devices)
+    values = put([np.full(SHAPE, i, np.float32) for i in (1, 2, 3, 4)], FOUR)
+    store, pulled = kv.pushpull(store, 3, values, devices=FOUR)
     np.testing.assert_array_equal(pulled, REFERENCE["pushpull"]["ok"])
-    assert [p.devices() for p in pulled] == [{d} for d in devices]
-    store, pulled = kv.broadcast(store, 4, jnp.asarray(W0), devices=devices)
+    assert [p.devices() for p in pulled] == [{d} for d in FOUR]
+    store, pulled = kv.broadcast(store, 4, jnp.asarray(W0), devices=FOUR)
     np.testing.assert_array_equal(pulled, np.array(REFERENCE["broadcast"]["ok"], np.float32))
-    assert [p.devices() for p in pulled] == [{d} for d in devices]
+    assert [p.devices() for p in pulled] == [{d} for d in FOUR]
     record = REFERENCE["row_sparse_pull"]["ok"]
     rows = kv.row_sparse_pull(store, 4, record["row_ids"])
     assert rows.indices.tolist() == record["indices"]
@@ -184,11 +183,10 @@ def test_the_rate_was_ignored_on_the_store():
 
 def test_replicas_diverged():
     """After a push, the copies on all devices are one value."""
-    devices = jax.devices()[:4]
     store = kv.set_optimizer(filled(), optax.sgd(0.1, momentum=0.9))
     for i in range(2):
-        store = kv.push(store, 3, put([i * ONES, ONES, -ONES, ONES / 3], devices))
-    copies = kv.pull(store, 3, devices=devices)
+        store = kv.push(store, 3, put([i * ONES, ONES, -ONES, ONES / 3], FOUR))
+    copies = kv.pull(store, 3, devices=FOUR)
     assert len({np.asarray(c).tobytes() for c in copies}) == 1
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
+from kv_model import FOUR
 
 from jaxpar import kv, parallel
 from jaxpar._store.store import WHOLE, Rows, Split, sharding_of, state_layouts
 
-DEVICES = jax.devices()[:4]
-MESH = jax.make_mesh((4,), ("data",), devices=DEVICES)
+MESH = jax.make_mesh((4,), ("data",), devices=FOUR)
 PARAMS = {
     "bias": jnp.float32(3),
     "kernel": jnp.arange(15.0).reshape(3, 5),
@@ -32,7 +32,7 @@ def test_what_is_stored_is_whole_again(shape, count):
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_shapes_and_shardings_follow_from_the_layouts(kind):
-    store = kv.from_params(PARAMS, kind=kind, devices=DEVICES)
+    store = kv.from_params(PARAMS, kind=kind, devices=FOUR)
     shapes = tuple((k, np.shape(x)) for k, x in enumerate(jax.tree.leaves(PARAMS)))
     assert store.shardings == ()
     assert store.layouts == (tuple((k, Rows(shape, 4)) for k, shape in shapes) if kind == "sharded" else ())
@@ -51,7 +51,7 @@ def test_each_key_of_a_store_without_names_gets_its_own_sharding():
 def test_layouts_are_static_and_equal_ones_share_a_program():
     compiled = jax.jit(lambda store: store.values)
     for _ in range(2):
-        compiled(kv.from_params(PARAMS, kind="sharded", devices=DEVICES))
+        compiled(kv.from_params(PARAMS, kind="sharded", devices=FOUR))
     assert compiled._cache_size() == 1
 
 
@@ -73,8 +73,8 @@ def flat():
 @pytest.mark.parametrize("tx", [optax.adam(0.1), flat()], ids=["adam", "list"])
 def test_the_state_of_an_optimizer_is_kept_as_the_params(tx):
     """Of a list nobody knows to which param a leaf belongs. In rows that is not needed: the shapes say it."""
-    whole = kv.from_params(PARAMS, optimizer=tx, devices=DEVICES)
-    rows = kv.from_params(PARAMS, kind="sharded", optimizer=tx, devices=DEVICES)
+    whole = kv.from_params(PARAMS, optimizer=tx, devices=FOUR)
+    rows = kv.from_params(PARAMS, kind="sharded", optimizer=tx, devices=FOUR)
 
     def leaves(store):
         """(layout, leaf, the same leaf of a whole state) of each."""
@@ -84,7 +84,7 @@ def test_the_state_of_an_optimizer_is_kept_as_the_params(tx):
     for layout, leaf, same in leaves(rows):
         assert layout == (WHOLE if jnp.issubdtype(leaf.dtype, jnp.integer) else Rows(same.shape, 4))
         np.testing.assert_array_equal(layout.whole(leaf), same)
-    for target in ({"devices": DEVICES[:3]}, {"mesh": MESH}):
+    for target in ({"devices": FOUR[:3]}, {"mesh": MESH}):
         moved = kv.place(rows, **target)
         for layout, leaf, same in leaves(moved):
             np.testing.assert_array_equal(layout.whole(leaf), same)
