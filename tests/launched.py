@@ -7,6 +7,10 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
+from jaxpar.__main__ import main
+
 LIMIT = 60  # seconds; every run here is over in a few
 
 # A program under the launcher, with a heartbeat client. It does not import JAX, so that its start takes no time.
@@ -36,6 +40,14 @@ def environment(**more):
     """The variables of this process without those of a cluster."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "CUDA", "SLURM", "OMPI"))}
     return {**clean, "JAX_PLATFORMS": "cpu", **more}
+
+
+def refused(capsys, *words):
+    """What the command line says of words that it does not take."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
 
 
 def write(folder, *parts):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from launched import python
+from launched import python, refused
 
 import jaxpar
 from jaxpar import __main__ as command_line, data, models, train
@@ -33,13 +33,6 @@ def filled(*words):
     args = parser.parse_args(words)
     train_command.fill(args, parser)
     return args
-
-
-def refused(capsys, *words):
-    with pytest.raises(SystemExit) as ended:
-        command_line.main(words)
-    assert ended.value.code == 2
-    return capsys.readouterr().err
 
 
 @pytest.fixture

@@ -70,19 +70,15 @@ def test_same_batches_on_any_number_of_devices(devices):
 
 
 @pytest.mark.parametrize("devices", [4], indirect=True)
-def test_sharding_is_over_the_devices_in_the_order_given(devices):
-    mesh = Mesh(np.array(devices[::-1]), ("data",))
+@pytest.mark.parametrize(("axis", "options"), [("data", {}), ("worker", {"axis_name": "worker"})])
+def test_sharding_is_over_the_devices_in_the_order_given_and_the_axis_of_that_name(devices, axis, options):
+    mesh = Mesh(np.array(devices[::-1]), (axis,))
     for resident in (True, False):
-        batch = next(batches(make(), 8, devices=devices[::-1], resident=resident))
+        batch = next(batches(make(), 8, devices=devices[::-1], resident=resident, **options))
         for array in batch.values():
-            assert array.sharding == NamedSharding(mesh, P("data"))
+            assert array.sharding == NamedSharding(mesh, P(axis))
         shard = next(s for s in batch["label"].addressable_shards if s.device == devices[-1])
         assert shard.data.tolist() == list(range(8 // len(devices)))
-
-
-def test_axis_name_is_the_mesh_axis():
-    batch = next(batches(make(), 4, devices=jax.devices()[:2], axis_name="worker"))
-    assert batch["image"].sharding == NamedSharding(Mesh(np.array(jax.devices()[:2]), ("worker",)), P("worker"))
 
 
 def test_without_devices_arrays_are_uncommitted():

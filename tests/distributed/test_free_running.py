@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import importlib
 import math
 import os
 import runpy
@@ -23,7 +22,6 @@ import pytest
 from hypothesis import given, strategies as st
 from launched import python, until
 
-import jaxpar
 from jaxpar import free_running, kv
 from jaxpar.free_running._servers import Server
 
@@ -144,14 +142,6 @@ def test_a_ray_without_a_token_is_not_started(monkeypatch, version):
     monkeypatch.setitem(sys.modules, "ray", ray)
     with pytest.raises(ImportError, match=rf"needs Ray 2\.59 or newer, which asks .* {version} is installed"):
         free_running.start({"w": jnp.ones(2)})
-
-
-def test_importing_does_not_import_ray(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)  # importing it is an error
-    monkeypatch.setattr(jaxpar, "free_running", free_running, raising=False)
-    for name in [name for name in sys.modules if name.startswith("jaxpar.free_running")]:
-        monkeypatch.delitem(sys.modules, name)
-    assert importlib.import_module("jaxpar.free_running") is not free_running
 
 
 def test_the_benchmark_without_ray_is_one_line(monkeypatch, capsys):

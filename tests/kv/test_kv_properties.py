@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import KINDS, Model, assert_unchanged, put, snapshot
 
 from jaxpar import kv, updaters
@@ -65,9 +66,10 @@ def test_repr_and_equality_never_fail(kind, keys, compress):
     assert (store == kv.create(kind)) == (not keys and not compress)
 
 
-def test_equality_sees_values_states_and_settings():
+def test_equality_sees_values_states_and_settings_and_not_where_they_lie():
     store = kv.init(kv.create("device"), 3, jnp.ones(2))
     assert store == kv.init(kv.create("device"), 3, jnp.ones(2))
+    assert store == jax.device_put(store, NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P()))
     for other in (
         kv.init(kv.create("local"), 3, jnp.ones(2)),
         kv.init(kv.create("device"), 4, jnp.ones(2)),

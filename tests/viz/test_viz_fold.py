@@ -645,7 +645,9 @@ def test_a_parameter_without_a_gradient_does_not_unfold_a_tree(number):
 
 
 ACTIVATIONS = {
+    **{name: [getattr(jax.nn, name)] for name in ("elu", "relu", "relu6")},
     "gelu": [
+        jax.nn.gelu,
         lambda x: x / 2 * (1 + jnp.tanh(0.7978845608 * x * (1 + 0.044715 * x * x))),
         lambda x: jax.lax.erfc(-x * 2**-0.5) * x / 2,
         lambda x: x * jax.scipy.stats.norm.cdf(x),
@@ -655,6 +657,7 @@ ACTIVATIONS = {
         lambda x: x * jnp.clip(x / 6 + 0.5, 0, 1),
     ],
     "leaky_relu": [
+        jax.nn.leaky_relu,
         lambda x: jnp.maximum(x, 0.2 * x),
         lambda x: jnp.where(x < 0, 0.1 * x, x),
         lambda x: jax.nn.relu(x) - 0.01 * jax.nn.relu(-x),
