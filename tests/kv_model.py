@@ -20,10 +20,14 @@ ROUNDING = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-6}
 
 
 class Model:
-    """A store of NumPy arrays: sums in float64, then the updater `update(pushed, stored) -> new_stored`."""
+    """A store of NumPy arrays: sums in float64, then the updater `update(pushed, stored) -> new_stored`.
 
-    def __init__(self, values, update=lambda pushed, stored: pushed):
+    Of each key the last `staleness` sums wait for the updater.
+    """
+
+    def __init__(self, values, update=lambda pushed, stored: pushed, staleness=0):
         self.values, self.update = {k: np.asarray(v, np.float64) for k, v in values.items()}, update
+        self.staleness, self.waiting, self.updates = staleness, {k: [] for k in values}, dict.fromkeys(values, 0)
 
     def push(self, keys, lists):
         sums = {}
@@ -31,7 +35,17 @@ class Model:
             for value in values:
                 sums[key] = sums.get(key, 0) + np.asarray(value, np.float64)
         for key in sorted(sums):
-            self.values[key] = self.update(sums[key], self.values[key])
+            self.waiting[key].append(sums[key])
+            self._apply(key, self.staleness)
+
+    def flush(self):
+        for key in self.waiting:
+            self._apply(key, 0)
+
+    def _apply(self, key, most):
+        while len(self.waiting[key]) > most:
+            self.values[key] = self.update(self.waiting[key].pop(0), self.values[key])
+            self.updates[key] += 1
 
 
 def put(values, devices):

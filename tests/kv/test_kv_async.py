@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import kv_model
 import numpy as np
 import optax
 import pytest
@@ -18,39 +19,21 @@ from jaxpar.viz._program.hlo import parse
 SHAPE = (2, 3)
 few = settings(max_examples=8, deadline=None)
 
-# An updater that shows how often it ran: the n-th push that is applied counts n times.
+# An updater that shows how often and in which order it ran.
 COUNTING = updaters.Updater(
     init=lambda key, value: jnp.zeros((), jnp.int32),
-    update=lambda key, pushed, state, stored: (stored + (state + 1) * pushed, state + 1),
+    update=lambda key, pushed, state, stored: (2 * stored + pushed, state + 1),
 )
 
 
-class Late:
-    """The NumPy model: for each key a queue of what was pushed."""
+def model_of(staleness, keys=(3,)):
+    return kv_model.Model({key: np.zeros(SHAPE) for key in keys}, lambda pushed, stored: 2 * stored + pushed, staleness)
 
-    def __init__(self, staleness, shapes):
-        self.staleness = staleness
-        self.values = {k: np.zeros(s, np.float32) for k, s in shapes.items()}
-        self.counts, self.waiting = dict.fromkeys(shapes, 0), {k: [] for k in shapes}
 
-    def push(self, key, values):
-        self.waiting[key].append(sum(np.asarray(v) for v in values))
-        if len(self.waiting[key]) > self.staleness:
-            self.apply(key)
-
-    def apply(self, key):
-        self.counts[key] += 1
-        self.values[key] = self.values[key] + self.counts[key] * self.waiting[key].pop(0)
-
-    def flush(self):
-        for key, values in self.waiting.items():
-            while values:
-                self.apply(key)
-
-    def same(self, store):
-        for key, value in self.values.items():
-            np.testing.assert_array_equal(kv.pull(store, key), value)
-            assert int(store.updater_state[key]) == self.counts[key]
+def same(store, model):
+    for key, value in model.values.items():
+        np.testing.assert_array_equal(kv.pull(store, key), value)
+        assert int(store.updater_state[key]) == model.updates[key]
 
 
 def begun(staleness, keys=(3,), updater=COUNTING, shape=SHAPE):
@@ -70,20 +53,19 @@ pushed = st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans())
 @example(1, [{5: (1, 0, False)}, {3: (2, 0, True), 5: (2, 0, True)}])  # key 5 waits before key 3 does
 def test_any_pushes_equal_the_model(staleness, pushes):
     """Any keys, any number of values on any devices, also another number than before; empty lists are no push."""
-    store, model = begun(staleness, (3, 5)), Late(staleness, {3: SHAPE, 5: SHAPE})
+    store, model = begun(staleness, (3, 5)), model_of(staleness, (3, 5))
     for i, push in enumerate(pushes):
         lists = {}
         for key, (count, first, spread) in push.items():
             values = list(whole_numbers(100 * i + key, count, *SHAPE))
             lists[key] = put(values, jax.devices()[first : first + 3 if spread else first + 1])
-            if count:
-                model.push(key, values)
+        model.push(list(lists), list(lists.values()))
         before, old = snapshot(store), store
         store = kv.push(store, list(lists), list(lists.values()))
         assert_unchanged(old, before)
-        model.same(store)
+        same(store, model)
     model.flush()
-    model.same(kv.flush(store))
+    same(kv.flush(store), model)
 
 
 def ways(store):
@@ -109,30 +91,30 @@ def ways(store):
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_every_way_gives_the_same_numbers(staleness, way):
     store, push = ways(begun(staleness))[way]
-    pushes, model = whole_numbers(0, 6, 4, *SHAPE), Late(staleness, {3: SHAPE})
+    pushes, model = whole_numbers(0, 6, 4, *SHAPE), model_of(staleness)
     for values in pushes:
         store = push(store, values)
-        model.push(3, values)
-        model.same(store)
+        model.push([3], [values])
+        same(store, model)
         assert int(store.pending[3].count) == len(model.waiting[3])
     model.flush()
     flushed = kv.flush(store)
-    model.same(flushed)
+    same(flushed, model)
     assert kv.flush(flushed) == flushed
 
 
 def test_scan_and_a_flush_inside_of_programs():
-    pushes, model = whole_numbers(1, 6, 4, *SHAPE), Late(2, {3: SHAPE})
+    pushes, model = whole_numbers(1, 6, 4, *SHAPE), model_of(2)
     for values in pushes:
-        model.push(3, values)
+        model.push([3], [values])
     store = kv.place(begun(2), FOUR)
     scanned, _ = jax.lax.scan(lambda s, v: (kv.push(s, 3, list(v)), None), store, pushes)
-    model.same(scanned)
+    same(scanned, model)
     specs = kv.partition_specs(store, "data")
     flush = on_mesh(lambda s: kv.flush(s, axis_name="data"), FOUR, (specs,), specs)
     model.flush()
-    model.same(jax.jit(kv.flush)(scanned))
-    model.same(flush(kv.place(scanned, FOUR)))
+    same(jax.jit(kv.flush)(scanned), model)
+    same(flush(kv.place(scanned, FOUR)), model)
 
 
 def test_before_the_first_one_is_due_nothing_changes_not_even_adams_count():
@@ -219,18 +201,18 @@ def test_what_is_sent_is_compressed_and_what_waits_is_not(way, type):
 
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_other_devices_take_over_what_waits(count):
-    store, model = kv.place(begun(2), FOUR), Late(2, {3: SHAPE})
+    store, model = kv.place(begun(2), FOUR), model_of(2)
     for values in whole_numbers(2, 3, 4, *SHAPE):
         store = kv.push(store, 3, put(list(values), FOUR))
-        model.push(3, values)
+        model.push([3], [values])
     moved = kv.place(store, jax.devices()[-count:])
     assert {v.shape for v in moved.pending[3].values} == {(count, *SHAPE)}
     more = whole_numbers(3, count, *SHAPE)
     moved = kv.push(moved, 3, put(list(more), jax.devices()[-count:]))
-    model.push(3, more)
-    model.same(moved)
+    model.push([3], [more])
+    same(moved, model)
     model.flush()
-    model.same(kv.flush(moved))
+    same(kv.flush(moved), model)
 
 
 @pytest.mark.sampled(1)
