@@ -32,8 +32,15 @@ def check_names(graph):
     return graph
 
 
-def linen(module, *args):
-    return module.apply, jax.eval_shape(module.init, jax.random.key(0), *args), *args
+def linen(body, *args):
+    """A module with a head behind what `body` makes of the arguments."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, *args):
+            return nn.Dense(4, name="head")(body(*args))
+
+    return Net().apply, jax.eval_shape(Net().init, jax.random.key(0), *args), *args
 
 
 def seen(ids):
@@ -51,12 +58,7 @@ def _linen_mask():
             q, k, v = (nn.Dense(16, name=name)(x) for name in "qkv")
             return nn.Dense(16, name="out")(attend(q, k, v, mask))
 
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x, ids):
-            return nn.Dense(4, name="head")(x + Cross(name="attn")(x, seen(ids)))
-
-    return linen(Net(), X, IDS)
+    return linen(lambda x, ids: x + Cross(name="attn")(x, seen(ids)), X, IDS)
 
 
 def _nnx_mask():
@@ -121,12 +123,7 @@ def _linen_blocks():
                 x = x + nn.silu(nn.Dense(16, name=f"block_{number}_mix")(x))
             return x
 
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(4, name="head")(Decoder(name="decoder")(x))
-
-    return linen(Net(), X)
+    return linen(lambda x: Decoder(name="decoder")(x), X)
 
 
 def _nnx_blocks():
@@ -254,16 +251,11 @@ def _linen_step():
                 x = x + nn.Dense(16, name=f"layer_{number}")(jnp.sin(nn.LayerNorm()(x)))
             return x
 
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(4, name="head")(Tower(4, name="decoder")(jnp.cos(Tower(3, name="encoder")(x))))
-
-    net, tx = Net(), optax.adam(1e-3)
-    params = jax.eval_shape(net.init, jax.random.key(0), X)
+    apply, params, _ = linen(lambda x: Tower(4, name="decoder")(jnp.cos(Tower(3, name="encoder")(x))), X)
+    tx = optax.adam(1e-3)
 
     def step(params, opt_state, x):
-        grads = jax.grad(lambda params: (net.apply(params, x) ** 2).mean())(params)
+        grads = jax.grad(lambda params: (apply(params, x) ** 2).mean())(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
