@@ -8,6 +8,7 @@ from functools import partial
 import gallery
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec as P
 from kv_model import on_mesh
 
@@ -49,6 +50,16 @@ TOKENS = Spec((2, 32), i32)
 def lenet_loss(params, images, labels):
     log_probs = jax.nn.log_softmax(lenet.apply(params, images))
     return -jnp.take_along_axis(log_probs, labels[:, None], axis=1).mean()
+
+
+def training_step(tx, loss):
+    """A step of the params, the optimizer's state and a batch, by `loss(params, batch)`."""
+
+    def step(params, opt_state, batch):
+        updates, opt_state = tx.update(jax.grad(loss)(params, batch), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
 
 
 def factorization(users=943, items=1682, k=64):

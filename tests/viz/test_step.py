@@ -318,13 +318,7 @@ def test_the_gradient_of_every_layer_is_sent_at_the_layer(split):
         q, k, v = (x @ params[name] for name in "qkv")
         return x + jax.nn.softmax(q @ k.mT) @ v @ params["o"]
 
-    def fsdp_step(params, opt_state, x):
-        def loss(params):
-            return (attend(params[1], attend(params[0], x)) ** 2).mean()
-
-        updates, opt_state = optax.adamw(0.1).update(jax.grad(loss)(params), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
+    fsdp_step = m.training_step(optax.adamw(0.1), lambda p, x: (attend(p[1], attend(p[0], x)) ** 2).mean())
     mesh = Mesh(np.array(jax.devices()), ("data",))
     put = functools.partial(jax.tree.map, lambda x: jax.device_put(x, NamedSharding(mesh, split if x.ndim else P())))
     params = [{name: np.ones((WIDTH, WIDTH), np.float32) for name in "qkvo"} for _ in range(2)]

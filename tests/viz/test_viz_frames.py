@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from viz_models import Spec, f32, i32
+from viz_models import Spec, f32, i32, training_step
 
 from jaxpar import viz
 
@@ -253,12 +253,7 @@ def _linen_step():
 
     apply, params, _ = linen(lambda x: Tower(4, name="decoder")(jnp.cos(Tower(3, name="encoder")(x))), X)
     tx = optax.adam(1e-3)
-
-    def step(params, opt_state, x):
-        grads = jax.grad(lambda params: (apply(params, x) ** 2).mean())(params)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
+    step = training_step(tx, lambda params, x: (apply(params, x) ** 2).mean())
     return step, params, jax.eval_shape(tx.init, params), X
 
 

@@ -57,14 +57,8 @@ def bytes_of(*trees):
 
 def test_the_totals_are_those_of_the_leaves():
     tx = optax.adam(1e-3)
-    state = jax.eval_shape(tx.init, m.LENET)
-
-    def step(params, state, images, labels):
-        grads = jax.grad(m.lenet_loss)(params, images, labels)
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(params, updates), state
-
-    args = m.LENET, state, m.IMAGES, m.LABELS
+    state, step = jax.eval_shape(tx.init, m.LENET), m.training_step(tx, lambda p, batch: m.lenet_loss(p, *batch))
+    args = m.LENET, state, (m.IMAGES, m.LABELS)
     sizes, total = viz.trace(step, *args).sizes, 129068
     assert (sizes.params, sizes.optimizer) == (bytes_of(m.LENET), bytes_of(state))
     assert sizes.inputs == bytes_of(m.IMAGES, m.LABELS)

@@ -347,11 +347,7 @@ def test_frozen_layers_have_parameters_and_a_momentum_has_none():
 
 
 def _train_step(tx, loss):
-    def step(params, opt_state, batch):
-        grads = jax.grad(loss)(params, batch["image"], batch["label"])
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
+    step = m.training_step(tx, lambda params, batch: loss(params, batch["image"], batch["label"]))
     return step, (m.LENET, jax.eval_shape(tx.init, m.LENET), {"image": m.IMAGES, "label": m.LABELS})
 
 
