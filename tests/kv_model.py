@@ -109,6 +109,19 @@ def on_mesh(body, devices, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=
     return jax.jit(jax.shard_map(body, mesh=Mesh(np.array(devices), ("data",)), **specs))
 
 
+def over_pmap(body, devices, *args):
+    """`body` for each row of the arguments, over devices; so the next two."""
+    return jax.pmap(body, axis_name="data", devices=devices)(*args)
+
+
+def over_shard_map(body, devices, *args):
+    return over_rows(body, devices)(*args)
+
+
+def over_vmap(body, devices, *args):
+    return jax.jit(jax.vmap(body, axis_name="data"))(*args)
+
+
 def over_rows(body, devices):
     """`body` on each device, with a row of each argument, and the rows of its results."""
 

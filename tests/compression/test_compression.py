@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
-from kv_model import collectives_in, on_host, over_rows
+from kv_model import FOUR, collectives_in, on_host, over_pmap, over_rows, over_shard_map, over_vmap
 
 from jaxpar import compression
 
@@ -405,19 +405,8 @@ def test_class_attributes_say_how_a_store_may_use_it():
 # ---- the same under every transform
 
 
-def over_pmap(push, values, states):
-    return jax.pmap(push)(values, states)
-
-
-def over_shard_map(push, values, states):
-    return over_rows(push, jax.devices()[: len(values)])(values, states)
-
-
-def over_scan(push, values, states):
-    def body(carry, value_and_state):
-        return carry, push(*value_and_state)
-
-    return jax.lax.scan(body, None, (values, states))[1]
+def over_scan(push, devices, *args):
+    return jax.lax.scan(lambda carry, row: (carry, push(*row)), None, args)[1]
 
 
 @functools.cache
@@ -435,10 +424,10 @@ def pushed_eagerly(coder):
 
 
 @pytest.mark.sampled(5)  # of each way one, and coders of every sort
-@pytest.mark.parametrize("over", [jax.vmap, over_pmap, over_shard_map, over_scan], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("over", [over_vmap, over_pmap, over_shard_map, over_scan], ids=lambda f: f.__name__)
 def test_transforms_give_the_eager_bits(coder, over):
     push, values, states, expected = pushed_eagerly(coder)
-    got = jax.jit(over(push))(values, states) if over is jax.vmap else over(push, values, states)
+    got = over(push, FOUR, values, states)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         if one.dtype == jnp.float32:  # products may be fused with sums
             np.testing.assert_allclose(one, other, atol=1e-6)

@@ -141,35 +141,32 @@ def normal(*shapes, count=N, seed=0):
 
 
 SHAPES = [(2100,), (5, 7), (3,), (), (8200,)]
-
-
-LONG = ("1bit", "bf16", "topk")  # the same ways as the others
+NARROW = {"type": "2bit", "threshold": 0.3}
+BUCKETS = {"each_alone": 0, "one_bucket": 1 << 20}
+SUMS = {  # the specification, the shapes, the options of `summed`
+    **{name_of(spec): (spec, SHAPES, {}) for spec in SPECS},
+    **{dtype: (NARROW, [(700,), (40,)], {"dtype": dtype}) for dtype in ("float16", "bfloat16")},
+    **{
+        name: (SPECS[1], [(64,), (3, 5), (40, 40)], {"limits": collectives.BucketLimits(alone_bytes=alone)})
+        for name, alone in BUCKETS.items()
+    },
+}
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "spec", [pytest.param(s, marks=pytest.mark.slow if s["type"] in LONG else ()) for s in SPECS], ids=name_of
-)
-def test_the_sum_is_that_of_the_decoded_payloads_on_every_device(spec):
-    """Small, large and odd values, of which some are gathered, some go to their owners."""
-    values = normal(*SHAPES)
-    sums, _ = summed(spec, values)
-    for got, want in zip(sums, expected(spec, values), strict=True):
+@pytest.mark.parametrize(("spec", "shapes", "options"), SUMS.values(), ids=SUMS)
+def test_the_sum_is_that_of_the_decoded_payloads_on_every_device(spec, shapes, options):
+    """Some values are gathered, some go to their owners. Narrow ones are rounded once. Buckets do not matter."""
+    values = normal(*shapes)
+    sums, _ = summed(spec, values, **options)
+    for got, want in zip(sums, expected(spec, values, options.get("dtype", "float32")), strict=True):
+        assert got.dtype == want.dtype
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
         np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
         if spec["type"] == "int8":  # a product may be fused with the sum
             np.testing.assert_allclose(got[0], want, rtol=1e-6, atol=1e-6)
         else:
             np.testing.assert_array_equal(got[0], want)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_narrow_values_are_rounded_once(dtype):
-    values = normal((700,), (40,))
-    sums, _ = summed({"type": "2bit", "threshold": 0.3}, values, dtype=dtype)
-    for got, want in zip(sums, expected({"type": "2bit", "threshold": 0.3}, values, dtype), strict=True):
-        assert got.dtype == dtype
-        np.testing.assert_array_equal(np.asarray(got[0], np.float32), np.asarray(want, np.float32))
 
 
 @pytest.mark.slow
@@ -181,16 +178,6 @@ def test_every_way_gives_the_same_bits(monkeypatch):
         found[way] = summed(spec, values)[0][0][0]
     for sums in found.values():
         np.testing.assert_array_equal(sums, expected(spec, values)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("alone", [0, 1 << 20], ids=["each_alone", "one_bucket"])
-def test_buckets_do_not_matter(alone):
-    values = normal((64,), (3, 5), (40, 40))
-    limits = collectives.BucketLimits(alone_bytes=alone)
-    sums, _ = summed({"type": "2bit", "threshold": 0.1}, values, limits)
-    for got, want in zip(sums, expected({"type": "2bit", "threshold": 0.1}, values), strict=True):
-        np.testing.assert_array_equal(got[0], want)
 
 
 # ---- bytes

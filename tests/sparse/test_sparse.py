@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
-from kv_model import dense_of, on_mesh, over_rows
+from kv_model import dense_of, on_mesh, over_pmap, over_shard_map, over_vmap
 
 from jaxpar import kv, sparse, updaters
 from jaxpar.models import matrix_factorization
@@ -233,18 +233,6 @@ def test_adding_needs_one_table():
 # ---- over devices
 
 
-def over_pmap(body, rows, devices):
-    return jax.pmap(body, axis_name="data", devices=devices)(rows)
-
-
-def over_shard_map(body, rows, devices):
-    return over_rows(body, devices)(rows)
-
-
-def over_vmap(body, rows, devices):
-    return jax.jit(jax.vmap(body, axis_name="data"))(rows)
-
-
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("over", [over_pmap, over_shard_map, over_vmap], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("size", [None, 6])
@@ -252,7 +240,7 @@ def test_allreduce_is_the_sum_over_devices_on_each(over, size, devices):
     n = len(devices)
     parts = [rows_of(np.random.default_rng(i).integers(0, 6, 5), seed=i) for i in range(n)]
     stacked = jax.tree.map(lambda *x: np.stack(x), *parts)
-    total = jax.tree.map(np.asarray, over(lambda rows: sparse.allreduce(rows, "data", size=size), stacked, devices))
+    total = jax.tree.map(np.asarray, over(lambda rows: sparse.allreduce(rows, "data", size=size), devices, stacked))
     assert total.indices.shape == (n, size or 5 * n)
     for device in range(n):
         one = jax.tree.map(lambda x, d=device: x[d], total)
