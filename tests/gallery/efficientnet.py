@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+norm = partial(nn.BatchNorm, use_running_average=True, momentum=0.99, epsilon=1e-3)
 # expansion, features, blocks, stride, kernel
 STAGES = (
     (1, 16, 1, 1, 3),
@@ -34,7 +35,6 @@ class MBConv(nn.Module):
     features: int
     stride: int
     kernel: int
-    norm: type
 
     @nn.compact
     def __call__(self, x):
@@ -43,13 +43,13 @@ class MBConv(nn.Module):
         y = x
         if self.expansion != 1:
             y = nn.Conv(hidden, (1, 1), use_bias=False, name="expand")(y)
-            y = nn.silu(self.norm(name="expand_norm")(y))
+            y = nn.silu(norm(name="expand_norm")(y))
         kernel, strides = (self.kernel, self.kernel), (self.stride, self.stride)
         y = nn.Conv(hidden, kernel, strides, feature_group_count=hidden, use_bias=False, name="depthwise")(y)
-        y = nn.silu(self.norm(name="depthwise_norm")(y))
+        y = nn.silu(norm(name="depthwise_norm")(y))
         y = SqueezeExcite(max(1, inputs // 4), name="se")(y)
         y = nn.Conv(self.features, (1, 1), use_bias=False, name="project")(y)
-        y = self.norm(name="project_norm")(y)
+        y = norm(name="project_norm")(y)
         return x + y if x.shape == y.shape else y
 
 
@@ -57,17 +57,16 @@ class EfficientNet(nn.Module):
     classes: int = 1000
 
     @nn.compact
-    def __call__(self, x, train=False):
-        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.99, epsilon=1e-3)
+    def __call__(self, x):
         x = nn.Conv(32, (3, 3), (2, 2), use_bias=False, name="stem")(x)
         x = nn.silu(norm(name="stem_norm")(x))
         for number, (expansion, features, blocks, stride, kernel) in enumerate(STAGES, 1):
             for block in range(blocks):
                 name = f"stage{number}_block{block + 1}"
-                x = MBConv(expansion, features, stride if block == 0 else 1, kernel, norm, name=name)(x)
+                x = MBConv(expansion, features, stride if block == 0 else 1, kernel, name=name)(x)
         x = nn.Conv(1280, (1, 1), use_bias=False, name="head")(x)
         x = nn.silu(norm(name="head_norm")(x)).mean((1, 2))
-        x = nn.Dropout(0.2, deterministic=not train)(x)
+        x = nn.Dropout(0.2, deterministic=True)(x)
         return nn.Dense(self.classes, name="classifier")(x)
 
 

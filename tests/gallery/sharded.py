@@ -10,27 +10,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 VOCABULARY, WIDTH, HIDDEN, LAYERS, HEADS, HEAD = 32_000, 1024, 4096, 8, 16, 64
 LAYER_SPECS = {
-    "norm1": P(),
-    "wq": P(None, "model"),
-    "wk": P(None, "model"),
-    "wv": P(None, "model"),
-    "wo": P("model", None),
-    "norm2": P(),
-    "up": P(None, "model"),
-    "down": P("model", None),
+    **dict.fromkeys(("norm1", "norm2"), P()),
+    **dict.fromkeys(("wq", "wk", "wv", "up"), P(None, "model")),
+    **dict.fromkeys(("wo", "down"), P("model", None)),
 }
 SPECS = {"embedding": P(), "layers": [LAYER_SPECS] * LAYERS, "norm": P()}
 
 
 def layer_init():
-    square = jnp.zeros((WIDTH, WIDTH))
     return {
-        "norm1": jnp.ones(WIDTH),
-        "wq": square,
-        "wk": square,
-        "wv": square,
-        "wo": square,
-        "norm2": jnp.ones(WIDTH),
+        **dict.fromkeys(("norm1", "norm2"), jnp.ones(WIDTH)),
+        **dict.fromkeys(("wq", "wk", "wv", "wo"), jnp.zeros((WIDTH, WIDTH))),
         "up": jnp.zeros((WIDTH, HIDDEN)),
         "down": jnp.zeros((HIDDEN, WIDTH)),
     }
