@@ -1,5 +1,6 @@
 """Live memory of a step: what is live, the gaps that the compiler leaves, and what is said where it does not tell."""
 
+import functools
 import types
 
 import jax
@@ -48,20 +49,14 @@ def by_time(value):
     return value[2] - value[3], value[0] - value[1], value[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["jit", "shard_map"])
-@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(1e-3)], ids=["sgd", "adam"])
-def test_what_is_not_live_are_gaps_of_the_placement(engine, tx):
-    check_placement(*lenet_step(engine, tx))
+LENETS = [(engine, tx) for engine in ("jit", "shard_map") for tx in (optax.sgd(0.1), optax.adam(1e-3))]
 
 
 @pytest.mark.slow
-def test_what_is_not_live_in_a_transformer_are_gaps_of_the_placement():
-    check_placement(*transformer_step())
-
-
-def check_placement(made, args):
+@pytest.mark.parametrize("make", [transformer_step, *(functools.partial(lenet_step, *options) for options in LENETS)])
+def test_what_is_not_live_are_gaps_of_the_placement(make):
     """The times of values that `memory_of` finds, placed by XLA's two orders, need what XLA sets aside."""
+    made, args = make()
     compiled = made.lower(*args).compile()
     found, _ = memory.memory_of(parse(compiled.as_text()), compiled)
     assert found.is_exact
