@@ -1,6 +1,7 @@
 """`python -m jaxpar launch` as a process, and programs for it that send heartbeats without loading JAX."""
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -48,6 +49,13 @@ def refused(capsys, *words):
         main(words)
     assert ended.value.code == 2
     return capsys.readouterr().err
+
+
+def free_port():
+    """A port. The next ones are free too, very likely."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return port if port < 65000 else port - 1000
 
 
 def write(folder, *parts):

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from launched import free_port
 
 from jaxpar import kv
 
@@ -18,9 +18,7 @@ LIMIT = 400  # seconds; a run takes ten to sixty on an idle machine
 
 
 def free_address():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def run_phases(phases_of, attach=lambda: None):

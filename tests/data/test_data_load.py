@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from launched import background, python
+from launched import background, free_port, python
 
 from jaxpar import data
 from jaxpar.data import _load
@@ -473,8 +473,7 @@ def test_the_download_is_the_same_data_set(web, no_debian, tmp_path, written):
 
 
 def test_a_refusing_host_is_no_network_either():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     with pytest.raises(ConnectionError, match=f"127.0.0.1:{port}/x: the host cannot be reached"):
         _load.check_reachable(f"http://127.0.0.1:{port}/x", 2.0)
 

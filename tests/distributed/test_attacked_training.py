@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hostile import JOB, line
 from hypothesis import HealthCheck, given, settings
-from launched import LIMIT, command, environment, write
+from launched import LIMIT, command, environment, free_port, write
 
 STEPS = 200
 # The training, in this process or in several. It is over only after the attack.
@@ -81,8 +81,7 @@ def test_processes_that_train_beside_an_attack(tmp_path, undisturbed, launcher, 
     env, port = environment(JAXPAR_JOB=JOB, JAX_NUM_CPU_DEVICES="1"), None
     commands = [[*command("-n", "2", "--devices", "1"), "--", sys.executable, program]]
     if not launcher:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         env |= {"JAXPAR_COORDINATOR": f"127.0.0.1:{port}", "JAXPAR_NUM_PROCESSES": "2", "JAXPAR_SECRET": "x" * 32}
         commands = [[sys.executable, program]] * 2
     with open(tmp_path / "output", "w") as output:

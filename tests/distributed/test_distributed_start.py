@@ -16,14 +16,13 @@ import numpy as np
 import optax
 import pytest
 from hostile import new_client, serving
-from launched import background, launch, write
+from launched import LIMIT, background, free_port, launch, write
 
 from jaxpar import data, distributed, kv, train
 from jaxpar._heartbeat import connection
 from jaxpar._heartbeat.client import HeartbeatClient
 from jaxpar.distributed import _environment, _initialize
 
-LIMIT = 60
 SLURM = {
     "SLURM_JOB_ID": "5000",
     "SLURM_STEP_NODELIST": "node[007-009,11],other",
@@ -305,13 +304,6 @@ def test_a_start_that_failed_is_not_taken_for_one_process(surround, monkeypatch)
 
 
 # Joining without JAX: a server and clients in threads
-
-
-def free_port():
-    """A port. The next ones are free too, very likely."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    return port if port < 65000 else port - 1000
 
 
 def join(*settings, seconds=5.0, job="job"):
