@@ -159,12 +159,12 @@ def bytes_of(array):
     return BYTES[dtype] * math.prod(shape)
 
 
-_compiled = [0]
+_counting = []  # for each body under way, the events of what was compiled in it
 
 
 def _count(event, *args, **kwargs):
-    if event == "/jax/core/compile/backend_compile_duration":
-        _compiled[0] += 1
+    for found in _counting if event == "/jax/core/compile/backend_compile_duration" else ():
+        found.append(event)
 
 
 jax.monitoring.register_event_duration_secs_listener(_count)
@@ -173,9 +173,9 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 @contextlib.contextmanager
 def compilations():
     """Counts the programs that XLA compiles in its body: `with compilations() as count: ...; count()`."""
-    before = _compiled[0]
-    stopped = []
+    found = []
+    _counting.append(found)
     try:
-        yield lambda: (stopped[0] if stopped else _compiled[0]) - before
+        yield lambda: len(found)
     finally:
-        stopped.append(_compiled[0])
+        _counting.pop()

@@ -1,24 +1,18 @@
 """`jaxpar plot`: functions, shapes and parameters by name, formats, and what is refused."""
 
-import argparse
 import os
 import re
 import sys
 
 import pytest
+from test_command_line import parser_of
 
 from jaxpar import viz
 from jaxpar._cli import commands
 
 
-def parser():
-    parsers = argparse.ArgumentParser().add_subparsers()
-    commands.add_parsers(parsers)
-    return parsers.choices["plot"]
-
-
 def run(*words):
-    args = parser().parse_args(words)
+    args = parser_of("plot").parse_args(words)
     return args.run(args)
 
 
@@ -76,7 +70,7 @@ def test_a_reader_that_has_read_enough_is_no_error(tmp_path, monkeypatch, capsys
 
 
 def test_the_help_of_plot_names_what_it_writes(tmp_path):
-    text = " ".join(parser().format_help().split())
+    text = " ".join(parser_of("plot").format_help().split())
     for ending in re.findall(r"\.[a-z]{3,4}\b", text.partition("its ending is the format: ")[2].partition("(")[0]):
         path = tmp_path / f"net{ending}"
         assert run("matrix_factorization", "-o", str(path)) == 0

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec as P
 from kv_model import on_mesh
+from test_compression import name_of
 
 from jaxpar import checkpoint, compression, kv, updaters
 from jaxpar._devices import collectives
@@ -18,14 +19,6 @@ from jaxpar.compression import _base, _sums as compressed
 from jaxpar.compression._base import Grid
 
 # ---- sums as integers
-
-
-def sums_in_order(step, terms):
-    """float32 sums of the rows of -1, 0 and 1, times the step, from left to right."""
-    total = np.zeros(terms.shape[1:], np.float32)
-    for row in terms:
-        total = total + row.astype(np.float32) * np.float32(step)
-    return total
 
 
 @settings(max_examples=60, deadline=None)
@@ -40,7 +33,7 @@ def test_the_code_of_a_sum_gives_it_back_bit_for_bit(step, count, seed, stride):
     terms = rng.choice([-1, 1] if stride == 2 else [-1, 0, 1], size=(count, 64))
     terms[:, :8] = 1  # the largest
     terms[:, 8:32] = np.where(rng.random((count, 24)) < 0.1, -1, 1)
-    total = sums_in_order(step, terms)
+    total = sum(row.astype(np.float32) * np.float32(step) for row in terms)  # from left to right
     if grid.bits == 32:
         return
     codes = np.asarray(grid.encode(jnp.asarray(total)))
@@ -95,10 +88,6 @@ SPECS = [
 LIMITS = collectives.BucketLimits()
 
 
-def name_of(spec):
-    return "-".join(str(value) for value in spec.values())
-
-
 def summed(spec, values, limits=LIMITS, dtype="float32"):
     """The sums of (devices, *shape) values over devices, as each device has them, and the new states."""
     compressor, count = compression.make(spec), values[0].shape[0]
@@ -126,13 +115,8 @@ def decoded(compressor, values):
 
 def expected(spec, values, dtype="float32"):
     """The sum of what each device decodes, added in the order of the devices, on one device."""
-    sums = []
-    for value in decoded(compression.make(spec), [jnp.asarray(v, dtype) for v in values]):
-        total = np.zeros(value.shape[1:], np.float32)
-        for one in np.asarray(value):
-            total = total + one
-        sums.append(total.astype(jnp.dtype(dtype)))
-    return sums
+    each = decoded(compression.make(spec), [jnp.asarray(v, dtype) for v in values])
+    return [sum(np.asarray(value)).astype(jnp.dtype(dtype)) for value in each]
 
 
 def normal(*shapes, count=N, seed=0):

@@ -6,9 +6,9 @@ import signal
 import socket
 import sys
 import textwrap
-import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -308,24 +308,21 @@ def test_a_start_that_failed_is_not_taken_for_one_process(surround, monkeypatch)
 
 def join(*settings, seconds=5.0, job="job"):
     """The client or the error of each (process_id, num_processes), in a thread of its own."""
-    port, results = free_port(), {}
+    port = free_port()
 
-    def run(i, rank, size):
+    def run(rank, size):
         cluster = _environment.Cluster(f"127.0.0.1:{port}", size, rank, "test", job=job)
         try:
-            results[i] = _initialize.join_others(cluster, 5.0, seconds)
+            return _initialize.join_others(cluster, 5.0, seconds)
         except RuntimeError as error:
-            results[i] = str(error)
+            return str(error)
 
-    threads = [threading.Thread(target=run, args=(i, *numbers)) for i, numbers in enumerate(settings)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    for result in results.values():
+    with ThreadPoolExecutor(len(settings)) as threads:
+        results = list(threads.map(run, *zip(*settings, strict=True), timeout=LIMIT))
+    for result in results:
         if isinstance(result, HeartbeatClient):
             result.leave()
-    return [results[i] for i in range(len(settings))]
+    return results
 
 
 def test_all_join():

@@ -27,25 +27,17 @@ def draw(name):
     return plot, plot.pipe("svg", encoding="utf-8")
 
 
-def scan(f, init, xs=None, length=None, reverse=False, **_):
-    """`jax.lax.scan` without a loop, whose body XLA would count once."""
-    length = jax.tree.leaves(xs)[0].shape[0] if length is None else length
-    carry, ys = init, []
-    for step in reversed(range(length)) if reverse else range(length):
-        carry, y = f(carry, jax.tree.map(lambda x, step=step: x[step], xs))
-        ys.append(y)
-    return carry, jax.tree.map(lambda *ys: jax.numpy.stack(ys), *(reversed(ys) if reverse else ys))
-
-
-def fori_loop(lower, upper, body, init, **_):
-    for step in range(lower, upper):
-        init = body(step, init)
-    return init
+def unrolled(loop):
+    return lambda *args, **options: loop(*args, **{**options, "unroll": True})
 
 
 @contextmanager
 def unrolled_loops():
-    with mock.patch("jax.lax.scan", scan), mock.patch("jax.lax.fori_loop", fori_loop):
+    """XLA would count the body of a loop once."""
+    with (
+        mock.patch("jax.lax.scan", unrolled(jax.lax.scan)),
+        mock.patch("jax.lax.fori_loop", unrolled(jax.lax.fori_loop)),
+    ):
         yield
 
 
