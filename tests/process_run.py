@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.experimental import multihost_utils
+from jax.experimental.multihost_utils import process_allgather as gathered
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from several_processes import run_phases
 
@@ -190,10 +190,6 @@ def check_large_scatter():
 
     pushed = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False))(store)
     np.testing.assert_array_equal(kv.pull(pushed, 0), value * sum(range(1, jax.device_count() + 1)))
-
-
-def gathered(array, **options):
-    return multihost_utils.process_allgather(array, **options)
 
 
 def store(folder):

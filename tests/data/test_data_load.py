@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from launched import background, free_port, python
+from launched import background, free_port, python, until
 
 from jaxpar import data
 from jaxpar.data import _load
@@ -58,11 +58,11 @@ def start_loading(folder):
 
 def wait_for_writing(folder, process, already=()):
     """Until a folder that is not among `already` is being written; returns all that are unfinished then."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if {path.parent for path in folder.glob("fashion_mnist/incomplete.*/*")} - set(already):
-            break
-        time.sleep(0.02)
+
+    def is_written():
+        return {path.parent for path in folder.glob("fashion_mnist/incomplete.*/*")} - set(already)
+
+    until(lambda: is_written() or process.poll() is not None, 120)
     return set(folder.glob("fashion_mnist/incomplete.*"))
 
 

@@ -29,9 +29,7 @@ def model_residuals(pushes, threshold=0.5):
     residual = np.zeros(pushes.shape[1:], np.float32)
     for values in pushes:
         residual = residual + values
-        residual = residual - np.select(
-            [residual >= threshold, residual <= -threshold], [np.float32(threshold), np.float32(-threshold)], 0
-        ).astype(np.float32)
+        residual = residual - np.float32(threshold) * np.sign(residual) * (np.abs(residual) >= threshold)
         yield residual
 
 
