@@ -26,7 +26,7 @@ from .._devices.user_mesh import split_like, unsplit
 from ..compression import _start_owner as start_owner
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
 from . import store as stores
-from .store import WHOLE, Arrays, Changes, KVStore, Lists, Rows
+from .store import WHOLE, Arrays, Changes, KVStore, Lists, Rows, Split
 
 _NUMBER = "num_update"  # its name in MXNet
 Pair = tuple[jax.Array, Any]  # a new value and a new state
@@ -46,7 +46,7 @@ def program(updater: Any, compressor: Any) -> Any:
         store = dataclasses.replace(store, updater=updater, compressor=compressor)
         if mesh is None:
             return _at_home(store, push(store, sent, None))
-        specs = jax.tree.map(operator.methodcaller("spec", STORE_AXIS), stores.layout_of_each(store))
+        specs = jax.tree.map(operator.attrgetter("spec"), stores.layout_of_each(store))
         changes = Changes(specs.values, specs.updater_state, specs.residuals)
         # A value without axes comes in the shape (1,), since one in () could not be split. The update reshapes the sum.
         own, args = functools.partial(push, axis_name=STORE_AXIS), (specs, P(STORE_AXIS))
@@ -91,10 +91,10 @@ def axis_size(axis_name: str, what: str) -> int:
 def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
     """The sum of each value over the axis, or this device's (chunk,) of it in kind `sharded`. And its new residuals."""
     kind = stores.KINDS[store.kind]
-    if stores.is_on_mesh(store):  # a mapped axis would give a device parts of them that fit no push
+    if stores.form_of(store) is Split:  # a mapped axis would give a device parts of them that fit no push
         hint = 'push without axis_name, or train by make_train_step(loss_fn, engine="jit")'
         raise ValueError(f"kv.push: values of this store are split over a mesh in their own shapes; {hint}")
-    if stores.is_split(store) and lax.axis_size(axis_name) != stores.shards(store):
+    if stores.form_of(store) is Rows and lax.axis_size(axis_name) != stores.shards(store):
         has = f"the axis {axis_name!r} has {lax.axis_size(axis_name)} devices"
         raise ValueError(f"kv.push: {has}, but this {store.kind!r} store was made for {stores.shards(store)}")
     small = compressed_keys(store, pushed)
@@ -120,7 +120,7 @@ def as_stored(store: KVStore, pushed: Lists) -> Lists:
     for k, values in pushed.items():
         stored = store.values[k]
         values = [v.astype(stored.dtype) for v in values]
-        lists[k] = [unsplit(v) if stores.is_split(store) else split_like(v, stored) for v in values]
+        lists[k] = [unsplit(v) if stores.form_of(store) is Rows else split_like(v, stored) for v in values]
     return lists
 
 
@@ -131,7 +131,7 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
     residuals: dict[int, Any] = {}
     for count in sorted({len(pushed[k]) for k in small}):
         keys = [k for k in pushed if k in small and len(pushed[k]) == count]
-        if stores.is_split(store) and count != stores.shards(store):
+        if stores.form_of(store) is Rows and count != stores.shards(store):
             wanted = f"push one value for each of its {stores.shards(store)} devices, got {count}"
             raise ValueError(f"kv.push: keys {checks.shorten(keys)} are compressed in a {store.kind!r} store; {wanted}")
         stacked = {k: jnp.stack(pushed[k]) for k in keys}
@@ -139,7 +139,7 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
         summed, new = jax.vmap(
             lambda values, own: reduce(dataclasses.replace(store, residuals=own), values, POSITION),
             axis_name=POSITION,
-            out_axes=(0 if stores.is_split(store) else None, 0),
+            out_axes=(0 if stores.form_of(store) is Rows else None, 0),
         )(stacked, held)
         sums |= summed
         residuals |= new
@@ -151,7 +151,7 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
 
 def gather(store: KVStore, parts: Arrays, axis_name: str) -> Arrays:
     """The whole values, out of what every device has of each."""
-    if not stores.is_split(store):
+    if stores.form_of(store) is not Rows:
         return parts
     shapes = stores.shapes_of(store)
     whole = collectives.all_gather(list(parts.values()), [shapes[k] for k in parts], axis_name, store.limits)
@@ -160,7 +160,9 @@ def gather(store: KVStore, parts: Arrays, axis_name: str) -> Arrays:
 
 def own_parts(store: KVStore, values: Arrays, axis_name: str) -> Arrays:
     """What this device stores of whole values: the inverse of `gather`."""
-    return {k: collectives.own_chunk(v, axis_name) for k, v in values.items()} if stores.is_split(store) else values
+    if stores.form_of(store) is not Rows:
+        return values
+    return {k: collectives.own_chunk(v, axis_name) for k, v in values.items()}
 
 
 # Residuals.
@@ -212,7 +214,7 @@ def _start_on_device(store: KVStore, keys: list[int], count: int, device: Any) -
     # Where rows are compressed one by one, each of them has a state of its own.
     compressor, shapes, states = store.compressor, stores.shapes_of(store), dict[int, Any]()
     assert compressor is not None
-    rows = stores.rows_of(store) if stores.is_split(store) and not compressor.linear else {}
+    rows = {} if compressor.linear else stores.rows_of(store)
     for k in keys:
         # The seed separates the random streams of keys and devices.
         seed = jnp.uint32(k % (1 << 32)) * jnp.uint32(0x9E3779B1) + jnp.asarray(device, jnp.uint32)
@@ -241,7 +243,7 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
     pushed = {k: split_like(v, store.values[k]) for k, v in pushed.items()}
     if isinstance(store.updater, TreeOptimizer):
         return _update_tree(store, pushed, loss)
-    if stores.is_split(store):
+    if stores.form_of(store) is Rows:
         rows = stores.rows_of(store)
         pairs = {k: _update_rows(store, k, rows[k], pushed[k]) for k in keys}
     else:
@@ -309,7 +311,7 @@ def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Chang
     # A param without a gradient is left as it is, and its part of the state too. The optimizer sees zeros for it.
     left = {k: jnp.zeros_like(store.values[k]) for k in stores.trained_keys(store) if k not in grads}
     run = functools.partial(store.updater.update, value=loss)
-    if stores.is_split(store) and any(g.ndim > 1 for g in grads.values()):
+    if stores.form_of(store) is Rows and any(g.ndim > 1 for g in grads.values()):
         axes = jax.tree.map(lambda leaf: 0 if leaf.ndim > 1 else None, store.optimizer_state)  # of rows, as the grads
         run = jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))
     before = store.optimizer_state
@@ -362,7 +364,7 @@ def cast_rows(rows: list[sparse.RowSparse], dtype: Any) -> list[sparse.RowSparse
 def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
     """`ValueError` if values are cut into rows and the updater is not elementwise for one of these whole values."""
     # A plain function is checked when it is traced: to trace it here would run its Python once more.
-    if not stores.is_split(store):
+    if stores.form_of(store) is not Rows:
         return
     paths = dict(store.paths)
     for k, value in values.items():

@@ -60,7 +60,7 @@ def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
     for i in range(store.staleness):
         due, ready = pending_at(store, i)
         store = with_changes(store, _apply(store, due, ready, axis_name, send))
-    changes = Changes(pending=jax.tree.map(_zeros_like, store.pending))
+    changes = Changes(pending=jax.tree.map(jnp.zeros_like, store.pending))
     return with_changes(store, changes if is_tracing() else _beside_pending(store, changes))
 
 
@@ -215,15 +215,6 @@ def _devices_of(array: jax.Array) -> tuple[Any, ...]:
 
 
 def _empty(row: Any, staleness: int) -> PendingPushes:
-    home = copies_on(_devices_of(row)) if _is_placed(row) and not spans_processes(row) else None
-    return PendingPushes(tuple(_zeros_like(row) for _ in range(staleness)), jnp.zeros((), jnp.int32, device=home))
-
-
-def _zeros_like(array: Any) -> jax.Array:
-    """Zeros where the array is."""
-    return jnp.zeros(array.shape, array.dtype, device=array.sharding if _is_placed(array) else None)
-
-
-def _is_placed(array: Any) -> bool:
-    """Whether an array is on devices of its own. A tracer and a shape are nowhere."""
-    return isinstance(array, jax.Array) and not is_traced(array) and array.committed
+    is_placed = isinstance(row, jax.Array) and not is_traced(row) and row.committed  # a tracer and a shape are nowhere
+    home = copies_on(_devices_of(row)) if is_placed and not spans_processes(row) else None
+    return PendingPushes(tuple(jnp.zeros_like(row) for _ in range(staleness)), jnp.zeros((), jnp.int32, device=home))

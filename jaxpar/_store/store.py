@@ -19,7 +19,7 @@ from .._core import calls
 from .._core.arrays import Device, is_traced, nbytes, tree_nbytes, without_keys
 from .._core.text import Table, plural
 from .._devices import collectives
-from .._devices.mesh import copies_on, own_copies, put, split_over, to_host
+from .._devices.mesh import STORE_AXIS, copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
 from ..mxnet import _KIND_ALIASES, _STORE_ARGUMENTS, _line_for
 from ..updaters import Updater, accumulate, assign
@@ -65,7 +65,7 @@ _KIND_NAMES = (*KINDS, *_KIND_ALIASES)  # for the command line
 class Whole:
     """A value in its own shape, whole on each device."""
 
-    in_parts: ClassVar[bool] = False  # whether each device has a part of its own, along the first axis
+    spec: ClassVar[PartitionSpec] = PartitionSpec()  # over the devices of a store: whole on each of them
 
     def stored(self, value: jax.Array) -> jax.Array:
         """A whole value as the store holds it."""
@@ -74,10 +74,6 @@ class Whole:
     def whole(self, stored: jax.Array) -> jax.Array:
         """The inverse."""
         return stored
-
-    def spec(self, axis_name: str) -> PartitionSpec:
-        """How it is spread over a mapped axis."""
-        return PartitionSpec(axis_name) if self.in_parts else PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +87,7 @@ class Split(Whole):
 class OfDevices(Whole):
     """What the devices have each of their own: residuals and pending pushes."""
 
-    in_parts = True
+    spec = PartitionSpec(STORE_AXIS)  # each device has a part along the first axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,14 +262,11 @@ def rows_of(store: KVStore) -> dict[int, Rows]:
     return {k: layout for k, layout in store.layouts if isinstance(layout, Rows)}
 
 
-def is_on_mesh(store: KVStore) -> bool:
-    """Whether values are split over a mesh in their own shapes. Then all of them are."""
-    return bool(store.layouts) and isinstance(store.layouts[0][1], Split)
-
-
-def is_split(store: KVStore) -> bool:
-    """Whether values are cut into rows, so that a program on one device sees a part of each only."""
-    return KINDS[store.kind].in_rows and not is_on_mesh(store)
+def form_of(store: KVStore) -> type[Whole]:
+    """How values are kept: `Whole`, as `Rows`, or `Split` over a mesh. Of rows a program on one device sees its own."""
+    if store.layouts and isinstance(store.layouts[0][1], Split):  # then all of them are
+        return Split
+    return Rows if KINDS[store.kind].in_rows else Whole
 
 
 def home(store: KVStore, layout: Whole) -> jax.sharding.Sharding | None:
@@ -288,9 +281,9 @@ def sharding_of(store: KVStore, layout: Whole = WHOLE) -> NamedSharding:
     assert store.devices is not None
     if isinstance(layout, Split):
         return layout.over
-    if is_on_mesh(store):  # what is whole is on the same mesh as the values, which are all split
+    if form_of(store) is Split:  # what is whole is on the same mesh as the values, which are all split
         return NamedSharding(mesh_of_values(store), PartitionSpec())
-    return split_over(store.devices) if layout.in_parts else copies_on(store.devices)
+    return split_over(store.devices) if layout.spec else copies_on(store.devices)
 
 
 def mesh_of_values(store: KVStore) -> Mesh:
@@ -383,7 +376,7 @@ def state_layouts(store: KVStore) -> Any:
     if not jax.tree.leaves(state) or not store.layouts:
         return jax.tree.broadcast(WHOLE, state)
     layouts, specs = dict(store.layouts), specs_of(store)
-    if is_split(store):
+    if form_of(store) is Rows:
         # The optimizer is elementwise: the state of a flat share has an axis where it has a number for each element.
         flat = {k: jax.ShapeDtypeStruct((rows.chunk,), specs[k].dtype) for k, rows in rows_of(store).items()}
         whole, share = (jax.eval_shape(store.updater.init, tree_of(store, params)) for params in (specs, flat))

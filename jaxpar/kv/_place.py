@@ -79,7 +79,7 @@ def place(
     if mesh is not None and devices is not None:
         raise ValueError("kv.place: give mesh= or devices=, not both")
     if mesh is None and sharding is not None:
-        if devices is not None or not stores.is_on_mesh(store):
+        if devices is not None or stores.form_of(store) is not Split:
             raise ValueError("kv.place: sharding= splits values over a mesh; give mesh= with it, not devices=")
         mesh = stores.mesh_of_values(store)
     if mesh is not None:
@@ -92,7 +92,7 @@ def place(
         target = create(store.kind, devices=devices).devices
         if target is None:
             raise ValueError("kv.place: give devices or mesh")
-        if stores.is_on_mesh(store) and target != store.devices:
+        if stores.form_of(store) is Split and target != store.devices:
             hint = "write kv.place(store, mesh=mesh, sharding=rule)"
             raise ValueError(f"kv.place: the values are split over a mesh with other devices; {hint}")
         rows = {k: Rows(layout.shape, len(target)) for k, layout in stores.rows_of(store).items()}
@@ -160,7 +160,8 @@ def partition_specs(store: KVStore, axis_name: str) -> KVStore:
         >>> kv.partition_specs(kv.init(kv.create("device"), 3, jnp.ones(2)), "data").values
         {3: P()}
     """
-    return jax.tree.map(operator.methodcaller("spec", axis_name), stores.layout_of_each(store))
+    layouts = stores.layout_of_each(store)
+    return jax.tree.map(lambda layout: PartitionSpec(axis_name) if layout.spec else PartitionSpec(), layouts)
 
 
 def _with_residuals(store: KVStore, before: dict[int, Any]) -> KVStore:

@@ -19,7 +19,7 @@ from .._core.text import plural
 from .._devices import collectives, mesh
 from .._devices.user_mesh import in_user_mesh, in_user_mesh_now
 from .._store import aggregate, store as stores
-from .._store.store import KVStore
+from .._store.store import KVStore, Rows
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ._create import init
 
@@ -100,7 +100,7 @@ def own_values(store: KVStore, values: list[jax.Array]) -> list[jax.Array]:
 
 def _may_share(store: KVStore) -> bool:
     """Whether `pull_whole` gives arrays of the store itself. Values in rows are gathered, but not frozen ones."""
-    return not stores.is_split(store) or bool(store.frozen)
+    return stores.form_of(store) is not Rows or bool(store.frozen)
 
 
 def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[jax.Array]:

@@ -26,7 +26,7 @@ from .._devices import mesh, processes
 from .._devices.mesh import assemble, copies_on, put, spans_processes, split_over, to_host
 from .._devices.user_mesh import in_user_mesh_now
 from .._store import aggregate, queue, store as stores
-from .._store.store import Changes, KVStore, Lists
+from .._store.store import Changes, KVStore, Lists, Rows, Split
 from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
 from ._create import signature
@@ -213,7 +213,7 @@ def _check_tree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
         return
     needs_all = "the optimizer of this store sees the whole pytree"
     per_key = "make the store with updater=jp.updaters.from_optax(tx), which keeps one state a key"
-    also = ", and without mesh= and sharding=" if stores.is_on_mesh(store) else ""
+    also = ", and without mesh= and sharding=" if stores.form_of(store) is Split else ""
     for keys, fault in (
         (rows, f"a RowSparse is a part of a value, and {needs_all}; {per_key}{also}"),
         (trained - pushed.keys(), f"nothing is pushed to them, and {needs_all}; push all at once, or {per_key}"),
@@ -263,7 +263,7 @@ def _push_here(store: KVStore, pushed: Lists) -> Changes:
     if devices is not None and not stores.KINDS[store.kind].on_one_device and store.devices in (None, devices):
         # Of a large value each device has a copy. In one memory one device does the work of all.
         large = {k for k in pushed if store.values[k].nbytes >= mesh.LARGE}
-        if stores.is_split(store) or not large or not mesh.one_memory(devices):
+        if stores.form_of(store) is Rows or not large or not mesh.one_memory(devices):
             large = set[int]()
         large -= aggregate.compressed_keys(store, large)
         ways: list[tuple[Way, list[int]]] = [
@@ -274,7 +274,7 @@ def _push_here(store: KVStore, pushed: Lists) -> Changes:
         # Where values are split over a mesh their shardings differ, and one program over the mesh has all keys.
         keys_at: dict[Sharding | None, list[int]] = {}
         for k in pushed:
-            keys_at.setdefault(None if stores.is_on_mesh(store) else _target(store, k), []).append(k)
+            keys_at.setdefault(None if stores.form_of(store) is Split else _target(store, k), []).append(k)
         ways = [(functools.partial(_push_at_home, devices), keys) for keys in keys_at.values()]
     parts: list[Changes] = []
     for way, keys in ways:
@@ -313,7 +313,7 @@ def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
     """The devices in their order, if each key has one value on each of the same several ones."""
     shardings = [[v.sharding for v in values] for values in pushed.values()]
     first = shardings[0]
-    if len(first) < 2 or stores.is_on_mesh(store) or {type(s) for s in first} != {SingleDeviceSharding}:
+    if len(first) < 2 or stores.form_of(store) is Split or {type(s) for s in first} != {SingleDeviceSharding}:
         return None
     devices = tuple([next(iter(s.device_set)) for s in first])
     is_same = shardings.count(first) == len(shardings) and len(set(devices)) == len(devices)
@@ -322,7 +322,7 @@ def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
 
 def _target(store: KVStore, key: int) -> Sharding:
     """Where the values of a key are sent that the devices which push do not sum themselves."""
-    if stores.is_split(store):
+    if stores.form_of(store) is Rows:
         assert store.devices is not None
         return copies_on(store.devices)
     return store.values[key].sharding
@@ -360,9 +360,9 @@ def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int
 def _push_over(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
     """A program over these devices sums what each of them pushed. Those of this process have one value of each key."""
     along, values, states = split_over(devices), store.values, store.updater_state
-    if not stores.is_split(store):
-        values, states = _move((values, states), copies_on(devices))
-    residuals = _move(store.residuals, along)
+    if stores.form_of(store) is not Rows:
+        values, states = put((values, states), copies_on(devices))
+    residuals = put(store.residuals, along)
     store = dataclasses.replace(store, values=values, updater_state=states, residuals=residuals)
     # The arrays of the devices become one array over them, without a copy. Buckets are made inside of the program.
     sent: Lists = {}
@@ -389,15 +389,10 @@ def _push_at_home(devices: Devices | None, run: Any, store: KVStore, pushed: Lis
 def _push_on_first(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
     """The first device sums and updates in a memory that all of them share. The others share its results."""
     # So one device does the work of all for large values, of which each device has a copy.
-    values, states = _move((store.values, store.updater_state), SingleDeviceSharding(devices[0]))
+    values, states = put((store.values, store.updater_state), SingleDeviceSharding(devices[0]))
     store = dataclasses.replace(store, values=values, updater_state=states)
     leaves, structure = jax.tree.flatten(_push_at_home(devices, run, store, pushed))
     return structure.unflatten(mesh.share_or_put(leaves, copies_on(devices)))
-
-
-def _move(tree: Any, sharding: Sharding) -> Any:
-    """The arrays on `sharding`'s devices. What is there already stays."""
-    return tree if {leaf.sharding for leaf in jax.tree.leaves(tree)} <= {sharding} else put(tree, sharding)
 
 
 # An updater that runs after the sums.
@@ -406,13 +401,14 @@ def _move(tree: Any, sharding: Sharding) -> Any:
 def _update_by(store: KVStore, summed: Changes) -> Changes:
     """The changes by a Python function, or by an optimizer that sees the whole pytree, where the sums are."""
     sums = summed.values
-    beside = {k: _move(store.values[k], v.sharding) for k, v in sums.items()}
-    store = dataclasses.replace(store, values=store.values | beside)
+    # What is there already may be uncommitted, and stays so.
+    moved = {k: put(store.values[k], v.sharding) for k, v in sums.items() if store.values[k].sharding != v.sharding}
+    store = dataclasses.replace(store, values=store.values | moved)
     if not isinstance(store.updater, TreeOptimizer):
         return aggregate.update(store, sums)._replace(residuals=summed.residuals)
-    state = store.optimizer_state
-    if not store.layouts:
-        state = _move(state, next(iter(sums.values())).sharding)
+    state, where = store.optimizer_state, next(iter(sums.values())).sharding
+    if not store.layouts and any(leaf.sharding != where for leaf in jax.tree.leaves(state)):
+        state = put(state, where)
     bare = {"updater": None, "compressor": None, "updater_state": {}, "residuals": {}, "pending": {}}
     part = dataclasses.replace(store, optimizer_state=state, **bare)
     lists = {k: [v] for k, v in sorted(sums.items())}
@@ -428,8 +424,8 @@ def _push_rows(
     """What a push of rows changes, `across` all processes or in this one. It makes no residuals."""
     apart, dense = "keep this table in a separate store", "push dense values, or use kind 'dist_sync'"
     for is_refused, reason in (
-        (stores.is_on_mesh(store), f"values are split over a mesh and take no RowSparse; {apart} without mesh="),
-        (stores.is_split(store), f"a store of kind {store.kind!r} takes none; use kind 'device' or 'local'"),
+        (stores.form_of(store) is Split, f"values are split over a mesh and take no RowSparse; {apart} without mesh="),
+        (stores.form_of(store) is Rows, f"a store of kind {store.kind!r} takes none; use kind 'device' or 'local'"),
         (store.compressor, f"gradient compression does not take a RowSparse, as in MXNet; {apart}"),
         (store.staleness, f"a store of staleness {store.staleness} cannot delay it; {dense}"),
     ):
