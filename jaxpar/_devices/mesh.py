@@ -206,20 +206,15 @@ def check_not_donated(state: Any, where: str) -> None:
 
 def zeros_if_donated(state: Any) -> Any:
     """The pytree with zeros in place of donated arrays, as a template to restore a checkpoint into."""
-    return jax.tree.map(lambda leaf: _zeros_like(leaf) if _is_deleted(leaf) else leaf, state)
+
+    def zeros(leaf: jax.Array) -> jax.Array:
+        return jax.device_put(jnp.zeros_like(leaf), leaf.sharding)  # random keys need `device_put`
+
+    return jax.tree.map(lambda leaf: zeros(leaf) if _is_deleted(leaf) else leaf, state)
 
 
 def _is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
-
-
-def _zeros_like(leaf: jax.Array) -> jax.Array:
-    """Zeros of the same shape, dtype and sharding. The values are not read."""
-    if not is_prng_key(leaf):
-        return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-    bits = jax.eval_shape(jax.random.key_data, leaf)
-    key = jax.random.wrap_key_data(jnp.zeros(bits.shape, bits.dtype), impl=jax.random.key_impl(leaf))
-    return jax.device_put(key, leaf.sharding)
 
 
 def own_copies(tree: Any) -> Any:

@@ -35,22 +35,19 @@ _END: Any = object()
 
 def on_own_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     """The function, run outside of the user's mesh on arrays without its types."""
-    return _outside(fn, has_typed_result=False)
-
-
-def in_user_mesh(fn: Callable[Args, Result]) -> Callable[Args, Result]:
-    """As `on_own_mesh`, and the arrays of the result are of the user's mesh."""
-    return _outside(fn)
+    return in_user_mesh(fn, has_typed_result=False)
 
 
 def in_user_mesh_now(fn: Callable[Args, Result]) -> Callable[Args, Result]:
     """As `in_user_mesh`, and computed as at the prompt where no argument is traced, inside of a `jit` too."""
-    return _outside(fn, is_now=True)
+    return in_user_mesh(fn, is_now=True)
 
 
-def _outside(
+def in_user_mesh(
     fn: Callable[Args, Result], *, has_typed_result: bool = True, is_now: bool = False
 ) -> Callable[Args, Result]:
+    """As `on_own_mesh`, and the arrays of the result are of the user's mesh."""
+
     @functools.wraps(fn)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if is_now and is_tracing() and not is_traced((args, kwargs)):

@@ -154,7 +154,6 @@ class Server:
         # A plain function as updater may do what cannot be traced, such as counting its calls.
         can_compile = isinstance(self._store.updater, Updater)
         self._update = jax.jit(self._push, donate_argnums=0) if can_compile else self._push
-        self._version = 0
         self._pushes: collections.Counter[int] = collections.Counter()
         self._staleness: collections.Counter[int] = collections.Counter()
 
@@ -165,14 +164,13 @@ class Server:
         """Update with the gradients of one worker, computed with an earlier version of the parameters."""
         if self._keys:
             self._store = self._update(self._store, values)
-        self._staleness[self._version - version] += 1
+        self._staleness[self._pushes.total() - version] += 1
         self._pushes[worker] += 1
-        self._version += 1
 
     def pull(self) -> tuple[int, list[np.ndarray]]:
         """The version, which is the number of pushes, and the pieces as copies."""
         # Copies: the next push donates the buffers of these.
-        return self._version, [np.array(self._store.values[k]) for k in self._keys]
+        return self._pushes.total(), [np.array(self._store.values[k]) for k in self._keys]
 
     def status(self) -> dict[str, Any]:
         return {"pushes": dict(self._pushes), "staleness": dict(sorted(self._staleness.items()))}

@@ -457,16 +457,13 @@ def _sum_over_processes(rows: list[sparse.RowSparse], dtype: Any) -> sparse.RowS
     own = jax.device_put(aggregate.cast_rows(rows, dtype), leaders[jax.process_index()])
     most = max(map(int, processes.exchange(str(sum(r.indices.shape[0] for r in own)))))
     mine = sparse.add(own, size=1 << (most - 1).bit_length() if most else 1)  # few sizes, so few programs
-    ours = [assemble([leaf], split_over(leaders)) for leaf in (mine.indices, mine.values)]
-    indices, values = mesh.run_by_itself(_sum_program(leaders, mine.shape), *ours)
-    return sparse.RowSparse(indices.addressable_data(0), values.addressable_data(0), mine.shape)
+    ours = jax.tree.map(lambda leaf: assemble([leaf], split_over(leaders)), mine)
+    total = mesh.run_by_itself(_sum_program(leaders), ours)
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), total)
 
 
 @functools.lru_cache(maxsize=64)
-def _sum_program(devices: Any, shape: tuple[int, ...]) -> Any:
-    def body(indices: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        total = sparse.allreduce(sparse.RowSparse(indices, values, shape), mesh.STORE_AXIS)
-        return total.indices, total.values
-
+def _sum_program(devices: Devices) -> Any:
+    total = functools.partial(sparse.allreduce, axis_name=mesh.STORE_AXIS)
     over, along = mesh.mesh_of(devices), P(mesh.STORE_AXIS)
-    return jax.jit(jax.shard_map(body, mesh=over, in_specs=(along, along), out_specs=P(), check_vma=False))
+    return jax.jit(jax.shard_map(total, mesh=over, in_specs=along, out_specs=P(), check_vma=False))

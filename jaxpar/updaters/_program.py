@@ -36,7 +36,7 @@ from .._core import checks
 from .._core.arrays import Recent, is_traced
 from .._devices.collectives import chunk_size
 from .._devices.user_mesh import outside_mesh
-from ._updaters import TreeOptimizer, Updater, accumulate, assign, program_of
+from ._updaters import TreeOptimizer, Updater, accumulate, assign, first_line, program_of
 
 Spec = jax.ShapeDtypeStruct
 
@@ -93,7 +93,7 @@ def fault(
     # An updater that raises on both forms of one key is not judged, unless `judges_all`. It raises on every push.
     whole, part = _trace(updater, keys, value), _trace(updater, keys, share)
     if isinstance(whole, Exception) and isinstance(part, Exception) and len(keys) == 1:
-        return f"the updater fails ({_first_line(whole)})" if judges_all else None
+        return f"the updater fails ({first_line(whole)})" if judges_all else None
     laid_out = None if rows is None else _trace(updater, keys, rows, with_update=False)
     try:
         return _difference(whole, part) or (laid_out and _difference(whole, laid_out))
@@ -133,7 +133,7 @@ def _difference(whole: _Traces | Exception, part: _Traces | Exception) -> str | 
     """How the two differ, in words. `NotElementwise` if one of them breaks the rule."""
     for form, name in ((whole, "the whole value"), (part, "a share of it")):
         if isinstance(form, Exception):
-            return f"the updater fails on {name} only ({_first_line(form)})"
+            return f"the updater fails on {name} only ({first_line(form)})"
     assert isinstance(whole, _Traces)
     assert isinstance(part, _Traces)
     specs = jax.tree.leaves(whole.value)
@@ -147,10 +147,6 @@ def _difference(whole: _Traces | Exception, part: _Traces | Exception) -> str | 
         extents = [*values, *state, *values]
         reason = _other_program(read(whole.update, extents), read(part.update, extents))
     return None if reason is None else f"the updater is not the same program for {both}: {reason}"
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def _other_state(whole: _Traces, part: _Traces) -> str | None:

@@ -65,7 +65,7 @@ def stateless(fn: UpdateFn) -> Updater:
         >>> updater.update(3, jnp.ones(2), (), jnp.ones(2))[0].tolist()
         [3.0, 3.0]
     """
-    _check_takes(fn, _PLAIN, "updaters.stateless: the function")
+    _check_takes(fn, _PLAIN, "updaters.stateless: the function", _OTHERS)
     return Updater(_no_state, _Stateless(fn))
 
 
@@ -129,11 +129,7 @@ def couples_keys(tx: optax.GradientTransformation) -> bool:
 
 
 _PLAIN = ("key", "pushed", "stored")
-_WITH_STATE = ("key", "pushed", "state", "stored")
-_HINTS: dict[tuple[str, ...], str] = {
-    _PLAIN: "one with a state is jp.updaters.Updater(init, update), and kv.set_optimizer takes an optax transform",
-    _WITH_STATE: "one without a state is jp.updaters.stateless(fn)",
-}
+_OTHERS = "; one with a state is jp.updaters.Updater(init, update), and kv.set_optimizer takes an optax transform"
 
 
 def check_updater(updater: Any, where: str) -> None:
@@ -141,19 +137,20 @@ def check_updater(updater: Any, where: str) -> None:
     # A function that Python cannot inspect is taken.
     if isinstance(updater, Updater):
         _check_takes(updater.init, ("key", "value"), f"{where}: Updater.init")
-        _check_takes(updater.update, _WITH_STATE, f"{where}: Updater.update")
+        hint = "; one without a state is jp.updaters.stateless(fn)"
+        _check_takes(updater.update, ("key", "pushed", "state", "stored"), f"{where}: Updater.update", hint)
     else:
-        _check_takes(updater, _PLAIN, f"{where}: an updater")
+        _check_takes(updater, _PLAIN, f"{where}: an updater", _OTHERS)
 
 
-def _check_takes(fn: Any, names: tuple[str, ...], what: str) -> None:
+def _check_takes(fn: Any, names: tuple[str, ...], what: str, hint: str = "") -> None:
     shown, first = getattr(fn, "__name__", type(fn).__name__), ""
     with contextlib.suppress(TypeError, ValueError):  # a function that Python cannot inspect
         first = next(iter(inspect.signature(fn).parameters), "")
     if first == "learning_rate":
         called = f"{what} is called with ({', '.join(names)})"
         raise TypeError(f"{called}, but {shown} makes one; call it first, {shown}(0.1)")
-    calls.check_takes(fn, names, what, f"; {_HINTS[names]}" if names in _HINTS else "")
+    calls.check_takes(fn, names, what, hint)
 
 
 def program_of(updater: Updater, key: int) -> Any:
@@ -179,6 +176,11 @@ class _Place:
     """Stands in a pytree for a param. It has no leaves, so functions that map over the params copy it."""
 
     key: int
+
+
+def first_line(error: Exception) -> str:
+    """An error of an optimizer's own in one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 class UnknownOwners(Exception):
@@ -255,8 +257,7 @@ class TreeOptimizer:
         except UnknownOwners:
             raise
         except Exception as error:  # any error is the optimizer's own
-            first = str(error).strip().partition("\n")[0][:200]
-            raise UnknownOwners(f"its init does not map over the params: {type(error).__name__}: {first}") from error
+            raise UnknownOwners(f"its init does not map over the params: {first_line(error)}") from error
         return found
 
     def evaluated(self, state: Any, params: Tree) -> Tree:
