@@ -86,16 +86,7 @@ class NameRules:
         """The position of the first pattern that matches, or None."""
         return next((i for i, (pattern, _) in enumerate(self.patterns) if fnmatch.fnmatchcase(path, pattern)), None)
 
-    def check_paths(self, paths: Sequence[str]) -> None:
-        """`ValueError` for a pattern that decides for no parameter."""
-        decisive = {self.first_match(path) for path in paths}
-        for i, (pattern, chosen) in enumerate(self.patterns):
-            if i not in decisive:
-                raise ValueError(f"parallel.sharding_rules: pattern {pattern!r} {self._idle(i, paths)}")
-            check_rule_paths(chosen, [path for path in paths if self.first_match(path) == i])
-        check_rule_paths(self.default, [path for path in paths if self.first_match(path) is None])
-
-    def _idle(self, place: int, paths: Sequence[str]) -> str:
+    def why_idle(self, place: int, paths: Sequence[str]) -> str:
         """The reason why a pattern decides for no parameter."""
         pattern = self.patterns[place][0]
         if matched := [path for path in paths if fnmatch.fnmatchcase(path, pattern)]:
@@ -209,8 +200,14 @@ def sharding_rules(
 
 def check_rule_paths(rule: object, paths: Sequence[str]) -> None:
     """`ValueError` if a pattern of the rule decides for no parameter."""
-    if isinstance(rule, NameRules):
-        rule.check_paths(paths)
+    if not isinstance(rule, NameRules):
+        return
+    matches = [rule.first_match(path) for path in paths]
+    for i, (pattern, chosen) in enumerate(rule.patterns):
+        if i not in matches:
+            raise ValueError(f"parallel.sharding_rules: pattern {pattern!r} {rule.why_idle(i, paths)}")
+        check_rule_paths(chosen, [path for path, match in zip(paths, matches, strict=True) if match == i])
+    check_rule_paths(rule.default, [path for path, match in zip(paths, matches, strict=True) if match is None])
 
 
 def _check_chosen(chosen: object, what: str) -> None:
