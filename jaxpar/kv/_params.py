@@ -102,17 +102,17 @@ def from_params(
     paths = [path_name(path) for path, _ in leaves]
     _check_apart(leaves, paths)
     # Before the first use of JAX, since a kind `dist_*` joins the other processes.
-    store = dataclasses.replace(create(kind, devices=devices, staleness=staleness), paths=tuple(enumerate(paths)))
+    store = create(kind, devices=devices, staleness=staleness)
+    store = dataclasses.replace(store, paths=tuple(enumerate(paths)), treedef=treedef)
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     store = dataclasses.replace(store, frozen=_frozen_keys(frozen, params, paths, values))
-    chosen = mesh if mesh is not None else _mesh_for(store, values, treedef, sharding, optimizer)
+    chosen = mesh if mesh is not None else _mesh_for(store, values, sharding, optimizer)
     if chosen is not None:
         if sharding is None and stores.KINDS[store.kind].in_rows and not _split_shardings(values):
             sharding = default_rule(store, chosen)
         layouts = split_layouts(store, range(len(values)), params, chosen, sharding, "kv.from_params")
         store = dataclasses.replace(store, devices=tuple(chosen.devices.flat), layouts=layouts)
     store = init(store, list(range(len(values))), values)
-    store = dataclasses.replace(store, treedef=treedef)
     if optimizer is not None:
         return set_optimizer(store, optimizer)
     return store if updater is None else set_updater(store, updater)
@@ -157,7 +157,7 @@ def _check_params(params: Any) -> None:
         raise ValueError("kv.from_params: params is None, so there is nothing to train; give a pytree of arrays")
 
 
-def _mesh_for(store: KVStore, values: Sequence[jax.Array], treedef: Any, sharding: Any, optimizer: Any) -> Mesh | None:
+def _mesh_for(store: KVStore, values: Sequence[jax.Array], sharding: Any, optimizer: Any) -> Mesh | None:
     """The mesh over which values are split in their own shapes. None: there is none."""
     given = [s for s in jax.tree.leaves(sharding) if isinstance(s, NamedSharding)]
     if found := given or _split_shardings(values):
@@ -170,7 +170,7 @@ def _mesh_for(store: KVStore, values: Sequence[jax.Array], treedef: Any, shardin
         return None
     assert store.devices is not None
     specs: Any = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in enumerate(values)}
-    trained = stores.tree_of(dataclasses.replace(store, values=specs, treedef=treedef), specs)
+    trained = stores.tree_of(dataclasses.replace(store, values=specs), specs)
     try:
         updaters._check_elementwise_tree(updaters._TreeOptimizer(optimizer), trained, len(store.devices), "")
     except ValueError:  # it cannot be given shares of the params

@@ -265,17 +265,15 @@ def _residuals(store: KVStore, like: KVStore, saved: dict[int, Saved], remarks: 
         raise ValueError(f"{found}, but the store of `like` compresses nothing; use kv.set_gradient_compression on it")
     residuals, new = dict[int, Any](), list[int]()
     for k in sorted({*like.residuals, *saved}):
-        own, held = saved.get(k, {}), jax.tree.leaves(like.residuals.get(k))
-        rows = next((np.shape(array)[:1] for _, array in own.values()), ())
+        own = {name: array for name, (_, array) in saved.get(k, {}).items()}
+        held = jax.tree.leaves(like.residuals.get(k))
+        rows = next((array.shape[:1] for array in own.values()), ())
         count = held[0].shape[0] if held else len(store.devices) if store.devices else max(1, *rows)
         fresh = aggregate.start_residuals(store, [k], count)[k]
-        expected = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(fresh)}
-        found = {name: (tuple(r["shape"]), r["dtype"]) for name, (r, _) in own.items()}
-        fits = found == {name: (leaf.shape, str(leaf.dtype)) for name, leaf in expected.items()}
-        new += [] if fits else [k]
+        found, expected = ({name: (x.shape, x.dtype) for name, x in state.items()} for state in (own, fresh))
+        new += [] if found == expected else [k]
         sharding = held[0].sharding if held else split_over(store.devices) if store.devices else None
-        leaves = [own[name][1] if fits else np.asarray(leaf) for name, leaf in expected.items()]
-        residuals[k] = put(jax.tree.structure(fresh).unflatten(leaves), sharding)
+        residuals[k] = put(own if found == expected else jax.tree.map(np.asarray, fresh), sharding)
     if new:
         remarks.append(f"residuals of keys {checks.shorten(new)} start anew: other devices, or another compressor")
     return residuals
