@@ -26,6 +26,16 @@ def grads(rng, devices, shapes=SHAPES):
     return each, [put(xs, devices) for xs in each]
 
 
+def test_arrays_that_are_there_already_stay_and_one_on_a_single_device_is_committed():
+    devices = tuple(jax.devices()[:2])
+    tree = {"there": jax.device_put(np.ones(2), mesh.copies_on(devices))}
+    assert mesh.put(tree, mesh.copies_on(devices)) is tree
+    assert len(mesh.put(tree, mesh.copies_on(devices[:1]))["there"].sharding.device_set) == 1
+    loose = jnp.ones(2)
+    assert not loose.committed
+    assert mesh.put(loose, loose.sharding).committed
+
+
 def test_a_value_is_seen_on_another_device_without_a_copy():
     first, second = jax.devices()[:2]
     value = jax.device_put(jnp.arange(1 << 18, dtype=jnp.float32), first)
