@@ -266,8 +266,7 @@ def eval_params(store: KVStore, *, copy: bool = True) -> Any:
     params = to_params(store, copy=copy)
     if not isinstance(store.updater, updaters._TreeOptimizer) or not updaters._averages(store.optimizer_state):
         return params
-    leaves = jax.tree.leaves(params)
+    leaves, structure = jax.tree.flatten(params)
     trained = stores.tree_of(store, dict(enumerate(leaves)))
     found = stores.by_key(store, store.updater.evaluated(stores.whole_state(store), trained))
-    assert store.treedef is not None
-    return store.treedef.unflatten([found.get(k, leaf) for k, leaf in enumerate(leaves)])
+    return structure.unflatten([found.get(k, leaf) for k, leaf in enumerate(leaves)])

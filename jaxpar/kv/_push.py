@@ -322,10 +322,7 @@ def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
 
 def _target(store: KVStore, key: int) -> Sharding:
     """Where the values of a key are sent that the devices which push do not sum themselves."""
-    if stores.form_of(store) is Rows:
-        assert store.devices is not None
-        return copies_on(store.devices)
-    return store.values[key].sharding
+    return stores.sharding_of(store) if stores.form_of(store) is Rows else store.values[key].sharding
 
 
 def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int]) -> Changes:
@@ -335,10 +332,8 @@ def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int
     updater = store.updater if isinstance(store.updater, Updater) else assign
     shared = updater in (assign, accumulate) or not getattr(updater.update, "uses_key", True)
     numbers, layouts = {k: n if shared else k for n, k in enumerate(pushed)}, dict(store.layouts)
-    residuals: dict[int, Any] = {}
-    if store.compressor is not None:
-        compressed = aggregate.compressed_keys(store, counts)
-        residuals = aggregate.residuals_for(store, {k: n for k, n in counts.items() if k in compressed})
+    small = aggregate.compressed_keys(store, counts)
+    residuals = aggregate.residuals_for(store, {k: n for k, n in counts.items() if k in small}) if small else {}
     part = KVStore(
         {n: store.values[k] for k, n in numbers.items()},
         {n: store.updater_state[k] for k, n in numbers.items()},
