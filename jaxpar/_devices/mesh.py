@@ -74,6 +74,17 @@ def are_on(tree: Any, devices: Sequence[Device]) -> bool:
     return in_order <= {tuple(devices)} and {frozenset(s.device_set) for s in shardings} <= {frozenset(devices)}
 
 
+def one_on_each(lists: Iterable[Sequence[jax.Array]]) -> tuple[Device, ...] | None:
+    """The devices in their order, if each list has one array on each of the same several ones."""
+    shardings = [[array.sharding for array in arrays] for arrays in lists]
+    first = shardings[0]
+    if len(first) < 2 or {type(s) for s in first} != {SingleDeviceSharding}:
+        return None
+    devices = tuple([next(iter(s.device_set)) for s in first])
+    is_same = shardings.count(first) == len(shardings) and len(set(devices)) == len(devices)
+    return devices if is_same else None
+
+
 def assemble(shards: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
     """Make one array from this process's arrays, one on each device: stacked, or replicated. Copies nothing."""
     shape = shards[0].shape

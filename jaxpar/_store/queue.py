@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding
 
 from .._core.arrays import is_traced, is_tracing
-from .._devices.mesh import are_on, assemble, copies_on, spans_processes, split_over, to_host
+from .._devices.mesh import are_on, assemble, copies_on, one_on_each, spans_processes, split_over, to_host
 from . import aggregate
 from .store import Arrays, Changes, KVStore, Lists, shapes_of, with_changes
 
@@ -158,13 +158,10 @@ def regroup(held: PendingPushes, count: int) -> PendingPushes:
 def _stack(store: KVStore, key: int, values: Sequence[jax.Array]) -> jax.Array:
     """(n, *shape): each row stays on its device if these are different ones, those of the store if it has some."""
     # Else all go to the devices of the stored value, or to the first one that pushes if that value is anywhere.
-    stored = store.values[key]
-    shardings = [v.sharding for v in values]
-    devices = tuple(next(iter(s.device_set)) for s in shardings)
-    single = all(isinstance(s, SingleDeviceSharding) for s in shardings)
-    if len(values) > 1 and single and len(set(devices)) == len(values) and store.devices in (None, devices):
+    stored, devices = store.values[key], one_on_each([values])
+    if devices is not None and store.devices in (None, devices):
         return assemble([_stack_rows([v], stored.dtype) for v in values], split_over(devices))
-    home = copies_on(_devices_of(stored)) if stored.committed and not spans_processes(stored) else shardings[0]
+    home = copies_on(_devices_of(stored)) if stored.committed and not spans_processes(stored) else values[0].sharding
     return _stack_rows([v if v.sharding == home else jax.device_put(v, home) for v in values], stored.dtype)
 
 

@@ -259,8 +259,9 @@ def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
 
 def _push_here(store: KVStore, pushed: Lists) -> Changes:
     """What a push by this process changes."""
-    devices = _pushing_devices(store, pushed)
-    if devices is not None and not stores.KINDS[store.kind].on_one_device and store.devices in (None, devices):
+    devices = mesh.one_on_each(pushed.values())
+    is_on_each = stores.form_of(store) is not Split and not stores.KINDS[store.kind].on_one_device
+    if devices is not None and is_on_each and store.devices in (None, devices):
         # Of a large value each device has a copy. In one memory one device does the work of all.
         large = {k for k in pushed if store.values[k].nbytes >= mesh.LARGE}
         if stores.form_of(store) is Rows or not large or not mesh.one_memory(devices):
@@ -307,17 +308,6 @@ def _push_across(store: KVStore, pushed: Lists) -> Changes:
     totals = {k: [put(v.addressable_data(0), store.values[k].sharding)] for k, v in summed.values.items()}
     changes = _push_here(dataclasses.replace(store, compressor=None, residuals={}), totals)
     return changes._replace(residuals=summed.residuals)
-
-
-def _pushing_devices(store: KVStore, pushed: Lists) -> Devices | None:
-    """The devices in their order, if each key has one value on each of the same several ones."""
-    shardings = [[v.sharding for v in values] for values in pushed.values()]
-    first = shardings[0]
-    if len(first) < 2 or stores.form_of(store) is Split or {type(s) for s in first} != {SingleDeviceSharding}:
-        return None
-    devices = tuple([next(iter(s.device_set)) for s in first])
-    is_same = shardings.count(first) == len(shardings) and len(set(devices)) == len(devices)
-    return devices if is_same else None
 
 
 def _target(store: KVStore, key: int) -> Sharding:
