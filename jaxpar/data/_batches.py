@@ -121,23 +121,6 @@ class Split:
         return count if self.virtual_shards is None else collectives.padded_rows(count, self.virtual_shards, self.parts)
 
 
-def split_of(
-    devices: Sequence[Device] | None, axis_name: str, sharding: Any, virtual_shards: int | None, where: str
-) -> Split:
-    """The split for the options of `data.batches`."""
-    split, axis_name = Split(), checks.text(axis_name, where, "axis_name")
-    if sharding is not None and devices is not None:
-        raise ValueError(f"{where}: give devices or a sharding, not both; a sharding has the devices of its mesh")
-    if sharding is not None:
-        split = _split_of_sharding(check_sharding(sharding, where), where)
-    elif devices is not None:
-        chosen = checks.devices(devices, where)
-        split = Split(NamedSharding(Mesh(np.array(chosen), (axis_name,)), P(axis_name)), len(chosen))
-    if virtual_shards is None or checks.whole_number(virtual_shards, where, "virtual_shards") % split.parts == 0:
-        return split  # whole shards fit each part, so nothing is padded
-    return dataclasses.replace(split, virtual_shards=int(virtual_shards))
-
-
 def _split_of_sharding(given: NamedSharding, where: str) -> Split:
     spec, mesh = given.spec, given.mesh
     if any(spec[1:]):  # images and labels have no other axis in common
@@ -319,14 +302,22 @@ def plan_batches(
     virtual_shards: int | None = None,
 ) -> Plan:
     """Batches of `size` examples. Options and errors are as in `data.batches`; `where` begins the messages."""
-    split = split_of(devices, axis_name, sharding, virtual_shards, where)
+    split, axis_name = Split(), checks.text(axis_name, where, "axis_name")
+    if sharding is not None and devices is not None:
+        raise ValueError(f"{where}: give devices or a sharding, not both; a sharding has the devices of its mesh")
+    if sharding is not None:
+        split = _split_of_sharding(check_sharding(sharding, where), where)
+    elif devices is not None:
+        chosen = checks.devices(devices, where)
+        split = Split(NamedSharding(Mesh(np.array(chosen), (axis_name,)), P(axis_name)), len(chosen))
     batch_size = checks.whole_number(batch_size, where, "batch_size")
-    rest = 0 if drop_remainder else size % batch_size
-    parts = split.parts
-    if virtual_shards is not None:  # a padding makes the shares even
-        parts = 1
+    rest, parts = 0 if drop_remainder else size % batch_size, split.parts
+    if virtual_shards is not None:
+        virtual_shards = checks.whole_number(virtual_shards, where, "virtual_shards")
         checks.even_share(batch_size, virtual_shards, where, of="virtual shards")
         checks.even_share(rest, virtual_shards, where, of="virtual shards")
+        if virtual_shards % parts:  # no part has whole shards alone, and a padding makes the shares even
+            split, parts = dataclasses.replace(split, virtual_shards=virtual_shards), 1
     checks.even_share(batch_size, parts, where)
     checks.whole_batch(size, batch_size if drop_remainder else 1, where, ", or drop_remainder=False")
     if rest % parts:

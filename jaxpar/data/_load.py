@@ -68,7 +68,9 @@ def load(
         ValueError: the name, split or source is unknown, or a file or data set is damaged. The message names it.
     """
     checks.choice(source, "data.load", "source", _SOURCES)
-    folder = files.as_path(data_dir, "data.load: data_dir").expanduser() if data_dir is not None else default_data_dir()
+    if data_dir is None:
+        data_dir = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"  # TFDS reads it once, at import
+    folder = files.as_path(data_dir, "data.load: data_dir").expanduser()
     found, idx_files = _find(name, folder, source)
     if found != "prepared" and prepared_dir(name, folder) is None:
         try:
@@ -96,7 +98,7 @@ def _find(name: str, folder: Path, source: str) -> tuple[str, Path | None]:
     places = {"files": Path(given).expanduser()} if given else {}
     for word, place in {**places, "debian": DEBIAN_DIR}.items():
         if name == "fashion_mnist" and source in ("auto", word):
-            missing = missing_idx(place)
+            missing = [file for file in OFFICIAL if not (place / file).is_file()]
             if not missing:
                 return word, place
             if source == word or len(missing) < len(OFFICIAL):  # some of them are there, so the folder was meant
@@ -126,11 +128,6 @@ def _tfds() -> Any:
     # TFDS recommends OpenCV at the first image, on standard error. Decoded copies make that advice useless.
     logging.getLogger("absl").addFilter(lambda record: not str(record.msg).startswith("OpenCV is not installed"))
     return tfds
-
-
-def default_data_dir() -> Path:
-    """TFDS's default folder: $TFDS_DATA_DIR, else ~/tensorflow_datasets. TFDS reads it once, at import."""
-    return Path(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
 
 
 @functools.cache
@@ -348,11 +345,6 @@ OFFICIAL = {
     "t10k-labels-idx1-ubyte.gz": ("67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5", 1504176627),
 }
 _BARE_HEADER = 10  # bytes of a gzip header without a file name, RFC 1952
-
-
-def missing_idx(folder: str | os.PathLike[str]) -> list[str]:
-    """The missing names among the four files. All four if `folder` does not exist."""
-    return [name for name in OFFICIAL if not (Path(folder) / name).is_file()]
 
 
 def official_bytes(path: Path) -> bytes:

@@ -378,12 +378,12 @@ def batch_groups(
     where = "data.batch_groups"
     if not isinstance(source, DatasetSource):
         return None
-    dataset = source.dataset
     places: dict[str, Any] = {"devices": devices, "sharding": sharding, "virtual_shards": virtual_shards}
-    plan = _batches.plan_batches(len(dataset), batch_size, where, rng=rng, epochs=None, start=start, **places)
+    examples = source.examples(batch_size)
+    plan = _batches.plan_batches(examples, batch_size, where, rng=rng, epochs=None, start=start, **places)
     if most is not None:
         checks.whole_number(most, where, "most")
-    if (copies := _batches.resident(dataset, plan.split)) is None:
+    if (copies := _batches.resident(source.dataset, plan.split)) is None:
         return None
     return each_in_user_mesh(_batches.from_devices(*copies, plan, np.dtype(jnp.float32), most=most, stacked=True))
 

@@ -69,7 +69,7 @@ def wait_for_writing(folder, process, already=()):
 @pytest.fixture(scope="module")
 def debian():
     """What reads Debian's files is skipped where they are not installed."""
-    if _load.missing_idx(DEBIAN_DIR):
+    if not all((DEBIAN_DIR / name).is_file() for name in OFFICIAL):
         pytest.skip("Debian's package dataset-fashion-mnist is not installed")
 
 
@@ -83,7 +83,7 @@ def written(debian, tmp_path_factory):
 @pytest.fixture(scope="module")
 def prepared(debian):
     """The user's own data_dir, which the pages and the notebooks read too, and the training set in it."""
-    return _load.default_data_dir(), data.load("fashion_mnist", "train", verbose=False)
+    return Path.home() / "tensorflow_datasets", data.load("fashion_mnist", "train", verbose=False)
 
 
 @pytest.fixture
@@ -182,8 +182,9 @@ def test_files_come_before_debian_and_empty_folders_are_passed_over(prepared, id
     assert str(idx_files) in capsys.readouterr().out
 
 
-def test_the_default_folder_is_the_one_tfds_has(prepared, monkeypatch):
-    assert _load.default_data_dir() == Path.home() / "tensorflow_datasets"
+def test_the_default_folder_is_the_one_tfds_has(prepared, monkeypatch, capsys):
+    data.load(split="test[:10]")
+    assert f"source: prepared ({Path.home() / 'tensorflow_datasets'})" in capsys.readouterr().out
     monkeypatch.setenv("TFDS_DATA_DIR", str(prepared[0]))
     assert data.load(split="test[:10]", verbose=False).source == "prepared"
 
