@@ -199,7 +199,7 @@ def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_siz
 def _sums(call: Any, batch: Any, mask: jax.Array) -> _Sums:
     values = as_values(call(batch), len(mask))
     is_exact = any(not isinstance(value, Mean) or not np.ndim(value.total) for value in values.values())
-    return _Sums(list(sum_up(values, mask).values()), tuple(values), is_exact)
+    return _Sums([sum_up(value, mask) for value in values.values()], tuple(values), is_exact)
 
 
 def _check_twice(examples: Pass, eval_fn: Any, batch: Any) -> None:
@@ -289,7 +289,7 @@ def check_classified(dataset: Any, where: str, hint: str = "") -> None:
 def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: Any) -> None:
     """`ValueError` unless integer labels are classes of the model (params, *rest). Nothing is computed."""
     # JAX takes an index out of range as another one, or gives NaN, and no error.
-    if not len(dataset) or dataset.labels.dtype.kind not in "iu":
+    if not dataset.labels.size or dataset.labels.dtype.kind not in "iu":
         return
     params, *rest = model
     image = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)

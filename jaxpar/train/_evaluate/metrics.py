@@ -18,8 +18,6 @@ from jax import lax
 from ..._core import calls, checks
 from .._step.loss import Mean, widen
 
-Values = dict[str, Any]  # a Mean, or an object with merge and compute, for each name
-
 
 @calls.answers("accuracy")
 def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
@@ -210,7 +208,7 @@ _WANTED = (
 )
 
 
-def as_values(returned: Any, n: int) -> Values:
+def as_values(returned: Any, n: int) -> dict[str, Any]:
     """What an `eval_fn` returned for n examples, with a `Mean` or a metric for each name."""
     # A metric in place of the dict has the name "". Its `compute` gives the dict.
     if _is_metric(returned):
@@ -223,19 +221,17 @@ def as_values(returned: Any, n: int) -> Values:
     return {name: _as_value(value, n, f"eval_fn: {name!r}") for name, value in returned.items()}
 
 
-def sum_up(values: Values, mask: jax.Array) -> Values:
-    """The sums over the examples that count, in float32 or wider."""
+def sum_up(value: Any, mask: jax.Array) -> Any:
+    """A `Mean` of sums over the examples that count, in float32 or wider. A metric stays as it is."""
+    if not isinstance(value, Mean):
+        return jax.tree.map(jnp.asarray, value)
 
-    def sum_rows(rows: Any, columns: bool) -> jax.Array:
+    def sum_rows(rows: Any) -> jax.Array:
         rows = widen(rows)
         valid = mask.reshape(-1, *[1] * (rows.ndim - 1)) if rows.ndim else None
-        return rows.sum(axis=0 if columns else None, where=valid)
+        return rows.sum(axis=0 if value.columns else None, where=valid)
 
-    def sum_value(value: Any) -> Any:
-        is_mean = isinstance(value, Mean)
-        return jax.tree.map((lambda rows: sum_rows(rows, value.columns)) if is_mean else jnp.asarray, value)
-
-    return {name: sum_value(value) for name, value in values.items()}
+    return jax.tree.map(sum_rows, value)
 
 
 def _is_metric(value: Any) -> bool:
