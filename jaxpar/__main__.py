@@ -6,12 +6,17 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import jaxpar
 
 from . import _launch
 from ._core.text import HelpFormatter, parse
+
+_MODULES = {  # of `_cli`, by the command that they add. `launch` needs no JAX.
+    **dict.fromkeys(("launch", "--version"), ()),
+    "train": ("train",),
+    **dict.fromkeys(("plot", "plan", "port", "verify"), ("commands",)),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,8 +47,8 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"jaxpar {jaxpar.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     _launch.add_parser(commands)
-    if words[:1] not in (["launch"], ["--version"]):  # they need no JAX
-        _add_commands(commands, *words[:1])
+    for module in _MODULES.get(" ".join(words[:1]), ("train", "commands")):  # their imports take a while
+        importlib.import_module(f"jaxpar._cli.{module}").add_parsers(commands)
     args = parse(parser, words)
     if getattr(args, "config", None) is None:
         return args
@@ -51,13 +56,6 @@ def _arguments(words: list[str]) -> argparse.Namespace:
 
     name, *rest = words
     return parse(parser, [name, *train.words_of_file(args.config, args.parser), *rest])
-
-
-def _add_commands(commands: Any, asked: str = "") -> None:
-    """Add the command that is asked for, whose imports take a while, or else all of them."""
-    others = ("plot", "plan", "port", "verify")
-    for module in ["train"] if asked == "train" else ["commands"] if asked in others else ["train", "commands"]:
-        importlib.import_module(f"jaxpar._cli.{module}").add_parsers(commands)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from launched import python, refused
 
 import jaxpar
 from jaxpar import __main__ as command_line, data, models, train
-from jaxpar._cli import train as train_command
+from jaxpar._cli import commands as other_commands, train as train_command
 
 ROOT = Path(jaxpar.__file__).parents[1]
 COMMANDS = ("train", "plot", "launch")
@@ -23,7 +23,8 @@ COMMANDS = ("train", "plot", "launch")
 def parser_of(command):
     commands = argparse.ArgumentParser(prog="jaxpar").add_subparsers()
     command_line._launch.add_parser(commands)
-    command_line._add_commands(commands)
+    for module in (train_command, other_commands):
+        module.add_parsers(commands)
     return commands.choices[command]
 
 
