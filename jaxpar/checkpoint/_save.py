@@ -296,7 +296,7 @@ class Manager:
             CheckpointError: the checkpoint is good but does not fit `like`, or no checkpoint that process 0 can read is
                 readable by all processes.
         """
-        return self._restore(like)
+        return self._restore(lambda: like)
 
     def restore_best(self, like: Tree) -> tuple[Tree, dict[str, Any]] | None:
         """(the state, the info) of the best checkpoint, or None.
@@ -304,10 +304,12 @@ class Manager:
         A damaged or unreadable checkpoint is named on standard error, and the previous best one is restored. Raises as
         `restore_latest` does.
         """
-        return self._restore(like, is_best)
+        return self._restore(lambda: like, is_best)
 
-    def _restore(self, like: Tree, wanted: Wanted = lambda path, body: True) -> tuple[Tree, dict[str, Any]] | None:
-        """As `restore_latest`, of those that are `wanted`, see `newest_good`."""
+    def _restore(
+        self, like: Callable[[], Tree], wanted: Wanted = lambda path, body: True
+    ) -> tuple[Tree, dict[str, Any]] | None:
+        """As `restore_latest`, of those that are `wanted`, see `newest_good`. `like` is made if there is one."""
         self.wait()
         refused, self._bad = "", set()  # what could not be read before may be readable now
         # The first process chooses. Where another one cannot read the same, all of them look for an earlier one.
@@ -332,7 +334,7 @@ class Manager:
             self._bad.add(Path(path))
             if self._writes:
                 say(f"{refused}; looking for an earlier one")
-        state, info = fill(found, like), found.body.get("info", {})
+        state, info = fill(found, like()), found.body.get("info", {})
         if (place := found.body.get("records")) is not None:
             info = {**info, "history": self._read_records(found.path, place, info.get("history", []))}
         self._note(found.path)

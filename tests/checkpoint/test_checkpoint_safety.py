@@ -388,7 +388,7 @@ def test_a_forged_info_of_a_run_is_passed_over(tmp_path, capsys):
     for name, values in wrong.items():
         for value in values:
             forge(tmp_path / "copy" / "step_00000003", entry(["info", name], value))
-            found = checkpoint.Manager(tmp_path / "copy")._restore(start(), has_good_info)
+            found = checkpoint.Manager(tmp_path / "copy")._restore(start, has_good_info)
             assert int(found[0].step) == 2, (name, value)
             assert f"wrong {name}" in capsys.readouterr().err
             shutil.copy(tmp_path / "step_00000003" / "jaxpar.json", tmp_path / "copy" / "step_00000003")

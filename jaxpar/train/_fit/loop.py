@@ -355,8 +355,9 @@ class Loop:
         if not step or step == self.at:
             return
         if self._manager is not None:
-            like = like_saved(self.state, self.run.step)
-            found = self._manager._restore(like, lambda _, body: body.get("step") == step)
+            found = self._manager._restore(
+                lambda: like_saved(self.state, self.run.step), lambda _, body: body.get("step") == step
+            )
             if found is None:
                 words = f"{self.run.checkpoint_dir} has no good checkpoint of the best state, of step {step}"
                 raise checkpoint.CheckpointError(f"fit: {words}")

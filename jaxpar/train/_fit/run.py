@@ -207,7 +207,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     if manager is not None and run.resume:
         with processes.raise_together():
             run.callbacks.call("before_resume", manager.directory)
-        found = manager._restore(like_saved(state, run.step), has_good_info)
+        found = manager._restore(lambda: like_saved(state, run.step), has_good_info)
     if found is None and run.resume is True:
         raise FileNotFoundError(f"fit: resume=True, but {run.checkpoint_dir} holds no checkpoint")
     # A call of `fit` that failed may have donated it: then a checkpoint is the only way on.

@@ -112,11 +112,6 @@ class Batches:
             self.last = placed
         return plain
 
-    def shapes(self, batch: Batch, axis: int = 0) -> Batch:
-        """The shapes of a batch, or of its shapes, on the devices. Errors as of a call."""
-        check_even(batch, axis, *self.cut)
-        return shapes_on(batch, self.along[axis])
-
 
 def check_even(batch: Batch, axis: int, shares: int, parts: int, words: str) -> int:
     """The length of a batch. `ValueError` where it cannot be cut in equal shares, or a share in microbatches.
@@ -213,7 +208,9 @@ class JointProgram:
 
     def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> tuple[Batch, list[Part]]:
         """The shapes of a batch, and the program for them and for the shapes of a state."""
-        rng, shapes = leaves.pop(self._rng_at), self._batches.shapes(batch, int(many))
+        rng, axis = leaves.pop(self._rng_at), int(many)
+        check_even(batch, axis, *self._batches.cut)
+        shapes = shapes_on(batch, self._batches.along[axis])
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
         run, part = (self._several, (number, number)) if many else (self._one, ())
         return shapes, [Part(run.trace(leaves, rng, shapes, *part))]

@@ -27,7 +27,7 @@ from ..._store.store import Rows, form_of
 from .loss import Mean, finish, model_state_mean, model_state_terms, widen
 from .nonfinite import nonfinite_flags
 from .programs import Batch, Batches, Metrics, Part, check_even
-from .state import TrainState, is_floating, whole_params
+from .state import TrainState, is_floating, shapes_on, whole_params
 from .step import Arrays, DeviceStep, share_rng
 
 Buffers = list[jax.Array]
@@ -218,7 +218,9 @@ class VirtualProgram:
         # A device that is there needs no name, and the program is the one of any device.
         first = None if self.devices[0] in jax.devices() else SingleDeviceSharding(self.devices[0])
         along, slots = split_over(self.devices), deal.slots * deal.devices
-        shapes = self._batches.shapes(self._pad(batch))
+        padded = self._pad(batch)
+        check_even(padded, 0, *self._batches.cut)
+        shapes = shapes_on(padded, along)
         shard = jax.eval_shape(lambda batch: _slice(batch, 0, slots), shapes)
         rng = leaves.pop(self._rng_at)
         like, rng, shard, number = _shapes_of((leaves, rng, shard, np.int32(0)), first)
