@@ -114,9 +114,10 @@ class Evaluation:
             if isinstance(eval_fn, Classification):
                 check_classes("fit: test_data", eval_fn.apply_fn, model_of(state), data)
             with user_mesh.outside_mesh() as user:
-                examples, sums_of = _pass("fit", state, eval_fn, data, self.batch_size, user)
-                shapes = examples.shapes()
-                names += [] if shapes is None else [prefix + name for name in sums_of(shapes).names]
+                examples = _pass("fit", state, eval_fn, data, self.batch_size, user)
+                if (shapes := examples.shapes()) is not None:
+                    sums = examples.trace(_sums, eval_fn, shapes, _check_twice)
+                    names += [prefix + name for name in sums.names]
         return names
 
     def scores(self, state: TrainState) -> dict[str, float]:
@@ -165,10 +166,10 @@ class _Sums:
 def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> dict[str, Any]:
     """What `eval_fn` gives over every example: floats by name, and NumPy arrays for values with columns."""
     with user_mesh.outside_mesh() as user:
-        examples, sums_of = _pass(where, state_or_params, eval_fn, source, batch_size, user)
+        examples = _pass(where, state_or_params, eval_fn, source, batch_size, user)
         ahead = 0 if mesh.can_hang(examples.devices) else _AHEAD
         totals: dict[str, Any] = {}
-        for sums, _ in examples.run(lambda shapes: sums_of(shapes).is_exact, ahead):
+        for sums, _ in examples.run(_sums, eval_fn, ahead, _check_twice):
             _add(totals, sums)
         scores: dict[str, Any] = {}
         for name, value in totals.items():
@@ -176,8 +177,8 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
         return scores
 
 
-def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int, user: Any) -> Any:
-    """The examples, and a function of the shapes of a batch that raises what is wrong with its values."""
+def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int, user: Any) -> Pass:
+    """The examples, for an `eval_fn` that takes what it is given."""
     examples = Pass(where, state_or_params, source, batch_size, user)
     fn, name, batch = eval_fn, "eval_fn", "batch"
     if isinstance(eval_fn, Classification):
@@ -185,15 +186,7 @@ def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_siz
     checks.hashable(fn, f"{where}: {name}")
     names = ("params", batch, "model_state")[: len(examples.model) + 1]
     calls.check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
-
-    def sums_of(batch: Any) -> _Sums:
-        try:
-            return examples.trace(_sums, eval_fn, batch, lambda: _check_twice(examples, eval_fn, batch))
-        except Exception as error:
-            error.add_note(f"eval_fn or apply_fn was traced for a batch {jax.tree.map(checks.describe, batch)}")
-            raise
-
-    return examples, sums_of
+    return examples
 
 
 def _sums(call: Any, batch: Any, mask: jax.Array) -> _Sums:

@@ -26,6 +26,7 @@ from ..._devices.mesh import STORE_AXIS, copies_on, put, spans_processes, split_
 from .._step.state import TrainState, carries
 
 IsExact = Callable[[Any], bool]  # whether batches of these shapes must not be filled up
+Check = Callable[["Pass", Any, Any], object]
 # Arrays on the devices; bool (n,), which rows count; and how many do, in one process the first ones.
 EvalBatch = tuple[Any, Any, int]
 
@@ -75,20 +76,25 @@ class Pass:
             return None
         return self.source.batch_shapes(self._round_up(checks.batch_length(first, self._where)), first)
 
-    def trace(self, of: Any, fn: Any, batch: Any, check: Callable[[], object] = lambda: None) -> Any:
+    def trace(self, of: Any, fn: Any, batch: Any, check: Check | None = None) -> Any:
         """The shapes of what `of(call, batch, mask)` returns, where `call(batch)` calls `fn` with the model too.
 
-        The program of it, as it is for the first batch, is that of `run`. `check` is called before a new one is kept.
+        The program of it, as it is for the first batch, is that of `run`. `check(self, fn, batch)` is called before a
+        new one is kept.
         """
         # What a function reads by name, as another function that a cell of a notebook has changed, counts too. So it is
         # traced anew: JAX, and a key that is the function itself, know nothing of that.
         if self._program is None:
             key = of, fn, self.structure, self.copies, self.axes
             mask = jax.ShapeDtypeStruct(jax.tree.leaves(batch)[0].shape[:1], bool)
-            traced = self.jit(*key[:2]).trace(self.leaves, batch, mask)
-            key += (traced.lower().as_text(),)
-            if _programs(*key, make=False) is None:
-                check()
+            try:
+                traced = self.jit(*key[:2]).trace(self.leaves, batch, mask)
+                key += (traced.lower().as_text(),)
+                if check is not None and _programs(*key, make=False) is None:
+                    check(self, fn, batch)
+            except Exception as error:
+                error.add_note(f"eval_fn or apply_fn was traced for a batch {jax.tree.map(checks.describe, batch)}")
+                raise
             self._program, self._returned = _programs(*key), traced.out_info
         return self._returned
 
@@ -96,11 +102,15 @@ class Pass:
         """What `trace` traces, a function of (leaves, batch, mask)."""
         return jax.jit(functools.partial(_on_batch, of, fn, self.structure, self.copies, self.axes))
 
-    def run(self, is_exact: IsExact, ahead: int) -> Iterator[tuple[Any, int]]:
-        """What the traced program gives for each batch, and how many of its examples count.
+    def run(self, of: Any, fn: Any, ahead: int, check: Check | None = None) -> Iterator[tuple[Any, int]]:
+        """What `of` returns for each batch, see `trace`, and how many of its examples count.
 
-        `is_exact` calls `trace`. `ahead` batches are started before one is given, so that the host need not wait.
+        Where it has `is_exact`, no batch is filled up. `ahead` batches are started before one is given, so that the
+        host need not wait.
         """
+
+        def is_exact(shapes: Any) -> bool:
+            return getattr(self.trace(of, fn, shapes, check), "is_exact", False)
 
         def each() -> Iterator[tuple[Any, int]]:
             for batch, mask, valid in self.batches(is_exact):

@@ -160,13 +160,8 @@ def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> Any:
     # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
     of = _outputs if isinstance(examples.source, ArraySource) else _outputs_of_images
     checks.function(apply_fn, f"{name}: apply_fn")
-
-    def is_exact(batch: Any) -> bool:
-        examples.trace(of, apply_fn, batch)
-        return False
-
     parts: list[Any] = []
-    for outputs, valid in examples.run(is_exact, ahead=1):
+    for outputs, valid in examples.run(of, apply_fn, ahead=1):
         parts.append(jax.tree.map(lambda x, count=valid: np.asarray(x)[:count], outputs))
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
