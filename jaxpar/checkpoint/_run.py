@@ -59,8 +59,8 @@ class DirectoryLock:
         self._directory, self._path = directory, directory / _LOCK
         mine = {"owner": process.tag(), "host": socket.gethostname(), "pid": os.getpid(), "token": secrets.token_hex(8)}
         self._content = json.dumps(mine).encode() + b"\n"
-        self._is_held, self._pid = False, os.getpid()  # a fork has a copy of it
-        self._ended: threading.Event | None = None
+        self._pid = os.getpid()  # a fork has a copy of it
+        self._ended: threading.Event | None = None  # of the thread that touches the lock, while this process has it
 
     def acquire(self) -> None:
         """Take the lock, or keep it, and make the directory. `OSError` where another process has it."""
@@ -79,26 +79,25 @@ class DirectoryLock:
                 continue
             if holder.tag == process.tag():
                 return  # another manager of this process has it
-            if self._is_held:
+            if self._ended is not None:
                 raise _taken(f"{self._directory} was taken over by {holder.words} while this process was stopped")
             if not self._is_abandoned(holder):
                 words = f"belongs to {holder.words}, which runs and writes its checkpoints there"
                 raise _taken(f"{self._directory} {words}")
             self._remove(holder)
-        self._is_held = True
         if self._ended is None:
             self._ended = threading.Event()
             threading.Thread(target=self._touch_until, args=(self._ended,), name="jaxpar-lock", daemon=True).start()
 
     def release(self) -> None:
         """Give the lock up. Where this process has none, nothing happens."""
-        if self._ended is not None:
-            self._ended.set()
-            self._ended = None
-        if self._is_held and os.getpid() == self._pid and self._is_mine():
+        if self._ended is None:
+            return
+        self._ended.set()
+        self._ended = None
+        if os.getpid() == self._pid and self._is_mine():
             with contextlib.suppress(OSError):
                 self._path.unlink()
-        self._is_held = False
 
     def _is_mine(self) -> bool:
         try:
