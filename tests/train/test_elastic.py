@@ -20,7 +20,7 @@ from jaxpar import data, distributed, kv, train
 from jaxpar._devices import processes
 from jaxpar.distributed import _elastic
 from jaxpar.distributed._elastic import Board
-from jaxpar.train._callbacks.callbacks import Callbacks, collect_callbacks
+from jaxpar.train._callbacks.callbacks import Callbacks
 from jaxpar.train._elastic.group import Group, _by_rank, _is_terms, differences, digest
 from jaxpar.train._elastic.member import Member, Watchdog, check_can_go_on
 from jaxpar.train._fit.run import plan_run
@@ -189,7 +189,7 @@ def test_kinds_whose_shares_are_lost_are_refused(elastic):
     with pytest.raises(ValueError, match=r"in kind 'sharded' .* resume from a checkpoint"):
         check_can_go_on(run, new_state(kind="sharded", devices=jax.devices()[:2]))
     check_can_go_on(run, new_state())
-    run.callbacks = collect_callbacks(None, train.EarlyStopping(restore_best=True), None, None, None)
+    run.callbacks = Callbacks(callbacks=train.EarlyStopping(restore_best=True))
     with pytest.raises(ValueError, match="an elastic run calls callbacks in process 0 only"):
         check_can_go_on(run, new_state())
 

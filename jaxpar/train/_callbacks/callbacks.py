@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import os
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol, TypeGuard
@@ -44,13 +43,51 @@ class WithMemory(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
 class Callbacks:
-    # Called with the state and the record after each epoch, the metrics file first.
-    each: tuple[Any, ...] = ()  # of Callback and WithMemory
-    on_step: OnStep | None = None  # called with the number and the metrics of each step
-    keeper: int | None = None  # the place in `each` of the one that keeps a best state
-    restores_best: bool = False  # whether the run ends with that state, not with its last one
+    """All callbacks of a run. `TypeError` for one that is neither a function nor an object with a memory.
+
+    `ValueError` where two write one file or keep a best checkpoint. The run writes `certificate` too.
+    """
+
+    def __init__(
+        self,
+        metrics_file: str | os.PathLike[str] | None = None,
+        callbacks: Any = (),
+        on_step: Any = None,
+        checkpoint_dir: Any = None,
+        certificate: Any = None,
+    ):
+        if callable(callbacks) or has_memory(callbacks) or not isinstance(callbacks, Iterable):
+            callbacks = [callbacks]
+        given = list(callbacks)
+        for callback in given:
+            _check_callback(callback)
+        owner = getattr(on_step, "__self__", None)
+        if has_memory(owner):
+            words = "takes a memory, so fit must call it; leave out on_step=, give callbacks="
+            raise TypeError(f"fit: {name_of(owner)}.on_step {words}")
+        if on_step is not None:
+            calls.check_takes(on_step, ("step", "metrics"), "fit: on_step")
+        self.on_step: OnStep | None = on_step  # called with the number and the metrics of each step
+        # Called with the state and the record after each epoch, the metrics file first.
+        self.each: tuple[Any, ...] = (*([] if metrics_file is None else [MetricsFile(metrics_file)]), *given)
+        files = [callback.path.absolute() for callback in self.each if isinstance(callback, JsonLines)]
+        files += [] if certificate is None else [certificate.absolute()]
+        if twice := [path for path in files if files.count(path) > 1]:
+            own = "give metrics_file=, certificate= and each to_jsonl callback different files"
+            raise ValueError(f"fit: {twice[0]} is given twice; {own}")
+        keep = [i for i, callback in enumerate(self.each) if isinstance(callback, KeepBest)]
+        if checkpoint_dir is None and keep:
+            raise ValueError("fit: train.KeepBest keeps the best checkpoint, so give checkpoint_dir= too")
+        restore = [i for i, c in enumerate(self.each) if isinstance(c, EarlyStopping) and c.restore_best]
+        keepers = keep + restore
+        if len(keepers) > 1:
+            raise ValueError(
+                f"fit: {len(keepers)} callbacks keep a best checkpoint, and fit keeps only one; give one "
+                "train.KeepBest, or one train.EarlyStopping(restore_best=True), which keeps it too"
+            )
+        self._keeper = keepers[0] if keepers else None  # the place in `each` of the one that keeps a best state
+        self.restores_best: bool = bool(restore)  # whether the run ends with that state, not with its last one
 
     def init(self, state: TrainState, saved: list[Any] | None, resumed: bool) -> Memories:
         """The memories of all callbacks: the saved ones, or else new ones."""
@@ -126,7 +163,7 @@ class Callbacks:
 
     def best_step(self, memories: Memories) -> int | None:
         """The step of the best state so far, 0 if there is none. None where no callback asks for it."""
-        return None if self.keeper is None else memories[self.keeper]["step"]
+        return None if self._keeper is None else memories[self._keeper]["step"]
 
     def check_metrics(self, metrics: Sequence[str], scores: Sequence[str], evaluated: Container[str]) -> None:
         """`ValueError` for a callback that looks at a metric that there is not.
@@ -155,47 +192,6 @@ def has_memory(callback: Any) -> TypeGuard[WithMemory]:
 
 def name_of(callback: Any) -> str:
     return type(callback).__name__
-
-
-# What a user gave, checked.
-
-
-def collect_callbacks(
-    metrics_file: str | os.PathLike[str] | None, callbacks: Any, on_step: Any, checkpoint_dir: Any, certificate: Any
-) -> Callbacks:
-    """All callbacks of a run. `TypeError` for one that is neither a function nor an object with a memory.
-
-    `ValueError` where two write one file or keep a best checkpoint. The run writes `certificate` too.
-    """
-    if callable(callbacks) or has_memory(callbacks) or not isinstance(callbacks, Iterable):
-        callbacks = [callbacks]
-    given = list(callbacks)
-    for callback in given:
-        _check_callback(callback)
-    owner = getattr(on_step, "__self__", None)
-    if has_memory(owner):
-        raise TypeError(
-            f"fit: {name_of(owner)}.on_step takes a memory, so fit must call it; leave out on_step=, give callbacks="
-        )
-    if on_step is not None:
-        calls.check_takes(on_step, ("step", "metrics"), "fit: on_step")
-    each = (*([] if metrics_file is None else [MetricsFile(metrics_file)]), *given)
-    files = [callback.path.absolute() for callback in each if isinstance(callback, JsonLines)]
-    files += [] if certificate is None else [certificate.absolute()]
-    if twice := [path for path in files if files.count(path) > 1]:
-        own = "give metrics_file=, certificate= and each to_jsonl callback different files"
-        raise ValueError(f"fit: {twice[0]} is given twice; {own}")
-    keep = [i for i, callback in enumerate(each) if isinstance(callback, KeepBest)]
-    if checkpoint_dir is None and keep:
-        raise ValueError("fit: train.KeepBest keeps the best checkpoint, so give checkpoint_dir= too")
-    restore = [i for i, callback in enumerate(each) if isinstance(callback, EarlyStopping) and callback.restore_best]
-    keepers = keep + restore
-    if len(keepers) > 1:
-        raise ValueError(
-            f"fit: {len(keepers)} callbacks keep a best checkpoint, and fit keeps only one; give one "
-            "train.KeepBest, or one train.EarlyStopping(restore_best=True), which keeps it too"
-        )
-    return Callbacks(each, on_step, keepers[0] if keepers else None, bool(restore))
 
 
 def _check_callback(callback: Any) -> None:

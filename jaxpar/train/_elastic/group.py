@@ -292,8 +292,7 @@ def describe(run: Any, seed: jax.Array, state: TrainState, texts: Iterable[str],
     leaves = jax.tree_util.tree_leaves_with_path(state)
     shapes = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in leaves]
     sizes = (run.batch_size, run.examples, run.num_steps, run.eval_every, run.step.virtual_shards)
-    arrays = getattr(run.source, "dataset", run.source)
-    arrays = [getattr(arrays, name, None) for name in ("images", "labels", "arrays")]
+    arrays = getattr(run.source, "arrays", None)  # a source of the user's own need not have them
     thinned = jax.tree.map(lambda array: array[:: max(1, -(-array.nbytes // _MOST_BYTES))], arrays)
     return {
         "versions": f"jax {jax.__version__}, jaxpar {sys.modules['jaxpar'].__version__}",

@@ -100,12 +100,25 @@ def evaluate(
     return measure("evaluate", state_or_params, Classification(apply_fn), data, batch_size)
 
 
-@dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The functions and data that scores come from, as given to `fit`."""
+    """The functions and data that scores come from, as given to `fit`. The errors are those of `fit`."""
 
-    parts: dict[str, tuple[Any, Any]]  # `eval_fn` and data, by the beginning of the names of its scores
-    batch_size: int
+    def __init__(self, *, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: Any, batch_size: int):
+        for pair in ({"test_data": test_data, "apply_fn": apply_fn}, {"eval_data": eval_data, "eval_fn": eval_fn}):
+            if [value is None for value in pair.values()].count(True) == 1:
+                hint = "a classifier is evaluated with test_data and apply_fn"
+                raise ValueError(f"fit: evaluation takes both {' and '.join(pair)}, got only one of them; {hint}")
+        self.parts: dict[str, tuple[Any, Any]] = {}  # `eval_fn` and data, by the beginning of the names of its scores
+        self._batch_size = batch_size
+        if test_data is not None:
+            check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
+            self.parts["test_"] = Classification(apply_fn), test_data
+        if eval_data is not None:
+            read = eval_data.source if isinstance(eval_data, IterableSource) else eval_data
+            # A second evaluation would find nothing.
+            if hasattr(read, "__next__") and getattr(eval_data, "steps_per_epoch", None) is None:
+                raise TypeError(f"fit: eval_data is read after each epoch, got a {type(read).__name__}; {_READ_ONCE}")
+            self.parts["eval_"] = eval_fn, eval_data
 
     def check(self, state: TrainState) -> list[str]:
         """Raise what `scores` would raise, as far as shapes are known. Return the names of the scores, if known."""
@@ -114,7 +127,7 @@ class Evaluation:
             if isinstance(eval_fn, Classification):
                 check_classes("fit: test_data", eval_fn.apply_fn, model_of(state), data)
             with user_mesh.outside_mesh() as user:
-                examples = _pass("fit", state, eval_fn, data, self.batch_size, user)
+                examples = _pass("fit", state, eval_fn, data, self._batch_size, user)
                 if (shapes := examples.shapes()) is not None:
                     sums = examples.trace(_sums, eval_fn, shapes, _check_twice)
                     names += [prefix + name for name in sums.names]
@@ -124,30 +137,11 @@ class Evaluation:
         """The scores as a record names them. Empty where there is nothing to evaluate."""
         found: dict[str, float] = {}
         for prefix, (eval_fn, data) in self.parts.items():
-            for name, value in measure("fit", state, eval_fn, data, self.batch_size).items():
+            for name, value in measure("fit", state, eval_fn, data, self._batch_size).items():
                 columns = {"": value} if not np.ndim(value) else {f"/{i}": x for i, x in enumerate(np.ravel(value))}
                 for place, x in columns.items():
                     _add_score(found, f"{prefix}{name}{place}", x)
         return found
-
-
-def plan_evaluation(*, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: Any, batch_size: int) -> Evaluation:
-    """The evaluation of a run. The errors are those of `fit`."""
-    for pair in ({"test_data": test_data, "apply_fn": apply_fn}, {"eval_data": eval_data, "eval_fn": eval_fn}):
-        if [value is None for value in pair.values()].count(True) == 1:
-            hint = "a classifier is evaluated with test_data and apply_fn"
-            raise ValueError(f"fit: evaluation takes both {' and '.join(pair)}, got only one of them; {hint}")
-    parts: dict[str, tuple[Any, Any]] = {}
-    if test_data is not None:
-        check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
-        parts["test_"] = Classification(apply_fn), test_data
-    if eval_data is not None:
-        read = eval_data.source if isinstance(eval_data, IterableSource) else eval_data
-        # A second evaluation would find nothing.
-        if hasattr(read, "__next__") and getattr(eval_data, "steps_per_epoch", None) is None:
-            raise TypeError(f"fit: eval_data is read after each epoch, got a {type(read).__name__}; {_READ_ONCE}")
-        parts["eval_"] = eval_fn, eval_data
-    return Evaluation(parts, batch_size)
 
 
 # One pass of an `eval_fn` over every example: the compiled program of a batch, and the sums on the host.

@@ -16,9 +16,9 @@ from ... import checkpoint, data, distributed, updaters
 from ..._core import calls, checks, files, text
 from ..._devices import mesh, processes, user_mesh
 from ..._store.store import specs_of
-from .._callbacks.callbacks import Callbacks, collect_callbacks, is_saved_memory
+from .._callbacks.callbacks import Callbacks, is_saved_memory
 from .._callbacks.history import NO_METRICS, Record
-from .._evaluate.evaluate import Evaluation, check_classes, plan_evaluation
+from .._evaluate.evaluate import Evaluation, check_classes
 from .._step.loss import ClassificationLoss, check_loss_takes
 from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
@@ -88,7 +88,7 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
     # The order is that in which a user would mend them: what takes long to find out comes last.
     certificate = None if given["certificate"] is None else files.as_path(given["certificate"], "fit: certificate")
     places = given["checkpoint_dir"], certificate
-    callbacks = collect_callbacks(given["metrics_file"], given["callbacks"], given["on_step"], *places)
+    callbacks = Callbacks(given["metrics_file"], given["callbacks"], given["on_step"], *places)
     distributed.check_joined("fit", "each process would train its own model", launched=True)
     check_is_state(state, "fit")
     if state.store.updater is updaters.assign:
@@ -103,7 +103,7 @@ def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) 
     numbers = _check_options(given)
     epochs, max_steps, batch_size = numbers.pop("epochs"), numbers.pop("max_steps"), numbers["batch_size"]
     evaluated = {name: given[name] for name in ("test_data", "apply_fn", "eval_data", "eval_fn")}
-    evaluation = plan_evaluation(**evaluated, batch_size=batch_size)
+    evaluation = Evaluation(**evaluated, batch_size=batch_size)
     examples = source.examples(batch_size)
     checks.whole_batch(examples, batch_size, "fit")
     steps = examples // batch_size

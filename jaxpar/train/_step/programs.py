@@ -192,13 +192,14 @@ class JointProgram:
         step = self._traced
 
         def train_steps(leaves: list[Any], rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array) -> Any:
+            def batch(i: Any) -> Batch:
+                return jax.tree.map(functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False), batches)
+
             def body(i: Any, carry: Any) -> Any:
-                batch = jax.tree.map(functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False), batches)
-                leaves, metrics = step(carry[0], rng, batch)
+                leaves, metrics = step(carry[0], rng, batch(i))
                 return leaves, jax.tree.map(lambda x, row: x.at[i].set(row), carry[1], metrics)
 
-            batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
-            _, metrics = step.eval_shape(leaves, rng, batch)  # the step of `body`, which is traced once
+            _, metrics = jax.eval_shape(lambda: step(leaves, rng, batch(0)))  # of tracers, so nothing is traced anew
             number = jax.tree.leaves(batches)[0].shape[0]
             rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
             return lax.fori_loop(first, end, body, (leaves, rows))
