@@ -23,7 +23,7 @@ from jaxpar.distributed._elastic import Board
 from jaxpar.train._callbacks.callbacks import Callbacks
 from jaxpar.train._elastic.group import Group, _by_rank, _is_terms, differences, digest
 from jaxpar.train._elastic.member import Member, Watchdog, check_can_go_on
-from jaxpar.train._fit.run import plan_run
+from jaxpar.train._fit.run import Run
 
 
 @pytest.fixture
@@ -328,7 +328,7 @@ def program(scale=1.0, optimizer=optax.adam, rate=0.1, seed=0, shift=0.0, device
     step = train.make_train_step(loss_fn, virtual_shards=4, devices=where, **dict(options))
     defaults = {name: p.default for name, p in inspect.signature(train.fit).parameters.items() if name != "unknown"}
     chosen = {**defaults, "epochs": 2, "batch_size": 16, "progress": False, **sizes}
-    run = plan_run(**{**chosen, "state": state, "step": step, "train_data": data.from_arrays(examples)})
+    run = Run(**{**chosen, "state": state, "step": step, "train_data": data.from_arrays(examples)})
     return Member(run, state)._compile(run.check(state))
 
 

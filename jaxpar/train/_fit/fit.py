@@ -21,7 +21,7 @@ from .certificate import difference, header_of, parse
 from .interrupt import Interrupts, describe_stop, finish_interrupted
 from .loop import train
 from .progress import Profile
-from .run import Run, like_saved, plan_run
+from .run import Run, like_saved
 
 _VALIDATION = (
     "for a classifier write test_data=data.Dataset(x, y), apply_fn=apply_fn; for other models eval_data=, eval_fn="
@@ -158,7 +158,7 @@ def fit(
         >>> [round(record["loss"], 2) for record in history]
         [1.0, 0.36]
     """
-    run = plan_run(**locals())
+    run = Run(**locals())
     return _fit_elastic(run, state) if distributed.is_elastic() else train(run, state)
 
 

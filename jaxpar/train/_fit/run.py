@@ -28,36 +28,82 @@ from .progress import Epoch, Profile
 _TAKEN = {*NO_METRICS, "test_loss", "test_accuracy"} - {"skipped"}
 
 
-@dataclasses.dataclass(frozen=True)
 class Run:
-    """A call of `fit`, checked."""
+    """A call of `fit`, checked. It does not change while it trains. The errors are those of `fit`."""
 
-    step: TrainStep
-    source: data.Source
-    callbacks: Callbacks  # the metrics file and what was given
-    evaluation: Evaluation  # where scores come from
-    batch_size: int
-    examples: int  # of an epoch
-    steps: int  # of an epoch
-    epochs: int  # how many the run goes into
-    num_steps: int  # of the run
-    # How many steps one compiled program makes. "auto": as many as take a fifth of a second.
-    per_program: int | Literal["auto"]
-    skips: bool  # whether a step may leave its update out. A step of the user's own does not say so.
-    stops: bool  # whether a step that is not finite ends the run
-    unit: str  # what the data consists of, for people
-    limits: str  # the arguments that end the run, for people
-    # As given to `fit`, with an `int` for each whole number.
-    eval_every: int | None
-    progress: bool
-    checkpoint_dir: str | os.PathLike[str] | None
-    resume: bool | Literal["auto"]
-    checkpoint_every: int | None
-    keep: int
-    certificate: Path | None
-    certificate_every: int
-    profile: Profile | None
-    on_interrupt: Literal["auto", "return", "raise"]
+    def __init__(self, state: TrainState, step: TrainStep, train_data: Any, **given: Any):
+        # The order is that in which a user would mend them: what takes long to find out comes last.
+        self.certificate: Path | None = None
+        if given["certificate"] is not None:
+            self.certificate = files.as_path(given["certificate"], "fit: certificate")
+        self.checkpoint_dir: str | os.PathLike[str] | None = given["checkpoint_dir"]
+        places = self.checkpoint_dir, self.certificate
+        self.callbacks = Callbacks(given["metrics_file"], given["callbacks"], given["on_step"], *places)
+        distributed.check_joined("fit", "each process would train its own model", launched=True)
+        check_is_state(state, "fit")
+        if state.store.updater is updaters.assign:
+            raise ValueError(
+                "fit: the store has no optimizer, so every step would replace the parameters by their gradients; "
+                "make it by kv.from_params(params, optimizer=optax.sgd(0.1))"
+            )
+        calls.check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
+        self.step: TrainStep = step
+        self.source: data.Source = data.as_source(train_data)
+        if given["batch_size"] is None:
+            given["batch_size"] = data._usual_batch_size(self.source)
+        self._take_options(given)
+        evaluated = {name: given[name] for name in ("test_data", "apply_fn", "eval_data", "eval_fn")}
+        self.evaluation = Evaluation(**evaluated, batch_size=self.batch_size)
+        self.examples: int = self.source.examples(self.batch_size)  # of an epoch
+        checks.whole_batch(self.examples, self.batch_size, "fit")
+        self.steps: int = self.examples // self.batch_size  # of an epoch
+        if isinstance(self.source, (data.DatasetSource, data.ArraySource)):
+            data._agree_on_arrays(self.source.arrays, "fit: train_data")
+        words = f"{self.steps} of {self.batch_size} examples"
+        processes.agree("fit: every process must have as many batches in an epoch", words)
+        self.num_steps: int = min((given["epochs"] or sys.maxsize) * self.steps, given["max_steps"] or sys.maxsize)
+        self.epochs: int = -(-self.num_steps // self.steps)  # how many the run goes into
+        loss_fn = getattr(step, "loss_fn", None)
+        if isinstance(loss_fn, ClassificationLoss) and isinstance(self.source, data.DatasetSource):
+            specs = specs_of(state.store)  # the state may be donated
+            params = state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])
+            check_classes("fit: train_data", loss_fn.apply_fn, (params,), self.source.dataset)
+        # How many steps one compiled program makes. "auto": as many as take a fifth of a second.
+        asked = given["steps_per_execution"]
+        self.per_program: int | Literal["auto"] = _steps_per_program(asked, step, self.source, state)
+        # Whether a step may leave its update out, and whether one that is not finite ends the run. A step of the user's
+        # own does not say so.
+        self.skips: bool = getattr(step, "skips", False)
+        self.stops: bool = getattr(step, "nonfinite", "ignore") == "stop"
+
+    def _take_options(self, given: dict[str, Any]) -> None:
+        """Check numbers and choices. Each number becomes an `int`, or None where that may be given and is."""
+        for name in ("batch_size", "keep", "certificate_every"):
+            given[name] = checks.whole_number(given[name], "fit", name)
+        for name in ("epochs", "max_steps", "eval_every", "checkpoint_every"):
+            given[name] = None if given[name] is None else checks.whole_number(given[name], "fit", name)
+        if given["epochs"] is None and given["max_steps"] is None:
+            raise ValueError("fit: the end of the training is not known; give epochs= or max_steps=, or both")
+        checks.choice(given["on_interrupt"], "fit", "on_interrupt", ("auto", "return", "raise"))
+        if given["progress"] == "plot":
+            plot = "fit(..., callbacks=train.LivePlot(), progress=False)"
+            raise ValueError(f"fit: progress='plot' is now a callback: {plot}")
+        if given["progress"] not in (True, False):
+            raise ValueError(f"fit: progress must be True or False, got {given['progress']!r}")
+        if given["resume"] not in ("auto", True, False):
+            raise ValueError(f"fit: resume must be 'auto', True or False, got {given['resume']!r}")
+        self.batch_size: int = given["batch_size"]
+        self.eval_every: int | None = given["eval_every"]
+        self.checkpoint_every: int | None = None if self.checkpoint_dir is None else given["checkpoint_every"]
+        self.keep: int = given["keep"]
+        self.certificate_every: int = given["certificate_every"]
+        self.progress: bool = given["progress"]
+        self.resume: bool | Literal["auto"] = given["resume"]
+        self.profile: Profile | None = given["profile"]
+        self.on_interrupt: Literal["auto", "return", "raise"] = given["on_interrupt"]
+        # For people: what the data consist of, and the arguments that end the run.
+        self.unit = "images" if isinstance(self.source, data.DatasetSource) else "examples"
+        self.limits = " or ".join([f"{name}=" for name in ("epochs", "max_steps") if given[name] is not None])
 
     def batches(self, rng: jax.Array, start: int, **where: Any) -> Iterator[data.Batch]:
         """The batches after the first `start` steps, without an end, in host memory or where `where` says."""
@@ -83,85 +129,10 @@ class Run:
         return state
 
 
-def plan_run(state: TrainState, step: TrainStep, train_data: Any, **given: Any) -> Run:
-    """The run of a call of `fit`, from its arguments. The errors are those of `fit`."""
-    # The order is that in which a user would mend them: what takes long to find out comes last.
-    certificate = None if given["certificate"] is None else files.as_path(given["certificate"], "fit: certificate")
-    places = given["checkpoint_dir"], certificate
-    callbacks = Callbacks(given["metrics_file"], given["callbacks"], given["on_step"], *places)
-    distributed.check_joined("fit", "each process would train its own model", launched=True)
-    check_is_state(state, "fit")
-    if state.store.updater is updaters.assign:
-        raise ValueError(
-            "fit: the store has no optimizer, so every step would replace the parameters by their gradients; "
-            "make it by kv.from_params(params, optimizer=optax.sgd(0.1))"
-        )
-    calls.check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
-    source = data.as_source(train_data)
-    if given["batch_size"] is None:
-        given["batch_size"] = data._usual_batch_size(source)
-    numbers = _check_options(given)
-    epochs, max_steps, batch_size = numbers.pop("epochs"), numbers.pop("max_steps"), numbers["batch_size"]
-    evaluated = {name: given[name] for name in ("test_data", "apply_fn", "eval_data", "eval_fn")}
-    evaluation = Evaluation(**evaluated, batch_size=batch_size)
-    examples = source.examples(batch_size)
-    checks.whole_batch(examples, batch_size, "fit")
-    steps = examples // batch_size
-    if isinstance(source, (data.DatasetSource, data.ArraySource)):
-        data._agree_on_arrays(source.arrays, "fit: train_data")
-    processes.agree("fit: every process must have as many batches in an epoch", f"{steps} of {batch_size} examples")
-    num_steps = min((epochs or sys.maxsize) * steps, max_steps or sys.maxsize)
-    loss_fn = getattr(step, "loss_fn", None)
-    if isinstance(loss_fn, ClassificationLoss) and isinstance(source, data.DatasetSource):
-        specs = specs_of(state.store)  # the state may be donated
-        params = state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])
-        check_classes("fit: train_data", loss_fn.apply_fn, (params,), source.dataset)
-    per_program = _steps_per_program(given["steps_per_execution"], step, source, state)
-    return Run(
-        step=step,
-        source=source,
-        callbacks=callbacks,
-        evaluation=evaluation,
-        examples=examples,
-        steps=steps,
-        epochs=-(-num_steps // steps),
-        num_steps=num_steps,
-        per_program=per_program,
-        skips=getattr(step, "skips", False),
-        stops=getattr(step, "nonfinite", "ignore") == "stop",
-        unit="images" if isinstance(source, data.DatasetSource) else "examples",
-        limits=" or ".join([f"{name}=" for name in ("epochs", "max_steps") if given[name] is not None]),
-        certificate=certificate,
-        **numbers,
-        **{name: given[name] for name in ("progress", "checkpoint_dir", "resume", "profile", "on_interrupt")},
-    )
-
-
 def shuffle_key(rng: jax.Array) -> jax.Array:
     """The key for the order of the examples, from that of the state."""
     with user_mesh.outside_mesh():
         return jax.random.fold_in(rng, 0x5FFE1E)
-
-
-def _check_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Check numbers and choices. The numbers, each as an `int`, or None where that may be given and is."""
-    numbers: dict[str, int | None] = {}
-    for name in ("batch_size", "keep", "certificate_every"):
-        numbers[name] = checks.whole_number(given[name], "fit", name)
-    for name in ("epochs", "max_steps", "eval_every", "checkpoint_every"):
-        numbers[name] = None if given[name] is None else checks.whole_number(given[name], "fit", name)
-    if given["epochs"] is None and given["max_steps"] is None:
-        raise ValueError("fit: the end of the training is not known; give epochs= or max_steps=, or both")
-    if given["checkpoint_dir"] is None:
-        numbers["checkpoint_every"] = None
-    checks.choice(given["on_interrupt"], "fit", "on_interrupt", ("auto", "return", "raise"))
-    if given["progress"] == "plot":
-        raise ValueError("fit: progress='plot' is now a callback: fit(..., callbacks=train.LivePlot(), progress=False)")
-    if given["progress"] not in (True, False):
-        raise ValueError(f"fit: progress must be True or False, got {given['progress']!r}")
-    if given["resume"] not in ("auto", True, False):
-        raise ValueError(f"fit: resume must be 'auto', True or False, got {given['resume']!r}")
-    return numbers
 
 
 def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainState) -> int | Literal["auto"]:
