@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxpar import kv, models, parallel, train, viz
 from jaxpar.models import transformer
 from jaxpar.train._plan import child
-from jaxpar.train._plan.child import slice_of
+from jaxpar.train._plan.child import Slice
 from jaxpar.train._step.programs import Part
 
 LAYERS, WIDTH, SHARE = 4, 1024, 128
@@ -187,7 +187,7 @@ def model(where, kind, size):
 
 
 def main(on, word=""):
-    where = slice_of(on, "plan_programs")
+    where = Slice(on, "plan_programs")
     devices = where.devices()
     if on == "v5e:1x1":
         child._picture = lambda *_: ""

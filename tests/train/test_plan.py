@@ -19,7 +19,7 @@ import pytest
 from jaxpar import kv, parallel, train
 from jaxpar.__main__ import main
 from jaxpar.train._plan import child
-from jaxpar.train._plan.child import slice_of
+from jaxpar.train._plan.child import Slice
 
 COUNT = 4
 
@@ -78,11 +78,11 @@ def test_slices_that_nobody_rents(name, words):
 
 
 def test_names():
-    assert slice_of("v5p:8x8x16", "x").shape == (8, 8, 16)
-    assert slice_of("h100:4x8", "x").shape == (4, 8)
-    assert slice_of("h100:8", "x").shape == (1, 8)
-    assert slice_of("h100:8", "x").limit(0.75) == int(0.75 * 84_942_979_072)
-    assert slice_of("v5e:2x4", "x").limit(0.75) == int(15.75 * 2**30)
+    assert Slice("v5p:8x8x16", "x").shape == (8, 8, 16)
+    assert Slice("h100:4x8", "x").shape == (4, 8)
+    assert Slice("h100:8", "x").shape == (1, 8)
+    assert Slice("h100:8", "x").limit(0.75) == int(0.75 * 84_942_979_072)
+    assert Slice("v5e:2x4", "x").limit(0.75) == int(15.75 * 2**30)
 
 
 def test_a_plan():
@@ -280,11 +280,11 @@ def ask(on, python=sys.executable, **choices):
 
 @pytest.mark.slow
 def test_without_a_compiler(tmp_path):
-    if child._missing(slice_of("v5e:2x4", "x")):
+    if child._missing(Slice("v5e:2x4", "x")):
         assert "RuntimeError train.plan, on='v5e:2x4': " in (words := ask("v5e:2x4"))
         assert "has no libtpu, the compiler for TPUs" in words
         assert "make plan-env" in words
-    if child._missing(slice_of("h100:8", "x")):
+    if child._missing(Slice("h100:8", "x")):
         assert "has no CUDA plugin of JAX, the compiler for GPUs" in ask("h100:8")
     assert "JAXPAR_PLAN_PYTHON cannot be started" in ask("h100:8", tmp_path / "nothing")
     ends = tmp_path / "python"

@@ -17,7 +17,7 @@ from test_plan import compiler
 
 import jaxpar
 from jaxpar.train._plan import child
-from jaxpar.train._plan.child import slice_of
+from jaxpar.train._plan.child import Slice
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ SMALL = 70_000  # metrics, and biases that travel apart
 @functools.cache
 def programs(on):
     """What `plan_programs.py` says of each case on these devices, or skip with the reason."""
-    python, where = compiler(on), slice_of(on, "x")
+    python, where = compiler(on), Slice(on, "x")
     environment = child._environment(where)
     root = Path(jaxpar.__file__).parents[1]
     paths = os.pathsep.join([str(root), *filter(None, sys.path)])

@@ -80,21 +80,35 @@ device_description_str: "{8}"
 """
 
 
-@dataclasses.dataclass(frozen=True)
 class Slice:
-    """A slice of TPUs, or hosts with GPUs."""
+    """A slice of TPUs, or hosts with GPUs. `ValueError` for one that cannot be rented."""
 
-    name: str  # as given, "v5e:2x4"
-    kind: str  # "v5e"
-    shape: tuple[int, ...]  # chips along each axis of the torus, or (hosts, GPUs of each)
-
-    @property
-    def chip(self) -> Chip:
-        return CHIPS[self.kind]
-
-    @property
-    def is_gpu(self) -> bool:
-        return bool(self.chip.numbers)
+    def __init__(self, name: str, where: str):
+        self.name = str(name)  # such as "v5e:2x4"
+        kind, colon, sizes = self.name.partition(":")
+        if kind not in CHIPS:
+            hint = did_you_mean(kind, list(CHIPS)) or f"; known are {', '.join(CHIPS)}"
+            raise ValueError(f"{where}: unknown accelerator {kind!r} in on={name!r}{hint}")
+        self.kind, self.chip = kind, CHIPS[kind]
+        self.is_gpu = bool(self.chip.numbers)
+        flat = self.chip.most == 256
+        example = f"{kind}:8 or {kind}:4x8, hosts x GPUs" if self.is_gpu else f"{kind}:{'4x4' if flat else '4x4x4'}"
+        if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
+            raise ValueError(f"{where}: on={name!r} must have the number of chips, such as {example}")
+        shape = tuple(map(int, sizes.split("x")))
+        if self.is_gpu:
+            shape = (1, *shape) if len(shape) == 1 else shape
+            rule, is_there = "a host has 1, 2, 4 or 8 GPUs", len(shape) == 2 and shape[1] in (1, 2, 4, 8)
+        elif flat:
+            rule, is_there = f"{kind} has {', '.join(_FLAT)}", sizes in _FLAT
+        else:
+            most = self.chip.most
+            rule = f"{kind} has three sizes, 1, 2 or multiples of 4, and at most {most:,} chips"
+            fits = all(size in (1, 2) or size % 4 == 0 for size in shape) and math.prod(shape) <= most
+            is_there = len(shape) == 3 and fits and (shape[0] > 1 or shape == (1, 1, 1))
+        if not is_there:
+            raise ValueError(f"{where}: unknown slice {name!r}; {rule}, such as {example}")
+        self.shape = shape  # chips along each axis of the torus, or (hosts, GPUs of each)
 
     def limit(self, fraction: float) -> int:
         """Bytes that programs may have on a device. `fraction` is what JAX takes of the memory of a GPU."""
@@ -112,32 +126,6 @@ class Slice:
             name = f"{self.kind}:{'x'.join(map(str, self.shape))}"
             found = topologies.get_topology_desc(platform="tpu", topology_name=name, chip_config_name=self.chip.config)
         return tuple(found.devices)
-
-
-def slice_of(name: str, where: str) -> Slice:
-    """The slice of this name. `ValueError` for one that cannot be rented."""
-    kind, colon, sizes = str(name).partition(":")
-    if kind not in CHIPS:
-        hint = did_you_mean(kind, list(CHIPS)) or f"; known are {', '.join(CHIPS)}"
-        raise ValueError(f"{where}: unknown accelerator {kind!r} in on={name!r}{hint}")
-    most, gpu = CHIPS[kind].most, bool(CHIPS[kind].numbers)
-    flat = most == 256
-    example = f"{kind}:8 or {kind}:4x8, hosts x GPUs" if gpu else f"{kind}:{'4x4' if flat else '4x4x4'}"
-    if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
-        raise ValueError(f"{where}: on={name!r} must have the number of chips, such as {example}")
-    shape = tuple(map(int, sizes.split("x")))
-    if gpu:
-        shape = (1, *shape) if len(shape) == 1 else shape
-        rule, is_there = "a host has 1, 2, 4 or 8 GPUs", len(shape) == 2 and shape[1] in (1, 2, 4, 8)
-    elif flat:
-        rule, is_there = f"{kind} has {', '.join(_FLAT)}", sizes in _FLAT
-    else:
-        rule = f"{kind} has three sizes, 1, 2 or multiples of 4, and at most {most:,} chips"
-        fits = all(size in (1, 2) or size % 4 == 0 for size in shape) and math.prod(shape) <= most
-        is_there = len(shape) == 3 and fits and (shape[0] > 1 or shape == (1, 1, 1))
-    if not is_there:
-        raise ValueError(f"{where}: unknown slice {name!r}; {rule}, such as {example}")
-    return Slice(str(name), kind, shape)
 
 
 # The process that compiles.

@@ -11,7 +11,7 @@ from typing import Any
 from ... import viz
 from ..._core.calls import answers
 from ..._core.text import Table, describe
-from .child import PlannedCollective, ask, slice_of
+from .child import PlannedCollective, Slice, ask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
     """
     if not callable(make):
         raise TypeError(f"train.plan: make must be a function (devices) -> (step, state, batch), got {describe(make)}")
-    found, picture = ask(make, slice_of(on, "train.plan"), choices)
+    found, picture = ask(make, Slice(on, "train.plan"), choices)
     return Plan(**found, _picture=picture)
 
 
@@ -200,7 +200,7 @@ def compare_plans(
     """
     slices = [on] if isinstance(on, str) else list(on)
     for name in slices:
-        slice_of(name, "train.compare_plans")
+        Slice(name, "train.compare_plans")  # its `ValueError` comes before any work
     for name, values in choices.items():
         if isinstance(values, (str, Mapping)) or not isinstance(values, Sequence):
             raise TypeError(f"train.compare_plans: {name} must be a list of values, got {describe(values)}")
