@@ -163,16 +163,12 @@ def _taken(why: str) -> OSError:
 
 
 @dataclasses.dataclass
-class RecordWriter:
-    """Appends the new records of a run to the file of a directory."""
+class Records:
+    """The records of a run, in the file of a directory."""
 
     directory: Path
-    place: Place | None = None  # of the last record
+    place: Place | None = None  # of the last record that was written or read
     last: str = ""  # the record there, as JSON
-
-    def resume(self, place: Place, records: Sequence[dict[str, Any]]) -> None:
-        """Assume that the file holds the records of a checkpoint."""
-        self.place, self.last = place, json.dumps(records[-1])
 
     def append(self, records: Sequence[dict[str, Any]]) -> Place | None:
         """Write those of a run's records that are not in the file yet, and return the place of the last one.
@@ -208,30 +204,33 @@ class RecordWriter:
         self.place, self.last = place, json.dumps(new[-1])
         return place
 
+    def read(self, place: Place) -> list[dict[str, Any]]:
+        """All records up to a place, the oldest first. `append` goes on there.
 
-def read_records(directory: Path, place: Place) -> list[dict[str, Any]]:
-    """All records up to a place, the oldest first. A `CheckpointError` names the file that is missing or damaged."""
-    path, found = directory / _files.RECORDS, []
-    try:
-        with files.opened(path) as file:
-            before: Place | None = place
-            while before is not None and len(found) < place["number"]:
-                file.seek(before["at"])
-                line = file.readline(_LONGEST_LINE)
-                _files.expect(hashlib.sha256(line).hexdigest() == before["sha256"], _files.CHECKSUM)
-                entry = json.loads(line)
-                _files.check_depth(entry)
-                _files.expect(type(entry["record"]) is dict, "it is not a record")
-                if (earlier := entry["before"]) is not None:
-                    _files.check_place({"number": 1, **earlier})
-                    _files.expect(earlier["at"] < before["at"], "the record before it comes later")
-                found.append(entry["record"])
-                before = earlier
-    except Exception as error:
-        reason = getattr(error, "strerror", None) or error
-        raise _files.CheckpointError(f"{path} is damaged: record {place['number'] - len(found)}: {reason}") from None
-    if before is not None or len(found) != place["number"]:
-        raise _files.CheckpointError(
-            f"{path} is damaged: it does not have the {place['number']} records that were saved"
-        )
-    return found[::-1]
+        A `CheckpointError` names the file that is missing or damaged.
+        """
+        path, found = self.directory / _files.RECORDS, []
+        try:
+            with files.opened(path) as file:
+                before: Place | None = place
+                while before is not None and len(found) < place["number"]:
+                    file.seek(before["at"])
+                    line = file.readline(_LONGEST_LINE)
+                    _files.expect(hashlib.sha256(line).hexdigest() == before["sha256"], _files.CHECKSUM)
+                    entry = json.loads(line)
+                    _files.check_depth(entry)
+                    _files.expect(type(entry["record"]) is dict, "it is not a record")
+                    if (earlier := entry["before"]) is not None:
+                        _files.check_place({"number": 1, **earlier})
+                        _files.expect(earlier["at"] < before["at"], "the record before it comes later")
+                    found.append(entry["record"])
+                    before = earlier
+        except Exception as error:
+            reason = getattr(error, "strerror", None) or error
+            damage = f"record {place['number'] - len(found)}: {reason}"
+            raise _files.CheckpointError(f"{path} is damaged: {damage}") from None
+        if before is not None or len(found) != place["number"]:
+            damage = f"it does not have the {place['number']} records that were saved"
+            raise _files.CheckpointError(f"{path} is damaged: {damage}")
+        self.place, self.last = place, json.dumps(found[0])
+        return found[::-1]

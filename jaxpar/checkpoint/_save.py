@@ -236,7 +236,7 @@ class Manager:
         self._on_latest = on_latest
         self._latest: Path | None = None  # what was written or restored last
         self._bad: set[Path] = set()
-        self._records = _run.RecordWriter(self.directory)
+        self._records = _run.Records(self.directory)
         self._lock = _run.DirectoryLock(self.directory)
         weakref.finalize(self, self._lock.release)
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
@@ -343,13 +343,11 @@ class Manager:
     def _read_records(self, path: Path, place: _run.Place, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The records up to a checkpoint, or the `last` ones, which it holds itself, where the others are lost."""
         try:
-            found = processes.ask_first(lambda: _run.read_records(self.directory, place), CheckpointError)
+            return processes.ask_first(lambda: self._records.read(place), CheckpointError)
         except CheckpointError as error:
             if self._writes and len(last) < place["number"]:
                 say(f"{error}; {path} is restored with the last {len(last)} of its {place['number']} records")
             return last
-        self._records.resume(place, found)
-        return found
 
     def wait(self) -> None:
         """Wait until all saved checkpoints are on disk. Raises `OSError` if one could not be written."""

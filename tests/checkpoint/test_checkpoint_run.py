@@ -46,38 +46,38 @@ def test_a_save_writes_only_what_is_new(tmp_path):
 
 
 def test_a_record_of_the_epoch_20001_writes_one_line(tmp_path):
-    writer, before = _run.RecordWriter(tmp_path), records(20_000)
+    writer, before = _run.Records(tmp_path), records(20_000)
     writer.append(before)
     size = (tmp_path / "records.jsonl").stat().st_size
     place = writer.append(before + records(1, 20_001))
     assert (tmp_path / "records.jsonl").stat().st_size - size < 300
     assert place["number"] == 20_001
     assert len(json.dumps(place)) < 150
-    assert str(_run.read_records(tmp_path, place)) == str(records(20_001))
+    assert str(_run.Records(tmp_path).read(place)) == str(records(20_001))
 
 
 def test_checkpoints_keep_their_records_where_a_run_goes_on_from_an_older_one(tmp_path):
-    places, writer = [], _run.RecordWriter(tmp_path)
+    places, writer = [], _run.Records(tmp_path)
     for n in (1, 2, 3):
         places.append(writer.append(records(n)))
-    older = _run.RecordWriter(tmp_path)
-    older.resume(places[0], _run.read_records(tmp_path, places[0]))
+    older = _run.Records(tmp_path)
+    older.read(places[0])
     other = [*records(1), *records(2, first=7)]
     branch = older.append(other)
     for place, expected in [*((p, records(n)) for n, p in enumerate(places, 1)), (branch, other)]:
-        assert str(_run.read_records(tmp_path, place)) == str(expected)
+        assert str(_run.Records(tmp_path).read(place)) == str(expected)
     again = older.append(records(2, first=30))  # another history: all of it is written
-    assert str(_run.read_records(tmp_path, again)) == str(records(2, first=30))
+    assert str(_run.Records(tmp_path).read(again)) == str(records(2, first=30))
 
 
 def test_a_line_that_was_cut_short_costs_no_other(tmp_path):
-    writer = _run.RecordWriter(tmp_path)
+    writer = _run.Records(tmp_path)
     first = writer.append(records(2))
     with open(tmp_path / "records.jsonl", "ab") as file:
         file.write(b'{"record": {"epo')
     second = writer.append(records(3))
-    assert str(_run.read_records(tmp_path, first)) == str(records(2))
-    assert str(_run.read_records(tmp_path, second)) == str(records(3))
+    assert str(_run.Records(tmp_path).read(first)) == str(records(2))
+    assert str(_run.Records(tmp_path).read(second)) == str(records(3))
 
 
 def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
@@ -93,7 +93,7 @@ def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
 @given(at=st.integers(0, 600), bit=st.integers(0, 7), cut=st.booleans())
 def test_damaged_records_are_refused_or_whole(tmp_path_factory, at, bit, cut):
     folder = tmp_path_factory.mktemp("records")
-    writer = _run.RecordWriter(folder)
+    writer = _run.Records(folder)
     place = writer.append(records(4))
     file = folder / "records.jsonl"
     raw = bytearray(file.read_bytes())
@@ -101,7 +101,7 @@ def test_damaged_records_are_refused_or_whole(tmp_path_factory, at, bit, cut):
     raw[at] ^= 1 << bit
     file.write_bytes(raw[:at] if cut else raw)
     with pytest.raises(checkpoint.CheckpointError, match=r"records.jsonl is damaged: record [1-4]: "):
-        _run.read_records(folder, place)
+        _run.Records(folder).read(place)
 
 
 @pytest.mark.sampled(2)
@@ -113,9 +113,9 @@ def test_records_that_cannot_be_read_cost_no_state(tmp_path, capsys, monkeypatch
     place = content(tmp_path / "step_00000004")["records"]
     if what == "number":
         with pytest.raises(checkpoint.CheckpointError, match="does not have the 3 records"):
-            _run.read_records(tmp_path, {**place, "number": 3})
+            _run.Records(tmp_path).read({**place, "number": 3})
         with pytest.raises(checkpoint.CheckpointError, match="does not have the 1 records"):
-            _run.read_records(tmp_path, {**place, "number": 1})
+            _run.Records(tmp_path).read({**place, "number": 1})
         return
     file.unlink()
     {"pipe": os.mkfifo, "folder": os.mkdir, "circle": lambda f: f.symlink_to(f)}.get(what, lambda f: None)(file)
