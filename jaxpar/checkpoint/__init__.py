@@ -26,7 +26,7 @@ from ._files import (
     of_step as _of_step,
     whole_copy as _whole_copy,
 )
-from ._leaves import StateHash as _StateHash, hash_of as _hash_of
+from ._leaves import StateHash as _StateHash
 from ._save import (
     Found as Found,
     Manager as Manager,

@@ -7,7 +7,6 @@ Every leaf has a name, its path: `store/values/3`, `step`. A node whose type is 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import hashlib
 import json
@@ -129,12 +128,29 @@ def _compare(wanted: list[SavedArray], records: list[dict[str, Any]]) -> None:
 # with the names, shapes and dtypes.
 
 
-@dataclasses.dataclass(frozen=True)
 class StateHash:
-    """A hash that the devices may still compute. `str` waits for it. The state can be donated meanwhile."""
+    """The hash of a state, which the devices may still compute. `str` waits for it. In several processes all make it.
 
-    records: list[dict[str, Any]]  # what a checkpoint says of each array
-    groups: list[tuple[list[int], Any]]  # the numbers of arrays, and two sums of each of them
+    The state can be donated meanwhile.
+    """
+
+    @user_mesh.on_own_mesh
+    def __init__(self, state: Any):
+        slots = slots_of(state)
+        self.records = [slot.record() for slot in slots]  # what a checkpoint says of each array
+        self.groups: list[tuple[list[int], Any]] = []  # the numbers of arrays, and two sums of each of them
+        leaves = [_whole(slot.leaf) for slot in slots]
+        split = [isinstance(leaf, jax.Array) and not leaf.is_fully_replicated for leaf in leaves]
+        for is_split in (False, True):
+            numbers = [i for i, s in enumerate(split) if s is is_split]
+            if not numbers:
+                continue
+            chosen = [leaves[i] for i in numbers]
+            if is_split:
+                mesh.wait_before_collectives(chosen, tuple(chosen[0].sharding.device_set))
+            # Of a flat leaf the padding does not count.
+            sizes = tuple([math.prod(slots[i].shape) if slots[i].rows else None for i in numbers])
+            self.groups.append((numbers, _sums(chosen, sizes)))
 
     def __str__(self) -> str:
         sums = np.zeros((len(self.records), 2), np.uint32)
@@ -143,26 +159,6 @@ class StateHash:
         about = [{name: r[name] for name in _SAID if name in r} for r in self.records]
         found = hashlib.sha256(json.dumps([about, sums.tolist()], sort_keys=True).encode())
         return found.hexdigest()[: _BITS // 4]
-
-
-@user_mesh.on_own_mesh
-def hash_of(tree: Any) -> StateHash:
-    """The hash of a state. In several processes all call it."""
-    slots = slots_of(tree)
-    leaves = [_whole(slot.leaf) for slot in slots]
-    split = [isinstance(leaf, jax.Array) and not leaf.is_fully_replicated for leaf in leaves]
-    groups: list[tuple[list[int], Any]] = []
-    for is_split in (False, True):
-        numbers = [i for i, s in enumerate(split) if s is is_split]
-        if not numbers:
-            continue
-        chosen = [leaves[i] for i in numbers]
-        if is_split:
-            mesh.wait_before_collectives(chosen, tuple(chosen[0].sharding.device_set))
-        # Of a flat leaf the padding does not count.
-        sizes = tuple([math.prod(slots[i].shape) if slots[i].rows else None for i in numbers])
-        groups.append((numbers, _sums(chosen, sizes)))
-    return StateHash([slot.record() for slot in slots], groups)
 
 
 def _whole(leaf: Any) -> Any:

@@ -17,7 +17,7 @@ from jaxpar.checkpoint import _leaves
 
 
 def hash_of(tree):
-    return str(checkpoint._hash_of(tree))
+    return str(checkpoint._StateHash(tree))
 
 
 def bits(*words, dtype="float32"):
@@ -135,14 +135,14 @@ def test_the_state_can_be_donated_meanwhile():
     for kind in ("device", "sharded"):
         state = start(4, kind, adam())
         expected = hash_of(state)
-        found = checkpoint._hash_of(state)
+        found = checkpoint._StateHash(state)
         for i in range(3):
             state, _ = step_of()(state, line(seed=i))
         assert str(found) == expected != hash_of(state)
 
 
 def test_a_few_words_come_to_the_host():
-    found = checkpoint._hash_of(start(4, "sharded", adam()))
+    found = checkpoint._StateHash(start(4, "sharded", adam()))
     arrays = [sums for _, sums in found.groups]
     assert sum(x.nbytes for x in arrays) == 8 * len(found.records)
     assert len(arrays) <= 2  # programs
@@ -163,5 +163,5 @@ def test_state_of_all_parts():
     loss_fn = lambda p, b, rng, m: (((b["x"] @ p["w"]) ** 2).mean(), ({}, {"mean": m["mean"] + 1}))  # noqa: E731
     options = {"model_state": {"mean": jnp.zeros(2)}, "loss_scale": "dynamic"}
     state, step = train.start({"w": jnp.ones(3)}, optax.sgd(0.1), loss_fn, **options)
-    names = {record["name"].split("/")[0] for record in checkpoint._hash_of(step.complete(state)).records}
+    names = {record["name"].split("/")[0] for record in checkpoint._StateHash(step.complete(state)).records}
     assert {"store", "step", "rng", "model_state", "loss_scale"} <= names

@@ -57,7 +57,7 @@ def test_lines_are_hashes_of_the_states(tmp_path):
     assert [entry["step"] for entry in found] == [5, 10, 15, 20]
     state = arguments()["state"]
     state, _ = train.fit(**{**arguments(), "state": state, "epochs": None, "max_steps": 10})
-    assert found[1]["state"] == str(checkpoint._hash_of(state))
+    assert found[1]["state"] == str(checkpoint._StateHash(state))
     assert len({entry["state"] for entry in found}) == 4
 
 
@@ -101,7 +101,7 @@ def test_steps_that_do_not_count_have_no_line(tmp_path):
         run(tmp_path / "a", train_data=batches, nonfinite="stop", certificate_every=1)
     assert raised.value.step == 2
     assert [entry["step"] for entry in lines(tmp_path / "a")] == [1, 2]
-    assert lines(tmp_path / "a")[-1]["state"] == str(checkpoint._hash_of(raised.value.state))
+    assert lines(tmp_path / "a")[-1]["state"] == str(checkpoint._StateHash(raised.value.state))
 
 
 def test_one_program_is_compiled_beside_the_step(tmp_path, caplog):

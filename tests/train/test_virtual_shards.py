@@ -350,7 +350,7 @@ def check_split(folder, devices):
     params = {"a": jnp.zeros((300, 80)), "b": jnp.zeros((80, 5)), "c": jnp.zeros(5)}
     like = train.create_state(kv.from_params(params, optimizer=tx), 0)
     for entry, path in zip(lines[1::2], sorted((folder / "split").glob("step_*")), strict=True):
-        assert str(checkpoint._hash_of(checkpoint.restore(path, like))) == entry["state"]
+        assert str(checkpoint._StateHash(checkpoint.restore(path, like))) == entry["state"]
 
 
 @pytest.mark.slow

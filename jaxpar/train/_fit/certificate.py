@@ -37,7 +37,7 @@ class Certificate:
     def take(self, at: int, state: TrainState) -> None:
         """Start to compute the hash of a state, if a line is due after this step."""
         if at % self._every == 0:
-            self._unwritten.append((at, checkpoint._hash_of(state)))
+            self._unwritten.append((at, checkpoint._StateHash(state)))
 
     def write(self, until: int) -> None:
         """Write the lines up to a step. Waits for their hashes."""

@@ -218,7 +218,7 @@ def verify(path: Path, arguments: Any, first: int | None = None, last: int | Non
         if at > int(state.step):
             state, _ = fit(state, step, data, max_steps=at - int(state.step), progress=False, **options)
         done.append(at)
-        if str(checkpoint._hash_of(state)) != lines[at]:
+        if str(checkpoint._StateHash(state)) != lines[at]:
             return Verified(start, done, at)
     return Verified(start, done, None)
 
