@@ -73,10 +73,7 @@ def load(
     folder = files.as_path(data_dir, "data.load: data_dir").expanduser()
     found, idx_files = _find(name, folder, source)
     if found != "prepared" and prepared_dir(name, folder) is None:
-        try:
-            prepare(name, folder, idx_files)
-        except ConnectionError as error:
-            raise ConnectionError(f"{error}. {_advice(name)}") from None
+        prepare(name, folder, idx_files)
     dataset = Dataset(*read(name, split, folder), source=found, name=name, part=split)
     if verbose:
         place = f"{idx_files}, kept in {folder}" if idx_files else folder
@@ -181,7 +178,7 @@ def prepare(name: str, data_dir: Path, idx_files: Path | None) -> None:
     if idx_files is None:
         urls = [cls.URL + "train-labels-idx1-ubyte.gz"] if hasattr(cls, "URL") else list(cls.url_infos or ())
         for url in urls[:1]:
-            check_reachable(url)
+            check_reachable(url, _advice(name))
     with contextlib.ExitStack() as stack:
         manual_dir = None
         if idx_files is not None:
@@ -261,7 +258,7 @@ def _builder(name: str, data_dir: Path) -> Any:
         raise _damage_error(data_dir / name, str(error)) from error
 
 
-def check_reachable(url: str, seconds: float = 5.0) -> None:
+def check_reachable(url: str, advice: str, seconds: float = 5.0) -> None:
     """Ask for `url` once, where TFDS would retry for minutes. `ConnectionError` says what came instead."""
     # A name look-up cannot be given a time limit, so this is a thread of its own. Proxies count, as they do for TFDS.
     import requests
@@ -279,7 +276,7 @@ def check_reachable(url: str, seconds: float = 5.0) -> None:
     thread.start()
     thread.join(seconds)
     if answer[0]:
-        raise ConnectionError(f"cannot download {url}: {answer[0]}")
+        raise ConnectionError(f"cannot download {url}: {answer[0]}. {advice}")
 
 
 # Decoded copies, so that the next process need not decode each image again. The copy of a split is a file among those

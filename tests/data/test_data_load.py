@@ -476,7 +476,7 @@ def test_the_download_is_the_same_data_set(web, no_debian, tmp_path, written):
 def test_a_refusing_host_is_no_network_either():
     port = free_port()
     with pytest.raises(ConnectionError, match=f"127.0.0.1:{port}/x: the host cannot be reached"):
-        _load.check_reachable(f"http://127.0.0.1:{port}/x", 2.0)
+        _load.check_reachable(f"http://127.0.0.1:{port}/x", "", 2.0)
 
 
 @pytest.mark.usefixtures("debian")

@@ -239,10 +239,8 @@ def _fill(batch: Any, count: int) -> Any:
 
 def _as_eval_source(where: str, given: Any) -> Any:
     """A data set, arrays or batches as a `DatasetSource`, an `ArraySource` or an `IterableSource`."""
-    if isinstance(given, data.Dataset):
-        return data.DatasetSource(given)
-    if isinstance(given, (data.DatasetSource, data.ArraySource, data.IterableSource)):
-        return given
+    if isinstance(given, (data.Dataset, data.DatasetSource, data.ArraySource, data.IterableSource)):
+        return data.as_source(given)
     if isinstance(given, data.Source):
         raise TypeError(
             f"{where}: expected a data.Dataset, arrays or batches, got {type(given).__name__}, which may leave out the "
