@@ -316,7 +316,7 @@ def plan_batches(
         virtual_shards = checks.whole_number(virtual_shards, where, "virtual_shards")
         checks.even_share(batch_size, virtual_shards, where, of="virtual shards")
         checks.even_share(rest, virtual_shards, where, of="virtual shards")
-        if virtual_shards % parts:  # no part has whole shards alone, and a padding makes the shares even
+        if virtual_shards % parts:  # the parts cannot share the shards evenly, so a batch is padded
             split, parts = dataclasses.replace(split, virtual_shards=virtual_shards), 1
     checks.even_share(batch_size, parts, where)
     checks.whole_batch(size, batch_size if drop_remainder else 1, where, ", or drop_remainder=False")
