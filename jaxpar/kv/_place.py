@@ -219,7 +219,7 @@ def rule_of_each(store: KVStore) -> dict[int, str | None]:
     if not isinstance(store.updater, updaters._TreeOptimizer):
         return updaters._rule_of_each(store.updater, None, tuple(specs), tuple(specs.values()))
     keys, structure = stores.trained_keys(store), jax.tree.structure(stores.tree_of(store, specs))
-    return updaters._rule_of_each(store.updater, structure, tuple(keys), tuple(specs[k] for k in keys))
+    return updaters._rule_of_each(store.updater, structure, tuple(keys), tuple([specs[k] for k in keys]))
 
 
 def complete(store: KVStore, like: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> KVStore:

@@ -359,7 +359,7 @@ def rules(init: Callable[..., Any], update: Callable[..., Any], params: Any) -> 
         return [None] * len(jax.tree.leaves(params))
     scalars = jax.tree.leaves((params, jax.tree.map(lambda x: not x.shape, state), params, loss))
     given = [None if scalar is True else str(i) for i, scalar in enumerate(scalars)]
-    versions = ", ".join(f"{name} {_version(name)}" for name in _PROGRAMS)
+    versions = ", ".join([f"{name} {_version(name)}" for name in _PROGRAMS])
     kinds = _results(closed.jaxpr, given)
     numbers = _results(closed.jaxpr, list(map(str, range(len(scalars)))), list(map(_number, closed.consts)))
     return [f"{_digest(kind)} {versions}; {_digest(all)}" for kind, all in zip(kinds, numbers, strict=True)]
