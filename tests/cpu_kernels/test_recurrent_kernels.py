@@ -258,55 +258,39 @@ def test_export_and_other_dtypes_take_the_loop_of_xla(cell):
 
 def variants():
     """Steps of an LSTM: (step, whether a kernel may compute it). Each must give lax's numbers."""
+    s, tanh = jax.nn.sigmoid, jnp.tanh
 
-    def step(change, y=lambda p, c, h, x: x @ p["input"] + h @ p["state"] + p["bias"], **given):
+    def step(change, y=lambda p, c, h, x: x @ p["input"] + h @ p["state"] + p["bias"]):
         def function(params, carry, x):
-            return change(params, *jnp.split(y(params, *carry, x), 4, axis=-1), *carry, x, **given)
+            return change(params, *jnp.split(y(params, *carry, x), 4, axis=-1), *carry, x)
 
         return function
 
-    s, tanh = jax.nn.sigmoid, jnp.tanh
+    def cell_of(i, f, g, c, h):
+        return s(f) * c + s(i) * tanh(g)
 
-    def usual(p, i, f, g, o, c, h, x, act=tanh, gate=s, out=lambda c, h, x, old: h):
-        old = c, h
-        c = gate(f) * c + gate(i) * act(g)
-        h = gate(o) * tanh(c)
-        return (c, h), out(c, h, x, old)
+    def state_of(o, c, old):
+        return s(o) * tanh(c)
 
-    def turned(p, i, f, g, o, c, h, x):
-        c = tanh(g) * s(i) + c * s(f)
-        h = tanh(c) * s(o)
-        return (c, h), (h, c, x)
+    def usual(p, i, f, g, o, c, h, x, cell=cell_of, state=state_of, carry=lambda c, h: (c, h), out=lambda c, h, *_: h):
+        new = cell(i, f, g, c, h)
+        hidden = state(o, new, c)
+        return carry(new, hidden), out(new, hidden, x, h)
 
-    def new_peephole(p, i, f, g, o, c, h, x):
-        c = s(f) * c + s(i) * tanh(g)
-        h = s(o + 0.1 * c) * tanh(c)
-        return (c, h), h
+    def but(**parts):
+        """A step that is the usual one but for these parts."""
+        return step(functools.partial(usual, **parts))
 
-    def swapped(p, i, f, g, o, c, h, x):
-        c = s(f) * tanh(g) + s(i) * c  # i and f have changed their parts
-        return (c, s(o) * tanh(c)), c
+    def gates_by(gate):
+        return but(
+            cell=lambda i, f, g, c, h: gate(f) * c + gate(i) * tanh(g), state=lambda o, c, old: gate(o) * tanh(c)
+        )
 
-    def crossed(p, i, f, g, o, c, h, x):
-        c = s(f) * c + s(i) * tanh(g)
-        return (s(o) * tanh(c), c), h  # the state goes on in the place of the cell
+    def updated_by(act):
+        return but(cell=lambda i, f, g, c, h: s(f) * c + s(i) * act(g))
 
-    def coupled(p, i, f, g, o, c, h, x):
-        c = s(f) * c + (1 - s(f)) * tanh(g)
-        h = s(o) * tanh(c)
-        return (c, h), h
-
-    def old_cell(p, i, f, g, o, c, h, x):
-        new = s(f) * c + s(i) * tanh(g)
-        return (new, s(o) * tanh(c)), h
-
-    def with_h(p, i, f, g, o, c, h, x):
-        new = s(f) * h + s(i) * tanh(g)
-        return (new, s(o) * tanh(new)), h
-
-    def minus(p, i, f, g, o, c, h, x):
-        new = s(f) * c - s(i) * tanh(g)
-        return (new, s(o) * tanh(new)), new
+    def turned(i, f, g, c, h):
+        return tanh(g) * s(i) + c * s(f)
 
     def masked(p, i, f, g, o, c, h, x):
         (new_c, new_h), _ = usual(p, i, f, g, o, c, h, x)
@@ -339,31 +323,31 @@ def variants():
     yes, no = True, False
     return {
         "usual": (step(usual), yes),
-        "the cell": (step(usual, out=lambda c, h, x, old: (h, c, x, x @ x.T, jnp.ones(3))), yes),
-        "nothing": (step(usual, out=lambda *_: None), yes),
+        "the cell": (but(out=lambda c, h, x, old: (h, c, x, x @ x.T, jnp.ones(3))), yes),
+        "nothing": (but(out=lambda *_: None), yes),
         "permuted": (step(lambda p, i, f, g, *a: usual(p, i, g, f, *a)), yes),
-        "turned": (step(turned), yes),
-        "swapped": (step(swapped), yes),
+        "turned": (but(cell=turned, state=lambda o, c, old: tanh(c) * s(o), out=lambda c, h, x, old: (h, c, x)), yes),
+        "swapped": (but(cell=lambda i, f, g, c, h: s(f) * tanh(g) + s(i) * c, out=lambda c, *_: c), yes),
         "slices": (no_split, yes),
         "overlapping": (overlapping, yes),
         "split weights": (split_weights, yes),
         "inputs changed": (inputs_changed, yes),
         "forget bias": (step(lambda p, i, f, *a: usual(p, i, f + 1, *a)), yes),
         "jit inside": (lambda *a: jax.jit(step(usual))(*a), yes),
-        "before": (step(usual, out=lambda c, h, x, old: old[1]), no),
-        "residual": (step(usual, out=lambda c, h, x, old: h + x.sum()), no),
+        "before": (but(out=lambda c, h, x, old: old), no),
+        "residual": (but(out=lambda c, h, x, old: h + x.sum()), no),
         "peephole": (step(lambda p, i, f, g, o, c, *a: usual(p, i + 0.1 * c, f, g, o, c, *a)), no),
-        "new peephole": (step(new_peephole), no),
+        "new peephole": (but(state=lambda o, c, old: s(o + 0.1 * c) * tanh(c)), no),
         "layer norm": (step(lambda p, i, f, g, *a: usual(p, i, f, g - g.mean(-1, keepdims=True), *a)), no),
-        "relu": (step(usual, act=jax.nn.relu), no),
-        "hard sigmoid": (step(usual, gate=jax.nn.hard_sigmoid), no),
-        "tanh gates": (step(usual, gate=jnp.tanh), no),
-        "sigmoid update": (step(usual, act=s), no),
-        "crossed": (step(crossed), no),
-        "coupled": (step(coupled), no),
-        "old cell": (step(old_cell), no),
-        "with h": (step(with_h), no),
-        "minus": (step(minus), no),
+        "relu": (updated_by(jax.nn.relu), no),
+        "hard sigmoid": (gates_by(jax.nn.hard_sigmoid), no),
+        "tanh gates": (gates_by(tanh), no),
+        "sigmoid update": (updated_by(s), no),
+        "crossed": (but(carry=lambda c, h: (h, c), out=lambda c, h, x, old: old), no),  # the state as the next cell
+        "coupled": (but(cell=lambda i, f, g, c, h: s(f) * c + (1 - s(f)) * tanh(g)), no),
+        "old cell": (but(state=lambda o, c, old: s(o) * tanh(old), out=lambda c, h, x, old: old), no),
+        "with h": (but(cell=lambda i, f, g, c, h: s(f) * h + s(i) * tanh(g), out=lambda c, h, x, old: old), no),
+        "minus": (but(cell=lambda i, f, g, c, h: s(f) * c - s(i) * tanh(g), out=lambda c, *_: c), no),
         "masked": (step(masked), no),
         "scaled": (step(lambda p, i, *a: usual(p, 2 * i, *a)), no),
         "half of h": (step(usual, lambda p, c, h, x: x @ p["input"] + (h * 0.5) @ p["state"]), no),
@@ -400,7 +384,7 @@ def test_almost_an_lstm(name):
 def gru_variants():
     s, tanh = jax.nn.sigmoid, jnp.tanh
 
-    def step(change, before=False):
+    def step(change):
         def function(params, h, x):
             x = jnp.split(x @ params["input"] + params["bias"], 3, axis=-1)
             q = jnp.split(h @ params["state"], 3, axis=-1)
@@ -409,22 +393,13 @@ def gru_variants():
 
         return function
 
-    def usual(p, h, x, q, bias=None):
+    def usual(p, h, x, q, bias=None, mixed=lambda r, z, n, h: (1.0 - z) * n + z * h):
         r, z = s(x[0] + q[0]), s(x[1] + q[1])
         n = tanh(x[2] + r * (q[2] + p["state_bias"] if bias is None else q[2] + bias))
-        return (1.0 - z) * n + z * h
+        return mixed(r, z, n, h)
 
-    def other_share(p, h, x, q):
-        r, z = s(x[0] + q[0]), s(x[1] + q[1])
-        return (1.0 - r) * tanh(x[2] + r * q[2]) + z * h
-
-    def exchanged(p, h, x, q):
-        r, z = s(x[0] + q[0]), s(x[1] + q[1])
-        return z * tanh(x[2] + r * q[2]) + (1.0 - z) * h
-
-    def two(p, h, x, q):
-        r, z = s(x[0] + q[0]), s(x[1] + q[1])
-        return (2.0 - z) * tanh(x[2] + r * q[2]) + z * h
+    def by(mixed):
+        return step(functools.partial(usual, mixed=mixed))
 
     def before_product(params, h, x):
         x = jnp.split(x @ params["input"] + params["bias"], 3, axis=-1)
@@ -433,21 +408,16 @@ def gru_variants():
         h = (1.0 - z) * tanh(x[2] + (r * h) @ wn) + z * h
         return h, h
 
-    def difference(p, h, x, q):
-        r, z = s(x[0] + q[0]), s(x[1] + q[1])
-        n = tanh(x[2] + r * q[2])
-        return n + z * (h - n)
-
     return {
         "usual": (step(usual), True),
         "no bias": (step(lambda *a: usual(*a, bias=0.0)), True),
         "permuted": (step(lambda p, h, x, q: usual(p, h, x[::-1], q[1:] + q[:1])), True),
         "bias of the step": (step(lambda p, h, x, q: usual(p, h, x, q, bias=x[0])), False),
-        "other share": (step(other_share), False),
-        "exchanged": (step(exchanged), False),
-        "two": (step(two), False),
+        "other share": (by(lambda r, z, n, h: (1.0 - r) * n + z * h), False),
+        "exchanged": (by(lambda r, z, n, h: z * n + (1.0 - z) * h), False),
+        "two": (by(lambda r, z, n, h: (2.0 - z) * n + z * h), False),
         "reset before the product": (before_product, False),
-        "difference": (step(difference), False),
+        "difference": (by(lambda r, z, n, h: n + z * (h - n)), False),
     }
 
 
