@@ -2,15 +2,13 @@
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from cpu_model import same
 from jax import lax
+from launched import python
 
 from jaxpar import models
 
@@ -189,16 +187,10 @@ def error(found, true):
     return float(np.sqrt(np.mean((np.asarray(found, np.float64) - true) ** 2) / max(np.mean(true**2), 1e-30)))
 
 
-def digests(program, threads=None, **environment):
-    """What a program prints, each line once. It runs in a process of its own, on one thread or as many as there are."""
-    command = ["taskset", "-c", "0"] if threads == "1" else []
-    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    done = subprocess.run(
-        [*command, sys.executable, "-c", program],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return {*done.stdout.splitlines()}
+def digests(program, devices):
+    """What a program prints, each line once. It runs in a process of its own."""
+    return {*python("-c", program, timeout=300, JAX_NUM_CPU_DEVICES=devices).stdout.splitlines()}
+
+
+# What a program begins with, and its devices.
+ELSEWHERE = [("", "4"), ("import os; os.sched_setaffinity(0, [0])", "1")]

@@ -232,13 +232,11 @@ for device in jax.devices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "other", [{"JAX_NUM_CPU_DEVICES": "4"}, pytest.param({"threads": "1"}, marks=pytest.mark.slow)]
-)
-def test_the_same_bits_on_any_number_of_threads_and_devices(other):
-    one = digests(BITS, JAX_NUM_CPU_DEVICES="1")
+@pytest.mark.parametrize(("begin", "devices"), kernels.ELSEWHERE, ids=["devices", "threads"])
+def test_the_same_bits_on_any_number_of_threads_and_devices(begin, devices):
+    one = digests(BITS, "1")
     assert len(one) == 1
-    assert digests(BITS, **{"JAX_NUM_CPU_DEVICES": "1", **other}) == one
+    assert digests(begin + BITS, devices) == one
 
 
 @pytest.mark.slow

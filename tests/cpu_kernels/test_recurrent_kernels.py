@@ -599,11 +599,11 @@ for cell, gates in (("lstm", 4), ("gru", 3)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", [{"JAX_NUM_CPU_DEVICES": "4"}, {"threads": "1"}])
-def test_the_same_bits_on_any_number_of_threads_and_devices(other):
-    one = digests(BITS, JAX_NUM_CPU_DEVICES="1")
+@pytest.mark.parametrize(("begin", "devices"), reference.ELSEWHERE, ids=["devices", "threads"])
+def test_the_same_bits_on_any_number_of_threads_and_devices(begin, devices):
+    one = digests(BITS, "1")
     assert len(one) == len(CELLS)
-    assert digests(BITS, **{"JAX_NUM_CPU_DEVICES": "1", **other}) == one
+    assert digests(begin + BITS, devices) == one
 
 
 def test_an_example_has_the_same_bits_in_any_batch(cell):
