@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import step_model
-from fit_model import LOSS, STEP, TX as SGD, points, run_on
+from fit_model import STEP, TX as SGD, points, run_on
 from kv_model import collectives_in, compilations
 from step_model import IN_TURN, line, squares, step_of
 
@@ -225,18 +225,6 @@ def test_fit_is_the_same_with_any_number(together):
     assert [step for step, _ in one] == list(range(1, 37))
     assert [r["loss"] for r in record] == [r["loss"] for r in history]
     assert [r["step"] for r in record] == [12, 24, 36]
-
-
-def test_the_loss_is_traced_once():
-    """For single steps and for those of one program."""
-    traced = []
-
-    def loss_fn(*args):
-        traced.append(args)
-        return LOSS(*args)
-
-    fit(step=train.make_train_step(loss_fn), steps_per_execution="auto")
-    assert len(traced) == 1
 
 
 @pytest.mark.sampled(1)
