@@ -1,6 +1,7 @@
 """The loop where numbers are not finite: updates left out are counted, or it stops with the state before."""
 
 import functools
+import itertools
 import json
 
 import fit_model
@@ -38,11 +39,15 @@ def run(step, dataset, state=None, **options):
     return run_on(dataset, start() if state is None else state, step=step, batch_size=8, **options)
 
 
-def bad_steps(dataset, epochs=2):
-    """The numbers of the steps whose batches have a NaN in them."""
+def batches(dataset):
+    """Those of two epochs of `fit`."""
     order = jax.random.fold_in(jax.random.key(3), 0x5FFE1E)
-    batches = data.batches(dataset, 8, rng=order, epochs=epochs, devices=jax.devices()[:2])
-    return [i for i, batch in enumerate(batches) if np.isnan(np.asarray(batch["image"])).any()]
+    return data.batches(dataset, 8, rng=order, epochs=2, devices=jax.devices()[:2])
+
+
+def bad_steps(dataset):
+    """The numbers of the steps whose batches have a NaN in them."""
+    return [i for i, batch in enumerate(batches(dataset)) if np.isnan(np.asarray(batch["image"])).any()]
 
 
 def test_updates_that_are_left_out_are_counted(tmp_path):
@@ -84,9 +89,7 @@ def test_it_stops_with_the_state_before_the_bad_step(tmp_path, kind, row):
     assert stopped.history == []
 
     want = start(kind=kind)
-    order = jax.random.fold_in(jax.random.key(3), 0x5FFE1E)
-    batches = data.batches(dataset, 8, rng=order, epochs=1, devices=jax.devices()[:2])
-    for _, batch in zip(range(first), batches, strict=False):
+    for batch in itertools.islice(batches(dataset), first):
         want, _ = step(want, batch)
     want = step.complete(want)
     assert_unchanged(stopped.state, snapshot(want))

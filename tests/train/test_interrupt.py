@@ -18,8 +18,6 @@ from several_processes import free_address
 from jaxpar import data
 from jaxpar.train._fit import interrupt
 
-PROGRAM = Path(__file__).parents[1] / "interrupted_run.py"
-
 
 def at(step, number):
     """An `on_step` that sends a signal to this very process when the metrics of a step are there."""
@@ -234,7 +232,7 @@ class Process:
     """The program in a process of its own."""
 
     def __init__(self, *arguments, **variables):
-        words = [sys.executable, PROGRAM, *map(str, arguments)]
+        words = [sys.executable, Path(__file__).parents[1] / "interrupted_run.py", *map(str, arguments)]
         self.process = background(words, **{"JAX_NUM_CPU_DEVICES": "2", **variables})
 
     def wait_for(self, step):

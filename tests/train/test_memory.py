@@ -260,10 +260,9 @@ def test_a_function_that_may_change_is_refused(ask):
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 def test_a_program_is_freed_with_its_last_user(engine):
     """Not when the garbage collector finds it: until then 45 MB of programs had come together."""
-    step = train.make_train_step(lambda params, batch, rng: ((params["w"] * batch).mean(), {}), engine=engine)
-    store = kv.from_params({"w": jnp.ones(())}, optimizer=optax.sgd(0.1))
-    state = step.complete(train.create_state(store, 0, devices=DEVICES))
-    leaves, structure = jax.tree.flatten(state)
+    loss = lambda params, batch, rng: ((params["w"] * batch).mean(), {})  # noqa: E731
+    state, step = train.start({"w": jnp.ones(())}, TX, loss, engine=engine, devices=DEVICES)
+    leaves, structure = jax.tree.flatten(step.complete(state))
     program = step._make_program(structure)
     if engine != "jit":
         program.finish(leaves)  # of the steps of one device

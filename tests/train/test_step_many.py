@@ -17,7 +17,6 @@ from jaxpar._cpu import kernels
 from jaxpar.data import _batches
 
 TX = optax.adam(0.1)
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.ema(0.9))
 LINES = [line(seed=i) for i in range(5)]
 
 
@@ -56,7 +55,7 @@ CASES = {  # the engine, what the state is made with, what the step is made with
     "plain": ("pmap", {}, {}),
     "stop": ("pmap", {}, {"nonfinite": "stop"}),
     "dynamic": ("pmap", {}, {"loss_scale": "dynamic"}),
-    "clipped": ("pmap", {}, {"grad_transform": CLIPPED}),
+    "clipped": ("pmap", {}, {"grad_transform": optax.chain(optax.clip_by_global_norm(1.0), optax.ema(0.9))}),
     "accumulate": ("pmap", {}, {"accumulate": 2}),
     "local steps": ("pmap", {}, LOCAL),
     "powersgd": ("pmap", {"compression": POWER}, {}),
