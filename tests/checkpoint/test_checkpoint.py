@@ -355,6 +355,7 @@ def test_an_average_that_was_saved_in_16_bits_is_kept_in_float32(tmp_path, kind,
     same(checkpoint.restore(tmp_path / "a", new), old)
     assert "were saved in 16 bits" in capsys.readouterr().err
     if kind == "device":  # within a round of local steps each device has an average
+        drift = lambda params, batch, rng: (0.0 * params["w"].sum() + batch.mean(), {})  # noqa: E731
         (new, _), (old, step) = [
             train.start({"w": jnp.full(3, x, jnp.bfloat16)}, tx, drift, local_steps=3) for x in (0, 1)
         ]
@@ -363,18 +364,16 @@ def test_an_average_that_was_saved_in_16_bits_is_kept_in_float32(tmp_path, kind,
         same(checkpoint.restore(tmp_path / "b", new).eval_params, old.eval_params)
 
 
-def drift(params, batch, rng):
-    return 0.0 * params["w"].sum() + batch.mean(), {}
-
-
 def with_narrow_averages(tree):
-    def narrow(node):
-        is_average = isinstance(node, updaters._AverageState)
-        return (
-            node._replace(average=jax.tree.map(lambda x: x.astype(jnp.bfloat16), node.average)) if is_average else node
-        )
+    def is_average(node):
+        return isinstance(node, updaters._AverageState)
 
-    return jax.tree.map(narrow, tree, is_leaf=lambda node: isinstance(node, updaters._AverageState))
+    def narrow(node):
+        if not is_average(node):
+            return node
+        return node._replace(average=jax.tree.map(lambda x: x.astype(jnp.bfloat16), node.average))
+
+    return jax.tree.map(narrow, tree, is_leaf=is_average)
 
 
 # Damaged, foreign, missing.

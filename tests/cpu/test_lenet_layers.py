@@ -142,11 +142,7 @@ def test_toom_cook_is_exact_but_for_rounding():
     w = w[:5]
     wanted = np.correlate(x, w, "valid")
     np.testing.assert_allclose(of_points @ ((of_weight @ w) * (of_input @ x)), wanted, rtol=0, atol=1e-12)
-
-
-def test_the_scales_are_powers_of_two():
-    """So that they do not round: every entry of the input's matrix stays a multiple of a small power of two."""
-    _, _, of_input = lenet_layers._toom_cook()
+    # Its scales are powers of two, so that they do not round: each entry stays a multiple of a small one.
     assert (of_input * 64 == np.round(of_input * 64)).all()
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cpu_model import normal, text
 from jax import lax
+from step_model import mostly_slow
 
 from jaxpar import models, viz
 from jaxpar.models import fast_on_cpus
@@ -44,11 +45,8 @@ def gradient(fn, x):
     return pull(jnp.asarray(np.random.default_rng(1).integers(-9, 10, y.shape), y.dtype))[0]
 
 
-OFTEN = ("halves", "overlapping")
-
-
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("case", mostly_slow(CASES, "halves", "overlapping"))
 def test_the_numbers_of_lax(case):
     shape, window, strides, padding = CASES[case]
     x = images(shape)

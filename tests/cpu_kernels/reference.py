@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,6 @@ from jax import lax
 from launched import python
 
 from jaxpar import models
-
-SPATIAL = "DHW"
 
 
 def missing():
@@ -89,20 +88,16 @@ class Case:
         self.geometry = (strides, padding, between, dilation, groups)
         examples = int(rng.choice([1, 2, 5, 17]))
         self.x = rng.standard_normal((examples, *images, groups * inner), np.float32)
-        self.w = rng.standard_normal((*window, inner, groups * outer), np.float32) / math.sqrt(
-            math.prod(window) * inner
-        )
-        self.w = self.w.astype(np.float32)
+        self.w = rng.standard_normal((*window, inner, groups * outer), np.float32)
+        self.w /= np.float32(math.sqrt(math.prod(window) * inner))
         self.dy = rng.standard_normal(reference(self.x, self.w, None, *self.geometry).shape, np.float32)
-        names = SPATIAL[:axes]
+        names = "DHW"[:axes]
         self.layouts = [f"N{names}C", f"{names}IO", f"N{names}C"]
         self.moved = [
             "".join(rng.permutation(list(layout))) if rng.random() < 0.3 else layout for layout in self.layouts
         ]
-        for name in names:  # lax counts spatial axes as the filter has them
-            self.moved[1] = self.moved[1].replace(name, "*")
-        for name in names:
-            self.moved[1] = self.moved[1].replace("*", name, 1)
+        spatial = iter(names)  # lax counts spatial axes as the filter has them
+        self.moved[1] = re.sub(f"[{names}]", lambda _: next(spatial), self.moved[1])
 
     def results(self, convolution):
         """y, dx and dw as a function of x, w and dy, in the case's layouts."""

@@ -11,6 +11,7 @@ from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from kv_model import collectives_in
 from reference import Case, digests, error, missing, of_lax, ours, reference
+from step_model import mostly_slow
 
 from jaxpar import kv, models, parallel, train
 from jaxpar._cpu import is_slow_in_a_loop
@@ -31,18 +32,11 @@ def loss(w, x):
 X, W = normal(8, 10, 11, 16), normal(3, 3, 16, 16) / 12
 
 
-def calls(function, *args):
-    return text(function, *args).count("stablehlo.custom_call @jaxpar_cpu.Convolution")
-
-
 SEEDS = [*range(20), 156, 532, 604, 636]  # the last ones have one channel and one feature
 
 
-SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1000) if seed not in SEEDS]
-
-
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("seed", [*SEEDS, *SLOW])
+@pytest.mark.parametrize("seed", mostly_slow(dict.fromkeys([*SEEDS, *range(1000)]), *SEEDS))
 def test_random_convolutions(seed):
     case = Case(seed)
     true, found = reference(case.x, case.w, case.dy, *case.geometry), ours(case)
@@ -80,7 +74,8 @@ def test_the_kernels_are_called():
     x = text(jax.grad(lambda w: fast_on_cpus(loss)(w, X)), W)
     assert "stablehlo.convolution" not in x
     assert x.count("@jaxpar_cpu.ConvolutionFilter") == 2
-    assert calls(fast_on_cpus(jax.grad(loss, (0, 1))), W, X) == 6
+    both = text(fast_on_cpus(jax.grad(loss, (0, 1))), W, X)
+    assert both.count("stablehlo.custom_call @jaxpar_cpu.Convolution") == 6
 
 
 TRANSFORMS = kernels.TRANSFORMS | {
@@ -208,9 +203,8 @@ def test_what_is_not_finite_is_where_lax_has_it(value, where, options):
         return y, *back(dy)
 
     for ours_, laxs in zip(*(jax.jit(all_three, static_argnums=3)(x, w, dy, by) for by in (models, lax)), strict=True):
-        if (
-            where == "filter" and options
-        ):  # with strides, lax leaves out zeros around the images, and does not otherwise
+        # With strides, lax leaves out zeros around the images, and does not otherwise.
+        if where == "filter" and options:
             assert np.isnan(ours_).sum() <= np.isnan(laxs).sum() + 2 * ours_.shape[1] * len(x)
             assert (np.isnan(ours_) >= np.isnan(laxs)).all()
             continue

@@ -90,15 +90,12 @@ def is_called(function, *args):
     return called
 
 
-def random_sizes(seed):
-    rng = np.random.default_rng(seed)
-    return [int(rng.choice(x)) for x in ([1, 2, 7, 19], [1, 2, 3, 9, 16, 37], [1, 2, 5, 16, 31, 32, 33, 70, 130])]
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 200))])
 def test_random_loops(cell, seed):
-    steps, batch, width = random_sizes(seed)
+    sizes = [1, 2, 7, 19], [1, 2, 3, 9, 16, 37], [1, 2, 5, 16, 31, 32, 33, 70, 130]
+    rng = np.random.default_rng(seed)
+    steps, batch, width = (int(rng.choice(several)) for several in sizes)
     gates = {"lstm": 4, "gru": 3}[cell]
     shapes = (steps, batch, gates * width), (width, gates * width), (batch, width), (batch, width)
     operands = [normal(*shape, scale=0.7, seed=n) for n, shape in enumerate(shapes)]
@@ -137,10 +134,6 @@ def many(p):
     return jax.tree.map(lambda a: jnp.stack([a, a + 0.1, a - 0.1]), p)
 
 
-def batched(p, h):
-    return {**p, "h": p["h"] + h}
-
-
 def twice_mapped(f):
     each = jax.vmap(jax.vmap(f, (None, 0)), (None, 0))
     return lambda p, x: each(p, jnp.stack([x] * 6).reshape(2, 3, *x.shape))
@@ -150,7 +143,9 @@ TRANSFORMS = reference.TRANSFORMS | {
     "gradient of vmap": lambda f: jax.grad(lambda p, x: jax.vmap(f, (None, 0))(p, jnp.stack([x, -x])).sum(), (0, 1)),
     "vmap over inputs": lambda f: lambda p, x: jax.vmap(jax.grad(f), (None, 0))(p, jnp.stack([x, -x])),
     "vmap of the last axis": lambda f: lambda p, x: jax.vmap(f, (None, 3))(p, jnp.stack([x, -x], -1)),
-    "vmap over the first state": lambda f: lambda p, x: jax.vmap(lambda h: f(batched(p, h), x))(jnp.arange(3.0)),
+    "vmap over the first state": lambda f: (
+        lambda p, x: jax.vmap(lambda h: f({**p, "h": p["h"] + h}, x))(jnp.arange(3.0))
+    ),
     "vmap over both": lambda f: lambda p, x: jax.vmap(jax.grad(f))(many(p), jnp.stack([x, -x, x])),
     "vmap in vmap": twice_mapped,
     "linearize": lambda f: lambda p, x: jax.linearize(f, p, x)[1](p, x),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from step_model import mostly_slow
 from symbols import CASES, REFERENCE, apply, arrays_of, node, recorded, rule, symbol_of, write
 
 from jaxpar import mxnet
@@ -217,7 +218,6 @@ def test_take_says_where_an_index_is_out_of_bounds():
 
 RECORDED = np.load(REFERENCE / "mxnet_float16.npz", allow_pickle=False)
 COMPUTED = [name for name in OPERATORS if f"{name}/out0" in RECORDED and name not in ("dropout", *WRONG)]
-QUICK = COMPUTED[::25]
 # Their result is float32 by themselves.
 SINGLE = ("argmax", "shape cast", "argmin", "shape arange", "shape zeros", "embedding", "one hot")
 
@@ -236,7 +236,7 @@ def near_in_float16(found, expected, what):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in COMPUTED])
+@pytest.mark.parametrize("name", mostly_slow(COMPUTED, *COMPUTED[::25]))
 def test_it_computes_in_float16_what_mxnet_computes(name, tmp_path):
     model = mxnet.load_symbol(write(tmp_path, name))
     arrays, state = given(name, "float16")
