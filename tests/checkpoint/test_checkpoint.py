@@ -482,9 +482,7 @@ def test_the_last_few_stay(tmp_path, capsys):
 
 def test_a_step_that_is_there_already(tmp_path):
     for n in range(2):
-        manager = checkpoint.Manager(tmp_path)
-        manager.save(make(rng=n))
-        manager.close()
+        fit_model.save_by_manager(tmp_path, make(rng=n))
     assert sorted(os.listdir(tmp_path)) == ["step_00000000", "step_00000000.2"]
     assert checkpoint.latest(tmp_path) == tmp_path / "step_00000000.2"
 
@@ -596,9 +594,7 @@ def test_going_on_from_a_state_saved_by_hand(tmp_path, by):
     if by == "save":
         checkpoint.save(tmp_path / "mine", state)
     else:
-        manager = checkpoint.Manager(tmp_path)
-        manager.save(state, {"note": "mine"})
-        manager.close()
+        fit_model.save_by_manager(tmp_path, state, {"note": "mine"})
     resumed, records = run(make(), tmp_path, epochs=2)
     expected, whole = run(make(), epochs=2)
     same(resumed, expected)
@@ -674,7 +670,5 @@ def test_names_that_are_not_unicode(tmp_path):
     checkpoint.save(saved, {"w": jnp.arange(3.0)})
     assert checkpoint.latest(directory) == saved
     assert checkpoint.restore(saved, {"w": jnp.zeros(3)})["w"].tolist() == [0, 1, 2]
-    manager = checkpoint.Manager(directory)
-    manager.save({"w": jnp.ones(3)}, best=True)
-    manager.close()
+    fit_model.save_by_manager(directory, {"w": jnp.ones(3)}, best=True)
     assert checkpoint.best(directory) == checkpoint.latest(directory) == directory / "save_00000002"

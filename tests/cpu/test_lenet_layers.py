@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cpu_model import near
+from cpu_model import near, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -24,17 +24,12 @@ def reference_direct(x_WxHxN, weight, bias):
     return reference(x_WxHxN[:, None], weight, bias)
 
 
-def normal(*shapes):
-    rng = np.random.default_rng(0)
-    return tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes)
-
-
 def winograd_case(height=12, window=5, channels=3, out=4, batch=6):
-    return normal((lenet_layers.WIDTH, channels, height, batch), (window, 5, channels, out), (out,))
+    return normal(lenet_layers.WIDTH, channels, height, batch), normal(window, 5, channels, out), normal(out)
 
 
 def direct_case(width=9, height=12, window=(3, 3), out=4, batch=6):
-    return normal((width, height, batch), (*window, 1, out), (out,))
+    return normal(width, height, batch), normal(*window, 1, out), normal(out)
 
 
 CASES = {

@@ -13,6 +13,7 @@ from cpu_model import same, text
 from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from reference import digests, error, missing
+from step_model import mostly_slow
 
 from jaxpar import kv, train
 from jaxpar._cpu import recurrent
@@ -21,10 +22,6 @@ from jaxpar.models import fast_on_cpus
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 CELLS = ("lstm", "gru")
 close = functools.partial(cpu_model.close, rtol=2e-5)
-
-
-def slow(*values):
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +88,7 @@ def is_called(function, *args):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 200))])
+@pytest.mark.parametrize("seed", mostly_slow(range(200), 0, 1))
 def test_random_loops(cell, seed):
     sizes = [1, 2, 7, 19], [1, 2, 3, 9, 16, 37], [1, 2, 5, 16, 31, 32, 33, 70, 130]
     rng = np.random.default_rng(seed)
@@ -155,7 +152,7 @@ TRANSFORMS = reference.TRANSFORMS | {
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("cell", ["lstm", *slow("gru")])
+@pytest.mark.parametrize("cell", mostly_slow(CELLS, "lstm"))
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_under_transforms(cell, name):
     params, x = made(cell, 3, 2, 5, 4)
@@ -175,7 +172,7 @@ def test_eager_calls(cell):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("count", [4, 1])
-@pytest.mark.parametrize("options", [{}, *slow({"remat": True}, {"accumulate": 2})])
+@pytest.mark.parametrize("options", mostly_slow([{}, {"remat": True}, {"accumulate": 2}], {}))
 def test_a_step_of_each_engine(engine, count, options):
     params, _ = made("lstm", 4, 1, 6, 3)
     batch = normal(8, 4, 3)
@@ -440,7 +437,7 @@ def test_options_of_scan(options, by_kernel):
     close(jax.jit(fast_on_cpus(of_lax))(params, x), jax.jit(of_lax)(params, x))
 
 
-@pytest.mark.parametrize("kind", ["rbg", *slow("threefry2x32", "unsafe_rbg")])
+@pytest.mark.parametrize("kind", mostly_slow(["rbg", "threefry2x32", "unsafe_rbg"], "rbg"))
 def test_a_cell_that_draws_random_numbers_draws_the_same(kind):
     """Keys of `rbg` give other numbers when all steps draw at once."""
     params, x = made("lstm")
@@ -498,7 +495,7 @@ def test_a_loop_without_inputs_and_a_carried_number():
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("value", [np.nan, *slow(np.inf, -np.inf)], ids=str)
+@pytest.mark.parametrize("value", mostly_slow([np.nan, np.inf, -np.inf], np.nan), ids=str)
 @pytest.mark.parametrize("where", ["input", "state", "h", "c", "x"])
 def test_what_is_not_finite_is_where_lax_has_it(cell, where, value):
     params, x = made(cell, 3, 4, 9, 5)
@@ -532,10 +529,13 @@ def test_large_and_small_values_are_those_of_lax():
     )  # fmt: skip
 
 
+FLAX = [{}, {"time_major": True}, {"reverse": True, "keep_order": True}]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["LSTMCell", "OptimizedLSTMCell", "GRUCell"])
 @pytest.mark.parametrize("library", ["linen", "nnx"])
-@pytest.mark.parametrize("options", [{}, *slow({"time_major": True}, {"reverse": True, "keep_order": True})])
+@pytest.mark.parametrize("options", mostly_slow(FLAX, {}))
 def test_cells_of_flax(library, name, options):
     pytest.importorskip("flax", reason="flax is not installed")
     from flax import linen, nnx

@@ -15,6 +15,7 @@ import pytest
 from fit_model import apply
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from kv_model import on_host
+from mesh_run import numbers
 
 from jaxpar import checkpoint, data, kv, parallel, train, updaters
 
@@ -61,10 +62,6 @@ def check_in(mesh, run):
         expected = run()
     with inside(mesh):
         same_bits(run(), expected)
-
-
-def numbers(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def line(state_or_params, batch, rng):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fit_model import crash_after, run_on, same
+from fit_model import crash_after, crash_at, run_on, same
 from interrupted_run import run, start
 from launched import background, environment
 from several_processes import free_address
@@ -204,15 +204,10 @@ def test_what_a_loader_raises_brings_the_state_along(error):
     assert int(state.step) == 33
 
 
-def crash_at_step_25(step, metrics):
-    if step == 25:
-        raise RuntimeError("crash")
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "step", "epochs"),
     [
-        ("device", {"on_step": crash_at_step_25, "steps_per_execution": 1}, 33, [1]),  # read eight steps later
+        ("device", {"on_step": crash_at(25), "steps_per_execution": 1}, 33, [1]),  # read eight steps later
         ("device", {"callbacks": crash_after(2)}, 40, [1, 2]),
         ("sharded", {"callbacks": crash_after(2)}, 40, [1, 2]),
     ],
