@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import os
 import pickle
-import resource
 import shutil
 import signal
 import threading
@@ -507,21 +506,18 @@ def test_the_state_may_be_donated_at_once(tmp_path, monkeypatch, kind):
     assert_unchanged(checkpoint.restore(checkpoint.latest(tmp_path), state), before)
 
 
-def test_a_full_disk(tmp_path):
+def test_a_full_disk(tmp_path, full_disk):
     large = {"w": jax.random.normal(jax.random.key(0), (300, 300))}
     manager = checkpoint.Manager(tmp_path)
     manager.save(large, {"n": 1})
     manager.wait()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        manager.save(large, {"n": 2})
-        with pytest.raises(OSError, match=r"save_00000002 could not be written \(.*earlier checkpoints are unchanged"):
-            manager.wait()
-        with pytest.raises(OSError, match="b could not be written"):
-            checkpoint.save(tmp_path / "b", large)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    full_disk(100_000)
+    manager.save(large, {"n": 2})
+    with pytest.raises(OSError, match=r"save_00000002 could not be written \(.*earlier checkpoints are unchanged"):
+        manager.wait()
+    with pytest.raises(OSError, match="b could not be written"):
+        checkpoint.save(tmp_path / "b", large)
+    full_disk(10**9)
     assert set(os.listdir(tmp_path)) - {".writer"} == {"save_00000001"}
     manager.save(large, {"n": 3})
     manager.close()

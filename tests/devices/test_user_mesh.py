@@ -91,10 +91,8 @@ def step_of(engine, **options):
 
 
 def steps(engine, kind, mesh=None):
-    step = step_of(engine)
-    store = kv.from_params(PARAMS, kind=kind, optimizer=TX)
-    state = train.create_state(store, 0, devices=DEVICES)
-    batch = BATCH
+    step, batch = step_of(engine), BATCH
+    state = train.create_state(kv.from_params(PARAMS, kind=kind, optimizer=TX), 0, devices=DEVICES)
     if mesh is not None and set(mesh.devices.flat) == set(DEVICES):
         batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
     state, first = step(state, batch)

@@ -139,12 +139,6 @@ def test_devices_send_nothing_of_them(options):
     assert sent < TEACHER
 
 
-def test_the_optimizer_has_no_state_of_them():
-    state, _ = train.start(INIT, optax.adam(0.1), loss_fn, frozen="teacher")
-    sizes = [leaf.size for leaf in jax.tree.leaves(state.store.optimizer_state)]
-    assert sum(sizes) == 1 + 2 * (6 * 8 + 8)
-
-
 @pytest.mark.parametrize(
     "frozen",
     [
@@ -193,7 +187,7 @@ def test_the_words_of_other_libraries_are_answered(name):
         kv.from_params(INIT, **{name: "student"})
 
 
-def test_a_push_to_a_frozen_key_is_refused_and_a_pull_gives_its_value():
+def test_a_push_to_a_frozen_key_is_refused_a_pull_gives_its_value_and_the_table_knows_it():
     store = kv.from_params(INIT, optimizer=optax.sgd(1.0), frozen="teacher")
     with pytest.raises(ValueError, match=r"kv.push: key 3 \('teacher/out'\) is frozen"):
         kv.push(store, "teacher/out", jnp.ones(TEACHER // 8))
@@ -202,6 +196,10 @@ def test_a_push_to_a_frozen_key_is_refused_and_a_pull_gives_its_value():
     pushed = kv.push(store, ["student/in", "student/out"], grads)
     np.testing.assert_allclose(kv.to_params(pushed)["student"]["out"], INIT["student"]["out"] - 1, rtol=1e-6)
     assert "teacher/in (frozen)" in repr(store)
+    assert repr(store).count("(frozen)") == 2
+    inside = jax.jit(lambda store, grads: kv.push(store, [0, 1], grads))(store, grads)
+    assert_equal(kv.to_params(inside), kv.to_params(pushed))
+    assert inside.frozen == (2, 3)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "device"])
@@ -270,17 +268,10 @@ def test_another_optimizer_is_refused_beside_other_frozen_params(tmp_path):
             checkpoint.restore(tmp_path / "a", new)
 
 
-def test_the_store_passes_through_jit_and_the_table_knows_them():
-    store = kv.from_params(INIT, optimizer=optax.sgd(1.0), frozen="teacher")
-    grads = [jnp.ones((6, 8)), jnp.ones(8)]
-    inside = jax.jit(lambda store, grads: kv.push(store, [0, 1], grads))(store, grads)
-    assert_equal(kv.to_params(inside), kv.to_params(kv.push(store, [0, 1], grads)))
-    assert inside.frozen == (2, 3)
-    assert repr(store).count("(frozen)") == 2
-
-
-def test_a_picture_of_a_step_has_no_update_of_them():
+def test_the_optimizer_has_no_state_of_them_and_a_picture_of_the_step_no_update():
     state, step = train.start(INIT, optax.adam(0.1), loss_fn, frozen="teacher")
+    sizes = [leaf.size for leaf in jax.tree.leaves(state.store.optimizer_state)]
+    assert sum(sizes) == 1 + 2 * (6 * 8 + 8)
     graph = viz.trace(step, state, BATCH)
     names = kv.names(state.store)
     updated = {names[key] for key in names if f"state.store.values[{key}]" in graph["Adam"].weights}
