@@ -539,10 +539,8 @@ def test_no_directory_to_write_to(tmp_path):
 # A run that stops and goes on.
 
 
-def run(state, directory=None, step=STEP, epochs=3, batch_size=16, **kwargs):
-    return train.fit(
-        state, step, points(), epochs=epochs, batch_size=batch_size, progress=False, checkpoint_dir=directory, **kwargs
-    )
+def run(state, directory=None, step=STEP, epochs=3, **options):
+    return fit_model.run_on(points(), state, step=step, epochs=epochs, checkpoint_dir=directory, **options)
 
 
 @pytest.mark.sampled(1)

@@ -1,5 +1,6 @@
 """Loss and accuracy over every example, from any devices, by one program."""
 
+import functools
 import types
 
 import jax
@@ -17,9 +18,7 @@ SET = data.Dataset(RNG.random((37, 5), np.float32), RNG.integers(0, 4, 37))
 PARAMS = {"w": RNG.standard_normal((5, 4)).astype(np.float32)}
 
 
-def state_on(kind, count, **options):
-    """A state on so many devices, or the params alone."""
-    return PARAMS if kind is None else step_model.start(count, kind, params=PARAMS, **options)
+state_on = functools.partial(step_model.start_or_params, params=PARAMS)
 
 
 def probabilities(dataset):
@@ -46,11 +45,11 @@ def test_parameters_on_one_other_device_or_in_numpy():
 
 def test_fewer_examples_than_devices():
     few = data.Dataset(SET.images[:3], SET.labels[:3])
-    close(train.evaluate(state_on("device", 8), apply, few, batch_size=256), want(few))
+    close(train.evaluate(state_on(8), apply, few, batch_size=256), want(few))
 
 
 def test_an_odd_last_batch_compiles_nothing_more():
-    state, programs = state_on("device", 2), []
+    state, programs = state_on(2), []
 
     def traced(params, images):
         programs.append(images.shape)
@@ -95,9 +94,9 @@ np.add.at(WANT, (BYTES.labels, probabilities(BYTES).argmax(1)), 1)
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("batch_size", [1, 10, 37, 64])
-@pytest.mark.parametrize(("kind", "count"), [(None, 1), ("device", 1), ("device", 8), ("local", 3), ("sharded", 3)])
+@pytest.mark.parametrize(("count", "kind"), [(None, ""), (1, "device"), (8, "device"), (3, "local"), (3, "sharded")])
 def test_against_numpy(kind, count, batch_size):
-    state = state_on(kind, count)
+    state = state_on(count, kind)
     matrix = train.confusion_matrix(state, apply, BYTES, batch_size=batch_size)
     np.testing.assert_array_equal(matrix, WANT)
     assert matrix.dtype == np.int64
@@ -136,12 +135,12 @@ def test_what_is_no_classifier(call):
         call(PARAMS, apply, BYTES.images)
 
 
-@pytest.mark.parametrize(("kind", "count"), [(None, 1), ("device", 2), ("sharded", 3)])
+@pytest.mark.parametrize(("count", "kind"), [(None, ""), (2, "device"), (3, "sharded")])
 def test_the_outputs_of_every_example(kind, count):
     def outputs(params, inputs):
         return {"logits": inputs["x"] @ params["w"], "bytes": (inputs["i"] % 5).astype(jnp.uint8)}
 
-    state = state_on(kind, count)
+    state = state_on(count, kind)
     inputs = {"x": BYTES.images.astype(np.float32), "i": np.arange(37)}
     got = train.predict(state, outputs, inputs, batch_size=10)
     np.testing.assert_array_equal(got["bytes"], np.arange(37) % 5)
@@ -159,7 +158,7 @@ def test_a_model_with_a_state_of_its_own(count):
         return apply(params, images) + model_state["shift"][None]
 
     shift = np.array([0, 0, 0, 9], np.float32)
-    state = state_on("device", count, model_state={"shift": jnp.asarray(shift)})
+    state = state_on(count, model_state={"shift": jnp.asarray(shift)})
     logits = train.predict(state, shifted, BYTES, batch_size=16)
     np.testing.assert_allclose(logits, BYTES.images / 255 @ PARAMS["w"] + shift, rtol=1e-4, atol=1e-5)
     matrix = train.confusion_matrix(state, shifted, BYTES, batch_size=16)

@@ -1,6 +1,7 @@
 """Any model and any value, over any source: each example counts once, on any devices."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -41,9 +42,7 @@ def close(scores, want=WANT):
     assert scores == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}
 
 
-def state_of(count=4, kind="device", tx=None, params=PARAMS, **options):
-    """A state on so many devices, or the params alone."""
-    return params if count is None else step_model.start(count, kind, tx, params, **options)
+state_of = functools.partial(step_model.start_or_params, params=PARAMS)
 
 
 def parts(size, rows=ROWS):

@@ -12,6 +12,7 @@ import optax
 import pytest
 from fit_model import LOSS, run_on, same
 from kv_model import assert_unchanged, snapshot
+from step_model import step_of
 
 from jaxpar import checkpoint, data, train
 
@@ -26,13 +27,8 @@ def points(bad=()):
     return data.Dataset(images, good.labels)
 
 
-@functools.cache
-def step_with(action, **options):
-    return train.make_train_step(LOSS, nonfinite=action, **options)
-
-
-def start(**options):
-    return fit_model.start(TX, **options)
+start = functools.partial(fit_model.start, TX)
+step_with = functools.partial(step_of, LOSS)
 
 
 def run(step, dataset, state=None, **options):
@@ -53,7 +49,7 @@ def bad_steps(dataset):
 def test_updates_that_are_left_out_are_counted(tmp_path):
     dataset = points(bad=[20])
     assert len(bad_steps(dataset)) == 2
-    state, history = run(step_with("skip"), dataset, metrics_file=tmp_path / "m.jsonl")
+    state, history = run(step_with(nonfinite="skip"), dataset, metrics_file=tmp_path / "m.jsonl")
     assert [record["skipped"] for record in history] == [1, 1]
     assert all(np.isfinite([record["loss"], record["accuracy"]]).all() for record in history)
     assert history[1]["loss"] < history[0]["loss"]
@@ -62,14 +58,14 @@ def test_updates_that_are_left_out_are_counted(tmp_path):
     assert [json.loads(text)["skipped"] for text in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 1]
     first = bad_steps(dataset)[0] + 1
     with pytest.warns(UserWarning, match=rf"loss of step {first} \(the first is 1\) is nan") as seen:
-        _, plain = run(step_with("ignore"), dataset, epochs=2)
+        _, plain = run(step_with(nonfinite="ignore"), dataset, epochs=2)
     assert len(seen) == 1
     assert np.isnan(plain[0]["loss"])
     assert "skipped" not in plain[0]
 
 
 def test_an_epoch_without_one_update():
-    _, history = run(step_with("skip"), points(bad=range(8 * STEPS)), epochs=1)
+    _, history = run(step_with(nonfinite="skip"), points(bad=range(8 * STEPS)), epochs=1)
     assert history[0]["skipped"] == STEPS
     assert np.isnan(history[0]["loss"])
 
@@ -79,7 +75,7 @@ def test_an_epoch_without_one_update():
 @pytest.mark.parametrize("row", [3, 20, 47])
 def test_it_stops_with_the_state_before_the_bad_step(tmp_path, kind, row):
     dataset = points(bad=[row])
-    step = step_with("stop")
+    step = step_with(nonfinite="stop")
     first = bad_steps(dataset)[0]
     message = rf"train step {first} .*the loss and the gradients of 'w'; no update was made since"
     with pytest.raises(FloatingPointError, match=message) as error:
@@ -100,7 +96,7 @@ def test_it_stops_with_the_state_before_the_bad_step(tmp_path, kind, row):
 
 
 def test_it_goes_on_from_there_when_the_data_is_mended(tmp_path):
-    bad, step = points(bad=[20]), step_with("stop")
+    bad, step = points(bad=[20]), step_with(nonfinite="stop")
     first = bad_steps(bad)[0]
     assert first > 1
     with pytest.raises(train.NonFiniteError):
@@ -113,7 +109,7 @@ def test_it_goes_on_from_there_when_the_data_is_mended(tmp_path):
 
 def test_a_state_that_was_given_away_resumes_with_all_its_parts(tmp_path):
     """As in a cell that is run again."""
-    step = step_with("skip", loss_scale="dynamic", grad_transform=optax.trace(0.5))
+    step = step_with(nonfinite="skip", loss_scale="dynamic", grad_transform=optax.trace(0.5))
     state = start()
     run(step, points(), state, checkpoint_dir=tmp_path, epochs=1)
     assert state.store.values[0].is_deleted()
@@ -124,7 +120,7 @@ def test_a_state_that_was_given_away_resumes_with_all_its_parts(tmp_path):
 
 
 def test_a_loss_scale_that_is_too_large_at_first_stops_nothing():
-    step = step_with("stop", loss_scale=train.DynamicLossScale(initial=2.0**20), compute_dtype=jnp.float16)
+    step = step_with(nonfinite="stop", loss_scale=train.DynamicLossScale(initial=2.0**20), compute_dtype=jnp.float16)
     state, history = run(step, points())
     assert history[0]["skipped"] > 0
     assert history[1]["skipped"] == 0

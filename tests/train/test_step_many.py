@@ -20,12 +20,11 @@ TX = optax.adam(0.1)
 LINES = [line(seed=i) for i in range(5)]
 
 
+start = functools.partial(step_model.start, 2, tx=TX)
+
+
 def stacked(batches=LINES):
     return jax.tree.map(lambda *x: np.stack(x), *batches)
-
-
-def start(kind="device", **options):
-    return step_model.start(2, kind, TX, **options)
 
 
 def one_by_one(step, state):
