@@ -248,11 +248,14 @@ def plain(loss_fn, params, batch):
     return once
 
 
-def jaxpar(loss_fn, params, batch):
+def jaxpar(loss_fn, params, batch, dtype=None):
     devices = jax.devices()
     state = train.create_state(kv.from_params(params, optimizer=optax.sgd(LEARNING_RATE)), 0, devices=devices)
 
-    step = train.make_train_step(lambda params, batch, rng: (loss_fn(params, batch), {}), devices=devices)
+    def with_aux(params, batch, rng):
+        return loss_fn(params, batch), {}
+
+    step = train.make_train_step(with_aux, devices=devices, compute_dtype=dtype)
     batch = jax.device_put(batch, NamedSharding(Mesh(np.array(devices), ("data",)), P("data")))
 
     def once():
@@ -310,7 +313,13 @@ def jaxpar_rows(_, params, batch):
     return once
 
 
-MAKE = {"plain": plain, "jaxpar": jaxpar, "plain rows": plain_rows, "jaxpar rows": jaxpar_rows}
+MAKE = {
+    "plain": plain,
+    "jaxpar": jaxpar,
+    "bfloat16": partial(jaxpar, dtype=jnp.bfloat16),
+    "plain rows": plain_rows,
+    "jaxpar rows": jaxpar_rows,
+}
 
 
 def answer(request):

@@ -2,10 +2,10 @@
 
 A small CNN, ResNet-18, a transformer, an MLP, an LSTM and a matrix factorization in two sizes, float32, plain SGD. The
 last has row-sparse contenders, and MXNet, which waits for each of its steps. jaxpar runs in a process of one device and
-in one of two, as memory comes and with `use_cpu_devices(keep_memory=True)`. PyTorch runs eagerly and compiled,
-convolutions with channels last too, and again with that setting of `malloc`, which PyTorch itself does not make. It is
-found in this Python, or in the one that the environment variable JAXPAR_TORCH_PYTHON names. With `--gpu` all of them
-run on one GPU, with products in TF32, JAX's default there.
+in one of two, as memory comes and with `use_cpu_devices(keep_memory=True)`, convolutions in bfloat16 too. PyTorch runs
+eagerly and compiled, convolutions with channels last too, and again with that setting of `malloc`, which PyTorch itself
+does not make. It is found in this Python, or in the one that the environment variable JAXPAR_TORCH_PYTHON names. With
+`--gpu` all of them run on one GPU, with products in TF32, JAX's default there.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ def _row(network: str, jax_children: dict, torch_children: dict[str, Child], mxn
     turns: dict[str, Turn] = {"plain JAX": _start(jax_children[PLAIN], network, "plain")}
     for (count, memory), child in jax_children.items():
         turns[f"jaxpar, {count} device{'s'[: count > 1]}{memory}"] = _start(child, network, "jaxpar")
+        if network in CONVOLUTIONAL and not memory:
+            turns[f"jaxpar, {count} device{'s'[: count > 1]}, bfloat16"] = _start(child, network, "bfloat16")
     if network in MATRIX:
         turns |= {f"{name} rows": _start(jax_children[PLAIN], network, f"{name} rows") for name in ("plain", "jaxpar")}
         if mxnet is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 HANDLERS = (
-    *("Convolution", "ConvolutionFilter"),
+    *("Convolution", "ConvolutionFilter", "ConvolutionBf16", "ConvolutionFilterBf16"),
     *("LstmForward", "LstmBackward", "GruForward", "GruBackward", "RecurrentWeight"),
 )
 """The handlers of the library. XLA knows each as `jaxpar_cpu.NAME`."""
@@ -42,6 +42,13 @@ def why_not() -> str | None:
     for name in HANDLERS:
         jax.ffi.register_ffi_target(f"jaxpar_cpu.{name}", jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return None
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 faster than float32: by AMX or by AVX-512's instructions for it."""
+    library = ctypes.CDLL(str(_LIBRARY))
+    library.JaxparHasFastBf16.restype = ctypes.c_bool
+    return library.JaxparHasFastBf16()
 
 
 def ffi_version() -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from . import kernels, primitive, products, winograd
@@ -57,6 +58,8 @@ def convolve(lhs: jax.Array, rhs: jax.Array, *, place: primitive.Place, **params
         params: of the primitive.
     """
     if has_formulas(lhs, rhs, params):
+        if lhs.dtype != jnp.float32:
+            return _convolve_halves(lhs, rhs, params, place)
         ways = [_by_formula]
         if kernels.can_call(place):
             ways.insert(1 if _is_faster_by_formula(lhs, rhs, params) else 0, _by_kernel)
@@ -65,6 +68,17 @@ def convolve(lhs: jax.Array, rhs: jax.Array, *, place: primitive.Place, **params
             if result is not None:
                 return result
     return lax.conv_general_dilated_p.bind(lhs, rhs, **params)
+
+
+def _convolve_halves(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], place: primitive.Place) -> jax.Array:
+    """The same of half precision, with sums in float32: by a kernel of bfloat16, or as float32, as XLA's own is too."""
+    is_whole = params["feature_group_count"] == params["batch_group_count"] == 1
+    if lhs.dtype == jnp.bfloat16 and is_whole and kernels.can_call(place) and kernels.multiply_bfloat16():
+        result = _by_kernel(lhs, rhs, params, place)
+        if result is not None:
+            return result
+    wide = params | {"preferred_element_type": jnp.dtype("float32")}
+    return convolve(lhs.astype(jnp.float32), rhs.astype(jnp.float32), place=place, **wide).astype(lhs.dtype)
 
 
 def _is_faster_by_formula(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> bool:
@@ -230,10 +244,10 @@ def conv_general_dilated(
     The gradient of the filter is computed as a matrix product of shifted views. XLA computes it as a convolution with a
     window as large as the image. Convolutions of small images are matrix products too. 3 × 3 windows with many channels
     take 16 multiplications in place of 36. Depthwise convolutions are sums of shifted images. Grouped convolutions are
-    computed group by group. These formulas are used for float32 and static shapes, where they are faster. XLA computes
-    everything else, and everything on other platforms. The function works under `jit`, `vmap`, `scan`, `shard_map`,
-    export, and in derivatives of any order, as `jax.lax` does. The step of `train.make_train_step` uses it for any
-    model.
+    computed group by group. These formulas are used for static shapes and float32, where they are faster. bfloat16 and
+    float16 are computed in float32 and rounded once. XLA computes everything else, and everything on other platforms.
+    The function works under `jit`, `vmap`, `scan`, `shard_map`, export, and in derivatives of any order, as `jax.lax`
+    does. The step of `train.make_train_step` uses it for any model.
 
     Inside a loop, XLA's convolutions are slow, and matrix products are faster at any size. The step finds the loops of
     its loss function. For a loop outside of a step, give the function that contains the loop to `fast_on_cpus`.
@@ -245,7 +259,7 @@ def conv_general_dilated(
             batch_group_count, precision, preferred_element_type, options: as for `jax.lax.conv_general_dilated`.
 
     Returns:
-        The result of `jax.lax.conv_general_dilated`, up to float32 rounding: sums have another order. Where images or
+        The result of `jax.lax.conv_general_dilated`, up to rounding: sums have another order. Where images or
         gradients are not finite, more entries of a result or a gradient are NaN.
 
     Raises:

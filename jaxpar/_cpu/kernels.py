@@ -43,23 +43,35 @@ def are_loaded() -> bool:
     return reason is None
 
 
+@functools.cache
+def multiply_bfloat16() -> bool:
+    """Whether there are kernels, and the processor multiplies bfloat16 faster than float32."""
+    if not are_loaded():
+        return False
+    import jaxpar_cpu  # pyright: ignore[reportMissingImports]
+
+    return getattr(jaxpar_cpu, "has_fast_bfloat16", bool)()  # older kernels have none
+
+
 def call(name: str, shape: Sequence[int], *operands: jax.Array, **attributes: Any) -> jax.Array:
-    """The float32 result of a kernel.
+    """The result of a kernel.
 
     Args:
-        name: of the handler.
+        name: of the handler for float32.
         shape: of the result.
-        operands: float32, as the kernel has them in memory.
+        operands: of one dtype, float32 or bfloat16, as the kernel has them in memory. The result has the same.
         attributes: of the handler: bools, and arrays of int64.
     """
-    return jax.ffi.ffi_call(f"jaxpar_cpu.{name}", jax.ShapeDtypeStruct(shape, jnp.float32))(*operands, **attributes)
+    dtype = operands[0].dtype
+    handler = f"jaxpar_cpu.{name}" + ("Bf16" if dtype == jnp.bfloat16 else "")
+    return jax.ffi.ffi_call(handler, jax.ShapeDtypeStruct(shape, dtype))(*operands, **attributes)
 
 
 def convolution(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array | None:
     """The result of lax's primitive, or None where the kernel has no such convolution.
 
     Args:
-        lhs, rhs: the operands, float32, of known sizes.
+        lhs, rhs: the operands, both float32 or both bfloat16, of known sizes.
         params: of the primitive.
     """
     numbers = params["dimension_numbers"]

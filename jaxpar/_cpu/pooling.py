@@ -19,6 +19,7 @@ from jax import lax
 
 from .._core.calls import answers
 from . import primitive
+from .problem import HALVES
 
 MOST_PLACES = 64
 """The largest window: each of its places is a slice of its own in the program."""
@@ -64,7 +65,8 @@ def sum_windows(operand: jax.Array, *, place: primitive.Place, **params: Any) ->
         place: makes no difference. Axes along which windows have a length of 1 are left whole.
         params: of the primitive.
     """
-    del place
+    if operand.dtype in HALVES:
+        return sum_windows(operand.astype(jnp.float32), place=place, **params).astype(operand.dtype)
     if operand.dtype == jnp.float32 and _is_usual(operand, params) and {*params["window_dilation"]} <= {1}:
         if _has_few_places(params):
             return functools.reduce(jnp.add, views(operand, _windows(params), 0))

@@ -58,7 +58,7 @@ def make(lax_p: Any, formula: Callable[..., Any], *, bilinear: bool = False) -> 
     def compiled(args: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> Any:
         return new_p.bind(*args, **dict(params))
 
-    def batch(args: tuple[Any, ...], axes: tuple[Any, ...], **params: Any) -> tuple[Any, int]:
+    def batch(args: tuple[Any, ...], axes: tuple[Any, ...], /, **params: Any) -> tuple[Any, int]:
         return bind_like({lax_p: new_p}, jax.vmap(partial(of_lax, **params), axes), *args), 0
 
     new_p.def_impl(lambda *args, **params: compiled(args, params=tuple(params.items())))

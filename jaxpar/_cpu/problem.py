@@ -25,6 +25,9 @@ Sizes = tuple[int, ...]
 Spec = tuple[int, ...]
 """Which axis is what the primitive calls batch, features, and each spatial axis; of a filter: out, in, spatial."""
 
+HALVES = jnp.bfloat16, jnp.float16
+"""The dtypes of half precision. Sums of them are computed in float32."""
+
 # The gradient of a filter has a window so many times as large as its result, where its layouts may be those of images.
 _LARGER = 4
 
@@ -51,14 +54,19 @@ class ConvProblem(NamedTuple):
 
 
 def has_formulas(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> bool:
-    """Whether formulas are for such operands: float32, of known sizes, of which none is 0, nor one of the result."""
+    """Whether formulas are for such operands: of known sizes, of which none is 0, nor one of the result.
+
+    Operands and result are float32, or all of them of one of `HALVES`.
+    """
     sizes = (*lhs.shape, *rhs.shape)
     # A symbolic size of `jax.export` cannot be compared with a limit.
     if not all(isinstance(size, int) for size in sizes) or 0 in sizes or lhs.ndim < 3:
         return False
-    float32 = jnp.dtype("float32")
-    is_float32 = lhs.dtype == rhs.dtype == float32 and params["preferred_element_type"] in (None, float32)
-    return min(params["window_strides"]) > 0 and min(result_sizes(lhs, rhs, params)) > 0 and is_float32
+    if lhs.dtype not in (jnp.float32, *HALVES) or not rhs.dtype == lhs.dtype == (
+        params["preferred_element_type"] or lhs.dtype
+    ):
+        return False
+    return min(params["window_strides"]) > 0 and min(result_sizes(lhs, rhs, params)) > 0
 
 
 def result_sizes(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> Sizes:

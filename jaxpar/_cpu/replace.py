@@ -14,7 +14,7 @@ from .._core.calls import answers
 from . import cells, kernels, primitive, recurrent, shares
 from .convolution import CONVOLUTION_IN_LOOP, conv_in_loop_p, conv_p
 from .pooling import max_p, scatter_p, sum_p
-from .products import product_p
+from .products import half_sum, product_p
 
 _INSTEAD = {
     lax.conv_general_dilated_p: conv_p,
@@ -23,6 +23,7 @@ _INSTEAD = {
     lax.reduce_window_sum_p: sum_p,
     lax.select_and_scatter_add_p: scatter_p,
     lax.scan_p: cells.fused,
+    lax.reduce_sum_p: half_sum,
 }
 
 _INSTEAD_IN_LOOPS = _INSTEAD | {lax.conv_general_dilated_p: conv_in_loop_p, conv_p: conv_in_loop_p}

@@ -160,6 +160,25 @@ def test_products_of_lax(name, dtype):
     np.testing.assert_array_equal(fast_on_cpus(product)(a, b), product(a, b))
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_sums_of_half_precision_are_of_float32(dtype):
+    x = jnp.asarray(normal(37, 4, 5), dtype)
+
+    def squares(x):
+        return (x * x).sum((0, 1), dtype=dtype)
+
+    def by_hand(x):
+        return (x * x).astype(np.float32).sum((0, 1)).astype(dtype)
+
+    whole = lambda f: lambda x: jax.grad(lambda x: f(x)[0])(x)  # noqa: E731
+    for transformed in (lambda f: f, jax.vmap, lambda f: jax.vmap(jax.vmap(f)), whole):
+        given = jnp.stack([jnp.stack([x])]) if transformed is not whole else x
+        wanted = jax.jit(transformed(by_hand))(given)
+        np.testing.assert_array_equal(jax.jit(fast_on_cpus(transformed(squares)))(given), wanted)
+        np.testing.assert_array_equal(jax.jit(transformed(fast_on_cpus(squares)))(given), wanted)
+    assert "reduce_sum[" in str(jax.make_jaxpr(fast_on_cpus(squares))(x))
+
+
 def test_lines_of_source_and_names_stay():
     def named(x):
         with jax.named_scope("my_layer"):

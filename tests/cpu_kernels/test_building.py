@@ -31,13 +31,13 @@ def run(compiler, flags, kernels, tmp_path, start=()):
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
 
 
-@pytest.mark.parametrize("kernels", ["convolution", "recurrent"])
+@pytest.mark.parametrize("kernels", ["convolution", "convolution_bf16", "recurrent"])
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_a_program_under_sanitizers(sanitizer, kernels, tmp_path):
     run(COMPILER, ["-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"], kernels, tmp_path)
 
 
-@pytest.mark.parametrize("kernels", ["convolution", "recurrent"])
+@pytest.mark.parametrize("kernels", ["convolution", "convolution_bf16", "recurrent"])
 @pytest.mark.skipif(
     not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64")),
     reason="no aarch64-linux-gnu-g++ and qemu-aarch64: install g++-aarch64-linux-gnu and qemu-user",

@@ -74,6 +74,13 @@ def test_no_library(package, monkeypatch, caplog, tmp_path):
     falls_back(caplog, logging.WARNING, "the library cannot be loaded")
 
 
+def test_older_kernels_have_none_for_bfloat16(package, monkeypatch):
+    monkeypatch.delattr(package, "has_fast_bfloat16")
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "are_loaded", lambda: True)
+        assert not kernels.multiply_bfloat16.__wrapped__()
+
+
 def test_turned_off(package, monkeypatch, caplog):
     monkeypatch.setenv("JAXPAR_CPU_KERNELS", "0")
     falls_back(caplog, logging.INFO, "JAXPAR_CPU_KERNELS=0")
