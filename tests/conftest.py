@@ -3,6 +3,7 @@
 import gc
 import importlib.metadata
 import os
+import resource
 import signal
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
@@ -54,6 +55,14 @@ def quick_collections():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def full_disk():
+    """A function after which no file of this process can grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar import data, kv, train
+from jaxpar import checkpoint, data, kv, train
 
 TX = optax.sgd(0.5)
 
@@ -45,6 +45,23 @@ def crash_after(epoch):
             raise RuntimeError("crash")
 
     return crash
+
+
+def crash_at(step):
+    """An `on_step` that raises when the metrics of a step are there."""
+
+    def crash(now, metrics):
+        if now == step:
+            raise RuntimeError("crash")
+
+    return crash
+
+
+def save_by_manager(directory, state, info=None, **options):
+    """A checkpoint of a manager of its own, which is written when this returns."""
+    manager = checkpoint.Manager(directory)
+    manager.save(state, info, **options)
+    manager.close()
 
 
 def same(state, other):

@@ -38,9 +38,9 @@ def command(*options):
 
 
 def environment(**more):
-    """The variables of this process without those of a cluster."""
+    """The variables of this process without those of a cluster. What it can import, the other one can too."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "CUDA", "SLURM", "OMPI"))}
-    return {**clean, "JAX_PLATFORMS": "cpu", **more}
+    return {**clean, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path), **more}
 
 
 def refused(capsys, *words):

@@ -132,7 +132,7 @@ def device_list(given: Any, where: str) -> tuple[Any, ...]:
     given = given.ravel() if isinstance(given, np.ndarray) else given  # the devices of a mesh
     many = isinstance(given, Iterable) and not isinstance(given, (str, jax.Array))
     items = list(given) if many else [given]
-    if many and all([hasattr(item, "process_index") for item in items]):
+    if many and all(hasattr(item, "process_index") for item in items):
         return tuple(items)
     hint = f"; for the first {given} of them write jax.devices()[:{given}]" if is_int(given) else ""
     hint = "; write [device] for one" if hasattr(given, "process_index") else hint

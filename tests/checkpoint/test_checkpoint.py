@@ -4,10 +4,8 @@ import dataclasses
 import itertools
 import os
 import pickle
-import resource
 import shutil
 import signal
-import sys
 import threading
 
 import fit_model
@@ -356,6 +354,7 @@ def test_an_average_that_was_saved_in_16_bits_is_kept_in_float32(tmp_path, kind,
     same(checkpoint.restore(tmp_path / "a", new), old)
     assert "were saved in 16 bits" in capsys.readouterr().err
     if kind == "device":  # within a round of local steps each device has an average
+        drift = lambda params, batch, rng: (0.0 * params["w"].sum() + batch.mean(), {})  # noqa: E731
         (new, _), (old, step) = [
             train.start({"w": jnp.full(3, x, jnp.bfloat16)}, tx, drift, local_steps=3) for x in (0, 1)
         ]
@@ -364,18 +363,16 @@ def test_an_average_that_was_saved_in_16_bits_is_kept_in_float32(tmp_path, kind,
         same(checkpoint.restore(tmp_path / "b", new).eval_params, old.eval_params)
 
 
-def drift(params, batch, rng):
-    return 0.0 * params["w"].sum() + batch.mean(), {}
-
-
 def with_narrow_averages(tree):
-    def narrow(node):
-        is_average = isinstance(node, updaters._AverageState)
-        return (
-            node._replace(average=jax.tree.map(lambda x: x.astype(jnp.bfloat16), node.average)) if is_average else node
-        )
+    def is_average(node):
+        return isinstance(node, updaters._AverageState)
 
-    return jax.tree.map(narrow, tree, is_leaf=lambda node: isinstance(node, updaters._AverageState))
+    def narrow(node):
+        if not is_average(node):
+            return node
+        return node._replace(average=jax.tree.map(lambda x: x.astype(jnp.bfloat16), node.average))
+
+    return jax.tree.map(narrow, tree, is_leaf=is_average)
 
 
 # Damaged, foreign, missing.
@@ -484,9 +481,7 @@ def test_the_last_few_stay(tmp_path, capsys):
 
 def test_a_step_that_is_there_already(tmp_path):
     for n in range(2):
-        manager = checkpoint.Manager(tmp_path)
-        manager.save(make(rng=n))
-        manager.close()
+        fit_model.save_by_manager(tmp_path, make(rng=n))
     assert sorted(os.listdir(tmp_path)) == ["step_00000000", "step_00000000.2"]
     assert checkpoint.latest(tmp_path) == tmp_path / "step_00000000.2"
 
@@ -511,21 +506,18 @@ def test_the_state_may_be_donated_at_once(tmp_path, monkeypatch, kind):
     assert_unchanged(checkpoint.restore(checkpoint.latest(tmp_path), state), before)
 
 
-def test_a_full_disk(tmp_path):
+def test_a_full_disk(tmp_path, full_disk):
     large = {"w": jax.random.normal(jax.random.key(0), (300, 300))}
     manager = checkpoint.Manager(tmp_path)
     manager.save(large, {"n": 1})
     manager.wait()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        manager.save(large, {"n": 2})
-        with pytest.raises(OSError, match=r"save_00000002 could not be written \(.*earlier checkpoints are unchanged"):
-            manager.wait()
-        with pytest.raises(OSError, match="b could not be written"):
-            checkpoint.save(tmp_path / "b", large)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    full_disk(100_000)
+    manager.save(large, {"n": 2})
+    with pytest.raises(OSError, match=r"save_00000002 could not be written \(.*earlier checkpoints are unchanged"):
+        manager.wait()
+    with pytest.raises(OSError, match="b could not be written"):
+        checkpoint.save(tmp_path / "b", large)
+    full_disk(10**9)
     assert set(os.listdir(tmp_path)) - {".writer"} == {"save_00000001"}
     manager.save(large, {"n": 3})
     manager.close()
@@ -547,10 +539,8 @@ def test_no_directory_to_write_to(tmp_path):
 # A run that stops and goes on.
 
 
-def run(state, directory=None, step=STEP, epochs=3, batch_size=16, **kwargs):
-    return train.fit(
-        state, step, points(), epochs=epochs, batch_size=batch_size, progress=False, checkpoint_dir=directory, **kwargs
-    )
+def run(state, directory=None, step=STEP, epochs=3, **options):
+    return fit_model.run_on(points(), state, step=step, epochs=epochs, checkpoint_dir=directory, **options)
 
 
 @pytest.mark.sampled(1)
@@ -598,9 +588,7 @@ def test_going_on_from_a_state_saved_by_hand(tmp_path, by):
     if by == "save":
         checkpoint.save(tmp_path / "mine", state)
     else:
-        manager = checkpoint.Manager(tmp_path)
-        manager.save(state, {"note": "mine"})
-        manager.close()
+        fit_model.save_by_manager(tmp_path, state, {"note": "mine"})
     resumed, records = run(make(), tmp_path, epochs=2)
     expected, whole = run(make(), epochs=2)
     same(resumed, expected)
@@ -640,10 +628,9 @@ test_checkpoint.compressed_run(kind, directory, on_step=count if where == "step"
 def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, kind, capsys):
     """After steps, and in calls of fsync, which is while it writes a checkpoint."""
     expected, records = compressed_run(kind)
-    environment = {"JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": os.pathsep.join(sys.path)}
     halves = 0
     for killed in (("step", "5"), ("fsync", "3"), ("fsync", "40"), ("step", "2")):
-        python("-c", KILLED, kind, tmp_path, *killed, expect=-signal.SIGKILL, timeout=200, **environment)
+        python("-c", KILLED, kind, tmp_path, *killed, expect=-signal.SIGKILL, timeout=200, JAX_NUM_CPU_DEVICES="8")
         halves += any(name.startswith(".unfinished") for name in os.listdir(tmp_path))
     assert halves
     state, history = compressed_run(kind, tmp_path)
@@ -677,7 +664,5 @@ def test_names_that_are_not_unicode(tmp_path):
     checkpoint.save(saved, {"w": jnp.arange(3.0)})
     assert checkpoint.latest(directory) == saved
     assert checkpoint.restore(saved, {"w": jnp.zeros(3)})["w"].tolist() == [0, 1, 2]
-    manager = checkpoint.Manager(directory)
-    manager.save({"w": jnp.ones(3)}, best=True)
-    manager.close()
+    fit_model.save_by_manager(directory, {"w": jnp.ones(3)}, best=True)
     assert checkpoint.best(directory) == checkpoint.latest(directory) == directory / "save_00000002"

@@ -8,7 +8,7 @@ import threading
 
 import jax.numpy as jnp
 import pytest
-from fit_model import points, run_on, same, start
+from fit_model import points, run_on, same, save_by_manager, start
 from hypothesis import given, settings, strategies as st
 from launched import python, until
 
@@ -159,9 +159,7 @@ def test_a_run_does_not_grow(tmp_path):
 def test_a_checkpoint_of_before_has_its_history(tmp_path):
     _, history = run(tmp_path / "new", epochs=2)
     state, info = checkpoint.Manager(tmp_path / "new").restore_latest(run(None)[0])
-    old = checkpoint.Manager(tmp_path / "old")
-    old.save(state, info)  # the history is in the info
-    old.close()
+    save_by_manager(tmp_path / "old", state, info)  # the history is in the info
     assert not (tmp_path / "old" / "records.jsonl").exists()
     assert run(tmp_path / "old", epochs=3)[1][:2] == history
     assert len((tmp_path / "old" / "records.jsonl").read_text().splitlines()) == 3
@@ -214,9 +212,7 @@ def test_a_claim_of_a_process_that_ended_is_taken_over(tmp_path, sleeper, change
         process.kill()
         process.wait()
     claimed_by(tmp_path, f"{machine}-{number}-{change(int(began))}")  # else another process has its number now
-    manager = checkpoint.Manager(tmp_path)
-    manager.save(LIKE)
-    manager.close()
+    save_by_manager(tmp_path, LIKE)
     assert os.listdir(tmp_path) == ["save_00000001"]
 
 

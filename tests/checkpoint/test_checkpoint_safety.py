@@ -289,18 +289,14 @@ def test_forged_manifests_are_refused(tmp_path, capsys):
     assert checkpoint.latest(tmp_path) == new
 
 
-def parts():
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
     """A tree with everything that a checkpoint can hold: keys, empty arrays, residuals, values that wait."""
+    path = tmp_path_factory.mktemp("forged") / "new"
     small = kv.init(kv.create("device"), 5, jnp.zeros(32))
     small = kv.push(kv.set_gradient_compression(small, {"type": "2bit"}), 5, [jnp.full(32, 0.3)] * 2)
     late = kv.push(kv.from_params({"a": jnp.ones(2)}, kind="dist_async", staleness=1, optimizer=TX), 0, jnp.ones(2))
-    return {"n": 3, "e": jnp.zeros((0, 2)), "rng": jax.random.split(jax.random.key(1), 0), "s": small, "l": late}
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    path = tmp_path_factory.mktemp("forged") / "new"
-    made = parts()
+    made = {"n": 3, "e": jnp.zeros((0, 2)), "rng": jax.random.split(jax.random.key(1), 0), "s": small, "l": late}
     checkpoint.save(path, made)
     return path, made, (path / "jaxpar.json").read_text()
 

@@ -15,6 +15,8 @@ from step_model import adam, line, start, step_of
 from jaxpar import checkpoint, kv, train
 from jaxpar.checkpoint import _leaves
 
+MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
+
 
 def hash_of(tree):
     return str(checkpoint._StateHash(tree))
@@ -94,13 +96,12 @@ def test_every_single_bit_and_every_swap():
 @pytest.mark.slow
 def test_layouts_do_not_count():
     tree = {"w": jnp.arange(48.0).reshape(6, 8), "h": jnp.ones((8, 4), "bfloat16"), "key": jax.random.key(0)}
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
     expected = hash_of(tree)
     for spec in (P(), P("a"), P(None, "b"), P("a", "b"), P(None, ("a", "b"))):
-        placed = {n: jax.device_put(tree[n], NamedSharding(mesh, spec)) for n in ("w", "h")}
+        placed = {n: jax.device_put(tree[n], NamedSharding(MESH, spec)) for n in ("w", "h")}
         assert hash_of({**tree, **placed}) == expected
     assert hash_of({n: np.asarray(x) if n != "key" else x for n, x in tree.items()}) == expected
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(MESH):
         assert hash_of(tree) == expected
 
 
@@ -150,8 +151,7 @@ def test_a_few_words_come_to_the_host():
 
 @pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b"), P(("a", "b"))], ids=str)
 def test_devices_exchange_sums_only(spec):
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
-    split = jax.device_put(jnp.zeros((64, 64)), NamedSharding(mesh, spec))
+    split = jax.device_put(jnp.zeros((64, 64)), NamedSharding(MESH, spec))
     program = _leaves._sums.lower([split], (None,)).compile().as_text()
     shapes = re.findall(r"= \(?(\w+\[[\d,]*\])\S* (?:all-|collective-|reduce-scatter)", program)
     assert shapes

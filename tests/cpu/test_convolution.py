@@ -9,6 +9,7 @@ import pytest
 from cpu_model import close, same, text
 from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from step_model import mostly_slow
 
 from jaxpar import models, viz
 
@@ -93,8 +94,7 @@ CASES = {
 }
 
 
-OFTEN = ("same", "strides", "dilated images", "depthwise", "mixed layouts")
-EACH = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+EACH = mostly_slow(CASES, "same", "strides", "dilated images", "depthwise", "mixed layouts")
 
 
 @pytest.mark.parametrize("groups", [1, 4])

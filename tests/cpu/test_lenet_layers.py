@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cpu_model import near
+from cpu_model import near, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -24,17 +24,12 @@ def reference_direct(x_WxHxN, weight, bias):
     return reference(x_WxHxN[:, None], weight, bias)
 
 
-def normal(*shapes):
-    rng = np.random.default_rng(0)
-    return tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes)
-
-
 def winograd_case(height=12, window=5, channels=3, out=4, batch=6):
-    return normal((lenet_layers.WIDTH, channels, height, batch), (window, 5, channels, out), (out,))
+    return normal(lenet_layers.WIDTH, channels, height, batch), normal(window, 5, channels, out), normal(out)
 
 
 def direct_case(width=9, height=12, window=(3, 3), out=4, batch=6):
-    return normal((width, height, batch), (*window, 1, out), (out,))
+    return normal(width, height, batch), normal(*window, 1, out), normal(out)
 
 
 CASES = {
@@ -142,11 +137,7 @@ def test_toom_cook_is_exact_but_for_rounding():
     w = w[:5]
     wanted = np.correlate(x, w, "valid")
     np.testing.assert_allclose(of_points @ ((of_weight @ w) * (of_input @ x)), wanted, rtol=0, atol=1e-12)
-
-
-def test_the_scales_are_powers_of_two():
-    """So that they do not round: every entry of the input's matrix stays a multiple of a small power of two."""
-    _, _, of_input = lenet_layers._toom_cook()
+    # Its scales are powers of two, so that they do not round: each entry stays a multiple of a small one.
     assert (of_input * 64 == np.round(of_input * 64)).all()
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
-from jaxpar import kv, train
+from jaxpar import train
 from jaxpar._cpu import memory
 from jaxpar.train._step import programs
 from jaxpar.viz._program.memory import integer, message, nested
@@ -55,9 +55,7 @@ def loss_fn(params, batch, rng):
 
 def trained(engine, count=2):
     params = {"wide": jnp.full((3, 2 * MB), 1e-3), "narrow": jnp.full((2 * MB, 2), 1e-3)}
-    devices = jax.devices()[:count]
-    state = train.create_state(kv.from_params(params, optimizer=optax.sgd(0.1)), 0, devices=devices)
-    step = train.make_train_step(loss_fn, engine=engine)
+    state, step = train.start(params, optax.sgd(0.1), loss_fn, engine=engine, devices=jax.devices()[:count])
     batch = {"x": np.arange(12, dtype=np.float32).reshape(4, 3)}
     for _ in range(2):
         state, metrics = step(state, batch)

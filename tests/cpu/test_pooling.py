@@ -1,4 +1,4 @@
-"""`models.max_pool` and `avg_pool` give what Flax's give, and their gradients are those of XLA's search."""
+"""Pooling by slices: `models.max_pool` and `avg_pool` give what Flax's give, and the formulas what lax's own gives."""
 
 import functools
 
@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpu_model import normal, text
 from jax import lax
+from step_model import mostly_slow
 
 from jaxpar import models, viz
+from jaxpar.models import fast_on_cpus
 
 CASES = {
     "halves": ((4, 8, 6, 3), (2, 2), (2, 2), "VALID"),
@@ -25,8 +28,8 @@ CASES = {
 
 
 def images(shape, dtype=np.float32):
-    """With many equal entries, as after a ReLU."""
-    return jnp.asarray(np.random.default_rng(0).integers(-2, 3, shape), dtype)
+    """With many equal entries, as after a ReLU. They are whole numbers, whose sums are exact in any order."""
+    return np.random.default_rng(0).integers(-2, 3, shape).astype(dtype)
 
 
 def reduced(x, init, operation, window, strides, padding):
@@ -42,11 +45,8 @@ def gradient(fn, x):
     return pull(jnp.asarray(np.random.default_rng(1).integers(-9, 10, y.shape), y.dtype))[0]
 
 
-OFTEN = ("halves", "overlapping")
-
-
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("case", mostly_slow(CASES, "halves", "overlapping"))
 def test_the_numbers_of_lax(case):
     shape, window, strides, padding = CASES[case]
     x = images(shape)
@@ -74,7 +74,8 @@ def test_flax():
 
 
 def test_nan_and_infinity():
-    x = images((1, 4, 4, 1)).at[0, 0, 0].set(jnp.nan).at[0, 1, 3].set(jnp.nan).at[0, 2:].set(-jnp.inf)
+    x = images((1, 4, 4, 1))
+    x[0, 0, 0], x[0, 1, 3], x[0, 2:] = np.nan, np.nan, -np.inf
     found = models.max_pool(x, (2, 2), (2, 2))
     np.testing.assert_array_equal(found.ravel(), [jnp.nan, jnp.nan, -jnp.inf, -jnp.inf])
 
@@ -130,3 +131,120 @@ def test_a_picture_knows_it():
         return models.avg_pool(models.max_pool(x, (2, 2), (2, 2)), (3, 3))
 
     assert [layer.op for layer in viz.trace(net, images((2, 6, 6, 3))).layers] == ["Pooling", "Pooling"]
+
+
+# ---- the formulas: size of a window, strides, padding, over images of this size
+
+
+SIZE = (3, 9, 8, 2)
+POOLS = {
+    "halves": ((2, 2), (2, 2), "VALID"),
+    "thirds and halves": ((3, 2), (3, 2), "VALID"),
+    "one axis": ((1, 2), (1, 2), "VALID"),
+    "windows that overlap": ((3, 3), (2, 2), "SAME"),
+    "strides of 1": ((3, 3), (1, 1), "SAME"),
+    "windows apart": ((2, 2), (3, 3), "VALID"),
+    "halves, padded": ((2, 2), (2, 2), ((1, 0), (1, 1))),
+    "one-sided padding": ((3, 3), (1, 1), ((2, 0), (0, 1))),
+    "one window": ((9, 8), (1, 1), "VALID"),
+}
+MAX, SUM = (-jnp.inf, lax.max), (0.0, lax.add)
+
+
+def pool(kind, name):
+    return lambda x: reduced(x, *kind, *POOLS[name])
+
+
+def transposed(function):
+    return lambda x, cotangent: jax.vjp(function, x)[1](cotangent)[0]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("kind", [MAX, SUM], ids=["max", "sum"])
+@pytest.mark.parametrize("name", POOLS)
+def test_formulas_give_the_numbers_of_lax_to_the_bit(kind, name):
+    function, x = pool(kind, name), images(SIZE)
+    y = function(x)
+    np.testing.assert_array_equal(jax.jit(fast_on_cpus(function))(x), y)
+    cotangent = np.random.default_rng(1).integers(-9, 10, y.shape).astype(y.dtype)
+    of_lax = transposed(function)
+    np.testing.assert_array_equal(jax.jit(fast_on_cpus(of_lax))(x, cotangent), of_lax(x, cotangent))
+    ours = transposed(fast_on_cpus(function))  # derivatives of the replaced function
+    np.testing.assert_array_equal(jax.jit(ours)(x, cotangent), of_lax(x, cotangent))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["halves", "windows that overlap", "windows apart", "one-sided padding"])
+@pytest.mark.parametrize("kind", ["normal", "mostly minus infinity", "bfloat16"])
+def test_the_gradient_of_max_pooling_to_the_bit(name, kind):
+    x = normal(2, 9, 8, 3)
+    if kind != "normal":
+        x = x.astype(jnp.bfloat16) if kind == "bfloat16" else np.where(normal(2, 9, 8, 4)[..., :3] < 1, -np.inf, x)
+    function = pool(MAX, name)
+    y = function(x)
+    cotangent = normal(*y.shape, 1)[..., 0].round().astype(y.dtype)  # sums without rounding: their order is free
+    of_lax = transposed(function)
+    np.testing.assert_array_equal(jax.jit(fast_on_cpus(of_lax))(x, cotangent), jax.jit(of_lax)(x, cotangent))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, jnp.bfloat16, np.float16])
+def test_formulas_of_other_dtypes(dtype):
+    x = np.abs(images(SIZE)).astype(dtype)
+    least = -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+    for kind in ((np.asarray(least, dtype), lax.max), (np.zeros((), dtype), lax.add)):
+        function = lambda x, kind=kind: reduced(x, *kind, (3, 3), (2, 2), "SAME")  # noqa: E731
+        found = jax.jit(fast_on_cpus(function))(x)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, jax.jit(function)(x))
+
+
+def test_what_is_not_finite():
+    x = images(SIZE)
+    x[0, 0, 0, 0], x[1, 1, 1, 1], x[2] = np.nan, np.inf, -np.inf
+    for kind in (MAX, SUM):
+        for name in ("halves", "windows that overlap"):
+            np.testing.assert_array_equal(fast_on_cpus(pool(kind, name))(x), pool(kind, name)(x))
+
+
+def test_a_batch_of_them_and_second_derivatives():
+    function = pool(SUM, "windows that overlap")
+    stacked = np.stack([images(SIZE), 2 * images(SIZE)])
+    np.testing.assert_array_equal(jax.vmap(fast_on_cpus(function))(stacked), jax.vmap(function)(stacked))
+    bent = lambda x: (function(x) ** 3).sum()  # noqa: E731
+    ours, plain = (jax.grad(lambda x, f=f: (jax.grad(f)(x) ** 2).sum()) for f in (fast_on_cpus(bent), bent))
+    np.testing.assert_allclose(jax.jit(ours)(images(SIZE)), jax.jit(plain)(images(SIZE)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "window", "cut"), [(3, 5, 0), (4, 2, -1), (4, 2, -2)])
+def test_windows_that_do_not_fit_and_padding_that_cuts(size, window, cut):
+    x = np.arange(2 * size * size, dtype=np.float32).reshape(2, size, size, 1)
+    for kind in (MAX, SUM):
+        function = lambda x, kind=kind: reduced(x, *kind, (window,) * 2, None, ((cut, cut),) * 2)  # noqa: E731
+        y = function(x)
+        np.testing.assert_array_equal(jax.jit(fast_on_cpus(function))(x), y)
+        if kind is SUM or cut == 0:  # lax has no gradient of a maximum there
+            of_lax = transposed(function)
+            np.testing.assert_array_equal(jax.jit(fast_on_cpus(of_lax))(x, y), of_lax(x, y))
+
+
+def test_no_array_of_the_images_size_is_between_a_relu_and_its_gradient():
+    x = np.zeros((8, 32, 32, 16), np.float32)
+    gradient = fast_on_cpus(jax.grad(lambda x: (pool(MAX, "halves")(jax.nn.relu(x)) ** 2).sum()))
+    memory = jax.jit(gradient).lower(x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < x.nbytes / 2 < memory.output_size_in_bytes
+
+
+def test_where_slices_take_the_place_of_windows():
+    x = images(SIZE)
+    for kind in (MAX, SUM):
+        assert "reduce_window" not in text(fast_on_cpus(pool(kind, "halves")), x)
+        assert "reduce_window" in text(fast_on_cpus(pool(kind, "one window")), x)  # 72 places
+    back = fast_on_cpus(transposed(pool(SUM, "halves")))
+    assert "reduce_window" not in text(back, x, pool(SUM, "halves")(x))  # each entry is copied into its window
+    assert "reduce_window" not in text(fast_on_cpus(pool(SUM, "halves")), x.astype(jnp.bfloat16))
+    apart = lambda x: lax.reduce_window(  # noqa: E731
+        x, *SUM, (1, 2, 2, 1), (1, 1, 1, 1), "VALID", window_dilation=(1, 2, 2, 1)
+    )
+    assert "reduce_window" in text(fast_on_cpus(apart), x)
+    np.testing.assert_array_equal(fast_on_cpus(apart)(x), apart(x))

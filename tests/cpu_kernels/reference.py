@@ -2,19 +2,16 @@
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from cpu_model import same
 from jax import lax
+from launched import python
 
 from jaxpar import models
-
-SPATIAL = "DHW"
 
 
 def missing():
@@ -91,20 +88,16 @@ class Case:
         self.geometry = (strides, padding, between, dilation, groups)
         examples = int(rng.choice([1, 2, 5, 17]))
         self.x = rng.standard_normal((examples, *images, groups * inner), np.float32)
-        self.w = rng.standard_normal((*window, inner, groups * outer), np.float32) / math.sqrt(
-            math.prod(window) * inner
-        )
-        self.w = self.w.astype(np.float32)
+        self.w = rng.standard_normal((*window, inner, groups * outer), np.float32)
+        self.w /= np.float32(math.sqrt(math.prod(window) * inner))
         self.dy = rng.standard_normal(reference(self.x, self.w, None, *self.geometry).shape, np.float32)
-        names = SPATIAL[:axes]
+        names = "DHW"[:axes]
         self.layouts = [f"N{names}C", f"{names}IO", f"N{names}C"]
         self.moved = [
             "".join(rng.permutation(list(layout))) if rng.random() < 0.3 else layout for layout in self.layouts
         ]
-        for name in names:  # lax counts spatial axes as the filter has them
-            self.moved[1] = self.moved[1].replace(name, "*")
-        for name in names:
-            self.moved[1] = self.moved[1].replace("*", name, 1)
+        spatial = iter(names)  # lax counts spatial axes as the filter has them
+        self.moved[1] = re.sub(f"[{names}]", lambda _: next(spatial), self.moved[1])
 
     def results(self, convolution):
         """y, dx and dw as a function of x, w and dy, in the case's layouts."""
@@ -189,16 +182,10 @@ def error(found, true):
     return float(np.sqrt(np.mean((np.asarray(found, np.float64) - true) ** 2) / max(np.mean(true**2), 1e-30)))
 
 
-def digests(program, threads=None, **environment):
-    """What a program prints, each line once. It runs in a process of its own, on one thread or as many as there are."""
-    command = ["taskset", "-c", "0"] if threads == "1" else []
-    environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    done = subprocess.run(
-        [*command, sys.executable, "-c", program],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return {*done.stdout.splitlines()}
+def digests(program, devices):
+    """What a program prints, each line once. It runs in a process of its own."""
+    return {*python("-c", program, timeout=300, JAX_NUM_CPU_DEVICES=devices).stdout.splitlines()}
+
+
+# What a program begins with, and its devices.
+ELSEWHERE = [("", "4"), ("import os; os.sched_setaffinity(0, [0])", "1")]

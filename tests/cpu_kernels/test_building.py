@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from launched import python
 
 HERE = Path(__file__).parent
 CPU = HERE.parents[1] / "cpu"
@@ -58,6 +59,5 @@ def test_a_wheel_is_for_any_python(tmp_path):
 def test_a_build_without_headers_says_what_to_do(tmp_path):
     source = f"import sys; sys.path.insert(0, {str(CPU)!r}); import importlib.util, sysconfig, hatch_build\n"
     source += "importlib.util.find_spec = lambda name: None; sysconfig.get_path = lambda name: '/nowhere'\n"
-    done = subprocess.run([sys.executable, "-c", source + "hatch_build.headers()"], capture_output=True, text=True)
-    assert done.returncode == 1
+    done = python("-c", source + "hatch_build.headers()", expect=1)
     assert "install jax in this environment first" in done.stderr

@@ -11,6 +11,7 @@ from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from kv_model import collectives_in
 from reference import Case, digests, error, missing, of_lax, ours, reference
+from step_model import mostly_slow
 
 from jaxpar import kv, models, parallel, train
 from jaxpar._cpu import is_slow_in_a_loop, kernels as jaxpar_kernels
@@ -31,18 +32,12 @@ def loss(w, x):
 X, W = normal(8, 10, 11, 16), normal(3, 3, 16, 16) / 12
 
 
-def calls(function, *args):
-    return text(function, *args).count("stablehlo.custom_call @jaxpar_cpu.Convolution")
-
-
 SEEDS = [*range(20), 156, 532, 604, 636]  # the last ones have one channel and one feature
-
-
-SLOW = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1000) if seed not in SEEDS]
+CASES = mostly_slow(dict.fromkeys([*SEEDS, *range(1000)]), *SEEDS)  # the quick ones first
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("seed", [*SEEDS, *SLOW])
+@pytest.mark.parametrize("seed", CASES)
 def test_random_convolutions(seed):
     check_rounding(Case(seed), 1e-6)
 
@@ -71,7 +66,7 @@ def processor(request, monkeypatch):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("seed", [*SEEDS, *SLOW[:200]])
+@pytest.mark.parametrize("seed", CASES[: len(SEEDS) + 200])
 def test_random_convolutions_of_half_precision(seed, dtype, processor):
     """Sums are of float32: a result is that of float64, rounded once."""
     case = Case(seed)
@@ -106,7 +101,8 @@ def test_the_kernels_are_called():
     x = text(jax.grad(lambda w: fast_on_cpus(loss)(w, X)), W)
     assert "stablehlo.convolution" not in x
     assert x.count("@jaxpar_cpu.ConvolutionFilter") == 2
-    assert calls(fast_on_cpus(jax.grad(loss, (0, 1))), W, X) == 6
+    both = text(fast_on_cpus(jax.grad(loss, (0, 1))), W, X)
+    assert both.count("stablehlo.custom_call @jaxpar_cpu.Convolution") == 6
 
 
 TRANSFORMS = kernels.TRANSFORMS | {
@@ -246,9 +242,8 @@ def test_what_is_not_finite_is_where_lax_has_it(value, where, options, dtype):
         return y, *back(dy)
 
     for ours_, laxs in zip(*(jax.jit(all_three, static_argnums=3)(x, w, dy, by) for by in (models, lax)), strict=True):
-        if (
-            where == "filter" and options
-        ):  # with strides, lax leaves out zeros around the images, and does not otherwise
+        # With strides, lax leaves out zeros around the images, and does not otherwise.
+        if where == "filter" and options:
             assert np.isnan(ours_).sum() <= np.isnan(laxs).sum() + 2 * ours_.shape[1] * len(x)
             assert (np.isnan(ours_) >= np.isnan(laxs)).all()
             continue
@@ -271,13 +266,11 @@ for device in jax.devices():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "other", [{"JAX_NUM_CPU_DEVICES": "4"}, pytest.param({"threads": "1"}, marks=pytest.mark.slow)]
-)
-def test_the_same_bits_on_any_number_of_threads_and_devices(other):
-    one = digests(BITS, JAX_NUM_CPU_DEVICES="1")
+@pytest.mark.parametrize(("begin", "devices"), kernels.ELSEWHERE, ids=["devices", "threads"])
+def test_the_same_bits_on_any_number_of_threads_and_devices(begin, devices):
+    one = digests(BITS, "1")
     assert len(one) == 2  # of each dtype
-    assert digests(BITS, **{"JAX_NUM_CPU_DEVICES": "1", **other}) == one
+    assert digests(begin + BITS, devices) == one
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from cpu_model import same, text
 from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from reference import digests, error, missing
+from step_model import mostly_slow
 
 from jaxpar import kv, train
 from jaxpar._cpu import recurrent
@@ -21,10 +22,6 @@ from jaxpar.models import fast_on_cpus
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 CELLS = ("lstm", "gru")
 close = functools.partial(cpu_model.close, rtol=2e-5)
-
-
-def slow(*values):
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 @pytest.fixture(autouse=True)
@@ -90,15 +87,12 @@ def is_called(function, *args):
     return called
 
 
-def random_sizes(seed):
-    rng = np.random.default_rng(seed)
-    return [int(rng.choice(x)) for x in ([1, 2, 7, 19], [1, 2, 3, 9, 16, 37], [1, 2, 5, 16, 31, 32, 33, 70, 130])]
-
-
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 200))])
+@pytest.mark.parametrize("seed", mostly_slow(range(200), 0, 1))
 def test_random_loops(cell, seed):
-    steps, batch, width = random_sizes(seed)
+    sizes = [1, 2, 7, 19], [1, 2, 3, 9, 16, 37], [1, 2, 5, 16, 31, 32, 33, 70, 130]
+    rng = np.random.default_rng(seed)
+    steps, batch, width = (int(rng.choice(several)) for several in sizes)
     gates = {"lstm": 4, "gru": 3}[cell]
     shapes = (steps, batch, gates * width), (width, gates * width), (batch, width), (batch, width)
     operands = [normal(*shape, scale=0.7, seed=n) for n, shape in enumerate(shapes)]
@@ -137,10 +131,6 @@ def many(p):
     return jax.tree.map(lambda a: jnp.stack([a, a + 0.1, a - 0.1]), p)
 
 
-def batched(p, h):
-    return {**p, "h": p["h"] + h}
-
-
 def twice_mapped(f):
     each = jax.vmap(jax.vmap(f, (None, 0)), (None, 0))
     return lambda p, x: each(p, jnp.stack([x] * 6).reshape(2, 3, *x.shape))
@@ -150,7 +140,9 @@ TRANSFORMS = reference.TRANSFORMS | {
     "gradient of vmap": lambda f: jax.grad(lambda p, x: jax.vmap(f, (None, 0))(p, jnp.stack([x, -x])).sum(), (0, 1)),
     "vmap over inputs": lambda f: lambda p, x: jax.vmap(jax.grad(f), (None, 0))(p, jnp.stack([x, -x])),
     "vmap of the last axis": lambda f: lambda p, x: jax.vmap(f, (None, 3))(p, jnp.stack([x, -x], -1)),
-    "vmap over the first state": lambda f: lambda p, x: jax.vmap(lambda h: f(batched(p, h), x))(jnp.arange(3.0)),
+    "vmap over the first state": lambda f: (
+        lambda p, x: jax.vmap(lambda h: f({**p, "h": p["h"] + h}, x))(jnp.arange(3.0))
+    ),
     "vmap over both": lambda f: lambda p, x: jax.vmap(jax.grad(f))(many(p), jnp.stack([x, -x, x])),
     "vmap in vmap": twice_mapped,
     "linearize": lambda f: lambda p, x: jax.linearize(f, p, x)[1](p, x),
@@ -160,7 +152,7 @@ TRANSFORMS = reference.TRANSFORMS | {
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("cell", ["lstm", *slow("gru")])
+@pytest.mark.parametrize("cell", mostly_slow(CELLS, "lstm"))
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_under_transforms(cell, name):
     params, x = made(cell, 3, 2, 5, 4)
@@ -180,7 +172,7 @@ def test_eager_calls(cell):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("count", [4, 1])
-@pytest.mark.parametrize("options", [{}, *slow({"remat": True}, {"accumulate": 2})])
+@pytest.mark.parametrize("options", mostly_slow([{}, {"remat": True}, {"accumulate": 2}], {}))
 def test_a_step_of_each_engine(engine, count, options):
     params, _ = made("lstm", 4, 1, 6, 3)
     batch = normal(8, 4, 3)
@@ -258,55 +250,39 @@ def test_export_and_other_dtypes_take_the_loop_of_xla(cell):
 
 def variants():
     """Steps of an LSTM: (step, whether a kernel may compute it). Each must give lax's numbers."""
+    s, tanh = jax.nn.sigmoid, jnp.tanh
 
-    def step(change, y=lambda p, c, h, x: x @ p["input"] + h @ p["state"] + p["bias"], **given):
+    def step(change, y=lambda p, c, h, x: x @ p["input"] + h @ p["state"] + p["bias"]):
         def function(params, carry, x):
-            return change(params, *jnp.split(y(params, *carry, x), 4, axis=-1), *carry, x, **given)
+            return change(params, *jnp.split(y(params, *carry, x), 4, axis=-1), *carry, x)
 
         return function
 
-    s, tanh = jax.nn.sigmoid, jnp.tanh
+    def cell_of(i, f, g, c, h):
+        return s(f) * c + s(i) * tanh(g)
 
-    def usual(p, i, f, g, o, c, h, x, act=tanh, gate=s, out=lambda c, h, x, old: h):
-        old = c, h
-        c = gate(f) * c + gate(i) * act(g)
-        h = gate(o) * tanh(c)
-        return (c, h), out(c, h, x, old)
+    def state_of(o, c, old):
+        return s(o) * tanh(c)
 
-    def turned(p, i, f, g, o, c, h, x):
-        c = tanh(g) * s(i) + c * s(f)
-        h = tanh(c) * s(o)
-        return (c, h), (h, c, x)
+    def usual(p, i, f, g, o, c, h, x, cell=cell_of, state=state_of, carry=lambda c, h: (c, h), out=lambda c, h, *_: h):
+        new = cell(i, f, g, c, h)
+        hidden = state(o, new, c)
+        return carry(new, hidden), out(new, hidden, x, h)
 
-    def new_peephole(p, i, f, g, o, c, h, x):
-        c = s(f) * c + s(i) * tanh(g)
-        h = s(o + 0.1 * c) * tanh(c)
-        return (c, h), h
+    def but(**parts):
+        """A step that is the usual one but for these parts."""
+        return step(functools.partial(usual, **parts))
 
-    def swapped(p, i, f, g, o, c, h, x):
-        c = s(f) * tanh(g) + s(i) * c  # i and f have changed their parts
-        return (c, s(o) * tanh(c)), c
+    def gates_by(gate):
+        return but(
+            cell=lambda i, f, g, c, h: gate(f) * c + gate(i) * tanh(g), state=lambda o, c, old: gate(o) * tanh(c)
+        )
 
-    def crossed(p, i, f, g, o, c, h, x):
-        c = s(f) * c + s(i) * tanh(g)
-        return (s(o) * tanh(c), c), h  # the state goes on in the place of the cell
+    def updated_by(act):
+        return but(cell=lambda i, f, g, c, h: s(f) * c + s(i) * act(g))
 
-    def coupled(p, i, f, g, o, c, h, x):
-        c = s(f) * c + (1 - s(f)) * tanh(g)
-        h = s(o) * tanh(c)
-        return (c, h), h
-
-    def old_cell(p, i, f, g, o, c, h, x):
-        new = s(f) * c + s(i) * tanh(g)
-        return (new, s(o) * tanh(c)), h
-
-    def with_h(p, i, f, g, o, c, h, x):
-        new = s(f) * h + s(i) * tanh(g)
-        return (new, s(o) * tanh(new)), h
-
-    def minus(p, i, f, g, o, c, h, x):
-        new = s(f) * c - s(i) * tanh(g)
-        return (new, s(o) * tanh(new)), new
+    def turned(i, f, g, c, h):
+        return tanh(g) * s(i) + c * s(f)
 
     def masked(p, i, f, g, o, c, h, x):
         (new_c, new_h), _ = usual(p, i, f, g, o, c, h, x)
@@ -339,31 +315,31 @@ def variants():
     yes, no = True, False
     return {
         "usual": (step(usual), yes),
-        "the cell": (step(usual, out=lambda c, h, x, old: (h, c, x, x @ x.T, jnp.ones(3))), yes),
-        "nothing": (step(usual, out=lambda *_: None), yes),
+        "the cell": (but(out=lambda c, h, x, old: (h, c, x, x @ x.T, jnp.ones(3))), yes),
+        "nothing": (but(out=lambda *_: None), yes),
         "permuted": (step(lambda p, i, f, g, *a: usual(p, i, g, f, *a)), yes),
-        "turned": (step(turned), yes),
-        "swapped": (step(swapped), yes),
+        "turned": (but(cell=turned, state=lambda o, c, old: tanh(c) * s(o), out=lambda c, h, x, old: (h, c, x)), yes),
+        "swapped": (but(cell=lambda i, f, g, c, h: s(f) * tanh(g) + s(i) * c, out=lambda c, *_: c), yes),
         "slices": (no_split, yes),
         "overlapping": (overlapping, yes),
         "split weights": (split_weights, yes),
         "inputs changed": (inputs_changed, yes),
         "forget bias": (step(lambda p, i, f, *a: usual(p, i, f + 1, *a)), yes),
         "jit inside": (lambda *a: jax.jit(step(usual))(*a), yes),
-        "before": (step(usual, out=lambda c, h, x, old: old[1]), no),
-        "residual": (step(usual, out=lambda c, h, x, old: h + x.sum()), no),
+        "before": (but(out=lambda c, h, x, old: old), no),
+        "residual": (but(out=lambda c, h, x, old: h + x.sum()), no),
         "peephole": (step(lambda p, i, f, g, o, c, *a: usual(p, i + 0.1 * c, f, g, o, c, *a)), no),
-        "new peephole": (step(new_peephole), no),
+        "new peephole": (but(state=lambda o, c, old: s(o + 0.1 * c) * tanh(c)), no),
         "layer norm": (step(lambda p, i, f, g, *a: usual(p, i, f, g - g.mean(-1, keepdims=True), *a)), no),
-        "relu": (step(usual, act=jax.nn.relu), no),
-        "hard sigmoid": (step(usual, gate=jax.nn.hard_sigmoid), no),
-        "tanh gates": (step(usual, gate=jnp.tanh), no),
-        "sigmoid update": (step(usual, act=s), no),
-        "crossed": (step(crossed), no),
-        "coupled": (step(coupled), no),
-        "old cell": (step(old_cell), no),
-        "with h": (step(with_h), no),
-        "minus": (step(minus), no),
+        "relu": (updated_by(jax.nn.relu), no),
+        "hard sigmoid": (gates_by(jax.nn.hard_sigmoid), no),
+        "tanh gates": (gates_by(tanh), no),
+        "sigmoid update": (updated_by(s), no),
+        "crossed": (but(carry=lambda c, h: (h, c), out=lambda c, h, x, old: old), no),  # the state as the next cell
+        "coupled": (but(cell=lambda i, f, g, c, h: s(f) * c + (1 - s(f)) * tanh(g)), no),
+        "old cell": (but(state=lambda o, c, old: s(o) * tanh(old), out=lambda c, h, x, old: old), no),
+        "with h": (but(cell=lambda i, f, g, c, h: s(f) * h + s(i) * tanh(g), out=lambda c, h, x, old: old), no),
+        "minus": (but(cell=lambda i, f, g, c, h: s(f) * c - s(i) * tanh(g), out=lambda c, *_: c), no),
         "masked": (step(masked), no),
         "scaled": (step(lambda p, i, *a: usual(p, 2 * i, *a)), no),
         "half of h": (step(usual, lambda p, c, h, x: x @ p["input"] + (h * 0.5) @ p["state"]), no),
@@ -400,7 +376,7 @@ def test_almost_an_lstm(name):
 def gru_variants():
     s, tanh = jax.nn.sigmoid, jnp.tanh
 
-    def step(change, before=False):
+    def step(change):
         def function(params, h, x):
             x = jnp.split(x @ params["input"] + params["bias"], 3, axis=-1)
             q = jnp.split(h @ params["state"], 3, axis=-1)
@@ -409,22 +385,13 @@ def gru_variants():
 
         return function
 
-    def usual(p, h, x, q, bias=None):
+    def usual(p, h, x, q, bias=None, mixed=lambda r, z, n, h: (1.0 - z) * n + z * h):
         r, z = s(x[0] + q[0]), s(x[1] + q[1])
         n = tanh(x[2] + r * (q[2] + p["state_bias"] if bias is None else q[2] + bias))
-        return (1.0 - z) * n + z * h
+        return mixed(r, z, n, h)
 
-    def other_share(p, h, x, q):
-        r, z = s(x[0] + q[0]), s(x[1] + q[1])
-        return (1.0 - r) * tanh(x[2] + r * q[2]) + z * h
-
-    def exchanged(p, h, x, q):
-        r, z = s(x[0] + q[0]), s(x[1] + q[1])
-        return z * tanh(x[2] + r * q[2]) + (1.0 - z) * h
-
-    def two(p, h, x, q):
-        r, z = s(x[0] + q[0]), s(x[1] + q[1])
-        return (2.0 - z) * tanh(x[2] + r * q[2]) + z * h
+    def by(mixed):
+        return step(functools.partial(usual, mixed=mixed))
 
     def before_product(params, h, x):
         x = jnp.split(x @ params["input"] + params["bias"], 3, axis=-1)
@@ -433,21 +400,16 @@ def gru_variants():
         h = (1.0 - z) * tanh(x[2] + (r * h) @ wn) + z * h
         return h, h
 
-    def difference(p, h, x, q):
-        r, z = s(x[0] + q[0]), s(x[1] + q[1])
-        n = tanh(x[2] + r * q[2])
-        return n + z * (h - n)
-
     return {
         "usual": (step(usual), True),
         "no bias": (step(lambda *a: usual(*a, bias=0.0)), True),
         "permuted": (step(lambda p, h, x, q: usual(p, h, x[::-1], q[1:] + q[:1])), True),
         "bias of the step": (step(lambda p, h, x, q: usual(p, h, x, q, bias=x[0])), False),
-        "other share": (step(other_share), False),
-        "exchanged": (step(exchanged), False),
-        "two": (step(two), False),
+        "other share": (by(lambda r, z, n, h: (1.0 - r) * n + z * h), False),
+        "exchanged": (by(lambda r, z, n, h: z * n + (1.0 - z) * h), False),
+        "two": (by(lambda r, z, n, h: (2.0 - z) * n + z * h), False),
         "reset before the product": (before_product, False),
-        "difference": (step(difference), False),
+        "difference": (by(lambda r, z, n, h: n + z * (h - n)), False),
     }
 
 
@@ -475,7 +437,7 @@ def test_options_of_scan(options, by_kernel):
     close(jax.jit(fast_on_cpus(of_lax))(params, x), jax.jit(of_lax)(params, x))
 
 
-@pytest.mark.parametrize("kind", ["rbg", *slow("threefry2x32", "unsafe_rbg")])
+@pytest.mark.parametrize("kind", mostly_slow(["rbg", "threefry2x32", "unsafe_rbg"], "rbg"))
 def test_a_cell_that_draws_random_numbers_draws_the_same(kind):
     """Keys of `rbg` give other numbers when all steps draw at once."""
     params, x = made("lstm")
@@ -533,7 +495,7 @@ def test_a_loop_without_inputs_and_a_carried_number():
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("value", [np.nan, *slow(np.inf, -np.inf)], ids=str)
+@pytest.mark.parametrize("value", mostly_slow([np.nan, np.inf, -np.inf], np.nan), ids=str)
 @pytest.mark.parametrize("where", ["input", "state", "h", "c", "x"])
 def test_what_is_not_finite_is_where_lax_has_it(cell, where, value):
     params, x = made(cell, 3, 4, 9, 5)
@@ -567,10 +529,13 @@ def test_large_and_small_values_are_those_of_lax():
     )  # fmt: skip
 
 
+FLAX = [{}, {"time_major": True}, {"reverse": True, "keep_order": True}]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["LSTMCell", "OptimizedLSTMCell", "GRUCell"])
 @pytest.mark.parametrize("library", ["linen", "nnx"])
-@pytest.mark.parametrize("options", [{}, *slow({"time_major": True}, {"reverse": True, "keep_order": True})])
+@pytest.mark.parametrize("options", mostly_slow(FLAX, {}))
 def test_cells_of_flax(library, name, options):
     pytest.importorskip("flax", reason="flax is not installed")
     from flax import linen, nnx
@@ -629,11 +594,11 @@ for cell, gates in (("lstm", 4), ("gru", 3)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", [{"JAX_NUM_CPU_DEVICES": "4"}, {"threads": "1"}])
-def test_the_same_bits_on_any_number_of_threads_and_devices(other):
-    one = digests(BITS, JAX_NUM_CPU_DEVICES="1")
+@pytest.mark.parametrize(("begin", "devices"), reference.ELSEWHERE, ids=["devices", "threads"])
+def test_the_same_bits_on_any_number_of_threads_and_devices(begin, devices):
+    one = digests(BITS, "1")
     assert len(one) == len(CELLS)
-    assert digests(BITS, **{"JAX_NUM_CPU_DEVICES": "1", **other}) == one
+    assert digests(begin + BITS, devices) == one
 
 
 def test_an_example_has_the_same_bits_in_any_batch(cell):

@@ -13,7 +13,6 @@ import pytest
 from jaxpar._cpu import fast_loops, kernels
 from jaxpar.models import fast_on_cpus
 
-ROOT = Path(__file__).parents[2]
 X, W = np.ones((2, 6, 6, 8), np.float32), np.ones((3, 3, 8, 8), np.float32)
 
 
@@ -24,7 +23,7 @@ def conv(x, w):
 @pytest.fixture
 def package(monkeypatch):
     """The package jaxpar_cpu of this repository, new, with or without a library beside it."""
-    monkeypatch.syspath_prepend(ROOT / "cpu")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "cpu")
     monkeypatch.delitem(sys.modules, "jaxpar_cpu", raising=False)
     kernels.are_loaded.cache_clear()
     yield importlib.import_module("jaxpar_cpu")

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 from fit_model import apply
+from step_model import mostly_slow
 
 from jaxpar import data, kv, train
 
@@ -33,11 +34,12 @@ def start(kind="device"):
     return train.create_state(store, 0, devices=jax.devices()[:2])
 
 
+KINDS = ("local", "device", "sharded", "dist_sync", "dist_async")
 COMBINATIONS = [
     ("device", "pmap"),
     *(
         pytest.param(kind, engine, marks=pytest.mark.slow)
-        for kind in ("local", "device", "sharded", "dist_sync", "dist_async")
+        for kind in KINDS
         for engine in STEPS
         if (engine != "jit" or kind not in ("local", "dist_async")) and (kind, engine) != ("device", "pmap")
     ),
@@ -70,11 +72,8 @@ def test_sources(train_data):
     assert len(list(batches)) == 4
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("local", "dist_sync", "dist_async")]
-
-
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", ["device", "sharded", *SLOW])
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "device", "sharded"))
 @pytest.mark.usefixtures("guarded")
 def test_verbs_of_a_store(kind):
     store = kv.create(kind, devices=jax.devices()[:2] if kind == "sharded" else None)

@@ -15,19 +15,17 @@ import pytest
 from fit_model import apply
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from kv_model import on_host
+from mesh_run import numbers
 
 from jaxpar import checkpoint, data, kv, parallel, train, updaters
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
-COUNT = 4  # devices of the stores
-
-
-def devices():
-    return jax.devices()[:COUNT]
+DEVICES = jax.devices()[:4]  # of the stores
+TX = optax.adam(0.1)
 
 
 def mesh_of(shape, names, types, chosen=None):
-    return Mesh(np.array(chosen or devices()).reshape(shape), names, axis_types=types)
+    return Mesh(np.array(chosen or DEVICES).reshape(shape), names, axis_types=types)
 
 
 MESHES = {
@@ -38,9 +36,9 @@ MESHES = {
 }
 OTHERS = {
     "mixed": lambda: mesh_of((2, 2), ("data", "model"), (EXPLICIT, AUTO)),
-    "reversed": lambda: mesh_of((4,), ("data",), (EXPLICIT,), devices()[::-1]),
+    "reversed": lambda: mesh_of((4,), ("data",), (EXPLICIT,), DEVICES[::-1]),
     "elsewhere": lambda: mesh_of((2,), ("x",), (EXPLICIT,), jax.devices()[6:]),
-    "some": lambda: mesh_of((2,), ("data",), (EXPLICIT,), devices()[1:3]),
+    "some": lambda: mesh_of((2,), ("data",), (EXPLICIT,), DEVICES[1:3]),
     "more": lambda: mesh_of((8,), ("data",), (EXPLICIT,), jax.devices()),
 }
 
@@ -66,37 +64,24 @@ def check_in(mesh, run):
         same_bits(run(), expected)
 
 
-def numbers(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-@functools.cache
-def tx():
-    return optax.adam(0.1)
-
-
 def line(state_or_params, batch, rng):
     error = batch["x"] @ state_or_params["w"] + state_or_params["b"] - batch["y"]
     return (error**2).mean(), {"noise": jax.random.uniform(rng)}
 
 
-def batch_of(n=16):
-    return {"x": numbers(n, 3), "y": numbers(n, seed=1)}
-
-
-def params_of():
-    return {"w": numbers(3), "b": np.float32(0.5)}
+BATCH = {"x": numbers(16, 3), "y": numbers(16, seed=1)}
+PARAMS = {"w": numbers(3), "b": np.float32(0.5)}
 
 
 # The twelve combinations, and as many for meshes with two axes.
 
 
 def pushes(kind):
-    params, by_key = {"w": numbers(3, 5), "b": numbers(2)}, updaters.from_optax(tx())
-    store = kv.from_params(params, kind=kind, updater=by_key, devices=devices())
-    each = [[jax.device_put(numbers(*s, seed=i), d) for i, d in enumerate(devices())] for s in ((2,), (3, 5))]
+    params, by_key = {"w": numbers(3, 5), "b": numbers(2)}, updaters.from_optax(TX)
+    store = kv.from_params(params, kind=kind, updater=by_key, devices=DEVICES)
+    each = [[jax.device_put(numbers(*s, seed=i), d) for i, d in enumerate(DEVICES)] for s in ((2,), (3, 5))]
     store = kv.push(store, [0, 1], each)
-    store, pulled = kv.pushpull(store, [0, 1], [numbers(2, seed=8), numbers(3, 5, seed=9)], devices=devices()[:2])
+    store, pulled = kv.pushpull(store, [0, 1], [numbers(2, seed=8), numbers(3, 5, seed=9)], devices=DEVICES[:2])
     return pulled, kv.pull(store, [0, 1]), kv.to_params(store), repr(store)[:30] == ""
 
 
@@ -106,14 +91,12 @@ def step_of(engine, **options):
 
 
 def steps(engine, kind, mesh=None):
-    step = step_of(engine)
-    store = kv.from_params(params_of(), kind=kind, optimizer=tx())
-    state = train.create_state(store, 0, devices=devices())
-    batch = batch_of()
-    if mesh is not None and set(mesh.devices.flat) == set(devices()):
+    step, batch = step_of(engine), BATCH
+    state = train.create_state(kv.from_params(PARAMS, kind=kind, optimizer=TX), 0, devices=DEVICES)
+    if mesh is not None and set(mesh.devices.flat) == set(DEVICES):
         batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
     state, first = step(state, batch)
-    state, second = step(state, batch_of())
+    state, second = step(state, BATCH)
     return state.params, first, second
 
 
@@ -149,19 +132,19 @@ def all_verbs():
     for kind in ("local", "dist_async"):
         store = kv.set_updater(kv.init(kv.create(kind), [3, 5], [jnp.ones(4), numbers(6, 2)]), updaters.accumulate)
         for i in range(3):
-            each = [jax.device_put(jnp.full(4, float(i)), d) for d in devices()]
+            each = [jax.device_put(jnp.full(4, float(i)), d) for d in DEVICES]
             store = kv.push(store, [3, 5], [each, numbers(6, 2)])
         found += [kv.pull(store, [3, 5]), kv.pull(kv.flush(store), [3, 5])]
-        store, copies = kv.broadcast(kv.flush(store), 7, numbers(2), devices=devices()[:2])
-        found += [copies, kv.pull(kv.place(store, devices()[:2]), 7)]
+        store, copies = kv.broadcast(kv.flush(store), 7, numbers(2), devices=DEVICES[:2])
+        found += [copies, kv.pull(kv.place(store, DEVICES[:2]), 7)]
     spec = {"type": "2bit", "threshold": 0.5}
     store = kv.set_gradient_compression(kv.init(kv.create("device"), 0, jnp.zeros((8, 64))), spec)
     for seed in range(2):
-        store = kv.push(store, 0, [jax.device_put(numbers(8, 64, seed=seed + i), d) for i, d in enumerate(devices())])
+        store = kv.push(store, 0, [jax.device_put(numbers(8, 64, seed=seed + i), d) for i, d in enumerate(DEVICES)])
     found.append(kv.pull(store, 0))
-    table = kv.set_optimizer(kv.init(kv.create("device", devices=devices()), 0, numbers(6, 2)), tx())
+    table = kv.set_optimizer(kv.init(kv.create("device", devices=DEVICES), 0, numbers(6, 2)), TX)
     rows = kv.row_sparse_pull(table, 0, np.array([4, 1, 4]))
-    found += [rows, kv.pull(kv.push(table, 0, rows), 0), kv.row_sparse_pull(table, 0, np.array([0]), devices=devices())]
+    found += [rows, kv.pull(kv.push(table, 0, rows), 0), kv.row_sparse_pull(table, 0, np.array([0]), devices=DEVICES)]
     plain = kv.set_updater(kv.init(kv.create("sharded"), 0, numbers(5)), lambda key, pushed, stored: stored - pushed)
     return [*found, kv.pull(kv.push(plain, 0, jnp.ones(5)), 0)]
 
@@ -190,14 +173,14 @@ def test_results_are_of_the_users_mesh(name):
     with inside(mesh):
         own = jax.device_put(numbers(4, 3), NamedSharding(mesh, P("data")))
         for kind in ("device", "sharded"):
-            store = kv.from_params({"w": numbers(3)}, kind=kind, optimizer=tx(), devices=devices())
-            store = kv.push(store, 0, [jax.device_put(numbers(3), d) for d in devices()])
+            store = kv.from_params({"w": numbers(3)}, kind=kind, optimizer=TX, devices=DEVICES)
+            store = kv.push(store, 0, [jax.device_put(numbers(3), d) for d in DEVICES])
             assert (own @ kv.pull(store, 0) + own @ kv.to_params(store)["w"]).shape == (4,)
             assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(store))
-        state = train.create_state(kv.from_params(params_of(), optimizer=tx()), 0, devices=devices())
-        state, metrics = step_of("pmap")(state, batch_of())
+        state = train.create_state(kv.from_params(PARAMS, optimizer=TX), 0, devices=DEVICES)
+        state, metrics = step_of("pmap")(state, BATCH)
         assert (own @ state.params["w"] * metrics["loss"]).shape == (4,)
-        own_mean = parallel.replicate({"x": numbers(3)}, devices())["x"] + own.mean(0)
+        own_mean = parallel.replicate({"x": numbers(3)}, DEVICES)["x"] + own.mean(0)
         assert own_mean.shape == (3,)
 
 
@@ -206,11 +189,11 @@ def test_arrays_of_an_explicit_mesh_can_be_given():
     mesh = MESHES["explicit2d"]()
 
     def run(give):
-        store = kv.from_params({"w": give(numbers(4, 4), P(None, "model"))}, kind="sharded", optimizer=tx())
+        store = kv.from_params({"w": give(numbers(4, 4), P(None, "model"))}, kind="sharded", optimizer=TX)
         store = kv.push(store, 0, [give(numbers(4, 4, seed=1), P("data")), give(numbers(4, 4, seed=2), P())])
-        both = kv.to_params(kv.from_params([give(numbers(3), P()), give(numbers(4), P("data"))], devices=devices()))
-        halves = parallel.split_and_load(give(numbers(8, 2), P(("data", "model"))), devices()[:2])
-        return kv.pull(store, 0), both, halves, parallel.copy_to(give(numbers(4), P("model")), devices()[3])
+        both = kv.to_params(kv.from_params([give(numbers(3), P()), give(numbers(4), P("data"))], devices=DEVICES))
+        halves = parallel.split_and_load(give(numbers(8, 2), P(("data", "model"))), DEVICES[:2])
+        return kv.pull(store, 0), both, halves, parallel.copy_to(give(numbers(4), P("model")), DEVICES[3])
 
     expected = on_host(run(lambda x, spec: x))
     with inside(mesh):
@@ -234,14 +217,14 @@ def test_options_of_a_step(engine, option):
 
     def run():
         options = {"kind": "dist_async", "staleness": 1} if option == "stale" else {}
-        state = train.create_state(kv.from_params(params_of(), optimizer=tx(), **options), 0, devices=devices())
+        state = train.create_state(kv.from_params(PARAMS, optimizer=TX, **options), 0, devices=DEVICES)
         state = step.complete(state)
-        assert step.lower(state, batch_of()).as_text()
+        assert step.lower(state, BATCH).as_text()
         for _ in range(3):
-            state, metrics = step(state, batch_of())
+            state, metrics = step(state, BATCH)
         train.check_finite(metrics, state)
         if option == "stale":
-            state, metrics = step.many(state, jax.tree.map(lambda x: np.stack([x, x]), batch_of()))
+            state, metrics = step.many(state, jax.tree.map(lambda x: np.stack([x, x]), BATCH))
         return step.finish(state).params, metrics
 
     check_in(MESHES["explicit2d"](), run)
@@ -258,8 +241,8 @@ def test_a_model_state():
 
     def run():
         start = {"mean": jnp.zeros(3)}
-        state = train.create_state(kv.from_params(params_of(), optimizer=tx()), 0, devices=devices(), model_state=start)
-        return step(state, batch_of())[0].model_state
+        state = train.create_state(kv.from_params(PARAMS, optimizer=TX), 0, devices=DEVICES, model_state=start)
+        return step(state, BATCH)[0].model_state
 
     check_in(MESHES["explicit"](), run)
 
@@ -268,24 +251,18 @@ def pictures(n=24):
     return data.Dataset(numbers(n, 3), (np.arange(n) % 3).astype(np.int32))
 
 
-def classes(params, batch, rng):
-    return optax.softmax_cross_entropy_with_integer_labels(apply(params, batch["image"]), batch["label"]).mean(), {}
-
-
-@functools.cache
-def classifier():
-    return train.make_train_step(classes, engine="shard_map")
+CLASSIFIER = train.make_train_step(train.classification_loss(apply), engine="shard_map")
 
 
 def trained(folder, source):
-    step, seen = classifier(), []
-    state = train.create_state(kv.from_params({"w": numbers(3, 3)}, optimizer=tx()), 0, devices=devices())
+    step, seen = CLASSIFIER, []
+    state = train.create_state(kv.from_params({"w": numbers(3, 3)}, optimizer=TX), 0, devices=DEVICES)
     options = {"batch_size": 8, "progress": False, "test_data": pictures(10), "apply_fn": apply}
     seen_mesh = lambda state, record: seen.append(jax.sharding.get_mesh())  # noqa: E731
     checkpoints = {"checkpoint_dir": folder, "callbacks": seen_mesh}
     state, history = train.fit(state, step, source, epochs=2, **options, **checkpoints)
     assert seen == [jax.sharding.get_mesh()] * 2  # what a user gives is called inside of the mesh
-    like = train.create_state(kv.from_params({"w": numbers(3, 3)}, optimizer=tx()), 1, devices=devices())
+    like = train.create_state(kv.from_params({"w": numbers(3, 3)}, optimizer=TX), 1, devices=DEVICES)
     resumed, again = train.fit(like, step, source, epochs=3, **options, **checkpoints)
     restored = checkpoint.restore(checkpoint.latest(folder), like=state)
     assert [x.sharding for x in jax.tree.leaves(restored)] == [x.sharding for x in jax.tree.leaves(state)]
@@ -324,32 +301,26 @@ def test_batches_of_a_mesh_go_into_a_step_where_none_is_set():
 SPLIT = {"device": {}, "sharded": {"kind": "sharded"}, "mesh": {"sharding": P("data")}}
 
 
-def classifier_params():
-    return {"b": np.zeros(4, np.float32), "w": numbers(8, 4)}
-
-
 def made_inside(mesh, how):
     where = {"mesh": mesh} if how == "mesh" else {"devices": tuple(mesh.devices.flat)}
     with inside(mesh):
-        return kv.from_params(classifier_params(), optimizer=tx(), **where, **SPLIT[how])
+        return kv.from_params({"b": np.zeros(4, np.float32), "w": numbers(8, 4)}, optimizer=TX, **where, **SPLIT[how])
 
 
 def biased(params, images):
     return images @ params["w"] + params["b"][None]
 
 
-@functools.cache
-def biased_step():
-    return train.make_train_step(train.classification_loss(biased))
+BIASED = train.make_train_step(train.classification_loss(biased))
 
 
 def in_and_out(mesh, how, folder):
     """Every verb, step, loop and file, on a store and on a state of the mesh."""
-    store, step = made_inside(mesh, how), biased_step()
+    store, step = made_inside(mesh, how), BIASED
     pushed, pulled = kv.pushpull(store, [0, 1], [numbers(4), [numbers(8, 4)] * 2])
-    found = [pulled, kv.pull(store, [0, 1], devices=devices()[:2]), kv.to_params(pushed), kv.eval_params(pushed)]
+    found = [pulled, kv.pull(store, [0, 1], devices=DEVICES[:2]), kv.to_params(pushed), kv.eval_params(pushed)]
     found.append(kv.pull(jax.jit(lambda s: kv.push(s, [0, 1], [jnp.ones(4), jnp.ones((8, 4))]))(store), 1))
-    found.append(kv.to_params(kv.place(store, devices())))
+    found.append(kv.to_params(kv.place(store, DEVICES)))
     every = mesh.axis_names if how == "sharded" else None
 
     def typed():
@@ -367,33 +338,28 @@ def in_and_out(mesh, how, folder):
     )
     found += [fitted.params, history[0]["loss"], history[0]["test_loss"]]
     found.append(train.predict(typed(), biased, dataset, batch_size=8))
-    checkpoint.save(folder / str(next(FOLDERS)), typed())
+    checkpoint.save(folder / "saved", typed())
     found.append(checkpoint.restore(checkpoint.latest(folder), typed()).params)
     return on_host(found)
-
-
-FOLDERS = itertools.count()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", SPLIT)
 def test_made_inside_of_a_mesh_and_used_where_none_is_set(how, tmp_path):
-    same_bits(in_and_out(MESHES["explicit2d"](), how, tmp_path), in_and_out(MESHES["auto2d"](), how, tmp_path))
+    explicit, auto = (in_and_out(MESHES[name](), how, tmp_path / name) for name in ("explicit2d", "auto2d"))
+    same_bits(explicit, auto)
 
 
 def test_parallel():
     def run():
-        shards = parallel.split_and_load({"x": np.arange(8.0), "y": jnp.arange(8)}, devices())
-        sums = parallel.allreduce([jax.device_put(numbers(3, seed=i), d) for i, d in enumerate(devices())])
-        over = {"axis_name": "i", "devices": devices()}
+        shards = parallel.split_and_load({"x": np.arange(8.0), "y": jnp.arange(8)}, DEVICES)
+        sums = parallel.allreduce([jax.device_put(numbers(3, seed=i), d) for i, d in enumerate(DEVICES)])
+        over = {"axis_name": "i", "devices": DEVICES}
+        total = lambda x: jax.lax.psum(x, "i")  # noqa: E731
         totals = [parallel.spmd(total, engine=e, **over)(numbers(4, 2)) for e in ("pmap", "shard_map")]
-        return shards, sums, totals, parallel.replicate(jnp.ones(3), devices())
+        return shards, sums, totals, parallel.replicate(jnp.ones(3), DEVICES)
 
     check_in(MESHES["explicit2d"](), run)
-
-
-def total(x):
-    return jax.lax.psum(x, "i")
 
 
 # Batches on a mesh.
@@ -421,19 +387,19 @@ def test_batches_by_a_spec_of_the_mesh_that_is_set():
     with inside(mesh):
         batch = next(iter(data.batches(pictures(), 8, sharding=P("data"))))
         assert batch["image"].sharding == NamedSharding(mesh, P("data"))
-        devices_of = next(iter(data.batches(pictures(), 8, devices=devices())))
+        devices_of = next(iter(data.batches(pictures(), 8, devices=DEVICES)))
         assert (devices_of["image"] + batch["image"]).shape == (8, 3)
 
 
 def test_what_is_no_sharding_of_a_batch():
     mesh = MESHES["explicit2d"]()
-    for sharding in (P("data"), SingleDeviceSharding(devices()[0]), mesh):
+    for sharding in (P("data"), SingleDeviceSharding(DEVICES[0]), mesh):
         with pytest.raises(TypeError, match="sharding must be a NamedSharding"):
             data.batches(pictures(), 8, sharding=sharding)
     with pytest.raises(ValueError, match="splits its first axis only"):
         data.batches(pictures(), 8, sharding=NamedSharding(mesh, P("data", "model")))
     with pytest.raises(ValueError, match="not both"):
-        data.batches(pictures(), 8, sharding=NamedSharding(mesh, P()), devices=devices())
+        data.batches(pictures(), 8, sharding=NamedSharding(mesh, P()), devices=DEVICES)
     with pytest.raises(ValueError, match="a batch of 6 cannot be divided by 4 devices"):
         data.batches(pictures(), 6, sharding=NamedSharding(mesh, P(("data", "model"))))
 
@@ -495,7 +461,7 @@ def test_what_cannot_be_prefetched():
     with pytest.raises(ValueError, match=r"'length' float32\[3\] cannot be laid out as .*\('data',\)"):
         next(data.prefetch([{"tokens": numbers(2, 4), "length": np.ones(3)}], both))
     with pytest.raises(TypeError, match="sharding must be a NamedSharding"):
-        data.prefetch([], devices())
+        data.prefetch([], DEVICES)
     with pytest.raises(TypeError, match="iterator must be an iterable, got 3"):
         data.prefetch(3)
     with pytest.raises(ValueError, match="size must be an int of 0 or more"):
@@ -522,7 +488,7 @@ JITTED = [("local", None), ("device", None), ("sharded", None), ("dist_async", N
 def test_verbs_in_a_users_jit(kind, compression, name):
     """A store that was made inside of the mesh goes into a program over it."""
     x, y = numbers(8, 4), numbers(8, seed=1)
-    chosen = None if kind == "local" else devices()
+    chosen = None if kind == "local" else DEVICES
 
     def run(step, put):
         store = kv.from_params({"w": numbers(4)}, kind=kind, optimizer=optax.sgd(0.5), devices=chosen)
@@ -546,7 +512,7 @@ def test_params_that_are_split_stay_split_in_a_users_jit(spec):
     mesh = MESHES["explicit2d"]()
     with inside(mesh):
         split = NamedSharding(mesh, spec)
-        store = kv.set_optimizer(kv.init(kv.create("device"), 0, jax.device_put(numbers(4, 8), split)), tx())
+        store = kv.set_optimizer(kv.init(kv.create("device"), 0, jax.device_put(numbers(4, 8), split)), TX)
         grads = jax.device_put(numbers(4, 8, seed=1), split)
         rows = kv.row_sparse_pull(store, 0, np.array([3, 1]))
 
@@ -557,7 +523,7 @@ def test_params_that_are_split_stay_split_in_a_users_jit(spec):
 
         new = step(store, grads)
         assert new.values[0].sharding.is_equivalent_to(split, 2)
-    plain = kv.set_optimizer(kv.init(kv.create("device"), 0, numbers(4, 8)), tx())
+    plain = kv.set_optimizer(kv.init(kv.create("device"), 0, numbers(4, 8)), TX)
     plain = kv.push(plain, 0, [numbers(4, 8, seed=1)] * 2)
     plain = kv.push(plain, 0, kv.row_sparse_pull(plain, 0, np.array([3, 1])))
     np.testing.assert_allclose(new.values[0], plain.values[0], rtol=1e-5)
@@ -565,16 +531,16 @@ def test_params_that_are_split_stay_split_in_a_users_jit(spec):
 
 
 def test_a_store_of_another_mesh_in_a_users_jit():
-    store = kv.from_params({"w": numbers(4)}, devices=devices())
+    store = kv.from_params({"w": numbers(4)}, devices=DEVICES)
     mesh = MESHES["explicit2d"]()
     with inside(mesh):
         with pytest.raises(ValueError, match=r"push: a value of shape \(4,\) is on another mesh .* kv.place"):
             jax.jit(lambda s: kv.push(s, 0, jnp.ones(4)))(store)
         moved = kv.place(store, mesh.devices.flat)
         same_bits(kv.pull(jax.jit(lambda s: kv.push(s, 0, jnp.ones(4)))(moved), 0), np.ones(4))
-        state = train.create_state(kv.from_params(params_of(), optimizer=tx()), 0, devices=devices())
+        state = train.create_state(kv.from_params(PARAMS, optimizer=TX), 0, devices=DEVICES)
         with pytest.raises(ValueError, match="train step: a value of shape"):
-            jax.jit(step_of("pmap"))(state, batch_of())
+            jax.jit(step_of("pmap"))(state, BATCH)
 
 
 MAPPED = [(name, kind) for name in ("explicit", "auto2d", "explicit2d", "mixed") for kind in ("device", "sharded")]
@@ -589,7 +555,7 @@ def test_verbs_in_a_users_shard_map(name, kind, check_vma):
     count, partial = mesh.shape["data"], len(mesh.axis_names) > 1
     w, x = numbers(4, 6), numbers(count, 4, 6, seed=2)
     with inside(mesh):
-        params, own = {"b": numbers(3), "w": w}, devices()[:count]
+        params, own = {"b": numbers(3), "w": w}, DEVICES[:count]
         store = kv.from_params(params, kind=kind, optimizer=optax.sgd(0.5), devices=own)
         specs = kv.partition_specs(store, "data")
         put = lambda leaf, spec: jax.device_put(np.asarray(leaf), NamedSharding(mesh, spec))  # noqa: E731

@@ -73,7 +73,9 @@ ATTRIBUTES = {
     "num_workers": r"write kv.num_workers\(\)",
     "_set_updater": r"write store = kv.set_updater\(store, updater\)",
     "_barrier": r"write kv.barrier",
+    "set_optimizer": r"write store = kv.set_optimizer\(store, \.\.\.\)",
     "pull": r"write value = kv.pull\(store",
+    "pushpull": r"write store, value = kv.pushpull\(store, \.\.\.\)",
     "save_optimizer_states": "write jp.checkpoint.save",
     "is_capable": "every kind takes an optimizer",
 }

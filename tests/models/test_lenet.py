@@ -9,7 +9,7 @@ import optax
 import pytest
 from cpu_model import near
 
-from jaxpar import kv, train
+from jaxpar import train
 from jaxpar.models import lenet
 
 BATCH = 16
@@ -114,23 +114,16 @@ def test_steps_have_the_loss_curve_of_the_plain_formulation(engine):
     labels = rng.integers(0, 10, steps * BATCH, dtype=np.int32)
     pixels = rng.random((10, 28, 28, 1), np.float32)[labels]
 
-    def curve(apply, **kwargs):
-        def loss_fn(params, batch, rng):
-            logits = apply(params, batch["image"])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
-
-        store = kv.from_params(first(), optimizer=optax.sgd(0.2))
-        state = train.create_state(store, 0, devices=jax.devices()[:2])
-        step = train.make_train_step(loss_fn, **kwargs)
-        losses = []
+    def curve(apply):
+        where, losses = {"engine": engine, "devices": jax.devices()[:2]}, []
+        state, step = train.start(first(), optax.sgd(0.2), train.classification_loss(apply), **where)
         for i in range(steps):
             at = slice(BATCH * i, BATCH * (i + 1))
             state, metrics = step(state, {"image": pixels[at], "label": labels[at]})
             losses.append(float(metrics["loss"]))
         return np.array(losses)
 
-    plain = curve(lenet._anywhere, engine=engine)
-    np.testing.assert_allclose(curve(lenet.apply, engine=engine), plain, rtol=1e-4)
+    np.testing.assert_allclose(curve(lenet.apply), curve(lenet._anywhere), rtol=1e-4)
 
 
 def test_it_is_exported_for_batches_of_any_size(params):

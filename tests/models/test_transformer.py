@@ -14,11 +14,10 @@ from jaxpar.models import transformer
 CONFIG = transformer.Config(layers=2, width=32, heads=4, vocabulary=48, positions=12)
 
 
-def parameters():
-    """Drawn larger than by `init`, and biases too, so that every one of them matters."""
-    rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), CONFIG))
-    return jax.tree.map(lambda x: jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), shapes)
+# Drawn larger than by `init`, and biases too, so that every one of them matters.
+RNG = np.random.default_rng(0)
+SHAPES = jax.eval_shape(lambda: transformer.init(jax.random.key(0), CONFIG))
+PARAMS = jax.tree.map(lambda x: jnp.asarray(0.1 * RNG.standard_normal(x.shape), x.dtype), SHAPES)
 
 
 def tokens(batch=2, length=10):
@@ -60,25 +59,25 @@ loss_and_grads = jax.jit(jax.value_and_grad(transformer.loss))
 
 
 def test_it_is_the_plain_decoder():
-    params, texts = parameters(), tokens()
-    wanted = plain(params, texts)
-    np.testing.assert_allclose(apply(params, texts), wanted, atol=2e-5 * np.abs(wanted).max())
+    texts = tokens()
+    wanted = plain(PARAMS, texts)
+    np.testing.assert_allclose(apply(PARAMS, texts), wanted, atol=2e-5 * np.abs(wanted).max())
 
 
 def test_no_position_looks_ahead():
-    params, texts = parameters(), tokens()
+    texts = tokens()
     texts[1] = texts[0]
     texts[1, 6] = (texts[0, 6] + 1) % CONFIG.vocabulary
-    logits = apply(params, texts)
+    logits = apply(PARAMS, texts)
     changed = (logits[0] != logits[1]).any(axis=-1)
     assert not changed[:6].any()
     assert changed[6:].all()
 
 
 def test_the_loss_and_its_gradients():
-    params, texts = parameters(), tokens(8, 13)
-    loss, grads = loss_and_grads(params, texts)
-    wanted = plain(params, texts[:, :-1])
+    texts = tokens(8, 13)
+    loss, grads = loss_and_grads(PARAMS, texts)
+    wanted = plain(PARAMS, texts[:, :-1])
     wanted -= np.log(np.exp(wanted).sum(-1, keepdims=True))
     np.testing.assert_allclose(loss, -np.take_along_axis(wanted, texts[:, 1:, None], -1).mean(), rtol=1e-5)
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
@@ -102,24 +101,24 @@ def test_what_it_begins_with():
 @pytest.mark.parametrize("shape", [(1, 13), (3,)])
 def test_tokens_of_another_shape(shape):
     with pytest.raises(ValueError, match=r"must have the shape \(n, t\) with t of at most 12 positions, got int"):
-        transformer.apply(parameters(), jnp.zeros(shape, int))
+        transformer.apply(PARAMS, jnp.zeros(shape, int))
 
 
 @pytest.mark.slow
 def test_on_a_mesh_the_weights_of_one_layer_are_gathered_at_a_time():
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    params, texts = parameters(), tokens(batch=8, length=13)
+    texts = tokens(batch=8, length=13)
     rule = parallel.sharding_rules(transformer.TENSOR_PARALLEL, then=parallel.fsdp(min_size=1, stacked_dims=1))
-    shardings = parallel.shardings_of(params, rule, mesh)
+    shardings = parallel.shardings_of(PARAMS, rule, mesh)
 
     def gradient(params, texts):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return jax.value_and_grad(transformer.loss)(params, texts)
 
-    split = (jax.device_put(params, shardings), jax.device_put(texts, NamedSharding(mesh, P("data"))))
+    split = (jax.device_put(PARAMS, shardings), jax.device_put(texts, NamedSharding(mesh, P("data"))))
     program = jax.jit(gradient, out_shardings=(NamedSharding(mesh, P()), shardings)).lower(*split).compile()
     loss, grads = program(*split)
-    wanted_loss, wanted = loss_and_grads(params, texts)
+    wanted_loss, wanted = loss_and_grads(PARAMS, texts)
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-6)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6), grads, wanted)
     found = placed_collectives_in(program.as_text())
@@ -136,16 +135,16 @@ def test_on_a_mesh_the_weights_of_one_layer_are_gathered_at_a_time():
 @pytest.mark.parametrize("sizes", [(8, 1), (4, 2)])
 def test_a_step_sums_one_gradient_of_the_table(sizes):
     """The table is looked up and multiplied. A device adds both gradients before the devices sum them."""
-    params, batch = parameters(), {"text": tokens(batch=8, length=13)}
+    batch = {"text": tokens(batch=8, length=13)}
     rule = parallel.sharding_rules(transformer.TENSOR_PARALLEL, then=parallel.fsdp(min_size=1, stacked_dims=1))
     mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("data", "model"))
     loss_fn = lambda params, batch, rng: (transformer.loss(params, batch["text"]), {})  # noqa: E731
-    state, step = train.start(params, optax.sgd(0.1), loss_fn, mesh=mesh, sharding=rule)
+    state, step = train.start(PARAMS, optax.sgd(0.1), loss_fn, mesh=mesh, sharding=rule)
     found = placed_collectives_in(step.lower(state, batch).compile().as_text())
     found = [shape for _, op, shapes in found if op == "all-reduce" for _, shape in shapes]
     assert found.count((48 // sizes[1], 32)) == 1
     state, metrics = step(state, batch)
-    loss, grads = loss_and_grads(params, batch["text"])
+    loss, grads = loss_and_grads(PARAMS, batch["text"])
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-    wanted = jax.tree.map(lambda p, g: np.asarray(p) - np.float32(0.1) * np.asarray(g), params, grads)
+    wanted = jax.tree.map(lambda p, g: np.asarray(p) - np.float32(0.1) * np.asarray(g), PARAMS, grads)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, wanted)

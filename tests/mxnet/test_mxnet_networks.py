@@ -40,6 +40,7 @@ def loss_of(model):
     def loss_fn(params, batch, rng, model_state):
         *data, label = batch
         outputs, new = model.apply(params, *data, state=model_state, train=True, rng=rng)
+        outputs = outputs[0] if isinstance(outputs, tuple) else outputs
         if label.ndim == outputs.ndim:
             return jnp.square(outputs - label).mean() / 2, {"outputs": outputs.mean()}, new
         chosen = jnp.take_along_axis(outputs, label[:, None].astype(int), 1)

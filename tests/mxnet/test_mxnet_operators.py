@@ -1,12 +1,11 @@
 """Every operator and set of attributes beside MXNet 1.9.1: outputs, gradients and running statistics."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from symbols import CASES, REFERENCE, apply, arrays_of, recorded, rule, write
+from step_model import mostly_slow
+from symbols import CASES, REFERENCE, apply, arrays_of, node, recorded, rule, symbol_of, write
 
 from jaxpar import mxnet
 
@@ -186,35 +185,22 @@ def test_whole_numbers_stay_whole(name, attrs, arrays, output):
     assert found.tolist() == output
 
 
-STATE = ("_zeros", "begin", {"shape": "(0, 4)"}, [])
-DENSE = ("FullyConnected", "h", {"num_hidden": "4"}, ["begin", "w", "b"])
-
-
-def unrolled(folder, *nodes):
-    """A network of x, w, b and these nodes."""
-    nodes = [*(("null", name, {}, []) for name in ("x", "w", "b")), *nodes]
-    names = [name for _, name, _, _ in nodes]
-    listed = [
-        {"op": op, "name": name, "attrs": attrs, "inputs": [[names.index(i), 0, 0] for i in inputs]}
-        for op, name, attrs, inputs in nodes
-    ]
-    path = folder / "unrolled-symbol.json"
-    path.write_text(json.dumps({"nodes": listed, "heads": [[len(nodes) - 1, 0, 0]], "arg_nodes": [0, 1, 2]}))
-    return mxnet.load_symbol(path)
+CELL = [*(node("null", name) for name in ("x", "w", "b")), node("_zeros", "begin", shape=(0, 4))]
+DENSE = node("FullyConnected", "h", 3, 1, 2, num_hidden=4)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_states_of_an_unrolled_cell_have_the_batch_of_the_data(batch, tmp_path):
     """MXNet writes them as (0, 4) and infers the 0."""
-    model = unrolled(tmp_path, STATE, DENSE, ("elemwise_add", "y", {}, ["x", "h"]))
+    model = mxnet.load_symbol(symbol_of(tmp_path, *CELL, DENSE, node("elemwise_add", "y", 0, 4)))
     x, w, b = jnp.ones((batch, 4)), jnp.ones((4, 4)), jnp.arange(4.0)
     assert model.apply({"w": w, "b": b}, x).tolist() == [[1, 2, 3, 4]] * batch
 
 
-@pytest.mark.parametrize("nodes", [[DENSE], [("Concat", "y", {"dim": "1"}, ["x", "begin"])]], ids=["output", "concat"])
-def test_a_shape_that_stays_open_is_refused(nodes, tmp_path):
+@pytest.mark.parametrize("last", [DENSE, node("Concat", "y", 0, 3, dim=1)], ids=["output", "concat"])
+def test_a_shape_that_stays_open_is_refused(last, tmp_path):
     with pytest.raises(ValueError, match=r"'begin' has a 0 in its shape, \(0, 4\), which jaxpar cannot infer"):
-        unrolled(tmp_path, STATE, *nodes)
+        mxnet.load_symbol(symbol_of(tmp_path, *CELL, last))
 
 
 def test_take_says_where_an_index_is_out_of_bounds():
@@ -232,7 +218,6 @@ def test_take_says_where_an_index_is_out_of_bounds():
 
 RECORDED = np.load(REFERENCE / "mxnet_float16.npz", allow_pickle=False)
 COMPUTED = [name for name in OPERATORS if f"{name}/out0" in RECORDED and name not in ("dropout", *WRONG)]
-QUICK = COMPUTED[::25]
 # Their result is float32 by themselves.
 SINGLE = ("argmax", "shape cast", "argmin", "shape arange", "shape zeros", "embedding", "one hot")
 
@@ -251,7 +236,7 @@ def near_in_float16(found, expected, what):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in COMPUTED])
+@pytest.mark.parametrize("name", mostly_slow(COMPUTED, *COMPUTED[::25]))
 def test_it_computes_in_float16_what_mxnet_computes(name, tmp_path):
     model = mxnet.load_symbol(write(tmp_path, name))
     arrays, state = given(name, "float16")

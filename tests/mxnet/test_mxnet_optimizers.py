@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar import kv, mxnet, updaters
+from jaxpar import mxnet, updaters
 
 ARGS = {
     "sgd": (updaters.mxnet_sgd, {"learning_rate": 0.1}),
@@ -40,20 +40,17 @@ def run(updater, value, gradients, key=0, state=None):
     return jnp.stack(values), state
 
 
-def scanned(updater, value, gradients, key=0):
-    def push(carry, gradient):
-        value, state = updater.update(key, gradient, *carry[::-1])
-        return (value, state), value
-
-    (_, state), values = jax.lax.scan(push, (value, updater.init(key, value)), gradients)
-    return values, state
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ARGS)
 def test_a_compiled_loop_gives_the_eager_values(name):
-    values, state = run(make(name), *pushes())
-    found, last = scanned(make(name), *pushes())
+    updater, (value, gradients) = make(name), pushes()
+    values, state = run(updater, value, gradients)
+
+    def push(carry, gradient):
+        value, state = updater.update(0, gradient, *carry[::-1])
+        return (value, state), value
+
+    (_, last), found = jax.lax.scan(push, (value, updater.init(0, value)), gradients)
     np.testing.assert_allclose(found, values, atol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), last, state)
 
@@ -96,19 +93,6 @@ def test_a_rate_in_the_state_changes_without_a_new_compilation():
         values.append(float(value))
     np.testing.assert_allclose(values, [-1, -2.9, -4.71, -6.439], atol=1e-6)
     assert len(traces) == 1
-
-
-def test_setting_a_rate_leaves_the_models_own_alone():
-    store = kv.set_updater(kv.init(kv.create(), 0, jnp.ones(2)), updaters.mxnet_sgd(1.0, rate_in_state=True))
-    hyper = optax.inject_hyperparams(optax.adam)(1.0).init({"learning_rate": jnp.ones(3)})
-    state = {"model_state": {"learning_rate": jnp.ones(())}, "store": store, "transform": hyper}
-    new = updaters.set_learning_rate(state, 0.5)
-    assert new["model_state"] == state["model_state"]
-    assert new["store"].updater_state[0]["learning_rate"] == 0.5 == new["transform"].hyperparams["learning_rate"]
-    assert new["transform"].inner_state[0].mu["learning_rate"].tolist() == [0, 0, 0]
-    without = {**state, "store": kv.set_updater(store, updaters.mxnet_sgd(1.0)), "transform": ()}
-    with pytest.raises(ValueError, match="this state has no learning rate; make the optimizer with rate_in_state=True"):
-        updaters.set_learning_rate(without, 0.5)
 
 
 def test_what_is_clipped():

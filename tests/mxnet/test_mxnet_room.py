@@ -1,9 +1,7 @@
 """`jp.mxnet`: one room for those who come from MXNet, whose names stay where they were too."""
 
-import pytest
-
 import jaxpar as jp
-from jaxpar import checkpoint, kv, mxnet, updaters
+from jaxpar import checkpoint, mxnet, updaters
 
 SHORT = ("sgd", "nag", "adam", "rmsprop", "adagrad", "wd_mult")
 
@@ -20,11 +18,3 @@ def test_a_hint_stands_once():
     for table in (mxnet._STORE_ARGUMENTS, mxnet._OTHER_KINDS, mxnet._names.ABSENT, mxnet._names._OTHER):
         texts = list(table.values())
         assert len({id(text) for text in texts}) == len(set(texts))
-
-
-def test_methods_of_mxnets_store_are_answered():
-    store = kv.create()
-    with pytest.raises(AttributeError, match=r"store = kv\.set_optimizer\(store, \.\.\.\)"):
-        store.set_optimizer  # noqa: B018
-    with pytest.raises(AttributeError, match=r"store, value = kv\.pushpull\(store, \.\.\.\)"):
-        store.pushpull  # noqa: B018

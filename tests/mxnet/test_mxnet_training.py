@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from symbols import REFERENCE, arrays_of, node, rule, symbol_of, write
+from test_mxnet_networks import loss_of
 
 from jaxpar import kv, mxnet, train, updaters
 
@@ -136,16 +137,6 @@ def check_gradients(grads, there, factor):
         assert abs(np.linalg.norm(flat) - norm) / np.sqrt(grad.size) < 3e-2 * factor * typical, n
     assert np.median(errors) < 1e-2 * factor
     assert np.sqrt(np.square(errors).mean()) < 2e-2 * factor
-
-
-def loss_of(model):
-    def loss_fn(params, batch, rng, model_state):
-        images, labels = batch
-        outputs, model_state = model.apply(params, images, state=model_state, train=True)
-        outputs = outputs[0] if isinstance(outputs, tuple) else outputs
-        return -jnp.log(jnp.take_along_axis(outputs, labels[:, None], 1)).mean(), {}, model_state
-
-    return loss_fn
 
 
 def check_going_on(model, momentum, name, engine, devices, layout=None):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from jaxpar import kv, parallel
@@ -254,16 +255,12 @@ def test_parameters_are_made_where_they_belong():
 
 
 def linen_params(init_with, names, **options):
-    from flax import linen
-
     init = init_with(linen.initializers.lecun_normal(), names, **options)
     return linen.Dense(8, kernel_init=init).init(jax.random.key(0), jnp.ones((1, 4)))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax
 def test_metadata_of_linen():
-    from flax import linen
-
     params = linen_params(linen.with_partitioning, ("data", "model"))
     kernel = {"kernel": linen.Partitioned(P("data", "model"), names=("data", "model")), "bias": P()}
     assert specs(parallel.shardings_of(params, None, MESH)) == {"params": kernel}
@@ -284,8 +281,6 @@ def test_metadata_of_linen():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax
 def test_logical_names_of_linen():
-    from flax import linen
-
     rules = (("embed", "data"), ("mlp", "model"))
     own = linen_params(linen.with_logical_partitioning, ("embed", "mlp"), rules=rules)
     bare = linen_params(linen.with_logical_partitioning, ("embed", "mlp"))
@@ -298,8 +293,6 @@ def test_logical_names_of_linen():
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax
 def test_metadata_of_nnx():
-    from flax import nnx
-
     auto = Mesh(MESH.devices, MESH.axis_names, axis_types=(AxisType.Auto,) * 2)
 
     def make(**metadata):

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 import tqdm.auto
-from fit_model import STEP, TEST, TX, apply, crash_after, numbers, points, run_on, same, start
+from fit_model import STEP, TEST, TX, apply, crash_after, numbers, points, run_on, same, save_by_manager, start
 from optax import contrib
 
 from jaxpar import checkpoint, kv, train, updaters
@@ -169,9 +169,7 @@ def test_a_memory_that_does_not_fit_starts_empty_and_is_named(tmp_path, capsys):
     path = next(tmp_path.glob("step_00000006*"))
     _, info = checkpoint.Manager(tmp_path).restore_latest(start())
     assert [entry["name"] for entry in info.pop("callbacks")] == ["Mine", "KeepBest", "EarlyStopping"]
-    old = checkpoint.Manager(tmp_path / "old")
-    old.save(checkpoint.restore(path, start()), info)
-    old.close()
+    save_by_manager(tmp_path / "old", checkpoint.restore(path, start()), info)
     _, history = run(epochs=3, callbacks=train.EarlyStopping(), checkpoint_dir=tmp_path / "old")
     assert len(history) == 3
     assert "no matching memory of EarlyStopping, so it starts anew" in capsys.readouterr().err
@@ -272,14 +270,12 @@ def test_a_damaged_best_is_passed_over(tmp_path, capsys):
     assert checkpoint.best(tmp_path).name == "save_00000003"
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before  # looking writes nothing
     assert {path.name for path in tmp_path.iterdir()} == {f"save_{n:08d}" for n in (2, 3, 4)}
-    again = checkpoint.Manager(tmp_path, keep=5)
-    again.save({"step": jnp.int32(5)}, best=True)
-    again.close()
+    save_by_manager(tmp_path, {"step": jnp.int32(5)}, best=True)
     manifest = tmp_path / "save_00000005" / "jaxpar.json"
     manifest.write_text(manifest.read_text().replace('"best": true', '"best": false'))
     assert checkpoint.best(tmp_path).name == "save_00000003"
     assert "save_00000005 is damaged" in capsys.readouterr().err
-    assert int(again.restore_best({"step": jnp.int32(0)})[0]["step"]) == 3
+    assert int(checkpoint.Manager(tmp_path).restore_best({"step": jnp.int32(0)})[0]["step"]) == 3
 
 
 def test_the_best_needs_checkpoints(tmp_path):

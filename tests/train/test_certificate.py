@@ -1,12 +1,12 @@
 """The certificate of a run: the same for the same bits, cut and continued as the run is, and verified."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
 import shutil
 import signal
-import sys
 
 import jax
 import numpy as np
@@ -238,9 +238,8 @@ def test_killed_runs_end_with_the_certificate_of_an_undisturbed_one(tmp_path):
         "program.run(program.start(), epochs=4, on_step=on_step, **options)\n"
     )
     given = repr({**options, "certificate": str(file), "checkpoint_dir": str(points)})
-    env = {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
     for at in (4, 17, 33, 61):
-        python("-c", program, str(at), given, expect=-signal.SIGKILL, timeout=100, **env)
+        python("-c", program, str(at), given, expect=-signal.SIGKILL, timeout=100, JAX_NUM_CPU_DEVICES="2")
         assert (tmp_path / "undisturbed.jsonl").read_bytes().startswith(file.read_bytes().rpartition(b"\n")[0])
     interrupted(begin(), epochs=4, **options)
     assert file.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
@@ -249,40 +248,34 @@ def test_killed_runs_end_with_the_certificate_of_an_undisturbed_one(tmp_path):
 # Verification
 
 
-MODULE = """
-import sys
-sys.path.insert(0, {tests!r})
-import jax, optax
-from test_certificate import arguments
+# What `jaxpar verify` is given: functions that return the arguments of a run.
 
-OPTIONS = dict(checkpoint_dir="points", checkpoint_every=4, keep=20, certificate="run.jsonl", metrics_file="metrics")
+OPTIONS = {"checkpoint_dir": "points", "checkpoint_every": 4, "keep": 20, "certificate": "run.jsonl"}
+OPTIONS |= {"metrics_file": "metrics"}
+same = functools.partial(arguments, **OPTIONS, eval_data=1, callbacks=print)
+other_rate = functools.partial(arguments, **OPTIONS, tx=optax.adam(0.06))
+four = functools.partial(arguments, 4, **OPTIONS)
+virtual = functools.partial(arguments, 3, virtual_shards=4)
+nothing = lambda: None  # noqa: E731
+half = lambda: {"state": 3, "step": 4}  # noqa: E731
+unknown = lambda: {**same(), "epoks": 3}  # noqa: E731
+fails = lambda: 1 / 0  # noqa: E731
 
-same = lambda: arguments(**OPTIONS, eval_data=1, callbacks=print)
-other_rate = lambda: arguments(**OPTIONS, tx=optax.adam(0.06))
-four = lambda: arguments(4, **OPTIONS)
-virtual = lambda: arguments(3, virtual_shards=4)
-nothing = lambda: None
-half = lambda: {{"state": 3, "step": 4}}
-unknown = lambda: {{**same(), "epoks": 3}}
-fails = lambda: 1 / 0
 
 def other_seed():
-    import dataclasses
     given = arguments(**OPTIONS)
-    return {{**given, "state": dataclasses.replace(given["state"], rng=jax.random.key(8))}}
+    return {**given, "state": dataclasses.replace(given["state"], rng=jax.random.key(8))}
+
 
 def late():
-    from jaxpar import train
     state, _ = train.fit(**arguments(epochs=2))
-    return {{**arguments(), "state": state}}
-"""
+    return {**arguments(), "state": state}
 
 
 @pytest.fixture(scope="module")
 def certified(tmp_path_factory):
     """The folder of a run with a certificate and checkpoints."""
     folder = tmp_path_factory.mktemp("certified")
-    (folder / "runs.py").write_text(MODULE.format(tests=os.path.dirname(__file__)))
     places = {"checkpoint_dir": folder / "points", "certificate": folder / "run.jsonl"}
     train.fit(**arguments(**places, checkpoint_every=4, keep=20))
     return folder
@@ -293,15 +286,14 @@ def folder(certified, tmp_path, monkeypatch):
     """A copy of it, as the current folder."""
     shutil.copytree(certified, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "runs", raising=False)
     return tmp_path
 
 
-def verify(capsys, *words):
-    """The exit status and all that is printed."""
+def verify(capsys, file, function, *options):
+    """The exit status and all that is printed. The function is one of these unless it says its module."""
+    function = function if ":" in function else f"test_certificate:{function}"
     try:
-        status = jaxpar.__main__.main(["verify", *words])
+        status = jaxpar.__main__.main(["verify", file, function, *options])
     except SystemExit as end:
         status = end.code
     printed = capsys.readouterr()
@@ -315,28 +307,28 @@ def contents(folder):
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        ("runs:same", 0, "4 certified steps, 5 to 20, are the same; started at what the function returns"),
-        ("runs:same --from 10", 0, r"3 certified steps, 10 to 20.*started at points.step_00000008"),
-        ("runs:same --from 12 --to 16", 0, r"1 certified steps, 15 to 15.*started at points.step_00000012"),
-        ("runs:same --to 5", 0, "1 certified steps, 5 to 5"),
-        ("runs:same --devices 8", 0, "are the same"),
-        ("runs:other_rate", 1, "step 5 differs from run.jsonl; started at what the function returns"),
-        ("runs:other_rate --from 12", 1, r"step 15 differs from run.jsonl; started at points.step_00000012"),
-        ("runs:other_seed", 1, "step 5 differs"),
-        ("runs:four", 2, "is from another run .devices: 2 in the file, 4 now"),
-        ("runs:virtual", 2, "devices: 2 in the file, 3 now; virtual shards: None in the file, 4 now"),
-        ("runs:same --devices 3", 2, "RuntimeError: use_cpu_devices.3.: JAX runs already"),
-        ("runs:same --from 21", 2, "has no step from 21; its steps are 5 to 20"),
-        ("runs:same --from 6 --to 9", 2, "has no step from 6 to 9"),
-        ("runs:late --from 5", 2, "the state is at step 8, after the first step to compare, 5"),
-        ("runs:late --from 9", 0, "3 certified steps, 10 to 20"),
-        ("runs:nothing", 2, "TypeError: expected the arguments of fit in a dict, got None"),
-        ("runs:half", 2, "TypeError: missing a required argument: .train_data"),
-        ("runs:unknown", 2, "TypeError: got an unexpected keyword argument .epoks"),
-        ("runs:fails", 2, "ZeroDivisionError"),
-        ("runs:absent", 2, "module runs has no absent"),
+        ("same", 0, "4 certified steps, 5 to 20, are the same; started at what the function returns"),
+        ("same --from 10", 0, r"3 certified steps, 10 to 20.*started at points.step_00000008"),
+        ("same --from 12 --to 16", 0, r"1 certified steps, 15 to 15.*started at points.step_00000012"),
+        ("same --to 5", 0, "1 certified steps, 5 to 5"),
+        ("same --devices 8", 0, "are the same"),
+        ("other_rate", 1, "step 5 differs from run.jsonl; started at what the function returns"),
+        ("other_rate --from 12", 1, r"step 15 differs from run.jsonl; started at points.step_00000012"),
+        ("other_seed", 1, "step 5 differs"),
+        ("four", 2, "is from another run .devices: 2 in the file, 4 now"),
+        ("virtual", 2, "devices: 2 in the file, 3 now; virtual shards: None in the file, 4 now"),
+        ("same --devices 3", 2, "RuntimeError: use_cpu_devices.3.: JAX runs already"),
+        ("same --from 21", 2, "has no step from 21; its steps are 5 to 20"),
+        ("same --from 6 --to 9", 2, "has no step from 6 to 9"),
+        ("late --from 5", 2, "the state is at step 8, after the first step to compare, 5"),
+        ("late --from 9", 0, "3 certified steps, 10 to 20"),
+        ("nothing", 2, "TypeError: expected the arguments of fit in a dict, got None"),
+        ("half", 2, "TypeError: missing a required argument: .train_data"),
+        ("unknown", 2, "TypeError: got an unexpected keyword argument .epoks"),
+        ("fails", 2, "ZeroDivisionError"),
+        ("absent", 2, "module test_certificate has no absent"),
         ("absent:same", 2, "cannot import absent"),
-        ("runs:same --from 0", 2, "must be an int of 1 or more"),
+        ("same --from 0", 2, "must be an int of 1 or more"),
     ],
 )
 def test_verify(folder, capsys, words, status, said):
@@ -363,24 +355,24 @@ def test_verify(folder, capsys, words, status, said):
 def test_verify_of_changed_certificates(folder, capsys, edit, status, said):
     path = folder / "run.jsonl"
     path.write_text(edit(path.read_text()))
-    found = verify(capsys, "run.jsonl", "runs:same")
+    found = verify(capsys, "run.jsonl", "same")
     assert found[0] == status, found
     assert said in found[1]
 
 
 def test_verify_without_a_file(folder, capsys):
     words = "jaxpar verify: absent.jsonl cannot be read (No such file or directory)\n"
-    assert verify(capsys, "absent.jsonl", "runs:same") == (2, words)
+    assert verify(capsys, "absent.jsonl", "same") == (2, words)
 
 
 def test_verify_on_other_devices_with_virtual_shards(folder, capsys):
     run(folder / "virtual.jsonl", 1, virtual_shards=4)
-    assert verify(capsys, "virtual.jsonl", "runs:virtual")[0] == 0
+    assert verify(capsys, "virtual.jsonl", "virtual")[0] == 0
 
 
 def test_a_damaged_checkpoint_is_passed_over(folder, capsys):
     (folder / "points" / "step_00000012" / "jaxpar.json").write_text("{")
-    status, said = verify(capsys, "run.jsonl", "runs:same", "--from", "14")
+    status, said = verify(capsys, "run.jsonl", "same", "--from", "14")
     assert status == 0
     assert "started at points/step_00000008" in said
 
@@ -391,5 +383,5 @@ def test_a_checkpoint_of_other_bits_is_found(folder, capsys):
     changed = dataclasses.replace(state.store, values={k: v + 2e-7 for k, v in state.store.values.items()})
     shutil.rmtree("points/step_00000012")
     checkpoint.save("points/step_00000012", dataclasses.replace(state, store=changed))
-    assert verify(capsys, "run.jsonl", "runs:same", "--from", "13")[0] == 1
-    assert verify(capsys, "run.jsonl", "runs:same", "--from", "11")[0] == 0
+    assert verify(capsys, "run.jsonl", "same", "--from", "13")[0] == 1
+    assert verify(capsys, "run.jsonl", "same", "--from", "11")[0] == 0

@@ -91,11 +91,7 @@ def reversed_(x):
     return x
 
 
-def _reverse(_, g):
-    return (-g / (jnp.linalg.norm(g, axis=-1, keepdims=True) + 1e-6),)
-
-
-reversed_.defvjp(lambda x: (x, None), _reverse)
+reversed_.defvjp(lambda x: (x, None), lambda _, g: (-g / (jnp.linalg.norm(g, axis=-1, keepdims=True) + 1e-6),))
 
 
 def network(params, batch, rule):
@@ -247,28 +243,28 @@ def test_a_mean_over_what_counts_in_other_kinds(kind):
     agree((state.params, metrics), (jax.tree.map(lambda p, g: p - 0.05 * g, on_host(init()), grads), wanted))
 
 
+MAPPED = [{"engine": "pmap"}, {"engine": "shard_map"}, {"virtual_shards": 4}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["pmap", "shard_map", "jit", "virtual"])
+@pytest.mark.parametrize("options", [*MAPPED, {"engine": "jit"}], ids=str)
 @pytest.mark.parametrize("partitionable", [False, True])
-def test_random_numbers_of_a_share(where, partitionable):
+def test_random_numbers_of_a_share(options, partitionable):
     """The same by every engine with threefry, whose numbers do not depend on how they are computed."""
     with jax.threefry_partitionable(partitionable):
-        options = {"virtual_shards": 4} if where == "virtual" else {"engine": where}
         agree(found(dropped, ADAM, **options), expected(dropped, ADAM))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-@pytest.mark.parametrize("where", ["pmap", "shard_map", "virtual"])
-def test_random_numbers_of_a_hardware_generator(where, impl):
+@pytest.mark.parametrize("options", MAPPED, ids=str)
+def test_random_numbers_of_a_hardware_generator(options, impl):
     """The docs say that engine jit draws others: JAX's generator does, where keys are mapped."""
-    options = {"virtual_shards": 4} if where == "virtual" else {"engine": where}
     key = jax.random.key(7, impl=impl)
     agree(found(dropped, ADAM, rng=jax.random.clone(key), **options), expected(dropped, ADAM, rng=key))
 
 
-def state_before():
-    return {"mean": jnp.zeros(6), "fixed": jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)}
+BEFORE = {"mean": jnp.zeros(6), "fixed": jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)}
 
 
 @pytest.mark.sampled(1)
@@ -281,10 +277,10 @@ def test_what_the_loss_leaves_alone_in_a_model_state_keeps_its_bits(where, devic
         "accumulate": {"accumulate": 1 if devices == 8 else 2},
         "remat": {"remat": True, "engine": "jit"},
     }.get(where, {"engine": where})
-    got = found(with_state, ADAM, devices=devices, model_state=state_before(), **options)
-    np.testing.assert_array_equal(got[2]["fixed"], state_before()["fixed"])
+    got = found(with_state, ADAM, devices=devices, model_state=BEFORE, **options)
+    np.testing.assert_array_equal(got[2]["fixed"], BEFORE["fixed"])
     shares = {k: v for k, v in options.items() if k == "accumulate"}
-    agree(got, expected(with_state, ADAM, shares=devices, model_state=state_before(), **shares))
+    agree(got, expected(with_state, ADAM, shares=devices, model_state=BEFORE, **shares))
 
 
 @pytest.mark.parametrize("devices", [5, 7])

@@ -44,19 +44,22 @@ def same(one, other, **tolerance):
 ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.01, mask=lambda p: jax.tree.map(jnp.ndim, p)))
 
 
+def store_on(**where):
+    return kv.from_params(params_of(), optimizer=ADAM, **where)
+
+
 @functools.cache
-def by_pmap(count, **options):
-    store = kv.from_params(params_of(), optimizer=ADAM, devices=jax.devices()[:count])
-    return ran(store, engine="pmap", **dict(options))
+def by_pmap(count):
+    return ran(store_on(devices=jax.devices()[:count]), engine="pmap")
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "store",
     [
-        lambda: kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2)),
-        lambda: kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2, 4, kind=AxisType.Explicit), sharding=RULES),
-        lambda: kv.from_params(params_of(), optimizer=ADAM, kind="sharded", devices=jax.devices()[:2]),
+        lambda: store_on(mesh=mesh_of(2)),
+        lambda: store_on(mesh=mesh_of(2, 4, kind=AxisType.Explicit), sharding=RULES),
+        lambda: store_on(kind="sharded", devices=jax.devices()[:2]),
     ],
     ids=["one axis", "rules on two axes", "kind sharded"],
 )
@@ -75,9 +78,8 @@ def test_as_pmap(store):
     ids=lambda options: ",".join(options),
 )
 def test_options_as_under_pmap(options):
-    store = kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES)
-    plain = kv.from_params(params_of(), optimizer=ADAM, devices=jax.devices()[:2])
-    same(ran(store, **options), ran(plain, engine="pmap", **options))
+    plain = ran(store_on(devices=jax.devices()[:2]), engine="pmap", **options)
+    same(ran(store_on(mesh=mesh_of(2, 2), sharding=RULES), **options), plain)
 
 
 @pytest.mark.slow
@@ -85,12 +87,12 @@ def test_several_data_axes_and_a_third():
     mesh = mesh_of(2, 2, 2, names=("data", "fsdp", "model"))
     split = parallel.fsdp(("data", "fsdp"), min_size=1)
     rules = parallel.sharding_rules({"hidden": P(None, "model")}, then=split)
-    store = kv.from_params(params_of(), optimizer=ADAM, mesh=mesh, sharding=rules)
+    store = store_on(mesh=mesh, sharding=rules)
     same(ran(store, axis_name=("data", "fsdp")), by_pmap(4))
 
 
 def test_many_steps_in_one_program():
-    store = kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES)
+    store = store_on(mesh=mesh_of(2, 2), sharding=RULES)
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches(3))
     state, metrics = step_of(loss_fn).many(state_of(store), stacked)
     expected, losses = by_pmap(2)
@@ -108,7 +110,7 @@ def test_updaters_with_one_state_a_key(update):
 
 @pytest.mark.slow
 def test_each_device_has_its_part_of_values_and_state():
-    state, _ = ran(kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES))
+    state, _ = ran(store_on(mesh=mesh_of(2, 4), sharding=RULES))
     kernel, adam = state.store.values[1], state.store.optimizer_state[1][0]
     for array in (kernel, adam.mu["hidden"]):
         assert array.shape == (8, 16)
@@ -124,15 +126,12 @@ def test_kind_sharded_keeps_a_part_of_whole_values_where_the_optimizer_needs_the
         assert leaf.ndim < 2 or leaf.addressable_shards[0].data.size == leaf.size // jax.device_count()
 
 
-def unread(params, batch, rng):
-    return ((batch["x"] @ params["w"]) ** 2).mean(), {}
-
-
 def after_two(tx=None, **options):
     """The state after two steps of a loss that does not read the parameter "idle"."""
     tx = optax.adamw(0.1, weight_decay=0.1) if tx is None else tx
     given = {"w": jnp.ones((8, 2)), "idle": jnp.ones(3)}
-    state, step = train.start(given, tx, unread, devices=jax.devices()[:2], **options)
+    loss = lambda params, batch, rng: (((batch["x"] @ params["w"]) ** 2).mean(), {})  # noqa: E731
+    state, step = train.start(given, tx, loss, devices=jax.devices()[:2], **options)
     for row in batches(2):
         state, _ = step(state, row)
     return step.finish(state)
@@ -175,9 +174,9 @@ def test_what_auto_takes():
         step = train.make_train_step(loss_fn, **options)
         return step._engine_and_step(store)[0]
 
-    plain = kv.from_params(params_of(), optimizer=ADAM)
+    plain = store_on()
     rows = kv.from_params(params_of(), optimizer=optax.adam(0.1), kind="sharded")
-    whole = kv.from_params(params_of(), optimizer=ADAM, kind="sharded")
+    whole = store_on(kind="sharded")
     assert taken(plain) == taken(rows) == "shard_map"
     assert taken(whole) == taken(plain, mesh=mesh_of(2)) == "jit"
     with jax.set_mesh(mesh_of(2, 4)):
@@ -188,20 +187,20 @@ def test_fit_and_evaluate():
     rng = np.random.default_rng(0)
     dataset = data.Dataset(rng.standard_normal((64, 8)).astype(np.float32), rng.integers(0, 4, 64))
 
-    def fitted(store):
-        step = train.make_train_step(train.classification_loss(apply))
-        return run_on(dataset, train.create_state(store, 0), step=step, test_data=dataset, apply_fn=apply)
+    def fitted(**where):
+        state, step = train.start(params_of(), ADAM, train.classification_loss(apply), **where)
+        return run_on(dataset, state, step=step, test_data=dataset, apply_fn=apply)
 
-    state, history = fitted(kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2, 2), sharding=RULES))
-    plain, others = fitted(kv.from_params(params_of(), optimizer=ADAM, devices=jax.devices()[:2]))
+    state, history = fitted(mesh=mesh_of(2, 2), sharding=RULES)
+    plain, others = fitted(devices=jax.devices()[:2])
     close(state.params, plain.params, rtol=1e-4, atol=1e-5)
     close([row["loss"] for row in history], [row["loss"] for row in others], rtol=1e-4)
     assert history[-1]["test_accuracy"] == others[-1]["test_accuracy"]
 
 
 def test_pushes_at_the_prompt_keep_the_shardings():
-    store = kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2, 4), sharding=RULES)
-    plain = kv.from_params(params_of(), optimizer=ADAM, devices=jax.devices()[:1])
+    store = store_on(mesh=mesh_of(2, 4), sharding=RULES)
+    plain = store_on(devices=jax.devices()[:1])
     grads = [jnp.ones_like(x) for x in jax.tree.leaves(params_of())]
     for _ in range(2):
         store, plain = kv.push(store, [0, 1, 2], grads), kv.push(plain, [0, 1, 2], grads)
@@ -270,20 +269,16 @@ def test_fit_splits_a_batch_over_the_data_axes_only():
 
 
 def split(**options):
-    return kv.from_params(params_of(), optimizer=ADAM, mesh=mesh_of(2), **options)
-
-
-def plain(**options):
-    return kv.from_params(params_of(), optimizer=ADAM, **options)
+    return store_on(mesh=mesh_of(2), **options)
 
 
 W, ROWS = {"w": jnp.ones((4, 2))}, sparse.RowSparse(jnp.array([1]), jnp.ones((1, 2)), (4, 2))
 OVER_ROWS = {"mesh": mesh_of(2, names=("rows",))}
-SPLIT = {"mesh": mesh_of(2, 2), "sharding": P("data")}
 
 
 def table(**options):
-    return kv.from_params(W, **{"updater": updaters.accumulate, **SPLIT, **options})
+    split = {"updater": updaters.accumulate, "mesh": mesh_of(2, 2), "sharding": P("data")}
+    return kv.from_params(W, **split | options)
 
 
 @pytest.mark.parametrize(
@@ -296,10 +291,10 @@ def table(**options):
         (lambda: ran(split(), local_steps=2), "local_steps are updates"),
         (lambda: step_of(loss_fn, engine="jit", local_steps=2), "local_steps= updates each device separately"),
         (lambda: train.make_train_step(loss_fn, **OVER_ROWS), "axis_name='data': .* no such axis; its axes are rows"),
-        (lambda: ran(plain(**OVER_ROWS)), "axis_name='data': the mesh has no such axis; its axes are rows"),
+        (lambda: ran(store_on(**OVER_ROWS)), "axis_name='data': the mesh has no such axis; its axes are rows"),
         (lambda: train.make_train_step(loss_fn, engine="pmap", mesh=mesh_of(2)), "mesh= is for engine 'jit'"),
         (lambda: ran(split(), mesh=mesh_of(4)), "the state is on a mesh"),
-        (lambda: step_of(loss_fn, mesh=mesh_of(8))(state_of(plain()), batches(1, 12)[0]), "cannot be divided by 8"),
+        (lambda: step_of(loss_fn, mesh=mesh_of(8))(state_of(store_on()), batches(1, 12)[0]), "cannot be divided by 8"),
         (lambda: kv.push(table(), 0, ROWS), "split over a mesh and take no RowSparse"),
         (lambda: kv.push(table(updater=None, optimizer=ADAM), 0, ROWS), "from_optax.*without mesh= and sharding="),
         (lambda: kv.init(table(), 7, jnp.ones(3)), r"keys \[7\]: .* its values are split over a mesh"),

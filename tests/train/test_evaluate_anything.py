@@ -1,6 +1,7 @@
 """Any model and any value, over any source: each example counts once, on any devices."""
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -32,7 +33,6 @@ def eval_fn(params, batch):
     return {"mse": mse, "largest": abs(errors(params, batch)).max(1)}
 
 
-eval_rows = eval_fn
 ERRORS = errors(PARAMS, ROWS)
 WANT = {"mse": (ERRORS**2).mean(), "largest": np.abs(ERRORS).max(1).mean()}
 
@@ -42,9 +42,7 @@ def close(scores, want=WANT):
     assert scores == {k: pytest.approx(v, rel=1e-5) for k, v in want.items()}
 
 
-def state_of(count=4, kind="device", tx=None, params=PARAMS, **options):
-    """A state on so many devices, or the params alone."""
-    return params if count is None else step_model.start(count, kind, tx, params, **options)
+state_of = functools.partial(step_model.start_or_params, params=PARAMS)
 
 
 def parts(size, rows=ROWS):
@@ -182,11 +180,11 @@ def test_metrics_of_metrax_and_clu():
             "average": clu.Average.from_model_output(p),
         }
 
-    def eval_fn(params, batch):
+    def eval_metrax(params, batch):
         return measured(jax.nn.sigmoid(batch["x"] @ params["w"])[:, 0], batch["label"])
 
     with jax.numpy_rank_promotion("allow"):
-        scores = train.evaluate(state_of(4), data={**ROWS, "label": labels}, eval_fn=eval_fn, batch_size=16)
+        scores = train.evaluate(state_of(4), data={**ROWS, "label": labels}, eval_fn=eval_metrax, batch_size=16)
         p = 1 / (1 + np.exp(-(ROWS["x"] @ PARAMS["w"])[:, 0]))
         close(scores, {name: float(m.compute()) for name, m in measured(jnp.asarray(p), jnp.asarray(labels)).items()})
 
@@ -195,7 +193,7 @@ def test_metrics_of_metrax_and_clu():
             mse: clu.Average.from_output("mse")
             largest: clu.Average.from_output("largest")
 
-        both = lambda params, batch: Both.single_from_model_output(**eval_rows(params, batch))  # noqa: E731
+        both = lambda params, batch: Both.single_from_model_output(**eval_fn(params, batch))  # noqa: E731
         whole = train.evaluate(state_of(4), data=ROWS, eval_fn=both, batch_size=16)
     close(dict(sorted(whole.items(), reverse=True)))
 
@@ -240,15 +238,12 @@ def test_sums_are_exact_beyond_what_float32_counts():
     assert scores["sum"] == 2.0**24 + 2**12
 
 
-FSDP = parallel.fsdp("data", min_size=1)
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_params_split_over_a_mesh_and_the_users_own_mesh(kind):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(kind,) * 2)
     params = {"w": np.tile(PARAMS["w"], (1, 4))}
     tiled = {**ROWS, "y": np.tile(ROWS["y"], (1, 4))}
-    store = kv.from_params(params, optimizer=optax.sgd(0.1), mesh=mesh, sharding=FSDP)
+    store = kv.from_params(params, optimizer=optax.sgd(0.1), mesh=mesh, sharding=parallel.fsdp("data", min_size=1))
     state = train.create_state(store, 0)
     options = {"eval_fn": eval_fn, "batch_size": 16}
     close(train.evaluate(state, data=tiled, **options))
@@ -442,15 +437,12 @@ def test_the_old_names_of_data_warn_and_say_the_new_one():
 # ---- the metrics of other libraries in docs/evaluate.md, beside scikit-learn's
 
 
-PAGE = Path(__file__).parents[2] / "docs/evaluate.md"
-
-
 @pytest.mark.others
 @pytest.mark.parametrize("batch_size", [64, 48])
 def test_the_metrics_of_the_page_are_those_of_scikit_learn(batch_size):
     pytest.importorskip("metrax", reason="the extra `others` is not installed")
     sklearn = pytest.importorskip("sklearn.metrics", reason="the extra `others` is not installed")
-    page = PAGE.read_text()
+    page = (Path(__file__).parents[2] / "docs/evaluate.md").read_text()
     first = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
     own = re.findall(r"^<!-- not run: .*?^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     namespace = {}

@@ -167,13 +167,14 @@ def test_a_model_with_a_state_names_the_arguments():
 
 
 def test_a_step_is_traced_once():
+    """For single steps and for those of one program, as `auto` has both."""
     traces = []
 
     def loss_fn(params, batch, rng):
         traces.append(1)
         return ((batch["image"] @ params["w"]) ** 2).mean(), {}
 
-    for per_program in (1, 3):
+    for per_program in (1, 3, "auto"):
         traces.clear()
         step = train.make_train_step(loss_fn)
         fit(start({"w": jnp.zeros(3)}), step, POINTS, batch_size=4, steps_per_execution=per_program)

@@ -1,6 +1,7 @@
 """The loop where numbers are not finite: updates left out are counted, or it stops with the state before."""
 
 import functools
+import itertools
 import json
 
 import fit_model
@@ -11,6 +12,7 @@ import optax
 import pytest
 from fit_model import LOSS, run_on, same
 from kv_model import assert_unchanged, snapshot
+from step_model import step_of
 
 from jaxpar import checkpoint, data, train
 
@@ -25,30 +27,29 @@ def points(bad=()):
     return data.Dataset(images, good.labels)
 
 
-@functools.cache
-def step_with(action, **options):
-    return train.make_train_step(LOSS, nonfinite=action, **options)
-
-
-def start(**options):
-    return fit_model.start(TX, **options)
+start = functools.partial(fit_model.start, TX)
+step_with = functools.partial(step_of, LOSS)
 
 
 def run(step, dataset, state=None, **options):
     return run_on(dataset, start() if state is None else state, step=step, batch_size=8, **options)
 
 
-def bad_steps(dataset, epochs=2):
-    """The numbers of the steps whose batches have a NaN in them."""
+def batches(dataset):
+    """Those of two epochs of `fit`."""
     order = jax.random.fold_in(jax.random.key(3), 0x5FFE1E)
-    batches = data.batches(dataset, 8, rng=order, epochs=epochs, devices=jax.devices()[:2])
-    return [i for i, batch in enumerate(batches) if np.isnan(np.asarray(batch["image"])).any()]
+    return data.batches(dataset, 8, rng=order, epochs=2, devices=jax.devices()[:2])
+
+
+def bad_steps(dataset):
+    """The numbers of the steps whose batches have a NaN in them."""
+    return [i for i, batch in enumerate(batches(dataset)) if np.isnan(np.asarray(batch["image"])).any()]
 
 
 def test_updates_that_are_left_out_are_counted(tmp_path):
     dataset = points(bad=[20])
     assert len(bad_steps(dataset)) == 2
-    state, history = run(step_with("skip"), dataset, metrics_file=tmp_path / "m.jsonl")
+    state, history = run(step_with(nonfinite="skip"), dataset, metrics_file=tmp_path / "m.jsonl")
     assert [record["skipped"] for record in history] == [1, 1]
     assert all(np.isfinite([record["loss"], record["accuracy"]]).all() for record in history)
     assert history[1]["loss"] < history[0]["loss"]
@@ -57,14 +58,14 @@ def test_updates_that_are_left_out_are_counted(tmp_path):
     assert [json.loads(text)["skipped"] for text in (tmp_path / "m.jsonl").read_text().splitlines()] == [1, 1]
     first = bad_steps(dataset)[0] + 1
     with pytest.warns(UserWarning, match=rf"loss of step {first} \(the first is 1\) is nan") as seen:
-        _, plain = run(step_with("ignore"), dataset, epochs=2)
+        _, plain = run(step_with(nonfinite="ignore"), dataset, epochs=2)
     assert len(seen) == 1
     assert np.isnan(plain[0]["loss"])
     assert "skipped" not in plain[0]
 
 
 def test_an_epoch_without_one_update():
-    _, history = run(step_with("skip"), points(bad=range(8 * STEPS)), epochs=1)
+    _, history = run(step_with(nonfinite="skip"), points(bad=range(8 * STEPS)), epochs=1)
     assert history[0]["skipped"] == STEPS
     assert np.isnan(history[0]["loss"])
 
@@ -74,7 +75,7 @@ def test_an_epoch_without_one_update():
 @pytest.mark.parametrize("row", [3, 20, 47])
 def test_it_stops_with_the_state_before_the_bad_step(tmp_path, kind, row):
     dataset = points(bad=[row])
-    step = step_with("stop")
+    step = step_with(nonfinite="stop")
     first = bad_steps(dataset)[0]
     message = rf"train step {first} .*the loss and the gradients of 'w'; no update was made since"
     with pytest.raises(FloatingPointError, match=message) as error:
@@ -84,9 +85,7 @@ def test_it_stops_with_the_state_before_the_bad_step(tmp_path, kind, row):
     assert stopped.history == []
 
     want = start(kind=kind)
-    order = jax.random.fold_in(jax.random.key(3), 0x5FFE1E)
-    batches = data.batches(dataset, 8, rng=order, epochs=1, devices=jax.devices()[:2])
-    for _, batch in zip(range(first), batches, strict=False):
+    for batch in itertools.islice(batches(dataset), first):
         want, _ = step(want, batch)
     want = step.complete(want)
     assert_unchanged(stopped.state, snapshot(want))
@@ -97,7 +96,7 @@ def test_it_stops_with_the_state_before_the_bad_step(tmp_path, kind, row):
 
 
 def test_it_goes_on_from_there_when_the_data_is_mended(tmp_path):
-    bad, step = points(bad=[20]), step_with("stop")
+    bad, step = points(bad=[20]), step_with(nonfinite="stop")
     first = bad_steps(bad)[0]
     assert first > 1
     with pytest.raises(train.NonFiniteError):
@@ -110,7 +109,7 @@ def test_it_goes_on_from_there_when_the_data_is_mended(tmp_path):
 
 def test_a_state_that_was_given_away_resumes_with_all_its_parts(tmp_path):
     """As in a cell that is run again."""
-    step = step_with("skip", loss_scale="dynamic", grad_transform=optax.trace(0.5))
+    step = step_with(nonfinite="skip", loss_scale="dynamic", grad_transform=optax.trace(0.5))
     state = start()
     run(step, points(), state, checkpoint_dir=tmp_path, epochs=1)
     assert state.store.values[0].is_deleted()
@@ -121,7 +120,7 @@ def test_a_state_that_was_given_away_resumes_with_all_its_parts(tmp_path):
 
 
 def test_a_loss_scale_that_is_too_large_at_first_stops_nothing():
-    step = step_with("stop", loss_scale=train.DynamicLossScale(initial=2.0**20), compute_dtype=jnp.float16)
+    step = step_with(nonfinite="stop", loss_scale=train.DynamicLossScale(initial=2.0**20), compute_dtype=jnp.float16)
     state, history = run(step, points())
     assert history[0]["skipped"] > 0
     assert history[1]["skipped"] == 0

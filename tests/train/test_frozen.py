@@ -28,28 +28,28 @@ def loss_fn(params, batch, rng):
     return ((student - wanted) ** 2).mean(), {}
 
 
-def init():
-    def net(seed, width):
-        rng = np.random.default_rng(seed)
-        return {"in": np.float32(rng.normal(size=(6, width))), "out": np.float32(rng.normal(size=width) / width)}
+def net(seed, width):
+    rng = np.random.default_rng(seed)
+    return {"in": np.float32(rng.normal(size=(6, width))), "out": np.float32(rng.normal(size=width) / width)}
 
-    return {"student": net(0, 8), "teacher": net(1, TEACHER // 8)}
+
+INIT = {"student": net(0, 8), "teacher": net(1, TEACHER // 8)}
 
 
 def alone():
     """The same training without the teacher among the params."""
 
     def student_loss(params, batch, rng):
-        teacher = jax.tree.map(lambda x: x.astype(batch["x"].dtype), init()["teacher"])
+        teacher = jax.tree.map(lambda x: x.astype(batch["x"].dtype), INIT["teacher"])
         return loss_fn({"student": params, "teacher": teacher}, batch, rng)
 
-    return init()["student"], student_loss
+    return INIT["student"], student_loss
 
 
 def both(tx, **options):
     """The states and steps with a frozen teacher, and without one."""
     params, student_loss = alone()
-    with_teacher = train.start(init(), tx, loss_fn, frozen="teacher", **options)
+    with_teacher = train.start(INIT, tx, loss_fn, frozen="teacher", **options)
     return with_teacher, train.start(params, tx, student_loss, **options)
 
 
@@ -85,8 +85,8 @@ OPTIONS = {
 def test_the_others_train_as_if_the_frozen_were_constants(name):
     made = both(optax.adamw(0.05), devices=jax.devices()[:4], **OPTIONS[name])
     (state, metrics), (other, expected) = (steps(*each) for each in made)
-    assert_equal(state.params["teacher"], init()["teacher"])
-    assert jax.tree.structure(state.params) == jax.tree.structure(init())
+    assert_equal(state.params["teacher"], INIT["teacher"])
+    assert jax.tree.structure(state.params) == jax.tree.structure(INIT)
     close(state.params["student"], other.params, rtol=1e-5)
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-4)
 
@@ -102,7 +102,7 @@ def test_an_updater_of_each_key_has_no_state_of_a_frozen_one(updater, kind):
     made = both(updater, kind=kind)
     assert made[0][0].store.updater_state[2] == made[0][0].store.updater_state[3] == ()
     (state, _), (other, _) = (steps(*each) for each in made)
-    assert_equal(state.params["teacher"], init()["teacher"])
+    assert_equal(state.params["teacher"], INIT["teacher"])
     close(state.params["student"], other.params, rtol=1e-6, atol=0)
 
 
@@ -139,12 +139,6 @@ def test_devices_send_nothing_of_them(options):
     assert sent < TEACHER
 
 
-def test_the_optimizer_has_no_state_of_them():
-    state, _ = train.start(init(), optax.adam(0.1), loss_fn, frozen="teacher")
-    sizes = [leaf.size for leaf in jax.tree.leaves(state.store.optimizer_state)]
-    assert sum(sizes) == 1 + 2 * (6 * 8 + 8)
-
-
 @pytest.mark.parametrize(
     "frozen",
     [
@@ -159,12 +153,12 @@ def test_the_optimizer_has_no_state_of_them():
     ids=range(7),
 )
 def test_what_is_frozen_may_be_said_in_several_ways(frozen):
-    assert kv.from_params(init(), frozen=frozen).frozen == (2, 3)
+    assert kv.from_params(INIT, frozen=frozen).frozen == (2, 3)
 
 
 @pytest.mark.parametrize("frozen", [None, [], (), False, lambda name, leaf: False])
 def test_nothing_may_be_frozen(frozen):
-    assert kv.from_params(init(), frozen=frozen).frozen == ()
+    assert kv.from_params(INIT, frozen=frozen).frozen == ()
 
 
 @pytest.mark.parametrize(
@@ -182,46 +176,50 @@ def test_nothing_may_be_frozen(frozen):
 )
 def test_what_says_nothing_of_the_params_is_refused(frozen, kind, words):
     with pytest.raises(kind, match=re.escape(words)):
-        kv.from_params(init(), frozen=frozen)
+        kv.from_params(INIT, frozen=frozen)
 
 
 @pytest.mark.parametrize("name", ["trainable", "requires_grad", "freeze"])
 def test_the_words_of_other_libraries_are_answered(name):
     with pytest.raises(TypeError, match='frozen="body"'):
-        train.start(init(), optax.sgd(0.1), loss_fn, **{name: "student"})
+        train.start(INIT, optax.sgd(0.1), loss_fn, **{name: "student"})
     with pytest.raises(TypeError, match='frozen="body"'):
-        kv.from_params(init(), **{name: "student"})
+        kv.from_params(INIT, **{name: "student"})
 
 
-def test_a_push_to_a_frozen_key_is_refused_and_a_pull_gives_its_value():
-    store = kv.from_params(init(), optimizer=optax.sgd(1.0), frozen="teacher")
+def test_a_push_to_a_frozen_key_is_refused_a_pull_gives_its_value_and_the_table_knows_it():
+    store = kv.from_params(INIT, optimizer=optax.sgd(1.0), frozen="teacher")
     with pytest.raises(ValueError, match=r"kv.push: key 3 \('teacher/out'\) is frozen"):
         kv.push(store, "teacher/out", jnp.ones(TEACHER // 8))
-    np.testing.assert_array_equal(kv.pull(store, "teacher/out"), init()["teacher"]["out"])
+    np.testing.assert_array_equal(kv.pull(store, "teacher/out"), INIT["teacher"]["out"])
     grads = [jnp.ones((6, 8)), jnp.ones(8)]
     pushed = kv.push(store, ["student/in", "student/out"], grads)
-    np.testing.assert_allclose(kv.to_params(pushed)["student"]["out"], init()["student"]["out"] - 1, rtol=1e-6)
+    np.testing.assert_allclose(kv.to_params(pushed)["student"]["out"], INIT["student"]["out"] - 1, rtol=1e-6)
     assert "teacher/in (frozen)" in repr(store)
+    assert repr(store).count("(frozen)") == 2
+    inside = jax.jit(lambda store, grads: kv.push(store, [0, 1], grads))(store, grads)
+    assert_equal(kv.to_params(inside), kv.to_params(pushed))
+    assert inside.frozen == (2, 3)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "device"])
 def test_a_store_goes_to_other_devices_with_them(kind):
-    store = kv.from_params(init(), optimizer=optax.adam(0.1), frozen="teacher", kind=kind)
+    store = kv.from_params(INIT, optimizer=optax.adam(0.1), frozen="teacher", kind=kind)
     moved = kv.place(store, jax.devices()[:3])
-    assert_equal(kv.to_params(moved), init())
+    assert_equal(kv.to_params(moved), INIT)
     assert moved.frozen == (2, 3)
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
-    assert_equal(kv.to_params(kv.place(store, mesh=mesh)), init())
+    assert_equal(kv.to_params(kv.place(store, mesh=mesh)), INIT)
 
 
 def test_frozen_params_may_be_split_over_a_mesh():
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     rule = parallel.fsdp("data", min_size=1)
-    state, step = train.start(init(), optax.adamw(0.05), loss_fn, frozen="teacher", mesh=mesh, sharding=rule)
+    state, step = train.start(INIT, optax.adamw(0.05), loss_fn, frozen="teacher", mesh=mesh, sharding=rule)
     params, student_loss = alone()
     state, other = steps(state, step)[0], steps(*train.start(params, optax.adamw(0.05), student_loss))[0]
     assert not state.store.values[2].sharding.is_fully_replicated
-    assert_equal(state.params["teacher"], init()["teacher"])
+    assert_equal(state.params["teacher"], INIT["teacher"])
     close(state.params["student"], other.params, rtol=1e-5, atol=0)
 
 
@@ -239,9 +237,9 @@ def states_of(state, name):
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_a_checkpoint_goes_to_a_run_that_freezes_others(tx, kind, tmp_path, capsys):
     few = ["teacher", "student/out"]
-    first, _ = steps(*train.start(init(), tx, loss_fn, frozen=few, kind=kind))
+    first, _ = steps(*train.start(INIT, tx, loss_fn, frozen=few, kind=kind))
     checkpoint.save(tmp_path / "few", first)
-    new, step = train.start(init(), tx, loss_fn, frozen="teacher", kind=kind)
+    new, step = train.start(INIT, tx, loss_fn, frozen="teacher", kind=kind)
     second = checkpoint.restore(tmp_path / "few", new)
     said = capsys.readouterr()
     assert "'student/out': frozen in the checkpoint" in said.out + said.err
@@ -252,9 +250,9 @@ def test_a_checkpoint_goes_to_a_run_that_freezes_others(tx, kind, tmp_path, caps
     assert second.store.frozen == (2, 3)
 
     second, _ = steps(second, step)
-    assert not np.array_equal(second.params["student"]["out"], init()["student"]["out"])
+    assert not np.array_equal(second.params["student"]["out"], INIT["student"]["out"])
     checkpoint.save(tmp_path / "more", second)
-    third = checkpoint.restore(tmp_path / "more", train.start(init(), tx, loss_fn, frozen=few, kind=kind)[0])
+    third = checkpoint.restore(tmp_path / "more", train.start(INIT, tx, loss_fn, frozen=few, kind=kind)[0])
     said = capsys.readouterr()
     assert "anew" not in said.out + said.err
     assert_equal(third.params, jax.device_get(second.params))
@@ -263,24 +261,17 @@ def test_a_checkpoint_goes_to_a_run_that_freezes_others(tx, kind, tmp_path, caps
 
 
 def test_another_optimizer_is_refused_beside_other_frozen_params(tmp_path):
-    checkpoint.save(tmp_path / "a", train.start(init(), optax.adamw(0.05), loss_fn, frozen="teacher")[0])
+    checkpoint.save(tmp_path / "a", train.start(INIT, optax.adamw(0.05), loss_fn, frozen="teacher")[0])
     for tx, words in ((optax.sgd(0.1, momentum=0.9), "optimizer"), (optax.nadamw(0.05), "another optimizer")):
-        new, _ = train.start(init(), tx, loss_fn, frozen="*/out")
+        new, _ = train.start(INIT, tx, loss_fn, frozen="*/out")
         with pytest.raises(ValueError, match=words):
             checkpoint.restore(tmp_path / "a", new)
 
 
-def test_the_store_passes_through_jit_and_the_table_knows_them():
-    store = kv.from_params(init(), optimizer=optax.sgd(1.0), frozen="teacher")
-    grads = [jnp.ones((6, 8)), jnp.ones(8)]
-    inside = jax.jit(lambda store, grads: kv.push(store, [0, 1], grads))(store, grads)
-    assert_equal(kv.to_params(inside), kv.to_params(kv.push(store, [0, 1], grads)))
-    assert inside.frozen == (2, 3)
-    assert repr(store).count("(frozen)") == 2
-
-
-def test_a_picture_of_a_step_has_no_update_of_them():
-    state, step = train.start(init(), optax.adam(0.1), loss_fn, frozen="teacher")
+def test_the_optimizer_has_no_state_of_them_and_a_picture_of_the_step_no_update():
+    state, step = train.start(INIT, optax.adam(0.1), loss_fn, frozen="teacher")
+    sizes = [leaf.size for leaf in jax.tree.leaves(state.store.optimizer_state)]
+    assert sum(sizes) == 1 + 2 * (6 * 8 + 8)
     graph = viz.trace(step, state, BATCH)
     names = kv.names(state.store)
     updated = {names[key] for key in names if f"state.store.values[{key}]" in graph["Adam"].weights}
@@ -297,7 +288,7 @@ def links(folder):
 @pytest.mark.slow
 def test_the_checkpoints_of_a_run_have_them_once_on_disk(tmp_path):
     def run(epochs):
-        state, step = train.start(init(), optax.adam(0.1), loss_fn, frozen="teacher")
+        state, step = train.start(INIT, optax.adam(0.1), loss_fn, frozen="teacher")
         options = {"checkpoint_dir": tmp_path / "run", "keep": 2, "progress": False}
         return train.fit(state, step, BATCH, epochs=epochs, batch_size=16, **options)[0]
 
@@ -305,14 +296,14 @@ def test_the_checkpoints_of_a_run_have_them_once_on_disk(tmp_path):
     assert links(tmp_path / "run") == [[2], [2]]  # the third name went with the first checkpoint
     state = run(4)
     assert links(tmp_path / "run") == [[2], [2]]
-    new, _ = train.start(init(), optax.adam(0.1), loss_fn, frozen="teacher")
+    new, _ = train.start(INIT, optax.adam(0.1), loss_fn, frozen="teacher")
     restored = checkpoint.restore(checkpoint.latest(tmp_path / "run"), new)
     assert_equal(jax.device_get(restored.params), jax.device_get(state.params))
 
 
 def test_other_frozen_params_and_damaged_ones_are_written(tmp_path):
-    state, _ = train.start(init(), optax.adam(0.1), loss_fn, frozen="teacher")
-    other = {**init(), "teacher": jax.tree.map(lambda x: x + 1, init()["teacher"])}
+    state, _ = train.start(INIT, optax.adam(0.1), loss_fn, frozen="teacher")
+    other = {**INIT, "teacher": jax.tree.map(lambda x: x + 1, INIT["teacher"])}
     checkpoint.save(tmp_path / "step_1", state)
     checkpoint.save(tmp_path / "step_2", train.start(other, optax.adam(0.1), loss_fn, frozen="teacher")[0])
     assert links(tmp_path) == [[1], [1]]
@@ -322,16 +313,16 @@ def test_other_frozen_params_and_damaged_ones_are_written(tmp_path):
     assert links(tmp_path) == [[1], [1], [1]]
     with pytest.raises(checkpoint.CheckpointError, match=r"frozen/\S+ does not have the checksum"):
         checkpoint.restore(tmp_path / "step_1", state)
-    assert_equal(jax.device_get(checkpoint.restore(tmp_path / "step_3", state).params), init())
+    assert_equal(jax.device_get(checkpoint.restore(tmp_path / "step_3", state).params), INIT)
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_what_is_pulled_may_be_donated(kind):
-    store = kv.from_params(init(), optimizer=optax.adam(0.1), frozen="teacher", kind=kind)
+    store = kv.from_params(INIT, optimizer=optax.adam(0.1), frozen="teacher", kind=kind)
     jax.jit(lambda tree: jax.tree.map(jnp.sin, tree), donate_argnums=0)(kv.to_params(store))
     for copy in kv.pull(store, "teacher/in", devices=jax.devices()[:2]):
         jax.jit(jnp.sin, donate_argnums=0)(copy)
-    assert_equal(kv.to_params(store), init())
+    assert_equal(kv.to_params(store), INIT)
 
 
 def test_a_module_that_can_be_called_is_a_pytree_of_bools():

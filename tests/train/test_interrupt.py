@@ -1,10 +1,8 @@
 """Ctrl-C, a notebook's interrupt and SIGTERM: the step is finished, the state is saved and is not lost."""
 
 import contextlib
-import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -12,14 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fit_model import crash_after, run_on, same
+from fit_model import crash_after, crash_at, run_on, same
 from interrupted_run import run, start
+from launched import background, environment
 from several_processes import free_address
 
 from jaxpar import data
 from jaxpar.train._fit import interrupt
-
-HERE = Path(__file__).parents[1]
 
 
 def at(step, number):
@@ -207,15 +204,10 @@ def test_what_a_loader_raises_brings_the_state_along(error):
     assert int(state.step) == 33
 
 
-def crash_at_step_25(step, metrics):
-    if step == 25:
-        raise RuntimeError("crash")
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "step", "epochs"),
     [
-        ("device", {"on_step": crash_at_step_25, "steps_per_execution": 1}, 33, [1]),  # read eight steps later
+        ("device", {"on_step": crash_at(25), "steps_per_execution": 1}, 33, [1]),  # read eight steps later
         ("device", {"callbacks": crash_after(2)}, 40, [1, 2]),
         ("sharded", {"callbacks": crash_after(2)}, 40, [1, 2]),
     ],
@@ -235,9 +227,8 @@ class Process:
     """The program in a process of its own."""
 
     def __init__(self, *arguments, **variables):
-        env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(HERE.parent), **variables}
-        words, pipe = [sys.executable, HERE / "interrupted_run.py", *map(str, arguments)], subprocess.PIPE
-        self.process = subprocess.Popen(words, env=env, text=True, stdout=pipe, stderr=pipe)
+        words = [sys.executable, Path(__file__).parents[1] / "interrupted_run.py", *map(str, arguments)]
+        self.process = background(words, **{"JAX_NUM_CPU_DEVICES": "2", **variables})
 
     def wait_for(self, step):
         for line in self.process.stdout:
@@ -326,8 +317,7 @@ def test_a_notebook_is_interrupted(tmp_path):
     client = pytest.importorskip("jupyter_client")
     manager = client.KernelManager()
     manager.kernel_cmd = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    path = os.pathsep.join([str(HERE.parent), str(HERE)])
-    manager.start_kernel(env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": path})
+    manager.start_kernel(env=environment(JAX_NUM_CPU_DEVICES="2"))
     kernel = manager.client()
     kernel.start_channels()
     try:

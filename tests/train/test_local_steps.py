@@ -1,7 +1,5 @@
 """Local steps: each device by itself, then one agreement a round, against a plain loop over the devices."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +13,7 @@ from jaxpar import checkpoint, train
 COUNT = 4
 
 
-@functools.cache
-def nesterov():
-    return optax.sgd(0.7, momentum=0.9, nesterov=True)
+NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 def alone(params, batch, device):
@@ -45,7 +41,7 @@ def diloco(tx, outer, length, steps, finish=False):
     return common, own
 
 
-ROUNDS = {"average": ("pmap", None), "nesterov": ("pmap", nesterov()), "shard_map": ("shard_map", nesterov())}
+ROUNDS = {"average": ("pmap", None), "nesterov": ("pmap", NESTEROV), "shard_map": ("shard_map", NESTEROV)}
 
 
 @pytest.mark.sampled(1)
@@ -93,9 +89,9 @@ def test_a_long_round_is_what_each_device_does_alone():
 
 def test_a_transform_of_each_devices_gradients_with_a_state():
     transform = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
-    step = step_of(squares, local_steps=2, outer_optimizer=nesterov(), grad_transform=transform)
+    step = step_of(squares, local_steps=2, outer_optimizer=NESTEROV, grad_transform=transform)
     state, _ = trained(step, start(COUNT, tx=sgd()), 5)
-    close(step.finish(state).params, diloco(optax.chain(transform, sgd()), nesterov(), 2, 5, finish=True)[0])
+    close(step.finish(state).params, diloco(optax.chain(transform, sgd()), NESTEROV, 2, 5, finish=True)[0])
 
 
 def test_a_step_that_is_skipped_is_none_of_the_round():
@@ -108,7 +104,7 @@ def test_a_step_that_is_skipped_is_none_of_the_round():
 
 def test_what_is_sent(engine):
     """The metrics at every step; the parameters in a branch that is taken once a round."""
-    step = step_of(squares, engine=engine, local_steps=4, outer_optimizer=nesterov())
+    step = step_of(squares, engine=engine, local_steps=4, outer_optimizer=NESTEROV)
     text = step.lower(start(COUNT, tx=sgd()), line()).compile().as_text()
     branches, _, every_step = text.partition("\nENTRY ")
     assert collectives_in(every_step) == [("all-reduce", 8)]
@@ -120,7 +116,7 @@ def test_what_is_sent(engine):
 
 
 def run(count, steps):
-    step = step_of(squares, local_steps=3, outer_optimizer=nesterov())
+    step = step_of(squares, local_steps=3, outer_optimizer=NESTEROV)
     state = step.complete(start(count, "dist_sync", adam()))
     return trained(step, state, steps)[0] if steps else state, step
 
@@ -160,7 +156,7 @@ def test_errors():
         step(start(COUNT, "dist_async"), line())
     state, _ = step(start(COUNT), line())
     with pytest.raises(ValueError, match="the state belongs to another outer_optimizer"):
-        train.make_train_step(squares, local_steps=2, outer_optimizer=nesterov())(state, line())
+        train.make_train_step(squares, local_steps=2, outer_optimizer=NESTEROV)(state, line())
     with pytest.raises(ValueError, match=r"separate parameters for each device.*finish\(state\)"):
         train.make_train_step(squares)(state, line())
     plain = step_of(squares)

@@ -75,10 +75,7 @@ def expected(on, name):
     }.get(name, {"all-reduce": 2 * once})
 
 
-EACH = [(on, name) for on, cases in CASES.items() for name in cases]
-
-
-@pytest.mark.parametrize(("on", "name"), EACH)
+@pytest.mark.parametrize(("on", "name"), [(on, name) for on, cases in CASES.items() for name in cases])
 def test_a_step(on, name):
     found = programs(on)[name]
     sent = {}

@@ -5,8 +5,6 @@ import functools
 import json
 import math
 import os
-import resource
-import signal
 import sys
 import time
 import types
@@ -203,16 +201,6 @@ def test_a_place_that_cannot_be_written_is_known_at_the_start(tmp_path):
     assert (made, file.read_text(), os.listdir(tmp_path)) == ([], "mine", ["file"])
     with pytest.raises(OSError, match=r"metrics cannot be written to .*file/tb"):
         train.to_tensorboard(file / "tb")(at(3), {"loss": 1.0})
-
-
-@pytest.fixture
-def full_disk():
-    """A function after which no file of this process can grow beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize(

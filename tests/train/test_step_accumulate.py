@@ -23,8 +23,7 @@ def wide_squares(params, batch, rng):
     return ((jnp.tanh(batch["x"] @ params["w"]) + params["b"][None]) ** 2).mean(), {"seen": batch["x"].mean()}
 
 
-def wide_batch(n=32):
-    return {"x": np.random.default_rng(0).standard_normal((n, 40)).astype(np.float32)}
+WIDE = {"x": np.random.default_rng(0).standard_normal((32, 40)).astype(np.float32)}
 
 
 # ---- accumulation
@@ -45,7 +44,7 @@ def test_microbatches_are_the_plain_step(engine, kind, parts):
 def test_microbatches_send_nothing_more_and_compile_once(engine, kind):
     plain = step_of(wide_squares, engine=engine)
     many = step_of(wide_squares, engine=engine, accumulate=8)
-    state, batch = wide_start(kind), wide_batch()
+    state, batch = wide_start(kind), WIDE
     sent = [sorted(collectives_in(text_of(step, state, batch))) for step in (plain, many)]
     assert sent[0] == sent[1], "the same collectives of the same bytes"
     steady(many, state, [batch] * 2)
@@ -115,7 +114,7 @@ def test_half_precision_is_near_the_plain_step(engine, kind):
     found = {}
     for dtype in (None, jnp.bfloat16, "float16"):
         state = start(4, kind, optax.sgd(1.0), params)
-        state, metrics = step_of(wide_squares, engine=engine, compute_dtype=dtype)(state, wide_batch())
+        state, metrics = step_of(wide_squares, engine=engine, compute_dtype=dtype)(state, WIDE)
         found[dtype] = jax.tree.map(lambda a, b: np.asarray(a - b), state.params, params), float(metrics["loss"])
     (want, loss), (coarse, coarse_loss), (half, half_loss) = found.values()
     for got, got_loss, bound in ((coarse, coarse_loss, 2e-2), (half, half_loss, 3e-3)):
@@ -126,8 +125,8 @@ def test_half_precision_is_near_the_plain_step(engine, kind):
 
 @pytest.mark.slow
 def test_sums_are_float32_in_any_precision():
-    text = text_of(step_of(wide_squares, compute_dtype=jnp.bfloat16), wide_start("device"), wide_batch())
-    plain = text_of(step_of(wide_squares), wide_start("device"), wide_batch())
+    text = text_of(step_of(wide_squares, compute_dtype=jnp.bfloat16), wide_start("device"), WIDE)
+    plain = text_of(step_of(wide_squares), wide_start("device"), WIDE)
     assert "bf16[" in text
     assert collectives_in(text) == collectives_in(plain)
 
@@ -152,8 +151,8 @@ def test_what_is_computed_again_changes_nothing(engine, remat):
     found, sines = [], []
     for option in (False, remat):
         step = step_of(deep, engine=engine, remat=option, accumulate=2)
-        sines.append(step.lower(deep_start(), wide_batch()).as_text().count("stablehlo.tanh"))
-        found.append(step(deep_start(), wide_batch()))
+        sines.append(step.lower(deep_start(), WIDE).as_text().count("stablehlo.tanh"))
+        found.append(step(deep_start(), WIDE))
     close(found[1][0].params, found[0][0].params)
     close(found[1][1], found[0][1])
     assert sines == [4, 8], "the tanh of each layer once more, on the way back"
@@ -161,7 +160,7 @@ def test_what_is_computed_again_changes_nothing(engine, remat):
 
 def test_a_policy_saves_what_it_says():
     dots = {
-        name: step_of(deep, remat=remat).lower(deep_start(), wide_batch()).as_text().count("dot_general")
+        name: step_of(deep, remat=remat).lower(deep_start(), WIDE).as_text().count("dot_general")
         for name, remat in {"plain": False, "all": True, "dots": jax.checkpoint_policies.dots_saveable}.items()
     }
     assert dots["plain"] == dots["dots"] < dots["all"]

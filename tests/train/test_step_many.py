@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 import step_model
-from fit_model import LOSS, STEP, TX as SGD, points, run_on
+from fit_model import STEP, TX as SGD, points, run_on
 from kv_model import collectives_in, compilations
 from step_model import IN_TURN, line, squares, step_of
 
@@ -17,16 +17,14 @@ from jaxpar._cpu import kernels
 from jaxpar.data import _batches
 
 TX = optax.adam(0.1)
-CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.ema(0.9))
 LINES = [line(seed=i) for i in range(5)]
+
+
+start = functools.partial(step_model.start, 2, tx=TX)
 
 
 def stacked(batches=LINES):
     return jax.tree.map(lambda *x: np.stack(x), *batches)
-
-
-def start(kind="device", **options):
-    return step_model.start(2, kind, TX, **options)
 
 
 def one_by_one(step, state):
@@ -56,7 +54,7 @@ CASES = {  # the engine, what the state is made with, what the step is made with
     "plain": ("pmap", {}, {}),
     "stop": ("pmap", {}, {"nonfinite": "stop"}),
     "dynamic": ("pmap", {}, {"loss_scale": "dynamic"}),
-    "clipped": ("pmap", {}, {"grad_transform": CLIPPED}),
+    "clipped": ("pmap", {}, {"grad_transform": optax.chain(optax.clip_by_global_norm(1.0), optax.ema(0.9))}),
     "accumulate": ("pmap", {}, {"accumulate": 2}),
     "local steps": ("pmap", {}, LOCAL),
     "powersgd": ("pmap", {"compression": POWER}, {}),
@@ -225,18 +223,6 @@ def test_fit_is_the_same_with_any_number(together):
     assert [step for step, _ in one] == list(range(1, 37))
     assert [r["loss"] for r in record] == [r["loss"] for r in history]
     assert [r["step"] for r in record] == [12, 24, 36]
-
-
-def test_the_loss_is_traced_once():
-    """For single steps and for those of one program."""
-    traced = []
-
-    def loss_fn(*args):
-        traced.append(args)
-        return LOSS(*args)
-
-    fit(step=train.make_train_step(loss_fn), steps_per_execution="auto")
-    assert len(traced) == 1
 
 
 @pytest.mark.sampled(1)

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from kv_model import collectives_in, compilations
-from step_model import IN_TURN, adam, close, line, squares, start, step_of, text_of, trained, update_of
+from kv_model import collectives_in
+from step_model import IN_TURN, adam, close, line, squares, start, steady, step_of, text_of, trained, update_of
 from test_definition import definition
 
 from jaxpar import checkpoint, data, kv, train
@@ -18,11 +18,10 @@ from jaxpar import checkpoint, data, kv, train
 MOMENTUM = 0.9
 
 
-def fresh():
-    return {"mean": jnp.zeros(3), "var": jnp.ones(3), "seen": jnp.int32(0)}
+FRESH = {"mean": jnp.zeros(3), "var": jnp.ones(3), "seen": jnp.int32(0)}
 
 
-def normed(params, batch, model_state, axis_name=None):
+def local(params, batch, rng, model_state, axis_name=None):
     """A linear model behind a batch norm, over the share or over all devices."""
     mean, square = batch["x"].mean(0), (batch["x"] ** 2).mean(0)
     if axis_name is not None:
@@ -38,18 +37,13 @@ def normed(params, batch, model_state, axis_name=None):
     return (error**2).mean(), {"error": jnp.abs(error).mean()}, new
 
 
-def local(params, batch, rng, model_state):
-    return normed(params, batch, model_state)
-
-
-def synced(params, batch, rng, model_state):
-    return normed(params, batch, model_state, "data")
+synced = functools.partial(local, axis_name="data")
 
 
 @functools.cache
 def oracle(steps, shares, parts=1):
     """Every share normed by itself, its running statistics averaged; `parts` microbatches in a row."""
-    params, seen, rng = {"w": jnp.ones(3), "b": jnp.zeros(())}, fresh(), jax.random.key(7)
+    params, seen, rng = {"w": jnp.ones(3), "b": jnp.zeros(())}, FRESH, jax.random.key(7)
     state = adam().init(params)
     for i in range(steps):
         options = {"shares": shares, "accumulate": parts, "rng": rng, "step": i, "model_state": seen}
@@ -65,7 +59,7 @@ def oracle(steps, shares, parts=1):
 )
 def test_running_statistics_are_means_over_the_devices(engine, kind, parts):
     step = step_of(local, engine=engine, accumulate=parts)
-    state, _ = trained(step, start(2, kind, adam(), model_state=fresh()), 3)
+    state, _ = trained(step, start(2, kind, adam(), model_state=FRESH), 3)
     params, want = oracle(3, 2, parts)
     close(state.params, params, rtol=1e-4)
     close(state.model_state, want, rtol=1e-4)
@@ -75,7 +69,7 @@ def test_running_statistics_are_means_over_the_devices(engine, kind, parts):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("engine", "count"), [("pmap", 8), ("shard_map", 2)])
 def test_synced_batch_norm_is_that_of_the_whole_batch(engine, count):
-    state, _ = trained(step_of(synced, engine=engine), start(count, "device", adam(), model_state=fresh()), 3)
+    state, _ = trained(step_of(synced, engine=engine), start(count, "device", adam(), model_state=FRESH), 3)
     params, want = oracle(3, 1)
     close(state.params, params, rtol=1e-4)
     close(state.model_state, want, rtol=1e-4)
@@ -83,7 +77,7 @@ def test_synced_batch_norm_is_that_of_the_whole_batch(engine, count):
 
 @pytest.mark.sampled(1)
 def test_it_travels_with_the_metrics_and_is_donated(engine):
-    state, batch = start(4, "device", adam(), model_state=fresh()), line()
+    state, batch = start(4, "device", adam(), model_state=FRESH), line()
     step = step_of(local, engine=engine)
     text = step.lower(state, batch).compile().as_text()
     plain = text_of(4, "device", engine=engine)
@@ -94,10 +88,7 @@ def test_it_travels_with_the_metrics_and_is_donated(engine):
     given = state.model_state
     state, _ = step(state, batch)
     assert all(leaf.is_deleted() for leaf in given.values())
-    state, _ = step(state, batch)
-    with compilations() as count:
-        step(state, batch)
-    assert count() == 0
+    steady(step, state, [batch])
 
 
 def test_two_networks_that_see_each_other():
@@ -151,7 +142,7 @@ def test_a_random_key_in_it_and_an_empty_one():
 
 
 def test_it_goes_through_remat():
-    state, _ = step_of(local, remat=True)(start(2, "device", adam(), model_state=fresh()), line())
+    state, _ = step_of(local, remat=True)(start(2, "device", adam(), model_state=FRESH), line())
     close(state.model_state, oracle(1, 2)[1], rtol=1e-4)
 
 
@@ -159,9 +150,9 @@ def test_it_goes_through_remat():
 @pytest.mark.parametrize(("count", "kind"), [(4, "sharded"), (2, "device")])
 def test_it_is_saved_and_goes_on(tmp_path, count, kind):
     step = step_of(local, nonfinite="skip")
-    state, _ = trained(step, start(2, "device", adam(), model_state=fresh()), 2)
+    state, _ = trained(step, start(2, "device", adam(), model_state=FRESH), 2)
     checkpoint.save(tmp_path / "state", state)
-    other = checkpoint.restore(tmp_path / "state", step.complete(start(count, kind, adam(), model_state=fresh())))
+    other = checkpoint.restore(tmp_path / "state", step.complete(start(count, kind, adam(), model_state=FRESH)))
     jax.tree.map(np.testing.assert_array_equal, other.model_state, state.model_state)
     (state, _), (other, _) = (trained(step, each, 1, first=2) for each in (state, other))
     if count == 2:
@@ -170,10 +161,8 @@ def test_it_is_saved_and_goes_on(tmp_path, count, kind):
 
 
 def test_the_given_state_stays_valid():
-    model_state = fresh()
-    step = step_of(local)
-    step(start(2, model_state=model_state), line())
-    np.testing.assert_array_equal(model_state["var"], np.ones(3))
+    step_of(local)(start(2, model_state=FRESH), line())
+    np.testing.assert_array_equal(FRESH["var"], np.ones(3))
 
 
 # ---- evaluation
@@ -222,13 +211,13 @@ def test_fit_trains_and_evaluates_with_it(tmp_path):
 def test_a_new_state_must_be_as_the_old_one(changed, error, message):
     step = train.make_train_step(lambda p, b, rng, model_state: (0.0, {}, {**model_state, **changed}))
     with pytest.raises(error, match=message):
-        step(start(2, model_state=fresh()), line())
+        step(start(2, model_state=FRESH), line())
 
 
 def test_how_many_values_a_loss_function_must_return():
     two = train.make_train_step(lambda p, b, rng, model_state: (0.0, {}))
     with pytest.raises(TypeError, match=r"must return \(loss, aux, new_model_state\) .* got a tuple of 2"):
-        two(start(2, model_state=fresh()), line())
+        two(start(2, model_state=FRESH), line())
     three = train.make_train_step(lambda p, b, rng: (p["w"].sum(), {}, {}))
     with pytest.raises(TypeError, match=r"must return \(loss, aux\) .* got a tuple of 3; .*create_state\(model_state="):
         three(start(2), line())

@@ -44,13 +44,10 @@ def test_in_float32_it_changes_nothing(kind, accumulate, loss_scale):
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
 
 
-def half_squares(params, batch, rng):
-    return ((params["w"] * batch) ** 2).mean(), {}
-
-
 def test_the_scale_falls_until_nothing_overflows_and_grows_again(engine):
     scaling = train.DynamicLossScale(initial=2.0**16, period=3)
-    step = step_of(half_squares, engine=engine, compute_dtype=jnp.float16, loss_scale=scaling)
+    loss = lambda params, batch, rng: (((params["w"] * batch) ** 2).mean(), {})  # noqa: E731
+    step = step_of(loss, engine=engine, compute_dtype=jnp.float16, loss_scale=scaling)
     state = start(2, tx=optax.sgd(0.0), params={"w": jnp.ones(())})
     seen = []
     for _ in range(12):

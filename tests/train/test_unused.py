@@ -105,9 +105,9 @@ def test_names_of_params_do_not_matter_to_options(options):
 
 def test_params_that_are_one_tuple():
     tx = optax.chain(optax.trace(0.9), optax.adam(0.1))  # its state is a tuple of two as well
-    store = kv.from_params((jnp.ones(4), jnp.ones((4, 4))), optimizer=tx)
-    step = train.make_train_step(lambda p, batch, rng: ((p[1] * batch.mean(0)).sum(), {}), unused="skip")
-    state, _ = step(train.create_state(store, 0, devices=jax.devices()[:2]), np.ones((8, 4, 4), np.float32))
+    loss = lambda p, batch, rng: ((p[1] * batch.mean(0)).sum(), {})  # noqa: E731
+    state, step = train.start((jnp.ones(4), jnp.ones((4, 4))), tx, loss, unused="skip", devices=jax.devices()[:2])
+    state, _ = step(state, np.ones((8, 4, 4), np.float32))
     trace, (adam, _) = state.store.optimizer_state
     for (idle, read), start in ((state.params, 1), (trace.trace, 0), (adam.nu, 0)):
         assert (idle == start).all()

@@ -22,6 +22,7 @@ from jaxpar.train._step import virtual
 
 V = 8
 ADAM = optax.adam(0.01)
+STEP = train.make_train_step(dropped, virtual_shards=V)
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(optax.cosine_decay_schedule(0.01, 20)))
 
 
@@ -139,11 +140,10 @@ def test_the_same_bits_on_any_number(place):
 @pytest.mark.slow
 def test_on_other_devices():
     """A state goes from one device to three and to eight; the old one is given away at each step."""
-    step = train.make_train_step(dropped, virtual_shards=V)
-    want = trained(step, start(1), batches())
+    want = trained(STEP, start(1), batches())
     state, found = start(1), []
     for count, batch in zip((1, 3, 8), batches(), strict=True):
-        there = step.on(jax.devices()[:count])
+        there = STEP.on(jax.devices()[:count])
         assert there.virtual_shards == V
         assert there.devices == tuple(jax.devices()[:count])
         old = there.complete(state)
@@ -216,22 +216,19 @@ def test_what_is_exchanged(devices, size, want):
 # Data.
 
 
-@functools.cache
-def dataset():
-    rng = np.random.default_rng(5)
-    return data.Dataset(rng.normal(size=(200, 12)).astype(np.float32), np.arange(200) % 5)
+DATASET = data.Dataset(np.random.default_rng(5).normal(size=(200, 12)).astype(np.float32), np.arange(200) % 5)
 
 
 @pytest.mark.parametrize("resident", [True, False])
 def test_padded_batches(resident):
     rng, devices = jax.random.key(1), jax.devices()[:3]
-    padded = data.batches(dataset(), 64, rng=rng, devices=devices, virtual_shards=V, resident=resident)
-    for mine, want in zip(padded, data.batches(dataset(), 64, rng=rng), strict=True):
+    padded = data.batches(DATASET, 64, rng=rng, devices=devices, virtual_shards=V, resident=resident)
+    for mine, want in zip(padded, data.batches(DATASET, 64, rng=rng), strict=True):
         assert isinstance(mine, data.PaddedBatch)
         assert mine["image"].shape == (72, 12)
         assert mine["image"].sharding.is_equivalent_to(split_over(tuple(devices)), 2)
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:64], b), mine.arrays, want)
-    even = data.batches(dataset(), 64, devices=jax.devices()[:4], virtual_shards=V, resident=resident)
+    even = data.batches(DATASET, 64, devices=jax.devices()[:4], virtual_shards=V, resident=resident)
     assert next(even)["image"].shape == (64, 12)
 
 
@@ -243,28 +240,25 @@ def fitted(devices, given, step, **options):
 @pytest.mark.slow
 def test_fit_on_any_number():
     """Data sets, arrays and loaders; the epoch's every example once, whatever the padding."""
-    step = train.make_train_step(dropped, virtual_shards=V)
-    want = fitted(1, dataset(), step)
-    assert fitted(3, dataset(), step) == want
-    arrays = data.from_arrays({"image": dataset().images, "label": dataset().labels})
-    assert fitted(3, arrays, step) == fitted(2, arrays, step) == want
-    loader = data.from_iterable([(dataset().images[i : i + 64], dataset().labels[i : i + 64]) for i in (0, 64)])
-    assert fitted(1, loader, step) == fitted(3, loader, step) != want
+    want = fitted(1, DATASET, STEP)
+    assert fitted(3, DATASET, STEP) == want
+    arrays = data.from_arrays({"image": DATASET.images, "label": DATASET.labels})
+    assert fitted(3, arrays, STEP) == fitted(2, arrays, STEP) == want
+    loader = data.from_iterable([(DATASET.images[i : i + 64], DATASET.labels[i : i + 64]) for i in (0, 64)])
+    assert fitted(1, loader, STEP) == fitted(3, loader, STEP) != want
 
 
 @pytest.mark.slow
 def test_resumed_on_other_numbers(tmp_path):
-    step = train.make_train_step(dropped, virtual_shards=V)
     for epochs, devices in ((1, 1), (2, 3), (3, 8)):
-        found, _ = fitted(devices, dataset(), step, epochs=epochs, checkpoint_dir=tmp_path)
-    assert found == fitted(2, dataset(), step, epochs=3)[0]
+        found, _ = fitted(devices, DATASET, STEP, epochs=epochs, checkpoint_dir=tmp_path)
+    assert found == fitted(2, DATASET, STEP, epochs=3)[0]
 
 
 @pytest.mark.slow
 def test_lr_find():
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    step = train.make_train_step(dropped, virtual_shards=V)
-    found = [train.lr_find(start(n, tx=tx), step, dataset(), batch_size=64, steps=3).losses for n in (1, 3)]
+    found = [train.lr_find(start(n, tx=tx), STEP, DATASET, batch_size=64, steps=3).losses for n in (1, 3)]
     assert found[0] == found[1]
 
 
@@ -291,7 +285,7 @@ def spread():
 def test_stores_that_are_refused(state, words):
     given = state()
     with pytest.raises(ValueError, match=words):
-        train.make_train_step(dropped, virtual_shards=V)(given, batches()[0])
+        STEP(given, batches()[0])
     assert not given.store.values[0].is_deleted()
 
 
@@ -307,11 +301,11 @@ def test_batches_that_are_refused():
     with pytest.raises(ValueError, match="cannot run inside jit, grad or a picture"):
         jax.jit(step)(state, batches()[0])
     with pytest.raises(ValueError, match="a batch of 44 cannot be divided by 8 virtual shards"):
-        data.batches(dataset(), 44, virtual_shards=V)
+        data.batches(DATASET, 44, virtual_shards=V)
     with pytest.raises(ValueError, match="a batch of 8 cannot be divided by 16 virtual shards"):
-        data.batches(dataset(), 64, virtual_shards=16, drop_remainder=False)
+        data.batches(DATASET, 64, virtual_shards=16, drop_remainder=False)
     with pytest.raises(ValueError, match="a step with virtual_shards is several programs"):
-        fitted(3, dataset(), step, steps_per_execution=2)
+        fitted(3, DATASET, step, steps_per_execution=2)
 
 
 def test_a_collective_in_the_loss_is_refused():
@@ -330,12 +324,11 @@ def test_a_source_that_cannot_pad_is_refused():
             return 128
 
         def batches(self, batch_size, *, rng=None, epochs=1, start=0, devices=None):
-            return data.batches(dataset(), batch_size, rng=rng, epochs=epochs, start=start, devices=devices)
+            return data.batches(DATASET, batch_size, rng=rng, epochs=epochs, start=start, devices=devices)
 
-    step = train.make_train_step(dropped, virtual_shards=V)
     with pytest.raises(TypeError, match="takes no virtual_shards="):
-        fitted(3, Own(), step)
-    assert fitted(2, Own(), step)[1]
+        fitted(3, Own(), STEP)
+    assert fitted(2, Own(), STEP)[1]
 
 
 # Processes.

@@ -142,8 +142,8 @@ def test_a_module_comes_back_out_of_the_state():
     def apply(params, images):
         return jax.vmap(eqx.combine(params, static))(images)
 
-    state = train.create_state(kv.from_params(params, optimizer=TX), 0)
-    state, _ = train.make_train_step(train.classification_loss(apply))(state, BATCH)
+    state, step = train.start(params, TX, train.classification_loss(apply))
+    state, _ = step(state, BATCH)
     trained = eqx.combine(state.params, static)
     assert isinstance(trained, eqx.nn.MLP)
     assert trained.activation is net.activation
