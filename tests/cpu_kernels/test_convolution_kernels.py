@@ -47,11 +47,8 @@ def check_rounding(case, most):
     assert [(a.shape, a.dtype) for a in found] == [(a.shape, case.x.dtype) for a in true], case
     errors = [error(a, b) for a, b in zip(found, true, strict=True)]
     if max(errors) > most and jax.__version_info__ < (0, 11):  # XLA is wrong there if a window is all padding
-        errors = [e for e, a, b in zip(errors, of_lax(case), true, strict=True) if error(a, b) < 1000 * most]
+        errors = [e for e, a, b in zip(errors, of_lax(case), true, strict=True) if error(a, b) < 1e-3 + 10 * most]
     assert max(errors) < most, case
-
-
-HALVES = {"bfloat16": 2e-3, "float16": 3e-4}  # and half of the distance of two numbers, as a share, about
 
 
 @pytest.fixture(params=["products of bfloat16", "float32 alone"])
@@ -65,13 +62,13 @@ def processor(request, monkeypatch):
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("seed", CASES[: len(SEEDS) + 200])
 def test_random_convolutions_of_half_precision(seed, dtype, processor):
     """Sums are of float32: a result is that of float64, rounded once."""
     case = Case(seed)
     case.x, case.w, case.dy = (jnp.asarray(a, dtype) for a in (case.x, case.w, case.dy))
-    check_rounding(case, HALVES[dtype])
+    check_rounding(case, float(jnp.finfo(dtype).eps) / 2 + 1e-6)
 
 
 SHAPES = {  # images, window, strides; many sums and long ones
