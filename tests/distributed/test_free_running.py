@@ -268,7 +268,7 @@ def test_a_killed_worker_does_not_stop_the_others(two):
         return 100 + worker.index
 
     running = free_running.run(forty_pushes, two, workers=3)
-    until(lambda: free_running.status(two)[0]["pushes"].get(1, 0) >= 3, 120)
+    until(lambda: all(seen["pushes"].get(1, 0) >= 3 for seen in free_running.status(two)), 120)
     os.kill(running.pids[1], signal.SIGKILL)
     outcome = free_running.finish(running)
     assert outcome == free_running.Outcome({0: 100, 2: 102}, {1: "its process ended"})
