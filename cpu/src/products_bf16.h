@@ -6,13 +6,15 @@
 #include <cstring>
 #include <vector>
 
-#if defined(__x86_64__)
+// Older compilers do not know the instructions.
+#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define JAXPAR_BF16 1
 #include <cpuid.h>
 #include <immintrin.h>
-#endif
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #endif
 
 #include "vectors.h"
@@ -97,7 +99,7 @@ JAXPAR_INLINE void Turn(const Half* in, int64_t step, int64_t columns, int64_t r
 JAXPAR_TARGETS(VERSION)
 #undef VERSION
 
-#if defined(__x86_64__)
+#if defined(JAXPAR_BF16)
 __attribute__((target("avx512f,avx512bf16"))) void ProductAvx512(const Factors& of, float* sums, bool add) {
   constexpr int kRows = 8;
   for (int64_t first = 0; first < kSquare; first += kRows, sums += kRows * kSquare) {
@@ -195,7 +197,7 @@ struct Products {
 // Those that this processor has, the fastest first.
 std::vector<Products> AllProducts() {
   std::vector<Products> all;
-#if defined(__x86_64__)
+#if defined(JAXPAR_BF16)
   unsigned a, b, c, d;
   if (instructions() == 2 && HasAmx())
     all.push_back({StartTiles, ProductAmx, StopTiles, RoundAvx512, PairAvx512, TurnAvx512, true});
