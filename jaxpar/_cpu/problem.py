@@ -62,9 +62,8 @@ def has_formulas(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> bool
     # A symbolic size of `jax.export` cannot be compared with a limit.
     if not all(isinstance(size, int) for size in sizes) or 0 in sizes or lhs.ndim < 3:
         return False
-    if lhs.dtype not in (jnp.float32, *HALVES) or not rhs.dtype == lhs.dtype == (
-        params["preferred_element_type"] or lhs.dtype
-    ):
+    result = params["preferred_element_type"] or lhs.dtype
+    if lhs.dtype not in (jnp.float32, *HALVES) or not rhs.dtype == lhs.dtype == result:
         return False
     return min(params["window_strides"]) > 0 and min(result_sizes(lhs, rhs, params)) > 0
 
