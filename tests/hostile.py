@@ -153,6 +153,7 @@ class Run:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = self.listener.getsockname()
         self.size = size
+        options = {"heartbeat_timeout": 10, **options}
         self.server = server.HeartbeatServer(self.listener, job=JOB, size=size, **options)
         self.clients = []
 

@@ -1,8 +1,7 @@
 """The heartbeat client of each process. It ends the process with one line when another is lost.
 
 A collective that waits for a killed process may never return, so the main thread cannot notice the loss. This thread
-can. It needs the interpreter lock for a moment each second. While something else holds the lock, `pulse` sends the
-heartbeats. `watch_exit` reports how the process itself ends.
+can. It needs the interpreter lock for a moment each second. `watch_exit` reports how the process itself ends.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from .._core.process import daemon
 from .._core.text import say_before_exit
 from . import connection as protocol
 from .connection import INTERVAL, LOST, JsonConnection, Message, Secret
-from .pulse import Pulse
 from .server import INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
 
 _CONNECT_TIMEOUT = 2.0  # seconds for one address: of eight ports a firewall may answer none
@@ -43,7 +41,6 @@ class HeartbeatClient:
         heartbeat_timeout: float,  # seconds without a heartbeat after which the server is lost
         launched: bool,  # the launcher has the server; its silence is no loss, since here it can only be stopped
         server: HeartbeatServer | None = None,  # if it is in this process
-        pulse: Pulse | None = None,  # gets the connection, and ends with it
     ):
         ends = f"no loss would be noticed, so process {rank} of {size} ends with status {LOST}"
         self.thread = daemon("jaxpar-heartbeat-client", self._run, ends, lambda: os._exit(LOST))
@@ -51,7 +48,7 @@ class HeartbeatClient:
         self.server, self._server_name, self._server_host = server, "the launcher" if launched else "process 0", "?"
         self.hint: str | None = None  # what the processes resume from
         self.status = 0  # the exit status of this process, if it failed
-        self._pulse, self._launched = pulse or Pulse(starts=False), launched
+        self._launched = launched
         self.forget: Callable[[int], None] = lambda rank: None  # has jax forget a lost process; it may not fail
         self._secret, self._mistrust = secret, ""  # why a server that answered is not the one of this run
         self._has_failed = self._is_leaving = self._is_server_closing = False
@@ -79,9 +76,7 @@ class HeartbeatClient:
         except BaseException:
             if self._connection is not None:
                 self._connection.close()
-            self._pulse.close()
             raise
-        self._pulse.add(connection.sock)
         if self.rank == 0:
             ends = f"the others would wait for a lost process, so process 0 ends with status {LOST}"
             daemon("jaxpar-release", self._release, ends, lambda: os._exit(LOST)).start()
@@ -111,7 +106,6 @@ class HeartbeatClient:
         """Announce a normal end, so that the closed connection does not count as a loss, and end the thread."""
         self._send(leaving=1)
         self._is_leaving = True
-        self._pulse.close()  # nobody waits for heartbeats any more
 
     def _send(self, **message: Any) -> None:
         if self._connection is not None:
@@ -185,7 +179,6 @@ class HeartbeatClient:
                 self._end_process(f"{self._server_name} (host {self._server_host}) was lost: {why}")
         finally:
             self._connection.close()
-            self._pulse.close()
 
     def _watch(self, connection: JsonConnection) -> str | None:
         """Send and read heartbeats. Return why the server is lost, or None after `leave`."""
@@ -207,7 +200,6 @@ class HeartbeatClient:
             if now - sent >= INTERVAL:
                 sent = now
                 connection.send(heartbeat=1)
-                self._pulse.beat()
         return None
 
     def _handle(self, message: Message) -> None:

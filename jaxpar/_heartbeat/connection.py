@@ -191,7 +191,7 @@ class JsonConnection:
         poll.poll(1000 * seconds)
 
     def close(self) -> None:
-        """Close this end, and with it the connection: others may have a copy of the socket, see `pulse`."""
+        """Close this end, and with it the connection: a fork may have a copy of the socket."""
         self.is_closed = True
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)

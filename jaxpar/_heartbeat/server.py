@@ -23,9 +23,9 @@ from collections.abc import Callable
 
 from .._core.process import daemon
 from .connection import FROM_PROCESS, INTERVAL, LONGEST, AwakeClock, JsonConnection, Message, Secret, challenge, clean
-from .pulse import Pulse
 
-HEARTBEAT_TIMEOUT = 10.0  # seconds: a busy machine may delay some heartbeats. A loss is noticed within 12
+# Seconds. A busy machine may delay heartbeats, and C code may hold Python's lock: a large pickle, garbage collection.
+HEARTBEAT_TIMEOUT = 30.0
 ELASTIC_TIMEOUT = 4.0  # in an elastic run: the others wait so long, and a false alarm costs one process only
 INTERRUPTED = (130, 143)  # exit statuses after SIGINT and SIGTERM
 INTERRUPT_GRACE = 5.0  # seconds which the others have to end by themselves after one was interrupted
@@ -66,7 +66,6 @@ class HeartbeatServer:
         secret: Secret | None = None,  # None lets every process take part that names the job
         heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
         join_timeout: float = 1.0,  # seconds from the first process to the last; the largest of a process counts
-        pulse: Pulse | None = None,  # gets the connections, if the server is in a process that trains
         launched: bool = False,  # a launcher sees the status of a process, so a closed connection alone is no loss
         on_leave: Callable[[int, str], None] | None = None,
         on_work: Callable[[int], None] = lambda rank: None,  # called with the rank of a process that works
@@ -79,7 +78,6 @@ class HeartbeatServer:
         self._sent_hint: str | None = None
         self._hosts: dict[int, str] = {}  # of all that have joined
         self._selector, self._listener = selectors.DefaultSelector(), listener
-        self._pulse = pulse or Pulse(starts=False)
         self._launched, self._on_leave, self._on_work = launched, on_leave, on_work
         self._pending: list[Peer] = []  # connections that are no process of the run yet, the oldest first
         self._refused: str | None = None  # why the run cannot begin
@@ -317,7 +315,6 @@ class HeartbeatServer:
             return peer.connection.send(refused=why)
         self._pending.remove(peer)
         peer.connection.longest = LONGEST
-        self._pulse.add(peer.connection.sock)
         peer.rank, peer.timeout = rank, message["timeout"]
         self.peers[rank], self._hosts[rank] = peer, message["host"]
         self._first_join = self._clock.now if self._first_join is None else self._first_join

@@ -24,12 +24,10 @@ from .._devices import processes
 from .._heartbeat.client import HeartbeatClient, watch_exit
 from .._heartbeat.connection import MOST_SECONDS, SECRET, Secret, find_secret, is_loopback, new_secret, split
 from .._heartbeat.proxy import ServiceProxy
-from .._heartbeat.pulse import Pulse
 from .._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT, HeartbeatServer
 from . import _elastic, _environment
 
 _WHERE = "distributed.initialize"
-_LOCKED = 60.0  # seconds for which a process that others can go on without may hold Python's lock
 _PORTS = 8  # the server takes the first free one of these many after the coordinator's
 _JOIN_TIMEOUT = 60.0  # seconds, where jax runs already: the processes are there, and may be slow
 
@@ -41,7 +39,6 @@ class Process:
     client: HeartbeatClient | None = None
     is_joined: bool = False  # whether `initialize` is done; the process may be the only one
     has_failed: bool = False  # whether jax failed during its own start
-    is_attached: bool = False  # whether `initialize` found jax started by other code
 
 
 this = Process()
@@ -105,10 +102,10 @@ def initialize(
 
     On CPU devices, Gloo runs the collectives between processes.
 
-    Heartbeats detect within 15 seconds that another process was killed, froze, or failed. A running collective may then
-    never return. So this process ends with one line on standard error and with exit status `distributed.LOST` (75). The
-    line names the lost process and the checkpoint to resume from (`set_resume_hint`). A process that ends with status
-    0, or pauses for a few seconds, does not count as lost.
+    Heartbeats detect that another process was killed, froze, or failed. A running collective may then never return. So
+    this process ends with one line on standard error and with exit status `distributed.LOST` (75). The line names the
+    lost process and the checkpoint to resume from (`set_resume_hint`). A process that ends with status 0, or pauses for
+    a few seconds, does not count as lost.
 
     Args:
         coordinator: "host:port" of process 0. The heartbeat server uses one of the next eight ports.
@@ -118,7 +115,7 @@ def initialize(
             with several processes on a host, None gives each process one GPU.
         initialization_timeout: seconds to wait for the other processes. None: 60, or JAXPAR_INITIALIZATION_TIMEOUT.
         heartbeat_timeout: seconds without a heartbeat after which a process counts as frozen. A killed process is
-            detected at once. None: 10, or JAXPAR_HEARTBEAT_TIMEOUT, which the launcher sets.
+            detected at once. None: 30, or JAXPAR_HEARTBEAT_TIMEOUT, which the launcher sets.
         monitor: False turns the heartbeats off. jax then detects a loss after 100 seconds and ends with a C++ stack
             trace and status 134. All processes must give the same value.
         preemption_service: True lets jax catch SIGTERM, for `multihost_utils.reached_preemption_sync_point`.
@@ -200,10 +197,9 @@ def _attach(num_processes: int | None, process_id: int | None) -> None:
         if given is not None and given != has:
             words = f"but jax.distributed was initialised by other code, and there it is {has}"
             raise RuntimeError(f"{_WHERE}: {name}={given!r}, {words}; leave the arguments out, or call this first")
-    if not this.is_attached and (train := _environment.ray_worker()) is not None:
+    if (train := _environment.ray_worker()) is not None:
         context = train.get_context()
         _say_ray_watches(context.get_world_size(), context.get_world_rank(), "Ray Train has started jax")
-    this.is_attached = True
 
 
 def join(caller: str) -> None:
@@ -390,8 +386,7 @@ def reserve_port(address: str) -> socket.socket:
 def join_others(cluster: _environment.Cluster, heartbeat_timeout: float, join_timeout: float) -> HeartbeatClient:
     """Join the others, and return the heartbeat client. Process 0 starts the server where no launcher has it."""
     rank, size, secret, elastic = cluster.process_id, cluster.num_processes, find_secret(), processes.is_elastic()
-    pulse = Pulse(most=_LOCKED) if elastic and rank else Pulse()
-    run: dict[str, Any] = {"job": cluster.job, "secret": secret, "heartbeat_timeout": heartbeat_timeout, "pulse": pulse}
+    run: dict[str, Any] = {"job": cluster.job, "secret": secret, "heartbeat_timeout": heartbeat_timeout}
     host, port = split(cluster.server or cluster.coordinator)
     step = 1 if port + _PORTS <= 65535 else -1
     ports = [port + step * i for i in range(1, _PORTS + 1)]
@@ -427,7 +422,7 @@ def _listen(host: str, ports: list[int]) -> socket.socket:
 def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> HeartbeatClient:
     """The heartbeat client, after process 0 has sent the port and the secret of its server by a collective."""
     # Not by jax's key-value store, which everybody can read who reaches it.
-    run: dict[str, Any] = {"job": "jax", "heartbeat_timeout": heartbeat_timeout, "pulse": Pulse()}
+    run: dict[str, Any] = {"job": "jax", "heartbeat_timeout": heartbeat_timeout}
     server, own = None, ""
     if rank == 0:
         secret, listener = new_secret("process 0"), socket.create_server(("", 0))

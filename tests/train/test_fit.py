@@ -96,7 +96,7 @@ def test_plain_lines_where_there_is_no_terminal(capsys):
 
 
 def test_a_bar_in_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("jaxpar.train._fit.progress.is_interactive", lambda: True)
+    monkeypatch.setattr("jaxpar.train._fit.progress.in_notebook", lambda: True)
     run(progress=True, epochs=1)
     out = capsys.readouterr().out
     assert "epoch 1/1" in out
@@ -116,7 +116,7 @@ def test_a_bar_in_a_terminal(capsys, monkeypatch):
         ({"apply_fn": apply}, ValueError, "both test_data and apply_fn"),
         ({"keep": 0}, ValueError, "keep must be an int of 1 or more, got 0"),
         ({"checkpoint_every": 0}, ValueError, "checkpoint_every must be an int of 1 or more"),
-        ({"progress": "plot"}, ValueError, r"'plot' is now a callback: fit\(..., callbacks=train.LivePlot\(\)"),
+        ({"progress": "plot"}, ValueError, "progress must be True or False, got 'plot'"),
         ({"progress": "bar"}, ValueError, "progress must be True or False, got 'bar'"),
         ({"callback": print}, TypeError, "fit: there is no argument 'callback'; write callbacks=, with a function"),
         ({"checkpoints_dir": "c"}, TypeError, r"there is no argument 'checkpoints_dir'; did you mean checkpoint_dir\?"),

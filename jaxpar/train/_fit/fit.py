@@ -137,7 +137,6 @@ def fit(
             less than one batch; the state was donated; the records lack the metric of a callback; the checkpoint
             belongs to another model, optimizer, batch size or size of data set; a label is not a class of the model.
             Shapes are checked before the first step, those of an iterable's batches as they arrive.
-        RuntimeError: this process of `python -m jaxpar launch` or Ray Train has not joined the others.
         FileNotFoundError: `resume=True`, but there is no checkpoint.
         NonFiniteError: a step with `nonfinite="stop"` had a NaN or infinite loss or gradient. Its `state`, which is
             saved too, is the state before that step.

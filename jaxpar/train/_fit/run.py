@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax
 
-from ... import checkpoint, data, distributed, updaters
+from ... import checkpoint, data, updaters
 from ..._core import calls, checks, files, text
 from ..._devices import mesh, processes, user_mesh
 from ..._store.store import specs_of
@@ -33,13 +33,11 @@ class Run:
 
     def __init__(self, state: TrainState, step: TrainStep, train_data: Any, **given: Any):
         # The order is that in which a user would mend them: what takes long to find out comes last.
-        self.certificate: Path | None = None
-        if given["certificate"] is not None:
-            self.certificate = files.as_path(given["certificate"], "fit: certificate")
+        file = given["certificate"]
+        self.certificate: Path | None = None if file is None else files.as_path(file, "fit: certificate")
         self.checkpoint_dir: str | os.PathLike[str] | None = given["checkpoint_dir"]
         places = self.checkpoint_dir, self.certificate
         self.callbacks = Callbacks(given["metrics_file"], given["callbacks"], given["on_step"], *places)
-        distributed.check_joined("fit", "each process would train its own model", launched=True)
         check_is_state(state, "fit")
         if state.store.updater is updaters.assign:
             raise ValueError(
@@ -85,9 +83,6 @@ class Run:
         if given["epochs"] is None and given["max_steps"] is None:
             raise ValueError("fit: the end of the training is not known; give epochs= or max_steps=, or both")
         checks.choice(given["on_interrupt"], "fit", "on_interrupt", ("auto", "return", "raise"))
-        if given["progress"] == "plot":
-            plot = "fit(..., callbacks=train.LivePlot(), progress=False)"
-            raise ValueError(f"fit: progress='plot' is now a callback: {plot}")
         if given["progress"] not in (True, False):
             raise ValueError(f"fit: progress must be True or False, got {given['progress']!r}")
         if given["resume"] not in ("auto", True, False):
