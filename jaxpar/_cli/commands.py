@@ -25,7 +25,6 @@ from .._core.text import HelpFormatter, did_you_mean, number, plural
 
 
 def add_parsers(commands: Any) -> None:
-
     def add(name: str, help: str, about: str, run: Callable[[argparse.Namespace], None]) -> Any:
         def answered(args: argparse.Namespace) -> int:
             try:

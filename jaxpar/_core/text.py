@@ -88,11 +88,6 @@ def say_before_exit(line: str) -> None:
         os.write(2, line.encode() + b"\n")
 
 
-def is_interactive() -> bool:
-    """Whether standard output is a terminal or a notebook."""
-    return sys.stdout.isatty() or in_notebook()
-
-
 def in_notebook() -> bool:
     """Whether this is the kernel of a notebook."""
     if "IPython" not in sys.modules:

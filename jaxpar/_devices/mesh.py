@@ -19,7 +19,6 @@ copy, and so does a program that is given NumPy arrays, which are views of this 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -195,12 +194,6 @@ def share_or_put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array
     return jax.device_put(list(arrays), where)
 
 
-def on(where: Sharding) -> contextlib.AbstractContextManager[Any]:
-    """A context in which programs with NumPy and uncommitted arrays as arguments run on this one device."""
-    (device,) = where.device_set
-    return jax.default_device(device)
-
-
 # Donated memory.
 
 
@@ -217,11 +210,8 @@ def check_not_donated(state: Any, where: str) -> None:
 
 def zeros_if_donated(state: Any) -> Any:
     """The pytree with zeros in place of donated arrays, as a template to restore a checkpoint into."""
-
-    def zeros(leaf: jax.Array) -> jax.Array:
-        return jax.device_put(jnp.zeros_like(leaf), leaf.sharding)  # random keys need `device_put`
-
-    return jax.tree.map(lambda leaf: zeros(leaf) if _is_deleted(leaf) else leaf, state)
+    # Random keys need `device_put`.
+    return jax.tree.map(lambda x: jax.device_put(jnp.zeros_like(x), x.sharding) if _is_deleted(x) else x, state)
 
 
 def _is_deleted(leaf: Any) -> bool:
@@ -269,7 +259,7 @@ def _shared(array: jax.Array) -> jax.Array:
     view = np.asarray(array)
     if array.committed:
         return jax.device_put(view, array.sharding)
-    with on(array.sharding):
+    with jax.default_device(*array.sharding.device_set):
         return jnp.asarray(view)
 
 

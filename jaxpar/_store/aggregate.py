@@ -236,13 +236,13 @@ def _start_on_device(store: KVStore, keys: list[int], count: int, device: Any) -
 def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Changes:
     """The changes of the keys in `summed`, in ascending order. A `TreeOptimizer` gets the loss, if it is known."""
     # Sums are laid out as the values: whole, one device's share, or rows of all shares.
-    if (known := counted(store, summed)) is not store:
-        return uncounted(update(known, summed, loss))
     keys = sorted(summed)
     pushed = {k: summed[k].astype(store.values[k].dtype).reshape(store.values[k].shape) for k in keys}
     pushed = {k: split_like(v, store.values[k]) for k, v in pushed.items()}
     if isinstance(store.updater, TreeOptimizer):
         return _update_tree(store, pushed, loss)
+    if (known := counted(store, keys)) is not store:
+        return uncounted(update(known, pushed))
     if stores.form_of(store) is Rows:
         rows = stores.rows_of(store)
         pairs = {k: _update_rows(store, k, rows[k], pushed[k]) for k in keys}

@@ -190,7 +190,7 @@ def _send_in_buckets(values: list[jax.Array], devices: set[Device]) -> dict[Devi
     sent = dict.fromkeys(devices & source.device_set, values)
     for device in devices - source.device_set:
         where = SingleDeviceSharding(device)
-        with mesh.on(where):
+        with jax.default_device(device):
             sent[device] = _unpack(flat if shared else jax.device_put(flat, where), shapes, groups)
     return sent
 

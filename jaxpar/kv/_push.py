@@ -365,7 +365,7 @@ def _push_at_home(devices: Devices | None, run: Any, store: KVStore, pushed: Lis
     # A program takes NumPy's views of one memory without a copy, and faster than arrays that are put on its device.
     if devices and isinstance(where, SingleDeviceSharding) and mesh.one_memory({*devices, *where.device_set}):
         sent: Any = {k: [np.asarray(v) for v in values] for k, values in pushed.items()}
-        with mesh.on(where):
+        with jax.default_device(*where.device_set):
             return run(store, sent, None)
     sent = {k: mesh.share_or_put(values, _target(store, k)) for k, values in pushed.items()}
     return run(store, sent, None)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
 from jaxpar import train
-from jaxpar._cpu import memory
+from jaxpar._cpu import in_blocks
 from jaxpar.train._step import programs
 from jaxpar.viz._program.memory import integer, message, nested
 
@@ -45,7 +45,7 @@ def over_devices(x):
 )
 def test_a_block_has_room_for_the_largest_value(function, shape, block):
     jaxpr = jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, jnp.float32))
-    assert memory.in_blocks(jaxpr) == ({OPTION: block * 1_000_000} if block else None)
+    assert in_blocks(jaxpr) == ({OPTION: block * 1_000_000} if block else None)
 
 
 def loss_fn(params, batch, rng):
@@ -88,7 +88,7 @@ def test_xla_takes_several_blocks_in_place_of_one():
         about = program.lower(*args()).compile().memory_analysis().serialized_buffer_assignment_proto
         return max(integer(allocation, 2) for allocation in nested(message(about), 3))
 
-    assert largest(memory.in_blocks(jax.make_jaxpr(descend)(*args()))) <= 12_000_000
+    assert largest(in_blocks(jax.make_jaxpr(descend)(*args()))) <= 12_000_000
     assert largest(None) > 20_000_000
 
 

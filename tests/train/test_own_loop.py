@@ -72,7 +72,7 @@ def test_the_loop_of_the_docs_is_that_of_fit(tmp_path):
 
 
 def test_progress_reads_late_and_counts_each_step(capsys, monkeypatch):
-    monkeypatch.setattr("jaxpar.train._fit.progress.is_interactive", lambda: True)
+    monkeypatch.setattr("jaxpar.train._fit.progress.in_notebook", lambda: True)
 
     class Value(float):
         shape, ndim = (), 0

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from ..._core import calls, checks, files
-from ..._core.text import is_interactive
+from ..._core.text import in_notebook
 from ..._devices.mesh import is_donated
 from .._callbacks.history import number_text
 
@@ -84,7 +84,7 @@ class Progress:
 
     def start(self, total: int | None, title: str, done: int, compiles: bool = False) -> None:
         """Begin a bar of which `done` steps were made before. `compiles`: it says that XLA compiles the first step."""
-        if self.is_shown and is_interactive():
+        if self.is_shown and (sys.stdout.isatty() or in_notebook()):
             with warnings.catch_warnings(action="ignore"):  # without ipywidgets tqdm shows its plain bar
                 from tqdm.auto import tqdm
             self.bar = tqdm(total=total, initial=done, desc=title, unit="step", file=sys.stdout, leave=False)
