@@ -160,7 +160,7 @@ def initialize(
         "initialization_timeout": max(1, round(joining)),
         # jax's own watch ends a process with a stack trace, also after a stop of all (Ctrl-Z, a paused container). 100
         # seconds are its default.
-        "heartbeat_timeout_seconds": _elastic.NEVER if monitor else round(max(100, 10 * heartbeat)),
+        "heartbeat_timeout_seconds": _elastic.NEVER if monitor else round(max(100, heartbeat)),
     }
     if elastic:
         options |= _elastic.configure(heartbeat)

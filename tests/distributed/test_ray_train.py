@@ -102,14 +102,15 @@ def test_workers_meet_by_ray(ray, monkeypatch, capsys):
     started = []
     monkeypatch.setattr(_initialize, "this", _initialize.Process())
     monkeypatch.setattr(_initialize, "is_jax_used", lambda: False)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: started.append(given))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **options: started.append((given, options)))
     monkeypatch.setattr(jax.experimental.multihost_utils.distributed.global_state, "num_processes", 2)
     monkeypatch.setattr(_environment, "_free_address_of_ray", lambda: "10.0.0.1:4000")
     for ray.rank in (0, 1):
         ray.size, _initialize.this.is_joined = 2, False
         distributed.initialize()
         assert (distributed.known_processes(), _initialize.this.client) == (2, None)  # no heartbeats
-    assert started == [("10.0.0.1:4000", 2, 0), ("10.0.0.1:4000", 2, 1)]
+    assert [given for given, _ in started] == [("10.0.0.1:4000", 2, 0), ("10.0.0.1:4000", 2, 1)]
+    assert {options["heartbeat_timeout_seconds"] for _, options in started} == {100}  # of jax, its default
     said = "jaxpar: jax runs in 2 processes; Ray watches them and starts them again, so jaxpar sends no heartbeats\n"
     assert capsys.readouterr().out == said
     monkeypatch.setitem(sys.modules, "ray.train.collective", None)  # an older one
