@@ -160,12 +160,12 @@ def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str,
     """
     if not _is_from_below(error):
         return
-    said = str(error).split("\n")[0]
-    given = list(_given(fn, args, kwargs))
+    said, given = str(error).split("\n")[0], list(_given(fn, args, kwargs))
     for name, value, hint in given:
         _check_pytree(value, f"{where}: {name}", said)
         if not _fits(value, hint):
-            within = f"; give its .{name}" if hasattr(value, name) and _fits(getattr(value, name), hint) else ""
+            part = None if hasattr(value, "dtype") else getattr(value, name, None)
+            within = f"; give its .{name}" if part is not None and _fits(part, hint) else ""
             raise TypeError(f"{where}: {name} must be {_words(hint)}, got {describe(value)}{within}") from error
     odd = any(_is_free(hint) and not all(map(_is_value, jax.tree.leaves(value))) for _, value, hint in given)
     if odd or type(error) in _COMMON:

@@ -130,6 +130,7 @@ def test_another_model_at_restore(tmp_path):
 
 SIX = jax.tree.map(lambda x: x[:6], BATCH)
 LOGITS = apply(PARAMS, BATCH["image"])
+OTHERS = data.Dataset(BATCH["image"], BATCH["label"] + 1)
 MESH = jax.make_mesh((4,), ("data",), devices=DEVICES)
 ROWS = kv.init(kv.create(), 0, jnp.ones((4, 2)))
 KEY = jax.random.key(0)
@@ -286,6 +287,10 @@ TYPES = {
     "a number for a folder": (lambda: fit(checkpoint_dir=3), "directory must be a path", "got 3"),
     "model and params swapped": (lambda: evaluate(apply, PARAMS, ARRAYS), "expected a function, got a dict", "order"),
     "a list to evaluate": (lambda: evaluate(PARAMS, apply, [1]), "a data.Dataset", "data.collect(loader)"),
+    "times for the data of mistakes": (
+        lambda: train.plot_mistakes(train.mistakes(PARAMS, apply, OTHERS), np.array(["2026"], "datetime64[Y]")),
+        *("plot_mistakes: data must be a Dataset", "got datetime64[Y][1]"),
+    ),
     "both results of fit": (lambda: train.plot_history((1, [])), "the history, the second result of train.fit"),
     # data
     "PyTorch's train=": (lambda: data.load(train=True), "data.load(name, 'train')"),
