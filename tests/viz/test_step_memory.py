@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+from test_step import arguments, lenet_step, step, total, transformer_step
 
 from jaxpar.viz._program import memory
 from jaxpar.viz._program.hlo import parse
-from tests.viz.test_step import arguments, lenet_step, step, total, transformer_step
 
 
 def places(compiled):
