@@ -63,8 +63,8 @@ def training_step(tx, loss):
     return step
 
 
-def factorization(users=943, items=1682, k=64):
-    params = jax.eval_shape(lambda rng: matrix_factorization.init(rng, users, items, k), jax.random.key(0))
+def factorization():
+    params = jax.eval_shape(lambda rng: matrix_factorization.init(rng, 943, 1682, 64), jax.random.key(0))
     return params, Spec((32,), i32), Spec((32,), i32)
 
 

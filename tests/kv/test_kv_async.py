@@ -283,10 +283,10 @@ def late_by_hand(tx, steps, staleness, finish=False):
     return params
 
 
-def start(staleness, tx, count=4, **options):
+def start(staleness, tx, **options):
     params = {"w": jnp.ones(3), "b": jnp.zeros(())}
     store = kv.from_params(params, kind="dist_async", staleness=staleness, optimizer=tx)
-    return train.create_state(store, 7, devices=jax.devices()[:count], **options)
+    return train.create_state(store, 7, devices=FOUR, **options)
 
 
 @pytest.mark.parametrize(("engine", "staleness"), [pytest.param("pmap", 2, marks=pytest.mark.slow), ("shard_map", 1)])

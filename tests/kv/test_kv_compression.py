@@ -25,11 +25,11 @@ def residual_of(store):
     return leaf.reshape(leaf.shape[0], -1)[:, : np.prod(SHAPE, dtype=int)].reshape(leaf.shape[0], *SHAPE)
 
 
-def model_residuals(pushes, threshold=0.5):
+def model_residuals(pushes):
     residual = np.zeros(pushes.shape[1:], np.float32)
     for values in pushes:
         residual = residual + values
-        residual = residual - np.float32(threshold) * np.sign(residual) * (np.abs(residual) >= threshold)
+        residual = residual - np.float32(0.5) * np.sign(residual) * (np.abs(residual) >= 0.5)
         yield residual
 
 

@@ -45,8 +45,8 @@ def drawn(name, **options):
 
 
 @functools.cache
-def blocks(name, hide_weights=True):
-    found = tree(drawn(name).whole(), hide_weights=hide_weights)
+def blocks(name):
+    found = tree(drawn(name).whole(), hide_weights=True)
     draw_lines(found)
     return found
 
