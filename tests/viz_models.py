@@ -1,4 +1,4 @@
-"""Networks that the tests of jaxpar.viz draw; the ones of Flax, Equinox and Haiku are imported where they are used."""
+"""Networks that the tests of jaxpar.viz draw; the ones of Flax and Haiku are imported where they are used."""
 
 import functools
 import io
@@ -9,6 +9,7 @@ import gallery
 import jax
 import jax.numpy as jnp
 import optax
+from gallery.factorization import loss as factorization_loss
 from jax.sharding import PartitionSpec as P
 from kv_model import on_mesh
 
@@ -62,13 +63,9 @@ def training_step(tx, loss):
     return step
 
 
-def factorization(users=943, items=1682, k=64):
-    params = jax.eval_shape(lambda rng: matrix_factorization.init(rng, users, items, k), jax.random.key(0))
+def factorization():
+    params = jax.eval_shape(lambda rng: matrix_factorization.init(rng, 943, 1682, 64), jax.random.key(0))
     return params, Spec((32,), i32), Spec((32,), i32)
-
-
-def factorization_loss(params, user, item, score):
-    return ((matrix_factorization.apply(params, user, item) - score) ** 2).mean()
 
 
 def layer_norm(params, x_BxTxD):
@@ -161,19 +158,6 @@ def flax_transformer(blocks):
 
     x = Spec((2, 5, 16), f32)
     return Net().apply, (jax.eval_shape(Net().init, jax.random.key(0), x), x)
-
-
-def equinox_transformer(blocks):
-    from viz_libraries import EqxBlock
-
-    made = [EqxBlock(key) for key in jax.random.split(jax.random.key(0), blocks)]
-
-    def apply(x):
-        for one in made:
-            x = one(x)
-        return x
-
-    return apply, (Spec((5, 16), f32),)
 
 
 def haiku_transformer(blocks):

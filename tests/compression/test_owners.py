@@ -256,9 +256,9 @@ def test_what_is_sent_does_not_grow_with_the_devices(spec, parts):
 INT3 = {"type": "int3"}
 
 
-def pushes_of_codes(kind, values, dtype="float32", devices=4):
+def pushes_of_codes(kind, values, dtype="float32"):
     """The store after pushes (push, device, *shape) at the prompt."""
-    here = jax.devices()[:devices]
+    here = jax.devices()[:4]
     store = kv.init(kv.create(kind, devices=here), 3, jnp.zeros(values.shape[2:], dtype))
     store = kv.set_updater(kv.set_gradient_compression(store, INT3), updaters.accumulate)
     for push in values:

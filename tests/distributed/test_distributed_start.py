@@ -426,10 +426,10 @@ def start(tmp_path, size, then, heartbeat=10.0, begin=None, env=lambda rank: {})
     return [background([*words, str(rank)], JAX_NUM_CPU_DEVICES="1", **env(rank)) for rank in range(size)]
 
 
-def as_slurm(tasks=2):
-    """The environment of each task on this machine."""
+def as_slurm():
+    """The environment of each of two tasks on this machine."""
     port = str(free_port())
-    own = {**SLURM, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": str(tasks), "JAX_COORDINATOR_PORT": port}
+    own = {**SLURM, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2", "JAX_COORDINATOR_PORT": port}
     return lambda rank: {**own, "SLURM_PROCID": str(rank)}
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from fit_model import points, run_on
-from launched import command, environment
+from launched import launch, python
 from test_distributed_start import BY_HAND, SLURM
 
 from jaxpar import checkpoint, distributed, kv, train
@@ -271,28 +270,24 @@ def program_of_the_page(folder):
     return (BEFORE + block + AFTER).replace("/shared", str(folder))
 
 
-def start(folder, *words):
-    env = environment(RAY_TRAIN_V2_ENABLED="1", RAY_DEDUP_LOGS="0", RAY_USAGE_STATS_ENABLED="0", FOLDER=str(folder))
-    env = {k: v for k, v in env.items() if k != "XLA_FLAGS"}  # Ray's workers have none
-    done = subprocess.run([*words], env=env, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
-
-
 @pytest.mark.slow  # Ray takes seven seconds to start, and ten for each group of workers
 def test_a_killed_worker_is_started_again_and_ends_with_the_same_bits(tmp_path, monkeypatch):
     """One script: under the launcher, in Ray where jaxpar starts jax and a worker is killed, and where Ray does."""
     pytest.importorskip("ray.train", reason="the extra ray is not installed")
     pytest.importorskip("ray.train.v2.jax", reason="this Ray has no JaxTrainer")
     monkeypatch.setenv("PYTHONPATH", str(Path(train.__file__).parents[2]))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # Ray's workers have none
+    ray = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
     for name in ("whole", "own", "attached"):
         (tmp_path / name).mkdir()
-    start(tmp_path / "whole", *command("-n", "2", "--devices", "2"), "--", "python", str(script))
+    words = ["-n", "2", "--devices", "2", "--", "python", str(script)]
+    launch(*words, timeout=900, FOLDER=str(tmp_path / "whole"))
     (tmp_path / "own" / "kill").touch()
     (tmp_path / "in_ray.py").write_text(program_of_the_page(tmp_path))
-    said = start(tmp_path, sys.executable, str(tmp_path / "in_ray.py"))
+    done = python(str(tmp_path / "in_ray.py"), timeout=900, **ray)
+    said = done.stdout + done.stderr
     assert (tmp_path / "own" / "killed").exists()
     whole, own, attached = (
         json.loads((tmp_path / name / "answer.json").read_text()) for name in ("whole", "own", "attached")

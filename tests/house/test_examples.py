@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launched import environment
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
@@ -24,11 +24,9 @@ every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.
 
 def run(script, folder, devices, *kill_after):
     folder.mkdir(exist_ok=True)
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    environment.pop("JAX_NUM_CPU_DEVICES", None)
+    env = environment(XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}")
     command = [sys.executable, str(RUN), str(script), *map(str, kill_after)]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 
 def result(done):

@@ -239,20 +239,6 @@ def test_the_package_alone_does_not_even_load_jax():
     assert printed_by("import sys, jaxpar; print('jax' in sys.modules, jaxpar.__version__)").startswith("False 0.")
 
 
-@pytest.mark.parametrize(
-    "module", [m for m in dir(jaxpar) if m in FILES] + [m for m in FILES if m.startswith("models.")]
-)
-def test_a_room_offers_its_own_names(module):
-    """What Tab shows: nothing that the room itself imports, and no private word."""
-    found = importlib.import_module(f"jaxpar.{module}")
-    for name in [name for name in dir(found) if not name.startswith("_")]:
-        value = getattr(found, name)
-        where = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None)
-        own = not (inspect.ismodule(value) or inspect.isroutine(value) or inspect.isclass(value))
-        assert own or where.startswith("jaxpar"), f"jaxpar.{module}.{name} is of {where}"
-        assert name != "annotations", module
-
-
 class Finder(doctest.DocTestFinder):
     """Finds the examples of decorated functions too."""
 

@@ -1,7 +1,5 @@
 """Kind `dist_async`: a push is applied some pushes later, whatever way it goes, and nothing is lost."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import kv_model
@@ -11,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 from kv_model import FOUR, assert_unchanged, collectives_in, compilations, on_mesh, over, put, snapshot, whole_numbers
-from step_model import by_hand, close, line, squares, trained, update_of
+from step_model import by_hand, close, line, sgd, squares, trained, update_of
 
 from jaxpar import checkpoint, kv, sparse, train, updaters
 from jaxpar.viz._program.hlo import parse
@@ -138,8 +136,7 @@ def test_an_optimizer_of_the_whole_pytree_keeps_its_state_at_the_prompt(count):
     for number in (1.0, 3.0, 2.0):
         values = [put([np.full(s, number, np.float32)] * count, jax.devices()[:count]) for s in ((), SHAPE)]
         late, before, prompt = kv.push(late, [0, 1], values), prompt, kv.push(prompt, [0, 1], values)
-        for a, b in zip(jax.tree.leaves(late.optimizer_state), jax.tree.leaves(before.optimizer_state), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-6)
+        close(late.optimizer_state, before.optimizer_state, rtol=1e-6, atol=0)
         jax.jit(kv.flush)(late)  # its arrays are together
     close(kv.to_params(kv.flush(late)), kv.to_params(prompt))
 
@@ -273,11 +270,6 @@ def test_errors():
 # ---- the training step
 
 
-@functools.cache
-def sgd():
-    return optax.sgd(0.05)
-
-
 def late_by_hand(tx, steps, staleness, finish=False):
     """The plain loop, with gradients that wait."""
     params = {"w": jnp.ones(3), "b": jnp.zeros(())}
@@ -291,10 +283,10 @@ def late_by_hand(tx, steps, staleness, finish=False):
     return params
 
 
-def start(staleness, tx, count=4, **options):
+def start(staleness, tx, **options):
     params = {"w": jnp.ones(3), "b": jnp.zeros(())}
     store = kv.from_params(params, kind="dist_async", staleness=staleness, optimizer=tx)
-    return train.create_state(store, 7, devices=jax.devices()[:count], **options)
+    return train.create_state(store, 7, devices=FOUR, **options)
 
 
 @pytest.mark.parametrize(("engine", "staleness"), [pytest.param("pmap", 2, marks=pytest.mark.slow), ("shard_map", 1)])

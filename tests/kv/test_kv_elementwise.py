@@ -100,12 +100,12 @@ REFUSED = {  # the transform, and why it is refused for a matrix
 }
 
 
-def refusal(update, shape=(4, 4), devices=4, init=lambda key, value: (), key=0):
+def refusal(update, shape=(4, 4), init=lambda key, value: ()):
     """Why an updater is refused for one value, or None."""
-    chunk = -(-int(np.prod(shape)) // devices)
-    specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (chunk,), (devices, chunk))]
+    chunk = -(-int(np.prod(shape)) // 4)
+    specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (chunk,), (4, chunk))]
     updater = updaters.Updater(init, lambda key, g, state, x: (update(key, g, state, x), state))
-    return _program.fault(updater, [key], *specs)
+    return _program.fault(updater, [0], *specs)
 
 
 def trained(kind, made):

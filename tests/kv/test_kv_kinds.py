@@ -81,12 +81,6 @@ def test_buckets_end_at_their_size_and_large_values_travel_alone():
     assert text.count("stablehlo.concatenate") == 1  # the two of 16 bytes
 
 
-def test_values_above_the_threshold_are_never_copied_into_a_bucket():
-    text = pushed("device", [(512, 512)] * 8).as_text()
-    assert text.count("stablehlo.all_reduce") == 8
-    assert "stablehlo.concatenate" not in text
-
-
 @pytest.mark.parametrize(("size", "width"), [(8192, 128), (1000, 125), (1016, 127), (4 * 127 + 1, 128)])
 def test_rows_of_a_sharded_store_travel_in_lines_that_fill_tiles(size, width):
     """A TPU makes an all-reduce of a reduce-scatter whose rows share tiles. A prime number has no lines."""
@@ -232,24 +226,7 @@ def test_a_seventh_kind_is_one_entry(monkeypatch):
     assert kv.place(store, FOUR[:2]).kind == "mean"
 
 
-# ---- agreement and placement
-
-
-def test_the_kinds_agree():
-    devices, keys = jax.devices()[:3], [0, 1]
-    shapes = [(3, 5), ()]
-    rng = np.random.default_rng(0)
-    values = [rng.standard_normal(s).astype(np.float32) for s in shapes]
-    grads = [[rng.standard_normal(s).astype(np.float32) for _ in devices] for s in shapes]
-    tx = optax.adam(0.05)
-    results = []
-    for kind in ("local", "device", "sharded", "dist_sync"):
-        store = kv.set_optimizer(kv.init(kv.create(kind, devices=devices), keys, values), tx)
-        for _ in range(3):
-            store = kv.push(store, keys, [put(g, devices) for g in grads])
-        results.append(kv.pull(store, keys))
-    for result in results[1:]:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), result, results[0])
+# ---- placement
 
 
 def test_where_values_live():
@@ -266,13 +243,6 @@ def test_where_values_live():
     assert replicated.is_fully_replicated
     assert not spread.is_fully_replicated
     assert where("sharded").device_set == set(jax.devices())
-
-
-def test_after_a_push_a_value_is_on_every_device_that_pushed():
-    store = kv.push(kv.init(kv.create("device"), 0, jnp.zeros(3)), 0, put([jnp.ones(3)] * 4, FOUR))
-    with jax.transfer_guard("disallow"):
-        copies = kv.pull(store, 0, devices=FOUR)
-    assert [c.devices() for c in copies] == [{d} for d in FOUR]
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])

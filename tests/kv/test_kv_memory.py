@@ -110,8 +110,8 @@ def test_the_state_of_an_updater_is_not_the_value_itself():
 # ---- arrays without values
 
 
-def deleted(shape=(2, 3)):
-    gone = jnp.ones(shape)
+def deleted():
+    gone = jnp.ones((2, 3))
     gone.delete()
     return gone
 

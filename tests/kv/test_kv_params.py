@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from kv_model import put, whole_numbers
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from kv_model import KINDS, put, whole_numbers
 
 from jaxpar import kv, sparse, updaters
 
@@ -232,7 +234,7 @@ def test_an_array_without_a_path_and_keys_added_later():
         kv.pull(store, "7")
 
 
-# ---- what a store looks like, typed at the prompt and in a notebook
+# ---- what a store looks like, typed at the prompt and in a notebook, and which are equal
 
 
 def test_the_text_of_a_store():
@@ -241,6 +243,38 @@ def test_the_text_of_a_store():
     assert lines[0] == "KVStore(kind='device', updater=optax transform of all params, 2 keys, 32 bytes)"
     assert lines[1].split() == ["0", "b", "bfloat16[4]", "8", "cpu:0"]
     assert lines[2].split() == ["1", "w<1>", "float32[2,3]", "24", "cpu:0"]
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.sampled_from(KINDS), st.sets(st.integers(-9, 9), max_size=4), st.booleans())
+def test_repr_and_equality_never_fail(kind, keys, compress):
+    store = kv.init(kv.create(kind), list(keys), [np.zeros(2, np.float32)] * len(keys))
+    if compress:
+        store = kv.set_gradient_compression(store, {"type": "2bit"})
+    assert repr(store).startswith(f"KVStore(kind='{kind}'")
+    assert ("<table>" in store._repr_html_()) == bool(keys)
+    for other in (store, jax.tree.map(lambda x: x + 1, store), jax.tree.map(lambda x: x[None], store), kv.create(), 3):
+        assert isinstance(store == other, bool)
+    assert store == store
+    assert store == jax.tree.map(jnp.copy, store)
+    assert (store == kv.create(kind)) == (not keys and not compress)
+
+
+def test_equality_sees_values_states_and_settings_and_not_where_they_lie():
+    store = kv.init(kv.create("device"), 3, jnp.ones(2))
+    assert store == kv.init(kv.create("device"), 3, jnp.ones(2))
+    assert store == jax.device_put(store, NamedSharding(Mesh(np.array(jax.devices()[:2]), ("x",)), P()))
+    for other in (
+        kv.init(kv.create("local"), 3, jnp.ones(2)),
+        kv.init(kv.create("device"), 4, jnp.ones(2)),
+        kv.init(kv.create("device"), 3, jnp.ones(2, jnp.bfloat16)),
+        kv.init(kv.create("device"), 3, jnp.array([1.0, 2.0])),
+        kv.set_updater(store, updaters.accumulate),
+        kv.set_gradient_compression(store, {"type": "2bit"}),
+    ):
+        assert store != other
+    nan = kv.init(kv.create("device"), 3, jnp.full(2, jnp.nan))
+    assert isinstance(nan == nan, bool)
 
 
 def test_bytes_of_the_updater_and_the_compression_are_told():

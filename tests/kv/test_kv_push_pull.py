@@ -2,13 +2,15 @@
 
 import functools
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from kv_model import FOUR, ROUNDING, Model, compilations, on_mesh, over, put, whole_numbers
+from kv_model import FOUR, ROUNDING, Model, assert_unchanged, compilations, on_mesh, over, put, snapshot, whole_numbers
 
 from jaxpar import kv, updaters
 
@@ -68,16 +70,26 @@ def test_lists_on_any_devices(kind, place):
         check(store, model)
 
 
-@pytest.mark.slow
-def test_one_store_pushed_from_ever_other_devices():
-    """A value that lies on some devices meets pushes from others, of other numbers, with single arrays between."""
-    store, model = start("device", add_twice)
-    for step, place in enumerate([*PLACES.values(), [0, 1], [0]]):
-        keys = list(SHAPES)[step % 2 :]
-        lists = [list(whole_numbers(step + k, len(place), *SHAPES[k])) for k in keys]
-        store = kv.push(store, keys, [put(vs, [jax.devices()[i] for i in place]) for vs in lists])
+keys_of = st.lists(st.sampled_from(list(SHAPES)), min_size=1, max_size=4)
+# Keys in any order and also twice, and the devices of the values of each.
+any_push = st.tuples(keys_of, st.lists(st.integers(0, 7), max_size=5))
+
+
+@hypothesis.settings(max_examples=8, deadline=None)
+@hypothesis.given(st.sampled_from(KINDS), st.booleans(), st.lists(any_push, min_size=1, max_size=3), keys_of)
+def test_any_pushes_equal_the_model_and_no_store_changes(kind, is_plain, pushes, wanted):
+    (store, model), handed_out = start(kind, add_twice if is_plain else updaters.stateless(add_twice)), []
+    for keys, places in pushes:
+        handed_out.append((store, snapshot(store)))
+        devices = [jax.devices()[place] for place in places]
+        lists = [list(whole_numbers(key, len(devices), *SHAPES[key])) for key in keys]
+        store = kv.push(store, keys, [put(values, devices) for values in lists])
         model.push(keys, lists)
     check(store, model)
+    for key, value in zip(wanted, kv.pull(store, wanted), strict=True):
+        np.testing.assert_array_equal(value, model.values[key])
+    for old, before in handed_out:
+        assert_unchanged(old, before)
 
 
 def test_lists_of_different_lengths_and_plain_arrays_in_one_push(kind):

@@ -19,8 +19,8 @@ from jaxpar.sparse import RowSparse
 TABLE = np.arange(12.0, dtype=np.float32).reshape(6, 2)
 
 
-def rows_of(indices, shape=(6, 2), seed=0, dtype=np.float32):
-    values = np.random.default_rng(seed).integers(-9, 9, (len(indices), *shape[1:])).astype(dtype)
+def rows_of(indices, shape=(6, 2), seed=0):
+    values = np.random.default_rng(seed).integers(-9, 9, (len(indices), *shape[1:])).astype(np.float32)
     return RowSparse(np.array(indices, np.int32), jnp.asarray(values), shape)
 
 

@@ -109,8 +109,8 @@ def test_ways_through_a_loop():
     assert ("loop", 1) in set(flow.readers(("next", 1)))
 
 
-def group(text, kind="replica_groups"):
-    line = f"%c = f32[2] all-reduce(%a), channel_id=1, {kind}={text}, use_global_device_ids=true"
+def group(text):
+    line = f"%c = f32[2] all-reduce(%a), channel_id=1, replica_groups={text}, use_global_device_ids=true"
     return groups_of(parse(f"HloModule m\n\nENTRY %main () -> f32[2] {{\n  {line}\n}}")["c"], 8)
 
 

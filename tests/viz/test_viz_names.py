@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-import viz_libraries as lib
 import viz_models as m
 from flax import nnx
 
@@ -17,21 +16,130 @@ from jaxpar import kv, train, viz
 
 f32 = jnp.float32
 IMAGES, TOKENS = m.Spec((2, 8, 8, 3), f32), m.Spec((5,), jnp.int32)
+SIZE = 16
+
+
+# Networks written with Flax NNX and Equinox, as their users write them
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs):
+        self.query, self.key, self.value, self.out = (nnx.Linear(SIZE, SIZE, rngs=rngs) for _ in range(4))
+
+    def __call__(self, x_TxD):
+        weights = jax.nn.softmax(self.query(x_TxD) @ self.key(x_TxD).T)
+        return self.out(weights @ self.value(x_TxD))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.ln1, self.ln2 = nnx.LayerNorm(SIZE, rngs=rngs), nnx.LayerNorm(SIZE, rngs=rngs)
+        self.attn, self.up = Attention(rngs), nnx.Linear(SIZE, SIZE, rngs=rngs)
+
+    def __call__(self, x_TxD):
+        x_TxD = x_TxD + self.attn(self.ln1(x_TxD))
+        return x_TxD + jax.nn.gelu(self.up(self.ln2(x_TxD)))
+
+
+class Encoder(nnx.Module):
+    def __init__(self, blocks, rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(blocks)])
+        self.norm = nnx.LayerNorm(SIZE, rngs=rngs)
+
+    def __call__(self, x_TxD):
+        for block in self.blocks:
+            x_TxD = block(x_TxD)
+        return self.norm(x_TxD)
+
+
+class Transformer(nnx.Module):
+    def __init__(self, rngs, blocks=2):
+        self.embed = nnx.Embed(10, SIZE, rngs=rngs)
+        self.encoder = Encoder(blocks, rngs)
+        self.head = nnx.Linear(SIZE, 10, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.encoder(self.embed(tokens)))
+
+
+class Cnn(nnx.Module):
+    def __init__(self, rngs):
+        self.conv = nnx.Conv(3, 4, (3, 3), rngs=rngs)
+        self.bn = nnx.BatchNorm(4, rngs=rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+        self.dense = nnx.Linear(4, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dense(self.drop(nnx.relu(self.bn(self.conv(x))).mean((1, 2))))
+
+
+class Scanned(nnx.Module):
+    def __init__(self, blocks, rngs):
+        self.blocks = nnx.split_rngs(splits=blocks)(nnx.vmap(Block, in_axes=0, out_axes=0))(rngs)
+        self.head = nnx.Linear(SIZE, 10, rngs=rngs)
+
+    def __call__(self, x_TxD):
+        run = nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return self.head(run(self.blocks, x_TxD))
+
+
+class NoPytree(nnx.Module, pytree=False):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(SIZE, SIZE, rngs=rngs)
+        self.again, self.act = self.first, jnp.tanh
+
+    def __call__(self, x):
+        return self.act(self.again(self.act(self.first(x))))
+
+
+class EqxBlock(eqx.Module):
+    attend: eqx.nn.MultiheadAttention
+    norms: list
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        key_a, key_m = jax.random.split(key)
+        self.attend = eqx.nn.MultiheadAttention(2, SIZE, key=key_a)
+        self.norms = [eqx.nn.LayerNorm(SIZE), eqx.nn.LayerNorm(SIZE)]
+        self.mlp = eqx.nn.MLP(SIZE, SIZE, 32, 1, jax.nn.gelu, key=key_m)
+
+    def __call__(self, x_TxD):
+        h_TxD = jax.vmap(self.norms[0])(x_TxD)
+        x_TxD = x_TxD + self.attend(h_TxD, h_TxD, h_TxD)
+        return x_TxD + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(x_TxD))
+
+
+class EqxNet(eqx.Module):
+    embed: eqx.nn.Embedding
+    blocks: list
+    act: object
+
+    def __init__(self, key, blocks=2):
+        keys = jax.random.split(key, blocks + 1)
+        self.embed = eqx.nn.Embedding(10, SIZE, key=keys[0])
+        self.blocks = [EqxBlock(key) for key in keys[1:]]
+        self.act = jax.nn.relu
+
+    def __call__(self, tokens):
+        x_TxD = jax.vmap(self.embed)(tokens)
+        for block in self.blocks:
+            x_TxD = block(x_TxD)
+        return self.act(x_TxD)
 
 
 @functools.cache
 def transformer():
-    return lib.Transformer(nnx.Rngs(0))
+    return Transformer(nnx.Rngs(0))
 
 
 @functools.cache
 def cnn():
-    return lib.Cnn(nnx.Rngs(0))
+    return Cnn(nnx.Rngs(0))
 
 
 @functools.cache
 def equinox_net():
-    return lib.EqxNet(jax.random.key(0))
+    return EqxNet(jax.random.key(0))
 
 
 def places(graph):
@@ -92,11 +200,11 @@ def test_an_nnx_training_step_returns_what_it_changes():
 
 @pytest.mark.slow
 def test_scanned_nnx_layers_and_modules_that_are_no_pytrees():
-    graph = viz.trace(lib.Scanned(3, nnx.Rngs(0)), m.Spec((5, lib.SIZE), f32))
+    graph = viz.trace(Scanned(3, nnx.Rngs(0)), m.Spec((5, SIZE), f32))
     assert graph["query"].scope == ("scan ×3", "blocks", "attn")
     assert graph["query"].params == 3 * (16 * 16 + 16)
     assert graph["head"].scope == ()
-    shared = viz.trace(lib.NoPytree(nnx.Rngs(0)), m.Spec((5, lib.SIZE), f32))
+    shared = viz.trace(NoPytree(nnx.Rngs(0)), m.Spec((5, SIZE), f32))
     assert [(node.op, node.params) for node in shared.layers if node.params] == [("FullyConnected", 16 * 16 + 16)]
     assert [node.name for node in shared.layers] == ["again", "tanh0", "again 2", "tanh1"]
 
@@ -119,6 +227,8 @@ def test_equinox_modules_are_the_clusters_that_their_author_wrote(way):
     found = [place.removeprefix("EqxNet/") for place in places(graph) if "backward" not in place]
     blocks = ["embed", *(f"blocks.{n}/{name}" for n in range(2) for name in EQX)]
     assert found[:-1] == blocks  # and what becomes of the activation
+    assert [node.detail for node in graph.layers if node.op == "Activation"][:2] == ["gelu", "gelu"]
+    assert viz.trace(fn, *args, TOKENS)["query_proj"].repeat == 2
     assert [node.name for node in graph.inputs] == ["tokens"]
     assert graph.total_params == sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(net, eqx.is_array)))
 
@@ -232,7 +342,7 @@ def test_trees_of_parameters_name_clusters():
 
 
 def test_two_networks_in_one_step_are_two_clusters():
-    graph = viz.trace(lambda gen, disc, x: gen(x) + disc(x), cnn(), lib.Cnn(nnx.Rngs(1)), IMAGES)
+    graph = viz.trace(lambda gen, disc, x: gen(x) + disc(x), cnn(), Cnn(nnx.Rngs(1)), IMAGES)
     assert {node.scope for node in graph.layers} == {("gen",), ("disc",), ()}
     assert graph.total_params == 2 * viz.trace(cnn(), IMAGES).total_params
 

@@ -14,7 +14,7 @@ from viz_models import summary
 
 from jaxpar import train, viz
 from jaxpar._core.text import columns
-from jaxpar.models import lenet, matrix_factorization
+from jaxpar.models import lenet
 from jaxpar.viz._draw.table import rows, to_html, to_text
 
 
@@ -229,11 +229,6 @@ def test_a_terminal_without_the_letters_of_the_tree():
     file.seek(0)
     assert "|-" in (text := file.read())
     assert "`-" in text
-
-
-def test_prints_to_standard_output(capsys):
-    viz.print_summary(matrix_factorization.apply, *m.factorization())
-    assert "user (Embedding 943x64)" in capsys.readouterr().out
 
 
 def test_html_is_escaped_and_complete():
