@@ -1,6 +1,6 @@
 """What each of several processes runs for tests/devices/test_processes.py: engine `jit` and the user's mesh.
 
-Its network is that of tests/train/test_engine_jit.py too.
+Its network is that of tests/train/test_engine_jit.py and tests/devices/test_user_mesh.py too.
 
     python mesh_run.py HOST:PORT PROCESSES PROCESS FOLDER PHASE...
 
