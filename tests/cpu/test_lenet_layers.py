@@ -7,6 +7,7 @@ import pytest
 from cpu_model import near, normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from kv_model import on_mesh
 
 from jaxpar._cpu import lenet_layers
 
@@ -126,9 +127,8 @@ def test_over_devices_the_gradients_add_up(fast, plain, args, engine):
         grads = grad(x, *params)
         return grads if checked else lax.psum(grads, "data")  # where JAX checks, it sums by itself
 
-    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
     in_specs = (P(*[None] * (x.ndim - 1), "data"), P(), P())
-    near(jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=checked))(*args), wanted)
+    near(on_mesh(body, devices, in_specs, check_vma=checked)(*args), wanted)
 
 
 def test_toom_cook_is_exact_but_for_rounding():
