@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from several_processes import run_phases
+from step_model import step_of
 
 from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
 from jaxpar._devices import processes
@@ -110,9 +111,10 @@ def made_where_it_belongs(mesh):
     return jax.jit(lambda: jnp.asarray(params_of(0)["hidden"]), out_shardings=NamedSharding(mesh, P("data", "model")))()
 
 
-def ran(store, options, more):
-    step = train.make_train_step(loss_fn, **options)
-    state, losses = state_of(store, 3 + kv.rank(), **more), []
+def ran(store, more=None, **options):
+    """The state and the metrics after a few steps. `more` is of the state, the options are of the step."""
+    step = step_of(loss_fn, **options)
+    state, losses = state_of(store, 3 + kv.rank(), **(more or {})), []
     for seed in range(3):
         state, metrics = step(state, batch_of(seed))
         losses.append(metrics)
@@ -124,7 +126,7 @@ def trained(folder):
     found = {}
     for name, store, options, more in layouts():
         began = time.monotonic()
-        state, losses = ran(store, options, more)
+        state, losses = ran(store, more, **options)
         assert state.store.shardings, name
         kernel = state.params["hidden"]
         assert name == "kind sharded" or kernel.addressable_shards[0].data.size <= kernel.size // 4, name

@@ -70,7 +70,7 @@ HALVES = optax.sgd(0.125, momentum=0.5)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["device", "local", "sharded", "dist_sync"])
 def test_engines_and_kinds_of_equal_bits(tmp_path, engine, kind):
-    """Nothing is rounded in eight steps, so the order of sums changes no bit. The next step is given the hashed state."""
+    """Nothing is rounded in eight steps, so the order of sums changes no bit. A hashed state goes to the next step."""
     options = {"loss": exact, "tx": HALVES, "train_data": WHOLE, "certificate_every": 3, "max_steps": 8}
     found = run(tmp_path / "a", 4, kind, engine=engine, **options)
     assert found == run(tmp_path / "b", 1, **options)

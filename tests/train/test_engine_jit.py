@@ -9,7 +9,7 @@ import optax
 import pytest
 from fit_model import LOSS, run_on
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from mesh_run import RULES, apply, batch_of, loss_fn, params_of, state_of
+from mesh_run import RULES, apply, batch_of, loss_fn, params_of, ran, state_of
 from step_model import close, step_of
 
 from jaxpar import data, kv, parallel, sparse, train, updaters
@@ -20,18 +20,8 @@ def mesh_of(*sizes, names=("data", "model", "third"), kind=AxisType.Auto):
     return Mesh(devices, names[: len(sizes)], axis_types=(kind,) * len(sizes))
 
 
-def batches(steps=3, size=16):
+def batches(steps, size=16):
     return [batch_of(seed, size) for seed in range(steps)]
-
-
-def ran(store, steps=3, **options):
-    """The state and the losses after a few steps."""
-    step = step_of(loss_fn, **options)
-    state, losses = state_of(store), []
-    for batch in batches(steps):
-        state, metrics = step(state, batch)
-        losses.append({name: float(x) for name, x in metrics.items()})
-    return state, losses
 
 
 def same(one, other, **tolerance):
@@ -94,7 +84,7 @@ def test_several_data_axes_and_a_third():
 def test_many_steps_in_one_program():
     store = store_on(mesh=mesh_of(2, 2), sharding=RULES)
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches(3))
-    state, metrics = step_of(loss_fn).many(state_of(store), stacked)
+    state, metrics = step_of(loss_fn).many(state_of(store, 3), stacked)
     expected, losses = by_pmap(2)
     close(metrics["loss"], [row["loss"] for row in losses])
     close(state.params, expected.params, rtol=2e-5, atol=2e-6)
