@@ -482,15 +482,6 @@ def test_an_odd_last_batch_compiles_nothing_more():
     assert count() == 0
 
 
-def test_a_logit_that_is_not_finite_in_the_padding_does_no_harm():
-    dataset = data.Dataset(np.vstack([np.ones((4, 5)), np.full((1, 5), 2)]).astype(np.float32), np.zeros(5, int))
-
-    def apply(params, images):
-        return jnp.zeros((images.shape[0], 2)) + params["w"][0, 0] * 0
-
-    close(train.evaluate(PARAMS, apply, dataset, batch_size=4), {"loss": np.log(2), "accuracy": 1.0})
-
-
 # ---- the confusion matrix and the mistakes of a classifier
 
 
