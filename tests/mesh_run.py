@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from several_processes import run_phases
+from several_processes import run_phases, stays_after
 from step_model import step_of
 
 from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
@@ -167,13 +167,8 @@ def undisturbed(folder):
 
 
 def killed(folder):
-    """Saves after step 3, and never gets further than step 5: the test kills all processes there."""
-
-    def on_step(step, metrics):
-        if step > 4:
-            time.sleep(600)
-
-    fitted(folder / "run", started(mesh_of(2, 2)), on_step=on_step)
+    """Saves after step 3, and never gets further than step 5."""
+    fitted(folder / "run", started(mesh_of(2, 2)), on_step=stays_after(4))
 
 
 def resumed(folder):
