@@ -7,6 +7,7 @@ Its network is that of tests/train/test_engine_jit.py and tests/devices/test_use
 What the processes have to agree on is asserted here. What the topologies have to agree on is written to FOLDER.
 """
 
+import functools
 import itertools
 import time
 
@@ -16,7 +17,6 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from several_processes import run_phases, stays_after
-from step_model import step_of
 
 from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
 from jaxpar._devices import processes
@@ -55,6 +55,12 @@ def loss_fn(params, batch, rng, statistics):
     h = (h - mean) * jax.random.bernoulli(rng, 0.8, h.shape)
     new = {"mean": 0.9 * statistics["mean"] + 0.1 * mean[0], "count": statistics["count"] + 1}
     return ((h @ params["out"] - batch["y"]) ** 2).mean(), {"spread": h.std()}, new
+
+
+@functools.cache
+def step_of(**options):
+    """A training step; one for all who ask for it."""
+    return train.make_train_step(loss_fn, **options)
 
 
 def state_of(store, rng=0, **options):
@@ -113,7 +119,7 @@ def made_where_it_belongs(mesh):
 
 def ran(store, more=None, **options):
     """The state and the metrics after a few steps. `more` is of the state, the options are of the step."""
-    step = step_of(loss_fn, **options)
+    step = step_of(**options)
     state, losses = state_of(store, 3 + kv.rank(), **(more or {})), []
     for seed in range(3):
         state, metrics = step(state, batch_of(seed))

@@ -15,7 +15,7 @@ import pytest
 from fit_model import apply
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from kv_model import on_host
-from mesh_run import batch_of, loss_fn, numbers, params_of, state_of
+from mesh_run import batch_of, numbers, params_of, state_of, step_of
 
 from jaxpar import checkpoint, data, kv, parallel, train, updaters
 
@@ -79,18 +79,13 @@ def pushes(kind):
     return pulled, kv.pull(store, [0, 1]), kv.to_params(store), repr(store)[:30] == ""
 
 
-@functools.cache
-def step_of(engine, **options):
-    return train.make_train_step(loss_fn, engine=engine, **options)
-
-
 def start(**options):
     """A state of params and running statistics, for these steps."""
     return state_of(kv.from_params(params_of(), optimizer=TX, **options), devices=DEVICES)
 
 
 def steps(engine, kind, mesh=None):
-    step, batch, state = step_of(engine), BATCH, start(kind=kind)
+    step, batch, state = step_of(engine=engine), BATCH, start(kind=kind)
     if mesh is not None and set(mesh.devices.flat) == set(DEVICES):
         batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
     state, first = step(state, batch)
@@ -175,7 +170,7 @@ def test_results_are_of_the_users_mesh(name):
             store = kv.push(store, 0, [jax.device_put(numbers(8), d) for d in DEVICES])
             assert (own @ kv.pull(store, 0) + own @ kv.to_params(store)["w"]).shape == (4,)
             assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(store))
-        state, metrics = step_of("pmap")(start(), BATCH)
+        state, metrics = step_of(engine="pmap")(start(), BATCH)
         assert (own @ state.params["hidden"] * metrics["loss"]).shape == (4, 16)
         own_mean = parallel.replicate({"x": numbers(8)}, DEVICES)["x"] + own.mean(0)
         assert own_mean.shape == (8,)
@@ -210,7 +205,7 @@ REST = ("guard", "local", "stale")
 @pytest.mark.parametrize("engine", ["pmap", pytest.param("shard_map", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("option", ["accumulate", *(pytest.param(o, marks=pytest.mark.slow) for o in REST)])
 def test_options_of_a_step(engine, option):
-    step = step_of(engine, **OPTIONS.get(option, {}))
+    step = step_of(engine=engine, **OPTIONS.get(option, {}))
 
     def run():
         state = step.complete(start(**({"kind": "dist_async", "staleness": 1} if option == "stale" else {})))
@@ -510,7 +505,7 @@ def test_a_store_of_another_mesh_in_a_users_jit():
         moved = kv.place(store, mesh.devices.flat)
         same_bits(kv.pull(jax.jit(lambda s: kv.push(s, 0, jnp.ones(4)))(moved), 0), np.ones(4))
         with pytest.raises(ValueError, match="train step: a value of shape"):
-            jax.jit(step_of("pmap"))(start(), BATCH)
+            jax.jit(step_of(engine="pmap"))(start(), BATCH)
 
 
 MAPPED = [(name, kind) for name in ("explicit", "auto2d", "explicit2d", "mixed") for kind in ("device", "sharded")]

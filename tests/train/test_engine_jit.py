@@ -9,8 +9,8 @@ import optax
 import pytest
 from fit_model import LOSS, run_on
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from mesh_run import RULES, apply, batch_of, loss_fn, params_of, ran, state_of
-from step_model import close, step_of
+from mesh_run import RULES, apply, batch_of, loss_fn, params_of, ran, state_of, step_of
+from step_model import close
 
 from jaxpar import data, kv, parallel, sparse, train, updaters
 
@@ -84,7 +84,7 @@ def test_several_data_axes_and_a_third():
 def test_many_steps_in_one_program():
     store = store_on(mesh=mesh_of(2, 2), sharding=RULES)
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches(3))
-    state, metrics = step_of(loss_fn).many(state_of(store, 3), stacked)
+    state, metrics = step_of().many(state_of(store, 3), stacked)
     expected, losses = by_pmap(2)
     close(metrics["loss"], [row["loss"] for row in losses])
     close(state.params, expected.params, rtol=2e-5, atol=2e-6)
@@ -279,12 +279,12 @@ def table(**options):
         (lambda: kv.set_gradient_compression(split(), {"type": "2bit"}), "the compiler sums their gradients"),
         (lambda: ran(split(), engine="pmap"), "use engine 'jit' or 'auto'"),
         (lambda: ran(split(), local_steps=2), "local_steps are updates"),
-        (lambda: step_of(loss_fn, engine="jit", local_steps=2), "local_steps= updates each device separately"),
+        (lambda: step_of(engine="jit", local_steps=2), "local_steps= updates each device separately"),
         (lambda: train.make_train_step(loss_fn, **OVER_ROWS), "axis_name='data': .* no such axis; its axes are rows"),
         (lambda: ran(store_on(**OVER_ROWS)), "axis_name='data': the mesh has no such axis; its axes are rows"),
         (lambda: train.make_train_step(loss_fn, engine="pmap", mesh=mesh_of(2)), "mesh= is for engine 'jit'"),
         (lambda: ran(split(), mesh=mesh_of(4)), "the state is on a mesh"),
-        (lambda: step_of(loss_fn, mesh=mesh_of(8))(state_of(store_on()), batches(1, 12)[0]), "cannot be divided by 8"),
+        (lambda: step_of(mesh=mesh_of(8))(state_of(store_on()), batches(1, 12)[0]), "cannot be divided by 8"),
         (lambda: kv.push(table(), 0, ROWS), "split over a mesh and take no RowSparse"),
         (lambda: kv.push(table(updater=None, optimizer=ADAM), 0, ROWS), "from_optax.*without mesh= and sharding="),
         (lambda: kv.init(table(), 7, jnp.ones(3)), r"keys \[7\]: .* its values are split over a mesh"),
