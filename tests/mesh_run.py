@@ -1,12 +1,13 @@
 """What each of several processes runs for tests/devices/test_processes.py: engine `jit` and the user's mesh.
 
-Its network is that of tests/train/test_engine_jit.py too.
+Its network is that of tests/train/test_engine_jit.py and tests/devices/test_user_mesh.py too.
 
     python mesh_run.py HOST:PORT PROCESSES PROCESS FOLDER PHASE...
 
 What the processes have to agree on is asserted here. What the topologies have to agree on is written to FOLDER.
 """
 
+import functools
 import itertools
 import time
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from several_processes import run_phases
+from several_processes import run_phases, stays_after
 
 from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
 from jaxpar._devices import processes
@@ -54,6 +55,12 @@ def loss_fn(params, batch, rng, statistics):
     h = (h - mean) * jax.random.bernoulli(rng, 0.8, h.shape)
     new = {"mean": 0.9 * statistics["mean"] + 0.1 * mean[0], "count": statistics["count"] + 1}
     return ((h @ params["out"] - batch["y"]) ** 2).mean(), {"spread": h.std()}, new
+
+
+@functools.cache
+def step_of(**options):
+    """A training step; one for all who ask for it."""
+    return train.make_train_step(loss_fn, **options)
 
 
 def state_of(store, rng=0, **options):
@@ -110,9 +117,10 @@ def made_where_it_belongs(mesh):
     return jax.jit(lambda: jnp.asarray(params_of(0)["hidden"]), out_shardings=NamedSharding(mesh, P("data", "model")))()
 
 
-def ran(store, options, more):
-    step = train.make_train_step(loss_fn, **options)
-    state, losses = state_of(store, 3 + kv.rank(), **more), []
+def ran(store, more=None, **options):
+    """The state and the metrics after a few steps. `more` is of the state, the options are of the step."""
+    step = step_of(**options)
+    state, losses = state_of(store, 3 + kv.rank(), **(more or {})), []
     for seed in range(3):
         state, metrics = step(state, batch_of(seed))
         losses.append(metrics)
@@ -124,7 +132,7 @@ def trained(folder):
     found = {}
     for name, store, options, more in layouts():
         began = time.monotonic()
-        state, losses = ran(store, options, more)
+        state, losses = ran(store, more, **options)
         assert state.store.shardings, name
         kernel = state.params["hidden"]
         assert name == "kind sharded" or kernel.addressable_shards[0].data.size <= kernel.size // 4, name
@@ -165,13 +173,8 @@ def undisturbed(folder):
 
 
 def killed(folder):
-    """Saves after step 3, and never gets further than step 5: the test kills all processes there."""
-
-    def on_step(step, metrics):
-        if step > 4:
-            time.sleep(600)
-
-    fitted(folder / "run", started(mesh_of(2, 2)), on_step=on_step)
+    """Saves after step 3, and never gets further than step 5."""
+    fitted(folder / "run", started(mesh_of(2, 2)), on_step=stays_after(4))
 
 
 def resumed(folder):

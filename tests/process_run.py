@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import os
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import optax
 import pytest
 from jax.experimental.multihost_utils import process_allgather as gathered
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from several_processes import run_phases
+from several_processes import run_phases, stays_after
 
 from jaxpar import checkpoint, data, distributed, kv, models, parallel, sparse, train, updaters
 from jaxpar._core import checks
@@ -461,13 +460,8 @@ def undisturbed(folder):
 
 
 def killed(folder):
-    """Saves after step 2, and never gets further than step 3: the test kills all processes there."""
-
-    def on_step(step, metrics):
-        if step > 2:
-            time.sleep(600)
-
-    small_run(folder / "run", checkpoint_every=2, progress=False, on_step=on_step)
+    """Saves after step 2, and never gets further than step 3."""
+    small_run(folder / "run", checkpoint_every=2, progress=False, on_step=stays_after(2))
 
 
 def resumed(folder):

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from launched import free_port
+from launched import environment, free_port
 
 from jaxpar import kv
 
@@ -35,6 +35,16 @@ def run_phases(phases_of, attach=lambda: None):
     kv.barrier("done")
 
 
+def stays_after(step):
+    """An `on_step` that does not return after this step: the test kills all processes there."""
+
+    def on_step(now, metrics):
+        if now > step:
+            time.sleep(600)
+
+    return on_step
+
+
 class Run:
     """Processes that were started together; killed together on leaving."""
 
@@ -42,11 +52,9 @@ class Run:
         self.folder = folder
         folder.mkdir(exist_ok=True)
         address = free_address()
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "XLA"))}
         # Nothing here is long enough for optimised code to pay; of two flags the last one counts.
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-        env |= {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-        env |= {"XLA_FLAGS": flags, "PYTHONFAULTHANDLER": "1"}
+        env = environment(JAX_NUM_CPU_DEVICES=str(devices), XLA_FLAGS=flags, PYTHONFAULTHANDLER="1")
         self.outputs = [folder / f"output{i}" for i in range(processes)]
         self.processes = []
         for i, output in enumerate(self.outputs):

@@ -63,11 +63,6 @@ def start(count=4, kind="device", tx=None, params=None, compression=None, **opti
     return train.create_state(store, 7, devices=jax.devices()[:count], **options)
 
 
-def start_or_params(count, kind="device", tx=None, *, params, **options):
-    """A state on so many devices, or where there are none the params alone."""
-    return params if count is None else start(count, kind, tx, params, **options)
-
-
 @functools.cache
 def step_of(loss=squares, **options):
     """A training step; one, and one program for states of one sort, for all tests of a process that ask for it."""

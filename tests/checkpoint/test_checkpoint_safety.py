@@ -161,9 +161,31 @@ def passed_over(directory, new, capsys, *words):
     assert checkpoint.latest(directory) == directory / "old"
     said = capsys.readouterr().err
     state, _ = checkpoint.Manager(directory).restore_latest(LIKE)
-    assert int(state["n"]) == 1
+    assert (int(state["n"]), state["w"].tolist()) == (1, [1.0] * 3)
     for text in (str(caught.value), said, capsys.readouterr().err):
         assert all(word in text for word in (str(new), *words)), text
+
+
+def damages(file):
+    """The file cut, changed in one bit, and removed, one after the other."""
+    good = file.read_bytes()
+    for name, bad in (("cut", good[: len(good) // 2]), ("changed", bytes([good[0] ^ 1]) + good[1:]), ("removed", None)):
+        file.write_bytes(bad) if bad is not None else file.unlink()
+        yield name
+        file.write_bytes(good)
+
+
+def test_any_damaged_file_is_refused_by_name_and_the_one_before_used(tmp_path, capsys):
+    new = two(tmp_path)
+    assert checkpoint.latest(tmp_path) == new
+    assert capsys.readouterr().err == ""
+    names = sorted(p.relative_to(new).as_posix() for p in new.rglob("*") if p.is_file())
+    assert "jaxpar.json" in names
+    assert len(names) > 4
+    for name in names:
+        for _ in damages(new / name):
+            passed_over(tmp_path, new, capsys, f"{new} is ", name.split("/")[-1])
+    assert checkpoint.latest(tmp_path) == new
 
 
 @pytest.mark.parametrize("what", DAMAGES)

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar import data, kv, train, updaters
+from jaxpar import data, train, updaters
 
 WRITTEN = Path(__file__).parent / "written"
 TREE = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.05))
@@ -31,10 +31,10 @@ CASES = {
     "key_sharded": {"kind": "sharded", "optimizer": updaters.mxnet_sgd(0.05, momentum=0.9)},
     "2bit": {"compression": {"type": "2bit", "threshold": 0.1}},
     "int8_sharded": {"kind": "sharded", "compression": {"type": "int8"}},
-    "transform": {"step": {"grad_transform": optax.clip_by_global_norm(0.5)}},
-    "scaled": {"step": {"loss_scale": "dynamic", "nonfinite": "skip"}},
-    "local_steps": {"step": {"local_steps": 2, "outer_optimizer": optax.sgd(0.7, momentum=0.9)}},
-    "virtual": {"step": {"virtual_shards": 4}},
+    "transform": {"grad_transform": optax.clip_by_global_norm(0.5)},
+    "scaled": {"loss_scale": "dynamic", "nonfinite": "skip"},
+    "local_steps": {"local_steps": 2, "outer_optimizer": optax.sgd(0.7, momentum=0.9)},
+    "virtual": {"virtual_shards": 4},
 }
 
 
@@ -60,21 +60,18 @@ def loss_fn(params, batch, rng):
     return losses.mean(), {"accuracy": ((hidden @ params["c"]).argmax(1) == batch["label"]).mean()}
 
 
-def start(optimizer=None, compression=None, step=None, **store):
-    """The step and a fresh state of a case."""
+def start(optimizer=None, **options):
+    """A fresh state of a case, and the step."""
     numbers = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(numbers.standard_normal(shape), jnp.float32)  # noqa: E731
     params = {"a": normal(6, 10), "b": jnp.zeros(10), "c": normal(10, 3)}
-    made = kv.from_params(params, optimizer=optimizer or optax.adam(0.05), **store)
-    if compression:
-        made = kv.set_gradient_compression(made, compression)
-    step = train.make_train_step(loss_fn, **(step or {}))
-    return step, step.complete(train.create_state(made, 7))
+    state, step = train.start(params, optimizer or optax.adam(0.05), loss_fn, rng=7, **options)
+    return step.complete(state), step
 
 
 def run(folder, case, epochs):
     """The state, the history and the counter after `epochs`, counted from the beginning."""
-    step, state = start(**CASES[case])
+    state, step = start(**CASES[case])
     numbers = np.random.default_rng(1)
     examples = data.Dataset(numbers.standard_normal((32, 6)).astype(np.float32), np.arange(32) % 3)
     counter = Counter()

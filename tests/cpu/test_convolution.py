@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from cpu_model import close, same, text
 from jax import export, lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from kv_model import on_mesh
 from step_model import mostly_slow
 
 from jaxpar import models, viz
@@ -299,8 +300,8 @@ def test_automatic_partitioning_exchanges_the_gradient_only(axis_type):
 
 @pytest.mark.slow
 def test_shard_map_and_pmap():
-    x = jnp.concatenate([X, X + 1])
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    """With the loops over blocks of examples."""
+    x, w = arrays((16, *CASES["in blocks"][0][1:]), CASES["in blocks"][1])
 
     def local(conv):
         def fn(x, w):
@@ -309,21 +310,12 @@ def test_shard_map_and_pmap():
 
         return fn
 
-    whole = grads(LAXS)(x, W)
-    specs = {"in_specs": (P("data"), P()), "out_specs": (P("data"), P())}
-    close(jax.jit(jax.shard_map(local(OURS), mesh=mesh, check_vma=False, **specs))(x, W), whole)
-    gx, gw = jax.pmap(local(OURS), "data", in_axes=(0, None))(x.reshape(4, 2, *x.shape[1:]), W)
+    whole = grads(LAXS)(x, w)
+    mapped = on_mesh(local(OURS), jax.devices()[:2], (P("data"), P()), (P("data"), P()))
+    assert "stablehlo.while" in text(mapped, x, w)
+    close(mapped(x, w), whole)
+    gx, gw = jax.pmap(local(OURS), "data", in_axes=(0, None))(x.reshape(2, 8, *x.shape[1:]), w)
     close((gx.reshape(x.shape), gw[0]), whole)
-
-
-@pytest.mark.slow
-def test_blocks_inside_of_shard_map():
-    x, w = arrays((16, *CASES["in blocks"][0][1:]), CASES["in blocks"][1])
-    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
-    specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": False}
-    fn = jax.shard_map(lambda x, w: grads(OURS)(x, w)[1][None], mesh=mesh, **specs)
-    assert "stablehlo.while" in text(fn, x, w)
-    close(jax.jit(fn)(x, w).sum(0), grads(LAXS)(x, w)[1])
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import optax
 import pytest
 from cpu_model import close, normal, text
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
+from kv_model import on_mesh
 
 from jaxpar import kv, train
 from jaxpar._cpu import for_platform
@@ -124,13 +125,9 @@ def test_inside_of_other_programs(loss):
 
 @pytest.mark.slow
 def test_inside_of_shard_map_and_vmap_and_derivatives():
-    mesh = Mesh(jax.devices()[:4], "i")
-    whole = jax.shard_map(
-        lambda p, b: lax.pmean(fast_on_cpus(gradient())(p, b)[1], "i"),
-        mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=False,
-    )  # fmt: skip
+    mean = lambda p, b: lax.pmean(fast_on_cpus(gradient())(p, b)[1], "data")  # noqa: E731
     wanted = jax.jit(gradient())(PARAMS, BATCH)[1]
-    close(jax.jit(whole)(PARAMS, BATCH), wanted)
+    close(on_mesh(mean, jax.devices()[:4], (P(), P("data")))(PARAMS, BATCH), wanted)
     stacked = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), PARAMS)
     ours, plain = (jax.jit(jax.vmap(f, (0, None))) for f in (fast_on_cpus(gradient()), gradient()))
     close(ours(stacked, BATCH), plain(stacked, BATCH))

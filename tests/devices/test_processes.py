@@ -4,39 +4,29 @@ Each topology, processes × devices, is one run of process_run.py, or for engine
 mesh_run.py, which assert what the processes must agree on.
 """
 
-import functools
 import unittest.mock
 
 import jax
 import jax.numpy as jnp
 import pytest
-import several_processes
-from several_processes import check_same
+from several_processes import check_same, killed_and_resumed
 
 from jaxpar import kv
 from jaxpar._devices import processes as _processes
 from jaxpar._store import aggregate
 from jaxpar.kv import _push
 
-Run = functools.partial(several_processes.Run, "process_run.py")
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     others = (
-        ("4x1", 4, 1, "store", "training", "evaluation", "resumed"),
-        ("1x4", 1, 4, "store", "training", "evaluation", "resumed"),
+        ("4x1", 4, 1, "store", "training", "evaluation", "callbacks", "resumed"),
+        ("1x4", 1, 4, "store", "training", "compressed", "evaluation", "resumed"),
         ("2x2 again", 2, 2, "resumed"),
     )
-    phases = ("store", "failures", "undisturbed", "training", "evaluation", "killed")
+    phases = ("store", "failures", "undisturbed", "training", "compressed", "evaluation", "killed")
     folder = tmp_path_factory.mktemp("processes")
-    return several_processes.killed_and_resumed("process_run.py", folder, "step_00000002", phases, others)
-
-
-@pytest.mark.slow
-def test_callbacks_decide_the_same_in_all_processes(tmp_path):
-    with Run(tmp_path / "callbacks", 2, 1, "callbacks") as run:
-        run.wait()
+    return killed_and_resumed("process_run.py", folder, "step_00000002", phases, others)
 
 
 @pytest.mark.parametrize("topology", ["2x2", "4x1"])
@@ -49,15 +39,11 @@ def test_each_topology_trains_the_same_parameters(runs, topology):
 
 
 @pytest.mark.slow
-def test_codes_of_integers_have_the_same_bits_in_several_processes(tmp_path):
-    found = []
-    for processes, devices in (2, 2), (1, 4):
-        with Run(tmp_path / f"{processes}x{devices}", processes, devices, "compressed") as started:
-            started.wait()
-        found.append(started.saved("compressed.npz"))
-    assert found[0].keys() == found[1].keys()
-    assert sum("int3" in name for name in found[0]) >= 8
-    check_same(*found, exact=bool)
+def test_codes_of_integers_have_the_same_bits_in_several_processes(runs):
+    expected, got = runs["1x4"].saved("compressed.npz"), runs["2x2"].saved("compressed.npz")
+    assert got.keys() == expected.keys()
+    assert sum("int3" in name for name in got) >= 8
+    check_same(got, expected, exact=bool)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +51,7 @@ def mesh_runs(tmp_path_factory):
     phases = ("in_flight", "trained", "undisturbed", "restored", "loaders", "inside", "killed")
     others = (("1x4", 1, 4, "trained", "undisturbed", "resumed"), ("2x2 again", 2, 2, "resumed"))
     folder = tmp_path_factory.mktemp("meshes")
-    return several_processes.killed_and_resumed("mesh_run.py", folder, "step_00000004", phases, others)
+    return killed_and_resumed("mesh_run.py", folder, "step_00000004", phases, others)
 
 
 @pytest.mark.slow

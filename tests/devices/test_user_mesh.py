@@ -15,7 +15,7 @@ import pytest
 from fit_model import apply
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from kv_model import on_host
-from mesh_run import numbers
+from mesh_run import batch_of, numbers, params_of, state_of, step_of
 
 from jaxpar import checkpoint, data, kv, parallel, train, updaters
 
@@ -64,13 +64,7 @@ def check_in(mesh, run):
         same_bits(run(), expected)
 
 
-def line(state_or_params, batch, rng):
-    error = batch["x"] @ state_or_params["w"] + state_or_params["b"] - batch["y"]
-    return (error**2).mean(), {"noise": jax.random.uniform(rng)}
-
-
-BATCH = {"x": numbers(16, 3), "y": numbers(16, seed=1)}
-PARAMS = {"w": numbers(3), "b": np.float32(0.5)}
+BATCH = batch_of(0)
 
 
 # The twelve combinations, and as many for meshes with two axes.
@@ -85,19 +79,18 @@ def pushes(kind):
     return pulled, kv.pull(store, [0, 1]), kv.to_params(store), repr(store)[:30] == ""
 
 
-@functools.cache
-def step_of(engine, **options):
-    return train.make_train_step(line, engine=engine, **options)
+def start(**options):
+    """A state of params and running statistics, for these steps."""
+    return state_of(kv.from_params(params_of(), optimizer=TX, **options), devices=DEVICES)
 
 
 def steps(engine, kind, mesh=None):
-    step, batch = step_of(engine), BATCH
-    state = train.create_state(kv.from_params(PARAMS, kind=kind, optimizer=TX), 0, devices=DEVICES)
+    step, batch, state = step_of(engine=engine), BATCH, start(kind=kind)
     if mesh is not None and set(mesh.devices.flat) == set(DEVICES):
         batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
     state, first = step(state, batch)
     state, second = step(state, BATCH)
-    return state.params, first, second
+    return state.params, state.model_state, first, second
 
 
 @functools.cache
@@ -171,17 +164,16 @@ def test_results_are_of_the_users_mesh(name):
     """So they can be used together with the user's other arrays. JAX lets nothing else be."""
     mesh = MESHES[name]()
     with inside(mesh):
-        own = jax.device_put(numbers(4, 3), NamedSharding(mesh, P("data")))
+        own = jax.device_put(numbers(4, 8), NamedSharding(mesh, P("data")))
         for kind in ("device", "sharded"):
-            store = kv.from_params({"w": numbers(3)}, kind=kind, optimizer=TX, devices=DEVICES)
-            store = kv.push(store, 0, [jax.device_put(numbers(3), d) for d in DEVICES])
+            store = kv.from_params({"w": numbers(8)}, kind=kind, optimizer=TX, devices=DEVICES)
+            store = kv.push(store, 0, [jax.device_put(numbers(8), d) for d in DEVICES])
             assert (own @ kv.pull(store, 0) + own @ kv.to_params(store)["w"]).shape == (4,)
             assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(store))
-        state = train.create_state(kv.from_params(PARAMS, optimizer=TX), 0, devices=DEVICES)
-        state, metrics = step_of("pmap")(state, BATCH)
-        assert (own @ state.params["w"] * metrics["loss"]).shape == (4,)
-        own_mean = parallel.replicate({"x": numbers(3)}, DEVICES)["x"] + own.mean(0)
-        assert own_mean.shape == (3,)
+        state, metrics = step_of(engine="pmap")(start(), BATCH)
+        assert (own @ state.params["hidden"] * metrics["loss"]).shape == (4, 16)
+        own_mean = parallel.replicate({"x": numbers(8)}, DEVICES)["x"] + own.mean(0)
+        assert own_mean.shape == (8,)
 
 
 @pytest.mark.slow
@@ -213,38 +205,20 @@ REST = ("guard", "local", "stale")
 @pytest.mark.parametrize("engine", ["pmap", pytest.param("shard_map", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("option", ["accumulate", *(pytest.param(o, marks=pytest.mark.slow) for o in REST)])
 def test_options_of_a_step(engine, option):
-    step = step_of(engine, **OPTIONS.get(option, {}))
+    step = step_of(engine=engine, **OPTIONS.get(option, {}))
 
     def run():
-        options = {"kind": "dist_async", "staleness": 1} if option == "stale" else {}
-        state = train.create_state(kv.from_params(PARAMS, optimizer=TX, **options), 0, devices=DEVICES)
-        state = step.complete(state)
+        state = step.complete(start(**({"kind": "dist_async", "staleness": 1} if option == "stale" else {})))
         assert step.lower(state, BATCH).as_text()
         for _ in range(3):
             state, metrics = step(state, BATCH)
         train.check_finite(metrics, state)
         if option == "stale":
             state, metrics = step.many(state, jax.tree.map(lambda x: np.stack([x, x]), BATCH))
-        return step.finish(state).params, metrics
+        state = step.finish(state)
+        return state.params, state.model_state, metrics
 
     check_in(MESHES["explicit2d"](), run)
-
-
-def normed(params, batch, rng, model_state):
-    mean = 0.9 * model_state["mean"] + 0.1 * batch["x"].mean(0)
-    return (((batch["x"] - mean[None]) @ params["w"]) ** 2).mean(), {}, {"mean": mean}
-
-
-@pytest.mark.filterwarnings("ignore:train step. the loss does not depend on")
-def test_a_model_state():
-    step = train.make_train_step(normed)
-
-    def run():
-        start = {"mean": jnp.zeros(3)}
-        state = train.create_state(kv.from_params(PARAMS, optimizer=TX), 0, devices=DEVICES, model_state=start)
-        return step(state, BATCH)[0].model_state
-
-    check_in(MESHES["explicit"](), run)
 
 
 def pictures(n=24):
@@ -281,14 +255,6 @@ def test_fit_evaluation_and_checkpoints(name, source, tmp_path):
     folders = map(str, itertools.count())
     given = pictures() if source == "arrays" else loader
     check_in(MESHES[name](), lambda: trained(tmp_path / next(folders), given))
-
-
-def test_params_that_are_split_over_the_mesh_can_be_evaluated():
-    mesh = MESHES["explicit2d"]()
-    expected = train.predict({"w": numbers(3, 4)}, apply, numbers(5, 3), batch_size=4)
-    with inside(mesh):
-        split = jax.device_put({"w": numbers(3, 4)}, NamedSharding(mesh, P(None, "model")))
-        np.testing.assert_allclose(train.predict(split, apply, numbers(5, 3), batch_size=4), expected, rtol=1e-6)
 
 
 def test_batches_of_a_mesh_go_into_a_step_where_none_is_set():
@@ -538,9 +504,8 @@ def test_a_store_of_another_mesh_in_a_users_jit():
             jax.jit(lambda s: kv.push(s, 0, jnp.ones(4)))(store)
         moved = kv.place(store, mesh.devices.flat)
         same_bits(kv.pull(jax.jit(lambda s: kv.push(s, 0, jnp.ones(4)))(moved), 0), np.ones(4))
-        state = train.create_state(kv.from_params(PARAMS, optimizer=TX), 0, devices=DEVICES)
         with pytest.raises(ValueError, match="train step: a value of shape"):
-            jax.jit(step_of("pmap"))(state, BATCH)
+            jax.jit(step_of(engine="pmap"))(start(), BATCH)
 
 
 MAPPED = [(name, kind) for name in ("explicit", "auto2d", "explicit2d", "mixed") for kind in ("device", "sharded")]

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import placed_collectives_in
 
-from jaxpar import parallel, train
+from jaxpar import parallel
 from jaxpar.models import transformer
 
 CONFIG = transformer.Config(layers=2, width=32, heads=4, vocabulary=48, positions=12)
@@ -129,22 +128,3 @@ def test_on_a_mesh_the_weights_of_one_layer_are_gathered_at_a_time():
     # Activations (2 texts of a device, 12 tokens, width) are summed over `model` and never sent over `data`.
     assert {op for _, op, shapes in found for _, shape in shapes if shape[:2] == (2, 12)} == {"all-reduce"}
     assert not {op for _, op, _ in found} & {"all-to-all", "collective-permute"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(8, 1), (4, 2)])
-def test_a_step_sums_one_gradient_of_the_table(sizes):
-    """The table is looked up and multiplied. A device adds both gradients before the devices sum them."""
-    batch = {"text": tokens(batch=8, length=13)}
-    rule = parallel.sharding_rules(transformer.TENSOR_PARALLEL, then=parallel.fsdp(min_size=1, stacked_dims=1))
-    mesh = Mesh(np.array(jax.devices()).reshape(sizes), ("data", "model"))
-    loss_fn = lambda params, batch, rng: (transformer.loss(params, batch["text"]), {})  # noqa: E731
-    state, step = train.start(PARAMS, optax.sgd(0.1), loss_fn, mesh=mesh, sharding=rule)
-    found = placed_collectives_in(step.lower(state, batch).compile().as_text())
-    found = [shape for _, op, shapes in found if op == "all-reduce" for _, shape in shapes]
-    assert found.count((48 // sizes[1], 32)) == 1
-    state, metrics = step(state, batch)
-    loss, grads = loss_and_grads(PARAMS, batch["text"])
-    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-    wanted = jax.tree.map(lambda p, g: np.asarray(p) - np.float32(0.1) * np.asarray(g), PARAMS, grads)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), state.params, wanted)

@@ -6,14 +6,11 @@ import json
 import os
 import re
 import shutil
-import signal
 
 import jax
 import numpy as np
 import optax
 import pytest
-from interrupted_run import run as interrupted, start as begin
-from launched import python
 from step_model import adam, line, squares, start, step_of
 
 import jaxpar.__main__
@@ -73,8 +70,8 @@ HALVES = optax.sgd(0.125, momentum=0.5)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["device", "local", "sharded", "dist_sync"])
 def test_engines_and_kinds_of_equal_bits(tmp_path, engine, kind):
-    """Nothing is rounded in eight steps, so the order of sums changes no bit."""
-    options = {"loss": exact, "tx": HALVES, "train_data": WHOLE, "certificate_every": 4, "max_steps": 8}
+    """Nothing is rounded in eight steps, so the order of sums changes no bit. A hashed state goes to the next step."""
+    options = {"loss": exact, "tx": HALVES, "train_data": WHOLE, "certificate_every": 3, "max_steps": 8}
     found = run(tmp_path / "a", 4, kind, engine=engine, **options)
     assert found == run(tmp_path / "b", 1, **options)
     assert found != run(tmp_path / "c", 1, **{**options, "tx": optax.sgd(0.125)})
@@ -221,28 +218,6 @@ def test_a_full_disk_ends_the_run_in_words(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"the certificate cannot be written to .* \(No space left on device\)") as raised:
         run(tmp_path / "a")
     assert int(raised.value.state.step) > 0
-
-
-# Kills
-
-
-@pytest.mark.slow
-def test_killed_runs_end_with_the_certificate_of_an_undisturbed_one(tmp_path):
-    interrupted(begin(), epochs=4, certificate=tmp_path / "undisturbed.jsonl", certificate_every=3)
-    points, file = tmp_path / "points", tmp_path / "killed.jsonl"
-    options = {"certificate": file, "certificate_every": 3, "checkpoint_dir": points, "checkpoint_every": 7}
-    program = (
-        "import os, signal, sys; import interrupted_run as program\n"
-        "at, options = int(sys.argv[1]), eval(sys.argv[2])\n"
-        "def on_step(step, metrics):\n    step != at or os.kill(os.getpid(), signal.SIGKILL)\n"
-        "program.run(program.start(), epochs=4, on_step=on_step, **options)\n"
-    )
-    given = repr({**options, "certificate": str(file), "checkpoint_dir": str(points)})
-    for at in (4, 17, 33, 61):
-        python("-c", program, str(at), given, expect=-signal.SIGKILL, timeout=100, JAX_NUM_CPU_DEVICES="2")
-        assert (tmp_path / "undisturbed.jsonl").read_bytes().startswith(file.read_bytes().rpartition(b"\n")[0])
-    interrupted(begin(), epochs=4, **options)
-    assert file.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
 
 
 # Verification

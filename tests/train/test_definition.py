@@ -194,6 +194,7 @@ OPTIONS = {
     "accumulate": ({"accumulate": 3}, {"accumulate": 3}, 3e-5),
     "loss_scale": ({"loss_scale": 64.0}, {"scale": 64.0}, 3e-5),
     "bfloat16": ({"compute_dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16}, 5e-2),
+    "float16": ({"compute_dtype": "float16"}, {"dtype": jnp.float16}, 5e-3),
     "remat": ({"remat": True}, {}, 3e-5),
     "all": ({"accumulate": 2, "loss_scale": 8.0, "remat": True}, {"accumulate": 2, "scale": 8.0}, 3e-5),
 }

@@ -9,8 +9,8 @@ import optax
 import pytest
 from fit_model import LOSS, run_on
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from mesh_run import RULES, apply, batch_of, loss_fn, params_of, state_of
-from step_model import close, step_of
+from mesh_run import RULES, apply, batch_of, loss_fn, params_of, ran, state_of, step_of
+from step_model import close
 
 from jaxpar import data, kv, parallel, sparse, train, updaters
 
@@ -20,18 +20,8 @@ def mesh_of(*sizes, names=("data", "model", "third"), kind=AxisType.Auto):
     return Mesh(devices, names[: len(sizes)], axis_types=(kind,) * len(sizes))
 
 
-def batches(steps=3, size=16):
+def batches(steps, size=16):
     return [batch_of(seed, size) for seed in range(steps)]
-
-
-def ran(store, steps=3, **options):
-    """The state and the losses after a few steps."""
-    step = step_of(loss_fn, **options)
-    state, losses = state_of(store), []
-    for batch in batches(steps):
-        state, metrics = step(state, batch)
-        losses.append({name: float(x) for name, x in metrics.items()})
-    return state, losses
 
 
 def same(one, other, **tolerance):
@@ -94,7 +84,7 @@ def test_several_data_axes_and_a_third():
 def test_many_steps_in_one_program():
     store = store_on(mesh=mesh_of(2, 2), sharding=RULES)
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches(3))
-    state, metrics = step_of(loss_fn).many(state_of(store), stacked)
+    state, metrics = step_of().many(state_of(store, 3), stacked)
     expected, losses = by_pmap(2)
     close(metrics["loss"], [row["loss"] for row in losses])
     close(state.params, expected.params, rtol=2e-5, atol=2e-6)
@@ -106,17 +96,6 @@ def test_updaters_with_one_state_a_key(update):
     plain = kv.from_params(params_of(), updater=update, devices=jax.devices()[:2])
     store = kv.from_params(params_of(), updater=update, mesh=mesh_of(2, 2), sharding=RULES)
     same(ran(store), ran(plain, engine="pmap"))
-
-
-@pytest.mark.slow
-def test_each_device_has_its_part_of_values_and_state():
-    state, _ = ran(store_on(mesh=mesh_of(2, 4), sharding=RULES))
-    kernel, adam = state.store.values[1], state.store.optimizer_state[1][0]
-    for array in (kernel, adam.mu["hidden"]):
-        assert array.shape == (8, 16)
-        assert array.addressable_shards[0].data.size == array.size // 8
-    assert kernel.sharding.spec == P("data", "model")
-    assert adam.count.sharding.is_fully_replicated
 
 
 def test_kind_sharded_keeps_a_part_of_whole_values_where_the_optimizer_needs_them():
@@ -207,6 +186,7 @@ def test_pushes_at_the_prompt_keep_the_shardings():
     close(kv.to_params(store), kv.to_params(plain))
     assert store.values[1].sharding.spec == P("data", "model")
     assert store.optimizer_state[1][0].mu["hidden"].sharding.spec == P("data", "model")
+    assert store.optimizer_state[1][0].count.sharding.is_fully_replicated
     copies = kv.pull(store, 1, devices=jax.devices()[:2])
     np.testing.assert_array_equal(copies[1], store.values[1])
 
@@ -289,12 +269,12 @@ def table(**options):
         (lambda: kv.set_gradient_compression(split(), {"type": "2bit"}), "the compiler sums their gradients"),
         (lambda: ran(split(), engine="pmap"), "use engine 'jit' or 'auto'"),
         (lambda: ran(split(), local_steps=2), "local_steps are updates"),
-        (lambda: step_of(loss_fn, engine="jit", local_steps=2), "local_steps= updates each device separately"),
+        (lambda: step_of(engine="jit", local_steps=2), "local_steps= updates each device separately"),
         (lambda: train.make_train_step(loss_fn, **OVER_ROWS), "axis_name='data': .* no such axis; its axes are rows"),
         (lambda: ran(store_on(**OVER_ROWS)), "axis_name='data': the mesh has no such axis; its axes are rows"),
         (lambda: train.make_train_step(loss_fn, engine="pmap", mesh=mesh_of(2)), "mesh= is for engine 'jit'"),
         (lambda: ran(split(), mesh=mesh_of(4)), "the state is on a mesh"),
-        (lambda: step_of(loss_fn, mesh=mesh_of(8))(state_of(store_on()), batches(1, 12)[0]), "cannot be divided by 8"),
+        (lambda: step_of(mesh=mesh_of(8))(state_of(store_on()), batches(1, 12)[0]), "cannot be divided by 8"),
         (lambda: kv.push(table(), 0, ROWS), "split over a mesh and take no RowSparse"),
         (lambda: kv.push(table(updater=None, optimizer=ADAM), 0, ROWS), "from_optax.*without mesh= and sharding="),
         (lambda: kv.init(table(), 7, jnp.ones(3)), r"keys \[7\]: .* its values are split over a mesh"),

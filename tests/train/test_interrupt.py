@@ -253,38 +253,23 @@ def killed_at_the_end(started):
 
 
 @pytest.mark.slow
-def test_in_processes(tmp_path):
-    started = [
-        Process(tmp_path / "terminated", 1000, "PLAIN"),
-        Process(tmp_path / "interrupted", 1000, "CATCH"),
-        Process("-", 1000, "PLAIN"),
-        Process("-", 1000, "PLAIN", 1000),
-    ]
+def test_ctrl_c_in_processes(tmp_path):
+    started = [Process(tmp_path, 1000, "CATCH"), Process("-", 1000, "PLAIN"), Process("-", 1000, "PLAIN", 1000)]
     with killed_at_the_end(started):
-        for process, step, number in zip(started, (25, 25, 3, 1), (15, 2, 2, 2), strict=True):
+        for process, step in zip(started, (25, 3, 1), strict=True):
             process.wait_for(step)
-            process.process.send_signal(number)
+            process.process.send_signal(signal.SIGINT)
         # It sleeps in the callback of a step for 1000 seconds: the first Ctrl-C waits for it, the second does not.
-        for line in started[3].process.stderr:
+        for line in started[2].process.stderr:
             if "second interrupt" in line:
                 break
-        started[3].process.send_signal(signal.SIGINT)
-        terminated, caught, plain, twice = [process.end() for process in started]
-
-    assert terminated[0] == 143
-    step = int(re.search(r"SIGTERM: stopped after step (\d+)", terminated[2])[1])
-    path = tmp_path / "terminated" / f"step_{step:08d}"
-    assert terminated[2].splitlines()[-1].endswith(f"saved in {path}")
-    assert (path / "jaxpar.json").exists()
-    expected, history = run(start(), epochs=step // 20 + 1)
-    resumed, resumed_history = run(start(), epochs=step // 20 + 1, checkpoint_dir=tmp_path / "terminated")
-    same(resumed, expected)
-    assert losses(resumed_history) == losses(history)
+        started[2].process.send_signal(signal.SIGINT)
+        caught, plain, twice = [process.end() for process in started]
 
     assert caught[0] == 7
     assert re.match(r"caught (\d+) (\d+) \1 (True|None)$", caught[1])
     assert "Traceback" not in caught[2]
-    assert (tmp_path / "interrupted" / f"step_{int(caught[1].split()[1]):08d}").is_dir()
+    assert (tmp_path / f"step_{int(caught[1].split()[1]):08d}").is_dir()
 
     assert plain[0] == -signal.SIGINT  # as Python ends after a KeyboardInterrupt, so that a shell stops its loop
     assert re.search(r"KeyboardInterrupt: fit: interrupted after step \d+, in epoch", plain[2])

@@ -25,7 +25,7 @@ from jaxpar.train._plan.child import Slice
 COUNT = 4
 
 
-def make(devices, kind="device", rows=16, read=False, fsdp=False, **options):
+def make(devices, kind="device", rows=16, read=False, fsdp=False, compression=None, **options):
     """A layer of 64 x 64, Adam."""
     params = {"w": jnp.ones((64, 64)), "b": jnp.zeros(64)}
     if read:
@@ -35,6 +35,7 @@ def make(devices, kind="device", rows=16, read=False, fsdp=False, **options):
         mesh = jax.make_mesh((len(devices),), ("data",), devices=devices)
         place = {"sharding": parallel.fsdp("data", min_size=0), "mesh": mesh}
     store = kv.from_params(params, kind=kind, optimizer=optax.adam(0.1), **place)
+    store = store if compression is None else kv.set_gradient_compression(store, {"type": compression})
 
     def loss(params, batch, rng):
         return ((jnp.tanh(batch["x"] @ params["w"]) + params["b"][None]) ** 2).mean(), {}

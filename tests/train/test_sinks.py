@@ -302,32 +302,25 @@ def test_mlflow(tmp_path, monkeypatch):
     assert (found.info.run_name, found.info.status, found.info.run_id) == ("first", "FINISHED", board.run_id)
     assert set(found.data.metrics) == NAMES
     assert [m.step for m in client.get_metric_history(board.run_id, "step/loss")] == [1, 2, 3, 4, 5, 6]
-    again = train.to_mlflow("numbers", tracking_uri=uri, run_id=board.run_id)
-    _, history = run(epochs=3, callbacks=again, checkpoint_dir=tmp_path / "c")
+
+    def crash(step, metrics):
+        again.on_step(step, metrics)
+        if step == 8:
+            raise RuntimeError("crashed")
+
+    for on_step in (crash, None):  # steps after the checkpoint, which the crash costs, are in the run once
+        again = train.to_mlflow("numbers", tracking_uri=uri, run_id=board.run_id)
+        options = {"callbacks": again, "on_step": on_step or again.on_step, "checkpoint_dir": tmp_path / "c"}
+        with contextlib.suppress(RuntimeError):
+            _, history = run(epochs=3, **options)
+    assert [m.step for m in client.get_metric_history(board.run_id, "step/loss")] == [*range(1, 10)]
     for name, own in (("train/loss", "loss"), ("test/accuracy", "test_accuracy")):
         values = [(m.step, m.value) for m in client.get_metric_history(board.run_id, name)]
         assert values == [(r["step"], r[own]) for r in history]
     assert client.get_run(board.run_id).info.status == "FINISHED"
-    check_made_again(tmp_path, uri, again.run_id, client)
     again(None, {"step": 15, "epoch": 5, "loss": float("nan"), "test_loss": None, "seconds": 1.0})
     again.on_end([])
     assert np.isnan(client.get_metric_history(board.run_id, "train/loss")[-1].value)
-
-
-def check_made_again(tmp_path, uri, run_id, client):
-    """Steps after the checkpoint, which a crash costs, are in the run once. The run of `test_mlflow` has 9 steps."""
-
-    def crash(step, metrics):
-        board.on_step(step, metrics)
-        if step == 11:
-            raise RuntimeError("crashed")
-
-    for on_step in (crash, None):
-        board = train.to_mlflow("numbers", tracking_uri=uri, run_id=run_id)
-        with contextlib.suppress(RuntimeError):
-            run(epochs=4, callbacks=board, on_step=on_step or board.on_step, checkpoint_dir=tmp_path / "c")
-    assert [m.step for m in client.get_metric_history(run_id, "step/loss")] == [*range(1, 7), 10, 11, 12]
-    assert [m.step for m in client.get_metric_history(run_id, "train/loss")] == [3, 6, 9, 12]
 
 
 @pytest.mark.others

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from step_model import mostly_slow
+from step_model import close, mostly_slow
 
 from jaxpar import kv, train
 
@@ -105,13 +105,9 @@ def of_haiku(axis_name):
 LIBRARIES = {"nnx": of_nnx, "linen": of_linen, "equinox": of_equinox, "haiku": of_haiku}
 
 
-def close(tree, want):
-    assert jax.tree.structure(tree) == jax.tree.structure(want)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), tree, want)
-
-
+@pytest.mark.parametrize("engine", mostly_slow(["pmap", "shard_map"], "pmap"))
 @pytest.mark.parametrize("library", mostly_slow(LIBRARIES, "linen"))
-def test_batch_norm_over_the_whole_batch_is_the_librarys_own(library):
+def test_batch_norm_over_the_whole_batch_is_the_librarys_own(library, engine):
     """With the name of the step's axis, four devices normalize by the statistics of the whole batch."""
     params, stats, forward = LIBRARIES[library](None)
     mine = jax.tree.map(jnp.copy, params), jax.tree.map(jnp.copy, stats)
@@ -128,7 +124,7 @@ def test_batch_norm_over_the_whole_batch_is_the_librarys_own(library):
         logits, stats = forward(params, batch["image"], stats)
         return cross_entropy(logits, batch["label"]), {}, stats
 
-    options = {"engine": "pmap", "devices": jax.devices()[:4], "model_state": mine[1]}
+    options = {"engine": engine, "devices": jax.devices()[:4], "model_state": mine[1]}
     state, step = train.start(mine[0], TX, loss_fn, **options)
     state, _ = step(state, BATCH)
     close(state.params, want)
