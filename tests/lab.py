@@ -144,6 +144,7 @@ def browser():
             chrome.close()
 
 
+CELLS = "jupyterapp.shell.currentWidget.content"
 KERNEL = "jupyterapp.shell.currentWidget.sessionContext.session.kernel"
 START = "name => { window.over = false; jupyterapp.commands.execute(name).finally(() => { window.over = true }) }"
 BARS = ".widget-hprogress, .jupyter-widget-hprogress"
@@ -164,17 +165,15 @@ def open_notebook(page, address, name):
 def start(page, command, cell=None):
     """Begins what a menu entry or a key does, at the cell that begins with the text `cell`."""
     if cell is not None:
-        found = page.evaluate(
-            """text => {
-              const cells = jupyterapp.shell.currentWidget.content
-              const index = cells.widgets.findIndex(c => c.model.sharedModel.source.startsWith(text))
-              if (index >= 0) { cells.deselectAll(); cells.activeCellIndex = index }
-              return index
-            }""",
-            cell,
-        )
-        assert found >= 0, f"no cell begins with {cell!r}"
+        page.evaluate(f"index => {{ {CELLS}.deselectAll(); {CELLS}.activeCellIndex = index }}", number_of(page, cell))
     page.evaluate(START, command)
+
+
+def number_of(page, text):
+    """Of the cell that begins with a text."""
+    found = page.evaluate(f"text => {CELLS}.widgets.findIndex(c => c.model.sharedModel.source.startsWith(text))", text)
+    assert found >= 0, f"no cell begins with {text!r}"
+    return found
 
 
 def wait(page, seconds):
@@ -260,12 +259,7 @@ def complaints(outputs):
 
 def cell(page, text):
     """The place on the page of the cell that begins with a text, its output included."""
-    number = page.evaluate(
-        "text => jupyterapp.shell.currentWidget.content.widgets.findIndex("
-        "c => c.model.sharedModel.source.startsWith(text))",
-        text,
-    )
-    return page.locator(".jp-Notebook .jp-Cell").nth(number)
+    return page.locator(".jp-Notebook .jp-Cell").nth(number_of(page, text))
 
 
 def cut(page):

@@ -110,7 +110,7 @@ def test_small_and_integer_values_go_round_it():
     assert kv.pull(store, 1).tolist() == [6] * 64
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "dtype"), [("local", "float16"), ("device", "bfloat16"), ("sharded", "float16")])
 def test_narrow_values_are_compressed(kind, dtype):
     """Wide ones too, in a narrow store. In MXNet (#15252) 2bit was for float32 alone."""
