@@ -303,18 +303,15 @@ def test_shard_map_and_pmap():
     """With the loops over blocks of examples."""
     x, w = arrays((16, *CASES["in blocks"][0][1:]), CASES["in blocks"][1])
 
-    def local(conv):
-        def fn(x, w):
-            gx, gw = grads(conv)(x, w)
-            return gx, lax.psum(gw, "data")
-
-        return fn
+    def local(x, w):
+        gx, gw = grads(OURS)(x, w)
+        return gx, lax.psum(gw, "data")
 
     whole = grads(LAXS)(x, w)
-    mapped = on_mesh(local(OURS), jax.devices()[:2], (P("data"), P()), (P("data"), P()))
+    mapped = on_mesh(local, jax.devices()[:2], (P("data"), P()), (P("data"), P()))
     assert "stablehlo.while" in text(mapped, x, w)
     close(mapped(x, w), whole)
-    gx, gw = jax.pmap(local(OURS), "data", in_axes=(0, None))(x.reshape(2, 8, *x.shape[1:]), w)
+    gx, gw = jax.pmap(local, "data", in_axes=(0, None))(x.reshape(2, 8, *x.shape[1:]), w)
     close((gx.reshape(x.shape), gw[0]), whole)
 
 

@@ -34,18 +34,13 @@ def start(kind="device"):
     return train.create_state(store, 0, devices=jax.devices()[:2])
 
 
-KINDS = ("local", "device", "sharded", "dist_sync", "dist_async")
+KINDS = ("device", "local", "sharded", "dist_sync", "dist_async")
 COMBINATIONS = [
-    ("device", "pmap"),
-    *(
-        pytest.param(kind, engine, marks=pytest.mark.slow)
-        for kind in KINDS
-        for engine in STEPS
-        if (engine != "jit" or kind not in ("local", "dist_async")) and (kind, engine) != ("device", "pmap")
-    ),
+    (kind, engine) for kind in KINDS for engine in STEPS if engine != "jit" or kind not in ("local", "dist_async")
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "engine"), COMBINATIONS)
 @pytest.mark.usefixtures("guarded")
 def test_training(kind, engine, tmp_path):

@@ -199,11 +199,11 @@ OPTIONS = {
     "guard": {"nonfinite": "skip", "loss_scale": "dynamic"},
     "local": {"local_steps": 2},
 }
-REST = ("guard", "local", "stale")
 
 
-@pytest.mark.parametrize("engine", ["pmap", pytest.param("shard_map", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("option", ["accumulate", *(pytest.param(o, marks=pytest.mark.slow) for o in REST)])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
+@pytest.mark.parametrize("option", [*OPTIONS, "stale"])
 def test_options_of_a_step(engine, option):
     step = step_of(engine=engine, **OPTIONS.get(option, {}))
 
@@ -246,10 +246,10 @@ def trained(folder, source):
     return keep, restored.params, matrix, outputs, train.evaluate(resumed.params, apply, pictures(10), batch_size=4)
 
 
-SLOW_RUNS = [pytest.param("explicit", source, marks=pytest.mark.slow) for source in ("arrays", "a loader")]
-
-
-@pytest.mark.parametrize(("name", "source"), [*SLOW_RUNS, ("explicit2d", "arrays")])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("name", "source"), [("explicit2d", "arrays"), ("explicit", "arrays"), ("explicit", "a loader")]
+)
 def test_fit_evaluation_and_checkpoints(name, source, tmp_path):
     loader = [{"image": numbers(8, 3, seed=i), "label": np.arange(8) % 3} for i in range(3)]
     folders = map(str, itertools.count())

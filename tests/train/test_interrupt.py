@@ -173,13 +173,8 @@ def test_another_thread_trains_too():
 
 def test_a_state_that_was_given_away(tmp_path, whole):
     state = start()
-    run(state, epochs=1)
-    text = "this state was donated to an earlier step; use the state that it returned"
-    with pytest.raises(ValueError, match=text):
-        run(state, epochs=1)
-    state = start()
     run(state, epochs=2, checkpoint_dir=tmp_path)
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(ValueError, match="this state was donated to an earlier step; use the state that it returned"):
         run(state, epochs=2, checkpoint_dir=tmp_path, resume=False)
     resumed, history = run(state, epochs=4, checkpoint_dir=tmp_path)  # a cell is run again: the checkpoint knows
     same(resumed, whole[0])

@@ -59,12 +59,6 @@ def test_of_a_gradient_of_one_shard():
     assert "tensor<2x64xf32>" in text  # 16 examples in 8 shards
 
 
-def test_shapes_of_a_batch_are_checked():
-    step, state, shapes = make(jax.devices()[:COUNT], rows=15)
-    with pytest.raises(ValueError, match="a batch of 15 cannot be divided by 4 devices"):
-        step.lower(state, shapes)
-
-
 def test_nothing_is_moved():
     """The state of other devices stays where it is, and stays valid."""
     state = start(COUNT)

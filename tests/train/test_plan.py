@@ -122,7 +122,7 @@ def test_flops_and_arguments_are_of_one_device_under_each_engine():
     ("make", "words"),
     [
         (lambda devices: make(devices, kind="loocal"), "unknown kind 'loocal'.*test_plan.py"),
-        (lambda devices: make(devices, rows=15), "a batch of 15 cannot be divided by 4"),
+        (lambda devices: make(devices, rows=15), "a batch of 15 cannot be divided by 4 devices"),
         (lambda devices: make(devices, read=True), "make reads the values of an array .test_plan.py"),
         (lambda _: make(jax.devices()[4:6]), r"make puts the state on .*; give the store the devices"),
         (lambda devices: make(devices)[:2], r"make must return \(step, state, batch\), got a tuple of 2"),
