@@ -70,7 +70,7 @@ def test_a_run_that_goes_on_has_each_epoch_once(tmp_path):
     assert steps() == [3, 6, 9]
     with open(path, "a") as file:
         file.write("9, torn")  # the process was killed while it wrote
-    _, history = run(epochs=5, checkpoint_dir=tmp_path / "c", metrics_file=path)
+    _, history = run(epochs=5, checkpoint_dir=tmp_path / "c", callbacks=train.to_jsonl(path))
     assert steps() == [3, 6, 9, 12, 15]
     assert [float(r["loss"]) for r in lines(path)] == [r["loss"] for r in history]
     run(epochs=1, callbacks=train.to_jsonl(path))  # another run into the same file
@@ -224,6 +224,31 @@ def test_a_disk_that_fills_up_keeps_what_is_there(tmp_path, full_disk, make, rea
     sink(at(6), {"epoch": 2, "loss": 0.25})
     assert file.read_bytes().startswith(before)
     assert read(file) == [(3, 1.0), (6, 0.25)]
+
+
+def test_a_full_disk_under_fit(tmp_path, full_disk):
+    """The metrics have no room left after the first epoch: the state of the second is saved all the same."""
+
+    sink = train.to_jsonl(tmp_path / "m")
+
+    def metrics(state, record):
+        if record["epoch"] == 2:
+            while not (tmp_path / "c" / "step_00000003").exists():  # its writer has the same limit
+                time.sleep(0.01)
+            full_disk((tmp_path / "m").stat().st_size + 3)
+        try:
+            sink(state, record)
+        finally:
+            full_disk(10**9)  # the checkpoints are on another disk
+
+    with pytest.raises(OSError, match="metrics cannot be written") as raised:
+        run(epochs=3, checkpoint_dir=tmp_path / "c", callbacks=[metrics])
+    assert int(raised.value.state.step) == 6
+    assert [r["step"] for r in lines(tmp_path / "m")] == [3]
+    state, history = run(epochs=3, checkpoint_dir=tmp_path / "c", metrics_file=tmp_path / "m")
+    whole, want = run(epochs=3)
+    np.testing.assert_array_equal(state.params["w"], whole.params["w"])
+    assert [r["loss"] for r in lines(tmp_path / "m")] == [r["loss"] for r in want] == [r["loss"] for r in history]
 
 
 def test_a_full_disk_under_the_checkpoints(tmp_path, monkeypatch):
