@@ -487,7 +487,7 @@ def test_a_process_that_holds_the_lock_for_seconds_or_ends_early_is_no_loss(tmp_
 else: time.sleep(7.5)
 sys.exit()"""
     for rank in (0, 1):  # the heartbeat server is in process 0
-        assert ended(start(tmp_path, 2, then.format(rank), heartbeat=4.0)) == [(0, [])] * 2
+        assert ended(start(tmp_path, 2, then.format(rank), heartbeat=10.0)) == [(0, [])] * 2
 
 
 @pytest.mark.slow
