@@ -266,14 +266,17 @@ def test_a_dist_store_is_never_one_of_many(name, surround):
 @pytest.mark.parametrize("name", UNJOINED)
 def test_training_apart_is_refused_where_the_processes_belong_together(name, surround):
     store = kv.from_params({"w": np.ones(())}, optimizer=TX)
+    by_hand = train.TrainState(store, np.int32(0), jax.random.key(0))
+    lines = data.Dataset(np.zeros((8, 1), np.float32), np.ones(8, np.float32))
     surround(UNJOINED[name])
     if not {"JAXPAR_COORDINATOR", "JAX_NUM_PROCESSES"} & set(UNJOINED[name]):  # these may be runs of their own
         assert one_step("sharded") == -1.0
         return
-    for caller, function in {
-        "train.create_state": lambda: train.create_state(store, 0),
-        "kv.create: kind 'sharded'": lambda: kv.create("sharded"),
-    }.items():
+    for caller, function in [
+        ("train.create_state", lambda: train.create_state(store, 0)),
+        ("train.create_state", lambda: train.fit(by_hand, make_step(), lines, epochs=1, batch_size=8)),
+        ("kv.create: kind 'sharded'", lambda: kv.create("sharded")),
+    ]:
         with pytest.raises(RuntimeError, match=re.escape(f"{caller}: this is {name} and has not joined the others")):
             function()
 

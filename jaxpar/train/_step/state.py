@@ -130,7 +130,6 @@ def create_state(
     """
     if store.treedef is None:
         raise ValueError("train.create_state: the store must be made by kv.from_params, so that it knows the params")
-    distributed.check_joined("train.create_state", "each process would train its own model", launched=True)
     if devices is None:
         devices = store.devices or processes.devices()
     devices = checks.devices(devices, "train.create_state")
@@ -166,7 +165,8 @@ def is_floating(x: jax.Array) -> bool:
 
 
 def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
-    """The state copied onto these devices."""
+    """The state copied onto these devices. `RuntimeError` in a process that has not joined its run."""
+    distributed.check_joined("train.create_state", "each process would train its own model", launched=True)
     rest = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("store", "local")}
     if processes.to_share(rest, devices):
         rest = processes.from_first(rest)
