@@ -25,33 +25,18 @@ using F32Result = ffi::ResultBuffer<ffi::F32>;
 namespace jaxpar {
 namespace {
 
-// Columns of a panel, which lie beside each other for each row; rows of a sum that is added to the others at once.
-constexpr int64_t kPanel = 32, kPart = 256;
+// Rows of a sum that is added to the others at once.
+constexpr int64_t kPart = 256;
 // Rows and columns of a block of the weight's gradient, and examples that are added at once: lax adds those of a step.
-constexpr int64_t kRows = 128, kColumns = 128, kExamples = 64;
+constexpr int64_t kRows = 256, kColumns = 128, kExamples = 64;
 
 int64_t UpTo(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-// Columns p to p + 32 of a matrix of K x N, with zeros after the last. Transposed: of the N x K matrix that is given.
-void PackPanel(const float* w, int64_t K, int64_t N, bool transposed, int64_t p, float* out) {
-  for (int64_t k = 0; k < K; ++k)
-    for (int64_t j = p; j < p + kPanel; ++j) *out++ = j >= N ? 0.0f : transposed ? w[j * K + k] : w[k * N + j];
-}
-
-template <class Pool>
-const float* Pack(Pool& pool, const float* w, int64_t K, int64_t N, bool transposed) {
-  thread_local std::vector<float> kept;
-  float* out = Kept(kept, K * UpTo(N, kPanel));
-  ForBlocks(pool, UpTo(N, kPanel) / kPanel, [=](int64_t block) {
-    PackPanel(w, K, N, transposed, block * kPanel, out + block * kPanel * K);
-  });
-  return out;
-}
 
 // Everything that is computed with vectors of W numbers. It is inlined into functions for one set of instructions each.
 template <int W>
 struct With {
   static constexpr int R = W == 16 ? 8 : W == 8 ? 6 : 4;  // rows whose sums fit in the registers, two vectors each
+  static constexpr int64_t kPanel = 2 * W;                // columns that lie beside each other for each row
   typedef float F __attribute__((vector_size(4 * W)));
   typedef int32_t I __attribute__((vector_size(4 * W)));
   typedef float Unaligned __attribute__((vector_size(4 * W), aligned(4), may_alias));
@@ -98,30 +83,28 @@ struct With {
     return (F)((I)result | sign);
   }
 
-  // c[r, 0:32] (+)= sum over k of a[r * row + k * next] panel[k, 0:32] for S rows.
+  // c[r, :] (+)= sum over k of a[r * row + k * next] panel[k, :] for S rows.
   template <int S>
   static JAXPAR_INLINE void Tile(const float* a, int64_t row, int64_t next, int64_t K, const float* panel, float* c,
                           int64_t ldc, bool add) {
-    for (int64_t p = 0; p < kPanel; p += 2 * W) {
-      F s[S][2];
+    F s[S][2];
 #pragma GCC unroll 8
-      for (int r = 0; r < S; ++r) s[r][0] = s[r][1] = F{};
-      for (int64_t k = 0; k < K; ++k) {
-        const F w0 = Load(panel + k * kPanel + p), w1 = Load(panel + k * kPanel + p + W);
+    for (int r = 0; r < S; ++r) s[r][0] = s[r][1] = F{};
+    for (int64_t k = 0; k < K; ++k) {
+      const F w0 = Load(panel + k * kPanel), w1 = Load(panel + k * kPanel + W);
 #pragma GCC unroll 8
-        for (int r = 0; r < S; ++r) {
-          const F x = F{} + a[r * row + k * next];
-          s[r][0] += x * w0;
-          s[r][1] += x * w1;
-        }
+      for (int r = 0; r < S; ++r) {
+        const float x = a[r * row + k * next];  // a vector F{} + x would cost an addition: -0 becomes 0
+        s[r][0] += x * w0;
+        s[r][1] += x * w1;
       }
-#pragma GCC unroll 8
-      for (int r = 0; r < S; ++r)
-        for (int v = 0; v < 2; ++v) {
-          float* to = c + r * ldc + p + v * W;
-          Store(to, add ? Load(to) + s[r][v] : s[r][v]);
-        }
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < S; ++r)
+      for (int v = 0; v < 2; ++v) {
+        float* to = c + r * ldc + v * W;
+        Store(to, add ? Load(to) + s[r][v] : s[r][v]);
+      }
   }
 
   static JAXPAR_INLINE void Tiles(const float* a, int64_t row, int64_t next, int64_t rows, int64_t K, const float* panel,
@@ -160,7 +143,7 @@ struct Lstm : With<W> {
   using typename V::F;
 
   static JAXPAR_INLINE void Forward(const Loop& l, int64_t first, int64_t rows) {
-    const int64_t H = l.H, G = l.G, ld = UpTo(G, kPanel) + W;
+    const int64_t H = l.H, G = l.G, ld = UpTo(G, V::kPanel) + W;
     thread_local std::vector<float> kept;
     float* sums = Kept(kept, rows * ld);
     for (int64_t t = 0; t < l.T; ++t) {
@@ -189,7 +172,7 @@ struct Lstm : With<W> {
   }
 
   static JAXPAR_INLINE void Backward(const Loop& l, int64_t first, int64_t rows) {
-    const int64_t H = l.H, G = l.G, ld = UpTo(H, kPanel) + W;
+    const int64_t H = l.H, G = l.G, ld = UpTo(H, V::kPanel) + W;
     thread_local std::vector<float> kept;
     float *dstates = Kept(kept, 2 * rows * ld), *dcells = dstates + rows * ld;
     std::fill(dstates, dstates + 2 * rows * ld, 0.0f);
@@ -231,7 +214,7 @@ struct Gru : With<W> {
 
   // The gates that are kept are r, z, n and q_n + bias.
   static JAXPAR_INLINE void Forward(const Loop& l, int64_t first, int64_t rows) {
-    const int64_t H = l.H, G = l.G, ld = UpTo(G, kPanel) + W;
+    const int64_t H = l.H, G = l.G, ld = UpTo(G, V::kPanel) + W;
     thread_local std::vector<float> kept;
     float* sums = Kept(kept, rows * ld);
     for (int64_t t = 0; t < l.T; ++t) {
@@ -257,7 +240,7 @@ struct Gru : With<W> {
   }
 
   static JAXPAR_INLINE void Backward(const Loop& l, int64_t first, int64_t rows) {
-    const int64_t H = l.H, G = l.G, ld = UpTo(H, kPanel) + W;
+    const int64_t H = l.H, G = l.G, ld = UpTo(H, V::kPanel) + W;
     thread_local std::vector<float> kept;
     float *dstates = Kept(kept, 2 * rows * ld), *products = dstates + rows * ld;
     std::fill(dstates, dstates + 2 * rows * ld, 0.0f);
@@ -291,6 +274,7 @@ struct Gru : With<W> {
 // Sum over steps and examples of (state before, H x 1) (ds, 1 x G): rows `first` on of H, columns `column` on of G.
 template <int W>
 JAXPAR_INLINE void WeightGradient(const Loop& l, int64_t first, int64_t column) {
+  constexpr int64_t kPanel = With<W>::kPanel;
   const int64_t rows = std::min(kRows, l.H - first), columns = std::min(kColumns, l.G - column), all = l.T * l.B;
   thread_local std::vector<float> kept;
   float* before = Kept(kept, kExamples * (kRows + kColumns) + kRows * kColumns);
@@ -322,11 +306,29 @@ JAXPAR_TARGETS(VERSION)
 
 struct Functions {
   using Blocks = void (*)(const Loop&, int64_t, int64_t);
+  int64_t panel;
   Blocks lstm_forward, lstm_backward, gru_forward, gru_backward, weight;
 };
 #define NAMED(name, lanes, target) \
-  {LstmForward##name, LstmBackward##name, GruForward##name, GruBackward##name, Weight##name},
+  {With<lanes>::kPanel, LstmForward##name, LstmBackward##name, GruForward##name, GruBackward##name, Weight##name},
 constexpr Functions kFunctions[] = {JAXPAR_TARGETS(NAMED)};
+
+// Columns p to p + `panel` of a matrix of K x N, with zeros after the last. Transposed: of the N x K that is given.
+void PackPanel(const float* w, int64_t K, int64_t N, bool transposed, int64_t panel, int64_t p, float* out) {
+  for (int64_t k = 0; k < K; ++k)
+    for (int64_t j = p; j < p + panel; ++j) *out++ = j >= N ? 0.0f : transposed ? w[j * K + k] : w[k * N + j];
+}
+
+template <class Pool>
+const float* Pack(Pool& pool, const float* w, int64_t K, int64_t N, bool transposed) {
+  thread_local std::vector<float> kept;
+  const int64_t panel = kFunctions[instructions()].panel;
+  float* out = Kept(kept, K * UpTo(N, panel));
+  ForBlocks(pool, UpTo(N, panel) / panel, [=](int64_t block) {
+    PackPanel(w, K, N, transposed, panel, block * panel, out + block * panel * K);
+  });
+  return out;
+}
 
 // Examples in blocks, of which each thread has one if they are few. A block reads the whole weight at each step.
 template <class Pool>
