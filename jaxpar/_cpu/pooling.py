@@ -220,10 +220,11 @@ def max_pool(
 ) -> jax.Array:
     """The largest entry of each window, with a fast gradient on CPUs.
 
-    On CPUs the gradient is faster than the gradient of `jax.lax.reduce_window`. In a step and under `fast_on_cpus`
-    that one is faster still where windows overlap. The arguments are those of `flax.linen.max_pool` and
-    `flax.nnx.max_pool`. If windows do not overlap, results and gradients are bit-equal to
-    theirs: among equal entries, the first one gets the gradient. If windows overlap, gradients differ by rounding.
+    On CPUs the gradient is faster than the gradient of `jax.lax.reduce_window`, unless windows overlap in strides of 1.
+    In a step and under `fast_on_cpus`, `jax.lax.reduce_window` is the faster one where windows overlap. The arguments
+    are those of `flax.linen.max_pool` and `flax.nnx.max_pool`. If windows do not overlap, results and gradients are
+    bit-equal to theirs: among equal entries, the first one gets the gradient. If windows overlap, gradients differ by
+    rounding.
 
     Args:
         inputs: (..., spatial dimensions, features), floating or integer.
