@@ -13,23 +13,18 @@ TRAIN_ARGS ?=
 # Each worker begins with half of the tests in their order, so that tests of one file share fixtures and programs.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 LAB_ARGS ?=
-# What another jax changes most: numbers, the store, the step, devices, kernels. CI runs their second row on the newest
-# Python too, in ten minutes at most: without what takes long or has little to do with jax.
-NUMERIC := tests/compression tests/cpu tests/cpu_kernels tests/devices tests/kv tests/parallel tests/sparse \
-	tests/updaters tests/house/test_programs.py tests/train/test_certificate.py tests/train/test_definition.py \
-	tests/train/test_engine_jit.py tests/train/test_every_optimizer.py tests/train/test_frozen.py \
-	tests/train/test_fsdp.py tests/train/test_local_steps.py $(wildcard tests/train/test_step_*.py) \
-	tests/train/test_train_step.py tests/train/test_unused.py
-BUT := processes or building or random_loops or random_convolutions or as_plain_optax or any_optimizer
+# For CI, whose two Pythons share the numeric tests of the second row: --half 0 or --half 1.
+HALF ?=
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
+# Without --no-compile pip takes three times as long: it compiles all of TensorFlow, of which little is imported.
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11 to 3.14 with venv; give one as PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test,lint]'
 	@touch $@
 
 # The C++ kernels of cpu/, which are optional.
@@ -54,12 +49,12 @@ test: $(READY) $(KERNELS)  ## run the tests, notebook 01 too; PYTEST_ARGS='-k kv
 # XLA_FLAGS set and empty: the code that users get, where tests/conftest.py would choose what compiles faster. Newer
 # versions of jax need no such choice, so there is no core to run again (pytest's status 5: no tests).
 test-slow: $(READY) $(KERNELS)  ## the second row: long tests, those with libraries that users bring, and the core again with XLA as users have it
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[others]'
-	$(BIN)/python -m pytest -m 'slow or others' $(PYTEST_ARGS)
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[others]'
+	$(BIN)/python -m pytest -m 'slow or others' $(PYTEST_ARGS) $(HALF)
 	XLA_FLAGS= $(BIN)/python -m pytest -m 'core and not slow' $(PYTEST_ARGS) || [ $$? = 5 ]
 
 test-numeric: $(READY) $(KERNELS)  ## the part of the second row that another version of jax may change most
-	$(BIN)/python -m pytest -m slow -k 'not ($(BUT))' $(PYTEST_ARGS) $(NUMERIC)
+	$(BIN)/python -m pytest -m 'slow and numeric' $(PYTEST_ARGS) $(HALF)
 
 plan-env: $(READY)  ## the compilers of TPUs and GPUs in .venv-plan (1 GB), for `jaxpar plan` on a machine without them
 	$(BIN)/python -m venv .venv-plan

@@ -48,7 +48,7 @@ params = {
     "in": jax.random.normal(keys[3], (8, 32)) / 8**0.5,
     "out": jax.random.normal(keys[4], (32, 2)) / 32**0.5,
 }
-state, step = jp.train.start(params, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3)), loss_fn)
+state, step = jp.train.start(params, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), loss_fn)
 run = dict(epochs=12, batch_size=64, checkpoint_dir="runs/gnn", progress=False)
 state, history = jp.train.fit(state, step, train, eval_data=validation, eval_fn=scores, **run)
 print(

@@ -3,8 +3,10 @@
 import gc
 import importlib.metadata
 import os
+import re
 import resource
 import signal
+import zlib
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -92,9 +94,20 @@ CORE = (
     "test_step_scaling test_virtual_shards"
 ).split()
 
+# What another jax changes most: numbers, the store, the step, devices. Not what starts processes or a compiler.
+NUMERIC = re.compile(
+    r"(compression|cpu|cpu_kernels|devices|kv|parallel|sparse|updaters)/test_(?!processes|building)|house/test_programs"
+    r"|train/test_(certificate|definition|engine_jit|every_optimizer|frozen|fsdp|local_steps|step_|train_step|unused)"
+)
+
+
+def pytest_addoption(parser):
+    help = "0 or 1: of the numeric tests of the second row every other one, so that two Pythons share them"
+    parser.addoption("--half", type=int, choices=(0, 1), help=help)
+
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Mark the tests of the core, where XLA's flags above change what is compiled: the second row runs them again.
 
     Of a table of cases that is marked `sampled(n)` the first row runs n, evenly spread. The second row runs the others.
@@ -103,11 +116,19 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if jax.__version__.startswith("0.10.") and item.path.stem in CORE:
             item.add_marker(pytest.mark.core)
+        if NUMERIC.search(item.nodeid):
+            item.add_marker(pytest.mark.numeric)
         sampled = item.get_closest_marker("sampled")
-        if sampled and not item.get_closest_marker("slow"):
+        if sampled and not (item.get_closest_marker("slow") or item.get_closest_marker("release")):
             tables.setdefault((item.path, item.originalname, *sampled.args), []).append(item)
     for (_, _, count), cases in tables.items():
         chosen = {i * len(cases) // count for i in range(count)}
         for i, item in enumerate(cases):
             if i not in chosen:
                 item.add_marker(pytest.mark.slow)
+    half = config.getoption("half")
+    if half is not None:  # by a hash, since in a table of two engines every second case has the same one
+        shared = [item for item in items if item.get_closest_marker("slow") and item.get_closest_marker("numeric")]
+        others = {item for item in shared if zlib.crc32(item.nodeid.encode()) % 2 != half}
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]

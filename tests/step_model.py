@@ -19,9 +19,10 @@ EVERYWHERE = [(engine, kind) for engine in ENGINES for kind in KINDS]
 IN_TURN = [("pmap", "device"), ("shard_map", "local"), ("shard_map", "sharded")]  # each of them once
 
 
-def mostly_slow(all_of_them, *quick):
-    """The parameters of a test, all in the second row but these."""
-    return [x if x in quick else pytest.param(x, marks=pytest.mark.slow) for x in all_of_them]
+def mostly_slow(all_of_them, *quick, most=None):
+    """The parameters of a test, all in the second row but these; those after so many are run before a release."""
+    row = lambda i: pytest.mark.slow if most is None or i < most else pytest.mark.release  # noqa: E731
+    return [x if x in quick else pytest.param(x, marks=row(i)) for i, x in enumerate(all_of_them)]
 
 
 def squares(params, batch, rng):

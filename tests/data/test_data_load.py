@@ -465,10 +465,10 @@ def test_the_download_keeps_the_official_checksums(web, no_debian, tmp_path):
 
 
 @pytest.mark.slow  # writes the whole data set once more
-def test_the_download_is_the_same_data_set(web, no_debian, tmp_path, written):
+def test_the_download_is_the_same_data_set(web, no_debian, tmp_path, prepared):
     test = data.load(split="test", data_dir=tmp_path / "new", verbose=False)
     assert test.source == "download"
-    expected = data.load(split="test", data_dir=written[0], verbose=False)
+    expected = data.load(split="test", data_dir=prepared[0], verbose=False)
     np.testing.assert_array_equal(test.images, expected.images)
     np.testing.assert_array_equal(test.labels, expected.labels)
 

@@ -24,7 +24,7 @@ class Run:
     def __init__(self, folder, *arguments, processes=PROCESSES, way=("--elastic",)):
         self.folder, self.processes = folder, processes
         folder.mkdir()
-        self.env = environment(XLA_FLAGS="")
+        self.env = environment()
         launch = command("-n", str(processes), "--devices", "2", *way, "--", sys.executable, str(PROGRAM))
         self.launcher = subprocess.Popen(
             [*launch, str(folder), *arguments],
@@ -274,10 +274,10 @@ print("END", int(state.step), [sorted(record) for record in history], flush=True
 @pytest.mark.slow  # 20 seconds
 def test_a_resumed_run_that_makes_no_step_is_over_for_all(tmp_path):
     words = ["-n", "2", "--elastic", "--", sys.executable, "-c", RESUMED, str(tmp_path / "run")]
-    failed = launch(*words, "fail", expect=1, timeout=100, XLA_FLAGS="")
+    failed = launch(*words, "fail", expect=1, timeout=100)
     assert "RuntimeError: mine" in failed.stderr  # the evaluation after the first epoch, in process 0
     for _ in range(2):  # it is made again, and a callback ends the run at once; then the run is over
-        done = launch(*words, "go", timeout=100, XLA_FLAGS="")
+        done = launch(*words, "go", timeout=100)
         ends = re.findall(r"END 3 (.*)", done.stdout)
         assert len(ends) == 2, done.stdout
         assert len(set(ends)) == 1
