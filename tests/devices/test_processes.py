@@ -20,11 +20,11 @@ from jaxpar.kv import _push
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     others = (
-        ("4x1", 4, 1, "store", "training", "evaluation", "callbacks", "resumed"),
+        ("4x1", 4, 1, "store", "training", "resumed"),
         ("1x4", 1, 4, "store", "training", "compressed", "evaluation", "resumed"),
         ("2x2 again", 2, 2, "resumed"),
     )
-    phases = ("store", "failures", "undisturbed", "training", "compressed", "evaluation", "killed")
+    phases = ("store", "failures", "undisturbed", "training", "compressed", "evaluation", "callbacks", "killed")
     folder = tmp_path_factory.mktemp("processes")
     return killed_and_resumed("process_run.py", folder, "step_00000002", phases, others)
 
