@@ -8,20 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from symbols import CASES, apply, arrays_of, node, recorded, rule, symbol_of, write
-from test_mxnet_networks import QUICK, load
+from test_mxnet_networks import load, zoo
 from test_mxnet_operators import OPERATORS
 
 from jaxpar import mxnet
-
-ZOO = [pytest.param(n, marks=() if n[4:] in QUICK[:1] else pytest.mark.slow) for n in CASES if n.startswith("zoo")]
 
 
 def last(array):
     return jnp.transpose(array, (0, 2, 3, 1)) if array.ndim == 4 else jnp.asarray(array)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [*zoo()])
 def test_the_model_zoo_with_its_channels_last(name, tmp_path):
     plain, inputs = load(tmp_path, name)
     model = mxnet.load_checkpoint(tmp_path / "case", 7, layout="NHWC")
