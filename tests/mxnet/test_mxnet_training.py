@@ -27,8 +27,8 @@ ZOO = [name for name in CASES if f"{name}/eval" in RECORDED]
 
 
 def row_of(name):
-    """Minutes of compiling are for a release."""
-    long = name in ("densenet121", "resnet50_v1", "inception_v3")
+    """What compiles for long is for a release."""
+    long = name in ("densenet121", "resnet18_v2", "vgg11_bn", "resnet50_v1", "inception_v3")
     return pytest.param(name, marks=pytest.mark.release if long else pytest.mark.slow)
 
 
