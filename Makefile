@@ -19,12 +19,11 @@ HALF ?=
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-# Without --no-compile pip takes three times as long: it compiles all of TensorFlow, of which little is imported.
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11 to 3.14 with venv; give one as PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[test,lint]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
 	@touch $@
 
 # The C++ kernels of cpu/, which are optional.
@@ -49,7 +48,7 @@ test: $(READY) $(KERNELS)  ## run the tests, notebook 01 too; PYTEST_ARGS='-k kv
 # XLA_FLAGS set and empty: the code that users get, where tests/conftest.py would choose what compiles faster. Newer
 # versions of jax need no such choice, so there is no core to run again (pytest's status 5: no tests).
 test-slow: $(READY) $(KERNELS)  ## the second row: long tests, those with libraries that users bring, and the core again with XLA as users have it
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[others]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[others]'
 	$(BIN)/python -m pytest -m 'slow or others' $(PYTEST_ARGS) $(HALF)
 	XLA_FLAGS= $(BIN)/python -m pytest -m 'core and not slow' $(PYTEST_ARGS) || [ $$? = 5 ]
 
