@@ -13,8 +13,8 @@ TRAIN_ARGS ?=
 # Each worker begins with half of the tests in their order, so that tests of one file share fixtures and programs.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 LAB_ARGS ?=
-# For CI, whose two Pythons share the numeric tests of the second row: --half 0 or --half 1.
-HALF ?=
+# For CI, which leaves to another call what that runs anyway: --without core, --without once, --half 0 or --half 1.
+PART ?=
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -43,17 +43,17 @@ train: $(READY) $(KERNELS)  ## train LeNet on the real Fashion-MNIST over 4 devi
 	$(BIN)/python -m jaxpar train --devices 4 --epochs 5 --output-dir runs/$$(date +%Y%m%d-%H%M%S) $(TRAIN_ARGS)
 
 test: $(READY) $(KERNELS)  ## run the tests, notebook 01 too; PYTEST_ARGS='-k kv' to choose
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(PART)
 
 # XLA_FLAGS set and empty: the code that users get, where tests/conftest.py would choose what compiles faster. Newer
-# versions of jax need no such choice, so there is no core to run again (pytest's status 5: no tests).
-test-slow: $(READY) $(KERNELS)  ## the second row: long tests, those with libraries that users bring, and the core again with XLA as users have it
+# versions of jax need no such choice, so there is no core to run so (pytest's status 5: no tests).
+test-slow: $(READY) $(KERNELS)  ## the second row: long tests, those with libraries that users bring, and the core with XLA as users have it
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[others]'
-	$(BIN)/python -m pytest -m 'slow or others' $(PYTEST_ARGS) $(HALF)
+	$(BIN)/python -m pytest -m '(slow or others) and not lab and not release' $(PYTEST_ARGS) $(PART)
 	XLA_FLAGS= $(BIN)/python -m pytest -m 'core and not slow' $(PYTEST_ARGS) || [ $$? = 5 ]
 
 test-numeric: $(READY) $(KERNELS)  ## the part of the second row that another version of jax may change most
-	$(BIN)/python -m pytest -m 'slow and numeric' $(PYTEST_ARGS) $(HALF)
+	$(BIN)/python -m pytest -m 'slow and numeric and not release' $(PYTEST_ARGS) $(PART)
 
 plan-env: $(READY)  ## the compilers of TPUs and GPUs in .venv-plan (1 GB), for `jaxpar plan` on a machine without them
 	$(BIN)/python -m venv .venv-plan

@@ -88,6 +88,8 @@ def large_programs_are_dropped(request):
         jax.clear_caches()
 
 
+# The store, the step and what they stand on. On jax 0.10 the flags above change what is compiled; there CI runs these
+# with XLA as users have it, and only so.
 CORE = (
     "test_kv_push_pull test_kv_kinds test_kv_compression test_kv_async test_kv_sparse "
     "test_compression test_owners test_parallel test_sharing test_train_step test_step_many test_local_steps "
@@ -101,15 +103,25 @@ NUMERIC = re.compile(
     r"|train/test_(certificate|definition|engine_jit|every_optimizer|frozen|fsdp|local_steps|step_|train_step|unused)"
 )
 
+# What neither jax nor Python changes: rules and texts of the house, hostile bytes, files. CI runs it on one Python.
+ONCE = re.compile(
+    r"house/test_(house.py::test_(?!examples)|docs.py::test_(?!the_code)|packaging|benchmarks|scale|types|site)"
+    r"|house/test_notebooks.py::test_committed|distributed/test_(hostile_peers|secret|proxy)"
+    r"|mxnet/test_mxnet_(params|hostile|records)|data/test_data_load"
+)
+
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--without", choices=("core", "once"), help="leave out the tests with this marker, which CI runs elsewhere"
+    )
     help = "0 or 1: of the numeric tests of the second row every other one, so that two Pythons share them"
     parser.addoption("--half", type=int, choices=(0, 1), help=help)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark the tests of the core, where XLA's flags above change what is compiled: the second row runs them again.
+    """Give the tests the markers above, and leave out what the options leave to another run.
 
     Of a table of cases that is marked `sampled(n)` the first row runs n, evenly spread. The second row runs the others.
     """
@@ -119,6 +131,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.core)
         if NUMERIC.search(item.nodeid) and not item.originalname.startswith(("test_random_", "test_as_plain_optax")):
             item.add_marker(pytest.mark.numeric)
+        if ONCE.search(item.nodeid):
+            item.add_marker(pytest.mark.once)
         sampled = item.get_closest_marker("sampled")
         if sampled and not (item.get_closest_marker("slow") or item.get_closest_marker("release")):
             tables.setdefault((item.path, item.originalname, *sampled.args), []).append(item)
@@ -127,9 +141,13 @@ def pytest_collection_modifyitems(config, items):
         for i, item in enumerate(cases):
             if i not in chosen:
                 item.add_marker(pytest.mark.slow)
+
+    elsewhere = set()
+    if mark := config.getoption("without"):
+        elsewhere |= {item for item in items if item.get_closest_marker(mark)}
     half = config.getoption("half")
     if half is not None:  # by a hash, since in a table of two engines every second case has the same one
         shared = [item for item in items if item.get_closest_marker("slow") and item.get_closest_marker("numeric")]
-        others = {item for item in shared if zlib.crc32(item.nodeid.encode()) % 2 != half}
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+        elsewhere |= {item for item in shared if zlib.crc32(item.nodeid.encode()) % 2 != half}
+    config.hook.pytest_deselected(items=elsewhere)
+    items[:] = [item for item in items if item not in elsewhere]

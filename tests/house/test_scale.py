@@ -1,16 +1,10 @@
 """The scale benchmark: what it reads from programs, its model in closed form, and both against each other."""
 
-import json
-import math
 import sys
 from pathlib import Path
 
-import jax
-import optax
 import pytest
 from hypothesis import given, strategies as st
-
-from jaxpar import kv, train
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import _cost_model as model
@@ -87,20 +81,6 @@ def test_the_model_expects_the_bytes_that_the_compiled_step_sends(case):
     assert row["memory_bytes"] > row["argument_bytes"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [("device", "2bit"), ("sharded", "int8")], ids=" ".join)
-def test_the_abstract_state_is_the_real_one_without_arrays(case):
-    devices = tuple(jax.devices())
-    abstract = _scale_compile.abstract_state("lenet", *case, devices)
-    assert {type(x) for x in jax.tree.leaves(abstract)} == {jax.ShapeDtypeStruct}
-    params, tx = _scale_compile.params_of("lenet"), optax.sgd(0.1, momentum=0.9)
-    store = kv.from_params(params, kind=case[0], optimizer=tx, devices=devices)
-    real = train.create_state(kv.set_gradient_compression(store, {"type": case[1]}), 0, devices=devices)
-    for mine, true in zip(jax.tree.leaves(abstract), jax.tree.leaves(real), strict=True):
-        assert (mine.shape, mine.dtype) == (true.shape, true.dtype)
-        assert mine.sharding.is_equivalent_to(true.sharding, true.ndim)
-
-
 # The model.
 
 
@@ -130,38 +110,6 @@ def test_more_bytes_take_longer_and_a_ring_is_its_two_halves(a, b, n, link):
     assert model.halving_gather(a, n, link) <= model.ring_gather(a, n, link) * (1 + 1e-9)
 
 
-@given(powers, links)
-def test_large_sums_cost_bandwidth_alone_and_small_ones_latency_alone(n, link):
-    flow = 1e18 / link.bandwidth
-    assert model.ring_all_reduce(1e18, n, link) == pytest.approx(2 * (n - 1) / n * flow, rel=1e-2)
-    assert model.tree_all_reduce(1e18, n, link) == pytest.approx(2 * flow, rel=1e-2)
-    assert model.ring_all_reduce(0, n, link) == pytest.approx(2 * (n - 1) * link.latency)
-    assert model.tree_all_reduce(0, n, link) == pytest.approx(2 * math.log2(n) * link.latency)
-
-
-@given(sizes, powers)
-def test_a_cluster_is_never_faster_than_its_wires(nbytes, n):
-    for seconds in model.all_reduce_times(nbytes, n, CLUSTER).values():
-        assert seconds >= 2 * (n - 1) / n * nbytes / CLUSTER.inside.bandwidth * (1 - 1e-9)
-    assert model.gather_time(nbytes, n, CLUSTER) >= (n - 1) / n * nbytes / CLUSTER.inside.bandwidth * (1 - 1e-9)
-
-
-def test_within_one_node_the_network_does_not_matter():
-    slow = model.Cluster("toy", 1e12, 1e12, 4, CLUSTER.inside, model.Link(1, 1))
-    assert model.all_reduce_times(1e6, 4, CLUSTER) == model.all_reduce_times(1e6, 4, slow)
-    assert model.gather_time(1e6, 4, CLUSTER) == model.gather_time(1e6, 4, slow)
-    assert model.all_to_all_time(1e6, 4, CLUSTER) == model.all_to_all_time(1e6, 4, slow)
-    assert model.all_to_all_time(1e6, 8, CLUSTER) < 1e-3 < model.all_to_all_time(1e6, 8, slow)
-
-
-def test_nodes_over_links_of_one_sort_save_latency():
-    flat = model.Cluster("flat", 1e12, 1e12, 4, LINK, LINK)
-    times = model.all_reduce_times(1, 1024, flat)
-    assert times["hierarchical tree"] < times["hierarchical ring"] < times["ring"]
-    assert times["ring"] == pytest.approx(2 * 1023 * 1e-5, rel=1e-3)
-    assert times["hierarchical ring"] == pytest.approx((2 * 3 + 2 * 255) * 1e-5, rel=1e-3)
-
-
 def test_the_parts_of_a_step():
     step = model.step(WORK, CLUSTER, 8)
     assert step.forward + step.backward == pytest.approx(1e9 * 10 / (1e12 * 0.5))
@@ -173,21 +121,6 @@ def test_the_parts_of_a_step():
     sharded = model.step(WORK, CLUSTER, 8, kind="sharded")
     assert sharded.update == pytest.approx(step.update / 8)
     assert sharded.parameters > 0
-
-
-@given(st.floats(0, 1), powers, st.sampled_from(["device", "sharded", "local"]))
-def test_overlap_hides_no_more_than_its_share_and_the_backward_pass(overlap, n, kind):
-    plain, step = (model.step(WORK, CLUSTER, n, kind=kind, overlap=o) for o in (0, overlap))
-    hidden = plain.exposed - step.exposed
-    assert hidden == pytest.approx(min(overlap * plain.gradients, plain.backward), abs=1e-12)
-    assert step.exposed >= step.parameters
-
-
-@pytest.mark.parametrize("kind", ["device", "sharded", "local"])
-def test_more_devices_never_make_the_step_shorter(kind):
-    work = model.resnet50()
-    exposed = [model.step(work, model.H100, n, kind=kind).gradients for n in (8, 64, 512, 4096, 65536)]
-    assert exposed == sorted(exposed)
 
 
 def test_what_grows_with_the_devices():
@@ -206,50 +139,6 @@ def test_what_grows_with_the_devices():
         assert sent("device", n, "int8") == pytest.approx((n - 1) / n * 40 / 32, rel=0.01)
         assert sent("device", n, "int3") == pytest.approx((n - 1) / n * 6 / 32, rel=0.01)
     assert sent("device", 65536, "2bit") < 2
-
-
-def test_merging_keeps_the_bytes():
-    found = model.exchanges(model.resnet50().shapes, "sharded", 64)
-    merged = model.combined(found, 30 << 20)
-    assert len(merged) < len(found) / 5
-    for gradient in (True, False):
-        sums = [sum(e.nbytes for e in several if e.gradient == gradient) for several in (merged, found)]
-        assert sums[0] == sums[1]
-    star = model.combined([model.Exchange("all-to-all", 1)] * 3 + [model.Exchange("all-gather", 1)] * 3, 10)
-    assert [(e.op, e.nbytes) for e in star] == [*3 * [("all-to-all", 1)], ("all-gather", 3)]
-
-
-def test_the_networks_are_as_large_as_they_are_called():
-    assert model.resnet50().parameters == 25_557_032
-    assert model.one_billion().parameters == pytest.approx(1e9, rel=0.02)
-    from _shapes import gpt2_small
-
-    assert list(model.transformer(768, 12, 50257, 1024)) == gpt2_small()
-
-
-A_SHARE, UNKNOWN = "overlap is a share from 0 to 1", "the model does not know"
-A_LINK = "a link has a latency >= 0 and a bandwidth > 0"
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: _hlo.collectives("%a = (f32[1], f32[8]) all-gather-start(%x)", 8), "all-gather-start"),
-        (lambda: model.step(WORK, CLUSTER, 10), "10 devices do not fill nodes of 4"),
-        (lambda: model.step(WORK, CLUSTER, 8, overlap=-0.1), A_SHARE),
-        (lambda: model.step(WORK, CLUSTER, 8, overlap=1.1), A_SHARE),
-        (lambda: model.exchanges(WORK.shapes, "dist_async", 8), UNKNOWN),
-        (lambda: model.exchanges(WORK.shapes, "local", 8, "2bit"), UNKNOWN),
-        (lambda: model.exchanges(WORK.shapes, "device", 8, "powersgd"), UNKNOWN),
-        (lambda: model.Link(-1, 1), A_LINK),
-        (lambda: model.Link(0, 0), A_LINK),
-        (lambda: model.Link(0, math.nan), A_LINK),
-        (lambda: model.fit(2, (4096, 1.0), (8192, 0.5)), "the larger sum must take longer"),
-    ],
-)
-def test_what_is_refused(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()
 
 
 # The fit.
@@ -274,67 +163,3 @@ def test_measurements_that_follow_the_model_are_predicted_exactly():
     assert (link.latency, link.bandwidth) == pytest.approx((1e-5, 1e9))
     report = scale.held(4, {"seconds": seconds, "collectives": {"net": [pieces]}}, link, 4)
     assert [row["ratio"] for row in report["rows"].values()] == [1, 1, 1, 1]
-
-
-# The script.
-
-
-def test_a_case_that_takes_too_long_says_so_and_its_larger_ones_are_not_tried(monkeypatch, capsys):
-    asked: list[tuple[str, str, int]] = []
-
-    def too_slow(case, limit):
-        asked.append((case["kind"], case["compressor"], case["devices"]))
-        return {**case, "missing": f"more than {limit:.0f} s"}
-
-    monkeypatch.setattr(scale, "compiled", too_slow)
-    rows = scale.compile_part(scale.arguments(["--devices", "16", "8", "--networks", "lenet", "--limit", "7"]))
-    assert asked == [(*case, 8) for case in scale.CASES]
-    asked.clear()
-    options = scale.arguments(["--devices", "8", "--networks", "lenet", "--cases", "local", "--limit", "3"])
-    again = scale.compile_part(options, rows)
-    assert asked == [("local", "none", 8)]
-    assert [row["missing"] for row in again] == [f"more than {s} s" for s in (7, 7, 3, 7, 7, 7, 7, 7, 7)]
-    assert [row["devices"] for row in rows] == [8] * len(scale.CASES)
-    assert "more than 7 s" in capsys.readouterr().out
-
-
-def test_a_child_is_ended_at_its_limit():
-    case = {"network": "lenet", "kind": "device", "compressor": "none", "devices": 8}
-    assert scale.compiled(case, 0.05) == {**case, "missing": "more than 0 s"}
-
-
-@pytest.mark.slow  # prediction and picture up to 65,536 devices
-def test_the_prediction_is_written_and_drawn(tmp_path, capsys):
-    output, picture = tmp_path / "out.json", tmp_path / "scale.png"
-    scale.main(["model", "--output", str(output), "--picture", str(picture)])
-    report = json.loads(output.read_text())
-    networks = report["model"]["networks"]
-    assert set(networks) == {"ResNet-50", "1-billion transformer"}
-    rows = networks["ResNet-50"]["rows"]
-    assert len(rows) == len(scale.WAYS) * len(scale.PREDICTED) * len(scale.OVERLAPS)
-    assert report["model"]["cluster"]["sources"]
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "65,536" in capsys.readouterr().out
-
-
-def test_an_unknown_part_is_bad_usage(capsys):
-    with pytest.raises(SystemExit) as ended:
-        scale.main(["compiling"])
-    assert ended.value.code == 2
-    assert "unknown part 'compiling'" in capsys.readouterr().err
-
-
-@pytest.mark.slow  # two processes that import JAX and compile
-def test_two_processes_are_measured():
-    measured = scale.together(2, 1, ["mlp"])
-    sums = {"sum 4096", "sum 65536", "sum 1048576", "sum 16777216"}
-    assert set(measured["seconds"]) == {"nothing", "mlp alone", "mlp together"} | sums
-    assert all(len(times) == 1 and times[0] > 0 for times in measured["seconds"].values())
-    parameters = 784 * 1024 + 1024 * 1024 + 1024 * 10
-    assert measured["collectives"]["mlp"] == [{"bytes": 4 * parameters + 4, "arrays": 4}]
-
-
-def test_a_process_that_fails_is_told(monkeypatch):
-    monkeypatch.setattr(scale, "HERE", Path("/nowhere"))
-    with pytest.raises(RuntimeError, match="one of 2 processes ended with status 2"):
-        scale.together(2, 1, [])
