@@ -1,10 +1,11 @@
 """Every operator and set of attributes beside MXNet 1.9.1: outputs, gradients and running statistics."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from step_model import mostly_slow
 from symbols import CASES, REFERENCE, apply, arrays_of, node, recorded, rule, symbol_of, write
 
 from jaxpar import mxnet
@@ -25,33 +26,58 @@ def close(found, expected, what):
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-5, err_msg=what)
 
 
-@pytest.mark.sampled(24)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_it_computes_what_mxnet_computes(name, tmp_path):
-    model = mxnet.load_symbol(write(tmp_path, name))
-    expected, arrays = recorded()[name], arrays_of(name)
+def in_dozens(names):
+    """Most of the time goes into making programs, so a dozen operators are one."""
+    return [names[i : i + 12] for i in range(0, len(names), 12)]
+
+
+def split(name):
+    """The arrays of a case: what has gradients, integers, and running statistics."""
+    arrays = arrays_of(name)
     state = {n: arrays.pop(n) for n in CASES[name]["aux"]}
-    whole = {n for n, (_, kind) in CASES[name]["arrays"].items() if kind[0] == "i"}
-    # Compiled as one program each: at the prompt every operation of MXNet's is several.
-    for i, out in enumerate(jax.jit(lambda: apply(model, arrays, state, train=False)[0])()):
-        if WRONG.get(name) != f"eval{i}":
-            close(out, expected[f"eval{i}"], "eval")
-    if "out0" not in expected:
-        return
+    whole = {n: arrays.pop(n) for n, (_, kind) in CASES[name]["arrays"].items() if kind[0] == "i" and n in arrays}
+    return {n: jnp.asarray(a) for n, a in arrays.items()}, whole, state
 
-    def loss(floats):
-        outs, fresh = apply(model, {**arrays, **floats}, state)
-        heads = [rule(f"{name}/head{i}", expected[f"out{i}"].shape, "n") for i in range(len(outs))]
-        return sum((out * head).sum() for out, head in zip(outs, heads, strict=True)), (outs, fresh)
 
-    floats = {n: jnp.asarray(a) for n, a in arrays.items() if n not in whole}
-    grads, (outs, fresh) = jax.jit(jax.grad(loss, has_aux=True))(floats)
-    for i, out in enumerate(outs):
-        close(out, expected[f"out{i}"], f"output {i}")
-    for n, grad in grads.items() if name not in WRONG else ():
-        close(grad, expected[f"grad {n}"], f"gradient of {n}")
-    for n in state:
-        close(fresh[n], expected[f"aux {n}"], n)
+def weighted(name, outs):
+    """A number that depends on all elements of the outputs, each with a weight of its own, as it was recorded."""
+    heads = [jnp.asarray(rule(f"{name}/head{i}", out.shape, "n"), out.dtype) for i, out in enumerate(outs)]
+    return sum((jnp.float32(out) * head).sum() for out, head in zip(outs, heads, strict=True))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("names", in_dozens(OPERATORS), ids=lambda names: names[0])
+def test_they_compute_what_mxnet_computes(names, tmp_path):
+    models = {name: mxnet.load_symbol(write(tmp_path, name)) for name in names}
+    cases = {name: split(name) for name in names}
+
+    @jax.jit
+    def evaluated(floats):
+        return {
+            n: apply(models[n], {**floats[n], **whole}, state, train=False)[0] for n, (_, whole, state) in cases.items()
+        }
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradients(floats):
+        found = {n: apply(models[n], {**floats[n], **cases[n][1]}, cases[n][2]) for n in floats}
+        return sum(weighted(n, outs) for n, (outs, _) in found.items()), found
+
+    floats = {name: of_case for name, (of_case, _, _) in cases.items()}
+    for name, outs in evaluated(floats).items():
+        for i, out in enumerate(outs):
+            if WRONG.get(name) != f"eval{i}":
+                close(out, recorded()[name][f"eval{i}"], f"{name}: output {i} of an evaluation")
+
+    grads, found = gradients({name: floats[name] for name in names if "out0" in recorded()[name]})
+    for name, (outs, state) in found.items():
+        expected = recorded()[name]
+        for i, out in enumerate(outs):
+            close(out, expected[f"out{i}"], f"{name}: output {i}")
+        for n, grad in grads[name].items() if name not in WRONG else ():
+            close(grad, expected[f"grad {n}"], f"{name}: gradient of {n}")
+        for n in CASES[name]["aux"]:
+            close(state[n], expected[f"aux {n}"], f"{name}: statistics {n}")
 
 
 @pytest.mark.slow
@@ -236,24 +262,27 @@ def near_in_float16(found, expected, what):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", mostly_slow(COMPUTED, *COMPUTED[::25]))
-def test_it_computes_in_float16_what_mxnet_computes(name, tmp_path):
-    model = mxnet.load_symbol(write(tmp_path, name))
-    arrays, state = given(name, "float16")
-    outs, _ = apply(model, arrays, state, rng=0)
-    for i, out in enumerate(outs):
-        near_in_float16(out, RECORDED[f"{name}/out{i}"], f"output {i}")
-    if "out0" not in recorded()[name]:
-        return  # no gradients, or only some
+@pytest.mark.parametrize("names", in_dozens(COMPUTED), ids=lambda names: names[0])
+def test_they_compute_in_float16_what_mxnet_computes(names, tmp_path):
+    models = {name: mxnet.load_symbol(write(tmp_path, name)) for name in names}
+    cases = {name: given(name, "float16") for name in names}
+    whole = {name: {n: a for n, a in cases[name][0].items() if CASES[name]["arrays"][n][1][0] == "i"} for name in names}
 
-    def loss(floats):
-        outs, _ = apply(model, {**arrays, **floats}, state, rng=0)
-        heads = [jnp.asarray(rule(f"{name}/head{i}", out.shape, "n"), out.dtype) for i, out in enumerate(outs)]
-        return sum((jnp.float32(out) * head).sum() for out, head in zip(outs, heads, strict=True))
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradients(floats):
+        found = {n: apply(models[n], {**floats[n], **whole[n]}, cases[n][1], rng=0)[0] for n in names}
+        return sum(
+            weighted(n, found[n]) for n in names if "out0" in recorded()[n]
+        ), found  # of the others there are none
 
-    floats = {n: a for n, a in arrays.items() if CASES[name]["arrays"][n][1][0] != "i"}
-    for n, grad in jax.grad(loss)(floats).items():
-        near_in_float16(grad, RECORDED[f"{name}/grad {n}"], f"gradient of {n}")
+    floats = {name: {n: a for n, a in cases[name][0].items() if n not in whole[name]} for name in names}
+    grads, found = gradients(floats)
+    for name in names:
+        for i, out in enumerate(found[name]):
+            near_in_float16(out, RECORDED[f"{name}/out{i}"], f"{name}: output {i}")
+        for n, grad in grads[name].items() if "out0" in recorded()[name] else ():
+            near_in_float16(grad, RECORDED[f"{name}/grad {n}"], f"{name}: gradient of {n}")
 
 
 def test_what_mxnet_cannot_compute_in_float16_on_a_cpu():
