@@ -1,4 +1,7 @@
-"""The scripts of examples/: the same on one and on four devices, and the same after they were killed."""
+"""The scripts of examples/: the same on one and on four devices, and the same after they were killed.
+
+CI runs three of them so, and the others once. Before a release all of them are run so.
+"""
 
 import json
 import signal
@@ -31,8 +34,24 @@ def result(done):
     return printed, json.loads(last)
 
 
+# Noise of a share of the batch, gradients of examples that see each other, a loop of its own.
+KILLED = ("vae", "simclr", "sweep")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.stem not in KILLED], ids=lambda path: path.stem)
+def test_a_script_runs(script, tmp_path):
+    printed, found = result(run(script, tmp_path / "four", 4))
+    assert printed
+    assert found["devices"] == 4
+    assert np.isfinite(found["numbers"]).all()
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(s, marks=pytest.mark.slow if s.stem in KILLED else pytest.mark.release) for s in SCRIPTS],
+    ids=lambda path: path.stem,
+)
 def test_a_script_gives_the_same_on_any_number_of_devices_and_after_a_kill(script, tmp_path):
     printed, one = result(run(script, tmp_path / "one", 1))
     whole, undisturbed = (printed, one) if script.stem in SAME_BITS else result(run(script, tmp_path / "four", 4))

@@ -185,16 +185,19 @@ def test_as_plain_optax(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow([*SORTS, *sorted({*NAMES} - {*SORTS})], most=20))
 def test_as_plain_optax_sharded(name):
+    """Those beyond the sorts, whose updates are the same and lie elsewhere, are run before a release."""
     check(name, "sharded", "shard_map", 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["device", "sharded", "local", "dist_sync"])
-@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("kind", "engine", "count"),
+    [("local", "pmap", 8), ("sharded", "pmap", 8), ("dist_sync", "shard_map", 1), ("device", "shard_map", 8)],
+)
 @pytest.mark.parametrize("name", ["adam", "chain, clip by the global norm", "reduce_on_plateau"])
-def test_as_plain_optax_everywhere(name, count, engine, kind):
+def test_as_plain_optax_everywhere(name, kind, engine, count):
     check(name, kind, engine, count)
 
 

@@ -9,8 +9,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from kv_model import collectives_in
-from step_model import EVERYWHERE, step_of
-from test_every_optimizer import NAMES, by_axes, made
+from step_model import EVERYWHERE, mostly_slow, step_of
+from test_every_optimizer import NAMES, SORTS, by_axes, made
 
 from jaxpar import kv, train
 from jaxpar._core.arrays import is_prng_key
@@ -81,10 +81,11 @@ def check(tx, **options):
         np.testing.assert_array_equal(other, one, jax.tree_util.keystr(path))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "name", ["adafactor, factored", *sorted({*SKIPPED, *WITH_FUNCTIONS} - {"adafactor, factored"})]
-)
+# One of each sort first; the others are run before a release.
+FIRST = [*WITH_FUNCTIONS, *(name for name in SORTS if name in SKIPPED and name not in WITH_FUNCTIONS)]
+
+
+@pytest.mark.parametrize("name", mostly_slow([*FIRST, *sorted({*SKIPPED} - {*FIRST})], "adafactor, factored", most=20))
 def test_names_of_params_do_not_matter(name):
     check(WITH_FUNCTIONS.get(name, lambda: made(name))())
 
