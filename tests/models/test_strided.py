@@ -82,7 +82,7 @@ def test_no_image_and_a_symbolic_batch(params):
     np.testing.assert_allclose(exported.call(params, IMAGES), strided.apply(params, IMAGES), rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.release  # an epoch of the real data
 def test_the_recipe_is_right_for_nine_images_of_ten(tmp_path):
     """On the real data: 0.904 of the test images. The limit leaves room for rounding, which training enlarges."""
     words = ["train", "--recipe=fast", f"--data-dir={tmp_path}", "--devices=1", "--no-compilation-cache"]

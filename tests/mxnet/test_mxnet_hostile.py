@@ -130,7 +130,9 @@ def test_lists(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["shape slice", *(pytest.param(n, marks=pytest.mark.slow) for n in SYMBOLS[:4])])
+@pytest.mark.parametrize(
+    "name", ["shape slice", SYMBOLS[0], *(pytest.param(n, marks=pytest.mark.release) for n in SYMBOLS[1:4])]
+)
 def test_shapes_and_modules_of_changed_networks(name, tmp_path):
     """A file that is whole but says other numbers ends in an error too, not in a program that asks for all memory."""
     path = write(tmp_path, name)

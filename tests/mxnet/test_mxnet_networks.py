@@ -11,13 +11,14 @@ from symbols import CASES, parts_of, recorded, save
 from jaxpar import kv, mxnet, train, updaters
 
 QUICK = ("squeezenet1_1", "mobilenet_v2_0_25", "resnet18_v1")
-DEEP = ("resnet101", "resnet152", "densenet161", "densenet169", "densenet201")  # more of what smaller ones have
+# One of each family. The others have more of the same layers, and run before a release.
+FAMILIES = ("alexnet", "densenet121", "inception_v3", "mobilenet0_5", "mobilenet_v2_0_5", "resnet34_v2", "vgg11_bn")
 
 
 def zoo(*quick):
-    """The networks, each in its row: the deep ones before a release."""
+    """The networks, each in its row."""
     for name in (name for name in CASES if name.startswith("zoo")):
-        row = pytest.mark.release if name[4:].startswith(DEEP) else pytest.mark.slow
+        row = pytest.mark.slow if name[4:] in (*FAMILIES, *QUICK) else pytest.mark.release
         yield pytest.param(name, marks=() if name[4:] in quick else row)
 
 

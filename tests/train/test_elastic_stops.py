@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from launched import command, environment, launch
-from step_model import mostly_slow
 
 from jaxpar import checkpoint
 
@@ -141,7 +140,8 @@ def test_all_stop_after_the_same_step(tmp_path, who):
     assert len({step for _, step, _ in said}) == 1, run.output
 
 
-@pytest.mark.parametrize("seconds", mostly_slow([40, 60], most=1))  # a process counts as frozen after 30
+@pytest.mark.release  # minutes: a process counts as frozen after 30 seconds
+@pytest.mark.parametrize("seconds", [40, 60])
 def test_a_long_standstill_changes_no_bit(tmp_path, seconds):
     """All of a run stops, or its launcher alone: nothing is lost. One process of a rigid run stops: all begin again."""
     elastic = Run(tmp_path / "elastic", "slow:0.3:10000")
