@@ -220,10 +220,26 @@ def test_bf16_nearest_is_the_cast_and_keeps_what_it_lost_under_jit():
     assert np.abs(state["residual"]).max() > 0
 
 
-def test_bf16_sends_infinities_and_nan_as_they_are():
-    coder = coder_of({"type": "bf16", "rounding": "stochastic"})
-    value = np.array([np.inf, -np.inf, np.nan], np.float32)
-    np.testing.assert_array_equal(encode_and_decode(coder, value)[2], value)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_bf16_sends_infinities_and_nan_as_they_are(rounding):
+    """NaN has many bits. What is added for rounding would carry some of them over into -0.0 and 0.0."""
+    bits = np.array([0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32)
+    value = bits.view(np.float32)
+    found = encode_and_decode(coder_of({"type": "bf16", "rounding": rounding}), value)[2]
+    np.testing.assert_array_equal(found, value)
+
+
+def test_int8_keeps_blocks_of_subnormal_scales_in_the_residual():
+    """XLA flushes such scales to zero on CPUs, and not on GPUs. What is sent must not depend on that."""
+    block = np.resize(np.float32([1, -1, 0.5, -0.25]), 1024)
+    tiny = float(np.finfo(np.float32).tiny)
+    value = np.concatenate([120 * tiny * block, 4 * 127 * tiny * block])
+    payload, _, sent, state = encode_and_decode(compression.Int8(), value)
+    assert payload["scales"][0] == 0
+    assert payload["scales"][1] == np.float32(4 * tiny)
+    assert not sent[:1024].any()
+    np.testing.assert_array_equal(state["residual"][:1024], value[:1024])
+    assert np.abs(payload["codes"][1024:]).max() == 127
 
 
 def test_topk_sends_exactly_the_k_largest_magnitudes():

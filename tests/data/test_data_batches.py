@@ -217,13 +217,26 @@ def test_residence_is_decided_by_the_memory_that_is_free(monkeypatch):
     for name in ("from_devices", "from_host"):
         run = getattr(_batches, name)
         monkeypatch.setattr(_batches, name, lambda *args, name=name, run=run: chosen.append(name) or run(*args))
-    for room in (None, 10**9, 100):
+    two_copies = 2 * (dataset.images.nbytes + dataset.labels.nbytes)
+    for room in (None, two_copies, two_copies - 1):
         free.append(room)
         batches(make(40), 8, devices=jax.devices()[:2])
     assert chosen == ["from_devices", "from_devices", "from_host"]
     list(batches(dataset, 8, devices=jax.devices()[:2], resident=True))
     batches(dataset, 8, devices=jax.devices()[:2])
     assert chosen[3:] == ["from_devices", "from_devices"]  # it is there already
+
+
+@pytest.mark.parametrize("size", [0, 2, 9])
+def test_an_error_of_what_is_read_ahead_comes_after_the_batches_before_it(size):
+    def read():
+        yield from np.arange(4)
+        raise OSError("the disk is gone")
+
+    found = data.prefetch(read(), size=size)
+    assert [int(next(found)) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(found)
 
 
 def test_free_memory_is_what_the_device_says():
