@@ -43,19 +43,19 @@ QUICKEST = 40  # tests that run before the others are collected
 
 STEP = "every_optimizer train_step step_* frozen unused local_steps virtual_shards engine_jit definition".split()
 ROOMS = {  # a package, and the tests that are asked, the likeliest first
-    "kv": ["kv"],
-    "_store": ["kv", "compression/test_owners.py", "train/test_train_step.py", "train/test_step_*.py"],
-    "updaters": ["updaters", "kv", "train/test_every_optimizer.py", "mxnet/test_mxnet_optimizers.py"],
-    "compression": ["compression", "kv/test_kv_compression.py"],
     "sparse": ["sparse", "kv/test_kv_sparse.py"],
     "parallel": ["parallel", "devices/test_sharing.py", "train/test_fsdp.py"],
-    "_devices": ["devices", "parallel", "kv/test_layouts.py", "data/test_data_batches.py", "train/test_train_step.py"],
-    "train/_step": [f"train/test_{name}.py" for name in STEP],
-    "train/_evaluate": ["train/test_evaluate_anything.py", "train/test_fit_evaluation.py"],
+    "compression": ["compression", "kv/test_kv_compression.py"],
+    "updaters": ["updaters", "kv", "train/test_every_optimizer.py", "mxnet/test_mxnet_optimizers.py"],
     "checkpoint": ["checkpoint"],
     "data": ["data"],
-    "mxnet": ["mxnet"],
     "viz/_read": ["viz"],
+    "kv": ["kv"],
+    "_store": ["kv", "compression/test_owners.py", "train/test_train_step.py", "train/test_step_*.py"],
+    "_devices": ["devices", "parallel", "kv/test_layouts.py", "data/test_data_batches.py", "train/test_train_step.py"],
+    "train/_evaluate": ["train/test_evaluate_anything.py", "train/test_fit_evaluation.py"],
+    "train/_step": [f"train/test_{name}.py" for name in STEP],
+    "mxnet": ["mxnet"],
 }
 ROWS = {"one": "not slow and not lab and not release", "two": "slow and not lab and not release and not others"}
 
@@ -70,17 +70,18 @@ CHANGES = {  # of cosmic-ray's operators the ones that a programmer could have m
 }
 
 
+_ARGUMENTS = {"where": (1, 2), "clip": (0,), **dict.fromkeys(("minimum", "maximum", "min", "max"), (0, 1))}
+
+
 class Guards(Operator):
     """`where(c, a, b)` becomes `a` or `b`, `clip(x, ...)` becomes `x`, `maximum(a, b)` becomes `a` or `b`."""
-
-    KEPT = {"where": (1, 2), "clip": (0,), **dict.fromkeys(("minimum", "maximum", "min", "max"), (0, 1))}
 
     def _arguments(self, node: Any) -> list[Any]:
         *_, name, call = [None, None, *getattr(node, "children", ())]
         if node.type not in ("atom_expr", "power") or call.type != "trailer" or call.children[0].value != "(":
             return []
         name = name.children[-1] if name.type == "trailer" else name
-        places = self.KEPT.get(getattr(name, "value", ""), ())
+        places = _ARGUMENTS.get(getattr(name, "value", ""), ())
         given = [x for x in getattr(call.children[1], "children", ()) if x.type not in ("operator", "argument")]
         return [given[i] for i in places if len(given) > 1]
 
@@ -119,11 +120,10 @@ class Mutation:
         except SyntaxError:
             return False
         self.text, old, new = changed, text.splitlines(), changed.splitlines()
-        first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), len(new))
-        same = next((i for i, (a, b) in enumerate(zip(old[::-1], new[::-1], strict=False)) if a != b), 0)
-        self.before, self.after = (
-            " ".join(x.strip() for x in lines[first : max(first + 1, len(lines) - same)]) for lines in (old, new)
-        )
+        first = len(os.path.commonprefix([old, new]))
+        same = len(os.path.commonprefix([old[first:][::-1], new[first:][::-1]]))
+        changes = (" ".join(x.strip() for x in lines[first : len(lines) - same]) for lines in (old, new))
+        self.before, self.after = changes
         return True
 
     @property
@@ -356,7 +356,8 @@ def main() -> None:
     kept = KEPT / f"seed{options.seed}.jsonl"
     earlier = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     killed = {(*x["key"],): x for x in earlier if x["result"] not in ("survived", "unreached")}
-    files = sorted({file for x in drawn for file in files_of(x.room)})
+    reach: dict[str, dict[str, Any]] = {row: {} for row in rows}
+    results: list[dict[str, Any]] = []
     source = hashlib.sha256(b"".join(x.read_bytes() for x in sorted((ROOT / "jaxpar").rglob("*.py")))).hexdigest()
     started, workers = time.monotonic(), queue.Queue[Worker]()
 
@@ -366,6 +367,9 @@ def main() -> None:
             return work(worker)
         finally:
             workers.put(worker)
+
+    def record(wanted: tuple[str, str]) -> dict[str, Any]:
+        return with_worker(lambda worker: recorded(worker, *wanted, source))
 
     def one(mutation: Mutation) -> dict[str, Any]:
         if mutation.key in killed:
@@ -384,11 +388,12 @@ def main() -> None:
         for number in range(options.workers):
             workers.put(Worker(folder, number, options.python))
         try:
-            reach = {}
-            for row in rows:
-                record = lambda file, row=row: with_worker(lambda worker: recorded(worker, file, row, source))  # noqa: E731
-                reach[row] = dict(zip(files, pool.map(record, files), strict=True))
-            results = list(pool.map(one, drawn))
+            for room in ROOMS:
+                of_room = [mutation for mutation in drawn if mutation.room == room]
+                wanted = [(file, row) for file in files_of(room) for row in rows if of_room and file not in reach[row]]
+                for (file, row), found in zip(wanted, pool.map(record, wanted), strict=True):
+                    reach[row][file] = found
+                results += pool.map(one, of_room)
         finally:
             for worker in [workers.get() for _ in range(options.workers)]:
                 worker.process.communicate()

@@ -1,9 +1,10 @@
-"""Runs tests of a copy of the tree for tools/mutants.py, in forks of one process that has imported jax, flax and others.
+"""Runs tests of a copy of the tree for tools/mutants.py, in forks of one process that has imported jax and others.
 
 No backend of jax is started before a fork, so there are no threads that a fork would miss. A job is a line of JSON on
 standard input, and its answer a line on standard output.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -12,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 HERE = Path.cwd()
@@ -74,8 +76,8 @@ def run(job, answer):
     import pytest
 
     plugin = Recorder() if job["tests"] is None else Chosen(job["tests"])
-    arguments = ["-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", "-m", job["marks"], *job["files"]]
-    code = pytest.main([*arguments, *([] if job["tests"] is None else ["-x"])], [plugin])
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore:Module already imported", "-m", job["marks"]]
+    code = pytest.main([*options, *([] if job["tests"] is None else ["-x"]), *job["files"]], [plugin])
     found = {"failed": plugin.failed} if job["tests"] else {"imported": plugin.imported, "tests": plugin.tests}
     answer.write_text(json.dumps({"code": int(code), **found}))
 
@@ -93,16 +95,18 @@ def in_a_fork(job, folder):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         try:
             run(job, answer)
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(0)
-    late, ended = time.monotonic() + job["seconds"], 0
-    while not ended and time.monotonic() < late:
+    late, ended, parent = time.monotonic() + job["seconds"], 0, os.getppid()
+    while not ended and time.monotonic() < late and os.getppid() == parent:
         ended, _ = os.waitpid(child, os.WNOHANG)
         time.sleep(0.05)
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     if not ended:
         os.waitpid(child, 0)
     found = json.loads(answer.read_text()) if answer.exists() else {"code": "late" if not ended else "crash"}
