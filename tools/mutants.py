@@ -22,6 +22,7 @@ import json
 import os
 import queue
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -77,20 +78,22 @@ class Guards(Operator):
     """`where(c, a, b)` becomes `a` or `b`, `clip(x, ...)` becomes `x`, `maximum(a, b)` becomes `a` or `b`."""
 
     def _arguments(self, node: Any) -> list[Any]:
-        *_, name, call = [None, None, *getattr(node, "children", ())]
-        if node.type not in ("atom_expr", "power") or call.type != "trailer" or call.children[0].value != "(":
+        called = re.fullmatch(
+            r"(?:(?:np|jnp)\.)?(where|clip|minimum|maximum|min|max)\(.*\)", node.get_code(False), re.S
+        )
+        inner = node.children[-1].children[1] if called and node.type in ("atom_expr", "power") else None
+        if called is None or inner is None or inner.type != "arglist":
             return []
-        name = name.children[-1] if name.type == "trailer" else name
-        places = _ARGUMENTS.get(getattr(name, "value", ""), ())
-        given = [x for x in getattr(call.children[1], "children", ()) if x.type not in ("operator", "argument")]
-        return [given[i] for i in places if len(given) > 1]
+        given = [x for x in inner.children if x.type not in ("operator", "argument")]
+        return [given[i] for i in _ARGUMENTS[called[1]]] if len(given) > max(_ARGUMENTS[called[1]]) else []
 
     def mutation_positions(self, node: Any) -> Any:
         return [(node.start_pos, node.end_pos) for _ in self._arguments(node)]
 
     def mutate(self, node: Any, index: int) -> Any:
-        kept = self._arguments(node)[index].get_code(include_prefix=False)
-        return parso.parse(f"{node.get_first_leaf().prefix}({kept})").children[0]
+        kept = parso.parse(f"({self._arguments(node)[index].get_code(False)})").children[0]
+        kept.get_first_leaf().prefix = node.get_first_leaf().prefix
+        return kept
 
     @classmethod
     def examples(cls) -> Any:
@@ -103,6 +106,12 @@ def operators() -> dict[str, Operator]:
 
 
 # Where a mutation may be.
+
+
+def alike(lines: list[str], others: list[str]) -> int:
+    """How many lines are the same, from the first one on."""
+    pairs = zip(lines, others, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(lines), len(others)))
 
 
 class Mutation:
@@ -120,8 +129,8 @@ class Mutation:
         except SyntaxError:
             return False
         self.text, old, new = changed, text.splitlines(), changed.splitlines()
-        first = len(os.path.commonprefix([old, new]))
-        same = len(os.path.commonprefix([old[first:][::-1], new[first:][::-1]]))
+        first = alike(old, new)
+        same = alike(old[first:][::-1], new[first:][::-1])
         changes = (" ".join(x.strip() for x in lines[first : len(lines) - same]) for lines in (old, new))
         self.before, self.after = changes
         return True
@@ -149,9 +158,8 @@ def without_tests(tree: ast.AST) -> Any:
                 yield from (x for x in body if isinstance(x, ast.Assign) and isinstance(x.value, ast.BinOp))
 
 
-def draw(number: int, seed: int, rooms: list[str]) -> list[Mutation]:
+def draw(number: int, seed: int, rooms: list[str], known: dict[str, Operator]) -> list[Mutation]:
     found: list[tuple[float, Mutation]] = []
-    known = operators()
     for room in rooms:
         for file in sorted((ROOT / "jaxpar" / room).rglob("*.py")):
             text, path = file.read_text(), str(file.relative_to(ROOT))
@@ -340,13 +348,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", choices=["one", "two"], default="one", help="two: survivors meet the slow tests too")
     parser.add_argument("--only", nargs="+", choices=ROOMS, default=list(ROOMS), metavar="ROOM")
+    parser.add_argument("--operators", nargs="+", choices=operators(), metavar="OPERATOR", help="such as Guards")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
         "--python", default=str(ROOT / ".venv" / "bin" / "python"), help="that of the tests, 3.12 or later"
     )
     parser.add_argument("--list", action="store_true", help="show the mutations and run none")
     options = parser.parse_args()
-    drawn = draw(options.number, options.seed, options.only)
+    chosen = {k: v for k, v in operators().items() if not options.operators or k in options.operators}
+    drawn = draw(options.number, options.seed, options.only, chosen)
     if options.list:
         print("\n".join(f"{x.path}:{x.line} {x.before}  ->  {x.after}" for x in drawn))
         return
