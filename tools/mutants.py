@@ -49,7 +49,7 @@ ROOMS = {  # a package, and the tests that are asked, the likeliest first
     "compression": ["compression", "kv/test_kv_compression.py"],
     "updaters": ["updaters", "kv", "train/test_every_optimizer.py", "mxnet/test_mxnet_optimizers.py"],
     "checkpoint": ["checkpoint"],
-    "data": ["data"],
+    "data": ["data", "devices/test_user_mesh.py"],
     "viz/_read": ["viz"],
     "kv": ["kv"],
     "_store": ["kv", "compression/test_owners.py", "train/test_train_step.py", "train/test_step_*.py"],
@@ -72,20 +72,18 @@ CHANGES = {  # of cosmic-ray's operators the ones that a programmer could have m
 
 
 _ARGUMENTS = {"where": (1, 2), "clip": (0,), **dict.fromkeys(("minimum", "maximum", "min", "max"), (0, 1))}
+_CALL = re.compile(rf"(?:(?:np|jnp)\.)?({'|'.join(_ARGUMENTS)})\(.*\)", re.DOTALL)
 
 
 class Guards(Operator):
     """`where(c, a, b)` becomes `a` or `b`, `clip(x, ...)` becomes `x`, `maximum(a, b)` becomes `a` or `b`."""
 
     def _arguments(self, node: Any) -> list[Any]:
-        called = re.fullmatch(
-            r"(?:(?:np|jnp)\.)?(where|clip|minimum|maximum|min|max)\(.*\)", node.get_code(False), re.S
-        )
-        inner = node.children[-1].children[1] if called and node.type in ("atom_expr", "power") else None
-        if called is None or inner is None or inner.type != "arglist":
-            return []
-        given = [x for x in inner.children if x.type not in ("operator", "argument")]
-        return [given[i] for i in _ARGUMENTS[called[1]]] if len(given) > max(_ARGUMENTS[called[1]]) else []
+        called = node.type in ("atom_expr", "power") and _CALL.fullmatch(node.get_code(False))
+        inner = node.children[-1].children[1] if called else node
+        given = [x for x in inner.children if x.type not in ("operator", "argument")] if inner.type == "arglist" else []
+        places = _ARGUMENTS[called[1]] if called else ()
+        return [given[i] for i in places] if len(given) > max(places, default=0) else []
 
     def mutation_positions(self, node: Any) -> Any:
         return [(node.start_pos, node.end_pos) for _ in self._arguments(node)]

@@ -256,6 +256,34 @@ def test_topk_sends_exactly_the_k_largest_magnitudes():
     assert len(set(ties["indices"].tolist())) == ties["indices"].size == 20
 
 
+@pytest.mark.parametrize(("size", "sent"), [(0, 0), (1, 1), (3, 1), (14, 1), (16, 2)])
+def test_topk_sends_one_element_at_least(size, sent):
+    assert compression.TopK(0.1).wire_bytes((size,), "float32") == 8 * sent
+    payload, *_ = encode(compression.TopK(0.1), np.arange(size, dtype=np.float32))
+    assert payload["indices"].tolist() == list(range(size))[::-1][:sent]
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [(8192, 4), (2048, 8), (5000, 3), (1030, 4), (1000, 4), (3000, 7)],
+    ids=["whole blocks", "parts of a block", "rows across blocks", "a short last block", "one block", "many rows"],
+)
+def test_owners_decode_their_rows_of_int8(size, count):
+    """Each row has other scales. The last one ends with padding."""
+    value = np.random.default_rng(size).normal(size=size).astype(np.float32) * np.arange(1, size + 1)
+
+    @jax.jit
+    def decoded(value):
+        payload, _ = encode(compression.Int8(), value)
+        rows = compression.Int8().cut(payload, value.shape, count)
+        row = lambda i: compression.Int8().decode_row(jax.tree.map(lambda x: x[i], rows), i)  # noqa: E731
+        return compression.Int8().decode(payload, value.shape, "float32"), [row(i) for i in range(count)]
+
+    whole, rows = decoded(value)
+    np.testing.assert_array_equal(np.concatenate(rows)[:size], whole)
+    assert not np.concatenate(rows)[size:].any()
+
+
 # ---- PowerSGD
 
 

@@ -227,6 +227,17 @@ def test_residence_is_decided_by_the_memory_that_is_free(monkeypatch):
     assert chosen[3:] == ["from_devices", "from_devices"]  # it is there already
 
 
+def test_a_partition_spec_is_over_the_mesh_that_is_set():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[1:3])
+    with jax.set_mesh(mesh):
+        (batch,) = batches(make(4), 4, sharding=P("data"))
+        (other,) = data.prefetch([np.zeros(4)], P("data"))
+    assert batch["label"].sharding == other.sharding == NamedSharding(mesh, P("data"))
+    for read in (lambda: batches(make(4), 4, sharding=P("data")), lambda: data.prefetch([np.zeros(4)], P("data"))):
+        with pytest.raises(TypeError, match=r"a PartitionSpec needs a mesh, set by jax\.set_mesh"):
+            read()
+
+
 @pytest.mark.parametrize("size", [0, 2, 9])
 def test_an_error_of_what_is_read_ahead_comes_after_the_batches_before_it(size):
     def read():
