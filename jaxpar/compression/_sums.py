@@ -246,7 +246,7 @@ def bytes_of_words(words: int, itemsize: int, per_word: int, grid: Grid | None, 
 
 def chunk_of(size: int, per_word: int, grid: Grid | None, count: int) -> int:
     """Elements of an owner's share: whole words, and whole groups of sums."""
-    unit = per_word if grid is None else max(per_word, PLANE)
+    unit = per_word if grid is None else PLANE  # of which every number of codes in a word is a divisor
     return unit * collectives.chunk_size(size, unit * count)
 
 

@@ -265,7 +265,7 @@ def test_topk_sends_one_element_at_least(size, sent):
 
 @pytest.mark.parametrize(
     ("size", "count"),
-    [(8192, 4), (2048, 8), (5000, 3), (1030, 4), (1000, 4), (3000, 7)],
+    [(8192, 4), (2048, 8), (5000, 3), (1030, 4), (1024, 7), (3000, 7)],
     ids=["whole blocks", "parts of a block", "rows across blocks", "a short last block", "one block", "many rows"],
 )
 def test_owners_decode_their_rows_of_int8(size, count):
@@ -285,6 +285,13 @@ def test_owners_decode_their_rows_of_int8(size, count):
 
 
 # ---- PowerSGD
+
+
+@pytest.mark.parametrize(("shape", "rank"), [((10, 20), 2), ((1, 20), 1), ((20, 1, 3), 2), ((20, 1), 1)])
+def test_powersgd_sends_two_factors_of_its_rank(shape, rank):
+    """A value is a matrix of its first axis by the others. A rank beyond the smaller axis says no more."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    assert compression.PowerSGD(rank=2).wire_bytes(shape, "float32") == 4 * rank * (rows + columns)
 
 
 @functools.partial(jax.jit, static_argnums=0)
