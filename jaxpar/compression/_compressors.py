@@ -199,7 +199,7 @@ class Int8(_Rounded):
             return (codes.reshape(-1, _INT8_BLOCK) * row["scales"][: size // _INT8_BLOCK, None]).reshape(-1)
         if _INT8_BLOCK % size == 0:  # a part of one block
             return codes * row["scales"][0]
-        # A row may begin and end within a block. It ends beyond all scales only where there is one block, and one scale.
+        # A row may begin and end within a block. It ends beyond all scales only where there is one.
         scales = jnp.broadcast_to(row["scales"][:, None], (row["scales"].size, _INT8_BLOCK)).reshape(-1)
         return codes * jax.lax.dynamic_slice(scales, (index * size % _INT8_BLOCK,), (size,))
 
