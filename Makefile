@@ -13,6 +13,7 @@ TRAIN_ARGS ?=
 # Each worker begins with half of the tests in their order, so that tests of one file share fixtures and programs.
 PYTEST_ARGS ?= -n 2 --dist worksteal
 LAB_ARGS ?=
+MUTANTS_ARGS ?=
 # For CI, which leaves to another call what that runs anyway: --without core, --without once, --half 0 or --half 1.
 PART ?=
 
@@ -98,6 +99,12 @@ bench: $(READY) debian  ## the benchmarks, each against its peers in one interle
 	for b in benchmarks/[a-z]*.py; do $(BIN)/python $$b || exit 1; done
 	$(BIN)/python benchmarks/_draw.py
 
+# Cosmic Ray makes the mutations and is not in the environment of the tests, whose Python must be 3.12 or later here.
+mutants: $(READY) $(KERNELS)  ## 300 random mutations of the source: which does no test see? MUTANTS_ARGS='--seed 1' to change it
+	@test -x .venv-mutants/bin/cosmic-ray || { $(PYTHON) -m venv .venv-mutants \
+		&& .venv-mutants/bin/python -m pip install --quiet cosmic-ray==8.7.0; }
+	.venv-mutants/bin/python tools/mutants.py --python $(BIN)/python $(MUTANTS_ARGS)
+
 mxnet:  ## MXNet 1.9.1 in .venv-mxnet, a peer of the benchmarks; needs Python 3.8
 	@p=$$(for c in python3.8 "$$(uv python find 3.8 2>/dev/null)" ~/.pyenv/versions/3.8*/bin/python; do \
 		"$$c" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 8))' >/dev/null 2>&1 && { echo "$$c"; break; }; done); \
@@ -112,4 +119,4 @@ constraints: $(READY)  # write constraints.txt again: versions only, for every s
 clean:  ## remove what make made
 	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache docs/.ruff_cache .hypothesis
 
-.PHONY: help setup debian train test test-slow test-numeric plan-env notebooks lab lab-test docs-test lint docs matrix dist bench mxnet constraints clean
+.PHONY: help setup debian train test test-slow test-numeric plan-env notebooks lab lab-test docs-test lint docs matrix dist bench mutants mxnet constraints clean

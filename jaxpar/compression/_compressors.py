@@ -199,9 +199,8 @@ class Int8(_Rounded):
             return (codes.reshape(-1, _INT8_BLOCK) * row["scales"][: size // _INT8_BLOCK, None]).reshape(-1)
         if _INT8_BLOCK % size == 0:  # a part of one block
             return codes * row["scales"][0]
-        # A row may begin and end within a block. What is padded has no scale.
-        scales = jnp.pad(row["scales"], (0, max(0, _base.words((size,), _INT8_BLOCK) + 1 - row["scales"].size)))
-        scales = jnp.broadcast_to(scales[:, None], (scales.size, _INT8_BLOCK)).reshape(-1)
+        # A row may begin and end within a block. It ends beyond all scales only where there is one.
+        scales = jnp.broadcast_to(row["scales"][:, None], (row["scales"].size, _INT8_BLOCK)).reshape(-1)
         return codes * jax.lax.dynamic_slice(scales, (index * size % _INT8_BLOCK,), (size,))
 
     def _dither(self, shape: Shape, state: State) -> Any:

@@ -246,7 +246,7 @@ def bytes_of_words(words: int, itemsize: int, per_word: int, grid: Grid | None, 
 
 def chunk_of(size: int, per_word: int, grid: Grid | None, count: int) -> int:
     """Elements of an owner's share: whole words, and whole groups of sums."""
-    unit = per_word if grid is None else max(per_word, PLANE)
+    unit = per_word if grid is None else PLANE  # of which every number of codes in a word is a divisor
     return unit * collectives.chunk_size(size, unit * count)
 
 
@@ -304,18 +304,14 @@ def _two_way(values: Arrays, states: States, axis_name: str, limits: BucketLimit
     codes, left, steps = _code(wanted, axis_name)
     shares = _add_shares([collectives.to_rows(c, count) for c in codes], axis_name, limits)
     # The owner of a share adds what it did not send back at the last push.
-    totals = [
-        _within(share * step + state[_OWNER], v.size, axis_name)
-        for v, share, step, state in zip(values, shares, steps, states, strict=True)
-    ]
+    totals = [share * step + state[_OWNER] for share, step, state in zip(shares, steps, states, strict=True)]
     codes, owner_left, steps = _code(totals, axis_name)
     whole = _gather_shares(codes, axis_name, limits)
     sums = [
         (collectives.from_rows(rows, v.shape) * step).astype(v.dtype)
         for rows, step, v in zip(whole, steps, values, strict=True)
     ]
-    owners = [_within(rest, v.size, axis_name) for v, rest in zip(values, owner_left, strict=True)]
-    new = zip(states, left, owners, strict=True)
+    new = zip(states, left, owner_left, strict=True)
     return sums, [{**state, "residual": rest, _OWNER: owner} for state, rest, owner in new]
 
 
@@ -325,14 +321,7 @@ def _two_way_share(values: Arrays, states: States, axis_name: str, limits: Bucke
     rows = [collectives.to_rows(v, count) for v in values]
     codes, left, steps = _code([_base.with_residual(r, s) for r, s in zip(rows, states, strict=True)], axis_name)
     shares = _add_shares(codes, axis_name, limits)
-    sums = [
-        _within(share * step, v.size, axis_name).astype(v.dtype)
-        for v, share, step in zip(values, shares, steps, strict=True)
-    ]
-    left = [
-        jnp.where(jnp.arange(r.size).reshape(r.shape) < v.size, rest, 0)
-        for v, r, rest in zip(values, rows, left, strict=True)
-    ]
+    sums = [(share * step).astype(v.dtype) for v, share, step in zip(values, shares, steps, strict=True)]
     return sums, [{**state, "residual": rest} for state, rest in zip(states, left, strict=True)]
 
 
@@ -370,8 +359,3 @@ def _plan(rows: Arrays, limits: BucketLimits) -> collectives.Groups:
     sizes = [_base.words(r.shape[1:], PLANE) for r in rows]
     lead = [r.shape[0] if size >= _SHORT else 1 for r, size in zip(rows, sizes, strict=True)]
     return collectives.plan([jax.ShapeDtypeStruct(shape, "uint32") for shape in zip(lead, sizes, strict=True)], limits)
-
-
-def _within(share: jax.Array, size: int, axis_name: str) -> jax.Array:
-    """This device's (chunk,) of a value of `size` elements, with zeros beyond its end: padding may be NaN there."""
-    return jnp.where(lax.axis_index(axis_name) * share.size + jnp.arange(share.size) < size, share, 0)

@@ -188,6 +188,16 @@ def test_any_damaged_file_is_refused_by_name_and_the_one_before_used(tmp_path, c
     assert checkpoint.latest(tmp_path) == new
 
 
+def test_what_can_be_read_again_is_restored_again(tmp_path, capsys):
+    """As on a network disk that was away for a while: one `Manager` looks twice."""
+    new = two(tmp_path)
+    manager, good = checkpoint.Manager(tmp_path), (new / "jaxpar.json").read_bytes()
+    for text, n in ((b"", 1), (good, 2), (b"", 1)):
+        (new / "jaxpar.json").write_bytes(text)
+        assert int(manager.restore_latest(LIKE)[0]["n"]) == n
+        assert (f"{new} is " in capsys.readouterr().err) == (n == 1)
+
+
 @pytest.mark.parametrize("what", DAMAGES)
 def test_a_manifest_that_cannot_be_read(tmp_path, capsys, what):
     new = two(tmp_path)

@@ -75,6 +75,13 @@ def test_64_bits(dtype):
         assert hash_of(jnp.asarray(other)) == hash_of(other)
 
 
+def test_the_padding_of_a_sharded_store_does_not_count():
+    """Ten elements on two, three and four devices have no padding, two and two numbers of it."""
+    store = kv.from_params({"w": jnp.arange(10.0) + 1}, kind="sharded", optimizer=adam())
+    found = {hash_of(kv.place(store, jax.devices()[:count])) for count in (2, 3, 4)}
+    assert len(found) == 1
+
+
 def test_each_bit_of_a_nan():
     words = [0x7FC00000, 0x7FC00001, 0xFFC00000, 0x7F800001, 0x7F800000]
     assert len({hash_of(bits(word)) for word in words}) == 5

@@ -220,10 +220,26 @@ def test_bf16_nearest_is_the_cast_and_keeps_what_it_lost_under_jit():
     assert np.abs(state["residual"]).max() > 0
 
 
-def test_bf16_sends_infinities_and_nan_as_they_are():
-    coder = coder_of({"type": "bf16", "rounding": "stochastic"})
-    value = np.array([np.inf, -np.inf, np.nan], np.float32)
-    np.testing.assert_array_equal(encode_and_decode(coder, value)[2], value)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_bf16_sends_infinities_and_nan_as_they_are(rounding):
+    """NaN has many bits. What is added for rounding would carry some of them over into -0.0 and 0.0."""
+    bits = np.array([0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7FFFFFFF, 0xFFFFFFFF], np.uint32)
+    value = bits.view(np.float32)
+    found = encode_and_decode(coder_of({"type": "bf16", "rounding": rounding}), value)[2]
+    np.testing.assert_array_equal(found, value)
+
+
+def test_int8_keeps_blocks_of_subnormal_scales_in_the_residual():
+    """XLA flushes such scales to zero on CPUs, and not on GPUs. What is sent must not depend on that."""
+    block = np.resize(np.float32([1, -1, 0.5, -0.25]), 1024)
+    tiny = float(np.finfo(np.float32).tiny)
+    value = np.concatenate([120 * tiny * block, 4 * 127 * tiny * block])
+    payload, _, sent, state = encode_and_decode(compression.Int8(), value)
+    assert payload["scales"][0] == 0
+    assert payload["scales"][1] == np.float32(4 * tiny)
+    assert not sent[:1024].any()
+    np.testing.assert_array_equal(state["residual"][:1024], value[:1024])
+    assert np.abs(payload["codes"][1024:]).max() == 127
 
 
 def test_topk_sends_exactly_the_k_largest_magnitudes():
@@ -240,7 +256,42 @@ def test_topk_sends_exactly_the_k_largest_magnitudes():
     assert len(set(ties["indices"].tolist())) == ties["indices"].size == 20
 
 
+@pytest.mark.parametrize(("size", "sent"), [(0, 0), (1, 1), (3, 1), (14, 1), (16, 2)])
+def test_topk_sends_one_element_at_least(size, sent):
+    assert compression.TopK(0.1).wire_bytes((size,), "float32") == 8 * sent
+    payload, *_ = encode(compression.TopK(0.1), np.arange(size, dtype=np.float32))
+    assert payload["indices"].tolist() == list(range(size))[::-1][:sent]
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [(8192, 4), (2048, 8), (5000, 3), (1030, 4), (1024, 7), (3000, 7)],
+    ids=["whole blocks", "parts of a block", "rows across blocks", "a short last block", "one block", "many rows"],
+)
+def test_owners_decode_their_rows_of_int8(size, count):
+    """Each row has other scales. The last one ends with padding."""
+    value = np.random.default_rng(size).normal(size=size).astype(np.float32) * np.arange(1, size + 1)
+
+    @jax.jit
+    def decoded(value):
+        payload, _ = encode(compression.Int8(), value)
+        rows = compression.Int8().cut(payload, value.shape, count)
+        row = lambda i: compression.Int8().decode_row(jax.tree.map(lambda x: x[i], rows), i)  # noqa: E731
+        return compression.Int8().decode(payload, value.shape, "float32"), [row(i) for i in range(count)]
+
+    whole, rows = decoded(value)
+    np.testing.assert_array_equal(np.concatenate(rows)[:size], whole)
+    assert not np.concatenate(rows)[size:].any()
+
+
 # ---- PowerSGD
+
+
+@pytest.mark.parametrize(("shape", "rank"), [((10, 20), 2), ((1, 20), 1), ((20, 1, 3), 2), ((20, 1), 1)])
+def test_powersgd_sends_two_factors_of_its_rank(shape, rank):
+    """A value is a matrix of its first axis by the others. A rank beyond the smaller axis says no more."""
+    rows, columns = shape[0], math.prod(shape[1:])
+    assert compression.PowerSGD(rank=2).wire_bytes(shape, "float32") == 4 * rank * (rows + columns)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -56,19 +56,21 @@ def test_bits_of_a_sum():
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("bits", [1, 3, 5, 11, 31])
 def test_codes_in_planes_and_lanes_come_back(bits):
-    codes = np.random.default_rng(bits).integers(0, 2**bits, (3, 64), np.uint32)
+    rng = np.random.default_rng(bits)
+    short, long = (rng.integers(0, 2**bits, (3, size), np.uint32) for size in (64, 2 * 128 * 32))  # two blocks of lines
 
     @jax.jit
-    def there_and_back(codes, flat):
-        planes, lanes = _base.pack_planes(codes, bits), _base.pack_lanes(flat, bits)
-        back = _base.in_order(_base.unpack_planes(planes, bits), 1), _base.unpack_lanes(lanes, bits, 13)
-        return planes, lanes, *back
+    def there_and_back(rows, flat):
+        planes, lanes = [_base.pack_planes(codes, bits) for codes in rows], _base.pack_lanes(flat, bits)
+        back = [_base.in_order(_base.unpack_planes(x, bits), 1) for x in planes]
+        return planes, lanes, back, _base.unpack_lanes(lanes, bits, 13)
 
-    planes, lanes, unpacked, flat = there_and_back(codes, codes[0, :13])
-    assert (planes.shape, planes.dtype) == ((3, 2 * bits), jnp.uint32)
-    np.testing.assert_array_equal(unpacked, codes)
+    planes, lanes, unpacked, flat = there_and_back((short, long), short[0, :13])
+    assert [(x.shape, x.dtype) for x in planes] == [((3, n * bits), jnp.uint32) for n in (2, 256)]
+    np.testing.assert_array_equal(unpacked[0], short)
+    np.testing.assert_array_equal(unpacked[1], long)
     assert lanes.size == -(-13 // (32 // bits))
-    np.testing.assert_array_equal(flat, codes[0, :13])
+    np.testing.assert_array_equal(flat, short[0, :13])
 
 
 # ---- every way gives the sum of the payloads in their order

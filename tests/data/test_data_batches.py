@@ -217,13 +217,37 @@ def test_residence_is_decided_by_the_memory_that_is_free(monkeypatch):
     for name in ("from_devices", "from_host"):
         run = getattr(_batches, name)
         monkeypatch.setattr(_batches, name, lambda *args, name=name, run=run: chosen.append(name) or run(*args))
-    for room in (None, 10**9, 100):
+    two_copies = 2 * (dataset.images.nbytes + dataset.labels.nbytes)
+    for room in (None, two_copies, two_copies - 1):
         free.append(room)
         batches(make(40), 8, devices=jax.devices()[:2])
     assert chosen == ["from_devices", "from_devices", "from_host"]
     list(batches(dataset, 8, devices=jax.devices()[:2], resident=True))
     batches(dataset, 8, devices=jax.devices()[:2])
     assert chosen[3:] == ["from_devices", "from_devices"]  # it is there already
+
+
+def test_a_partition_spec_is_over_the_mesh_that_is_set():
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[1:3])
+    with jax.set_mesh(mesh):
+        (batch,) = batches(make(4), 4, sharding=P("data"))
+        (other,) = data.prefetch([np.zeros(4)], P("data"))
+    assert batch["label"].sharding == other.sharding == NamedSharding(mesh, P("data"))
+    for read in (lambda: batches(make(4), 4, sharding=P("data")), lambda: data.prefetch([np.zeros(4)], P("data"))):
+        with pytest.raises(TypeError, match=r"a PartitionSpec needs a mesh, set by jax\.set_mesh"):
+            read()
+
+
+@pytest.mark.parametrize("size", [0, 2, 9])
+def test_an_error_of_what_is_read_ahead_comes_after_the_batches_before_it(size):
+    def read():
+        yield from np.arange(4)
+        raise OSError("the disk is gone")
+
+    found = data.prefetch(read(), size=size)
+    assert [int(next(found)) for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(found)
 
 
 def test_free_memory_is_what_the_device_says():

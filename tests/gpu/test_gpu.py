@@ -16,7 +16,7 @@ import pytest
 from fit_model import apply, points
 from kv_model import whole_numbers
 
-from jaxpar import checkpoint, data, kv, models, parallel, sparse, train, updaters, viz
+from jaxpar import checkpoint, compression, data, kv, models, parallel, sparse, train, updaters, viz
 from jaxpar._launch import visible_gpus
 from jaxpar.data import _batches
 
@@ -85,6 +85,14 @@ def test_a_compressed_push(kind, spec, gpus, cpus):
     store, other = (pushed(devices, kind, spec, sgd) for devices in (gpus, cpus))
     close(kv.pull(store, [3, 5]), kv.pull(other, [3, 5]), 1e-4, 1e-5)
     close(store.residuals, other.residuals, 1e-4, 1e-5)
+
+
+def test_int8_keeps_blocks_of_subnormal_scales_in_the_residual(gpus):
+    """A GPU keeps subnormal numbers, where a CPU makes zeros of them."""
+    value, coder = jax.device_put(np.full(1024, 1e-37, np.float32), gpus[0]), compression.Int8()
+    payload, state = jax.jit(coder.encode)(value, coder.init(value.shape, value.dtype))
+    assert not payload["scales"].any()
+    np.testing.assert_array_equal(state["residual"], value)
 
 
 def test_rows(gpus, cpus):

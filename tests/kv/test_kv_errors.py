@@ -16,6 +16,7 @@ F = jnp.zeros((2, 3))
 ROWS = RowSparse(np.array([0]), np.ones((1, 3), np.float32), (2, 3))
 TWO = {"type": "2bit", "threshold": 0.5}
 CLIPPED_ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+SKIPS_NAN = optax.apply_if_finite(optax.sgd(1.0), 2)
 
 
 def filled(kind="device"):
@@ -66,6 +67,7 @@ CALLS = {
     "updater_tx": (lambda s: kv.set_updater(s, optax.sgd(1.0)), TypeError, "kv.set_optimizer takes an optax"),
     "optimizer": (lambda s: kv.set_optimizer(s, "sgd"), TypeError, "expected an optax.GradientTransformation"),
     "coupling": (lambda s: kv.set_optimizer(s, optax.clip_by_global_norm(1.0)), ValueError, "grad_transform"),
+    "coupling_by_nan": (lambda s: kv.set_optimizer(s, SKIPS_NAN), ValueError, "from the gradients of others"),
     "coupling_chain": (lambda s: kv.set_optimizer(s, CLIPPED_ADAM), ValueError, "from the gradients of others"),
     "compression": (lambda s: kv.set_gradient_compression(s, {"type": "3bit"}), ValueError, "'3bit'.*2bit"),
     "to_params": (kv.to_params, ValueError, "not made by kv.from_params"),

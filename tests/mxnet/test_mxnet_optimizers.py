@@ -112,6 +112,13 @@ def test_what_is_clipped():
     assert step(updaters.mxnet_sgd(0.1, rescale_grad=-0.5)) == pytest.approx(0.25)
 
 
+def test_the_momentum_of_nag_has_the_decay_of_the_new_value():
+    """As in MXNet's kernel, which writes the value first. By hand: 1, 0.905 and, with momentum -0.04525, 0.7823725."""
+    values, state = run(updaters.mxnet_nag(0.1, momentum=0.9, wd=0.5), jnp.ones(()), jnp.zeros(2))
+    np.testing.assert_allclose(values, [0.905, 0.7823725], rtol=1e-6)
+    np.testing.assert_allclose(state["momentum"], 0.9 * -0.04525 - 0.05 * 0.7823725, rtol=1e-6)
+
+
 def test_multipliers_by_key():
     updater = updaters.mxnet_sgd(0.1, wd=0.5, lr_mult={1: 2.0, 3: 0.0}, wd_mult={2: 0.0})
     value, gradient = jnp.ones(1), jnp.ones(1)

@@ -1,6 +1,7 @@
 """Any model and any value, over any source: each example counts once, on any devices, by one program."""
 
 import dataclasses
+import functools
 import re
 import types
 from pathlib import Path
@@ -123,6 +124,31 @@ def test_masked_tokens_count_once_however_they_are_summed(count, size):
     table = state_of(count, params=TABLE)
     for source in (TOKENS, lambda: iter(parts(size, TOKENS))):
         close(train.evaluate(table, data=source, eval_fn=masked, batch_size=size), want_masked())
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_a_mask_leaves_out_may_be_anything(bad):
+    # Numbers: of a mask of booleans XLA makes a choice, which would hide NaN * 0.
+    mask, labels = TOKENS["mask"].astype(np.float32), (TOKENS["x"] + 1) % 7
+    logits = TABLE[TOKENS["x"]]
+    broken = np.where(mask[..., None] > 0, logits, np.float32(bad))
+    means = {
+        "accuracy": train.accuracy,
+        "top_k": functools.partial(train.top_k, k=2),
+        "cross_entropy": train.cross_entropy,
+        "perplexity": train.perplexity,
+        "mean_squared_error": lambda logits, labels, mask: train.mean_squared_error(logits[..., 0], labels * 1.0, mask),
+    }
+
+    def eval_fn(params, batch):
+        return {name: mean(batch["logits"], batch["labels"], mask=batch["mask"]) for name, mean in means.items()}
+
+    found, want = (
+        train.evaluate({}, data={"logits": x, "labels": labels, "mask": mask}, eval_fn=eval_fn, batch_size=N)
+        for x in (broken, logits)
+    )
+    assert found == want
+    assert np.isfinite(list(found.values())).all()
 
 
 def test_the_last_examples_of_sums_need_no_more_memory_than_a_batch():

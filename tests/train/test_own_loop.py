@@ -174,6 +174,33 @@ def test_a_search_ends_where_the_loss_grows():
     assert found._repr_png_() is not None
 
 
+CURVES = {  # losses of rates 1, 2, 4, ..., and the rate at which the average falls fastest
+    "falls fast, then slowly": ([10, 10, 2, 2, 2, 2, 2], 4.0),
+    "falls fastest after its least value": ([10, 9, 8, 7, 6, 60, 60, -1, -1, -1], 8.0),
+    "falls to the end": ([10, 10, 9, 8, 6, 0], 32.0),
+    "never falls": ([1, 2, 3, 4, 5, 6, 7], None),
+    "NaN after a fall": ([10, 9, 4, np.nan], 4.0),
+    "too few numbers": ([10, 1, np.nan], None),
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_the_rate_is_where_the_loss_falls_fastest_before_its_least_value(name):
+    (losses, want), state = CURVES[name], start()[0]
+    left = iter(losses)
+    found = train.lr_find(
+        state,
+        lambda state, batch: (state, {"loss": next(left)}),
+        TRAIN,
+        batch_size=16,
+        lowest=1.0,
+        highest=2.0 ** (len(losses) - 1),
+        steps=len(losses),
+    )
+    np.testing.assert_array_equal(found.losses, losses)
+    assert found.suggestion == (want if want is None else pytest.approx(want))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -15,6 +15,10 @@ HALF, COMPLEX = Spec((8, 16), jnp.bfloat16), Spec((8, 16), jnp.complex64)
 NEW = jax.__version_info__ >= (0, 12)
 
 
+def grouped_batches(x, w):
+    return lax.conv_general_dilated(x, w, (1, 1), "SAME", batch_group_count=2)
+
+
 def pool(x, reduce, start):
     return lax.reduce_window(x, start, reduce, (2, 2), (2, 2), "VALID")
 
@@ -37,6 +41,7 @@ COUNTED = {fn.__name__: (fn, X) for fn in OF_ONE_ARRAY} | {
     "argmax": (lambda x: jnp.argmax(x, 1), X),
     "argmin of integers": (lambda x: jnp.argmin(x), IDS),
     "associative_scan": (lambda x: lax.associative_scan(jnp.add, x, axis=1), X),
+    "grouped batches of a convolution": (grouped_batches, Spec((4, 3, 8, 8), f32), Spec((6, 3, 3, 3), f32)),
     "sum pooling": (lambda x: pool(x, lax.add, 0.0), X),
     "max pooling": (lambda x: pool(x, lax.max, -jnp.inf), X),
     "a product of windows": (lambda x: pool(x, lax.mul, 1.0), X),
@@ -153,10 +158,10 @@ def kernel(x_ref, y_ref):
 def pallas(x, **options):
     from jax.experimental import pallas as pl
 
-    block = pl.BlockSpec((2, 16), lambda row: (row, 0))
+    block = pl.BlockSpec((2, 4), lambda row, column: (row, column))
     return pl.pallas_call(
         kernel,
-        grid=(4,),
+        grid=(4, 4),
         in_specs=[block],
         out_specs=block,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
