@@ -135,7 +135,7 @@ def _frozen_keys(frozen: Frozen, params: Any, names: Sequence[str], values: Sequ
         try:
             whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), frozen, params)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{where} must have the structure of the params, or its beginning: {error}") from error
+            raise ValueError(f"{where} must have the structure of the params, or its beginning: {error}") from None
         flags = jax.tree.leaves(whole)
     for name, flag in zip(names, flags, strict=True):
         if not isinstance(flag, (bool, np.bool_)):

@@ -201,6 +201,7 @@ class TrainStep:
         Pending pushes of a store with staleness are applied, oldest first. An unfinished round of local steps ends with
         an agreement of all devices. The given state stays valid, and training can continue from the result.
         """
+        check_is_state(state, "train step, finish")
         with outside_mesh() as user:
             if not state.store.staleness and not carries(state.local):
                 return self._complete(without_types(state), user)
