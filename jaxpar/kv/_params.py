@@ -202,7 +202,11 @@ def _untrained(params: Any) -> list[_Untrained | None]:
 
     def add_variable(node: Any) -> None:
         is_stream = isinstance(node, nnx.RngState)
-        why = None if isinstance(node, nnx.Param) else _Untrained(f"of type {type(node).__name__}", _BY_NNX, not is_stream)
+        why = (
+            None
+            if isinstance(node, nnx.Param)
+            else _Untrained(f"of type {type(node).__name__}", _BY_NNX, not is_stream)
+        )
         add(node, why)
 
     def is_known(node: Any) -> bool:

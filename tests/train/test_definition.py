@@ -248,7 +248,14 @@ def test_all_engines_skip_the_same_steps_at_any_scale(dtype, engine, parts, loss
     first, step = train.start(init(), SGD, loss, rng=7, devices=jax.devices()[:4], **options)
     first, skipped = step.complete(first), []
     for scale in SCALES:
-        defined = {"shares": 4, "rng": jax.random.key(7), "step": 0, "accumulate": parts, "scale": scale, "dtype": dtype}
+        defined = {
+            "shares": 4,
+            "rng": jax.random.key(7),
+            "step": 0,
+            "accumulate": parts,
+            "scale": scale,
+            "dtype": dtype,
+        }
         with np.errstate(invalid="ignore"):  # inf - inf
             grads, _, _ = definition(loss, init(), batches()[0], **(defined | {"dtype": None} if own else defined))
         scaled = {**first.loss_scale, "scale": jnp.full_like(first.loss_scale["scale"], scale)}

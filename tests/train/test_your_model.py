@@ -194,7 +194,10 @@ WHOLE = {
     "linen": (linen_variables, r"'batch_stats/mean' .* collection 'batch_stats'.*variables\[\"params\"\]"),
     "haiku": (haiku_both, "mean_ema/average' .* running mean of Haiku, .*model_state="),
     "equinox": (lambda: eqx.nn.MLP(6, 3, width_size=5, depth=1, key=KEY), f"leaf 'activation' .*{PARTITION}"),
-    "equinox, dropout": (lambda: EqxDropping(eqx.nn.Linear(6, 3, key=KEY), eqx.nn.Dropout(0.5)), f"'drop/p'.* 0.5, .*{PARTITION}"),
+    "equinox, dropout": (
+        lambda: EqxDropping(eqx.nn.Linear(6, 3, key=KEY), eqx.nn.Dropout(0.5)),
+        f"'drop/p'.* 0.5, .*{PARTITION}",
+    ),
     "equinox, batch norm": (lambda: eqx.partition(EqxNet(KEY), eqx.is_inexact_array)[0], "make_with_state"),
     "equinox, its state": (lambda: eqx.nn.make_with_state(EqxNet)(KEY), "running value of Equinox|norm"),
     "a random key": (lambda: {"w": jnp.ones(2), "key": KEY}, "'key' .* random key, .*rng"),
