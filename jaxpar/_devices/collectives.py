@@ -35,7 +35,7 @@ _SHARED_BYTES = 64 << 10
 _UNROLLED_TERMS = 16
 # Elements. A TPU keeps an array in tiles of 8 lines of 128.
 _LINE = 128
-# The reduce-scatter of Gloo, by which CPUs of a run of several processes send, overwrote what it was still sending: wrong
+# The reduce-scatter of Gloo, by which the CPUs of several processes send, overwrote what it was still sending: wrong
 # numbers in chunks of 4 MiB and more, by chance and without an error (jax issue 40830). jaxlib 0.12 has another.
 _GLOO_IS_WRONG = tuple(map(int, jax.lib.__version__.split(".")[:2])) < (0, 12)
 Shape = tuple[int, ...]
