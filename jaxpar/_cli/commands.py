@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
 import inspect
 import json
@@ -251,7 +252,7 @@ def _describe_plan(add: Any) -> None:
     add("function", help="MODULE:FUNCTION, make(devices, **choices) -> (step, state, batch)")
     names = "v5e:2x4, v5p:4x4x4, h100:8, h100:4x8; again for more"
     add("--on", action="append", required=True, metavar="DEVICES", help=names)
-    choose = "a keyword of the function, with one value or several to compare; again for more"
+    choose = "a keyword of the function, with one value, such as (2,4), or several to compare; again for more"
     add("--choose", action="append", default=[], metavar="NAME=VALUE[,VALUE]", help=choose)
     add("--json", action="store_true", help="print JSON")
     add("-o", "--output", metavar="FILE", help="draw the step there, .svg or .html, from the program of the devices")
@@ -277,15 +278,21 @@ def _choice(text: str) -> tuple[str, list[Any]]:
     name, equals, values = text.partition("=")
     if not name.isidentifier() or not equals:
         raise ValueError(f"--choose {text!r}: expected NAME=VALUE or NAME=VALUE,VALUE")
-    return name, [_value(value) for value in values.split(",")]
-
-
-def _value(text: str) -> Any:
-    """A Python literal, or else the text itself."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+    # A value ends at the first comma where Python can read it, else, as plain text, at the next comma.
+    found, parts = [], values.split(",")
+    while parts:
+        for count in range(1, len(parts) + 1):
+            with contextlib.suppress(ValueError, SyntaxError):
+                found.append(ast.literal_eval(",".join(parts[:count]).strip()))
+                break
+        else:
+            count, part = 1, parts[0].strip()
+            if any(part.count(opened) != part.count(closed) for opened, closed in ("()", "[]", "{}")):
+                rest = ",".join(parts)
+                raise ValueError(f"--choose {text!r}: {rest!r} does not begin with a value of Python, such as (2,4)")
+            found.append(part)
+        del parts[:count]
+    return name, found
 
 
 # `jaxpar port`: write a network of MXNet as a Python module.

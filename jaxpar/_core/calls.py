@@ -149,14 +149,15 @@ def _check_names(
         missing = " and ".join(name for name in needed if name not in kwargs and name not in first[:count])
         shown = ", ".join(name if name in first else f"{name}=..." for name in needed)
         problem = f"{missing} is missing; write {where}({shown})"
-    raise TypeError(f"{where}: {problem}")
+    raise TypeError(f"{where}: {problem}") from None
 
 
 def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: Exception) -> None:
     """Raise what names the argument that does not fit. Return, if jaxpar or the user's code has raised the error.
 
     Where all arguments fit, the error is raised again with all of them before its words. It is a `TypeError` if it is
-    not common, and an argument of which the signature says nothing holds something else than arrays and numbers.
+    not common, and an argument of which the signature says nothing holds something else than arrays and numbers. All
+    are raised `from None`, so that one traceback is printed.
     """
     if not _is_from_below(error):
         return
@@ -166,12 +167,12 @@ def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str,
         if not _fits(value, hint):
             part = None if hasattr(value, "dtype") else getattr(value, name, None)
             within = f"; give its .{name}" if part is not None and _fits(part, hint) else ""
-            raise TypeError(f"{where}: {name} must be {_words(hint)}, got {describe(value)}{within}") from error
+            raise TypeError(f"{where}: {name} must be {_words(hint)}, got {describe(value)}{within}") from None
     odd = any(_is_free(hint) and not all(map(_is_value, jax.tree.leaves(value))) for _, value, hint in given)
     if odd or type(error) in _COMMON:
         call = ", ".join(f"{name}={describe(value)}" for name, value, _ in given)
         kind = type(error) if type(error) in _COMMON else TypeError
-        raise kind(f"{where}({call}): {said}") from error
+        raise kind(f"{where}({call}): {error}") from None
 
 
 def _is_from_below(error: Exception) -> bool:
@@ -218,10 +219,10 @@ def _check_pytree(value: Any, where: str, said: str) -> None:
     try:
         leaves = jax.tree_util.tree_leaves_with_path(value)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{where} must have keys of one type in each dict: {str(error).splitlines()[0]}") from error
+        raise TypeError(f"{where} must have keys of one type in each dict: {str(error).splitlines()[0]}") from None
     for path, leaf in leaves:
         if is_gone(leaf) and (is_deletion or is_traced(leaf)):
-            raise gone_error(leaf, where + jax.tree_util.keystr(path))
+            raise gone_error(leaf, where + jax.tree_util.keystr(path)) from None
 
 
 def _is_value(leaf: Any) -> bool:

@@ -91,7 +91,7 @@ def array(value: Any, where: str) -> jax.Array:
     except jax.errors.JaxRuntimeError:  # a copy that the user's jax.transfer_guard disallows
         raise
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last: PyTorch, with a gradient
-        raise TypeError(f"{where}: expected an array, got {describe(value)} ({error})") from error
+        raise TypeError(f"{where}: expected an array, got {describe(value)} ({error})") from None
 
 
 def storable(value: Any, shape: tuple[int, ...], stored: Any, where: str) -> None:

@@ -9,6 +9,7 @@ from platform import libc_ver
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 
@@ -107,6 +108,8 @@ def _with(function: Callable[..., Any], instead: Any, in_loops: Any = None) -> C
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         program = primitive.replace_primitives(closed, instead, in_loops)
         results = jaxpr_as_fun(program)(*jax.tree.leaves(args))
+        # A result that is a constant comes as a number of Python or NumPy, which has no dtype of its own.
+        results = [jnp.asarray(x, aval.dtype) for x, aval in zip(results, closed.out_avals, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return replaced

@@ -35,6 +35,9 @@ _SHARED_BYTES = 64 << 10
 _UNROLLED_TERMS = 16
 # Elements. A TPU keeps an array in tiles of 8 lines of 128.
 _LINE = 128
+# The reduce-scatter of Gloo, by which the CPUs of several processes send, overwrote what it was still sending: wrong
+# numbers in chunks of 4 MiB and more, by chance and without an error (jax issue 40830). jaxlib 0.12 has another.
+_GLOO_IS_WRONG = tuple(map(int, jax.lib.__version__.split(".")[:2])) < (0, 12)
 Shape = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]
 
@@ -218,10 +221,16 @@ def in_lines(rows: jax.Array) -> jax.Array:
 
 def _scatter_sum(rows: jax.Array, axis_name: str) -> jax.Array:
     """This device's row of the sum over the axis."""
-    if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+    if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
+        # JAX 0.12 compiles no reduce-scatter over one axis of a mesh where another is Explicit.
+        return lax.dynamic_index_in_dim(lax.psum(rows, axis_name), lax.axis_index(axis_name), keepdims=False)
+
+    def by_xla(rows: jax.Array) -> jax.Array:
         return lax.psum_scatter(lax.collapse(in_lines(rows), 0, 2), axis_name, tiled=True).reshape(-1)
-    # JAX 0.12 compiles no reduce-scatter over one axis of a mesh where another is Explicit.
-    return lax.dynamic_index_in_dim(lax.psum(rows, axis_name), lax.axis_index(axis_name), keepdims=False)
+
+    if not (_GLOO_IS_WRONG and jax.distributed.is_initialized()):
+        return by_xla(rows)
+    return lax.platform_dependent(rows, cpu=lambda rows: sum_in_order(send_rows(rows, axis_name)), default=by_xla)
 
 
 def _gather_and_sum(x: jax.Array, axis_name: str) -> jax.Array:

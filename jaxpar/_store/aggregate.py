@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -83,9 +84,9 @@ def axis_size(axis_name: str, what: str) -> int:
     """The number of devices along a mapped axis. `NameError` if there is no such axis."""
     try:
         return lax.axis_size(axis_name)
-    except NameError as error:
+    except NameError:
         no_axis = f"no pmap or shard_map around this call has the axis axis_name={axis_name!r}"
-        raise NameError(f"{what}: {no_axis}; leave it out for values outside of them") from error
+        raise NameError(f"{what}: {no_axis}; leave it out for values outside of them") from None
 
 
 def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
@@ -261,7 +262,8 @@ def counted(store: KVStore, keys: Iterable[int]) -> KVStore:
     counts: dict[int, Any] = {k: s["count"] for k, s in store.updater_state.items() if k not in store.frozen}
     larger: Any = jnp.maximum
     if not is_traced(counts):
-        counts, larger = {k: int(count) for k, count in counts.items()}, max
+        # By NumPy, since JAX keeps what it once copied for that. So a push reads the counts of the last push only.
+        counts, larger = {k: int(np.asarray(count)) for k, count in counts.items()}, max
     largest, states = functools.reduce(larger, counts.values()), dict[int, Any]()
     for k in keys:
         largest = larger(largest, counts[k] + 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .. import updaters
 from .._core import calls, checks, text
-from .._core.arrays import Device, is_traced
+from .._core.arrays import Device, is_prng_key, is_traced
 from .._core.portable import path_name
 from .._devices import processes
 from .._devices.mesh import mesh_of
@@ -80,7 +81,8 @@ def from_params(
         `push`, `pull`, `pushpull` and `row_sparse_pull` take names as keys. The arrays of `params` are copied.
 
     Raises:
-        TypeError: a leaf is not an array, or is a `RowSparse`.
+        TypeError: a leaf is not an array, or is a `RowSparse`; or no optimizer may change it, such as a running mean or
+            a random key in a whole module of Flax NNX or Equinox. Give the params of the module alone.
         ValueError: both an optimizer and an updater are given; two leaves have the same name, or are the same array;
             the kind cannot apply the optimizer, see `kv.set_optimizer`; a pattern of `frozen` matches no param, or its
             bools do not fit the params; all floating params are frozen.
@@ -101,11 +103,14 @@ def from_params(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, RowSparse))
     paths = [path_name(path) for path, _ in leaves]
     _check_apart(leaves, paths)
+    untrained = _untrained(params)
+    _check_trained(untrained, paths, range(len(paths)) if frozen is not None else ())
     # Before the first use of JAX, since a kind `dist_*` joins the other processes.
     store = create(kind, devices=devices, staleness=staleness)
     store = dataclasses.replace(store, paths=tuple(enumerate(paths)), treedef=treedef)
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     store = dataclasses.replace(store, frozen=_frozen_keys(frozen, params, paths, values))
+    _check_trained(untrained, paths, store.frozen)
     chosen = mesh if mesh is not None else _mesh_for(store, values, sharding, optimizer)
     if chosen is not None:
         if sharding is None and stores.KINDS[store.kind].in_rows and not _split_shardings(values):
@@ -135,7 +140,7 @@ def _frozen_keys(frozen: Frozen, params: Any, names: Sequence[str], values: Sequ
         try:
             whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), frozen, params)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{where} must have the structure of the params, or its beginning: {error}") from error
+            raise ValueError(f"{where} must have the structure of the params, or its beginning: {error}") from None
         flags = jax.tree.leaves(whole)
     for name, flag in zip(names, flags, strict=True):
         if not isinstance(flag, (bool, np.bool_)):
@@ -153,8 +158,110 @@ def _check_params(params: Any) -> None:
     if type(params).__name__ == "LookaheadParams":
         own = "the store makes the slow ones, and kv.eval_params has them"
         raise TypeError(f"kv.from_params: expected params, got LookaheadParams; give the fast params alone: {own}")
+    if hasattr(params, "params") and hasattr(params, "opt_state"):
+        own = f"a {type(params).__name__}, whose optimizer would be trained too; give its .params"
+        raise TypeError(f"kv.from_params: expected params, got {own}")
     if params is None:
         raise ValueError("kv.from_params: params is None, so there is nothing to train; give a pytree of arrays")
+
+
+# A whole module is a pytree, and not all of its leaves are params. Trained as params, a running mean would stay at its
+# start, weight decay would shrink it, and a random key would give the same numbers at each step.
+
+
+class _Untrained(NamedTuple):
+    """What a leaf is that no optimizer may change, and what to do."""
+
+    what: str
+    hint: str
+    may_be_frozen: bool = True
+
+
+_BY_NNX = "give the params alone: graph, params, rest = nnx.split(model, nnx.Param, ...), and rest as model_state="
+_BY_EQUINOX = "give the arrays alone: params, static = eqx.partition(model, eqx.is_inexact_array)"
+_BY_STATE = "make the module by model, state = eqx.nn.make_with_state(Module)(...), and give state as model_state="
+_BY_LINEN = 'give variables["params"] as params, and the other collections as model_state='
+_COLLECTIONS = {"batch_stats", "cache", "intermediates", "perturbations"}  # of Flax Linen, beside "params"
+_KEY = _Untrained(
+    "a random key", "loss_fn gets a key of each step as rng; one of your own belongs to model_state=", False
+)
+
+
+def _untrained(params: Any) -> list[_Untrained | None]:
+    """For each leaf of params what it is, if it is certain that no optimizer may change it."""
+    # Whoever has a module of a library has imported it.
+    nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
+    variable = nnx.Variable if nnx else ()
+    of_nnx: Any = (nnx.Module, nnx.State) if nnx else ()
+    module = equinox.Module if equinox else ()
+    kept_apart: Any = (equinox.nn.State, equinox.nn.StateIndex) if equinox else ()
+    found: list[_Untrained | None] = []
+
+    def add(node: Any, why: _Untrained | None) -> None:
+        found.extend(why or (_KEY if is_prng_key(leaf) else None) for leaf in jax.tree.leaves(node))
+
+    def add_variable(node: Any) -> None:
+        is_stream = isinstance(node, nnx.RngState)
+        why = (
+            None
+            if isinstance(node, nnx.Param)
+            else _Untrained(f"of type {type(node).__name__}", _BY_NNX, not is_stream)
+        )
+        add(node, why)
+
+    def is_known(node: Any) -> bool:
+        return isinstance(node, (variable, of_nnx, module, kept_apart, RowSparse)) or _is_mean_of_haiku(node)
+
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_known):
+        first = getattr(path[0], "key", None) if path else None
+        if isinstance(node, RowSparse):
+            found.append(None)  # one leaf, which is refused by its own words
+        elif isinstance(node, variable):
+            add_variable(node)
+        elif isinstance(node, of_nnx):
+            parts = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, variable))
+            # A state may be of bare arrays, as out of a file. In a module these are no params.
+            is_mixed = isinstance(node, nnx.Module) or any(isinstance(part, variable) for part in parts)
+            for part in parts:
+                if isinstance(part, variable):
+                    add_variable(part)
+                else:
+                    add(part, _Untrained("no nnx.Param", _BY_NNX) if is_mixed else None)
+        elif isinstance(node, kept_apart):
+            add(node, _Untrained("a running value of Equinox", _BY_STATE))
+        elif isinstance(node, module):
+            for part in jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, kept_apart)):
+                if isinstance(part, kept_apart):
+                    add(part, _Untrained("a running value of Equinox", _BY_STATE))
+                else:
+                    is_array = hasattr(part, "dtype")
+                    add(part, None if is_array else _Untrained(f"no array but {checks.describe(part)}", _BY_EQUINOX))
+        elif _is_mean_of_haiku(node):
+            add(node, _Untrained("a running mean of Haiku", "give the state of its init as model_state="))
+        elif isinstance(params, Mapping) and "params" in params and first in _COLLECTIONS:
+            add(node, _Untrained(f"in the collection {first!r} of Flax", _BY_LINEN))
+        else:
+            add(node, None)
+    return found
+
+
+def _is_mean_of_haiku(node: Any) -> bool:
+    """Whether this is the state of `hk.ExponentialMovingAverage`, which is that of a batch norm too."""
+    return isinstance(node, Mapping) and node.keys() == {"average", "counter", "hidden"}
+
+
+def _check_trained(untrained: Sequence[_Untrained | None], names: Sequence[str], frozen: Container[int]) -> None:
+    """`TypeError` for leaves that no optimizer may change, unless they are frozen, where that is enough."""
+    wrong = [
+        (n, why)
+        for k, (n, why) in enumerate(zip(names, untrained, strict=True))
+        if why and not (why.may_be_frozen and k in frozen)
+    ]
+    if wrong:
+        (name, why), more = wrong[0], len(wrong) - 1
+        others = f", as {more} more are not" if more else ""
+        is_not = f"leaf {name!r} of params is {why.what}, which cannot be trained{others}"
+        raise TypeError(f"kv.from_params: {is_not}; {why.hint}")
 
 
 def _mesh_for(store: KVStore, values: Sequence[jax.Array], sharding: Any, optimizer: Any) -> Mesh | None:

@@ -17,6 +17,7 @@ from .. import kv
 from .._core import calls, checks
 from .._core.arrays import Device, Recent, forget
 from .._core.process import keep_freed_memory
+from .._core.text import plural
 from .._devices.mesh import copies_on, put_copy, wait_before_collectives
 from .._devices.user_mesh import in_user_mesh
 
@@ -58,7 +59,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         if len(devices) == n and devices[0].platform == "cpu":
             return
         runs = f"use_cpu_devices({n}): JAX runs already, on {len(devices)} {devices[0].platform} device(s)"
-        raise RuntimeError(f"{runs}; restart the Python process (or the kernel) and call this first") from error
+        raise RuntimeError(f"{runs}; restart the Python process (or the kernel) and call this first") from None
     if keep_memory and not keep_freed_memory():
         warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
 
@@ -254,7 +255,7 @@ def spmd(
 def _pmap(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def own(*args: Any) -> Any:
-        return fn(*args)
+        return _with_axes(fn(*args), options["out_axes"])
 
     run = jax.pmap(own, **options)
     weakref.finalize(run, forget, own).atexit = False
@@ -269,7 +270,7 @@ def _shard_map(
 
     def run(*args: Any) -> Any:
         def body(*args: Any) -> Any:
-            out = fn(*_over(lambda x: x[0], args, in_axes))
+            out = _with_axes(fn(*_over(lambda x: x[0], args, in_axes)), out_axes)
             return _over(lambda x: jnp.asarray(x)[None], out, out_axes)
 
         return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
@@ -285,6 +286,15 @@ def _shard_map(
         return multihost_utils.global_array_to_host_local_array(out, mesh, out_specs)
 
     return of_this_process
+
+
+def _with_axes(out: Any, out_axes: Any) -> Any:
+    """What a function returned. `ValueError` unless a tuple of axes has one for each result."""
+    if not isinstance(out_axes, tuple) or (isinstance(out, tuple) and len(out) == len(out_axes)):
+        return out
+    results = plural(len(out), "result") if isinstance(out, tuple) else checks.describe(out)
+    has = f"out_axes={out_axes} is for {plural(len(out_axes), 'result')}, and the function returns {results}"
+    raise ValueError(f"spmd: {has}; give out_axes one entry for each result, or one number or None for all")
 
 
 def _over(change: Callable[[Any], Any], tree: Any, axes: Any) -> Any:
@@ -305,6 +315,9 @@ def _specs(axes: Any, axis_name: str) -> Any:
 
 def _check_entries(args: tuple[Any, ...], in_axes: Any, count: int) -> None:
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+    if len(axes) != len(args):
+        has = f"in_axes={in_axes} is for {plural(len(axes), 'argument')}, and the call has {len(args)}"
+        raise ValueError(f"spmd: {has}; give in_axes one entry for each argument, or one number or None for all")
     for i, (arg, axis) in enumerate(zip(args, axes, strict=True)):
         for leaf in jax.tree.leaves(arg) if axis == 0 else ():
             if np.shape(leaf)[:1] != (count,):

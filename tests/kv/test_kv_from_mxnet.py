@@ -1,6 +1,7 @@
 """What code written for MXNet still says: taken where it means the same, else answered with the line to write."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +199,33 @@ def test_a_schedule_follows_the_largest_count_of_any_key(kind, rows):
     assert all(state.keys() == {"count"} for state in store.updater_state.values())
     for key, wanted in expected.items():
         np.testing.assert_allclose(kv.pull(store, key), np.full((4, 1), wanted), rtol=1e-6)
+
+
+def test_a_push_with_a_schedule_reads_few_counts():
+    """The counts of keys that were not pushed since are known on the host. Calls of functions are counted."""
+
+    def calls(rate):
+        store = kv.init(kv.create("device"), list(range(200)), [jnp.zeros(2)] * 200)
+        store = kv.set_updater(store, updaters.mxnet_sgd(rate))
+        for key in range(3):
+            store = kv.push(store, key, jnp.ones(2))
+        count = 0
+
+        def count_one(frame, event, argument):
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(count_one)
+        try:
+            for key in range(20):
+                store = kv.push(store, key, jnp.ones(2))
+        finally:
+            sys.setprofile(None)
+        assert [int(store.updater_state[k]["count"]) for k in (0, 2, 3, 20)] == [2, 2, 1, 0]
+        return count / 20
+
+    # One generator looks at all counts, for whether they are traced. To read each took eight more calls.
+    assert calls(lambda count: 1 / (count + 1)) < calls(0.1) + 3 * 200
 
 
 @pytest.mark.sampled(1)

@@ -149,6 +149,23 @@ def test_spmd_says_what_is_wrong(engine):
         parallel.spmd(lambda x: x, engine=engine, axis_name="i", devices=jax.devices()[:1] * 2)
 
 
+@pytest.mark.parametrize("engine", ["pmap", "shard_map"])
+@pytest.mark.parametrize(
+    ("axes", "args", "words"),
+    [
+        ({"in_axes": (0, 0)}, 1, r"in_axes=\(0, 0\) is for 2 arguments, and the call has 1"),
+        ({"in_axes": (0,)}, 2, r"in_axes=\(0,\) is for 1 argument, and the call has 2"),
+        ({"in_axes": ()}, 1, r"in_axes=\(\) is for 0 arguments, and the call has 1"),
+        ({"out_axes": (0, 0)}, 1, r"out_axes=\(0, 0\) is for 2 results, and the function returns float32\[\]"),
+        ({"out_axes": (0, 0, None)}, 2, r"is for 3 results, and the function returns 2 results"),
+    ],
+)
+def test_a_tuple_of_axes_has_one_for_each(engine, axes, args, words):
+    run = parallel.spmd(lambda *x: x if len(x) > 1 else x[0], engine=engine, axis_name="i", **axes)
+    with pytest.raises(ValueError, match=f"spmd: {words}; give .*_axes one entry for each"):
+        run(*[jnp.ones(jax.local_device_count())] * args)
+
+
 @pytest.mark.parametrize("axes", [{"in_axes": 1}, {"in_axes": (0, -1)}, {"out_axes": 1}, {"in_axes": ({"a": 0},)}])
 def test_shard_map_takes_no_other_axis_for_the_first(axes):
     with pytest.raises(ValueError, match=r"^spmd: engine 'shard_map' takes axes 0 and None, got .*; use engine='pmap'"):

@@ -215,6 +215,62 @@ def test_every_option_computes_the_definition(option, name, where):
     agree(got, expected_of(LOSSES[name], tx, **defined), rtol)
 
 
+def plain(params, batch, rng):
+    return by_rule(lambda x: x)(params, batch, rng)
+
+
+def weighed(params, batch, rng):
+    error = network(params, batch, lambda x: x)
+    return ((error**2 * batch["counts"]).sum(), batch["counts"].sum()), {}
+
+
+def cast_by_itself(params, batch, rng):
+    """A loss that computes in float16 without `compute_dtype`."""
+    return plain(*jax.tree.map(lambda x: x.astype(jnp.float16), (params, {k: batch[k] for k in "xy"})), rng)
+
+
+# From the smallest scale, at which most gradients are subnormal or 0, over those at which the sum of the shares is too
+# large for float16 and no share is, to those at which each share is.
+SCALES = [2.0**n for n in (-12, 0, 10, 11, 12, 13, 14, 15)]
+
+
+@pytest.mark.parametrize("loss", [plain, weighed, cast_by_itself], ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("engine", mostly_slow(["shard_map", "pmap", "jit", "virtual"], "shard_map", "jit"))
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+def test_all_engines_skip_the_same_steps_at_any_scale(dtype, engine, parts, loss):
+    own = loss is cast_by_itself
+    if own and (parts == 3 or dtype == jnp.bfloat16):
+        pytest.skip("one case of a loss that casts is enough")
+    scaling = train.DynamicLossScale(initial=1.0, least=2.0**-24)
+    options = {"compute_dtype": None if own else dtype, "accumulate": parts, "loss_scale": scaling}
+    options |= {"virtual_shards": 4} if engine == "virtual" else {"engine": engine}
+    first, step = train.start(init(), SGD, loss, rng=7, devices=jax.devices()[:4], **options)
+    first, skipped = step.complete(first), []
+    for scale in SCALES:
+        defined = {
+            "shares": 4,
+            "rng": jax.random.key(7),
+            "step": 0,
+            "accumulate": parts,
+            "scale": scale,
+            "dtype": dtype,
+        }
+        with np.errstate(invalid="ignore"):  # inf - inf
+            grads, _, _ = definition(loss, init(), batches()[0], **(defined | {"dtype": None} if own else defined))
+        scaled = {**first.loss_scale, "scale": jnp.full_like(first.loss_scale["scale"], scale)}
+        state = jax.tree.map(jnp.copy, dataclasses.replace(first, loss_scale=scaled))
+        state, metrics = step(state, batches()[0])
+        is_finite = all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
+        assert float(metrics["skipped"]) == (not is_finite), scale
+        skipped.append(not is_finite)
+        moved = jax.tree.map(lambda g, p: p - 0.05 * g if is_finite else p, grads, on_host(init()))
+        tolerance = 2e-3 if dtype == jnp.bfloat16 else 2e-4  # of params of 1 and gradients of 3
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), state.params, moved)
+    if dtype == jnp.float16:
+        assert (skipped[0], skipped[-1]) == (False, True), "the scales do not reach what float16 has"
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", [*IN_TURN, ("jit", "device")], ids=lambda w: "-".join(w))
 @pytest.mark.parametrize("devices", mostly_slow([1, 2, 3, 6, 8], 3))

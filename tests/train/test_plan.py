@@ -19,6 +19,7 @@ import pytest
 
 from jaxpar import kv, parallel, train
 from jaxpar.__main__ import main
+from jaxpar._cli.commands import _choice
 from jaxpar.train._plan import child
 from jaxpar.train._plan.child import Slice
 
@@ -77,6 +78,22 @@ def test_slices_that_nobody_rents(name, words):
     for call in (train.plan, train.compare_plans):
         with pytest.raises(ValueError, match=words.replace("(", r"\(")):
             call(make, on=name)
+
+
+def test_a_step_in_place_of_make():
+    """The natural call has a step, its state and a batch. It says what `make` is."""
+    step, state, batch = make(jax.devices()[:COUNT])
+    lines = r"make must be a function, make\(devices, \*\*choices\) -> \(step, state, batch\), got a train step; put"
+    for call in (train.plan, train.compare_plans):
+        for given in ((step,), (step, state), (step, "v5e:2x2")):
+            with pytest.raises(TypeError, match=lines):
+                call(*given)
+        with pytest.raises(TypeError, match=r"3 arguments .*make is a function, make\(devices"):
+            call(step, state, batch)
+        with pytest.raises(TypeError, match="on must name accelerators, such as 'v5e:2x4', got a TrainState"):
+            call(make, state)
+    with pytest.raises(TypeError, match="make must be a function.*got a tuple of 3"):
+        train.plan((step, state, batch))
 
 
 def test_names():
@@ -250,11 +267,23 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
     assert main([*here, "--json", "--choose", "rows=32", "-o", str(tmp_path / "step.svg")]) == 0
     assert json.loads(capsys.readouterr().out)["choices"] == {"rows": "32"}
     assert (tmp_path / "step.svg").read_text().count("<svg") == 1
+    wanted = {
+        "shape=(2,4)": [(2, 4)],
+        "shape=(2,4),(4,2)": [(2, 4), (4, 2)],
+        "shape=2,4": [2, 4],
+        "a=[1,(2,3)],None, True": [[1, (2, 3)], None, True],
+        "a='x,y',z": ["x,y", "z"],
+        "a={'k': (1,2)},1e-3": [{"k": (1, 2)}, 1e-3],
+        "kind=device,sharded": ["device", "sharded"],
+        "a=": [""],
+    }
+    assert {text: _choice(text)[1] for text in wanted} == wanted
     assert main([*here, "--choose", "kind=device,sharded"]) == 0
     assert "compared" in capsys.readouterr().out
     for words, message in [
         (["plan", "test_plan:make", "--on", "v5e:3x5"], "unknown slice"),
         ([*here, "--choose", "kind"], "expected NAME=VALUE"),
+        ([*here, "--choose", "shape=(rows,4)"], "'(rows,4)' does not begin with a value of Python, such as (2,4)"),
         ([*here, "--choose", "rows=16,32", "-o", "a.svg"], "-o draws one plan"),
     ]:
         assert main(words) == 2

@@ -9,7 +9,20 @@ import numpy as np
 import optax
 import pytest
 from kv_model import collectives_in
-from step_model import IN_TURN, adam, close, line, squares, start, steady, step_of, text_of, trained, update_of
+from step_model import (
+    IN_TURN,
+    adam,
+    close,
+    line,
+    mostly_slow,
+    squares,
+    start,
+    steady,
+    step_of,
+    text_of,
+    trained,
+    update_of,
+)
 from test_definition import definition
 
 from jaxpar import checkpoint, data, kv, train
@@ -123,6 +136,107 @@ def test_a_random_key_in_it_and_an_empty_one():
     assert state.model_state["rng"] == jax.random.split(jax.random.key(5))[0]
     state, _ = train.make_train_step(loss)(start(4, model_state={}), line())
     assert state.model_state == {}
+
+
+# ---- random streams of the user's own
+
+ROWS = 16
+WAYS = [
+    *({"engine": engine} for engine in ("pmap", "shard_map", "jit")),
+    *({"engine": engine, "accumulate": 2} for engine in ("shard_map", "jit")),
+    {"virtual_shards": 4, "devices": 4},
+    {"virtual_shards": 4, "devices": 2},
+    {"local_steps": 2},
+    {"kind": "sharded", "nonfinite": "skip"},
+    {"remat": True},
+]
+
+
+def streams(params, batch, rng, held):
+    """Reports what each row drew, out of a stream with a count, as those of NNX, and out of a chain of keys."""
+    chain, own = jax.random.split(held["chain"])
+    keys = jax.random.fold_in(held["stream"], held["count"]), own
+    draws = jnp.stack([jax.random.uniform(key, batch["row"].shape) for key in keys])
+    report = jnp.zeros((2, ROWS)).at[:, batch["row"]].set(draws)
+    new = {"chain": chain, "stream": held["stream"], "count": held["count"] + 1}
+    return params["w"] * draws.mean(), {"drawn": report}, new
+
+
+def drawn(steps, first=None, devices=4, **options):
+    """What the rows drew in these steps, and the state after them."""
+    held = {"chain": jax.random.key(1), "stream": jax.random.key(2), "count": jnp.uint32(0)}
+    options |= {"devices": jax.devices()[:devices], "model_state": held}
+    state, step = train.start({"w": jnp.ones(())}, optax.sgd(0.0), streams, **options)
+    state, found = state if first is None else first, []
+    parts = options.get("virtual_shards", devices) * options.get("accumulate", 1)
+    for _ in range(steps):
+        state, metrics = step(state, {"row": np.arange(ROWS)})
+        found.append(np.asarray(metrics["drawn"]) * parts)  # each row is in one part, and the rest are zeros
+    return np.stack(found), state
+
+
+@pytest.mark.parametrize("options", mostly_slow(WAYS, WAYS[1], WAYS[2]), ids=str)
+def test_no_two_rows_draw_the_same_of_a_stream_in_it(options):
+    found, state = drawn(2, **options)
+    assert len(np.unique(found.round(6))) == found.size
+    held = state.model_state
+    assert int(held["count"]) == 2 * options.get("accumulate", 1)
+    assert held["stream"] == jax.random.key(2)
+    chain = jax.random.key(1)
+    for _ in range(int(held["count"])):
+        chain = jax.random.split(chain)[0]
+    assert held["chain"] == chain
+    for key in (held["stream"], held["chain"]):
+        assert len({np.asarray(shard.data).tobytes() for shard in jax.random.key_data(key).addressable_shards}) == 1
+    # The rows of the first part draw what plain JAX draws, and all rows do on one device.
+    part = ROWS // (4 * options.get("accumulate", 1))
+    key = jax.random.fold_in(jax.random.key(2), 0)
+    np.testing.assert_allclose(found[0, 0, :part], jax.random.uniform(key, (part,)), rtol=1e-6)
+
+
+def test_one_device_draws_what_plain_jax_draws():
+    found, _ = drawn(2, devices=1)
+    for count, rows in enumerate(found[:, 0]):
+        key = jax.random.fold_in(jax.random.key(2), count)
+        np.testing.assert_array_equal(rows, jax.random.uniform(key, (ROWS,)))
+
+
+def test_virtual_shards_draw_the_same_on_any_number_of_devices_also_resumed(tmp_path):
+    found, _ = drawn(3, virtual_shards=4)
+    first, state = drawn(1, virtual_shards=4, devices=2)
+    checkpoint.save(tmp_path / "state", state)
+    like = drawn(0, virtual_shards=4, devices=1)[1]
+    rest, _ = drawn(2, checkpoint.restore(tmp_path / "state", like), virtual_shards=4, devices=1)
+    np.testing.assert_array_equal(np.concatenate([first, rest]), found)
+
+
+def test_a_raw_key_is_refused():
+    """Nothing tells it from other integers, so all devices would draw the same."""
+    with pytest.raises(TypeError, match=r"model_state\['key'\]: uint32\[2\] is a raw random key.*wrap_key_data"):
+        start(4, model_state={"key": jax.random.PRNGKey(0)})
+    start(4, model_state={"seen": jnp.zeros((), jnp.uint32), "both": jnp.zeros(2, jnp.int32)})
+
+
+@pytest.mark.parametrize("options", [{"engine": "shard_map"}, {"engine": "jit"}, {"virtual_shards": 4}], ids=str)
+def test_a_state_and_a_metric_that_become_constants(options):
+    """XLA's program for CPUs is read anew, and a constant result is a number of Python there."""
+    before = {"seen": jnp.array(False), "steps": jnp.int32(0), "scale": jnp.float32(0), "half": jnp.bfloat16(0)}
+
+    def loss(params, batch, rng, held):
+        new = {"seen": True, "steps": 3, "scale": jnp.float32(0.5), "half": jnp.bfloat16(0.5)}
+        new = jax.tree.map(lambda x, y: jnp.asarray(x, y.dtype), new, held)
+        return (params["w"] * batch).mean(), {"flag": jnp.array(True), "two": jnp.float32(2)}, new
+
+    state, step = train.start(
+        {"w": jnp.ones(())}, optax.sgd(0.1), loss, devices=jax.devices()[:4], model_state=before, **options
+    )
+    for _ in range(2):
+        state, metrics = step(state, np.ones(4, np.float32))
+    assert {k: (x.dtype, x.item()) for k, x in state.model_state.items()} == {
+        **{"seen": (np.bool_, True), "steps": (np.int32, 3)},
+        **{"scale": (np.float32, 0.5), "half": (jnp.bfloat16, 0.5)},
+    }
+    assert (float(metrics["flag"]), float(metrics["two"])) == (1, 2)
 
 
 def test_it_goes_through_remat():

@@ -292,3 +292,30 @@ def test_batches_that_lie_elsewhere_in_the_middle_of_a_run():
     with pytest.raises(TypeError, match=r"batch\['y'\] must be an array of numbers, got 'words'"):
         step(states[0], {"x": np.ones((8, 3)), "y": "words"})
     assert int(states[0].step) == 5
+
+
+# ---- a stack of states
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "jit"}, {"kind": "sharded"}, {"local_steps": 2}], ids=str)
+def test_a_stack_of_states_can_be_shown_and_says_what_it_is(options):
+    """`jax.vmap(step)` trains several models at once. What it returns is no state of one."""
+    loss = lambda params, batch, rng: (((params["w"] - batch) ** 2).mean(), {})  # noqa: E731
+    options |= {"devices": jax.devices()[:2]}
+    state, step = train.start({"w": jnp.zeros(())}, optax.sgd(0.25), loss, **options)
+    state = step.complete(state)
+    stacked, metrics = jax.vmap(step)(jax.tree.map(lambda x: jnp.stack([x] * 3), state), jnp.ones((3, 4)))
+    assert metrics["loss"].tolist() == [1, 1, 1]
+    assert "step=[1, 1, 1]" in repr(stacked)
+    assert "step=[1, 1, 1]" in stacked._repr_html_()
+    for call in (
+        lambda: step(stacked, jnp.ones(4)),
+        lambda: step.finish(stacked),
+        lambda: train.fit(stacked, step, {"x": np.ones(8)}, epochs=1, batch_size=4, progress=False),
+        lambda: train.check_finite(metrics, stacked),
+    ):
+        with pytest.raises(ValueError, match=r"this is a stack of 3 states, as jax.vmap returns it; take one"):
+            call()
+    if "kind" not in options and "local_steps" not in options:
+        one, _ = step(jax.tree.map(lambda x: x[0], stacked), jnp.ones(4))
+        assert int(one.step) == 2

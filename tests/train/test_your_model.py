@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from flax.training.train_state import TrainState
 from step_model import close, mostly_slow
 
 from jaxpar import kv, train
@@ -151,6 +152,126 @@ def test_a_module_comes_back_out_of_the_state():
     assert all("kernel" in name or "bias" in name for name in kv.names(store).values())
 
 
-def test_a_whole_equinox_module_says_what_to_do():
-    with pytest.raises(TypeError, match=r"leaf 'activation' of params.*eqx.partition"):
-        kv.from_params(eqx.nn.MLP(6, 3, width_size=5, depth=1, key=jax.random.key(0)))
+class Mine(nnx.Variable):
+    """A variable of the user's own, which is no param."""
+
+
+class Dropping(nnx.Module):
+    def __init__(self, rngs):
+        self.out = nnx.Linear(6, 3, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+
+class WithArray(nnx.Module):
+    def __init__(self, rngs):
+        self.out, self.scale = nnx.Linear(6, 3, rngs=rngs), jnp.ones(6)
+
+
+class EqxDropping(eqx.Module):
+    out: eqx.nn.Linear
+    drop: eqx.nn.Dropout
+
+
+def linen_variables():
+    net = linen.BatchNorm(use_running_average=False)
+    return jax.tree.map(np.asarray, net.init(jax.random.key(0), X))
+
+
+def haiku_both():
+    net = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(x, True))
+    return net.init(jax.random.key(0), X)
+
+
+KEY, SPLIT, PARTITION = jax.random.key(0), r"nnx.split\(model, nnx.Param, \.\.\.\)", "eqx.partition"
+WHOLE = {
+    "nnx, batch norm": (lambda: NnxNet(nnx.Rngs(0)), f"'norm/mean/value' .* BatchStat, .* 1 more are not; .*{SPLIT}"),
+    "nnx, dropout": (lambda: Dropping(nnx.Rngs(0)), f"'drop/rngs/count/value' .* RngCount, .*{SPLIT}"),
+    "nnx, a state": (lambda: nnx.state(NnxNet(nnx.Rngs(0))), "BatchStat"),
+    "nnx, a part": (lambda: {"w": jnp.ones(2), "net": NnxNet(nnx.Rngs(0))}, "'net/norm/mean/value' .* BatchStat"),
+    "nnx, an own variable": (lambda: {"w": jnp.ones(2), "mine": Mine(jnp.ones(2))}, "'mine/value' .* Mine"),
+    "nnx, a bare array": (lambda: WithArray(nnx.Rngs(0)), f"'scale' .* no nnx.Param.*{SPLIT}"),
+    "nnx, an optimizer": (lambda: nnx.Optimizer(Dropping(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param), SPLIT),
+    "linen": (linen_variables, r"'batch_stats/mean' .* collection 'batch_stats'.*variables\[\"params\"\]"),
+    "haiku": (haiku_both, "mean_ema/average' .* running mean of Haiku, .*model_state="),
+    "equinox": (lambda: eqx.nn.MLP(6, 3, width_size=5, depth=1, key=KEY), f"leaf 'activation' .*{PARTITION}"),
+    "equinox, dropout": (
+        lambda: EqxDropping(eqx.nn.Linear(6, 3, key=KEY), eqx.nn.Dropout(0.5)),
+        f"'drop/p'.* 0.5, .*{PARTITION}",
+    ),
+    "equinox, batch norm": (lambda: eqx.partition(EqxNet(KEY), eqx.is_inexact_array)[0], "make_with_state"),
+    "equinox, its state": (lambda: eqx.nn.make_with_state(EqxNet)(KEY), "running value of Equinox|norm"),
+    "a random key": (lambda: {"w": jnp.ones(2), "key": KEY}, "'key' .* random key, .*rng"),
+    "a training state": (
+        lambda: TrainState.create(apply_fn=print, params={"w": jnp.ones(2)}, tx=optax.adam(0.1)),
+        "got a TrainState, .*give its .params",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WHOLE)
+def test_a_module_with_leaves_that_are_not_trained_says_what_to_do(what):
+    make, words = WHOLE[what]
+    for call in (kv.from_params, lambda params: train.start(params, TX, lambda params, batch, rng: (0.0, {}))):
+        with pytest.raises(TypeError, match=f"(?s)kv.from_params: .*{words}"):
+            call(make())
+
+
+class LikeAParam(nnx.Param):
+    pass
+
+
+PARAMS_ONLY = {
+    "a module": lambda: nnx.Linear(6, 3, rngs=nnx.Rngs(0)),
+    "its state": lambda: nnx.state(NnxNet(nnx.Rngs(0)), nnx.Param),
+    "bare arrays": lambda: nnx.to_pure_dict(nnx.state(NnxNet(nnx.Rngs(0)), nnx.Param)),
+    "adapters": lambda: nnx.state(nnx.LoRA(6, 1, 3, rngs=nnx.Rngs(0)), nnx.LoRAParam),
+    "an own kind of param": lambda: {"w": LikeAParam(jnp.ones(2))},
+    "linen": lambda: {"params": linen_variables()["params"]},
+    "haiku": lambda: haiku_both()[0],
+    "equinox": lambda: eqx.partition(eqx.nn.make_with_state(EqxNet)(KEY)[0], eqx.is_inexact_array)[0],
+    "a layer of equinox": lambda: eqx.nn.Linear(6, 3, key=KEY),
+    "with integers": lambda: {"w": jnp.ones(2), "table": jnp.arange(3)},
+}
+
+
+@pytest.mark.parametrize("what", PARAMS_ONLY)
+def test_what_has_params_only_is_taken(what):
+    params = PARAMS_ONLY[what]()
+    jax.tree.map(np.testing.assert_array_equal, kv.to_params(kv.from_params(params)), params)
+
+
+def test_frozen_statistics_are_taken_and_frozen_streams_are_not():
+    """A batch norm that is evaluated only is a common part of a network. A stream would draw the same at each step."""
+    assert kv.from_params(NnxNet(nnx.Rngs(0)), frozen=["*/mean", "*/var"]).frozen
+    assert kv.from_params(linen_variables(), frozen="batch_stats").frozen
+    with pytest.raises(TypeError, match="RngCount"):
+        kv.from_params(Dropping(nnx.Rngs(0)), frozen="drop")
+    with pytest.raises(TypeError, match="'norm/var/value' .* BatchStat"):
+        kv.from_params(NnxNet(nnx.Rngs(0)), frozen="*/mean")
+
+
+@pytest.mark.parametrize("engine", mostly_slow(["pmap", "shard_map", "jit"], "shard_map"))
+def test_the_dropout_of_an_nnx_module_differs_between_devices(engine):
+    graph, params, rest = nnx.split(Dropping(nnx.Rngs(0)), nnx.Param, ...)
+
+    def loss_fn(params, batch, rng, rest):
+        net = nnx.merge(graph, params, rest, copy=True)
+        kept = net.drop(jnp.ones((len(batch["row"]), 32))) > 0
+        drawn = kept @ 0.5 ** jnp.arange(1.0, 33.0)
+        loss = net.out(jnp.ones((1, 6))).mean()
+        return loss, {"drawn": jnp.zeros(16).at[batch["row"]].set(drawn)}, nnx.split(net, nnx.Param, ...)[2]
+
+    found = {}
+    for count in (1, 4):
+        options = {"engine": engine, "devices": jax.devices()[:count], "model_state": rest}
+        state, step = train.start(params, TX, loss_fn, **options)
+        found[count] = []
+        for _ in range(2):
+            state, metrics = step(state, {"row": np.arange(16)})
+            found[count].append(np.asarray(metrics["drawn"]) * count)
+        assert len(np.unique(np.round(found[count], 6))) == 32
+    plain = Dropping(nnx.Rngs(0))
+    for rows, (of_one, of_four) in enumerate(zip(found[1], found[4], strict=True)):
+        want = (plain.drop(jnp.ones((16, 32))) > 0) @ 0.5 ** np.arange(1.0, 33.0)
+        np.testing.assert_allclose(of_one, want, rtol=1e-6, err_msg=str(rows))
+        assert (np.abs(of_four - want) < 1e-6).sum() == 4  # those of the first device

@@ -11,6 +11,7 @@ from typing import Any
 from ... import viz
 from ..._core.calls import answers
 from ..._core.text import Table, describe
+from .._step.train_step import TrainStep
 from .child import PlannedCollective, Slice, ask
 
 
@@ -141,7 +142,10 @@ class PlanComparison:
         return _comparison_of(self)._repr_html_()
 
 
-@answers("train.plan")
+_MAKE = "make(devices, **choices) -> (step, state, batch)"
+
+
+@answers("train.plan", many=f"; make is a function, {_MAKE}, in which the step is made on devices that are not there")
 def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
     """What a training step would be on accelerators that are not there: does it fit, what does it send.
 
@@ -174,13 +178,22 @@ def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
         ...     return step, train.create_state(store, 0), batch
         >>> print(train.plan(make, on="v5e:2x4"))  # doctest: +SKIP
     """
-    if not callable(make):
-        raise TypeError(f"train.plan: make must be a function (devices) -> (step, state, batch), got {describe(make)}")
+    _check_make(make, on, "train.plan")
     found, picture = ask(make, Slice(on, "train.plan"), choices)
     return Plan(**found, _picture=picture)
 
 
-@answers("train.compare_plans")
+def _check_make(make: Any, on: Any, where: str) -> None:
+    """`TypeError` for a step, which is on devices that are there, or for what else is no function."""
+    if not callable(make) or isinstance(make, TrainStep):
+        came = "a train step" if isinstance(make, TrainStep) else describe(make)
+        hint = "put the lines that make the step, the state and the batch into a function of the devices"
+        raise TypeError(f"{where}: make must be a function, {_MAKE}, got {came}; {hint}: {where}(make, on='v5e:2x4')")
+    if not isinstance(on, str) and not (isinstance(on, Sequence) and all(isinstance(name, str) for name in on)):
+        raise TypeError(f"{where}: on must name accelerators, such as 'v5e:2x4', got {describe(on)}")
+
+
+@answers("train.compare_plans", many=f"; make is a function, {_MAKE}")
 def compare_plans(
     make: Callable[..., Any], on: str | Sequence[str] = "v5e:2x4", **choices: Sequence[Any]
 ) -> PlanComparison:
@@ -198,6 +211,7 @@ def compare_plans(
         >>> from jaxpar import train
         >>> print(train.compare_plans(make, on=["v5e:2x4"], kind=["device", "sharded"]))  # doctest: +SKIP
     """
+    _check_make(make, on, "train.compare_plans")
     slices = [on] if isinstance(on, str) else list(on)
     for name in slices:
         Slice(name, "train.compare_plans")  # its `ValueError` comes before any work

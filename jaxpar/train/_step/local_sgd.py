@@ -20,7 +20,7 @@ from ..._devices.mesh import put_copy, split_over
 from ..._store import aggregate
 from ..._store.store import Rows, by_key, form_of, sharding_of, trained_keys, tree_of, with_changes
 from ...kv import KVStore
-from .loss import Mean
+from .loss import Mean, with_own_streams
 from .state import TrainState, carries, whole_params
 from .step import END_OF_ROUND, Arrays, DeviceStep, divide, share_rng
 
@@ -38,8 +38,9 @@ class LocalSGD(DeviceStep):
         # The gradient of this device's share, at its own parameters.
         mine = own_state(state)
         params = whole_params(mine.store, self.axis_name)
-        rng = share_rng(state, lax.axis_index(self.axis_name))
-        share = self._gradient(state, params, batch, rng, state.model_state)
+        number = lax.axis_index(self.axis_name)
+        model_state = with_own_streams(state.model_state, number)
+        share = self._gradient(state, params, batch, share_rng(state, number), model_state)
         grads, loss = share.grads, share.metrics["loss"]
         if isinstance(loss, Mean):  # by the mean weight, so that the mean over the devices is over what counts
             weight = self._add(state, [loss.weight])[0] / lax.axis_size(self.axis_name)

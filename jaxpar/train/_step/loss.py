@@ -17,6 +17,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ..._core import checks
+from ..._core.arrays import is_prng_key
 from ..._core.calls import answers, answers_class, check_takes, has_parameter
 from .state import carries, is_floating
 
@@ -200,6 +201,25 @@ def over_microbatches(metrics: Any, count: int) -> Any:
 def finish(sums: Any, count: int) -> Any:
     """The means out of the sums over `count` shares. A sum over no weight at all gives NaN."""
     return jax.tree.map(lambda x: x.total / x.weight if isinstance(x, Mean) else x / count, sums, is_leaf=is_pair)
+
+
+# Random streams of the user's own, as those of `nnx.Rngs`, in a model state. Each share draws other numbers of them, while
+# the state is one for all: the keys of the first share are the stored ones, and so are those that the next step has.
+
+_OWN = 2**32 - 1  # a stream is asked with its count, which never gets there
+
+
+def with_own_streams(model_state: Any, number: Any) -> Any:
+    """The model state as share `number` gets it, with random keys of its own. Those of the first are the stored ones."""
+
+    def own(key: jax.Array) -> jax.Array:
+        folded = jax.random.fold_in(jax.random.fold_in(key, jnp.uint32(_OWN)), number)
+        return jnp.where(number == 0, key, folded)
+
+    def of_leaf(x: jax.Array) -> jax.Array:
+        return jax.vmap(own)(x.reshape(-1)).reshape(x.shape) if is_prng_key(x) else x
+
+    return jax.tree.map(of_leaf, model_state)
 
 
 # The mean of a model state must leave alone what all shares have alike. A sum of equal float32 is rounded, and only one

@@ -18,7 +18,7 @@ from ..._core.calls import answers, answers_class
 from ..._devices.user_mesh import on_own_mesh
 from ..._store.store import trained_keys
 from ...kv import KVStore
-from .state import TrainState, carries
+from .state import TrainState, carries, check_is_state
 
 
 @answers_class("train.DynamicLossScale")
@@ -185,6 +185,7 @@ def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
         ...     print(error.step, error.names, float(error.state.params["w"]))
         0 ('loss', 'w') 1.0
     """
+    check_is_state(state, "check_finite")
     if "loss" not in metrics:
         raise ValueError(f"check_finite: expected the metrics of a step, which have 'loss', got {list(metrics)}")
     if not carries(state.nonfinite):

@@ -24,8 +24,11 @@ from ..._cpu import IS_KEPT, for_platform, in_blocks
 from ..._devices.mesh import STORE_AXIS, are_on, put, put_copy, wait_before_collectives
 from ..._devices.user_mesh import without_types
 from ..._store.store import mesh_of_values, sharding_of
-from .state import TrainState, leaf_shardings, shapes_on
+from .state import TrainState, check_is_state, leaf_shardings, shapes_on
 from .step import DeviceStep
+
+# Shapes of a batch whose programs in blocks are kept. An own loop that pads texts has a few dozen.
+_MOST_SHAPES = 256
 
 Batch = Any
 Metrics = dict[str, jax.Array]
@@ -152,6 +155,7 @@ class JointProgram:
         def train_step(leaves: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Metrics]:
             check_even(batch, 0, *cut)
             state = treedef.unflatten([*leaves[:at], rng, *leaves[at:]])
+            check_is_state(state, "train step")  # a stack of states has the structure of one
             shardings = leaf_shardings(state)
             new, metrics = run(own, shardings, state, batch)
             # The new state is placed exactly as the old one, so the next step finds its program.
@@ -164,7 +168,7 @@ class JointProgram:
         self._one = jax.jit(jax.jit(self._fast(self._traced), inline=True), donate_argnums=0)
         # One device takes half as much memory again for its blocks, several take hardly more.
         self._has_blocks = self._platform == "cpu" and IS_KEPT and len(mesh.local_devices or ()) > 1
-        # The program in blocks for batches of these shapes, or None, by the first state.
+        # The program in blocks for batches of these shapes and dtypes, or None, by the first state.
         self._chosen: dict[Any, Any] = {}
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
@@ -175,8 +179,10 @@ class JointProgram:
         run: Any = self._several if part else self._one
         args = (leaves, rng, batch, *map(self._number, part))
         if self._has_blocks:
-            shapes = (len(part), *[x.shape for x in jax.tree.leaves(batch)])
+            shapes = (len(part), *[(x.shape, x.dtype) for x in jax.tree.leaves(batch)])
             if shapes not in self._chosen:
+                if len(self._chosen) == _MOST_SHAPES:
+                    del self._chosen[next(iter(self._chosen))]  # the one made first
                 options = in_blocks(run.trace(*args).jaxpr)
                 again = jax.jit(run.__wrapped__, donate_argnums=0, compiler_options=options)
                 self._chosen[shapes] = again if options else None

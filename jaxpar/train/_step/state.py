@@ -88,7 +88,8 @@ class TrainState:
         words = "donated to a later step; use the state that it returned"
         if not is_donated(self):
             known = isinstance(self.step, jax.Array) and not is_traced(self.step)
-            words = f"step={int(self.step) if known else 'traced'}, rng={getattr(self.rng, 'dtype', self.rng)}"
+            # What `jax.vmap(step)` returns is a stack of states.
+            words = f"step={self.step.tolist() if known else 'traced'}, rng={getattr(self.rng, 'dtype', self.rng)}"
         parts = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)][3:]
         counts = [(name, len(jax.tree.leaves(part)), tree_nbytes(part)) for name, part in parts]
         rest = [f"{name}: {plural(count, 'array')}, {size:,} bytes" for name, count, size in counts if count]
@@ -116,6 +117,7 @@ def create_state(
         model_state: a pytree of arrays that the model updates without gradients, see `make_train_step`.
 
     Raises:
+        TypeError: `model_state` has a raw random key, uint32[2].
         ValueError: the store was not made by `kv.from_params`.
         RuntimeError: this process of `python -m jaxpar launch` or Ray Train has not joined the others by
             `jp.distributed.initialize()`.
@@ -141,7 +143,12 @@ def create_state(
         transform = transform if jax.tree.leaves(transform) else ()  # as a step returns it
     model_state = () if model_state is None else model_state
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
-        check_plain(leaf, f"train.create_state: model_state{jax.tree_util.keystr(path)}")
+        where = f"train.create_state: model_state{jax.tree_util.keystr(path)}"
+        check_plain(leaf, where)
+        if getattr(leaf, "dtype", None) == np.uint32 and leaf.shape == (2,):
+            # Shares get keys of their own by the type of a key. Raw keys would give all of them the same numbers.
+            hint = "give jax.random.wrap_key_data(key), or, if it is no key, another dtype or shape"
+            raise TypeError(f"{where}: uint32[2] is a raw random key, from which all devices draw the same; {hint}")
     state = TrainState(store, jnp.zeros((), jnp.int32), rng, transform, model_state)
     return place_state(state, tuple(devices))
 
@@ -210,10 +217,13 @@ def shapes_on(tree: Any, shardings: Any) -> Any:
 
 
 def check_is_state(state: Any, where: str) -> None:
-    """`TypeError` for anything else than a state."""
+    """`TypeError` for anything else than a state, `ValueError` for a stack of states."""
     if not isinstance(state, TrainState):
         came = checks.describe(state)
         raise TypeError(f"{where}: expected a state, train.create_state(store, rng), got {came}")
+    if shape := np.shape(state.step):
+        hint = "take one of them, jax.tree.map(lambda x: x[0], state), or map over them, jax.vmap(step)(state, batches)"
+        raise ValueError(f"{where}: this is a stack of {shape[0]} states, as jax.vmap returns it; {hint}")
 
 
 def carries(part: Any) -> bool:

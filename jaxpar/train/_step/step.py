@@ -21,11 +21,21 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
+from ..._core.arrays import is_prng_key, without_keys
 from ..._cpu import fast_loops
 from ..._devices import collectives
 from ..._devices.mesh import put_copy
 from ..._store import aggregate, queue, store as stores
-from .loss import Mean, call_loss, finish, model_state_mean, model_state_terms, over_microbatches, widen
+from .loss import (
+    Mean,
+    call_loss,
+    finish,
+    model_state_mean,
+    model_state_terms,
+    over_microbatches,
+    widen,
+    with_own_streams,
+)
 from .nonfinite import DynamicLossScale, Guard, nonfinite_flags
 from .state import TrainState, carries, trained_params, whole_params
 
@@ -69,8 +79,9 @@ class DeviceStep:
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
         # The gradient of this device's share. It is divided before it is summed, so finite shares have a finite sum.
         params = whole_params(state.store, self.axis_name)
-        rng = share_rng(state, lax.axis_index(self.axis_name))
-        share = self._gradient(state, params, batch, rng, state.model_state)
+        number = lax.axis_index(self.axis_name)
+        model_state = with_own_streams(state.model_state, number)
+        share = self._gradient(state, params, batch, share_rng(state, number), model_state)
         loss = share.metrics["loss"]
         whole = self._add(state, [loss.weight])[0] if isinstance(loss, Mean) else lax.axis_size(self.axis_name)
         grads = {k: divide(g, whole) for k, g in share.grads.items()}
@@ -211,9 +222,14 @@ class DeviceStep:
             found = nonfinite_flags(state.store, loss, grads, sums)
         shares = lax.axis_size(self.axis_name)
         of_state = model_state_terms(share.model_state, shares)
-        terms, structure = jax.tree.flatten((jax.tree.map(widen, share.metrics), of_state, found))
-        metrics, of_state, found = structure.unflatten(self._add(state, terms))
-        return finish(metrics, shares), model_state_mean(share.model_state, of_state, shares), found
+        # Random keys are those of the first share: the sum of its own and of zeros.
+        plain, with_keys = without_keys([x for x in jax.tree.leaves(share.model_state) if is_prng_key(x)])
+        keys = [jnp.where(lax.axis_index(self.axis_name) == 0, x, jnp.zeros_like(x)) for x in plain]
+        terms, structure = jax.tree.flatten((jax.tree.map(widen, share.metrics), of_state, found, keys))
+        metrics, of_state, found, keys = structure.unflatten(self._add(state, terms))
+        first = iter(with_keys(keys))
+        model_state = jax.tree.map(lambda x: next(first) if is_prng_key(x) else x, share.model_state)
+        return finish(metrics, shares), model_state_mean(model_state, of_state, shares), found
 
     def _add(self, state: TrainState, leaves: list[jax.Array]) -> list[jax.Array]:
         """The sums over the devices, by one collective for each dtype."""
@@ -331,10 +347,15 @@ class GlobalStep(DeviceStep):
         # The gradient of the sum of the losses of all shares, divided afterwards. So a share has the cotangents that it
         # has under the other engines, and a rule of the backward pass that clips them gives the same numbers.
         params = whole_params(state.store, self.axis_name)
-        total = self._gradient(state, params, *self._shares(state, batch, mesh))
+        shares = self._shares(state, batch, mesh)
+        if self._may_overflow(state.store):
+            total = self._gradient_of_each(state, params, *shares)
+        else:
+            total = self._gradient(state, params, *shares)
         loss = total.metrics["loss"]
         whole = loss.weight if isinstance(loss, Mean) else count
-        grads = {k: lax.with_sharding_constraint(divide(g, whole), homes[k]) for k, g in total.grads.items()}
+        grads = {k: divide(g, whole).astype(state.store.values[k].dtype) for k, g in total.grads.items()}
+        grads = {k: lax.with_sharding_constraint(g, homes[k]) for k, g in grads.items()}
         metrics = finish(total.metrics, count)
 
         # The update, and the new state. Leaves of the model state that have no mean are those of the first share.
@@ -346,7 +367,32 @@ class GlobalStep(DeviceStep):
         found = None if self.guard is None else nonfinite_flags(state.store, metrics["loss"], grads, {})
         return self._next(state, metrics, found, store=store, transform=transform, model_state=model_state)
 
+    def _may_overflow(self, store: kv.KVStore) -> bool:
+        """Whether gradients are of float16, in which a sum of what fits may not fit. Then the guard decides by it."""
+        if self.scaling is not None:  # for the float16 of a loss_fn that casts by itself too
+            return True
+        dtypes = [self.compute_dtype, *(store.values[k].dtype for k in stores.trained_keys(store))]
+        return any(dtype is not None and jnp.dtype(dtype) == jnp.float16 for dtype in dtypes)
+
     # Batch, `rng` and model state have a first axis for each name in `axes`, of the lengths of the mesh.
+
+    def _gradient_of_each(self, state: TrainState, params: Any, *shares: Any) -> ShareResult:
+        """As `_gradient`, by a gradient for each share, which are added up in float32 or wider.
+
+        A device holds the whole gradient of its share then, also where the params are split. Else the compiler adds up
+        the shares wherever a product of the backward pass does, in the dtype of that product.
+        """
+        one, axes = dataclasses.replace(self, axes=()), tuple(range(len(self.axes)))
+        unread: list[frozenset[int]] = []
+
+        def of_share(*share: Any) -> Any:
+            grads, metrics, model_state, keys = one._gradient(state, params, *share)
+            unread.append(keys)
+            return jax.tree.map(widen, (grads, metrics)), model_state
+
+        (grads, metrics), model_state = self._over_shares(of_share)(*shares)
+        grads, metrics = jax.tree.map(lambda x: x.sum(axes), (grads, metrics))
+        return ShareResult(grads, metrics, model_state, unread[0])
 
     def _shares(self, state: TrainState, batch: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
         """Batch, `rng` and model state of all shares."""
@@ -357,8 +403,8 @@ class GlobalStep(DeviceStep):
         def split(x: jax.Array) -> jax.Array:
             return lax.with_sharding_constraint(x.reshape(*sizes, x.shape[0] // count, *x.shape[1:]), along)
 
-        rngs = jax.vmap(lambda i: share_rng(state, i))(jnp.arange(count)).reshape(sizes)
-        model_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), state.model_state)
+        own = jax.vmap(lambda i: (share_rng(state, i), with_own_streams(state.model_state, i)))(jnp.arange(count))
+        rngs, model_state = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), own)
         return jax.tree.map(split, batch), rngs, model_state
 
     def _call(self, params: Any, batch: Any, rng: Any, model_state: Any, step: Any) -> tuple[dict[str, Any], Any]:

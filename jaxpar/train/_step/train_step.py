@@ -201,6 +201,7 @@ class TrainStep:
         Pending pushes of a store with staleness are applied, oldest first. An unfinished round of local steps ends with
         an agreement of all devices. The given state stays valid, and training can continue from the result.
         """
+        check_is_state(state, "train step, finish")
         with outside_mesh() as user:
             if not state.store.staleness and not carries(state.local):
                 return self._complete(without_types(state), user)
@@ -303,7 +304,7 @@ def make_train_step(
             its examples, and `aux` a dict of other values to report. `rng` differs between steps and between devices.
             If the state has a `model_state`, the signature is `loss_fn(params, batch, rng, model_state) -> (loss, aux,
             new_model_state)`. Floating leaves of the new model state are averaged over the devices. Other leaves must
-            be equal on all devices. For a weighted mean, such as over unmasked tokens, `loss` is a pair `(sum,
+            be equal on all devices, except random keys: each device gets its own, and those of the first one stay. For a weighted mean, such as over unmasked tokens, `loss` is a pair `(sum,
             weight)`, two scalars or two arrays of one shape. Then the loss is the sum of all sums divided by the sum of
             all weights. Values of `aux` may be such pairs too. Other arrays of `aux` are averaged over the devices,
             entry by entry. A parameter named `step` gets the number of the step, int32, by keyword.
@@ -324,7 +325,7 @@ def make_train_step(
             `rng` and the `model_state` of the previous one, and the mean of their gradients is pushed once.
         compute_dtype: the dtype, such as `jnp.bfloat16`, of floating arrays in `params` and `batch` for `loss_fn`. The
             store, the pushed gradients, their sums and the loss stay float32. Under engine `jit`, the compiler sums the
-            gradients of the shares in `compute_dtype`.
+            gradients of the shares in bfloat16.
         remat: True, or a policy of `jax.checkpoint_policies`: `loss_fn` is wrapped in `jax.checkpoint`. The backward
             pass then recomputes all activations, or the activations that the policy does not save.
         nonfinite: the effect of a NaN or infinite loss or gradient on any device. `ignore`: it is pushed as any other

@@ -24,7 +24,7 @@ from ..._devices import collectives
 from ..._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, split_over, wait_before_collectives
 from ..._devices.user_mesh import without_types
 from ..._store.store import Rows, form_of
-from .loss import Mean, finish, model_state_mean, model_state_terms, widen
+from .loss import Mean, finish, model_state_mean, model_state_terms, widen, with_own_streams
 from .nonfinite import nonfinite_flags
 from .programs import Batch, Batches, Metrics, Part, check_even
 from .state import TrainState, is_floating, shapes_on, whole_params
@@ -69,7 +69,8 @@ class VirtualStep(DeviceStep):
         """What shard `number` adds, and the other leaves of its model state."""
         params = whole_params(state.store, self.axis_name)
         try:
-            found = self._gradient(state, params, batch, share_rng(state, number), state.model_state)
+            model_state = with_own_streams(state.model_state, number)
+            found = self._gradient(state, params, batch, share_rng(state, number), model_state)
         except NameError as error:
             if "axis name" not in str(error):
                 raise
