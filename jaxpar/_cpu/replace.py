@@ -109,8 +109,8 @@ def _with(function: Callable[..., Any], instead: Any, in_loops: Any = None) -> C
         program = primitive.replace_primitives(closed, instead, in_loops)
         results = jaxpr_as_fun(program)(*jax.tree.leaves(args))
         # A result that is a constant comes as a number of Python or NumPy, which has no dtype of its own.
-        results = [jnp.asarray(x, aval.dtype) for x, aval in zip(results, closed.out_avals, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        leaves, structure = jax.tree.flatten(shapes)
+        return structure.unflatten([jnp.asarray(x, like.dtype) for x, like in zip(results, leaves, strict=True)])
 
     return replaced
 

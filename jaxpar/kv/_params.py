@@ -190,7 +190,8 @@ _KEY = _Untrained(
 def _untrained(params: Any) -> list[_Untrained | None]:
     """For each leaf of params what it is, if it is certain that no optimizer may change it."""
     # Whoever has a module of a library has imported it.
-    nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
+    nnx: Any = sys.modules.get("flax.nnx")
+    equinox: Any = sys.modules.get("equinox")
     variable = nnx.Variable if nnx else ()
     of_nnx: Any = (nnx.Module, nnx.State) if nnx else ()
     module = equinox.Module if equinox else ()
@@ -201,13 +202,8 @@ def _untrained(params: Any) -> list[_Untrained | None]:
         found.extend(why or (_KEY if is_prng_key(leaf) else None) for leaf in jax.tree.leaves(node))
 
     def add_variable(node: Any) -> None:
-        is_stream = isinstance(node, nnx.RngState)
-        why = (
-            None
-            if isinstance(node, nnx.Param)
-            else _Untrained(f"of type {type(node).__name__}", _BY_NNX, not is_stream)
-        )
-        add(node, why)
+        why = _Untrained(f"of type {type(node).__name__}", _BY_NNX, not isinstance(node, nnx.RngState))
+        add(node, None if isinstance(node, nnx.Param) else why)
 
     def is_known(node: Any) -> bool:
         return isinstance(node, (variable, of_nnx, module, kept_apart, RowSparse)) or _is_mean_of_haiku(node)

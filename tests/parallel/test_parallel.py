@@ -157,7 +157,11 @@ def test_spmd_says_what_is_wrong(engine):
         ({"in_axes": (0,)}, 2, r"in_axes=\(0,\) is for 1 argument, and the call has 2"),
         ({"in_axes": ()}, 1, r"in_axes=\(\) is for 0 arguments, and the call has 1"),
         ({"out_axes": (0, 0)}, 1, r"out_axes=\(0, 0\) is for 2 results, and the function returns float32\[\]"),
-        ({"out_axes": (0, 0, None)}, 2, r"is for 3 results, and the function returns 2 results"),
+        (
+            {"out_axes": (0, 0, None)},
+            2,
+            r"out_axes=\(0, 0, None\) is for 3 results, and the function returns 2 results",
+        ),
     ],
 )
 def test_a_tuple_of_axes_has_one_for_each(engine, axes, args, words):

@@ -92,7 +92,7 @@ def test_a_step_in_place_of_make():
             call(step, state, batch)
         with pytest.raises(TypeError, match="on must name accelerators, such as 'v5e:2x4', got a TrainState"):
             call(make, state)
-    with pytest.raises(TypeError, match="make must be a function.*got a tuple of 3"):
+    with pytest.raises(TypeError, match=r"make must be a function.*got a tuple of 3"):
         train.plan((step, state, batch))
 
 

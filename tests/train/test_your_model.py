@@ -246,7 +246,7 @@ def test_frozen_statistics_are_taken_and_frozen_streams_are_not():
     assert kv.from_params(linen_variables(), frozen="batch_stats").frozen
     with pytest.raises(TypeError, match="RngCount"):
         kv.from_params(Dropping(nnx.Rngs(0)), frozen="drop")
-    with pytest.raises(TypeError, match="'norm/var/value' .* BatchStat"):
+    with pytest.raises(TypeError, match=r"'norm/var/value' .* BatchStat"):
         kv.from_params(NnxNet(nnx.Rngs(0)), frozen="*/mean")
 
 

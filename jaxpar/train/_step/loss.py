@@ -203,14 +203,14 @@ def finish(sums: Any, count: int) -> Any:
     return jax.tree.map(lambda x: x.total / x.weight if isinstance(x, Mean) else x / count, sums, is_leaf=is_pair)
 
 
-# Random streams of the user's own, as those of `nnx.Rngs`, in a model state. Each share draws other numbers of them, while
-# the state is one for all: the keys of the first share are the stored ones, and so are those that the next step has.
+# Random streams of the user's own, as those of `nnx.Rngs`, in a model state. Each share draws other numbers of them,
+# while the state is one for all: the first share has the stored keys, and what it makes of them is stored.
 
 _OWN = 2**32 - 1  # a stream is asked with its count, which never gets there
 
 
 def with_own_streams(model_state: Any, number: Any) -> Any:
-    """The model state as share `number` gets it, with random keys of its own. Those of the first are the stored ones."""
+    """The model state as share `number` gets it, with random keys of its own."""
 
     def own(key: jax.Array) -> jax.Array:
         folded = jax.random.fold_in(jax.random.fold_in(key, jnp.uint32(_OWN)), number)
