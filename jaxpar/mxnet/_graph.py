@@ -22,7 +22,8 @@ from .._core.files import CheckpointError
 from ._operators import BY_ROWS, OPERATORS, Operator
 
 _MOST_BYTES = 1 << 28
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?|[-+]?(inf|nan)")
+# Two parts of a pattern never match the same characters in a row: a text that fails would be tried in all ways.
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d{1,3})?|[-+]?(inf|nan)")
 _INTEGER = re.compile(r"([-+]?\d{1,19})L?")  # Python 2 wrote (1L, 2L)
 _MOST_NUMBERS = 64  # of a tuple
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-4, 1e-2
