@@ -100,7 +100,8 @@ def test_the_module_of_the_guide(tmp_path):
 def test_the_tables_of_layers_in_the_guide(name, size, wrong, tmp_path):
     model = mxnet.load_symbol(write(tmp_path, name))
     shapes = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in model.shapes(data=size).items()}
-    data, state = shapes.pop("data"), {n: shapes.pop(n) for n in CASES[name]["aux"]}
+    state = {n: shapes.pop(n) for n in CASES[name]["aux"]}
+    data, *_ = [shapes.pop(n) for n in model.inputs]  # the label too
 
     def network(params, data, state):
         return model.apply(params, data, state=state)
