@@ -290,7 +290,7 @@ def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str]]:
 def needed_nodes(
     graph: Graph, table: Mapping[int, tuple[Operator, Any]], heads: Sequence[tuple[int, int]]
 ) -> frozenset[int]:
-    """The nodes that these outputs are computed of. What a loss layer takes as its label is none, nor what is before."""
+    """The nodes that these outputs are computed of. Labels of loss layers are none, nor what is before."""
     needed = {number for number, _ in heads}
     for number in range(len(graph.nodes) - 1, -1, -1):
         if number in needed and number in table:

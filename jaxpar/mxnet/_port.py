@@ -143,7 +143,8 @@ def port(
     lines, heads, rare = _lines_of(model, known, own_operators, taken)
     lines = _needed(lines, heads)
     used = {value for value in [*heads, *(value for line in lines for value in line.inputs)] if value[1] == 0}
-    inputs = {(n, 0): node.name for n, node in enumerate(model.symbol.nodes) if node.is_variable and (n, 0) in used}
+    variables = [(number, node.name) for number, node in enumerate(model.symbol.nodes) if node.is_variable]
+    inputs = {(n, 0): name for n, name in variables if (n, 0) in used and name not in model._arrays}
     functions, items = fold(lines, list(inputs), heads, taken)
     names = {value: _identifier(name, taken) for value, name in inputs.items()}
     parts = functions_of(functions, items, names, heads)

@@ -6,7 +6,9 @@ a multiple of four. Where the bytes of a record have the magic number, MXNet lea
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import io
@@ -53,7 +55,8 @@ class ImageRecord(NamedTuple):
 class RecordFile(Sequence[bytes]):
     """The records of a RecordIO file of MXNet, by number.
 
-    The file is opened for each read, so threads and processes may share an object. Nothing in the file is run.
+    The file is opened for each read, so threads and processes may share an object. `image_record_source` keeps it open
+    while its batches are read. Nothing in the file is run.
 
     Args:
         rec: the `.rec` file.

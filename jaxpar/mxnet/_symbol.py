@@ -125,7 +125,7 @@ class Model:
         return (result, known) if train else result
 
     @answers("Model.shapes")
-    def shapes(self, **input_shapes: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, /, **input_shapes: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The shape of each input, param and running statistic, from those of the inputs. Nothing is computed.
 
         As MXNet's `infer_shape`, it finds the shape of a label from what the loss layer predicts, where that is the
@@ -165,6 +165,10 @@ class Model:
                 run = functools.partial(self._run, number, train=False, key=jax.random.key(0))
                 same[case] = jax.eval_shape(lambda *a, run=run: run(a)[0], *arrays)
             values.append(same[case])
+        for i, _ in self.symbol.heads:
+            head = self.symbol.nodes[i]
+            if head.is_variable and head.name not in known and (shape := _declared(head)) is not None:
+                known[head.name] = shape
         self._label_shapes(values, known)
         found = (node.name for node in self.symbol.nodes if node.name in known)
         return {name: self._shape(name, known[name], back=False) for name in found}
