@@ -120,9 +120,7 @@ def language_model(steps, layers=2, hidden=8, words=11):
                 parts.append(net.add("FullyConnected", f"{own}_{word}", value, *arrays, num_hidden=4 * hidden))
             gates = net.add("elemwise_add", f"{own}_gates", *parts)
             cut = net.add("SliceChannel", f"{own}_slice", gates, num_outputs=4)
-            into, forget, out = (
-                net.add("Activation", f"{own}_{n}", (cut, n), act_type="sigmoid") for n in (0, 1, 3)
-            )
+            into, forget, out = (net.add("Activation", f"{own}_{n}", (cut, n), act_type="sigmoid") for n in (0, 1, 3))
             new = net.add("Activation", f"{own}_new", (cut, 2), act_type="tanh")
             kept = net.add("elemwise_mul", f"{own}_kept", forget, state[layer, "c"])
             added = net.add("elemwise_mul", f"{own}_added", into, new)
