@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import importlib
 import inspect
 import keyword
@@ -225,11 +226,9 @@ def _source(op: str, fn: Callable[..., Any], name: str) -> str:
             return f"from {module} import {first} as {name}{more}"
     hint = "define it at the top of a module that can be imported"
     try:
-        tree = ast.parse("".join(inspect.findsource(fn)[0]))
-        used = inspect.getclosurevars(fn)
-    except (OSError, TypeError, SyntaxError):  # no function of Python, or one without its file
+        tree, code = ast.parse("".join(inspect.findsource(fn)[0])), inspect.unwrap(fn).__code__
+    except (OSError, TypeError, AttributeError, SyntaxError):  # no function of Python, or one without its file
         raise ValueError(f"mxnet.port: operators[{op!r}] has no source that can be copied; {hint}") from None
-    code: Any = getattr(fn, "__code__")  # noqa: B009, what has a source has it
     places = {(line, column) for line, _, column, _ in code.co_positions()}
     found = None
     for node in ast.walk(tree):
@@ -237,11 +236,20 @@ def _source(op: str, fn: Callable[..., Any], name: str) -> str:
             found = node if code.co_name == "<lambda>" and node.lineno == code.co_firstlineno else found
         elif isinstance(node, ast.FunctionDef) and node.name == code.co_name and node.lineno == code.co_firstlineno:
             found = node
-    modules = {each: value for each, value in used.globals.items() if inspect.ismodule(value)}
-    others = sorted({*used.nonlocals, *used.unbound, *used.globals} - modules.keys())
-    if found is None or others:
-        reason = f"uses {', '.join(others)} of its own file" if others else "cannot be found in its file"
-        raise ValueError(f"mxnet.port: operators[{op!r}] is no function that can be imported, and {reason}; {hint}")
+    if found is None:
+        raise ValueError(f"mxnet.port: operators[{op!r}] cannot be found in its file; {hint}")
+    inside = list(ast.walk(found))
+    own = {each.arg for each in inside if isinstance(each, ast.arg)}
+    own |= {each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    annotations = [each.annotation for each in inside if isinstance(each, ast.arg) and each.annotation]
+    left_out = {id(part) for annotation in annotations for part in ast.walk(annotation)}
+    names = {each.id for each in inside if isinstance(each, ast.Name) and id(each) not in left_out} - own
+    around: dict[str, Any] = getattr(fn, "__globals__", {})
+    modules = {each: around[each] for each in sorted(names) if inspect.ismodule(around.get(each))}
+    others = sorted(each for each in names - modules.keys() if each in around or not hasattr(builtins, each))
+    if others := sorted({*others, *(names & {*code.co_freevars})}):
+        reason = f"is no function that can be imported, and uses {', '.join(others)} of its own file"
+        raise ValueError(f"mxnet.port: operators[{op!r}] {reason}; {hint}")
     for argument in ast.walk(found.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
