@@ -254,7 +254,8 @@ def _source(op: str, fn: Callable[..., Any], name: str) -> str:
         if isinstance(argument, ast.arg):
             argument.annotation = None
     if isinstance(found, ast.FunctionDef):
-        found.name, found.returns, text = name, None, ast.unparse(found)
+        found.name, found.returns = name, None
+        text = ast.unparse(found)
     else:
         text = f"{name} = {ast.unparse(found)}"
     return "\n".join([*(f"import {value.__name__} as {each}" for each, value in modules.items()), text])
