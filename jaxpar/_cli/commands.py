@@ -304,7 +304,7 @@ import jax
 import numpy as np
 import pytest
 import {module}
-
+{imports}
 from jaxpar import mxnet
 
 SHAPES = {shapes}
@@ -312,7 +312,7 @@ SHAPES = {shapes}
 
 @pytest.mark.parametrize("train", [False, True])
 def test_the_module_gives_what_the_symbol_gives(train):
-    model = mxnet.load_symbol({symbol!r})
+    model = mxnet.load_symbol({symbol!r}, operators={{{operators}}})
     params, state = {arrays}
     random, key = np.random.default_rng(0), jax.random.key(0)
     names = [name for name in model.inputs if name in SHAPES]
@@ -332,6 +332,8 @@ def _describe_port(add: Any) -> None:
     add("-o", "--output", required=True, metavar="FILE", help="the module to write, such as model.py")
     shape = "the shape of an input, such as data=1x3x224x224, the default of the module's init"
     add("--shape", action="append", default=[], metavar="NAME=SHAPE", help=f"{shape}; once for each input")
+    own = "a function for an operator that is unknown, or another one for one that is not; once for each"
+    add("--operator", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help=own)
     add("--nnx", action="store_true", help="add a module of flax.nnx (default: functions of plain JAX)")
     add("--test", action="store_true", help="write a test beside it, test_model.py; needs --shape")
     add("--force", action="store_true", help="replace files that exist (default: exit with an error)")
@@ -346,16 +348,33 @@ def _port(args: argparse.Namespace) -> None:
     if args.test and not args.shape:
         raise ValueError("--test needs the shapes of the inputs; give --shape data=1x3x224x224")
     shapes = dict(map(_shape, args.shape))
-    texts = {output: mxnet.port(args.symbol, args.params, shapes=shapes, nnx=args.nnx)}
+    named = dict(map(_operator, args.operator))
+    operators = {name: find_function(text) for name, text in named.items()}
+    texts = {output: mxnet.port(args.symbol, args.params, shapes=shapes, nnx=args.nnx, operators=operators)}
     if args.test:
         arrays = f"{output.stem}.{f'load({args.params!r})' if args.params else 'init(jax.random.key(1))'}"
-        test = _TEST.format(module=output.stem, symbol=args.symbol, shapes=shapes, arrays=arrays)
+        modules = sorted({text.partition(":")[0] for text in named.values()})
+        test = _TEST.format(
+            module=output.stem,
+            symbol=args.symbol,
+            shapes=shapes,
+            arrays=arrays,
+            imports="".join(f"import {module}\n" for module in modules),
+            operators=", ".join(f"{name!r}: {text.replace(':', '.')}" for name, text in named.items()),
+        )
         texts[output.with_name(f"test_{output.name}")] = test
     if found := [str(path) for path in texts if path.exists() and not args.force]:
         raise FileExistsError(f"{' and '.join(found)} exists; choose another name, or give --force")
     for path, text in texts.items():
         files.replace(path, text.encode())
     print(f"{' and '.join(map(str, texts))}: written from {args.symbol}")
+
+
+def _operator(text: str) -> tuple[str, str]:
+    name, equals, function = text.partition("=")
+    if not name or not equals:
+        raise ValueError(f"--operator {text!r}: expected NAME=MODULE:FUNCTION such as MyOp=my_ops:my_op")
+    return name, function
 
 
 def _shape(text: str) -> tuple[str, tuple[int, ...]]:

@@ -22,7 +22,8 @@ from .._core.files import CheckpointError
 from ._operators import BY_ROWS, OPERATORS, Operator
 
 _MOST_BYTES = 1 << 28
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?|[-+]?(inf|nan)")
+# Two parts of a pattern never match the same characters in a row: a text that fails would be tried in all ways.
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d{1,3})?|[-+]?(inf|nan)")
 _INTEGER = re.compile(r"([-+]?\d{1,19})L?")  # Python 2 wrote (1L, 2L)
 _MOST_NUMBERS = 64  # of a tuple
 _TOLERANCE, _TOLERANCE_OF_16_BITS = 1e-4, 1e-2
@@ -196,7 +197,8 @@ def with_operators(path: Path, graph: Graph, own: Mapping[str, Callable[..., Any
             missing.setdefault(node.op, []).append(node.name)
     if missing:
         nodes = "; ".join(f"{op} in {', '.join(map(repr, names))}" for op, names in missing.items())
-        raise ValueError(f"{path} has operators that are unknown here: {nodes}. Give operators={{name: function}}")
+        hint = "Give operators={name: function}, and to the command `jaxpar port` --operator NAME=MODULE:FUNCTION"
+        raise ValueError(f"{path} has operators that are unknown here: {nodes}. {hint}")
     graph = _upgraded(graph, known)
     table: Table = {}
     for number, node in enumerate(graph.nodes):
@@ -242,11 +244,12 @@ def check_shapes(path: Path, graph: Graph, table: Table, inputs: Sequence[str]) 
     """
     begun: dict[int, Node] = {}  # the array of which an open value is made
     known: set[int] = set()  # what is made of inputs
+    names = {*inputs}
     for number, node in enumerate(graph.nodes):
         before = [i for i, _ in node.inputs]
         opened = [begun[i] for i in before if i in begun]
         if node.is_variable:
-            known |= {number} if node.name in inputs else set()
+            known |= {number} if node.name in names else set()
         elif node.op in _FILLED and 0 in table[number][1].get("shape", ()):
             begun[number] = node
         elif opened and node.op not in BY_ROWS:
@@ -265,12 +268,11 @@ def _open(path: Path, begun: Node, where: str) -> str:
     return f"{path}: {begun} has a 0 in its shape, {begun.attrs['shape']}, which jaxpar cannot infer as {where}; {hint}"
 
 
-def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str], frozenset[str]]:
-    """Names of variables: running statistics, weights, those of convolutions, and all that evaluation needs."""
+def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str]]:
+    """Names of variables: running statistics, weights, and those of convolutions."""
     statistics: dict[str, None] = {}
     weights: set[str] = {node.name for node in graph.nodes if node.is_variable and "__init__" in node.attrs}
     kernels: set[str] = set()
-    needed: set[str] = {graph.nodes[i].name for i, _ in graph.heads}
     for number, (operator, attrs) in table.items():
         for place, (i, _) in enumerate(graph.nodes[number].inputs):
             slot = operator.slots[place] if place < len(operator.slots) else ""
@@ -282,9 +284,30 @@ def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str], fr
             if place and slot in _WEIGHTS:
                 weights.add(name)
                 kernels |= {name} if slot == "weight" and operator.last and operator.last(attrs) else set()
-            if not (operator.labels and place):
-                needed.add(name)
-    return list(statistics), weights, kernels, frozenset(needed)
+    return list(statistics), weights, kernels
+
+
+def needed_nodes(
+    graph: Graph, table: Mapping[int, tuple[Operator, Any]], heads: Sequence[tuple[int, int]]
+) -> frozenset[int]:
+    """The nodes that these outputs are computed of. Labels of loss layers are none, nor what is before."""
+    needed = {number for number, _ in heads}
+    for number in range(len(graph.nodes) - 1, -1, -1):
+        if number in needed and number in table:
+            inputs = graph.nodes[number].inputs
+            needed.update(i for i, _ in (inputs[:1] if table[number][0].labels else inputs))
+    return frozenset(needed)
+
+
+def labels_of(graph: Graph, number: int) -> frozenset[str]:
+    """The names of the variables that the label of a loss layer is computed of."""
+    found = set[int]()
+    waiting = [i for i, _ in graph.nodes[number].inputs[1:]]
+    while waiting:
+        if (i := waiting.pop()) not in found:
+            found.add(i)
+            waiting += [j for j, _ in graph.nodes[i].inputs]
+    return frozenset(graph.nodes[i].name for i in found if graph.nodes[i].is_variable)
 
 
 def output_names(graph: Graph) -> tuple[str, ...]:
@@ -349,7 +372,8 @@ def first_difference(
         if node.is_variable:
             values.append([arrays.get(node.name)])
             continue
-        outputs = list(run(number, [values[i][k] for i, k in node.inputs]))
+        # A label that is not given leaves what is computed of it without outputs.
+        outputs = list(run(number, [values[i][k] if k < len(values[i]) else None for i, k in node.inputs]))
         for k, output in enumerate(outputs):
             names = (f"{node.name}_output", f"{node.name}_output0") if k == 0 else (f"{node.name}_output{k}",)
             expected = next((np.asarray(reference[name]) for name in names if name in reference), None)

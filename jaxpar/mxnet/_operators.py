@@ -24,6 +24,8 @@ _GIVEN = frozenset(("train", "rng"))  # keywords that the model gives itself
 Shape = tuple[int, ...]
 Shapes = Callable[[Shape, Mapping[str, Any]], Mapping[str, Shape]]
 Last = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
+# The shapes of an operator's arrays, of those of its outputs, of its arrays as far as they are known, and attributes.
+Back = Callable[[Sequence[Shape | None], Sequence[Shape | None], Mapping[str, Any]], Sequence[Shape | None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +35,13 @@ class Operator:
     fn: Callable[..., Any]  # of its arrays and attributes
     shapes: Shapes | None = None  # of its other arrays, of the first one's shape and the attributes
     state: tuple[str, ...] = ()  # the last arrays, if they are running statistics. Then `fn` gives (outputs, new ones)
-    labels: bool = False  # whether the arrays after the first may be missing where nothing is trained
+    # Of a loss layer, the shape of its label, of the first array's shape and the attributes. It is the array after the
+    # first, and may be missing where nothing is trained.
+    labels: Callable[[Shape, Mapping[str, Any]], Shape] | None = None
     # The attributes with which `fn` takes images whose channels are last, of those of the file. None, or a function
     # that gives None: such images have to be turned into MXNet's layout before.
     last: Last | None = None
+    back: Back | None = None  # None: the shapes of its arrays do not follow from those of its outputs
 
     @functools.cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -88,6 +93,86 @@ def _rnn_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
     count = layers.parameter_count(attrs["mode"], data[2], hidden, depth, directions)
     state = (depth * directions, data[1], hidden)
     return {"parameters": (count,), "state": state, "state_cell": state}
+
+
+# The shapes of labels, as MXNet infers them: first from what is predicted, then back to the variable
+
+
+def _label_of_softmax(data: Shape, attrs: Mapping[str, Any]) -> Shape:
+    return (data[0], math.prod(data[2:])) if attrs.get("multi_output") else data[:-1]
+
+
+def _label_of_regression(data: Shape, attrs: Mapping[str, Any]) -> Shape:
+    return data[:1] if len(data) == 2 and data[1] == 1 else data
+
+
+def _back_same(outputs: Sequence[Shape | None], arrays: Sequence[Shape | None], attrs: Any) -> Sequence[Shape | None]:
+    """Of operators whose arrays and outputs have one shape."""
+    shape = next((shape for shape in (*outputs, *arrays) if shape is not None), None)
+    return [shape] * len(arrays)
+
+
+def _back_of_one(function: Callable[[Shape, Mapping[str, Any]], Shape | None]) -> Back:
+    """Of operators with one array, whose shape is a function of that of an output."""
+
+    def back(outputs: Sequence[Shape | None], arrays: Any, attrs: Mapping[str, Any]) -> Sequence[Shape | None]:
+        known = next((shape for shape in outputs if shape is not None), None)
+        return [None if known is None else function(known, attrs)]
+
+    return back
+
+
+def _back_transposed(shape: Shape, attrs: Mapping[str, Any]) -> Shape:
+    axes = attrs.get("axes") or range(len(shape))[::-1]
+    return tuple(shape[list(axes).index(i)] for i in range(len(shape)))
+
+
+def _back_swapped(shape: Shape, attrs: Mapping[str, Any]) -> Shape:
+    found = list(shape)
+    a, b = attrs.get("dim1", 0), attrs.get("dim2", 0)
+    found[a], found[b] = found[b], found[a]
+    return tuple(found)
+
+
+def _back_expanded(shape: Shape, attrs: Mapping[str, Any]) -> Shape:
+    axis = attrs["axis"] % len(shape)
+    return shape[:axis] + shape[axis + 1 :]
+
+
+def _back_split(shape: Shape, attrs: Mapping[str, Any]) -> Shape:
+    count, axis = attrs["num_outputs"], attrs.get("axis", 1)
+    if attrs.get("squeeze_axis"):
+        axis %= len(shape) + 1
+        return (*shape[:axis], count, *shape[axis:])
+    axis %= len(shape)
+    return (*shape[:axis], shape[axis] * count, *shape[axis + 1 :])
+
+
+def _back_flat(shape: Shape, attrs: Mapping[str, Any]) -> Shape | None:
+    """What is reshaped to a shape that keeps its axes is known, and what is reshaped to (-1,) is not."""
+    codes = attrs.get("shape") or ()
+    plain = not attrs.get("reverse") and len(codes) == len(shape) and all(n == 0 for n in codes)
+    return shape if plain else None
+
+
+def _back_joined(
+    outputs: Sequence[Shape | None], arrays: Sequence[Shape | None], attrs: Mapping[str, Any]
+) -> Sequence[Shape | None]:
+    """Of Concat: an array that is alone unknown has what the others leave."""
+    whole, missing = outputs[0], [i for i, shape in enumerate(arrays) if shape is None]
+    found = list(arrays)
+    if whole is not None and len(missing) == 1:
+        axis = attrs.get("dim", 1) % len(whole)
+        left = whole[axis] - sum(shape[axis] for shape in arrays if shape is not None)
+        found[missing[0]] = (*whole[:axis], left, *whole[axis + 1 :])
+    return found
+
+
+def _back_stacked(
+    outputs: Sequence[Shape | None], arrays: Sequence[Shape | None], attrs: Mapping[str, Any]
+) -> Sequence[Shape | None]:
+    whole = outputs[0]
+    return [None if whole is None else _back_expanded(whole, {"axis": attrs.get("axis", 0)})] * len(arrays)
 
 
 # The attributes for images whose channels are last
@@ -158,11 +243,11 @@ def _smooth_l1(data: jax.Array, *, scalar: float = 1.0) -> jax.Array:
     return jnp.where(jnp.abs(data) > 1 / square, jnp.abs(data) - 0.5 / square, 0.5 * square * data * data)
 
 
-def _row(fn: Callable[..., Any], last: Last | None = None, **forms: str) -> Operator:
+def _row(fn: Callable[..., Any], last: Last | None = None, back: Back | None = None, **forms: str) -> Operator:
     """An operator in one line. Its attributes are read as `forms` say, and else as their defaults are."""
     attributes = [p for p in inspect.signature(fn).parameters.values() if p.kind == p.KEYWORD_ONLY]
     fn.__annotations__ = {p.name: type(p.default).__name__ for p in attributes} | forms
-    return Operator(fn, last=last)
+    return Operator(fn, last=last, back=back)
 
 
 def _typed(function: Callable[..., Any], *values: Any) -> jax.Array:
@@ -175,16 +260,18 @@ def _typed(function: Callable[..., Any], *values: Any) -> jax.Array:
 
 
 def _unary(function: Callable[[Any], Any]) -> Operator:
-    return _row(lambda data: _typed(function, data), _same)
+    return _row(lambda data: _typed(function, data), _same, _back_same)
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Operator:
-    return _row(lambda lhs, rhs: _typed(function, lhs, rhs), _same)
+def _binary(function: Callable[[Any, Any], Any], back: Back | None = None) -> Operator:
+    return _row(lambda lhs, rhs: _typed(function, lhs, rhs), _same, back)
 
 
 def _with_scalar(function: Callable[[Any, Any], Any]) -> Operator:
     return _row(
-        lambda data, *, scalar=1.0, is_int=True: _typed(function, data if is_int else data * 1.0, scalar), _same
+        lambda data, *, scalar=1.0, is_int=True: _typed(function, data if is_int else data * 1.0, scalar),
+        _same,
+        _back_same,
     )
 
 
@@ -292,10 +379,10 @@ _NAMED: dict[str, Operator] = {
     "UpSampling": Operator(layers.up_sampling),
     "RNN": Operator(layers.rnn, _rnn_shapes),
     "Embedding": Operator(arrays.embedding, lambda _, a: {"weight": (a["input_dim"], a["output_dim"])}),
-    "SoftmaxOutput Softmax": Operator(losses.softmax_output, labels=True),
-    "LinearRegressionOutput": Operator(losses.linear_regression, labels=True),
-    "LogisticRegressionOutput": Operator(losses.logistic_regression, labels=True),
-    "MAERegressionOutput": Operator(losses.mae_regression, labels=True),
+    "SoftmaxOutput Softmax": Operator(losses.softmax_output, labels=_label_of_softmax),
+    "LinearRegressionOutput": Operator(losses.linear_regression, labels=_label_of_regression),
+    "LogisticRegressionOutput": Operator(losses.logistic_regression, labels=_label_of_regression),
+    "MAERegressionOutput": Operator(losses.mae_regression, labels=_label_of_regression),
     "MakeLoss": Operator(losses.make_loss),
     "softmax_cross_entropy": Operator(losses.softmax_cross_entropy),
     "softmax": Operator(_softmax(jax.nn.softmax), last=_axis("axis", -1)),
@@ -303,19 +390,25 @@ _NAMED: dict[str, Operator] = {
     "log_softmax": Operator(_softmax(jax.nn.log_softmax), last=_axis("axis", -1)),
     "SoftmaxActivation": Operator(layers.softmax_activation),
     "smooth_l1": Operator(_smooth_l1, last=_same),
-    "clip": Operator(_clip, last=_same),
+    "clip": Operator(_clip, last=_same, back=_back_same),
     "hard_sigmoid": Operator(_hard_sigmoid, last=_same),
-    "Reshape reshape": Operator(arrays.reshape),
+    "Reshape reshape": Operator(arrays.reshape, back=_back_of_one(_back_flat)),
     "reshape_like": _row(lambda lhs, rhs: lhs.reshape(rhs.shape)),
     "broadcast_like": _row(lambda lhs, rhs: jnp.broadcast_to(lhs, rhs.shape)),
     "Flatten flatten": _row(lambda data: data.reshape(data.shape[0], -1)),
-    "transpose": _row(lambda data, *, axes=(): data.transpose(axes or None)),
-    "SwapAxis swapaxes SwapAxes": _row(lambda data, *, dim1=0, dim2=0: data.swapaxes(dim1, dim2)),
-    "expand_dims": _row(lambda data, *, axis: jnp.expand_dims(data, axis), axis="int"),
+    "transpose": _row(lambda data, *, axes=(): data.transpose(axes or None), back=_back_of_one(_back_transposed)),
+    "SwapAxis swapaxes SwapAxes": _row(
+        lambda data, *, dim1=0, dim2=0: data.swapaxes(dim1, dim2), back=_back_of_one(_back_swapped)
+    ),
+    "expand_dims": _row(
+        lambda data, *, axis: jnp.expand_dims(data, axis), back=_back_of_one(_back_expanded), axis="int"
+    ),
     "squeeze": _row(lambda data, *, axis=None: data.squeeze(axis), axis="tuple | None"),
-    "Concat concat _rnn_param_concat": _row(lambda *data, dim=1: jnp.concatenate(data, dim), _axis("dim", 1)),
-    "stack": _row(lambda *data, axis=0: jnp.stack(data, axis)),
-    "add_n ElementWiseSum _sum": _row(lambda *args: sum(args[1:], args[0]), _same),
+    "Concat concat _rnn_param_concat": _row(
+        lambda *data, dim=1: jnp.concatenate(data, dim), _axis("dim", 1), _back_joined
+    ),
+    "stack": _row(lambda *data, axis=0: jnp.stack(data, axis), back=_back_stacked),
+    "add_n ElementWiseSum _sum": _row(lambda *args: sum(args[1:], args[0]), _same, _back_same),
     "tile": _row(lambda data, *, reps: jnp.tile(data, reps), reps="tuple"),
     "repeat": _row(lambda data, *, repeats, axis=None: data.repeat(repeats, axis), repeats="int", axis="int | None"),
     "Pad pad": Operator(arrays.pad),
@@ -323,9 +416,11 @@ _NAMED: dict[str, Operator] = {
     "slice crop": Operator(arrays.slice_),
     "slice_axis": Operator(arrays.slice_axis, last=_axis("axis", 0)),
     "slice_like": Operator(arrays.slice_like),
-    "SliceChannel split": Operator(arrays.slice_channel, last=_last_split),
+    "SliceChannel split": Operator(arrays.slice_channel, last=_last_split, back=_back_of_one(_back_split)),
     "Crop": Operator(arrays.crop),
-    "Cast cast": _row(lambda data, *, dtype: data.astype(jax.dtypes.canonicalize_dtype(dtype)), _same, dtype="str"),
+    "Cast cast": _row(
+        lambda data, *, dtype: data.astype(jax.dtypes.canonicalize_dtype(dtype)), _same, _back_same, dtype="str"
+    ),
     "norm": Operator(arrays.norm),
     "argmax": Operator(arrays.place(jnp.argmax)),
     "argmin": Operator(arrays.place(jnp.argmin)),
@@ -348,7 +443,10 @@ _NAMED: dict[str, Operator] = {
     **{names: Operator(arrays.reduction(function)) for names, function in _REDUCTIONS.items()},
     **{names: _with_scalar(function) for names, function in _REVERSED.items()},
     **{names: _unary(function) for names, function in _UNARY.items()},
-    **{f"broadcast_{name} {names}": _binary(f) for name, (f, names, _) in ARITHMETIC.items()},
+    **{names: _binary(f, _back_same) for f, names, _ in ARITHMETIC.values()},
+    **{f"broadcast_{name}": _binary(f) for name, (f, _, _) in ARITHMETIC.items()},
+    "broadcast_plus": _binary(jnp.add),
+    "broadcast_minus": _binary(jnp.subtract),
     **{names: _with_scalar(f) for f, _, names in ARITHMETIC.values()},
 }
 

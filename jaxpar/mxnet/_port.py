@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import importlib
 import inspect
 import keyword
 import re
@@ -14,17 +17,18 @@ from .._core.calls import answers
 from .._core.files import CheckpointError
 from . import _port_layers
 from ._layers import ACTIVATIONS
-from ._operators import ARITHMETIC
-from ._port_blocks import KEYWORD, POSITION, Line, Slot, Value, fold, functions_of
+from ._operators import ARITHMETIC, Operator
+from ._port_blocks import KEYWORD, POSITION, Line, Slot, Value, fold, free_name, functions_of, number_text
 from ._symbol import Model, load_symbol
 
 _MOST_OUTPUTS = 10_000  # of a node
 _OF_IMAGES = ("kernel", "stride", "pad", "dilate")  # one number where it is the same for all axes
 
-_OWN = frozenset(
-    "net params state train rng arrays shapes jax jnp lax math operator load_params network"
-    " self rngs nnx outputs Network arrays_of".split()
-)
+# Names of the module itself, which no input may have.
+_RESERVED = (
+    "net params state train rng arrays array shapes jax jnp lax math operator load_params network apply init Any"
+    " NamedTuple self rngs nnx outputs Network arrays_of dict zip len range tuple float isinstance _ __debug__"
+).split() + list(vars(_port_layers))
 _MODULE = '''"""{name}, a network of MXNet in {kind}, written by `jaxpar port`.
 
 Arrays have MXNet's names and layout. `apply` is a pure function of them.
@@ -36,16 +40,16 @@ Arrays have MXNet's names and layout. `apply` is a pure function of them.
 {text}
 
 
-def apply(params, {inputs}, *, state=None, train=False, rng=None):
+def apply(params, {inputs}*, state=None, train=False, rng=None):
     """What the network gives. With `train=True`, (outputs, new running statistics)."""
     state = dict(state or {{}})
     arrays = {{**params, **state}}
-    net = Net(lambda name, *shape: arrays[name], state, train, rng)
-    outputs = network(net, {inputs})
+    net = Net(lambda name, *shape: jnp.asarray(arrays[name]), state, train, rng)
+    outputs = network(net{after})
     return (outputs, state) if train else outputs
 
 
-def init(rng, {given}):
+def init(rng{given}):
     """New (params, running statistics), for inputs of these shapes."""
     shapes = {{}}
 
@@ -53,13 +57,18 @@ def init(rng, {given}):
         shapes[name] = shape
         return jnp.zeros(shape)
 
-    inputs = [jnp.zeros(shape) for shape in ({inputs},)]
+    inputs = [jnp.zeros(shape) for shape in ({each})]
     jax.eval_shape(lambda: network(Net(array, {{}}, False, None), *inputs))
     keys = dict(zip(shapes, jax.random.split(rng, len(shapes))))
     return split({{name: new_array(keys[name], name, shape) for name, shape in shapes.items()}})
 
 
 {load}'''
+_SPLIT = '''def split(arrays):
+    """(params, running statistics)"""
+    statistics = {{{names}}}
+    state = {{name: array for name, array in arrays.items() if name in statistics}}
+    return {{name: array for name, array in arrays.items() if name not in state}}, state'''
 _NNX = '''
 
 class Network(nnx.Module):
@@ -71,11 +80,11 @@ class Network(nnx.Module):
         self.statistics = nnx.Dict(statistics)
         self.deterministic = True
 
-    def __call__(self, {inputs}, *, rngs=None):
+    def __call__(self, {inputs}*, rngs=None):
         params, state = arrays_of(self)
         if self.deterministic:
-            return apply(params, {inputs}, state=state, rng=rngs)
-        outputs, new = apply(params, {inputs}, state=state, train=True, rng=rngs)
+            return apply(params, {inputs}state=state, rng=rngs)
+        outputs, new = apply(params, {inputs}state=state, train=True, rng=rngs)
         for name, array in new.items():
             self.statistics[name][...] = array
         return outputs
@@ -95,6 +104,7 @@ def port(
     *,
     shapes: Mapping[str, Sequence[int]] | None = None,
     nnx: bool = False,
+    operators: Mapping[str, Callable[..., Any]] | None = None,
 ) -> str:
     """The text of a Python module that computes a network of MXNet.
 
@@ -108,16 +118,20 @@ def port(
         params_file: its arrays, "lenet-0010.params". Rare operators need their shapes, or those of the inputs.
         shapes: of the inputs by name. They are the defaults of the module's `init`.
         nnx: whether the module has the network as an `nnx.Module` too.
+        operators: as of `load_symbol`. The module imports such a function from where it is defined. It has a copy of
+            one that cannot be imported, such as a lambda or one of a notebook, if that uses nothing but modules.
 
     Raises:
         OSError, CheckpointError: as of `load_symbol`.
-        ValueError: an operator is unknown, or a node cannot be written.
+        ValueError: an operator is unknown, the shape of an array is, or one of `operators` can be neither imported nor
+            copied.
 
     Example:
         >>> from jaxpar import mxnet
         >>> text = mxnet.port("lenet-symbol.json", shapes={"data": (1, 1, 28, 28)})  # doctest: +SKIP
     """
-    model = load_symbol(symbol_file, params_file)
+    own_operators = dict(operators or {})
+    model = load_symbol(symbol_file, params_file, operators=own_operators)
     given = {name: tuple(shape) for name, shape in (shapes or {}).items()}
     known: dict[str, tuple[int, ...]] = {name: a.shape for name, a in {**model.params, **model.state}.items()}
     try:
@@ -126,25 +140,32 @@ def port(
         if given and params_file is None:
             raise
         known |= given
-    lines, heads, rare = _lines_of(model, known)
+    taken = dict.fromkeys(_RESERVED, 1)
+    lines, heads, rare = _lines_of(model, known, own_operators, taken)
     lines = _needed(lines, heads)
     used = {value for value in [*heads, *(value for line in lines for value in line.inputs)] if value[1] == 0}
-    inputs = {(n, 0): node.name for n, node in enumerate(model.symbol.nodes) if node.is_variable and (n, 0) in used}
-    functions, items = fold(lines, list(inputs), heads)
-    names: dict[tuple[int, int], str] = {}
-    for value, name in inputs.items():
-        names[value] = _identifier(name, [*names.values(), *(function.name for function in functions)])
+    variables = [(number, node.name) for number, node in enumerate(model.symbol.nodes) if node.is_variable]
+    inputs = {(n, 0): name for n, name in variables if (n, 0) in used and name not in model._arrays}
+    functions, items = fold(lines, list(inputs), heads, taken)
+    names = {value: _identifier(name, taken) for value, name in inputs.items()}
     parts = functions_of(functions, items, names, heads)
-    text = "\n\n\n".join([*_copied("\n".join(parts)), *parts])
+    kinds = {kind: {name for name, own in model._arrays.items() if own == kind} for kind in ("arg", "aux")}
+    by_ending = _port_layers.split(dict.fromkeys(model._arrays))
+    copied = _copied("\n".join(parts))
+    if set(by_ending[1]) != kinds["aux"]:  # the endings of their names do not tell running statistics
+        copied = [text for text in copied if not text.startswith("def split(")]
+        copied.append(_SPLIT.format(names=", ".join(f"{name!r}" for name in sorted(kinds["aux"]))))
+    text = "\n\n\n".join([*copied, *parts])
     defaults = [names[v] + (f"={known[name]}" if name in known else "") for v, name in inputs.items()]
-    arguments = ", ".join(names.values())
     return (_MODULE + (_NNX if nnx else "")).format(
         name=re.sub(r"[^\w.-]", "_", files.as_path(symbol_file, "mxnet.port: symbol_file").name),
         kind="Flax's nnx" if nnx else "plain JAX",
-        imports=_imports(text, rare, nnx),
+        imports=_imports(text, rare, own_operators, nnx),
         text=text,
-        inputs=arguments,
-        given=", ".join(sorted(defaults, key=lambda default: "=" in default)),
+        inputs="".join(f"{name}, " for name in names.values()),
+        after="".join(f", jnp.asarray({name})" for name in names.values()),
+        each=", ".join(names.values()) + "," * bool(names),
+        given="".join(f", {default}" for default in sorted(defaults, key=lambda default: "=" in default)),
         load=inspect.getsource(_port_layers.load),
     )
 
@@ -155,17 +176,15 @@ def _needed(lines: Sequence[Line], heads: Sequence[tuple[int, int]]) -> list[Lin
     needed = set(heads)
     for line in reversed(lines):
         if needed.intersection(line.outputs):
-            kept.insert(0, line)
+            kept.append(line)
             needed.update(line.inputs)
-    return kept
+    return kept[::-1]
 
 
-def _identifier(name: str, taken: Sequence[str]) -> str:
+def _identifier(name: str, taken: dict[str, int]) -> str:
     """A name of an input that Python takes, and that nothing else in the module has."""
-    text = re.sub(r"\W|^(?=\d)", "_", name, flags=re.ASCII)
-    while keyword.iskeyword(text) or text in _OWN or text in taken or hasattr(_port_layers, text):
-        text += "_"
-    return text
+    text = re.sub(r"\W|^(?=\d)", "_", name, flags=re.ASCII) or "_"
+    return free_name(f"{text}_" if keyword.iskeyword(text) or text in taken else text, taken)
 
 
 def _copied(text: str) -> list[str]:
@@ -179,46 +198,120 @@ def _copied(text: str) -> list[str]:
     return found
 
 
-def _imports(text: str, rare: Mapping[str, str], nnx: bool) -> str:
+def _imports(text: str, rare: Mapping[str, str], own: Mapping[str, Callable[..., Any]], nnx: bool) -> str:
     lines = ["import math", "from typing import Any, NamedTuple", "", "import jax", "import jax.numpy as jnp"]
     lines += ["from flax import nnx"] if nnx else []
     lines += ["from jax import lax"] if "lax." in text else []
-    lines += ["", f"from jaxpar.mxnet import load_params{', operator' if rare else ''}"]
-    if rare:
+    ours = {op: name for op, name in rare.items() if op not in own}
+    lines += ["", f"from jaxpar.mxnet import load_params{', operator' if ours else ''}"]
+    if ours:
         lines += ["", "# Operators that are rare: jaxpar's functions, with MXNet's arguments."]
-    return "\n".join([*lines, *(f'{own} = operator("{op}")' for own, op in rare.items())])
+        lines += [f"{name} = operator({op!r})".replace("'", '"') for op, name in ours.items()]
+    if len(ours) < len(rare):
+        lines += ["", "# Operators of one's own."]
+        lines += [_source(op, own[op], name) for op, name in rare.items() if op in own]
+    return "\n".join(lines)
+
+
+def _source(op: str, fn: Callable[..., Any], name: str) -> str:
+    """The lines that give a module a function: its import, or a copy."""
+    module, path = getattr(fn, "__module__", None) or "__main__", getattr(fn, "__qualname__", "").split(".")
+    if module != "__main__" and all(part.isidentifier() for part in path):
+        found: Any = importlib.import_module(module)
+        for part in path:
+            found = getattr(found, part, None)
+        if found is fn:
+            first, *rest = path
+            more = f"\n{name} = {'.'.join([name, *rest])}" if rest else ""
+            return f"from {module} import {first} as {name}{more}"
+    hint = "define it at the top of a module that can be imported"
+    try:
+        tree, code = ast.parse("".join(inspect.findsource(fn)[0])), inspect.unwrap(fn).__code__
+    except (OSError, TypeError, AttributeError, SyntaxError):  # no function of Python, or one without its file
+        raise ValueError(f"mxnet.port: operators[{op!r}] has no source that can be copied; {hint}") from None
+    places = {(line, column) for line, _, column, _ in code.co_positions()}
+    found = None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Lambda) and (node.body.lineno, node.body.col_offset) in places:
+            found = node if code.co_name == "<lambda>" and node.lineno == code.co_firstlineno else found
+        elif isinstance(node, ast.FunctionDef) and node.name == code.co_name and node.lineno == code.co_firstlineno:
+            found = node
+    if found is None:
+        raise ValueError(f"mxnet.port: operators[{op!r}] cannot be found in its file; {hint}")
+    inside = list(ast.walk(found))
+    own = {each.arg for each in inside if isinstance(each, ast.arg)}
+    own |= {each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    annotations = [each.annotation for each in inside if isinstance(each, ast.arg) and each.annotation]
+    left_out = {id(part) for annotation in annotations for part in ast.walk(annotation)}
+    names = {each.id for each in inside if isinstance(each, ast.Name) and id(each) not in left_out} - own
+    around: dict[str, Any] = getattr(fn, "__globals__", {})
+    modules = {each: around[each] for each in sorted(names) if inspect.ismodule(around.get(each))}
+    others = sorted(each for each in names - modules.keys() if each in around or not hasattr(builtins, each))
+    if others := sorted({*others, *(names & {*code.co_freevars})}):
+        reason = f"is no function that can be imported, and uses {', '.join(others)} of its own file"
+        raise ValueError(f"mxnet.port: operators[{op!r}] {reason}; {hint}")
+    for argument in ast.walk(found.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    if isinstance(found, ast.FunctionDef):
+        found.name, found.returns = name, None
+        text = ast.unparse(found)
+    else:
+        text = f"{name} = {ast.unparse(found)}"
+    return "\n".join([*(f"import {value.__name__} as {each}" for each, value in modules.items()), text])
 
 
 # The nodes of a symbol as lines: which function of JAX, or of the written module, each of them calls.
 
 
 def _lines_of(
-    model: Model, shapes: Mapping[str, tuple[int, ...]]
+    model: Model,
+    shapes: Mapping[str, tuple[int, ...]],
+    own: Mapping[str, Callable[..., Any]],
+    taken: dict[str, int],
 ) -> tuple[list[Line], tuple[Value, ...], dict[str, str]]:
-    """The lines of a network, its outputs, and the rare operators: {name in the module: MXNet's name}.
+    """The lines of a network, its outputs, and the rare operators: {MXNet's name: name in the module}.
 
-    `shapes` are those of the arrays that no common layer makes, by name.
+    `shapes` are those of the arrays that no common layer makes, by name. Names of the module are added to `taken`.
     """
+    nodes = model.symbol.nodes
     lines: list[Line] = []
     rare: dict[str, str] = {}
     same: dict[Value, Value] = {}
-    for number, node in enumerate(model.symbol.nodes):
+    variables: dict[str, int] = {}
+    outputs_used: dict[int, int] = {}  # how many outputs of each node are used, counted from the first
+    for number, place in [*model.symbol.heads, *(value for node in nodes for value in node.inputs)]:
+        outputs_used[number] = max(outputs_used.get(number, 1), place + 1)
+    # Plain arithmetic has other dtypes than MXNet's where arrays are integers.
+    has_integers = any("int" in node.attrs.get("dtype", "") or "bool" in node.attrs.get("dtype", "") for node in nodes)
+    for number, node in enumerate(nodes):
         if node.is_variable:
+            same[number, 0] = variables.setdefault(node.name, number), 0
             continue
         call = _Call(model, number, shapes, same)
-        form = _COMMON[node.op](call) if node.op in _COMMON else None
+        is_common = node.op in _COMMON and node.op not in own and not (has_integers and node.op in _OF_FLOATS)
+        form = _COMMON[node.op](call) if is_common else None
         if form is None:
-            form = _rare(call)
-            rare[form.partition("(")[0]] = node.op
+            if node.op not in rare:
+                word = re.sub(r"\W", "_", node.op.strip("_").lower(), flags=re.ASCII)
+                rare[node.op] = free_name(f"mx_{word}", taken)
+            count = min(outputs_used.get(number, 1), _MOST_OUTPUTS) if node.op in own else 0
+            form = _rare(call, rare[node.op], count)
+        else:
+            count = 0
         if isinstance(form, str):
-            outputs = tuple((number, place) for place in range(_count(node.op, call.attrs)))
+            outputs = tuple((number, place) for place in range(count or _count(node.op, call.attrs)))
             lines.append(Line(form, tuple(call.inputs), outputs, tuple(call.slots), node.op))
         else:
             same[number, 0] = form
     heads = tuple(same.get(head, head) for head in model.symbol.heads)
+    for number, place in dict.fromkeys(heads):
+        if nodes[number].is_variable and nodes[number].name in model._arrays:  # an array itself is an output
+            call = _Call(model, number, shapes, same)
+            lines.append(Line(call.array(nodes[number].name), (), ((number, place),), tuple(call.slots), "null"))
     made = {value for line in lines for value in line.outputs}
     for number, place in {*heads, *(value for line in lines for value in line.inputs)} - made:
-        if not (node := model.symbol.nodes[number]).is_variable:
+        if not (node := nodes[number]).is_variable:
             raise CheckpointError(f"the symbol is damaged: {node} has no output {place}")
     return lines, heads, rare
 
@@ -237,16 +330,18 @@ class _Call:
 
     def __init__(self, model: Model, number: int, shapes: Mapping[str, Any], same: Mapping[Value, Value]):
         self.node, self.number, self._shapes = model.symbol.nodes[number], number, shapes
-        self.operator, given = model._operators[number]
+        self.operator, given = model._operators.get(number, (_VARIABLE, {}))
         defaults = {name: parameter.default for name, parameter in self.operator.attributes.items()}
         self.attrs = {**defaults, **given}
         if self.attrs.get("layout") in ("None", "NCW", "NCHW", "NCDHW"):
             self.attrs["layout"] = None
-        self.given = {key: self.attrs[key] for key in given if self.attrs[key] != defaults[key]}
+        self.given = {
+            key: self.attrs[key] for key in given if key not in defaults or repr(self.attrs[key]) != repr(defaults[key])
+        }
         self.refs = [same.get(ref, ref) for ref in self.node.inputs]
         named = [model.symbol.nodes[i] for i, _ in self.node.inputs]
         self.arrays = [node.name if node.is_variable and node.name in model._arrays else None for node in named]
-        self.before = named[0].op if named else ""
+        self.before = named[0] if named else None
         self.inputs: list[Value] = []
         self.slots: list[Slot] = []
 
@@ -256,9 +351,12 @@ class _Call:
 
     def value(self, place: int = 0) -> str:
         name = self.arrays[place]
-        if name is None:
-            self.inputs.append(self.refs[place])
-            return f"{{v[{len(self.inputs) - 1}]}}"
+        if name is not None:
+            return self.array(name)
+        self.inputs.append(self.refs[place])
+        return f"{{v[{len(self.inputs) - 1}]}}"
+
+    def array(self, name: str) -> str:
         if name not in self._shapes:
             raise ValueError(f"the shape of {name!r} is unknown; give the params file too, or the shapes of the inputs")
         return f"net.array({self.slot('name', 'name', name)}, *{self.slot('value', 'shape', self._shapes[name])})"
@@ -285,7 +383,7 @@ class _Call:
                 continue
             size = key.startswith("num_") or key.endswith("_dim")
             kind, value = own[key] if key in own else ("size" if size else "value", self.attrs[key])
-            if key in _OF_IMAGES and len(set(value)) < 2:
+            if key in _OF_IMAGES and len(set(value)) < 2 and (value or parameter.default is not parameter.empty):
                 value = value[0] if value else parameter.default
             if parameter.kind == parameter.POSITIONAL_OR_KEYWORD:
                 text += f", {self.slot(kind, key, value)}"
@@ -296,17 +394,12 @@ class _Call:
 
 
 _Form = str | Value | None  # None: the operator of jaxpar is called
+_VARIABLE = Operator(lambda: None)
 
 
 def _batch_norm(call: _Call) -> _Form:
     by = "moving" if (call.arrays[3] or "").endswith("moving_mean") else "running"
-    form = call.layer("batch_norm", f"gamma beta {by}_mean {by}_var", by=by)
-    if form is None:
-        raise ValueError(
-            f"BatchNorm {call.node.name!r} cannot be written: its arrays must have the names NAME_gamma, NAME_beta, "
-            f"NAME_{by}_mean and NAME_{by}_var, and output_mean_var must be False"
-        )
-    return form
+    return call.layer("batch_norm", f"gamma beta {by}_mean {by}_var", by=by)
 
 
 def _pooling(call: _Call) -> _Form:
@@ -332,7 +425,7 @@ _ACTIVATIONS = {
 
 def _activation(call: _Call) -> _Form:
     form = _ACTIVATIONS.get(call.attrs["act_type"])
-    return form and form.format(call.value(), **call.attrs)
+    return form and form.format(call.value(), slope=number_text(call.attrs.get("slope")))
 
 
 def _softmax_output(call: _Call) -> _Form:
@@ -340,7 +433,8 @@ def _softmax_output(call: _Call) -> _Form:
     a, value = call.attrs, call.value()
     if a["multi_output"] or a["preserve_shape"]:
         return f"jax.nn.softmax({value}, axis={1 if a['multi_output'] else -1})"
-    if call.before in ("FullyConnected", "Flatten"):
+    before = call.before
+    if before and (before.op == "Flatten" or (before.op == "FullyConnected" and "flatten" not in before.attrs)):
         return f"jax.nn.softmax({value})"
     return f"jax.nn.softmax({value}.reshape({value}.shape[0], -1)).reshape({value}.shape)"
 
@@ -375,18 +469,31 @@ def _plain(form: str, *attributes: str) -> Callable[[_Call], _Form]:
 
     def plain(call: _Call) -> _Form:
         known = not attributes or call.given.keys() <= {*attributes}
-        return form.format(x=call.value(), op=call.node.op, **call.attrs) if known else None
+        texts = {name: number_text(value) for name, value in call.attrs.items()}
+        return form.format(x=call.value(), op=call.node.op, **texts) if known else None
 
     return plain
 
 
-def _rare(call: _Call) -> str:
-    """A call of jaxpar's function, without labels."""
+def _rare(call: _Call, name: str, outputs: int) -> str:
+    """A call of jaxpar's function, without labels; or of one's own, which gives so many outputs, or more."""
     places = [call.value(place) for place in range(1 if call.operator.labels else len(call.refs))]
-    places += [f"{key}={call.slot('value', key, value)}" for key, value in call.given.items()]
+    more: list[str] = []  # attributes that are no names
+    for key, value in call.given.items():
+        text = call.slot("value", "value" if outputs else key, value)
+        if key.isidentifier() and not keyword.iskeyword(key):
+            places.append(f"{key}={text}")
+        else:
+            more.append(f"{key.replace('{', '{{').replace('}', '}}')!r}: {text}")
     places += ["train=net.train"] if "train" in call.operator.given else []
     places += [f"rng=net.key({call.slot('index', 'key', call.number)})"] if "rng" in call.operator.given else []
-    return f"mx_{call.node.op.strip('_').lower()}({', '.join(places)})"
+    places += [f"**{{{{{', '.join(more)}}}}}"] if more else []
+    form = f"{name}({', '.join(places)})"
+    if call.operator.state:
+        count = len(call.operator.state)
+        names = [call.slot("name", "name", array) for array in call.arrays[-count:]]
+        return f"with_statistics(net, {form}, {', '.join(names)})"
+    return f"first_outputs({form}, {outputs})" if outputs else form
 
 
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
@@ -417,3 +524,10 @@ _TABLE: dict[str, Callable[[_Call], _Form]] = {
     "_rdiv_scalar _RDivScalar": _plain("{scalar} / {x}"),
 }
 _COMMON = {name: form for names, form in _TABLE.items() for name in names.split()}
+# Where arrays are integers, MXNet cuts numbers to whole ones, and keeps the dtype.
+_OF_FLOATS = frozenset(
+    name
+    for names in _TABLE
+    for name in names.split()
+    if names.startswith(("broadcast_", "_", "sum", "LogisticRegressionOutput", "softmax", "Activation", "relu"))
+)

@@ -115,6 +115,20 @@ def embedding(net, x, name, input_dim, output_dim):
     return jnp.take(weight, x.astype(jnp.int32), axis=0, mode="clip")
 
 
+def with_statistics(net, found, *names):
+    """The outputs of an operator, of whose running statistics the new ones are kept."""
+    outputs, new = found
+    if net.train:
+        net.new.update(zip(names, new, strict=True))
+    return outputs
+
+
+def first_outputs(found, count):
+    """The first outputs of an operator, which may give more."""
+    found = found if isinstance(found, tuple) else (found,)
+    return found[0] if count == 1 else found[:count]
+
+
 def new_array(key, name, shape):
     """Weights have the variance 2 / fan-in."""
     if len(shape) > 1:

@@ -6,14 +6,17 @@ a multiple of four. Where the bytes of a record have the magic number, MXNet lea
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import io
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -53,7 +56,8 @@ class ImageRecord(NamedTuple):
 class RecordFile(Sequence[bytes]):
     """The records of a RecordIO file of MXNet, by number.
 
-    The file is opened for each read, so threads and processes may share an object. Nothing in the file is run.
+    The file is opened for each read, so threads and processes may share an object. `image_record_source` keeps it open
+    while its batches are read. Nothing in the file is run.
 
     Args:
         rec: the `.rec` file.
@@ -97,11 +101,14 @@ class RecordFile(Sequence[bytes]):
             return [self[i] for i in range(len(self))[number]]
         if not -len(self) <= number < len(self):
             raise IndexError(f"{self.path} has {len(self)} records, there is no record {number}")
-        parts: list[bytes] = []
         with files.opened(self.path) as file:
-            for length, end in self._parts(file, int(self._places[number])):
-                parts.append(file.read(length))
-                self._check(len(parts[-1]) == length, end, "the file was cut since it was opened")
+            return self._read(file, number)
+
+    def _read(self, file: BinaryIO, number: int) -> bytes:
+        parts: list[bytes] = []
+        for length, end in self._parts(file, int(self._places[number])):
+            parts.append(file.read(length))
+            self._check(len(parts[-1]) == length, end, "the file was cut since it was opened")
         return struct.pack("<I", _MAGIC).join(parts)
 
     def unpack(self, number: int) -> ImageRecord:
@@ -110,7 +117,9 @@ class RecordFile(Sequence[bytes]):
         Raises:
             CheckpointError: the record is damaged, or not of this form.
         """
-        record = self[number]
+        return self._unpacked(self[number], number)
+
+    def _unpacked(self, record: bytes, number: int) -> ImageRecord:
         count = label = id_ = id2 = 0
         if len(record) >= _HEADER.size:
             count, label, id_, id2 = _HEADER.unpack_from(record)
@@ -201,6 +210,7 @@ def load_list(path: str | os.PathLike[str]) -> list[tuple[int, np.ndarray, str]]
 # Images of records as training data: what MXNet's ImageRecordIter does, as a source of `train.fit`.
 
 _WHERE = "mxnet.image_record_source"
+_MOST_PARTS = 256  # of batches, one for each device, of which labels are kept until they are asked for
 # The number of an example, and what was drawn for it.
 _ROW = np.dtype([("row", np.int64), ("top", np.float32), ("left", np.float32), ("mirror", np.float32)])
 
@@ -308,7 +318,6 @@ def image_record_source(
     channels_first = checks.choice(layout, _WHERE, "layout", ("NHWC", "NCHW")) == "NCHW"
     image = functools.partial(
         _image,
-        records,
         size=(*sizes[1:], channels),
         resize=resize,
         pad=checks.whole_number(pad, _WHERE, "pad", least=0),
@@ -320,16 +329,10 @@ def image_record_source(
         factor=np.float32(scale) / std,
         channels_first=channels_first,
     )
+    form = _Form(records, image, width, threads)
     rows = np.arange(len(records))
-    images = _Column(image, tuple(sizes) if channels_first else (*sizes[1:], channels), rows, threads)
-
-    def label(number: int, *drawn: float) -> np.ndarray:
-        found = records.unpack(number).label
-        if len(found) != width:
-            raise CheckpointError(f"{records.path}: record {number} has {len(found)} labels, label_width is {width}")
-        return found if width > 1 else found[0]
-
-    labels = _Column(label, (width,) if width > 1 else (), rows, 1)
+    images = _Column("image", tuple(sizes) if channels_first else (*sizes[1:], channels), rows, form)
+    labels = _Column("label", (width,) if width > 1 else (), rows, form)
     return ImageRecordSource({"image": images, "label": labels}, jnp.float32, batch_size, shuffle)
 
 
@@ -358,17 +361,89 @@ class ImageRecordSource(data.ArraySource):
             rows["top"], rows["left"], rows["mirror"] = np.asarray(draws(epoch))[numbers].T
             return rows
 
-        return data._from_host(self.arrays, plan._replace(order=order), self.dtype)
+        return self._read(plan._replace(order=order))
+
+    def _read(self, plan: Any) -> Iterator[Any]:
+        """The batches of a plan, of records that are read once, by threads that end with the batches."""
+        with _Reader(self.arrays["image"].form) as reader:
+            arrays = {name: dataclasses.replace(column, reader=reader) for name, column in self.arrays.items()}
+            yield from data._from_host(arrays, plan, self.dtype)
+
+
+class _Form(NamedTuple):
+    """How records become images and labels."""
+
+    records: RecordFile
+    image: Callable[..., np.ndarray]  # of where the record is from, its content, and what was drawn for it
+    label_width: int
+    threads: int  # how many records are read at once
+
+    def label(self, record: ImageRecord, number: int) -> np.ndarray:
+        found, width = record.label, self.label_width
+        if len(found) != width:
+            where = f"{self.records.path}: record {number}"
+            raise CheckpointError(f"{where} has {len(found)} labels, label_width is {width}")
+        return found if width > 1 else found[0]
+
+
+class _Reader:
+    """Reads records, each once for its image and its label. Threads share the work, and each has the file open."""
+
+    def __init__(self, form: _Form):
+        self._form = form
+        self._files = contextlib.ExitStack()
+        self._of_thread = threading.local()
+        self._pool = concurrent.futures.ThreadPoolExecutor(form.threads)
+        # The labels of the rows whose images were read last, for the column of labels, by the numbers of the records.
+        self._labels: collections.OrderedDict[tuple[int, ...], list[np.ndarray]] = collections.OrderedDict()
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._files.close()
+
+    def images(self, tasks: Sequence[tuple[Any, ...]], *, with_labels: bool) -> Iterator[np.ndarray]:
+        """An image for each (number of a record, what was drawn)."""
+
+        def read(task: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray | None]:
+            number, *drawn = task
+            record, where = self._record(number), f"{self._form.records.path}: record {number}"
+            image = self._form.image(where, record.content, *drawn)
+            return image, self._form.label(record, number) if with_labels else None
+
+        labels: list[Any] = []
+        for image, label in self._pool.map(read, tasks):
+            labels.append(label)
+            yield image
+        if with_labels:
+            self._labels[tuple(task[0] for task in tasks)] = labels
+            if len(self._labels) > _MOST_PARTS:
+                self._labels.popitem(last=False)
+
+    def labels(self, tasks: Sequence[tuple[Any, ...]]) -> Iterable[np.ndarray]:
+        numbers = tuple(task[0] for task in tasks)
+        if (found := self._labels.get(numbers)) is not None:
+            return found
+        return self._pool.map(lambda number: self._form.label(self._record(number), number), numbers)
+
+    def _record(self, number: int) -> ImageRecord:
+        records = self._form.records
+        if not hasattr(self._of_thread, "file"):
+            self._of_thread.file = self._files.enter_context(files.opened(records.path))
+        return records._unpacked(records._read(self._of_thread.file, number), number)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Column:
     """An array with a value for each record, which is read when rows are asked for."""
 
-    value: Callable[..., np.ndarray]  # of the number of a record, and of what was drawn for it
+    name: str  # "image" or "label"
     one: tuple[int, ...]  # the shape of a value
     numbers: np.ndarray  # of the records, int64 (rows,)
-    threads: int  # how many values are read at once
+    form: _Form
+    reader: _Reader | None = None  # that of the batches of a source. None: each look has its own
     dtype = np.dtype(np.float32)
 
     @property
@@ -385,9 +460,12 @@ class _Column:
         """The values of rows: a slice, numbers, or a row of `_ROW` for each."""
         drawn = isinstance(rows, np.ndarray) and rows.dtype == _ROW
         tasks = rows.tolist() if drawn else [(row,) for row in np.arange(len(self))[rows].tolist()]
+        tasks = [(int(self.numbers[row]), *others) for row, *others in tasks]
         out = np.empty((len(tasks), *self.one), self.dtype)
-        with concurrent.futures.ThreadPoolExecutor(self.threads) as pool:
-            for i, value in enumerate(pool.map(lambda task: self.value(int(self.numbers[task[0]]), *task[1:]), tasks)):
+        with contextlib.nullcontext(self.reader) if self.reader else _Reader(self.form) as reader:
+            of_image = self.name == "image"
+            values = reader.images(tasks, with_labels=bool(self.reader)) if of_image else reader.labels(tasks)
+            for i, value in enumerate(values):
                 out[i] = value
         return out
 
@@ -397,8 +475,8 @@ class _Column:
 
 
 def _image(
-    records: RecordFile,
-    number: int,
+    where: str,
+    content: bytes,
     *drawn: float,
     size: tuple[int, ...],
     resize: int,
@@ -412,7 +490,7 @@ def _image(
     channels_first: bool,
 ) -> np.ndarray:
     """A record as an image, float32. `drawn` are three numbers from 0 and below 1, or nothing."""
-    pixels = _decoded(records, number, size[2])
+    pixels = _decoded(where, content, size[2])
     old = new = pixels.shape[:2]
     if resize > 0:
         new = tuple(resize * n // min(old) for n in old)
@@ -421,8 +499,8 @@ def _image(
         spare = new[axis] + 2 * pad - size[axis]
         if spare < 0:
             raise ValueError(
-                f"{records.path}: the image of record {number}, {new[0]} x {new[1]} before padding, is too "
-                f"small for a crop of {size[0]} x {size[1]}; give resize=, or a smaller data_shape"
+                f"{where}, {new[0]} x {new[1]} before padding, is too small for a crop of {size[0]} x {size[1]}; "
+                "give resize=, or a smaller data_shape"
             )
         first = int(drawn[axis] * (spare + 1)) if rand_crop and drawn else spare // 2
         places.append(np.arange(first, first + size[axis]) - pad)
@@ -437,11 +515,10 @@ def _image(
     return out.transpose(2, 0, 1) if channels_first else out
 
 
-def _decoded(records: RecordFile, number: int, channels: int) -> np.ndarray:
+def _decoded(where: str, content: bytes, channels: int) -> np.ndarray:
     """uint8 (height, width, channels)."""
     from PIL import Image, ImageOps
 
-    content = records.unpack(number).content
     try:
         # Further formats are left out, since Pillow has programs run for some.
         with Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "BMP")) as image:
@@ -450,8 +527,9 @@ def _decoded(records: RecordFile, number: int, channels: int) -> np.ndarray:
             upright = ImageOps.exif_transpose(image)  # as OpenCV does
             found = np.asarray(upright.convert("L" if channels == 1 else "RGB"))
     except Exception as error:  # Pillow raises errors of many kinds at damaged images
-        reason = f"expected an image, JPEG or PNG, of which Pillow says: {error}"
-        raise CheckpointError(f"{records.path}: record {number}: {reason}") from error
+        said = str(error).partition(" <_io.")[0]  # without the name of a buffer
+        reason = f"expected an image, JPEG or PNG, got {len(content)} bytes, of which Pillow says: {said}"
+        raise CheckpointError(f"{where}: {reason}") from error
     return found.reshape(*found.shape[:2], channels)
 
 

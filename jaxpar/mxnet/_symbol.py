@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from ._graph import (
     Node,
     check_shapes,
     first_difference,
+    labels_of,
+    needed_nodes,
     output_names,
     parse,
     read_graph,
@@ -59,7 +62,8 @@ class Model:
     outputs: tuple[str, ...]
     symbol: Graph
     _operators: Mapping[int, tuple[Operator, Mapping[str, Any]]]
-    _needed: frozenset[str]  # the inputs that are no labels
+    _needed: frozenset[int]  # the nodes that outputs are computed of. The others are labels, or computed of labels
+    _labels: Mapping[int, frozenset[str]]  # the inputs that the label of each loss layer needs, and nothing else does
     _arrays: Mapping[str, str]  # "arg" or "aux", by the names of params and state
     _kernels: frozenset[str] | None  # weights kept as (height, width, in, out). None: the layout is MXNet's
 
@@ -100,6 +104,7 @@ class Model:
         """
         given = self._inputs(inputs)
         known = dict(self.state if state is None else state)
+        statistics = {name for name, kind in self._arrays.items() if kind == "aux"}
         key = None if rng is None else checks.random_key(rng, "Model.apply: rng")
         variables: dict[str, Any] = {n: jnp.asarray(x) for n, x in {**self._named(params, known), **given}.items()}
         if self._kernels is not None:
@@ -112,7 +117,7 @@ class Model:
                 continue
             found, fresh = self._run(number, [self._output(values, i, k) for i, k in node.inputs], train, key)
             names = [self.symbol.nodes[i].name for i, _ in node.inputs[len(node.inputs) - len(fresh) :]]
-            known.update(zip(names, fresh, strict=True))
+            known.update((name, array) for name, array in zip(names, fresh, strict=True) if name in statistics)
             values.append(found)
         turned = ops.own if self._kernels is None else ops.image
         outputs = tuple(turned(self._output(values, i, k)) for i, k in self.symbol.heads)
@@ -120,8 +125,11 @@ class Model:
         return (result, known) if train else result
 
     @answers("Model.shapes")
-    def shapes(self, **input_shapes: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    def shapes(self, /, **input_shapes: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The shape of each input, param and running statistic, from those of the inputs. Nothing is computed.
+
+        As MXNet's `infer_shape`, it finds the shape of a label from what the loss layer predicts, where that is the
+        only one. It leaves out a label of several possible shapes, such as one that is reshaped to (-1,).
 
         Args:
             input_shapes: by name, such as `data=(32, 1, 28, 28)`. Labels of loss layers need none.
@@ -137,6 +145,7 @@ class Model:
             raise ValueError(f"Model.shapes: the network has no {_listed(unknown)}; its inputs are {list(self.inputs)}")
         known = {name: self._shape(name, shape, back=True) for name, shape in input_shapes.items()}
         values: list[tuple[Any, ...]] = []
+        same: dict[Any, tuple[Any, ...]] = {}  # the outputs of nodes of one operator, of attributes and shapes
         for number, node in enumerate(self.symbol.nodes):
             if node.is_variable:
                 values.append(())
@@ -146,7 +155,21 @@ class Model:
                 variable = self.symbol.nodes[i]
                 own = self._shaped(number, place, arrays, known) if variable.is_variable else self._output(values, i, k)
                 arrays.append(own)
-            values.append(jax.eval_shape(lambda *a, n=number: self._run(n, a, False, jax.random.key(0))[0], *arrays))
+            if self._is_unknown(number, arrays):
+                values.append(())
+                continue
+            variables = tuple(self.symbol.nodes[i].is_variable for i, _ in node.inputs)
+            structs = tuple(None if a is None else (a.shape, a.dtype) for a in arrays)
+            case = node.op, tuple(sorted(self._operators[number][1].items())), variables, structs
+            if case not in same:
+                run = functools.partial(self._run, number, train=False, key=jax.random.key(0))
+                same[case] = jax.eval_shape(lambda *a, run=run: run(a)[0], *arrays)
+            values.append(same[case])
+        for i, _ in self.symbol.heads:
+            head = self.symbol.nodes[i]
+            if head.is_variable and head.name not in known and (shape := _declared(head)) is not None:
+                known[head.name] = shape
+        self._label_shapes(values, known)
         found = (node.name for node in self.symbol.nodes if node.name in known)
         return {name: self._shape(name, known[name], back=False) for name in found}
 
@@ -253,8 +276,45 @@ class Model:
             found |= {owners[name]: text for name, text in node.attrs.items() if name in owners}
         return found
 
+    def _label_shapes(self, values: Sequence[tuple[Any, ...]], known: dict[str, tuple[int, ...]]) -> None:
+        """Adds to the known shapes those of labels, from the loss layers backwards. `values` has those of the nodes."""
+        nodes = self.symbol.nodes
+        wanted: dict[int, dict[int, tuple[int, ...]]] = {}  # by node, and by its output
+        for number in range(len(nodes) - 1, -1, -1):
+            node = nodes[number]
+            if node.is_variable:
+                if number in wanted and number not in self._needed and node.name not in self._arrays:
+                    known.setdefault(node.name, wanted[number][0])
+                continue
+            operator, attrs = self._operators[number]
+            shapes = [self._known_shape(values, known, i, k) for i, k in node.inputs]
+            found: Sequence[tuple[int, ...] | None] = ()
+            if operator.labels and shapes[0] is not None:
+                found = [None, operator.labels(shapes[0], attrs)]
+            elif operator.back and number in wanted:
+                outputs = [wanted[number].get(k) for k in range(max(wanted[number]) + 1)]
+                with _naming(node, ()):
+                    found = operator.back(outputs, shapes, attrs)
+            for (i, k), shape, new in zip(node.inputs, shapes, found, strict=False):
+                if shape is None and new is not None:
+                    wanted.setdefault(i, {}).setdefault(k, new)
+
+    def _known_shape(
+        self, values: Sequence[tuple[Any, ...]], known: Mapping[str, tuple[int, ...]], number: int, place: int
+    ) -> tuple[int, ...] | None:
+        if self.symbol.nodes[number].is_variable:
+            return known.get(self.symbol.nodes[number].name)
+        return values[number][place].shape if place < len(values[number]) else None
+
+    def _is_unknown(self, number: int, arrays: Sequence[Any]) -> bool:
+        """Whether a node is computed of a label that is not given."""
+        taken = arrays[:1] if self._operators[number][0].labels else arrays
+        return number not in self._needed and any(array is None for array in taken)
+
     def _output(self, values: Sequence[tuple[Any, ...]], number: int, place: int) -> Any:
-        """One output of a node. `CheckpointError` if it has fewer."""
+        """One output of a node, None of one that is unknown. `CheckpointError` if it has fewer."""
+        if not values[number] and number not in self._needed:
+            return None
         if place >= len(values[number]):
             node = self.symbol.nodes[number]
             raise CheckpointError(f"the symbol is damaged: {node} has no output {place}")
@@ -263,7 +323,9 @@ class Model:
     def _run(
         self, number: int, arrays: Sequence[Any], train: bool, key: jax.Array | None
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The outputs of one node, and its new running statistics."""
+        """The outputs of one node, and its new running statistics. Nothing, if it is computed of a missing label."""
+        if self._is_unknown(number, arrays):
+            return (), ()
         node = self.symbol.nodes[number]
         operator, attrs = self._operators[number]
         more: dict[str, Any] = {"train": train}
@@ -288,11 +350,29 @@ class Model:
             if len(given) > len(self.inputs):
                 raise ValueError(f"Model.apply: {len(given)} inputs are given, the network has {list(self.inputs)}")
             named = dict(zip(self.inputs, given))  # noqa: B905, labels may be missing
-        if unknown := [name for name in named if name not in self.inputs]:
+        inputs = dict.fromkeys(self.inputs)
+        if unknown := [name for name in named if name not in inputs]:
             raise ValueError(f"Model.apply: the network has no input {_listed(unknown)}; it has {list(self.inputs)}")
-        if missing := [name for name in self.inputs if name in self._needed and name not in named]:
-            raise ValueError(f"Model.apply: no array is given for input {_listed(missing)}")
+        needed = {self.symbol.nodes[i].name for i in self._needed}
+        if missing := [name for name in inputs if name in needed and name not in named]:
+            raise ValueError(f"Model.apply: no array is given for input {_listed(missing)}{self._use(missing[0])}")
+        for number, labels in self._labels.items():
+            if 0 < len(rest := labels - named.keys()) < len(labels):
+                raise ValueError(
+                    f"Model.apply: the label of {self.symbol.nodes[number]} needs {_listed(sorted(labels))}, and no "
+                    f"array is given for {_listed(sorted(rest))}; give all of them, or none"
+                )
         return named
+
+    def _use(self, name: str) -> str:
+        """Which output needs an input that is a label of a loss layer too."""
+        layers = [number for number, (operator, _) in self._operators.items() if operator.labels]
+        if not any(name in labels_of(self.symbol, number) for number in layers):
+            return ""
+        for head, output in zip(self.symbol.heads, self.outputs, strict=True):
+            if any(self.symbol.nodes[i].name == name for i in needed_nodes(self.symbol, self._operators, [head])):
+                return f": it is a label, and output {output!r} is computed of it"
+        return ""
 
     def _named(self, params: Mapping[str, Any] | None, state: Mapping[str, Any] | None) -> dict[str, Any]:
         """All arrays by name, checked. None: the model's own."""
@@ -323,7 +403,7 @@ class Model:
             if shape is None and place and operator.shapes and place < len(operator.slots):
                 with _naming(node, before):
                     shape = operator.shapes(before[0].shape, attrs).get(operator.slots[place])
-            if shape is None and operator.labels and place:
+            if shape is None and node.inputs[place][0] not in self._needed:
                 return None
             if shape is None:
                 raise ValueError(f"Model.shapes: the shape of {variable.name!r} is unknown; give it too")
@@ -372,15 +452,20 @@ def load_symbol(
         raise ValueError(f"mxnet.load_symbol: layout must be None, which is MXNet's own, or 'NHWC', got {layout!r}")
     path = files.as_path(symbol_file, "mxnet.load_symbol: symbol_file")
     graph, table = with_operators(path, read_graph(path), operators or {})
-    statistics, weights, kernels, needed = roles(graph, table)
+    statistics, weights, kernels = roles(graph, table)
     arrays = {} if params_file is None else load_params(params_file)
     named = {name.split(":", 1)[-1] if name[:4] in ("arg:", "aux:") else name: a for name, a in arrays.items()}
     variables = [node.name for node in graph.nodes if node.is_variable]
-    trained = [name for name in variables if name not in statistics and (name in named or name in weights)]
+    is_statistic = {*statistics}
+    trained = [name for name in variables if name not in is_statistic and (name in named or name in weights)]
     kinds = {name: "aux" if name in statistics else "arg" for name in (*trained, *statistics)}
     if params_file is not None and (missing := [name for name in kinds if name not in named]):
         raise CheckpointError(f"{params_file} has no array {_listed(missing)}, which {path} needs")
     inputs = tuple(name for name in variables if name not in kinds)
+    needed = needed_nodes(graph, table, graph.heads)
+    not_labels = {*kinds, *(graph.nodes[i].name for i in needed)}
+    layers = [number for number, (each, _) in table.items() if each.labels]
+    labels = {number: labels_of(graph, number) - not_labels for number in layers}
     check_shapes(path, graph, table, inputs)
     kernels = frozenset(kernels & {*trained}) if layout == "NHWC" else None
     params = {name: jnp.asarray(named[name]) for name in trained if named}
@@ -391,7 +476,8 @@ def load_symbol(
         output_names(graph),
         graph,
         table,
-        needed & frozenset(inputs),
+        needed,
+        labels,
         kinds,
         kernels,
     )

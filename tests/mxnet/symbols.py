@@ -77,3 +77,60 @@ def symbol_of(folder, *nodes, heads=None, version=10901, name="own"):
     attrs = {"mxnet_version": ["int", version]} if version else {}
     path.write_text(json.dumps({"nodes": nodes, "heads": heads, "attrs": attrs}))
     return path
+
+
+class Symbol:
+    """Nodes of a symbol, added one by one."""
+
+    def __init__(self):
+        self.nodes = []
+        self.numbers = {}
+
+    def var(self, name, **attrs):
+        """The number of a variable."""
+        if name not in self.numbers:
+            self.numbers[name] = self.add("null", name, **attrs)
+        return self.numbers[name]
+
+    def add(self, op, name, *inputs, **attrs):
+        """The number of a node. An input that is a text is a variable."""
+        places = [self.var(i) if isinstance(i, str) else i for i in inputs]
+        self.nodes.append(node(op, name, *places, **attrs))
+        return len(self.nodes) - 1
+
+
+def language_model(steps, layers=2, hidden=8, words=11):
+    """MXNet's unrolled LSTM of words: the label is transposed and reshaped before it goes into the loss layer."""
+    net = Symbol()
+    embedded = net.add("Embedding", "embed", "data", "embed_weight", input_dim=words, output_dim=hidden)
+    split = net.add("SliceChannel", "steps", embedded, num_outputs=steps, axis=1, squeeze_axis=1)
+    state = {}
+    for layer in range(layers):
+        for kind in "hc":
+            name = f"l{layer}_begin_{kind}"
+            state[layer, kind] = net.add("_zeros", name, shape=(0, hidden))
+    outputs = []
+    for step in range(steps):
+        at = (split, step)
+        for layer in range(layers):
+            own = f"l{layer}_t{step}"
+            parts = []
+            for word, value in (("i2h", at), ("h2h", state[layer, "h"])):
+                arrays = [f"l{layer}_{word}_weight", f"l{layer}_{word}_bias"]
+                parts.append(net.add("FullyConnected", f"{own}_{word}", value, *arrays, num_hidden=4 * hidden))
+            gates = net.add("elemwise_add", f"{own}_gates", *parts)
+            cut = net.add("SliceChannel", f"{own}_slice", gates, num_outputs=4)
+            into, forget, out = (net.add("Activation", f"{own}_{n}", (cut, n), act_type="sigmoid") for n in (0, 1, 3))
+            new = net.add("Activation", f"{own}_new", (cut, 2), act_type="tanh")
+            kept = net.add("elemwise_mul", f"{own}_kept", forget, state[layer, "c"])
+            added = net.add("elemwise_mul", f"{own}_added", into, new)
+            state[layer, "c"] = net.add("elemwise_add", f"{own}_c", kept, added)
+            shown = net.add("Activation", f"{own}_tanh", state[layer, "c"], act_type="tanh")
+            at = state[layer, "h"] = net.add("elemwise_mul", f"{own}_h", out, shown)
+        outputs.append(at)
+    joined = net.add("Concat", "hidden", *outputs, dim=0)
+    scores = net.add("FullyConnected", "pred", joined, "pred_weight", "pred_bias", num_hidden=words)
+    turned = net.add("transpose", "turned", "softmax_label")
+    label = net.add("Reshape", "label", turned, shape=(-1,))
+    net.add("SoftmaxOutput", "softmax", scores, label)
+    return net.nodes

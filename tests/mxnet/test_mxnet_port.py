@@ -1,5 +1,6 @@
 """`mxnet.port` and `jaxpar port`: modules in plain JAX that give what the symbols give."""
 
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from random_symbols import NAMES, SHAPE, random_symbol
 from symbols import CASES, node, parts_of, save, symbol_of, write
 
 from jaxpar import mxnet, viz
@@ -100,7 +102,8 @@ def test_the_module_of_the_guide(tmp_path):
 def test_the_tables_of_layers_in_the_guide(name, size, wrong, tmp_path):
     model = mxnet.load_symbol(write(tmp_path, name))
     shapes = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in model.shapes(data=size).items()}
-    data, state = shapes.pop("data"), {n: shapes.pop(n) for n in CASES[name]["aux"]}
+    state = {n: shapes.pop(n) for n in CASES[name]["aux"]}
+    data, *_ = [shapes.pop(n) for n in model.inputs]  # the label too
 
     def network(params, data, state):
         return model.apply(params, data, state=state)
@@ -180,6 +183,161 @@ def test_rare_operators_several_outputs_and_inputs(tmp_path):
     check(path, text, {"l_gamma": jnp.array([0.5, 1, 2, 3])}, state, inputs)
 
 
+def halved(x, *, by: float = 2.0):
+    return x / by
+
+
+def first_and_last(x):
+    return x[:, :1], x[:, 1:]
+
+
+TWO_IN_A_LINE = (lambda x, *, by: x / float(by)), (lambda x: x * 4)
+
+
+def operators_of_ones_own():
+    """Functions that a module can import, and others that it must copy."""
+
+    def shifted(x, *, by: int = 1, train):
+        return jnp.where(train, x + by, np.float32(0.5) * x)
+
+    return {
+        "Halved": halved,
+        "a/Halved": TWO_IN_A_LINE[0],
+        "_Halved": TWO_IN_A_LINE[1],
+        "Ends": first_and_last,
+        "Shifted": shifted,
+        "tanh": jnp.cos,  # in the place of MXNet's
+        "relu": lambda x: -x,
+        "Any": lambda x, **attrs: x * len(attrs["no name"]) + float(attrs["class"]),
+    }
+
+
+def with_operators_of_ones_own():
+    return [
+        node("null", "x"),
+        node("Halved", "a", 0, by=5),
+        node("a/Halved", "b", 1, by="-0.0"),
+        node("_Halved", "c", 0),
+        node("Ends", "d", 3),
+        node("Shifted", "e", (4, 1), by=3),
+        node("tanh", "f", 5),
+        node("relu", "g", 6),
+        node("Any", "h", 7, **{"no name": "'{x}'", "class": "inf"}),
+        node("Ends", "i", 0),
+    ]
+
+
+def test_operators_of_ones_own(tmp_path):
+    path, own = symbol_of(tmp_path, *with_operators_of_ones_own(), heads=[[n, 0, 0] for n in (2, 4, 8, 9)]), {}
+    with pytest.raises(ValueError, match=r"Halved in 'a'; .* Give operators={name: function}, and .* --operator NAME"):
+        mxnet.port(path)
+    own = operators_of_ones_own()
+    text = mxnet.port(path, operators=own)
+    assert "import halved as mx_halved\n" in text
+    assert "jaxpar.mxnet import load_params\n" in text
+    module, model = run(text), mxnet.load_symbol(path, operators=own)
+    x = np.float32(np.random.RandomState(0).standard_normal((2, 4)))
+    for train in (False, True):
+        expected, found = (apply({}, x, train=train) for apply in (model.apply, module["apply"]))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+    scale = 3.0
+    for fn, words in (
+        (lambda x, **more: x * scale, "uses scale of its own file; define it at the top of a module that can be imported"),
+        (lambda x, **more: check(x), "uses check of its own file"),
+        (type("Own", (), {"__call__": lambda self, x, **more: x})(), "has no source that can be copied"),
+    ):
+        with pytest.raises(ValueError, match=r"operators\['Halved'\].*" + words):
+            mxnet.port(path, operators=own | {"Halved": fn})
+
+
+# Any names, any numbers
+
+
+def check_random(seed, folder):
+    random = np.random.RandomState(seed)
+    nodes, heads, names = random_symbol(random, random.randint(1, 40))
+    path = symbol_of(folder, *nodes, heads=heads)
+    model = mxnet.load_symbol(path)
+    shapes = model.shapes(**dict.fromkeys(names["data"], SHAPE))
+    params, state = ({n: np.float32(random.randn(*shapes[n])) for n in names[kind]} for kind in ("arg", "aux"))
+    state = {n: np.abs(a) for n, a in state.items()}
+    inputs = {n: np.float32(random.randn(*SHAPE)) for n in model.inputs if n in names["data"]}
+    text = mxnet.port(path, shapes=dict.fromkeys(names["data"], SHAPE), nnx=True)
+    module = run(text)
+    for train in (False, True):
+        expected = model.apply(params, inputs, state=state, train=train, rng=jax.random.key(1))
+        found = module["apply"](params, *inputs.values(), state=state, train=train, rng=jax.random.key(1))
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert a.dtype == b.dtype
+            finite = np.abs(np.where(np.isfinite(b), b, 0))
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * max(1, finite.max(initial=0)))
+    for new, like in zip(jax.eval_shape(module["init"], jax.random.key(0)), (params, state), strict=True):
+        assert {n: a.shape for n, a in new.items()} == {n: a.shape for n, a in like.items()}
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # 1e39 as float32
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))])
+def test_random_networks_of_any_names_and_numbers(part, tmp_path):
+    for seed in range(20 * part, 20 * part + 20) if part else range(6):
+        check_random(seed, tmp_path)
+
+
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_name_as_an_input_and_as_a_layer(step, tmp_path):
+    for name in NAMES[::step]:
+        nodes = [node("null", name), node("null", f"{name} "), node("null", "_")]
+        nodes += [node("null", f"{name}_{end}") for end in ("weight", "bias", "own_scale")]
+        nodes.append(node("FullyConnected", name, 0, 3, 4, num_hidden=4))
+        nodes.append(node("SliceChannel", f"{name}s", 6, num_outputs=2))  # its first output is not used
+        nodes.append(node("Concat", "c", (7, 1), 1, 2, dim=1, num_args=3))
+        nodes[5]["attrs"] |= {"__init__": "one", "__shape__": "(1, 10)"}
+        nodes.append(node("broadcast_mul", f"{name}m", 8, 5))
+        nodes.append(node("_plus_scalar", f"{name}p", 9, scalar="-inf"))
+        path = symbol_of(tmp_path, *nodes)
+        model = mxnet.load_symbol(path)
+        inputs = {n: np.full(SHAPE, i + 1, np.float32) for i, n in enumerate(model.inputs)}
+        params = {f"{name}_weight": np.eye(4), f"{name}_bias": np.ones(4), f"{name}_own_scale": np.ones((1, 10))}
+        module = run(mxnet.port(path, shapes=dict.fromkeys(inputs, SHAPE)))
+        found, expected = module["apply"](params, *inputs.values()), model.apply(params, inputs)
+        np.testing.assert_array_equal(found, expected)
+        assert {*module["init"](jax.random.key(0))[0]} == {*params}
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_softmax_is_over_what_belongs_to_an_example(dims, tmp_path):
+    """A dense layer that keeps the axes gives several rows for each."""
+    arrays = [node("null", n) for n in ("data", "fc_weight", "fc_bias", "label")]
+    nodes = [*arrays, node("FullyConnected", "fc", 0, 1, 2, num_hidden=3, flatten=False)]
+    path = symbol_of(tmp_path, *nodes, node("SoftmaxOutput", "out", 4, 3))
+    x = np.float32(np.random.RandomState(0).standard_normal((2, 5, 4)[-dims:]))
+    params = {"fc_weight": np.ones((3, 4), np.float32), "fc_bias": np.float32([0, 1, 2])}
+    module = run(mxnet.port(path, shapes={"data": x.shape}))
+    np.testing.assert_allclose(module["apply"](params, x), mxnet.load_symbol(path).apply(params, x), rtol=1e-6)
+
+
+def test_integers_stay_integers(tmp_path):
+    """MXNet cuts a number beside integers to a whole one."""
+    nodes = [node("null", "x"), node("Cast", "i", 0, dtype="int32"), node("_plus_scalar", "p", 1, scalar=2.5)]
+    nodes += [node("elemwise_div", "d", 2, 1), node("mean", "m", 3, axis=1)]
+    path = symbol_of(tmp_path, *nodes)
+    x = np.float32([[3, 5, 9], [2, 4, 1]])
+    found, expected = run(mxnet.port(path, shapes={"x": (2, 3)}))["apply"]({}, x), mxnet.load_symbol(path).apply({}, x)
+    assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist()) == (np.int32, [1, 2])
+
+
+def test_statistics_of_other_names(tmp_path):
+    names = ("data", "scale", "shift", "average", "spread")
+    nodes = [node("BatchNorm", "bn", *range(5), output_mean_var=True, fix_gamma=False)]
+    path = symbol_of(tmp_path, *map(functools.partial(node, "null"), names), *nodes, heads=[[5, 0, 0], [5, 2, 0]])
+    params, state = {"scale": np.full(3, 2.0), "shift": np.ones(3)}, {"average": np.ones(3), "spread": np.full(3, 4.0)}
+    text = mxnet.port(path, shapes={"data": (6, 3)})
+    check(path, text, params, state, {"data": np.float32(np.random.RandomState(0).randn(6, 3))}, jit=lambda fn: fn)
+    (tmp_path / "w.params").write_bytes(mxnet._params.to_bytes(params | state))
+    assert [{*part} for part in run(text)["load"](tmp_path / "w.params")] == [{*params}, {*state}]
+
+
 OPERATORS = [name for name in CASES if " " in name and not name.startswith(("zoo", "lenet", "fact", "rnn"))]
 
 
@@ -192,11 +350,7 @@ def test_every_operator(part, tmp_path):
         arrays, state, inputs = parts_of(name, model.inputs)
         model.save_params(tmp_path / "w.params", arrays, state)
         shapes = {n: a.shape for n, a in inputs.items()}
-        try:
-            text = mxnet.port(symbol, tmp_path / "w.params", shapes=shapes)
-        except ValueError as error:
-            assert "output_mean_var" in str(error)  # noqa: PT017
-            continue
+        text = mxnet.port(symbol, tmp_path / "w.params", shapes=shapes)
         taken = inspect.signature(run(text)["apply"]).parameters
         used = {n: a for n, a in inputs.items() if n in taken}  # labels are left out
         check(symbol, text, arrays, state, used, tmp_path / "w.params")
@@ -284,6 +438,22 @@ def test_the_command_and_the_test_that_it_writes(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == "jaxpar port: small_net.py exists; choose another name, or give --force\n"
     assert main([*words, "--force", "--nnx"]) == 0
     assert "class Network(nnx.Module):" in (tmp_path / "small_net.py").read_text()
+
+
+def test_the_command_with_an_operator_of_ones_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_ops.py").write_text("def twice(x, *, by: int = 2):\n    return x * by\n")
+    symbol_of(tmp_path, node("null", "x"), node("Twice", "a", 0, by=3), name="odd")
+    words = ["port", "odd-symbol.json", "-o", "odd_net.py", "--shape", "x=2x3", "--test"]
+    assert main(words) == 2
+    assert "--operator NAME=MODULE:FUNCTION" in capsys.readouterr().err
+    assert main([*words, "--operator", "Twice=my_ops:twice"]) == 0
+    assert "from my_ops import twice as mx_twice" in (tmp_path / "odd_net.py").read_text()
+    run((tmp_path / "test_odd_net.py").read_text())["test_the_module_gives_what_the_symbol_gives"](False)
+    for wrong, line in ("Twice", "expected NAME=MODULE:FUNCTION"), ("Twice=my_ops:no", "my_ops has no no"):
+        assert main([*words, "--operator", wrong]) == 2
+        assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -277,6 +278,31 @@ def test_every_example_is_evaluated(source):
     np.testing.assert_allclose(found, apply(params, whole["image"]), rtol=1e-5)
 
 
+def test_each_record_is_read_once_by_threads_that_end(files, monkeypatch):
+    """For its image and its label, on any number of devices: the file is open once for each thread."""
+    reads, opens, before = [], [], threading.active_count()
+    read, opened = mxnet.RecordFile._read, _records.files.opened
+    monkeypatch.setattr(mxnet.RecordFile, "_read", lambda self, file, n: reads.append(n) or read(self, file, n))
+    monkeypatch.setattr(_records.files, "opened", lambda path: opens.append(opened(path)) or opens[-1])
+    source = mxnet.image_record_source(
+        files[0] / "lossless.rec", 4, idx=files[0] / "lossless.idx", preprocess_threads=3, **records_run.OPTIONS
+    )
+    for devices in (None, jax.devices()[:2]):
+        reads.clear(), opens.clear()
+        found = list(data.batches(source, rng=jax.random.key(1), epochs=2, devices=devices))
+        assert len(found) == 4
+        assert len(reads) == 4 * 4
+        assert 1 <= len(opens) <= 3
+        assert all(file.closed for file in opens)
+        assert threading.active_count() <= before
+    some = data.batches(source, epochs=100)
+    next(some)
+    assert threading.active_count() > before
+    some.close()  # a run that stops early
+    assert all(file.closed for file in opens)
+    assert threading.active_count() <= before
+
+
 def test_parts_and_other_dtypes(source):
     one, rest = data.split(source(), 4, rng=jax.random.key(2))
     assert (len(one), len(rest), one.batch_size) == (4, 7, 4)
@@ -306,7 +332,7 @@ def test_records_that_are_no_such_images(tmp_path):
     deep = png(np.zeros((8, 8), np.uint16))
     cut = png(np.random.RandomState(0).randint(0, 256, (20, 20, 3)).astype(np.uint8), "JPEG")[:-60]
     script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n"  # Pillow would run Ghostscript
-    refused = {b"": "cannot identify", deep: "more than 8 bits", cut: "truncated", script: "cannot"}
+    refused = {b"": "got 0 bytes, of which Pillow says: cannot identify image file$", deep: "more than 8 bits", cut: "truncated", script: "cannot"}
     for content, words in refused.items():
         with pytest.raises(checkpoint.CheckpointError, match=f"x.rec: record 1: expected an image.*{words}"):
             list(data.batches(of(tmp_path, good, content)))

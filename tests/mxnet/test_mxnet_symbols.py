@@ -75,7 +75,7 @@ def test_shapes_without_params(tmp_path):
     assert (model.params, model.state) == ({}, {})
     shapes = model.shapes(data=(2, 1, 28, 28))
     assert (shapes["conv1_weight"], shapes["fc1_weight"]) == ((50, 20, 5, 5), (128, 800))
-    assert "softmax_label" not in shapes
+    assert shapes["softmax_label"] == (2,)  # as MXNet's infer_shape
 
 
 @pytest.mark.parametrize("key", ["attr", "param", "attrs"])

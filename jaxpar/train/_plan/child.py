@@ -145,7 +145,7 @@ main(folder)
 # What changes programs, and may have been set without the environment.
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 _NOT_HERE = ("XLA_FLAGS", "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAXPAR_COORDINATOR")
-_REFUSED = re.compile(r"([\d.]+)([KMG])\)? (?:exceeds available HBM|of) \(?([\d.]+)([KMG])")
+_REFUSED = re.compile(r"([\d.]{1,20})([KMG])\)? (?:exceeds available HBM|of) \(?([\d.]{1,20})([KMG])")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _KEYED = re.compile(r"(values|updater_state|residuals|pending)\[(\d+)\](?:\.values)?")
 

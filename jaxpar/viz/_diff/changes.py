@@ -211,7 +211,7 @@ class Diff:
         return to_text(self)
 
 
-_NUMBERED = re.compile(r"\d+(/|$)")
+_NUMBERED = re.compile(r"\d(/|$)")
 
 
 def compare(before: Graph, after: Graph) -> Diff:

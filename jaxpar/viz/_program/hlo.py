@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-_HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
 _START = re.compile(r"^\s*(ROOT )?%?([\w.-]+) = ")
-_ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+\w*|token|opaque)\[([\d,<=]*)\]")
+_ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d\w*|token|opaque)\[([\d,<=]*)\]")
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|called_computations|branch_computations)="
     r"(\{[^}]*\}|%?[\w.-]+)"
