@@ -300,7 +300,15 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     Dataset(5 images float64 (2,), labels int32, source='arrays')
     """
     names = ("image", "label")
-    found = [{name: each[name] for name in names} for each in (as_dict(element, names) for element in elements)]
+    # Copies, since a loader may write the next element into the same memory.
+    found = [
+        {name: each[name] if isinstance(each[name], jax.Array) else np.array(each[name]) for name in names}
+        for each in (as_dict(element, names) for element in elements)
+    ]
+    if hasattr(elements, "__len__") and len(found) < len(elements):
+        raise ValueError(
+            f"data.collect: of {len(elements)} elements {len(found)} came; look for an error in the iterable"
+        )
     if not found:
         raise ValueError("data.collect: expected elements, got none")
     whole = join(found, batched=batched)
@@ -472,7 +480,7 @@ def usual_batch_size(source: Any) -> int:
         first = source.first_batch()
         if first is None:
             return 32
-        size = checks.batch_length(first, "data.from_iterable")
+        size = max(np.shape(leaf)[:1] or (0,) for leaf in jax.tree.leaves(first))[0]
     return int(size) * processes.count()
 
 
