@@ -42,7 +42,17 @@ def own_copy(array: Any, name: str) -> np.ndarray:
     return copy
 
 
-def in_kept_dtype(array: np.ndarray, name: str) -> np.ndarray:
+def own_copies(tree: Any, where: str) -> Any:
+    """The pytree with such copies of its arrays of NumPy. All else stays."""
+
+    def own(path: Any, leaf: Any) -> Any:
+        is_host = isinstance(leaf, (np.ndarray, np.generic))
+        return own_copy(leaf, where + jax.tree_util.keystr(path)) if is_host else leaf
+
+    return jax.tree_util.tree_map_with_path(own, tree)
+
+
+def in_kept_dtype(array: Any, name: str) -> np.ndarray:
     """The array if JAX keeps its dtype, else a copy in the dtype that JAX keeps. Errors are those of `own_copy`."""
     return array if array.dtype == kept_dtype(array.dtype) else own_copy(array, name)
 

@@ -67,12 +67,12 @@ class IterableSource:
             TypeError: the length is unknown, or differs between epochs.
             ValueError: by its `batch_size` and `drop_last`, the loader will give batches of another size.
         """
-        self._check_loader(batch_size)
+        self.check(batch_size)
         if self.steps_per_epoch == "all":
             raise TypeError(f'{_WHERE}: with steps_per_epoch="all" an epoch has as many batches as the source gives')
         if self.steps_per_epoch is not None:
             return self.steps_per_epoch * batch_size
-        length = _length(self.source)
+        length = length_of(self.source)
         if length is None:
             words = f'give the number of batches in an epoch: {_WHERE}(source, steps_per_epoch=...), or "all"'
             raise TypeError(f"{_WHERE}: {_describe(self.source)} has no length, so {words}")
@@ -83,8 +83,14 @@ class IterableSource:
         """With `steps_per_epoch="all"`, whether the batch that came last was the last one of its epoch."""
         return self._under_way.get("is_last", False)
 
-    def _check_loader(self, batch_size: int) -> None:
-        """What a DataLoader of PyTorch says of its batches, before the first one is read or the last one is short."""
+    def check(self, batch_size: int) -> None:
+        """`ValueError` for a loader that will give batches of another size, and for epochs of different lengths in
+        several processes.
+        """
+        # A DataLoader of PyTorch says it before the first batch is read, or the last one is short.
+        if self.steps_per_epoch == "all" and processes.count() > 1:
+            words = "one of several processes could end an epoch before the others; give the number of batches"
+            raise ValueError(f'{_WHERE}: steps_per_epoch="all" is for one process, since {words}')
         loader: Any = self.source
         size, drop_last = getattr(loader, "batch_size", 0), getattr(loader, "drop_last", None)
         if not self.batched or not checks.is_int(size) or not isinstance(drop_last, bool):
@@ -124,10 +130,7 @@ class IterableSource:
         places |= {"epochs": epochs, "start": start}
         steps = None  # batches in an epoch. None: as many as there are.
         if self.steps_per_epoch == "all":
-            self._check_loader(batch_size)
-            if processes.count() > 1:
-                words = "one of several processes could end an epoch before the others; give the number of batches"
-                raise ValueError(f'{_WHERE}: steps_per_epoch="all" is for one process, since {words}')
+            self.check(batch_size)
             split = _batches.plan_batches(batch_size, batch_size, _WHERE, **places).split
         else:
             examples = self.examples(batch_size)
@@ -159,7 +162,7 @@ class IterableSource:
         # Where batch `start` is: the number of its pass, and how many batches of that pass come before it.
         state = self._under_way.pop("state", None)
         state = state if state and state["batches"] == start else None
-        period = max(steps or 0, (_length(self.source) or 0) if self.batched else 0)  # batches of a pass, as expected
+        period = max(steps or 0, (length_of(self.source) or 0) if self.batched else 0)  # batches of a pass, as expected
         if state and "pass" in state:
             number, before = state["pass"], state["before"]
         elif steps is None:
@@ -253,7 +256,7 @@ class IterableSource:
             share: examples in a batch, if elements are examples. Batches of the source keep their length.
         """
         most = self.steps_per_epoch if isinstance(self.steps_per_epoch, int) else None
-        length, unit = _length(self.source), "batches" if self.batched else "examples"
+        length, unit = length_of(self.source), "batches" if self.batched else "examples"
         if most is not None and length is not None and length > (most if self.batched else most * share):
             what = f"{_describe(self.source)} has {length} {unit}, and steps_per_epoch={most} leaves out some"
             raise ValueError(f"{_WHERE}: {what}; leave it out to evaluate all, or give a part of the data")
@@ -395,7 +398,7 @@ def _own_example(example: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), example)
 
 
-def _length(source: Any) -> int | None:
+def length_of(source: Any) -> int | None:
     """The length of a source. None if it has none, or says so by a `TypeError`."""
     try:
         return len(source)

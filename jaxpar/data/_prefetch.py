@@ -66,12 +66,7 @@ def _to_devices(batch: Any, sharding: Any) -> Any:
     batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
     checks.arrays_of_numbers(batch, f"{_WHERE}: batch")
     # Meanwhile the iterator may write its next batch into the same memory.
-    batch = jax.tree_util.tree_map_with_path(
-        lambda path, x: (
-            x if isinstance(x, jax.Array) else host.own_copy(x, f"{_WHERE}: batch{jax.tree_util.keystr(path)}")
-        ),
-        batch,
-    )
+    batch = host.own_copies(batch, f"{_WHERE}: batch")
     with user_mesh.outside_mesh():
         if sharding is None:
             return jax.device_put(batch)

@@ -19,7 +19,7 @@ from .._devices import processes
 from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
 from ._batches import batch_struct, path_name, placed_batch, rows_of_parts
-from ._iterable import IterableSource, as_array, as_arrays, as_dict, from_iterable, join
+from ._iterable import IterableSource, as_array, as_arrays, as_dict, from_iterable, join, length_of
 
 Batch = dict[str, jax.Array]
 
@@ -305,9 +305,9 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
         {name: each[name] if isinstance(each[name], jax.Array) else np.array(each[name]) for name in names}
         for each in (as_dict(element, names) for element in elements)
     ]
-    if hasattr(elements, "__len__") and len(found) < len(elements):
+    if (length := length_of(elements)) is not None and len(found) < length:
         raise ValueError(
-            f"data.collect: of {len(elements)} elements {len(found)} came; look for an error in the iterable"
+            f"data.collect: the iterable of length {length} ended after {len(found)}; look for an error in it"
         )
     if not found:
         raise ValueError("data.collect: expected elements, got none")

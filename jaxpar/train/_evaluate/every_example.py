@@ -1,7 +1,7 @@
 """Every example once, on the devices that hold the parameters.
 
-A function of a batch may let rows see each other, as a softmax over the batch does. So it never gets rows that belong to
-no example: the last batch is run at its own size, by one more program. Where the devices cannot share a batch evenly,
+A function of a batch may let rows see each other, as a softmax over the batch does. So it never gets rows that are no
+examples: the last batch is run at its own size, by one more program. Where the devices cannot share a batch evenly,
 copies of its last row fill it up on the way to the devices, and the program cuts them off before it calls the function.
 The compiler keeps what is left split over the devices, so it needs no more memory than a whole batch.
 """
@@ -23,7 +23,7 @@ from ... import data
 from ..._core import checks
 from ..._core.arrays import Device, Recent
 from ..._devices import processes, user_mesh
-from ..._devices.mesh import STORE_AXIS, copies_on, put, spans_processes, split_over, wait_before_collectives
+from ..._devices.mesh import STORE_AXIS, copies_on, spans_processes, split_over, wait_before_collectives
 from .._step.state import TrainState, carries
 
 Check = Callable[["Pass", Any, Any], object]

@@ -108,19 +108,13 @@ class Batches:
             return batch
         check_even(batch, axis, *self.cut)
         plain = without_types(batch)
-        own = jax.tree_util.tree_map_with_path(_own_copy, plain)
+        own = host.own_copies(plain, "train step: batch")
         was_copied = any(map(operator.is_not, jax.tree.leaves(own), jax.tree.leaves(plain)))
         if not are_on(own, self.devices) or (was_copied and not is_tracing()):
             return put(own, self.along[axis])
         if plain is batch and not was_copied:
             self.last = placed
         return own
-
-
-def _own_copy(path: Any, leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array):
-        return leaf
-    return host.own_copy(leaf, f"train step: batch{jax.tree_util.keystr(path)}")
 
 
 def check_even(batch: Batch, axis: int, shares: int, parts: int, words: str) -> None:

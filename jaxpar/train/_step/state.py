@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import distributed, kv
-from ..._core import checks, portable
+from ..._core import checks, host, portable
 from ..._core.arrays import Device, check_plain, is_traced, tree_nbytes
 from ..._core.calls import answers
 from ..._core.text import plural
@@ -142,6 +142,7 @@ def create_state(
     model_state = () if model_state is None else model_state
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
         check_plain(leaf, f"train.create_state: model_state{jax.tree_util.keystr(path)}")
+    model_state = host.own_copies(model_state, "train.create_state: model_state")
     state = TrainState(store, jnp.zeros((), jnp.int32), rng, transform, model_state)
     return place_state(state, tuple(devices))
 
