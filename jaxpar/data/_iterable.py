@@ -162,15 +162,18 @@ class IterableSource:
         # Where batch `start` is: the number of its pass, and how many batches of that pass come before it.
         state = self._under_way.pop("state", None)
         state = state if state and state["batches"] == start else None
-        period = max(steps or 0, (length_of(self.source) or 0) if self.batched else 0)  # batches of a pass, as expected
+        length = None if self.is_read_once else length_of(self.source)
+        total = length if length is None or self.batched else length // share  # batches of a pass, where that is known
+        period = 0 if steps is None else max(steps, total or 0)  # without an end of a pass that nobody expects
         if state and "pass" in state:
             number, before = state["pass"], state["before"]
         elif steps is None:
             number, before = 0, start  # earlier passes are counted by reading them
         else:
             number, before = divmod(start, period)
+        end = None if steps is None or epochs is None else epochs * steps
         at = start
-        while epochs is None or (number < epochs if steps is None else at < epochs * steps):
+        while at != end and (steps is not None or epochs is None or number < epochs):
             elements: Any = iter(self._epoch(number))
             found = 0  # batches of this pass
             if state and before and not state.keys().isdisjoint(("json", "bytes")) and hasattr(elements, "set_state"):
@@ -183,25 +186,41 @@ class IterableSource:
             batch = next(batches, None)
             while batch is not None:
                 found += 1
-                place: dict[str, Any] = {"batches": at + 1, "pass": number, "before": found}
-                following = None
-                if steps is None:  # one batch is read ahead, to know which is the last
-                    place |= _state_of(elements)
-                    following = next(batches, None)
-                    if following is None:
-                        place = {"batches": at + 1, "pass": number + 1, "before": 0}
-                if found > before:
-                    at += 1
-                    self._under_way.update(iterator=elements, place=place, period=period, is_all=steps is None)
-                    self._under_way["is_last"] = following is None
-                    yield batch
-                    if steps is not None and epochs is not None and at == epochs * steps:
-                        return
-                batch = next(batches, None) if steps is not None else following
+                if found <= before:
+                    batch = next(batches, None)
+                    continue
+                at += 1
+                place: dict[str, Any] = {"batches": at, "pass": number, "before": found}
+                # Where the pass may end with this batch, one is read ahead to know it.
+                may_end = steps is None or found == total
+                if total is None and not self.is_read_once:
+                    may_end = may_end or (at != end and at % steps == 0)
+                following, error, iterator = None, None, elements
+                if may_end:
+                    place, iterator = place | _state_of(elements), None
+                    try:
+                        following = next(batches, None)
+                    except Exception as raised:  # after the batches before it
+                        error = raised
+                    if following is not None and found == total:
+                        what = (
+                            f"{_describe(self.source)} of length {length} has more batches than that in epoch {number}"
+                        )
+                        error = ValueError(f"{_WHERE}: {what}; mend its length, or give steps_per_epoch=")
+                is_last = may_end and following is None and error is None
+                if is_last:
+                    place = {"batches": at, "pass": number + 1, "before": 0}
+                self._under_way.update(place=place, iterator=iterator, period=period, is_last=is_last)
+                yield batch
+                if at == end:
+                    return
+                if error is not None:
+                    raise error
+                batch = following if may_end else next(batches, None)
             if self.is_read_once:
                 _refuse_end(self.source, at // (steps or 1), at % (steps or 1), steps)
-            if found < (steps or 1):
-                _refuse_end(self.source, number, found, steps)
+            if found < max(steps or 1, total or 0):
+                _refuse_end(self.source, number, found, steps if total is None else max(steps or 0, total))
             number, before = number + 1, max(0, before - found)
 
     def get_state(self) -> dict[str, Any] | None:
@@ -209,16 +228,13 @@ class IterableSource:
 
         None if the number of the batch says it, and the iterator has no `get_state` and `set_state`.
         """
-        under_way = self._under_way
-        if "place" not in under_way:
+        if "place" not in self._under_way:
             return None
-        place, period = under_way["place"], under_way["period"]
-        if under_way["is_all"]:
-            return place
-        passes, before = divmod(place["batches"], period)
-        if (place["pass"], place["before"]) in ((passes, before), (passes - 1, before + period)):
-            place = {"batches": place["batches"]}  # the others follow from it
-        place = place | _state_of(under_way["iterator"])
+        place, period = self._under_way["place"], self._under_way["period"]
+        is_usual = period and (place["pass"], place["before"]) == divmod(place["batches"], period)
+        if is_usual or self.is_read_once:
+            place = {name: value for name, value in place.items() if name not in ("pass", "before")}
+        place = place | _state_of(self._under_way["iterator"])
         return place if len(place) > 1 else None
 
     def set_state(self, state: dict[str, Any]) -> None:
