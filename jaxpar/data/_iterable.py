@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -163,8 +163,8 @@ class IterableSource:
         state = self._under_way.pop("state", None)
         state = state if state and state["batches"] == start else None
         length = None if self.is_read_once else length_of(self.source)
-        total = length if length is None or self.batched else length // share  # batches of a pass, where that is known
-        period = 0 if steps is None else max(steps, total or 0)  # without an end of a pass that nobody expects
+        total = length if length is None or self.batched else length // share  # batches of a pass, by its length
+        period = 0 if steps is None else max(steps, total or 0)
         if state and "pass" in state:
             number, before = state["pass"], state["before"]
         elif steps is None:
@@ -192,9 +192,12 @@ class IterableSource:
                 at += 1
                 place: dict[str, Any] = {"batches": at, "pass": number, "before": found}
                 # Where the pass may end with this batch, one is read ahead to know it.
-                may_end = steps is None or found == total
-                if total is None and not self.is_read_once:
-                    may_end = may_end or (at != end and at % steps == 0)
+                if steps is None:
+                    may_end = True
+                elif self.steps_per_epoch is None:
+                    may_end = found == total
+                else:
+                    may_end = at % steps == 0 and at != end and not self.is_read_once
                 following, error, iterator = None, None, elements
                 if may_end:
                     place, iterator = place | _state_of(elements), None
@@ -202,11 +205,11 @@ class IterableSource:
                         following = next(batches, None)
                     except Exception as raised:  # after the batches before it
                         error = raised
-                    if following is not None and found == total:
-                        what = (
-                            f"{_describe(self.source)} of length {length} has more batches than that in epoch {number}"
-                        )
+                    if following is not None and self.steps_per_epoch is None:
+                        what = f"{_describe(self.source)} of length {length} has more batches in epoch {number}"
                         error = ValueError(f"{_WHERE}: {what}; mend its length, or give steps_per_epoch=")
+                    if following is None and error is None and steps is None and found < (total or 0):
+                        error = _end_error(self.source, number, found, total)
                 is_last = may_end and following is None and error is None
                 if is_last:
                     place = {"batches": at, "pass": number + 1, "before": 0}
@@ -218,9 +221,9 @@ class IterableSource:
                     raise error
                 batch = following if may_end else next(batches, None)
             if self.is_read_once:
-                _refuse_end(self.source, at // (steps or 1), at % (steps or 1), steps)
-            if found < max(steps or 1, total or 0):
-                _refuse_end(self.source, number, found, steps if total is None else max(steps or 0, total))
+                raise _end_error(self.source, at // (steps or 1), at % (steps or 1), steps)
+            if found < (steps or 1):
+                raise _end_error(self.source, number, found, steps)
             number, before = number + 1, max(0, before - found)
 
     def get_state(self) -> dict[str, Any] | None:
@@ -283,7 +286,7 @@ class IterableSource:
             rows += 0 if self.batched else checks.batch_length(batch, _WHERE)
             yield batch
         if found < (most or 0):
-            _refuse_end(self.source, 0, found, most)
+            raise _end_error(self.source, 0, found, most)
         given = found if self.batched else rows
         if most is None and length is not None and given < length:
             what = f"{_describe(self.source)} of length {length} ended after {given} {unit}"
@@ -452,13 +455,13 @@ def _lengths(batch: Any, share: int, at: int, first: dict[str, int]) -> dict[str
     raise ValueError(f"{_WHERE}: batch {at} of the epoch should have {wanted}, got {given}; {hint}")
 
 
-def _refuse_end(source: Any, epoch: int, found: int, steps: int | None) -> NoReturn:
-    """`ValueError` for an epoch that ends early."""
+def _end_error(source: Any, epoch: int, found: int, steps: int | None) -> ValueError:
+    """The error for an epoch that ends early."""
     hint = READ_ONCE if isinstance(source, Iterator) else "give the right steps_per_epoch="
     if steps is None:
-        raise ValueError(f"{_WHERE}: {_describe(source)} has no batch in epoch {epoch}")
+        return ValueError(f"{_WHERE}: {_describe(source)} has no batch in epoch {epoch}")
     what = f"{_describe(source)} ended after {found} of the {steps} batches of epoch {epoch}"
-    raise ValueError(f"{_WHERE}: {what}; {hint}")
+    return ValueError(f"{_WHERE}: {what}; {hint}")
 
 
 def _describe(source: Any) -> str:
