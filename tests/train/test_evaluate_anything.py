@@ -156,7 +156,9 @@ def test_rows_that_see_each_other(given, count):
     def apply_fn(params, x):
         scores = x @ params["w"]
         order = scores.argsort(0).astype(jnp.float32)
-        return jnp.concatenate([scores - scores.mean(0), order, jax.nn.log_softmax(scores, 0), scores.cumsum(0)], 1)
+        return jnp.concatenate(
+            [scores - scores.mean(0, keepdims=True), order, jax.nn.log_softmax(scores, 0), scores.cumsum(0)], 1
+        )
 
     x = RNG.standard_normal((N, 4)).astype(np.float32)
     params = {"w": RNG.standard_normal((4, 3)).astype(np.float32)}
