@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .arrays import Device, check_plain, gone_error, is_gone, is_of_numbers, is_prng_key
+from .host import in_kept_dtype, integers_fit as integers_fit
 from .text import describe as describe, did_you_mean, shorten as shorten
 
 Engine = Literal["pmap", "shard_map"]
@@ -86,6 +87,8 @@ def array(value: Any, where: str) -> jax.Array:
     if isinstance(value, (list, tuple, str, bytes, dict)) or value is None:
         raise TypeError(f"{where}: expected an array, got {describe(value)}")
     check_plain(value, where)
+    if isinstance(value, (np.ndarray, np.generic)) and is_of_numbers(value):
+        value = in_kept_dtype(value, where)
     try:
         return jnp.array(value)  # a copy: NumPy's memory may change later
     except jax.errors.JaxRuntimeError:  # a copy that the user's jax.transfer_guard disallows
@@ -283,21 +286,6 @@ def arrays_of_numbers(tree: Any, where: str) -> None:
         check_plain(leaf, name)
         if not isinstance(leaf, jax.Array) and not is_of_numbers(leaf):
             raise TypeError(f"{name} must be an array of numbers, got {describe(leaf)}")
-        integers_fit(leaf, name)
-
-
-def integers_fit(array: Any, name: str, dtype: Any = None) -> None:
-    """`ValueError` for integers in host memory that `dtype`, by default the one that JAX keeps them in, cannot hold."""
-    if isinstance(array, jax.Array) or array.dtype.kind not in "iu" or not array.size:
-        return
-    kept = np.dtype(dtype or jax.dtypes.canonicalize_dtype(array.dtype))
-    if np.can_cast(array.dtype, kept):
-        return
-    limits, least, most = np.iinfo(kept), int(array.min()), int(array.max())
-    if not limits.min <= least <= most <= limits.max:
-        write = "number them from 0, by np.unique(array, return_inverse=True)[1]"
-        write += "" if dtype else ", or set jax_enable_x64"
-        raise ValueError(f"{name}: integers are stored as {kept}; these run from {least} to {most}; {write}")
 
 
 # Words of messages.

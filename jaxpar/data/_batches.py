@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from .._core import calls, checks
+from .._core import calls, checks, host
 from .._core.arrays import Device, is_prng_key
 from .._devices import collectives, processes
 from .._devices.mesh import STORE_AXIS, auto_mesh, put, wait_before_collectives
@@ -171,12 +171,6 @@ def path_name(path: Any) -> str:
     return repr(jax.tree_util.keystr(path, simple=True, separator="/")) if path else "an element"
 
 
-def as_jax_dtype(array: np.ndarray) -> np.ndarray:
-    """The array in the dtype that JAX keeps it in. 64 bits become 32 unless x64 is enabled."""
-    # `checks.integers_fit` has seen the array.
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-
-
 def convert_image(image: jax.Array, dtype: Any) -> jax.Array:
     """The image in the batch's dtype. uint8 becomes a fraction of 255 in floating point."""
     if dtype is None or image.dtype == dtype:
@@ -201,19 +195,22 @@ def batch_struct(arrays: Any, batch_size: int, dtype: Any) -> Any:
     shapes: list[jax.ShapeDtypeStruct] = []
     for path, array in leaves:
         is_image = isinstance(arrays, dict) and path[0].key == "image"
-        kept = dtype if is_image and dtype is not None else jax.dtypes.canonicalize_dtype(array.dtype)
-        shapes.append(jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), np.dtype(kept)))
+        kept = np.dtype(dtype) if is_image and dtype is not None else host.kept_dtype(array.dtype)
+        shapes.append(jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), kept))
     return structure.unflatten(shapes)
 
 
 def send(array: Any, rows: np.ndarray | None, sharding: NamedSharding | None) -> jax.Array:
-    """The array, or these rows of it, on the devices. Each process has it whole, and reads what its devices get."""
+    """The array, or these rows of it, on the devices. Each process has it whole, and reads what its devices get.
+
+    Without `rows`, nobody may write to the array afterwards.
+    """
 
     def part(index: Any) -> np.ndarray:
-        return as_jax_dtype(array[index if rows is None else rows[index[0]]])
+        return host.in_kept_dtype(array[index if rows is None else rows[index[0]]], "data.batches: an array")
 
     if sharding is None:
-        return jnp.asarray(part((...,)))
+        return jax.device_put(part((...,)))
     shape = array.shape if rows is None else (len(rows), *array.shape[1:])
     return jax.make_array_from_callback(shape, sharding, part)
 
@@ -222,17 +219,18 @@ def send(array: Any, rows: np.ndarray | None, sharding: NamedSharding | None) ->
 def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whole: bool) -> Any:
     """The batch on the devices, split along its first axis, with "image" in `dtype`.
 
-    `whole`: each process has the whole batch and takes its rows. Otherwise each has its own share.
+    Nobody may write to its arrays of NumPy afterwards. `whole`: each process has the whole batch and takes its rows.
+    Otherwise each has its own share.
     """
 
     def placed(path: Any, array: Any) -> jax.Array:
-        checks.integers_fit(array, f"data.batches: {path_name(path)}")
-        if sharding is None:
-            return jnp.asarray(array)
-        if isinstance(array, jax.Array) and processes.count() == 1:
-            return jax.device_put(array, sharding)
-        array = as_jax_dtype(np.asarray(array))
-        return send(array, None, sharding) if whole else jax.make_array_from_process_local_data(sharding, array)
+        if isinstance(array, jax.Array) and (sharding is None or processes.count() == 1):
+            return array if sharding is None else jax.device_put(array, sharding)
+        name = f"data.batches: {path_name(path)}"
+        array = host.in_kept_dtype(np.asarray(array), name)
+        if sharding is None or whole:
+            return send(array, None, sharding)
+        return jax.make_array_from_process_local_data(sharding, array)
 
     batch = convert_images(jax.tree_util.tree_map_with_path(placed, batch), dtype)
     if sharding is not None:
@@ -375,7 +373,10 @@ def resident(dataset: Any, split: Split, wanted: bool | None = None) -> tuple[ja
             del placed[next(iter(placed))]
         whole = None if mesh is None else NamedSharding(mesh, P())
         with outside_mesh():
-            images, labels = (send(as_jax_dtype(x), None, whole) for x in (dataset.images, dataset.labels))
+            images, labels = (
+                send(host.in_kept_dtype(array, f"data.Dataset: {name}"), None, whole)
+                for name, array in (("images", dataset.images), ("labels", dataset.labels))
+            )
         placed[key] = images, labels
     return placed[key]
 

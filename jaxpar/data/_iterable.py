@@ -10,14 +10,14 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from .._core import calls, checks
+from .._core import calls, checks, host
 from .._core.arrays import check_plain
 from .._devices import processes
 from .._devices.collectives import PaddedBatch, pad_rows
@@ -54,7 +54,7 @@ class IterableSource:
     """
 
     source: Any
-    steps_per_epoch: int | None
+    steps_per_epoch: int | Literal["all"] | None
     batched: bool
     names: tuple[str, ...]
     dtype: Any
@@ -64,20 +64,33 @@ class IterableSource:
         """The number of examples in an epoch: batches times `batch_size`.
 
         Raises:
-            TypeError: the length is unknown.
+            TypeError: the length is unknown, or differs between epochs.
             ValueError: by its `batch_size` and `drop_last`, the loader will give batches of another size.
         """
-        self._check_loader(batch_size)
+        self.check(batch_size)
+        if self.steps_per_epoch == "all":
+            raise TypeError(f'{_WHERE}: with steps_per_epoch="all" an epoch has as many batches as the source gives')
         if self.steps_per_epoch is not None:
             return self.steps_per_epoch * batch_size
-        try:
-            return len(self.source) * (batch_size if self.batched else processes.count())
-        except TypeError:
-            words = f"give the number of batches in an epoch: {_WHERE}(source, steps_per_epoch=...)"
-            raise TypeError(f"{_WHERE}: {_describe(self.source)} has no length, so {words}") from None
+        length = length_of(self.source)
+        if length is None:
+            words = f'give the number of batches in an epoch: {_WHERE}(source, steps_per_epoch=...), or "all"'
+            raise TypeError(f"{_WHERE}: {_describe(self.source)} has no length, so {words}")
+        return length * (batch_size if self.batched else processes.count())
 
-    def _check_loader(self, batch_size: int) -> None:
-        """What a DataLoader of PyTorch says of its batches, before the first one is read or the last one is short."""
+    @property
+    def is_pass_over(self) -> bool:
+        """With `steps_per_epoch="all"`, whether the batch that came last was the last one of its epoch."""
+        return self._under_way.get("is_last", False)
+
+    def check(self, batch_size: int) -> None:
+        """`ValueError` for a loader that will give batches of another size, and for epochs of different lengths in
+        several processes.
+        """
+        # A DataLoader of PyTorch says it before the first batch is read, or the last one is short.
+        if self.steps_per_epoch == "all" and processes.count() > 1:
+            words = "one of several processes could end an epoch before the others; give the number of batches"
+            raise ValueError(f'{_WHERE}: steps_per_epoch="all" is for one process, since {words}')
         loader: Any = self.source
         size, drop_last = getattr(loader, "batch_size", 0), getattr(loader, "drop_last", None)
         if not self.batched or not checks.is_int(size) or not isinstance(drop_last, bool):
@@ -107,50 +120,125 @@ class IterableSource:
     ) -> Iterator[Any]:
         """Batches on the devices, in the order of the iterable. `rng` is not used.
 
-        `start` skips batches. Earlier epochs are not read. The earlier batches of this epoch are read and dropped,
-        unless `set_state` set a position within the epoch. An iterator cannot be rewound, so it skips nothing.
+        `start` skips batches. Earlier epochs are not read, unless `steps_per_epoch` is "all". The earlier batches of
+        this epoch are read and dropped, unless `set_state` set a position within the epoch. An iterator cannot be
+        rewound, so it skips nothing.
         """
         batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
         share = checks.even_share(batch_size, processes.count(), _WHERE, of="processes")  # which this process reads
-        examples = self.examples(batch_size)
-        checks.whole_batch(examples, batch_size, _WHERE)
         places: dict[str, Any] = {"devices": devices, "sharding": sharding, "virtual_shards": virtual_shards}
-        plan = _batches.plan_batches(examples, batch_size, _WHERE, epochs=epochs, start=start, **places)
-        split, steps = plan.split, examples // batch_size
+        places |= {"epochs": epochs, "start": start}
+        steps = None  # batches in an epoch. None: as many as there are.
+        if self.steps_per_epoch == "all":
+            self.check(batch_size)
+            split = _batches.plan_batches(batch_size, batch_size, _WHERE, **places).split
+        else:
+            examples = self.examples(batch_size)
+            checks.whole_batch(examples, batch_size, _WHERE)
+            split, steps = _batches.plan_batches(examples, batch_size, _WHERE, **places).split, examples // batch_size
         padding = split.rows(batch_size) - batch_size
         if padding and processes.count() > 1:  # each reads an equal share of a batch, and a padding is at its end
             shared = f"the {virtual_shards} virtual shards of the step evenly; use a number that divides these"
             raise ValueError(f"{_WHERE}: {split.parts} devices cannot share {shared}, or data.from_arrays")
         sharding = _share_sharding(batch_size + padding, split)
-        for epoch, first, _, _ in plan.all_runs:
-            skipped = first // batch_size
-            elements: Any = iter(self._epoch(epoch))
-            at, state = epoch * steps, self._under_way.pop("state", None)
-            is_there = bool(skipped and state and state["batches"] == at + skipped and hasattr(elements, "set_state"))
-            if is_there:
+        lengths: dict[str, int] = {}  # of the arrays of the first batch
+        for number, batch in enumerate(self._from(start, epochs, steps, share), start):
+            own = _lengths(batch, share, number if steps is None else number % steps, lengths)
+            if not lengths and len(set(own.values())) > 1:  # each array is cut by its own length
+                for name, n in own.items():
+                    checks.even_share(n * processes.count(), virtual_shards or split.parts, f"{_WHERE}: {name}")
+            lengths = lengths or own
+            if padding:
+                batch = jax.tree.map(lambda x: pad_rows(x, split.rows(len(x)) - len(x)), batch)
+            batch = self.place(batch, sharding)
+            yield batch if split.virtual_shards is None else PaddedBatch(batch, split.virtual_shards)
+
+    def _from(self, start: int, epochs: int | None, steps: int | None, share: int) -> Iterator[Any]:
+        """This process's host batches from batch `start` on, for epochs of so many steps, or of one pass each.
+
+        A pass reads the source from its beginning to its end. It has at least as many batches as an epoch. What an
+        epoch leaves of it comes in the next epoch.
+        """
+        # Where batch `start` is: the number of its pass, and how many batches of that pass come before it.
+        state = self._under_way.pop("state", None)
+        state = state if state and state["batches"] == start else None
+        length = None if self.is_read_once else length_of(self.source)
+        total = length if length is None or self.batched else length // share  # batches of a pass, by its length
+        period = 0 if steps is None else max(steps, total or 0)
+        if state and "pass" in state:
+            number, before = state["pass"], state["before"]
+        elif steps is None:
+            number, before = 0, start  # earlier passes are counted by reading them
+        else:
+            number, before = divmod(start, period)
+        end = None if steps is None or epochs is None else epochs * steps
+        at = start
+        while at != end and (steps is not None or epochs is None or number < epochs):
+            elements: Any = iter(self._epoch(number))
+            found = 0  # batches of this pass
+            if state and before and not state.keys().isdisjoint(("json", "bytes")) and hasattr(elements, "set_state"):
                 _set_state(elements, state)
-            # An iterator that is read once goes on where the run before left it: nothing is read and dropped.
-            found = skipped if is_there or self.is_read_once else 0
-            for batch in itertools.islice(self._host_batches(elements, share), steps - found):
+                found = before
+            elif self.is_read_once:  # it goes on where the run before left it: nothing is read and dropped
+                found = before
+            state = None
+            batches = self._host_batches(elements, share)
+            batch = next(batches, None)
+            while batch is not None:
                 found += 1
-                if found > skipped:
-                    _check_lengths(batch, share, found - 1)
-                    self._under_way.update(iterator=elements, batches=at + found)
-                    batch = self.place(pad_rows(batch, padding), sharding)
-                    yield batch if split.virtual_shards is None else PaddedBatch(batch, split.virtual_shards)
-            _check_steps(self.source, epoch, found, steps)
+                if found <= before:
+                    batch = next(batches, None)
+                    continue
+                at += 1
+                place: dict[str, Any] = {"batches": at, "pass": number, "before": found}
+                # Where the pass may end with this batch, one is read ahead to know it.
+                if steps is None:
+                    may_end = True
+                elif self.steps_per_epoch is None:
+                    may_end = found == total
+                else:
+                    may_end = at % steps == 0 and at != end and not self.is_read_once
+                following, error, iterator = None, None, elements
+                if may_end:
+                    place, iterator = place | _state_of(elements), None
+                    try:
+                        following = next(batches, None)
+                    except Exception as raised:  # after the batches before it
+                        error = raised
+                    if following is not None and self.steps_per_epoch is None:
+                        what = f"{_describe(self.source)} of length {length} has more batches in epoch {number}"
+                        error = ValueError(f"{_WHERE}: {what}; mend its length, or give steps_per_epoch=")
+                    if following is None and error is None and steps is None and found < (total or 0):
+                        error = _end_error(self.source, number, found, total)
+                is_last = may_end and following is None and error is None
+                if is_last:
+                    place = {"batches": at, "pass": number + 1, "before": 0}
+                self._under_way.update(place=place, iterator=iterator, period=period, is_last=is_last)
+                yield batch
+                if at == end:
+                    return
+                if error is not None:
+                    raise error
+                batch = following if may_end else next(batches, None)
+            if self.is_read_once:
+                raise _end_error(self.source, at // (steps or 1), at % (steps or 1), steps)
+            if found < (steps or 1):
+                raise _end_error(self.source, number, found, steps)
+            number, before = number + 1, max(0, before - found)
 
     def get_state(self) -> dict[str, Any] | None:
         """The position after the last batch, as JSON.
 
-        None if the iterator has no `get_state` and `set_state`.
+        None if the number of the batch says it, and the iterator has no `get_state` and `set_state`.
         """
-        iterator: Any = self._under_way.get("iterator")
-        if not hasattr(iterator, "get_state") or not hasattr(iterator, "set_state"):
+        if "place" not in self._under_way:
             return None
-        state = iterator.get_state()
-        kept = {"bytes": state.decode()} if isinstance(state, bytes) else {"json": json.dumps(state)}
-        return {"batches": self._under_way["batches"], **kept}
+        place, period = self._under_way["place"], self._under_way["period"]
+        is_usual = period and (place["pass"], place["before"]) == divmod(place["batches"], period)
+        if is_usual or self.is_read_once:
+            place = {name: value for name, value in place.items() if name not in ("pass", "before")}
+        place = place | _state_of(self._under_way["iterator"])
+        return place if len(place) > 1 else None
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue at a position from `get_state`.
@@ -181,17 +269,28 @@ class IterableSource:
         return _batches.placed_batch(batch, sharding, self.dtype, whole=False)
 
     def every_batch(self, share: int) -> Iterator[Any]:
-        """This process's host batches of epoch 0, including a smaller last one.
+        """This process's host batches of epoch 0, including a smaller last one. `ValueError` unless that is all of it.
 
         Args:
             share: examples in a batch, if elements are examples. Batches of the source keep their length.
         """
-        elements = iter(self._epoch(0))
-        found = 0
-        for batch in itertools.islice(self._host_batches(elements, share, rest=True), self.steps_per_epoch):
+        most = self.steps_per_epoch if isinstance(self.steps_per_epoch, int) else None
+        length, unit = length_of(self.source), "batches" if self.batched else "examples"
+        if most is not None and length is not None and length > (most if self.batched else most * share):
+            what = f"{_describe(self.source)} has {length} {unit}, and steps_per_epoch={most} leaves out some"
+            raise ValueError(f"{_WHERE}: {what}; leave it out to evaluate all, or give a part of the data")
+        batches = self._host_batches(iter(self._epoch(0)), share, rest=True)
+        found = rows = 0
+        for batch in itertools.islice(batches, most):  # without a length it may be endless
             found += 1
+            rows += 0 if self.batched else checks.batch_length(batch, _WHERE)
             yield batch
-        _check_steps(self.source, 0, found, self.steps_per_epoch or 0)
+        if found < (most or 0):
+            raise _end_error(self.source, 0, found, most)
+        given = found if self.batched else rows
+        if most is None and length is not None and given < length:
+            what = f"{_describe(self.source)} of length {length} ended after {given} {unit}"
+            raise ValueError(f"{_WHERE}: {what}; look for an error in it, such as an IndexError, or mend its length")
 
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
@@ -221,10 +320,12 @@ class IterableSource:
 
     def _host_batches(self, elements: Iterator[Any], share: int, rest: bool = False) -> Iterator[Any]:
         """This process's batches as pytrees of arrays. With `rest` also one of fewer examples than its share."""
+        # Arrays of NumPy are copied as they come: the source may write what comes next into the same memory.
         if self.batched:
-            yield from (as_dict(element, self.names) for element in elements)
+            for element in elements:
+                yield jax.tree_util.tree_map_with_path(_own_copy, as_dict(element, self.names))
             return
-        while some := [as_dict(e, self.names) for e in itertools.islice(elements, share)]:
+        while some := [_own_example(as_dict(e, self.names)) for e in itertools.islice(elements, share)]:
             if len(some) < share and not rest:
                 return
             yield join(some)
@@ -234,7 +335,7 @@ class IterableSource:
 def from_iterable(
     source: Any,
     *,
-    steps_per_epoch: int | None = None,
+    steps_per_epoch: int | Literal["all"] | None = None,
     batched: bool = True,
     names: Sequence[str] = ("image", "label"),
     dtype: Any = jnp.float32,
@@ -246,7 +347,8 @@ def from_iterable(
     Args:
         source: an iterable that each epoch iterates over again; or a function that returns an iterable, called as
             `source(epoch)` or `source()`; or an iterator, which is read once, epoch after epoch.
-        steps_per_epoch: batches in an epoch. None: from `len(source)`.
+        steps_per_epoch: batches in an epoch. None: `len(source)`. If the source has more, the next epoch begins with
+            the others. "all": an epoch ends where the source does, and epochs may differ in length.
         batched: True: an element is a batch, with n examples along the first axis of each array. False: an element is
             one example, and `batch_size` examples are stacked. A last, incomplete batch is dropped.
         names: the keys of the dict that replaces a tuple or list element. Any other pytree stays as it is. Leaves may
@@ -260,7 +362,8 @@ def from_iterable(
         `virtual_shards=V` and several processes, the number of devices must divide V.
 
     Raises:
-        ValueError: at reading: a batch has another size, or the source has fewer batches than an epoch.
+        ValueError: at reading: a batch has another size, or the source has fewer batches than an epoch. An evaluation
+            also refuses a `steps_per_epoch` below the length of the source.
         TypeError: at reading: a leaf is not numeric, such as text, or the length is unknown.
 
     Resuming:
@@ -289,7 +392,11 @@ def from_iterable(
     if not _is_function(source) and not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
         expected = "an iterable, or a function of the epoch that returns one"
         raise TypeError(f"{_WHERE}: expected {expected}; got {_describe(source)}")
-    if steps_per_epoch is not None:
+    if isinstance(steps_per_epoch, str):
+        checks.choice(steps_per_epoch, _WHERE, "steps_per_epoch", ("all",))
+        if isinstance(source, Iterator):
+            raise ValueError(f'{_WHERE}: steps_per_epoch="all" reads the data once in each epoch, and {READ_ONCE}')
+    elif steps_per_epoch is not None:
         checks.whole_number(steps_per_epoch, _WHERE, "steps_per_epoch")
     return IterableSource(source, steps_per_epoch, batched, tuple(names), dtype)
 
@@ -302,22 +409,59 @@ def _is_function(source: Any) -> bool:
     return callable(source) and not isinstance(source, Iterable) and not hasattr(source, "__getitem__")
 
 
-def _check_lengths(batch: Any, share: int, at: int) -> None:
-    """`ValueError` for a batch of another number of examples than this process's share."""
+def _own_copy(path: Any, leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.Array) else host.own_copy(leaf, f"data.batches: {_batches.path_name(path)}")
+
+
+def _own_example(example: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), example)
+
+
+def length_of(source: Any) -> int | None:
+    """The length of a source. None if it has none, or says so by a `TypeError`."""
+    try:
+        return len(source)
+    except TypeError:
+        return None
+
+
+def _state_of(iterator: Any) -> dict[str, str]:
+    """The state of an iterator, as JSON. Empty if it cannot be set to it."""
+    if not hasattr(iterator, "get_state") or not hasattr(iterator, "set_state"):
+        return {}
+    state = iterator.get_state()
+    return {"bytes": state.decode()} if isinstance(state, bytes) else {"json": json.dumps(state)}
+
+
+def _lengths(batch: Any, share: int, at: int, first: dict[str, int]) -> dict[str, int]:
+    """The lengths of the arrays of a batch, by name.
+
+    `ValueError` unless the longest has this process's `share` of the examples, and all are as long as in the first.
+    """
     shapes = {_batches.path_name(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
-    if {shape[:1] for shape in shapes.values()} != {(share,)}:
-        given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        got = f"batch {at} of the epoch should have {share} examples in each array, got {given}"
-        hint = "give batch_size= their size, or drop an incomplete last one (drop_last=True)"
-        raise ValueError(f"{_WHERE}: {got}; {hint}; if an element is one example, give batched=False")
+    lengths = {name: shape[0] for name, shape in shapes.items() if shape}
+    if lengths.keys() == shapes.keys() and max(lengths.values(), default=0) == share and lengths == (first or lengths):
+        return lengths
+    given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    hint = "give batch_size= their size, or drop an incomplete last one (drop_last=True)"
+    hint += "; if an element is one example, give batched=False"
+    wanted = f"{share} examples in each array"
+    if len({*first.values()}) > 1:
+        wanted = ", ".join(f"{name} of {n} rows" for name, n in first.items()) + ", as the first batch"
+        hint = "give all batches the same lengths"
+    elif not first and len({*lengths.values()}) > 1:
+        wanted = f"{share} examples in its longest array"
+        hint = "give batch_size= the length of the longest array, and each array a first axis"
+    raise ValueError(f"{_WHERE}: batch {at} of the epoch should have {wanted}, got {given}; {hint}")
 
 
-def _check_steps(source: Any, epoch: int, found: int, steps: int) -> None:
-    """`ValueError` for an epoch that ends early."""
-    if found < steps:
-        hint = READ_ONCE if isinstance(source, Iterator) else "give the right steps_per_epoch="
-        what = f"{_describe(source)} ended after {found} of the {steps} batches of epoch {epoch}"
-        raise ValueError(f"{_WHERE}: {what}; {hint}")
+def _end_error(source: Any, epoch: int, found: int, steps: int | None) -> ValueError:
+    """The error for an epoch that ends early."""
+    hint = READ_ONCE if isinstance(source, Iterator) else "give the right steps_per_epoch="
+    if steps is None:
+        return ValueError(f"{_WHERE}: {_describe(source)} has no batch in epoch {epoch}")
+    what = f"{_describe(source)} ended after {found} of the {steps} batches of epoch {epoch}"
+    return ValueError(f"{_WHERE}: {what}; {hint}")
 
 
 def _describe(source: Any) -> str:
@@ -422,10 +566,10 @@ def as_array(leaf: Any, name: str) -> Any:
         array = leaf
     else:
         try:
-            array = np.asarray(leaf)
+            array = np.asarray(leaf)  # it may share the memory of the leaf
         except (TypeError, ValueError, RuntimeError):  # memory of an accelerator, a dtype that NumPy has not
             leaf = leaf.contiguous() if hasattr(leaf, "contiguous") else leaf  # JAX takes no strided tensor of PyTorch
-            array = jnp.from_dlpack(leaf) if hasattr(leaf, "__dlpack__") else np.empty(0, object)
+            array = jnp.from_dlpack(leaf, copy=True) if hasattr(leaf, "__dlpack__") else np.empty(0, object)
     if getattr(array.dtype, "kind", "O") in "OUSMm":  # random keys have no kind
         words = "which is not an array of numbers; leave it out of the elements, or turn it into numbers there"
         raise TypeError(f"{name} is a {type(leaf).__name__} of dtype {array.dtype}, {words}")

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P, Sharding
 
-from .._core import calls, checks
+from .._core import calls, checks, host
 from .._devices import mesh, processes, user_mesh
-from ._batches import ahead, as_jax_dtype, check_sharding, path_name
+from ._batches import ahead, check_sharding, path_name
 
 _WHERE = "data.prefetch"
 
@@ -65,7 +65,8 @@ def _to_devices(batch: Any, sharding: Any) -> Any:
     """The batch on the devices. The transfer is only started."""
     batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
     checks.arrays_of_numbers(batch, f"{_WHERE}: batch")
-    batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else as_jax_dtype(x), batch)
+    # Meanwhile the iterator may write its next batch into the same memory.
+    batch = host.own_copies(batch, f"{_WHERE}: batch")
     with user_mesh.outside_mesh():
         if sharding is None:
             return jax.device_put(batch)

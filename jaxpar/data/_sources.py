@@ -19,7 +19,7 @@ from .._devices import processes
 from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
 from ._batches import batch_struct, path_name, placed_batch, rows_of_parts
-from ._iterable import IterableSource, as_array, as_arrays, as_dict, from_iterable, join
+from ._iterable import IterableSource, as_array, as_arrays, as_dict, from_iterable, join, length_of
 
 Batch = dict[str, jax.Array]
 
@@ -300,7 +300,15 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     Dataset(5 images float64 (2,), labels int32, source='arrays')
     """
     names = ("image", "label")
-    found = [{name: each[name] for name in names} for each in (as_dict(element, names) for element in elements)]
+    # Copies, since a loader may write the next element into the same memory.
+    found = [
+        {name: each[name] if isinstance(each[name], jax.Array) else np.array(each[name]) for name in names}
+        for each in (as_dict(element, names) for element in elements)
+    ]
+    if (length := length_of(elements)) is not None and len(found) < length:
+        raise ValueError(
+            f"data.collect: the iterable of length {length} ended after {len(found)}; look for an error in it"
+        )
     if not found:
         raise ValueError("data.collect: expected elements, got none")
     whole = join(found, batched=batched)
@@ -472,7 +480,7 @@ def usual_batch_size(source: Any) -> int:
         first = source.first_batch()
         if first is None:
             return 32
-        size = checks.batch_length(first, "data.from_iterable")
+        size = max(np.shape(leaf)[:1] or (0,) for leaf in jax.tree.leaves(first))[0]
     return int(size) * processes.count()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P, SingleDeviceSharding
 
 from .. import kv
-from .._core import calls, checks
+from .._core import calls, checks, host
 from .._core.arrays import Device, Recent, forget
 from .._core.process import keep_freed_memory
 from .._core.text import plural
@@ -93,6 +93,7 @@ def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = T
     if even_split:
         checks.even_share(n, k, "split_and_load", ", or even_split=False")
     ends = np.cumsum([n // k + (i < n % k) for i in range(k)])
+    data = host.own_copies(data, "split_and_load: data")
     parts = [jax.tree.map(lambda x, i=i: x[ends[i - 1] if i else 0 : ends[i]], data) for i in range(k)]
     return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
 
@@ -120,7 +121,7 @@ def copy_to(params: Any, device: Device) -> Any:
     if not hasattr(device, "process_index"):
         raise TypeError(f"copy_to: device must be one such as jax.devices()[0], got {checks.describe(device)}")
     checks.check_own([device], "copy_to")
-    return put_copy(params, SingleDeviceSharding(device))
+    return put_copy(host.own_copies(params, "copy_to: params"), SingleDeviceSharding(device))
 
 
 @calls.answers("replicate")
@@ -141,7 +142,7 @@ def replicate(tree: Any, devices: Sequence[Device]) -> Any:
         >>> replicate({"w": jnp.ones(2)}, jax.devices()[:2])["w"].sharding.is_fully_replicated
         True
     """
-    return put_copy(tree, copies_on(checks.devices(devices, "replicate")))
+    return put_copy(host.own_copies(tree, "replicate: tree"), copies_on(checks.devices(devices, "replicate")))
 
 
 @calls.answers("allreduce")
@@ -245,6 +246,7 @@ def spmd(
         if max(donate, default=-1) >= len(args):  # jax sees *args, so it would donate nothing and say nothing
             raise ValueError(f"spmd: donate_argnums has {max(donate)}, but the call has {len(args)} arguments")
         _check_entries(args, in_axes, own)
+        args = host.own_copies(args, "spmd: args")
         wait_before_collectives(args, chosen)
         return compiled(*args)
 

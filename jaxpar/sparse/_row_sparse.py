@@ -14,7 +14,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from .._core.arrays import check_plain
+from .._core import host
+from .._core.arrays import check_plain, is_of_numbers
 from .._core.calls import answers, answers_class
 from .._devices.user_mesh import is_split, unsplit
 
@@ -180,7 +181,7 @@ def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
     if row_ids is not None:
         return take(array, row_ids)
     check_plain(array, "sparse.from_dense: array")
-    array = jnp.asarray(array)
+    array = _own(array)
     if not _is_known(array):
         raise ValueError("from_dense: which rows are not zero is unknown under jit; give row_ids")
     return take(array, np.flatnonzero(np.asarray((array != 0).any(tuple(range(1, array.ndim))))))
@@ -206,7 +207,7 @@ def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSpars
         ([0, 1, 3], [[0.0, 1.0], [2.0, 3.0], [6.0, 7.0]])
     """
     check_plain(array, "sparse.take: array")
-    array = jnp.asarray(array)
+    array = _own(array)
     count = _check_table(array.shape, "take")[0]
     ids = _as_ids(row_ids, "take: row ids").reshape(-1)
     _check_range(ids, count, "take: row", last=count - 1)
@@ -385,6 +386,8 @@ def _with_values(rows: RowSparse, values: Any) -> RowSparse:
 def _own(array: Any) -> jax.Array:
     """A jax array. NumPy arrays are copied, since their memory may change later."""
     check_plain(array, "RowSparse")
+    if isinstance(array, np.ndarray) and is_of_numbers(array):
+        array = host.in_kept_dtype(array, "RowSparse: an array")
     return array if isinstance(array, jax.Array) else jnp.array(array)
 
 
@@ -408,9 +411,9 @@ def _as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
     check_plain(ids, what)
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if jnp.issubdtype(ids.dtype, jnp.floating) and _is_known(ids):
-        host = np.asarray(ids, np.float64)
-        if not (wrong := host[~(host == np.rint(host)) | (abs(host) >= 2.0**62)]).size:
-            return host.astype(np.int64)
+        known = np.asarray(ids, np.float64)
+        if not (wrong := known[~(known == np.rint(known)) | (abs(known) >= 2.0**62)]).size:
+            return known.astype(np.int64)
         raise TypeError(f"{what} must be integers, got {wrong[0]}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{what} must be integers, got dtype {ids.dtype}")
@@ -421,8 +424,8 @@ def _size(ids: Any, count: int, size: int | None, what: str) -> int:
     """How many rows a result has: `size`, or the number of different ids where it is known."""
     distinct = ids.size
     if _is_known(ids):
-        host = np.asarray(ids)
-        distinct = np.unique(host[(host >= 0) & (host < count)]).size  # without padding
+        known = np.asarray(ids)
+        distinct = np.unique(known[(known >= 0) & (known < count)]).size  # without padding
         if size is not None and distinct > size:
             raise ValueError(f"{what}: size {size} is too small for {distinct} different rows")
     return distinct if size is None else size
@@ -432,8 +435,8 @@ def _check_range(ids: Any, count: int, what: str, *, last: int) -> None:
     """`ValueError` for an id that is negative or above `last`. Nothing is checked under `jit`."""
     if not _is_known(ids):
         return
-    host = np.asarray(ids)
-    wrong = host[(host < 0) | (host > last)]
+    known = np.asarray(ids)
+    wrong = known[(known < 0) | (known > last)]
     if wrong.size:
         raise ValueError(f"{what} {wrong[0]} is not in the table, whose rows are 0 to {count - 1}")
 

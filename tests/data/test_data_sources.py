@@ -148,9 +148,11 @@ def test_an_iterator_is_read_on_and_never_rewound():
         list(data.from_iterable(iter(LOADER[:3]), steps_per_epoch=4).batches(8))
 
 
-def test_steps_per_epoch_cuts_a_pass_short():
-    source = data.from_iterable(LOADER, steps_per_epoch=2)
-    assert labels(source.batches(8, epochs=2)) == [y.tolist() for _, y in LOADER[:2] * 2]
+def test_the_next_epoch_begins_with_what_an_epoch_left_of_a_pass():
+    source = data.from_iterable(LOADER[:5], steps_per_epoch=2)
+    want = [y.tolist() for _, y in LOADER[:5] * 2]
+    assert labels(source.batches(8, epochs=5)) == want
+    assert labels(source.batches(8, epochs=5, start=4)) == want[4:]
 
 
 def test_arrays_under_names_of_ones_own():

@@ -17,6 +17,8 @@ from jax.sharding import AxisType, Mesh
 from kv_model import compilations
 
 from jaxpar import data, kv, parallel, train
+from jaxpar._devices.mesh import split_over
+from jaxpar.train._evaluate.every_example import Pass
 
 RNG = np.random.default_rng(0)
 N = 37
@@ -151,17 +153,58 @@ def test_what_a_mask_leaves_out_may_be_anything(bad):
     assert np.isfinite(list(found.values())).all()
 
 
-def test_the_last_examples_of_sums_need_no_more_memory_than_a_batch():
+def test_the_last_batch_needs_no_more_memory_than_a_whole_one():
+    """Four devices cannot share 15 examples evenly. The compiler keeps them split nevertheless."""
     seen = []
 
     def eval_fn(params, batch):
         seen.append(len(batch))
-        return {"sum": (batch.sum() * params, 1)}
+        return {"sum": (jnp.tanh(batch @ params).sum(), 1)}
 
-    params = jax.device_put(jnp.ones(()), state_of(4).rng.sharding)
-    ones = np.ones(16 + 15, np.float32)
-    assert train.evaluate(params, data=ones, eval_fn=eval_fn, batch_size=16) == {"sum": 31 / 3}
-    assert sorted(set(seen)) == [3, 12, 16, 32]  # 32 is a trace only
+    params = jax.device_put(jnp.ones((8, 256)), state_of(4).rng.sharding)
+    examples = Pass("evaluate", params, np.ones((31, 8), np.float32), 16, None)
+    run = examples.jit(lambda call, batch: call(batch)["sum"][0], eval_fn)
+    shape = jax.ShapeDtypeStruct((16, 8), np.float32, sharding=split_over(examples.devices))
+    whole, last = (
+        run.lower(examples.leaves, shape, n).compile().memory_analysis().temp_size_in_bytes for n in (None, 15)
+    )
+    assert last <= whole
+    assert seen == [16, 15]
+    sums = train.evaluate(params, data=np.ones((31, 8), np.float32), eval_fn=eval_fn, batch_size=16)
+    assert sums["sum"] == pytest.approx(31 * 256 * np.tanh(8.0) / 2)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("given", ["arrays", "batches", "a data set"])
+def test_rows_that_see_each_other(given, count):
+    """The last 5 of 37 examples are ranked, normalised and contrasted among themselves, as by plain JAX."""
+
+    def apply_fn(params, x):
+        scores = x @ params["w"]
+        order = scores.argsort(0).astype(jnp.float32)
+        return jnp.concatenate(
+            [scores - scores.mean(0, keepdims=True), order, jax.nn.log_softmax(scores, 0), scores.cumsum(0)], 1
+        )
+
+    x = RNG.standard_normal((N, 4)).astype(np.float32)
+    params = {"w": RNG.standard_normal((4, 3)).astype(np.float32)}
+    state = state_of(count, params=params)
+    parts = [x[i : i + 16] for i in range(0, N, 16)]
+    want = np.concatenate([apply_fn(params, part) for part in parts])
+    source = {"arrays": x, "batches": parts_of(parts), "a data set": data.Dataset(x, np.zeros(N, int))}[given]
+    found = train.predict(state, lambda p, b: apply_fn(p, b["x"] if isinstance(b, dict) else b), source, batch_size=16)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+    scores = train.evaluate(
+        state,
+        data={"x": x} if given != "batches" else source,
+        eval_fn=lambda p, b: {"mean": (apply_fn(p, b["x"]) ** 2).mean(1)},
+        batch_size=16,
+    )
+    assert scores["mean"] == pytest.approx((want**2).mean(), rel=1e-5)
+
+
+def parts_of(parts):
+    return [{"x": part} for part in parts]
 
 
 @dataclasses.dataclass
@@ -374,9 +417,9 @@ def test_a_function_is_compiled_once():
 
     with compilations() as count:
         train.evaluate(state, data=ROWS, eval_fn=eval_fn, batch_size=8)
-    assert count() == 1
+    assert count() == 2  # whole batches, and the last 5 examples
     with compilations() as count:
-        for source in (ROWS, parts(8), parts(7)):
+        for source in (ROWS, parts(8)):
             train.evaluate(state, data=source, eval_fn=eval_fn, batch_size=8)
     assert count() == 0
 
@@ -491,7 +534,7 @@ def test_fewer_examples_than_devices():
     close(train.evaluate(state_of(8), apply, few, batch_size=256), scores_of(few))
 
 
-def test_an_odd_last_batch_compiles_nothing_more():
+def test_an_odd_last_batch_compiles_one_program_more():
     state, programs = state_of(2), []
 
     def traced(params, images):
@@ -500,9 +543,9 @@ def test_an_odd_last_batch_compiles_nothing_more():
 
     train.evaluate(state, traced, SET, batch_size=16)
     # One image is traced for the number of classes. A batch is traced in each call: is it still the same program?
-    assert programs == [(1, 5), (16, 5), (16, 5)]
+    assert programs == [(1, 5), (16, 5), (16, 5), (5, 5)]
     train.evaluate(state, traced, SET, batch_size=16)
-    assert programs[3:] == [(1, 5), (16, 5)]
+    assert programs[4:] == [(1, 5), (16, 5)]
     with compilations() as count:
         train.evaluate(state, traced, SET, batch_size=16)
     assert count() == 0

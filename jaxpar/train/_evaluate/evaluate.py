@@ -53,7 +53,8 @@ def evaluate(
             a pytree, a list of dicts of numbers is a list of examples, and any other list is a list of batches.
         eval_fn: `eval_fn(params, batch) -> {name: values}`, see "Values" below. With a `model_state`,
             `eval_fn(params, batch, model_state)`. Each call traces it, and compiles it if it computes something else
-            than before: what it reads by name may have changed. The last few programs are kept. It gets whole batches.
+            than before: what it reads by name may have changed. The last few programs are kept. It gets whole batches,
+            and the last one at its own size.
             A `jax.lax.psum` over an axis of the step's mesh, such as "data", returns its argument.
         batch_size: examples per batch, rounded up to a multiple of the number of devices. It changes the result only by
             float32 rounding. Batches of a source keep their size.
@@ -64,10 +65,6 @@ def evaluate(
         weights. A `Mean` is a pair with a final function, or with columns. `train.accuracy` and the other metrics of
         `jp.train` return such values. An object with `merge(other)` and `compute()`, such as a metric of metrax or clu,
         is merged over the batches. `eval_fn` may also return such an object in place of the dict.
-
-        The last batch is padded, and the values of padding rows are dropped. So the value of an example must not depend
-        on other examples of the batch. Scalars and merged metrics have no rows to drop, so their last batch is not
-        padded.
 
     Returns:
         {name: float}, or a NumPy array for values with columns. For classifiers `{"loss", "accuracy"}`: the mean
@@ -150,11 +147,10 @@ class Evaluation:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """What an `eval_fn` gives over the examples of a batch that count, in its order."""
+    """What an `eval_fn` gives over the examples of a batch, in its order."""
 
     values: list[Any]
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-    is_exact: bool = dataclasses.field(metadata={"static": True})  # whether the batch must not be filled up
 
 
 def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> dict[str, Any]:
@@ -163,7 +159,7 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
         examples = _pass(where, state_or_params, eval_fn, source, batch_size, user)
         ahead = 0 if mesh.can_hang(examples.devices) else _AHEAD
         totals: dict[str, Any] = {}
-        for sums, _ in examples.run(_sums, eval_fn, ahead, _check_twice):
+        for sums in examples.run(_sums, eval_fn, ahead, _check_twice):
             _add(totals, sums)
         scores: dict[str, Any] = {}
         for name, value in totals.items():
@@ -183,10 +179,9 @@ def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_siz
     return examples
 
 
-def _sums(call: Any, batch: Any, mask: jax.Array) -> _Sums:
-    values = as_values(call(batch), len(mask))
-    is_exact = any(not isinstance(value, Mean) or not np.ndim(value.total) for value in values.values())
-    return _Sums([sum_up(value, mask) for value in values.values()], tuple(values), is_exact)
+def _sums(call: Any, batch: Any) -> _Sums:
+    values = as_values(call(batch), jax.tree.leaves(batch)[0].shape[0])
+    return _Sums([sum_up(value) for value in values.values()], tuple(values))
 
 
 def _check_twice(examples: Pass, eval_fn: Any, batch: Any) -> None:
@@ -194,9 +189,8 @@ def _check_twice(examples: Pass, eval_fn: Any, batch: Any) -> None:
     if isinstance(eval_fn, Classification):  # which is known to return a row for each example
         return
     twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
-    mask = jax.ShapeDtypeStruct(jax.tree.leaves(twice)[0].shape[:1], bool)
     try:
-        examples.jit(_sums, eval_fn).eval_shape(examples.leaves, twice, mask)
+        examples.jit(_sums, eval_fn).eval_shape(examples.leaves, twice, None)
     except ValuesError:
         raise
     except Exception:  # a function for batches of one size

@@ -1,8 +1,9 @@
 """Every example once, on the devices that hold the parameters.
 
-A pass gives batches of one size, in which the last examples are filled up by copies of the last one. Where a result
-needs exact batches, the last examples come as they are. They are split over the devices where these can share them
-evenly. Otherwise each device has all of them, so that any number is possible on any devices.
+A function of a batch may let rows see each other, as a softmax over the batch does. So it never gets rows that are no
+examples: the last batch is run at its own size, by one more program. Where the devices cannot share a batch evenly,
+copies of its last row fill it up on the way to the devices, and the program cuts them off before it calls the function.
+The compiler keeps what is left split over the devices, so it needs no more memory than a whole batch.
 """
 
 from __future__ import annotations
@@ -22,13 +23,11 @@ from ... import data
 from ..._core import checks
 from ..._core.arrays import Device, Recent
 from ..._devices import processes, user_mesh
-from ..._devices.mesh import STORE_AXIS, copies_on, put, spans_processes, split_over, wait_before_collectives
+from ..._devices.mesh import STORE_AXIS, copies_on, spans_processes, split_over, wait_before_collectives
 from .._step.state import TrainState, carries
 
-IsExact = Callable[[Any], bool]  # whether batches of these shapes must not be filled up
 Check = Callable[["Pass", Any, Any], object]
-# Arrays on the devices; bool (n,), which rows count; and how many do, in one process the first ones.
-EvalBatch = tuple[Any, Any, int]
+EvalBatch = tuple[Any, int]  # arrays on the devices, and how many of their rows are examples: the first ones
 
 
 class Pass:
@@ -63,7 +62,7 @@ class Pass:
             if not examples:
                 kind = "an empty data set" if isinstance(self.source, data.DatasetSource) else "empty arrays"
                 raise ValueError(f"{where}: expected examples, got {kind}")
-            self.size = min(self._round_up(self._batch_size), self._round_up(examples))  # rows of a whole batch
+            self.size = min(self._round_up(self._batch_size), examples)  # of the first batch
         self._program: Any = None  # see `trace`
         self._returned: Any = None
 
@@ -74,10 +73,10 @@ class Pass:
         first = self.source.first_batch() if processes.count() == 1 else None
         if first is None:
             return None
-        return self.source.batch_shapes(self._round_up(checks.batch_length(first, self._where)), first)
+        return self.source.batch_shapes(checks.batch_length(first, self._where), first)
 
     def trace(self, of: Any, fn: Any, batch: Any, check: Check | None = None) -> Any:
-        """The shapes of what `of(call, batch, mask)` returns, where `call(batch)` calls `fn` with the model too.
+        """The shapes of what `of(call, batch)` returns, where `call(batch)` calls `fn` with the model too.
 
         The program of it, as it is for the first batch, is that of `run`. `check(self, fn, batch)` is called before a
         new one is kept.
@@ -86,9 +85,8 @@ class Pass:
         # traced anew: JAX, and a key that is the function itself, know nothing of that.
         if self._program is None:
             key = of, fn, self.structure, self.copies, self.axes
-            mask = jax.ShapeDtypeStruct(jax.tree.leaves(batch)[0].shape[:1], bool)
             try:
-                traced = self.jit(*key[:2]).trace(self.leaves, batch, mask)
+                traced = self.jit(*key[:2]).trace(self.leaves, batch, None)
                 key += (traced.lower().as_text(),)
                 if check is not None and _programs(*key, make=False) is None:
                     check(self, fn, batch)
@@ -99,92 +97,74 @@ class Pass:
         return self._returned
 
     def jit(self, of: Any, fn: Any) -> Any:
-        """What `trace` traces, a function of (leaves, batch, mask)."""
-        return jax.jit(functools.partial(_on_batch, of, fn, self.structure, self.copies, self.axes))
+        """What `trace` traces, a function of (leaves, batch, number of rows that are examples; None: all)."""
+        key = of, fn, self.structure, self.copies, self.axes
+        return jax.jit(functools.partial(_on_batch, *key), static_argnums=2)
 
-    def run(self, of: Any, fn: Any, ahead: int, check: Check | None = None) -> Iterator[tuple[Any, int]]:
-        """What `of` returns for each batch, see `trace`, and how many of its examples count.
+    def run(self, of: Any, fn: Any, ahead: int, check: Check | None = None) -> Iterator[Any]:
+        """What `of` returns for each batch, see `trace`.
 
-        Where it has `is_exact`, no batch is filled up. `ahead` batches are started before one is given, so that the
-        host need not wait.
+        `ahead` batches are started before one is given, so that the host need not wait.
         """
 
-        def is_exact(shapes: Any) -> bool:
-            return getattr(self.trace(of, fn, shapes, check), "is_exact", False)
-
-        def each() -> Iterator[tuple[Any, int]]:
-            for batch, mask, valid in self.batches(is_exact):
-                wait_before_collectives((self.leaves, batch, mask), self.devices)
-                found = jax.tree.leaves(self._program(self.leaves, batch, mask))
-                yield jax.tree.structure(self._returned).unflatten(found), valid  # with the functions of now in it
+        def each() -> Iterator[Any]:
+            for batch, count in self.batches(lambda shapes: self.trace(of, fn, shapes, check)):
+                wait_before_collectives((self.leaves, batch), self.devices)
+                whole = count == jax.tree.leaves(batch)[0].shape[0]
+                found = jax.tree.leaves(self._program(self.leaves, batch, None if whole else count))
+                yield jax.tree.structure(self._returned).unflatten(found)  # with the functions of now in it
 
         for found in data._ahead(each(), ahead):
             yield found
             processes.note_progress()
 
-    def batches(self, is_exact: IsExact) -> Iterator[EvalBatch]:
-        """Every example, in order. With several processes the batches of all of them side by side."""
+    def batches(self, prepare: Callable[[Any], object]) -> Iterator[EvalBatch]:
+        """Every example, in order. With several processes the batches of all of them side by side.
+
+        `prepare` is called with the shapes of a batch before it is sent.
+        """
         source = self.source
         if isinstance(source, data.IterableSource):
-            yield from self._of_stream(source, is_exact)
+            yield from self._of_stream(source, prepare)
             return
-        exact = is_exact(self.shapes())
-        full, rest = divmod(source.examples(self.size), self.size)
-        mask = put(np.ones(self.size, bool), self._split)
-        for batch in source.batches(self.size, devices=self.devices or None) if full else ():
-            yield batch, mask, self.size
+        prepare(self.shapes())
+        size = self._round_up(self._batch_size)
+        full, rest = divmod(source.examples(size), size)
+        for batch in source.batches(size, devices=self.devices or None) if full else ():
+            yield batch, size
         if rest:
-            last = jax.tree.map(lambda x: x[full * self.size :], source.arrays)
-            yield from self._placed(source, last, rest, self.size, exact)
+            yield self._placed(source, jax.tree.map(lambda x: x[full * size :], source.arrays), rest)
 
-    def _of_stream(self, source: data.IterableSource, is_exact: IsExact) -> Iterator[EvalBatch]:
+    def _of_stream(self, source: data.IterableSource, prepare: Callable[[Any], object]) -> Iterator[EvalBatch]:
         """Each process reads its own batches. All agree on the sizes before a program is started."""
         mine = self._local_devices()
-        me = jax.process_index() if len(mine) > 1 else 0
-        batches, rows, last = self._read(source), 0, None
+        batches, last = self._read(source), None
         while True:
             with processes.raise_together():  # an error in one process is raised in all
                 batch = next(batches, None)
             sizes = self._sizes(batch)
             if not any(sizes):
                 break
-            if not all(sizes) and not rows:
+            if not all(sizes) and last is None:
                 raise processes.in_all(
                     ValueError(f"{self._where}: each process must have batches; they have {sizes} examples")
                 )
             last = batch if batch is not None else last
-            own = sizes[me]
-            rows = max(rows, *(-(-n // count) for n, count in zip(sizes, mine, strict=True)))  # on each device
-            share = rows * mine[me]
-            exact = is_exact(source.batch_shapes(rows * sum(mine), last))
+            prepare(source.batch_shapes(sum(sizes), last))
             if len(mine) == 1:
-                yield from self._placed(source, last, own, share, exact)
-            elif exact and any(n != rows * count for n, count in zip(sizes, mine, strict=True)):
-                # What fills up a batch would be counted, so each process gets the examples of all.
-                whole = processes.gather_rows(last, sizes)
-                arrays = data.ArraySource(whole, source.dtype)
-                yield from self._placed(arrays, whole, sum(sizes), rows * sum(mine), exact=True)
+                yield self._placed(source, last, sizes[0])
+            elif len({n / devices for n, devices in zip(sizes, mine, strict=True)}) == 1 and sizes[0] % mine[0] == 0:
+                yield source.place(last, self._split), sum(sizes)  # each device has as many examples
             else:
-                base = last if own else jax.tree.map(lambda x: x[:1], last)
-                filled = source.place(_fill(base, share - max(own, 1)), self._split)
-                yield filled, source.place(np.arange(share) < own, self._split), sum(sizes)
-        if not rows:
+                whole = processes.gather_rows(last, sizes)
+                yield self._placed(data.ArraySource(whole, source.dtype), whole, sum(sizes))
+        if last is None:
             hint = data._READ_ONCE if source.is_read_once else "give at least one"
             raise processes.in_all(ValueError(f"{self._where}: expected examples, got no batch; {hint}"))
 
-    def _placed(self, source: Any, batch: Any, valid: int, rows: int, exact: bool) -> Iterator[EvalBatch]:
-        """A batch of host memory with `valid` examples, filled up to `rows` unless exact."""
-        if valid == rows or not exact:
-            filled = _fill(batch, rows - valid)
-            yield source.place(filled, self._split), put(np.arange(rows) < valid, self._split), valid
-            return
-        # In parts that need no more memory than a whole batch does.
-        shared = valid - valid % self._count
-        parts = [range(shared), range(shared, valid)] if shared and valid > rows // self._count else [range(valid)]
-        for part in filter(None, parts):
-            sharding = self.copies if len(part) % self._count else self._split
-            some = jax.tree.map(lambda x, part=part: x[part.start : part.stop], batch)
-            yield source.place(some, sharding), put(np.ones(len(part), bool), sharding), len(part)
+    def _placed(self, source: Any, batch: Any, count: int) -> EvalBatch:
+        """A batch of host memory with `count` examples, and copies of the last one where the devices need them."""
+        return source.place(_fill(batch, self._round_up(count) - count), self._split), count
 
     def _round_up(self, n: int) -> int:
         """The next number that the devices can share evenly."""
@@ -268,14 +248,23 @@ def model_of(state_or_params: Any) -> tuple[Any, ...]:
 
 
 def _on_batch(
-    of: Any, fn: Any, structure: Any, copies: NamedSharding | None, axes: tuple[str, ...], leaves: Any, *batch: Any
+    of: Any,
+    fn: Any,
+    structure: Any,
+    copies: NamedSharding | None,
+    axes: tuple[str, ...],
+    leaves: Any,
+    batch: Any,
+    count: int | None,
 ) -> Any:
     params, *model_state = structure.unflatten(leaves)
-    found = of(lambda inputs: with_axes(fn, axes)(params, inputs, *model_state), *batch)
+    if count is not None:  # the other rows are no examples
+        batch = jax.tree.map(lambda x: x[:count], batch)
+    found = of(lambda inputs: with_axes(fn, axes)(params, inputs, *model_state), batch)
     return found if copies is None else lax.with_sharding_constraint(found, copies)
 
 
-_programs = Recent(lambda *key: jax.jit(functools.partial(_on_batch, *key[:-1])))
+_programs = Recent(lambda *key: jax.jit(functools.partial(_on_batch, *key[:-1]), static_argnums=2))
 
 
 def with_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:

@@ -1,8 +1,7 @@
 """Metrics for an `eval_fn`, the values that it may return, and their sums over a batch.
 
 A value is one number for each example, a pair (sum, weight), a `Mean`, or an object with `merge` and `compute`, as the
-metrics of clu and metrax are. Rows that fill up a batch can be left out of a value with one row for each example. A
-value without such rows is right only for a batch that was not filled up, so it needs exact batches.
+metrics of clu and metrax are.
 """
 
 from __future__ import annotations
@@ -221,17 +220,11 @@ def as_values(returned: Any, n: int) -> dict[str, Any]:
     return {name: _as_value(value, n, f"eval_fn: {name!r}") for name, value in returned.items()}
 
 
-def sum_up(value: Any, mask: jax.Array) -> Any:
-    """A `Mean` of sums over the examples that count, in float32 or wider. A metric stays as it is."""
+def sum_up(value: Any) -> Any:
+    """A `Mean` of sums over the examples, in float32 or wider. A metric stays as it is."""
     if not isinstance(value, Mean):
         return jax.tree.map(jnp.asarray, value)
-
-    def sum_rows(rows: Any) -> jax.Array:
-        rows = widen(rows)
-        valid = mask.reshape(-1, *[1] * (rows.ndim - 1)) if rows.ndim else None
-        return rows.sum(axis=0 if value.columns else None, where=valid)
-
-    return jax.tree.map(sum_rows, value)
+    return jax.tree.map(lambda rows: widen(rows).sum(axis=0 if value.columns else None), value)
 
 
 def _is_metric(value: Any) -> bool:
@@ -261,7 +254,7 @@ def _as_value(value: Any, n: int, where: str) -> Any:
     if not rows and (total.ndim or weight.ndim):
         raise ValuesError(
             f"{where}: the sum has shape {total.shape} and the weight {weight.shape} for {n} examples; return both "
-            "with a row for each example, so that padding can be left out, or both as scalars"
+            "with a row for each example, or both as scalars"
         )
     return Mean(total, weight, value.finish, value.columns)
 

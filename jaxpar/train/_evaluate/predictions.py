@@ -160,24 +160,22 @@ def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> Any:
     # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
     of = _outputs if isinstance(examples.source, ArraySource) else _outputs_of_images
     checks.function(apply_fn, f"{name}: apply_fn")
-    parts: list[Any] = []
-    for outputs, valid in examples.run(of, apply_fn, ahead=1):
-        parts.append(jax.tree.map(lambda x, count=valid: np.asarray(x)[:count], outputs))
+    parts = [jax.tree.map(np.asarray, outputs) for outputs in examples.run(of, apply_fn, ahead=1)]
     return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
 
 
-def _outputs(call: Any, inputs: Any, mask: jax.Array) -> Any:
-    outputs = call(inputs)
+def _outputs(call: Any, inputs: Any) -> Any:
+    outputs, n = call(inputs), jax.tree.leaves(inputs)[0].shape[0]
     for leaf in jax.tree.leaves(outputs):
-        if jnp.shape(leaf)[:1] != mask.shape:
-            n, shape = len(mask), jnp.shape(leaf)
+        if jnp.shape(leaf)[:1] != (n,):
+            shape = jnp.shape(leaf)
             raise ValueError(f"predict: apply_fn must return one row per example; got shape {shape} for a batch of {n}")
     return outputs
 
 
-def _outputs_of_images(call: Any, batch: Any, mask: jax.Array) -> Any:
+def _outputs_of_images(call: Any, batch: Any) -> Any:
     has_labels = isinstance(batch, dict) and batch.keys() == {"image", "label"}
-    return _outputs(call, batch["image"] if has_labels else batch, mask)
+    return _outputs(call, batch["image"] if has_labels else batch)
 
 
 # Pictures.

@@ -172,7 +172,7 @@ def _fit_elastic(run: Run, state: TrainState) -> tuple[TrainState, History]:
     state, history, at = member.follow(run.check(state), signals)
     if signals.asked is None:
         return state, history
-    place = describe_stop(at, -(-(at - member.first) // run.steps), run.epochs, None)
+    place = describe_stop(at, -(-(at - member.first) // (run.steps or 1)), run.epochs, None)
     return finish_interrupted(signals.asked, state, history, place, run.on_interrupt)
 
 

@@ -89,10 +89,10 @@ def finish_interrupted(
     return state, history
 
 
-def describe_stop(step: int, epoch: int, epochs: int, saved: str | os.PathLike[str] | None) -> str:
+def describe_stop(step: int, epoch: int, epochs: int | None, saved: str | os.PathLike[str] | None) -> str:
     """At which step a run stopped, in words."""
     place = "nothing was saved, as there is no checkpoint_dir" if saved is None else f"saved in {saved}"
-    return f"after step {step}, in epoch {epoch} of {epochs}; {place}"
+    return f"after step {step}, in epoch {epoch}{f' of {epochs}' if epochs else ''}; {place}"
 
 
 @calls.answers("train.interruptible")

@@ -107,7 +107,15 @@ class Loop:
         self.certificate: certificate.Certificate | None = None
         self.first, self.epoch = past.first, past.epoch  # the first step of the run, the sums of the epoch under way
         self.at = self.began = int(state.step)  # steps that were made, and before this call of `fit`
-        self.last = self.began if past.stopped else max(self.began, past.first + run.num_steps)
+        # The steps at which epochs began, the one under way last. Where epochs differ in length, those of earlier calls
+        # of `fit` are not known.
+        over, epoch_began = past.epochs_over, past.first if past.epoch_began is None else past.epoch_began
+        if run.steps is not None:
+            over, done = divmod(self.at - self.first, run.steps)
+            epoch_began = self.at - done
+        self._starts = [*[self.first] * over, epoch_began]
+        is_over = past.stopped or (run.steps is None and over == run.epochs)
+        self.last = self.began if is_over else max(self.began, past.first + run.num_steps)
         self.memories = self._before = run.callbacks.init(state, past.memories, past.resumed)
         self.signals: Interrupts  # of the run, once its steps begin
         self._manager, self._past, self._behind = manager, past, behind  # steps whose metrics are not read yet
@@ -122,11 +130,11 @@ class Loop:
     @property
     def number(self) -> int:
         """The number of the epoch of the last step, from 1."""
-        return -(-(self.at - self.first) // self.run.steps)
+        return len(self._starts) - self.between_epochs
 
     @property
     def between_epochs(self) -> bool:
-        return (self.at - self.first) % self.run.steps == 0
+        return self.at == self._starts[-1]
 
     @property
     def is_recorded(self) -> bool:
@@ -182,7 +190,7 @@ class Loop:
 
     def steps(self, calls: Iterator[Made]) -> Generator[dict[str, bool] | None]:
         """Take the steps that `calls` makes. After each: the mark of the record that is due, or None if none is."""
-        every, per_epoch = self.run.eval_every, self.run.steps
+        every, run = self.run.eval_every, self.run
         try:
             if self.between_epochs and self.epoch.counted:  # the evaluation after it failed in an earlier call
                 yield {}
@@ -194,15 +202,16 @@ class Loop:
             while self.at < self.last:
                 if self.epoch.since is None:  # an epoch begins, or goes on after an evaluation
                     if self.between_epochs or self.at == self.began:
-                        epoch, done = divmod(self.at - self.first, per_epoch)
-                        title = f"epoch {epoch + 1}/{self.run.epochs}"
-                        self._progress.start(per_epoch, title, done, compiles=self.at == self.began)
+                        title = f"epoch {len(self._starts)}" + (f"/{run.epochs}" if run.epochs else "")
+                        done = self.at - self._starts[-1]
+                        self._progress.start(run.steps, title, done, compiles=self.at == self.began)
                     self.epoch.since = self._read = time.perf_counter()
                 with contextlib.nullcontext() if self._trace is None else self._trace.step(self.at, self.state):
                     self.state, metrics, part = next(calls)
                 if self.at == self.began:
                     self._progress.say_compiled()
                 self.at += 1 if part is None else len(part)
+                self._note_end_of_epoch()
                 self.epoch.unread.append((metrics, part))
                 if self.certificate is not None:
                     self.certificate.take(self.at, self.state)
@@ -224,6 +233,16 @@ class Loop:
             if self._trace is not None:
                 self._trace.close(self.state)
             self._progress.close()
+
+    def _note_end_of_epoch(self) -> None:
+        """Note whether an epoch has ended with the last step."""
+        if self.run.steps is not None:
+            if self.at - self._starts[-1] == self.run.steps:
+                self._starts.append(self.at)
+        elif isinstance(self.run.source, data.IterableSource) and self.run.source.is_pass_over:
+            self._starts.append(self.at)
+            if len(self._starts) - 1 == self.run.epochs:
+                self.last = self.at
 
     def _count(self, behind: int) -> None:
         """Read the metrics of all steps except the last few. Waits for these steps."""
@@ -337,6 +356,7 @@ class Loop:
             **{"first": self.first, "batch_size": run.batch_size, "examples": run.examples, "rates": self._past.rates},
             **{"stopped": stopped, "interrupted": interrupted, "callbacks": run.callbacks.to_json(memories)},
             **under_way,
+            **({} if run.steps else {"epochs_over": len(self._starts) - 1, "epoch_began": self._starts[-1]}),
             **({} if place is None else {"place": place}),
         }
         self._manager._save(self.state, info, best=best, records=history)
@@ -380,6 +400,8 @@ class Loop:
     def go_back(self, state: TrainState, step: int) -> None:
         """Go back to the state before a step that is not finite. No later step counts."""
         self.state, self.at = state, step
+        while self._starts[-1] > step:
+            self._starts.pop()
         self.epoch.unread.clear()
         if self.certificate is not None:
             self.certificate.go_back(step)

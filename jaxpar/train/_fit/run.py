@@ -52,15 +52,23 @@ class Run:
         self._take_options(given)
         evaluated = {name: given[name] for name in ("test_data", "apply_fn", "eval_data", "eval_fn")}
         self.evaluation = Evaluation(**evaluated, batch_size=self.batch_size)
-        self.examples: int = self.source.examples(self.batch_size)  # of an epoch
-        checks.whole_batch(self.examples, self.batch_size, "fit")
-        self.steps: int = self.examples // self.batch_size  # of an epoch
+        # Of an epoch. With `steps_per_epoch="all"` the steps are None, and epochs end where the data do.
+        self.examples, self.steps = 0, None
+        if isinstance(self.source, data.IterableSource) and self.source.steps_per_epoch == "all":
+            self.source.check(self.batch_size)
+        else:
+            self.examples = self.source.examples(self.batch_size)
+            checks.whole_batch(self.examples, self.batch_size, "fit")
+            self.steps = self.examples // self.batch_size
         if isinstance(self.source, (data.DatasetSource, data.ArraySource)):
             data._agree_on_arrays(self.source.arrays, "fit: train_data")
         words = f"{self.steps} of {self.batch_size} examples"
         processes.agree("fit: every process must have as many batches in an epoch", words)
-        self.num_steps: int = min((given["epochs"] or sys.maxsize) * self.steps, given["max_steps"] or sys.maxsize)
-        self.epochs: int = -(-self.num_steps // self.steps)  # how many the run goes into
+        self.num_steps: int = given["max_steps"] or sys.maxsize  # at most
+        self.epochs: int | None = given["epochs"]  # how many the run goes into, where that is known
+        if self.steps is not None:
+            self.num_steps = min((self.epochs or sys.maxsize) * self.steps, self.num_steps)
+            self.epochs = -(-self.num_steps // self.steps)
         loss_fn = getattr(step, "loss_fn", None)
         if isinstance(loss_fn, ClassificationLoss) and isinstance(self.source, data.DatasetSource):
             specs = specs_of(state.store)  # the state may be donated
@@ -154,6 +162,9 @@ def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainS
 # Where it resumes.
 
 
+_OF_EPOCHS = ("epochs_over", "epoch_began")
+
+
 @dataclasses.dataclass(frozen=True)
 class Past:
     """What happened before this call of `fit`."""
@@ -165,6 +176,8 @@ class Past:
     stopped: bool = False  # whether a callback ended the training
     memories: list[Any] | None = None  # of the callbacks, as `Callbacks.to_json` gave them. None: they were not saved.
     resumed: bool = False  # whether it goes on from a checkpoint of `fit`
+    epochs_over: int = 0  # where epochs differ in length: how many are over,
+    epoch_began: int | None = None  # and the step at which the next one began. None: at the first step.
 
 
 def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> tuple[TrainState, Past]:
@@ -196,13 +209,15 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     batch_size, examples = info["batch_size"], info["examples"]
     if (batch_size, examples) != (run.batch_size, run.examples):
         raise ValueError(
-            f"fit: the checkpoint is from a run with batches of {batch_size} out of {examples} examples, but this run "
-            f"has {run.batch_size} out of {run.examples}; give the same again, another checkpoint_dir, or resume=False"
+            f"fit: the checkpoint is from a run with batches of {batch_size} out of {examples or 'all'} examples, but "
+            f"this run has {run.batch_size} out of {run.examples or 'all'}; give the same again, another "
+            "checkpoint_dir, or resume=False"
         )
     epoch = Epoch(collections.Counter(info.get("sums", {})), info.get("counted", 0), info.get("seconds", 0.0))
     history = list(filter(_is_record, info.get("history", [])))
     stopped, memories = info.get("stopped", False), info.get("callbacks")
-    return state, Past(info["first"], rates, history, epoch, stopped, memories, resumed=True)
+    past = Past(info["first"], rates, history, epoch, stopped, memories, resumed=True)
+    return state, dataclasses.replace(past, **{name: info[name] for name in _OF_EPOCHS if name in info})
 
 
 def like_saved(state: TrainState, step: Any) -> TrainState:
@@ -240,7 +255,7 @@ def has_good_info(path: Path, body: dict[str, Any]) -> bool:
         **{name: isinstance(info.get(name, False), bool) for name in ("stopped", "interrupted")},
         "history": isinstance(history, list) and all(map(_is_record, history)),
         "sums": isinstance(sums, dict) and all(map(_is_number, sums.values())),
-        "counted": _is_count(info.get("counted", 0)),
+        **{name: _is_count(info.get(name, 0)) for name in ("counted", *_OF_EPOCHS)},
         "seconds": _is_number(info.get("seconds", 0.0)),
         "rates": isinstance(rates, dict) and all(map(_is_number, rates.values())),
         "callbacks": isinstance(callbacks, list) and all(map(is_saved_memory, callbacks)),

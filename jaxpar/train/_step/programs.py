@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from ..._core import checks
+from ..._core import checks, host
 from ..._core.arrays import Device, forget, is_tracing
 from ..._cpu import IS_KEPT, for_platform, in_blocks
 from ..._devices.mesh import STORE_AXIS, are_on, put, put_copy, wait_before_collectives
@@ -102,35 +103,46 @@ class Batches:
     def place(self, batch: Batch, axis: int = 0) -> Batch:
         """The batch on the devices. `axis` is that of the examples."""
         # Nothing is checked where its arrays are placed as those of the last batch, since this is asked at every step.
-        # A program checks the shapes when it is traced for them.
+        # A program checks the shapes when it is traced for them. Arrays of NumPy are looked at each time: their owner
+        # may write the next batch into them while a program still reads them.
         leaves = jax.tree.leaves(batch)
-        placed = [getattr(leaf, "sharding", None) or (type(leaf), getattr(leaf, "dtype", None)) for leaf in leaves]
+        placed = [getattr(leaf, "sharding", None) for leaf in leaves]
         if placed == self.last:
             return batch
         check_even(batch, axis, *self.cut)
         plain = without_types(batch)
-        if not are_on(plain, self.devices):
-            return put(plain, self.along[axis])
-        if plain is batch:
+        own = host.own_copies(plain, "train step: batch")
+        was_copied = any(map(operator.is_not, jax.tree.leaves(own), jax.tree.leaves(plain)))
+        if not are_on(own, self.devices) or (was_copied and not is_tracing()):
+            return put(own, self.along[axis])
+        if plain is batch and not was_copied:
             self.last = placed
-        return plain
+        return own
 
 
-def check_even(batch: Batch, axis: int, shares: int, parts: int, words: str) -> int:
-    """The length of a batch. `ValueError` where it cannot be cut in equal shares, or a share in microbatches.
+def check_even(batch: Batch, axis: int, shares: int, parts: int, words: str) -> None:
+    """`ValueError` where an array of a batch cannot be cut in equal shares, or a share in microbatches.
 
-    `TypeError` for a leaf that is no array of numbers.
+    Each array is cut by its own length. `TypeError` for a leaf that is no array of numbers.
     """
     checks.arrays_of_numbers(batch, "train step: batch")
-    n, whole = checks.batch_length(batch, "train step", axis), shares * parts
-    if n % whole == 0:
-        return n
-    sizes = " or ".join(str(size) for size in (n // whole * whole, -(-n // whole) * whole) if size)
-    problem = f"cannot be {words or f'divided by {shares} devices'}"
-    if n % shares == 0:
-        each = f"gives each of {shares} devices {n // shares} examples"
-        problem = f"{each}, which cannot be cut in accumulate={parts} microbatches"
-    raise ValueError(f"train step: a batch of {n} {problem}; use a batch of {sizes}, or pad it")
+    lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(batch)}
+    if not lengths or () in lengths:
+        checks.batch_length(batch, "train step", axis)  # raises
+    whole = shares * parts
+    for (n,) in sorted(lengths, reverse=True):
+        if n % whole == 0:
+            continue
+        sizes = " or ".join(str(size) for size in (n // whole * whole, -(-n // whole) * whole) if size)
+        problem = f"cannot be {words or f'divided by {shares} devices'}"
+        if n % shares == 0:
+            each = f"gives each of {shares} devices {n // shares} examples"
+            problem = f"{each}, which cannot be cut in accumulate={parts} microbatches"
+        what = f"a batch of {n}"
+        if len(lengths) > 1:
+            shapes = checks.shorten([tuple(np.shape(leaf)) for leaf in jax.tree.leaves(batch)])
+            what = f"each array is cut by its own length, but one of {n} rows, of arrays {shapes},"
+        raise ValueError(f"train step: {what} {problem}; use a batch of {sizes}, or pad it")
 
 
 class JointProgram:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import distributed, kv
-from ..._core import checks, portable
+from ..._core import checks, host, portable
 from ..._core.arrays import Device, check_plain, is_traced, tree_nbytes
 from ..._core.calls import answers
 from ..._core.text import plural
@@ -149,6 +149,7 @@ def create_state(
             # Shares get keys of their own by the type of a key. Raw keys would give all of them the same numbers.
             hint = "give jax.random.wrap_key_data(key), or, if it is no key, another dtype or shape"
             raise TypeError(f"{where}: uint32[2] is a raw random key, from which all devices draw the same; {hint}")
+    model_state = host.own_copies(model_state, "train.create_state: model_state")
     state = TrainState(store, jnp.zeros((), jnp.int32), rng, transform, model_state)
     return place_state(state, tuple(devices))
 

@@ -352,10 +352,10 @@ def make_train_step(
 
     Returns:
         `step(state, batch) -> (state, metrics)`, compiled once for each shape of a batch. `batch` is the global
-        batch, a pytree of arrays that share a first axis, whose length is a multiple of the number of devices. `state`
-        is donated: do not use the old state again. `metrics` are the means over the devices of `loss` and of the values
-        in `aux`, in float32 or wider, on the devices. They include `skipped` (0.0 or 1.0) if the step can skip, and
-        `loss_scale` if the scale is dynamic.
+        batch, a pytree of arrays. Each is cut along its first axis, whose length is a multiple of the number of
+        devices. NumPy's arrays are copied, so they may change afterwards. `state` is donated: do not use the old state
+        again. `metrics` are the means over the devices of `loss` and of the values in `aux`, in float32 or wider, on
+        the devices. They include `skipped` (0.0 or 1.0) if the step can skip, and `loss_scale` if the scale is dynamic.
 
     Raises:
         TypeError, ValueError: an option has the wrong type, is unknown, out of range or excluded by another. Raised by

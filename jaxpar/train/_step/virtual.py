@@ -170,10 +170,13 @@ class VirtualProgram:
             return batch.arrays
         if shards % devices == 0:
             return batch
-        n = check_even(batch, 0, *self._cut_whole)
-        return collectives.pad_rows(
-            without_types(batch), collectives.padded_rows(n, shards, devices) - n, 0, split_over(self.devices)
-        )
+        check_even(batch, 0, *self._cut_whole)
+
+        def pad(x: Any) -> Any:  # each array by its own length
+            n = x.shape[0]
+            return collectives.pad_rows(x, collectives.padded_rows(n, shards, devices) - n, 0, split_over(self.devices))
+
+        return jax.tree.map(pad, without_types(batch))
 
     def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
         """One step. The leaves of the state are donated, except its `rng`."""
