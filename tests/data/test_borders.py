@@ -240,6 +240,10 @@ def test_lengths_that_cannot_be():
         ValueError, match=r"own length, but one of 6 rows, of arrays \[\(64, 3\), \(6,\)\], cannot be div"
     ):
         STEP(start(4), short)
+    with pytest.raises(
+        ValueError, match=r"or each have two or more rows in every share, got \[\(64, 3\), \(4,\)\]: in"
+    ):
+        STEP(start(4), {**batch, "y": batch["y"][:4]})  # each device would broadcast one row
     with pytest.raises(ValueError, match="from_iterable: 'y': a batch of 6 cannot be divided by 4 devices"):
         next(data.from_iterable([short]).batches(64, devices=jax.devices()[:4]))
     with pytest.raises(

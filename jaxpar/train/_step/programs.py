@@ -130,6 +130,13 @@ def check_even(batch: Batch, axis: int, shares: int, parts: int, words: str) -> 
     if not lengths or () in lengths:
         checks.batch_length(batch, "train step", axis)  # raises
     whole = shares * parts
+    if len(lengths) > 1 and (whole,) in lengths:
+        shapes = checks.shorten([tuple(np.shape(leaf)) for leaf in jax.tree.leaves(batch)])
+        rule = "must share the length of their first axis, or each have two or more rows in every share"
+        raise ValueError(
+            f"train step: the arrays of a batch {rule}, got {shapes}: in each of {whole} shares one row of an array "
+            "would be broadcast, and so count for all rows of the others"
+        )
     for (n,) in sorted(lengths, reverse=True):
         if n % whole == 0:
             continue
