@@ -14,7 +14,6 @@ import array
 import collections
 import dataclasses
 import heapq
-import io
 import itertools
 import math
 import re
@@ -521,7 +520,7 @@ def _wrapped(start: str, expression: str) -> list[str]:
     if len(start + expression) <= _WIDTH:
         return [start + expression]
     depth, opened, closed, commas = 0, 0, 0, list[int]()  # the first bracket, its end, the commas in it
-    for token in tokenize.generate_tokens(io.StringIO(expression).readline):
+    for token in tokenize.generate_tokens(iter([expression]).__next__):
         depth -= token.string in (")", "]", "}") and token.type == tokenize.OP
         if token.type == tokenize.OP and not closed:
             if depth == 0 and token.string == "(" and not opened:
