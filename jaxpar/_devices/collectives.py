@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -37,8 +36,8 @@ _UNROLLED_TERMS = 16
 # Elements. A TPU keeps an array in tiles of 8 lines of 128.
 _LINE = 128
 # The reduce-scatter of Gloo, by which the CPUs of several processes send, overwrote what it was still sending: wrong
-# numbers in chunks of 4 MiB and more, by chance and without an error (jax issue 40830). jaxlib 0.12 has another.
-_GLOO_IS_WRONG = tuple(map(int, jaxlib.__version__.split(".")[:2])) < (0, 12)
+# numbers in chunks of 4 MiB and more, by chance and without an error (jax issue 40830). jax 0.12 has another.
+_GLOO_IS_WRONG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 Shape = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]
 

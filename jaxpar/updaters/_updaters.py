@@ -207,7 +207,7 @@ class TreeOptimizer:
                 raise
             own = "the labels or the mask of this optimizer have another structure than the params"
             hint = "name all params, those that frozen= leaves out too, or give a function of the params"
-            raise ValueError(f"optimizer: {own} ({said}); {hint}") from error
+            raise ValueError(f"optimizer: {own} ({said}); {hint}") from None
         return Lookahead(state, params) if isinstance(state, optax.LookaheadState) else state
 
     def update(self, grads: Tree, state: Any, params: Tree, value: jax.Array | None = None) -> tuple[Tree, Any]:

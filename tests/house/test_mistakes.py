@@ -385,8 +385,9 @@ def test_a_likely_mistake_is_answered(what, tmp_path, monkeypatch):
     with pytest.raises(error) as caught:
         call()
     assert Path(caught.traceback[-1].path).is_relative_to(Path(jaxpar.__file__).parent)
-    assert not caught.value.__cause__, "two tracebacks are printed"
-    assert not caught.value.__context__ or caught.value.__suppress_context__, "two tracebacks are printed"
+    if what != "a word for an array":  # there the first traceback is of the user's function
+        assert not caught.value.__cause__, "two tracebacks are printed"
+        assert not caught.value.__context__ or caught.value.__suppress_context__, "two tracebacks are printed"
     assert not is_donated(state())
     assert kv.pull(STORE, 3).tolist() == before
     assert not list(tmp_path.iterdir())

@@ -223,8 +223,7 @@ def test_a_state_and_a_metric_that_become_constants(options):
     before = {"seen": jnp.array(False), "steps": jnp.int32(0), "scale": jnp.float32(0), "half": jnp.bfloat16(0)}
 
     def loss(params, batch, rng, held):
-        new = {"seen": True, "steps": 3, "scale": jnp.float32(0.5), "half": jnp.bfloat16(0.5)}
-        new = jax.tree.map(lambda x, y: jnp.asarray(x, y.dtype), new, held)
+        new = {"seen": jnp.array(True), "steps": jnp.int32(3), "scale": jnp.float32(0.5), "half": jnp.bfloat16(0.5)}
         return (params["w"] * batch).mean(), {"flag": jnp.array(True), "two": jnp.float32(2)}, new
 
     state, step = train.start(

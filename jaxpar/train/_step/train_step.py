@@ -303,12 +303,11 @@ def make_train_step(
         loss_fn: `loss_fn(params, batch, rng) -> (loss, aux)`. `batch` is one device's share, `loss` the mean loss over
             its examples, and `aux` a dict of other values to report. `rng` differs between steps and between devices.
             If the state has a `model_state`, the signature is `loss_fn(params, batch, rng, model_state) -> (loss, aux,
-            new_model_state)`. Floating leaves of the new model state are averaged over the devices. Other leaves must
-            be equal on all devices, except random keys: each device gets its own, and the new state has those of the
-            first. For a weighted mean, such as over unmasked tokens, `loss` is a pair `(sum, weight)`, two scalars
-            or two arrays of one shape. Then the loss is the sum of all sums divided by the sum of all weights. Values
-            of `aux` may be such pairs too. Other arrays of `aux` are averaged over the devices, entry by entry. A
-            parameter named `step` gets the number of the step, int32, by keyword.
+            new_model_state)`. Floating leaves of the new model state are averaged over the devices. Random keys differ
+            between the devices, see docs/training.md. Other leaves must be equal. For a weighted mean, such as over
+            unmasked tokens, `loss` is a pair `(sum, weight)`, two scalars or two arrays of one shape. Then the loss is
+            the sum of all sums divided by the sum of all weights. Values of `aux` may be such pairs. Its other arrays
+            are averaged over the devices, entry by entry. A parameter `step` gets the number of the step by keyword.
         engine: `pmap`, `shard_map` or `jit`: how the step runs on all devices. All engines compute the same, see
             docs/engines.md. `jit` compiles the whole step for all devices, partitioned by the shardings of the params:
             use it for params that do not fit one device. "auto" takes `jit` if `mesh` is given or the values of the
@@ -325,8 +324,7 @@ def make_train_step(
         accumulate: the number of microbatches in each device's share. They run one after the other, each with its own
             `rng` and the `model_state` of the previous one, and the mean of their gradients is pushed once.
         compute_dtype: the dtype, such as `jnp.bfloat16`, of floating arrays in `params` and `batch` for `loss_fn`. The
-            store, the pushed gradients, their sums and the loss stay float32. Under engine `jit`, the compiler sums the
-            gradients of the shares in bfloat16.
+            store, the pushed gradients, their sums and the loss stay float32. Engine `jit` sums the shares in bfloat16.
         remat: True, or a policy of `jax.checkpoint_policies`: `loss_fn` is wrapped in `jax.checkpoint`. The backward
             pass then recomputes all activations, or the activations that the policy does not save.
         nonfinite: the effect of a NaN or infinite loss or gradient on any device. `ignore`: it is pushed as any other
