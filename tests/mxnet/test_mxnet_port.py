@@ -243,7 +243,10 @@ def test_operators_of_ones_own(tmp_path):
 
     scale = 3.0
     for fn, words in (
-        (lambda x, **more: x * scale, "uses scale of its own file; define it at the top of a module that can be imported"),
+        (
+            lambda x, **more: x * scale,
+            "uses scale of its own file; define it at the top of a module that can be imported",
+        ),
         (lambda x, **more: check(x), "uses check of its own file"),
         (type("Own", (), {"__call__": lambda self, x, **more: x})(), "has no source that can be copied"),
     ):
