@@ -93,11 +93,15 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
         raise OSError(f"checkpoint: {path} {words}") from error
 
 
-def read(path: str | os.PathLike[str] | None) -> Found:
-    """The checkpoint at a path, all verified. It raises what `restore` raises."""
+def as_checkpoint(path: str | os.PathLike[str] | None) -> Path:
+    """The path of a checkpoint that `restore` is given."""
     if path is None:
         raise FileNotFoundError("checkpoint.restore: the path is None; checkpoint.latest found no checkpoint")
-    path = Path(path)
+    return files.as_path(path, "checkpoint.restore: path")
+
+
+def read(path: Path) -> Found:
+    """The checkpoint at a path, all verified. It raises what `restore` raises."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

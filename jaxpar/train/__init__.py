@@ -48,6 +48,7 @@ from ._evaluate.predictions import (
     plot_mistakes as plot_mistakes,
     predict as predict,
 )
+from ._fit.certificate import read as _read_certificate  # noqa: F401
 from ._fit.compile_cache import use_compilation_cache as use_compilation_cache
 from ._fit.fit import fit as fit, verify as _verify  # noqa: F401
 from ._fit.interrupt import Interruptible as Interruptible, interruptible as interruptible

@@ -24,6 +24,7 @@ from ..._core import calls, checks, files, text
 from .history import SPEEDS, History, Record, import_for, metric_names
 
 PathLike = str | os.PathLike[str]
+_MLFLOW_WORDS = ("databricks", "databricks-uc", "uc")  # its tracking URIs that are neither addresses nor paths
 
 
 class Logger:
@@ -219,7 +220,7 @@ class TensorBoard(Logger):
         who, extra = "to_tensorboard", "'jaxpar[tensorboard]'"
         self._messages: Any = import_for(who, "tensorboard.compat.proto.event_pb2", extra)
         self._writer: Any = import_for(who, "tensorboard.summary.writer.record_writer", extra).RecordWriter
-        self._place = self._file = self.directory = Path(directory)
+        self._place = self._file = self.directory = files.as_path(directory, "to_tensorboard: directory")
 
     def _open(self, step: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -272,6 +273,8 @@ class WeightsAndBiases(Logger):
     def __init__(self, project: str | None, options: dict[str, Any]):
         self._wandb: Any = import_for("to_wandb", "wandb", "'jaxpar[wandb]'")
         self._options = {"project": project, **options}
+        if options.get("dir") is not None:
+            self._options["dir"] = str(files.as_path(options["dir"], "to_wandb: dir"))
         self.run: Any = None
 
     def _open(self, step: int) -> None:
@@ -323,6 +326,8 @@ class MLflow(Logger):
 
     def __init__(self, experiment: str | None, uri: PathLike | None, run_name: str | None, run_id: str | None):
         mlflow = import_for("to_mlflow", "mlflow", "'jaxpar[mlflow]'")
+        if uri is not None and ":" not in str(uri) and uri not in _MLFLOW_WORDS:  # MLflow takes a folder too
+            uri = files.as_path(uri, "to_mlflow: tracking_uri").as_uri()
         self._client: Any = mlflow.MlflowClient(tracking_uri=None if uri is None else str(uri))
         self._metric: Any = mlflow.entities.Metric
         self._experiment, self._new_name = experiment, run_name

@@ -109,7 +109,15 @@ def difference(header: dict[str, Any], other: dict[str, Any]) -> str:
     return "; ".join(f"{name.replace('_', ' ')}: {header.get(name)} in the file, {other[name]} now" for name in wrong)
 
 
-def parse(content: bytes, path: Path) -> tuple[dict[str, Any], dict[int, str]]:
+def read(path: str) -> tuple[dict[str, Any], dict[int, str]]:
+    """The header and the hashes of a certificate. `ValueError` where it cannot be read."""
+    try:
+        return parse(files.as_path(path, "the certificate").read_bytes(), path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def parse(content: bytes, path: str | Path) -> tuple[dict[str, Any], dict[int, str]]:
     """The header of a certificate, and the hash of each of its steps. `ValueError` for other content."""
     header: dict[str, Any] = {}
     lines: dict[int, str] = {}

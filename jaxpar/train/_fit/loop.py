@@ -80,7 +80,7 @@ def train(run: Run, state: TrainState, make_steps: MakeSteps | None = None) -> t
         raise
     if loop.signals.asked is None:
         return loop.state, loop.history
-    saved = None if run.checkpoint_dir is None else checkpoint._of_step(Path(run.checkpoint_dir), loop.at)
+    saved = None if run.checkpoint_dir is None else checkpoint._of_step(run.checkpoint_dir, loop.at)
     place = describe_stop(loop.at, loop.number, run.epochs, saved)
     if was_over:  # the same call on this state trains on
         place = f"after the last step, {loop.at}; the run is complete" + (f", saved in {saved}" if saved else "")

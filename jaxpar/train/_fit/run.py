@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from .._evaluate.evaluate import Evaluation, check_classes
 from .._step.loss import ClassificationLoss, check_loss_takes
 from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
-from .progress import Epoch, Profile
+from .progress import Epoch, Profile, as_profile
 
 # What `fit` itself puts into records. The metric `skipped` is the step's own.
 _TAKEN = {*NO_METRICS, "test_loss", "test_accuracy"} - {"skipped"}
@@ -33,9 +32,11 @@ class Run:
 
     def __init__(self, state: TrainState, step: TrainStep, train_data: Any, **given: Any):
         # The order is that in which a user would mend them: what takes long to find out comes last.
-        file = given["certificate"]
-        self.certificate: Path | None = None if file is None else files.as_path(file, "fit: certificate")
-        self.checkpoint_dir: str | os.PathLike[str] | None = given["checkpoint_dir"]
+        paths = {name: given[name] for name in ("certificate", "checkpoint_dir", "metrics_file")}
+        given |= {name: files.as_path(path, f"fit: {name}") for name, path in paths.items() if path is not None}
+        self.certificate: Path | None = given["certificate"]
+        self.checkpoint_dir: Path | None = given["checkpoint_dir"]
+        self.profile: Profile | None = as_profile(given["profile"])
         places = self.checkpoint_dir, self.certificate
         self.callbacks = Callbacks(given["metrics_file"], given["callbacks"], given["on_step"], *places)
         check_is_state(state, "fit")
@@ -94,7 +95,6 @@ class Run:
         self.certificate_every: int = given["certificate_every"]
         self.progress: bool = given["progress"]
         self.resume: bool | Literal["auto"] = given["resume"]
-        self.profile: Profile | None = given["profile"]
         self.on_interrupt: Literal["auto", "return", "raise"] = given["on_interrupt"]
         # For people: what the data consist of, and the arguments that end the run.
         self.unit = "images" if isinstance(self.source, data.DatasetSource) else "examples"
