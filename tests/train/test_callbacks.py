@@ -96,6 +96,44 @@ def test_arguments_of_callbacks(make, error, message):
         make()
 
 
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [
+        ("min", "loss eval_loss valLoss own_loss RMSE mean_squared_error cross_entropy crossEntropy kl_divergence"),
+        ("min", "word_error_rate eval_loss/1 l2_loss log_loss mean_loss_2"),
+        ("max", "accuracy test_accuracy top5 top1_accuracy recall_at_5 recall@10 f1_score log_likelihood bleu4 acc_1"),
+        (None, "neg_loss negLoss negative_log_likelihood non_loss not_error minus_loss inv_mse nonloss antiloss"),
+        (None, "1-acc 1_acc 1acc eval_1-acc 1/loss -loss eval_-loss exp(-loss) \u2212loss accuracy_1_minus"),
+        (None, "score eval_score loss_score brier_score inaccuracy unlikelihood lossless error_free correct_errors"),
+        (None, "loss_improvement loss_gain accuracy_drop delta_loss loss_scale loss_ratio accuracy_loss avoided_loss"),
+        (None, "entropy distance top5_error map_loss reply learning_rate"),
+    ],
+)
+def test_a_direction_is_guessed_only_where_the_name_is_certain(mode, names):
+    for name in names.split():
+        if mode is None:
+            for make in (train.EarlyStopping, train.KeepBest):
+                with pytest.raises(ValueError, match="does not tell whether more or less is better; give mode='min'"):
+                    make(name)
+            assert train.KeepBest(name, mode="max").mode == "max"
+        else:
+            record = {"step": 3, name: 1.0}
+            keep = train.KeepBest(name)
+            memory, _ = keep.on_epoch(keep.init(None), None, record)
+            memory, _ = keep.on_epoch(memory, None, {"step": 6, name: 2.0})
+            assert memory["step"] == (3 if mode == "min" else 6), name
+
+
+def test_a_score_that_is_not_monitored_is_said(capsys):
+    scores = {"eval_data": {"image": np.ones((4, 4), np.float32)}, "eval_fn": lambda p, b: {"score": b["image"][:, 0]}}
+    run(epochs=1, callbacks=[train.EarlyStopping(), train.EarlyStopping("eval_score", mode="max")], **scores)
+    said = capsys.readouterr().err
+    assert said.count("fit: train.EarlyStopping monitors the loss of the training; give monitor= and mode= for") == 1
+    assert "one of eval_score, whose names do not tell what is better" in said
+    with pytest.raises(ValueError, match="the name 'eval_score' does not tell"):
+        train.EarlyStopping("eval_score")
+
+
 def test_a_metric_that_there_is_not():
     made = []
     options = {"on_step": lambda *args: made.append(args)}

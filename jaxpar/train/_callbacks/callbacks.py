@@ -17,7 +17,7 @@ from ..._devices import mesh, processes, user_mesh
 from .._step.state import TrainState
 from .history import LivePlot, Record
 from .loggers import JsonLines, MetricsFile
-from .monitors import EarlyStopping, KeepBest, Monitor, raise_unknown
+from .monitors import EarlyStopping, KeepBest, Monitor, default_monitor, raise_unknown
 
 Callback = Callable[[TrainState, Record], Any]
 OnStep = Callable[[int, dict[str, float]], Any]
@@ -175,6 +175,11 @@ class Callbacks:
             if not type(callback).__module__.startswith("jaxpar."):
                 return  # a callback of the user may put its own metric into the record
             name = callback.monitor if isinstance(callback, Monitor) else None
+            chosen = default_monitor(dict.fromkeys([*metrics, *scores], 0.0)) if isinstance(callback, Monitor) else None
+            if name is None and scores and chosen == "loss" and jax.process_index() == 0:
+                hint = f"give monitor= and mode= for one of {', '.join(sorted(scores))}"
+                what = f"train.{name_of(callback)} monitors the loss of the training; {hint}"
+                text.say(f"fit: {what}, whose names do not tell what is better")
             if name is None or name.startswith("learning_rate"):
                 continue
             who, start = f"train.{name_of(callback)}", name[:5]
