@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +189,10 @@ class Loop:
                 self.epoch = Epoch()
             elif self._past.resumed and self.at == self.last and jax.process_index() == 0:
                 what = "a callback ended this run" if self._past.stopped else "complete"
-                more = "" if self._past.stopped else f"raise {self.run.limits}, or "
-                say_news(f"{what} at step {self.at}: 0 steps trained; {more}resume=False for a new run")
+                more, or_so = f"raise {self.run.limits}, or ", ""
+                if self._past.stopped:
+                    more, or_so = "", f", or other settings of the callback or of {self.run.limits} to go on"
+                say_news(f"{what} at step {self.at}: 0 steps trained; {more}resume=False for a new run{or_so}")
             while self.at < self.last:
                 if self.epoch.since is None:  # an epoch begins, or goes on after an evaluation
                     if self.between_epochs or self.at == self.began:
@@ -262,7 +264,7 @@ class Loop:
 
     def should_stop(self, due: dict[str, bool] | None) -> bool:
         """Evaluate and call the callbacks where a record is due, save if that is. Return whether the run is to stop."""
-        callbacks, record, stopped, failed = self.run.callbacks, None, False, True
+        callbacks, record, stopped, failed = self.run.callbacks, None, list[str](), True
         if due is not None:
             try:
                 scores = {**self.run.evaluation.scores(self.state), **callbacks.measure(self.state)}
@@ -282,7 +284,7 @@ class Loop:
             if record is not None:
                 self._before = self.memories  # those that a checkpoint of a run cut by `max_steps` has
                 self.memories, stopped = callbacks.run(self.memories, self.state, record)
-                stopped = stopped and not record.get("interrupted")
+                stopped = [] if record.get("interrupted") else stopped
                 if self._manager is None and callbacks.restores_best and callbacks.best_step(self.memories) == self.at:
                     with user_mesh.outside_mesh():  # a copy, since the next step takes the state
                         self._best = mesh.own_copies(self.state)
@@ -293,7 +295,7 @@ class Loop:
         if record is not None:
             # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in others.
             callbacks.call("on_saved", record, self._written)
-        return stopped or interrupted
+        return bool(stopped) or interrupted
 
     def _record(self, scores: dict[str, float], mark: dict[str, bool]) -> Record:
         """What the steps of the epoch add up to so far. There is a key only for what has a value."""
@@ -313,8 +315,11 @@ class Loop:
             **mark,
         }
 
-    def save(self, *, stopped: bool = False, interrupted: bool = False, failed: bool = False) -> None:
-        """Save the state if it is due, with what `fit` needs to go on. Waits for the steps of an epoch under way."""
+    def save(self, *, stopped: Sequence[str] = (), interrupted: bool = False, failed: bool = False) -> None:
+        """Save the state if it is due, with what `fit` needs to go on. Waits for the steps of an epoch under way.
+
+        `stopped`: which callbacks end the run.
+        """
         # The record of an epoch that `max_steps` cuts short, and what callbacks made of it, are not saved: a longer run
         # has neither. Nor is a record that a callback `failed` at: the next call makes it again, for all callbacks.
         if self._manager is None or (failed and not self.between_epochs):
@@ -335,7 +340,8 @@ class Loop:
         history, memories = (self.history[:-1], self._before) if cut else (self.history, self.memories)
         info = {
             **{"first": self.first, "batch_size": run.batch_size, "examples": run.examples, "rates": self._past.rates},
-            **{"stopped": stopped, "interrupted": interrupted, "callbacks": run.callbacks.to_json(memories)},
+            **({"ended_by": list(stopped), "limit": run.num_steps} if stopped else {}),
+            **{"stopped": bool(stopped), "interrupted": interrupted, "callbacks": run.callbacks.to_json(memories)},
             **under_way,
             **({} if place is None else {"place": place}),
         }

@@ -162,7 +162,7 @@ class Past:
     rates: dict[str, float]  # the learning rates of the given state, where it has them
     history: list[Record] = dataclasses.field(default_factory=list)  # the records of the epochs that are over
     epoch: Epoch = dataclasses.field(default_factory=Epoch)  # the one that is not
-    stopped: bool = False  # whether a callback ended the training
+    stopped: bool = False  # whether a callback ended the training, and would end it again
     memories: list[Any] | None = None  # of the callbacks, as `Callbacks.to_json` gave them. None: they were not saved.
     resumed: bool = False  # whether it goes on from a checkpoint of `fit`
 
@@ -202,6 +202,11 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     epoch = Epoch(collections.Counter(info.get("sums", {})), info.get("counted", 0), info.get("seconds", 0.0))
     history = list(filter(_is_record, info.get("history", [])))
     stopped, memories = info.get("stopped", False), info.get("callbacks")
+    is_other = info.get("limit", run.num_steps) != run.num_steps  # where the run was to end
+    if stopped and (is_other or not run.callbacks.stays_over(info.get("ended_by"))):
+        stopped = False
+        if jax.process_index() == 0:
+            text.say_news(f"a callback ended this run at step {at}; other callbacks or limits are given, so it goes on")
     return state, Past(info["first"], rates, history, epoch, stopped, memories, resumed=True)
 
 
@@ -233,7 +238,7 @@ def has_good_info(path: Path, body: dict[str, Any]) -> bool:
     if "first" not in info:  # the user saved it
         return True
     history, sums, callbacks = info.get("history", []), info.get("sums", {}), info.get("callbacks", [])
-    rates = info.get("rates", {})
+    rates, ended_by = info.get("rates", {}), info.get("ended_by", [])
     good = {
         "first": _is_count(info["first"]) and info["first"] <= step,
         **{name: _is_count(info.get(name)) for name in ("batch_size", "examples")},
@@ -244,6 +249,8 @@ def has_good_info(path: Path, body: dict[str, Any]) -> bool:
         "seconds": _is_number(info.get("seconds", 0.0)),
         "rates": isinstance(rates, dict) and all(map(_is_number, rates.values())),
         "callbacks": isinstance(callbacks, list) and all(map(is_saved_memory, callbacks)),
+        "ended_by": isinstance(ended_by, list) and all(isinstance(each, str) and each.split() for each in ended_by),
+        "limit": _is_count(info.get("limit", 0)),
         "place": isinstance(info.get("place", []), list),
     }
     wrong = [name for name, holds in good.items() if not holds]
