@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import io
 import os
@@ -14,6 +15,8 @@ import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from . import process
 
 
 class CheckpointError(ValueError):
@@ -109,7 +112,11 @@ def replace(path: Path, write: bytes | Callable[[Any], None]) -> None:
     A link is followed. Where the file cannot be written, the old one is as before.
     """
     target = path.resolve()
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    # What processes that were killed meanwhile left. Each has its own, so several may remove it.
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*"):
+        if process.has_ended(left.suffix[1:]):
+            left.unlink(missing_ok=True)
+    unfinished = target.with_name(f".{target.name}.{process.tag()}")
     try:
         with open(unfinished, "wb") as file:
             if isinstance(write, bytes):

@@ -174,16 +174,22 @@ def remove(path: Path) -> None:
         os.rename(path, gone)
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove what processes that have certainly ended left half-written. Only who has the lock calls it."""
+def remove_leftovers(directory: Path, abandoned: bool = True) -> None:
+    """Remove what processes that have certainly ended left half-written, or were to remove.
+
+    Only who has the lock of the directory removes what is `abandoned`, too.
+    """
     # Nothing is known of processes on another machine, before this machine's last start, or of an earlier jaxpar. What
-    # they left is removed when nothing in it has changed for a week.
+    # they left is abandoned when nothing in it has changed for a week.
     for path in directory.glob(f"{_UNFINISHED}*"):
         with contextlib.suppress(OSError):  # what cannot be looked at stays
             owned = _OWNED.fullmatch(path.name)
-            changed = max(part.lstat().st_mtime for part in [path, *path.rglob("*")])
-            if (owned and process.has_ended(owned[1])) or files.clock_of(directory) - changed > _OLD:
+            if owned and process.has_ended(owned[1]):
                 shutil.rmtree(path, ignore_errors=True)
+            elif abandoned:
+                changed = max(part.lstat().st_mtime for part in [path, *path.rglob("*")])
+                if files.clock_of(directory) - changed > _OLD:
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def check_writable(directory: Path, where: str) -> None:

@@ -51,6 +51,7 @@ def save(path: PathLike, state: Any) -> None:
         if writes:
             listed, _ = _files.newest_first(path.parent)
             content = {**about, "order": 1 + max((body["order"] for _, body in listed), default=0)}
+            _files.remove_leftovers(path.parent, abandoned=False)
             _files.write(path, content, records, arrays)
 
 
@@ -263,6 +264,11 @@ class Manager:
             TypeError: a leaf is not an array, or `info` is not a dict of JSON values.
         """
         self._save(state, {} if info is None else info, best=best)
+
+    def _open(self) -> None:
+        """Lock the directory, in the process that writes, and remove what killed processes left there."""
+        self._lock.acquire()
+        _files.remove_leftovers(self.directory)
 
     def _save(
         self, state: Any, info: dict[str, Any], *, best: bool = False, records: Sequence[dict[str, Any]] | None = None

@@ -46,7 +46,7 @@ def train(run: Run, state: TrainState, make_steps: MakeSteps | None = None) -> t
     loop = Loop(run, manager, run.check(state), past, behind=BEHIND if make_steps is None else 0)
     if manager is not None:
         run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
-        processes.ask_first(manager._lock.acquire)
+        processes.ask_first(manager._open)
     if run.certificate is not None or processes.count() > 1:  # several agree whether there is one
         loop.certificate = certificate.begin(run.certificate, run.certificate_every, run.step, loop.state)
     with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
