@@ -19,7 +19,7 @@ from jaxpar.checkpoint import _leaves
 from jaxpar.train._fit import certificate
 
 EVERY = 5
-HEADER = {*"certificate jax jaxpar processor platform devices processes virtual_shards engine kind".split()}
+HEADER = {*"certificate jax jaxpar processor platform devices processes virtual_shards engine kind run".split()}
 DATA = line(64)
 
 

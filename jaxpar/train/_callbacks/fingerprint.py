@@ -67,7 +67,7 @@ def _parts(value: Any) -> Iterator[Any]:
             except ValueError:  # it is not bound yet
                 yield None
         # Of global names those that are numbers and texts, such as LEARNING_RATE.
-        names = {name: value.__globals__.get(name) for name in value.__code__.co_names}
+        names = {name: value.__globals__.get(name) for name in sorted(_names(value.__code__))}
         yield {name: found for name, found in names.items() if found is not None and isinstance(found, _PLAIN)}
     elif isinstance(value, types.CodeType):
         yield from (value.co_code, value.co_names, value.co_consts)
@@ -84,7 +84,13 @@ def _parts(value: Any) -> Iterator[Any]:
     else:
         for name, attribute in getattr(value, "__dict__", {}).items():
             # One that begins with an underscore may be a cache or a random name. Functions and numbers with a point are
-            # settings, as in optax.MultiSteps.
+            # settings, as in optax.MultiSteps. Libraries number the names of models.
             kinds = (float, types.FunctionType) if name.startswith("_") else object
-            if isinstance(attribute, kinds) and not isinstance(attribute, (np.ndarray, jax.Array)):
+            if name != "name" and isinstance(attribute, kinds) and not isinstance(attribute, (np.ndarray, jax.Array)):
                 yield from (name, attribute)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names of globals and attributes in a function, and in those that are written inside of it."""
+    inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*map(_names, inner))

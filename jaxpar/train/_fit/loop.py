@@ -26,6 +26,7 @@ from .._step.nonfinite import NonFiniteError, check_finite
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from . import certificate
+from .identity import identity
 from .interrupt import Interrupts, describe_stop, finish_interrupted
 from .progress import BEHIND, Epoch, Metrics, Progress, Trace
 from .run import Past, Run, like_saved, resume, shuffle_key
@@ -48,15 +49,23 @@ def train(run: Run, state: TrainState, make_steps: MakeSteps | None = None) -> t
         run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
         processes.ask_first(manager._open)
     if run.certificate is not None or processes.count() > 1:  # several agree whether there is one
-        loop.certificate = certificate.begin(run.certificate, run.certificate_every, run.step, loop.state)
-    with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
-        run.callbacks.call("on_start", loop.history)
+        loop.certificate = certificate.begin(run, loop.state)
+    try:
+        with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
+            if any(hasattr(callback, "on_run") for callback in run.callbacks.each):
+                loop.identity = loop.identity or identity(run, loop.state)
+                run.callbacks.call("on_run", loop.identity, past.resumed)
+            run.callbacks.call("on_start", loop.history)
+    except BaseException:
+        loop.close_certificate()
+        raise
     loop.signals = Interrupts()
     try:
         with loop.signals, contextlib.ExitStack() as at_end:
             # They end in the reverse order: the steps, `on_end`, the checkpoints, and last the signals.
             if manager is not None:
                 at_end.enter_context(contextlib.closing(manager))
+            at_end.callback(loop.close_certificate)
             at_end.callback(run.callbacks.call, "on_end", loop.history)
             calls = contextlib.nullcontext(loop.calls()) if make_steps is None else make_steps(loop)
             steps = loop.steps(at_end.enter_context(calls))
@@ -105,6 +114,7 @@ class Loop:
     def __init__(self, run: Run, manager: checkpoint.Manager | None, state: TrainState, past: Past, behind: int):
         self.run, self.state, self.history = run, state, History(past.history)
         self.certificate: certificate.Certificate | None = None
+        self.identity = past.identity
         self.first, self.epoch = past.first, past.epoch  # the first step of the run, the sums of the epoch under way
         self.at = self.began = int(state.step)  # steps that were made, and before this call of `fit`
         self.last = self.began if past.stopped else max(self.began, past.first + run.num_steps)
@@ -342,6 +352,7 @@ class Loop:
             **{"first": self.first, "batch_size": run.batch_size, "examples": run.examples, "rates": self._past.rates},
             **({"ended_by": list(stopped), "limit": run.num_steps} if stopped else {}),
             **{"stopped": bool(stopped), "interrupted": interrupted, "callbacks": run.callbacks.to_json(memories)},
+            **({} if self.identity is None else {"run": self.identity}),
             **under_way,
             **({} if place is None else {"place": place}),
         }
@@ -382,6 +393,11 @@ class Loop:
         # At the end of `max_steps` an earlier call made it, and its checkpoint does not have it.
         scores = self.run.evaluation.scores(self.state) if self.at == self.last else {}
         self.history.append(self._record(scores, {"interrupted": True}))
+
+    def close_certificate(self) -> None:
+        """Let another run write the certificate, if there is one."""
+        if self.certificate is not None:
+            self.certificate.close()
 
     def go_back(self, state: TrainState, step: int) -> None:
         """Go back to the state before a step that is not finite. No later step counts."""

@@ -164,6 +164,7 @@ class Past:
     epoch: Epoch = dataclasses.field(default_factory=Epoch)  # the one that is not
     stopped: bool = False  # whether a callback ended the training, and would end it again
     memories: list[Any] | None = None  # of the callbacks, as `Callbacks.to_json` gave them. None: they were not saved.
+    identity: str | None = None  # the name of the run in its logs, where it has any
     resumed: bool = False  # whether it goes on from a checkpoint of `fit`
 
 
@@ -207,7 +208,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
         stopped = False
         if jax.process_index() == 0:
             text.say_news(f"a callback ended this run at step {at}; other callbacks or limits are given, so it goes on")
-    return state, Past(info["first"], rates, history, epoch, stopped, memories, resumed=True)
+    return state, Past(info["first"], rates, history, epoch, stopped, memories, info.get("run"), resumed=True)
 
 
 def like_saved(state: TrainState, step: Any) -> TrainState:
@@ -250,6 +251,7 @@ def has_good_info(path: Path, body: dict[str, Any]) -> bool:
         "rates": isinstance(rates, dict) and all(map(_is_number, rates.values())),
         "callbacks": isinstance(callbacks, list) and all(map(is_saved_memory, callbacks)),
         "ended_by": isinstance(ended_by, list) and all(isinstance(each, str) and each.split() for each in ended_by),
+        "run": isinstance(info.get("run", ""), str),
         "limit": _is_count(info.get("limit", 0)),
         "place": isinstance(info.get("place", []), list),
     }
