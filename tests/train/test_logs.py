@@ -5,10 +5,11 @@ import json
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import optax
 import pytest
-from fit_model import STEP, apply, crash_after, points, run_on, same, start
+from fit_model import STEP, TX, apply, crash_after, points, run_on, same, start
 
 from jaxpar import data, kv, train
 
@@ -90,7 +91,7 @@ def test_the_same_call_again_replaces_its_records_in_words(tmp_path, capsys):
 
 def test_a_metrics_file_of_something_else_stays(tmp_path):
     (tmp_path / "thesis.txt").write_text("all my work\n")
-    with pytest.raises(ValueError, match="thesis.txt has lines that are not JSON records"):
+    with pytest.raises(ValueError, match=r"thesis.txt has lines that are not JSON records"):
         run_on(TRAIN, metrics_file=tmp_path / "thesis.txt")
     assert (tmp_path / "thesis.txt").read_text() == "all my work\n"
 
@@ -192,7 +193,7 @@ def test_the_certificate_of_another_run_is_refused(tmp_path, case):
     if case == "an iterable":  # its data are not known before they are read
         return
     known = {"rate": "optimizer", "loss": "loss function", "step": "options of the step"}
-    with pytest.raises(ValueError, match=f"is from another run .*the {known.get(case, case)} differs"):
+    with pytest.raises(ValueError, match=rf"is from another run .*the {known.get(case, case)} differs"):
         second(certificate=tmp_path / "c", **CERTIFIED)
     assert (tmp_path / "c").read_bytes() == before
 
@@ -201,7 +202,8 @@ def test_other_values_at_the_start_and_batches_are_another_run(tmp_path):
     given = {"certificate": tmp_path / "c", **CERTIFIED}
     run_on(TRAIN, **given)
     params = {"w": np.ones((4, 3), np.float32)}
-    other = train.create_state(kv.from_params(params, optimizer=optax.sgd(0.5)), 3)
+    store = kv.from_params(params, optimizer=TX)
+    other = train.create_state(store, 3, devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="the values at the start differs"):
         run_on(TRAIN, other, **given)
     with pytest.raises(ValueError, match="batch size: 16 in the file, 8 now"):
@@ -215,7 +217,7 @@ def test_a_certificate_with_a_hole_is_refused(tmp_path):
     run_on(TRAIN, **given)
     text = (tmp_path / "c").read_text().splitlines(keepends=True)
     (tmp_path / "c").write_text("".join([*text[:2], *text[3:]]))  # without step 4
-    with pytest.raises(ValueError, match="has no line of step 4, and this run goes on after step 6; give another"):
+    with pytest.raises(ValueError, match=r"has no line of step 4, and this run goes on after step 6; give another"):
         run_on(TRAIN, **{**given, "epochs": 3})
     (tmp_path / "c").write_text("".join(text))
     assert len(run_on(TRAIN, **{**given, "epochs": 3})[1]) == 3
@@ -239,7 +241,7 @@ def test_two_runs_do_not_write_one_certificate_at_once(tmp_path):
     refused = []
 
     def second(state, record):
-        with pytest.raises(OSError, match="another run, in process .*, writes it; give each run its own file"):
+        with pytest.raises(OSError, match=r"another run, in process .*, writes it; give each run its own file"):
             run_on(TRAIN, **given)
         refused.append(record["epoch"])
 

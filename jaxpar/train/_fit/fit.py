@@ -106,9 +106,10 @@ def fit(
         checkpoint_every: also save a checkpoint after every `checkpoint_every` steps.
         keep: the number of latest checkpoints that are kept.
         certificate: a file for hashes of the state, which `jaxpar verify` recomputes, see docs/same_bits.md. A resumed
-            run continues the file and replaces the lines of repeated steps.
+            run continues the file and replaces the lines of repeated steps. The file of another run is refused.
         certificate_every: the number of steps between two hashes.
-        metrics_file: a file for the history as JSON lines, as from `to_jsonl`. It holds only this run.
+        metrics_file: a file for the history as JSON lines, as from `to_jsonl`: all epochs of this run, after
+            what other runs have written there.
         callbacks: a callback or several, called after each epoch and its evaluation: a function `callback(state,
             record)`, or an object with `init(state) -> memory` and `on_epoch(memory, state, record) -> (memory, stop)`,
             such as `EarlyStopping`. `memory` is a pytree of arrays, numbers and texts, which is saved with the
