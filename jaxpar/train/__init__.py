@@ -25,11 +25,11 @@ from ._callbacks.history import (
 from ._callbacks.loggers import (
     to_jsonl as to_jsonl,
     to_mlflow as to_mlflow,
-    to_ray as to_ray,
     to_tensorboard as to_tensorboard,
     to_wandb as to_wandb,
 )
 from ._callbacks.monitors import EarlyStopping as EarlyStopping, KeepBest as KeepBest, LearningRate as LearningRate
+from ._callbacks.ray import to_ray as to_ray
 from ._evaluate.evaluate import evaluate as evaluate
 from ._evaluate.metrics import (
     Mean as Mean,

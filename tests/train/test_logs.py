@@ -1,4 +1,4 @@
-"""Logs and certificates of several runs: none is replaced or cut by another, and a run that goes on has its own once."""
+"""Logs and certificates of several runs: none is cut by another, and one that goes on has its own once."""
 
 import functools
 import json
