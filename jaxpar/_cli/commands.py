@@ -50,6 +50,14 @@ def add_parsers(commands: Any) -> None:
     _describe_verify(add("verify", "compute a certified run again, and compare", _VERIFY, _verify))
 
 
+def path(text: str) -> Path:
+    """The path of an option. One on another system is refused."""
+    try:
+        return Path(files.as_local(text, "it"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def find_function(text: str, others: str = "") -> Callable[..., Any]:
     """The function of "module:function", or a `ValueError` that names the `others` too."""
     module_name, colon, name = text.partition(":")
@@ -101,7 +109,7 @@ def _describe_plot(add: Any) -> None:
     )
     add("--shape", "--input", action="append", default=[], metavar="SHAPE:DTYPE", dest="shape", help=each)
     add("--params", metavar="INIT", help=weights)
-    add("-o", "--output", metavar="FILE", help=f"what to write; {_FORMATS} (default: NAME.svg)")
+    add("-o", "--output", type=path, metavar="FILE", help=f"what to write; {_FORMATS} (default: NAME.svg)")
     add("--title", help="the text below the picture (default: the name of the function)")
     add("--depth", type=number(int), metavar="N", help="how deep to unfold modules, 0 closes them all (default: all)")
     add("--theme", choices=("light", "dark"), default="light", help="colours for a page of this kind")
@@ -113,9 +121,10 @@ def _describe_plot(add: Any) -> None:
 def _plot(args: argparse.Namespace) -> None:
     from .. import viz
 
+    output = args.output and args.output.absolute()  # code of the user, which comes next, may change the directory
     fn, arrays, argnums, name = _request(args)
     try:
-        path = viz.Plot.check_path(args.output or f"{name}.svg")
+        target = viz.Plot.check_path(output or f"{name}.svg")
     except viz.RenderError as error:
         raise ValueError(str(error)) from None
     try:
@@ -135,8 +144,8 @@ def _plot(args: argparse.Namespace) -> None:
         raise
     except Exception as error:  # whatever the user's function raises
         raise RuntimeError(f"{args.function} cannot be traced: {type(error).__name__}: {error}") from error
-    picture.save(path)
-    print(f"{path}: {picture.network}")
+    picture.save(target)
+    print(f"{args.output or target}: {picture.network}")
 
 
 def _request(args: argparse.Namespace) -> tuple[Callable[..., Any], list[Any], int | None, str]:
@@ -255,13 +264,20 @@ def _describe_plan(add: Any) -> None:
     choose = "a keyword of the function, with one value, such as (2,4), or several to compare; again for more"
     add("--choose", action="append", default=[], metavar="NAME=VALUE[,VALUE]", help=choose)
     add("--json", action="store_true", help="print JSON")
-    add("-o", "--output", metavar="FILE", help="draw the step there, .svg or .html, from the program of the devices")
+    add(
+        "-o",
+        "--output",
+        type=path,
+        metavar="FILE",
+        help="draw the step there, .svg or .html, from the program of the devices",
+    )
 
 
 def _plan(args: argparse.Namespace) -> None:
     from .. import train
 
     choices = dict(map(_choice, args.choose))
+    output = args.output and args.output.absolute()  # code of the user, which comes next, may change the directory
     make = find_function(args.function)
     if len(args.on) == 1 and all(len(values) == 1 for values in choices.values()):
         found: Any = train.plan(make, args.on[0], **{name: values[0] for name, values in choices.items()})
@@ -271,7 +287,7 @@ def _plan(args: argparse.Namespace) -> None:
         found = train.compare_plans(make, args.on, **choices)
     print(json.dumps(found.to_dict(), indent=2) if args.json else found)
     if args.output:
-        found.plot().save(args.output)
+        found.plot().save(output)
 
 
 def _choice(text: str) -> tuple[str, list[Any]]:
@@ -342,7 +358,7 @@ def _describe_port(add: Any) -> None:
 def _port(args: argparse.Namespace) -> None:
     from .. import mxnet
 
-    output = Path(args.output)
+    output = Path(files.as_local(args.output, "--output"))
     if output.suffix != ".py" or not output.stem.isidentifier():
         raise ValueError(f"expected the name of a module such as model.py, got {args.output}")
     if args.test and not args.shape:
@@ -393,7 +409,7 @@ _VERIFY = (
 
 
 def _describe_verify(add: Any) -> None:
-    add("certificate", type=Path, help="the file that fit(certificate=...) wrote")
+    add("certificate", help="the file that fit(certificate=...) wrote")
     add("function", help="MODULE:FUNCTION that returns the arguments of fit in a dict")
     start = "the first step to compare; what is before it is taken from a checkpoint"
     add("--from", type=number(int, 1), metavar="STEP", dest="first", help=f"{start} (default: 1)")
@@ -407,11 +423,14 @@ def _verify(args: argparse.Namespace) -> None:
 
         if args.devices is not None:
             parallel.use_cpu_devices(args.devices)
-        found = train._verify(args.certificate, find_function(args.function)(), args.first, args.last)
+        certified = train._read_certificate(args.certificate)
+        found = train._verify(args.certificate, certified, find_function(args.function)(), args.first, args.last)
     except Exception as error:  # whatever the user's function raises
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{kind}{error}") from error
-    start = "what the function returns" if found.start is None else found.start
+    start: Any = "what the function returns" if found.start is None else found.start
+    if isinstance(start, Path) and start.is_relative_to(Path.cwd()):
+        start = start.relative_to(Path.cwd())
     if found.differs is not None:
         raise RuntimeError(f"step {found.differs} differs from {args.certificate}; started at {start}")
     count, at = len(found.steps), f"{found.steps[0]} to {found.steps[-1]}"

@@ -22,6 +22,7 @@ from .._core.arrays import Device
 from .._core.text import HelpFormatter, did_you_mean, number, plural, say
 from .._devices import processes
 from .._devices.mesh import can_hang
+from .commands import path
 
 if TYPE_CHECKING:
     import optax
@@ -303,7 +304,7 @@ def add_parsers(commands: Any) -> None:
         epilog=_LAST,
         formatter_class=_Formatter,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help=_CONFIG)
+    parser.add_argument("--config", type=path, metavar="FILE", help=_CONFIG)
     _add_data(parser.add_argument_group("data and length"))
     _add_recipe(parser.add_argument_group("weights and optimizer"))
     _add_store(parser.add_argument_group("devices and store"))
@@ -315,7 +316,7 @@ def add_parsers(commands: Any) -> None:
 def _add_data(group: Any) -> None:
     add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
     add("--dataset", default="fashion_mnist", metavar="NAME", help="an image data set of tensorflow-datasets")
-    add("--data-dir", metavar="DIR", help="the folder of tensorflow-datasets (default: its own)")
+    add("--data-dir", type=path, metavar="DIR", help="the folder of tensorflow-datasets (default: its own)")
     count("--epochs", help=f"how often the training data is seen (default: {_by_recipe('epochs')})")
     count("--batch-size", help=f"examples in a batch, over all devices together (default: {_by_recipe('batch_size')})")
     add("--seed", type=int, default=0, metavar="N", help="of the initial weights and of the order of the examples")
@@ -369,7 +370,7 @@ def _add_step(group: Any) -> None:
 
 def _add_output(group: Any) -> None:
     add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
-    folder = functools.partial(add, type=Path, metavar="DIR")
+    folder = functools.partial(add, type=path, metavar="DIR")
     switch = functools.partial(add, action=argparse.BooleanOptionalAction, default=True)
     saved = "where to keep checkpoints and resume from them (default: checkpoints in --output-dir, else none)"
     lines = "a JSON line for each epoch (default: metrics.jsonl in --output-dir, else none)"
@@ -400,31 +401,31 @@ def metrics_path(text: str) -> Path:
     if Path(text).suffix.lower() in (".csv", ".tsv"):
         hint = "pandas.read_json(path, lines=True) makes a table"
         raise argparse.ArgumentTypeError(f"{text} must end in .jsonl, because it gets JSON lines; {hint}")
-    return Path(text)
+    return path(text)
 
 
-def words_of_file(path: Path, parser: argparse.ArgumentParser) -> list[str]:
+def words_of_file(file: Path, parser: argparse.ArgumentParser) -> list[str]:
     """The options of a file as words of the command line. What it says wrongly ends with status 2."""
     # A key is the name of an option without the two dashes, with `-` or `_` in it. A switch is true or false.
     try:
-        with path.open("rb") as file:
-            options = tomllib.load(file)
+        with file.open("rb") as opened:
+            options = tomllib.load(opened)
     except OSError as error:
-        parser.error(f"--config {path} cannot be read: {error.strerror}")
+        parser.error(f"--config {file} cannot be read: {error.strerror}")
     except (ValueError, RecursionError) as error:  # of an int of 5,000 digits too
-        parser.error(f"--config {path} is not TOML: {error}")
+        parser.error(f"--config {file} is not TOML: {error}")
     every, words = parser._option_string_actions.items(), list[str]()
     known = {word[2:]: action for word, action in every if word[:2] == "--" and action.dest not in ("help", "config")}
     for name, value in options.items():
         option = name.replace("_", "-")
         if option not in known:
             near = did_you_mean(option, [word for word in known if not word.startswith("no-")])
-            parser.error(f"{path}: unknown option {name!r}{near}")
+            parser.error(f"{file}: unknown option {name!r}{near}")
         action = known[option]
         is_switch = isinstance(action, argparse.BooleanOptionalAction)
         if is_switch != isinstance(value, bool) or not isinstance(value, (str, int, float)):
             expected = "true or false" if is_switch else "a string or a number"
-            parser.error(f"{path}: {name} must be {expected}, got {value!r}")
+            parser.error(f"{file}: {name} must be {expected}, got {value!r}")
         if is_switch:
             yes, no = action.option_strings
             words.append(yes if value == (f"--{option}" == yes) else no)  # `no-remat = true` is `remat = false`
@@ -432,6 +433,6 @@ def words_of_file(path: Path, parser: argparse.ArgumentParser) -> list[str]:
         try:
             parser._check_value(action, parser._get_value(action, str(value)))  # here the file can be named
         except (argparse.ArgumentError, ValueError) as error:  # the latter: an int of 5,000 digits
-            parser.error(f"{path}: {error}")
+            parser.error(f"{file}: {error}")
         words.append(f"--{option}={value}")
     return words

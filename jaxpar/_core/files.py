@@ -4,27 +4,78 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import io
 import os
+import re
 import stat
 import tempfile
+import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from . import process
 
 
 class CheckpointError(ValueError):
     """The checkpoint is damaged, from another program, or of another state."""
 
 
+# Paths that a user gives. Each argument that takes one goes through `as_path` when the call begins.
+
+# A drive of Windows has one letter. Two slashes become one in a pathlib.Path. fsspec chains: "simplecache::s3://x".
+_SCHEME = re.compile(r"\s*(?:\w[\w+.-]*::)*([A-Za-z][A-Za-z0-9+.-]+):/")
+_VARIABLE = re.compile(r"\$(?:\w+|\{)")
+
+
 def as_path(given: Any, where: str) -> Path:
-    """A path. `TypeError` for what is none."""
+    """The absolute path that a user means, so that a later change of the working directory does not move it.
+
+    `TypeError` for what is no path, `ValueError` as of `as_local`.
+    """
+    return Path(as_local(given, where)).absolute()
+
+
+def as_local(given: Any, where: str) -> str:
+    """A path on this machine as text, with `~` as the home directory. A relative one stays relative.
+
+    `file:///x` is /x. `ValueError` for a path on another system, such as `s3://bucket/x`, for one with a variable of
+    the shell, such as `$HOME/x`, and for an empty one: as folders they would be made under these names.
+    """
+    # A path object of a bucket need not be an os.PathLike, and one that is may download its file for `os.fspath`. So
+    # its text is looked at first.
+    is_text = isinstance(given, (str, bytes))
+    is_object = isinstance(given, os.PathLike) or hasattr(given, "joinpath")
+    shown = os.fsdecode(given) if is_text else str(given) if is_object else ""
+    if (scheme := _SCHEME.match(shown)) is not None and scheme[1].lower() != "file":
+        raise ValueError(
+            f"{where} is {shown!r}, on another system ({scheme[1]}), and only local paths can be read and written; "
+            "give a folder of a disk or mount of this machine, and copy to or from the other system before and after"
+        )
     try:
-        return Path(given)
+        path = os.fsdecode(given)
     except TypeError:
-        shown = given if isinstance(given, (int, float)) else f"a {type(given).__name__}"
-        raise TypeError(f"{where} must be a path, a string or a pathlib.Path, got {shown}") from None
+        words = given if isinstance(given, (int, float)) else f"a {type(given).__name__}"
+        raise TypeError(f"{where} must be a path, a string or a pathlib.Path, got {words}") from None
+    if scheme is not None:
+        address = urllib.parse.urlsplit(path.strip())
+        if not is_text or address.netloc not in ("", "localhost"):
+            raise ValueError(f"{where} is {shown!r}, which names no file of this machine; give the path itself")
+        path = urllib.parse.unquote(address.path)
+    if not path or "\0" in path:
+        raise ValueError(f"{where} must not be empty or have a NUL in it, got {path!r}")
+    if (variable := _VARIABLE.search(path)) is not None:
+        raise ValueError(
+            f"{where} is {path!r}, and Python does not replace {path[variable.start() :].split(os.sep)[0]} as a shell "
+            "does; give os.path.expandvars(path)"
+        )
+    home = os.path.expanduser(path)
+    if home.startswith("~"):
+        who = home.split(os.sep)[0]
+        raise ValueError(f"{where} is {path!r}, and there is no home directory {who}; a folder of that name is ./{who}")
+    return home
 
 
 def create(path: Path, content: bytes) -> None:
@@ -61,7 +112,11 @@ def replace(path: Path, write: bytes | Callable[[Any], None]) -> None:
     A link is followed. Where the file cannot be written, the old one is as before.
     """
     target = path.resolve()
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    # What processes that were killed meanwhile left. Each has its own, so several may remove it.
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*"):
+        if process.has_ended(left.suffix[1:]):
+            left.unlink(missing_ok=True)
+    unfinished = target.with_name(f".{target.name}.{process.tag()}")
     try:
         with open(unfinished, "wb") as file:
             if isinstance(write, bytes):

@@ -240,8 +240,10 @@ def find_secret(env: Mapping[str, str] = os.environ) -> Secret | None:
         key, source = value.encode(errors="surrogateescape"), f"the variable {SECRET}"
     else:
         folder = env.get("XDG_CONFIG_HOME") or os.path.join(env.get("HOME") or os.path.expanduser("~"), ".config")
-        path = env.get(SECRET_FILE, os.path.join(folder, "jaxpar", "secret"))
-        if SECRET_FILE not in env and not os.path.lexists(path):
+        path = os.path.join(folder, "jaxpar", "secret")
+        if SECRET_FILE in env:
+            path = files.as_local(env[SECRET_FILE], f"{_WHERE} in the variable {SECRET_FILE}")
+        elif not os.path.lexists(path):
             return None
         source = f"the file {path}"
         try:

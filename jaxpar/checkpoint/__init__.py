@@ -27,6 +27,7 @@ from ._files import (
     whole_copy as _whole_copy,
 )
 from ._leaves import StateHash as _StateHash
+from ._run import DirectoryLock as _DirectoryLock
 from ._save import (
     Found as Found,
     Manager as Manager,

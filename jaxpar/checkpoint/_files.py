@@ -93,11 +93,15 @@ def write(path: Path, content: dict[str, Any], records: list[dict[str, Any]], ar
         raise OSError(f"checkpoint: {path} {words}") from error
 
 
-def read(path: str | os.PathLike[str] | None) -> Found:
-    """The checkpoint at a path, all verified. It raises what `restore` raises."""
+def as_checkpoint(path: str | os.PathLike[str] | None) -> Path:
+    """The path of a checkpoint that `restore` is given."""
     if path is None:
         raise FileNotFoundError("checkpoint.restore: the path is None; checkpoint.latest found no checkpoint")
-    path = Path(path)
+    return files.as_path(path, "checkpoint.restore: path")
+
+
+def read(path: Path) -> Found:
+    """The checkpoint at a path, all verified. It raises what `restore` raises."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -170,16 +174,22 @@ def remove(path: Path) -> None:
         os.rename(path, gone)
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove what processes that have certainly ended left half-written. Only who has the lock calls it."""
+def remove_leftovers(directory: Path, abandoned: bool = True) -> None:
+    """Remove what processes that have certainly ended left half-written, or were to remove.
+
+    Only who has the lock of the directory removes what is `abandoned`, too.
+    """
     # Nothing is known of processes on another machine, before this machine's last start, or of an earlier jaxpar. What
-    # they left is removed when nothing in it has changed for a week.
+    # they left is abandoned when nothing in it has changed for a week.
     for path in directory.glob(f"{_UNFINISHED}*"):
         with contextlib.suppress(OSError):  # what cannot be looked at stays
             owned = _OWNED.fullmatch(path.name)
-            changed = max(part.lstat().st_mtime for part in [path, *path.rglob("*")])
-            if (owned and process.has_ended(owned[1])) or files.clock_of(directory) - changed > _OLD:
+            if owned and process.has_ended(owned[1]):
                 shutil.rmtree(path, ignore_errors=True)
+            elif abandoned:
+                changed = max(part.lstat().st_mtime for part in [path, *path.rglob("*")])
+                if files.clock_of(directory) - changed > _OLD:
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def check_writable(directory: Path, where: str) -> None:

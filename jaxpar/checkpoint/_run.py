@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -53,10 +54,14 @@ class _Holder:
 
 
 class DirectoryLock:
-    """The lock of this process on a directory. `acquire` takes it, or proves that it is still there."""
+    """The lock of this process on a directory. `acquire` takes it, or proves that it is still there.
 
-    def __init__(self, directory: Path):
-        self._directory, self._path = directory, directory / _LOCK
+    With `file` it is that of one run on one file in the directory.
+    """
+
+    def __init__(self, directory: Path, file: Path | None = None):
+        self._directory, self._file = directory, file
+        self._path = directory / (_LOCK if file is None else f".{file.name}{_LOCK}")
         mine = {"owner": process.tag(), "host": socket.gethostname(), "pid": os.getpid(), "token": secrets.token_hex(8)}
         self._content = json.dumps(mine).encode() + b"\n"
         self._pid = os.getpid()  # a fork has a copy of it
@@ -72,13 +77,18 @@ class DirectoryLock:
             except FileExistsError:
                 pass
             except OSError as error:
+                if self._file is not None:
+                    raise
                 why = f"cannot be written ({error.strerror}); nothing was saved"
                 raise OSError(f"checkpoint: {self._directory} {why}") from error
             if (holder := self._holder()) is None:
                 time.sleep(_AGAIN)  # it was given up meanwhile, which a network's file system shows late
                 continue
-            if holder.tag == process.tag():
+            if holder.tag == process.tag() and self._file is None:
                 return  # another manager of this process has it
+            if self._file is not None and (holder.tag == process.tag() or not self._is_abandoned(holder)):
+                words = f"another run, in {holder.words}, writes it; give each run its own file"
+                raise FileExistsError(errno.EEXIST, words, str(self._file))
             if self._ended is not None:
                 raise _taken(f"{self._directory} was taken over by {holder.words} while this process was stopped")
             if not self._is_abandoned(holder):
@@ -141,7 +151,7 @@ class DirectoryLock:
 
     def _remove(self, holder: _Holder) -> None:
         """Remove an abandoned lock. One that another process has made meanwhile stays."""
-        gone = self._path.with_name(f"{_LOCK}-{secrets.token_hex(4)}")
+        gone = self._path.with_name(f"{self._path.name}-{secrets.token_hex(4)}")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path, gone)
             with contextlib.suppress(OSError):

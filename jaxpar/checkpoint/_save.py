@@ -51,6 +51,7 @@ def save(path: PathLike, state: Any) -> None:
         if writes:
             listed, _ = _files.newest_first(path.parent)
             content = {**about, "order": 1 + max((body["order"] for _, body in listed), default=0)}
+            _files.remove_leftovers(path.parent, abandoned=False)
             _files.write(path, content, records, arrays)
 
 
@@ -84,12 +85,12 @@ def restore(path: PathLike, like: Tree) -> Tree:
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like)]
     if all(sharding is None or sharding.is_fully_addressable for sharding in shardings):
-        return fill(_files.read(path), like)
+        return fill(_files.read(_files.as_checkpoint(path)), like)
     # Leaves of several processes: all of them restore the one checkpoint that the first process was given.
-    path = processes.ask_first(lambda: None if path is None else str(path))
+    chosen = Path(processes.ask_first(lambda: str(_files.as_checkpoint(path))))
     with processes.raise_together(CheckpointError):
-        found = _files.read(path)
-    processes.agree(f"checkpoint.restore: {path} is not the same checkpoint everywhere", _files.digest(found.body))
+        found = _files.read(chosen)
+    processes.agree(f"checkpoint.restore: {chosen} is not the same checkpoint everywhere", _files.digest(found.body))
     return fill(found, like)
 
 
@@ -120,7 +121,7 @@ def latest(directory: PathLike) -> Path | None:
         >>> checkpoint.latest(directory).name
         'b'
     """
-    found = newest_good(Path(directory), set())
+    found = newest_good(files.as_path(directory, "checkpoint.latest: directory"), set())
     return None if found is None else found.path
 
 
@@ -151,7 +152,7 @@ def best(directory: PathLike) -> Path | None:
         >>> checkpoint.best(manager.directory).name, checkpoint.latest(manager.directory).name
         ('save_00000002', 'save_00000003')
     """
-    found = newest_good(Path(directory), set(), is_best)
+    found = newest_good(files.as_path(directory, "checkpoint.best: directory"), set(), is_best)
     return None if found is None else found.path
 
 
@@ -264,6 +265,11 @@ class Manager:
         """
         self._save(state, {} if info is None else info, best=best)
 
+    def _open(self) -> None:
+        """Lock the directory, in the process that writes, and remove what killed processes left there."""
+        self._lock.acquire()
+        _files.remove_leftovers(self.directory)
+
     def _save(
         self, state: Any, info: dict[str, Any], *, best: bool = False, records: Sequence[dict[str, Any]] | None = None
     ) -> None:
@@ -318,12 +324,12 @@ class Manager:
             with processes.raise_together(CheckpointError):
                 if self._writes or processes.count() == 1:
                     found = newest_good(self.directory, self._bad, wanted)
-            path = json.loads(processes.exchange(json.dumps(None if found is None else str(found.path)))[0])
-            if path is None and refused:
+            name = json.loads(processes.exchange(json.dumps(None if found is None else found.path.name))[0])
+            if name is None and refused:
                 raise CheckpointError(f"{refused}; and there is no earlier checkpoint that all processes can read")
-            if path is None:
+            if name is None:
                 return None
-            why = ""
+            path, why = self.directory / name, ""
             try:
                 found = found or _files.read(path)
             except (CheckpointError, FileNotFoundError) as error:
@@ -331,7 +337,7 @@ class Manager:
             refused = _first_difference(path, found, why)
             if found is not None and not refused:
                 break
-            self._bad.add(Path(path))
+            self._bad.add(path)
             if self._writes:
                 say(f"{refused}; looking for an earlier one")
         state, info = fill(found, like()), found.body.get("info", {})
@@ -403,7 +409,7 @@ class Manager:
                 _files.remove(path)
 
 
-def _first_difference(path: str, found: Found | None, why: str) -> str:
+def _first_difference(path: Path, found: Found | None, why: str) -> str:
     """Which process cannot read the checkpoint that process 0 reads, and why. "" where all read the same."""
     digest = None if found is None else _files.digest(found.body)
     said = [json.loads(text) for text in processes.exchange(json.dumps([digest, why]))]

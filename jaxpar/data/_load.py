@@ -70,7 +70,7 @@ def load(
     checks.choice(source, "data.load", "source", _SOURCES)
     if data_dir is None:
         data_dir = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"  # TFDS reads it once, at import
-    folder = files.as_path(data_dir, "data.load: data_dir").expanduser()
+    folder = files.as_path(data_dir, "data.load: data_dir")
     found, idx_files = _find(name, folder, source)
     if found != "prepared" and prepared_dir(name, folder) is None:
         prepare(name, folder, idx_files)
@@ -92,7 +92,7 @@ def _find(name: str, folder: Path, source: str) -> tuple[str, Path | None]:
     given = os.environ.get("JAXPAR_DATA_DIR")
     if source == "files" and not given:
         raise FileNotFoundError(f"source 'files': $JAXPAR_DATA_DIR is not set. {_advice(name)}")
-    places = {"files": Path(given).expanduser()} if given else {}
+    places = {"files": files.as_path(given, "data.load: $JAXPAR_DATA_DIR")} if given else {}
     for word, place in {**places, "debian": DEBIAN_DIR}.items():
         if name == "fashion_mnist" and source in ("auto", word):
             missing = [file for file in OFFICIAL if not (place / file).is_file()]

@@ -35,6 +35,7 @@ from ._place import (
     _with_wide_averages as _with_wide_averages,
     partition_specs as partition_specs,
     place as place,
+    rule_of_each as _rule_of_each,  # noqa: F401  # pyright: ignore[reportUnusedImport]
 )
 from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull
 from ._push import flush as flush, push as push, pushpull as pushpull

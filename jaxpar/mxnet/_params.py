@@ -52,7 +52,7 @@ def load_params(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         >>> arrays = mxnet.load_params("lenet.params")  # doctest: +SKIP
         >>> params = models.lenet.from_mxnet(arrays)  # doctest: +SKIP
     """
-    path = Path(path)
+    path = files.as_path(path, "mxnet.load_params: path")
     file = _Reader(path, files.read(path, os.stat(path).st_size))
     magic, _ = file.numbers("QQ")
     if magic != _LIST:

@@ -25,11 +25,11 @@ from ._callbacks.history import (
 from ._callbacks.loggers import (
     to_jsonl as to_jsonl,
     to_mlflow as to_mlflow,
-    to_ray as to_ray,
     to_tensorboard as to_tensorboard,
     to_wandb as to_wandb,
 )
 from ._callbacks.monitors import EarlyStopping as EarlyStopping, KeepBest as KeepBest, LearningRate as LearningRate
+from ._callbacks.ray import to_ray as to_ray
 from ._evaluate.evaluate import evaluate as evaluate
 from ._evaluate.metrics import (
     Mean as Mean,
@@ -48,6 +48,7 @@ from ._evaluate.predictions import (
     plot_mistakes as plot_mistakes,
     predict as predict,
 )
+from ._fit.certificate import read as _read_certificate  # noqa: F401
 from ._fit.compile_cache import use_compilation_cache as use_compilation_cache
 from ._fit.fit import fit as fit, verify as _verify  # noqa: F401
 from ._fit.interrupt import Interruptible as Interruptible, interruptible as interruptible

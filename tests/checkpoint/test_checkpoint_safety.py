@@ -121,6 +121,40 @@ def test_leftovers_go_with_a_save_where_their_process_has_certainly_ended(tmp_pa
     }
 
 
+def leave(directory, name, tag):
+    """What a process of this tag left in a directory."""
+    folder = directory / f".unfinished-{tag}-{name}"
+    shutil.copytree(directory / "step_00000003", folder)
+    return folder
+
+
+def test_what_a_kill_left_beside_a_finished_run_goes_when_it_is_opened_again(tmp_path):
+    """No step is left, so nothing is saved."""
+    ended = python("-c", "from jaxpar._core import process; print(process.tag())").stdout.strip()
+    run(tmp_path, metrics_file=tmp_path / "m.jsonl")
+    with _files._unfinished(tmp_path) as path:
+        mine = path.name.removeprefix(".unfinished-")[:-9]
+    gone, stays = leave(tmp_path, "00000001", ended), leave(tmp_path, "00000002", mine)
+    (tmp_path / f".m.jsonl.{ended}").write_text("half a file")
+    (tmp_path / f".m.jsonl.{mine}x").write_text("of nobody that is known")
+    before = {path.name for path in tmp_path.iterdir()}
+    _, history = run(tmp_path, metrics_file=tmp_path / "m.jsonl")
+    assert len(history) == 2
+    assert before - {path.name for path in tmp_path.iterdir()} == {gone.name, f".m.jsonl.{ended}"}
+    checkpoint.save(tmp_path / "mine", LIKE)
+    assert stays.exists()
+
+
+def test_a_save_by_hand_removes_what_one_that_was_killed_left(tmp_path):
+    ended = python("-c", "from jaxpar._core import process; print(process.tag())").stdout.strip()
+    checkpoint.save(tmp_path / "step_00000003", LIKE)
+    gone, stays = leave(tmp_path, "00000001", ended), tmp_path / ".unfinished-thesis"
+    stays.mkdir()
+    os.utime(stays, (0, 0))  # nobody has the lock of this directory, so what is old may be anybody's
+    checkpoint.save(tmp_path / "step_00000006", LIKE)
+    assert (gone.exists(), stays.exists()) == (False, True)
+
+
 def test_a_checkpoint_that_is_rotated_away_while_it_is_read(tmp_path, monkeypatch, capsys):
     new, load = two(tmp_path), _files.read
 
@@ -408,6 +442,9 @@ def test_a_forged_info_of_a_run_is_passed_over(tmp_path, capsys):
         "batch_size": ["8", None],
         "history": [3, {}, [3], [{}], [{"epoch": "1", "step": 3}]],
         "stopped": [3],
+        "ended_by": [3, [3], [""]],
+        "limit": [-1, "3"],
+        "run": [3],
         "sums": [[], {"loss": "x"}],
         "counted": [-1],
         "seconds": ["x"],

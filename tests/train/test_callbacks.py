@@ -96,6 +96,44 @@ def test_arguments_of_callbacks(make, error, message):
         make()
 
 
+@pytest.mark.parametrize(
+    ("mode", "names"),
+    [
+        ("min", "loss eval_loss valLoss own_loss RMSE mean_squared_error cross_entropy crossEntropy kl_divergence"),
+        ("min", "word_error_rate eval_loss/1 l2_loss log_loss mean_loss_2"),
+        ("max", "accuracy test_accuracy top5 top1_accuracy recall_at_5 recall@10 f1_score log_likelihood bleu4 acc_1"),
+        (None, "neg_loss negLoss negative_log_likelihood non_loss not_error minus_loss inv_mse nonloss antiloss"),
+        (None, "1-acc 1_acc 1acc eval_1-acc 1/loss -loss eval_-loss exp(-loss) \u2212loss accuracy_1_minus"),
+        (None, "score eval_score loss_score brier_score inaccuracy unlikelihood lossless error_free correct_errors"),
+        (None, "loss_improvement loss_gain accuracy_drop delta_loss loss_scale loss_ratio accuracy_loss avoided_loss"),
+        (None, "entropy distance top5_error map_loss reply learning_rate"),
+    ],
+)
+def test_a_direction_is_guessed_only_where_the_name_is_certain(mode, names):
+    for name in names.split():
+        if mode is None:
+            for make in (train.EarlyStopping, train.KeepBest):
+                with pytest.raises(ValueError, match="does not tell whether more or less is better; give mode='min'"):
+                    make(name)
+            assert train.KeepBest(name, mode="max").mode == "max"
+        else:
+            record = {"step": 3, name: 1.0}
+            keep = train.KeepBest(name)
+            memory, _ = keep.on_epoch(keep.init(None), None, record)
+            memory, _ = keep.on_epoch(memory, None, {"step": 6, name: 2.0})
+            assert memory["step"] == (3 if mode == "min" else 6), name
+
+
+def test_a_score_that_is_not_monitored_is_said(capsys):
+    scores = {"eval_data": {"image": np.ones((4, 4), np.float32)}, "eval_fn": lambda p, b: {"score": b["image"][:, 0]}}
+    run(epochs=1, callbacks=[train.EarlyStopping(), train.EarlyStopping("eval_score", mode="max")], **scores)
+    said = capsys.readouterr().err
+    assert said.count("fit: train.EarlyStopping monitors the loss of the training; give monitor= and mode= for") == 1
+    assert "one of eval_score, whose names do not tell what is better" in said
+    with pytest.raises(ValueError, match="the name 'eval_score' does not tell"):
+        train.EarlyStopping("eval_score")
+
+
 def test_a_metric_that_there_is_not():
     made = []
     options = {"on_step": lambda *args: made.append(args)}
@@ -111,6 +149,92 @@ def test_a_metric_that_there_is_not():
     with pytest.raises(ValueError, match=words) as raised:  # the metrics of a step of one's own are known when it ran
         run(callbacks=train.EarlyStopping("val_loss"), step=lambda state, batch: STEP(state, batch), **options)
     assert (made, int(raised.value.state.step)) == ([], 3)  # at the first step that was read
+
+
+class StopsAt:
+    """Ends the run at the step, and counts its calls in an attribute."""
+
+    def __init__(self, step):
+        self.step, self.calls = step, 0
+
+    def __call__(self, state, record):
+        self.calls += 1
+        return record["step"] >= self.step
+
+
+def below(bound):
+    return lambda state, record: record["score"] < bound
+
+
+def scripted(patience=1, **options):
+    return [Scripted(5, 4, 4, 3, 2, 2, 1, 1, 1), train.EarlyStopping("score", mode="min", patience=patience, **options)]
+
+
+ENDED = {  # what ended a run of nine epochs, what is given then, and after how many epochs that one ends
+    "the same": (scripted, scripted, 3),
+    "more patience": (scripted, lambda: scripted(2), 9),
+    "another monitor": (scripted, lambda: [Scripted(), train.EarlyStopping("loss", patience=99)][1:], 9),
+    "another least change": (scripted, lambda: scripted(min_delta=1.5), 4),
+    "another beside it": (scripted, lambda: [*scripted(), lambda state, record: None], 3),
+    "none": (scripted, list, 9),
+    "the same object": (lambda: [StopsAt(6)], lambda: [StopsAt(6)], 2),
+    "other attributes of an object": (lambda: [StopsAt(6)], lambda: [StopsAt(12)], 4),
+    "the same function": (lambda: [scripted()[0], below(4.5)], lambda: [scripted()[0], below(4.5)], 2),
+    "another bound of a function": (lambda: [scripted()[0], below(4.5)], lambda: [scripted()[0], below(3.5)], 4),
+    "the one of two that is left": (lambda: [StopsAt(6), below(4.5), Scripted(5, 4)][::-1], lambda: [StopsAt(6)], 2),
+    "the same memory": (lambda: Mine(2), lambda: Mine(2), 2),
+    "another memory": (lambda: Mine(2), lambda: Mine(5), 5),
+}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("case", ENDED)
+def test_a_run_that_a_callback_ended_goes_on_with_another(tmp_path, capsys, case):
+    first, then, epochs = ENDED[case]
+    _, history = run(epochs=9, callbacks=first(), checkpoint_dir=tmp_path / "a", keep=9)
+    ended = len(history)
+    assert ended < 9
+    capsys.readouterr()
+    state, history = run(epochs=9, callbacks=then(), checkpoint_dir=tmp_path / "a")
+    assert len(history) == epochs
+    said = capsys.readouterr().out
+    words = "other callbacks or limits are given, so it goes on" if epochs > ended else "0 steps trained; resume=False"
+    assert f"a callback ended this run at step {3 * ended}" in said
+    assert words in said
+    whole, same_history = run(epochs=epochs)  # a run that nothing ended has these numbers
+    same(state, whole)
+    assert [record["loss"] for record in history] == [record["loss"] for record in same_history]
+
+
+@pytest.mark.parametrize("limits", [{"epochs": 12}, {"max_steps": 11, "epochs": None}, {"epochs": 12, "max_steps": 30}])
+def test_a_run_that_a_callback_ended_goes_on_to_other_limits(tmp_path, limits, capsys):
+    options = {"callbacks": [StopsAt(6)], "checkpoint_dir": tmp_path}
+    run(epochs=9, **options)
+    run(epochs=9, **options)
+    assert "to go on" in capsys.readouterr().out
+    state, history = run(**{**options, **limits})
+    assert int(state.step) == 9  # the same callback ends it again, at the next record
+    assert [record["step"] for record in history] == [3, 6, 9]
+    state, _ = run(**{**options, **limits})
+    assert int(state.step) == 9
+
+
+def test_a_run_that_was_ended_within_an_epoch_goes_on_there(tmp_path):
+    options = {"eval_every": 2, "checkpoint_dir": tmp_path, **TESTED}
+    _, history = run(epochs=3, callbacks=StopsAt(4), **options)
+    assert [record["step"] for record in history] == [2, 3, 4]
+    state, history = run(epochs=3, **options)
+    whole, expected = run(epochs=3, eval_every=2, **TESTED)
+    same(state, whole)
+    assert numbers(history) == numbers(expected)
+
+
+def test_an_object_that_counts_ends_its_run_once(tmp_path):
+    """As in a notebook: the object is the one that ended the run, and as it was then."""
+    stops = StopsAt(6)
+    for _ in range(3):
+        assert len(run(epochs=9, callbacks=stops, checkpoint_dir=tmp_path)[1]) == 2
+    assert len(run(epochs=9, callbacks=StopsAt(6), checkpoint_dir=tmp_path)[1]) == 2  # a new process
 
 
 class Mine:

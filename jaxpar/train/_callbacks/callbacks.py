@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Protocol, TypeGuard
@@ -15,9 +16,10 @@ from ..._core import calls, checks, text
 from ..._core.arrays import is_of_numbers
 from ..._devices import mesh, processes, user_mesh
 from .._step.state import TrainState
+from .fingerprint import fingerprint
 from .history import LivePlot, Record
 from .loggers import JsonLines, MetricsFile
-from .monitors import EarlyStopping, KeepBest, Monitor, raise_unknown
+from .monitors import EarlyStopping, KeepBest, Monitor, default_monitor, raise_unknown
 
 Callback = Callable[[TrainState, Record], Any]
 OnStep = Callable[[int, dict[str, float]], Any]
@@ -71,6 +73,7 @@ class Callbacks:
         self.on_step: OnStep | None = on_step  # called with the number and the metrics of each step
         # Called with the state and the record after each epoch, the metrics file first.
         self.each: tuple[Any, ...] = (*([] if metrics_file is None else [MetricsFile(metrics_file)]), *given)
+        self._began = [fingerprint(callback) for callback in self.each]
         files = [callback.path.absolute() for callback in self.each if isinstance(callback, JsonLines)]
         files += [] if certificate is None else [certificate.absolute()]
         if twice := [path for path in files if files.count(path) > 1]:
@@ -140,10 +143,11 @@ class Callbacks:
         """What callbacks such as `LearningRate` add to the record of a state."""
         return {name: value for measured in self.call("measure", state) for name, value in measured.items()}
 
-    def run(self, memories: Memories, state: TrainState, record: Record) -> tuple[Memories, bool]:
-        """Call each callback. The memories, and whether one of them asked to stop, by a True of Python, NumPy or JAX.
+    def run(self, memories: Memories, state: TrainState, record: Record) -> tuple[Memories, list[str]]:
+        """Call each callback. The memories, and who asked to stop, by a True of Python, NumPy or JAX.
 
-        An exception in any process is raised in every process, and one request to stop stops all.
+        An exception in any process is raised in every process, and one request to stop stops all. Each is its name and
+        what it is now and was when the run began, for `stays_over`.
         """
         new, stops = list(memories), list[Any]()
         with processes.raise_together():
@@ -159,7 +163,23 @@ class Callbacks:
                 stops.append(answer[1])
         kinds = bool | np.bool_ | jax.Array
         asked = [isinstance(stop, kinds) and np.shape(stop) == () and bool(stop) for stop in stops]
-        return tuple(new), not processes.all_true(True not in asked)
+        if processes.all_true(True not in asked):
+            return tuple(new), []
+        own = [i for i, stop in enumerate(asked) if stop]
+        now = [f"{name_of(self.each[i])} {self._began[i]} {fingerprint(self.each[i])}" for i in own]
+        return tuple(new), sorted({each for text in processes.exchange(json.dumps(now)) for each in json.loads(text)})
+
+    def stays_over(self, ended_by: list[str] | None) -> bool:
+        """Whether one of the callbacks that ended a run is given again, with the same settings, in any process.
+
+        None: a checkpoint of an earlier jaxpar does not say who it was.
+        """
+        if ended_by is None:
+            return bool(self.each)
+        # An object may count in its attributes. It is as at the end where it is used once more, else as at the start.
+        known = {(name, now) for name, *each in map(str.split, ended_by) for now in each}
+        own = {(name_of(callback), began) for callback, began in zip(self.each, self._began, strict=True)}
+        return not processes.all_true(not known & own)
 
     def best_step(self, memories: Memories) -> int | None:
         """The step of the best state so far, 0 if there is none. None where no callback asks for it."""
@@ -175,6 +195,11 @@ class Callbacks:
             if not type(callback).__module__.startswith("jaxpar."):
                 return  # a callback of the user may put its own metric into the record
             name = callback.monitor if isinstance(callback, Monitor) else None
+            chosen = default_monitor(dict.fromkeys([*metrics, *scores], 0.0)) if isinstance(callback, Monitor) else None
+            if name is None and scores and chosen == "loss" and jax.process_index() == 0:
+                hint = f"give monitor= and mode= for one of {', '.join(sorted(scores))}"
+                what = f"train.{name_of(callback)} monitors the loss of the training; {hint}"
+                text.say(f"fit: {what}, whose names do not tell what is better")
             if name is None or name.startswith("learning_rate"):
                 continue
             who, start = f"train.{name_of(callback)}", name[:5]

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from ..._core import files
 from ..._core.calls import answers
 from ..._core.text import Table, describe, in_notebook, plural
 
@@ -147,10 +148,10 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def save_figure(figure: Any, path: str | os.PathLike[str] | None) -> Any:
+def save_figure(figure: Any, path: str | os.PathLike[str] | None, where: str) -> Any:
     """Write the figure to a file if there is a path, and return it."""
     if path is not None:
-        figure.savefig(path, dpi=150)
+        figure.savefig(files.as_path(path, f"{where}: path"), dpi=150)
     return figure
 
 
@@ -184,7 +185,7 @@ def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None 
         raise ValueError("plot_history: the history is empty")
     groups = metric_groups(history)
     axis = "step" if any(record.get("under_way") for record in history) else "epoch"
-    return save_figure(_figure(groups, axis, history, min(len(groups), _COLUMNS) or 1), path)
+    return save_figure(_figure(groups, axis, history, min(len(groups), _COLUMNS) or 1), path, "plot_history")
 
 
 def _figure(groups: dict[str, dict[str, str]], axis: str, records: Sequence[Record], columns: int) -> Any:

@@ -1,6 +1,6 @@
-"""The records of a run, written elsewhere: JSON lines, TensorBoard, Weights & Biases, MLflow, Ray Train.
+"""The records of a run, written elsewhere: JSON lines, TensorBoard, Weights & Biases, MLflow.
 
-Each but the last is a `Logger`, which says how its place is opened, what is new there, and how a row is written.
+Each is a `Logger`, which says how its place is opened, what is new there, and how a row is written.
 """
 
 from __future__ import annotations
@@ -10,20 +10,23 @@ import io
 import json
 import math
 import os
+import re
 import socket
-import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ... import checkpoint, distributed
-from ..._core import calls, checks, files, text
+from ..._core import calls, checks, files
+from ..._core.text import say_news
 from .history import SPEEDS, History, Record, import_for, metric_names
 
 PathLike = str | os.PathLike[str]
+_WANDB_AXIS = "fit/step"
+_EVENTS = re.compile(r"events\.out\.tfevents\..+\.([0-9a-f]{16}|own)-(\d+)")
+_MLFLOW_WORDS = ("databricks", "databricks-uc", "uc")  # its tracking URIs that are neither addresses nor paths
 
 
 class Logger:
@@ -34,6 +37,8 @@ class Logger:
     _run_name = ""  # the run at the place, for messages
     _is_open = False
     _has_said = False
+    _id: str | None = None  # of the run of `fit`. None in a loop of the user's own
+    _resumed = False  # whether that run goes on from a checkpoint
 
     def __call__(self, state: Any, record: Record) -> None:
         """Write the record of an epoch: `callback(state, record)`."""
@@ -43,11 +48,16 @@ class Logger:
         """Write the metrics of a step as `step/loss` and so on: `fit(..., on_step=logger.on_step)`."""
         self._log(step, {f"{self._of_steps}{name}": value for name, value in metrics.items()})
 
+    def on_run(self, identity: str, resumed: bool) -> None:
+        """Learn which run it is: what another one wrote stays."""
+        self._id, self._resumed = identity, resumed
+
     def on_end(self, history: History) -> None:
         """Close the place. Another run opens it again."""
         if self._is_open:
             self._is_open = False
             self._close()
+        self._id, self._resumed = None, False
 
     def _log(self, step: int, row: dict[str, Any]) -> None:
         if jax.process_index() != 0:
@@ -62,7 +72,7 @@ class Logger:
             if len(new) < len(row) and not self._has_said:
                 self._has_said = True
                 words = "which is not written again; use a new run for another training"
-                text.say_news(f"{self._run_name} already has step {step}, {words}")
+                say_news(f"{self._run_name} already has step {step}, {words}")
             if new:
                 self._write(step, new)
 
@@ -108,7 +118,9 @@ def to_jsonl(path: PathLike) -> JsonLines:
     """A callback of `fit` that writes each record as a JSON line.
 
     Args:
-        path: a file. Missing parent directories are created. A resumed run drops the lines of later steps.
+        path: a file. Missing parent directories are created. A run that goes on drops its own lines of later steps.
+            Lines of other runs stay before those of this run, and a line on standard output reports them. Which run
+            wrote which lines is in a hidden file beside it.
 
     Raises:
         OSError: raised by `fit`: the file cannot be written. Earlier lines stay unchanged.
@@ -141,35 +153,75 @@ class JsonLines(Logger):
         return record
 
     def _open(self, step: int) -> None:
-        content = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
-        whole = content[: content.rfind("\n") + 1]  # a crash may have cut the last line short
-        try:
-            records = [json.loads(line) for line in whole.splitlines()]
-            kept = [record for record in records if int(record["step"]) < step]
-        except (ValueError, KeyError, TypeError):
-            words = "has lines that are not JSON records with a step; choose another file, such as metrics.jsonl"
-            raise ValueError(f"{self.path} {words}") from None
-        self._replace(kept)
+        self._begin(step, [])
 
     def _write(self, step: int, row: dict[str, Any]) -> None:
         files.append(self.path, _lines([row if "step" in row else {"step": step, **row}]))
 
-    def _replace(self, records: Sequence[Record]) -> None:
+    def _begin(self, step: int, records: Sequence[Record]) -> None:
+        """Drop the lines of this run from `step` on, and append these records. The lines of other runs stay."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists() and not self.path.is_file() and not self.path.is_dir():  # /dev/stdout, a pipe
             files.append(self.path, _lines(records))
-        else:
-            files.replace(self.path, _lines(records))
+            return
+        content = self.path.read_bytes() if self.path.is_file() else b""
+        lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)  # a crash may have cut the last one short
+        try:
+            steps = [int(json.loads(line)["step"]) for line in lines]
+        except (ValueError, KeyError, TypeError):
+            words = "has lines that are not JSON records with a step; choose another file, such as metrics.jsonl"
+            raise ValueError(f"{self.path} {words}") from None
+        # Of lines without an owner only their steps are known: who begins after the first of them goes on with them.
+        goes_on = self._resumed or step > min(steps, default=step)
+        owners = self._owners(lines)
+        mine = [goes_on if not owner or self._id is None else owner == self._id for owner in owners]
+        kept = [i for i, is_mine in enumerate(mine) if not is_mine or steps[i] < step]
+        text = b"".join(lines[i] for i in kept) + _lines(records)
+        if jax.process_index() == 0 and not all(mine):
+            say_news(f"{self.path} has the records of another run; those of this run follow them")
+        elif len(kept) < len(lines) and not self._resumed and self._id is not None:
+            count = len(lines) - len(kept)
+            say_news(f"{self.path} has {count} records of an earlier call of this run, which are replaced")
+        # First who owns what: after a crash in between it is right for all lines before the first that is dropped.
+        if self._id is not None:
+            self._own([owners[i] for i in kept], [lines[i] for i in kept])
+        files.replace(self.path, text)
+
+    @property
+    def _owners_path(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.runs")
+
+    def _owners(self, lines: Sequence[bytes]) -> list[str]:
+        """The run that wrote each line. "" where that is not known."""
+        try:
+            begins = {int(at): str(run) for at, run in json.loads(self._owners_path.read_bytes())}
+        except (OSError, ValueError, TypeError, RecursionError):
+            begins = {}
+        at, owner, found = 0, "", list[str]()
+        for line in lines:
+            owner = begins.get(at, owner)
+            found.append(owner)
+            at += len(line)
+        return found
+
+    def _own(self, owners: Sequence[str], lines: Sequence[bytes]) -> None:
+        """Write where the lines of each run begin. What follows is of this run."""
+        at, begins = 0, list[tuple[int, str | None]]()
+        for owner, length in zip([*owners, self._id], [*map(len, lines), 0], strict=True):
+            if not begins or begins[-1][1] != owner:
+                begins.append((at, owner))
+            at += length
+        files.replace(self._owners_path, json.dumps(begins).encode() + b"\n")
 
 
 class MetricsFile(JsonLines):
-    """The file of `fit(metrics_file=)`: it holds the history of this run only."""
+    """The file of `fit(metrics_file=)`: it gets the whole history of this run, once."""
 
     def on_start(self, history: History) -> None:
-        """Replace the file by the epochs before this call of `fit`."""
+        """Write the epochs before this call of `fit`, in the place of what this run wrote before."""
         if jax.process_index() == 0:
             with explain_errors(self.path):
-                self._replace(history)
+                self._begin(-1, history)
             self._is_open = True
 
 
@@ -219,16 +271,30 @@ class TensorBoard(Logger):
         who, extra = "to_tensorboard", "'jaxpar[tensorboard]'"
         self._messages: Any = import_for(who, "tensorboard.compat.proto.event_pb2", extra)
         self._writer: Any = import_for(who, "tensorboard.summary.writer.record_writer", extra).RecordWriter
-        self._place = self._file = self.directory = Path(directory)
+        self._place = self._file = self.directory = files.as_path(directory, "to_tensorboard: directory")
 
     def _open(self, step: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         now = time.time()
         # TensorBoard reads the files in the order of their names.
-        self._file = self.directory / f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}"
-        # A start at a step makes TensorBoard drop what earlier files have from that step on.
+        before = [path.name for path in self.directory.glob("events.out.tfevents.*")]
+        name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{self._id or 'own'}-{step}"
+        self._file = self.directory / name
+        # A start at a step makes TensorBoard drop what earlier files have from that step on, those of other runs too.
         start = {"wall_time": now, "step": step, "session_log": {"status": self._messages.SessionLog.START}}
-        files.append(self._file, self._records({"file_version": "brain.Event:2"}, start))
+        goes_on = self._goes_on(before, step)
+        if not goes_on:
+            say_news(
+                f"{self.directory} has the events of another run, which TensorBoard shows too; give each run its own"
+            )
+        files.append(self._file, self._records({"file_version": "brain.Event:2"}, *([start] if goes_on else [])))
+
+    def _goes_on(self, names: Sequence[str], step: int) -> bool:
+        """Whether the run that begins at a step wrote all of these event files before."""
+        found = [_EVENTS.fullmatch(name) for name in names]  # None: of another program, or of an earlier jaxpar
+        if self._id is None:  # a loop of the user's own: who begins later than the first goes on
+            return None not in found and min((int(match[2]) for match in found if match), default=-1) < step
+        return all(self._resumed if match is None else match[1] == self._id for match in found)
 
     def _write(self, step: int, row: dict[str, Any]) -> None:
         summary = {"value": [{"tag": name, "simple_value": value} for name, value in row.items()]}
@@ -250,7 +316,8 @@ def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
     """A callback of `fit` that writes the records to Weights & Biases.
 
     It needs the package wandb. Names and axis are as in `to_tensorboard`. The run begins with the first record and ends
-    with `fit`.
+    with `fit`. If a run of your own is open, `to_wandb()` without arguments logs into it, with the axis `fit/step`, and
+    leaves it open. With arguments, a run beside it is opened.
 
     Args:
         project, options: arguments of `wandb.init`, such as `name="first"`, `mode="offline"`, `dir="runs"`. With
@@ -269,23 +336,45 @@ def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
 class WeightsAndBiases(Logger):
     """What `to_wandb` returns."""
 
+    _is_theirs = False  # whether the user opened the run
+
     def __init__(self, project: str | None, options: dict[str, Any]):
         self._wandb: Any = import_for("to_wandb", "wandb", "'jaxpar[wandb]'")
         self._options = {"project": project, **options}
+        if options.get("dir") is not None:
+            self._options["dir"] = str(files.as_path(options["dir"], "to_wandb: dir"))
         self.run: Any = None
 
     def _open(self, step: int) -> None:
-        self.run = self._wandb.init(**self._options)
+        # `wandb.init` gives back a run of the user's that is open, whatever the options say.
+        theirs = getattr(self._wandb, "run", None)
+        wanted = {name for name, value in self._options.items() if value is not None}
+        self._is_theirs = theirs is not None and (not wanted or theirs.id == self._options.get("id"))
+        if self._is_theirs:
+            self.run = theirs
+            # It counts its steps itself, so those of `fit` are a metric of their own, and the axis of the others.
+            for names in ("train/*", "test/*", "eval/*", f"{self._of_steps}*"):
+                self.run.define_metric(names, step_metric=_WANDB_AXIS)
+        else:
+            beside = {} if theirs is None else {"reinit": "create_new"}
+            self.run = self._wandb.init(**{**beside, **self._options})
+            if theirs is not None and self.run is theirs:
+                words = "this wandb gave it back in place of a new one; call wandb.finish() before, or give no options"
+                raise RuntimeError(f"to_wandb: run {theirs.id} is open, and {words}")
         self._run_name = f"to_wandb: run {self.run.id}"
 
     def _new(self, step: int, row: dict[str, Any]) -> dict[str, Any]:
-        return row if step >= self.run.step else {}
+        return row if self._is_theirs or step >= self.run.step else {}
 
     def _write(self, step: int, row: dict[str, Any]) -> None:
-        self.run.log(row, step=step)
+        if self._is_theirs:
+            self.run.log({**row, _WANDB_AXIS: step})
+        else:
+            self.run.log(row, step=step)
 
     def _close(self) -> None:
-        self.run.finish()
+        if not self._is_theirs:  # who opened it closes it
+            self.run.finish()
         self.run = None
 
 
@@ -323,6 +412,8 @@ class MLflow(Logger):
 
     def __init__(self, experiment: str | None, uri: PathLike | None, run_name: str | None, run_id: str | None):
         mlflow = import_for("to_mlflow", "mlflow", "'jaxpar[mlflow]'")
+        if uri is not None and ":" not in str(uri) and uri not in _MLFLOW_WORDS:  # MLflow takes a folder too
+            uri = files.as_path(uri, "to_mlflow: tracking_uri").as_uri()
         self._client: Any = mlflow.MlflowClient(tracking_uri=None if uri is None else str(uri))
         self._metric: Any = mlflow.entities.Metric
         self._experiment, self._new_name = experiment, run_name
@@ -355,86 +446,3 @@ class MLflow(Logger):
 
     def _close(self) -> None:
         self._client.set_terminated(self.run_id)
-
-
-# Ray Train.
-
-
-def to_ray() -> RayReport:
-    """A callback of `fit` that reports records and checkpoints to Ray Train.
-
-    All workers call `ray.train.report(metrics, checkpoint=...)` for each record, as soon as its checkpoint is on disk.
-    Ray copies the checkpoint of worker 0, and `checkpoint.restore` reads the copy. Ray keeps metrics only with a
-    checkpoint, so give `fit` a `checkpoint_dir`.
-
-    When Ray restarts the workers, `fit` resumes from the newest checkpoint there. If the last reported one is missing,
-    as on a new host, it is first copied back. An epoch that was saved but not reported is reported then.
-
-    Outside a Ray Train worker the callback does nothing, so the same script runs anywhere, also without Ray.
-
-    Example:
-        >>> from jaxpar import train
-        >>> report = train.to_ray()
-        >>> # state, history = train.fit(..., checkpoint_dir="/shared/run", callbacks=report)
-    """
-    return RayReport()
-
-
-class RayReport:
-    """What `to_ray` returns."""
-
-    def __init__(self) -> None:
-        self._directory: Path | None = None
-        self._reported = -1  # the step of the last report
-        self._missing: list[Record] = []  # records of earlier workers, which were not reported
-
-    def __call__(self, state: Any, record: Record) -> None:
-        """`fit` reports the record when it has saved its checkpoint."""
-
-    def before_resume(self, directory: Path) -> None:
-        """Put the checkpoint that was reported last into the directory, if it is not there."""
-        self._directory = directory
-        ray = distributed._ray_worker()
-        if ray is None:
-            return
-        ours = [r for r in ray.get_all_reported_checkpoints() if r.metrics.get("checkpoint_dir") == str(directory)]
-        if not ours:
-            return
-        last = max(ours, key=lambda reported: reported.metrics["step"])
-        self._reported = last.metrics["step"]
-        with last.checkpoint.as_directory() as copy:
-            checkpoint._adopt(Path(copy), directory)
-
-    def on_start(self, history: Sequence[Record]) -> None:
-        """Find the records that were not reported. They are when all workers have begun."""
-        self._missing = [record for record in history if record["step"] > self._reported]
-
-    def on_saved(self, record: Record, written: Callable[[], Path | None]) -> None:
-        """Report a record. `written()` waits for its checkpoint, and gives the path in worker 0."""
-        ray = distributed._ray_worker()
-        if ray is not None:
-            self._report_missing(ray)
-            self._report(ray, record, written())
-
-    def on_end(self, history: Sequence[Record]) -> None:
-        """Report what is left where no step was to be made."""
-        ray = distributed._ray_worker()
-        if ray is not None and sys.exception() is None:
-            self._report_missing(ray)
-
-    def _report_missing(self, ray: Any) -> None:
-        missing, self._missing = self._missing, []
-        for record in missing:
-            saved = None if self._directory is None else checkpoint._of_step(self._directory, record["step"])
-            self._report(ray, record, saved)
-
-    def _report(self, ray: Any, record: Record, path: Path | None) -> None:
-        metrics = {name: value for name, value in record.items() if value is not None}
-        if self._directory is not None:
-            metrics["checkpoint_dir"] = str(self._directory)
-        with contextlib.ExitStack() as stack:
-            saved = None
-            if path is not None and ray.get_context().get_world_rank() == 0:
-                saved = ray.Checkpoint.from_directory(stack.enter_context(checkpoint._whole_copy(path)))
-            ray.report(metrics, checkpoint=saved)  # Ray has its copy on return
-        self._reported = record["step"]

@@ -67,8 +67,8 @@ class EarlyStopping(Monitor):
         monitor: the name of a metric in the records. None takes the first of these: `eval_loss`, `test_loss`, another
             metric of the evaluation whose name implies a direction, `loss`.
         patience: the number of records without an improvement before the stop.
-        mode: "min" if a smaller value is better, "max" if a larger value is better. "auto" decides by the name:
-            `accuracy` is "max", `loss` is "min".
+        mode: "min" if a smaller value is better, "max" if a larger value is better. "auto" decides by the name, if that
+            is certain: `accuracy` is "max", `loss` is "min". `score`, `neg_loss` and the like need "min" or "max".
         min_delta: the least change that counts as an improvement. NaN does not count.
         restore_best: True: `fit` returns the whole state of the best record, after an early stop and after the last
             epoch. The history keeps all records. With `checkpoint_dir`, the best checkpoint is kept, as by `KeepBest`,
@@ -215,16 +215,23 @@ def _rates(state: TrainState) -> dict[str, float]:
     return {f"{_NAME}_{name or i}": rate for i, (name, rate) in enumerate(zip(names, found.values(), strict=True))}
 
 
-# The metric.
+# The metric. A direction is guessed only where each word of a name is known: one that is not may turn it round, as in
+# "neg_loss", "loss_improvement" or "brier_score".
 
-_UP = {
-    *("acc", "accuracy", "auc", "auroc", "precision", "recall", "f1", "r2", "bleu", "rouge", "iou", "dice", "ndcg"),
-    *("top", "psnr", "ssim", "likelihood", "correct", "map", "score", "reward"),
-}
-_DOWN = {
-    *("loss", "error", "errors", "err", "perplexity", "ppl", "mse", "rmse", "mae", "nll", "entropy", "divergence"),
-    *("kl", "bits", "bpc", "wer", "cer", "distance", "fid", "regret"),
-}
+_UP = frozenset(
+    "acc accuracy auc auroc auprc precision recall f1 r2 bleu rouge iou miou dice ndcg mrr top psnr ssim likelihood "
+    "correct map reward".split()
+)
+_DOWN = frozenset(
+    "loss losses error errors err perplexity ppl mse rmse mae mape nll bpc wer cer divergence fid regret".split()
+)
+_NEUTRAL = frozenset(
+    "eval test train training val valid validation dev holdout own my main total sum mean avg average median running "
+    "smoothed ema batch epoch step macro micro weighted balanced binary categorical class classification regression "
+    "segmentation reconstruction aux auxiliary word token character char sequence pixel masked squared absolute root "
+    "log softmax sigmoid cross entropy kl l1 l2 huber at k rate score exact sample".split()
+)
+_WORDS = re.compile(r"[a-z0-9]+([_/. @-][a-z0-9]+)*")  # no sign before a word, and no formula
 _FIRST = ("eval_loss", "test_loss")
 
 
@@ -251,7 +258,25 @@ def raise_unknown(monitor: str, names: Iterable[str], where: str) -> NoReturn:
 
 
 def _direction(name: str) -> str | None:
-    words = [part for word in re.split(r"[^a-z0-9]+", name.lower()) for part in (word, word.rstrip("0123456789"))]
-    if _DOWN & set(words) or any(word.endswith(("loss", "error")) for word in words):
-        return "min"
-    return "max" if _UP & set(words) or any(w.endswith(("accuracy", "score")) for w in words) else None
+    """ "min" or "max" where the name of a metric tells it for certain: "eval_loss", "top5_accuracy", "crossEntropy"."""
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    if _WORDS.fullmatch(name) is None:
+        return None
+    found: set[str] = set()
+    words: list[str] = []
+    for word in re.split(r"[^a-z0-9]", name):
+        known = word in _UP | _DOWN | _NEUTRAL
+        words += [word] if known else re.findall(r"[a-z]+|[0-9]+", word)  # top5
+    for i, word in enumerate(words):
+        if word.isdecimal():  # recall_at_5 and loss_0, but not 1-acc
+            if i + 1 < len(words) and words[max(i - 1, 0)] not in ("top", "at"):
+                return None
+        elif word in _UP:
+            found.add("max")
+        elif word in _DOWN or (word == "entropy" and words[i - 1] == "cross"):
+            found.add("min")
+        elif word not in _NEUTRAL:
+            return None
+    if len(found) != 1 or ("score" in words and "min" in found):
+        return None
+    return found.pop()

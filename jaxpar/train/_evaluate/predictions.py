@@ -221,7 +221,7 @@ def plot_confusion_matrix(
         axes.set_xticks(range(n), names, rotation=45, ha="right", rotation_mode="anchor")
         axes.set_yticks(range(n), names)
     axes.set(xlabel="predicted", ylabel="label")
-    return save_figure(figure, path)
+    return save_figure(figure, path, "plot_confusion_matrix")
 
 
 @calls.answers("plot_mistakes", renamed={"dataset": "data"})
@@ -263,7 +263,7 @@ def plot_mistakes(
             axes.imshow(image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image, cmap="gray")
             said, label = names[mistakes.predicted[i]], names[mistakes.labels[i]]
             axes.set_title(f"{said} {mistakes.probabilities[i]:.0%}\nis {label}", fontsize=9)
-    return save_figure(figure, path)
+    return save_figure(figure, path, "plot_mistakes")
 
 
 def _names(name: str, class_names: Sequence[str] | None, n: int) -> list[str]:

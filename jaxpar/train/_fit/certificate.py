@@ -1,6 +1,7 @@
 """The certificate of a run: a file of JSON lines with a hash of the state after every `certificate_every` steps.
 
-{"certificate": 1, "jax": "0.12.0", "jaxpar": "0.2.0", "processor": "x86_64 ...", "platform": "cpu", ...}
+{"certificate": 1, "jax": "0.12.0", "jaxpar": "0.2.0", "processor": "x86_64 ...", "platform": "cpu", ...,
+ "run": {"model": ..., "data": ..., "seed": ..., "start": [0, "8100..."], "every": 100, ...}}
 {"step": 100, "state": "85ffc70354b8bc7642208128a38005f1"}
 """
 
@@ -11,7 +12,7 @@ import json
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -21,6 +22,10 @@ from ..._devices import processes
 from .._callbacks.loggers import explain_errors
 from .._step.state import TrainState
 from .compile_cache import cpu_info
+from .identity import describe
+
+if TYPE_CHECKING:
+    from .run import Run
 
 _NUMBER = 1  # of the format
 _FOR_DEVICES = ("devices", "processes", "engine", "kind")  # with virtual shards they do not change bits
@@ -30,8 +35,8 @@ _VECTORS = ("avx512f", "avx2", "avx", "sve", "asimd")
 class Certificate:
     """The certificate that `fit` writes. Process 0 writes, and every process computes."""
 
-    def __init__(self, path: Path, every: int):
-        self._path, self._every = path, every
+    def __init__(self, path: Path, every: int, lock: checkpoint._DirectoryLock):
+        self._path, self._every, self._lock = path, every, lock
         self._unwritten: collections.deque[tuple[int, checkpoint._StateHash]] = collections.deque()
 
     def take(self, at: int, state: TrainState) -> None:
@@ -53,37 +58,80 @@ class Certificate:
         self.write(at)
         self._unwritten.clear()
 
+    def close(self) -> None:
+        """Let another run write the file."""
+        self._lock.release()
 
-def begin(path: Path | None, every: int, step: Any, state: TrainState) -> Certificate | None:
-    """The certificate at this path, created or continued after the step of `state`. None without a path.
 
-    `ValueError` for the file of a run whose bits may differ from those of this run, and for other content.
+def begin(run: Run, state: TrainState) -> Certificate | None:
+    """The certificate of a run, created or continued after the step of `state`. None where it has none.
+
+    `ValueError` for the file of another run, or of one whose bits may differ from those of this run, for a file that
+    lacks a line, and for other content. `OSError` while another run writes it.
     """
-    header = None if path is None else header_of(step, state)
+    path, header = run.certificate, None
+    if path is not None:
+        about = {**describe(run, state), "every": run.certificate_every}
+        header = {**header_of(run.step, state), "run": about}
     processes.agree("fit: certificate= needs the same settings in all processes", json.dumps(header))
     if path is None or header is None:
         return None
-    with processes.raise_together(), explain_errors(path, "the certificate"):
+    header["run"]["start"] = [int(state.step), str(checkpoint._StateHash(state))]
+    lock = checkpoint._DirectoryLock(path.parent, path)
+    with processes.raise_together():
         if jax.process_index() == 0:
-            _begin(path, header, int(state.step))
-    return Certificate(path, every)
+            try:
+                with explain_errors(path, "the certificate"):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    lock.acquire()
+                    _begin(path, header, int(state.step))
+            except BaseException:
+                lock.release()
+                raise
+    return Certificate(path, run.certificate_every, lock)
 
 
 def _begin(path: Path, header: dict[str, Any], at: int) -> None:
     """Drop the lines of steps after `at`, because the run repeats them."""
     lines: dict[int, str] = {}
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         with files.opened(path) as file:
             content = file.read()
         if content:
             before, lines = parse(content[: content.rfind(b"\n") + 1], path)  # a crash may have cut the last line
-            if why := difference(before, header):
+            if why := difference(before, header) or _other_run(before.get("run"), header["run"]):
                 what = f"fit: certificate {path} is from another run ({why})"
                 raise ValueError(f"{what}; give another file, or delete it")
-            header = before
+            if hole := _hole(before.get("run"), lines, at):
+                what = f"fit: certificate {path} has no line of step {hole}, and this run goes on after step {at}"
+                raise ValueError(f"{what}; give another file, which begins there")
+            if "run" not in before or before["run"]["start"][0] <= at:
+                header = before
     text = json.dumps(header) + "\n" + "".join(_line(*item) for item in lines.items() if item[0] <= at)
     files.replace(path, text.encode())  # also an equal one, to see that it can be written
+
+
+def _other_run(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
+    """In what a run differs from the one that began a certificate, in words. "" in nothing, or if that is not known."""
+    if before is None:  # the file of an earlier jaxpar
+        return ""
+    names = [name for name in now if name != "start" and name in before and before[name] != now[name]]
+    if before["start"][0] == now["start"][0] and before["start"] != now["start"]:
+        names.append("start")
+    known = {"data": "the data", "seed": "the seed", "loss": "the loss function", "step": "the options of the step"}
+    known |= {"model": "the shapes of the model", "optimizer": "the optimizer", "start": "the values at the start"}
+    words = [
+        known.get(name, f"{name.replace('_', ' ')}: {before[name]} in the file, {now[name]} now") for name in names
+    ]
+    return "; ".join(f"{each} differs" if name in known else each for name, each in zip(names, words, strict=True))
+
+
+def _hole(run: dict[str, Any] | None, lines: dict[int, str], at: int) -> int | None:
+    """The first step up to `at` of which a certificate should have a line, and has none."""
+    if run is None:
+        return None
+    start, every = run["start"][0], run["every"]
+    return next((step for step in range(start - start % every + every, at + 1, every) if step not in lines), None)
 
 
 def _line(step: int, state: str) -> str:
@@ -105,11 +153,19 @@ def header_of(step: Any, state: TrainState) -> dict[str, Any]:
 def difference(header: dict[str, Any], other: dict[str, Any]) -> str:
     """Why the bits of two runs may differ, in words. "" if they must be equal."""
     free = () if header.get("virtual_shards") is None else _FOR_DEVICES
-    wrong = [name for name in other if name not in free and header.get(name) != other[name]]
+    wrong = [name for name in other if name not in (*free, "run") and header.get(name) != other[name]]
     return "; ".join(f"{name.replace('_', ' ')}: {header.get(name)} in the file, {other[name]} now" for name in wrong)
 
 
-def parse(content: bytes, path: Path) -> tuple[dict[str, Any], dict[int, str]]:
+def read(path: str) -> tuple[dict[str, Any], dict[int, str]]:
+    """The header and the hashes of a certificate. `ValueError` where it cannot be read."""
+    try:
+        return parse(files.as_path(path, "the certificate").read_bytes(), path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def parse(content: bytes, path: str | Path) -> tuple[dict[str, Any], dict[int, str]]:
     """The header of a certificate, and the hash of each of its steps. `ValueError` for other content."""
     header: dict[str, Any] = {}
     lines: dict[int, str] = {}
@@ -121,7 +177,7 @@ def parse(content: bytes, path: Path) -> tuple[dict[str, Any], dict[int, str]]:
         try:
             entry = json.loads(line)
             if number == 1:
-                header, good = entry, entry["certificate"] == _NUMBER
+                header, good = entry, entry["certificate"] == _NUMBER and _is_good_run(entry.get("run"))
             else:
                 step, state = entry["step"], entry["state"]
                 good = type(step) is int and step > last and isinstance(state, str)
@@ -134,6 +190,13 @@ def parse(content: bytes, path: Path) -> tuple[dict[str, Any], dict[int, str]]:
     if not header:
         raise ValueError(f"{path} is empty; give the file that fit(certificate=...) wrote")
     return header, lines
+
+
+def _is_good_run(run: Any) -> bool:
+    if run is None:
+        return True
+    step, state = run["start"]
+    return type(step) is int and isinstance(state, str) and type(run["every"]) is int and run["every"] > 0
 
 
 def _processor(device: Any) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 from ..._core.calls import answers
+from ..._core.files import as_path
 
 
 @answers("use_compilation_cache")
@@ -41,7 +42,7 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Pa
     there = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if there:
         return Path(there)
-    chosen = _own_directory() if directory is None else Path(directory)
+    chosen = _own_directory() if directory is None else as_path(directory, "use_compilation_cache: directory")
     if chosen is None:
         return None
     chosen.mkdir(parents=True, exist_ok=True)

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import jax
 
 from ... import checkpoint, data, distributed
-from ..._core import calls, checks
+from ..._core import calls, checks, files
 from .._callbacks.callbacks import Callback, OnStep, WithMemory
 from .._callbacks.history import History
 from .._step.state import IN_STORE, TrainState, check_is_state
 from .._step.train_step import TrainStep
-from .certificate import difference, header_of, parse
+from .certificate import difference, header_of
 from .interrupt import Interrupts, describe_stop, finish_interrupted
 from .loop import train
 from .progress import Profile
@@ -106,9 +106,10 @@ def fit(
         checkpoint_every: also save a checkpoint after every `checkpoint_every` steps.
         keep: the number of latest checkpoints that are kept.
         certificate: a file for hashes of the state, which `jaxpar verify` recomputes, see docs/same_bits.md. A resumed
-            run continues the file and replaces the lines of repeated steps.
+            run continues the file and replaces the lines of repeated steps. The file of another run is refused.
         certificate_every: the number of steps between two hashes.
-        metrics_file: a file for the history as JSON lines, as from `to_jsonl`. It holds only this run.
+        metrics_file: a file for the history as JSON lines, as from `to_jsonl`: all epochs of this run, after
+            what other runs have written there.
         callbacks: a callback or several, called after each epoch and its evaluation: a function `callback(state,
             record)`, or an object with `init(state) -> memory` and `on_epoch(memory, state, record) -> (memory, stop)`,
             such as `EarlyStopping`. `memory` is a pytree of arrays, numbers and texts, which is saved with the
@@ -188,16 +189,21 @@ class Verified:
     differs: int | None  # the last of them, if it differs. None: all are the same.
 
 
-def verify(path: Path, arguments: Any, first: int | None = None, last: int | None = None) -> Verified:
+def verify(
+    path: str,
+    certified: tuple[dict[str, Any], dict[int, str]],
+    arguments: Any,
+    first: int | None = None,
+    last: int | None = None,
+) -> Verified:
     """Compute certified steps again by these arguments of `fit`, and compare the hashes. Nothing is shown or written.
+
+    `certified` is what `certificate.read` found in the file, before code of the user ran.
 
     It begins at the last checkpoint that is not after step `first`, or at the state that is given, and ends at step
     `last` or at the last line. `ValueError` without such steps, and for another machine, version or program.
     """
-    try:
-        header, lines = parse(path.read_bytes(), path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    header, lines = certified
     steps = [step for step in lines if (first or 0) <= step <= (last or step)]
     if not steps:
         known = f"its steps are {min(lines)} to {max(lines)}" if lines else "it has none"
@@ -226,7 +232,8 @@ def _begin(state: Any, step: Any, directory: Any, first: int, certified: int) ->
     """The last state at or before a step that is known, and its checkpoint."""
     own = int(state.step)
     if directory is not None:
-        found = checkpoint._newest_good(Path(directory), set(), lambda _, body: own < body.get("step", 0) <= first)
+        place = files.as_path(directory, "verify: checkpoint_dir")
+        found = checkpoint._newest_good(place, set(), lambda _, body: own < body.get("step", 0) <= first)
         if found is not None:
             return checkpoint.restore(found.path, like_saved(state, step)), found.path
     if own > certified:

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from .._step.nonfinite import NonFiniteError, check_finite
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from . import certificate
+from .identity import identity
 from .interrupt import Interrupts, describe_stop, finish_interrupted
 from .progress import BEHIND, Epoch, Metrics, Progress, Trace
 from .run import Past, Run, like_saved, resume, shuffle_key
@@ -46,17 +47,25 @@ def train(run: Run, state: TrainState, make_steps: MakeSteps | None = None) -> t
     loop = Loop(run, manager, run.check(state), past, behind=BEHIND if make_steps is None else 0)
     if manager is not None:
         run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
-        processes.ask_first(manager._lock.acquire)
+        processes.ask_first(manager._open)
     if run.certificate is not None or processes.count() > 1:  # several agree whether there is one
-        loop.certificate = certificate.begin(run.certificate, run.certificate_every, run.step, loop.state)
-    with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
-        run.callbacks.call("on_start", loop.history)
+        loop.certificate = certificate.begin(run, loop.state)
+    try:
+        with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
+            if any(hasattr(callback, "on_run") for callback in run.callbacks.each):
+                loop.identity = loop.identity or identity(run, loop.state)
+                run.callbacks.call("on_run", loop.identity, past.resumed)
+            run.callbacks.call("on_start", loop.history)
+    except BaseException:
+        loop.close_certificate()
+        raise
     loop.signals = Interrupts()
     try:
         with loop.signals, contextlib.ExitStack() as at_end:
             # They end in the reverse order: the steps, `on_end`, the checkpoints, and last the signals.
             if manager is not None:
                 at_end.enter_context(contextlib.closing(manager))
+            at_end.callback(loop.close_certificate)
             at_end.callback(run.callbacks.call, "on_end", loop.history)
             calls = contextlib.nullcontext(loop.calls()) if make_steps is None else make_steps(loop)
             steps = loop.steps(at_end.enter_context(calls))
@@ -80,7 +89,7 @@ def train(run: Run, state: TrainState, make_steps: MakeSteps | None = None) -> t
         raise
     if loop.signals.asked is None:
         return loop.state, loop.history
-    saved = None if run.checkpoint_dir is None else checkpoint._of_step(Path(run.checkpoint_dir), loop.at)
+    saved = None if run.checkpoint_dir is None else checkpoint._of_step(run.checkpoint_dir, loop.at)
     place = describe_stop(loop.at, loop.number, run.epochs, saved)
     if was_over:  # the same call on this state trains on
         place = f"after the last step, {loop.at}; the run is complete" + (f", saved in {saved}" if saved else "")
@@ -105,6 +114,7 @@ class Loop:
     def __init__(self, run: Run, manager: checkpoint.Manager | None, state: TrainState, past: Past, behind: int):
         self.run, self.state, self.history = run, state, History(past.history)
         self.certificate: certificate.Certificate | None = None
+        self.identity = past.identity
         self.first, self.epoch = past.first, past.epoch  # the first step of the run, the sums of the epoch under way
         self.at = self.began = int(state.step)  # steps that were made, and before this call of `fit`
         # The steps at which epochs began, the one under way last. Where epochs differ in length, those of earlier calls
@@ -197,8 +207,10 @@ class Loop:
                 self.epoch = Epoch()
             elif self._past.resumed and self.at == self.last and jax.process_index() == 0:
                 what = "a callback ended this run" if self._past.stopped else "complete"
-                more = "" if self._past.stopped else f"raise {self.run.limits}, or "
-                say_news(f"{what} at step {self.at}: 0 steps trained; {more}resume=False for a new run")
+                more, or_so = f"raise {self.run.limits}, or ", ""
+                if self._past.stopped:
+                    more, or_so = "", f", or other settings of the callback or of {self.run.limits} to go on"
+                say_news(f"{what} at step {self.at}: 0 steps trained; {more}resume=False for a new run{or_so}")
             while self.at < self.last:
                 if self.epoch.since is None:  # an epoch begins, or goes on after an evaluation
                     if self.between_epochs or self.at == self.began:
@@ -281,7 +293,7 @@ class Loop:
 
     def should_stop(self, due: dict[str, bool] | None) -> bool:
         """Evaluate and call the callbacks where a record is due, save if that is. Return whether the run is to stop."""
-        callbacks, record, stopped, failed = self.run.callbacks, None, False, True
+        callbacks, record, stopped, failed = self.run.callbacks, None, list[str](), True
         if due is not None:
             try:
                 scores = {**self.run.evaluation.scores(self.state), **callbacks.measure(self.state)}
@@ -301,7 +313,7 @@ class Loop:
             if record is not None:
                 self._before = self.memories  # those that a checkpoint of a run cut by `max_steps` has
                 self.memories, stopped = callbacks.run(self.memories, self.state, record)
-                stopped = stopped and not record.get("interrupted")
+                stopped = [] if record.get("interrupted") else stopped
                 if self._manager is None and callbacks.restores_best and callbacks.best_step(self.memories) == self.at:
                     with user_mesh.outside_mesh():  # a copy, since the next step takes the state
                         self._best = mesh.own_copies(self.state)
@@ -312,7 +324,7 @@ class Loop:
         if record is not None:
             # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in others.
             callbacks.call("on_saved", record, self._written)
-        return stopped or interrupted
+        return bool(stopped) or interrupted
 
     def _record(self, scores: dict[str, float], mark: dict[str, bool]) -> Record:
         """What the steps of the epoch add up to so far. There is a key only for what has a value."""
@@ -332,8 +344,11 @@ class Loop:
             **mark,
         }
 
-    def save(self, *, stopped: bool = False, interrupted: bool = False, failed: bool = False) -> None:
-        """Save the state if it is due, with what `fit` needs to go on. Waits for the steps of an epoch under way."""
+    def save(self, *, stopped: Sequence[str] = (), interrupted: bool = False, failed: bool = False) -> None:
+        """Save the state if it is due, with what `fit` needs to go on. Waits for the steps of an epoch under way.
+
+        `stopped`: which callbacks end the run.
+        """
         # The record of an epoch that `max_steps` cuts short, and what callbacks made of it, are not saved: a longer run
         # has neither. Nor is a record that a callback `failed` at: the next call makes it again, for all callbacks.
         if self._manager is None or (failed and not self.between_epochs):
@@ -354,7 +369,9 @@ class Loop:
         history, memories = (self.history[:-1], self._before) if cut else (self.history, self.memories)
         info = {
             **{"first": self.first, "batch_size": run.batch_size, "examples": run.examples, "rates": self._past.rates},
-            **{"stopped": stopped, "interrupted": interrupted, "callbacks": run.callbacks.to_json(memories)},
+            **({"ended_by": list(stopped), "limit": run.limit} if stopped else {}),
+            **{"stopped": bool(stopped), "interrupted": interrupted, "callbacks": run.callbacks.to_json(memories)},
+            **({} if self.identity is None else {"run": self.identity}),
             **under_way,
             **({} if run.steps else {"epochs_over": len(self._starts) - 1, "epoch_began": self._starts[-1]}),
             **({} if place is None else {"place": place}),
@@ -396,6 +413,11 @@ class Loop:
         # At the end of `max_steps` an earlier call made it, and its checkpoint does not have it.
         scores = self.run.evaluation.scores(self.state) if self.at == self.last else {}
         self.history.append(self._record(scores, {"interrupted": True}))
+
+    def close_certificate(self) -> None:
+        """Let another run write the certificate, if there is one."""
+        if self.certificate is not None:
+            self.certificate.close()
 
     def go_back(self, state: TrainState, step: int) -> None:
         """Go back to the state before a step that is not finite. No later step counts."""

@@ -55,7 +55,7 @@ class RateTest:
             axes.set_ylim(top=max(self.smoothed[0], least) + 0.5 * abs(self.smoothed[0] - least) + 1e-12)
         axes.grid(alpha=0.3)
         axes.legend()
-        return save_figure(figure, path)
+        return save_figure(figure, path, "lr_find, plot")
 
     def __repr__(self) -> str:
         found = "none" if self.suggestion is None else f"{self.suggestion:.2e}"

@@ -120,6 +120,14 @@ class Progress:
             self.bar = None
 
 
+def as_profile(given: Profile | None) -> Profile | None:
+    """What `fit` is given as `profile`, with an absolute path."""
+    if isinstance(given, tuple):
+        directory, first, number = given
+        return files.as_path(directory, "fit: profile"), first, number
+    return None if given is None else files.as_path(given, "fit: profile")
+
+
 class Trace:
     """Traces some of the steps of a run by jax's profiler. `ValueError` if the run does not have them.
 
@@ -136,7 +144,7 @@ class Trace:
                 raise ValueError(f"fit: profile asks for {num} steps from step {first} on, but {has}")
         else:  # in the steady state: compiled, and the device is fed ahead
             directory, first, num = profile, min(_FIRST_TRACED, max(0, steps - _NUM_TRACED)), _NUM_TRACED
-        self._directory = os.fspath(files.as_path(directory, "fit: profile"))
+        self._directory = os.fspath(directory)
         self._traced = range(began + first, began + first + num)
         self._is_tracing = False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from .._evaluate.evaluate import Evaluation, check_classes
 from .._step.loss import ClassificationLoss, check_loss_takes
 from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
-from .progress import Epoch, Profile
+from .progress import Epoch, Profile, as_profile
 
 # What `fit` itself puts into records. The metric `skipped` is the step's own.
 _TAKEN = {*NO_METRICS, "test_loss", "test_accuracy"} - {"skipped"}
@@ -33,9 +32,11 @@ class Run:
 
     def __init__(self, state: TrainState, step: TrainStep, train_data: Any, **given: Any):
         # The order is that in which a user would mend them: what takes long to find out comes last.
-        file = given["certificate"]
-        self.certificate: Path | None = None if file is None else files.as_path(file, "fit: certificate")
-        self.checkpoint_dir: str | os.PathLike[str] | None = given["checkpoint_dir"]
+        paths = {name: given[name] for name in ("certificate", "checkpoint_dir", "metrics_file")}
+        given |= {name: files.as_path(path, f"fit: {name}") for name, path in paths.items() if path is not None}
+        self.certificate: Path | None = given["certificate"]
+        self.checkpoint_dir: Path | None = given["checkpoint_dir"]
+        self.profile: Profile | None = as_profile(given["profile"])
         places = self.checkpoint_dir, self.certificate
         self.callbacks = Callbacks(given["metrics_file"], given["callbacks"], given["on_step"], *places)
         check_is_state(state, "fit")
@@ -69,6 +70,8 @@ class Run:
         if self.steps is not None:
             self.num_steps = min((self.epochs or sys.maxsize) * self.steps, self.num_steps)
             self.epochs = -(-self.num_steps // self.steps)
+        # Where the run is to end, for the one that a callback ends earlier: in steps, or in epochs of unknown length.
+        self.limit: int = self.num_steps if self.steps is not None else min(self.epochs or sys.maxsize, self.num_steps)
         loss_fn = getattr(step, "loss_fn", None)
         if isinstance(loss_fn, ClassificationLoss) and isinstance(self.source, data.DatasetSource):
             specs = specs_of(state.store)  # the state may be donated
@@ -102,7 +105,6 @@ class Run:
         self.certificate_every: int = given["certificate_every"]
         self.progress: bool = given["progress"]
         self.resume: bool | Literal["auto"] = given["resume"]
-        self.profile: Profile | None = given["profile"]
         self.on_interrupt: Literal["auto", "return", "raise"] = given["on_interrupt"]
         # For people: what the data consist of, and the arguments that end the run.
         self.unit = "images" if isinstance(self.source, data.DatasetSource) else "examples"
@@ -173,8 +175,9 @@ class Past:
     rates: dict[str, float]  # the learning rates of the given state, where it has them
     history: list[Record] = dataclasses.field(default_factory=list)  # the records of the epochs that are over
     epoch: Epoch = dataclasses.field(default_factory=Epoch)  # the one that is not
-    stopped: bool = False  # whether a callback ended the training
+    stopped: bool = False  # whether a callback ended the training, and would end it again
     memories: list[Any] | None = None  # of the callbacks, as `Callbacks.to_json` gave them. None: they were not saved.
+    identity: str | None = None  # the name of the run in its logs, where it has any
     resumed: bool = False  # whether it goes on from a checkpoint of `fit`
     epochs_over: int = 0  # where epochs differ in length: how many are over,
     epoch_began: int | None = None  # and the step at which the next one began. None: at the first step.
@@ -216,7 +219,12 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     epoch = Epoch(collections.Counter(info.get("sums", {})), info.get("counted", 0), info.get("seconds", 0.0))
     history = list(filter(_is_record, info.get("history", [])))
     stopped, memories = info.get("stopped", False), info.get("callbacks")
-    past = Past(info["first"], rates, history, epoch, stopped, memories, resumed=True)
+    is_other = info.get("limit", run.limit) != run.limit  # where the run was to end
+    if stopped and (is_other or not run.callbacks.stays_over(info.get("ended_by"))):
+        stopped = False
+        if jax.process_index() == 0:
+            text.say_news(f"a callback ended this run at step {at}; other callbacks or limits are given, so it goes on")
+    past = Past(info["first"], rates, history, epoch, stopped, memories, info.get("run"), resumed=True)
     return state, dataclasses.replace(past, **{name: info[name] for name in _OF_EPOCHS if name in info})
 
 
@@ -248,7 +256,7 @@ def has_good_info(path: Path, body: dict[str, Any]) -> bool:
     if "first" not in info:  # the user saved it
         return True
     history, sums, callbacks = info.get("history", []), info.get("sums", {}), info.get("callbacks", [])
-    rates = info.get("rates", {})
+    rates, ended_by = info.get("rates", {}), info.get("ended_by", [])
     good = {
         "first": _is_count(info["first"]) and info["first"] <= step,
         **{name: _is_count(info.get(name)) for name in ("batch_size", "examples")},
@@ -259,6 +267,9 @@ def has_good_info(path: Path, body: dict[str, Any]) -> bool:
         "seconds": _is_number(info.get("seconds", 0.0)),
         "rates": isinstance(rates, dict) and all(map(_is_number, rates.values())),
         "callbacks": isinstance(callbacks, list) and all(map(is_saved_memory, callbacks)),
+        "ended_by": isinstance(ended_by, list) and all(isinstance(each, str) and each.split() for each in ended_by),
+        "run": isinstance(info.get("run", ""), str),
+        "limit": _is_count(info.get("limit", 0)),
         "place": isinstance(info.get("place", []), list),
     }
     wrong = [name for name, holds in good.items() if not holds]

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from ..._core import files
 from ..._core.text import describe, did_you_mean
 
 _LARGE = "Draw less of it: depth=0 closes every module, max_nodes=100 draws fewer nodes; or give time_limit=..."
@@ -91,10 +92,10 @@ _USUAL = ("html", "svg", "png", "pdf", "gif", "jpg", "webp", "dot")
 def path_of(filename: Any, directory: Any, what: str = "Plot.save") -> str:
     """The path of a file, with `~` as the user's home. It must have a name, and not only an ending."""
     parts = [_text(part, what) for part in (directory, filename) if part is not None]
-    path = os.path.expanduser(os.path.join(*parts))
-    name = os.path.basename(path)
-    if not parts[-1] or "\0" in path:
+    if not parts[-1] or "\0" in "".join(parts):
         raise ValueError(f"{what}: the name of the file must not be empty or have a NUL in it, got {parts[-1]!r}")
+    path = files.as_local(os.path.join(*parts), f"{what}: the path")
+    name = os.path.basename(path)
     if name.startswith(".") and name[1:].lower() in FORMATS | PAGES:
         raise ValueError(f"{what}: {path!r} is only an ending; write a name before it, such as 'plot{name}'")
     return path

@@ -9,12 +9,14 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
 from ..._core import checks
 from ..._core.calls import answers
+from ..._core.files import as_path
 from ..._core.text import did_you_mean, plural
 from .._draw.style import Options
 from .._fold.calls import Call
@@ -125,7 +127,7 @@ def plot_step(
     check_picture(Options(title, theme=theme), time_limit, "plot_step")
     named = isinstance(heat, str) and heat in _HEATS
     profile = None if named else heat
-    if isinstance(profile, str) and not os.path.isdir(profile):
+    if isinstance(profile, str) and not as_path(profile, "plot_step: heat").is_dir():
         raise ValueError(
             f"plot_step: heat must be one of {', '.join(_HEATS)}, a dict of layers and seconds, or the directory of a "
             f"profile, got {profile!r}"
@@ -163,7 +165,7 @@ def read_step(
     `compiled` is the program of the step, where there is one already.
     """
     check_trace(step, len(args), params_argnums, *options, what="trace_step")
-    _check_profile(profile)
+    profile = _check_profile(profile)
     net, compiled = _read(step, args, params_argnums, options, compiled)
     program, names = parse(compiled.as_text() or ""), name_drafts(net)
     places = Places(program, net, names)
@@ -268,10 +270,10 @@ def _part(names: dict[int, str], peaks: dict[int, int], seconds: dict[str, float
     )
 
 
-def _check_profile(profile: Any) -> None:
-    """Check what `trace_step` is given, before anything is compiled."""
+def _check_profile(profile: Any) -> Mapping[str, float] | Path | None:
+    """What `trace_step` is given, checked before anything is compiled."""
     if profile is None or isinstance(profile, (str, os.PathLike)):
-        return
+        return None if profile is None else as_path(profile, "trace_step: profile")
     if not isinstance(profile, Mapping):
         raise TypeError(
             "trace_step: profile must be a dict of layers and seconds, or the directory that jax.profiler.trace wrote, "
@@ -280,19 +282,20 @@ def _check_profile(profile: Any) -> None:
     for name, seconds in profile.items():
         expected = "a number of seconds, 0 or more"
         checks.number(seconds, "trace_step", f"profile[{name!r}]", expected, lambda value: 0 <= value < math.inf)
+    return profile
 
 
-def _seconds(profile: Profile | None, places: Places) -> dict[str, float]:
+def _seconds(profile: Mapping[str, float] | Path | None, places: Places) -> dict[str, float]:
     """The seconds of each layer, by its name. Those of a directory are the sum over its devices and steps."""
     found: dict[str, float] = {}
     if isinstance(profile, Mapping):
         found |= {str(name): float(seconds) for name, seconds in profile.items()}
     elif profile is not None:
-        for event, seconds in _events(os.fspath(profile)):
+        for event, seconds in _events(str(profile)):
             if (at := _draft_of(event, places)) is not None:
                 found[places.names[at]] = found.get(places.names[at], 0.0) + seconds
         if not found:
-            raise ValueError(f"trace_step: the profile in {os.fspath(profile)!r} has no instruction of this step")
+            raise ValueError(f"trace_step: the profile in {str(profile)!r} has no instruction of this step")
     known = list(places.names.values())
     for name in sorted(found.keys() - set(known)):
         raise ValueError(

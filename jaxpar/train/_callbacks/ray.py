@@ -1,0 +1,92 @@
+"""The records and checkpoints of a run, reported to Ray Train."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ... import checkpoint, distributed
+from .history import Record
+
+
+def to_ray() -> RayReport:
+    """A callback of `fit` that reports records and checkpoints to Ray Train.
+
+    All workers call `ray.train.report(metrics, checkpoint=...)` for each record, as soon as its checkpoint is on disk.
+    Ray copies the checkpoint of worker 0, and `checkpoint.restore` reads the copy. Ray keeps metrics only with a
+    checkpoint, so give `fit` a `checkpoint_dir`.
+
+    When Ray restarts the workers, `fit` resumes from the newest checkpoint there. If the last reported one is missing,
+    as on a new host, it is first copied back. An epoch that was saved but not reported is reported then.
+
+    Outside a Ray Train worker the callback does nothing, so the same script runs anywhere, also without Ray.
+
+    Example:
+        >>> from jaxpar import train
+        >>> report = train.to_ray()
+        >>> # state, history = train.fit(..., checkpoint_dir="/shared/run", callbacks=report)
+    """
+    return RayReport()
+
+
+class RayReport:
+    """What `to_ray` returns."""
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+        self._reported = -1  # the step of the last report
+        self._missing: list[Record] = []  # records of earlier workers, which were not reported
+
+    def __call__(self, state: Any, record: Record) -> None:
+        """`fit` reports the record when it has saved its checkpoint."""
+
+    def before_resume(self, directory: Path) -> None:
+        """Put the checkpoint that was reported last into the directory, if it is not there."""
+        self._directory = directory
+        ray = distributed._ray_worker()
+        if ray is None:
+            return
+        ours = [r for r in ray.get_all_reported_checkpoints() if r.metrics.get("checkpoint_dir") == str(directory)]
+        if not ours:
+            return
+        last = max(ours, key=lambda reported: reported.metrics["step"])
+        self._reported = last.metrics["step"]
+        with last.checkpoint.as_directory() as copy:
+            checkpoint._adopt(Path(copy), directory)
+
+    def on_start(self, history: Sequence[Record]) -> None:
+        """Find the records that were not reported. They are when all workers have begun."""
+        self._missing = [record for record in history if record["step"] > self._reported]
+
+    def on_saved(self, record: Record, written: Callable[[], Path | None]) -> None:
+        """Report a record. `written()` waits for its checkpoint, and gives the path in worker 0."""
+        ray = distributed._ray_worker()
+        if ray is not None:
+            self._report_missing(ray)
+            self._report(ray, record, written())
+
+    def on_end(self, history: Sequence[Record]) -> None:
+        """Report what is left where no step was to be made."""
+        ray = distributed._ray_worker()
+        if ray is not None and sys.exception() is None:
+            self._report_missing(ray)
+
+    def _report_missing(self, ray: Any) -> None:
+        missing, self._missing = self._missing, []
+        for record in missing:
+            saved = None if self._directory is None else checkpoint._of_step(self._directory, record["step"])
+            self._report(ray, record, saved)
+
+    def _report(self, ray: Any, record: Record, path: Path | None) -> None:
+        metrics = {name: value for name, value in record.items() if value is not None}
+        if self._directory is not None:
+            metrics["checkpoint_dir"] = str(self._directory)
+        with contextlib.ExitStack() as stack:
+            saved = None
+            if path is not None and ray.get_context().get_world_rank() == 0:
+                saved = ray.Checkpoint.from_directory(stack.enter_context(checkpoint._whole_copy(path)))
+            ray.report(metrics, checkpoint=saved)  # Ray has its copy on return
+        self._reported = record["step"]

@@ -1,0 +1,88 @@
+"""Which run a call of `fit` is: what decides its numbers, each as a short hash, by names for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import platform
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from ... import data, kv
+from ..._store.store import specs_of
+from .._callbacks.fingerprint import fingerprint
+from .._step.state import TrainState
+from .._step.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from .run import Run
+
+_WHOLE = 64 << 20  # bytes of an array that are hashed whole. Of a larger one, as many blocks over all of it
+_BLOCK = 1 << 20
+
+
+def describe(run: Run, state: TrainState) -> dict[str, Any]:
+    """The model's shapes, data, seed, optimizer, loss, options of the step, and batch size of a run.
+
+    What cannot be known is None: the data of an iterable, before it is read.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path((specs_of(state.store), state.model_state))
+    shapes = [(jax.tree_util.keystr(path), tuple(x.shape), str(x.dtype)) for path, x in leaves]
+    step, options = run.step, dict[str, Any]()
+    if isinstance(step, TrainStep):  # else it is the user's own function
+        own = step.device_step
+        options = {field.name: getattr(own, field.name) for field in dataclasses.fields(own) if field.name != "loss_fn"}
+    rules = kv._rule_of_each(state.store)
+    known = all(rule is not None for rule in rules.values())
+    return {
+        "python": ".".join(platform.python_version_tuple()[:2]),  # the hashes of functions are of its code
+        "model": fingerprint(shapes),
+        "data": digest_of_data(run.source, run.examples),
+        "seed": fingerprint(np.asarray(jax.random.key_data(state.rng))),
+        "optimizer": fingerprint(rules if known else state.store.updater),
+        "loss": fingerprint(step.loss_fn if isinstance(step, TrainStep) else step),
+        "step": fingerprint(options, getattr(step, "nonfinite", "")),
+        "batch_size": run.batch_size,
+    }
+
+
+def identity(run: Run, state: TrainState) -> str:
+    """A name of the run: equal for two calls of `fit` that compute the same numbers, as far as that is known."""
+    about = describe(run, state)
+    unknown = secrets.token_hex(8) if about["data"] is None else ""
+    values = [x for x in state.store.values.values() if x.ndim > 1] or list(state.store.values.values())
+    first = min(values, key=lambda x: x.size, default=None)  # ensembles differ in their values alone
+    part = None if first is None else np.asarray(first.addressable_data(0)).astype(np.float64)[:1024]
+    return fingerprint(about, unknown, int(state.step), part)
+
+
+def digest_of_data(source: data.Source, examples: int) -> str | None:
+    """A hash of arrays and of lists of batches. None for data that are only known when they are read."""
+    arrays: Any = getattr(source, "arrays", None)
+    if isinstance(source, data.IterableSource) and isinstance(source.source, (list, tuple)):
+        arrays = source.source
+    if arrays is None:
+        return None
+    found = hashlib.sha256(str(examples).encode())
+    leaves, structure = jax.tree.flatten(arrays)
+    found.update(str(structure).encode())
+    for leaf in leaves:
+        array = np.asarray(leaf)
+        if array.dtype.hasobject:
+            return None
+        found.update(f"{array.dtype} {array.shape} ".encode())
+        for part in _parts(array):
+            found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()[:16]
+
+
+def _parts(array: np.ndarray) -> list[np.ndarray]:
+    """The whole array, or blocks of its rows, evenly spread, the first and the last one among them."""
+    if array.nbytes <= _WHOLE or not array.ndim:
+        return [array]
+    rows = max(1, _BLOCK * len(array) // array.nbytes)
+    starts = np.linspace(0, len(array) - rows, _WHOLE // _BLOCK, dtype=np.int64)
+    return [array[start : start + rows] for start in starts]
