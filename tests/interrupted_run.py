@@ -8,17 +8,17 @@ import signal
 import sys
 import time
 
-import fit_model
 import optax
+import world
 
 from jaxpar import distributed
 
 TX = optax.sgd(0.1, momentum=0.9)
-start = functools.partial(fit_model.start, TX)
+start = functools.partial(world.start_classifier, TX)
 
 
 def run(state, **options):  # 20 steps of 8
-    return fit_model.run_on(fit_model.points(160), state, batch_size=8, **options)
+    return world.run_on(world.points(160), state, batch_size=8, **options)
 
 
 def main(directory, epochs, mode, seconds="0.01"):

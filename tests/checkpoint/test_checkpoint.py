@@ -8,18 +8,17 @@ import shutil
 import signal
 import threading
 
-import fit_model
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-import step_model
+import world
 from jax.sharding import NamedSharding, PartitionSpec as P
 from kv_model import assert_unchanged, snapshot
 from launched import python
-from step_model import close
+from world import close
 
 from jaxpar import checkpoint, data, kv, train, updaters
 from jaxpar._core import portable
@@ -52,7 +51,7 @@ SAME_NOISE = train.make_train_step(lambda params, batch, rng: loss_fn(params, ba
 
 def trained(state, steps=2, step=STEP):
     batches = data.batches(points(), 16, epochs=None, devices=state.store.devices)
-    return step_model.trained(step, state, itertools.islice(batches, steps))[0]
+    return world.trained(step, state, itertools.islice(batches, steps))[0]
 
 
 def same(a, b):
@@ -458,7 +457,7 @@ def test_the_last_few_stay(tmp_path, capsys):
 
 def test_a_step_that_is_there_already(tmp_path):
     for n in range(2):
-        fit_model.save_by_manager(tmp_path, make(rng=n))
+        world.save_by_manager(tmp_path, make(rng=n))
     assert sorted(os.listdir(tmp_path)) == ["step_00000000", "step_00000000.2"]
     assert checkpoint.latest(tmp_path) == tmp_path / "step_00000000.2"
 
@@ -517,7 +516,7 @@ def test_no_directory_to_write_to(tmp_path):
 
 
 def run(state, directory=None, step=STEP, epochs=3, **options):
-    return fit_model.run_on(points(), state, step=step, epochs=epochs, checkpoint_dir=directory, **options)
+    return world.run_on(points(), state, step=step, epochs=epochs, checkpoint_dir=directory, **options)
 
 
 @pytest.mark.sampled(1)
@@ -535,7 +534,7 @@ def test_a_run_that_fails_in_an_epoch_goes_on_as_if_it_had_not(tmp_path, capsys,
     assert f"resumed from step { ({None: 4, 1: 7, 3: 6}[every]) } in {tmp_path}" in capsys.readouterr().out
     expected, records = run(make())
     same(state, expected)
-    assert fit_model.numbers(history) == fit_model.numbers(records)
+    assert world.numbers(history) == world.numbers(records)
     assert all(r["seconds"] > 0 for r in history)
 
     def never(state, batch):
@@ -565,11 +564,11 @@ def test_going_on_from_a_state_saved_by_hand(tmp_path, by):
     if by == "save":
         checkpoint.save(tmp_path / "mine", state)
     else:
-        fit_model.save_by_manager(tmp_path, state, {"note": "mine"})
+        world.save_by_manager(tmp_path, state, {"note": "mine"})
     resumed, records = run(make(), tmp_path, epochs=2)
     expected, whole = run(make(), epochs=2)
     same(resumed, expected)
-    assert fit_model.numbers(history + records) == fit_model.numbers(whole)
+    assert world.numbers(history + records) == world.numbers(whole)
 
 
 def compressed_run(kind, directory=None, **options):
@@ -618,7 +617,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, kind, capsys):
     state, history = compressed_run(kind, tmp_path / "run", certificate=places[1])
     assert "resumed from step" in capsys.readouterr().out
     same(state, expected)
-    assert fit_model.numbers(history) == fit_model.numbers(records)
+    assert world.numbers(history) == world.numbers(records)
     assert places[1].read_bytes() == certificate
 
 
@@ -628,5 +627,5 @@ def test_names_that_are_not_unicode(tmp_path):
     checkpoint.save(saved, {"w": jnp.arange(3.0)})
     assert checkpoint.latest(directory) == saved
     assert checkpoint.restore(saved, {"w": jnp.zeros(3)})["w"].tolist() == [0, 1, 2]
-    fit_model.save_by_manager(directory, {"w": jnp.ones(3)}, best=True)
+    world.save_by_manager(directory, {"w": jnp.ones(3)}, best=True)
     assert checkpoint.best(directory) == checkpoint.latest(directory) == directory / "save_00000002"

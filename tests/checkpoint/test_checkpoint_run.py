@@ -8,9 +8,9 @@ import threading
 
 import jax.numpy as jnp
 import pytest
-from fit_model import points, run_on, same, save_by_manager, start
 from hypothesis import given, settings, strategies as st
 from launched import python, until
+from world import points, run_on, same, save_by_manager, start_classifier
 
 from jaxpar import checkpoint
 from jaxpar._core import files
@@ -21,7 +21,7 @@ LIKE = {"w": jnp.zeros(3)}
 
 
 def run(directory, **options):
-    return run_on(points(16), start(count=1), batch_size=8, checkpoint_dir=directory, **options)
+    return run_on(points(16), start_classifier(count=1), batch_size=8, checkpoint_dir=directory, **options)
 
 
 def content(path):

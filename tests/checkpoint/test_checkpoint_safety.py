@@ -8,15 +8,15 @@ import os
 import shutil
 import time
 
-import fit_model
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_model import points, run_on, same
+import world
 from hypothesis import given, settings, strategies as st
 from launched import python
+from world import points, run_on, same
 
 from jaxpar import checkpoint, kv
 from jaxpar.checkpoint import _files
@@ -24,7 +24,7 @@ from jaxpar.train._fit.run import has_good_info
 
 LIKE = {"w": jnp.zeros(3), "n": np.int32(0)}
 TX = optax.sgd(0.1, momentum=0.9)
-start = functools.partial(fit_model.start, TX)
+start = functools.partial(world.start_classifier, TX)
 
 
 def run(directory=None, batch_size=8, **options):

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from step_model import adam, line, start, step_of
+from world import adam, line, start, step_of
 
 from jaxpar import checkpoint, kv, train
 from jaxpar.checkpoint import _leaves

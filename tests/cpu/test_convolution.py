@@ -10,7 +10,7 @@ from cpu_model import close, same, text
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from kv_model import on_mesh
-from step_model import mostly_slow
+from world import mostly_slow
 
 from jaxpar import models, viz
 

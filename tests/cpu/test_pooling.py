@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cpu_model import normal, text
 from jax import lax
-from step_model import mostly_slow
+from world import mostly_slow
 
 from jaxpar import models, viz
 from jaxpar.models import fast_on_cpus

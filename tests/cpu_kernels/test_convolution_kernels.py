@@ -11,7 +11,7 @@ from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from kv_model import collectives_in
 from reference import Case, digests, error, missing, of_lax, ours, reference
-from step_model import mostly_slow
+from world import mostly_slow
 
 from jaxpar import kv, models, parallel, train
 from jaxpar._cpu import is_slow_in_a_loop, kernels as jaxpar_kernels

@@ -13,7 +13,7 @@ from cpu_model import same, text
 from jax import export, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from reference import digests, error, missing
-from step_model import mostly_slow
+from world import mostly_slow
 
 from jaxpar import kv, train
 from jaxpar._cpu import recurrent

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_model import STEP, crash_at, points, run_on, start
+from world import STEP, crash_at, points, run_on, start_classifier
 
 from jaxpar import data, train
 
@@ -64,7 +64,7 @@ class Loader:
 
 def by_hand(batches):
     """The weights after steps over these batches."""
-    state = start()
+    state = start_classifier()
     for x, y in batches:
         state, _ = STEP(state, {"image": x, "label": y.astype(np.int32)})
     return state.params["w"]

@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from fit_model import apply
-from step_model import mostly_slow
+from world import apply, mostly_slow
 
 from jaxpar import data, kv, train
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_model import apply
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from kv_model import on_host
 from mesh_run import batch_of, numbers, params_of, state_of, step_of
+from world import apply
 
 from jaxpar import checkpoint, data, kv, parallel, train, updaters
 

@@ -10,7 +10,7 @@ import types
 
 import hostile
 import pytest
-import step_model
+import world
 from hostile import HELLO, JOB, Client, Run, descriptors, is_readable, liar, lines, new_client, serving
 from hypothesis import HealthCheck, given, settings, strategies as st
 from launched import HEAD, MEMBER, launch, until, write
@@ -529,7 +529,7 @@ quick = settings(deadline=None, derandomize=True, suppress_health_check=list(Hea
 any_bytes = given(data=lines, is_member=st.booleans(), is_early=st.booleans())
 
 
-@pytest.mark.parametrize("number", step_model.mostly_slow([60, 2000, 20_000], 60, most=2))
+@pytest.mark.parametrize("number", world.mostly_slow([60, 2000, 20_000], 60, most=2))
 def test_any_bytes_drop_at_most_their_sender(number):
     settings(quick, max_examples=number, derandomize=number == 60)(any_bytes(check_any_bytes))()
 

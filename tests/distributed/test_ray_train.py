@@ -9,15 +9,15 @@ import sys
 import types
 from pathlib import Path
 
-import fit_model
 import jax
 import jax.experimental.multihost_utils
 import jax.numpy as jnp
 import optax
 import pytest
-from fit_model import points, run_on
+import world
 from launched import launch, python
 from test_distributed_start import BY_HAND, SLURM
+from world import points, run_on
 
 from jaxpar import checkpoint, distributed, kv, train
 from jaxpar.distributed import _environment, _initialize
@@ -143,11 +143,11 @@ def test_other_code_has_started_jax(in_ray, ray, monkeypatch, capsys):
 
 def run(directory, epochs=3, **options):
     options = {"epochs": epochs, "callbacks": train.to_ray(), "checkpoint_dir": directory, **options}
-    return run_on(points(32), fit_model.start(TX), **options)  # two steps of 16
+    return run_on(points(32), world.start_classifier(TX), **options)  # two steps of 16
 
 
 def same(state, path, like):
-    fit_model.same(checkpoint.restore(path, like), state)
+    world.same(checkpoint.restore(path, like), state)
 
 
 def test_each_record_and_its_checkpoint(ray, tmp_path):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_model import apply, points
 from kv_model import whole_numbers
+from world import apply, points
 
 from jaxpar import checkpoint, compression, data, kv, models, parallel, sparse, train, updaters, viz
 from jaxpar._launch import visible_gpus

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_model import LOSS, STEP, apply
+from world import LOSS, STEP, apply
 
 import jaxpar
 from jaxpar import checkpoint, compression, data, kv, parallel, sparse, train, updaters, viz

@@ -8,7 +8,7 @@ import types
 
 import numpy as np
 import pytest
-from fit_model import STEP, TEST, apply, crash_after, numbers, points, same, start
+from world import STEP, TEST, apply, crash_after, numbers, points, same, start_classifier
 
 import jaxpar.__main__
 from jaxpar import checkpoint, data, mxnet, train, viz
@@ -19,7 +19,7 @@ TRAIN = points(48)  # three steps of 16
 
 
 def fit(**options):
-    state = start()
+    state = start_classifier()
     try:
         return train.fit(state, STEP, TRAIN, **{"batch_size": 16, "epochs": 2, "progress": False, **options})
     except ValueError:

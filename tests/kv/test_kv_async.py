@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 from kv_model import FOUR, assert_unchanged, collectives_in, compilations, on_mesh, over, put, snapshot, whole_numbers
-from step_model import by_hand, close, line, sgd, squares, trained, update_of
+from world import by_hand, close, line, sgd, squares, trained, update_of
 
 from jaxpar import checkpoint, kv, sparse, train, updaters
 from jaxpar.viz._program.hlo import parse

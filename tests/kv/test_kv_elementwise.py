@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from kv_model import FOUR, assert_unchanged, on_mesh, over, put, snapshot, whole_numbers
-from step_model import close
+from world import close
 
 from jaxpar import free_running, kv, train, updaters
 from jaxpar.updaters import _program

@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from kv_model import FOUR, assert_unchanged, on_mesh, put, snapshot
-from step_model import squares
+from world import squares
 
 from jaxpar import checkpoint, data, kv, parallel, sparse, train, updaters
 from jaxpar.sparse import RowSparse

@@ -11,9 +11,9 @@ import optax
 import pytest
 import records_run
 import several_processes
-from fit_model import crash_at
 from PIL import Image
 from records import RECORDED, write
+from world import crash_at
 
 from jaxpar import checkpoint, data, mxnet, train
 from jaxpar.mxnet import _records

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 import tqdm.auto
-from fit_model import STEP, TEST, TX, apply, crash_after, numbers, points, run_on, same, save_by_manager, start
 from optax import contrib
+from world import STEP, TEST, TX, apply, crash_after, numbers, points, run_on, same, save_by_manager, start_classifier
 
 from jaxpar import checkpoint, kv, train, updaters
 from jaxpar.train._callbacks.callbacks import is_saved_memory, memory_from_json, memory_to_json
@@ -57,7 +57,7 @@ def test_early_stopping(values, options, epochs, tmp_path):
     assert len(history) == epochs
     # From every checkpoint of the run it goes on to the same epoch.
     for step in range(3, 3 * epochs, 3):
-        like = checkpoint.restore(tmp_path / f"step_{step:08d}", start())
+        like = checkpoint.restore(tmp_path / f"step_{step:08d}", start_classifier())
         part = tmp_path / f"part{step}"
         part.mkdir()
         (tmp_path / f"step_{step:08d}").rename(part / "step")
@@ -288,9 +288,9 @@ def test_a_memory_that_does_not_fit_starts_empty_and_is_named(tmp_path, capsys):
     ]
     # A checkpoint from before there were memories.
     path = next(tmp_path.glob("step_00000006*"))
-    _, info = checkpoint.Manager(tmp_path).restore_latest(start())
+    _, info = checkpoint.Manager(tmp_path).restore_latest(start_classifier())
     assert [entry["name"] for entry in info.pop("callbacks")] == ["Mine", "KeepBest", "EarlyStopping"]
-    save_by_manager(tmp_path / "old", checkpoint.restore(path, start()), info)
+    save_by_manager(tmp_path / "old", checkpoint.restore(path, start_classifier()), info)
     _, history = run(epochs=3, callbacks=train.EarlyStopping(), checkpoint_dir=tmp_path / "old")
     assert len(history) == 3
     assert "no matching memory of EarlyStopping, so it starts anew" in capsys.readouterr().err
@@ -368,9 +368,9 @@ def test_the_best_checkpoint_stays(tmp_path, engine):
     run(step=step, epochs=6, callbacks=callbacks, checkpoint_dir=tmp_path, keep=2)
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000006", "step_00000015", "step_00000018"]
     assert checkpoint.best(tmp_path).name == "step_00000006"
-    best = checkpoint.restore(checkpoint.best(tmp_path), start())
+    best = checkpoint.restore(checkpoint.best(tmp_path), start_classifier())
     np.testing.assert_array_equal(best.params["w"], run(step=step, epochs=2)[0].params["w"])
-    found = checkpoint.Manager(tmp_path).restore_best(start())
+    found = checkpoint.Manager(tmp_path).restore_best(start_classifier())
     same(found[0], best)
     # Resumed, the best of before is still the one to beat.
     callbacks[0] = Scripted(*values, 0.85, 0.95, 0.1, name="my_accuracy")
@@ -464,8 +464,8 @@ def test_a_best_checkpoint_that_is_gone(tmp_path, capsys):
 )
 def test_the_best_of_an_optimizer_that_evaluates_other_parameters(tmp_path, tx):
     options = {"callbacks": train.KeepBest("test_loss"), "keep": 1, **TESTED}
-    _, history = run(start(tx), epochs=4, checkpoint_dir=tmp_path, **options)
-    best = checkpoint.restore(checkpoint.best(tmp_path), start(tx))
+    _, history = run(start_classifier(tx), epochs=4, checkpoint_dir=tmp_path, **options)
+    best = checkpoint.restore(checkpoint.best(tmp_path), start_classifier(tx))
     record = min(history, key=lambda record: record["test_loss"])
     assert int(best.step) == record["step"]
     assert train.evaluate(best, apply, TEST, batch_size=16)["loss"] == pytest.approx(record["test_loss"], rel=1e-6)
@@ -477,18 +477,20 @@ def test_a_changed_rate_beside_old_checkpoints_is_said(tmp_path, capsys):
     """A rate in the optimizer's program counts from there on. One in the state is that of the checkpoint."""
     fast, slow = optax.adam(0.1), optax.adam(0.01)
     for epochs in (1, 2):
-        run(start(fast), epochs=epochs, checkpoint_dir=tmp_path / "a")
+        run(start_classifier(fast), epochs=epochs, checkpoint_dir=tmp_path / "a")
     assert not capsys.readouterr().err
-    run(start(slow), epochs=3, checkpoint_dir=tmp_path / "a")
+    run(start_classifier(slow), epochs=3, checkpoint_dir=tmp_path / "a")
     assert "step_00000006: the optimizer has other numbers (learning rate, schedule, " in capsys.readouterr().err
-    run(start(slow), epochs=4, checkpoint_dir=tmp_path / "a")
+    run(start_classifier(slow), epochs=4, checkpoint_dir=tmp_path / "a")
     assert not capsys.readouterr().err
     with pytest.raises(checkpoint.CheckpointError, match="saved with another optimizer"):
-        run(start(optax.nadam(0.01)), epochs=5, checkpoint_dir=tmp_path / "a")
+        run(start_classifier(optax.nadam(0.01)), epochs=5, checkpoint_dir=tmp_path / "a")
 
     in_state = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-    run(start(in_state), epochs=1, checkpoint_dir=tmp_path / "b")
-    state, _ = run(updaters.set_learning_rate(start(in_state), 0.25), epochs=2, checkpoint_dir=tmp_path / "b")
+    run(start_classifier(in_state), epochs=1, checkpoint_dir=tmp_path / "b")
+    state, _ = run(
+        updaters.set_learning_rate(start_classifier(in_state), 0.25), epochs=2, checkpoint_dir=tmp_path / "b"
+    )
     assert list(updaters.learning_rates(state).values()) == [0.5]
     said = capsys.readouterr().err
     assert "fit: the given state has the learning rate 0.25, but the run in" in said
@@ -496,7 +498,7 @@ def test_a_changed_rate_beside_old_checkpoints_is_said(tmp_path, capsys):
     assert "keeps the rate of the checkpoint, 0.5. To change it, call updaters.set_learning_rate" in said
     schedule = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(1.0, 0.0, 20))
     for epochs in (1, 2):
-        run(start(schedule), epochs=epochs, checkpoint_dir=tmp_path / "c")
+        run(start_classifier(schedule), epochs=epochs, checkpoint_dir=tmp_path / "c")
     assert not capsys.readouterr().err
 
 
@@ -506,13 +508,13 @@ def test_the_learning_rate_in_the_records():
     _, history = run(callbacks=train.LearningRate(schedule))
     assert [r["learning_rate"] for r in history] == want
     injected = optax.inject_hyperparams(optax.adam)(learning_rate=schedule)
-    _, history = run(start(injected), callbacks=train.LearningRate())
+    _, history = run(start_classifier(injected), callbacks=train.LearningRate())
     assert [r["learning_rate"] for r in history] == pytest.approx(want)
     chain = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.25))
-    state = updaters.set_learning_rate(start(chain), 0.125)
+    state = updaters.set_learning_rate(start_classifier(chain), 0.125)
     _, history = run(state, callbacks=[train.LearningRate()])
     assert [r["learning_rate"] for r in history] == [0.125, 0.125]
-    _, history = run(start(updaters.mxnet_sgd(0.75, rate_in_state=True)), callbacks=train.LearningRate())
+    _, history = run(start_classifier(updaters.mxnet_sgd(0.75, rate_in_state=True)), callbacks=train.LearningRate())
     assert history[0]["learning_rate"] == 0.75
     _, history = run(callbacks=train.LearningRate(0.5))
     assert history[0]["learning_rate"] == 0.5
@@ -537,7 +539,7 @@ def test_steps_that_are_skipped_use_no_rate():
 
     step = train.make_train_step(sometimes, nonfinite="skip")
     injected = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.5, 0.1, 8))
-    state, history = run(start(injected), step=step, epochs=1)
+    state, history = run(start_classifier(injected), step=step, epochs=1)
     assert history[0]["skipped"] > 0
     schedule = train.LearningRate(optax.linear_schedule(0.5, 0.1, 8))
     assert schedule.measure(state) == pytest.approx(train.LearningRate().measure(state))

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from step_model import adam, line, squares, start, step_of
+from world import adam, line, squares, start, step_of
 
 import jaxpar.__main__
 from jaxpar import checkpoint, data, train

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import on_host
-from step_model import EVERYWHERE, IN_TURN, mostly_slow, trained, update_of
+from world import EVERYWHERE, IN_TURN, mostly_slow, trained, update_of
 
 from jaxpar import data, train
 

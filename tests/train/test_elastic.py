@@ -13,7 +13,7 @@ import optax
 import pytest
 from kv_model import on_host
 from launched import python
-from step_model import mostly_slow
+from world import mostly_slow
 
 from jaxpar import data, distributed, kv, train
 from jaxpar._devices import processes

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_model import LOSS, run_on
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from mesh_run import RULES, apply, batch_of, loss_fn, params_of, ran, state_of, step_of
-from step_model import close
+from world import LOSS, close, run_on
 
 from jaxpar import data, kv, parallel, sparse, train, updaters
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import step_model
-from fit_model import apply, run_on
+import world
 from jax.sharding import AxisType, Mesh
 from kv_model import compilations
+from world import apply, run_on
 
 from jaxpar import data, kv, parallel, train
 from jaxpar._devices.mesh import split_over
@@ -48,7 +48,7 @@ def close(scores, want=WANT):
 
 def state_of(count, kind="device", params=PARAMS, **options):
     """A state on so many devices, or where there are none the params alone."""
-    return params if count is None else step_model.start(count, kind, params=params, **options)
+    return params if count is None else world.start(count, kind, params=params, **options)
 
 
 def parts(size, rows=ROWS):
@@ -693,7 +693,7 @@ IMAGES = np.ones((8, 2), np.float32)
 
 
 def started():
-    return step_model.start(8, params={"w": jnp.ones((2, 3))})
+    return world.start(8, params={"w": jnp.ones((2, 3))})
 
 
 def fit(dataset, state=None, **options):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from optax import contrib
-from step_model import close, mostly_slow, update_of
+from world import close, mostly_slow, update_of
 
 from jaxpar import kv, parallel, train, updaters
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_model import STEP, TX, apply, points, run_on, start
 from kv_model import compilations
+from world import STEP, TX, apply, points, run_on, start_classifier
 
 from jaxpar import data, kv, train
 from jaxpar.train._callbacks.history import line
@@ -52,11 +52,11 @@ def test_what_has_no_value_has_no_key():
 
 @pytest.mark.parametrize(("count", "kind"), [(1, "device"), (4, "device"), (8, "sharded")])
 def test_the_same_seed_is_the_same_run_on_any_devices(count, kind):
-    want, want_history = run(start())
-    state, history = run(start(count=count, kind=kind))
+    want, want_history = run(start_classifier())
+    state, history = run(start_classifier(count=count, kind=kind))
     np.testing.assert_allclose(state.params["w"], want.params["w"], atol=1e-6)
     np.testing.assert_allclose([r["loss"] for r in history], [r["loss"] for r in want_history], rtol=1e-5)
-    other, _ = run(start(rng=4))
+    other, _ = run(start_classifier(rng=4))
     assert not np.allclose(other.params["w"], want.params["w"], atol=1e-4)
 
 
@@ -69,7 +69,7 @@ def test_two_calls_go_on_where_one_would():
 
 
 def test_the_loop_is_the_batches_and_the_steps():
-    state = start()
+    state = start_classifier()
     order = jax.random.fold_in(jax.random.key(3), 0x5FFE1E)
     for batch in data.batches(TRAIN, 16, rng=order, epochs=2, devices=jax.devices()[:2]):
         state, _ = STEP(state, batch)
@@ -78,7 +78,7 @@ def test_the_loop_is_the_batches_and_the_steps():
 
 def test_a_second_run_compiles_nothing():
     run(test_data=TEST, apply_fn=apply)
-    state = start()
+    state = start_classifier()
     with compilations() as count:
         run(state, test_data=TEST, apply_fn=apply)
     assert count() == 0
@@ -304,7 +304,7 @@ def test_callbacks_end_with_the_run():
 
 
 def test_a_state_shows_what_it_carries():
-    state = start()
+    state = start_classifier()
     assert repr(state).splitlines()[0].startswith("TrainState(step=0, rng=key<")
     assert "  0  w  float32[4,3]" in repr(state)
     assert "TrainState(step=0" in state._repr_html_()

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import step_model
-from fit_model import LOSS, apply, numbers, run_on, same
+import world
 from kv_model import compilations
+from world import LOSS, apply, numbers, run_on, same
 
 from jaxpar import data, train
 
@@ -41,7 +41,7 @@ TX = optax.sgd(0.1)
 
 def start(params=None, **options):
     params = {"w": jnp.zeros(3), "b": jnp.zeros(())} if params is None else params
-    return step_model.start(4, tx=TX, params=params, **options)
+    return world.start(4, tx=TX, params=params, **options)
 
 
 def fit(state=None, step=STEP, train_data=None, **options):

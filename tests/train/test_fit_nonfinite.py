@@ -4,15 +4,14 @@ import functools
 import itertools
 import json
 
-import fit_model
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_model import LOSS, run_on, same
+import world
 from kv_model import assert_unchanged, snapshot
-from step_model import step_of
+from world import LOSS, run_on, same, step_of
 
 from jaxpar import checkpoint, data, train
 
@@ -21,13 +20,13 @@ STEPS = 6  # batches of 8 in an epoch
 
 
 def points(bad=()):
-    good = fit_model.points(8 * STEPS)
+    good = world.points(8 * STEPS)
     images = good.images.copy()
     images[list(bad), 1] = np.nan
     return data.Dataset(images, good.labels)
 
 
-start = functools.partial(fit_model.start, TX)
+start = functools.partial(world.start_classifier, TX)
 step_with = functools.partial(step_of, LOSS)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import placed_collectives_in
-from step_model import EVERYWHERE, close, line, start, step_of, trained
+from world import EVERYWHERE, close, line, start, step_of, trained
 
 from jaxpar import checkpoint, kv, parallel, train, updaters, viz
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fit_model import crash_after, crash_at, run_on, same
 from interrupted_run import run, start
 from launched import background, environment
 from several_processes import free_address
+from world import crash_after, crash_at, run_on, same
 
 from jaxpar import data
 from jaxpar.train._fit import interrupt

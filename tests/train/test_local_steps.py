@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import assert_unchanged, collectives_in, compilations, snapshot
-from step_model import adam, by_hand, close, line, sgd, squares, start, step_of, trained, update_of
+from world import adam, by_hand, close, line, sgd, squares, start, step_of, trained, update_of
 
 from jaxpar import checkpoint, train
 

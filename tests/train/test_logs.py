@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from fit_model import STEP, TX, apply, crash_after, points, run_on, same, start
+from world import STEP, TX, apply, crash_after, points, run_on, same, start_classifier
 
 from jaxpar import data, kv, train
 
@@ -28,12 +28,12 @@ def scalars(directory):
 
 
 def rated(rate):
-    return start(optax.sgd(rate))
+    return start_classifier(optax.sgd(rate))
 
 
 SWEEPS = {  # in what two runs of a sweep, or two folds, differ
     "data": [functools.partial(run_on, TRAIN), functools.partial(run_on, OTHER)],
-    "seed": [lambda seed=seed, **given: run_on(TRAIN, start(rng=seed), **given) for seed in (1, 2)],
+    "seed": [lambda seed=seed, **given: run_on(TRAIN, start_classifier(rng=seed), **given) for seed in (1, 2)],
     "rate": [lambda **given: run_on(TRAIN, rated(0.5), **given), lambda **given: run_on(TRAIN, rated(0.25), **given)],
     "loss": [
         lambda smooth=smooth, **given: run_on(

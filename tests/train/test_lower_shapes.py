@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from step_model import EVERYWHERE, adam, line, placed, sgd, squares, start, step_of
 from test_plan import COUNT, make
+from world import EVERYWHERE, adam, line, placed, sgd, squares, start, step_of
 
 from jaxpar import train
 from jaxpar.train._step import programs

@@ -3,16 +3,16 @@
 import functools
 import time
 
-import fit_model
 import numpy as np
 import optax
 import pytest
-from fit_model import TEST, apply, numbers, points, run_on, same
+import world
+from world import TEST, apply, numbers, points, run_on, same
 
 from jaxpar import checkpoint, train
 
 TRAIN = points(80)  # ten steps of 8
-start = functools.partial(fit_model.start, optax.sgd(0.5, momentum=0.9))
+start = functools.partial(world.start_classifier, optax.sgd(0.5, momentum=0.9))
 
 
 def run(state=None, **options):

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_model import run_on
 from kv_model import compilations
 from launched import python
+from world import run_on
 
 from jaxpar import data, kv, parallel, sparse, train, updaters, viz
 from jaxpar._core import arrays

@@ -4,16 +4,15 @@ import gc
 import signal
 import sys
 
-import fit_model
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fit_model import LOSS, STEP, points
+import world
 from jax.sharding import PartitionSpec as P
 from kv_model import assert_unchanged, compilations, snapshot
-from step_model import mostly_slow
+from world import LOSS, STEP, mostly_slow, points
 
 from jaxpar import checkpoint, data, parallel, train, updaters
 
@@ -28,7 +27,7 @@ def start(**options):
 
 def test_a_start_is_the_three_calls():
     state, step = start(rng=3, kind="sharded", accumulate=2, engine="shard_map")
-    other = fit_model.start(TX, kind="sharded")
+    other = world.start_classifier(TX, kind="sharded")
     other_step = train.make_train_step(LOSS, accumulate=2, engine="shard_map", devices=jax.devices()[:2])
     assert jax.tree.structure(state) == jax.tree.structure(other)
     for batch in data.batches(TRAIN, 16, devices=jax.devices()[:2]):
@@ -240,7 +239,7 @@ def test_a_search_in_the_mesh_of_the_user():
 def test_a_sweep_compiles_once_and_does_not_grow():
     losses, arrays = [], []
     for i, rate in enumerate((0.1, 0.2, 0.4, 0.8)):
-        state = updaters.set_learning_rate(fit_model.start(TX), rate)
+        state = updaters.set_learning_rate(world.start_classifier(TX), rate)
         with compilations() as count:
             _, history = train.fit(state, STEP, TRAIN, epochs=2, batch_size=16, progress=False)
         assert i == 0 or count() == 0

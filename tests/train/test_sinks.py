@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_model import TEST, apply, crash_after, points, run_on
+from world import TEST, apply, crash_after, points, run_on
 
 from jaxpar import data, train
 

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import step_model
-from fit_model import STEP, TX as SGD, points, run_on
+import world
 from kv_model import collectives_in, compilations, on_host
-from step_model import IN_TURN, close, line, squares, step_of
+from world import IN_TURN, STEP, TX as SGD, close, line, points, run_on, squares, step_of
 
 from jaxpar import data, kv, train
 from jaxpar._cpu import kernels
@@ -20,7 +19,7 @@ TX = optax.adam(0.1)
 LINES = [line(seed=i) for i in range(5)]
 
 
-start = functools.partial(step_model.start, 2, tx=TX)
+start = functools.partial(world.start, 2, tx=TX)
 
 
 def stacked(batches=LINES):
@@ -66,7 +65,7 @@ CASES = {  # the engine, what the state is made with, what the step is made with
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", step_model.mostly_slow(CASES, *[*CASES][:-1]))
+@pytest.mark.parametrize("name", world.mostly_slow(CASES, *[*CASES][:-1]))
 def test_the_same_numbers_as_one_by_one(name):
     engine, of_state, of_step = CASES[name]
     step = step_of(engine=engine, **of_step)

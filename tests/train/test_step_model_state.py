@@ -9,7 +9,8 @@ import numpy as np
 import optax
 import pytest
 from kv_model import collectives_in
-from step_model import (
+from test_definition import definition
+from world import (
     IN_TURN,
     adam,
     close,
@@ -23,7 +24,6 @@ from step_model import (
     trained,
     update_of,
 )
-from test_definition import definition
 
 from jaxpar import checkpoint, data, kv, train
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import collectives_in, on_host
-from step_model import EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start, steady, step_of, text_of
+from world import EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start, steady, step_of, text_of
 
 from jaxpar import train
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from kv_model import collectives_in
-from step_model import IN_TURN, adam, by_hand, close, line, squares, start, step_of, text_of, trained
+from world import IN_TURN, adam, by_hand, close, line, squares, start, step_of, text_of, trained
 
 from jaxpar import checkpoint, train
 

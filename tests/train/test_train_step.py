@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import step_model
+import world
 from kv_model import collectives_in, compilations
-from step_model import EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start, step_of, text_of, trained
+from world import EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start, step_of, text_of, trained
 
 from jaxpar import kv, train
 
@@ -150,7 +150,7 @@ def test_one_program_whose_state_is_donated(engine, kind):
         new, _ = step(state, batches[0])
     assert count() <= 3
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.store.values, state.store.updater_state)))
-    _, metrics = step_model.steady(step, new, batches)
+    _, metrics = world.steady(step, new, batches)
     assert np.isfinite(float(metrics["loss"]))
 
 
@@ -230,12 +230,12 @@ def test_a_state_needs_a_store_of_params():
 
 def test_a_batch_that_lies_as_an_earlier_one_is_looked_at_too():
     step = step_of(squares, accumulate=2)
-    state, _ = step(start(2), step_model.placed(line(16), 2))
+    state, _ = step(start(2), world.placed(line(16), 2))
     with pytest.raises(ValueError, match="each of 2 devices 3 examples, which cannot be cut in accumulate=2"):
-        step(state, step_model.placed(line(6), 2))
+        step(state, world.placed(line(6), 2))
     with pytest.raises(ValueError, match="must share the length of their first axis"):
-        step(state, step_model.placed({"x": np.ones((4, 3)), "y": np.ones(8)}, 2))
-    state, _ = step(state, step_model.placed(line(8), 2))
+        step(state, world.placed({"x": np.ones((4, 3)), "y": np.ones(8)}, 2))
+    state, _ = step(state, world.placed(line(8), 2))
     assert int(state.step) == 2
 
 

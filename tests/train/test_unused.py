@@ -9,8 +9,8 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from kv_model import collectives_in
-from step_model import EVERYWHERE, mostly_slow, step_of
 from test_every_optimizer import NAMES, SORTS, by_axes, made
+from world import EVERYWHERE, mostly_slow, step_of
 
 from jaxpar import kv, train
 from jaxpar._core.arrays import is_prng_key

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import step_model
+import world
 from kv_model import collectives_in, on_host
 from process_run import dropped
 from several_processes import Run
@@ -62,7 +62,7 @@ def batches(count=3, size=64, shape=(12,), classes=5):
 
 
 def start(devices, params=None, kind="device", tx=ADAM, **options):
-    return step_model.start(devices, kind, tx, init() if params is None else params, **options)
+    return world.start(devices, kind, tx, init() if params is None else params, **options)
 
 
 def everything(state, seen_metrics):
@@ -125,7 +125,7 @@ CASES = {
 PLACES = [(2, "shard_map"), (3, "pmap"), (4, "shard_map"), (5, "shard_map"), (8, "pmap")]
 
 
-@pytest.mark.parametrize("name", step_model.mostly_slow(CASES, "clipped"))
+@pytest.mark.parametrize("name", world.mostly_slow(CASES, "clipped"))
 def test_the_same_bits(name):
     run = CASES[name]
     assert run(3, "pmap") == run(1, "shard_map")

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.training.train_state import TrainState
-from step_model import close, mostly_slow
+from world import close, mostly_slow
 
 from jaxpar import kv, train
 

@@ -1,4 +1,7 @@
-"""What the tests of the training step share: a model of one line, its batches, and the plain loop."""
+"""The small worlds of the tests: a line with its plain loop for steps, a classifier for `fit`, and what they share.
+
+Tests ask here for a step, so that those of a process share its program: compiling is what takes their time.
+"""
 
 import functools
 
@@ -10,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from kv_model import compilations
 
-from jaxpar import kv, train
+from jaxpar import checkpoint, data, kv, train
 from jaxpar._core import checks
 
 ENGINES = checks.ENGINES
@@ -23,6 +26,9 @@ def mostly_slow(all_of_them, *quick, most=None):
     """The parameters of a test, all in the second row but these; those after so many are run before a release."""
     row = lambda i: pytest.mark.slow if most is None or i < most else pytest.mark.release  # noqa: E731
     return [x if x in quick else pytest.param(x, marks=row(i)) for i, x in enumerate(all_of_them)]
+
+
+# A line of three weights and a bias, for steps.
 
 
 def squares(params, batch, rng):
@@ -119,3 +125,74 @@ def sgd():
 @functools.cache
 def adam():
     return optax.adam(0.05)
+
+
+# A classifier of points by the largest of three numbers, for `fit` and evaluation. Two devices.
+
+
+TX = optax.sgd(0.5)
+
+
+def apply(params, images):
+    return images @ params["w"]
+
+
+LOSS = train.classification_loss(apply)
+STEP = train.make_train_step(LOSS)
+
+
+def points(n, seed=0):
+    images = np.random.default_rng(seed).random((n, 4), np.float32)
+    return data.Dataset(images, images[:, :3].argmax(1))
+
+
+TEST = points(20)
+
+
+def start_classifier(tx=TX, *, count=2, rng=3, **options):
+    store = kv.from_params({"w": jnp.zeros((4, 3))}, optimizer=tx, **options)
+    return train.create_state(store, rng, devices=jax.devices()[:count])
+
+
+def run_on(train_data, state=None, *, step=STEP, **options):
+    """`fit` of two epochs, or of what the options say."""
+    options = {"epochs": 2, "batch_size": 16, "progress": False, **options}
+    return train.fit(start_classifier() if state is None else state, step, train_data, **options)
+
+
+def crash_after(epoch):
+    """A callback that raises after an epoch, before the checkpoint of it."""
+
+    def crash(state, record):
+        if record["epoch"] == epoch:
+            raise RuntimeError("crash")
+
+    return crash
+
+
+def crash_at(step):
+    """An `on_step` that raises when the metrics of a step are there."""
+
+    def crash(now, metrics):
+        if now == step:
+            raise RuntimeError("crash")
+
+    return crash
+
+
+def save_by_manager(directory, state, info=None, **options):
+    """A checkpoint of a manager of its own, which is written when this returns."""
+    manager = checkpoint.Manager(directory)
+    manager.save(state, info, **options)
+    manager.close()
+
+
+def same(state, other):
+    np.testing.assert_array_equal(state.params["w"], other.params["w"])
+    assert int(state.step) == int(other.step)
+
+
+def numbers(history):
+    """The records without what the clock measured."""
+    timed = ("seconds", "images_per_second", "examples_per_second")
+    return [{k: v for k, v in r.items() if k not in timed} for r in history]
