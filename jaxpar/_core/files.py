@@ -38,6 +38,12 @@ def as_path(given: Any, where: str) -> Path:
     return Path(as_local(given, where)).absolute()
 
 
+def shown(path: Path) -> str:
+    """The path as a person reads it: from the working directory on, if it is inside."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def as_local(given: Any, where: str) -> str:
     """A path on this machine as text, with `~` as the home directory. A relative one stays relative.
 

@@ -105,7 +105,7 @@ def latest(directory: PathLike) -> Path | None:
         directory: the directory in which `save` or `Manager` wrote checkpoints.
 
     Returns:
-        The path, or None if the directory has no such checkpoint or does not exist.
+        The path in `directory`, or None if that has no such checkpoint or does not exist.
 
     Raises:
         NotADirectoryError: the path is not a directory.
@@ -121,7 +121,7 @@ def latest(directory: PathLike) -> Path | None:
         >>> checkpoint.latest(directory).name
         'b'
     """
-    found = newest_good(files.as_path(directory, "checkpoint.latest: directory"), set())
+    found = newest_good(Path(files.as_local(directory, "checkpoint.latest: directory")), set())
     return None if found is None else found.path
 
 
@@ -136,7 +136,7 @@ def best(directory: PathLike) -> Path | None:
         directory: the directory in which `fit` with `KeepBest`, or `Manager.save(..., best=True)`, wrote checkpoints.
 
     Returns:
-        The path, or None if the directory has no such checkpoint or does not exist.
+        The path in `directory`, or None if that has no such checkpoint or does not exist.
 
     Raises:
         NotADirectoryError, OSError: as in `latest`.
@@ -152,7 +152,7 @@ def best(directory: PathLike) -> Path | None:
         >>> checkpoint.best(manager.directory).name, checkpoint.latest(manager.directory).name
         ('save_00000002', 'save_00000003')
     """
-    found = newest_good(files.as_path(directory, "checkpoint.best: directory"), set(), is_best)
+    found = newest_good(Path(files.as_local(directory, "checkpoint.best: directory")), set(), is_best)
     return None if found is None else found.path
 
 

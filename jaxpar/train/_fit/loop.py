@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from ... import checkpoint, data, distributed
+from ..._core import files
 from ..._core.text import say_news
 from ..._cpu import is_slow_in_a_loop
 from ..._devices import mesh, processes, user_mesh
@@ -42,7 +43,8 @@ def train(run: Run, state: TrainState, make_steps: MakeSteps | None = None) -> t
     """Resume, make the steps, and return what `fit` returns. `make_steps` opens a block with the steps of a loop."""
     manager = None
     if run.checkpoint_dir is not None:
-        manager = checkpoint.Manager(run.checkpoint_dir, keep=run.keep, on_latest=distributed.set_resume_hint)
+        hint = lambda path: distributed.set_resume_hint(files.shown(path))  # noqa: E731
+        manager = checkpoint.Manager(run.checkpoint_dir, keep=run.keep, on_latest=hint)
     state, past = resume(run, manager, state)
     loop = Loop(run, manager, run.check(state), past, behind=BEHIND if make_steps is None else 0)
     if manager is not None:
@@ -89,7 +91,8 @@ def train(run: Run, state: TrainState, make_steps: MakeSteps | None = None) -> t
         raise
     if loop.signals.asked is None:
         return loop.state, loop.history
-    saved = None if run.checkpoint_dir is None else checkpoint._of_step(run.checkpoint_dir, loop.at)
+    found = None if run.checkpoint_dir is None else checkpoint._of_step(run.checkpoint_dir, loop.at)
+    saved = None if found is None else files.shown(found)
     place = describe_stop(loop.at, loop.number, run.epochs, saved)
     if was_over:  # the same call on this state trains on
         place = f"after the last step, {loop.at}; the run is complete" + (f", saved in {saved}" if saved else "")

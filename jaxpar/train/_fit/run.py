@@ -203,8 +203,8 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     if given is not None and not (at > given or (at == given and info.get("interrupted"))):
         return state, Past(given, rates)
     state = new
-    if jax.process_index() == 0:
-        text.say_news(f"resumed from step {at} in {run.checkpoint_dir}")
+    if manager is not None and jax.process_index() == 0:
+        text.say_news(f"resumed from step {at} in {files.shown(manager.directory)}")
         _say_other_rates(run, rates, info.get("rates", {}), state)
     if "first" not in info:  # the user saved it, so no epoch of that state is known
         return state, Past(at if given is None else given, rates)
