@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .. import updaters
 from .._core import calls, checks, text
-from .._core.arrays import Device, is_prng_key, is_traced
+from .._core.arrays import Device, is_traced
 from .._core.portable import path_name
 from .._devices import processes
 from .._devices.mesh import mesh_of
@@ -82,7 +82,7 @@ def from_params(
 
     Raises:
         TypeError: a leaf is not an array, or is a `RowSparse`; or no optimizer may change it, such as a running mean or
-            a random key in a whole module of Flax NNX or Equinox. Give the params of the module alone.
+            a stream in a whole module of Flax NNX or Equinox. Give the params of the module alone.
         ValueError: both an optimizer and an updater are given; two leaves have the same name, or are the same array;
             the kind cannot apply the optimizer, see `kv.set_optimizer`; a pattern of `frozen` matches no param, or its
             bools do not fit the params; all floating params are frozen.
@@ -166,7 +166,7 @@ def _check_params(params: Any) -> None:
 
 
 # A whole module is a pytree, and not all of its leaves are params. Trained as params, a running mean would stay at its
-# start, weight decay would shrink it, and a random key would give the same numbers at each step.
+# start, weight decay would shrink it, and a stream of random numbers would give the same ones at each step.
 
 
 class _Untrained(NamedTuple):
@@ -182,9 +182,6 @@ _BY_EQUINOX = "give the arrays alone: params, static = eqx.partition(model, eqx.
 _BY_STATE = "make the module by model, state = eqx.nn.make_with_state(Module)(...), and give state as model_state="
 _BY_LINEN = 'give variables["params"] as params, and the other collections as model_state='
 _COLLECTIONS = {"batch_stats", "cache", "intermediates", "perturbations"}  # of Flax Linen, beside "params"
-_KEY = _Untrained(
-    "a random key", "loss_fn gets a key of each step as rng; one of your own belongs to model_state=", False
-)
 
 
 def _untrained(params: Any) -> list[_Untrained | None]:
@@ -199,7 +196,7 @@ def _untrained(params: Any) -> list[_Untrained | None]:
     found: list[_Untrained | None] = []
 
     def add(node: Any, why: _Untrained | None) -> None:
-        found.extend(why or (_KEY if is_prng_key(leaf) else None) for leaf in jax.tree.leaves(node))
+        found.extend(why for _ in jax.tree.leaves(node))
 
     def add_variable(node: Any) -> None:
         why = _Untrained(f"of type {type(node).__name__}", _BY_NNX, not isinstance(node, nnx.RngState))

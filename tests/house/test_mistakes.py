@@ -284,7 +284,7 @@ TYPES = {
     "a name for data": (lambda: train.fit(state(), STEP, "mnist", **FIT), "data.load('mnist')"),
     "the class of a callback": (lambda: fit(callbacks=train.LivePlot), "not a class; write LivePlot("),
     "a callback of one argument": (lambda: fit(callbacks=lambda state: None), "(state, record), got <lambda>(state)"),
-    "a number for a folder": (lambda: fit(checkpoint_dir=3), "directory must be a path", "got 3"),
+    "a number for a folder": (lambda: fit(checkpoint_dir=3), "checkpoint_dir must be a path", "got 3"),
     "model and params swapped": (lambda: evaluate(apply, PARAMS, ARRAYS), "expected a function, got a dict", "order"),
     "a list to evaluate": (lambda: evaluate(PARAMS, apply, [1]), "a data.Dataset", "data.collect(loader)"),
     "times for the data of mistakes": (

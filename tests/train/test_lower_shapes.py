@@ -107,7 +107,7 @@ def test_a_batch_that_lies_as_the_last_one_is_not_laid_out_again(monkeypatch):
     assert len(checked) == 0
     state, _ = step(state, line())
     state, _ = step(state, line())
-    assert len(checked) == 1, "NumPy arrays go into the program as they are"
+    assert len(checked) == 2, "arrays of NumPy are copied and laid out each time"
     state, _ = step(state, placed(line(), 1))
     assert len(checked) == 2
     with pytest.raises(TypeError, match="batch"):

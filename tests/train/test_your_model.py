@@ -200,7 +200,6 @@ WHOLE = {
     ),
     "equinox, batch norm": (lambda: eqx.partition(EqxNet(KEY), eqx.is_inexact_array)[0], "make_with_state"),
     "equinox, its state": (lambda: eqx.nn.make_with_state(EqxNet)(KEY), "running value of Equinox|norm"),
-    "a random key": (lambda: {"w": jnp.ones(2), "key": KEY}, "'key' .* random key, .*rng"),
     "a training state": (
         lambda: TrainState.create(apply_fn=print, params={"w": jnp.ones(2)}, tx=optax.adam(0.1)),
         "got a TrainState, .*give its .params",
