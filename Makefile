@@ -16,6 +16,9 @@ LAB_ARGS ?=
 MUTANTS_ARGS ?=
 # For CI, which leaves to another call what that runs anyway: --without core, --without once, --half 0 or --half 1.
 PART ?=
+# Where the tests keep compiled programs from one run to the next. CI starts without any. PROGRAMS= turns it off.
+PROGRAMS ?= $(if $(CI),,$(abspath $(VENV))/.programs)
+test test-slow test-numeric: export JAXPAR_TEST_PROGRAMS = $(PROGRAMS)
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12

@@ -24,7 +24,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 CLUSTER = ("JAXPAR_", "SLURM_", "OMPI_", "JAX_COORDINATOR", "JOB_COMPLETION_INDEX")
-KEPT = ("JAXPAR_SCREENSHOTS", "JAXPAR_PLAN_PYTHON")
+KEPT = ("JAXPAR_SCREENSHOTS", "JAXPAR_PLAN_PYTHON", "JAXPAR_TEST_PROGRAMS")
 for name in [name for name in os.environ if name.startswith(CLUSTER) and name not in KEPT]:
     del os.environ[name]  # the tests are one process, whatever has started them
 
@@ -32,6 +32,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for jobs that a scri
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# `make test` keeps compiled programs from one run to the next, since compiling is most of its time. The key of a program
+# has its source lines and the version of jaxlib in it. Each worker has a folder of its own, since jax writes files in
+# place. A process that a test starts compiles for itself.
+if programs := os.environ.get("JAXPAR_TEST_PROGRAMS"):
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    jax.config.update("jax_compilation_cache_dir", os.path.join(programs, worker))
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 # The second row has four: the programs are those of two and of eight.

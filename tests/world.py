@@ -11,7 +11,6 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from kv_model import compilations
 
 from jaxpar import checkpoint, data, kv, train
 from jaxpar._core import checks
@@ -55,6 +54,9 @@ def placed(batch, count=4):
 
 def steady(step, state, batches):
     """`trained` on four devices, where a second call of the step compiles nothing and sends nothing to the host."""
+    # It asks for devices when it is imported. Processes that have yet to join others import this file too.
+    from kv_model import compilations
+
     batches = [placed(batch) for batch in batches]
     state, _ = step(state, batches[0])
     with compilations() as count, jax.transfer_guard("disallow"):
