@@ -33,9 +33,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for jobs that a scri
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# `make test` keeps compiled programs from one run to the next, since compiling is most of its time. The key of a program
-# has its source lines and the version of jaxlib in it. Each worker has a folder of its own, since jax writes files in
-# place. A process that a test starts compiles for itself.
+# `make test` keeps compiled programs from one run to the next, since compiling is most of its time. The key of one has
+# its source lines and the version of jaxlib in it. Each worker has its own folder, since jax writes files in place.
+# A process that a test starts compiles for itself.
 if programs := os.environ.get("JAXPAR_TEST_PROGRAMS"):
     worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
     jax.config.update("jax_compilation_cache_dir", os.path.join(programs, worker))
