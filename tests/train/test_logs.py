@@ -89,6 +89,32 @@ def test_the_same_call_again_replaces_its_records_in_words(tmp_path, capsys):
     assert capsys.readouterr().out.count("has 2 records of an earlier call of this run, which are replaced") == 2
 
 
+def test_members_of_an_ensemble_are_runs_of_their_own(tmp_path):
+    """They differ in the values of a large matrix alone. A random key beside it, a constant, is no obstacle."""
+
+    def loss_fn(params, batch, rng):
+        return ((batch["x"] @ params["w"]) ** 2).mean(), {}
+
+    x = np.random.default_rng(0).standard_normal((8, 2000), np.float32)
+    for member in range(2):
+        w = np.random.default_rng(member).standard_normal((2000, 40), np.float32)
+        state, step = train.start(
+            {"w": w, "key": jax.random.key(0)}, optax.sgd(1e-4), loss_fn, devices=jax.devices()[:2]
+        )
+        train.fit(state, step, {"x": x}, epochs=1, batch_size=8, progress=False, metrics_file=tmp_path / "m.jsonl")
+    losses = [record["loss"] for record in lines(tmp_path / "m.jsonl")]
+    assert len({*losses}) == 2
+
+
+def test_only_a_random_key_beside_vectors_names_a_run(tmp_path):
+    params = {"b": np.ones(2, np.float32), "key": jax.random.key(0)}
+    state, step = train.start(params, optax.sgd(0.1), lambda p, batch, rng: ((batch["x"] @ p["b"]).mean(), {}))
+    train.fit(
+        state, step, {"x": np.ones((8, 2))}, epochs=1, batch_size=8, progress=False, metrics_file=tmp_path / "m.jsonl"
+    )
+    assert len(lines(tmp_path / "m.jsonl")) == 1
+
+
 def test_a_metrics_file_of_something_else_stays(tmp_path):
     (tmp_path / "thesis.txt").write_text("all my work\n")
     with pytest.raises(ValueError, match=r"thesis.txt has lines that are not JSON records"):

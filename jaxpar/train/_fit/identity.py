@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ... import data, kv
+from ..._core.arrays import is_prng_key
 from ..._store.store import specs_of
 from .._callbacks.fingerprint import fingerprint
 from .._step.state import TrainState
@@ -53,9 +54,10 @@ def identity(run: Run, state: TrainState) -> str:
     """A name of the run: equal for two calls of `fit` that compute the same numbers, as far as that is known."""
     about = describe(run, state)
     unknown = secrets.token_hex(8) if about["data"] is None else ""
-    values = [x for x in state.store.values.values() if x.ndim > 1] or list(state.store.values.values())
-    first = min(values, key=lambda x: x.size, default=None)  # ensembles differ in their values alone
-    part = None if first is None else np.asarray(first.addressable_data(0)).astype(np.float64)[:1024]
+    # Ensembles differ in their values alone. A vector is often a bias of zeros, and a random key has no numbers.
+    values = [x for x in state.store.values.values() if not is_prng_key(x)]
+    first = min([x for x in values if x.ndim > 1] or values, key=lambda x: x.size, default=None)
+    part = None if first is None else np.asarray(first.addressable_data(0)).reshape(-1)[:1024].astype(np.complex128)
     return fingerprint(about, unknown, int(state.step), part)
 
 
