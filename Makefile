@@ -14,20 +14,25 @@ TRAIN_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 LAB_ARGS ?=
 MUTANTS_ARGS ?=
-# For CI, which leaves to another call what that runs anyway: --without core, --without once, --half 0 or --half 1.
+# For CI, which leaves to another call what that runs anyway: --without core, --without once, --half 0, --half 1, or -m.
 PART ?=
 # Where the tests keep compiled programs from one run to the next. CI starts without any. PROGRAMS= turns it off.
 PROGRAMS ?= $(if $(CI),,$(abspath $(VENV))/.programs)
-test test-slow test-numeric: export JAXPAR_TEST_PROGRAMS = $(PROGRAMS)
+test test-slow: export JAXPAR_TEST_PROGRAMS = $(PROGRAMS)
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
+# jaxpar with the extras named. uv takes a fifth of pip's time. It does not read pip's configuration: where it fails, pip tries.
+extras = $(foreach extra,$(1),-e '.[$(extra)]')
+install = $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt $(extras) \
+	|| $(BIN)/python -m pip install --quiet -c constraints.txt $(extras)
+
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "jaxpar needs Python 3.11 to 3.14 with venv; give one as PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,lint]'
+	$(BIN)/python -m pip install --quiet --upgrade pip uv -c constraints.txt
+	$(call install,test lint)
 	@touch $@
 
 # The C++ kernels of cpu/, which are optional.
@@ -52,12 +57,9 @@ test: $(READY) $(KERNELS)  ## run the tests, notebook 01 too; PYTEST_ARGS='-k kv
 # XLA_FLAGS set and empty: the code that users get, where tests/conftest.py would choose what compiles faster. Newer
 # versions of jax need no such choice, so there is no core to run so (pytest's status 5: no tests).
 test-slow: $(READY) $(KERNELS)  ## the second row: long tests, those with libraries that users bring, and the core with XLA as users have it
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[others]'
+	$(call install,others)
 	$(BIN)/python -m pytest -m '(slow or others) and not lab and not release' $(PYTEST_ARGS) $(PART)
 	XLA_FLAGS= $(BIN)/python -m pytest -m 'core and not slow' $(PYTEST_ARGS) || [ $$? = 5 ]
-
-test-numeric: $(READY) $(KERNELS)  ## the part of the second row that another version of jax may change most
-	$(BIN)/python -m pytest -m 'slow and numeric and not release' $(PYTEST_ARGS) $(PART)
 
 plan-env: $(READY)  ## the compilers of TPUs and GPUs in .venv-plan (1 GB), for `jaxpar plan` on a machine without them
 	$(BIN)/python -m venv .venv-plan
@@ -69,15 +71,15 @@ notebooks: $(READY) debian  ## run the notebooks in place, outputs included
 	$(BIN)/python tools/run_notebooks.py notebooks/*.ipynb
 
 lab: $(READY) debian  ## JupyterLab with the notebooks, in the project's environment; LAB_ARGS='--no-browser' to change it
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[notebooks]'
+	$(call install,notebooks)
 	$(BIN)/python -m jupyterlab --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/01_kvstore.ipynb $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_ARGS)
 
 lab-test: $(READY) debian  ## every notebook in a JupyterLab in headless Chromium (Debian package chromium)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[notebooks,lab]'
+	$(call install,notebooks lab)
 	$(BIN)/python -m pytest -m lab tests/house/test_lab.py
 
 docs-test: $(READY)  ## the built documentation in headless Chromium (Debian package chromium)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs,lab]'
+	$(call install,docs lab)
 	$(BIN)/python -m pytest -m slow tests/house/test_site.py
 
 lint: $(READY)  ## ruff and pyright, which is strict
@@ -86,15 +88,13 @@ lint: $(READY)  ## ruff and pyright, which is strict
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(READY)  ## the documentation as pages, in site/
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(call install,docs)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 matrix: $(READY) debian  ## the tests of the wheel on every Python there is, with the oldest and the newest jax
-	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/python tools/matrix.py
 
 dist: $(READY)  ## the wheel and the sdist in dist/; each trains in an empty environment on every Python there is
-	$(BIN)/python -m pip install --quiet uv
 	rm -rf dist && $(BIN)/uv build --quiet --out-dir dist .
 	$(BIN)/python tools/matrix.py --dist dist --no-tests
 
@@ -115,11 +115,10 @@ mxnet:  ## MXNet 1.9.1 in .venv-mxnet, a peer of the benchmarks; needs Python 3.
 	"$$p" -m venv .venv-mxnet && .venv-mxnet/bin/pip install --quiet -r benchmarks/requirements-mxnet.txt
 
 constraints: $(READY)  # write constraints.txt again: versions only, for every supported Python
-	$(BIN)/python -m pip install --quiet uv
 	$(BIN)/uv pip compile --universal --python-version 3.11 --all-extras --no-header --no-annotate \
 		--quiet -o constraints.txt --upgrade pyproject.toml
 
 clean:  ## remove what make made
 	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache docs/.ruff_cache .hypothesis
 
-.PHONY: help setup debian train test test-slow test-numeric plan-env notebooks lab lab-test docs-test lint docs matrix dist bench mutants mxnet constraints clean
+.PHONY: help setup debian train test test-slow plan-env notebooks lab lab-test docs-test lint docs matrix dist bench mutants mxnet constraints clean

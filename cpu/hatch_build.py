@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 HERE = Path(__file__).parent
-FLAGS = "-O3 -std=c++17 -fPIC -shared -fvisibility=hidden -ffp-contract=fast -Wno-psabi -pthread".split()
+FLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -ffp-contract=fast -Wno-psabi -pthread".split()
 
 
 def headers() -> Path:
@@ -43,12 +45,15 @@ def compiler() -> list[str]:
 
 
 def build(target: Path) -> None:
-    """Compiles all of src/ into one library."""
-    sources = sorted(map(str, (HERE / "src").glob("*.cc")))
+    """Compiles all of src/ into one library, the files side by side."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    flags = [*FLAGS, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     # XLA's headers are a system's: their warnings are not ours.
-    subprocess.run([*compiler(), *flags, "-isystem", str(headers()), *sources, "-o", str(target)], check=True)
+    command = [*compiler(), *FLAGS, "-isystem", str(headers()), *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
+        objects = {str(source): f"{folder}/{source.stem}.o" for source in sorted((HERE / "src").glob("*.cc"))}
+        compilations = [[*command, "-c", source, "-o", object] for source, object in objects.items()]
+        list(threads.map(lambda compilation: subprocess.run(compilation, check=True), compilations))
+        subprocess.run([*command, "-shared", *objects.values(), "-o", str(target)], check=True)
 
 
 class BuildHook(BuildHookInterface):

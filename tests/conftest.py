@@ -1,5 +1,6 @@
 """Every test sees eight emulated CPU devices; rank promotion is an error, as warnings are."""
 
+import collections
 import gc
 import importlib.metadata
 import os
@@ -125,8 +126,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--without", choices=("core", "once"), help="leave out the tests with this marker, which CI runs elsewhere"
     )
-    help = "0 or 1: of the numeric tests of the second row every other one, so that two Pythons share them"
-    parser.addoption("--half", type=int, choices=(0, 1), help=help)
+    help = "0 or 1: of each table of the first row every other case, and of the numeric tests of the second row every "
+    parser.addoption("--half", type=int, choices=(0, 1), help=help + "other one, so that two Pythons share them")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -156,8 +157,16 @@ def pytest_collection_modifyitems(config, items):
     if mark := config.getoption("without"):
         elsewhere |= {item for item in items if item.get_closest_marker(mark)}
     half = config.getoption("half")
-    if half is not None:  # by a hash, since in a table of two engines every second case has the same one
-        shared = [item for item in items if item.get_closest_marker("slow") and item.get_closest_marker("numeric")]
-        elsewhere |= {item for item in shared if zlib.crc32(item.nodeid.encode()) % 2 != half}
+    if half is not None:
+        shared = collections.defaultdict(list)
+        for item in items:
+            is_slow = item.get_closest_marker("slow") is not None
+            if item.get_closest_marker("numeric") if is_slow else not item.get_closest_marker("once"):
+                shared[item.path, item.originalname, is_slow].append(item)
+        for (path, name, is_slow), cases in shared.items():
+            if is_slow or len(cases) > 1:
+                # In the order of a hash, since in a table of two engines every second case has the same one.
+                cases.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+                elsewhere |= {*cases[(half + zlib.crc32(f"{path.stem}::{name}".encode())) % 2 :: 2]}
     config.hook.pytest_deselected(items=elsewhere)
     items[:] = [item for item in items if item not in elsewhere]

@@ -17,7 +17,7 @@ def near(given, wanted, rtol=3e-6):
     """Equal in shape, and but for rounding in numbers, measured by the largest number of each array alone."""
     for a, b in zip(*(map(np.asarray, jax.tree.leaves(tree)) for tree in (given, wanted)), strict=True):
         assert a.shape == b.shape
-        assert abs(a - b).max() <= rtol * abs(b).max()
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * abs(b).max(), equal_nan=False)
 
 
 def same(a, b):

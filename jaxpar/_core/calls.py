@@ -71,6 +71,7 @@ def answers(
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            __tracebackhide__ = True  # IPython and pytest leave this frame out of a traceback
             if renamed:
                 _use_new_names(where, renamed, kwargs)
             try:

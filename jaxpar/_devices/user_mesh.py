@@ -50,6 +50,7 @@ def in_user_mesh(
 
     @functools.wraps(fn)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        __tracebackhide__ = True  # IPython and pytest leave this frame out of a traceback
         if is_now and is_tracing() and not is_traced((args, kwargs)):
             # JAX would record the operations on constants, and what it records has no devices. Inside of a `shard_map`
             # it has to: no program over several devices can run there.

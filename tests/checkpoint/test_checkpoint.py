@@ -601,8 +601,7 @@ test_checkpoint.compressed_run(kind, directory, certificate=certificate, on_step
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["device", "sharded"])
+@pytest.mark.parametrize("kind", world.mostly_slow(["sharded", "device"], most=1))
 def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, kind, capsys):
     """After steps, and in calls of fsync, which is while it writes a checkpoint. Its certificate is never wrong."""
     places = tmp_path / "run", tmp_path / "run.jsonl"

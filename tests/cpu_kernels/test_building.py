@@ -33,7 +33,10 @@ def run(compiler, flags, kernels, tmp_path, start=()):
 
 @pytest.mark.parametrize("kernels", ["convolution", "convolution_bf16", "recurrent"])
 # Most of the time goes into compiling, and most of that into what optimises code that is full of checks.
-@pytest.mark.parametrize(("sanitizer", "level"), [("address,undefined", "-O0"), ("thread", "-O1")])
+@pytest.mark.parametrize(
+    ("sanitizer", "level"),
+    [("address,undefined", "-O0"), pytest.param("thread", "-O1", marks=pytest.mark.release)],
+)
 def test_a_program_under_sanitizers(sanitizer, level, kernels, tmp_path):
     run(COMPILER, [level, "-g1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"], kernels, tmp_path)
 
@@ -47,6 +50,7 @@ def test_a_program_for_arm(kernels, tmp_path):
     run("aarch64-linux-gnu-g++", ["-O2", "-static"], kernels, tmp_path, start=["qemu-aarch64"])
 
 
+@pytest.mark.release
 def test_a_wheel_is_for_any_python(tmp_path):
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path]
     subprocess.run(command, cwd=CPU, check=True, capture_output=True)

@@ -18,7 +18,7 @@ def last(array):
     return jnp.transpose(array, (0, 2, 3, 1)) if array.ndim == 4 else jnp.asarray(array)
 
 
-@pytest.mark.parametrize("name", [*zoo()])
+@pytest.mark.parametrize("name", [*zoo(slow=("alexnet", "mobilenet_v2_0_5", "resnet18_v1", "squeezenet1_1"))])
 def test_the_model_zoo_with_its_channels_last(name, tmp_path):
     plain, inputs = load(tmp_path, name)
     model = mxnet.load_checkpoint(tmp_path / "case", 7, layout="NHWC")

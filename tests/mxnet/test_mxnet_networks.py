@@ -15,10 +15,10 @@ QUICK = ("squeezenet1_1", "mobilenet_v2_0_25", "resnet18_v1")
 FAMILIES = ("alexnet", "densenet121", "inception_v3", "mobilenet0_5", "mobilenet_v2_0_5", "resnet34_v2", "vgg11_bn")
 
 
-def zoo(*quick):
+def zoo(*quick, slow=(*FAMILIES, *QUICK)):
     """The networks, each in its row."""
     for name in (name for name in CASES if name.startswith("zoo")):
-        row = pytest.mark.slow if name[4:] in (*FAMILIES, *QUICK) else pytest.mark.release
+        row = pytest.mark.slow if name[4:] in slow else pytest.mark.release
         yield pytest.param(name, marks=() if name[4:] in quick else row)
 
 

@@ -20,7 +20,7 @@ from jaxpar.train import start
 QUICK = ("lenet 1", "factorization 1", "normalized 1", "gluon lstm")
 ZOO = "resnet18_v1 squeezenet1_1 resnet18_v2 resnet50_v1 resnet50_v2"
 ZOO += " mobilenet0_25 mobilenet_v2_0_25 densenet121 vgg11_bn alexnet inception_v3"
-LONG = ("densenet121", "inception_v3", "resnet50_v1", "resnet50_v2")
+LONG = ("alexnet", "densenet121", "inception_v3", "resnet50_v1", "resnet50_v2", "vgg11_bn")
 ROW = dict.fromkeys(LONG, pytest.mark.release)
 SLOW = [pytest.param(f"zoo {name}", marks=ROW.get(name, pytest.mark.slow)) for name in ZOO.split()]
 # Lines of the layers of a network, without the functions that each module begins with.

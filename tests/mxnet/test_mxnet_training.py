@@ -28,8 +28,8 @@ ZOO = [name for name in CASES if f"{name}/eval" in RECORDED]
 
 def row_of(name):
     """What compiles for long is for a release."""
-    long = name in ("densenet121", "resnet18_v2", "vgg11_bn", "resnet50_v1", "inception_v3")
-    return pytest.param(name, marks=pytest.mark.release if long else pytest.mark.slow)
+    quick = name in ("mobilenet0_25", "squeezenet1_1")
+    return pytest.param(name, marks=pytest.mark.slow if quick else pytest.mark.release)
 
 
 def load(folder, name, layout=None):
@@ -173,7 +173,7 @@ def test_a_saved_run_of_mxnet_goes_on(engine, devices, layout, tmp_path):
     check_going_on(model, momentum, "narrow", engine, devices, layout)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_resnet18_goes_on(tmp_path):
     name = "resnet18 goes on"
     model = load(tmp_path, name)

@@ -22,7 +22,7 @@ from jaxpar.distributed._elastic import Board
 from jaxpar.train._callbacks.callbacks import Callbacks
 from jaxpar.train._elastic.group import Group, _by_rank, _is_terms, differences, digest
 from jaxpar.train._elastic.member import Member, Watchdog, check_can_go_on
-from jaxpar.train._fit.run import Run
+from jaxpar.train._fit.run import FitOptions, Run
 
 
 @pytest.fixture
@@ -325,9 +325,11 @@ def program(scale=1.0, optimizer=optax.adam, rate=0.1, seed=0, shift=0.0, device
     where = jax.devices()[device : device + 1]
     state = train.create_state(kv.from_params({"w": jnp.ones(wide)}, optimizer=optimizer(rate), devices=where), seed)
     step = train.make_train_step(loss_fn, virtual_shards=4, devices=where, **dict(options))
-    defaults = {name: p.default for name, p in inspect.signature(train.fit).parameters.items() if name != "unknown"}
-    chosen = {**defaults, "epochs": 2, "batch_size": 16, "progress": False, **sizes}
-    run = Run(**{**chosen, "state": state, "step": step, "train_data": data.from_arrays(examples)})
+    defaults = {
+        name: p.default for name, p in inspect.signature(train.fit).parameters.items() if p.kind is p.KEYWORD_ONLY
+    }
+    options = FitOptions(**{**defaults, "epochs": 2, "batch_size": 16, "progress": False, **sizes})
+    run = Run(state, step, data.from_arrays(examples), options)
     return Member(run, state)._compile(run.check(state))
 
 

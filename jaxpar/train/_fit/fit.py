@@ -21,7 +21,7 @@ from .certificate import difference, header_of
 from .interrupt import Interrupts, describe_stop, finish_interrupted
 from .loop import train
 from .progress import Profile
-from .run import Run, like_saved
+from .run import FitOptions, Run, like_saved
 
 _VALIDATION = (
     "for a classifier write test_data=data.Dataset(x, y), apply_fn=apply_fn; for other models eval_data=, eval_fn="
@@ -158,7 +158,30 @@ def fit(
         >>> [round(record["loss"], 2) for record in history]
         [1.0, 0.36]
     """
-    run = Run(**locals())
+    options = FitOptions(
+        test_data=test_data,
+        apply_fn=apply_fn,
+        eval_data=eval_data,
+        eval_fn=eval_fn,
+        epochs=epochs,
+        batch_size=batch_size,
+        max_steps=max_steps,
+        eval_every=eval_every,
+        progress=progress,
+        checkpoint_dir=checkpoint_dir,
+        resume=resume,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        certificate=certificate,
+        certificate_every=certificate_every,
+        metrics_file=metrics_file,
+        callbacks=callbacks,
+        on_step=on_step,
+        profile=profile,
+        steps_per_execution=steps_per_execution,
+        on_interrupt=on_interrupt,
+    )
+    run = Run(state, step, train_data, options)
     return _fit_elastic(run, state) if distributed.is_elastic() else train(run, state)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from ... import checkpoint, data, updaters
 from ..._core import calls, checks, files, text
 from ..._devices import mesh, processes, user_mesh
 from ..._store.store import specs_of
-from .._callbacks.callbacks import Callbacks, is_saved_memory
+from .._callbacks.callbacks import Callback, Callbacks, OnStep, WithMemory, is_saved_memory
 from .._callbacks.history import NO_METRICS, Record
 from .._evaluate.evaluate import Evaluation, check_classes
 from .._step.loss import ClassificationLoss, check_loss_takes
@@ -27,18 +28,44 @@ from .progress import Epoch, Profile, as_profile
 _TAKEN = {*NO_METRICS, "test_loss", "test_accuracy"} - {"skipped"}
 
 
+@dataclasses.dataclass(frozen=True)
+class FitOptions:
+    """The keyword arguments of `fit`, as they were given. Its docstring explains them."""
+
+    test_data: data.Dataset | None
+    apply_fn: Callable[..., jax.Array] | None
+    eval_data: Any
+    eval_fn: Callable[..., Any] | None
+    epochs: int | None
+    batch_size: int | None
+    max_steps: int | None
+    eval_every: int | None
+    progress: bool
+    checkpoint_dir: str | os.PathLike[str] | None
+    resume: bool | Literal["auto"]
+    checkpoint_every: int | None
+    keep: int
+    certificate: str | os.PathLike[str] | None
+    certificate_every: int
+    metrics_file: str | os.PathLike[str] | None
+    callbacks: Callback | WithMemory | Sequence[Callback | WithMemory]
+    on_step: OnStep | None
+    profile: Profile | None
+    steps_per_execution: int | Literal["auto"]
+    on_interrupt: Literal["auto", "return", "raise"]
+
+
 class Run:
     """A call of `fit`, checked. It does not change while it trains. The errors are those of `fit`."""
 
-    def __init__(self, state: TrainState, step: TrainStep, train_data: Any, **given: Any):
+    def __init__(self, state: TrainState, step: TrainStep, train_data: Any, options: FitOptions):
         # The order is that in which a user would mend them: what takes long to find out comes last.
-        paths = {name: given[name] for name in ("certificate", "checkpoint_dir", "metrics_file")}
-        given |= {name: files.as_path(path, f"fit: {name}") for name, path in paths.items() if path is not None}
-        self.certificate: Path | None = given["certificate"]
-        self.checkpoint_dir: Path | None = given["checkpoint_dir"]
-        self.profile: Profile | None = as_profile(given["profile"])
+        self.certificate = _path(options.certificate, "certificate")
+        self.checkpoint_dir = _path(options.checkpoint_dir, "checkpoint_dir")
+        metrics_file = _path(options.metrics_file, "metrics_file")
+        self.profile: Profile | None = as_profile(options.profile)
         places = self.checkpoint_dir, self.certificate
-        self.callbacks = Callbacks(given["metrics_file"], given["callbacks"], given["on_step"], *places)
+        self.callbacks = Callbacks(metrics_file, options.callbacks, options.on_step, *places)
         check_is_state(state, "fit")
         if state.store.updater is updaters.assign:
             raise ValueError(
@@ -48,11 +75,40 @@ class Run:
         calls.check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
         self.step: TrainStep = step
         self.source: data.Source = data.as_source(train_data)
-        if given["batch_size"] is None:
-            given["batch_size"] = data._usual_batch_size(self.source)
-        self._take_options(given)
-        evaluated = {name: given[name] for name in ("test_data", "apply_fn", "eval_data", "eval_fn")}
-        self.evaluation = Evaluation(**evaluated, batch_size=self.batch_size)
+        # For people: what the data consist of.
+        self.unit = "images" if isinstance(self.source, data.DatasetSource) else "examples"
+
+        # Numbers and choices.
+        batch_size = data._usual_batch_size(self.source) if options.batch_size is None else options.batch_size
+        self.batch_size = checks.whole_number(batch_size, "fit", "batch_size")
+        self.keep = checks.whole_number(options.keep, "fit", "keep")
+        self.certificate_every = checks.whole_number(options.certificate_every, "fit", "certificate_every")
+        self.epochs = _count(options.epochs, "epochs")  # how many the run goes into, where that is known
+        max_steps = _count(options.max_steps, "max_steps")
+        self.eval_every = _count(options.eval_every, "eval_every")
+        checkpoint_every = _count(options.checkpoint_every, "checkpoint_every")
+        self.checkpoint_every = None if self.checkpoint_dir is None else checkpoint_every
+        if self.epochs is None and max_steps is None:
+            raise ValueError("fit: the end of the training is not known; give epochs= or max_steps=, or both")
+        # For people: the arguments that end the run.
+        ends = {"epochs=": self.epochs, "max_steps=": max_steps}
+        self.limits = " or ".join(name for name, number in ends.items() if number is not None)
+        self.on_interrupt = options.on_interrupt
+        checks.choice(options.on_interrupt, "fit", "on_interrupt", ("auto", "return", "raise"))
+        self.progress = options.progress
+        if options.progress not in (True, False):
+            raise ValueError(f"fit: progress must be True or False, got {options.progress!r}")
+        self.resume = options.resume
+        if options.resume not in ("auto", True, False):
+            raise ValueError(f"fit: resume must be 'auto', True or False, got {options.resume!r}")
+
+        self.evaluation = Evaluation(
+            test_data=options.test_data,
+            apply_fn=options.apply_fn,
+            eval_data=options.eval_data,
+            eval_fn=options.eval_fn,
+            batch_size=self.batch_size,
+        )
         # Of an epoch. With `steps_per_epoch="all"` the steps are None, and epochs end where the data do.
         self.examples, self.steps = 0, None
         if isinstance(self.source, data.IterableSource) and self.source.steps_per_epoch == "all":
@@ -65,8 +121,7 @@ class Run:
             data._agree_on_arrays(self.source.arrays, "fit: train_data")
         words = f"{self.steps} of {self.batch_size} examples"
         processes.agree("fit: every process must have as many batches in an epoch", words)
-        self.num_steps: int = given["max_steps"] or sys.maxsize  # at most
-        self.epochs: int | None = given["epochs"]  # how many the run goes into, where that is known
+        self.num_steps: int = max_steps or sys.maxsize  # at most
         if self.steps is not None:
             self.num_steps = min((self.epochs or sys.maxsize) * self.steps, self.num_steps)
             self.epochs = -(-self.num_steps // self.steps)
@@ -78,37 +133,13 @@ class Run:
             params = state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])
             check_classes("fit: train_data", loss_fn.apply_fn, (params,), self.source.dataset)
         # How many steps one compiled program makes. "auto": as many as take a fifth of a second.
-        asked = given["steps_per_execution"]
-        self.per_program: int | Literal["auto"] = _steps_per_program(asked, step, self.source, state)
+        self.per_program: int | Literal["auto"] = _steps_per_program(
+            options.steps_per_execution, step, self.source, state
+        )
         # Whether a step may leave its update out, and whether one that is not finite ends the run. A step of the user's
         # own does not say so.
         self.skips: bool = getattr(step, "skips", False)
         self.stops: bool = getattr(step, "nonfinite", "ignore") == "stop"
-
-    def _take_options(self, given: dict[str, Any]) -> None:
-        """Check numbers and choices. Each number becomes an `int`, or None where that may be given and is."""
-        for name in ("batch_size", "keep", "certificate_every"):
-            given[name] = checks.whole_number(given[name], "fit", name)
-        for name in ("epochs", "max_steps", "eval_every", "checkpoint_every"):
-            given[name] = None if given[name] is None else checks.whole_number(given[name], "fit", name)
-        if given["epochs"] is None and given["max_steps"] is None:
-            raise ValueError("fit: the end of the training is not known; give epochs= or max_steps=, or both")
-        checks.choice(given["on_interrupt"], "fit", "on_interrupt", ("auto", "return", "raise"))
-        if given["progress"] not in (True, False):
-            raise ValueError(f"fit: progress must be True or False, got {given['progress']!r}")
-        if given["resume"] not in ("auto", True, False):
-            raise ValueError(f"fit: resume must be 'auto', True or False, got {given['resume']!r}")
-        self.batch_size: int = given["batch_size"]
-        self.eval_every: int | None = given["eval_every"]
-        self.checkpoint_every: int | None = None if self.checkpoint_dir is None else given["checkpoint_every"]
-        self.keep: int = given["keep"]
-        self.certificate_every: int = given["certificate_every"]
-        self.progress: bool = given["progress"]
-        self.resume: bool | Literal["auto"] = given["resume"]
-        self.on_interrupt: Literal["auto", "return", "raise"] = given["on_interrupt"]
-        # For people: what the data consist of, and the arguments that end the run.
-        self.unit = "images" if isinstance(self.source, data.DatasetSource) else "examples"
-        self.limits = " or ".join([f"{name}=" for name in ("epochs", "max_steps") if given[name] is not None])
 
     def batches(self, rng: jax.Array, start: int, **where: Any) -> Iterator[data.Batch]:
         """The batches after the first `start` steps, without an end, in host memory or where `where` says."""
@@ -138,6 +169,14 @@ def shuffle_key(rng: jax.Array) -> jax.Array:
     """The key for the order of the examples, from that of the state."""
     with user_mesh.outside_mesh():
         return jax.random.fold_in(rng, 0x5FFE1E)
+
+
+def _path(given: str | os.PathLike[str] | None, name: str) -> Path | None:
+    return None if given is None else files.as_path(given, f"fit: {name}")
+
+
+def _count(given: int | None, name: str) -> int | None:
+    return None if given is None else checks.whole_number(given, "fit", name)
 
 
 def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainState) -> int | Literal["auto"]:

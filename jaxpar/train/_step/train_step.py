@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from ... import kv
 from ..._core import checks
 from ..._core.arrays import Device, Recent
 from ..._core.calls import answers
-from ..._core.text import did_you_mean
+from ..._core.updater import Updater
 from ..._devices import processes
 from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
@@ -440,39 +439,84 @@ def _check_together(
         check_axes(axes, mesh, "make_train_step")
 
 
-_NAMES = [  # the options of each function that `start` calls
-    {name for name, p in inspect.signature(fn).parameters.items() if p.kind is p.KEYWORD_ONLY}
-    - {"optimizer", "updater"}
-    for fn in (kv.from_params, create_state, make_train_step)
-]
+# What `start` takes itself needs no hint there.
+_START_HINTS = {
+    **kv._NOT_TRAINED,
+    **{name: hint for name, hint in _HINTS.items() if name not in ("kind", "compression", "staleness", "optimizer")},
+    **dict.fromkeys(("tx", "learning_rate", "lr"), "give the optimizer as the second argument: optax.sgd(0.1)"),
+    "updater": "give it to kv.from_params, and make the state by train.create_state and the step by make_train_step",
+}
 
 
-@answers("train.start")
+@answers("train.start", _START_HINTS)
 def start(
     params: Any,
-    optimizer: Any,
-    loss_fn: Any,
+    optimizer: optax.GradientTransformation | Updater,
+    loss_fn: LossFn,
     *,
-    rng: Any = 0,
+    rng: jax.Array | int = 0,
+    model_state: Any = (),
+    kind: str = "device",
+    devices: Sequence[Device] | None = None,
+    mesh: Mesh | None = None,
+    sharding: Any = None,
+    frozen: str | Sequence[str] | Callable[[str, jax.Array], bool] | Any = None,
     compression: dict[str, Any] | None = None,
-    **options: Any,
+    staleness: int | None = None,
+    engine: Literal["auto", "pmap", "shard_map", "jit"] = "auto",
+    axis_name: str | Sequence[str] = "data",
+    grad_transform: optax.GradientTransformation | None = None,
+    accumulate: int = 1,
+    compute_dtype: Any = None,
+    remat: bool | Callable[..., Any] = False,
+    nonfinite: Literal["ignore", "skip", "stop"] = "ignore",
+    loss_scale: float | Literal["dynamic"] | DynamicLossScale | None = None,
+    local_steps: int | None = None,
+    outer_optimizer: optax.GradientTransformation | None = None,
+    unused: Literal["warn", "skip"] = "warn",
+    virtual_shards: int | None = None,
 ) -> tuple[TrainState, TrainStep]:
-    """Make the first state and the step for `fit`, by `kv.from_params`, `create_state` and `make_train_step`.
+    """Make the first state and the step for `fit`.
+
+    It calls `kv.from_params`, `create_state` and `make_train_step`, which say more about their options and errors.
 
     Args:
         params: any pytree of arrays. The arrays are copied.
         optimizer: an optax transform, or an optimizer of `jp.updaters`.
-        loss_fn: as in `make_train_step`.
+        loss_fn: `loss_fn(params, batch, rng) -> (loss, aux)`, or with `model_state`,
+            `loss_fn(params, batch, rng, model_state) -> (loss, aux, new_model_state)`.
         rng: a random key, or an int seed.
-        compression: as in `kv.set_gradient_compression`.
-        options: options of the three functions, such as `devices=jax.devices()[:2]`, `kind="sharded"`,
-            `sharding=jp.parallel.fsdp("data")`, `accumulate=4`. One that several functions have is passed to each.
+        model_state: a pytree of arrays that the model updates without gradients, such as running means.
+        kind: as in `kv.create`. "device" keeps params and optimizer state on every device, "sharded" a part on each.
+        devices: the training devices. None: all of them.
+        mesh: a `jax.sharding.Mesh`, in place of `devices`.
+        sharding: how params are split over the mesh: a rule, such as `jp.parallel.fsdp("data")`, or a pytree.
+        frozen: the params that are not trained: a pattern of names, several, a function `(name, leaf) -> bool`, or a
+            pytree of bools.
+        compression: gradient compression, such as `{"type": "2bit", "threshold": 0.5}`, as in
+            `kv.set_gradient_compression`.
+        staleness: for kind `dist_async`: gradients are applied so many steps later. None is 1.
+        engine: how the step runs on all devices. "auto" takes "jit" for params that are split over a mesh, else
+            "shard_map".
+        axis_name: the axis over the devices, for collectives in `loss_fn`. For engine `jit`, the mesh axis or axes that
+            split the batch.
+        grad_transform: an optax transform of the summed gradients, such as `optax.clip_by_global_norm(1.0)`.
+        accumulate: the number of microbatches that a device's share of the batch is cut into.
+        compute_dtype: the dtype of floating params and batches in `loss_fn`, such as `jnp.bfloat16`.
+        remat: True, or a policy of `jax.checkpoint_policies`: the backward pass computes activations again.
+        nonfinite: what a NaN or infinite loss or gradient does: it is ignored, the update is skipped, or the training
+            stops.
+        loss_scale: for float16: a number, "dynamic" or a `DynamicLossScale`.
+        local_steps: the number of updates that a device makes by itself before all devices agree.
+        outer_optimizer: with `local_steps`, an optax transform for the mean of the devices' changes.
+        unused: whether a param that the loss does not depend on is warned of and updated, or skipped.
+        virtual_shards: the number of fixed shards of a batch, for bit-equal results on any number of devices.
 
     Returns:
         (state, step), for `train.fit(state, step, data, ...)` or `state, metrics = step(state, batch)`.
 
     Raises:
-        TypeError: an option is unknown. The three functions raise their own errors.
+        TypeError, ValueError: an option is unknown, has the wrong type or is excluded by another.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -484,17 +528,33 @@ def start(
         >>> float(metrics["loss"]), float(state.params["w"])
         (1.0, 0.5)
     """
-    known = sorted(set().union(*_NAMES) | {"compression", "rng"})
-    for name in options:
-        if name not in known:
-            hint = did_you_mean(name, known) or f"; known are {', '.join(known)}"
-            hint = f"; {kv._NOT_TRAINED[name]}" if name in kv._NOT_TRAINED else hint
-            raise TypeError(f"train.start: unknown option {name}={hint}")
-    of_store, of_state, of_step = ({k: v for k, v in options.items() if k in names} for names in _NAMES)
-    if of_step.get("engine", "auto") not in ("auto", "jit"):
-        of_step.pop("mesh", None)  # it is that of the store, of which these engines need no word
-    step = make_train_step(loss_fn, **of_step)
-    store = kv.from_params(params, optimizer=optimizer, **of_store)
+    step = make_train_step(
+        loss_fn,
+        engine=engine,
+        devices=devices,
+        mesh=mesh if engine in ("auto", "jit") else None,  # the other engines take the devices of the state
+        axis_name=axis_name,
+        grad_transform=grad_transform,
+        accumulate=accumulate,
+        compute_dtype=compute_dtype,
+        remat=remat,
+        nonfinite=nonfinite,
+        loss_scale=loss_scale,
+        local_steps=local_steps,
+        outer_optimizer=outer_optimizer,
+        unused=unused,
+        virtual_shards=virtual_shards,
+    )
+    store = kv.from_params(
+        params,
+        kind=kind,
+        optimizer=optimizer,
+        devices=devices,
+        staleness=staleness,
+        mesh=mesh,
+        sharding=sharding,
+        frozen=frozen,
+    )
     if compression is not None:
         store = kv.set_gradient_compression(store, compression)
-    return create_state(store, rng, **of_state), step
+    return create_state(store, rng, devices=devices, grad_transform=grad_transform, model_state=model_state), step
