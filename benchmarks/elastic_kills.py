@@ -211,9 +211,9 @@ def main() -> int:
         **{"waits": kills.waits, "environment": environment()},
     }
     print(
-        f"{len(waits)} kills within a second after a join, {minutes:.1f} minutes, {steps} steps; from a kill to the next "
-        f"step {report['median']:.1f} s in the median, p99 {report['p99']:.1f} s, at most {waits[-1]:.1f} s; between two "
-        f"steps at most {kills.most_between:.1f} s; {len(states)} certified states {'equal' if is_equal else 'DIFFER'}"
+        f"{len(waits)} kills within a second after a join, {minutes:.1f} minutes, {steps} steps; from a kill to the "
+        f"next step {report['median']:.1f} s in the median, p99 {report['p99']:.1f} s, at most {waits[-1]:.1f} s; between "
+        f"two steps at most {kills.most_between:.1f} s; {len(states)} certified states {'equal' if is_equal else 'DIFFER'}"
     )
     if args.output:
         with open(args.output, "w") as file:
