@@ -212,8 +212,9 @@ def main() -> int:
     }
     print(
         f"{len(waits)} kills within a second after a join, {minutes:.1f} minutes, {steps} steps; from a kill to the "
-        f"next step {report['median']:.1f} s in the median, p99 {report['p99']:.1f} s, at most {waits[-1]:.1f} s; between "
-        f"two steps at most {kills.most_between:.1f} s; {len(states)} certified states {'equal' if is_equal else 'DIFFER'}"
+        f"next step {report['median']:.1f} s in the median, p99 {report['p99']:.1f} s, at most {waits[-1]:.1f} s; "
+        f"between two steps at most {kills.most_between:.1f} s; "
+        f"{len(states)} certified states {'equal' if is_equal else 'DIFFER'}"
     )
     if args.output:
         with open(args.output, "w") as file:

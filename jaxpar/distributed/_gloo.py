@@ -41,7 +41,7 @@ def connecting(client: Any, ids: Sequence[int], should_end: Callable[[], bool]) 
 
     `client` is a connection to jax's coordination service. Only process 0 makes this call.
     """
-    over, known = threading.Event(), set[tuple[str, bytes]]()
+    over, known = threading.Event(), set[tuple[bytes, bytes]]()
 
     def watch() -> None:
         looks = 0
@@ -61,7 +61,7 @@ def connecting(client: Any, ids: Sequence[int], should_end: Callable[[], bool]) 
         thread.join()
 
 
-def _end_waits(client: Any, ids: Sequence[int], known: set[tuple[str, bytes]]) -> None:
+def _end_waits(client: Any, ids: Sequence[int], known: set[tuple[bytes, bytes]]) -> None:
     """End what Gloo waits for in a group. `known` are the connections that were made already."""
     folder = f"{_KEYS}/{_name(ids)}/"
     found: dict[str, bytes] = dict(client.key_value_dir_get_bytes(folder))
