@@ -4,6 +4,8 @@ Arguments: a folder for marks, then `failure:process:step` each, where failure i
 after which the process that comes back finds an edited script. With `late` a
 process that comes back calls `fit` only after that step. With `slow:S:E` process 0 waits S seconds after each step, and
 there are E epochs of six steps, or as many as pass until there is a file `over`. With `rigid` the run is not elastic.
+After `unseen:P:S` or `silent:P:S` process P is killed at that step, and again when it comes back and connects: before
+the others know its address, or once they wait for it.
 """
 
 import hashlib
@@ -18,6 +20,7 @@ import numpy as np
 import optax
 
 from jaxpar import data, distributed, kv, train
+from jaxpar._devices import processes
 
 folder, *failures = sys.argv[1:]
 late = [failure.split(":")[1:] for failure in failures if failure.startswith("late")]
@@ -45,6 +48,39 @@ class Failing(data.ArraySource):
                     mark.touch()
                     fail(kind)
             yield batch
+
+
+def die_while_connecting(kind):
+    """In place of `processes.plan_send`. What it returns ends this process while the others connect to it by Gloo."""
+    plan, client = processes.plan_send, distributed._Board().client
+
+    def plan_send(tree, devices):
+        plan(tree, devices)
+        folder = "cpu:gloo/" + ",".join(str(d.id) for d in devices)
+        first = next(i for i, d in enumerate(devices) if d.process_index == 0)
+
+        def send():
+            if kind == "silent":
+                # The address of process 0 with the highest port: the one with the lower address waits for the other.
+                text = client.blocking_key_value_get_bytes(f"{folder}/{first}", 60000)
+                port = 8 + int.from_bytes(text[:8], sys.byteorder) + 8 + 2
+                for i, d in enumerate(devices):
+                    if d.process_index == rank:
+                        client.key_value_set_bytes(f"{folder}/{i}", text[:port] + b"\xff\xff" + text[port + 2 :])
+                time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        return send
+
+    processes.plan_send = plan_send
+
+
+for failure in failures:
+    kind, process, _ = failure.split(":")
+    mark = Path(folder, f"{failure}-again")
+    if kind in ("unseen", "silent") and int(process) == rank and Path(folder, failure).exists() and not mark.exists():
+        mark.touch()
+        die_while_connecting(kind)
 
 
 def fail(kind):

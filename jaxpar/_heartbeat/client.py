@@ -53,6 +53,7 @@ class HeartbeatClient:
         self._secret, self._mistrust = secret, ""  # why a server that answered is not the one of this run
         self._has_failed = self._is_leaving = self._is_server_closing = False
         self._connection: JsonConnection | None = None
+        self.losses: list[int] = []  # in process 0 of an elastic run: who was lost, one after the other
         self._lost = queue.SimpleQueue[int]()  # processes that jax has to forget
 
     def join_run(self, addresses: list[tuple[str, int]], seconds: float, absent: str) -> None:
@@ -206,6 +207,7 @@ class HeartbeatClient:
         if "hint" in message:
             self.hint = message["hint"]
         elif "left" in message:
+            self.losses.append(message["left"])
             self._lost.put(message["left"])
         elif "closing" in message:
             self._is_server_closing = True

@@ -10,6 +10,7 @@ SkyPilot, and on Cloud TPU.
     _initialize    checks the arguments, joins the other processes through the heartbeat server, then starts jax;
                    `join` is for callers such as `kv.create`
     _elastic       the members of an elastic run
+    _gloo          how they give up connecting when one of them is lost
 """
 
 # pyright: reportUnusedImport=false
@@ -23,11 +24,13 @@ from ._elastic import (
     is_starts as _is_starts,
 )
 from ._environment import ray_worker as _ray_worker
+from ._gloo import connecting as _connecting, forget_group as _forget_group
 from ._initialize import (
     check_joined as check_joined,
     initialize as initialize,
     join as join,
     known_processes as known_processes,
+    losses as _losses,
     report_working as _report_working,
     set_resume_hint as set_resume_hint,
     wait_for_loss_report as wait_for_loss_report,

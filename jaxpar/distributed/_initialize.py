@@ -281,6 +281,11 @@ def report_working() -> None:
         this.client.report_working()
 
 
+def losses() -> list[int]:
+    """In process 0 of an elastic run: who was lost, one after the other. It grows while the run goes on."""
+    return [] if this.client is None else this.client.losses
+
+
 def known_processes() -> int:
     """The number of processes that `initialize` found, and 1 before.
 

@@ -4,6 +4,9 @@ import functools
 import inspect
 import json
 import re
+import socket
+import struct
+import sys
 import types
 
 import jax
@@ -17,7 +20,7 @@ from world import mostly_slow
 
 from jaxpar import data, distributed, kv, train
 from jaxpar._devices import processes
-from jaxpar.distributed import _elastic
+from jaxpar.distributed import _elastic, _gloo
 from jaxpar.distributed._elastic import Board
 from jaxpar.train._callbacks.callbacks import Callbacks
 from jaxpar.train._elastic.group import Group, _by_rank, _is_terms, differences, digest
@@ -161,6 +164,66 @@ def test_a_process_that_was_left_behind_ends(monkeypatch):
     members.starts, members._live = {0: 1, 1: 1}, types.SimpleNamespace(devices={})
     members._leave_out_lost()
     assert ends == [distributed.LOST] * 2
+
+
+class GlooStore:
+    """What Gloo writes to jax's key-value store."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+    def key_value_dir_get_bytes(self, folder):
+        return [(name, text) for name, text in self.keys.items() if name.startswith(folder)]
+
+    def key_value_set_bytes(self, name, text):
+        if name in self.keys:
+            raise jax.errors.JaxRuntimeError("ALREADY_EXISTS")
+        self.keys[name] = text
+
+
+def of_gloo(server, numbers):
+    """What Gloo writes of a device: the name of the host, the address at which it listens, and its numbers."""
+    host, port = server.getsockname()[:2]
+    between = b"" if server.family == socket.AF_INET else bytes(4)
+    start = server.family.to_bytes(2, sys.byteorder) + port.to_bytes(2, "big") + between
+    address = (start + socket.inet_pton(server.family, host)).ljust(136, b"x")
+    return b"".join(struct.pack("N", len(text)) + text for text in (b"host", address)) + struct.pack("3q", *numbers)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_who_connects_by_gloo_gives_up_when_a_process_is_lost(host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        server = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip(f"no {host} here")
+    with server:
+        server.settimeout(10)
+        store = GlooStore({"cpu:gloo/5,3,4/0": of_gloo(server, [-1, 6, 7]), "cpu:gloo/3,4,5/1": b"another group"})
+        lost = []
+        with _gloo.connecting(store, [5, 3, 4], lambda: bool(lost)):
+            lost.append(1)
+            numbers = []
+            for _ in range(2):  # it waits for two others
+                connection, _ = server.accept()
+                with connection:
+                    numbers.append(connection.recv(99))
+                    assert connection.recv(99) == b""
+        assert numbers == [struct.pack("q", number) for number in (6, 7)]
+        # The others have no address. Gloo raises for one without a name and without an address.
+        assert store.keys["cpu:gloo/5,3,4/1"] == store.keys["cpu:gloo/5,3,4/2"] == bytes(16)
+        known = {(store.keys["cpu:gloo/5,3,4/0"], number) for number in numbers}
+        _gloo._end_waits(store, [5, 3, 4], known)
+        server.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+@pytest.mark.parametrize("text", [b"", b"x" * 7, b"\xff" * 200, bytes(16), bytes(200), struct.pack("NN", 0, 1 << 60)])
+def test_what_is_no_address_of_gloo_is_passed_over(text):
+    store = GlooStore({"cpu:gloo/0,1/0": text})
+    _gloo._end_waits(store, [0, 1], set())
+    assert store.keys == {"cpu:gloo/0,1/0": text, "cpu:gloo/0,1/1": bytes(16)}
 
 
 EIGHT = {"x": np.ones(8, "float32")}

@@ -216,6 +216,21 @@ def test_killed_frozen_and_stuck_processes_change_no_bit(tmp_path, undisturbed):
 
 
 @pytest.mark.slow  # a minute on a busy machine: three processes, two losses
+@pytest.mark.parametrize("kind", ["silent", "unseen"])
+def test_nobody_waits_for_a_process_that_is_lost_while_it_connects(tmp_path, kind):
+    # Gloo would wait 150 seconds for its connection, and 30 for its address. The next line is waited for 120 seconds.
+    run = Run(tmp_path / "run", f"{kind}:2:7", "slow:0.2:10000")
+    run.wait("process 2 joins after step")
+    run.wait("process 2 was lost while the processes connected; the others connect again")
+    run.wait("process 2 joins after step", 2)
+    (run.folder / "over").touch()
+    found = run.end()
+    assert run.steps() == [*range(1, run.steps()[-1] + 1)]
+    assert "Traceback" not in run.output
+    assert found == end_of_undisturbed(tmp_path / "undisturbed", run.steps()[-1])
+
+
+@pytest.mark.slow  # a minute on a busy machine: three processes, two losses
 def test_nobody_waits_for_a_process_that_starts(tmp_path, undisturbed):
     # Process 2 comes back and calls fit only after step 20. Process 1 is lost before that.
     run, results = ended(tmp_path / "disturbed", 3, "kill:2:7", "kill:1:15", "late:2:20", losses=2)

@@ -64,8 +64,7 @@ class Group:
         self._orders: dict[frozenset[int], Iterator[tuple[int, ...]]] = {}
         if self._board.client is not None:
             # Gloo may know a group of these devices, of an earlier process in the place of this one.
-            ids = ",".join(str(d.id) for d in jax.local_devices())
-            self._board.client.key_value_delete(f"cpu:gloo/{ids}")
+            distributed._forget_group(self._board.client, [d.id for d in jax.local_devices()])
 
     @property
     def devices(self) -> list[Device]:
@@ -101,8 +100,7 @@ class Group:
         `offer()` is what process 0 says about the run. `prepare(devices)` gets the devices of all, in an order that no
         group had, and uses no collectives. `take(devices, offer, prepared)` may use them.
         """
-        # Gloo waits half a minute for a process that is lost while it connects. So that all begin to connect at once,
-        # what takes time before belongs in `prepare`.
+        # So that all begin to connect at once, what takes time before belongs in `prepare`.
         if not self.starts:
             self._join()
         while not self.agrees:
@@ -110,8 +108,13 @@ class Group:
             if self.is_first:
                 self._board.set("members", [self._number, list(self.starts.items())])
                 self._board.set("program", self._program)
-            settled = self._in_all("agree", lambda: self._settle(offer, prepare))
-            self.agrees = settled is not None and self._in_all("take", functools.partial(take, *settled[0])) is not None
+            before = len(distributed._losses())
+            if (settled := self._in_all("agree", lambda: self._settle(offer, prepare))) is not None:
+                with self._connecting(settled[0][0], before):
+                    self.agrees = self._in_all("take", functools.partial(take, *settled[0])) is not None
+            if self.is_first and self.lost:
+                who = ", ".join(map(str, self.lost))
+                say(f"process {who} was lost while the processes connected; the others connect again")
         self._failures = 0
 
     def run(self, at: int, work: Callable[[], Any]) -> Any:
@@ -151,6 +154,17 @@ class Group:
         self._live.devices = {d: starts[d.process_index] for d in self.devices}  # as after a barrier among them
         self._number, self._tries, self.agrees = self._number + 1 if number is None else number, 0, False
         self._were.update(starts.values())
+
+    def _connecting(self, devices: Devices, before: int) -> contextlib.AbstractContextManager[None]:
+        """A block in which the members connect. They give up where one fails, or was lost after so many losses."""
+        if not self.is_first:
+            return contextlib.nullcontext()
+        members, losses = set(self.starts), distributed._losses()
+        return distributed._connecting(
+            self._board.client,
+            [d.id for d in devices],
+            lambda: not members.isdisjoint(losses[before:]) or self.has_failed(),
+        )
 
     def _join(self) -> None:
         """Say that this process is ready, and wait until it is a member. Where the run is over, the process ends."""
