@@ -18,7 +18,7 @@ from .._callbacks.history import History
 from .._step.state import IN_STORE, TrainState, check_is_state
 from .._step.train_step import TrainStep
 from .certificate import difference, header_of
-from .interrupt import Interrupts, describe_stop, finish_interrupted
+from .interrupt import Interrupts, delayed, describe_stop, finish_interrupted
 from .loop import train
 from .progress import Profile
 from .run import Run, like_saved
@@ -158,7 +158,8 @@ def fit(
         >>> [round(record["loss"], 2) for record in history]
         [1.0, 0.36]
     """
-    run = Run(**locals())
+    with delayed():
+        run = Run(**locals())
     return _fit_elastic(run, state) if distributed.is_elastic() else train(run, state)
 
 
