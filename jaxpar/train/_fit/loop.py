@@ -377,6 +377,7 @@ class Loop:
             **({"ended_by": list(stopped), "limit": run.limit} if stopped else {}),
             **{"stopped": bool(stopped), "interrupted": interrupted, "callbacks": run.callbacks.to_json(memories)},
             **({} if self.identity is None else {"run": self.identity}),
+            **({} if self._past.data is None else {"data": self._past.data}),
             **under_way,
             **({} if run.steps else {"epochs_over": len(self._starts) - 1, "epoch_began": self._starts[-1]}),
             **({} if place is None else {"place": place}),
