@@ -19,7 +19,7 @@ from ..._devices import processes
 _CONFIRM_AFTER = 2.0  # seconds after which an interrupt that waits for its step is confirmed
 _EXCHANGE_EVERY = 16  # steps after which several processes exchange their signals
 _OF_LOOPS = ("asyncio.runners", "ipykernel.ipkernel")
-_USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_USUAL: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class Interrupts(process.Signals):

@@ -156,7 +156,7 @@ class Loop:
         """Whether the history has a record of the last step."""
         return bool(self.history) and self.history[-1]["step"] == self.at
 
-    def calls(self) -> Iterator[Made]:
+    def calls(self) -> Generator[Made]:
         """Call the step, or a program of several steps. `at` has changed when the next is asked for."""
         run, state, step = self.run, self.state, self.run.step
         devices = state.store.devices

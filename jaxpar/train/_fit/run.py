@@ -21,7 +21,7 @@ from .._evaluate.evaluate import Evaluation, check_classes
 from .._step.loss import ClassificationLoss, check_loss_takes
 from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
-from .identity import digest_of_data
+from .digest import digest_of_data
 from .progress import Epoch, Profile, as_profile
 
 # What `fit` itself puts into records. The metric `skipped` is the step's own.
