@@ -77,10 +77,12 @@ def answers(
             try:
                 # What a call is given goes to its devices, though the user may have set `jax.transfer_guard`. A guard
                 # that disallows explicit transfers too stays.
+                guards = [each for name, each in _GUARDS.items() if getattr(jax.config, name) in ("disallow", "log")]
+                if not guards:  # nothing runs after `fn`, where Ctrl-C would lose the state that `fit` returns
+                    return fn(*args, **kwargs)
                 with contextlib.ExitStack() as block:
-                    for name, guard in _GUARDS.items():
-                        if getattr(jax.config, name) in ("disallow", "log"):
-                            block.enter_context(guard("allow"))
+                    for guard in guards:
+                        block.enter_context(guard("allow"))
                     return fn(*args, **kwargs)
             except Exception as error:
                 if isinstance(error, TypeError):

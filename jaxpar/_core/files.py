@@ -89,7 +89,7 @@ def create(path: Path, content: bytes) -> None:
     with open(path, "xb", buffering=0) as file:
         try:
             _write_all(file, content)
-        except OSError:  # the disk is full
+        except BaseException:  # the disk is full, or Ctrl-C
             path.unlink(missing_ok=True)
             raise
 
@@ -100,7 +100,7 @@ def append(path: Path, content: bytes) -> None:
         size = file.tell()
         try:
             _write_all(file, content)
-        except OSError:
+        except BaseException:
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise

@@ -32,12 +32,13 @@ class Signals:
 
     def __enter__(self) -> Signals:
         for number in self._numbers:
-            self._before[number] = signal.signal(number, self._record)
+            self._before[number] = signal.getsignal(number)  # first: the signal may come before the next line ends
+            signal.signal(number, self._record)
         return self
 
     def __exit__(self, *error: object) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
+        for number in reversed(self._before):
+            signal.signal(number, self._before[number])
 
     def _record(self, number: int, frame: Any) -> None:
         """The handler, which may run inside of any call of the main thread."""

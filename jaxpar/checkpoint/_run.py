@@ -41,6 +41,7 @@ _STALE = 20.0  # seconds after which a lock that nobody touched belongs to nobod
 _LOOK_EVERY = 0.5
 _AGAIN = 0.02
 _LONGEST = 4096  # bytes of the lock
+_held = set[bytes]()  # the contents of the locks that this process takes or has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,7 @@ class DirectoryLock:
 
     def acquire(self) -> None:
         """Take the lock, or keep it, and make the directory. `OSError` where another process has it."""
+        _held.add(self._content)
         while not self._is_mine():
             try:
                 self._directory.mkdir(parents=True, exist_ok=True)
@@ -83,6 +85,9 @@ class DirectoryLock:
                 raise OSError(f"checkpoint: {self._directory} {why}") from error
             if (holder := self._holder()) is None:
                 time.sleep(_AGAIN)  # it was given up meanwhile, which a network's file system shows late
+                continue
+            if holder.tag == process.tag() and holder.content not in _held:  # a second Ctrl-C cut `release` short
+                self._remove(holder)
                 continue
             if holder.tag == process.tag() and self._file is None:
                 return  # another manager of this process has it
@@ -101,13 +106,15 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Give the lock up. Where this process has none, nothing happens."""
-        if self._ended is None:
-            return
-        self._ended.set()
-        self._ended = None
-        if os.getpid() == self._pid and self._is_mine():
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+        try:
+            if self._ended is not None:
+                self._ended.set()
+                self._ended = None
+            if os.getpid() == self._pid and self._is_mine():
+                with contextlib.suppress(OSError):
+                    self._path.unlink()
+        finally:
+            _held.discard(self._content)
 
     def _is_mine(self) -> bool:
         try:

@@ -330,3 +330,16 @@ def test_values_that_are_no_numbers_are_named():
         _, history = run_on(examples, state, step=step, epochs=1, batch_size=4)
     assert "half" in history[0]
     assert "each" not in history[0]
+
+
+def test_a_resumed_run_says_that_the_data_are_others(tmp_path, capsys):
+    train_data, other = points(64), points(64)
+    other.labels[5] = (other.labels[5] + 1) % 3  # one label was mended
+    run_on(train_data, epochs=1, checkpoint_dir=tmp_path)
+    run_on(train_data, epochs=2, checkpoint_dir=tmp_path)
+    assert "train_data" not in capsys.readouterr().err
+    state, _ = run_on(other, epochs=3, checkpoint_dir=tmp_path)
+    assert int(state.step) == 12
+    assert f"train_data has other values than the run in {tmp_path} had until step 8" in capsys.readouterr().err
+    run_on(other, epochs=4, checkpoint_dir=tmp_path)  # said once
+    assert "train_data" not in capsys.readouterr().err

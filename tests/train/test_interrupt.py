@@ -1,5 +1,6 @@
 """Ctrl-C, a notebook's interrupt and SIGTERM: the step is finished, the state is saved and is not lost."""
 
+import asyncio
 import contextlib
 import re
 import signal
@@ -13,9 +14,10 @@ import pytest
 from interrupted_run import run, start
 from launched import background, environment
 from several_processes import free_address
-from world import crash_after, crash_at, run_on, same
+from world import STEP, apply, crash_after, crash_at, points, run_on, same
 
-from jaxpar import data
+from jaxpar import checkpoint, data, train
+from jaxpar._core import files
 from jaxpar.train._fit import interrupt
 
 
@@ -47,7 +49,8 @@ def handlers():
     assert [signal.getsignal(n) for n in numbers] == before
 
 
-def test_sigterm_saves_and_exits(tmp_path, capsys, whole):
+def test_sigterm_saves_and_exits(tmp_path, capsys, monkeypatch, whole):
+    monkeypatch.setattr(interrupt, "_CONFIRM_AFTER", 600.0)
     with pytest.raises(SystemExit) as raised:
         run(start(), epochs=4, checkpoint_dir=tmp_path, on_step=at(25, signal.SIGTERM))
     assert raised.value.code == 143
@@ -310,6 +313,13 @@ def test_a_notebook_is_interrupted(tmp_path):
         ask(kernel, "pause = 0")
         assert f"resumed from step {step}" in ask(kernel, CELL)
         assert ask(kernel, "print(int(state.step), len(history))") == "240 12\n"
+        # A cell with `await` runs in the loop of the kernel, which has a handler of its own then.
+        ask(kernel, SETUP + f"directory = {str(tmp_path / 'loop')!r}")
+        texts = ask(kernel, AWAIT, lambda text: "step 5\n" in text and manager.interrupt_kernel())
+        assert re.search(r"interrupted after step (\d+), in epoch", texts)
+        ask(kernel, "pause = 0")
+        ask(kernel, AWAIT)
+        assert ask(kernel, "print(int(state.step), len(history))") == "240 12\n"
     finally:
         kernel.stop_channels()
         manager.shutdown_kernel(now=True)
@@ -323,6 +333,11 @@ state = start()
 def on_step(step, metrics):
     print("step", step, flush=True)
     time.sleep(pause)
+"""
+AWAIT = """
+async def go():
+    return run(state, epochs=12, checkpoint_dir=directory, on_step=on_step)
+state, history = await go()
 """
 CELL = "state, history = run(state, epochs=12, checkpoint_dir=directory, on_step=on_step)"
 
@@ -350,3 +365,172 @@ def test_no_timer_is_left_after_both_signals():
     for timer in set(threading.enumerate()) - before:
         timer.join(interrupt._CONFIRM_AFTER / 2)  # one that was cancelled ends at once
         assert not timer.is_alive()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("call", range(4))
+def test_a_signal_while_handlers_change_is_not_lost(call, late, monkeypatch):
+    """Two handlers are set, and two are set again."""
+    real, calls = signal.signal, []
+
+    def change(number, handler):
+        calls.append(number)
+        now = len(calls) == call + 1
+        if now and not late:
+            signal.raise_signal(signal.SIGINT)
+        found = real(number, handler)
+        if now and late:
+            signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(signal, "signal", change)
+    signals = interrupt.Interrupts()
+    try:
+        with signals:
+            pass
+    except KeyboardInterrupt:
+        return
+    assert signals.asked == signal.SIGINT
+
+
+def test_two_interrupts_at_once_are_one(monkeypatch):
+    real, signals = signal.signal, interrupt.Interrupts()
+
+    def change(number, handler):
+        if handler is signal.default_int_handler and len(signals.received) == 1:  # while the first one is recorded
+            signal.raise_signal(signal.SIGINT)
+        return real(number, handler)
+
+    monkeypatch.setattr(signal, "signal", change)
+    with signals:
+        signal.raise_signal(signal.SIGINT)
+    assert signals.asked == signal.SIGINT
+
+
+@pytest.mark.parametrize("where", ["on_start", "while it is locked"])
+def test_an_interrupt_before_the_first_step_leaves_nothing_open(where, tmp_path, monkeypatch, whole):
+    class Early:
+        def __call__(self, state, record):
+            pass
+
+        def on_start(self, history):
+            if where == "on_start":
+                signal.raise_signal(signal.SIGINT)
+
+    create, before, state = files.create, set(threading.enumerate()), start()
+
+    def interrupted(path, content):
+        create(path, content)
+        signal.raise_signal(signal.SIGINT)
+
+    if where != "on_start":
+        monkeypatch.setattr(files, "create", interrupted)
+    options = {"epochs": 4, "checkpoint_dir": tmp_path, "certificate": tmp_path / "c", "metrics_file": tmp_path / "m"}
+    with pytest.raises(KeyboardInterrupt) as raised:  # whose frames a notebook keeps, and all that they hold
+        run(state, callbacks=Early(), **options)
+    assert raised.tb is not None
+    assert not list(tmp_path.glob(".*writer"))
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+    monkeypatch.undo()
+    same(run(state, **options)[0], whole[0])
+
+
+def test_a_second_interrupt_at_the_very_end_brings_the_state_along(monkeypatch):
+    monkeypatch.setattr(interrupt.text, "say", lambda words: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run(start(), epochs=4, on_step=at(25, signal.SIGINT), on_interrupt="return")
+    assert int(raised.value.state.step) == raised.value.history[-1]["step"] > 25
+
+
+def test_a_lock_that_a_second_interrupt_left_is_taken(tmp_path, monkeypatch, whole):
+    """Of the certificate, which two runs of one process may not write."""
+    options = {"checkpoint_dir": tmp_path / "run", "certificate": tmp_path / "c", "epochs": 4}
+    monkeypatch.setattr(checkpoint._DirectoryLock, "_is_mine", interrupted_at_end(checkpoint._DirectoryLock._is_mine))
+    with pytest.raises(KeyboardInterrupt):
+        run(start(), on_step=at(25, signal.SIGINT), **options)
+    monkeypatch.undo()
+    assert (tmp_path / ".c.writer").exists()
+    same(run(start(), **options)[0], whole[0])
+    assert not list(tmp_path.rglob("*.writer"))
+
+
+def interrupted_at_end(is_mine):
+    """A second Ctrl-C comes while the certificate is closed."""
+
+    def interrupted(lock):
+        if sys._getframe(1).f_code.co_name == "release" and lock._file is not None:
+            signal.raise_signal(signal.SIGINT)
+        return is_mine(lock)
+
+    return interrupted
+
+
+def test_nothing_runs_after_the_end_of_a_run():
+    """A Ctrl-C there would lose the state. Python looks for one where a function begins."""
+    seen, state = [], start()
+
+    def note(frame, event, argument):
+        name = frame.f_code.co_name
+        if (event, name) == ("return", "train"):
+            seen.clear()
+        if event == "call" and name != "remove":  # of a weak reference, which cannot raise
+            seen.append(name)
+
+    sys.setprofile(note)
+    try:
+        state, _ = train.fit(state, STEP, points(160), epochs=1, batch_size=8, progress=False)
+    finally:
+        sys.setprofile(None)
+    assert int(state.step) == 20
+    assert seen == []
+
+
+def test_an_event_loop_has_the_main_thread(whole):
+    """`asyncio.run` has a handler of its own, which cancels the task when `fit` has returned."""
+
+    async def main():
+        return run(start(), epochs=4, on_step=at(25, signal.SIGINT))
+
+    with pytest.raises(KeyboardInterrupt, match="in epoch 2 of 4") as raised:
+        asyncio.run(main())
+    state = raised.value.state
+    assert 25 < int(state.step) < 80
+    same(run(state, epochs=None, max_steps=80 - int(state.step))[0], whole[0])
+
+
+def test_a_second_interrupt_within_an_event_loop_stops_at_once():
+    seen = []
+
+    def on_step(step, metrics):
+        seen.append(step)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    async def main():
+        run(start(), epochs=4, on_step=on_step)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert seen == [1]
+
+
+@pytest.mark.parametrize("part", ["the classes of the model", "the step"])
+def test_an_interrupt_waits_until_jax_has_traced(part):
+    """One in the midst of it may leave JAX tracing, whatever the process computes next."""
+    traced, state = [], start()
+
+    def apply_fn(params, images):
+        traced.append("begun")
+        if len(traced) == {"the classes of the model": 1, "the step": 3}[part]:
+            signal.raise_signal(signal.SIGINT)
+        traced.append("over")
+        return apply(params, images)
+
+    step = train.make_train_step(train.classification_loss(apply_fn))
+    with pytest.raises(KeyboardInterrupt):
+        train.fit(state, step, points(160), epochs=1, batch_size=8, progress=False)
+    assert traced.count("begun") == traced.count("over")
+    state, _ = train.fit(state, step, points(160), epochs=1, batch_size=8, progress=False)  # which has not begun
+    assert int(state.step) == 20

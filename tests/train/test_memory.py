@@ -159,6 +159,26 @@ def test_what_is_let_go_is_released(door, most_one, quick_collections):
     assert arrays <= before[1], "arrays stay"
 
 
+@pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
+def test_loss_optimizer_and_state_are_dead_after_a_fit(engine, most_one, quick_collections):
+    def fit_once():
+        loss_fn, tx = loss(), optimizer()
+        given = started(tx)
+        state, history = run_on(
+            {"x": np.ones((16, 4), np.float32)},
+            given,
+            step=train.make_train_step(loss_fn, engine=engine),
+            epochs=2,
+            batch_size=8,
+        )
+        return [weakref.ref(each) for each in (loss_fn, tx.update, given, state, history)]
+
+    made = fit_once()
+    fit_once()  # the caches, of one entry, hold what was used last
+    gc.collect()
+    assert [each() for each in made] == [None] * 5
+
+
 def test_a_state_that_is_held_holds_no_program(most_one, quick_collections):
     def trained():
         step = train.make_train_step(loss())

@@ -18,7 +18,7 @@ from .._callbacks.history import History
 from .._step.state import IN_STORE, TrainState, check_is_state
 from .._step.train_step import TrainStep
 from .certificate import difference, header_of
-from .interrupt import Interrupts, describe_stop, finish_interrupted
+from .interrupt import Interrupts, delayed, describe_stop, finish_interrupted
 from .loop import train
 from .progress import Profile
 from .run import FitOptions, Run, like_saved
@@ -181,7 +181,8 @@ def fit(
         steps_per_execution=steps_per_execution,
         on_interrupt=on_interrupt,
     )
-    run = Run(state, step, train_data, options)
+    with delayed():
+        run = Run(state, step, train_data, options)
     return _fit_elastic(run, state) if distributed.is_elastic() else train(run, state)
 
 

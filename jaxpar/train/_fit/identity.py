@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import platform
 import secrets
 from typing import TYPE_CHECKING, Any
@@ -11,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from ... import data, kv
+from ... import kv
 from ..._core.arrays import is_prng_key
 from ..._store.store import specs_of
 from .._callbacks.fingerprint import fingerprint
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
+from .digest import digest_of_data
 
 if TYPE_CHECKING:
     from .run import Run
-
-_WHOLE = 64 << 20  # bytes of an array that are hashed whole. Of a larger one, as many blocks over all of it
-_BLOCK = 1 << 20
 
 
 def describe(run: Run, state: TrainState) -> dict[str, Any]:
@@ -59,32 +56,3 @@ def identity(run: Run, state: TrainState) -> str:
     first = min([x for x in values if x.ndim > 1] or values, key=lambda x: x.size, default=None)
     part = None if first is None else np.asarray(first.addressable_data(0)).reshape(-1)[:1024].astype(np.complex128)
     return fingerprint(about, unknown, int(state.step), part)
-
-
-def digest_of_data(source: data.Source, examples: int) -> str | None:
-    """A hash of arrays and of lists of batches. None for data that are only known when they are read."""
-    arrays: Any = getattr(source, "arrays", None)
-    if isinstance(source, data.IterableSource) and isinstance(source.source, (list, tuple)):
-        arrays = source.source
-    if arrays is None:
-        return None
-    found = hashlib.sha256(str(examples).encode())
-    leaves, structure = jax.tree.flatten(arrays)
-    found.update(str(structure).encode())
-    for leaf in leaves:
-        array = np.asarray(leaf)
-        if array.dtype.hasobject:
-            return None
-        found.update(f"{array.dtype} {array.shape} ".encode())
-        for part in _parts(array):
-            found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()[:16]
-
-
-def _parts(array: np.ndarray) -> list[np.ndarray]:
-    """The whole array, or blocks of its rows, evenly spread, the first and the last one among them."""
-    if array.nbytes <= _WHOLE or not array.ndim:
-        return [array]
-    rows = max(1, _BLOCK * len(array) // array.nbytes)
-    starts = np.linspace(0, len(array) - rows, _WHOLE // _BLOCK, dtype=np.int64)
-    return [array[start : start + rows] for start in starts]

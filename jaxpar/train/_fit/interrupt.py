@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -16,7 +18,8 @@ from ..._devices import processes
 
 _CONFIRM_AFTER = 2.0  # seconds after which an interrupt that waits for its step is confirmed
 _EXCHANGE_EVERY = 16  # steps after which several processes exchange their signals
-_USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_OF_LOOPS = ("asyncio.runners", "ipykernel.ipkernel")
+_USUAL: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class Interrupts(process.Signals):
@@ -26,11 +29,14 @@ class Interrupts(process.Signals):
         # Only the main thread can record them, and only where nobody else handles them: SIGINT has Python's own handler
         # and SIGTERM the default.
         is_main = threading.current_thread() is threading.main_thread()
-        free = [number for number, usual in _USUAL.items() if is_main and signal.getsignal(number) is usual]
-        super().__init__(free)
+        super().__init__([number for number in _USUAL if is_main and _is_usual(number, signal.getsignal(number))])
         self.asked: int | None = None  # the signal to obey, once `should_stop` has returned True
         self._several = jax.process_count() > 1
         self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Interrupts:
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__()
@@ -59,7 +65,7 @@ class Interrupts(process.Signals):
 
     def _record(self, number: int, frame: Any) -> None:
         super()._record(number, frame)
-        signal.signal(number, self._before.pop(number))  # a second one acts as before
+        signal.signal(number, _USUAL[number])  # a second one acts at once
         if self._timer is not None:  # of the other signal
             self._timer.cancel()
         # The handler may have stopped the main thread inside a print, so another thread writes.
@@ -67,6 +73,23 @@ class Interrupts(process.Signals):
         self._timer = threading.Timer(_CONFIRM_AFTER, text.say, (words,))
         self._timer.daemon = True
         self._timer.start()
+
+
+@contextlib.contextmanager
+def delayed() -> Generator[None]:
+    """A block at whose end a signal takes effect. A second one does at once."""
+    # A KeyboardInterrupt in the midst of tracing may leave JAX tracing, and then no operation of the process computes.
+    with Interrupts() as signals:
+        yield
+    if signals.asked is not None:
+        signal.raise_signal(signals.asked)
+
+
+def _is_usual(number: int, handler: Any) -> bool:
+    """Whether a handler is nobody's own: Python's, or that of `asyncio.run` or of a notebook's cell with `await`."""
+    # The latter two cancel a task of a loop, which cannot be before `fit` returns to it.
+    module = getattr(getattr(handler, "func", handler), "__module__", None) or ""
+    return handler is _USUAL[number] or (number == signal.SIGINT and module in _OF_LOOPS)
 
 
 def finish_interrupted(

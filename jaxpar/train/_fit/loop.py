@@ -28,7 +28,7 @@ from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from . import certificate
 from .identity import identity
-from .interrupt import Interrupts, describe_stop, finish_interrupted
+from .interrupt import Interrupts, delayed, describe_stop, finish_interrupted
 from .progress import BEHIND, Epoch, Metrics, Progress, Trace
 from .run import Past, Run, like_saved, resume, shuffle_key
 
@@ -41,62 +41,62 @@ _MEASURE_EVERY = 1.0  # seconds after which the bar shows another learning rate
 
 def train(run: Run, state: TrainState, make_steps: MakeSteps | None = None) -> tuple[TrainState, History]:
     """Resume, make the steps, and return what `fit` returns. `make_steps` opens a block with the steps of a loop."""
-    manager = None
-    if run.checkpoint_dir is not None:
-        hint = lambda path: distributed.set_resume_hint(files.shown(path))  # noqa: E731
-        manager = checkpoint.Manager(run.checkpoint_dir, keep=run.keep, on_latest=hint)
-    state, past = resume(run, manager, state)
-    loop = Loop(run, manager, run.check(state), past, behind=BEHIND if make_steps is None else 0)
-    if manager is not None:
-        run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
-        processes.ask_first(manager._open)
-    if run.certificate is not None or processes.count() > 1:  # several agree whether there is one
-        loop.certificate = certificate.begin(run, loop.state)
-    try:
-        with processes.raise_together():  # after all that may refuse this call, so that the file of another run stays
-            if any(hasattr(callback, "on_run") for callback in run.callbacks.each):
-                loop.identity = loop.identity or identity(run, loop.state)
-                run.callbacks.call("on_run", loop.identity, past.resumed)
-            run.callbacks.call("on_start", loop.history)
-    except BaseException:
-        loop.close_certificate()
-        raise
-    loop.signals = Interrupts()
-    try:
-        with loop.signals, contextlib.ExitStack() as at_end:
-            # They end in the reverse order: the steps, `on_end`, the checkpoints, and last the signals.
+    # What is open is closed too where this call is refused, or stopped before its steps.
+    with contextlib.ExitStack() as begun:
+        manager = None
+        if run.checkpoint_dir is not None:
+            hint = lambda path: distributed.set_resume_hint(files.shown(path))  # noqa: E731
+            manager = checkpoint.Manager(run.checkpoint_dir, keep=run.keep, on_latest=hint)
+            begun.enter_context(contextlib.closing(manager))
+        with delayed():
+            state, past = resume(run, manager, state)
+            loop = Loop(run, manager, run.check(state), past, behind=BEHIND if make_steps is None else 0)
             if manager is not None:
-                at_end.enter_context(contextlib.closing(manager))
-            at_end.callback(loop.close_certificate)
-            at_end.callback(run.callbacks.call, "on_end", loop.history)
-            calls = contextlib.nullcontext(loop.calls()) if make_steps is None else make_steps(loop)
-            steps = loop.steps(at_end.enter_context(calls))
-            at_end.enter_context(contextlib.closing(steps))
-            try:
-                for due in steps:
-                    if loop.should_stop(due):
-                        break
-                if not loop.between_epochs:
-                    loop.end_interrupted()
-            except NonFiniteError as error:
-                loop.go_back(error.state, error.step)
-                if loop.at > loop.began:
-                    loop.save(interrupted=True)
-                raise
-            was_over = loop.signals.asked is None  # one may yet come while the last checkpoint is written
-            if was_over and run.callbacks.restores_best:
-                loop.restore_best()
-    except BaseException as error:
-        _attach_state(error, loop)
-        raise
-    if loop.signals.asked is None:
-        return loop.state, loop.history
-    found = None if run.checkpoint_dir is None else checkpoint._of_step(run.checkpoint_dir, loop.at)
-    saved = None if found is None else files.shown(found)
-    place = describe_stop(loop.at, loop.number, run.epochs, saved)
-    if was_over:  # the same call on this state trains on
-        place = f"after the last step, {loop.at}; the run is complete" + (f", saved in {saved}" if saved else "")
-    return finish_interrupted(loop.signals.asked, loop.state, loop.history, place, run.on_interrupt)
+                run.callbacks.to_json(loop.memories)  # what cannot be saved is refused now
+                processes.ask_first(manager._open)
+            begun.callback(loop.close_certificate)
+            if run.certificate is not None or processes.count() > 1:  # several agree whether there is one
+                loop.certificate = certificate.begin(run, loop.state)
+            # After all that may refuse this call, so that the file of another run stays.
+            with processes.raise_together():
+                if any(hasattr(callback, "on_run") for callback in run.callbacks.each):
+                    loop.identity = loop.identity or identity(run, loop.state)
+                    run.callbacks.call("on_run", loop.identity, past.resumed)
+                run.callbacks.call("on_start", loop.history)
+        loop.signals = Interrupts()
+        try:
+            with loop.signals, begun.pop_all() as at_end:
+                # They end in the reverse order: the steps, `on_end`, the checkpoints, and last the signals.
+                at_end.callback(run.callbacks.call, "on_end", loop.history)
+                calls = contextlib.closing(loop.calls()) if make_steps is None else make_steps(loop)
+                steps = loop.steps(at_end.enter_context(calls))
+                at_end.enter_context(contextlib.closing(steps))
+                try:
+                    for due in steps:
+                        if loop.should_stop(due):
+                            break
+                    if not loop.between_epochs:
+                        loop.end_interrupted()
+                except NonFiniteError as error:
+                    loop.go_back(error.state, error.step)
+                    if loop.at > loop.began:
+                        loop.save(interrupted=True)
+                    raise
+                was_over = loop.signals.asked is None  # one may yet come while the last checkpoint is written
+                if was_over and run.callbacks.restores_best:
+                    loop.restore_best()
+            if loop.signals.asked is None:
+                return loop.state, loop.history
+            found = None if run.checkpoint_dir is None else checkpoint._of_step(run.checkpoint_dir, loop.at)
+            saved = None if found is None else files.shown(found)
+            place = describe_stop(loop.at, loop.number, run.epochs, saved)
+            if was_over:  # the same call on this state trains on
+                where = f", saved in {saved}" if saved else ""
+                place = f"after the last step, {loop.at}; the run is complete{where}"
+            return finish_interrupted(loop.signals.asked, loop.state, loop.history, place, run.on_interrupt)
+        except BaseException as error:
+            _attach_state(error, loop)
+            raise
 
 
 def _attach_state(error: BaseException, loop: Loop) -> None:
@@ -154,7 +154,7 @@ class Loop:
         """Whether the history has a record of the last step."""
         return bool(self.history) and self.history[-1]["step"] == self.at
 
-    def calls(self) -> Iterator[Made]:
+    def calls(self) -> Generator[Made]:
         """Call the step, or a program of several steps. `at` has changed when the next is asked for."""
         run, state, step = self.run, self.state, self.run.step
         devices = state.store.devices
@@ -375,6 +375,7 @@ class Loop:
             **({"ended_by": list(stopped), "limit": run.limit} if stopped else {}),
             **{"stopped": bool(stopped), "interrupted": interrupted, "callbacks": run.callbacks.to_json(memories)},
             **({} if self.identity is None else {"run": self.identity}),
+            **({} if self._past.data is None else {"data": self._past.data}),
             **under_way,
             **({} if run.steps else {"epochs_over": len(self._starts) - 1, "epoch_began": self._starts[-1]}),
             **({} if place is None else {"place": place}),

@@ -22,6 +22,7 @@ from .._evaluate.evaluate import Evaluation, check_classes
 from .._step.loss import ClassificationLoss, check_loss_takes
 from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
+from .digest import digest_of_data
 from .progress import Epoch, Profile, as_profile
 
 # What `fit` itself puts into records. The metric `skipped` is the step's own.
@@ -216,6 +217,7 @@ class Past:
     epoch: Epoch = dataclasses.field(default_factory=Epoch)  # the one that is not
     stopped: bool = False  # whether a callback ended the training, and would end it again
     memories: list[Any] | None = None  # of the callbacks, as `Callbacks.to_json` gave them. None: they were not saved.
+    data: str | None = None  # a hash of those of this call, where they are arrays and checkpoints are written
     identity: str | None = None  # the name of the run in its logs, where it has any
     resumed: bool = False  # whether it goes on from a checkpoint of `fit`
     epochs_over: int = 0  # where epochs differ in length: how many are over,
@@ -234,19 +236,20 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     # A call of `fit` that failed may have donated it: then a checkpoint is the only way on.
     given = None if mesh.is_donated(state) else int(state.step)
     rates = {} if given is None or manager is None else updaters.learning_rates(state)
+    digest = None if manager is None else digest_of_data(run.source, run.examples)
     new, info = found or (state, {})
     at = given if found is None else int(new.step)
     if at is None:
         raise ValueError("fit: this state was donated to an earlier step; use the state that it returned")
     # A checkpoint of the same step goes on only where the run was interrupted at it.
     if given is not None and not (at > given or (at == given and info.get("interrupted"))):
-        return state, Past(given, rates)
+        return state, Past(given, rates, data=digest)
     state = new
     if manager is not None and jax.process_index() == 0:
         text.say_news(f"resumed from step {at} in {files.shown(manager.directory)}")
         _say_other_rates(run, rates, info.get("rates", {}), state)
     if "first" not in info:  # the user saved it, so no epoch of that state is known
-        return state, Past(at if given is None else given, rates)
+        return state, Past(at if given is None else given, rates, data=digest)
     data._go_to(run.source, info.get("place"))
     batch_size, examples = info["batch_size"], info["examples"]
     if (batch_size, examples) != (run.batch_size, run.examples):
@@ -254,6 +257,12 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
             f"fit: the checkpoint is from a run with batches of {batch_size} out of {examples or 'all'} examples, but "
             f"this run has {run.batch_size} out of {run.examples or 'all'}; give the same again, another "
             "checkpoint_dir, or resume=False"
+        )
+    if jax.process_index() == 0 and None not in (digest, info.get("data")) and digest != info["data"]:
+        text.say(
+            f"fit: train_data has other values than the run in {run.checkpoint_dir} had until step {at}. The resumed "
+            "run goes on with the new ones. If that is not meant, give the same data again; resume=False or another "
+            "checkpoint_dir begins a new run"
         )
     epoch = Epoch(collections.Counter(info.get("sums", {})), info.get("counted", 0), info.get("seconds", 0.0))
     history = list(filter(_is_record, info.get("history", [])))
@@ -263,7 +272,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
         stopped = False
         if jax.process_index() == 0:
             text.say_news(f"a callback ended this run at step {at}; other callbacks or limits are given, so it goes on")
-    past = Past(info["first"], rates, history, epoch, stopped, memories, info.get("run"), resumed=True)
+    past = Past(info["first"], rates, history, epoch, stopped, memories, digest, info.get("run"), resumed=True)
     return state, dataclasses.replace(past, **{name: info[name] for name in _OF_EPOCHS if name in info})
 
 
@@ -307,7 +316,7 @@ def has_good_info(path: Path, body: dict[str, Any]) -> bool:
         "rates": isinstance(rates, dict) and all(map(_is_number, rates.values())),
         "callbacks": isinstance(callbacks, list) and all(map(is_saved_memory, callbacks)),
         "ended_by": isinstance(ended_by, list) and all(isinstance(each, str) and each.split() for each in ended_by),
-        "run": isinstance(info.get("run", ""), str),
+        **{name: isinstance(info.get(name, ""), str) for name in ("run", "data")},
         "limit": _is_count(info.get("limit", 0)),
         "place": isinstance(info.get("place", []), list),
     }

@@ -1,0 +1,43 @@
+"""A hash of the data of a run, as far as they can be known before they are read."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from ... import data
+
+_WHOLE = 64 << 20  # bytes of an array that are hashed whole. Of a larger one, as many blocks over all of it
+_BLOCK = 1 << 20
+
+
+def digest_of_data(source: data.Source, examples: int) -> str | None:
+    """A hash of arrays and of lists of batches. None for data that are only known when they are read."""
+    arrays: Any = getattr(source, "arrays", None)
+    if isinstance(source, data.IterableSource) and isinstance(source.source, (list, tuple)):
+        arrays = source.source
+    if arrays is None:
+        return None
+    found = hashlib.sha256(str(examples).encode())
+    leaves, structure = jax.tree.flatten(arrays)
+    found.update(str(structure).encode())
+    for leaf in leaves:
+        array = np.asarray(leaf)
+        if array.dtype.hasobject:
+            return None
+        found.update(f"{array.dtype} {array.shape} ".encode())
+        for part in _parts(array):
+            found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()[:16]
+
+
+def _parts(array: np.ndarray) -> list[np.ndarray]:
+    """The whole array, or blocks of its rows, evenly spread, the first and the last one among them."""
+    if array.nbytes <= _WHOLE or not array.ndim:
+        return [array]
+    rows = max(1, _BLOCK * len(array) // array.nbytes)
+    starts = np.linspace(0, len(array) - rows, _WHOLE // _BLOCK, dtype=np.int64)
+    return [array[start : start + rows] for start in starts]
