@@ -19,13 +19,15 @@ PART ?=
 # Where the tests keep compiled programs from one run to the next. CI starts without any. PROGRAMS= turns it off.
 PROGRAMS ?= $(if $(CI),,$(abspath $(VENV))/.programs)
 test test-slow: export JAXPAR_TEST_PROGRAMS = $(PROGRAMS)
+# Tests start many processes, and each would compile all sources anew.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # jaxpar with the extras named. uv takes a fifth of pip's time. It does not read pip's configuration: where it fails, pip tries.
 extras = $(foreach extra,$(1),-e '.[$(extra)]')
-install = $(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt $(extras) \
+install = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -c constraints.txt $(extras) \
 	|| $(BIN)/python -m pip install --quiet -c constraints.txt $(extras)
 
 $(READY): pyproject.toml constraints.txt

@@ -209,6 +209,7 @@ def test_big_endian_arrays(count):
 # A batch of arrays of different lengths.
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize(
     "options",

@@ -129,7 +129,7 @@ def test_kills_stops_and_joins_change_no_bit(tmp_path):
 
 
 @pytest.mark.slow  # 15 seconds
-@pytest.mark.parametrize("who", ["the launcher", "process 0"])
+@pytest.mark.parametrize("who", ["the launcher", pytest.param("process 0", marks=pytest.mark.release)])
 def test_all_stop_after_the_same_step(tmp_path, who):
     run = Run(tmp_path / "run", "slow:0.05:10000", processes=2)
     run.wait("STEP 20")
@@ -216,7 +216,7 @@ def test_killed_frozen_and_stuck_processes_change_no_bit(tmp_path, undisturbed):
 
 
 @pytest.mark.slow  # a minute on a busy machine: three processes, two losses
-@pytest.mark.parametrize("kind", ["silent", "unseen"])
+@pytest.mark.parametrize("kind", ["silent", pytest.param("unseen", marks=pytest.mark.release)])
 def test_nobody_waits_for_a_process_that_is_lost_while_it_connects(tmp_path, kind):
     # Gloo would wait 150 seconds for its connection, and 30 for its address. The next line is waited for 120 seconds.
     run = Run(tmp_path / "run", f"{kind}:2:7", "slow:0.2:10000")
@@ -230,7 +230,7 @@ def test_nobody_waits_for_a_process_that_is_lost_while_it_connects(tmp_path, kin
     assert found == end_of_undisturbed(tmp_path / "undisturbed", run.steps()[-1])
 
 
-@pytest.mark.slow  # a minute on a busy machine: three processes, two losses
+@pytest.mark.release  # a minute on a busy machine: three processes, two losses
 def test_nobody_waits_for_a_process_that_starts(tmp_path, undisturbed):
     # Process 2 comes back and calls fit only after step 20. Process 1 is lost before that.
     run, results = ended(tmp_path / "disturbed", 3, "kill:2:7", "kill:1:15", "late:2:20", losses=2)
@@ -250,7 +250,7 @@ def test_without_process_0_all_start_again_from_the_checkpoint(tmp_path, undistu
     assert checkpoint.latest(tmp_path / "disturbed" / "run") is not None
 
 
-@pytest.mark.slow  # a minute: three processes, two of which come back with other programs
+@pytest.mark.release  # a minute: three processes, two of which come back with other programs
 def test_a_process_with_another_program_is_refused_by_name_and_once(tmp_path):
     # Slow, so that both come back before the end, on a busy machine too.
     run, results = ended(tmp_path / "disturbed", 3, "rate:2:7", "data:1:15", "slow:1.2:6", losses=2)
@@ -287,7 +287,7 @@ print("END", int(state.step), [sorted(record) for record in history], flush=True
 """
 
 
-@pytest.mark.slow  # 20 seconds
+@pytest.mark.release  # 20 seconds
 def test_a_resumed_run_that_makes_no_step_is_over_for_all(tmp_path):
     words = ["-n", "2", "--elastic", "--", sys.executable, "-c", RESUMED, str(tmp_path / "run")]
     failed = launch(*words, "fail", expect=1, timeout=100)

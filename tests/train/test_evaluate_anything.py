@@ -174,6 +174,7 @@ def test_the_last_batch_needs_no_more_memory_than_a_whole_one():
     assert sums["sum"] == pytest.approx(31 * 256 * np.tanh(8.0) / 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("given", ["arrays", "batches", "a data set"])
 def test_rows_that_see_each_other(given, count):

@@ -237,6 +237,7 @@ def test_average_params(kind):
     close(state.eval_params, average)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["device", "sharded", "mesh"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_slow_average_does_not_stand_still(dtype, kind):

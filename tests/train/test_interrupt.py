@@ -456,6 +456,19 @@ def test_a_lock_that_a_second_interrupt_left_is_taken(tmp_path, monkeypatch, who
     assert not list(tmp_path.rglob("*.writer"))
 
 
+def test_the_certificate_has_the_lines_up_to_the_state_that_an_error_brings(tmp_path):
+    """Metrics are read some steps late, and so are lines written. Without them no run could go on from that state."""
+    options = {"certificate_every": 1, "steps_per_execution": 1}
+    run(start(), epochs=4, certificate=tmp_path / "whole", **options)
+    options["certificate"] = tmp_path / "c"
+    with pytest.raises(RuntimeError, match="crash") as raised:
+        run(start(), epochs=4, on_step=crash_at(25), **options)
+    state = raised.value.state
+    assert int(state.step) > 25
+    run(state, epochs=4, max_steps=80 - int(state.step), **options)
+    assert (tmp_path / "c").read_text() == (tmp_path / "whole").read_text()
+
+
 def interrupted_at_end(is_mine):
     """A second Ctrl-C comes while the certificate is closed."""
 

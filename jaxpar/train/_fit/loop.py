@@ -419,9 +419,13 @@ class Loop:
         self.history.append(self._record(scores, {"interrupted": True}))
 
     def close_certificate(self) -> None:
-        """Let another run write the certificate, if there is one."""
+        """Write the lines up to the state that is left, and let another run write the certificate, if there is one."""
         if self.certificate is not None:
-            self.certificate.close()
+            with contextlib.closing(self.certificate):
+                # After an error or a second Ctrl-C, the caller may go on from this state. Several processes do not wait
+                # for each other's hashes here, since one of them may be lost.
+                if processes.count() == 1 and not mesh.is_donated(self.state):
+                    self.certificate.go_back(int(self.state.step))
 
     def go_back(self, state: TrainState, step: int) -> None:
         """Go back to the state before a step that is not finite. No later step counts."""
