@@ -20,6 +20,7 @@ SOURCE = ROOT / "jaxpar"
 # The layers of tests/house/test_house.py, and what each room holds.
 LAYERS = [
     {"_cli": "python -m jaxpar"},
+    {"mxnet": "MXNet's networks,\nrecords and names"},
     {"train._fit": "the loop: progress,\ncheckpoints, interrupts"},
     {"train._elastic": "steps while processes\ncome and go"},
     {"train._evaluate": "once over every example"},
@@ -41,7 +42,6 @@ LAYERS = [
         "viz": "any function\nas a picture",
         "_launch": "processes on\none machine",
     },
-    {"mxnet": "MXNet's numbers,\nfiles and names"},
     {"data": "data sets\nand batches"},
     {
         "_cpu": "what CPUs compute\nfaster than XLA",

@@ -21,8 +21,8 @@ from .._core.text import Table, plural
 from .._devices import collectives
 from .._devices.mesh import STORE_AXIS, copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
-from ..mxnet import _KIND_ALIASES, _STORE_ARGUMENTS, _line_for
 from ..updaters import Updater, accumulate, assign
+from .mxnet_names import ARGUMENTS, KIND_ALIASES, line_for
 
 # The kinds of store. The rest of the package asks a kind and compares no names.
 
@@ -55,7 +55,7 @@ KINDS = {
         Kind("dist_async", collectives.allreduce, over_processes=True, within_process="local", delayed=True),
     )
 }
-_KIND_NAMES = (*KINDS, *_KIND_ALIASES)  # for the command line
+_KIND_NAMES = (*KINDS, *KIND_ALIASES)  # for the command line
 
 
 # How one array is kept on the devices. A layout is hashable, since a store has those of its values as a static field.
@@ -180,7 +180,7 @@ class KVStore:
 
         def __getattr__(self, name: str) -> Any:
             """Called for unknown names only: the methods of MXNet's store are functions here."""
-            line = _line_for(name)
+            line = line_for(name)
             hint = f"; a store is a value, and the verbs are functions: write {line}" if line else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
@@ -234,7 +234,7 @@ def with_changes(store: KVStore, changes: Changes) -> KVStore:
     return dataclasses.replace(store, **new, optimizer_state=store.optimizer_state if state is None else state)
 
 
-@calls.answers("kv.names", _STORE_ARGUMENTS)
+@calls.answers("kv.names", ARGUMENTS)
 def names(store: KVStore) -> dict[int, str]:
     """The name of each key: its path in the pytree of params.
 

@@ -3,6 +3,7 @@
     _save      saves, restores and finds checkpoints, and writes those of a run
     _leaves    a state as named arrays, and back, and a hash of them
     _files     writes, verifies, reads and copies the directory of a checkpoint: arrays and their manifest
+    _mxnet     arrays from `.params` files of MXNet, and back
     _run       what a run keeps beside its checkpoints: the lock of the one process that writes, and its records
 
 `load_mxnet` reads files of MXNet, as `jp.mxnet.load_params` does.
@@ -18,7 +19,6 @@
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
-from ..mxnet import load_mxnet as load_mxnet
 from ._files import (
     CheckpointError as CheckpointError,
     adopt as _adopt,
@@ -27,6 +27,7 @@ from ._files import (
     whole_copy as _whole_copy,
 )
 from ._leaves import StateHash as _StateHash
+from ._mxnet import load_mxnet as load_mxnet, to_bytes as _mxnet_bytes
 from ._run import DirectoryLock as _DirectoryLock
 from ._save import (
     Found as Found,

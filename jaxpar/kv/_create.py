@@ -18,8 +18,8 @@ from .._devices.collectives import BucketLimits
 from .._devices.mesh import own_copies, put
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, store as stores
+from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS, KIND_ALIASES, OTHER_KINDS
 from .._store.store import Changes, KVStore, Rows, Split
-from ..mxnet import _KIND_ALIASES, _OTHER_KINDS, _STORE_ARGUMENTS as MXNET_ARGUMENTS
 
 if TYPE_CHECKING:
     import optax
@@ -72,10 +72,10 @@ def create(
         >>> kv.create("device")
         KVStore(kind='device', updater=assign, empty)
     """
-    if kind in _OTHER_KINDS:
+    if kind in OTHER_KINDS:
         known = f"known are {', '.join(stores.KINDS)}"
-        raise ValueError(f"kv.create: unknown kind {kind!r}; {known}; {_OTHER_KINDS[kind]}")
-    kind = checks.choice(_KIND_ALIASES.get(kind, kind), "kv.create", "kind", stores.KINDS)
+        raise ValueError(f"kv.create: unknown kind {kind!r}; {known}; {OTHER_KINDS[kind]}")
+    kind = checks.choice(KIND_ALIASES.get(kind, kind), "kv.create", "kind", stores.KINDS)
     found = stores.KINDS[kind]
     if staleness is None:
         staleness = int(found.delayed)

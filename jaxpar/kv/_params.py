@@ -20,8 +20,8 @@ from .._devices import processes
 from .._devices.mesh import mesh_of
 from .._devices.user_mesh import in_user_mesh
 from .._store import store as stores
+from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
 from .._store.store import KVStore
-from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..sparse import RowSparse
 from ._create import create, init, set_optimizer, set_updater
 from ._place import default_rule, split_layouts

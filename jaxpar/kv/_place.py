@@ -27,8 +27,8 @@ from .._devices.mesh import auto_mesh, copies_on, put, put_copy, split_over, to_
 from .._devices.shardings import ShardingRule, fsdp, shardings_of
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, queue, store as stores
+from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
 from .._store.store import KVStore, Layouts, Rows, Split, Whole
-from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ._create import create, signature
 
 _RESIDUALS, _PENDING, _OPTIMIZER = "residuals", "pending", "optimizer_state"

@@ -19,8 +19,8 @@ from .._core.text import plural
 from .._devices import collectives, mesh
 from .._devices.user_mesh import in_user_mesh, in_user_mesh_now
 from .._store import aggregate, store as stores
+from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
 from .._store.store import KVStore, Rows
-from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ._create import init
 
 # The end of a message about too many arguments: MXNet writes to out=.

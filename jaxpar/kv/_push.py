@@ -26,8 +26,8 @@ from .._devices import mesh, processes
 from .._devices.mesh import assemble, copies_on, put, spans_processes, split_over, to_host
 from .._devices.user_mesh import in_user_mesh_now
 from .._store import aggregate, queue, store as stores
+from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
 from .._store.store import Changes, KVStore, Lists, Rows, Split
-from ..mxnet import _STORE_ARGUMENTS as MXNET_ARGUMENTS
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
 from ._create import signature
 from ._pull import RETURNED, pull

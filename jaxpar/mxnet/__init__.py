@@ -1,44 +1,34 @@
 """What only those who come from MXNet need: its optimizers to the bit, its files, its names.
 
-    _optimizers   SGD, NAG, Adam, RMSProp and AdaGrad as updaters, and factors of rate and decay by name
-    _rules        their formulas, and the options that all of them share
-    _params       arrays from `.params` files, and back
     _symbol       networks from symbol files: the model and its `apply`
     _graph        such a file as plain data, its operators and variables, the first layer that differs from MXNet's
     _operators    the table of MXNet's operators, with channels last too; _layers, _arrays and _losses compute them
     _records      RecordIO files, and their images as training data
     _port         a network as the text of a Python module, by _port_blocks and _port_layers
-    _names        kinds, arguments and methods of MXNet, and what they are here
 
-`jp.mxnet.sgd` is also `jp.updaters.mxnet_sgd`, and so on, and `load_params` is `jp.checkpoint.load_mxnet`. So each has
-two names here, for those doors to take. The guide is docs/from_mxnet.md.
+Nothing but the command line imports this room. `jp.mxnet.sgd` is `jp.updaters.mxnet_sgd`, and so on, and `load_params`
+is `jp.checkpoint.load_mxnet`. The guide is docs/from_mxnet.md.
 """
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
-from ._graph import Difference as Difference
-from ._names import (
-    ALIASES as _KIND_ALIASES,
-    ARGUMENTS as _STORE_ARGUMENTS,
-    OTHER_KINDS as _OTHER_KINDS,
-    line_for as _line_for,
-)
-from ._optimizers import (
-    adagrad as adagrad,
-    adam as adam,
+from ..checkpoint import load_mxnet as load_mxnet, load_mxnet as load_params
+from ..updaters import (
     multipliers as multipliers,
+    mxnet_adagrad as adagrad,
     mxnet_adagrad as mxnet_adagrad,
+    mxnet_adam as adam,
     mxnet_adam as mxnet_adam,
     mxnet_nag as mxnet_nag,
+    mxnet_nag as nag,
     mxnet_rmsprop as mxnet_rmsprop,
+    mxnet_rmsprop as rmsprop,
     mxnet_sgd as mxnet_sgd,
+    mxnet_sgd as sgd,
     mxnet_wd_mult as mxnet_wd_mult,
-    nag as nag,
-    rmsprop as rmsprop,
-    sgd as sgd,
-    wd_mult as wd_mult,
+    mxnet_wd_mult as wd_mult,
 )
-from ._params import load_mxnet as load_mxnet, load_params as load_params
+from ._graph import Difference as Difference
 from ._port import port as port
 from ._records import (
     ImageRecord as ImageRecord,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ._params import load_params
+from ..checkpoint import load_mxnet as load_params
 
 
 class Net(NamedTuple):

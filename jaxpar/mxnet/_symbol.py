@@ -16,6 +16,7 @@ import numpy as np
 from .._core import checks, files
 from .._core.calls import answers
 from .._core.files import CheckpointError
+from ..checkpoint import _mxnet_bytes, load_mxnet
 from . import _operators as ops
 from ._graph import (
     Difference,
@@ -32,7 +33,6 @@ from ._graph import (
     with_operators,
 )
 from ._operators import OPERATORS, Operator
-from ._params import load_params, to_bytes
 
 _MOST_NAMED = 8  # nodes or names in a message
 
@@ -199,7 +199,7 @@ class Model:
         arrays = self._named(params, state)
         arrays |= {name: ops.back(np.asarray(arrays[name]), ops.KERNELS) for name in self._kernels or ()}
         named = {f"{kind}:{name}": arrays[name] for name, kind in self._arrays.items()}
-        files.replace(files.as_path(file, "Model.save_params: file"), to_bytes(named))
+        files.replace(files.as_path(file, "Model.save_params: file"), _mxnet_bytes(named))
 
     @answers("Model.compare")
     def compare(
@@ -233,7 +233,7 @@ class Model:
             >>> print(model.compare("lenet-outputs.params"))  # doctest: +SKIP
             None
         """
-        found = reference if isinstance(reference, Mapping) else load_params(reference)
+        found = reference if isinstance(reference, Mapping) else load_mxnet(reference)
         given = self._inputs([{name: found[name] for name in self.inputs if name in found}])
         arrays = {name: jnp.asarray(array) for name, array in {**self._named(params, state), **given}.items()}
         arrays |= {name: ops.back(arrays[name], ops.KERNELS) for name in self._kernels or ()}
@@ -453,7 +453,7 @@ def load_symbol(
     path = files.as_path(symbol_file, "mxnet.load_symbol: symbol_file")
     graph, table = with_operators(path, read_graph(path), operators or {})
     statistics, weights, kernels = roles(graph, table)
-    arrays = {} if params_file is None else load_params(params_file)
+    arrays = {} if params_file is None else load_mxnet(params_file)
     named = {name.split(":", 1)[-1] if name[:4] in ("arg:", "aux:") else name: a for name, a in arrays.items()}
     variables = [node.name for node in graph.nodes if node.is_variable]
     is_statistic = {*statistics}

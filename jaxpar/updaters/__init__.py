@@ -3,17 +3,17 @@
 An `Updater` is a pair of pure functions, as in optax. `init` makes the state of a key. `update` takes the sum of the
 pushed values, the state and the stored value, and returns the new value and the new state.
 
-Updaters made of the same parts are equal, so a store with the same `tx` object compiles once. The optimizers of MXNet,
-such as `mxnet_sgd`, are in `jp.mxnet`.
+Updaters made of the same parts are equal, so a store with the same `tx` object compiles once.
 
     _updaters    `assign`, `accumulate`, updaters from functions or optax transforms, an optax transform of all params
+    _mxnet       the optimizers of MXNet to the bit, such as `mxnet_sgd`; _mxnet_rules has their formulas
     _program     what the program of an update says: whether it is elementwise, and a digest of it for checkpoints
 """
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from .._core.updater import UpdateFn as UpdateFn, Updater as Updater
-from ..mxnet import (
+from ._mxnet import (
     multipliers as multipliers,
     mxnet_adagrad as mxnet_adagrad,
     mxnet_adam as mxnet_adam,

@@ -85,6 +85,20 @@ def test_a_loader_that_refills_its_buffer(given, count):
 
 
 @pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("engine", ["shard_map", "jit"])
+def test_a_loader_that_refills_its_buffer_of_a_step_that_was_traced(engine, count):
+    """Or that runs inside of a `jit` too. What is traced has no sharding, as arrays of NumPy have none."""
+    step = train.make_train_step(STEP.loss_fn, engine=engine)
+    jax.make_jaxpr(step)(start(count), BATCHES[0])
+    state = start(count)
+    for batch in refilling(BATCHES, lambda array: array):
+        state, _ = step(state, batch)
+    np.testing.assert_allclose(state.params["w"], trained(BATCHES, count), rtol=1e-6)
+    with pytest.raises(ValueError, match="share the length of their first axis|must have|cannot be cut"):
+        step(state, {**BATCHES[0], "extra": np.float32(1)})
+
+
+@pytest.mark.parametrize("count", [1, 4])
 def test_evaluations_of_a_loader_that_refills_its_buffer(count):
     """Of batches so large that the loader comes back before they are computed."""
     large = [{"x": np.full((512, 512), i, np.float32)} for i in range(1, 7)]

@@ -34,7 +34,6 @@ LAYERS = (
     "_core",
     "_cpu _devices _heartbeat",
     "data",
-    "mxnet",
     "compression sparse updaters models viz checkpoint distributed _launch",
     "_store",
     "kv",
@@ -44,6 +43,7 @@ LAYERS = (
     "train._elastic",
     "train._fit",
     "train",
+    "mxnet",
     "_cli",
     "__main__",
 )
@@ -51,7 +51,7 @@ PRIVATE = ("_core", "_cpu", "_devices", "_heartbeat", "_launch", "_store", "_cli
 WITHOUT_JAX = ("_heartbeat", "_launch", *(f"_core.{m}" for m in ("text", "files", "process")))
 # Rooms and modules that may touch the world.
 EDGE = """
-    _core.files _core.process _core.text _heartbeat _launch _cli __main__ data checkpoint mxnet._params
+    _core.files _core.process _core.text _heartbeat _launch _cli __main__ data checkpoint
     mxnet._records mxnet._symbol distributed viz._draw viz._step.step train._callbacks train._evaluate
     train._elastic train._fit train._plan free_running
 """.split()
@@ -234,6 +234,15 @@ def test_importing_starts_no_backend():
 
 def test_the_package_alone_does_not_even_load_jax():
     assert printed_by("import sys, jaxpar; print('jax' in sys.modules, jaxpar.__version__)").startswith("False 0.")
+
+
+def test_who_needs_no_mxnet_pictures_or_launcher_loads_none():
+    for room, absent in (
+        ("kv", "mxnet viz data train"),
+        ("train", "mxnet viz _launch _cli free_running train._elastic"),
+    ):
+        loaded = printed_by(f"import sys, jaxpar.{room}; print(*(name for name in sys.modules if 'jaxpar.' in name))")
+        assert not {f"jaxpar.{name}" for name in absent.split()} & {*loaded.split()}
 
 
 class Finder(doctest.DocTestFinder):

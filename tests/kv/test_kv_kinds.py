@@ -16,7 +16,7 @@ from jaxpar import kv, updaters
 from jaxpar._devices import collectives
 from jaxpar._devices.collectives import BucketLimits
 from jaxpar._store import store as stores
-from jaxpar.mxnet import _KIND_ALIASES
+from jaxpar._store.mxnet_names import KIND_ALIASES
 
 MB = 1 << 20
 LIMITS = BucketLimits()
@@ -198,7 +198,7 @@ def test_the_table_of_create_has_every_kind_with_its_other_names():
         name, *others = re.findall("`(.*?)`", line.split("|")[1]) if line.startswith("| `") else [""]
         rows[name] = sorted(others)
     del rows[""]
-    expected = {k: sorted(other for other, name in _KIND_ALIASES.items() if name == k) for k in stores.KINDS}
+    expected = {k: sorted(other for other, name in KIND_ALIASES.items() if name == k) for k in stores.KINDS}
     assert rows == expected
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar import mxnet
+from jaxpar import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from mxnet_rule import rule as rule
@@ -51,7 +51,7 @@ def save(folder, name):
     symbol, file, (params, state, _) = write(folder, name), folder / "case-0007.params", parts_of(name)
     # Those of recurrent layers of gluon are inputs of a network without its params.
     named = {f"{kind}:{n}": a for kind, some in (("arg", params), ("aux", state)) for n, a in some.items()}
-    file.write_bytes(mxnet._params.to_bytes(named))
+    file.write_bytes(checkpoint._mxnet_bytes(named))
     return symbol, file
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from random_symbols import NAMES, SHAPE, random_symbol
 from symbols import CASES, node, parts_of, save, symbol_of, write
 
-from jaxpar import mxnet, viz
+from jaxpar import checkpoint, mxnet, viz
 from jaxpar.__main__ import main
 from jaxpar.train import start
 
@@ -337,7 +337,7 @@ def test_statistics_of_other_names(tmp_path):
     params, state = {"scale": np.full(3, 2.0), "shift": np.ones(3)}, {"average": np.ones(3), "spread": np.full(3, 4.0)}
     text = mxnet.port(path, shapes={"data": (6, 3)})
     check(path, text, params, state, {"data": np.float32(np.random.RandomState(0).randn(6, 3))}, jit=lambda fn: fn)
-    (tmp_path / "w.params").write_bytes(mxnet._params.to_bytes(params | state))
+    (tmp_path / "w.params").write_bytes(checkpoint._mxnet_bytes(params | state))
     assert [{*part} for part in run(text)["load"](tmp_path / "w.params")] == [{*params}, {*state}]
 
 

@@ -2,6 +2,8 @@
 
 import jaxpar as jp
 from jaxpar import checkpoint, mxnet, updaters
+from jaxpar._store import mxnet_names
+from jaxpar.updaters import _mxnet_names
 
 SHORT = ("sgd", "nag", "adam", "rmsprop", "adagrad", "wd_mult")
 
@@ -15,6 +17,6 @@ def test_names_of_other_rooms():
 
 def test_a_hint_stands_once():
     """A text that answers several names of MXNet is written once, so it is one object."""
-    for table in (mxnet._STORE_ARGUMENTS, mxnet._OTHER_KINDS, mxnet._names.ABSENT, mxnet._names._OTHER):
+    for table in (mxnet_names.ARGUMENTS, mxnet_names.OTHER_KINDS, _mxnet_names.ABSENT, _mxnet_names._OTHER):
         texts = list(table.values())
         assert len({id(text) for text in texts}) == len(set(texts))

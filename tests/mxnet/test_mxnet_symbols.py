@@ -143,7 +143,7 @@ def test_attributes_that_are_wrong(attrs, words, tmp_path):
 
 
 def test_files_of_another_network(tmp_path, model):
-    (tmp_path / "w.params").write_bytes(mxnet._params.to_bytes({"arg:other": np.ones(2, np.float32)}))
+    (tmp_path / "w.params").write_bytes(checkpoint._mxnet_bytes({"arg:other": np.ones(2, np.float32)}))
     with pytest.raises(checkpoint.CheckpointError, match="has no array 'fc_weight', 'fc_bias'"):
         mxnet.load_symbol(dense(tmp_path), tmp_path / "w.params")
     with pytest.raises(ValueError, match="layout must be None, which is MXNet's own, or 'NHWC', got 'NCWH'"):

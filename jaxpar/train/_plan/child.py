@@ -26,7 +26,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from ... import viz
 from ..._core.text import describe, did_you_mean
 from ..._devices.shardings import axes_of
 from .._step.train_step import TrainStep
@@ -261,6 +260,8 @@ class PlannedCollective:
 
 def examine(make: Callable[..., Any], where: Slice, choices: dict[str, Any], fraction: float) -> tuple[Any, Any]:
     """The fields of a `Plan`, and the step and network of its picture, or words why there is none."""
+    from ... import viz  # who trains does not need it
+
     step, state, batch, parts = _construct(make, where.devices(), choices)
     devices = state.store.devices
     arguments = sorted(_arguments(state, batch), key=lambda one: -one["bytes"])
@@ -363,6 +364,8 @@ def _memory(programs: list[Any], parts: list[Any], where: Slice, found: dict[str
 
 
 def _sends(programs: list[Any], parts: list[Any], state: Any, devices: int) -> dict[str, Any]:
+    from ... import viz
+
     mesh = {str(name): size for name, size in state.step.sharding.mesh.shape.items()}
     collectives: list[PlannedCollective] = []
     cycles = 0
@@ -377,6 +380,8 @@ def _sends(programs: list[Any], parts: list[Any], state: Any, devices: int) -> d
 
 
 def _picture(step: TrainStep, state: Any, batch: Any, compiled: Any) -> Any:
+    from ... import viz
+
     try:
         return viz._read_step(step, (state, batch), 0, None, (None, 200, True, ()), compiled)
     except Exception as error:  # a plan without its picture is a plan

@@ -6,13 +6,15 @@ import dataclasses
 import html
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ... import viz
 from ..._core.calls import answers
 from ..._core.text import Table, describe
 from .._step.train_step import TrainStep
 from .child import PlannedCollective, Slice, ask
+
+if TYPE_CHECKING:
+    from ... import viz
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Plan:
 
     def plot(self) -> viz.Plot:
         """The picture of the step, as of `viz.plot_step`. `ValueError` with the reason where there is none."""
+        from ... import viz  # who trains does not need it
+
         if isinstance(self._picture, str):
             raise ValueError(f"train.plan: no picture: {self._picture}")
         return viz._plot_drawn(*self._picture, title=f"{_name_of(self)}")
@@ -92,6 +96,8 @@ class Plan:
         return str(_table_of(self))
 
     def _repr_html_(self) -> str:
+        from ... import viz
+
         table = _table_of(self)._repr_html_()
         if isinstance(self._picture, str):
             return table

@@ -115,7 +115,8 @@ class Batches:
         was_copied = any(map(operator.is_not, jax.tree.leaves(own), jax.tree.leaves(plain)))
         if not are_on(own, self.devices) or (was_copied and not is_tracing()):
             return put(own, self.along[axis])
-        if plain is batch and not was_copied:
+        # What is traced has no sharding, as arrays of NumPy have none.
+        if plain is batch and not was_copied and None not in placed:
             self.last = placed
         return own
 

@@ -41,9 +41,9 @@ from typing import Any, Unpack
 from .._core import checks
 from .._core.calls import answers
 from .._core.updater import Updater
-from . import _rules
-from ._names import renamed
-from ._rules import Options, Rate, make
+from . import _mxnet_rules as rules
+from ._mxnet_names import renamed
+from ._mxnet_rules import Options, Rate, make
 
 
 @answers("updaters.mxnet_sgd")
@@ -87,7 +87,7 @@ def mxnet_sgd(
         -6.439
     """
     slots = ("momentum",) if momentum else ()
-    return make(mxnet_sgd, _rules.sgd, learning_rate, wd, common, slots, lazy=bool(lazy_update), momentum=momentum)
+    return make(mxnet_sgd, rules.sgd, learning_rate, wd, common, slots, lazy=bool(lazy_update), momentum=momentum)
 
 
 @answers("updaters.mxnet_nag")
@@ -106,7 +106,7 @@ def mxnet_nag(
         [-0.15000000596046448, -0.15000000596046448]
     """
     slots = ("momentum",) if momentum else ()
-    return make(mxnet_nag, _rules.nag, learning_rate, wd, common, slots, lazy=not momentum, momentum=momentum)
+    return make(mxnet_nag, rules.nag, learning_rate, wd, common, slots, lazy=not momentum, momentum=momentum)
 
 
 @answers("mxnet_adam")
@@ -133,7 +133,7 @@ def mxnet_adam(
     slots, lazy = ("mean", "variance"), bool(lazy_update)
     own: dict[str, Any] = {"lazy": lazy, "lazy_with_master": lazy, "is_counted": True}
     own |= {"beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    return make(mxnet_adam, _rules.adam, learning_rate, wd, common, slots, **own)
+    return make(mxnet_adam, rules.adam, learning_rate, wd, common, slots, **own)
 
 
 @answers("updaters.mxnet_rmsprop")
@@ -169,9 +169,9 @@ def mxnet_rmsprop(
     gamma1 = renamed(mxnet_rmsprop, "gamma1", gamma1, "gamma", gamma)
     clip_weights = 0.0 if clip_weights is None else clip_weights
     options: dict[str, Any] = {"gamma1": gamma1, "epsilon": epsilon, "clip_weights": clip_weights}
-    rule, slots = _rules.rmsprop, ("square",)
+    rule, slots = rules.rmsprop, ("square",)
     if centered:
-        rule, slots, options["gamma2"] = _rules.centered_rmsprop, ("square", "mean", "delta"), gamma2
+        rule, slots, options["gamma2"] = rules.centered_rmsprop, ("square", "mean", "delta"), gamma2
     return make(mxnet_rmsprop, rule, learning_rate, wd, common, slots, lazy=False, **options)
 
 
@@ -204,7 +204,7 @@ def mxnet_adagrad(
     if common.get("clip_gradient") == 0:
         raise ValueError("mxnet_adagrad: clip_gradient must be a number above 0, or None for no clipping, got 0")
     rows = {"lazy": True, "lazy_with_master": True, "takes_decay": False}
-    return make(mxnet_adagrad, _rules.adagrad, learning_rate, wd, common, ("history",), **rows, epsilon=epsilon)
+    return make(mxnet_adagrad, rules.adagrad, learning_rate, wd, common, ("history",), **rows, epsilon=epsilon)
 
 
 @answers("multipliers")
@@ -255,12 +255,3 @@ def mxnet_wd_mult(names: Mapping[int, str], kinds: tuple[str, ...] = ("weight", 
     """
     last_word = re.compile(rf"(^|[\W_])({'|'.join(map(re.escape, kinds))})\W*$")
     return {key: 0.0 for key, name in names.items() if not last_word.search(name)}
-
-
-# Short names, for `jp.mxnet`: a line each, so that type checkers know their types.
-sgd = mxnet_sgd
-nag = mxnet_nag
-adam = mxnet_adam
-rmsprop = mxnet_rmsprop
-adagrad = mxnet_adagrad
-wd_mult = mxnet_wd_mult

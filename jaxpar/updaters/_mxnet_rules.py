@@ -1,6 +1,6 @@
 """The steps of MXNet's optimizers: what all of them share, the formula of each, and the updater that runs it.
 
-`_optimizers` has the functions for users.
+`_mxnet` has the functions for users.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from .._core import checks
 from .._core.updater import Updater
-from ._names import check_names
+from ._mxnet_names import check_names
 
 Rate = float | Callable[[Array], Any]
 State = dict[str, Array]

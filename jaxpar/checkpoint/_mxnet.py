@@ -29,7 +29,7 @@ _MOST_AXES = 32
 
 
 @answers("checkpoint.load_mxnet")
-def load_params(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+def load_mxnet(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The arrays of a `.params` file of MXNet, by name.
 
     MXNet itself is not needed, and nothing in the file is run. `models.lenet.from_mxnet` makes the params of LeNet of
@@ -78,9 +78,6 @@ def to_bytes(arrays: Mapping[str, Any]) -> bytes:
     parts.append(struct.pack("<Q", len(texts)))
     parts += [struct.pack("<Q", len(text)) + text for text in texts]
     return b"".join(parts)
-
-
-load_mxnet = load_params  # its name in `jp.checkpoint`
 
 
 class _Reader:
