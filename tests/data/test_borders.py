@@ -94,7 +94,7 @@ def test_a_loader_that_refills_its_buffer_of_a_step_that_was_traced(engine, coun
     for batch in refilling(BATCHES, lambda array: array):
         state, _ = step(state, batch)
     np.testing.assert_allclose(state.params["w"], trained(BATCHES, count), rtol=1e-6)
-    with pytest.raises(ValueError, match="share the length of their first axis|must have|cannot be cut"):
+    with pytest.raises(ValueError, match="share the length of their first axis"):
         step(state, {**BATCHES[0], "extra": np.float32(1)})
 
 

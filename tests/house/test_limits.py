@@ -12,7 +12,7 @@ import pytest
 from launched import refused
 
 from jaxpar import checkpoint, data, kv, parallel, train
-from jaxpar.mxnet import _params
+from jaxpar.checkpoint import _mxnet
 
 POINTS = data.Dataset(np.eye(3, dtype=np.float32)[[0, 1, 2, 2]], np.array([0, 1, 2, 1]))
 HUGE = 10**5000
@@ -57,9 +57,9 @@ def test_a_number_of_many_digits_on_the_command_line(epochs, capsys):
 
 def params_file(path, *shapes):
     array = b"".join(
-        struct.pack(f"<Iii{len(shape)}qiii", _params._ARRAY_NUMPY, 0, len(shape), *shape, 1, 0, 0) for shape in shapes
+        struct.pack(f"<Iii{len(shape)}qiii", _mxnet._ARRAY_NUMPY, 0, len(shape), *shape, 1, 0, 0) for shape in shapes
     )
-    path.write_bytes(struct.pack("<QQQ", _params._LIST, 0, len(shapes)) + array + struct.pack("<Q", 0))
+    path.write_bytes(struct.pack("<QQQ", _mxnet._LIST, 0, len(shapes)) + array + struct.pack("<Q", 0))
     return path
 
 

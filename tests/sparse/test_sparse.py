@@ -13,8 +13,8 @@ from kv_model import dense_of, on_mesh, over_pmap, over_shard_map, over_vmap
 
 from jaxpar import kv, sparse, updaters
 from jaxpar.models import matrix_factorization
-from jaxpar.mxnet import _optimizers as _mxnet
 from jaxpar.sparse import RowSparse
+from jaxpar.updaters import _mxnet
 
 TABLE = np.arange(12.0, dtype=np.float32).reshape(6, 2)
 
