@@ -104,7 +104,8 @@ def test_gradients_and_five_steps_of_the_zoo(name, tmp_path):
     check(evaluated, there["eval"], tolerance, "logits of evaluation")
 
 
-@pytest.mark.parametrize("name", [*map(row_of, ROUGH)])
+@pytest.mark.release  # a minute each
+@pytest.mark.parametrize("name", ROUGH)
 def test_in_float64_gradients_and_steps_are_those_of_mxnet(name, tmp_path):
     with jax.enable_x64(True):
         grads, logits, evaluated = steps_of(load(tmp_path, name), name, "float64")
