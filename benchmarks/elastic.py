@@ -245,6 +245,17 @@ def undisturbed(steps: int, folder: str) -> dict[int, str]:
     return states_of(certificate)
 
 
+def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments of a script that kills processes: its own, and what all such scripts and their workers have."""
+    parser.add_argument("--output", help="a file for the numbers, as JSON")
+    parser.add_argument("--log", help="a file for what the processes print, with times")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--certificate", help=argparse.SUPPRESS)
+    parser.add_argument("--max-steps", type=int, default=0, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
 def main() -> int:
     """Run both, compare, and say what was seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -257,13 +268,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4)
     # Gloo takes each order of devices once. After some hundred events 2 devices a process have no new order left.
     parser.add_argument("--devices", type=int, default=3, help="of each process")
-    parser.add_argument("--output", help="a file for the numbers, as JSON")
-    parser.add_argument("--log", help="a file for what the processes print, with times")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--certificate", help=argparse.SUPPRESS)
-    parser.add_argument("--max-steps", type=int, default=0, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments_of(parser)
     if args.worker is not None:
         worker(args.worker, args.max_steps, args.certificate)
         return 0

@@ -29,7 +29,7 @@ import time
 from typing import Any
 
 from _harness import environment
-from elastic import Lines, states_of
+from elastic import Lines, arguments_of, states_of
 
 DEVICES, SHARDS = 3, 12
 PAUSE = 0.25  # seconds after each step, so that on two cores the process that starts gets a turn
@@ -183,13 +183,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the seconds from a join to a kill")
     parser.add_argument("--most-seconds", type=float, default=3600.0, help="after which no more are killed")
-    parser.add_argument("--output", help="a file for the numbers, as JSON")
-    parser.add_argument("--log", help="a file for what the processes print, with times")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--certificate", help=argparse.SUPPRESS)
-    parser.add_argument("--max-steps", type=int, default=0, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments_of(parser)
     if args.worker is not None:
         worker(args.worker, args.max_steps, args.certificate)
         return 0

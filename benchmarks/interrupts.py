@@ -173,7 +173,7 @@ class Case:
             for x in jax.tree.leaves(state)
         ]
         found: dict[str, Any] = {
-            "state": [np.asarray(x).tobytes().hex()[:64] for x in leaves],
+            "state": [np.asarray(x).tobytes().hex() for x in leaves],
             "uses of each example": np.unique(np.asarray(state.params["seen"])).tolist(),
             "history": plain(history),
             "metrics file": plain(lines(folder / "metrics.jsonl")),

@@ -391,8 +391,8 @@ def program(scale=1.0, optimizer=optax.adam, rate=0.1, seed=0, shift=0.0, device
     defaults = {
         name: p.default for name, p in inspect.signature(train.fit).parameters.items() if p.kind is p.KEYWORD_ONLY
     }
-    options = FitOptions(**{**defaults, "epochs": 2, "batch_size": 16, "progress": False, **sizes})
-    run = Run(state, step, data.from_arrays(examples), options)
+    given = FitOptions(**{**defaults, "epochs": 2, "batch_size": 16, "progress": False, **sizes})
+    run = Run(state, step, data.from_arrays(examples), given)
     return Member(run, state)._compile(run.check(state))
 
 

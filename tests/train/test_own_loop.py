@@ -62,6 +62,8 @@ def test_what_a_start_can_be_given():
         start(acumulate=2)
     with pytest.raises(TypeError, match=r"no argument 'trainable'.* frozen="):
         start(trainable="w")
+    with pytest.raises(TypeError, match="no argument 'kvstore'; call it kind"):
+        start(kvstore="device")
     with pytest.raises(TypeError, match=r"loss_fn must be a function of \(params, batch, rng\), got"):
         train.start(LOSS, TX, {"w": jnp.zeros(3)})
 

@@ -443,6 +443,7 @@ def _check_together(
 _START_HINTS = {
     **kv._NOT_TRAINED,
     **{name: hint for name, hint in _HINTS.items() if name not in ("kind", "compression", "staleness", "optimizer")},
+    "kvstore": "call it kind",
     **dict.fromkeys(("tx", "learning_rate", "lr"), "give the optimizer as the second argument: optax.sgd(0.1)"),
     "updater": "give it to kv.from_params, and make the state by train.create_state and the step by make_train_step",
 }
