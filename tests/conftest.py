@@ -1,6 +1,5 @@
 """Every test sees eight emulated CPU devices; rank promotion is an error, as warnings are."""
 
-import collections
 import gc
 import importlib.metadata
 import os
@@ -126,8 +125,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--without", choices=("core", "once"), help="leave out the tests with this marker, which CI runs elsewhere"
     )
-    help = "0 or 1: of each table of the first row every other case, and of the numeric tests of the second row every "
-    parser.addoption("--half", type=int, choices=(0, 1), help=help + "other one, so that two Pythons share them")
+    help = "0 or 1: of the numeric tests of the second row every other one, so that two Pythons share them"
+    parser.addoption("--half", type=int, choices=(0, 1), help=help)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -158,17 +157,9 @@ def pytest_collection_modifyitems(config, items):
         elsewhere |= {item for item in items if item.get_closest_marker(mark)}
     half = config.getoption("half")
     if half is not None:
-        shared = collections.defaultdict(list)
-        for item in items:
-            marks = {mark.name for mark in item.iter_markers()}
-            is_shared = "numeric" in marks if "slow" in marks else "once" not in marks
-            if is_shared and not marks & {"others", "lab", "release"}:
-                shared[item.path, item.originalname, "slow" in marks].append(item)
-        for (_, _, is_slow), cases in shared.items():
-            # By a hash of the name: of a table of two engines every second case has the same one, and a table may have
-            # other cases on another version of jax. A table that would be on one Python alone runs on both.
-            others = {item for item in cases if zlib.crc32(item.nodeid.encode()) % 2 != half}
-            if is_slow or 0 < len(others) < len(cases):
-                elsewhere |= others
+        # By a hash of the name: of a table of two engines every second case has the same one, and a table may have other
+        # cases on another version of jax.
+        numeric = {item for item in items if item.get_closest_marker("slow") and item.get_closest_marker("numeric")}
+        elsewhere |= {item for item in numeric if zlib.crc32(item.nodeid.encode()) % 2 != half}
     config.hook.pytest_deselected(items=elsewhere)
     items[:] = [item for item in items if item not in elsewhere]

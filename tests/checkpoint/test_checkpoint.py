@@ -98,6 +98,7 @@ def test_any_pytree_of_arrays(tmp_path):
     assert restored["split"].sharding == on
 
 
+@pytest.mark.slow
 def test_restore_from_shapes_alone(tmp_path):
     state = trained(make("sharded"))
     checkpoint.save(tmp_path / "a", state)
@@ -137,7 +138,7 @@ def test_nothing_is_pickled(tmp_path, monkeypatch):
 # On other devices, in stores of another kind.
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("saved", "wanted"),
     [
@@ -183,6 +184,7 @@ def test_residuals_stay_on_as_many_devices_and_start_again_on_others(tmp_path, c
         checkpoint.restore(tmp_path / "a", make("device", 4, params=wide))
 
 
+@pytest.mark.slow
 def test_residuals_of_a_store_that_follows_its_devices(tmp_path):
     fresh = kv.set_gradient_compression(kv.init(kv.create("device"), 5, jnp.zeros(64)), {"type": "2bit"})
     pushed = kv.push(fresh, 5, [jnp.full(64, 0.3), jnp.full(64, 0.4)])
@@ -329,7 +331,7 @@ def test_rules_are_equal_in_every_process(tmp_path):
     assert len(rules) == 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", [ADAM, optax.novograd(0.1), optax.chain(optax.trace(0.9), ADAM)])
 def test_a_state_for_each_key_becomes_one_for_all_params(tmp_path, tx, capsys):
     params = {"b": jnp.ones(2), "mu": {"b": jnp.ones(2), "trace": (jnp.ones(2), jnp.ones(2))}, "n": jnp.int32(1)}
@@ -344,6 +346,7 @@ def test_a_state_for_each_key_becomes_one_for_all_params(tmp_path, tx, capsys):
         checkpoint.restore(tmp_path / "a", kv.from_params(params, optimizer=optax.chain(tx, optax.ema(0.9))))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_an_average_that_was_saved_in_16_bits_is_kept_in_float32(tmp_path, kind, capsys):
     tx = optax.chain(optax.sgd(0.1), updaters.average_params(0.9))
@@ -519,7 +522,7 @@ def run(state, directory=None, step=STEP, epochs=3, **options):
     return world.run_on(points(), state, step=step, epochs=epochs, checkpoint_dir=directory, **options)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [3, 1, None])
 def test_a_run_that_fails_in_an_epoch_goes_on_as_if_it_had_not(tmp_path, capsys, every):
     def fails(state, batch, seen=[]):  # noqa: B006

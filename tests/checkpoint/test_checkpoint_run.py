@@ -45,6 +45,7 @@ def test_a_save_writes_only_what_is_new(tmp_path):
     assert checkpoint.Manager(tmp_path).restore_latest(state)[1]["history"] == longer
 
 
+@pytest.mark.slow
 def test_a_record_of_the_epoch_20001_writes_one_line(tmp_path):
     writer, before = _run.Records(tmp_path), records(20_000)
     writer.append(before)

@@ -48,6 +48,7 @@ def tree(directory):
 # Looking harms nothing.
 
 
+@pytest.mark.slow
 def test_who_looks_while_a_run_writes_harms_nothing(tmp_path, monkeypatch):
     write, looks = _files._write_arrays, []
     directory, metrics = tmp_path / "run", tmp_path / "metrics.jsonl"

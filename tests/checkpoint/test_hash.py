@@ -75,6 +75,7 @@ def test_64_bits(dtype):
         assert hash_of(jnp.asarray(other)) == hash_of(other)
 
 
+@pytest.mark.slow
 def test_the_padding_of_a_sharded_store_does_not_count():
     """Ten elements on two, three and four devices have no padding, two and two numbers of it."""
     store = kv.from_params({"w": jnp.arange(10.0) + 1}, kind="sharded", optimizer=adam())
@@ -112,7 +113,7 @@ def test_layouts_do_not_count():
         assert hash_of(tree) == expected
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["device", "local", "sharded", "dist_sync"])
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_kinds_and_devices_do_not_count(kind, count, tmp_path):

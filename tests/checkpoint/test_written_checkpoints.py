@@ -99,6 +99,7 @@ def written(request, tmp_path_factory):
     return folder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "case", [c if c in ("device", "2bit") else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
 )

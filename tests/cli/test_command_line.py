@@ -287,6 +287,7 @@ def test_the_devices_are_counted(count, words):
     assert words in train_command._about(filled("--recipe=lenet"), jax.devices()[:count])
 
 
+@pytest.mark.slow
 def test_what_is_printed(few, capsys, monkeypatch):
     """News goes to standard output, so that a notebook does not show it on red."""
 

@@ -263,6 +263,7 @@ def test_topk_sends_one_element_at_least(size, sent):
     assert payload["indices"].tolist() == list(range(size))[::-1][:sent]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("size", "count"),
     [(8192, 4), (2048, 8), (5000, 3), (1030, 4), (1024, 7), (3000, 7)],
@@ -307,6 +308,7 @@ def test_powersgd_has_no_payload_of_one_device():
             call()
 
 
+@pytest.mark.slow
 def test_powersgd_of_full_rank_is_exact():
     coder = compression.PowerSGD(4)
     value = gradients((3, 2, 4))
@@ -345,6 +347,7 @@ def test_powersgd_survives_zeros_and_tiny_gradients():
     np.testing.assert_allclose(np.asarray(total, float) * 1e25, np.asarray(value, float) * 1e25, atol=1e-4)
 
 
+@pytest.mark.sampled(2)
 def test_powersgd_over_devices_equals_the_power_iteration_of_the_sum(devices):
     coder = compression.PowerSGD(2)
     n = len(devices)
@@ -368,7 +371,7 @@ SHAPES_OF_DTYPES = [(shape, "bfloat16") for shape in SHAPES] + [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES_OF_DTYPES, ids=str)
 def test_every_shape_and_dtype(coder, shape, dtype):
     value, fresh = gradients(shape, dtype=dtype), coder.init(shape, dtype)
@@ -393,7 +396,7 @@ def test_float64(coder):
         np.testing.assert_allclose(np.asarray(decoded) + np.asarray(state["residual"]), value, atol=1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [*SHAPES, (40, 30), (3, 3, 8, 16)], ids=str)
 def test_powersgd_every_shape(shape):
     coder = compression.PowerSGD(2)
@@ -474,7 +477,7 @@ def pushed_eagerly(coder):
     return push, values, states, jax.tree.map(lambda *x: np.stack(x), *expected)
 
 
-@pytest.mark.sampled(5)  # of each way one, and coders of every sort
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("over", [over_vmap, over_pmap, over_shard_map, over_scan], ids=lambda f: f.__name__)
 def test_transforms_give_the_eager_bits(coder, over):
     push, values, states, expected = pushed_eagerly(coder)

@@ -203,7 +203,7 @@ def pushed(spec, count, shapes):
 TYPES = [*SPECS, {"type": "int3"}, {"type": "powersgd"}]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", TYPES, ids=name_of)
 def test_the_program_does_not_grow_with_the_devices(spec):
     """Other ways may be chosen for more devices, so the largest program of few devices is the measure.
@@ -229,7 +229,7 @@ LARGE = [(500, 800), (800,), (5000, 20), (20,)]
 PLAIN = 4 * sum(int(np.prod(s)) for s in LARGE)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "parts"),
     [
@@ -274,7 +274,7 @@ def rounded(values):
     return np.round(values / step), step
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(5, 13), (5,)], ids=str)  # the last owner has nothing of the second
 def test_codes_are_those_of_the_rule(shape):
     (values,) = normal(shape, count=4, seed=1)
@@ -300,6 +300,7 @@ def test_codes_of_zeros_tiny_and_wide_values():
     np.testing.assert_array_equal(narrow.astype(jnp.float32), np.full(40, 2.0))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_what_is_not_finite_is_not_hidden_by_codes(kind):
     values = np.ones((1, 4, 40))
@@ -322,6 +323,7 @@ def test_residuals_of_both_ends_stay_on_as_many_devices_and_start_again_on_other
         kv.push(dataclasses.replace(store, devices=None), 3, [jnp.ones(50)] * 2)
 
 
+@pytest.mark.slow
 def test_both_residuals_are_saved_and_resumed(tmp_path, capsys):
     def state_of(count):
         store = kv.from_params({"w": jnp.zeros(50)}, devices=jax.devices()[:count])

@@ -112,7 +112,7 @@ def case_of(case):
     return (*arrays(x_shape, w_shape), *(by(conv, strides, padding, **options) for conv in BOTH))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", EACH)
 def test_the_numbers_of_lax(case):
     x, w, ours, laxs = case_of(case)
@@ -130,7 +130,7 @@ LEFT_TO_XLA = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", EACH)
 def test_every_formula_inside_of_loops(case):
     """There XLA has no fast convolution, so formulas are taken that are slower than XLA's outside."""
@@ -143,6 +143,7 @@ def test_every_formula_inside_of_loops(case):
     close(jax.tree.map(lambda x: x[0], looped(x, w)), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_sums_of_half_precision_are_those_of_float32(dtype):
     x, w = arrays(X.shape, W.shape, dtype=dtype)
@@ -232,7 +233,7 @@ SMALL = {  # images, window, padding, dilation of the images
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SMALL)
 def test_small_images_are_products(case):
     x_shape, w_shape, padding, dilation = SMALL[case]
@@ -281,7 +282,7 @@ def test_copies_are_made_a_few_examples_at_a_time():
 MESH = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", MESH)
 def test_automatic_partitioning_exchanges_the_gradient_only(axis_type):
     """A loop over the examples would gather the images on every device."""

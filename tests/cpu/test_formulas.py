@@ -46,7 +46,7 @@ def slow_parts(function, *args):
     }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("count", [4, 1])
 def test_a_step_has_the_gradient_of_lax(engine, count):
@@ -113,7 +113,7 @@ def over_batch(params, batch, rng):
     return jax.vmap(one)(batch["x"], batch["y"]).mean(), {}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [in_scan, in_branch, nested, over_batch])
 def test_inside_of_other_programs(loss):
     plain, ours = gradient(loss), fast_on_cpus(gradient(loss))
@@ -157,6 +157,7 @@ def test_products_of_lax(name, dtype):
     np.testing.assert_array_equal(fast_on_cpus(product)(a, b), product(a, b))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
 def test_sums_of_half_precision_are_of_float32(dtype):
     x = jnp.asarray(normal(37, 4, 5), dtype)

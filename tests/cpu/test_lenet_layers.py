@@ -40,7 +40,7 @@ CASES = {
 both = pytest.mark.parametrize(("fast", "plain", "args"), CASES.values(), ids=CASES)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "args",
     [
@@ -75,7 +75,7 @@ def loss(f):
     return lambda *args: (f(*args) ** 2).sum()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("arguments", [(0, 1, 2), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3))])
 def test_gradients_of_all_arguments_and_of_one(fast, plain, args, arguments):
@@ -88,7 +88,7 @@ def along(f, args):
     return jax.jit(lambda *args: jax.jvp(f, args, jax.tree.map(jnp.cos, args)))(*args)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @both
 def test_forward_mode(fast, plain, args):
     near(along(fast, args), along(plain, args))

@@ -62,6 +62,7 @@ def trained(engine, count=2):
     return step, state, {name: np.asarray(x).tobytes() for name, x in [*metrics.items(), *state.params.items()]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the GNU C library keeps blocks")
 @pytest.mark.parametrize("engine", ["shard_map", "pmap", "jit"])
 def test_a_step_has_the_same_bits_in_blocks_and_xla_does_not_warn(engine, capfd, monkeypatch):
@@ -102,6 +103,7 @@ def test_xla_takes_several_blocks_in_place_of_one():
     assert largest(None) > 20_000_000
 
 
+@pytest.mark.slow
 def test_one_device_and_other_programs_around_a_step_take_memory_as_it_comes():
     step, state, _ = trained("shard_map", 1)
     assert not step._prepare(state, None)[0]._chosen

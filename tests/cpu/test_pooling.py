@@ -45,7 +45,7 @@ def gradient(fn, x):
     return pull(jnp.asarray(np.random.default_rng(1).integers(-9, 10, y.shape), y.dtype))[0]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", mostly_slow(CASES, "halves", "overlapping"))
 def test_the_numbers_of_lax(case):
     shape, window, strides, padding = CASES[case]
@@ -80,7 +80,7 @@ def test_nan_and_infinity():
     np.testing.assert_array_equal(found.ravel(), [jnp.nan, jnp.nan, -jnp.inf, -jnp.inf])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32", "uint8"])
 def test_other_dtypes(dtype):
     x = images((2, 6, 6, 3)).astype(dtype)
@@ -161,7 +161,7 @@ def transposed(function):
     return lambda x, cotangent: jax.vjp(function, x)[1](cotangent)[0]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [MAX, SUM], ids=["max", "sum"])
 @pytest.mark.parametrize("name", POOLS)
 def test_formulas_give_the_numbers_of_lax_to_the_bit(kind, name):

@@ -61,7 +61,7 @@ def processor(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("seed", mostly_slow(CASES[: len(SEEDS) + 60], *SEEDS[:12], most=len(SEEDS)))
 def test_random_convolutions_of_half_precision(seed, dtype, processor):
@@ -80,7 +80,7 @@ SHAPES = {  # images, window, strides; many sums and long ones
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SHAPES)
 def test_rounding_is_no_worse_than_that_of_lax(name):
     x_shape, w_shape, strides = SHAPES[name]
@@ -109,7 +109,7 @@ TRANSFORMS = kernels.TRANSFORMS | {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_under_transforms(name):
     x = X if name in kernels.TRANSFORMS else X[:, None]
@@ -124,7 +124,7 @@ def of_batch(params, batch, rng):
     return loss(params["w"], batch), {}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_step_of_each_engine(engine, count):
@@ -135,7 +135,7 @@ def test_a_step_of_each_engine(engine, count):
     close(kv.to_params(new.store)["w"], W - 0.1 * jax.jit(jax.grad(loss))(W, X))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["shard_map", "jit"])
 def test_a_step_computed_in_bfloat16(engine, processor):
     place = {"engine": engine, "devices": jax.devices()[:4], "compute_dtype": jnp.bfloat16}
@@ -152,7 +152,7 @@ def test_a_step_computed_in_bfloat16(engine, processor):
 MESHES = {"data": (4,), "data model": (2, 2), "copies data": (2, 2)}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param({"accumulate": 2, "remat": True}, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("names", MESHES)
 def test_a_step_on_a_mesh(names, options):
@@ -179,6 +179,7 @@ def test_a_step_on_a_mesh(names, options):
     close(found.params, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
 
 
+@pytest.mark.slow
 def test_a_loss_on_a_mesh_with_a_shard_map_of_its_own():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     split = {"mesh": mesh, "in_specs": (P("model"), P()), "out_specs": P("model"), "check_vma": False}
@@ -223,7 +224,7 @@ def test_export_and_float64_take_the_kernels_of_xla():
 BAD = {"infinite": np.inf, "not a number": np.nan}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("value", BAD)
 @pytest.mark.parametrize("where", ["images", "filter", "cotangent"])
 @pytest.mark.parametrize("options", [{}, {"strides": (2, 2)}, {"lhs_dilation": (2, 2), "padding": ((1, 1), (2, 2))}])

@@ -87,7 +87,7 @@ def is_called(function, *args):
     return called
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", mostly_slow(range(200), 0, 1, most=20))
 def test_random_loops(cell, seed):
     sizes = [1, 2, 7, 19], [1, 2, 3, 9, 16, 37], [1, 2, 5, 16, 31, 32, 33, 70, 130]
@@ -151,7 +151,7 @@ TRANSFORMS = reference.TRANSFORMS | {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", mostly_slow(CELLS, "lstm"))
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_under_transforms(cell, name):
@@ -169,7 +169,7 @@ def test_eager_calls(cell):
     close(jax.value_and_grad(fast_on_cpus(of_lax))(params, x), jax.value_and_grad(of_lax)(params, x))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("count", [4, 1])
 @pytest.mark.parametrize("options", mostly_slow([{}, {"remat": True}, {"accumulate": 2}], {}))
@@ -191,7 +191,7 @@ def test_a_step_of_each_engine(engine, count, options):
     close(kv.to_params(new.store), jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [True, False])
 def test_in_a_shard_map(check):
     params, x = made("lstm", 4, 8, 6, 3)
@@ -353,7 +353,7 @@ def variants():
 VARIANTS = variants()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_almost_an_lstm(name):
     step, by_kernel = VARIANTS[name]
@@ -416,7 +416,7 @@ def gru_variants():
 GRU_VARIANTS = gru_variants()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", GRU_VARIANTS)
 def test_almost_a_gru(name):
     step, by_kernel = GRU_VARIANTS[name]
@@ -427,6 +427,7 @@ def test_almost_a_gru(name):
     close(ours(params, x), laxs(params, x), rtol=1e-4)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "by_kernel"), [({"reverse": True}, False), ({"unroll": 3}, True), ({"unroll": True}, True)]
 )
@@ -437,6 +438,7 @@ def test_options_of_scan(options, by_kernel):
     close(jax.jit(fast_on_cpus(of_lax))(params, x), jax.jit(of_lax)(params, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(["rbg", "threefry2x32", "unsafe_rbg"], "rbg"))
 def test_a_cell_that_draws_random_numbers_draws_the_same(kind):
     """Keys of `rbg` give other numbers when all steps draw at once."""
@@ -463,7 +465,7 @@ def test_few_steps(cell, steps):
     close(jax.jit(fast_on_cpus(of_lax))(params, x), jax.jit(of_lax)(params, x))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
 def test_any_number_of_batch_axes(cell, shape):
     params, x = made(cell, 4, 6)
@@ -475,6 +477,7 @@ def test_any_number_of_batch_axes(cell, shape):
     close(ours(params, x), laxs(params, x), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_loop_without_inputs_and_a_carried_number():
     params, x = made("lstm", 4, 5, 8, 5)
 
@@ -494,7 +497,7 @@ def test_a_loop_without_inputs_and_a_carried_number():
         close(jax.jit(fast_on_cpus(of_lax))(params, x), jax.jit(of_lax)(params, x))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("value", mostly_slow([np.nan, np.inf, -np.inf], np.nan), ids=str)
 @pytest.mark.parametrize("where", ["input", "state", "h", "c", "x"])
 def test_what_is_not_finite_is_where_lax_has_it(cell, where, value):
@@ -532,7 +535,7 @@ def test_large_and_small_values_are_those_of_lax():
 FLAX = [{}, {"time_major": True}, {"reverse": True, "keep_order": True}]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LSTMCell", "OptimizedLSTMCell", "GRUCell"])
 @pytest.mark.parametrize("library", ["linen", "nnx"])
 @pytest.mark.parametrize("options", mostly_slow(FLAX, {}))

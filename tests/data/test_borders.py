@@ -68,6 +68,7 @@ def refilling(batches, given=lambda array: array):
         array[...] = np.nan
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("given", [lambda array: array, lambda array: array[:], read_only])
 def test_a_loader_that_refills_its_buffer(given, count):
@@ -98,6 +99,7 @@ def test_a_loader_that_refills_its_buffer_of_a_step_that_was_traced(engine, coun
         step(state, {**BATCHES[0], "extra": np.float32(1)})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 4])
 def test_evaluations_of_a_loader_that_refills_its_buffer(count):
     """Of batches so large that the loader comes back before they are computed."""
@@ -193,6 +195,7 @@ def test_infinity_and_small_numbers_are_no_overflow():
     np.testing.assert_array_equal(taken, np.array([np.inf, -np.inf, np.nan, 0, 1.5], np.float32))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 4])
 def test_big_endian_arrays(count):
     big = [{"x": b["x"].astype(">f4"), "y": b["y"].astype(">f8")} for b in BATCHES]
@@ -223,7 +226,7 @@ def test_big_endian_arrays(count):
 # A batch of arrays of different lengths.
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize(
     "options",
@@ -283,6 +286,7 @@ def places(history):
     return [(record["epoch"], record["step"]) for record in history]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("steps", [2, "all"])
 def test_epochs_of_different_lengths(steps, tmp_path):
     epochs, ends = (6, [(e, 2 * e) for e in range(1, 7)]) if steps == 2 else (3, [(1, 2), (2, 6), (3, 12)])

@@ -34,6 +34,7 @@ def same(found, expected):
             np.testing.assert_array_equal(mine[name], other[name])
 
 
+@pytest.mark.slow
 def test_without_rng_the_stored_order_and_the_remainder_dropped():
     assert labels(batches(make(10), 4)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert labels(batches(make(10), 4, drop_remainder=False))[2] == [8, 9]
@@ -41,6 +42,7 @@ def test_without_rng_the_stored_order_and_the_remainder_dropped():
     assert labels(itertools.islice(batches(make(4), 4, epochs=None), 3)) == [[0, 1, 2, 3]] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", [None, pytest.param("rbg", marks=pytest.mark.slow)])
 def test_each_epoch_is_the_permutation_of_fold_in(impl):
     rng = jax.random.key(3, impl=impl)
@@ -56,6 +58,7 @@ def test_raw_and_typed_keys_give_the_same_batches():
     same(batches(make(), 8, rng=jax.random.PRNGKey(5)), batches(make(), 8, rng=jax.random.key(5)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("devices", [2, 8], indirect=True)
 def test_same_batches_on_any_number_of_devices(devices):
     dataset, rng = make(50), jax.random.key(0)
@@ -75,6 +78,7 @@ def test_sharding_is_over_the_devices_in_the_order_given_and_the_axis_of_that_na
         assert shard.data.tolist() == list(range(8 // len(devices)))
 
 
+@pytest.mark.slow
 def test_without_devices_arrays_are_uncommitted():
     for resident in (True, False):
         batch = next(batches(make(), 8, rng=jax.random.key(0), resident=resident))
@@ -91,6 +95,7 @@ def test_streaming_keeps_two_batches_ahead(monkeypatch):
     assert len(list(found)) == 4
 
 
+@pytest.mark.slow
 def test_images_are_scaled_on_the_way_or_left_alone():
     dataset = make(8)
     for resident in (True, False):
@@ -115,6 +120,7 @@ def test_other_dtypes_are_only_cast(dtype):
         np.testing.assert_array_equal(image, dataset.images.astype(np.float32))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("rng", [None, jax.random.key(2)], ids=["in order", "shuffled"])
 @pytest.mark.parametrize("resident", [True, False])
 def test_start_skips_exactly_that_many_batches_and_streamed_ones_are_the_resident_ones(rng, resident):
@@ -159,6 +165,7 @@ def test_a_batch_needs_nothing_from_the_host(devices):
     assert [batch["label"].shape for batch in rest] == [(8,)] * 49
 
 
+@pytest.mark.slow
 def test_one_program_for_all_batches_of_all_epochs(caplog):
     dataset, options = make(71, (5, 1)), {"rng": jax.random.key(0), "devices": jax.devices()[:4]}
     with jax.log_compiles(), caplog.at_level(logging.WARNING):
@@ -169,6 +176,7 @@ def test_one_program_for_all_batches_of_all_epochs(caplog):
     assert len([m for m in compiled if "draw" in m]) == 1
 
 
+@pytest.mark.slow
 def test_small_batches_are_gathered_eight_at_a_time_and_large_ones_alone(monkeypatch):
     asked, gather = [], _batches.gather
 

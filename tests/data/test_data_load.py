@@ -1,6 +1,7 @@
 """Loading: each source, what is refused, and what is left on the disk. All on the real files."""
 
 import contextlib
+import dataclasses
 import gzip
 import http.server
 import json
@@ -73,11 +74,33 @@ def debian():
         pytest.skip("Debian's package dataset-fashion-mnist is not installed")
 
 
+@dataclasses.dataclass
+class Written:
+    folder: Path  # the data_dir
+    train: data.Dataset
+    left: set  # the folders that a killed process left
+    beside: set  # those that the other process was writing when this one began
+    other: tuple  # its exit status, standard output and standard error
+
+
 @pytest.fixture(scope="module")
 def written(debian, tmp_path_factory):
-    """A data_dir that Debian's files were written into, and the training set that came of it."""
+    """A data_dir that two processes wrote Debian's files into at once, after a third one was killed while it wrote."""
     folder = tmp_path_factory.mktemp("tfds")
-    return folder, data.load("fashion_mnist", "train", data_dir=folder, source="debian", verbose=False)
+    killed = start_loading(folder)
+    left = wait_for_writing(folder, killed)
+    killed.kill()
+    killed.communicate()
+    assert not (folder / "fashion_mnist" / "3.0.1").exists()
+    other = start_loading(folder)
+    try:
+        beside = wait_for_writing(folder, other, left) - left
+        train = data.load("fashion_mnist", "train", data_dir=folder, source="debian", verbose=False)
+        printed = other.communicate(timeout=120)
+    finally:
+        other.kill()
+        other.communicate()
+    return Written(folder, train, left, beside, (other.returncode, *printed))
 
 
 @pytest.fixture(scope="module")
@@ -129,15 +152,25 @@ def test_it_is_fashion_mnist(prepared):
 
 @pytest.mark.slow  # writes the whole data set
 def test_debians_files_become_fashion_mnist(written):
-    assert written[1].source == "debian"
-    check_it_is_fashion_mnist(written[1])
+    assert written.train.source == "debian"
+    check_it_is_fashion_mnist(written.train)
+
+
+@pytest.mark.slow
+def test_a_killed_process_and_two_at_once_leave_a_sound_data_set(written):
+    assert len(written.left) == 1, "the process was killed before or after it wrote"
+    assert len(written.beside) == 1, "the other process was not writing when this one began"
+    status, printed, errors = written.other
+    assert (status, printed.splitlines()[-1]) == (0, "10"), errors
+    assert "source: debian" in printed
+    assert len(data.load(split="test", data_dir=written.folder, source="prepared", verbose=False)) == 10000
 
 
 @pytest.mark.slow  # writes the whole data set
 def test_plain_tfds_reads_what_was_written(written):
     import tensorflow_datasets as tfds
 
-    folder, train = written
+    folder, train = written.folder, written.train
     source = tfds.data_source("fashion_mnist", split="train", download=False, data_dir=folder)
     assert len(source) == 60000
     for index in (0, 1, 59999):
@@ -148,7 +181,7 @@ def test_plain_tfds_reads_what_was_written(written):
     assert info["moduleName"] == "tensorflow_datasets.image_classification.mnist"
     assert int(info["downloadSize"]) == 30878645  # of the official files, as TFDS lists them
     assert os.listdir(folder) == ["fashion_mnist"]
-    assert os.listdir(folder / "fashion_mnist") == ["3.0.1"]
+    assert sorted(os.listdir(folder / "fashion_mnist")) == ["3.0.1", *(path.name for path in written.left)]
     names = tfds.builder("fashion_mnist", data_dir=folder).info.features["label"].names
     assert tuple(names) == data.FASHION_MNIST_CLASSES
 
@@ -477,31 +510,6 @@ def test_a_refusing_host_is_no_network_either():
     port = free_port()
     with pytest.raises(ConnectionError, match=f"127.0.0.1:{port}/x: the host cannot be reached"):
         _load.check_reachable(f"http://127.0.0.1:{port}/x", "", 2.0)
-
-
-@pytest.mark.usefixtures("debian")
-@pytest.mark.slow  # writes the whole data set in two processes
-def test_a_killed_process_and_two_at_once_leave_a_sound_data_set(tmp_path):
-    killed = start_loading(tmp_path)
-    left = wait_for_writing(tmp_path, killed)
-    killed.kill()
-    killed.communicate()
-    assert len(left) == 1, "the process was killed before or after it wrote"
-    assert not (tmp_path / "fashion_mnist" / "3.0.1").exists()
-    other = start_loading(tmp_path)
-    try:
-        beside = wait_for_writing(tmp_path, other, left) - left
-        train = data.load("fashion_mnist", "train", data_dir=tmp_path, source="debian", verbose=False)
-        out, err = other.communicate(timeout=120)
-    finally:
-        other.kill()
-        other.communicate()
-    assert len(beside) == 1, "the other process was not writing when this one began"
-    assert (other.returncode, out.splitlines()[-1]) == (0, "10"), err
-    assert "source: debian" in out
-    assert len(train) == 60000
-    assert len(data.load(split="test", data_dir=tmp_path, source="prepared", verbose=False)) == 10000
-    assert sorted(os.listdir(tmp_path / "fashion_mnist")) == ["3.0.1", *(path.name for path in left)]
 
 
 def numbered(n):

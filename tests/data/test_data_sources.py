@@ -155,6 +155,7 @@ def test_the_next_epoch_begins_with_what_an_epoch_left_of_a_pass():
     assert labels(source.batches(8, epochs=5, start=4)) == want[4:]
 
 
+@pytest.mark.slow
 def test_arrays_under_names_of_ones_own():
     source = data.from_arrays({"image": X, "label": Y})
     rng = jax.random.key(5)

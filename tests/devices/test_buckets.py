@@ -85,6 +85,7 @@ def test_limits_are_sizes(name, value):
 VALUES = [(3, 5), (), (0, 2), (17,), (150, 120)]  # the last one is summed by shares
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("limits", [BucketLimits(), BucketLimits(0, 0)], ids=["buckets", "alone"])
 def test_collectives_against_numpy(limits):
     count = 4

@@ -21,6 +21,7 @@ def test_large_sums_are_right(tmp_path, processes, devices, group, times):
         run.wait()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_what_goes_round_gloo_gives_the_same(monkeypatch, dtype):
     """An all-to-all in place of the reduce-scatter, where jaxlib is old and the process has joined others."""

@@ -118,7 +118,7 @@ def test_small_keys_cross_in_one_bucket_and_large_ones_alone():
     assert program_text(((8,), (100_000,), (8,))).count("all_reduce") == 2
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["2bit", "int3"])
 def test_what_crosses_is_compressed(kind):
     """Of signs a scale crosses too, one for each key, to the owners and back."""

@@ -71,7 +71,7 @@ def test_the_memory_lives_as_long_as_somebody_sees_it():
     assert len(others) == 8
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "follows", "count"),
     [

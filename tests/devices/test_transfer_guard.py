@@ -39,7 +39,7 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "engine"), COMBINATIONS)
 @pytest.mark.usefixtures("guarded")
 def test_training(kind, engine, tmp_path):
@@ -66,7 +66,7 @@ def test_sources(train_data):
     assert len(list(batches)) == 4
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "device", "sharded"))
 @pytest.mark.usefixtures("guarded")
 def test_verbs_of_a_store(kind):

@@ -106,7 +106,7 @@ KINDS_AND_MESHES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "name"), KINDS_AND_MESHES)
 @pytest.mark.parametrize("what", ["push", "pmap", "shard_map"])
 def test_the_same_bits_as_without_a_mesh(what, kind, name):
@@ -142,6 +142,7 @@ def all_verbs():
     return [*found, kv.pull(kv.push(plain, 0, jnp.ones(5)), 0)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [pytest.param("explicit2d", marks=pytest.mark.slow), "auto2d", "reversed"])
 def test_every_verb_at_the_prompt(name):
     check_in({**MESHES, **OTHERS}[name](), all_verbs)
@@ -159,6 +160,7 @@ def test_an_error_leaves_the_mesh_set():
         kv.push(store, 3, jnp.ones(3))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["explicit", "explicit2d"])
 def test_results_are_of_the_users_mesh(name):
     """So they can be used together with the user's other arrays. JAX lets nothing else be."""
@@ -201,7 +203,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["pmap", "shard_map"])
 @pytest.mark.parametrize("option", [*OPTIONS, "stale"])
 def test_options_of_a_step(engine, option):
@@ -257,6 +259,7 @@ def test_fit_evaluation_and_checkpoints(name, source, tmp_path):
     check_in(MESHES[name](), lambda: trained(tmp_path / next(folders), given))
 
 
+@pytest.mark.slow
 def test_batches_of_a_mesh_go_into_a_step_where_none_is_set():
     mesh, expected = MESHES["explicit2d"](), steps("pmap", "device")
     same_bits(steps("pmap", "device", mesh), expected)
@@ -449,6 +452,7 @@ def step_by_hand(store, x, y):
 JITTED = [("local", None), ("device", None), ("sharded", None), ("dist_async", None), ("device", "2bit")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "compression"), JITTED)
 @pytest.mark.parametrize("name", ["explicit2d", pytest.param("explicit", marks=pytest.mark.slow)])
 def test_verbs_in_a_users_jit(kind, compression, name):
@@ -472,7 +476,7 @@ def test_verbs_in_a_users_jit(kind, compression, name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), on_host(found), expected)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [P(None, "model"), P("model"), P("model", "data")])
 def test_params_that_are_split_stay_split_in_a_users_jit(spec):
     mesh = MESHES["explicit2d"]()

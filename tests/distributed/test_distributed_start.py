@@ -263,6 +263,7 @@ def test_a_dist_store_is_never_one_of_many(name, surround):
         kv.create("dist_sync", devices=[])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", UNJOINED)
 def test_training_apart_is_refused_where_the_processes_belong_together(name, surround):
     store = kv.from_params({"w": np.ones(())}, optimizer=TX)
@@ -519,6 +520,7 @@ sys.exit()"""
     assert ended(start(tmp_path, 2, then, begin=begin, env=as_slurm())) == [(0, [])] * 2
 
 
+@pytest.mark.slow
 def test_a_dist_store_under_the_launcher_until_the_coordinator_is_killed(tmp_path):
     """The one start of jax in the first row, about 4 s: the others are in the second."""
     program = """

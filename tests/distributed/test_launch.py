@@ -240,6 +240,7 @@ def test_the_gpus_of_a_lost_process_are_left_out(program):
     assert set(lines) >= {"[1] 0 2,3", "[0] 1 0,1", "[1] 1 4,5"}
 
 
+@pytest.mark.slow
 def test_a_frozen_process_is_noticed(program):
     source = """
         if not start:

@@ -150,6 +150,7 @@ def same(state, path, like):
     world.same(checkpoint.restore(path, like), state)
 
 
+@pytest.mark.slow
 def test_each_record_and_its_checkpoint(ray, tmp_path):
     state, history = run(tmp_path / "run", keep=1)
     assert [(m["epoch"], m["step"], m["loss"]) for m, _ in ray.reports] == [

@@ -75,6 +75,7 @@ def test_numbers_of_symbol_files(text, tmp_path):
 NAMES = [text * (LONG // 10 // len(text)) for text in ("a", "a1", "_", ", ", "(", "1")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES, ids=[name[:2] for name in NAMES])
 def test_names_of_symbol_files(name, tmp_path):
     nodes = [node("null", "data")]

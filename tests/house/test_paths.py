@@ -148,6 +148,7 @@ def test_what_a_path_means(folder, monkeypatch):
             path(wrong)
 
 
+@pytest.mark.slow
 def test_the_directory_may_change_while_a_run_is_under_way(folder):
     """As by %cd, a library of configurations, or a callback: all is written where the call said."""
     board = train.to_tensorboard("board")
@@ -189,6 +190,7 @@ def test_a_manager_stays_where_it_was_made(folder):
     assert os.listdir(folder / "away") == []
 
 
+@pytest.mark.slow
 def test_the_home_directory(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder / "home"))
     _, history = fit(checkpoint_dir="~/run/points", metrics_file="~/run/m.jsonl", test_data=TEST, apply_fn=apply)

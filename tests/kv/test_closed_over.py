@@ -36,7 +36,7 @@ def store_of(kind, compression=None):
     return kv.set_optimizer(store, optax.adam(0.1))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("kind", "compression"), [("local", None), ("device", "2bit"), ("sharded", "int8"), ("dist_async", None)]
@@ -65,7 +65,7 @@ def test_inside_of_shard_map_with_an_axis_a_constant_counts_on_each_device():
     assert mapped(jnp.zeros(2)).tolist() == [4.0, 4.0]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("around", ["nothing", "a mesh and jit"])
 @pytest.mark.parametrize("kind", ["device", "dist_async", "sharded"])
 def test_inside_of_shard_map_without_an_axis(kind, around):

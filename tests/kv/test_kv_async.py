@@ -127,7 +127,7 @@ def test_before_the_first_one_is_due_nothing_changes_not_even_adams_count():
         assert int(kv.push(new, 3, jnp.ones(SHAPE)).updater_state[3][0].count) == 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [4, 1])
 def test_an_optimizer_of_the_whole_pytree_keeps_its_state_at_the_prompt(count):
     params = {"w": jnp.ones(SHAPE), "b": jnp.zeros(())}
@@ -157,6 +157,7 @@ def test_a_plain_function_is_called_when_a_push_is_due():
     assert seen[2:] == [(3, 10.0), (5, 10.0), (3, 100.0), (5, 100.0)]
 
 
+@pytest.mark.slow
 def test_no_staleness_is_dist_sync_bit_for_bit():
     rng = np.random.default_rng(0)
     stores = [kv.create("dist_async", staleness=0), kv.create("dist_sync"), kv.create("device")]
@@ -169,7 +170,7 @@ def test_no_staleness_is_dist_sync_bit_for_bit():
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "type"), [("eager", "2bit"), ("shard_map", "1bit")])
 def test_what_is_sent_is_compressed_and_what_waits_is_not(way, type):
     """The delayed store is the other one some pushes ago, residuals too; a 1-bit code of nothing would not be 0."""
@@ -212,7 +213,7 @@ def test_other_devices_take_over_what_waits(count):
     same(kv.flush(moved), model)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [4, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_a_checkpoint_holds_what_waits(tmp_path, count, capsys):
     def loss_fn(params, batch, rng):
@@ -289,6 +290,7 @@ def start(staleness, tx, **options):
     return train.create_state(store, 7, devices=FOUR, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "staleness"), [pytest.param("pmap", 2, marks=pytest.mark.slow), ("shard_map", 1)])
 def test_the_step_is_the_plain_loop_with_gradients_that_wait(engine, staleness):
     """With a transform whose state must not count the steps in which nothing is due."""
@@ -318,6 +320,7 @@ def test_no_staleness_in_a_step_is_the_plain_loop():
     assert step.finish(state) is state
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_pushes_nothing():
     step = train.make_train_step(squares, nonfinite="skip")
     state, bad = start(1, sgd()), line(seed=1)

@@ -72,7 +72,7 @@ def test_under_jit_and_scan_with_lists(kind):
     np.testing.assert_array_equal(residual_of(last), residual)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s["type"])
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_nothing_is_lost_for_good(kind, spec):
@@ -91,6 +91,7 @@ def test_nothing_is_lost_for_good(kind, spec):
     assert np.abs(held).max() > 1e-4, "the compression did nothing"
 
 
+@pytest.mark.slow
 def test_keys_and_devices_have_random_streams_of_their_own():
     store = kv.init(kv.create("device", devices=FOUR), [0, 1], [jnp.zeros(256)] * 2)
     store = kv.set_gradient_compression(store, {"type": "bf16", "rounding": "stochastic"})
@@ -122,6 +123,7 @@ def test_narrow_values_are_compressed(kind, dtype):
     np.testing.assert_array_equal(kv.pull(store, 3).astype(jnp.float32), np.ones(64))
 
 
+@pytest.mark.slow
 def test_it_can_be_changed_and_ended():
     store = kv.push(compressed("device"), 3, [jnp.ones(SHAPE)] * 2)
     assert store.residuals

@@ -319,7 +319,7 @@ def test_a_mask_by_axes_is_fine_where_all_values_are_vectors(engine):
     close(after_a_step("sharded", engine, tx), after_a_step("device", engine, tx))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_grad_transform_takes_what_is_not_elementwise(engine):
     tx = optax.lamb(0.1, weight_decay=0.1)
     with pytest.raises(ValueError, match="use engine 'jit' or 'auto'"):

@@ -56,6 +56,7 @@ def sent(*args, **options):
 SMALL = [(4,)] * 64
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "push", "pull"),
     [
@@ -108,7 +109,7 @@ PLAIN = 4 * ELEMENTS
 
 # Of the plain bytes: the codes, what of them goes to owners, and what comes back: sums of 4 as integers of 4 bits,
 # float32, or 3 bits. The codes of all are no more than owners would send of `1bit`, so all gather them.
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "part", "owned", "back"),
     [
@@ -149,7 +150,7 @@ def bytes_on(device, tree):
     return sum(s.data.nbytes for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards if s.device == device)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [4, 1])
 def test_bytes_per_device_of_values_and_adam_state(count):
     devices = jax.devices()[:count]

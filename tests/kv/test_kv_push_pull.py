@@ -57,7 +57,7 @@ PLACES = {
 }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_lists_on_any_devices(kind, place):
     store, model = start(kind, updaters.stateless(add_twice))
@@ -175,7 +175,7 @@ def test_dtypes_are_kept(kind, dtype):
     np.testing.assert_array_equal(np.asarray(got, np.complex64), sum(np.asarray(v, np.complex64) for v in values))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_floating_values_of_any_width_are_cast_before_they_are_summed(kind, dtype):
     values = np.random.default_rng(0).standard_normal((4, 33)).astype(dtype)
@@ -248,6 +248,7 @@ def test_under_jit_with_lists(kind, updater):
     check(store, model)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_inside_pmap_and_shard_map(engine, kind, count):
     keys, devices = list(SHAPES), jax.devices()[:count]
@@ -330,6 +331,7 @@ def test_initialised_under_jit_and_used_outside():
 # ---- many keys, few programs
 
 
+@pytest.mark.sampled(1)
 def test_a_second_push_of_the_same_keys_compiles_nothing(kind):
     keys = list(range(20))
     store = kv.init(kv.create(kind, devices=FOUR), keys, [jnp.zeros(5)] * 20)
@@ -370,6 +372,7 @@ def test_the_same_optimizer_object_is_one_program():
     assert count() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "count"), [(2000, 1), *(pytest.param(10_000, count, marks=pytest.mark.slow) for count in (1, 2))]
 )

@@ -44,6 +44,7 @@ def test_lazy_updates_leave_other_rows_and_their_state_alone():
     np.testing.assert_allclose(kv.pull(store, 0), want, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_and_dense_values_of_different_keys_in_one_push():
     store = kv.init(table(), 7, jnp.zeros(3))
     store = kv.push(store, [7, 3], [[jnp.ones(3)] * 2, [rows_of(0), rows_of(1)]])
@@ -60,6 +61,7 @@ def test_under_jit():
     np.testing.assert_array_equal(kv.pull(store, 3), whole_numbers(9, *SHAPE) + total)
 
 
+@pytest.mark.sampled(1)
 def test_over_devices_without_a_dense_table(engine):
     indices = np.array([*INDICES, [2, 2]], np.int32)
     values = whole_numbers(1, 4, 2, 2)

@@ -74,7 +74,7 @@ CASES = (
 )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("kind", "shape", "contexts"), CASES)
 def test_the_article_at_the_prompt(kind, shape, contexts, capsys):
     check(walkthrough(kind, shape, jax.devices(), printing, contexts), shape)

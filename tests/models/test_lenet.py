@@ -43,6 +43,7 @@ def convolutions(fn, *args):
     return fn.lower(*args).compile().as_text().count(" convolution(")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [pytest.param(8, marks=pytest.mark.slow), 33])
 def test_logits_of_any_batch(params, n):
     near(apply(params, images(n)), as_written(params, images(n)))
@@ -57,6 +58,7 @@ def test_gradients(params):
         near(given, jax.jit(jax.grad(loss(lenet._anywhere), (0, 1)))(*exact))
 
 
+@pytest.mark.slow
 def test_on_a_cpu_no_convolution_is_left_and_no_condition(params):
     text = gradients.lower(params, images()).compile().as_text()
     assert " convolution(" not in text
@@ -75,7 +77,7 @@ def test_small_batches_are_computed_as_written(params, n):
     assert convolutions(apply, params, images(n)) == 2
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_other_dtypes_are_computed_as_written(params, dtype):
     params, x = jax.tree.map(lambda x: x.astype(dtype), (params, images()))
@@ -126,6 +128,7 @@ def test_steps_have_the_loss_curve_of_the_plain_formulation(engine):
     np.testing.assert_allclose(curve(lenet.apply), curve(lenet._anywhere), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_it_is_exported_for_batches_of_any_size(params):
     (size,) = jax.export.symbolic_shape("b")
     shape = jax.ShapeDtypeStruct((size, 28, 28, 1), jnp.float32)

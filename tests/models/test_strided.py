@@ -32,6 +32,7 @@ def plain(params, images):
     return x @ params["dense2"]["weight"] + params["dense2"]["bias"][None]
 
 
+@pytest.mark.slow
 def test_the_logits_and_the_gradient_are_those_of_plain_convolutions(params):
     def loss(apply):
         return jax.jit(jax.value_and_grad(lambda p: (apply(p, IMAGES) ** 2).mean()))

@@ -57,6 +57,7 @@ apply = jax.jit(transformer.apply)
 loss_and_grads = jax.jit(jax.value_and_grad(transformer.loss))
 
 
+@pytest.mark.slow
 def test_it_is_the_plain_decoder():
     texts = tokens()
     wanted = plain(PARAMS, texts)
@@ -73,6 +74,7 @@ def test_no_position_looks_ahead():
     assert changed[6:].all()
 
 
+@pytest.mark.slow
 def test_the_loss_and_its_gradients():
     texts = tokens(8, 13)
     loss, grads = loss_and_grads(PARAMS, texts)

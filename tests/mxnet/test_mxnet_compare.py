@@ -22,6 +22,7 @@ def load(tmp_path_factory):
     return make
 
 
+@pytest.mark.slow
 def test_a_network_that_is_equal(load):
     assert load().compare(load.reference) is None
     assert load().compare({name: jnp.asarray(array) for name, array in load.arrays.items()}) is None

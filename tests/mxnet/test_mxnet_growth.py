@@ -91,6 +91,7 @@ NETWORKS = {"equal": equal, "mixed": mixed, "dense": dense, "twins": twins, "ali
 NETWORKS["unrolled"] = lambda count: language_model(count // 20)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_port_and_load_symbol(name, tmp_path):
     found = []

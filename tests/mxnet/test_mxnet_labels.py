@@ -100,6 +100,7 @@ def test_a_label_of_one_number_for_each_example(tmp_path):
     assert mxnet.load_symbol(symbol_of(tmp_path, *net.nodes)).shapes(data=(6, 4))["label"] == (6,)
 
 
+@pytest.mark.slow
 def test_an_unrolled_language_model(tmp_path):
     model = mxnet.load_symbol(symbol_of(tmp_path, *language_model(2, layers=1)))
     assert model.inputs == ("data", "softmax_label")

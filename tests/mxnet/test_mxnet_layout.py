@@ -122,7 +122,7 @@ AFTER = [
 QUICK_ONES = ("BatchNorm", "FullyConnected", "Flatten", "SoftmaxOutput", "broadcast_mul")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "attrs", "more"),
     [pytest.param(*row, marks=() if row[0] in QUICK_ONES else pytest.mark.slow) for row in AFTER],

@@ -32,7 +32,7 @@ def load(folder, name):
     return model, inputs
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*zoo(*QUICK)])
 def test_the_model_zoo_gives_the_same_logits(name, tmp_path):
     model, inputs = load(tmp_path, name)
@@ -63,7 +63,7 @@ def loss_there(outputs, label):
     return -np.log(outputs[np.arange(len(label)), label.astype(int)]).mean()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("network", ["lenet", "factorization", "normalized"])
 def test_training_goes_on_as_in_mxnet(network, count, tmp_path):
@@ -90,6 +90,7 @@ def test_training_goes_on_as_in_mxnet(network, count, tmp_path):
         np.testing.assert_allclose(np.float64(array).sum(), there[f"sum {n}"], atol=2e-4 * size, err_msg=n)
 
 
+@pytest.mark.slow
 def test_with_its_label_a_loss_layer_has_mxnets_gradient(tmp_path):
     model, inputs = load(tmp_path, "normalized 1")
     images, labels = (inputs[n] for n in model.inputs)

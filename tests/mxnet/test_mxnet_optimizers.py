@@ -40,7 +40,7 @@ def run(updater, value, gradients, key=0, state=None):
     return jnp.stack(values), state
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ARGS)
 def test_a_compiled_loop_gives_the_eager_values(name):
     updater, (value, gradients) = make(name), pushes()
@@ -189,6 +189,7 @@ def test_equal_arguments_are_one_compiled_program(name):
     assert make(name) != make(name, wd=0.25)
 
 
+@pytest.mark.slow
 def test_pmap_and_vmap_give_the_eager_values():
     devices = jax.devices()[:3]
     updater = make("adam")
@@ -267,6 +268,7 @@ def test_a_schedule_begins_at_begin_num_update():
     assert int(state["count"]) == 5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_multi_precision_trains_a_copy_in_float32(dtype):
     """Steps that are lost in a narrow value add up in its copy."""

@@ -227,6 +227,7 @@ def with_operators_of_ones_own():
     ]
 
 
+@pytest.mark.slow
 def test_operators_of_ones_own(tmp_path):
     path, own = symbol_of(tmp_path, *with_operators_of_ones_own(), heads=[[n, 0, 0] for n in (2, 4, 8, 9)]), {}
     with pytest.raises(ValueError, match=r"Halved in 'a'; .* Give operators={name: function}, and .* --operator NAME"):
@@ -280,6 +281,7 @@ def check_random(seed, folder):
         assert {n: a.shape for n, a in new.items()} == {n: a.shape for n, a in like.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # 1e39 as float32
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 5))])
 def test_random_networks_of_any_names_and_numbers(part, tmp_path):
@@ -287,6 +289,7 @@ def test_random_networks_of_any_names_and_numbers(part, tmp_path):
         check_random(seed, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_every_name_as_an_input_and_as_a_layer(step, tmp_path):
     for name in NAMES[::step]:
@@ -308,6 +311,7 @@ def test_every_name_as_an_input_and_as_a_layer(step, tmp_path):
         assert {*module["init"](jax.random.key(0))[0]} == {*params}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dims", [2, 3])
 def test_a_softmax_is_over_what_belongs_to_an_example(dims, tmp_path):
     """A dense layer that keeps the axes gives several rows for each."""
@@ -422,6 +426,7 @@ def test_a_network_of_flax_is_trained_as_its_symbol(name, tmp_path):
 # The command
 
 
+@pytest.mark.slow
 def test_the_command_and_the_test_that_it_writes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -163,7 +163,7 @@ class Each:
         return getattr(self.each[key // 2], self.of)(key % 2, *args)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "form"),
     [*((kind, "dense float32") for kind in KINDS), ("sharded", "dense-master float16")],
@@ -196,7 +196,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form", "lazy"), ROWS)
 def test_pushes_of_rows_from_two_devices(name, form, lazy, monkeypatch):
     # To compile the push takes longer than to run it. test_kv_sparse.py has the compiled ones.

@@ -116,6 +116,7 @@ def test_operators_that_are_missing_or_ones_own(tmp_path):
     assert model.apply({}, jnp.ones(2)).tolist() == [7, 7]
 
 
+@pytest.mark.slow
 def test_dropout_needs_a_key(tmp_path):
     path = symbol_of(tmp_path, node("null", "x"), node("Dropout", "d", 0, p=0.5, axes=(1,)))
     model, x = mxnet.load_symbol(path), jnp.ones((40, 5))

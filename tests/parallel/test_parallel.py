@@ -191,6 +191,7 @@ def test_use_cpu_devices_after_jax_has_started():
     assert len(jax.devices()) == 8
 
 
+@pytest.mark.slow
 def test_use_cpu_devices_before():
     program = "from jaxpar.parallel import use_cpu_devices as use; use(3); import jax; print(jax.devices()); use(3)"
     assert python("-c", program, JAX_PLATFORMS="").stdout.count("Cpu") == 3

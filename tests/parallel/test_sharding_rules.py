@@ -259,6 +259,7 @@ def linen_params(init_with, names, **options):
     return linen.Dense(8, kernel_init=init).init(jax.random.key(0), jnp.ones((1, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax
 def test_metadata_of_linen():
     params = linen_params(linen.with_partitioning, ("data", "model"))
@@ -291,6 +292,7 @@ def test_logical_names_of_linen():
         parallel.shardings_of(bare, None, MESH)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Flax
 def test_metadata_of_nnx():
     auto = Mesh(MESH.devices, MESH.axis_names, axis_types=(AxisType.Auto,) * 2)

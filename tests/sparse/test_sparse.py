@@ -82,6 +82,7 @@ def test_bad_rows_are_named(indices, values, shape, error, message):
         RowSparse(np.array(indices), jnp.ones(values), shape)
 
 
+@pytest.mark.slow
 def test_looking_rows_up():
     rows = sparse.take(TABLE, [4, 1])
     np.testing.assert_array_equal(rows[np.array([[4, 1], [1, 0]])], [TABLE[[4, 1]], [TABLE[1], [0, 0]]])
@@ -152,7 +153,7 @@ def test_sizes():
         sparse.take(TABLE, [4, 1], size=1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(6,), (6, 0), (0, 3), (6, 2, 3)], ids=str)
 def test_tables_of_other_shapes(shape):
     table = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.bfloat16)
@@ -259,7 +260,7 @@ def test_allreduce_sends_rows_and_never_the_table():
 # ---- lazy updates
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "over"),
     [(f"mxnet_{name}", jax.jit) for name in ("sgd", "nag", "adam", "rmsprop", "adagrad")]

@@ -134,6 +134,7 @@ def test_a_score_that_is_not_monitored_is_said(capsys):
         train.EarlyStopping("eval_score")
 
 
+@pytest.mark.slow
 def test_a_metric_that_there_is_not():
     made = []
     options = {"on_step": lambda *args: made.append(args)}
@@ -219,6 +220,7 @@ def test_a_run_that_a_callback_ended_goes_on_to_other_limits(tmp_path, limits, c
     assert int(state.step) == 9
 
 
+@pytest.mark.slow
 def test_a_run_that_was_ended_within_an_epoch_goes_on_there(tmp_path):
     options = {"eval_every": 2, "checkpoint_dir": tmp_path, **TESTED}
     _, history = run(epochs=3, callbacks=StopsAt(4), **options)
@@ -456,7 +458,7 @@ def test_a_best_checkpoint_that_is_gone(tmp_path, capsys):
         run(epochs=4, **options)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [contrib.schedule_free_sgd(0.5), optax.chain(TX, updaters.average_params(0.9))],
@@ -502,6 +504,7 @@ def test_a_changed_rate_beside_old_checkpoints_is_said(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_learning_rate_in_the_records():
     schedule = optax.linear_schedule(0.5, 0.1, 8)
     want = [float(schedule(2)), float(schedule(5))]  # of the last update of each epoch

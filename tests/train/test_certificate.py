@@ -47,6 +47,7 @@ def header(path):
 # What a line says
 
 
+@pytest.mark.slow
 def test_lines_are_hashes_of_the_states(tmp_path):
     states = {}
     found = run(tmp_path / "new" / "run.jsonl", callbacks=lambda state, record: states.update({record["step"]: state}))
@@ -67,7 +68,7 @@ WHOLE = {"x": np.random.default_rng(0).integers(-4, 5, (64, 3)).astype(np.float3
 HALVES = optax.sgd(0.125, momentum=0.5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "local", "sharded", "dist_sync"])
 def test_engines_and_kinds_of_equal_bits(tmp_path, engine, kind):
     """Nothing is rounded in eight steps, so the order of sums changes no bit. A hashed state goes to the next step."""
@@ -81,7 +82,7 @@ def images(params, batch, rng):
     return squares(params, {"x": batch["image"], "y": batch["label"]}, rng)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("per_program", [4, 1, "auto"])
 def test_programs_of_several_steps_are_cut(tmp_path, per_program):
     options = {"loss": images, "train_data": data.Dataset(DATA["x"], np.arange(64)), "steps_per_execution": per_program}
@@ -90,6 +91,7 @@ def test_programs_of_several_steps_are_cut(tmp_path, per_program):
     assert run(tmp_path / "b", **options, max_steps=13)[:2] == found[:2]
 
 
+@pytest.mark.slow
 def test_steps_that_do_not_count_have_no_line(tmp_path):
     """That a step is not finite is found several steps later."""
     broken = {**DATA, "y": np.where(np.arange(64) == 40, np.nan, DATA["y"])}
@@ -113,6 +115,7 @@ def test_one_program_is_compiled_beside_the_step(tmp_path, caplog):
 # Files
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_file(tmp_path):
     expected = run(tmp_path / "a")
     ended = {"certificate": tmp_path / "b", "checkpoint_dir": tmp_path / "points", "checkpoint_every": 3}
@@ -129,6 +132,7 @@ def test_a_resumed_run_goes_on_with_the_file(tmp_path):
     assert lines(tmp_path / "b") == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -340,6 +344,7 @@ def test_verify_without_a_file(folder, capsys):
     assert verify(capsys, "absent.jsonl", "same") == (2, words)
 
 
+@pytest.mark.slow
 def test_verify_on_other_devices_with_virtual_shards(folder, capsys):
     run(folder / "virtual.jsonl", 1, virtual_shards=4)
     assert verify(capsys, "virtual.jsonl", "virtual")[0] == 0

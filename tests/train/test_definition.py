@@ -200,7 +200,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", [*IN_TURN, ("jit", "device"), ("pmap", "virtual")], ids=lambda w: "-".join(w))
 @pytest.mark.parametrize("name", mostly_slow(["clipped", "counted", "dropped"], "counted"))
 @pytest.mark.parametrize("option", mostly_slow(OPTIONS, "all"))
@@ -234,7 +234,7 @@ def cast_by_itself(params, batch, rng):
 SCALES = [2.0**n for n in (-12, 0, 10, 11, 12, 13, 14, 15)]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loss", [plain, weighed, cast_by_itself], ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("engine", mostly_slow(["shard_map", "pmap", "jit", "virtual"], "shard_map", "jit"))
@@ -264,7 +264,7 @@ def test_all_engines_skip_the_same_steps_at_any_scale(dtype, engine, parts, loss
         assert (skipped[0], skipped[-1]) == (False, True), "the scales do not reach what float16 has"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", [*IN_TURN, ("jit", "device")], ids=lambda w: "-".join(w))
 @pytest.mark.parametrize("devices", mostly_slow([1, 2, 3, 6, 8], 3))
 def test_a_mean_over_what_counts_is_the_same_on_any_number_of_devices(where, devices):
@@ -317,7 +317,7 @@ def test_random_numbers_of_a_hardware_generator(options, impl):
 BEFORE = {"mean": jnp.zeros(6), "fixed": jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.float32)}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("where", mostly_slow(["pmap", "shard_map", "jit", "virtual", "accumulate", "remat"], "jit"))
 @pytest.mark.parametrize("devices", mostly_slow([1, 3, 4, 6, 8], 3, 8))
 def test_what_the_loss_leaves_alone_in_a_model_state_keeps_its_bits(where, devices):
@@ -362,7 +362,7 @@ def annealed_with_state(params, batch, rng, state, step):
     return *annealed(params, batch, rng, step=step), {"steps": state["steps"] + step}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
     {"engine": "pmap"},
     {"engine": "shard_map", "accumulate": 2},
@@ -379,6 +379,7 @@ def test_a_loss_with_a_parameter_step_gets_the_number_of_the_step(options):
     assert int(state["steps"]) == (0 + 1 + 2) * options.get("accumulate", 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("loss", "number"),
     [(jax.jit(annealed), 2), (jax.checkpoint(annealed), 2), (functools.partial(annealed, step=1), 1)],
@@ -444,7 +445,7 @@ def weighs(weight):
 WAYS = [{}, {"engine": "jit"}, {"accumulate": 3}, {"remat": True}, {"virtual_shards": 4}]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", mostly_slow(WAYS, *WAYS[:2]), ids=str)
 def test_a_weight_that_depends_on_the_params_is_an_error(options):
     with pytest.raises(ValueError, match=r"weight of the loss .* depends on the params"):
@@ -491,6 +492,7 @@ def test_an_axis_that_the_step_does_not_have(engine):
         one_step(lambda params, batch, rng: (jax.lax.pmean(params["w"].sum(), "batch"), {}), engine=engine)
 
 
+@pytest.mark.slow
 def test_fit_records_a_mean_over_what_counts():
     source = data.from_arrays({k: np.concatenate([b[k] for b in batches()]) for k in batches()[0]})
     records, loss = [], weighs(lambda params, batch: len(batch["x"]))
@@ -500,6 +502,7 @@ def test_fit_records_a_mean_over_what_counts():
     assert [r["loss"] for r in records[0]] == pytest.approx([r["loss"] for r in records[1]], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_many_steps_with_pairs_and_step():
     loss = lambda p, b, rng, step: (counted(p, b, rng)[0], {"step": step})  # noqa: E731
     state, step = train.start(init(), ADAM, loss, rng=7, devices=jax.devices()[:4])

@@ -411,6 +411,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(CHANGES, "one label"))  # each compiles
 def test_what_differs_is_named(name):
     change, words = CHANGES[name]

@@ -80,6 +80,7 @@ def test_several_data_axes_and_a_third():
     same(ran(store, axis_name=("data", "fsdp")), by_pmap(4))
 
 
+@pytest.mark.slow
 def test_many_steps_in_one_program():
     store = store_on(mesh=mesh_of(2, 2), sharding=RULES)
     stacked = jax.tree.map(lambda *x: np.stack(x), *batches(3))
@@ -115,7 +116,7 @@ def after_two(tx=None, **options):
     return step.finish(state)
 
 
-@pytest.mark.sampled(3)  # each engine
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2, "remat": True}], ids=["plain", "accumulate, remat"])
 def test_a_parameter_that_the_loss_does_not_read(engine, options):
@@ -130,6 +131,7 @@ def test_a_parameter_that_the_loss_does_not_read(engine, options):
     close(state.params["w"], moved.params["w"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded", "dist_async"])
 def test_unused_parameters_are_left_with_one_state_a_key_too(kind):
     state = after_two(updaters.mxnet_sgd(0.1, momentum=0.9, wd=0.1), kind=kind, unused="skip")
@@ -147,6 +149,7 @@ def test_params_keep_the_sharding_that_they_come_with():
     same((state, losses), by_pmap(2))
 
 
+@pytest.mark.slow
 def test_what_auto_takes():
     def taken(store, **options):
         step = train.make_train_step(loss_fn, **options)
@@ -161,6 +164,7 @@ def test_what_auto_takes():
         assert taken(plain) == "shard_map"
 
 
+@pytest.mark.slow
 def test_fit_and_evaluate():
     rng = np.random.default_rng(0)
     dataset = data.Dataset(rng.standard_normal((64, 8)).astype(np.float32), rng.integers(0, 4, 64))
@@ -176,6 +180,7 @@ def test_fit_and_evaluate():
     assert history[-1]["test_accuracy"] == others[-1]["test_accuracy"]
 
 
+@pytest.mark.slow
 def test_pushes_at_the_prompt_keep_the_shardings():
     store = store_on(mesh=mesh_of(2, 4), sharding=RULES)
     plain = store_on(devices=jax.devices()[:1])

@@ -83,6 +83,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("source", SOURCES)
 def test_any_source(source):
     close(train.evaluate(state_of(4), data=SOURCES[source](), eval_fn=eval_fn, batch_size=10))
@@ -128,6 +129,7 @@ def test_masked_tokens_count_once_however_they_are_summed(count, size):
         close(train.evaluate(table, data=source, eval_fn=masked, batch_size=size), want_masked())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_a_mask_leaves_out_may_be_anything(bad):
     # Numbers: of a mask of booleans XLA makes a choice, which would hide NaN * 0.
@@ -174,7 +176,7 @@ def test_the_last_batch_needs_no_more_memory_than_a_whole_one():
     assert sums["sum"] == pytest.approx(31 * 256 * np.tanh(8.0) / 2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("given", ["arrays", "batches", "a data set"])
 def test_rows_that_see_each_other(given, count):
@@ -225,6 +227,7 @@ class Extremes:
 jax.tree_util.register_dataclass(Extremes, ["low", "high"], [])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [None, 4])
 def test_metrics_that_merge(count):
     def eval_fn(params, batch):
@@ -311,6 +314,7 @@ def test_sums_are_exact_beyond_what_float32_counts():
     assert scores["sum"] == 2.0**24 + 2**12
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_params_split_over_a_mesh_and_the_users_own_mesh(kind):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(kind,) * 2)
@@ -337,6 +341,7 @@ def test_params_split_over_a_mesh_and_the_users_own_mesh(kind):
     assert meshes == [mesh] * 3
 
 
+@pytest.mark.slow
 def test_the_averaged_params_and_the_state_of_the_model():
     tx = optax.contrib.schedule_free(optax.sgd(0.1), learning_rate=0.1, b1=0.9)
     state = state_of(2, tx=tx, model_state={"shift": jnp.full(4, 3.0)})
@@ -425,6 +430,7 @@ def test_a_function_is_compiled_once():
     assert count() == 0
 
 
+@pytest.mark.slow
 def test_what_a_function_reads_by_name_counts():
     """A cell of a notebook may change it, or a callback. The function is the same object, and the program is not."""
     factor, kept, state = 1.0, {"mean": jnp.float32(0)}, state_of(2)
@@ -525,6 +531,7 @@ def scores_of(dataset):
     return {"loss": -np.log(p[np.arange(len(p)), labels]).mean(), "accuracy": (p.argmax(1) == labels).mean()}
 
 
+@pytest.mark.slow
 def test_parameters_on_one_other_device_or_in_numpy():
     for params in (jax.device_put(PARAMS, jax.devices()[3]), PARAMS):
         close(train.evaluate(params, apply, SET, batch_size=16), scores_of(SET))
@@ -535,6 +542,7 @@ def test_fewer_examples_than_devices():
     close(train.evaluate(state_of(8), apply, few, batch_size=256), scores_of(few))
 
 
+@pytest.mark.slow
 def test_an_odd_last_batch_compiles_one_program_more():
     state, programs = state_of(2), []
 
@@ -560,7 +568,7 @@ MATRIX = np.zeros((4, 4), np.int64)
 np.add.at(MATRIX, (BYTES.labels, probabilities(BYTES).argmax(1)), 1)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch_size", [1, 10, 37, 64])
 @pytest.mark.parametrize(("count", "kind"), [(None, ""), (1, "device"), (8, "device"), (3, "local"), (3, "sharded")])
 def test_against_numpy(kind, count, batch_size):
@@ -622,7 +630,7 @@ def test_the_outputs_of_every_example(kind, count):
     np.testing.assert_array_equal(of_images, train.predict(state, apply, data.as_source(BYTES), batch_size=64))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [3, 1])
 def test_a_model_with_a_state_of_its_own(count):
     def shifted(params, images, model_state):

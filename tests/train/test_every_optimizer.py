@@ -178,7 +178,7 @@ def test_the_names_are_all_there():
     assert not LEFT_OUT - set(vars(optax)) - set(vars(contrib))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", mostly_slow([*SORTS, *sorted({*NAMES} - {*SORTS})], *SORTS))
 def test_as_plain_optax(name):
     check(name, "device", "pmap", 4)
@@ -201,7 +201,7 @@ def test_as_plain_optax_everywhere(name, kind, engine, count):
     check(name, kind, engine, count)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_lookahead_trains_fast_params_and_evaluates_slow_ones(engine):
     tx = optax.lookahead(optax.adam(0.1), 3, 0.5)
     state = trained(tx, PARAMS, "device", engine, 2)
@@ -214,7 +214,7 @@ def test_lookahead_trains_fast_params_and_evaluates_slow_ones(engine):
     assert not np.allclose(params.fast["table"], params.slow["table"])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_schedule_free_evaluates_its_average(kind):
     tx = optax.chain(optax.clip(3.0), contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9))
@@ -225,6 +225,7 @@ def test_schedule_free_evaluates_its_average(kind):
     close(evaluated, np.full(4, state.eval_params["scale"]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_average_params(kind):
     tx = optax.chain(optax.sgd(0.1), updaters.average_params(0.5))
@@ -237,7 +238,7 @@ def test_average_params(kind):
     close(state.eval_params, average)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded", "mesh"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_slow_average_does_not_stand_still(dtype, kind):
@@ -263,6 +264,7 @@ def test_a_slow_average_does_not_stand_still(dtype, kind):
     np.testing.assert_array_equal(np.float64(found["plain"]), params)
 
 
+@pytest.mark.slow
 def test_a_part_that_is_not_averaged_stays_as_it_is():
     tx = optax.masked(contrib.schedule_free(optax.sgd(0.1), 0.1), MATRICES)
     state = trained(tx, PARAMS, "device", "pmap", 2)
@@ -294,6 +296,7 @@ def test_value_is_the_global_mean_loss(engine, options):
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_skipped_update_changes_no_state():
     tx = optax.chain(optax.adam(0.1), recorder())
     state, step = train.start(PARAMS, tx, loss_fn, nonfinite="skip", devices=jax.devices()[:2])

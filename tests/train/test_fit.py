@@ -50,6 +50,7 @@ def test_what_has_no_value_has_no_key():
     assert list(history[0]) == ["epoch", "step", "loss", "norm", "seconds", "examples_per_second"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("count", "kind"), [(1, "device"), (4, "device"), (8, "sharded")])
 def test_the_same_seed_is_the_same_run_on_any_devices(count, kind):
     want, want_history = run(start_classifier())
@@ -238,6 +239,7 @@ def with_norm(params, batch, rng):
     return ((apply(params, batch["image"]) - 1) ** 2).mean(), {"norm": (params["w"] ** 2).sum()}
 
 
+@pytest.mark.slow
 def test_a_live_plot_in_a_notebook(monkeypatch, capsys):
     shown = []  # the pictures in one place of the notebook
 

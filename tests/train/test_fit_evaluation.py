@@ -92,6 +92,7 @@ def test_a_classifier_with_values_of_its_own_too(capsys):
     assert [line.get_label() for line in figure.axes[2].get_lines()] == ["eval 0", "eval 1", "eval 2"]
 
 
+@pytest.mark.slow
 def test_evaluation_is_compiled_once():
     def eval_fn(params, batch):
         return {"error": predictions(params, batch) - batch["y"], "sum": (batch["y"].sum(), 1)}
@@ -166,6 +167,7 @@ def test_a_model_with_a_state_names_the_arguments():
         fit(state)
 
 
+@pytest.mark.slow
 def test_a_step_is_traced_once():
     """For single steps and for those of one program, as `auto` has both."""
     traces = []

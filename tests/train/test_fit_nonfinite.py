@@ -45,6 +45,7 @@ def bad_steps(dataset):
     return [i for i, batch in enumerate(batches(dataset)) if np.isnan(np.asarray(batch["image"])).any()]
 
 
+@pytest.mark.slow
 def test_updates_that_are_left_out_are_counted(tmp_path):
     dataset = points(bad=[20])
     assert len(bad_steps(dataset)) == 2
@@ -69,7 +70,7 @@ def test_an_epoch_without_one_update():
     assert np.isnan(history[0]["loss"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 @pytest.mark.parametrize("row", [3, 20, 47])
 def test_it_stops_with_the_state_before_the_bad_step(tmp_path, kind, row):
@@ -106,6 +107,7 @@ def test_it_goes_on_from_there_when_the_data_is_mended(tmp_path):
     assert [r["loss"] for r in history] == pytest.approx([r["loss"] for r in want_history], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_state_that_was_given_away_resumes_with_all_its_parts(tmp_path):
     """As in a cell that is run again."""
     step = step_with(nonfinite="skip", loss_scale="dynamic", grad_transform=optax.trace(0.5))
@@ -118,6 +120,7 @@ def test_a_state_that_was_given_away_resumes_with_all_its_parts(tmp_path):
     assert int(again.loss_scale["good_steps"]) == 2 * STEPS
 
 
+@pytest.mark.slow
 def test_a_loss_scale_that_is_too_large_at_first_stops_nothing():
     step = step_with(nonfinite="stop", loss_scale=train.DynamicLossScale(initial=2.0**20), compute_dtype=jnp.float16)
     state, history = run(step, points())

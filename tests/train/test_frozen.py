@@ -80,7 +80,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_others_train_as_if_the_frozen_were_constants(name):
     made = both(optax.adamw(0.05), devices=jax.devices()[:4], **OPTIONS[name])
@@ -95,7 +95,7 @@ def assert_equal(one, two):
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("updater", [updaters.mxnet_adam(0.05), updaters.from_optax(optax.adam(0.05))])
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_an_updater_of_each_key_has_no_state_of_a_frozen_one(updater, kind):
@@ -116,7 +116,7 @@ def elements_sent(text):
     return sum(math.prod(shape) for _, _, shapes in placed_collectives_in(text) for _, shape in shapes)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -212,6 +212,7 @@ def test_a_store_goes_to_other_devices_with_them(kind):
     assert_equal(kv.to_params(kv.place(store, mesh=mesh)), INIT)
 
 
+@pytest.mark.slow
 def test_frozen_params_may_be_split_over_a_mesh():
     mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     rule = parallel.fsdp("data", min_size=1)
@@ -232,7 +233,7 @@ def states_of(state, name):
     return [np.asarray(leaf) for leaf in (*own, *jax.tree.leaves(store.updater_state[key])) if leaf.ndim]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", [optax.adamw(0.05), optax.sgd(0.1, 0.9), updaters.mxnet_adam(0.05)], ids=range(3))
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_a_checkpoint_goes_to_a_run_that_freezes_others(tx, kind, tmp_path, capsys):
@@ -325,6 +326,7 @@ def test_what_is_pulled_may_be_donated(kind):
     assert_equal(kv.to_params(store), INIT)
 
 
+@pytest.mark.slow
 def test_a_module_that_can_be_called_is_a_pytree_of_bools():
     eqx = pytest.importorskip("equinox")
     net = eqx.nn.MLP(2, 1, 3, 1, key=jax.random.key(0))
@@ -353,7 +355,7 @@ def trained_with(more, transform, engine, kind, is_given):
     return trained(step_of(engine=engine, grad_transform=transform), state, [line()] * 2)[0]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("transform", "is_given"), [(CLIP, True), (TRACE, False)], ids=["clip", "trace"])
 @pytest.mark.parametrize(("engine", "kind"), PLACES)
 def test_a_grad_transform_sees_the_floating_params_only(engine, kind, transform, is_given):

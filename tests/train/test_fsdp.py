@@ -84,6 +84,7 @@ def test_losses_as_on_one_device():
     assert losses["1"][-1] < losses["1"][0] - 0.1
 
 
+@pytest.mark.slow
 def test_copies_of_split_params_along_another_axis():
     """HSDP: each group along `copies` has the params once. The numbers are those of params that are whole."""
 

@@ -87,6 +87,7 @@ def test_a_long_round_is_what_each_device_does_alone():
         close(state.local["values"][1][d], by_hand(sgd(), 4, batches=batches)["w"])
 
 
+@pytest.mark.slow
 def test_a_transform_of_each_devices_gradients_with_a_state():
     transform = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
     step = step_of(squares, local_steps=2, outer_optimizer=NESTEROV, grad_transform=transform)
@@ -121,6 +122,7 @@ def run(count, steps):
     return trained(step, state, steps)[0] if steps else state, step
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_the_middle_of_a_round(tmp_path, capsys):
     state, step = run(COUNT, 4)
     checkpoint.save(tmp_path / "a", state)
@@ -133,7 +135,7 @@ def test_a_checkpoint_in_the_middle_of_a_round(tmp_path, capsys):
         checkpoint.restore(tmp_path / "a", start(COUNT, "dist_sync", adam()))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 8])
 def test_other_devices_go_on_from_the_mean(tmp_path, count, capsys):
     state, step = run(COUNT, 4)
@@ -148,6 +150,7 @@ def test_other_devices_go_on_from_the_mean(tmp_path, count, capsys):
         close(step.finish(other).params, step.finish(state).params)
 
 
+@pytest.mark.slow
 def test_errors():
     step = step_of(squares, local_steps=2)
     with pytest.raises(ValueError, match="kind 'sharded' gives it a part of them"):

@@ -54,6 +54,7 @@ def batches(dataset):
     return data.from_iterable(lambda epoch: iter(found), steps_per_epoch=3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", SWEEPS)
 def test_runs_of_a_sweep_keep_each_others_records(tmp_path, capsys, case):
     histories = []
@@ -211,6 +212,7 @@ def test_a_directory_of_wandb_is_a_path(wandb, path):
 CERTIFIED = {"certificate_every": 2, "epochs": 2}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", SWEEPS)
 def test_the_certificate_of_another_run_is_refused(tmp_path, case):
     first, second = SWEEPS[case]
@@ -279,6 +281,7 @@ def test_two_runs_do_not_write_one_certificate_at_once(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
+@pytest.mark.slow
 def test_a_certificate_of_a_process_that_was_killed_goes_on(tmp_path):
     code = (
         "import sys, os, pathlib; from jaxpar.checkpoint._run import DirectoryLock as L; p = pathlib.Path(sys.argv[1]);"

@@ -56,6 +56,7 @@ def test_the_shorter_of_epochs_and_max_steps(capsys):
             run(epochs=1, **{name: 0})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("per_program", ["auto", 3])
 def test_eval_every(tmp_path, per_program):
     seen, steps = [], []
@@ -78,6 +79,7 @@ def test_eval_every(tmp_path, per_program):
     assert numbers(r for r in history if not r.get("under_way")) == numbers(epochs)
 
 
+@pytest.mark.slow
 def test_early_stopping_within_an_epoch_survives_a_resume(tmp_path):
     improve_until_step_12 = lambda state, record: record.update(own_loss=abs(record["step"] - 12))  # noqa: E731
     callbacks = [improve_until_step_12, train.EarlyStopping("own_loss", patience=3), train.KeepBest("own_loss")]

@@ -148,7 +148,7 @@ def alive():
     return len(jax.devices()[0].client.live_executables()), len(jax.live_arrays())
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("door", DOORS)
 def test_what_is_let_go_is_released(door, most_one, quick_collections):
     DOORS[door]()  # fills the caches
@@ -179,6 +179,7 @@ def test_loss_optimizer_and_state_are_dead_after_a_fit(engine, most_one, quick_c
     assert [each() for each in made] == [None] * 5
 
 
+@pytest.mark.slow
 def test_a_state_that_is_held_holds_no_program(most_one, quick_collections):
     def trained():
         step = train.make_train_step(loss())
@@ -204,6 +205,7 @@ def test_numbers_of_steps_are_kept_for_the_last_calls_only(quick_collections):
 # ---- and nothing is compiled twice that is used again
 
 
+@pytest.mark.slow
 def test_two_optimizers_in_turn_compile_nothing_more():
     pair = [optimizer(), optimizer()]
 
@@ -220,6 +222,7 @@ def test_two_optimizers_in_turn_compile_nothing_more():
     assert count() == 0
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_with_its_program_after_others_were_released(most_one):
     state, _ = STEPS["late"](started(), BATCH)
     stepped("late")

@@ -51,6 +51,7 @@ def test_a_start_has_every_option_of_the_three_with_the_same_default():
     assert own == {"rng": (0, "jax.Array | int"), "compression": (None, "dict[str, Any] | None"), **options}
 
 
+@pytest.mark.slow
 def test_what_a_start_can_be_given():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     state, step = start(devices=None, mesh=mesh, sharding=parallel.sharding_rules({"w": P(None, None)}))
@@ -143,6 +144,7 @@ def test_an_interrupt_waits_for_the_end_of_the_block(number, monkeypatch, capsys
         train.interruptible("stop")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", mostly_slow(["pmap", "shard_map", "jit"], "jit"))
 def test_a_search_for_the_rate_compiles_once_and_leaves_the_state_alone(engine):
     state, step = start(engine=engine)
@@ -232,6 +234,7 @@ def test_a_search_that_cannot_be(options, error, message):
         train.lr_find(**{"state": state, "step": step, "train_data": TRAIN, "batch_size": 16, **options})
 
 
+@pytest.mark.slow
 def test_a_search_without_a_rate_in_the_state():
     state, step = train.start({"w": jnp.zeros((4, 3))}, optax.sgd(0.5), LOSS)
     with pytest.raises(ValueError, match=r"this state has no learning rate; make .* with rate_in_state=True, or by"):

@@ -127,6 +127,7 @@ def test_a_plan():
     assert "<svg" in plan._repr_html_()
 
 
+@pytest.mark.slow
 def test_flops_and_arguments_are_of_one_device_under_each_engine():
     """Engine `jit` traces whole arrays, and the others those of a device."""
     by_jit, by_map = train.plan(make, on="v5e:2x2", fsdp=True), train.plan(make, on="v5e:2x2")
@@ -151,7 +152,7 @@ def test_what_make_cannot_do(make, words):
         train.plan(make, on="v5e:2x2")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [4, 8, 6])
 def test_virtual_shards_are_several_programs(shards):
     """As often as a device runs each: the gradient of a shard, the exchange of sums, the update."""
@@ -209,7 +210,7 @@ def test_the_words_of_the_compiler_of_tpus(monkeypatch):
         plan.plot()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("split", "sent", "is_said"),
     [
@@ -261,6 +262,7 @@ def test_a_comparison():
         train.compare_plans(make, kind="device")
 
 
+@pytest.mark.slow
 def test_the_command_line(capsys, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     here = ["plan", "test_plan:make", "--on", "v5e:2x2"]

@@ -29,6 +29,7 @@ WIDE = {"x": np.random.default_rng(0).standard_normal((32, 40)).astype(np.float3
 # ---- accumulation
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("engine", "kind", "parts"), [(*IN_TURN[0], 2), (*IN_TURN[1], 4), (*IN_TURN[2], 8)])
 def test_microbatches_are_the_plain_step(engine, kind, parts):
     batches = [line(32, seed=i) for i in range(3)]
@@ -39,7 +40,7 @@ def test_microbatches_are_the_plain_step(engine, kind, parts):
     assert int(state.step) == 3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_microbatches_send_nothing_more_and_compile_once(engine, kind):
     plain = step_of(wide_squares, engine=engine)
@@ -129,7 +130,7 @@ def deep_start():
     return start(2, params=[jnp.eye(40) * 1.1 for _ in range(4)])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "remat"), [("pmap", True), ("shard_map", jax.checkpoint_policies.dots_saveable)])
 def test_what_is_computed_again_changes_nothing(engine, remat):
     found, sines = [], []

@@ -76,7 +76,7 @@ def test_the_same_numbers_as_one_by_one(name):
     np.testing.assert_array_equal(metrics["loss"], losses)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_parts_are_the_same_program(engine):
     step = step_of(squares, engine=engine)
     want, losses = one_by_one(step, start())
@@ -93,6 +93,7 @@ def test_parts_are_the_same_program(engine):
     np.testing.assert_array_equal(rest["loss"], [0, 0, *losses[2:]])
 
 
+@pytest.mark.slow
 def test_single_steps_in_between():
     step = step_of(squares)
     want, _ = one_by_one(step, start())
@@ -120,7 +121,7 @@ def test_the_state_is_given_away():
         step.many(state, stacked())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_the_program_has_the_collectives_and_the_memory_of_one_step(engine, kind):
     """Nothing is copied that a step does not copy, and the state's memory is given to the new one."""
@@ -182,7 +183,7 @@ def fit(state=None, source=POINTS, **options):
     return run_on(source, state, **{"epochs": 3, "batch_size": 4, **options})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("most", "begin"), [(None, 0), (None, 7), (1, 12), (5, 0), (5, 25), (20, 7)])
 def test_groups_are_the_batches(most, begin):
     options = {"rng": jax.random.key(5), "start": begin, "devices": jax.devices()[:2]}
@@ -208,7 +209,7 @@ def fit_one_by_one():
     return *fit(steps_per_execution=1, on_step=told(one)), one
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("together", ["auto", 3, 12, 50])
 def test_fit_is_the_same_with_any_number(together):
     many = []

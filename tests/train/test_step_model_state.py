@@ -58,7 +58,7 @@ def oracle(steps, shares, parts=1):
     return params, seen
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "kind", "parts"),
     [*((*where, 1) for where in IN_TURN), ("pmap", "device", 2), ("shard_map", "sharded", 2)],
@@ -72,7 +72,7 @@ def test_running_statistics_are_means_over_the_devices(engine, kind, parts):
     assert (state.model_state["seen"].dtype, int(state.model_state["seen"])) == (jnp.int32, 3 * parts)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_it_travels_with_the_metrics_and_is_donated(engine):
     state, batch = start(4, "device", adam(), model_state=FRESH), line()
     step = step_of(normed, engine=engine)
@@ -127,6 +127,7 @@ def test_it_is_not_cast_but_may_be_narrow():
     np.testing.assert_allclose(state.model_state["mean"], line()["x"].mean(), atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_random_key_in_it_and_an_empty_one():
     def loss(params, batch, rng, model_state):
         value, aux = squares(params, batch, rng)
@@ -175,6 +176,7 @@ def drawn(steps, first=None, devices=4, **options):
     return np.stack(found) if found else None, state
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", mostly_slow(WAYS, WAYS[1], WAYS[2]), ids=str)
 def test_no_two_rows_draw_the_same_of_a_stream_in_it(options):
     found, state = drawn(2, **options)
@@ -194,6 +196,7 @@ def test_no_two_rows_draw_the_same_of_a_stream_in_it(options):
     np.testing.assert_allclose(found[0, 0, :part], jax.random.uniform(key, (part,)), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_device_draws_what_plain_jax_draws():
     found, _ = drawn(2, devices=1)
     for count, rows in enumerate(found[:, 0]):
@@ -201,6 +204,7 @@ def test_one_device_draws_what_plain_jax_draws():
         np.testing.assert_array_equal(rows, jax.random.uniform(key, (ROWS,)))
 
 
+@pytest.mark.slow
 def test_virtual_shards_draw_the_same_on_any_number_of_devices_also_resumed(tmp_path):
     found, _ = drawn(3, virtual_shards=4)
     first, state = drawn(1, virtual_shards=4, devices=2)
@@ -217,6 +221,7 @@ def test_a_raw_key_is_refused():
     start(4, model_state={"seen": jnp.zeros((), jnp.uint32), "both": jnp.zeros(2, jnp.int32)})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"engine": "shard_map"}, {"engine": "jit"}, {"virtual_shards": 4}], ids=str)
 def test_a_state_and_a_metric_that_become_constants(options):
     """XLA's program for CPUs is read anew, and a constant result is a number of Python there."""
@@ -243,7 +248,7 @@ def test_it_goes_through_remat():
     close(state.model_state, oracle(1, 2)[1], rtol=1e-4)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "kind"), [(4, "sharded"), (2, "device")])
 def test_it_is_saved_and_goes_on(tmp_path, count, kind):
     step = step_of(normed, nonfinite="skip")
@@ -267,6 +272,7 @@ def apply(params, images, model_state):
     return (images - model_state["mean"][None]) @ params["w"]
 
 
+@pytest.mark.slow
 def test_fit_trains_and_evaluates_with_it(tmp_path):
     def loss(params, batch, rng, model_state):
         value, aux = train.classification_loss(lambda p, x: apply(p, x, model_state))(params, batch, rng)

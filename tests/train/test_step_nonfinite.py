@@ -82,7 +82,7 @@ def compressed(params, tx, kind, spec, **options):
     return train.start(params, tx, loss_fn, kind=kind, compression=spec, devices=jax.devices()[:4], **options)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:train step. the loss does not depend on")
 @pytest.mark.parametrize(
     ("kind", "spec"),
@@ -112,7 +112,7 @@ def test_compressed_stores_look_at_what_is_pushed(kind, spec):
     assert error.value.names == ("loss", "w")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_a_compressor_that_overflows_is_noticed(kind):
     """What is pushed is finite; four such numbers rounded to bfloat16 are not, added up."""
@@ -145,6 +145,7 @@ def test_states_of_transforms_and_models_stay_too(engine):
 # ---- stop
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_a_stopped_state_is_the_one_before_the_bad_step(engine, kind):
     step = step_of(squares, engine=engine, nonfinite="stop")
@@ -210,6 +211,7 @@ def test_a_few_numbers_more_in_the_same_collectives(engine, kind, action):
     assert sum(size for _, size in careful) - sum(size for _, size in plain) == 4 * 3  # the loss, w, b
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("action", ["skip", "stop"])
 def test_one_program_with_its_state_donated(action):
     step = step_of(squares, nonfinite=action)

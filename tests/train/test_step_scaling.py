@@ -16,7 +16,7 @@ def tiny(params, batch, rng):
     return (params["w"] * batch[:, 0] * batch[:, 1]).mean(), {}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("engine", "kind", "loss_scale"), [("pmap", "device", 2.0**15), *((*where, "dynamic") for where in IN_TURN)]
 )
@@ -31,7 +31,7 @@ def test_small_gradients_survive_float16(engine, kind, loss_scale):
     assert moved(loss_scale) == pytest.approx(1e-8, rel=1e-2)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "accumulate", "loss_scale"),
     [("device", 1, 1024.0), ("device", 4, "dynamic"), ("sharded", 4, "dynamic"), ("local", 1, 1000.0)],
@@ -72,6 +72,7 @@ def test_the_scale_keeps_to_its_bounds():
     assert float(state.loss_scale["scale"]) == 2.0
 
 
+@pytest.mark.sampled(1)
 def test_stop_lets_the_scale_find_its_size_first(engine):
     def loss(params, batch, rng):  # the gradient of a constant is 0, be it NaN
         return jnp.where(params["w"] > 0, params["w"] * batch.mean() * 1.0, jnp.nan).astype(jnp.float32), {}
@@ -110,6 +111,7 @@ def test_stop_where_the_scale_is_at_its_least():
         train.check_finite(metrics, state)
 
 
+@pytest.mark.slow
 def test_it_sends_what_looking_sends():
     sent = [
         collectives_in(text_of(4, "device", **options))
@@ -119,7 +121,7 @@ def test_it_sends_what_looking_sends():
     assert sent[0] == sent[3]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "restored"), [((4, "device"), (2, "sharded")), ((4, "device"), (4, "device"))])
 def test_a_saved_scale_goes_on(tmp_path, saved, restored):
     scaling = train.DynamicLossScale(period=2)

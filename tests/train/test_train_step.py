@@ -31,6 +31,7 @@ CLIP = optax.clip_by_global_norm(0.3)
 CLIPPED = optax.chain(CLIP, optax.sgd(0.1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_clipping_by_the_global_norm_is_optaxs_chain(kind):
     state, _ = trained(step_of(squares, grad_transform=CLIP), start(4, kind), 3)
@@ -41,6 +42,7 @@ MEAN = optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9))
 SMOOTHED = optax.chain(MEAN, optax.sgd(0.1))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_transform_with_a_state(kind):
     step = step_of(squares, grad_transform=MEAN, engine="shard_map")
@@ -66,6 +68,7 @@ def test_aux_values_are_means_over_devices_whatever_their_dtype():
     assert found == {"loss": 3.0, "count": 0.5, "vector": [3.0], "half": 3.0, "four": 4.0}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("engine", "kind"), IN_TURN)
 def test_leaves_that_are_not_floating_are_left_alone(engine, kind):
     params = {"count": jnp.arange(3), "w": jnp.ones(3), "mask": jnp.array([True, False, True])}
@@ -87,6 +90,7 @@ def test_narrow_parameters_keep_their_dtype():
     assert metrics["loss"].dtype == jnp.float32
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "pushes", "value", "param", "residual"),
     [
@@ -228,6 +232,7 @@ def test_a_state_needs_a_store_of_params():
         train.create_state(kv.init(kv.create(), 0, jnp.ones(2)), 0)
 
 
+@pytest.mark.slow
 def test_a_batch_that_lies_as_an_earlier_one_is_looked_at_too():
     step = step_of(squares, accumulate=2)
     state, _ = step(start(2), world.placed(line(16), 2))
@@ -297,6 +302,7 @@ def test_batches_that_lie_elsewhere_in_the_middle_of_a_run():
 # ---- a stack of states
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"engine": "jit"}, {"kind": "sharded"}, {"local_steps": 2}], ids=str)
 def test_a_stack_of_states_can_be_shown_and_says_what_it_is(options):
     """`jax.vmap(step)` trains several models at once. What it returns is no state of one."""

@@ -85,18 +85,19 @@ def check(tx, **options):
 FIRST = [*WITH_FUNCTIONS, *(name for name in SORTS if name in SKIPPED and name not in WITH_FUNCTIONS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow([*FIRST, *sorted({*SKIPPED} - {*FIRST})], "adafactor, factored", most=20))
 def test_names_of_params_do_not_matter(name):
     check(WITH_FUNCTIONS.get(name, lambda: made(name))())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("engine", "kind"), PLACES)
 def test_names_of_params_do_not_matter_anywhere(engine, kind):
     check(optax.adamw(0.1), engine=engine, kind=kind)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"accumulate": 2}, {"local_steps": 2}, {"loss_scale": "dynamic"}, {"virtual_shards": 4}], ids=str
 )
@@ -153,6 +154,7 @@ SENT = {  # of "w", 64 bytes, and the loss, 4 bytes. In kind `sharded` each devi
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:train step. the loss does not depend on")
 @pytest.mark.parametrize("kind", SENT)
 def test_zeros_are_not_sent(engine, kind):

@@ -125,6 +125,7 @@ CASES = {
 PLACES = [(2, "shard_map"), (3, "pmap"), (4, "shard_map"), (5, "shard_map"), (8, "pmap")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", world.mostly_slow(CASES, "clipped"))
 def test_the_same_bits(name):
     run = CASES[name]
@@ -273,6 +274,7 @@ def spread():
     return train.create_state(kv.from_params(init(), optimizer=ADAM, mesh=mesh), 7)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("state", "words"),
     [

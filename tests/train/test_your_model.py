@@ -106,6 +106,7 @@ def of_haiku(axis_name):
 LIBRARIES = {"nnx": of_nnx, "linen": of_linen, "equinox": of_equinox, "haiku": of_haiku}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", mostly_slow(["pmap", "shard_map"], "pmap"))
 @pytest.mark.parametrize("library", mostly_slow(LIBRARIES, "linen"))
 def test_batch_norm_over_the_whole_batch_is_the_librarys_own(library, engine):
@@ -132,6 +133,7 @@ def test_batch_norm_over_the_whole_batch_is_the_librarys_own(library, engine):
     close(state.model_state, want_stats)
 
 
+@pytest.mark.slow
 def test_a_module_comes_back_out_of_the_state():
     net = eqx.nn.MLP(6, 3, width_size=5, depth=1, key=jax.random.key(0))
     params, static = eqx.partition(net, eqx.is_inexact_array)
@@ -249,6 +251,7 @@ def test_frozen_statistics_are_taken_and_frozen_streams_are_not():
         kv.from_params(NnxNet(nnx.Rngs(0)), frozen="*/mean")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", mostly_slow(["pmap", "shard_map", "jit"], "shard_map"))
 def test_the_dropout_of_an_nnx_module_differs_between_devices(engine):
     graph, params, rest = nnx.split(Dropping(nnx.Rngs(0)), nnx.Param, ...)

@@ -89,6 +89,7 @@ def sent(text, devices):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "devices"), [("single", 1), ("data", 4), ("fsdp", 4), ("2x4", 4)])
 def test_every_collective_of_the_program_is_there_once(name, devices):
     found = plotted(name).step.collectives

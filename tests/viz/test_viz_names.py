@@ -153,6 +153,7 @@ BLOCK += ["ln2", "up", "Activation", "add"]
 TRANSFORMER = ["embed", *(f"encoder/blocks.{n}/{name}" for n in range(2) for name in BLOCK), "encoder/norm", "head"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["module", "argument", "closure", "method", "merge", "jit"])
 def test_nnx_modules_are_the_clusters_that_their_author_wrote(way):
     model = transformer()
@@ -213,6 +214,7 @@ EQX = ["norms.0", "attend/query_proj", "attend/key_proj", "attend/value_proj", "
 EQX += ["attend/output_proj", "add", "norms.1", "mlp/layers.0", "mlp/Activation", "mlp/layers.1", "add"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["module", "argument", "closure", "jit", "gradient"])
 def test_equinox_modules_are_the_clusters_that_their_author_wrote(way):
     net = equinox_net()
@@ -341,6 +343,7 @@ def test_trees_of_parameters_name_clusters():
     assert graph.layers[-1].name == "fullyconnected0"  # the table of `embed` once more
 
 
+@pytest.mark.slow
 def test_two_networks_in_one_step_are_two_clusters():
     graph = viz.trace(lambda gen, disc, x: gen(x) + disc(x), cnn(), Cnn(nnx.Rngs(1)), IMAGES)
     assert {node.scope for node in graph.layers} == {("gen",), ("disc",), ()}

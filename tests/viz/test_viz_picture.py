@@ -63,6 +63,7 @@ LARGE = ("resnet", "flax")
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in m.NETWORKS]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_renders_and_no_label_is_wider_than_its_box(name, width):
     plot = drawn(name)
@@ -98,6 +99,7 @@ def test_the_picture_of_lenet_says_what_mxnets_did():
     assert height["images"] > height["conv1"] > height["dense2"]  # bottom-up
 
 
+@pytest.mark.slow
 def test_repeated_blocks_and_devices_are_labelled_clusters():
     def labels(name):
         return [next(group.iter(SVG + "text")).text for group in m.groups(drawn(name), "cluster")]

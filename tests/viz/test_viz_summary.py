@@ -243,6 +243,7 @@ def test_html_is_escaped_and_complete():
     assert "16 parameters" in page
 
 
+@pytest.mark.slow
 def test_modules_of_the_html_open_and_close():
     """A module is around its layers. Of a long table only the first levels are open."""
     for blocks, is_open in ((2, True), (12, False)):
