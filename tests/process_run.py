@@ -229,7 +229,7 @@ def training(folder):
     found = {}
     for engine, kind, lenet in (
         ("pmap", "dist_sync", True),
-        ("shard_map", "sharded", True),
+        ("shard_map", "sharded", False),
         ("shard_map", "device", False),
         ("pmap", "sharded", False),
     ):

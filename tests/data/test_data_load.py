@@ -512,6 +512,19 @@ def test_a_refusing_host_is_no_network_either():
         _load.check_reachable(f"http://127.0.0.1:{port}/x", "", 2.0)
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_error_counts_where_no_other_process_has_written_the_data_set(is_there, copy, idx_files, monkeypatch):
+    """Of two processes that write at once, the second one finds the target there at the end, and TFDS raises."""
+
+    def end_late(builder, **options):
+        raise OSError("Directory not empty")
+
+    monkeypatch.setattr(_load._tfds().core.DatasetBuilder, "download_and_prepare", end_late)
+    folder = copy[0] if is_there else copy[0] / "new"
+    with contextlib.nullcontext() if is_there else pytest.raises(OSError, match="Directory not empty"):
+        _load.prepare("fashion_mnist", folder, idx_files)
+
+
 def numbered(n):
     return data.Dataset(np.arange(n, dtype=np.float32)[:, None], np.arange(n), source="mine", name="n", part="train")
 
