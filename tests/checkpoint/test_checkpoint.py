@@ -465,6 +465,7 @@ def test_a_step_that_is_there_already(tmp_path):
     assert checkpoint.latest(tmp_path) == tmp_path / "step_00000000.2"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_the_state_may_be_donated_at_once(tmp_path, monkeypatch, kind):
     write, may_write = _files.write, threading.Event()

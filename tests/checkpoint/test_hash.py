@@ -53,7 +53,7 @@ DTYPES = (
 ).split()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_of_each_dtype(dtype):
     """Each of two elements counts, and their places do."""
@@ -113,7 +113,7 @@ def test_layouts_do_not_count():
         assert hash_of(tree) == expected
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["device", "local", "sharded", "dist_sync"])
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_kinds_and_devices_do_not_count(kind, count, tmp_path):

@@ -375,7 +375,7 @@ def test_float64_values():
 ELEMENTS = 16384  # 65,536 bytes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("spec", "bytes_"),
     [

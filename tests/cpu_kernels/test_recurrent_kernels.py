@@ -458,6 +458,7 @@ def test_a_cell_that_draws_random_numbers_draws_the_same(kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, right)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_few_steps(cell, steps):
     params, x = made(cell, steps)

@@ -85,6 +85,7 @@ def test_a_loader_that_refills_its_buffer(given, count):
     np.testing.assert_array_equal(state.params["w"], want)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("engine", ["shard_map", "jit"])
 def test_a_loader_that_refills_its_buffer_of_a_step_that_was_traced(engine, count):

@@ -296,6 +296,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_prepared_set_is_refused_by_name(damage, copy):
     DAMAGES[damage](copy[1])

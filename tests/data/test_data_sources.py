@@ -70,6 +70,7 @@ def by_hand(batches):
     return state.params["w"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray, Tensor, DeviceTensor])
 def test_a_loader_trains(kind):
     loader = Loader(kind)
@@ -251,6 +252,7 @@ def seen(source, batch_size):
     return [x for batch in source.batches(batch_size) for x in np.asarray(batch["x"]).tolist()]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("given", "batch_size"),
     [

@@ -56,6 +56,7 @@ def test_training(kind, engine, tmp_path):
     assert train.predict(state, apply, X[:13], batch_size=8).shape == (13, 3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("train_data", [{"image": X, "label": DATA.labels}, [BATCH] * 3, DATA], ids=type)
 @pytest.mark.usefixtures("guarded")
 def test_sources(train_data):

@@ -515,7 +515,7 @@ def test_a_store_of_another_mesh_in_a_users_jit():
 MAPPED = [(name, kind) for name in ("explicit", "auto2d", "explicit2d", "mixed") for kind in ("device", "sharded")]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("check_vma", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("name", "kind"), [*MAPPED, ("explicit2d", "local")])
 def test_verbs_in_a_users_shard_map(name, kind, check_vma):

@@ -263,7 +263,7 @@ def test_a_dist_store_is_never_one_of_many(name, surround):
         kv.create("dist_sync", devices=[])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", UNJOINED)
 def test_training_apart_is_refused_where_the_processes_belong_together(name, surround):
     store = kv.from_params({"w": np.ones(())}, optimizer=TX)

@@ -379,6 +379,7 @@ CAUGHT = ["try: {}\n    except SystemExit: pass", "try: {}\n    except SystemExi
 CAUGHT += ["thread = threading.Thread(target=lambda: sys.exit(3)); thread.start(); thread.join()"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("source", "status"), [*ENDS.items(), *((each.format("sys.exit(4)"), None) for each in CAUGHT)]
 )

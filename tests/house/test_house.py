@@ -252,7 +252,7 @@ class Finder(doctest.DocTestFinder):
         return super()._from_module(module, inspect.unwrap(object) if inspect.isfunction(object) else object)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("module", [m for m, path in FILES.items() if ">>> " in path.read_text()])
 def test_examples_in_docstrings(module):
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)

@@ -74,7 +74,7 @@ def test_a_file_of_mxnet_with_empty_arrays(tmp_path):
     assert [array.shape for array in found.values()] == [(0, 3), (2, 0)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["local", "sharded", "device", "dist_async"])
 def test_a_deep_copy_of_a_state(kind):
     store = kv.from_params({"w": jnp.ones((4, 2))}, kind=kind, optimizer=optax.adam(0.1), devices=jax.devices()[:2])

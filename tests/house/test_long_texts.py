@@ -53,6 +53,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TEXTS)
 def test_patterns(name):
     pattern, method, text = TEXTS[name]

@@ -84,7 +84,7 @@ def ways(store):
     }
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["eager", "one device", "placed", "jit", "pmap", "shard_map"])
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_every_way_gives_the_same_numbers(staleness, way):
@@ -379,7 +379,7 @@ def test_the_same_with_a_compressor():
 PLACES = {"two": [[0, 1]], "many": [[0, 1], [3, 2], [0], [1, 1], [0, 1, 2, 3]], "one": [[2]], "same": [[1, 1]]}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("home", [None, 3], ids=["anywhere", "on_a_device"])
 def test_a_store_with_pending_pushes_is_an_argument_of_jit(home, place):

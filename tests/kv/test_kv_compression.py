@@ -40,7 +40,7 @@ def check_six_pushes(store, push):
         np.testing.assert_array_equal(residual_of(store), residual)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "count"), [("sharded", 4), *((kind, n) for kind in ("device", "local", "dist_sync") for n in (4, 1))]
 )
@@ -50,6 +50,7 @@ def test_mxnets_six_pushes_at_the_prompt(kind, count):
     check_six_pushes(store, lambda s, v: kv.push(s, 3, put(list(v), devices)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_mxnets_six_pushes_inside_of_programs(engine, kind):
     store = kv.place(compressed(kind, devices=FOUR), FOUR)
@@ -111,7 +112,7 @@ def test_small_and_integer_values_go_round_it():
     assert kv.pull(store, 1).tolist() == [6] * 64
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "dtype"), [("local", "float16"), ("device", "bfloat16"), ("sharded", "float16")])
 def test_narrow_values_are_compressed(kind, dtype):
     """Wide ones too, in a narrow store. In MXNet (#15252) 2bit was for float32 alone."""

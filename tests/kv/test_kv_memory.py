@@ -34,7 +34,7 @@ def start(kind, size, place):
     return kv.init(store, [3, 5], [value, value + 1]), value
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("place", ["anywhere", "committed", "devices"])
 @pytest.mark.parametrize("kind", ["local", "device", "sharded"])

@@ -70,7 +70,7 @@ TREES = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the other libraries, not ours
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "sharded") for name in TREES), *((name, "device") for name in ("dict", "empty", "nnx"))]
@@ -170,7 +170,7 @@ def store_of(kind="device", **options):
     return kv.from_params(PARAMS, kind=kind, **options)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["local", "device", "sharded", "dist_async"])
 def test_a_name_is_a_key_wherever_a_key_is(kind):
     store = store_of(kind)

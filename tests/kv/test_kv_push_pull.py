@@ -57,7 +57,7 @@ PLACES = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_lists_on_any_devices(kind, place):
     store, model = start(kind, updaters.stateless(add_twice))
@@ -163,7 +163,7 @@ def test_pull_onto_devices(kind):
 # ---- dtypes
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32", "uint8", "complex64"])
 def test_dtypes_are_kept(kind, dtype):
     values = [jnp.asarray(whole_numbers(i, 5, most=9) % 7, dtype) for i in range(3)]
@@ -236,6 +236,7 @@ def test_a_spread_value_stays_spread():
 # ---- inside of programs
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("updater", [add_twice, updaters.stateless(add_twice)], ids=["function", "Updater"])
 def test_under_jit_with_lists(kind, updater):
     store, model = start(kind, updater)
@@ -248,7 +249,7 @@ def test_under_jit_with_lists(kind, updater):
     check(store, model)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_inside_pmap_and_shard_map(engine, kind, count):
     keys, devices = list(SHAPES), jax.devices()[:count]
@@ -311,6 +312,7 @@ def test_a_gradient_goes_through_a_push():
     np.testing.assert_allclose(jax.grad(loss)(jnp.arange(3.0)), 18 * np.arange(3.0))
 
 
+@pytest.mark.sampled(2)
 def test_donated_stores_give_their_memory(kind):
     store, model = start(kind, updaters.stateless(add_twice), devices=jax.devices()[:2])
     store = kv.place(store, jax.devices()[:2])

@@ -23,6 +23,7 @@ def table(kind="device", updater=updaters.accumulate):
     return kv.set_updater(kv.init(kv.create(kind), 3, whole_numbers(9, *SHAPE)), updater)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["local", "device", "dist_sync"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_lists_of_rows_are_summed_by_row(kind, count):

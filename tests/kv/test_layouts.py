@@ -70,6 +70,7 @@ def flat():
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tx", [optax.adam(0.1), flat()], ids=["adam", "list"])
 def test_the_state_of_an_optimizer_is_kept_as_the_params(tx):
     """Of a list nobody knows to which param a leaf belongs. In rows that is not needed: the shapes say it."""

@@ -130,7 +130,7 @@ AT_TIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "attrs", "arrays", "output", "grads"), AT_TIES)
 def test_ties_zeros_and_halves(name, attrs, arrays, output, grads):
     arrays = [jnp.asarray(a) for a in arrays]

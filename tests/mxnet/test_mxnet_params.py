@@ -27,6 +27,7 @@ def saved(tmp_path):
     return save
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["lenet_gluon", "lenet_article"])
 def test_a_lenet_of_mxnet_gives_the_same_logits(saved, name):
     params = lenet.from_mxnet(checkpoint.load_mxnet(saved(name)))

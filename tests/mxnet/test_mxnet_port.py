@@ -151,6 +151,7 @@ OF_PYTHON_OR_THE_MODULE = ("net", "x", "class", "dense", "n", "1st", "y")
 HOSTILE = ('a"; import os; "', "a{net.__class__}", "a\\", "a\nb", "{s[0].value}", "it's", "007", "\u2028x", "a1b02")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", HOSTILE + OF_PYTHON_OR_THE_MODULE)
 def test_names_are_never_code(name, tmp_path):
     path = symbol_of(tmp_path, *mlp((f"{name}1", f"{name}2", f"{name}x"), data=name))

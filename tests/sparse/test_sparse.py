@@ -234,7 +234,7 @@ def test_adding_needs_one_table():
 # ---- over devices
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("over", [over_pmap, over_shard_map, over_vmap], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("size", [None, 6])
 def test_allreduce_is_the_sum_over_devices_on_each(over, size, devices):

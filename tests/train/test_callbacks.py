@@ -188,7 +188,7 @@ ENDED = {  # what ended a run of nine epochs, what is given then, and after how 
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", ENDED)
 def test_a_run_that_a_callback_ended_goes_on_with_another(tmp_path, capsys, case):
     first, then, epochs = ENDED[case]

@@ -234,7 +234,7 @@ def cast_by_itself(params, batch, rng):
 SCALES = [2.0**n for n in (-12, 0, 10, 11, 12, 13, 14, 15)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", [plain, weighed, cast_by_itself], ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("engine", mostly_slow(["shard_map", "pmap", "jit", "virtual"], "shard_map", "jit"))

@@ -83,13 +83,13 @@ SOURCES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("source", SOURCES)
 def test_any_source(source):
     close(train.evaluate(state_of(4), data=SOURCES[source](), eval_fn=eval_fn, batch_size=10))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("batch_size", [1, 10, 64])
 @pytest.mark.parametrize(("count", "kind"), [(None, ""), (1, "device"), (3, "sharded"), (8, "dist_sync")])
 def test_any_devices(count, kind, batch_size):

@@ -284,7 +284,7 @@ def recorder():
 VALUES = [{}, {"accumulate": 2}, {"loss_scale": 1024.0}, {"loss_scale": "dynamic"}, {"nonfinite": "skip"}]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", VALUES, ids=str)
 def test_value_is_the_global_mean_loss(engine, options):
     tx = optax.chain(optax.sgd(0.1), recorder())

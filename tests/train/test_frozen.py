@@ -370,6 +370,7 @@ def test_a_grad_transform_sees_the_floating_params_only(engine, kind, transform,
     assert len(jax.tree.leaves(state.transform)) == len(jax.tree.leaves(plain.transform))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tx", [optax.contrib.sophia(0.1), optax.lbfgs(0.1)], ids=["sophia", "lbfgs"])
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_an_optimizer_that_needs_the_loss_as_a_function_says_so_in_every_kind(kind, tx):

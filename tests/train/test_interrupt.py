@@ -529,6 +529,7 @@ def test_a_second_interrupt_within_an_event_loop_stops_at_once():
     assert seen == [1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("part", ["the classes of the model", "the step"])
 def test_an_interrupt_waits_until_jax_has_traced(part):
     """One in the midst of it may leave JAX tracing, whatever the process computes next."""

@@ -212,7 +212,7 @@ def test_a_directory_of_wandb_is_a_path(wandb, path):
 CERTIFIED = {"certificate_every": 2, "epochs": 2}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", SWEEPS)
 def test_the_certificate_of_another_run_is_refused(tmp_path, case):
     first, second = SWEEPS[case]

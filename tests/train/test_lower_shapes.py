@@ -45,7 +45,7 @@ def texts(many=False, **options):
     return real, step.lower(jax.eval_shape(lambda: make(devices, **options)[1]), shapes, many=many)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", STEPS, ids=lambda options: "-".join(map(str, options)) or "plain")
 def test_the_program_of_shapes_is_the_one_that_runs(options):
     real, lowered = texts(**options)
@@ -77,6 +77,7 @@ def started(engine, tx):
     return step, state
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tx", [sgd, adam])
 def test_a_program_has_two_scalars_more_than_one_by_hand(engine, tx):
     """The count of steps, and no random key where the loss draws nothing. Adam counts once, not for each param."""

@@ -159,6 +159,7 @@ def test_what_is_let_go_is_released(door, most_one, quick_collections):
     assert arrays <= before[1], "arrays stay"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["pmap", "shard_map", "jit"])
 def test_loss_optimizer_and_state_are_dead_after_a_fit(engine, most_one, quick_collections):
     def fit_once():

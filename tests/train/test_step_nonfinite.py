@@ -125,6 +125,7 @@ def test_a_compressor_that_overflows_is_noticed(kind):
         np.testing.assert_array_equal(state.params["w"], [want] + 31 * [1.0])
 
 
+@pytest.mark.sampled(1)
 def test_states_of_transforms_and_models_stay_too(engine):
     def loss(params, batch, rng, seen):
         value, aux = squares(params, batch, rng)

@@ -17,6 +17,7 @@ from jaxpar import kv, train
 # ---- the same numbers
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("engine", "kind", "count"), [*((*where, 4) for where in EVERYWHERE), ("pmap", "sharded", 1)])
 def test_the_gradient_is_that_of_the_whole_batch(engine, count, kind):
     """Never one device's, nor their sum, which shard_map makes where its checks are on."""

@@ -220,6 +220,7 @@ def test_what_is_exchanged(devices, size, want):
 DATASET = data.Dataset(np.random.default_rng(5).normal(size=(200, 12)).astype(np.float32), np.arange(200) % 5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("resident", [True, False])
 def test_padded_batches(resident):
     rng, devices = jax.random.key(1), jax.devices()[:3]

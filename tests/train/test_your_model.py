@@ -209,6 +209,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", WHOLE)
 def test_a_module_with_leaves_that_are_not_trained_says_what_to_do(what):
     make, words = WHOLE[what]

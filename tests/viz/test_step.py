@@ -255,6 +255,7 @@ def cache(tmp_path):
     compilation_cache.reset_cache()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("is_run", [False, True])
 def test_a_program_that_was_compiled_from_other_lines(is_run, tmp_path):

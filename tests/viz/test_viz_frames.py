@@ -91,6 +91,7 @@ def _plain_mask():
     return net, {"attn": dict.fromkeys("qkv", SQUARE), "head": {"w": SQUARE}}, X, IDS
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", [_linen_mask, _nnx_mask, _plain_mask])
 def test_a_mask_that_the_caller_compares_leaves_attention_in_its_module(make):
     graph = check_names(viz.trace(*make()))

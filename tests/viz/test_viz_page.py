@@ -89,6 +89,7 @@ def test_a_page_is_whole_and_loads_nothing(name):
     assert len(page) < 100_000
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gradient", "nested", "transformer", "tangle", "scan"])
 def test_each_node_is_in_one_block_and_each_edge_is_a_chain_of_lines(name):
     found = blocks(name)

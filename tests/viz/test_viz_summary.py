@@ -114,6 +114,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.filterwarnings("ignore:train step. the loss does not depend on 'b3'")

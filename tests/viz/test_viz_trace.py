@@ -68,6 +68,7 @@ def test_matrix_factorization_with_its_loss():
     assert [node.params for node in graph.layers] == [943 * 64, 1682 * 64, 0, 0, 0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gradient", "factorization", "transformer", "transformer gradient", "haiku"])
 def test_flops_agree_with_xla(name):
     """Nearly: masks, scales and indices that are folded out of sight are not counted."""
@@ -181,6 +182,7 @@ def test_a_training_step_shows_what_it_sends(build):
     assert graph["conv1"].shape == (64, 26, 26, 20)  # one device's share
 
 
+@pytest.mark.sampled(1)
 def test_the_training_step_of_this_package(engine):
     def loss(params, batch, rng):
         return m.lenet_loss(params, batch["image"], batch["label"]), {}
