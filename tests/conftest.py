@@ -157,8 +157,8 @@ def pytest_collection_modifyitems(config, items):
         elsewhere |= {item for item in items if item.get_closest_marker(mark)}
     half = config.getoption("half")
     if half is not None:
-        # By a hash of the name: of a table of two engines every second case has the same one, and a table may have other
-        # cases on another version of jax.
+        # By a hash of the name: of a table of two engines every second case has the same one, and a table may have
+        # other cases on another version of jax.
         numeric = {item for item in items if item.get_closest_marker("slow") and item.get_closest_marker("numeric")}
         elsewhere |= {item for item in numeric if zlib.crc32(item.nodeid.encode()) % 2 != half}
     config.hook.pytest_deselected(items=elsewhere)
