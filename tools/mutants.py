@@ -60,6 +60,7 @@ ROOMS = {  # a package, and the tests that are asked, the likeliest first
         "checkpoint",
         "mxnet/test_mxnet_params.py",
         "mxnet/test_mxnet_hostile.py",
+        "train/test_frozen.py",
         "train/test_certificate.py",
         "devices/test_user_mesh.py",
     ],

@@ -375,3 +375,30 @@ def test_a_file_system_without_hard_links(tmp_path, monkeypatch, sleeper, number
     assert (tmp_path / "new/records.jsonl").read_bytes() == (tmp_path / "old/records.jsonl").read_bytes()
     run(tmp_path / "new", epochs=3)
     test_of_two_that_take_a_claim_over_one_has_it(tmp_path / "claim", monkeypatch, sleeper)
+
+
+@pytest.mark.parametrize("other_is_good", [True, False])
+def test_a_copy_that_another_process_has_made_meanwhile(other_is_good, tmp_path, monkeypatch):
+    """The renaming fails. That is an error only where there is no good checkpoint of the same content."""
+    run(tmp_path / "old", epochs=1)
+    source, rename = checkpoint.latest(tmp_path / "old"), os.rename
+
+    def fails(path, target):
+        if other_is_good:
+            rename(path, tmp_path / "new" / "step_of_the_other")
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr(_files.os, "rename", fails)
+    if other_is_good:
+        _adopt(source, tmp_path / "new")
+        assert _files.load(tmp_path / "new" / "step_of_the_other") == _files.load(source)
+    else:
+        with pytest.raises(OSError, match="not empty"):
+            _adopt(source, tmp_path / "new")
+
+
+def test_a_directory_that_this_user_may_not_write_to(tmp_path, monkeypatch):
+    """By what the system answers: root, as which tests may run, may write everywhere."""
+    monkeypatch.setattr(_files.os, "access", lambda path, mode: mode in (os.F_OK, os.R_OK))
+    with pytest.raises(OSError, match=r"nothing can be written to .*new \(Permission denied\)"):
+        _files.check_writable(tmp_path / "new", "test")

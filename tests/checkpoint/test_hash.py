@@ -48,6 +48,13 @@ def test_a_change_is_another_hash(change):
     assert hash_of({**BASE, **CHANGES[change]}) != hash_of(BASE)
 
 
+def test_the_hash_is_that_of_earlier_versions():
+    """Certificates are files, which another version of jaxpar or jax compares with."""
+    tree = {"a": np.arange(6, dtype=np.float32) / 7, "b": np.arange(-3, 3, dtype=np.int8)}
+    tree |= {"c": np.array([[True, False]]), "d": np.arange(4, dtype=np.float16)}
+    assert hash_of(tree) == hash_of(jax.tree.map(jnp.asarray, tree)) == "ef314e397e8f44f70d599b28f9613484"
+
+
 DTYPES = (
     "float32 float16 bfloat16 float8_e4m3fn float8_e5m2 int4 uint4 int8 int16 int32 uint8 uint16 uint32 bool complex64"
 ).split()
