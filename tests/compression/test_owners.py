@@ -139,6 +139,15 @@ SUMS = {  # the specification, the shapes, the options of `summed`
 }
 
 
+def test_a_small_value_keeps_its_bits_beside_a_large_one():
+    """A block of int8 has one scale, so it is of one value. Elements of other codes do not need that."""
+    large, small = normal((40,), (40,))
+    values = [1e3 * large, 1e-3 * small]
+    sums, _ = summed({"type": "int8"}, values)
+    for found, wanted in zip(sums, expected({"type": "int8"}, values), strict=True):
+        np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-6 * np.abs(wanted).max())
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("spec", "shapes", "options"), SUMS.values(), ids=SUMS)
 def test_the_sum_is_that_of_the_decoded_payloads_on_every_device(spec, shapes, options):

@@ -419,6 +419,18 @@ def test_a_copy_of_another_number_of_examples_is_refused(tmp_path):
     assert _load.load_copy(tmp_path, "test[:5]") is None
 
 
+def test_a_copy_without_its_data_set_is_no_error(tmp_path, monkeypatch):
+    """Someone removed the files of TFDS meanwhile."""
+    cached(tmp_path)
+    assert _load.load_copy(tmp_path, "test") is not None
+    monkeypatch.setattr(_load, "_origin", lambda folder, origin=_load._origin(tmp_path): origin)
+    (tmp_path / "dataset_info.json").unlink()
+    assert _load.load_copy(tmp_path, "test") is None
+    monkeypatch.undo()
+    _load.save_copy(tmp_path / "removed", "test", np.zeros((2, 3), np.uint8), np.zeros(2, np.int32))
+    assert not (tmp_path / "removed").exists()
+
+
 @pytest.mark.slow
 def test_parts_and_large_splits_are_not_kept_and_a_full_disk_is_no_error(copy, monkeypatch):
     for path in copy[1].glob("jaxpar-*"):

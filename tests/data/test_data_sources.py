@@ -129,6 +129,8 @@ def test_a_function_of_the_epoch(tmp_path):
     np.testing.assert_array_equal(state.params["w"], by_hand(LOADER + LOADER[::-1]))
     assert labels(source.batches(8, epochs=2, start=8)) == [y.tolist() for _, y in LOADER[::-1][2:]]
     assert asked == [0, 1, 1]  # earlier epochs are not even asked for
+    assert labels(source.every_batch(8)) == [y.tolist() for _, y in LOADER]
+    assert asked.pop() == 0  # an evaluation takes the first
     options = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
     with pytest.raises(RuntimeError, match="crash"):
         run(source, on_step=crash_at(9), **options)
