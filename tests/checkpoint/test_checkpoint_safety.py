@@ -20,7 +20,7 @@ from world import points, run_on, same
 
 from jaxpar import checkpoint, kv
 from jaxpar.checkpoint import _files
-from jaxpar.train._fit.run import has_good_info
+from jaxpar.train._fit.saved import has_good_info
 
 LIKE = {"w": jnp.zeros(3), "n": np.int32(0)}
 TX = optax.sgd(0.1, momentum=0.9)

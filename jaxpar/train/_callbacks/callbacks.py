@@ -24,7 +24,7 @@ from .monitors import EarlyStopping, KeepBest, Monitor, default_monitor, raise_u
 Callback = Callable[[TrainState, Record], Any]
 OnStep = Callable[[int, dict[str, float]], Any]
 _GIVE = {"test_": "test_data and apply_fn", "eval_": "eval_data and eval_fn"}
-Memories = tuple[Any, ...]  # one for each callback. That of a function is None.
+CallbackState = tuple[Any, ...]  # what each callback remembers. That of a function is None.
 _MOST_BYTES = 16 << 20  # of all arrays of one memory
 _WORDS = (bool, int, float, str, type(None))
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -92,7 +92,7 @@ class Callbacks:
         self._keeper = keepers[0] if keepers else None  # the place in `each` of the one that keeps a best state
         self.restores_best: bool = bool(restore)  # whether the run ends with that state, not with its last one
 
-    def init(self, state: TrainState, saved: list[Any] | None, resumed: bool) -> Memories:
+    def init(self, state: TrainState, saved: list[Any] | None, resumed: bool) -> CallbackState:
         """The memories of all callbacks: the saved ones, or else new ones."""
         # A resumed run says which callbacks have no saved memory, and which saved memories have no callback.
         left, missed, found = list(saved or []), list[str](), list[Any]()
@@ -116,9 +116,9 @@ class Callbacks:
             text.say("fit: " + "; ".join(filter(None, words)))
         return tuple(found)
 
-    def to_json(self, memories: Memories) -> list[dict[str, Any]]:
+    def to_json(self, callback_state: CallbackState) -> list[dict[str, Any]]:
         """The memories as a checkpoint keeps them. `TypeError` for one that cannot be saved."""
-        pairs = [(name_of(c), m) for c, m in zip(self.each, memories, strict=True) if has_memory(c)]
+        pairs = [(name_of(c), m) for c, m in zip(self.each, callback_state, strict=True) if has_memory(c)]
         return [{"name": name, **memory_to_json(value, name)} for name, value in pairs]
 
     def call(self, hook: str, *args: Any) -> list[Any]:
@@ -126,11 +126,11 @@ class Callbacks:
         hooks = [getattr(callback, hook, None) for callback in self.each]
         return [call(*args) for call in hooks if call is not None]
 
-    def step(self, memories: Memories, number: int, metrics: dict[str, float]) -> Memories:
+    def step(self, callback_state: CallbackState, number: int, metrics: dict[str, float]) -> CallbackState:
         """Call all that want each step. The memories after it."""
         if self.on_step is not None:
             self.on_step(number, metrics)
-        new = list(memories)
+        new = list(callback_state)
         for i, callback in enumerate(self.each):
             on_step = getattr(callback, "on_step", None)
             if isinstance(callback, LivePlot):
@@ -143,13 +143,13 @@ class Callbacks:
         """What callbacks such as `LearningRate` add to the record of a state."""
         return {name: value for measured in self.call("measure", state) for name, value in measured.items()}
 
-    def run(self, memories: Memories, state: TrainState, record: Record) -> tuple[Memories, list[str]]:
+    def run(self, callback_state: CallbackState, state: TrainState, record: Record) -> tuple[CallbackState, list[str]]:
         """Call each callback. The memories, and who asked to stop, by a True of Python, NumPy or JAX.
 
         An exception in any process is raised in every process, and one request to stop stops all. Each is its name and
         what it is now and was when the run began, for `stays_over`.
         """
-        new, stops = list(memories), list[Any]()
+        new, stops = list(callback_state), list[Any]()
         with processes.raise_together():
             for i, callback in enumerate(self.each):
                 if not has_memory(callback):
@@ -181,9 +181,9 @@ class Callbacks:
         own = {(name_of(callback), began) for callback, began in zip(self.each, self._began, strict=True)}
         return not processes.all_true(not known & own)
 
-    def best_step(self, memories: Memories) -> int | None:
+    def best_step(self, callback_state: CallbackState) -> int | None:
         """The step of the best state so far, 0 if there is none. None where no callback asks for it."""
-        return None if self._keeper is None else memories[self._keeper]["step"]
+        return None if self._keeper is None else callback_state[self._keeper]["step"]
 
     def check_metrics(self, metrics: Sequence[str], scores: Sequence[str], evaluated: Container[str]) -> None:
         """`ValueError` for a callback that looks at a metric that there is not.
