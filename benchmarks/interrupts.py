@@ -96,7 +96,7 @@ NAMES = {
     **dict.fromkeys(("close", "on_end", "close_certificate"), "last save"),
     **dict.fromkeys(("finish_interrupted", "_attach_state"), "end"),
     **dict.fromkeys(("resume", "check", "begin", "on_start", "identity", "_open"), "before the steps"),
-    **dict.fromkeys(("run", "on_step", "write", "take"), "callbacks and logs"),
+    **dict.fromkeys(("after_record", "on_step", "write", "take"), "callbacks and logs"),
     "own_steps": "steps",
 }
 

@@ -175,7 +175,9 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
             stopped_by, has_failed = list[str](), True
             try:
                 if record is not None:
-                    training.callback_state, stopped_by = callbacks.run(training.callback_state, training.state, record)
+                    training.callback_state, stopped_by = callbacks.after_record(
+                        training.callback_state, training.state, record
+                    )
                     stopped_by = [] if is_cut_short else stopped_by
                     training.keep_best()
                 has_failed = False
@@ -297,7 +299,7 @@ class Training:
                     self.progress.show_measured(callbacks.measure(self.state))
                 self.progress.step(metrics, epoch.counted * run.batch_size / epoch.elapsed())
                 if self.callback_state or callbacks.on_step is not None:
-                    self.callback_state = callbacks.step(self.callback_state, step, metrics)
+                    self.callback_state = callbacks.after_step(self.callback_state, step, metrics)
         if self.certificate is not None:
             self.certificate.write(clock.step - epoch.num_unread)
 

@@ -38,8 +38,8 @@ def own_steps(run: Run, clock: Clock, state: TrainState) -> Iterator[StepResult]
             state, metrics = step(state, batch)
             yield state, metrics, None
         raise RuntimeError(
-            f"fit: {type(run.source).__name__}.batches ended after step {clock.step}, but the run has {clock.last}; "
-            "with epochs=None it must give batches without an end"
+            f"fit: {type(run.source).__name__}.batches ended after step {clock.step}, but the run goes on to step "
+            f"{clock.last}; with epochs=None give batches without an end"
         )
 
     # Where a program makes several. It must not step over a step after which something is due.
