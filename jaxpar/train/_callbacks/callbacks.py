@@ -94,7 +94,7 @@ class Callbacks:
 
     def init(self, state: TrainState, saved: list[dict[str, Any]] | None, resumed: bool) -> CallbackState:
         """What each callback remembers at first: what was saved of it, or else what it begins with."""
-        callback_state, starts_anew, unused = list[Any](), list[str](), list(saved or [])
+        callback_state, starts_anew, unused = list[Any](), list[str](), list[Any](saved or [])
         for callback in self.each:
             memory = None
             if has_memory(callback):

@@ -100,8 +100,8 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
     """Make the steps of a run until its last one, or until a callback or a signal ends it.
 
     After each step come, in this order: its metrics, the evaluation, the record, the callbacks, the checkpoint, and the
-    decision whether to go on. The metrics of the last `steps_behind` steps are read later, so that the host never waits
-    for the devices.
+    decision whether to go on. The metrics of the last `steps_behind` steps are read later, so that the host need not
+    wait for the devices.
     """
     run, clock, progress, trace = training.run, training.clock, training.progress, training.trace
     callbacks = run.callbacks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ StepResult = tuple[TrainState, Metrics, range | None]
 _AT_ONCE = 0.2  # seconds that the steps of one program take. Ctrl-C waits for them.
 
 
-def own_steps(run: Run, clock: Clock, state: TrainState) -> Iterator[StepResult]:
+def own_steps(run: Run, clock: Clock, state: TrainState) -> Generator[StepResult]:
     """Make the steps after `state`, on the devices of this process or of all. `clock` is at the last one made."""
     step = run.step
     # Batches go to all devices, or over those axes of a mesh that the step splits a batch over.
