@@ -91,13 +91,13 @@ class Stop(threading.Thread):
 
 
 NAMES = {
-    **dict.fromkeys(("scores", "_record"), "evaluation"),
-    **dict.fromkeys(("save", "_save", "_written"), "save"),
+    **dict.fromkeys(("scores", "make_record"), "evaluation"),
+    **dict.fromkeys(("save", "_save", "written"), "save"),
     **dict.fromkeys(("close", "on_end", "close_certificate"), "last save"),
     **dict.fromkeys(("finish_interrupted", "_attach_state"), "end"),
     **dict.fromkeys(("resume", "check", "begin", "on_start", "identity", "_open"), "before the steps"),
-    **dict.fromkeys(("callbacks", "on_step", "write", "take"), "callbacks and logs"),
-    "next": "steps",
+    **dict.fromkeys(("after_record", "on_step", "write", "take"), "callbacks and logs"),
+    "own_steps": "steps",
 }
 
 
@@ -112,7 +112,7 @@ def place_of(frame: Any) -> str:
         if name in NAMES:
             return NAMES[name]
     if inner:
-        return "steps" if "steps" in inner or "should_stop" in inner else "start or end of the call"
+        return "steps" if "train_loop" in inner else "start or end of the call"
     return "start or end of the call" if "fit" in names else "outside of fit"
 
 

@@ -11,7 +11,8 @@ calls `_evaluate`, which computes scores over all examples, and `_callbacks`, wh
 devices that do not exist. Each package imports only packages before it in this order: `_step`, `_plan`, `_callbacks`,
 `_evaluate`, `_elastic`, `_fit`.
 
-A call of `fit` goes through `_fit.run`, its checked arguments and the checkpoint to resume from, and `_fit.loop`.
+A call of `fit` goes through `_fit.run`, its checked arguments, `_fit.saved`, the checkpoint to resume from, and
+`_fit.loop`, whose `train_loop` is the loop from top to bottom.
 """
 
 # pyright: reportUnusedImport=false

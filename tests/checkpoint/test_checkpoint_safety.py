@@ -1,5 +1,6 @@
 """Checkpoints: who looks harms nothing; one that cannot be read, or is forged, is passed over for the one before."""
 
+import dataclasses
 import errno
 import functools
 import hashlib
@@ -20,7 +21,7 @@ from world import points, run_on, same
 
 from jaxpar import checkpoint, kv
 from jaxpar.checkpoint import _files
-from jaxpar.train._fit.run import has_good_info
+from jaxpar.train._fit.saved import RunInfo, has_good_info
 
 LIKE = {"w": jnp.zeros(3), "n": np.int32(0)}
 TX = optax.sgd(0.1, momentum=0.9)
@@ -441,16 +442,24 @@ def test_a_forged_info_of_a_run_is_passed_over(tmp_path, capsys):
     wrong = {
         "first": [-1, 9, "0", None],
         "batch_size": ["8", None],
+        "examples": [-1, None],
         "history": [3, {}, [3], [{}], [{"epoch": "1", "step": 3}]],
         "stopped": [3],
+        "interrupted": ["yes"],
+        "callbacks": [3, [3], [{"name": 3, "names": [], "values": []}]],
         "ended_by": [3, [3], [""]],
         "limit": [-1, "3"],
         "run": [3],
+        "data": [3],
+        "epochs_over": [-1],
+        "epoch_began": ["0"],
+        "place": ["x"],
         "sums": [[], {"loss": "x"}],
         "counted": [-1],
         "seconds": ["x"],
         "rates": [[], {"learning_rate": "x"}],
     }
+    assert wrong.keys() == {field.name for field in dataclasses.fields(RunInfo)}
     for name, values in wrong.items():
         for value in values:
             forge(tmp_path / "copy" / "step_00000003", entry(["info", name], value))

@@ -550,7 +550,7 @@ def test_steps_that_are_skipped_use_no_rate():
 
 def test_the_learning_rate_in_the_bar(capsys, monkeypatch):
     monkeypatch.setattr("jaxpar.train._fit.progress.in_notebook", lambda: True)
-    monkeypatch.setattr("jaxpar.train._fit.loop._MEASURE_EVERY", 0.0)
+    monkeypatch.setattr("jaxpar.train._fit.progress._MEASURE_EVERY", 0.0)
     monkeypatch.setattr("tqdm.auto.tqdm", functools.partial(tqdm.auto.tqdm, mininterval=0))
     run(progress=True, epochs=1, callbacks=train.LearningRate(0.5))
     out = capsys.readouterr().out

@@ -235,6 +235,19 @@ def test_a_failing_step_ends_the_trace_and_the_bar(tmp_path):
     assert trace_steps(tmp_path / "again") == [0]
 
 
+def test_a_source_of_ones_own_must_not_end_before_the_run():
+    class Ends:
+        def examples(self, batch_size):
+            return 3 * batch_size
+
+        def batches(self, batch_size, *, rng=None, epochs=1, start=0, devices=None):
+            return iter([{"image": TRAIN.images[:16], "label": TRAIN.labels[:16]}] * 4)
+
+    with pytest.raises(RuntimeError, match=r"Ends.batches ended after step 4, but the run goes on to step 6") as raised:
+        run_on(Ends())
+    assert int(raised.value.state.step) == 4
+
+
 def with_norm(params, batch, rng):
     return ((apply(params, batch["image"]) - 1) ** 2).mean(), {"norm": (params["w"] ** 2).sum()}
 

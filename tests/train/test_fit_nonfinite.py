@@ -107,6 +107,28 @@ def test_it_goes_on_from_there_when_the_data_is_mended(tmp_path):
     assert [r["loss"] for r in history] == pytest.approx([r["loss"] for r in want_history], rel=1e-6)
 
 
+def test_it_goes_back_over_the_end_of_an_epoch_whose_length_is_unknown(tmp_path):
+    """The last batch of the second epoch is bad, so that epoch is not over where the run goes on."""
+    lengths = (2, 3)
+
+    def loader(dataset):
+        def read(epoch):
+            for i in range(2 * epoch, 2 * epoch + lengths[epoch]):
+                yield {"image": dataset.images[8 * i : 8 * i + 8], "label": dataset.labels[8 * i : 8 * i + 8]}
+
+        return data.from_iterable(read, steps_per_epoch="all")
+
+    step = step_with(nonfinite="stop")
+    with pytest.raises(train.NonFiniteError) as stopped:
+        run(step, loader(points(bad=[35])), checkpoint_dir=tmp_path)
+    assert (stopped.value.step, [record["step"] for record in stopped.value.history]) == (4, [2])
+    resumed, history = run(step, loader(points()), checkpoint_dir=tmp_path)
+    want, want_history = run(step, loader(points()))
+    same(resumed, want)
+    assert [(r["epoch"], r["step"]) for r in history] == [(1, 2), (2, 5)]
+    assert [r["loss"] for r in history] == pytest.approx([r["loss"] for r in want_history], rel=1e-6)
+
+
 @pytest.mark.slow
 def test_a_state_that_was_given_away_resumes_with_all_its_parts(tmp_path):
     """As in a cell that is run again."""

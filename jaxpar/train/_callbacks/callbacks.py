@@ -24,7 +24,7 @@ from .monitors import EarlyStopping, KeepBest, Monitor, default_monitor, raise_u
 Callback = Callable[[TrainState, Record], Any]
 OnStep = Callable[[int, dict[str, float]], Any]
 _GIVE = {"test_": "test_data and apply_fn", "eval_": "eval_data and eval_fn"}
-Memories = tuple[Any, ...]  # one for each callback. That of a function is None.
+CallbackState = tuple[Any, ...]  # what each callback remembers. That of a function is None.
 _MOST_BYTES = 16 << 20  # of all arrays of one memory
 _WORDS = (bool, int, float, str, type(None))
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -92,45 +92,45 @@ class Callbacks:
         self._keeper = keepers[0] if keepers else None  # the place in `each` of the one that keeps a best state
         self.restores_best: bool = bool(restore)  # whether the run ends with that state, not with its last one
 
-    def init(self, state: TrainState, saved: list[Any] | None, resumed: bool) -> Memories:
-        """The memories of all callbacks: the saved ones, or else new ones."""
-        # A resumed run says which callbacks have no saved memory, and which saved memories have no callback.
-        left, missed, found = list(saved or []), list[str](), list[Any]()
+    def init(self, state: TrainState, saved: list[dict[str, Any]] | None, resumed: bool) -> CallbackState:
+        """What each callback remembers at first: what was saved of it, or else what it begins with."""
+        callback_state, starts_anew, unused = list[Any](), list[str](), list[Any](saved or [])
         for callback in self.each:
             memory = None
             if has_memory(callback):
                 memory, name = callback.init(state), name_of(callback)
-                entry = next((entry for entry in left if entry["name"] == name), None)
+                entry = next((entry for entry in unused if entry["name"] == name), None)
                 try:
                     memory = memory_from_json(entry, memory)
-                    left.remove(entry)
+                    unused.remove(entry)
                 except ValueError:
-                    missed.append(name)
-            found.append(memory)
-        if resumed and jax.process_index() == 0 and (missed or left):
-            others = " and ".join(entry["name"] for entry in left)
-            words = (
-                f"the checkpoint has no matching memory of {' and '.join(missed)}, so it starts anew" if missed else "",
-                f"no callback uses the memory of {others} in the checkpoint" if left else "",
+                    starts_anew.append(name)
+            callback_state.append(memory)
+        # A resumed run says which callbacks have no saved memory, and which saved memories have no callback.
+        if resumed and jax.process_index() == 0 and (starts_anew or unused):
+            names, others = " and ".join(starts_anew), " and ".join(entry["name"] for entry in unused)
+            messages = (
+                f"the checkpoint has no matching memory of {names}, so it starts anew" if starts_anew else "",
+                f"no callback uses the memory of {others} in the checkpoint" if unused else "",
             )
-            text.say("fit: " + "; ".join(filter(None, words)))
-        return tuple(found)
+            text.say("fit: " + "; ".join(filter(None, messages)))
+        return tuple(callback_state)
 
-    def to_json(self, memories: Memories) -> list[dict[str, Any]]:
-        """The memories as a checkpoint keeps them. `TypeError` for one that cannot be saved."""
-        pairs = [(name_of(c), m) for c, m in zip(self.each, memories, strict=True) if has_memory(c)]
-        return [{"name": name, **memory_to_json(value, name)} for name, value in pairs]
+    def to_json(self, callback_state: CallbackState) -> list[dict[str, Any]]:
+        """What callbacks remember, as a checkpoint keeps it. `TypeError` for a memory that cannot be saved."""
+        pairs = [(name_of(c), memory) for c, memory in zip(self.each, callback_state, strict=True) if has_memory(c)]
+        return [{"name": name, **memory_to_json(memory, name)} for name, memory in pairs]
 
     def call(self, hook: str, *args: Any) -> list[Any]:
         """Call this method, such as `on_start`, of each callback that has it. What they return."""
         hooks = [getattr(callback, hook, None) for callback in self.each]
         return [call(*args) for call in hooks if call is not None]
 
-    def step(self, memories: Memories, number: int, metrics: dict[str, float]) -> Memories:
-        """Call all that want each step. The memories after it."""
+    def after_step(self, callback_state: CallbackState, number: int, metrics: dict[str, float]) -> CallbackState:
+        """Call all that want each step. What callbacks remember after it."""
         if self.on_step is not None:
             self.on_step(number, metrics)
-        new = list(memories)
+        new = list(callback_state)
         for i, callback in enumerate(self.each):
             on_step = getattr(callback, "on_step", None)
             if isinstance(callback, LivePlot):
@@ -143,13 +143,15 @@ class Callbacks:
         """What callbacks such as `LearningRate` add to the record of a state."""
         return {name: value for measured in self.call("measure", state) for name, value in measured.items()}
 
-    def run(self, memories: Memories, state: TrainState, record: Record) -> tuple[Memories, list[str]]:
-        """Call each callback. The memories, and who asked to stop, by a True of Python, NumPy or JAX.
+    def after_record(
+        self, callback_state: CallbackState, state: TrainState, record: Record
+    ) -> tuple[CallbackState, list[str]]:
+        """Call each callback. What they remember, and who asked to stop, by a True of Python, NumPy or JAX.
 
         An exception in any process is raised in every process, and one request to stop stops all. Each is its name and
         what it is now and was when the run began, for `stays_over`.
         """
-        new, stops = list(memories), list[Any]()
+        new, stops = list(callback_state), list[Any]()
         with processes.raise_together():
             for i, callback in enumerate(self.each):
                 if not has_memory(callback):
@@ -181,9 +183,9 @@ class Callbacks:
         own = {(name_of(callback), began) for callback, began in zip(self.each, self._began, strict=True)}
         return not processes.all_true(not known & own)
 
-    def best_step(self, memories: Memories) -> int | None:
+    def best_step(self, callback_state: CallbackState) -> int | None:
         """The step of the best state so far, 0 if there is none. None where no callback asks for it."""
-        return None if self._keeper is None else memories[self._keeper]["step"]
+        return None if self._keeper is None else callback_state[self._keeper]["step"]
 
     def check_metrics(self, metrics: Sequence[str], scores: Sequence[str], evaluated: Container[str]) -> None:
         """`ValueError` for a callback that looks at a metric that there is not.

@@ -66,17 +66,19 @@ class Member:
         self._history = History()
 
     @contextlib.contextmanager
-    def lead(self, loop: Any) -> Generator[Iterator[tuple[TrainState, dict[str, jax.Array], None]]]:
+    def lead(self, training: Any, signals: Any) -> Generator[Iterator[tuple[TrainState, dict[str, jax.Array], None]]]:
         """A block with the steps of process 0. After it the others know that the run is over.
 
-        `loop` is a `train._fit.loop.Loop`. It stopped by itself where the block ends without an exception.
+        `training` is a `train._fit.loop.Training`, and `signals` a `train._fit.interrupt.Interrupts`. The run stopped
+        by itself where the block ends without an exception.
         """
-        self._at, self.first, self._last, self._history = loop.at, loop.first, loop.last, loop.history
-        with self._under_way(loop.state):
+        clock = training.clock
+        self._at, self.first, self._last, self._history = clock.step, clock.first, clock.last, training.history
+        with self._under_way(training.state):
             yield self._lead()
             for place in (_BEGIN, self._at):  # without a step, the others wait at the first of them
-                self._group.tell(place, {"stop": True, "signal": loop.signals.asked, "history": self._history})
-        if loop.signals.asked is None:
+                self._group.tell(place, {"stop": True, "signal": signals.asked, "history": self._history})
+        if signals.asked is None:
             self._group.end()
             atexit.register(self._group.wait_for_others)
 

@@ -39,23 +39,23 @@ class Certificate:
         self._path, self._every, self._lock = path, every, lock
         self._unwritten: collections.deque[tuple[int, checkpoint._StateHash]] = collections.deque()
 
-    def take(self, at: int, state: TrainState) -> None:
+    def take(self, step: int, state: TrainState) -> None:
         """Start to compute the hash of a state, if a line is due after this step."""
-        if at % self._every == 0:
-            self._unwritten.append((at, checkpoint._StateHash(state)))
+        if step % self._every == 0:
+            self._unwritten.append((step, checkpoint._StateHash(state)))
 
     def write(self, until: int) -> None:
         """Write the lines up to a step. Waits for their hashes."""
         while self._unwritten and self._unwritten[0][0] <= until:
-            at, state = self._unwritten.popleft()
-            line = _line(at, str(state)).encode()
+            step, state_hash = self._unwritten.popleft()
+            line = _line(step, str(state_hash)).encode()
             if jax.process_index() == 0:
                 with explain_errors(self._path, "the certificate"):
                     files.append(self._path, line)
 
-    def go_back(self, at: int) -> None:
-        """Write the hashes up to step `at`, and forget those of later steps."""
-        self.write(at)
+    def go_back(self, step: int) -> None:
+        """Write the hashes up to a step, and forget those of later steps."""
+        self.write(step)
         self._unwritten.clear()
 
     def close(self) -> None:

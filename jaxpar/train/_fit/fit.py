@@ -21,7 +21,8 @@ from .certificate import difference, header_of
 from .interrupt import Interrupts, delayed, describe_stop, finish_interrupted
 from .loop import train
 from .progress import Profile
-from .run import FitOptions, Run, like_saved
+from .run import FitOptions, Run
+from .saved import template
 
 _VALIDATION = (
     "for a classifier write test_data=data.Dataset(x, y), apply_fn=apply_fn; for other models eval_data=, eval_fn="
@@ -259,7 +260,7 @@ def _begin(state: Any, step: Any, directory: Any, first: int, certified: int) ->
         place = files.as_path(directory, "verify: checkpoint_dir")
         found = checkpoint._newest_good(place, set(), lambda _, body: own < body.get("step", 0) <= first)
         if found is not None:
-            return checkpoint.restore(found.path, like_saved(state, step)), found.path
+            return checkpoint.restore(found.path, template(state, step)), found.path
     if own > certified:
         raise ValueError(
             f"the state is at step {own}, after the first step to compare, {certified}; give an earlier state, or a "

@@ -24,6 +24,7 @@ from ..._devices.mesh import is_donated
 from .._callbacks.history import number_text
 
 BEHIND = 8  # steps whose metrics are not read yet, so that the host need not wait
+_MEASURE_EVERY = 1.0  # seconds after which the bar shows another learning rate
 
 Metrics = dict[str, jax.Array]
 Profile = str | os.PathLike[str] | tuple[str | os.PathLike[str], int, int]
@@ -47,6 +48,10 @@ class Epoch:
 
     def elapsed(self) -> float:
         return self.seconds + (0.0 if self.since is None else time.perf_counter() - self.since)
+
+    def pause(self) -> None:
+        """Count no time until `since` is set again."""
+        self.seconds, self.since = self.elapsed(), None
 
     @property
     def num_unread(self) -> int:
@@ -81,6 +86,19 @@ class Progress:
         self.is_shown: bool = bool(show) and jax.process_index() == 0
         self._unit = unit
         self.bar: Any = None  # of tqdm
+        self.measured: dict[str, float] = {}  # what is shown beside the metrics of a step, such as the learning rate
+        self._measured_at = 0.0
+
+    @property
+    def is_measure_due(self) -> bool:
+        """Whether what was measured is shown, and is of more than a second ago."""
+        if not self.measured or self.bar is None:
+            return False
+        return time.perf_counter() - self._measured_at > _MEASURE_EVERY
+
+    def show_measured(self, measured: dict[str, float]) -> None:
+        """Show this from the next step on."""
+        self.measured, self._measured_at = measured, time.perf_counter()
 
     def start(self, total: int | None, title: str, done: int, compiles: bool = False) -> None:
         """Begin a bar of which `done` steps were made before. `compiles`: it says that XLA compiles the first step."""
@@ -100,7 +118,7 @@ class Progress:
     def step(self, metrics: dict[str, float], per_second: float = 0.0) -> None:
         """Count a step. The metrics may be of an earlier one."""
         if self.bar is not None:
-            words = {k: number_text(v) for k, v in metrics.items()}
+            words = {k: number_text(v) for k, v in {**metrics, **self.measured}.items()}
             if per_second:
                 words[f"{self._unit}/s"] = f"{per_second:,.0f}"
             self.bar.set_postfix(words, refresh=False)
@@ -132,10 +150,14 @@ class Trace:
     """Traces some of the steps of a run by jax's profiler. `ValueError` if the run does not have them.
 
     `profile` is a directory, or (directory, first step, number of steps) with steps counted from 0 at the start of this
-    call of `fit`. `began` steps were made there, and `last` will be at the end.
+    call of `fit`. `began` steps were made there, and `last` will be at the end. None: nothing is traced.
     """
 
-    def __init__(self, profile: Profile, began: int, last: int):
+    def __init__(self, profile: Profile | None, began: int, last: int):
+        self._is_tracing = False
+        self._traced: range | None = None
+        if profile is None:
+            return
         steps = last - began
         if isinstance(profile, tuple):
             directory, first, num = profile
@@ -146,10 +168,11 @@ class Trace:
             directory, first, num = profile, min(_FIRST_TRACED, max(0, steps - _NUM_TRACED)), _NUM_TRACED
         self._directory = os.fspath(directory)
         self._traced = range(began + first, began + first + num)
-        self._is_tracing = False
 
     def step(self, at: int, state: Any) -> contextlib.AbstractContextManager[Any]:
         """A block for the step after `at` others. `state` is the one before it."""
+        if self._traced is None:
+            return contextlib.nullcontext()
         if at == self._traced.start:
             jax.block_until_ready(state)  # earlier steps are not in the trace
             jax.profiler.start_trace(self._directory)

@@ -1,8 +1,7 @@
-"""A call of `fit`, checked before any work, and the run that it continues. Neither changes while it trains."""
+"""A call of `fit`: its options, and the run that they and the other arguments make, checked before any work."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import os
 import sys
@@ -12,18 +11,17 @@ from typing import Any, Literal
 
 import jax
 
-from ... import checkpoint, data, updaters
-from ..._core import calls, checks, files, text
-from ..._devices import mesh, processes, user_mesh
+from ... import data, updaters
+from ..._core import calls, checks, files
+from ..._devices import processes, user_mesh
 from ..._store.store import specs_of
-from .._callbacks.callbacks import Callback, Callbacks, OnStep, WithMemory, is_saved_memory
-from .._callbacks.history import NO_METRICS, Record
+from .._callbacks.callbacks import Callback, Callbacks, OnStep, WithMemory
+from .._callbacks.history import NO_METRICS
 from .._evaluate.evaluate import Evaluation, check_classes
 from .._step.loss import ClassificationLoss, check_loss_takes
 from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
-from .digest import digest_of_data
-from .progress import Epoch, Profile, as_profile
+from .progress import Profile, as_profile
 
 # What `fit` itself puts into records. The metric `skipped` is the step's own.
 _TAKEN = {*NO_METRICS, "test_loss", "test_accuracy"} - {"skipped"}
@@ -142,6 +140,12 @@ class Run:
         self.skips: bool = getattr(step, "skips", False)
         self.stops: bool = getattr(step, "nonfinite", "ignore") == "stop"
 
+    def is_epoch_over(self, steps: int) -> bool:
+        """Whether an epoch is over after so many steps of it."""
+        if self.steps is not None:
+            return steps == self.steps
+        return isinstance(self.source, data.IterableSource) and self.source.is_pass_over
+
     def batches(self, rng: jax.Array, start: int, **where: Any) -> Iterator[data.Batch]:
         """The batches after the first `start` steps, without an end, in host memory or where `where` says."""
         return iter(self.source.batches(self.batch_size, rng=shuffle_key(rng), epochs=None, start=start, **where))
@@ -199,140 +203,3 @@ def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainS
     if against:
         raise ValueError(f"fit: steps_per_execution is {asked}, but {against[0]}; give 1, or leave it out")
     return asked
-
-
-# Where it resumes.
-
-
-_OF_EPOCHS = ("epochs_over", "epoch_began")
-
-
-@dataclasses.dataclass(frozen=True)
-class Past:
-    """What happened before this call of `fit`."""
-
-    first: int  # the step at which the run began
-    rates: dict[str, float]  # the learning rates of the given state, where it has them
-    history: list[Record] = dataclasses.field(default_factory=list)  # the records of the epochs that are over
-    epoch: Epoch = dataclasses.field(default_factory=Epoch)  # the one that is not
-    stopped: bool = False  # whether a callback ended the training, and would end it again
-    memories: list[Any] | None = None  # of the callbacks, as `Callbacks.to_json` gave them. None: they were not saved.
-    data: str | None = None  # a hash of those of this call, where they are arrays and checkpoints are written
-    identity: str | None = None  # the name of the run in its logs, where it has any
-    resumed: bool = False  # whether it goes on from a checkpoint of `fit`
-    epochs_over: int = 0  # where epochs differ in length: how many are over,
-    epoch_began: int | None = None  # and the step at which the next one began. None: at the first step.
-
-
-def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> tuple[TrainState, Past]:
-    """The state to resume from, and its run. A checkpoint of a run with other batches is refused."""
-    found = None
-    if manager is not None and run.resume:
-        with processes.raise_together():
-            run.callbacks.call("before_resume", manager.directory)
-        found = manager._restore(lambda: like_saved(state, run.step), has_good_info)
-    if found is None and run.resume is True:
-        raise FileNotFoundError(f"fit: resume=True, but {run.checkpoint_dir} holds no checkpoint")
-    # A call of `fit` that failed may have donated it: then a checkpoint is the only way on.
-    given = None if mesh.is_donated(state) else int(state.step)
-    rates = {} if given is None or manager is None else updaters.learning_rates(state)
-    digest = None if manager is None else digest_of_data(run.source, run.examples)
-    new, info = found or (state, {})
-    at = given if found is None else int(new.step)
-    if at is None:
-        raise ValueError("fit: this state was donated to an earlier step; use the state that it returned")
-    # A checkpoint of the same step goes on only where the run was interrupted at it.
-    if given is not None and not (at > given or (at == given and info.get("interrupted"))):
-        return state, Past(given, rates, data=digest)
-    state = new
-    if manager is not None and jax.process_index() == 0:
-        text.say_news(f"resumed from step {at} in {files.shown(manager.directory)}")
-        _say_other_rates(run, rates, info.get("rates", {}), state)
-    if "first" not in info:  # the user saved it, so no epoch of that state is known
-        return state, Past(at if given is None else given, rates, data=digest)
-    data._go_to(run.source, info.get("place"))
-    batch_size, examples = info["batch_size"], info["examples"]
-    if (batch_size, examples) != (run.batch_size, run.examples):
-        raise ValueError(
-            f"fit: the checkpoint is from a run with batches of {batch_size} out of {examples or 'all'} examples, but "
-            f"this run has {run.batch_size} out of {run.examples or 'all'}; give the same again, another "
-            "checkpoint_dir, or resume=False"
-        )
-    if jax.process_index() == 0 and None not in (digest, info.get("data")) and digest != info["data"]:
-        text.say(
-            f"fit: train_data has other values than the run in {run.checkpoint_dir} had until step {at}. The resumed "
-            "run goes on with the new ones. If that is not meant, give the same data again; resume=False or another "
-            "checkpoint_dir begins a new run"
-        )
-    epoch = Epoch(collections.Counter(info.get("sums", {})), info.get("counted", 0), info.get("seconds", 0.0))
-    history = list(filter(_is_record, info.get("history", [])))
-    stopped, memories = info.get("stopped", False), info.get("callbacks")
-    is_other = info.get("limit", run.limit) != run.limit  # where the run was to end
-    if stopped and (is_other or not run.callbacks.stays_over(info.get("ended_by"))):
-        stopped = False
-        if jax.process_index() == 0:
-            text.say_news(f"a callback ended this run at step {at}; other callbacks or limits are given, so it goes on")
-    past = Past(info["first"], rates, history, epoch, stopped, memories, digest, info.get("run"), resumed=True)
-    return state, dataclasses.replace(past, **{name: info[name] for name in _OF_EPOCHS if name in info})
-
-
-def like_saved(state: TrainState, step: Any) -> TrainState:
-    """A state with all parts that the step's checkpoints have. A step of the user's own has those of `state`."""
-    with user_mesh.outside_mesh():
-        state = mesh.zeros_if_donated(state)
-    return step.complete(state) if hasattr(step, "complete") else state
-
-
-def _say_other_rates(run: Run, given: dict[str, float], saved: dict[str, float], state: TrainState) -> None:
-    """Say that a resumed run keeps the rate of its checkpoint, if `fit` is now given another rate than at first."""
-    # Compares the rates given to the two calls of `fit`, because a callback may have changed the rate since.
-    if saved and given and saved != given:
-        now, before, kept = (
-            ", ".join(f"{rate:g}" for rate in rates.values())
-            for rates in (given, saved, updaters.learning_rates(state))
-        )
-        text.say(
-            f"fit: the given state has the learning rate {now}, but the run in {run.checkpoint_dir} began with "
-            f"{before}. The resumed run keeps the rate of the checkpoint, {kept}. To change it, call "
-            "updaters.set_learning_rate on the state that checkpoint.restore returns; resume=False begins a new run"
-        )
-
-
-def has_good_info(path: Path, body: dict[str, Any]) -> bool:
-    """True, or a `CheckpointError` for the info of a run that `fit` cannot have saved."""
-    info, step = body.get("info", {}), body.get("step", 0)
-    if "first" not in info:  # the user saved it
-        return True
-    history, sums, callbacks = info.get("history", []), info.get("sums", {}), info.get("callbacks", [])
-    rates, ended_by = info.get("rates", {}), info.get("ended_by", [])
-    good = {
-        "first": _is_count(info["first"]) and info["first"] <= step,
-        **{name: _is_count(info.get(name)) for name in ("batch_size", "examples")},
-        **{name: isinstance(info.get(name, False), bool) for name in ("stopped", "interrupted")},
-        "history": isinstance(history, list) and all(map(_is_record, history)),
-        "sums": isinstance(sums, dict) and all(map(_is_number, sums.values())),
-        **{name: _is_count(info.get(name, 0)) for name in ("counted", *_OF_EPOCHS)},
-        "seconds": _is_number(info.get("seconds", 0.0)),
-        "rates": isinstance(rates, dict) and all(map(_is_number, rates.values())),
-        "callbacks": isinstance(callbacks, list) and all(map(is_saved_memory, callbacks)),
-        "ended_by": isinstance(ended_by, list) and all(isinstance(each, str) and each.split() for each in ended_by),
-        **{name: isinstance(info.get(name, ""), str) for name in ("run", "data")},
-        "limit": _is_count(info.get("limit", 0)),
-        "place": isinstance(info.get("place", []), list),
-    }
-    wrong = [name for name, holds in good.items() if not holds]
-    if wrong:
-        raise checkpoint.CheckpointError(f"{path} is damaged: wrong {' and '.join(wrong)} in the info of the run")
-    return True
-
-
-def _is_record(record: Any) -> bool:
-    return isinstance(record, dict) and _is_count(record.get("epoch")) and _is_count(record.get("step"))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or _is_count(value)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
