@@ -423,7 +423,8 @@ def test_a_copy_without_its_data_set_is_no_error(tmp_path, monkeypatch):
     """Someone removed the files of TFDS meanwhile."""
     cached(tmp_path)
     assert _load.load_copy(tmp_path, "test") is not None
-    monkeypatch.setattr(_load, "_origin", lambda folder, origin=_load._origin(tmp_path): origin)
+    origin = _load._origin(tmp_path)
+    monkeypatch.setattr(_load, "_origin", lambda folder: origin)
     (tmp_path / "dataset_info.json").unlink()
     assert _load.load_copy(tmp_path, "test") is None
     monkeypatch.undo()
