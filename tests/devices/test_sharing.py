@@ -152,3 +152,16 @@ def test_a_second_push_of_large_values_compiles_nothing():
     with compilations() as count:
         kv.pushpull(store, [0, 1], lists, devices=devices)
     assert count() == 0
+
+
+def test_a_donated_state_becomes_a_template_of_zeros():
+    """Of the same shapes and dtypes and on the same devices, also of random keys. What is there stays."""
+    devices = jax.devices()[:2]
+    state = {"w": mesh.put(np.ones(3), mesh.copies_on(devices)), "key": jax.random.key(1), "n": jnp.int32(5)}
+    want = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
+    state["w"].delete()
+    state["key"].delete()
+    found = mesh.zeros_if_donated(state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), found) == want
+    assert (found["w"].tolist(), jax.random.key_data(found["key"]).tolist()) == ([0.0] * 3, [0, 0])
+    assert found["n"] is state["n"]
