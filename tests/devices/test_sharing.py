@@ -156,8 +156,8 @@ def test_a_second_push_of_large_values_compiles_nothing():
 
 def test_a_donated_state_becomes_a_template_of_zeros():
     """Of the same shapes and dtypes and on the same devices, also of random keys. What is there stays."""
-    devices = jax.devices()[:2]
-    state = {"w": mesh.put(np.ones(3), mesh.copies_on(devices)), "key": jax.random.key(1), "n": jnp.int32(5)}
+    copies = mesh.copies_on(tuple(jax.devices()[:2]))
+    state = {"w": mesh.put(np.ones(3), copies), "key": jax.random.key(1), "n": jnp.int32(5)}
     want = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), state)
     state["w"].delete()
     state["key"].delete()
