@@ -27,7 +27,7 @@ from .._devices.user_mesh import split_like, unsplit
 from ..compression import _start_owner as start_owner
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
 from . import store as stores
-from .store import WHOLE, Arrays, Changes, KVStore, Lists, Rows, Split
+from .store import REPLICATED, Arrays, Changes, Form, KVStore, Layout, Lists
 
 _NUMBER = "num_update"  # its name in MXNet
 Pair = tuple[jax.Array, Any]  # a new value and a new state
@@ -92,10 +92,10 @@ def axis_size(axis_name: str, what: str) -> int:
 def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
     """The sum of each value over the axis, or this device's (chunk,) of it in kind `sharded`. And its new residuals."""
     kind = stores.KINDS[store.kind]
-    if stores.form_of(store) is Split:  # a mapped axis would give a device parts of them that fit no push
+    if stores.is_split(store):  # a mapped axis would give a device parts of them that fit no push
         hint = 'push without axis_name, or train by make_train_step(loss_fn, engine="jit")'
         raise ValueError(f"kv.push: values of this store are split over a mesh in their own shapes; {hint}")
-    if stores.form_of(store) is Rows and lax.axis_size(axis_name) != stores.shards(store):
+    if stores.is_in_rows(store) and lax.axis_size(axis_name) != stores.shards(store):
         has = f"the axis {axis_name!r} has {lax.axis_size(axis_name)} devices"
         raise ValueError(f"kv.push: {has}, but this {store.kind!r} store was made for {stores.shards(store)}")
     small = compressed_keys(store, pushed)
@@ -121,18 +121,18 @@ def as_stored(store: KVStore, pushed: Lists) -> Lists:
     for k, values in pushed.items():
         stored = store.values[k]
         values = [v.astype(stored.dtype) for v in values]
-        lists[k] = [unsplit(v) if stores.form_of(store) is Rows else split_like(v, stored) for v in values]
+        lists[k] = [unsplit(v) if stores.is_in_rows(store) else split_like(v, stored) for v in values]
     return lists
 
 
 def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any]]:
     """Sums without a mapped axis. Each position of a list is a device with a residual of its own."""
     small, layouts = compressed_keys(store, pushed), dict(store.layouts)
-    sums = {k: layouts.get(k, WHOLE).stored(add(values)) for k, values in pushed.items() if k not in small}
+    sums = {k: layouts.get(k, REPLICATED).stored(add(values)) for k, values in pushed.items() if k not in small}
     residuals: dict[int, Any] = {}
     for count in sorted({len(pushed[k]) for k in small}):
         keys = [k for k in pushed if k in small and len(pushed[k]) == count]
-        if stores.form_of(store) is Rows and count != stores.shards(store):
+        if stores.is_in_rows(store) and count != stores.shards(store):
             wanted = f"push one value for each of its {stores.shards(store)} devices, got {count}"
             raise ValueError(f"kv.push: keys {checks.shorten(keys)} are compressed in a {store.kind!r} store; {wanted}")
         stacked = {k: jnp.stack(pushed[k]) for k in keys}
@@ -140,7 +140,7 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
         summed, new = jax.vmap(
             lambda values, own: reduce(dataclasses.replace(store, residuals=own), values, POSITION),
             axis_name=POSITION,
-            out_axes=(0 if stores.form_of(store) is Rows else None, 0),
+            out_axes=(0 if stores.is_in_rows(store) else None, 0),
         )(stacked, held)
         sums |= summed
         residuals |= new
@@ -152,7 +152,7 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
 
 def gather(store: KVStore, parts: Arrays, axis_name: str) -> Arrays:
     """The whole values, out of what every device has of each."""
-    if stores.form_of(store) is not Rows:
+    if not stores.is_in_rows(store):
         return parts
     shapes = stores.shapes_of(store)
     whole = collectives.all_gather(list(parts.values()), [shapes[k] for k in parts], axis_name, store.limits)
@@ -161,7 +161,7 @@ def gather(store: KVStore, parts: Arrays, axis_name: str) -> Arrays:
 
 def own_parts(store: KVStore, values: Arrays, axis_name: str) -> Arrays:
     """What this device stores of whole values: the inverse of `gather`."""
-    if stores.form_of(store) is not Rows:
+    if not stores.is_in_rows(store):
         return values
     return {k: collectives.own_chunk(v, axis_name) for k, v in values.items()}
 
@@ -244,7 +244,7 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
         return _update_tree(store, pushed, loss)
     if (known := counted(store, keys)) is not store:
         return uncounted(update(known, pushed))
-    if stores.form_of(store) is Rows:
+    if stores.is_in_rows(store):
         rows = stores.rows_of(store)
         pairs = {k: _update_rows(store, k, rows[k], pushed[k]) for k in keys}
     else:
@@ -291,13 +291,13 @@ def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: ja
     return value.astype(stored.dtype), state
 
 
-def _update_rows(store: KVStore, key: int, rows: Rows, pushed: jax.Array) -> Pair:
+def _update_rows(store: KVStore, key: int, rows: Layout, pushed: jax.Array) -> Pair:
     """As `update_one`, of a value that is held in these rows. An `Updater` gets each row as a flat share."""
     # A plain function gets the whole value if all rows are here. Elsewhere it must be elementwise.
     updater, state, stored = store.updater, store.updater_state[key], store.values[key]
     if not isinstance(updater, Updater):
         if stored.size == rows.count * rows.chunk:
-            new, state = update_one(updater, key, rows.whole(pushed), state, rows.whole(stored))
+            new, state = update_one(updater, key, rows.full(pushed), state, rows.full(stored))
             return stores.lay_out(store, key, new).reshape(stored.shape), state
         updater = stateless(updater)
         spec = jax.ShapeDtypeStruct(rows.shape, stored.dtype)
@@ -313,7 +313,7 @@ def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Chang
     # A param without a gradient is left as it is, and its part of the state too. The optimizer sees zeros for it.
     left = {k: jnp.zeros_like(store.values[k]) for k in stores.trained_keys(store) if k not in grads}
     run = functools.partial(store.updater.update, value=loss)
-    if stores.form_of(store) is Rows and any(g.ndim > 1 for g in grads.values()):
+    if stores.is_in_rows(store) and any(g.ndim > 1 for g in grads.values()):
         axes = jax.tree.map(lambda leaf: 0 if leaf.ndim > 1 else None, store.optimizer_state)  # of rows, as the grads
         run = jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))
     before = store.optimizer_state
@@ -366,7 +366,7 @@ def cast_rows(rows: list[sparse.RowSparse], dtype: Any) -> list[sparse.RowSparse
 def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
     """`ValueError` if values are cut into rows and the updater is not elementwise for one of these whole values."""
     # A plain function is checked when it is traced: to trace it here would run its Python once more.
-    if stores.form_of(store) is not Rows:
+    if not stores.is_in_rows(store):
         return
     paths = dict(store.paths)
     for k, value in values.items():
@@ -379,6 +379,6 @@ def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
         spec, shards, forms = jax.ShapeDtypeStruct, stores.shards(store), dict[int, Any]()
         for k, v in values.items():
             if k not in store.frozen:
-                chunk = Rows(v.shape, shards).chunk
+                chunk = Layout(Form.ROWS, v.shape, shards).chunk
                 forms[k] = spec(v.shape, v.dtype), spec((chunk,), v.dtype), spec((shards, chunk), v.dtype)
         updaters._check_elementwise(store.updater, forms, paths, where)

@@ -27,7 +27,7 @@ from .._devices.mesh import assemble, copies_on, put, spans_processes, split_ove
 from .._devices.user_mesh import in_user_mesh_now
 from .._store import aggregate, queue, store as stores
 from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
-from .._store.store import Changes, KVStore, Lists, Rows, Split
+from .._store.store import Changes, KVStore, Lists
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
 from ._create import signature
 from ._pull import RETURNED, pull
@@ -213,7 +213,7 @@ def _check_tree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
         return
     needs_all = "the optimizer of this store sees the whole pytree"
     per_key = "make the store with updater=jp.updaters.from_optax(tx), which keeps one state a key"
-    also = ", and without mesh= and sharding=" if stores.form_of(store) is Split else ""
+    also = ", and without mesh= and sharding=" if stores.is_split(store) else ""
     for keys, fault in (
         (rows, f"a RowSparse is a part of a value, and {needs_all}; {per_key}{also}"),
         (trained - pushed.keys(), f"nothing is pushed to them, and {needs_all}; push all at once, or {per_key}"),
@@ -260,11 +260,11 @@ def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
 def _push_here(store: KVStore, pushed: Lists) -> Changes:
     """What a push by this process changes."""
     devices = mesh.one_on_each(pushed.values())
-    is_on_each = stores.form_of(store) is not Split and not stores.KINDS[store.kind].on_one_device
+    is_on_each = not stores.is_split(store) and not stores.KINDS[store.kind].on_one_device
     if devices is not None and is_on_each and store.devices in (None, devices):
         # Of a large value each device has a copy. In one memory one device does the work of all.
         large = {k for k in pushed if store.values[k].nbytes >= mesh.LARGE}
-        if stores.form_of(store) is Rows or not large or not mesh.one_memory(devices):
+        if stores.is_in_rows(store) or not large or not mesh.one_memory(devices):
             large = set[int]()
         large -= aggregate.compressed_keys(store, large)
         ways: list[tuple[Way, list[int]]] = [
@@ -275,7 +275,7 @@ def _push_here(store: KVStore, pushed: Lists) -> Changes:
         # Where values are split over a mesh their shardings differ, and one program over the mesh has all keys.
         keys_at: dict[Sharding | None, list[int]] = {}
         for k in pushed:
-            keys_at.setdefault(None if stores.form_of(store) is Split else _target(store, k), []).append(k)
+            keys_at.setdefault(None if stores.is_split(store) else _target(store, k), []).append(k)
         ways = [(functools.partial(_push_at_home, devices), keys) for keys in keys_at.values()]
     parts: list[Changes] = []
     for way, keys in ways:
@@ -312,7 +312,7 @@ def _push_across(store: KVStore, pushed: Lists) -> Changes:
 
 def _target(store: KVStore, key: int) -> Sharding:
     """Where the values of a key are sent that the devices which push do not sum themselves."""
-    return stores.sharding_of(store) if stores.form_of(store) is Rows else store.values[key].sharding
+    return stores.sharding_of(store) if stores.is_in_rows(store) else store.values[key].sharding
 
 
 def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int]) -> Changes:
@@ -345,7 +345,7 @@ def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int
 def _push_over(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
     """A program over these devices sums what each of them pushed. Those of this process have one value of each key."""
     along, values, states = split_over(devices), store.values, store.updater_state
-    if stores.form_of(store) is not Rows:
+    if not stores.is_in_rows(store):
         values, states = put((values, states), copies_on(devices))
     residuals = put(store.residuals, along)
     store = dataclasses.replace(store, values=values, updater_state=states, residuals=residuals)
@@ -409,8 +409,8 @@ def _push_rows(
     """What a push of rows changes, `across` all processes or in this one. It makes no residuals."""
     apart, dense = "keep this table in a separate store", "push dense values, or use kind 'dist_sync'"
     for is_refused, reason in (
-        (stores.form_of(store) is Split, f"values are split over a mesh and take no RowSparse; {apart} without mesh="),
-        (stores.form_of(store) is Rows, f"a store of kind {store.kind!r} takes none; use kind 'device' or 'local'"),
+        (stores.is_split(store), f"values are split over a mesh and take no RowSparse; {apart} without mesh="),
+        (stores.is_in_rows(store), f"a store of kind {store.kind!r} takes none; use kind 'device' or 'local'"),
         (store.compressor, f"gradient compression does not take a RowSparse, as in MXNet; {apart}"),
         (store.staleness, f"a store of staleness {store.staleness} cannot delay it; {dense}"),
     ):

@@ -18,7 +18,7 @@ from jax import lax
 
 from ..._devices.mesh import put_copy, split_over
 from ..._store import aggregate
-from ..._store.store import Rows, by_key, form_of, sharding_of, trained_keys, tree_of, with_changes
+from ..._store.store import by_key, is_in_rows, sharding_of, trained_keys, tree_of, with_changes
 from ...kv import KVStore
 from .loss import Mean, with_own_streams
 from .state import TrainState, carries, whole_params
@@ -102,7 +102,7 @@ class LocalSGD(DeviceStep):
         """The state with the parts `local` and `outer`, as before the first round. Parts that it has stay."""
         state = super().with_initial_parts(state)
         store = state.store
-        if form_of(store) is Rows:
+        if is_in_rows(store):
             fault = f"with local_steps each device keeps all params, and kind {store.kind!r} gives it a part of them"
             raise ValueError(f"train step: {fault}; use kind 'device' or 'dist_sync'")
         if store.staleness:
