@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from .. import sparse, updaters
 from .._core import checks
-from .._core.arrays import Recent, is_prng_key, is_traced
+from .._core.arrays import Recent, is_prng_key, is_tracing
 from .._devices import collectives
 from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import split_like, unsplit
@@ -29,7 +29,6 @@ from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
 from . import store as stores
 from .store import REPLICATED, Arrays, Changes, Form, KVStore, Layout, Lists
 
-_NUMBER = "num_update"  # its name in MXNet
 Pair = tuple[jax.Array, Any]  # a new value and a new state
 
 POSITION = "position"  # the axis of a pushed list of values
@@ -43,17 +42,19 @@ def program(updater: Any, compressor: Any) -> Any:
     has one array for each key, of which each device has its value.
     """
 
-    def run(store: KVStore, sent: Lists, mesh: Mesh | None) -> Changes:
+    def run(store: KVStore, sent: Lists, num_updates: Arrays, mesh: Mesh | None) -> Changes:
         store = dataclasses.replace(store, updater=updater, compressor=compressor)
         if mesh is None:
-            return _at_home(store, push(store, sent, None))
+            return _at_home(store, push(store, sent, num_updates, None))
         specs = jax.tree.map(operator.attrgetter("spec"), stores.layout_of_each(store))
         changes = Changes(specs.values, specs.updater_state, specs.residuals)
         # A value without axes comes in the shape (1,), since one in () could not be split. The update reshapes the sum.
-        own, args = functools.partial(push, axis_name=STORE_AXIS), (specs, P(STORE_AXIS))
-        return jax.shard_map(own, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(store, sent)
+        own, args = functools.partial(push, axis_name=STORE_AXIS), (specs, P(STORE_AXIS), P())
+        return jax.shard_map(own, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(
+            store, sent, num_updates
+        )
 
-    return jax.jit(run, static_argnums=2)
+    return jax.jit(run, static_argnums=3)
 
 
 def _at_home(store: KVStore, changes: Changes) -> Changes:
@@ -71,13 +72,14 @@ def _at_home(store: KVStore, changes: Changes) -> Changes:
     return changes._replace(optimizer_state=state)
 
 
-def push(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
+def push(store: KVStore, pushed: Lists, num_updates: Mapping[int, jax.Array], axis_name: str | None) -> Changes:
+    """What a push changes: the sums of the lists, over the mapped axis too, and the update by them."""
     lists = as_stored(store, pushed)
     if axis_name is None:
         sums, residuals = _sums_of_lists(store, lists)
     else:
         sums, residuals = reduce(store, {k: add(values) for k, values in lists.items()}, axis_name)
-    return update(store, sums)._replace(residuals=residuals)
+    return update(store, sums, num_updates)._replace(residuals=residuals)
 
 
 def axis_size(axis_name: str, what: str) -> int:
@@ -234,7 +236,9 @@ def _start_on_device(store: KVStore, keys: list[int], count: int, device: Any) -
 # The update by the sums.
 
 
-def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Changes:
+def update(
+    store: KVStore, summed: Arrays, num_updates: Mapping[int, jax.Array], loss: jax.Array | None = None
+) -> Changes:
     """The changes of the keys in `summed`, in ascending order. A `TreeOptimizer` gets the loss, if it is known."""
     # Sums are laid out as the values: whole, one device's share, or rows of all shares.
     keys = sorted(summed)
@@ -242,44 +246,45 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
     pushed = {k: split_like(v, store.values[k]) for k, v in pushed.items()}
     if isinstance(store.updater, TreeOptimizer):
         return _update_tree(store, pushed, loss)
-    if (known := counted(store, keys)) is not store:
-        return uncounted(update(known, pushed))
-    if stores.is_in_rows(store):
-        rows = stores.rows_of(store)
-        pairs = {k: _update_rows(store, k, rows[k], pushed[k]) for k in keys}
-    else:
-        pairs = {k: update_one(store.updater, k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
+    updater, states, rows = store.updater, store.updater_state, stores.rows_of(store)
+    pairs: dict[int, Pair] = {}
+    for k in keys:
+        if k in rows:
+            pairs[k] = _update_rows(store, k, rows[k], pushed[k], num_updates.get(k))
+        else:
+            pairs[k] = update_one(updater, k, pushed[k], states[k], store.values[k], num_updates.get(k))
     return Changes({k: new for k, (new, _) in pairs.items()}, {k: state for k, (_, state) in pairs.items()})
 
 
-def counted(store: KVStore, keys: Iterable[int]) -> KVStore:
-    """The store whose states hold the count that a schedule of MXNet's is asked with: the largest of any key."""
-    # A push of several keys counts them in ascending order. The number is there while a push runs, see `uncounted`.
-    keys = sorted(keys)
-    asks = isinstance(store.updater, Updater) and getattr(store.updater.update, "asks_all_counts", False)
-    if not asks or not keys or _NUMBER in store.updater_state[keys[0]]:
-        return store
-    counts: dict[int, Any] = {k: s["count"] for k, s in store.updater_state.items() if k not in store.frozen}
+def num_updates(store: KVStore, keys: Iterable[int], ready: Mapping[int, jax.Array] | None = None) -> Arrays:
+    """What each of these keys asks a schedule of MXNet's with when they are updated. {} if the updater has none.
+
+    That is the largest number of updates of any key of the store, so it is counted once for a whole push, of all its
+    keys, and each part of the push is given it. `ready`: which of the keys are updated, where a program decides.
+    """
+    if not (isinstance(store.updater, Updater) and getattr(store.updater.update, "takes_num_updates", False)):
+        return {}
+    counts: dict[int, Any] = {k: state["count"] for k, state in store.updater_state.items() if k not in store.frozen}
     larger: Any = jnp.maximum
-    if not is_traced(counts):
-        # By NumPy, since JAX keeps what it once copied for that. So a push reads the counts of the last push only.
-        counts, larger = {k: int(np.asarray(count)) for k, count in counts.items()}, max
-    largest, states = functools.reduce(larger, counts.values()), dict[int, Any]()
-    for k in keys:
-        largest = larger(largest, counts[k] + 1)
-        states[k] = {**store.updater_state[k], _NUMBER: jnp.asarray(largest - 1, jnp.int32)}
-    return dataclasses.replace(store, updater_state=store.updater_state | states)
+    number: Any = jnp.asarray
+    if not is_tracing():
+        # By NumPy, since JAX keeps what it once copied for that. So a push waits for the counts of the last push only.
+        counts, larger, number = {k: int(np.asarray(count)) for k, count in counts.items()}, max, np.int32
+    largest, found = functools.reduce(larger, counts.values()), dict[int, jax.Array]()
+    # As MXNet, which updates one key after the other: each one is counted before its schedule is asked.
+    for k in sorted(keys):
+        largest = larger(largest, counts[k] + (1 if ready is None else ready[k]))
+        found[k] = number(largest - 1)
+    return found
 
 
-def uncounted(changes: Changes) -> Changes:
-    """The changes without what `counted` added."""
-    states = {k: {n: x for n, x in state.items() if n != _NUMBER} for k, state in changes.updater_state.items()}
-    return changes._replace(updater_state=states)
-
-
-def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array) -> Pair:
+def update_one(
+    updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array, num_updates: jax.Array | None
+) -> Pair:
     """What the updater gives for one key, checked, and in the dtype of the stored value."""
-    if isinstance(updater, Updater):
+    if num_updates is not None:
+        new, state = updater.update(key, pushed, state, stored, num_updates=num_updates)
+    elif isinstance(updater, Updater):
         new, state = updater.update(key, pushed, state, stored)
     else:
         new = updater(key, pushed, stored)
@@ -291,21 +296,21 @@ def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: ja
     return value.astype(stored.dtype), state
 
 
-def _update_rows(store: KVStore, key: int, rows: Layout, pushed: jax.Array) -> Pair:
+def _update_rows(store: KVStore, key: int, rows: Layout, pushed: jax.Array, num_updates: jax.Array | None) -> Pair:
     """As `update_one`, of a value that is held in these rows. An `Updater` gets each row as a flat share."""
     # A plain function gets the whole value if all rows are here. Elsewhere it must be elementwise.
     updater, state, stored = store.updater, store.updater_state[key], store.values[key]
     if not isinstance(updater, Updater):
         if stored.size == rows.count * rows.chunk:
-            new, state = update_one(updater, key, rows.full(pushed), state, rows.full(stored))
+            new, state = update_one(updater, key, rows.full(pushed), state, rows.full(stored), None)
             return stores.lay_out(store, key, new).reshape(stored.shape), state
         updater = stateless(updater)
         spec = jax.ShapeDtypeStruct(rows.shape, stored.dtype)
         check_shares(dataclasses.replace(store, updater=updater), {key: spec}, "kv.push")
     if stored.ndim == 1:
-        return update_one(updater, key, pushed, state, stored)
+        return update_one(updater, key, pushed, state, stored, num_updates)
     axes = jax.tree.map(lambda leaf: 0 if leaf.shape == stored.shape else None, state)
-    run = functools.partial(update_one, updater, key)
+    run = functools.partial(update_one, updater, key, num_updates=num_updates)
     return jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))(pushed, state, stored)
 
 
@@ -343,7 +348,13 @@ def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
 
 
 def add_rows(
-    updater: Any, key: int, axis_name: str | None, rows: list[sparse.RowSparse], state: Any, stored: jax.Array
+    updater: Any,
+    key: int,
+    axis_name: str | None,
+    rows: list[sparse.RowSparse],
+    state: Any,
+    stored: jax.Array,
+    num_updates: jax.Array | None,
 ) -> Pair:
     # With the default updater the rows replace the whole value, as in MXNet: the other rows become 0. Any other updater
     # sees the rows that are pushed, of the stored value and of its own state. Some of MXNet's optimizers update the
@@ -353,7 +364,7 @@ def add_rows(
         total = sparse.allreduce(total, axis_name)
     if updater == updaters.assign:
         return split_like(sparse.to_dense(total), stored), state
-    update = functools.partial(update_one, updater, key)
+    update = functools.partial(update_one, updater, key, num_updates=num_updates)
     if not updaters._said(updater, "is_lazy", lambda state: True)(state):
         return update(sparse.to_dense(total), state, stored)
     return sparse.lazy_update(update, total, state, stored, coalesced=True)

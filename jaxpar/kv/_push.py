@@ -27,13 +27,13 @@ from .._devices.mesh import assemble, copies_on, put, spans_processes, split_ove
 from .._devices.user_mesh import in_user_mesh_now
 from .._store import aggregate, queue, store as stores
 from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
-from .._store.store import Changes, KVStore, Lists
+from .._store.store import Arrays, Changes, KVStore, Lists
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
 from ._create import signature
 from ._pull import RETURNED, pull
 
 Devices = tuple[Device, ...]
-Way = Callable[[Any, KVStore, Lists], Changes]  # what is given a program, and runs it where it belongs
+Way = Callable[[Any, KVStore, Lists, Arrays], Changes]  # what is given a program, and runs it where it belongs
 
 
 @calls.answers("kv.push", MXNET_ARGUMENTS)
@@ -94,14 +94,13 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
         return store
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], sparse.RowSparse)}
     dense = {k: vs for k, vs in pushed.items() if k not in rows}
-    known = aggregate.counted(store, pushed)  # here, since the program of some keys does not see the counts of others
-    parts: list[Changes] = []
+    num_updates = aggregate.num_updates(store, pushed)
+    changes = Changes()
     if rows:
-        parts.append(_push_rows(known, rows, axis_name, across=way is _push_across))
+        changes |= _push_rows(store, rows, num_updates, axis_name, across=way is _push_across)
     if dense:
-        parts.append(queue.push(known, dense, axis_name, way) if store.staleness else way(known, dense))
-    changes = functools.reduce(operator.or_, parts)
-    return stores.with_changes(store, changes if known is store else aggregate.uncounted(changes))
+        changes |= queue.push(store, dense, axis_name, way) if store.staleness else way(store, dense, num_updates)
+    return stores.with_changes(store, changes)
 
 
 @calls.answers("kv.flush", MXNET_ARGUMENTS)
@@ -257,7 +256,7 @@ def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
 # A push at the prompt: where its values are summed.
 
 
-def _push_here(store: KVStore, pushed: Lists) -> Changes:
+def _push_here(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
     """What a push by this process changes."""
     devices = mesh.one_on_each(pushed.values())
     is_on_each = not stores.is_split(store) and not stores.KINDS[store.kind].on_one_device
@@ -281,12 +280,12 @@ def _push_here(store: KVStore, pushed: Lists) -> Changes:
     for way, keys in ways:
         for start in range(0, len(keys), mesh.MOST):
             some = {k: pushed[k] for k in keys[start : start + mesh.MOST]}
-            parts.append(_push_part(way, store, some, {k: len(values) for k, values in some.items()}))
+            parts.append(_push_part(way, store, some, {k: len(values) for k, values in some.items()}, num_updates))
     changes = functools.reduce(operator.or_, parts)
     return changes if isinstance(store.updater, Updater) else _update_by(store, changes)
 
 
-def _push_across(store: KVStore, pushed: Lists) -> Changes:
+def _push_across(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
     """What a push by all processes changes."""
     # Every process has its own copy of the stored values, as a store of kind `device`. It sums its own values first.
     # Then the first devices of the processes push, in buckets, and compressed if the store says so. At last every
@@ -298,15 +297,15 @@ def _push_across(store: KVStore, pushed: Lists) -> Changes:
     several = {k: vs for k, vs in pushed.items() if len(vs) > 1}
     within, states = stores.KINDS[store.kind].within_process, dict.fromkeys(several, ())
     own = KVStore({k: here[k] for k in several}, states, {}, within, limits=store.limits)
-    sums = _push_here(own, several).values if several else {}
+    sums = _push_here(own, several, {}).values if several else {}
     # Of a sum that is on each device, JAX takes the copy that is there already.
     own_sums = {k: [jax.device_put(sums[k] if k in sums else vs[0], leader)] for k, vs in pushed.items()}
     values = {k: assemble([v], copies_on(leaders)) for k, v in here.items()}
     states, counts = dict.fromkeys(values, ()), dict.fromkeys(values, len(leaders))
     over = dataclasses.replace(store, values=values, updater_state=states, layouts=(), updater=assign)
-    summed = mesh.run_by_itself(_push_part, functools.partial(_push_over, leaders), over, own_sums, counts)
+    summed = mesh.run_by_itself(_push_part, functools.partial(_push_over, leaders), over, own_sums, counts, {})
     totals = {k: [put(v.addressable_data(0), store.values[k].sharding)] for k, v in summed.values.items()}
-    changes = _push_here(dataclasses.replace(store, compressor=None, residuals={}), totals)
+    changes = _push_here(dataclasses.replace(store, compressor=None, residuals={}), totals, num_updates)
     return changes._replace(residuals=summed.residuals)
 
 
@@ -315,7 +314,7 @@ def _target(store: KVStore, key: int) -> Sharding:
     return stores.sharding_of(store) if stores.is_in_rows(store) else store.values[key].sharding
 
 
-def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int]) -> Changes:
+def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int], num_updates: Arrays) -> Changes:
     """What a program of these keys changes. `counts`: how many residuals each of them has, if it is compressed."""
     # Where the updater does not see the keys they are 0, 1, ... in the program. So a loop over the keys of a model
     # compiles one program for each shape, not one for each key.
@@ -334,7 +333,8 @@ def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int
         layouts=tuple([(n, layouts[k]) for k, n in numbers.items() if k in layouts]),
     )
     run = aggregate.program(updater, store.compressor)
-    changes = way(run, part, {n: pushed[k] for k, n in numbers.items()})
+    asked = {n: num_updates[k] for k, n in numbers.items() if k in num_updates and updater is store.updater}
+    changes = way(run, part, {n: pushed[k] for k, n in numbers.items()}, asked)
     keys = {n: k for k, n in numbers.items()}
     return Changes(*[{keys[n]: x for n, x in new.items()} for new in changes[:-1]])
 
@@ -342,7 +342,7 @@ def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int
 # Where a program runs. It is given what `aggregate.program` takes: a store of some keys, and their lists.
 
 
-def _push_over(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
+def _push_over(devices: Devices, run: Any, store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
     """A program over these devices sums what each of them pushed. Those of this process have one value of each key."""
     along, values, states = split_over(devices), store.values, store.updater_state
     if not stores.is_in_rows(store):
@@ -356,27 +356,27 @@ def _push_over(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Cha
         each = [v if v.dtype == dtype else v.astype(dtype) for v in each]
         sent[k] = [assemble([v if v.ndim else v.reshape(1) for v in each], along)]
     mesh.wait_before_collectives((store, sent), devices)
-    return run(store, sent, along.mesh)
+    return run(store, sent, num_updates, along.mesh)
 
 
-def _push_at_home(devices: Devices | None, run: Any, store: KVStore, pushed: Lists) -> Changes:
+def _push_at_home(devices: Devices | None, run: Any, store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
     """A program where the stored values are sums what is sent there. `devices`: those that push one value each."""
     where = _target(store, next(iter(pushed)))
     # A program takes NumPy's views of one memory without a copy, and faster than arrays that are put on its device.
     if devices and isinstance(where, SingleDeviceSharding) and mesh.one_memory({*devices, *where.device_set}):
         sent: Any = {k: [np.asarray(v) for v in values] for k, values in pushed.items()}
         with jax.default_device(*where.device_set):
-            return run(store, sent, None)
+            return run(store, sent, num_updates, None)
     sent = {k: mesh.share_or_put(values, _target(store, k)) for k, values in pushed.items()}
-    return run(store, sent, None)
+    return run(store, sent, num_updates, None)
 
 
-def _push_on_first(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
+def _push_on_first(devices: Devices, run: Any, store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
     """The first device sums and updates in a memory that all of them share. The others share its results."""
     # So one device does the work of all for large values, of which each device has a copy.
     values, states = put((store.values, store.updater_state), SingleDeviceSharding(devices[0]))
     store = dataclasses.replace(store, values=values, updater_state=states)
-    leaves, structure = jax.tree.flatten(_push_at_home(devices, run, store, pushed))
+    leaves, structure = jax.tree.flatten(_push_at_home(devices, run, store, pushed, num_updates))
     return structure.unflatten(mesh.share_or_put(leaves, copies_on(devices)))
 
 
@@ -390,21 +390,25 @@ def _update_by(store: KVStore, summed: Changes) -> Changes:
     moved = {k: put(store.values[k], v.sharding) for k, v in sums.items() if store.values[k].sharding != v.sharding}
     store = dataclasses.replace(store, values=store.values | moved)
     if not isinstance(store.updater, TreeOptimizer):
-        return aggregate.update(store, sums)._replace(residuals=summed.residuals)
+        return aggregate.update(store, sums, {})._replace(residuals=summed.residuals)
     state, where = store.optimizer_state, next(iter(sums.values())).sharding
     if not store.layouts and any(leaf.sharding != where for leaf in jax.tree.leaves(state)):
         state = put(state, where)
     bare = {"updater": None, "compressor": None, "updater_state": {}, "residuals": {}, "pending": {}}
     part = dataclasses.replace(store, optimizer_state=state, **bare)
     lists = {k: [v] for k, v in sorted(sums.items())}
-    return aggregate.program(store.updater, None)(part, lists, None)._replace(residuals=summed.residuals)
+    return aggregate.program(store.updater, None)(part, lists, {}, None)._replace(residuals=summed.residuals)
 
 
 # Rows of a table.
 
 
 def _push_rows(
-    store: KVStore, pushed: dict[int, list[sparse.RowSparse]], axis_name: str | None, across: bool
+    store: KVStore,
+    pushed: dict[int, list[sparse.RowSparse]],
+    num_updates: Arrays,
+    axis_name: str | None,
+    across: bool,
 ) -> Changes:
     """What a push of rows changes, `across` all processes or in this one. It makes no residuals."""
     apart, dense = "keep this table in a separate store", "push dense values, or use kind 'dist_sync'"
@@ -429,7 +433,7 @@ def _push_rows(
             rows = [_sum_over_processes(rows, stored.dtype)] if across else rows
             rows = put(rows, stored.sharding)
             run = _compiled(store.updater) if isinstance(store.updater, Updater) else run
-        changes.values[key], changes.updater_state[key] = run(key, axis_name, rows, state, stored)
+        changes.values[key], changes.updater_state[key] = run(key, axis_name, rows, state, stored, num_updates.get(key))
     return changes
 
 

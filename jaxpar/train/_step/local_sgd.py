@@ -50,7 +50,8 @@ class LocalSGD(DeviceStep):
         updates, transform = grads, mine.transform
         if self.grad_transform is not None:
             updates, transform = self._transform(mine, params, grads)
-        store = with_changes(mine.store, aggregate.update(mine.store, updates, loss))
+        num_updates = aggregate.num_updates(mine.store, updates)
+        store = with_changes(mine.store, aggregate.update(mine.store, updates, num_updates, loss))
         metrics, model_state, bad = self._mean_over_devices(state, share, grads, {})
         local = _like(state.local, _local_part(store, list(state.local["values"]), transform))
         since = state.outer["since"] + 1

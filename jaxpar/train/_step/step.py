@@ -245,7 +245,8 @@ class DeviceStep:
         transform = state.transform
         if self.grad_transform is not None:
             summed, transform = self._transform(state, params, summed)
-        changes = aggregate.update(state.store, summed, loss)._replace(residuals=residuals)
+        num_updates = aggregate.num_updates(state.store, summed, ready)
+        changes = aggregate.update(state.store, summed, num_updates, loss)._replace(residuals=residuals)
         if ready is not None:
             changes = queue.where_ready(state.store, changes, ready, {}, self.axis_name)
             if jax.tree.leaves(transform):
