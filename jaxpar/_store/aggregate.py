@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,41 +20,97 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from .. import sparse, updaters
 from .._core import checks
-from .._core.arrays import Recent, is_prng_key, is_tracing
+from .._core.arrays import Device, Recent, is_prng_key, is_tracing
 from .._devices import collectives
 from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import split_like, unsplit
 from ..compression import _start_owner as start_owner
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
 from . import store as stores
-from .store import REPLICATED, Arrays, Changes, Form, KVStore, Layout, Lists
+from .store import REPLICATED, Arrays, Changes, Form, KVStore, Layout, Layouts, Lists
 
 Pair = tuple[jax.Array, Any]  # a new value and a new state
 
 POSITION = "position"  # the axis of a pushed list of values
 
 
+class Entry(NamedTuple):
+    """What a program of a push is given of one key."""
+
+    stored: jax.Array
+    state: Any  # of the updater
+    pushed: list[jax.Array]  # over a mesh: one array, of which each device has its value
+    residual: Any = None  # None: its values are not compressed
+    num_updates: Any = None  # None: its updater asks for none
+
+
+class Updated(NamedTuple):
+    """What a program of a push changes of one key."""
+
+    value: jax.Array
+    state: Any
+    residual: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What the programs of a push depend on beside arrays, updater and compressor."""
+
+    kind: str
+    limits: collectives.BucketLimits
+    devices: tuple[Device, ...] | None = None  # of the store
+    layouts: Layouts = ()
+    # The keys of the entries, as the updater sees them. If it does not look at them they are 0, 1, ..., so that a loop
+    # over the keys of a model compiles a program for each shape, not one for each key.
+    keys: tuple[int, ...] = ()
+
+
 @Recent
 def program(updater: Any, compressor: Any) -> Any:
-    """What a push at the prompt changes: the functions below, compiled. The store has the keys that are pushed only.
+    """The functions below, compiled for a push at the prompt. It is found by the shapes and dtypes of the entries.
 
-    It comes without updater and compressor, since JAX keeps the structures of arguments forever. With a mesh, `sent`
-    has one array for each key, of which each device has its value.
+    It comes without updater and compressor, since JAX keeps what it was called with forever. Without an updater that
+    reads the stored values (`assign`) it sums only. With a mesh, each of its devices has one of the pushed values.
     """
 
-    def run(store: KVStore, sent: Lists, num_updates: Arrays, mesh: Mesh | None) -> Changes:
-        store = dataclasses.replace(store, updater=updater, compressor=compressor)
-        if mesh is None:
-            return _at_home(store, push(store, sent, num_updates, None))
-        specs = jax.tree.map(operator.attrgetter("spec"), stores.layout_of_each(store))
-        changes = Changes(specs.values, specs.updater_state, specs.residuals)
-        # A value without axes comes in the shape (1,), since one in () could not be split. The update reshapes the sum.
-        own, args = functools.partial(push, axis_name=STORE_AXIS), (specs, P(STORE_AXIS), P())
-        return jax.shard_map(own, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(
-            store, sent, num_updates
+    def run(setting: Setting, entries: Sequence[Entry], mesh: Mesh | None) -> list[Updated]:
+        by_key = dict(zip(setting.keys, entries, strict=True))
+        store = KVStore(
+            {k: entry.stored for k, entry in by_key.items()},
+            {k: entry.state for k, entry in by_key.items()},
+            {k: entry.residual for k, entry in by_key.items() if entry.residual is not None},
+            setting.kind,
+            updater=updater,
+            compressor=compressor,
+            devices=setting.devices,
+            limits=setting.limits,
+            layouts=setting.layouts,
         )
+        pushed = {k: entry.pushed for k, entry in by_key.items()}
+        num_updates = {k: entry.num_updates for k, entry in by_key.items() if entry.num_updates is not None}
+        if mesh is None:
+            changes = _at_home(store, push(store, pushed, num_updates, None))
+        else:
+            specs = jax.tree.map(operator.attrgetter("spec"), stores.layout_of_each(store))
+            changed = Changes(specs.values, specs.updater_state, specs.residuals)
+            # A value without axes comes in the shape (1,), since one in () could not be split. The update reshapes it.
+            own, args = functools.partial(push, axis_name=STORE_AXIS), (specs, P(STORE_AXIS), P())
+            over_mesh = jax.shard_map(own, mesh=mesh, in_specs=args, out_specs=changed, check_vma=False)
+            changes = over_mesh(store, pushed, num_updates)
+        return [Updated(changes.values[k], changes.updater_state[k], changes.residuals.get(k)) for k in by_key]
 
-    return jax.jit(run, static_argnums=3)
+    return jax.jit(run, static_argnums=(0, 2))
+
+
+@Recent
+def tree_program(optimizer: TreeOptimizer) -> Any:
+    """The update by sums of an optimizer that sees the whole pytree, compiled for a push at the prompt."""
+
+    def run(store: KVStore, sums: Arrays) -> Changes:
+        store = dataclasses.replace(store, updater=optimizer)
+        return _at_home(store, update(store, sums, {}))
+
+    return jax.jit(run)
 
 
 def _at_home(store: KVStore, changes: Changes) -> Changes:
