@@ -399,8 +399,9 @@ def _over_devices(devices: Devices, run: Any, entries: Mapping[int, Entry], *, i
     taken: list[Entry] = []
     for k, entry in entries.items():
         stored, state = held[k]
+        dtype = stored.dtype
         # The arrays of the devices become one array over them, without a copy. Buckets are made inside of the program.
-        values = [v if v.dtype == stored.dtype else v.astype(stored.dtype) for v in entry.pushed]
+        values = [v if v.dtype == dtype else v.astype(dtype) for v in entry.pushed]
         pushed = [assemble([v if v.ndim else v.reshape(1) for v in values], along)]
         taken.append(Entry(stored, state, pushed, residuals[k], entry.num_updates))
     mesh.wait_before_collectives(taken, devices)
