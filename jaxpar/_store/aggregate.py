@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,40 +20,97 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from .. import sparse, updaters
 from .._core import checks
-from .._core.arrays import Recent, is_prng_key, is_traced
+from .._core.arrays import Device, Recent, is_prng_key, is_tracing
 from .._devices import collectives
 from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import split_like, unsplit
 from ..compression import _start_owner as start_owner
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
 from . import store as stores
-from .store import WHOLE, Arrays, Changes, KVStore, Lists, Rows, Split
+from .store import REPLICATED, Arrays, Changes, Form, KVStore, Layout, Layouts, Lists
 
-_NUMBER = "num_update"  # its name in MXNet
 Pair = tuple[jax.Array, Any]  # a new value and a new state
 
 POSITION = "position"  # the axis of a pushed list of values
 
 
+class Entry(NamedTuple):
+    """What a program of a push is given of one key."""
+
+    stored: jax.Array
+    state: Any  # of the updater
+    pushed: list[jax.Array]  # over a mesh: one array, of which each device has its value
+    residual: Any = None  # None: its values are not compressed
+    num_updates: Any = None  # None: its updater asks for none
+
+
+class Updated(NamedTuple):
+    """What a program of a push changes of one key."""
+
+    value: jax.Array
+    state: Any
+    residual: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What the programs of a push depend on beside arrays, updater and compressor."""
+
+    kind: str
+    limits: collectives.BucketLimits
+    devices: tuple[Device, ...] | None = None  # of the store
+    layouts: Layouts = ()
+    # The keys of the entries, as the updater sees them. If it does not look at them they are 0, 1, ..., so that a loop
+    # over the keys of a model compiles a program for each shape, not one for each key.
+    keys: tuple[int, ...] = ()
+
+
 @Recent
 def program(updater: Any, compressor: Any) -> Any:
-    """What a push at the prompt changes: the functions below, compiled. The store has the keys that are pushed only.
+    """The functions below, compiled for a push at the prompt. It is found by the shapes and dtypes of the entries.
 
-    It comes without updater and compressor, since JAX keeps the structures of arguments forever. With a mesh, `sent`
-    has one array for each key, of which each device has its value.
+    It comes without updater and compressor, since JAX keeps what it was called with forever. Without an updater that
+    reads the stored values (`assign`) it sums only. With a mesh, each of its devices has one of the pushed values.
     """
 
-    def run(store: KVStore, sent: Lists, mesh: Mesh | None) -> Changes:
-        store = dataclasses.replace(store, updater=updater, compressor=compressor)
+    def run(setting: Setting, entries: Sequence[Entry], mesh: Mesh | None) -> list[Updated]:
+        by_key = dict(zip(setting.keys, entries, strict=True))
+        store = KVStore(
+            {k: entry.stored for k, entry in by_key.items()},
+            {k: entry.state for k, entry in by_key.items()},
+            {k: entry.residual for k, entry in by_key.items() if entry.residual is not None},
+            setting.kind,
+            updater=updater,
+            compressor=compressor,
+            devices=setting.devices,
+            limits=setting.limits,
+            layouts=setting.layouts,
+        )
+        pushed = {k: entry.pushed for k, entry in by_key.items()}
+        num_updates = {k: entry.num_updates for k, entry in by_key.items() if entry.num_updates is not None}
         if mesh is None:
-            return _at_home(store, push(store, sent, None))
-        specs = jax.tree.map(operator.attrgetter("spec"), stores.layout_of_each(store))
-        changes = Changes(specs.values, specs.updater_state, specs.residuals)
-        # A value without axes comes in the shape (1,), since one in () could not be split. The update reshapes the sum.
-        own, args = functools.partial(push, axis_name=STORE_AXIS), (specs, P(STORE_AXIS))
-        return jax.shard_map(own, mesh=mesh, in_specs=args, out_specs=changes, check_vma=False)(store, sent)
+            changes = _at_home(store, push(store, pushed, num_updates, None))
+        else:
+            specs = jax.tree.map(operator.attrgetter("spec"), stores.layout_of_each(store))
+            changed = Changes(specs.values, specs.updater_state, specs.residuals)
+            # A value without axes comes in the shape (1,), since one in () could not be split. The update reshapes it.
+            own, args = functools.partial(push, axis_name=STORE_AXIS), (specs, P(STORE_AXIS), P())
+            over_mesh = jax.shard_map(own, mesh=mesh, in_specs=args, out_specs=changed, check_vma=False)
+            changes = over_mesh(store, pushed, num_updates)
+        return [Updated(changes.values[k], changes.updater_state[k], changes.residuals.get(k)) for k in by_key]
 
-    return jax.jit(run, static_argnums=2)
+    return jax.jit(run, static_argnums=(0, 2))
+
+
+@Recent
+def tree_program(optimizer: TreeOptimizer) -> Any:
+    """The update by sums of an optimizer that sees the whole pytree, compiled for a push at the prompt."""
+
+    def run(store: KVStore, sums: Arrays) -> Changes:
+        store = dataclasses.replace(store, updater=optimizer)
+        return _at_home(store, update(store, sums, {}))
+
+    return jax.jit(run)
 
 
 def _at_home(store: KVStore, changes: Changes) -> Changes:
@@ -71,13 +128,14 @@ def _at_home(store: KVStore, changes: Changes) -> Changes:
     return changes._replace(optimizer_state=state)
 
 
-def push(store: KVStore, pushed: Lists, axis_name: str | None) -> Changes:
+def push(store: KVStore, pushed: Lists, num_updates: Mapping[int, jax.Array], axis_name: str | None) -> Changes:
+    """What a push changes: the sums of the lists, over the mapped axis too, and the update by them."""
     lists = as_stored(store, pushed)
     if axis_name is None:
         sums, residuals = _sums_of_lists(store, lists)
     else:
         sums, residuals = reduce(store, {k: add(values) for k, values in lists.items()}, axis_name)
-    return update(store, sums)._replace(residuals=residuals)
+    return update(store, sums, num_updates)._replace(residuals=residuals)
 
 
 def axis_size(axis_name: str, what: str) -> int:
@@ -92,10 +150,10 @@ def axis_size(axis_name: str, what: str) -> int:
 def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
     """The sum of each value over the axis, or this device's (chunk,) of it in kind `sharded`. And its new residuals."""
     kind = stores.KINDS[store.kind]
-    if stores.form_of(store) is Split:  # a mapped axis would give a device parts of them that fit no push
+    if stores.is_split(store):  # a mapped axis would give a device parts of them that fit no push
         hint = 'push without axis_name, or train by make_train_step(loss_fn, engine="jit")'
         raise ValueError(f"kv.push: values of this store are split over a mesh in their own shapes; {hint}")
-    if stores.form_of(store) is Rows and lax.axis_size(axis_name) != stores.shards(store):
+    if stores.is_in_rows(store) and lax.axis_size(axis_name) != stores.shards(store):
         has = f"the axis {axis_name!r} has {lax.axis_size(axis_name)} devices"
         raise ValueError(f"kv.push: {has}, but this {store.kind!r} store was made for {stores.shards(store)}")
     small = compressed_keys(store, pushed)
@@ -121,18 +179,18 @@ def as_stored(store: KVStore, pushed: Lists) -> Lists:
     for k, values in pushed.items():
         stored = store.values[k]
         values = [v.astype(stored.dtype) for v in values]
-        lists[k] = [unsplit(v) if stores.form_of(store) is Rows else split_like(v, stored) for v in values]
+        lists[k] = [unsplit(v) if stores.is_in_rows(store) else split_like(v, stored) for v in values]
     return lists
 
 
 def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any]]:
     """Sums without a mapped axis. Each position of a list is a device with a residual of its own."""
     small, layouts = compressed_keys(store, pushed), dict(store.layouts)
-    sums = {k: layouts.get(k, WHOLE).stored(add(values)) for k, values in pushed.items() if k not in small}
+    sums = {k: layouts.get(k, REPLICATED).stored(add(values)) for k, values in pushed.items() if k not in small}
     residuals: dict[int, Any] = {}
     for count in sorted({len(pushed[k]) for k in small}):
         keys = [k for k in pushed if k in small and len(pushed[k]) == count]
-        if stores.form_of(store) is Rows and count != stores.shards(store):
+        if stores.is_in_rows(store) and count != stores.shards(store):
             wanted = f"push one value for each of its {stores.shards(store)} devices, got {count}"
             raise ValueError(f"kv.push: keys {checks.shorten(keys)} are compressed in a {store.kind!r} store; {wanted}")
         stacked = {k: jnp.stack(pushed[k]) for k in keys}
@@ -140,7 +198,7 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
         summed, new = jax.vmap(
             lambda values, own: reduce(dataclasses.replace(store, residuals=own), values, POSITION),
             axis_name=POSITION,
-            out_axes=(0 if stores.form_of(store) is Rows else None, 0),
+            out_axes=(0 if stores.is_in_rows(store) else None, 0),
         )(stacked, held)
         sums |= summed
         residuals |= new
@@ -152,7 +210,7 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
 
 def gather(store: KVStore, parts: Arrays, axis_name: str) -> Arrays:
     """The whole values, out of what every device has of each."""
-    if stores.form_of(store) is not Rows:
+    if not stores.is_in_rows(store):
         return parts
     shapes = stores.shapes_of(store)
     whole = collectives.all_gather(list(parts.values()), [shapes[k] for k in parts], axis_name, store.limits)
@@ -161,7 +219,7 @@ def gather(store: KVStore, parts: Arrays, axis_name: str) -> Arrays:
 
 def own_parts(store: KVStore, values: Arrays, axis_name: str) -> Arrays:
     """What this device stores of whole values: the inverse of `gather`."""
-    if stores.form_of(store) is not Rows:
+    if not stores.is_in_rows(store):
         return values
     return {k: collectives.own_chunk(v, axis_name) for k, v in values.items()}
 
@@ -234,7 +292,9 @@ def _start_on_device(store: KVStore, keys: list[int], count: int, device: Any) -
 # The update by the sums.
 
 
-def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Changes:
+def update(
+    store: KVStore, summed: Arrays, num_updates: Mapping[int, jax.Array], loss: jax.Array | None = None
+) -> Changes:
     """The changes of the keys in `summed`, in ascending order. A `TreeOptimizer` gets the loss, if it is known."""
     # Sums are laid out as the values: whole, one device's share, or rows of all shares.
     keys = sorted(summed)
@@ -242,44 +302,45 @@ def update(store: KVStore, summed: Arrays, loss: jax.Array | None = None) -> Cha
     pushed = {k: split_like(v, store.values[k]) for k, v in pushed.items()}
     if isinstance(store.updater, TreeOptimizer):
         return _update_tree(store, pushed, loss)
-    if (known := counted(store, keys)) is not store:
-        return uncounted(update(known, pushed))
-    if stores.form_of(store) is Rows:
-        rows = stores.rows_of(store)
-        pairs = {k: _update_rows(store, k, rows[k], pushed[k]) for k in keys}
-    else:
-        pairs = {k: update_one(store.updater, k, pushed[k], store.updater_state[k], store.values[k]) for k in keys}
+    updater, states, rows = store.updater, store.updater_state, stores.rows_of(store)
+    pairs: dict[int, Pair] = {}
+    for k in keys:
+        if k in rows:
+            pairs[k] = _update_rows(store, k, rows[k], pushed[k], num_updates.get(k))
+        else:
+            pairs[k] = update_one(updater, k, pushed[k], states[k], store.values[k], num_updates.get(k))
     return Changes({k: new for k, (new, _) in pairs.items()}, {k: state for k, (_, state) in pairs.items()})
 
 
-def counted(store: KVStore, keys: Iterable[int]) -> KVStore:
-    """The store whose states hold the count that a schedule of MXNet's is asked with: the largest of any key."""
-    # A push of several keys counts them in ascending order. The number is there while a push runs, see `uncounted`.
-    keys = sorted(keys)
-    asks = isinstance(store.updater, Updater) and getattr(store.updater.update, "asks_all_counts", False)
-    if not asks or not keys or _NUMBER in store.updater_state[keys[0]]:
-        return store
-    counts: dict[int, Any] = {k: s["count"] for k, s in store.updater_state.items() if k not in store.frozen}
+def num_updates(store: KVStore, keys: Iterable[int], ready: Mapping[int, jax.Array] | None = None) -> Arrays:
+    """What each of these keys asks a schedule of MXNet's with when they are updated. {} if the updater has none.
+
+    That is the largest number of updates of any key of the store, so it is counted once for a whole push, of all its
+    keys, and each part of the push is given it. `ready`: which of the keys are updated, where a program decides.
+    """
+    if not (isinstance(store.updater, Updater) and getattr(store.updater.update, "takes_num_updates", False)):
+        return {}
+    counts: dict[int, Any] = {k: state["count"] for k, state in store.updater_state.items() if k not in store.frozen}
     larger: Any = jnp.maximum
-    if not is_traced(counts):
-        # By NumPy, since JAX keeps what it once copied for that. So a push reads the counts of the last push only.
-        counts, larger = {k: int(np.asarray(count)) for k, count in counts.items()}, max
-    largest, states = functools.reduce(larger, counts.values()), dict[int, Any]()
-    for k in keys:
-        largest = larger(largest, counts[k] + 1)
-        states[k] = {**store.updater_state[k], _NUMBER: jnp.asarray(largest - 1, jnp.int32)}
-    return dataclasses.replace(store, updater_state=store.updater_state | states)
+    number: Any = jnp.asarray
+    if not is_tracing():
+        # By NumPy, since JAX keeps what it once copied for that. So a push waits for the counts of the last push only.
+        counts, larger, number = {k: int(np.asarray(count)) for k, count in counts.items()}, max, np.int32
+    largest, found = functools.reduce(larger, counts.values()), dict[int, jax.Array]()
+    # As MXNet, which updates one key after the other: each one is counted before its schedule is asked.
+    for k in sorted(keys):
+        largest = larger(largest, counts[k] + (1 if ready is None else ready[k]))
+        found[k] = number(largest - 1)
+    return found
 
 
-def uncounted(changes: Changes) -> Changes:
-    """The changes without what `counted` added."""
-    states = {k: {n: x for n, x in state.items() if n != _NUMBER} for k, state in changes.updater_state.items()}
-    return changes._replace(updater_state=states)
-
-
-def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array) -> Pair:
+def update_one(
+    updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array, num_updates: jax.Array | None
+) -> Pair:
     """What the updater gives for one key, checked, and in the dtype of the stored value."""
-    if isinstance(updater, Updater):
+    if num_updates is not None:
+        new, state = updater.update(key, pushed, state, stored, num_updates=num_updates)
+    elif isinstance(updater, Updater):
         new, state = updater.update(key, pushed, state, stored)
     else:
         new = updater(key, pushed, stored)
@@ -291,21 +352,21 @@ def update_one(updater: Any, key: int, pushed: jax.Array, state: Any, stored: ja
     return value.astype(stored.dtype), state
 
 
-def _update_rows(store: KVStore, key: int, rows: Rows, pushed: jax.Array) -> Pair:
+def _update_rows(store: KVStore, key: int, rows: Layout, pushed: jax.Array, num_updates: jax.Array | None) -> Pair:
     """As `update_one`, of a value that is held in these rows. An `Updater` gets each row as a flat share."""
     # A plain function gets the whole value if all rows are here. Elsewhere it must be elementwise.
     updater, state, stored = store.updater, store.updater_state[key], store.values[key]
     if not isinstance(updater, Updater):
         if stored.size == rows.count * rows.chunk:
-            new, state = update_one(updater, key, rows.whole(pushed), state, rows.whole(stored))
+            new, state = update_one(updater, key, rows.full(pushed), state, rows.full(stored), None)
             return stores.lay_out(store, key, new).reshape(stored.shape), state
         updater = stateless(updater)
         spec = jax.ShapeDtypeStruct(rows.shape, stored.dtype)
         check_shares(dataclasses.replace(store, updater=updater), {key: spec}, "kv.push")
     if stored.ndim == 1:
-        return update_one(updater, key, pushed, state, stored)
+        return update_one(updater, key, pushed, state, stored, num_updates)
     axes = jax.tree.map(lambda leaf: 0 if leaf.shape == stored.shape else None, state)
-    run = functools.partial(update_one, updater, key)
+    run = functools.partial(update_one, updater, key, num_updates=num_updates)
     return jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))(pushed, state, stored)
 
 
@@ -313,7 +374,7 @@ def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Chang
     # A param without a gradient is left as it is, and its part of the state too. The optimizer sees zeros for it.
     left = {k: jnp.zeros_like(store.values[k]) for k in stores.trained_keys(store) if k not in grads}
     run = functools.partial(store.updater.update, value=loss)
-    if stores.form_of(store) is Rows and any(g.ndim > 1 for g in grads.values()):
+    if stores.is_in_rows(store) and any(g.ndim > 1 for g in grads.values()):
         axes = jax.tree.map(lambda leaf: 0 if leaf.ndim > 1 else None, store.optimizer_state)  # of rows, as the grads
         run = jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))
     before = store.optimizer_state
@@ -343,7 +404,13 @@ def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
 
 
 def add_rows(
-    updater: Any, key: int, axis_name: str | None, rows: list[sparse.RowSparse], state: Any, stored: jax.Array
+    updater: Any,
+    key: int,
+    axis_name: str | None,
+    rows: list[sparse.RowSparse],
+    state: Any,
+    stored: jax.Array,
+    num_updates: jax.Array | None,
 ) -> Pair:
     # With the default updater the rows replace the whole value, as in MXNet: the other rows become 0. Any other updater
     # sees the rows that are pushed, of the stored value and of its own state. Some of MXNet's optimizers update the
@@ -353,7 +420,7 @@ def add_rows(
         total = sparse.allreduce(total, axis_name)
     if updater == updaters.assign:
         return split_like(sparse.to_dense(total), stored), state
-    update = functools.partial(update_one, updater, key)
+    update = functools.partial(update_one, updater, key, num_updates=num_updates)
     if not updaters._said(updater, "is_lazy", lambda state: True)(state):
         return update(sparse.to_dense(total), state, stored)
     return sparse.lazy_update(update, total, state, stored, coalesced=True)
@@ -366,7 +433,7 @@ def cast_rows(rows: list[sparse.RowSparse], dtype: Any) -> list[sparse.RowSparse
 def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
     """`ValueError` if values are cut into rows and the updater is not elementwise for one of these whole values."""
     # A plain function is checked when it is traced: to trace it here would run its Python once more.
-    if stores.form_of(store) is not Rows:
+    if not stores.is_in_rows(store):
         return
     paths = dict(store.paths)
     for k, value in values.items():
@@ -379,6 +446,6 @@ def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
         spec, shards, forms = jax.ShapeDtypeStruct, stores.shards(store), dict[int, Any]()
         for k, v in values.items():
             if k not in store.frozen:
-                chunk = Rows(v.shape, shards).chunk
+                chunk = Layout(Form.ROWS, v.shape, shards).chunk
                 forms[k] = spec(v.shape, v.dtype), spec((chunk,), v.dtype), spec((shards, chunk), v.dtype)
         updaters._check_elementwise(store.updater, forms, paths, where)

@@ -23,7 +23,7 @@ from .._devices.mesh import are_on, assemble, copies_on, one_on_each, spans_proc
 from . import aggregate
 from .store import Arrays, Changes, KVStore, Lists, shapes_of, with_changes
 
-Send = Callable[[KVStore, Lists], Changes]
+Send = Callable[[KVStore, Lists, Arrays], Changes]  # of lists, and `aggregate.num_updates` of their keys
 
 
 class PendingPushes(NamedTuple):
@@ -69,9 +69,10 @@ def _apply(store: KVStore, due: Arrays, ready: Mapping[int, Any], axis_name: str
     now, shapes = dataclasses.replace(store, staleness=0, pending={}), shapes_of(store)
     if not is_tracing():
         lists = {k: _unstack(value) for k, value in due.items() if ready[k]}
-        return send(now, lists) if lists else Changes()
+        return send(now, lists, aggregate.num_updates(now, lists)) if lists else Changes()
     lists = {k: list(v) if axis_name is None else [v.reshape(shapes[k])] for k, v in due.items()}
-    return where_ready(store, send(now, lists), ready, lists, axis_name)
+    changes = send(now, lists, aggregate.num_updates(now, lists, ready))
+    return where_ready(store, changes, ready, lists, axis_name)
 
 
 def rotate_queue(store: KVStore, new: Arrays, *, one: bool) -> tuple[Arrays, dict[int, PendingPushes], dict[int, Any]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -58,59 +59,56 @@ KINDS = {
 _KIND_NAMES = (*KINDS, *KIND_ALIASES)  # for the command line
 
 
-# How one array is kept on the devices. A layout is hashable, since a store has those of its values as a static field.
+# How one array lies on the devices of a store.
+
+
+class Form(enum.Enum):
+    """How an array lies on the devices."""
+
+    REPLICATED = "replicated"  # in its own shape, a full copy on each device
+    ROWS = "rows"  # (count, chunk): flat and padded, one row on each device, so that any shape is shared evenly
+    SPLIT = "split"  # in its own shape, which the compiler spreads over a mesh by a sharding
+    PER_DEVICE = "per device"  # each device has one of its own along the first axis: residuals and pending pushes
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """A value in its own shape, whole on each device."""
+class Layout:
+    """The form of an array, and what it needs. It is hashable, since a store has those of its values as static field.
 
-    spec: ClassVar[PartitionSpec] = PartitionSpec()  # over the devices of a store: whole on each of them
+    Attributes:
+        form: see `Form`.
+        shape: of rows: the shape of the full value.
+        count: of rows: how many there are.
+        sharding: of what is split: how.
+    """
 
-    def stored(self, value: jax.Array) -> jax.Array:
-        """A whole value as the store holds it."""
-        return value
-
-    def whole(self, stored: jax.Array) -> jax.Array:
-        """The inverse."""
-        return stored
-
-
-@dataclasses.dataclass(frozen=True)
-class Split(Whole):
-    """A value in its own shape, which the compiler spreads over a mesh by this sharding."""
-
-    over: NamedSharding
-
-
-@dataclasses.dataclass(frozen=True)
-class OfDevices(Whole):
-    """What the devices have each of their own: residuals and pending pushes."""
-
-    spec = PartitionSpec(STORE_AXIS)  # each device has a part along the first axis
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows(OfDevices):
-    """A value as (count, chunk): flat, padded, one row on each device. So any shape is shared evenly."""
-
-    shape: collectives.Shape  # of the whole value
-    count: int  # of the rows
+    form: Form = Form.REPLICATED
+    shape: collectives.Shape = ()
+    count: int = 1
+    sharding: NamedSharding | None = None
 
     @property
     def chunk(self) -> int:
+        """The elements of a row, padding included."""
         return collectives.chunk_size(math.prod(self.shape), self.count)
 
+    @property
+    def spec(self) -> PartitionSpec:
+        """How a program that is mapped over the devices of a store takes such an array. None is split over a mesh."""
+        return PartitionSpec(STORE_AXIS) if self.form in (Form.ROWS, Form.PER_DEVICE) else PartitionSpec()
+
     def stored(self, value: jax.Array) -> jax.Array:
-        return collectives.to_rows(value, self.count)
+        """A full value as the store holds it."""
+        return collectives.to_rows(value, self.count) if self.form is Form.ROWS else value
 
-    def whole(self, stored: jax.Array) -> jax.Array:
-        return collectives.from_rows(stored, self.shape)
+    def full(self, stored: jax.Array) -> jax.Array:
+        """The inverse."""
+        return collectives.from_rows(stored, self.shape) if self.form is Form.ROWS else stored
 
 
-WHOLE = Whole()
+REPLICATED, PER_DEVICE = Layout(), Layout(Form.PER_DEVICE)
 
-Layouts = tuple[tuple[int, Whole], ...]
+Layouts = tuple[tuple[int, Layout], ...]
 Arrays = dict[int, jax.Array]
 Lists = dict[int, list[jax.Array]]
 
@@ -163,7 +161,7 @@ class KVStore:
 
         All are on one mesh over the devices of the store.
         """
-        return tuple((k, layout.over) for k, layout in self.layouts if isinstance(layout, Split))
+        return tuple((k, layout.sharding) for k, layout in self.layouts if layout.sharding is not None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVStore:
         return jax.tree.map(lambda leaf: copy.deepcopy(leaf, memo), self)  # devices cannot be copied
@@ -257,39 +255,43 @@ def names(store: KVStore) -> dict[int, str]:
 # What is asked of a store.
 
 
-def rows_of(store: KVStore) -> dict[int, Rows]:
+def is_split(store: KVStore) -> bool:
+    """Whether values are split over a mesh, in their own shapes. All are, or none."""
+    return bool(store.layouts) and store.layouts[0][1].form is Form.SPLIT
+
+
+def is_in_rows(store: KVStore) -> bool:
+    """Whether values are cut into rows, but for frozen ones. A program on one device of several has one row of each."""
+    return KINDS[store.kind].in_rows and not is_split(store)
+
+
+def rows_of(store: KVStore) -> dict[int, Layout]:
     """The layouts of the values that are cut into rows."""
-    return {k: layout for k, layout in store.layouts if isinstance(layout, Rows)}
+    return {k: layout for k, layout in store.layouts if layout.form is Form.ROWS}
 
 
-def form_of(store: KVStore) -> type[Whole]:
-    """How values are kept: `Whole`, as `Rows`, or `Split` over a mesh. Of rows a program on one device sees its own."""
-    if store.layouts and isinstance(store.layouts[0][1], Split):  # then all of them are
-        return Split
-    return Rows if KINDS[store.kind].in_rows else Whole
-
-
-def home(store: KVStore, layout: Whole) -> jax.sharding.Sharding | None:
+def home(store: KVStore, layout: Layout) -> jax.sharding.Sharding | None:
     """Where a new array of this layout goes. None: it stays where it is."""
     if store.devices is None:
         return None
     return SingleDeviceSharding(store.devices[0]) if KINDS[store.kind].on_one_device else sharding_of(store, layout)
 
 
-def sharding_of(store: KVStore, layout: Whole = WHOLE) -> NamedSharding:
-    """The sharding over the store's devices of an array of this layout, or of one that is whole on each of them."""
+def sharding_of(store: KVStore, layout: Layout = REPLICATED) -> NamedSharding:
+    """The sharding over the store's devices of an array of this layout, or of one that is replicated over them."""
     assert store.devices is not None
-    if isinstance(layout, Split):
-        return layout.over
-    if form_of(store) is Split:  # what is whole is on the same mesh as the values, which are all split
+    if layout.sharding is not None:
+        return layout.sharding
+    if is_split(store):  # what is replicated is on the same mesh as the values, which are all split
         return NamedSharding(mesh_of_values(store), PartitionSpec())
     return split_over(store.devices) if layout.spec else copies_on(store.devices)
 
 
 def mesh_of_values(store: KVStore) -> Mesh:
     """The mesh over which values are split in their own shapes."""
-    first: Any = store.layouts[0][1]
-    return first.over.mesh
+    sharding = store.layouts[0][1].sharding
+    assert sharding is not None
+    return cast(Mesh, sharding.mesh)
 
 
 def shards(store: KVStore) -> int:
@@ -301,7 +303,7 @@ def shards(store: KVStore) -> int:
 def shapes_of(store: KVStore) -> dict[int, collectives.Shape]:
     """The shape of each value as the user sees it."""
     shapes = {k: v.shape for k, v in store.values.items()}
-    return shapes | {k: layout.shape for k, layout in store.layouts if isinstance(layout, Rows)}
+    return shapes | {k: layout.shape for k, layout in rows_of(store).items()}
 
 
 def specs_of(store: KVStore) -> dict[int, jax.ShapeDtypeStruct]:
@@ -313,8 +315,8 @@ def specs_of(store: KVStore) -> dict[int, jax.ShapeDtypeStruct]:
 
 
 def lay_out(store: KVStore, key: int, value: jax.Array) -> jax.Array:
-    """A whole value as the store holds it, on the store's devices."""
-    layout = dict(store.layouts).get(key, WHOLE)
+    """A full value as the store holds it, on the store's devices."""
+    layout = dict(store.layouts).get(key, REPLICATED)
     sharding = home(store, layout)
     value = layout.stored(value if sharding is None else without_types(value))
     return value if sharding is None or is_traced(value) else put(value, sharding)
@@ -327,24 +329,26 @@ def start_state(store: KVStore, key: int, value: jax.Array) -> Any:
     state = jax.tree.map(lambda x: own_copies(x) if x is value else x, store.updater.init(key, value))
     if store.devices is None or is_traced(value):
         return state
-    own = dict(store.layouts).get(key, WHOLE)
-    return jax.tree.map(lambda leaf: put(leaf, home(store, own if leaf.shape == value.shape else WHOLE)), state)
+    own = dict(store.layouts).get(key, REPLICATED)
+    return jax.tree.map(lambda leaf: put(leaf, home(store, own if leaf.shape == value.shape else REPLICATED)), state)
 
 
 def layout_of_each(store: KVStore) -> KVStore:
     """The store with the layout of each array in place of it."""
-    layouts = {**dict.fromkeys(store.values, WHOLE), **dict(store.layouts)}
+    layouts = {**dict.fromkeys(store.values, REPLICATED), **dict(store.layouts)}
 
-    def state(k: int, leaf: Any) -> Whole:
-        return layouts[k] if leaf.shape == store.values[k].shape else WHOLE
+    def state(k: int, leaf: Any) -> Layout:
+        return layouts[k] if leaf.shape == store.values[k].shape else REPLICATED
 
     return dataclasses.replace(
         store,
         values=layouts,
         updater_state={k: jax.tree.map(functools.partial(state, k), v) for k, v in store.updater_state.items()},
         optimizer_state=state_layouts(store),
-        residuals=jax.tree.broadcast(OfDevices(), store.residuals),
-        pending={k: p._replace(values=(OfDevices(),) * len(p.values), count=WHOLE) for k, p in store.pending.items()},
+        residuals=jax.tree.broadcast(PER_DEVICE, store.residuals),
+        pending={
+            k: p._replace(values=(PER_DEVICE,) * len(p.values), count=REPLICATED) for k, p in store.pending.items()
+        },
     )
 
 
@@ -374,21 +378,25 @@ def state_layouts(store: KVStore) -> Any:
     # What belongs to a param and has its shape is kept as the param. Each device has a copy of the rest.
     state = store.optimizer_state
     if not jax.tree.leaves(state) or not store.layouts:
-        return jax.tree.broadcast(WHOLE, state)
+        return jax.tree.broadcast(REPLICATED, state)
     layouts, specs = dict(store.layouts), specs_of(store)
-    if form_of(store) is Rows:
-        # The optimizer is elementwise: the state of a flat share has an axis where it has a number for each element.
-        flat = {k: jax.ShapeDtypeStruct((rows.chunk,), specs[k].dtype) for k, rows in rows_of(store).items()}
-        whole, share = (jax.eval_shape(store.updater.init, tree_of(store, params)) for params in (specs, flat))
-        return jax.tree.map(lambda w, s: Rows(w.shape, shards(store)) if s.ndim else WHOLE, whole, share)
+    if is_in_rows(store):
+        # The optimizer is elementwise: the state of a row has an axis where it has a number for each element.
+        rows = {k: jax.ShapeDtypeStruct((layout.chunk,), specs[k].dtype) for k, layout in rows_of(store).items()}
+        full_state, row_state = (jax.eval_shape(store.updater.init, tree_of(store, params)) for params in (specs, rows))
+
+        def row_layout(full: Any, row: Any) -> Layout:
+            return Layout(Form.ROWS, full.shape, shards(store)) if row.ndim else REPLICATED
+
+        return jax.tree.map(row_layout, full_state, row_state)
     try:
         found = iter(owners(store))
     except updaters._UnknownOwners:
-        return jax.tree.broadcast(WHOLE, state)
+        return jax.tree.broadcast(REPLICATED, state)
 
-    def layout(leaf: Any) -> Whole:
+    def layout(leaf: Any) -> Layout:
         k = next(found)
-        return WHOLE if k is None or specs[k].shape != leaf.shape else layouts[k]
+        return REPLICATED if k is None or specs[k].shape != leaf.shape else layouts[k]
 
     return jax.tree.map(layout, state)
 
@@ -401,7 +409,7 @@ def owners(store: KVStore) -> list[int | None]:
 
 def whole_state(store: KVStore) -> Any:
     """The optimizer's state with whole values, for `eval_params` and for checkpoints."""
-    return jax.tree.map(lambda layout, x: layout.whole(x), state_layouts(store), store.optimizer_state)
+    return jax.tree.map(lambda layout, x: layout.full(x), state_layouts(store), store.optimizer_state)
 
 
 # What a store looks like at the prompt and in a notebook, and whether two are equal.

@@ -19,7 +19,7 @@ from .._devices.mesh import own_copies, put
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, store as stores
 from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS, KIND_ALIASES, OTHER_KINDS
-from .._store.store import Changes, KVStore, Rows, Split
+from .._store.store import Changes, Form, KVStore, Layout
 
 if TYPE_CHECKING:
     import optax
@@ -123,7 +123,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     keys, many = checks.find_keys(key, "kv.init")
     given = checks.as_values(keys, value, "kv.init") if many else [value]
     whole = isinstance(store.updater, updaters._TreeOptimizer)
-    if whole or (stores.form_of(store) is Split and not set(keys) <= dict(store.layouts).keys()):
+    if whole or (stores.is_split(store) and not set(keys) <= dict(store.layouts).keys()):
         fault = "its optimizer sees all params" if whole else "its values are split over a mesh"
         full = f"the store takes no more keys, because {fault}"
         raise ValueError(f"kv.init: keys {checks.shorten(keys)}: {full}; make a second store")
@@ -134,9 +134,10 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
     aggregate.check_shares(store, arrays, "kv.init")
     if stores.KINDS[store.kind].over_processes or processes.to_share(arrays, store.devices or ()):
         arrays = _values_of_first(arrays)
-    if stores.form_of(store) is Rows:
+    if stores.is_in_rows(store):
         # A frozen value stays whole: its rows would be gathered at every step.
-        rows = {k: Rows(tuple(v.shape), stores.shards(store)) for k, v in arrays.items() if k not in store.frozen}
+        count, frozen = stores.shards(store), store.frozen
+        rows = {k: Layout(Form.ROWS, tuple(v.shape), count) for k, v in arrays.items() if k not in frozen}
         store = dataclasses.replace(store, layouts=(*store.layouts, *rows.items()))
     values = {k: stores.lay_out(store, k, v) for k, v in arrays.items()}
     states = {k: stores.start_state(store, k, v) for k, v in values.items()}
@@ -281,7 +282,7 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
         [0.0, 0.5, -0.5]
     """
     compressor = compression.make(spec)
-    if stores.form_of(store) is Split and compressor is not None:
+    if stores.is_split(store) and compressor is not None:
         fault = "values are split over a mesh, and the compiler sums their gradients"
         raise ValueError(f"kv.set_gradient_compression: {fault}; use kind 'device' without sharding= and mesh=")
     return dataclasses.replace(store, compressor=compressor, residuals={})

@@ -28,7 +28,7 @@ from .._devices.shardings import ShardingRule, fsdp, shardings_of
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, queue, store as stores
 from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
-from .._store.store import KVStore, Layouts, Rows, Split, Whole
+from .._store.store import Form, KVStore, Layout, Layouts
 from ._create import create, signature
 
 _RESIDUALS, _PENDING, _OPTIMIZER = "residuals", "pending", "optimizer_state"
@@ -79,7 +79,7 @@ def place(
     if mesh is not None and devices is not None:
         raise ValueError("kv.place: give mesh= or devices=, not both")
     if mesh is None and sharding is not None:
-        if devices is not None or stores.form_of(store) is not Split:
+        if devices is not None or not stores.is_split(store):
             raise ValueError("kv.place: sharding= splits values over a mesh; give mesh= with it, not devices=")
         mesh = stores.mesh_of_values(store)
     if mesh is not None:
@@ -92,10 +92,10 @@ def place(
         target = create(store.kind, devices=devices).devices
         if target is None:
             raise ValueError("kv.place: give devices or mesh")
-        if stores.form_of(store) is Split and target != store.devices:
+        if stores.is_split(store) and target != store.devices:
             hint = "write kv.place(store, mesh=mesh, sharding=rule)"
             raise ValueError(f"kv.place: the values are split over a mesh with other devices; {hint}")
-        rows = {k: Rows(layout.shape, len(target)) for k, layout in stores.rows_of(store).items()}
+        rows = {k: dataclasses.replace(layout, count=len(target)) for k, layout in stores.rows_of(store).items()}
         layouts = tuple({**dict(store.layouts), **rows}.items())
     arrays = (store.values, store.updater_state, store.optimizer_state)
     if processes.to_share(arrays, target):  # those of this process only, for devices of several
@@ -124,7 +124,7 @@ def split_layouts(store: KVStore, keys: Iterable[int], params: Any, mesh: Mesh, 
     if fault:
         raise ValueError(f"a store whose values are split over a mesh: {fault}")
     found = jax.tree.leaves(shardings_of(params, sharding, auto_mesh(mesh), where=where))
-    return tuple((k, Split(s)) for k, s in zip(keys, found, strict=True))
+    return tuple((k, Layout(Form.SPLIT, sharding=s)) for k, s in zip(keys, found, strict=True))
 
 
 def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVStore:
@@ -133,8 +133,8 @@ def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVSto
     if store.devices is None or len(store.devices) != len(target):
         aggregate.check_shares(moved, stores.specs_of(store), "kv.place")
 
-    def move(before: Whole, after: Whole, leaf: jax.Array) -> jax.Array:
-        return put_copy(after.stored(before.whole(leaf)), stores.sharding_of(moved, after))
+    def move(before: Layout, after: Layout, leaf: jax.Array) -> jax.Array:
+        return put_copy(after.stored(before.full(leaf)), stores.sharding_of(moved, after))
 
     arrays = operator.attrgetter("values", "updater_state", "optimizer_state")
     found = jax.tree.map(move, *map(arrays, (stores.layout_of_each(store), stores.layout_of_each(moved), store)))
@@ -207,7 +207,7 @@ def slots(store: KVStore, prefix: str) -> list[SavedArray]:
             words = f"{key}: {name}"
             if field == "values":
                 words, rule, frozen = f"{key}: value", rules.get(k), k in store.frozen
-        shape, in_rows = (layout.shape, True) if isinstance(layout, Rows) else (leaf.shape, False)
+        shape, in_rows = (layout.shape, True) if layout.form is Form.ROWS else (leaf.shape, False)
         part = _PARTS.get(field)
         found.append(SavedArray(join_names(prefix, name), words, leaf, shape, in_rows, part, rule, frozen))
     return found

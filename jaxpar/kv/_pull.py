@@ -20,7 +20,7 @@ from .._devices import collectives, mesh
 from .._devices.user_mesh import in_user_mesh, in_user_mesh_now
 from .._store import aggregate, store as stores
 from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
-from .._store.store import KVStore, Rows
+from .._store.store import KVStore
 from ._create import init
 
 # The end of a message about too many arguments: MXNet writes to out=.
@@ -100,7 +100,7 @@ def own_values(store: KVStore, values: list[jax.Array]) -> list[jax.Array]:
 
 def _may_share(store: KVStore) -> bool:
     """Whether `pull_whole` gives arrays of the store itself. Values in rows are gathered, but not frozen ones."""
-    return stores.form_of(store) is not Rows or bool(store.frozen)
+    return not stores.is_in_rows(store) or bool(store.frozen)
 
 
 def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> list[jax.Array]:
@@ -119,7 +119,7 @@ def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> li
             if r.shape[0] != len(store.devices) or r.ndim != 2:
                 raise ValueError(f"kv.pull: key {k}: this is one device's share; give axis_name to gather the others")
         if is_tracing():
-            whole = [layouts[k].whole(r) for k, r in rows.items()]
+            whole = [layouts[k].full(r) for k, r in rows.items()]
         else:
             mesh.wait_before_collectives(rows, store.devices)
             whole = _gather_program(store.devices, shapes, store.limits)(list(rows.values()))

@@ -1,15 +1,16 @@
-"""Pushes, from top to bottom: the verbs, the request, how it is summed, the programs of a push at the prompt, rows.
+"""A push, from top to bottom: the verbs, what is pushed, sums and update at the prompt, programs, rows of tables.
 
-A traced push is `_store.aggregate.push`. A push at the prompt runs the same pure functions as compiled programs. Is
-there one value of each key on each of the same several devices? Then one program over these devices sums and updates.
-Otherwise, and for kind `local`, the values are sent to where the stored ones are, and one program there does.
+A push is checked, summed within the process, summed over the processes, and the updater updates by the sums. Inside of
+a user's `jit` that is `_store.aggregate.push`, pure functions of arrays. At the prompt the same functions run as
+compiled programs. Is there one value of each key on each of the same several devices? Then one program over these
+devices sums and updates. Otherwise, and for kind `local`, the values are sent to where the stored ones are, and one
+program there does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, overload
@@ -26,14 +27,16 @@ from .._devices import mesh, processes
 from .._devices.mesh import assemble, copies_on, put, spans_processes, split_over, to_host
 from .._devices.user_mesh import in_user_mesh_now
 from .._store import aggregate, queue, store as stores
+from .._store.aggregate import Entry, Setting, Updated
 from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
-from .._store.store import Changes, KVStore, Lists, Rows, Split
+from .._store.store import Arrays, Changes, KVStore, Lists
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
 from ._create import signature
 from ._pull import RETURNED, pull
 
 Devices = tuple[Device, ...]
-Way = Callable[[Any, KVStore, Lists], Changes]  # what is given a program, and runs it where it belongs
+# It is given a program and entries, and runs it where it belongs.
+Way = Callable[[Any, Mapping[int, Entry]], list[Updated]]
 
 
 @calls.answers("kv.push", MXNET_ARGUMENTS)
@@ -81,9 +84,10 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
         again. Pass `check_vma=False`, or mark the params with `jax.lax.pcast(params, axis_name, to="varying")`, as
         `train.make_train_step` does.
     """
+    # What is pushed, and by which function its sums and the update are computed. All is checked before any work.
     pushed = _request(store, key, value)
-    way = _way_of(store, axis_name, "kv.push")
-    if way is _push_across:  # also where this process pushes nothing: others may wait for it
+    send = _send_of(store, axis_name, "kv.push")
+    if send is _push_across:  # also where this process pushes nothing: others may wait for it
         _agree(store, pushed)
     elif axis_name is None and jax.process_count() > 1:
         for k in pushed:
@@ -94,14 +98,16 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
         return store
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], sparse.RowSparse)}
     dense = {k: vs for k, vs in pushed.items() if k not in rows}
-    known = aggregate.counted(store, pushed)  # here, since the program of some keys does not see the counts of others
-    parts: list[Changes] = []
+
+    # A schedule of MXNet's asks for the updates of all keys, also of those that another program updates.
+    num_updates, changes = aggregate.num_updates(store, pushed), Changes()
     if rows:
-        parts.append(_push_rows(known, rows, axis_name, across=way is _push_across))
-    if dense:
-        parts.append(queue.push(known, dense, axis_name, way) if store.staleness else way(known, dense))
-    changes = functools.reduce(operator.or_, parts)
-    return stores.with_changes(store, changes if known is store else aggregate.uncounted(changes))
+        changes |= _push_rows(store, rows, num_updates, axis_name, across=send is _push_across)
+    if dense and store.staleness:  # what was pushed before is sent, and this waits
+        changes |= queue.push(store, dense, axis_name, send)
+    elif dense:
+        changes |= send(store, dense, num_updates)
+    return stores.with_changes(store, changes)
 
 
 @calls.answers("kv.flush", MXNET_ARGUMENTS)
@@ -125,7 +131,7 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """
     if not store.pending:
         return store
-    return queue.flush(store, axis_name, _way_of(store, axis_name, "kv.flush"))
+    return queue.flush(store, axis_name, _send_of(store, axis_name, "kv.flush"))
 
 
 @overload
@@ -177,7 +183,7 @@ def pushpull(
     return store, read(store, key, devices=devices, axis_name=axis_name)
 
 
-# What is pushed, and by which way.
+# What is pushed, and who sums it.
 
 
 def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]]:
@@ -185,17 +191,18 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
     keys, many = checks.find_keys(key, "kv.push", store)
     if still := [k for k in keys if k in store.frozen]:
         raise ValueError(f"kv.push: key {still[0]} ({stores.names(store)[still[0]]!r}) is frozen; push the others only")
-    given, shapes = checks.as_values(keys, value, "kv.push") if many else [value], stores.shapes_of(store)
+    given, rows_of = checks.as_values(keys, value, "kv.push") if many else [value], stores.rows_of(store)
     pushed: dict[int, list[Any]] = {}
     for k, values in zip(keys, given, strict=True):
         where, checked = f"kv.push: value for key {k}", pushed.setdefault(k, [])
+        shape = rows_of[k].shape if k in rows_of else store.values[k].shape
         for v in values if isinstance(values, (list, tuple)) else [values]:
             if isinstance(v, sparse.RowSparse):
                 for leaf in (v.indices, v.values):
                     checks.array(leaf, f"kv.push: rows for key {k}")
             else:
                 v = checks.array(v, where)
-            checks.storable(v, shapes[k], store.values[k].dtype, where)
+            checks.storable(v, shape, store.values[k].dtype, where)
             checked.append(v)
         if len({isinstance(v, sparse.RowSparse) for v in checked}) > 1:
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
@@ -213,7 +220,7 @@ def _check_tree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
         return
     needs_all = "the optimizer of this store sees the whole pytree"
     per_key = "make the store with updater=jp.updaters.from_optax(tx), which keeps one state a key"
-    also = ", and without mesh= and sharding=" if stores.form_of(store) is Split else ""
+    also = ", and without mesh= and sharding=" if stores.is_split(store) else ""
     for keys, fault in (
         (rows, f"a RowSparse is a part of a value, and {needs_all}; {per_key}{also}"),
         (trained - pushed.keys(), f"nothing is pushed to them, and {needs_all}; push all at once, or {per_key}"),
@@ -224,7 +231,8 @@ def _check_tree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
             raise ValueError(f"kv.push: keys {checks.shorten(sorted(keys))} ({called}): {fault}")
 
 
-def _way_of(store: KVStore, axis_name: str | None, where: str) -> queue.Send:
+def _send_of(store: KVStore, axis_name: str | None, where: str) -> queue.Send:
+    """The function that sums lists and updates by the sums: in a traced function, in this process, or in all."""
     kind, axes = stores.KINDS[store.kind], jax.sharding.get_abstract_mesh().manual_axes
     if axis_name is not None:
         aggregate.axis_size(axis_name, where)
@@ -254,163 +262,190 @@ def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
     processes.agree(where, signature(like) + (f", of keys {rows} rows" if rows else ""))
 
 
-# A push at the prompt: where its values are summed.
+# A push at the prompt: sum within the process, sum over the processes, update.
 
 
-def _push_here(store: KVStore, pushed: Lists) -> Changes:
-    """What a push by this process changes."""
-    devices = mesh.one_on_each(pushed.values())
-    is_on_each = stores.form_of(store) is not Split and not stores.KINDS[store.kind].on_one_device
-    if devices is not None and is_on_each and store.devices in (None, devices):
+def _push_here(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
+    """Sum within this process and update: what a push by one process changes."""
+    counts = {k: len(pushed[k]) for k in aggregate.compressed_keys(store, pushed)}
+    residuals = aggregate.residuals_for(store, counts)
+    return _sum_and_update(store, pushed, num_updates, store.compressor, residuals)
+
+
+def _push_across(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
+    """Sum within each process, then over the processes, then update: what a push by all processes changes."""
+    leaders = processes.leaders()
+    own_leader = SingleDeviceSharding(leaders[jax.process_index()])
+    # Every process has its own copy of the stored values. Sums do not read it, but take shapes and dtypes from it.
+    stored = put({k: to_host(store.values[k]) for k in pushed}, own_leader)
+
+    # 1. Within this process, if it has several values of a key: gathered on its leader, or by an all-reduce.
+    several = {k: Entry(stored[k], (), values) for k, values in pushed.items() if len(values) > 1}
+    setting = Setting(stores.KINDS[store.kind].within_process, store.limits)
+    within = _compute(setting, assign, None, several, dict.fromkeys(several, own_leader)).values
+    # Of a sum that is on each device, JAX takes the copy that is there already.
+    sums = {k: jax.device_put(within[k] if k in within else pushed[k][0], own_leader) for k in pushed}
+
+    # 2. Over the leaders of the processes: all that is sent between them, in buckets, compressed if the store says so.
+    compressed = aggregate.compressed_keys(store, pushed)
+    residuals = aggregate.residuals_for(store, dict.fromkeys(compressed, len(leaders)))
+    entries = {k: Entry(assemble([stored[k]], copies_on(leaders)), (), [sums[k]], residuals.get(k)) for k in pushed}
+    setting = Setting(store.kind, store.limits)
+    over_leaders = functools.partial(_over_devices, leaders, in_rows=False)
+    across = mesh.run_by_itself(_run, over_leaders, setting, assign, store.compressor, entries)
+
+    # 3. The update, the same in every process. Nothing is left to compress.
+    totals = {k: [put(total.addressable_data(0), store.values[k].sharding)] for k, total in across.values.items()}
+    changes = _sum_and_update(store, totals, num_updates, None, {})
+    return changes._replace(residuals=across.residuals)
+
+
+def _sum_and_update(
+    store: KVStore, pushed: Lists, num_updates: Arrays, compressor: Any, residuals: Mapping[int, Any]
+) -> Changes:
+    """The changes by the sums of the lists. An `Updater` is a part of the programs that sum."""
+    is_updater, states = isinstance(store.updater, Updater), store.updater_state
+    entries = {
+        k: Entry(store.values[k], states[k], values, residuals.get(k), num_updates.get(k))
+        for k, values in pushed.items()
+    }
+    homes: dict[int, Sharding] = {k: store.values[k].sharding for k in pushed}
+    if stores.is_in_rows(store):
+        homes = dict.fromkeys(pushed, stores.sharding_of(store))
+    setting = Setting(store.kind, store.limits, store.devices, store.layouts)
+    summed = _compute(setting, store.updater if is_updater else assign, compressor, entries, homes)
+    if is_updater:
+        return summed
+
+    # A Python function, and an optimizer that sees the whole pytree, run where the sums are.
+    # What is there already may be uncommitted, and stays so.
+    sums = summed.values
+    moved = {k: put(store.values[k], v.sharding) for k, v in sums.items() if store.values[k].sharding != v.sharding}
+    store = dataclasses.replace(store, values=store.values | moved)
+    if not isinstance(store.updater, TreeOptimizer):
+        return aggregate.update(store, sums, {})._replace(residuals=summed.residuals)
+    optimizer_state, sharding = store.optimizer_state, next(iter(sums.values())).sharding
+    if not store.layouts and any(leaf.sharding != sharding for leaf in jax.tree.leaves(optimizer_state)):
+        optimizer_state = put(optimizer_state, sharding)
+    # Without what the program does not read, since JAX keeps the structure of what it was called with forever.
+    bare = {"updater": None, "compressor": None, "updater_state": {}, "residuals": {}, "pending": {}}
+    taken = dataclasses.replace(store, optimizer_state=optimizer_state, **bare)
+    return aggregate.tree_program(store.updater)(taken, sums)._replace(residuals=summed.residuals)
+
+
+# Which programs compute it, and on which devices.
+
+
+def _compute(
+    setting: Setting,
+    updater: Updater,
+    compressor: Any,
+    entries: Mapping[int, Entry],
+    homes: Mapping[int, Sharding],
+) -> Changes:
+    """The sums and updates of some keys, by programs over the devices that push, or at the homes of stored values."""
+    if not entries:
+        return Changes()
+    kind, layouts = stores.KINDS[setting.kind], dict(setting.layouts)
+    is_split = any(layout.sharding is not None for layout in layouts.values())
+    devices = mesh.one_on_each([entry.pushed for entry in entries.values()])
+    ways: list[tuple[Way, list[int]]]
+    if devices is not None and not is_split and not kind.on_one_device and setting.devices in (None, devices):
         # Of a large value each device has a copy. In one memory one device does the work of all.
-        large = {k for k in pushed if store.values[k].nbytes >= mesh.LARGE}
-        if stores.form_of(store) is Rows or not large or not mesh.one_memory(devices):
+        large = {k for k, entry in entries.items() if entry.stored.nbytes >= mesh.LARGE and entry.residual is None}
+        if kind.in_rows or not mesh.one_memory(devices):
             large = set[int]()
-        large -= aggregate.compressed_keys(store, large)
-        ways: list[tuple[Way, list[int]]] = [
-            (functools.partial(_push_on_first, devices), [k for k in pushed if k in large]),
-            (functools.partial(_push_over, devices), [k for k in pushed if k not in large]),
+        ways = [
+            (functools.partial(_on_first, devices), [k for k in entries if k in large]),
+            (functools.partial(_over_devices, devices, in_rows=kind.in_rows), [k for k in entries if k not in large]),
         ]
     else:
         # Where values are split over a mesh their shardings differ, and one program over the mesh has all keys.
         keys_at: dict[Sharding | None, list[int]] = {}
-        for k in pushed:
-            keys_at.setdefault(None if stores.form_of(store) is Split else _target(store, k), []).append(k)
-        ways = [(functools.partial(_push_at_home, devices), keys) for keys in keys_at.values()]
-    parts: list[Changes] = []
+        for k in entries:
+            keys_at.setdefault(None if is_split else homes[k], []).append(k)
+        ways = [(functools.partial(_at_home, devices, homes), keys) for keys in keys_at.values()]
+    changes = Changes()
     for way, keys in ways:
         for start in range(0, len(keys), mesh.MOST):
-            some = {k: pushed[k] for k in keys[start : start + mesh.MOST]}
-            parts.append(_push_part(way, store, some, {k: len(values) for k, values in some.items()}))
-    changes = functools.reduce(operator.or_, parts)
-    return changes if isinstance(store.updater, Updater) else _update_by(store, changes)
+            some = {k: entries[k] for k in keys[start : start + mesh.MOST]}
+            changes |= _run(way, setting, updater, compressor, some)
+    return changes
 
 
-def _push_across(store: KVStore, pushed: Lists) -> Changes:
-    """What a push by all processes changes."""
-    # Every process has its own copy of the stored values, as a store of kind `device`. It sums its own values first.
-    # Then the first devices of the processes push, in buckets, and compressed if the store says so. At last every
-    # process makes the same update.
-    leaders = processes.leaders()
-    leader = SingleDeviceSharding(leaders[jax.process_index()])
-    # The program of the sum takes stored values as every program of a push does, on the same devices.
-    here = {k: put(to_host(store.values[k]), leader) for k in pushed}
-    several = {k: vs for k, vs in pushed.items() if len(vs) > 1}
-    within, states = stores.KINDS[store.kind].within_process, dict.fromkeys(several, ())
-    own = KVStore({k: here[k] for k in several}, states, {}, within, limits=store.limits)
-    sums = _push_here(own, several).values if several else {}
-    # Of a sum that is on each device, JAX takes the copy that is there already.
-    own_sums = {k: [jax.device_put(sums[k] if k in sums else vs[0], leader)] for k, vs in pushed.items()}
-    values = {k: assemble([v], copies_on(leaders)) for k, v in here.items()}
-    states, counts = dict.fromkeys(values, ()), dict.fromkeys(values, len(leaders))
-    over = dataclasses.replace(store, values=values, updater_state=states, layouts=(), updater=assign)
-    summed = mesh.run_by_itself(_push_part, functools.partial(_push_over, leaders), over, own_sums, counts)
-    totals = {k: [put(v.addressable_data(0), store.values[k].sharding)] for k, v in summed.values.items()}
-    changes = _push_here(dataclasses.replace(store, compressor=None, residuals={}), totals)
-    return changes._replace(residuals=summed.residuals)
-
-
-def _target(store: KVStore, key: int) -> Sharding:
-    """Where the values of a key are sent that the devices which push do not sum themselves."""
-    return stores.sharding_of(store) if stores.form_of(store) is Rows else store.values[key].sharding
-
-
-def _push_part(way: Way, store: KVStore, pushed: Lists, counts: Mapping[int, int]) -> Changes:
-    """What a program of these keys changes. `counts`: how many residuals each of them has, if it is compressed."""
-    # Where the updater does not see the keys they are 0, 1, ... in the program. So a loop over the keys of a model
-    # compiles one program for each shape, not one for each key.
-    updater = store.updater if isinstance(store.updater, Updater) else assign
-    shared = updater in (assign, accumulate) or not getattr(updater.update, "uses_key", True)
-    numbers, layouts = {k: n if shared else k for n, k in enumerate(pushed)}, dict(store.layouts)
-    small = aggregate.compressed_keys(store, counts)
-    residuals = aggregate.residuals_for(store, {k: n for k, n in counts.items() if k in small}) if small else {}
-    part = KVStore(
-        {n: store.values[k] for k, n in numbers.items()},
-        {n: store.updater_state[k] for k, n in numbers.items()},
-        {numbers[k]: state for k, state in residuals.items()},
-        store.kind,
-        devices=store.devices,
-        limits=store.limits,
-        layouts=tuple([(n, layouts[k]) for k, n in numbers.items() if k in layouts]),
+def _run(way: Way, setting: Setting, updater: Updater, compressor: Any, entries: Mapping[int, Entry]) -> Changes:
+    """What one program computes."""
+    sees_keys = updater not in (assign, accumulate) and getattr(updater.update, "uses_key", True)
+    keys, layouts = tuple(entries) if sees_keys else tuple(range(len(entries))), dict(setting.layouts)
+    if layouts:
+        layouts = {n: layouts[k] for n, k in zip(keys, entries, strict=True)}
+    setting = dataclasses.replace(setting, keys=keys, layouts=tuple(layouts.items()))
+    run = functools.partial(aggregate.program(updater, compressor), setting)
+    results = dict(zip(entries, way(run, entries), strict=True))
+    return Changes(
+        {k: updated.value for k, updated in results.items()},
+        {k: updated.state for k, updated in results.items()},
+        {k: updated.residual for k, updated in results.items() if updated.residual is not None},
     )
-    run = aggregate.program(updater, store.compressor)
-    changes = way(run, part, {n: pushed[k] for k, n in numbers.items()})
-    keys = {n: k for k, n in numbers.items()}
-    return Changes(*[{keys[n]: x for n, x in new.items()} for new in changes[:-1]])
 
 
-# Where a program runs. It is given what `aggregate.program` takes: a store of some keys, and their lists.
-
-
-def _push_over(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
+def _over_devices(devices: Devices, run: Any, entries: Mapping[int, Entry], *, in_rows: bool) -> list[Updated]:
     """A program over these devices sums what each of them pushed. Those of this process have one value of each key."""
-    along, values, states = split_over(devices), store.values, store.updater_state
-    if stores.form_of(store) is not Rows:
-        values, states = put((values, states), copies_on(devices))
-    residuals = put(store.residuals, along)
-    store = dataclasses.replace(store, values=values, updater_state=states, residuals=residuals)
-    # The arrays of the devices become one array over them, without a copy. Buckets are made inside of the program.
-    sent: Lists = {}
-    for k, each in pushed.items():
-        dtype = values[k].dtype
-        each = [v if v.dtype == dtype else v.astype(dtype) for v in each]
-        sent[k] = [assemble([v if v.ndim else v.reshape(1) for v in each], along)]
-    mesh.wait_before_collectives((store, sent), devices)
-    return run(store, sent, along.mesh)
+    along = split_over(devices)
+    held = {k: (entry.stored, entry.state) for k, entry in entries.items()}
+    if not in_rows:  # rows are there already
+        held = put(held, copies_on(devices))
+    residuals = put({k: entry.residual for k, entry in entries.items()}, along)
+    taken: list[Entry] = []
+    for k, entry in entries.items():
+        stored, state = held[k]
+        dtype = stored.dtype
+        # The arrays of the devices become one array over them, without a copy. Buckets are made inside of the program.
+        values = [v if v.dtype == dtype else v.astype(dtype) for v in entry.pushed]
+        pushed = [assemble([v if v.ndim else v.reshape(1) for v in values], along)]
+        taken.append(Entry(stored, state, pushed, residuals[k], entry.num_updates))
+    mesh.wait_before_collectives(taken, devices)
+    return run(taken, along.mesh)
 
 
-def _push_at_home(devices: Devices | None, run: Any, store: KVStore, pushed: Lists) -> Changes:
+def _at_home(
+    devices: Devices | None, homes: Mapping[int, Sharding], run: Any, entries: Mapping[int, Entry]
+) -> list[Updated]:
     """A program where the stored values are sums what is sent there. `devices`: those that push one value each."""
-    where = _target(store, next(iter(pushed)))
+    home = homes[next(iter(entries))]
     # A program takes NumPy's views of one memory without a copy, and faster than arrays that are put on its device.
-    if devices and isinstance(where, SingleDeviceSharding) and mesh.one_memory({*devices, *where.device_set}):
-        sent: Any = {k: [np.asarray(v) for v in values] for k, values in pushed.items()}
-        with jax.default_device(*where.device_set):
-            return run(store, sent, None)
-    sent = {k: mesh.share_or_put(values, _target(store, k)) for k, values in pushed.items()}
-    return run(store, sent, None)
+    if devices and isinstance(home, SingleDeviceSharding) and mesh.one_memory({*devices, *home.device_set}):
+        views: Any = [entry._replace(pushed=[np.asarray(v) for v in entry.pushed]) for entry in entries.values()]
+        with jax.default_device(*home.device_set):
+            return run(views, None)
+    sent = [entry._replace(pushed=mesh.share_or_put(entry.pushed, homes[k])) for k, entry in entries.items()]
+    return run(sent, None)
 
 
-def _push_on_first(devices: Devices, run: Any, store: KVStore, pushed: Lists) -> Changes:
+def _on_first(devices: Devices, run: Any, entries: Mapping[int, Entry]) -> list[Updated]:
     """The first device sums and updates in a memory that all of them share. The others share its results."""
-    # So one device does the work of all for large values, of which each device has a copy.
-    values, states = put((store.values, store.updater_state), SingleDeviceSharding(devices[0]))
-    store = dataclasses.replace(store, values=values, updater_state=states)
-    leaves, structure = jax.tree.flatten(_push_at_home(devices, run, store, pushed))
+    first = SingleDeviceSharding(devices[0])
+    held = put({k: (entry.stored, entry.state) for k, entry in entries.items()}, first)
+    there = {k: entry._replace(stored=held[k][0], state=held[k][1]) for k, entry in entries.items()}
+    leaves, structure = jax.tree.flatten(_at_home(devices, dict.fromkeys(there, first), run, there))
     return structure.unflatten(mesh.share_or_put(leaves, copies_on(devices)))
-
-
-# An updater that runs after the sums.
-
-
-def _update_by(store: KVStore, summed: Changes) -> Changes:
-    """The changes by a Python function, or by an optimizer that sees the whole pytree, where the sums are."""
-    sums = summed.values
-    # What is there already may be uncommitted, and stays so.
-    moved = {k: put(store.values[k], v.sharding) for k, v in sums.items() if store.values[k].sharding != v.sharding}
-    store = dataclasses.replace(store, values=store.values | moved)
-    if not isinstance(store.updater, TreeOptimizer):
-        return aggregate.update(store, sums)._replace(residuals=summed.residuals)
-    state, where = store.optimizer_state, next(iter(sums.values())).sharding
-    if not store.layouts and any(leaf.sharding != where for leaf in jax.tree.leaves(state)):
-        state = put(state, where)
-    bare = {"updater": None, "compressor": None, "updater_state": {}, "residuals": {}, "pending": {}}
-    part = dataclasses.replace(store, optimizer_state=state, **bare)
-    lists = {k: [v] for k, v in sorted(sums.items())}
-    return aggregate.program(store.updater, None)(part, lists, None)._replace(residuals=summed.residuals)
 
 
 # Rows of a table.
 
 
 def _push_rows(
-    store: KVStore, pushed: dict[int, list[sparse.RowSparse]], axis_name: str | None, across: bool
+    store: KVStore,
+    pushed: dict[int, list[sparse.RowSparse]],
+    num_updates: Arrays,
+    axis_name: str | None,
+    across: bool,
 ) -> Changes:
     """What a push of rows changes, `across` all processes or in this one. It makes no residuals."""
     apart, dense = "keep this table in a separate store", "push dense values, or use kind 'dist_sync'"
     for is_refused, reason in (
-        (stores.form_of(store) is Split, f"values are split over a mesh and take no RowSparse; {apart} without mesh="),
-        (stores.form_of(store) is Rows, f"a store of kind {store.kind!r} takes none; use kind 'device' or 'local'"),
+        (stores.is_split(store), f"values are split over a mesh and take no RowSparse; {apart} without mesh="),
+        (stores.is_in_rows(store), f"a store of kind {store.kind!r} takes none; use kind 'device' or 'local'"),
         (store.compressor, f"gradient compression does not take a RowSparse, as in MXNet; {apart}"),
         (store.staleness, f"a store of staleness {store.staleness} cannot delay it; {dense}"),
     ):
@@ -429,7 +464,7 @@ def _push_rows(
             rows = [_sum_over_processes(rows, stored.dtype)] if across else rows
             rows = put(rows, stored.sharding)
             run = _compiled(store.updater) if isinstance(store.updater, Updater) else run
-        changes.values[key], changes.updater_state[key] = run(key, axis_name, rows, state, stored)
+        changes.values[key], changes.updater_state[key] = run(key, axis_name, rows, state, stored, num_updates.get(key))
     return changes
 
 

@@ -68,8 +68,8 @@ class Optimizer:
         return bool(self.lr_mult or self.wd_mult)
 
     @property
-    def asks_all_counts(self) -> bool:
-        """Whether the rate follows the largest count of any key of the store."""
+    def takes_num_updates(self) -> bool:
+        """Whether an update is to be called with `num_updates`, the largest number of updates of any key of a store."""
         return callable(self.learning_rate)
 
     def program_of(self, key: int) -> tuple[float, float]:
@@ -89,7 +89,9 @@ class Optimizer:
                 f"{decay}; write wd=0 or wd_mult={{{key}: 0}}, or push dense values"
             )
 
-    def __call__(self, key: int, pushed: Array, state: State, stored: Array) -> tuple[Array, State]:
+    def __call__(
+        self, key: int, pushed: Array, state: State, stored: Array, num_updates: Array | None = None
+    ) -> tuple[Array, State]:
         wide = _wide(stored.dtype)
         gradient = pushed.astype(wide) * self.rescale_grad
         of_rate, of_decay = self.program_of(key)
@@ -97,7 +99,7 @@ class Optimizer:
         if self.rate_in_state:
             rate = state["learning_rate"]
         elif callable(rate):
-            rate = _scheduled(self.where, rate, state.get("num_update", state["count"]))  # in a store that of all keys
+            rate = _scheduled(self.where, rate, state["count"] if num_updates is None else num_updates)
         rate = jnp.asarray(rate * of_rate, wide)
         value = _master(state["master"], stored) if "master" in state else stored.astype(wide)
         push = Push(gradient, value, state, rate, self.wd * of_decay, self.clip_gradient)

@@ -1,4 +1,4 @@
-"""How values are kept: whole, in rows, or split over a mesh. What a store holds follows from its layouts."""
+"""How values are kept: replicated, in rows, or split over a mesh. What a store holds follows from its layouts."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from kv_model import FOUR
 
 from jaxpar import kv, parallel
-from jaxpar._store.store import WHOLE, Rows, Split, sharding_of, state_layouts
+from jaxpar._store.store import REPLICATED, Form, Layout, sharding_of, state_layouts
 
 MESH = jax.make_mesh((4,), ("data",), devices=FOUR)
 PARAMS = {
@@ -22,12 +22,13 @@ PARAMS = {
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (4, 8), (0, 2), (17,), (150, 120)])
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_what_is_stored_is_whole_again(shape, count):
+def test_what_is_stored_is_full_again(shape, count):
     value = jnp.arange(float(np.prod(shape))).reshape(shape)
-    for layout in (WHOLE, Rows(shape, count), Split(NamedSharding(MESH, P()))):
+    for layout in (REPLICATED, Layout(Form.ROWS, shape, count), Layout(Form.SPLIT, sharding=NamedSharding(MESH, P()))):
         stored = layout.stored(value)
-        np.testing.assert_array_equal(layout.whole(stored), value)
-    assert Rows(shape, count).stored(value).shape == (count, Rows(shape, count).chunk)
+        np.testing.assert_array_equal(layout.full(stored), value)
+    rows = Layout(Form.ROWS, shape, count)
+    assert rows.stored(value).shape == (count, rows.chunk)
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
@@ -35,10 +36,11 @@ def test_shapes_and_shardings_follow_from_the_layouts(kind):
     store = kv.from_params(PARAMS, kind=kind, devices=FOUR)
     shapes = tuple((k, np.shape(x)) for k, x in enumerate(jax.tree.leaves(PARAMS)))
     assert store.shardings == ()
-    assert store.layouts == (tuple((k, Rows(shape, 4)) for k, shape in shapes) if kind == "sharded" else ())
+    rows = tuple((k, Layout(Form.ROWS, shape, 4)) for k, shape in shapes)
+    assert store.layouts == (rows if kind == "sharded" else ())
     split = kv.place(store, mesh=MESH, sharding=parallel.fsdp("data"))
     assert [k for k, _ in split.shardings] == [0, 1, 2, 3]
-    assert split.layouts == tuple((k, Split(sharding)) for k, sharding in split.shardings)
+    assert split.layouts == tuple((k, Layout(Form.SPLIT, sharding=sharding)) for k, sharding in split.shardings)
     assert all(split.values[k].sharding == sharding for k, sharding in split.shardings)
 
 
@@ -83,12 +85,12 @@ def test_the_state_of_an_optimizer_is_kept_as_the_params(tx):
         return zip(*map(jax.tree.leaves, trees), strict=True)
 
     for layout, leaf, same in leaves(rows):
-        assert layout == (WHOLE if jnp.issubdtype(leaf.dtype, jnp.integer) else Rows(same.shape, 4))
-        np.testing.assert_array_equal(layout.whole(leaf), same)
+        assert layout == (REPLICATED if jnp.issubdtype(leaf.dtype, jnp.integer) else Layout(Form.ROWS, same.shape, 4))
+        np.testing.assert_array_equal(layout.full(leaf), same)
     for target in ({"devices": FOUR[:3]}, {"mesh": MESH}):
         moved = kv.place(rows, **target)
         for layout, leaf, same in leaves(moved):
-            np.testing.assert_array_equal(layout.whole(leaf), same)
+            np.testing.assert_array_equal(layout.full(leaf), same)
             assert leaf.sharding.is_equivalent_to(sharding_of(moved, layout), leaf.ndim)
 
 

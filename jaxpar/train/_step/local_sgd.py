@@ -18,7 +18,7 @@ from jax import lax
 
 from ..._devices.mesh import put_copy, split_over
 from ..._store import aggregate
-from ..._store.store import Rows, by_key, form_of, sharding_of, trained_keys, tree_of, with_changes
+from ..._store.store import by_key, is_in_rows, sharding_of, trained_keys, tree_of, with_changes
 from ...kv import KVStore
 from .loss import Mean, with_own_streams
 from .state import TrainState, carries, whole_params
@@ -50,7 +50,8 @@ class LocalSGD(DeviceStep):
         updates, transform = grads, mine.transform
         if self.grad_transform is not None:
             updates, transform = self._transform(mine, params, grads)
-        store = with_changes(mine.store, aggregate.update(mine.store, updates, loss))
+        num_updates = aggregate.num_updates(mine.store, updates)
+        store = with_changes(mine.store, aggregate.update(mine.store, updates, num_updates, loss))
         metrics, model_state, bad = self._mean_over_devices(state, share, grads, {})
         local = _like(state.local, _local_part(store, list(state.local["values"]), transform))
         since = state.outer["since"] + 1
@@ -102,7 +103,7 @@ class LocalSGD(DeviceStep):
         """The state with the parts `local` and `outer`, as before the first round. Parts that it has stay."""
         state = super().with_initial_parts(state)
         store = state.store
-        if form_of(store) is Rows:
+        if is_in_rows(store):
             fault = f"with local_steps each device keeps all params, and kind {store.kind!r} gives it a part of them"
             raise ValueError(f"train step: {fault}; use kind 'device' or 'dist_sync'")
         if store.staleness:

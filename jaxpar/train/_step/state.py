@@ -156,7 +156,7 @@ def create_state(
 
 def whole_params(store: kv.KVStore, axis_name: str) -> Any:
     """The params inside of a program. Those that are cut into rows are gathered over the mapped axis."""
-    rows = stores.rows_of(store) if stores.form_of(store) is stores.Rows else {}
+    rows = stores.rows_of(store) if stores.is_in_rows(store) else {}
     own = {k: store.values[k].reshape(-1) for k, _ in store.paths if k in rows}
     values = {**store.values, **(aggregate.gather(store, own, axis_name) if own else {})}
     return store.treedef.unflatten([values[k] for k, _ in store.paths])

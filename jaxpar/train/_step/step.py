@@ -203,7 +203,7 @@ class DeviceStep:
     ) -> tuple[Arrays, dict[int, Any]]:
         """The sums and the residuals. The gradients of the keys in `zeros` are zeros, which are not sent."""
         # One device needs no collective, and XLA would keep it with its copies.
-        alone = lax.axis_size(self.axis_name) == 1 and stores.form_of(store) is not stores.Rows
+        alone = lax.axis_size(self.axis_name) == 1 and not stores.is_in_rows(store)
         if alone and not aggregate.compressed_keys(store, due):
             return due, {}
         sums, residuals = aggregate.reduce(store, {k: g for k, g in due.items() if k not in zeros}, self.axis_name)
@@ -245,7 +245,8 @@ class DeviceStep:
         transform = state.transform
         if self.grad_transform is not None:
             summed, transform = self._transform(state, params, summed)
-        changes = aggregate.update(state.store, summed, loss)._replace(residuals=residuals)
+        num_updates = aggregate.num_updates(state.store, summed, ready)
+        changes = aggregate.update(state.store, summed, num_updates, loss)._replace(residuals=residuals)
         if ready is not None:
             changes = queue.where_ready(state.store, changes, ready, {}, self.axis_name)
             if jax.tree.leaves(transform):

@@ -20,7 +20,7 @@ from ..._core.updater import Updater
 from ..._devices import processes
 from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
-from ..._store.store import Split, form_of, mesh_of_values
+from ..._store.store import is_split, mesh_of_values
 from .local_sgd import LocalSGD
 from .loss import LossFn, check_loss_fn
 from .nonfinite import DynamicLossScale, Guard
@@ -153,7 +153,7 @@ class TrainStep:
         _, step = self._engine_and_step(state.store)
         if not isinstance(step, GlobalStep):
             return None
-        mesh, axes = mesh_of_values(state.store) if form_of(state.store) is Split else self.mesh, step.axes
+        mesh, axes = mesh_of_values(state.store) if is_split(state.store) else self.mesh, step.axes
         if mesh is None or not set(axes) < set(mesh.axis_names):
             return None
         return NamedSharding(auto_mesh(mesh), P(axes[0] if len(axes) == 1 else axes))
@@ -181,7 +181,7 @@ class TrainStep:
         devices = self.devices or state.store.devices
         if isinstance(step, GlobalStep):
             mesh = self.mesh or (mesh_of(devices) if devices else user or mesh_of(processes.devices()))
-            if form_of(state.store) is not Split:
+            if not is_split(state.store):
                 state = dataclasses.replace(state, store=kv.place(state.store, mesh=mesh))
                 state = place_state(state, tuple(mesh.devices.flat))
             elif self.mesh is not None and auto_mesh(mesh) != (own := mesh_of_values(state.store)):
@@ -232,10 +232,10 @@ class TrainStep:
     def _engine_and_step(self, store: kv.KVStore) -> tuple[str, DeviceStep]:
         """The engine for a store, and the step that it runs: of one device, or of all under engine `jit`."""
         split = "values of this store are split over a mesh"
-        if form_of(store) is Split and self.engine not in ("auto", "jit"):
+        if is_split(store) and self.engine not in ("auto", "jit"):
             own = f"{split} in their own shapes, which engine {self.engine!r} cannot take"
             raise ValueError(f"train step: {own}; use engine 'jit' or 'auto'")
-        if self.engine != "jit" and self.mesh is None and form_of(store) is not Split:
+        if self.engine != "jit" and self.mesh is None and not is_split(store):
             return "pmap" if self.engine == "pmap" else "shard_map", self.device_step
         if self.global_step is None:
             reason = "local_steps are updates of each device by itself"

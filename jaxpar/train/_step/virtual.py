@@ -23,7 +23,7 @@ from ..._cpu import for_platform
 from ..._devices import collectives
 from ..._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, split_over, wait_before_collectives
 from ..._devices.user_mesh import without_types
-from ..._store.store import Rows, form_of
+from ..._store.store import is_in_rows
 from .loss import Mean, finish, model_state_mean, model_state_terms, widen, with_own_streams
 from .nonfinite import nonfinite_flags
 from .programs import Batch, Batches, Metrics, Part, check_even
@@ -58,7 +58,7 @@ class VirtualStep(DeviceStep):
             f"pending pushes of a store of staleness {store.staleness} belong to its devices; use kind 'dist_sync', or "
             "staleness=0": bool(store.staleness),
             f"in kind {store.kind!r} each device updates a share of a value, and rounding depends on its length; use "
-            "kind 'device'": form_of(store) is Rows,
+            "kind 'device'": is_in_rows(store),
         }
         if reason := next((reason for reason, holds in reasons.items() if holds), None):
             what = f"train step: virtual_shards={self.shards} gives the same bits on any number of devices"
