@@ -21,6 +21,8 @@ Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from .._devices.collectives import PaddedBatch as PaddedBatch
 from ._batches import (
+    BatchOptions as _BatchOptions,
+    BatchPlan as _BatchPlan,
     agree_on_arrays as _agree_on_arrays,
     ahead as _ahead,
     batch_options as _batch_options,

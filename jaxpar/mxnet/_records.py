@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -347,9 +347,12 @@ class ImageRecordSource(data.ArraySource):
     batch_size: int
     shuffle: bool
 
-    def batches(self, batch_size: int, *, rng: jax.Array | None = None, **options: Any) -> Iterator[Any]:
+    def batches(self, batch_size: int, **options: Unpack[data._BatchOptions]) -> Iterator[dict[str, jax.Array]]:
         """Batches on the devices. The options are those of `data.batches`, without `resident`."""
-        plan = data._plan_batches(len(self), batch_size, _WHERE, rng=rng if self.shuffle else None, **options)
+        rng = options.get("rng")
+        if not self.shuffle:
+            options["rng"] = None  # of the order; the images are still cut and mirrored by the key
+        plan = data._plan_batches(len(self), batch_size, _WHERE, **options)
         draws = None if rng is None else data._order_of(rng, len(self), 3)
 
         def order(epoch: int) -> np.ndarray:
@@ -361,9 +364,9 @@ class ImageRecordSource(data.ArraySource):
             rows["top"], rows["left"], rows["mirror"] = np.asarray(draws(epoch))[numbers].T
             return rows
 
-        return self._read(plan._replace(order=order))
+        return self._read(dataclasses.replace(plan, order=order))
 
-    def _read(self, plan: Any) -> Iterator[Any]:
+    def _read(self, plan: data._BatchPlan) -> Iterator[dict[str, jax.Array]]:
         """The batches of a plan, of records that are read once, by threads that end with the batches."""
         with _Reader(self.arrays["image"].form) as reader:
             arrays = {name: dataclasses.replace(column, reader=reader) for name, column in self.arrays.items()}
