@@ -91,9 +91,9 @@ def restore(path: PathLike, like: Tree) -> Tree:
     # Leaves of several processes: all of them restore the one checkpoint that the first process was given.
     chosen = Path(processes.ask_first(lambda: str(_files.as_checkpoint(path))))
     with processes.raise_together(CheckpointError):
-        found = _files.read(chosen)
-    processes.agree(f"checkpoint.restore: {chosen} is not the same checkpoint everywhere", _files.digest(found.body))
-    return fill(found, like)
+        saved = _files.read(chosen)
+    processes.agree(f"checkpoint.restore: {chosen} is not the same checkpoint everywhere", _files.digest(saved.body))
+    return fill(saved, like)
 
 
 @calls.answers("checkpoint.latest")
@@ -123,8 +123,8 @@ def latest(directory: PathLike) -> Path | None:
         >>> checkpoint.latest(directory).name
         'b'
     """
-    found = newest_good(Path(files.as_local(directory, "checkpoint.latest: directory")), set())
-    return None if found is None else found.path
+    newest = newest_good(Path(files.as_local(directory, "checkpoint.latest: directory")), set())
+    return None if newest is None else newest.path
 
 
 @calls.answers("checkpoint.best")
@@ -154,8 +154,8 @@ def best(directory: PathLike) -> Path | None:
         >>> checkpoint.best(manager.directory).name, checkpoint.latest(manager.directory).name
         ('save_00000002', 'save_00000003')
     """
-    found = newest_good(Path(files.as_local(directory, "checkpoint.best: directory")), set(), is_best)
-    return None if found is None else found.path
+    newest = newest_good(Path(files.as_local(directory, "checkpoint.best: directory")), set(), is_best)
+    return None if newest is None else newest.path
 
 
 def is_best(path: Path, manifest: Manifest) -> bool:
@@ -168,13 +168,13 @@ def newest_good(directory: Path, bad: set[Path], condition: Condition = lambda p
     One without the `condition` is passed over unread, and named only if that raises a `CheckpointError`.
     """
     for _ in range(_TRIES):
-        found, (listed, unreadable) = None, _files.newest_first(directory)
+        good, (listed, unreadable) = None, _files.newest_first(directory)
         failed = {path: f"{error}; skipped" for path, error in unreadable.items() if path not in bad}
         for path, manifest in listed:
             if path not in bad:
                 try:
                     if condition(path, manifest):
-                        found = _files.read(path)
+                        good = _files.read(path)
                         break
                 except (CheckpointError, FileNotFoundError) as error:
                     failed[path] = f"{error}; looking for an earlier one"
@@ -182,21 +182,21 @@ def newest_good(directory: Path, bad: set[Path], condition: Condition = lambda p
             for why in failed.values():
                 say(why)
             bad.update(failed)
-            return found
+            return good
         # The run that writes to the directory removed a checkpoint meanwhile, so there is a newer one.
     raise OSError(f"checkpoint: {directory} changes faster than it can be read; {_TRIES} checkpoints were gone")
 
 
-def fill(found: Found, like: PyTree) -> PyTree:
+def fill(saved: Found, like: PyTree) -> PyTree:
     """The state of a checkpoint in the structure and on the devices of `like`."""
     try:
         with user_mesh.outside_mesh():  # the arrays get the shardings of `like`
-            state, remarks = _leaves.from_leaves(found.body["leaves"], found.arrays, like)
+            state, remarks = _leaves.from_leaves(saved.body["leaves"], saved.arrays, like)
     except ValueError as error:
         why = text.for_terminal(str(error), _files.MOST_SHOWN)
-        raise CheckpointError(f"{found.path} does not fit `like`: {why}") from None
+        raise CheckpointError(f"{saved.path} does not fit `like`: {why}") from None
     for remark in remarks if jax.process_index() == 0 else ():
-        say(f"{found.path}: {remark}")
+        say(f"{saved.path}: {remark}")
     return state
 
 
@@ -330,30 +330,30 @@ class Manager:
         refused, self._bad = "", set()  # what could not be read before may be readable now
         # The first process chooses. Where another one cannot read the same, all of them look for an earlier one.
         while True:
-            found: Found | None = None
+            chosen: Found | None = None
             with processes.raise_together(CheckpointError):
                 if self._writes or processes.count() == 1:
-                    found = newest_good(self.directory, self._bad, condition)
-            name = json.loads(processes.exchange(json.dumps(None if found is None else found.path.name))[0])
+                    chosen = newest_good(self.directory, self._bad, condition)
+            name = json.loads(processes.exchange(json.dumps(None if chosen is None else chosen.path.name))[0])
             if name is None and refused:
                 raise CheckpointError(f"{refused}; and there is no earlier checkpoint that all processes can read")
             if name is None:
                 return None
             path, why = self.directory / name, ""
             try:
-                found = found or _files.read(path)
+                chosen = chosen or _files.read(path)
             except (CheckpointError, FileNotFoundError) as error:
                 why = str(error)
-            refused = _first_difference(path, found, why)
-            if found is not None and not refused:
+            refused = _first_difference(path, chosen, why)
+            if chosen is not None and not refused:
                 break
             self._bad.add(path)
             if self._writes:
                 say(f"{refused}; looking for an earlier one")
-        state, info = fill(found, like()), found.body.get("info", {})
-        if (place := found.body.get("records")) is not None:
-            info = {**info, "history": self._read_records(found.path, place, info.get("history", []))}
-        self._note(found.path)
+        state, info = fill(chosen, like()), chosen.body.get("info", {})
+        if (place := chosen.body.get("records")) is not None:
+            info = {**info, "history": self._read_records(chosen.path, place, info.get("history", []))}
+        self._note(chosen.path)
         return state, info
 
     def _read_records(self, path: Path, place: _files.Place, last: list[_run.Record]) -> list[_run.Record]:
@@ -427,9 +427,9 @@ class Manager:
                 _files.remove(path)
 
 
-def _first_difference(path: Path, found: Found | None, why: str) -> str:
+def _first_difference(path: Path, chosen: Found | None, why: str) -> str:
     """Which process cannot read the checkpoint that process 0 reads, and why. "" where all read the same."""
-    digest = None if found is None else _files.digest(found.body)
+    digest = None if chosen is None else _files.digest(chosen.body)
     answers = [json.loads(answer) for answer in processes.exchange(json.dumps([digest, why]))]
     for process, (digest_there, reason) in enumerate(answers):
         if digest_there != answers[0][0]:

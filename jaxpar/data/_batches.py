@@ -72,8 +72,8 @@ def order_of(rng: jax.Array | np.ndarray | None, size: int, count: int | None = 
 
 
 @functools.partial(jax.jit, static_argnames=("size", "count", "impl"))
-def draw(words: jax.Array, epoch: jax.Array, size: int, count: int | None, impl: str | None) -> jax.Array:
-    rng = jax.random.wrap_key_data(words, impl=impl)
+def draw(key_data: jax.Array, epoch: jax.Array, size: int, count: int | None, impl: str | None) -> jax.Array:
+    rng = jax.random.wrap_key_data(key_data, impl=impl)
     if count is None:
         return jax.random.permutation(jax.random.fold_in(rng, epoch), size).astype(np.int32)
     rng = jax.random.fold_in(rng, 0xD4A35)  # not the key of an order

@@ -394,9 +394,11 @@ class DatasetSource(_OfArrays):
         """`data.batches` of the data set."""
         return self.dataset.batches(batch_size, **options)
 
-    def split(self, fraction: float | int, **options: Any) -> tuple[DatasetSource, DatasetSource]:
-        """`data.split(source, fraction, **options)`."""
-        first, second = self.dataset.split(fraction, **options)
+    def split(
+        self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
+    ) -> tuple[DatasetSource, DatasetSource]:
+        """`data.split(source, fraction, rng, shuffle=shuffle)`."""
+        first, second = self.dataset.split(fraction, rng, shuffle=shuffle)
         return DatasetSource(first), DatasetSource(second)
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from . import _arrays as arrays, _layers as layers, _losses as losses
 
@@ -290,7 +291,7 @@ def _round(x: jax.Array) -> jax.Array:
     return jnp.trunc(x) + jnp.trunc(2 * (x - jnp.trunc(x)))
 
 
-def _divide(a: Any, b: Any) -> jax.Array:
+def _divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
     """Of integers that without its fraction."""
     dtype = jnp.result_type(a, b)
     if not jnp.issubdtype(dtype, jnp.integer):
