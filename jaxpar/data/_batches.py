@@ -5,14 +5,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +27,18 @@ from .._devices.mesh import STORE_AXIS, auto_mesh, put, wait_before_collectives
 from .._devices.shardings import axes_of
 from .._devices.user_mesh import each_in_user_mesh, has_types, in_user_mesh, on_own_mesh, outside_mesh, with_sharding
 
-if TYPE_CHECKING:  # it imports this module
-    from ._sources import Dataset, Source
-
 Item = TypeVar("Item")
 PyTree = Any  # of arrays
 KeyPath = tuple[Any, ...]  # of a leaf of a pytree, as `jax.tree_util` gives it
+
+
+class ImagesAndLabels(Protocol):
+    """A `data.Dataset`."""
+
+    @property
+    def images(self) -> np.ndarray: ...
+    @property
+    def labels(self) -> np.ndarray: ...
 
 
 class HostArray(Protocol):
@@ -168,27 +173,6 @@ def check_sharding(sharding: object, where: str) -> NamedSharding:
     hint = "; a PartitionSpec needs a mesh, set by jax.set_mesh" if isinstance(sharding, P) else ""
     example = "such as jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))"
     raise TypeError(f"{where}: sharding must be a NamedSharding, {example}; got {checks.describe(sharding)}{hint}")
-
-
-def batch_options(
-    source: Source, devices: Sequence[Device] | None, sharding: NamedSharding | None, virtual_shards: int | None
-) -> dict[str, Any]:
-    """The options of `source.batches` for a step: where its batches go, and for how many virtual shards."""
-    # A user's source may lack `sharding=` and `virtual_shards=`, see `Source`. Only its signature tells.
-    parameters = inspect.signature(source.batches).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if sharding is not None and (takes_any or "sharding" in parameters):
-        return {"sharding": sharding}
-    if virtual_shards is None:
-        return {"devices": devices}
-    if takes_any or "virtual_shards" in parameters:
-        return {"devices": devices, "virtual_shards": virtual_shards}
-    if virtual_shards % (count := len(devices or (None,))):
-        raise TypeError(
-            f"{type(source).__name__}.batches takes no virtual_shards={virtual_shards}, which {count} devices cannot "
-            "share evenly; add it, or use a number of devices that divides it"
-        )
-    return {"devices": devices}
 
 
 # Arrays in host memory, and batches of them on the devices.
@@ -406,11 +390,14 @@ def from_host(arrays: PyTree, plan: BatchPlan, dtype: DTypeLike | None) -> Itera
 
 
 # By `data.Dataset`, with which they go, and by where they are: images and labels, whole on each device.
-_residents: weakref.WeakKeyDictionary[Dataset, dict[Any, tuple[jax.Array, jax.Array]]] = weakref.WeakKeyDictionary()
+Copies = dict[Any, tuple[jax.Array, jax.Array]]
+_residents: weakref.WeakKeyDictionary[ImagesAndLabels, Copies] = weakref.WeakKeyDictionary()
 
 
 @calls.answers("data.batches")
-def resident(dataset: Dataset, placement: Placement, wanted: bool | None = None) -> tuple[jax.Array, jax.Array] | None:
+def resident(
+    dataset: ImagesAndLabels, placement: Placement, wanted: bool | None = None
+) -> tuple[jax.Array, jax.Array] | None:
     """Images and labels, whole on each device. None if they are not `wanted`, by default for lack of memory."""
     # They are sent once in the data set's life, unless it is used on ever other devices.
     mesh: Any = None if placement.sharding is None else placement.sharding.mesh

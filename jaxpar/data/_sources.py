@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, Unpack, overload, runtime_checkable
@@ -552,6 +553,27 @@ def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
 
 
 # For `train.fit`.
+
+
+def batch_options(
+    source: Source, devices: Sequence[Device] | None, sharding: NamedSharding | None, virtual_shards: int | None
+) -> dict[str, Any]:
+    """The options of `source.batches` for a step: where its batches go, and for how many virtual shards."""
+    # A user's source may lack `sharding=` and `virtual_shards=`, see `Source`. Only its signature tells.
+    parameters = inspect.signature(source.batches).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if sharding is not None and (takes_any or "sharding" in parameters):
+        return {"sharding": sharding}
+    if virtual_shards is None:
+        return {"devices": devices}
+    if takes_any or "virtual_shards" in parameters:
+        return {"devices": devices, "virtual_shards": virtual_shards}
+    if virtual_shards % (count := len(devices or (None,))):
+        raise TypeError(
+            f"{type(source).__name__}.batches takes no virtual_shards={virtual_shards}, which {count} devices cannot "
+            "share evenly; add it, or use a number of devices that divides it"
+        )
+    return {"devices": devices}
 
 
 def usual_batch_size(source: object) -> int:
