@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from subprocess import DEVNULL, PIPE
-from typing import IO, Any
+from typing import IO
 
 from ._core.process import Signals, daemon
 from ._core.text import number
@@ -49,13 +49,13 @@ _POLL_INTERVAL = 0.1  # seconds between two looks at the processes and at signal
 _REST_TIME = 1.0  # seconds to read the rest of the output: a process in the background may hold a pipe open
 _WRITE_TIME = 5.0  # seconds to write it after a signal: a pager may not read
 
-_MOST_OWN = 3  # failures by itself, without a signal, before a process has worked again: the third is no accident
+_MOST_FAILURES = 3  # failures by itself, without a signal, before a process has worked again: the third is no accident
 _MOST = 10  # deaths of any kind, before it has worked again: short of memory, a machine may kill it a few times
 _MOST_IN_TIME, _TIME = 50, 600.0  # deaths within so many seconds, though it worked in between
 _LONGEST = 1 << 16  # bytes of a line without an end that are held back, such as a bar that is drawn again and again
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "launch",
         help="start several processes on this machine",
@@ -65,21 +65,23 @@ def add_parser(commands: Any) -> None:
     )
     add, count = parser.add_argument, number(int, 1)
     add("-n", "--processes", type=count, required=True, metavar="N", help="how many, required")
-    one = parser.add_mutually_exclusive_group().add_argument
-    one("--devices", type=count, metavar="K", help="emulated CPU devices of each process, no GPU (default: none)")
-    one("--gpus-per-process", type=count, metavar="K", help="GPUs of each process (default: an even share)")
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--devices", type=count, metavar="K", help="emulated CPU devices of each process, no GPU (default: none)")
+    either("--gpus-per-process", type=count, metavar="K", help="GPUs of each process (default: an even share)")
     add("--max-restarts", type=number(int, 0), default=0, metavar="R", help="starts after a failure (default: 0)")
-    one = parser.add_mutually_exclusive_group().add_argument
-    one("--min-processes", type=count, metavar="M", help="a restart leaves out the lost one, down to M (default: N)")
-    one("--elastic", action="store_true", help="continue after a loss, and start the lost process again (default: no)")
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--min-processes", type=count, metavar="M", help="a restart leaves out the lost one, down to M (default: N)")
+    either(
+        "--elastic", action="store_true", help="continue after a loss, and start the lost process again (default: no)"
+    )
     add("--coordinator-port", type=_port, metavar="P", help="where they meet (default: a free one at each start)")
     add("--env", action="append", default=[], type=_pair, metavar="K=V", help="a variable for all (default: none)")
     seconds = "seconds from SIGTERM to SIGKILL (default: 30)"
     add("--grace", type=number(float, 0), default=30.0, metavar="S", help=seconds)
     default = f"$JAXPAR_HEARTBEAT_TIMEOUT, or {HEARTBEAT_TIMEOUT:g}, with --elastic {ELASTIC_TIMEOUT:g}"
     seconds = f"seconds without a heartbeat after which a process counts as frozen (default: {default})"
-    known = os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or None
-    add("--heartbeat-timeout", type=number(float, 2), default=known, metavar="S", help=seconds)
+    from_env = os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or None
+    add("--heartbeat-timeout", type=number(float, 2), default=from_env, metavar="S", help=seconds)
     add("command", nargs=argparse.REMAINDER, help="after --")
     parser.set_defaults(run=lambda args: run(args, parser), parser=parser)
 
@@ -184,8 +186,8 @@ class Deaths:
         now, row = time.monotonic(), self._in_a_row[rank]
         row.append(status)
         times = self._times[rank] = [at for at in self._times[rank] if now - at < _TIME] + [now]
-        own = sum(status < 128 and status != LOST for status in row)
-        if own >= _MOST_OWN or len(row) >= _MOST:
+        failures = sum(status < 128 and status != LOST for status in row)
+        if failures >= _MOST_FAILURES or len(row) >= _MOST:
             return f", {len(row)} times in a row"
         if len(times) >= _MOST_IN_TIME:
             return f", {len(times)} times within {(now - times[0]) / 60:.0f} minutes"
@@ -259,10 +261,10 @@ class _Run:
         return 0 if self.first is None else self.first.status or 1
 
     def _start(self, rank: int, slot: int) -> Child:
-        own = {"JAXPAR_PROCESS_ID": str(rank)}
+        env = {**self._shared, "JAXPAR_PROCESS_ID": str(rank)}
         if self._args.gpus:
-            own["CUDA_VISIBLE_DEVICES"] = self._args.gpus[slot]
-        return Child(rank, slot, self._args.command, {**self._shared, **own}, self.output)
+            env["CUDA_VISIBLE_DEVICES"] = self._args.gpus[slot]
+        return Child(rank, slot, self._args.command, env, self.output)
 
     def _turn(self) -> None:
         # Before its messages are read: a process that has ended may have reported why, which says more than its status.
@@ -382,10 +384,10 @@ class Output:
 
     def _write_all(self) -> None:
         while (item := self._queue.get()) is not None:
-            descriptor, rest = item
-            while rest and not self.broken.is_set():
+            descriptor, unwritten = item
+            while unwritten and not self.broken.is_set():
                 try:
-                    rest = rest[os.write(descriptor, rest) :]
+                    unwritten = unwritten[os.write(descriptor, unwritten) :]
                 except OSError:  # the pipe is closed: `| head`
                     self.broken.set()
 

@@ -24,9 +24,11 @@ import jax.numpy as jnp
 from .._core import files
 from .._core.text import HelpFormatter, did_you_mean, number, plural
 
+AddArgument = Callable[..., argparse.Action]  # `add_argument` of a parser
 
-def add_parsers(commands: Any) -> None:
-    def add(name: str, help: str, about: str, run: Callable[[argparse.Namespace], None]) -> Any:
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    def add(name: str, help: str, about: str, run: Callable[[argparse.Namespace], None]) -> AddArgument:
         def answered(args: argparse.Namespace) -> int:
             try:
                 run(args)
@@ -58,28 +60,28 @@ def path(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def find_function(text: str, others: str = "") -> Callable[..., Any]:
-    """The function of "module:function", or a `ValueError` that names the `others` too."""
+def find_function(text: str, or_else: str = "") -> Callable[..., Any]:
+    """The function of "module:function", or a `ValueError`. `or_else`: what else is taken, in its words."""
     module_name, colon, name = text.partition(":")
     if not colon or not module_name or not name:
-        raise ValueError(f"expected MODULE:FUNCTION{others}, got {text!r}")
+        raise ValueError(f"expected MODULE:FUNCTION{or_else}, got {text!r}")
     if module_name.endswith(".py"):
         path = module_name.removesuffix(".py").strip("./").replace("/", ".")
         raise ValueError(f"expected the name of a module, got the file {module_name}; write {path}:{name}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Any = importlib.import_module(module_name)
+        value: Any = importlib.import_module(module_name)
     except Exception as error:  # whatever the user's module raises
         raise ValueError(f"cannot import {module_name}: {type(error).__name__}: {error}") from None
-    for part in name.split("."):
-        if not hasattr(found, part):
-            near = did_you_mean(part, [n for n in dir(found) if n[0] != "_"])
+    for attribute in name.split("."):
+        if not hasattr(value, attribute):
+            near = did_you_mean(attribute, [n for n in dir(value) if n[0] != "_"])
             raise ValueError(f"module {module_name} has no {name}{near}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ValueError(f"{text} is a {type(found).__name__}; expected a function")
-    return found
+        value = getattr(value, attribute)
+    if not callable(value):
+        raise ValueError(f"{text} is a {type(value).__name__}; expected a function")
+    return value
 
 
 # `jaxpar plot`: draw a function.
@@ -97,7 +99,7 @@ _FORMATS = (
 )
 
 
-def _describe_plot(add: Any) -> None:
+def _describe_plot(add: AddArgument) -> None:
     add("function", help="MODULE:FUNCTION, or lenet or matrix_factorization")
     each = (
         "an argument, once for each in order: 256x28x28x1:f32, or a pytree in JSON such as "
@@ -153,17 +155,17 @@ def _request(args: argparse.Namespace) -> tuple[Callable[..., Any], list[Any], i
     from .. import models
 
     lenet, factors = models.lenet, models.matrix_factorization
-    known = {  # apply, init, and the shapes of what the network takes after its parameters
+    networks = {  # apply, init, and the shapes of what the network takes after its parameters
         "lenet": (lenet.apply, lenet.init, ["256x28x28x1:f32"]),
         "matrix_factorization": (factors.apply, lambda rng: factors.init(rng, 943, 1682, 64), ["64:i32", "64:i32"]),
     }
     shapes = [parse_shape(text) for text in args.shape]
-    if args.function in known:
-        fn, init, usual = known[args.function]
-        arrays = [jax.eval_shape(init, jax.random.key(0)), *(shapes or map(parse_shape, usual))]
+    if args.function in networks:
+        fn, init, usual_shapes = networks[args.function]
+        arrays = [jax.eval_shape(init, jax.random.key(0)), *(shapes or map(parse_shape, usual_shapes))]
         check_takes(args.function, fn, arrays)
         return fn, arrays, 0, args.function
-    fn, argnums = find_function(args.function, f", {' or '.join(known)}"), None
+    fn, argnums = find_function(args.function, f", {' or '.join(networks)}"), None
     if args.params is not None and ":" in args.params:
         shapes, argnums = [make_params(args.params, shapes), *shapes], 0
     elif args.params is not None:
@@ -198,19 +200,20 @@ def parse_shape(text: str) -> Any:
     return jax.tree.map(_parse_one, tree)
 
 
-def _parse_one(text: Any) -> jax.ShapeDtypeStruct:
+def _parse_one(text: object) -> jax.ShapeDtypeStruct:
     match = _SHAPE.fullmatch(text) if isinstance(text, str) else None
     if match is None or not text:
         raise ValueError(f"--shape {text!r}: expected SHAPE:DTYPE such as 256x28x28x1:f32, or JSON of such texts")
-    given = match["dtype"] or "f32"
+    name = match["dtype"] or "f32"
     shape = tuple(int(length) for length in match["shape"].split("x") if length)
-    if given == "key":
+    if name == "key":
         return jax.ShapeDtypeStruct(shape, jax.eval_shape(lambda: jax.random.key(0)).dtype)
     try:
-        dtype = jnp.dtype(DTYPES.get(given, given))
+        dtype = jnp.dtype(DTYPES.get(name, name))
     except TypeError:
-        known = ", ".join(DTYPES)
-        raise ValueError(f"--shape {text!r}: unknown dtype {given!r}; known are {known} and NumPy's names") from None
+        raise ValueError(
+            f"--shape {text!r}: unknown dtype {name!r}; known are {', '.join(DTYPES)} and NumPy's names"
+        ) from None
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -257,7 +260,7 @@ _PLAN = (
 )
 
 
-def _describe_plan(add: Any) -> None:
+def _describe_plan(add: AddArgument) -> None:
     add("function", help="MODULE:FUNCTION, make(devices, **choices) -> (step, state, batch)")
     names = "v5e:2x4, v5p:4x4x4, h100:8, h100:4x8; again for more"
     add("--on", action="append", required=True, metavar="DEVICES", help=names)
@@ -280,14 +283,14 @@ def _plan(args: argparse.Namespace) -> None:
     output = args.output and args.output.absolute()  # code of the user, which comes next, may change the directory
     make = find_function(args.function)
     if len(args.on) == 1 and all(len(values) == 1 for values in choices.values()):
-        found: Any = train.plan(make, args.on[0], **{name: values[0] for name, values in choices.items()})
+        plan: Any = train.plan(make, args.on[0], **{name: values[0] for name, values in choices.items()})
     elif args.output:
         raise ValueError("-o draws one plan; give one --on and one value of each --choose")
     else:
-        found = train.compare_plans(make, args.on, **choices)
-    print(json.dumps(found.to_dict(), indent=2) if args.json else found)
+        plan = train.compare_plans(make, args.on, **choices)
+    print(json.dumps(plan.to_dict(), indent=2) if args.json else plan)
     if args.output:
-        found.plot().save(output)
+        plan.plot().save(output)
 
 
 def _choice(text: str) -> tuple[str, list[Any]]:
@@ -295,20 +298,22 @@ def _choice(text: str) -> tuple[str, list[Any]]:
     if not name.isidentifier() or not equals:
         raise ValueError(f"--choose {text!r}: expected NAME=VALUE or NAME=VALUE,VALUE")
     # A value ends at the first comma where Python can read it, else, as plain text, at the next comma.
-    found, parts = [], values.split(",")
-    while parts:
-        for count in range(1, len(parts) + 1):
+    parsed, pieces = [], values.split(",")
+    while pieces:
+        for count in range(1, len(pieces) + 1):
             with contextlib.suppress(ValueError, SyntaxError):
-                found.append(ast.literal_eval(",".join(parts[:count]).strip()))
+                parsed.append(ast.literal_eval(",".join(pieces[:count]).strip()))
                 break
         else:
-            count, part = 1, parts[0].strip()
-            if any(part.count(opened) != part.count(closed) for opened, closed in ("()", "[]", "{}")):
-                rest = ",".join(parts)
-                raise ValueError(f"--choose {text!r}: {rest!r} does not begin with a value of Python, such as (2,4)")
-            found.append(part)
-        del parts[:count]
-    return name, found
+            count, plain = 1, pieces[0].strip()
+            if any(plain.count(opened) != plain.count(closed) for opened, closed in ("()", "[]", "{}")):
+                remainder = ",".join(pieces)
+                raise ValueError(
+                    f"--choose {text!r}: {remainder!r} does not begin with a value of Python, such as (2,4)"
+                )
+            parsed.append(plain)
+        del pieces[:count]
+    return name, parsed
 
 
 # `jaxpar port`: write a network of MXNet as a Python module.
@@ -342,14 +347,14 @@ def test_the_module_gives_what_the_symbol_gives(train):
 '''
 
 
-def _describe_port(add: Any) -> None:
+def _describe_port(add: AddArgument) -> None:
     add("symbol", help="the graph, x-symbol.json")
     add("params", nargs="?", help="its arrays, x-0000.params; rare operators need them, or the shapes of the inputs")
     add("-o", "--output", required=True, metavar="FILE", help="the module to write, such as model.py")
     shape = "the shape of an input, such as data=1x3x224x224, the default of the module's init"
     add("--shape", action="append", default=[], metavar="NAME=SHAPE", help=f"{shape}; once for each input")
-    own = "a function for an operator that is unknown, or another one for one that is not; once for each"
-    add("--operator", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help=own)
+    operator = "a function for an operator that is unknown, or another one for one that is not; once for each"
+    add("--operator", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help=operator)
     add("--nnx", action="store_true", help="add a module of flax.nnx (default: functions of plain JAX)")
     add("--test", action="store_true", help="write a test beside it, test_model.py; needs --shape")
     add("--force", action="store_true", help="replace files that exist (default: exit with an error)")
@@ -379,8 +384,8 @@ def _port(args: argparse.Namespace) -> None:
             operators=", ".join(f"{name!r}: {text.replace(':', '.')}" for name, text in named.items()),
         )
         texts[output.with_name(f"test_{output.name}")] = test
-    if found := [str(path) for path in texts if path.exists() and not args.force]:
-        raise FileExistsError(f"{' and '.join(found)} exists; choose another name, or give --force")
+    if existing := [str(path) for path in texts if path.exists() and not args.force]:
+        raise FileExistsError(f"{' and '.join(existing)} exists; choose another name, or give --force")
     for path, text in texts.items():
         files.replace(path, text.encode())
     print(f"{' and '.join(map(str, texts))}: written from {args.symbol}")
@@ -408,7 +413,7 @@ _VERIFY = (
 )
 
 
-def _describe_verify(add: Any) -> None:
+def _describe_verify(add: AddArgument) -> None:
     add("certificate", help="the file that fit(certificate=...) wrote")
     add("function", help="MODULE:FUNCTION that returns the arguments of fit in a dict")
     start = "the first step to compare; what is before it is taken from a checkpoint"
@@ -424,14 +429,16 @@ def _verify(args: argparse.Namespace) -> None:
         if args.devices is not None:
             parallel.use_cpu_devices(args.devices)
         certified = train._read_certificate(args.certificate)
-        found = train._verify(args.certificate, certified, find_function(args.function)(), args.first, args.last)
+        result = train._verify(args.certificate, certified, find_function(args.function)(), args.first, args.last)
     except Exception as error:  # whatever the user's function raises
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{kind}{error}") from error
-    start: Any = "what the function returns" if found.start is None else found.start
+    start: str | Path = "what the function returns" if result.start is None else result.start
     if isinstance(start, Path) and start.is_relative_to(Path.cwd()):
         start = start.relative_to(Path.cwd())
-    if found.differs is not None:
-        raise RuntimeError(f"step {found.differs} differs from {args.certificate}; started at {start}")
-    count, at = len(found.steps), f"{found.steps[0]} to {found.steps[-1]}"
-    print(f"{args.certificate}: {count} certified steps, {at}, are the same; started at {start}")
+    if result.differs is not None:
+        raise RuntimeError(f"step {result.differs} differs from {args.certificate}; started at {start}")
+    first, last = result.steps[0], result.steps[-1]
+    print(
+        f"{args.certificate}: {len(result.steps)} certified steps, {first} to {last}, are the same; started at {start}"
+    )

@@ -27,6 +27,8 @@ from .commands import path
 if TYPE_CHECKING:
     import optax
 
+    from ..train import History, TrainState, TrainStep
+
 
 def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     import optax
@@ -40,11 +42,13 @@ def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     _check_folders(args)
     if args.compilation_cache and jax.process_count() == 1 and not can_hang(devices):
         train.use_compilation_cache()
-    places = {"data_dir": args.data_dir, "verbose": args.progress}
-    train_data, test_data = (data.load(args.dataset, split, **places) for split in ("train", "test"))
+    train_data, test_data = (
+        data.load(args.dataset, split, data_dir=args.data_dir, verbose=args.progress) for split in ("train", "test")
+    )
     if train_data.images.shape[1:] != (28, 28, 1):
-        has = f"{args.dataset} has {train_data.images.shape[1:]}"
-        raise ValueError(f"{recipe.network} takes images of shape (28, 28, 1), {has}")
+        raise ValueError(
+            f"{recipe.network} takes images of shape (28, 28, 1), {args.dataset} has {train_data.images.shape[1:]}"
+        )
     if args.progress and jax.process_index() == 0:
         print(_about(args, devices), flush=True)
 
@@ -75,14 +79,15 @@ def _devices(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[
         return jax.devices()
     if args.batch_size % args.devices:
         parser.error(f"--batch-size {args.batch_size} cannot be divided by --devices {args.devices}")
-    each, rest = divmod(args.devices, distributed.known_processes())
-    if rest:
+    per_process, remainder = divmod(args.devices, distributed.known_processes())
+    if remainder:
         parser.error(f"--devices {args.devices} cannot be divided by {distributed.known_processes()} processes")
-    jax.config.update("jax_num_cpu_devices", each)  # does nothing where there are GPUs or TPUs
+    jax.config.update("jax_num_cpu_devices", per_process)  # does nothing where there are GPUs or TPUs
     devices = jax.devices()
     if len(devices) < args.devices:
         raise ValueError(f"--devices {args.devices}: there are only {len(devices)} ({devices[0].platform})")
-    return [d for i in range(jax.process_count()) for d in [d for d in devices if d.process_index == i][:each]]
+    of_processes = [[d for d in devices if d.process_index == i] for i in range(jax.process_count())]
+    return [d for of_process in of_processes for d in of_process[:per_process]]
 
 
 def _check_folders(args: argparse.Namespace) -> None:
@@ -97,18 +102,18 @@ def _check_folders(args: argparse.Namespace) -> None:
 def _about(args: argparse.Namespace, devices: list[Device]) -> str:
     is_cpu = devices[0].platform == "cpu"
     count = plural(len(devices), "emulated CPU device") if is_cpu else f"{len(devices)} × {devices[0].device_kind}"
-    words = [f"engine {args.engine}", f"kvstore {args.kvstore}", f"compression {args.compression}"]
-    words += [f"batch {args.batch_size}", f"recipe {args.recipe}", args.optimizer]
-    words += [f"learning rate {args.learning_rate:g}"]
-    words += [f"momentum {args.momentum:g}"] if args.optimizer == "sgd" and args.momentum else []
-    words += [f"weight decay {args.weight_decay:g}"] if args.weight_decay else []
-    words += [f"{args.schedule} schedule"] if args.schedule != "constant" else []
-    words += [args.precision] if args.precision != "float32" else []
+    shown = [f"engine {args.engine}", f"kvstore {args.kvstore}", f"compression {args.compression}"]
+    shown += [f"batch {args.batch_size}", f"recipe {args.recipe}", args.optimizer]
+    shown += [f"learning rate {args.learning_rate:g}"]
+    shown += [f"momentum {args.momentum:g}"] if args.optimizer == "sgd" and args.momentum else []
+    shown += [f"weight decay {args.weight_decay:g}"] if args.weight_decay else []
+    shown += [f"{args.schedule} schedule"] if args.schedule != "constant" else []
+    shown += [args.precision] if args.precision != "float32" else []
     network = RECIPES[args.recipe].network
-    return f"{network} on {args.dataset}: {count}, jax {jax.__version__}, {', '.join(words)}"
+    return f"{network} on {args.dataset}: {count}, jax {jax.__version__}, {', '.join(shown)}"
 
 
-def _step(args: argparse.Namespace, clip: Any) -> Any:
+def _step(args: argparse.Namespace, clip: optax.GradientTransformation | None) -> TrainStep:
     from .. import train
 
     recipe = RECIPES[args.recipe]
@@ -141,7 +146,7 @@ def _fit_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _report(args: argparse.Namespace, state: Any, history: list[dict[str, Any]]) -> None:
+def _report(args: argparse.Namespace, state: TrainState, history: History) -> None:
     from ..train import plot_history
 
     if args.output_dir is not None:
@@ -240,7 +245,7 @@ def optimizer(args: argparse.Namespace, steps: int) -> optax.GradientTransformat
     return optax.adam(rate) if name == "adam" else getattr(optax, name)(rate, weight_decay=decay)
 
 
-def _schedule(args: argparse.Namespace, steps: int, share: float = 1.0) -> Any:
+def _schedule(args: argparse.Namespace, steps: int, share: float = 1.0) -> optax.ScalarOrSchedule:
     """A number, or a function of the step that gives one."""
     import optax
 
@@ -249,8 +254,9 @@ def _schedule(args: argparse.Namespace, steps: int, share: float = 1.0) -> Any:
         return optax.cosine_decay_schedule(peak, steps)
     if args.schedule == "linear":
         warm = max(1, round(_WARM * steps))
-        parts = [optax.linear_schedule(peak / warm, peak, warm - 1), optax.linear_schedule(peak, 0, steps - warm + 1)]
-        return optax.join_schedules(parts, [warm - 1])
+        rise = optax.linear_schedule(peak / warm, peak, warm - 1)
+        fall = optax.linear_schedule(peak, 0, steps - warm + 1)
+        return optax.join_schedules([rise, fall], [warm - 1])
     return peak
 
 
@@ -295,8 +301,8 @@ class _Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of the examples."""
 
 
-def add_parsers(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
         "train",
         help="train a network on images",
         usage="jaxpar train [options]",
@@ -313,7 +319,7 @@ def add_parsers(commands: Any) -> None:
     parser.set_defaults(run=lambda args: run(args, parser), parser=parser)
 
 
-def _add_data(group: Any) -> None:
+def _add_data(group: argparse._ArgumentGroup) -> None:
     add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
     add("--dataset", default="fashion_mnist", metavar="NAME", help="an image data set of tensorflow-datasets")
     add("--data-dir", type=path, metavar="DIR", help="the folder of tensorflow-datasets (default: its own)")
@@ -322,7 +328,7 @@ def _add_data(group: Any) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of the initial weights and of the order of the examples")
 
 
-def _add_recipe(group: Any) -> None:
+def _add_recipe(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     recipes = "; ".join(f"{name}: {recipe.about}" for name, recipe in RECIPES.items())
     rates = ", ".join(f"{rate:g} for {name}" for name, rate in RATES.items())
@@ -337,21 +343,21 @@ def _add_recipe(group: Any) -> None:
     add("--clip-norm", type=RATE, metavar="N", help="a limit to the norm of all gradients (default: none)")
 
 
-def _add_store(group: Any) -> None:
+def _add_store(group: argparse._ArgumentGroup) -> None:
     add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
     kinds = f"how gradients are summed, and where parameters are: {', '.join(kv.KINDS)}, or MXNet's name of one"
-    own = f"{_by_recipe('engine')}, auto for --kvstore sharded"
+    engine = f"{_by_recipe('engine')}, auto for --kvstore sharded"
     late = "of --kvstore dist_async: how many steps later a gradient is applied (default: 1)"
     count("--devices", help="how many over all processes. CPU devices are emulated (default: all there are)")
     engines = ("auto", "pmap", "shard_map", "jit")
-    add("--engine", choices=engines, help=f"how the step of one device becomes that of all (default: {own})")
+    add("--engine", choices=engines, help=f"how the step of one device becomes that of all (default: {engine})")
     add("--kvstore", choices=kv._KIND_NAMES, default="device", metavar="KIND", help=kinds)
     add("--staleness", type=number(int, 0), metavar="N", help=late)
     add("--compression", choices=compression.TYPES, default="none", help="of the gradients that devices send")
     add("--threshold", type=RATE, metavar="T", help="of the compressions 2bit and 1bit (default: 0.5)")
 
 
-def _add_step(group: Any) -> None:
+def _add_step(group: argparse._ArgumentGroup) -> None:
     add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
     passes = "of the forward and backward pass. The parameters stay float32. float16 scales the loss dynamically"
     bad = "what a NaN or infinite gradient does: nothing, leaves that update out, or ends the training"
@@ -364,11 +370,11 @@ def _add_step(group: Any) -> None:
     add("--nonfinite", choices=("ignore", "skip", "stop"), default="ignore", help=bad)
     add("--remat", action=argparse.BooleanOptionalAction, default=False, help=again)
     add("--local-steps", type=POSITIVE, metavar="H", help=local)
-    program = {"type": _or_word("auto", POSITIVE), "default": "auto", "metavar": "N"}
-    add("--steps-per-execution", **program, help="steps in one compiled program, a number or auto")
+    program = "steps in one compiled program, a number or auto"
+    add("--steps-per-execution", type=_or_word("auto", POSITIVE), default="auto", metavar="N", help=program)
 
 
-def _add_output(group: Any) -> None:
+def _add_output(group: argparse._ArgumentGroup) -> None:
     add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
     folder = functools.partial(add, type=path, metavar="DIR")
     switch = functools.partial(add, action=argparse.BooleanOptionalAction, default=True)
@@ -414,25 +420,29 @@ def words_of_file(file: Path, parser: argparse.ArgumentParser) -> list[str]:
         parser.error(f"--config {file} cannot be read: {error.strerror}")
     except (ValueError, RecursionError) as error:  # of an int of 5,000 digits too
         parser.error(f"--config {file} is not TOML: {error}")
-    every, words = parser._option_string_actions.items(), list[str]()
-    known = {word[2:]: action for word, action in every if word[:2] == "--" and action.dest not in ("help", "config")}
+    arguments: list[str] = []
+    actions = {
+        name[2:]: action
+        for name, action in parser._option_string_actions.items()
+        if name[:2] == "--" and action.dest not in ("help", "config")
+    }
     for name, value in options.items():
         option = name.replace("_", "-")
-        if option not in known:
-            near = did_you_mean(option, [word for word in known if not word.startswith("no-")])
+        if option not in actions:
+            near = did_you_mean(option, [name for name in actions if not name.startswith("no-")])
             parser.error(f"{file}: unknown option {name!r}{near}")
-        action = known[option]
+        action = actions[option]
         is_switch = isinstance(action, argparse.BooleanOptionalAction)
         if is_switch != isinstance(value, bool) or not isinstance(value, (str, int, float)):
             expected = "true or false" if is_switch else "a string or a number"
             parser.error(f"{file}: {name} must be {expected}, got {value!r}")
         if is_switch:
             yes, no = action.option_strings
-            words.append(yes if value == (f"--{option}" == yes) else no)  # `no-remat = true` is `remat = false`
+            arguments.append(yes if value == (f"--{option}" == yes) else no)  # `no-remat = true` is `remat = false`
             continue
         try:
             parser._check_value(action, parser._get_value(action, str(value)))  # here the file can be named
         except (argparse.ArgumentError, ValueError) as error:  # the latter: an int of 5,000 digits
             parser.error(f"{file}: {error}")
-        words.append(f"--{option}={value}")
-    return words
+        arguments.append(f"--{option}={value}")
+    return arguments

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
 
 from .._core.process import daemon
 from .._core.text import say_before_exit
@@ -108,7 +108,7 @@ class HeartbeatClient:
         self._send(leaving=1)
         self._is_leaving = True
 
-    def _send(self, **message: Any) -> None:
+    def _send(self, **message: protocol.Field) -> None:
         if self._connection is not None:
             self._connection.send(**message)
 
@@ -144,9 +144,9 @@ class HeartbeatClient:
                 f"or {protocol.SECRET_FILE} to a file that only you can read, to the same in all processes"
             )
             return False
-        own = protocol.challenge()
-        about = ((first["challenge"], own), self.job, self.rank, self.size)
-        connection.send(answer=own, proof=self._secret.proof("process", *about))
+        answer = protocol.challenge()
+        about = ((first["challenge"], answer), self.job, self.rank, self.size)
+        connection.send(answer=answer, proof=self._secret.proof("process", *about))
         proof = connection.next_message(_WELCOME_TIMEOUT).get("proof", "")
         if not self._secret.is_proof(proof, "server", *about):
             self._mistrust = f"the server has another secret than the one in {self._secret.source}"
@@ -238,7 +238,7 @@ class HeartbeatClient:
 class _Exit(SystemExit):
     """What `sys.exit` raises. Its status counts where Python drops it when no code runs any more: nobody caught it."""
 
-    def __init__(self, client: HeartbeatClient, status: Any):
+    def __init__(self, client: HeartbeatClient, status: str | int | None):
         super().__init__(status)
         self.client, self.code = client, status
 
@@ -253,7 +253,7 @@ def watch_exit(client: HeartbeatClient) -> None:
     # A process that failed ends without jax's shutdown, which would wait minutes for the others.
     show, process = sys.excepthook, os.getpid()
 
-    def on_exception(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+    def on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != process:  # a fork has the hook, but is no process of the run
             return show(kind, value, trace)
         interrupt = issubclass(kind, KeyboardInterrupt)
@@ -262,7 +262,7 @@ def watch_exit(client: HeartbeatClient) -> None:
         show(kind, value, trace)
         client.report_failure(130 if interrupt else 1, " ".join(f"{kind.__name__}: {value}".split())[:300])
 
-    def on_exit(status: Any = None, /) -> None:
+    def on_exit(status: str | int | None = None, /) -> None:
         if os.getpid() != process:
             raise SystemExit(status)
         raise _Exit(client, status)  # in no variable, whose frame would keep it

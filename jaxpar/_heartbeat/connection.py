@@ -29,6 +29,7 @@ from .._core import files
 from .._core.text import for_terminal
 
 Message = dict[str, Any]
+Field = str | int | float | None
 Types = Mapping[str, tuple[str, ...]]  # the field that names the type, and the other fields
 
 LOST = 75  # exit status of a process that ends because another was lost: EX_TEMPFAIL of sysexits.h, "try again"
@@ -129,7 +130,7 @@ class JsonConnection:
         self._sending = threading.RLock()  # a signal handler may send within a send of the same thread
         self._since, self._received = time.monotonic(), 0  # bytes received in the second that began then
 
-    def send(self, **message: Any) -> None:
+    def send(self, **message: Field) -> None:
         """Send a whole message. It is dropped where more than 64 KiB are still unsent."""
         fields = {name: clean(name, value) if isinstance(value, str) else value for name, value in message.items()}
         with self._sending:
@@ -214,13 +215,13 @@ class Secret:
 
     def proof(self, end: str, challenges: tuple[str, str], job: str, rank: int, size: int) -> str:
         """What only those can compute who know the secret, for one end ("process" or "server") of one connection."""
-        parts = ["jaxpar 1", end, *challenges, job, str(rank), str(size)]
-        framed = "".join(f"{len(part)}:{part}" for part in parts)
+        fields = ["jaxpar 1", end, *challenges, job, str(rank), str(size)]
+        framed = "".join(f"{len(field)}:{field}" for field in fields)
         return hmac.new(self.key, framed.encode(), hashlib.sha256).hexdigest()
 
-    def is_proof(self, given: str, *about: Any) -> bool:
+    def is_proof(self, text: str, end: str, challenges: tuple[str, str], job: str, rank: int, size: int) -> bool:
         """Whether a text is this proof, in a time that does not depend on the text."""
-        return hmac.compare_digest(given.encode(), self.proof(*about).encode())
+        return hmac.compare_digest(text.encode(), self.proof(end, challenges, job, rank, size).encode())
 
 
 def new_secret(source: str) -> Secret:

@@ -22,7 +22,18 @@ import time
 from collections.abc import Callable
 
 from .._core.process import daemon
-from .connection import FROM_PROCESS, INTERVAL, LONGEST, AwakeClock, JsonConnection, Message, Secret, challenge, clean
+from .connection import (
+    FROM_PROCESS,
+    INTERVAL,
+    LONGEST,
+    AwakeClock,
+    Field,
+    JsonConnection,
+    Message,
+    Secret,
+    challenge,
+    clean,
+)
 
 # Seconds. A busy machine may delay heartbeats, and C code may hold Python's lock: a large pickle, garbage collection.
 HEARTBEAT_TIMEOUT = 30.0
@@ -162,7 +173,7 @@ class HeartbeatServer:
         self._listener.close()
         self._selector.close()
 
-    def _send_all(self, **message: object) -> None:
+    def _send_all(self, **message: Field) -> None:
         for rank in sorted(self.peers, reverse=True):  # process 0 last: the server may be in it
             self.peers[rank].connection.send(**message)
 

@@ -17,21 +17,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._core import checks
 from .._core.arrays import check_plain, is_of_numbers, is_prng_key, without_keys
 from .._core.portable import ADAPTERS, FORMATS, PARTS, SavedArray, describe_record, is_registered, path_name
 from .._devices import mesh, user_mesh
 
+PyTree = Any  # of arrays and Python numbers
+LeafRecord = dict[str, Any]  # what a checkpoint says of an array in JSON, see `SavedArray.record`
 _SCALARS = (bool, int, float, complex)
 _BITS = 128  # of the hash
-_SAID = ("name", "shape", "dtype", "impl")  # what the hash takes of what a checkpoint says of an array
+_HASHED = ("name", "shape", "dtype", "impl")  # what the hash takes of the record of an array
 
 
 @user_mesh.on_own_mesh
-def to_leaves(tree: Any, keep: bool = True) -> tuple[dict[str, int], list[dict[str, Any]], list[np.ndarray]]:
+def to_leaves(tree: PyTree, keep: bool = True) -> tuple[int | None, list[LeafRecord], list[np.ndarray]]:
     """The step of a state that has one, and for each leaf a record and a copy. The state can be donated right after."""
-    # Without `keep` the result has no arrays: this process writes nothing and only sends its parts to the others.
+    # Without `keep` the result has no arrays: this process writes nothing and only sends its shards to the others.
     slots, arrays = slots_of(tree), list[np.ndarray]()
     plain, _ = without_keys([slot.leaf for slot in slots])
     for slot, on_host in zip(slots, map(mesh.to_host, plain), strict=True):
@@ -40,11 +43,11 @@ def to_leaves(tree: Any, keep: bool = True) -> tuple[dict[str, int], list[dict[s
             array = np.array(jax.device_get(on_host))
             arrays.append(array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array)
     step = getattr(tree, "step", None)
-    about = {} if step is None or np.ndim(step) else {"step": int(jax.device_get(step))}
-    return about, [slot.record() for slot in slots], arrays
+    step = None if step is None or np.ndim(step) else int(jax.device_get(step))
+    return step, [slot.record() for slot in slots], arrays
 
 
-def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray], like: Any) -> tuple[Any, list[str]]:
+def from_leaves(records: Sequence[LeafRecord], arrays: Sequence[np.ndarray], like: PyTree) -> tuple[PyTree, list[str]]:
     """The saved arrays in the structure, and on the devices, of `like`, and remarks about what could not be taken up.
 
     `ValueError` for a leaf that only one of the two has, or of another name, shape or dtype.
@@ -53,19 +56,20 @@ def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray],
     saved = {record["name"]: (record, array) for record, array in zip(records, arrays, strict=True)}
     nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_registered)
     formats = [(i, path_name(path), node, f) for i, (path, node) in enumerate(nodes) if (f := FORMATS.get(type(node)))]
+    # What depends on the devices is left out here, and completed at the end.
     bare_nodes = [node for _, node in nodes]
     for i, _, node, format in formats:
         bare_nodes[i] = format.bare(node)
     bare = treedef.unflatten(bare_nodes)
-    wanted = slots_of(bare)
+    slots = slots_of(bare)
 
     # What an older version or other devices saved gets the names and shapes of `like`.
     if adapt := ADAPTERS.get(type(like)):
         saved = adapt(like, saved, remarks)
     for _, name, node, format in formats:
         saved = format.adapt(node, saved, name, remarks)
-    _compare(wanted, [record for record, _ in saved.values() if not set(PARTS) & record.keys()])
-    leaves = [_restore(slot, *saved[slot.name]) for slot in wanted]
+    _compare(slots, [record for record, _ in saved.values() if not set(PARTS) & record.keys()])
+    leaves = [_restore(slot, *saved[slot.name]) for slot in slots]
 
     filled = treedef.flatten_up_to(jax.tree.structure(bare).unflatten(leaves))
     for i, name, node, format in formats:
@@ -73,7 +77,7 @@ def from_leaves(records: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray],
     return treedef.unflatten(filled), remarks
 
 
-def slots_of(tree: Any) -> list[SavedArray]:
+def slots_of(tree: PyTree) -> list[SavedArray]:
     """What a checkpoint has of each leaf, in the order of the leaves of the tree."""
     slots: list[SavedArray] = []
     for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_registered)[0]:
@@ -90,7 +94,7 @@ def slots_of(tree: Any) -> list[SavedArray]:
     return slots
 
 
-def _restore(slot: SavedArray, record: dict[str, Any], array: np.ndarray) -> Any:
+def _restore(slot: SavedArray, record: LeafRecord, array: np.ndarray) -> Any:
     """A saved array with the type and layout, and on the devices, of the slot's leaf."""
     if isinstance(slot.leaf, _SCALARS):
         return type(slot.leaf)(array.item())
@@ -104,22 +108,22 @@ def _restore(slot: SavedArray, record: dict[str, Any], array: np.ndarray) -> Any
     return jax.random.wrap_key_data(placed, impl=record["impl"]) if "impl" in record else placed
 
 
-def _compare(wanted: list[SavedArray], records: list[dict[str, Any]]) -> None:
-    """`ValueError` if the saved value differs from the wanted value."""
-    saved, expected = {r["name"]: r for r in records}, {s.name: s for s in wanted}
-    hint = f"`like` has {len(wanted)} leaves, the checkpoint {len(saved)}; give a state of the same model and optimizer"
+def _compare(slots: list[SavedArray], records: list[LeafRecord]) -> None:
+    """`ValueError` if the saved leaves are not those of the slots."""
+    saved, expected = {r["name"]: r for r in records}, {s.name: s for s in slots}
+    hint = f"`like` has {len(slots)} leaves, the checkpoint {len(saved)}; give a state of the same model and optimizer"
     for name, slot in expected.items():
         shown = f"{slot.dtype}[{','.join(map(str, slot.shape))}]"
         if name not in saved:
             raise ValueError(f"{slot.words}: expected {shown}, found nothing: {hint}")
-        found = saved[name]
-        if found["words"] != slot.words and "('" in found["words"] and "('" in slot.words:
-            raise ValueError(f"{slot.words}: found {found['words']} in its place; was the model changed?")
-        if (tuple(found["shape"]), found["dtype"]) != (slot.shape, slot.dtype):
-            raise ValueError(f"{slot.words}: expected {shown}, found {describe_record(found)}")
-    for name, found in saved.items():
+        record = saved[name]
+        if record["words"] != slot.words and "('" in record["words"] and "('" in slot.words:
+            raise ValueError(f"{slot.words}: found {record['words']} in its place; was the model changed?")
+        if (tuple(record["shape"]), record["dtype"]) != (slot.shape, slot.dtype):
+            raise ValueError(f"{slot.words}: expected {shown}, found {describe_record(record)}")
+    for name, record in saved.items():
         if name not in expected:
-            raise ValueError(f"{found['words']}: found {describe_record(found)}, expected no such leaf: {hint}")
+            raise ValueError(f"{record['words']}: found {describe_record(record)}, expected no such leaf: {hint}")
 
 
 # A hash of a state, computed where the arrays are. Each array is taken as 32-bit words, in the order of its elements.
@@ -135,11 +139,11 @@ class StateHash:
     """
 
     @user_mesh.on_own_mesh
-    def __init__(self, state: Any):
+    def __init__(self, state: PyTree):
         slots = slots_of(state)
         self.records = [slot.record() for slot in slots]  # what a checkpoint says of each array
-        self.groups: list[tuple[list[int], Any]] = []  # the numbers of arrays, and two sums of each of them
-        leaves = [_whole(slot.leaf) for slot in slots]
+        self.groups: list[tuple[list[int], jax.Array]] = []  # the numbers of arrays, and two sums of each of them
+        leaves = [_one_replica(slot.leaf) for slot in slots]
         split = [isinstance(leaf, jax.Array) and not leaf.is_fully_replicated for leaf in leaves]
         for is_split in (False, True):
             numbers = [i for i, s in enumerate(split) if s is is_split]
@@ -154,19 +158,19 @@ class StateHash:
 
     def __str__(self) -> str:
         sums = np.zeros((len(self.records), 2), np.uint32)
-        for numbers, found in self.groups:
-            sums[numbers] = np.asarray(mesh.to_host(found))
-        about = [{name: r[name] for name in _SAID if name in r} for r in self.records]
-        found = hashlib.sha256(json.dumps([about, sums.tolist()], sort_keys=True).encode())
-        return found.hexdigest()[: _BITS // 4]
+        for numbers, sums_of_group in self.groups:
+            sums[numbers] = np.asarray(mesh.to_host(sums_of_group))
+        records = [{name: r[name] for name in _HASHED if name in r} for r in self.records]
+        digest = hashlib.sha256(json.dumps([records, sums.tolist()], sort_keys=True).encode())
+        return digest.hexdigest()[: _BITS // 4]
 
 
-def _whole(leaf: Any) -> Any:
+def _one_replica(leaf: ArrayLike) -> Any:
     """What one device has of an array, where that is all of it. 64 bits of the host as jax may take them."""
     if isinstance(leaf, jax.Array):
         return leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
-    found = np.asarray(leaf)
-    return found if found.itemsize < 8 else np.ascontiguousarray(found).reshape(-1).view(np.uint32)
+    array = np.asarray(leaf)
+    return array if array.itemsize < 8 else np.ascontiguousarray(array).reshape(-1).view(np.uint32)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -176,40 +180,40 @@ def _sums(leaves: Sequence[jax.Array], sizes: tuple[int | None, ...]) -> jax.Arr
 
 
 def _sums_of(leaf: jax.Array, size: int | None) -> jax.Array:
-    words = _words(jax.random.key_data(leaf) if is_prng_key(leaf) else leaf)
-    place = _place(words.shape)
-    mixed = _mix(words ^ _mix(place + np.uint32(0x9E3779B9))), _mix(words + _mix(place ^ np.uint32(0x7FEB352D)))
+    bits = _as_uint32(jax.random.key_data(leaf) if is_prng_key(leaf) else leaf)
+    place = _places(bits.shape)
+    mixed = _mix(bits ^ _mix(place + np.uint32(0x9E3779B9))), _mix(bits + _mix(place ^ np.uint32(0x7FEB352D)))
     if size is not None:  # the elements after the first so many are a padding
         row, column = (jax.lax.broadcasted_iota(np.uint32, leaf.shape, axis) for axis in (0, 1))
-        full, rest = divmod(size, leaf.shape[1])
-        counts = (row < full) | ((row == full) & (column < rest))
-        counts = counts.reshape(leaf.shape + (1,) * (words.ndim - leaf.ndim))
+        full_rows, remainder = divmod(size, leaf.shape[1])
+        counts = (row < full_rows) | ((row == full_rows) & (column < remainder))
+        counts = counts.reshape(leaf.shape + (1,) * (bits.ndim - leaf.ndim))
         mixed = tuple(jnp.where(counts, x, np.uint32(0)) for x in mixed)
     # Two sums in one pass: XLA's loops for one each take ten times as long on CPUs.
     zeros = np.uint32(0), np.uint32(0)
-    return jnp.stack(jax.lax.reduce(mixed, zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), range(words.ndim)))
+    return jnp.stack(jax.lax.reduce(mixed, zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), range(bits.ndim)))
 
 
-def _words(leaf: jax.Array) -> jax.Array:
+def _as_uint32(leaf: jax.Array) -> jax.Array:
     """The bits of each element as 32-bit words, with a last axis where it has several."""
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-        parts = jnp.stack([_words(leaf.real), _words(leaf.imag)], leaf.ndim)
-        return parts.reshape(*leaf.shape, -1)
+        real_and_imag = jnp.stack([_as_uint32(leaf.real), _as_uint32(leaf.imag)], leaf.ndim)
+        return real_and_imag.reshape(*leaf.shape, -1)
     if leaf.dtype == bool:
         return leaf.astype(np.uint32)
-    about = jnp.finfo if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo
-    bits = about(leaf.dtype).bits
-    same = jax.lax.bitcast_convert_type(leaf, jnp.uint32 if bits > 16 else f"uint{bits}")
-    return same.astype(np.uint32)
+    info = jnp.finfo if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo
+    width = info(leaf.dtype).bits
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32 if width > 16 else f"uint{width}")
+    return bits.astype(np.uint32)
 
 
-def _place(shape: Sequence[int]) -> jax.Array:
+def _places(shape: Sequence[int]) -> jax.Array:
     """The number of each element, modulo 2**32."""
-    found, step = jnp.zeros(shape, np.uint32), 1
+    places, stride = jnp.zeros(shape, np.uint32), 1
     for axis in reversed(range(len(shape))):
-        found += jax.lax.broadcasted_iota(np.uint32, shape, axis) * np.uint32(step % (1 << 32))
-        step *= shape[axis]
-    return found
+        places += jax.lax.broadcasted_iota(np.uint32, shape, axis) * np.uint32(stride % (1 << 32))
+        stride *= shape[axis]
+    return places
 
 
 def _mix(x: jax.Array) -> jax.Array:

@@ -11,10 +11,10 @@ import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from .._core import files
 from .._core.calls import answers
@@ -64,20 +64,20 @@ def load_mxnet(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     return dict(zip(names, arrays, strict=True))
 
 
-def to_bytes(arrays: Mapping[str, Any]) -> bytes:
+def to_bytes(arrays: Mapping[str, ArrayLike]) -> bytes:
     """The content of a `.params` file of MXNet 1.9. `ValueError` for a dtype that it does not know."""
-    parts = [struct.pack("<QQQ", _LIST, 0, len(arrays))]
+    content = [struct.pack("<QQQ", _LIST, 0, len(arrays))]
     for name, value in arrays.items():
         array = np.asarray(value)
         if array.dtype.name not in _DTYPES or not array.shape:
             raise ValueError(f"{name}: MXNet saves no array of dtype {array.dtype} and shape {array.shape}")
         head = struct.pack(f"<Iii{array.ndim}q", _ARRAY, 0, array.ndim, *array.shape)
         device = struct.pack("<iii", _CPU, 0, _DTYPES.index(array.dtype.name))
-        parts += [head, device, np.ascontiguousarray(array).tobytes()]
-    texts = [name.encode() for name in arrays]
-    parts.append(struct.pack("<Q", len(texts)))
-    parts += [struct.pack("<Q", len(text)) + text for text in texts]
-    return b"".join(parts)
+        content += [head, device, np.ascontiguousarray(array).tobytes()]
+    names = [name.encode() for name in arrays]
+    content.append(struct.pack("<Q", len(names)))
+    content += [struct.pack("<Q", len(name)) + name for name in names]
+    return b"".join(content)
 
 
 class _Reader:
@@ -111,10 +111,10 @@ class _Reader:
         return np.frombuffer(self._take(math.prod(shape) * dtype.itemsize), dtype).reshape(shape).copy()
 
     def _take(self, size: int) -> bytes:
-        part = self._content[self._at : self._at + size]
-        self._check(len(part) == size, f"it ends at byte {len(self._content)}, expected more")
+        taken = self._content[self._at : self._at + size]
+        self._check(len(taken) == size, f"it ends at byte {len(self._content)}, expected more")
         self._at += size
-        return part
+        return taken
 
     def _check(self, is_sound: bool, problem: str) -> None:
         if not is_sound:

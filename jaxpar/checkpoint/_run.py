@@ -25,14 +25,15 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .._core import files, process, text
 from . import _files
+from ._files import Place
 
-Place = dict[str, Any]  # {"number": of records, "at": byte at which the last one begins, "sha256": of its line}
+Record = dict[str, Any]  # of an epoch, as `fit` returns them
 INSIDE = 64  # of the last records, which a checkpoint holds itself
 _LONGEST_LINE = 16 << 20  # bytes of the line of a record
 _LOCK = ".writer"
@@ -49,7 +50,7 @@ class _Holder:
     """What the file of another process says."""
 
     tag: str  # see `process.tag`
-    words: str  # which process that is, for people
+    name: str  # which process that is, for people
     content: bytes  # all bytes
     changed: float  # when it was touched, by the clock of the file system
 
@@ -63,8 +64,13 @@ class DirectoryLock:
     def __init__(self, directory: Path, file: Path | None = None):
         self._directory, self._file = directory, file
         self._path = directory / (_LOCK if file is None else f".{file.name}{_LOCK}")
-        mine = {"owner": process.tag(), "host": socket.gethostname(), "pid": os.getpid(), "token": secrets.token_hex(8)}
-        self._content = json.dumps(mine).encode() + b"\n"
+        holder = {
+            "owner": process.tag(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "token": secrets.token_hex(8),
+        }
+        self._content = json.dumps(holder).encode() + b"\n"
         self._pid = os.getpid()  # a fork has a copy of it
         self._ended: threading.Event | None = None  # of the thread that touches the lock, while this process has it
 
@@ -92,13 +98,12 @@ class DirectoryLock:
             if holder.tag == process.tag() and self._file is None:
                 return  # another manager of this process has it
             if self._file is not None and (holder.tag == process.tag() or not self._is_abandoned(holder)):
-                words = f"another run, in {holder.words}, writes it; give each run its own file"
-                raise FileExistsError(errno.EEXIST, words, str(self._file))
+                message = f"another run, in {holder.name}, writes it; give each run its own file"
+                raise FileExistsError(errno.EEXIST, message, str(self._file))
             if self._ended is not None:
-                raise _taken(f"{self._directory} was taken over by {holder.words} while this process was stopped")
+                raise _taken(f"{self._directory} was taken over by {holder.name} while this process was stopped")
             if not self._is_abandoned(holder):
-                words = f"belongs to {holder.words}, which runs and writes its checkpoints there"
-                raise _taken(f"{self._directory} {words}")
+                raise _taken(f"{self._directory} belongs to {holder.name}, which runs and writes its checkpoints there")
             self._remove(holder)
         if self._ended is None:
             self._ended = threading.Event()
@@ -133,11 +138,11 @@ class DirectoryLock:
         except OSError as error:
             raise _taken(f"{self._path} cannot be read ({error.strerror})") from None
         try:
-            said: dict[str, Any] = json.loads(content)
-            tag, words = str(said["owner"]), f"process {int(said['pid'])} on {str(said['host'])[:100]}"
+            entry: dict[str, Any] = json.loads(content)
+            tag, name = str(entry["owner"]), f"process {int(entry['pid'])} on {str(entry['host'])[:100]}"
         except (ValueError, KeyError, TypeError, RecursionError):
-            tag, words = "", "another process"  # it may not have written all of it yet
-        return _Holder(tag, text.for_terminal(words), content, changed)
+            tag, name = "", "another process"  # it may not have written all of it yet
+        return _Holder(tag, text.for_terminal(name), content, changed)
 
     def _is_abandoned(self, holder: _Holder) -> bool:
         """Whether the process of a lock has ended. For one of another machine this may take 20 seconds."""
@@ -148,7 +153,7 @@ class DirectoryLock:
         if age > _STALE:
             return True
         left = _STALE - age
-        text.say(f"{self._directory} was claimed by {holder.words}; waiting {left:.0f} seconds to see whether it runs")
+        text.say(f"{self._directory} was claimed by {holder.name}; waiting {left:.0f} seconds to see whether it runs")
         end = time.monotonic() + left
         while time.monotonic() < end:
             time.sleep(_LOOK_EVERY)
@@ -187,7 +192,7 @@ class Records:
     place: Place | None = None  # of the last record that was written or read
     last: str = ""  # the record there, as JSON
 
-    def append(self, records: Sequence[dict[str, Any]]) -> Place | None:
+    def append(self, records: Sequence[Record]) -> Place | None:
         """Write those of a run's records that are not in the file yet, and return the place of the last one.
 
         Where they begin otherwise than those in the file, all are written. The disk has them on return. After an
@@ -197,7 +202,8 @@ class Records:
         number = 0 if self.place is None else self.place["number"]
         if number > len(records) or (number and json.dumps(records[number - 1]) != self.last):
             self.place, number = None, 0
-        new, place = records[number:], self.place
+        new = records[number:]
+        place: Place | None = self.place
         if not new:
             return place
         if os.path.lexists(path):
@@ -207,7 +213,7 @@ class Records:
                 if file.read(1) not in (b"\n", b""):  # a killed process left out the end of its line
                     lines += b"\n"
         for i, record in enumerate(new, number + 1):
-            before = None if place is None else {name: place[name] for name in ("at", "sha256")}
+            before = None if place is None else {"at": place["at"], "sha256": place["sha256"]}
             line = json.dumps({"record": record, "before": before}).encode() + b"\n"
             if len(line) > _LONGEST_LINE:
                 hint = f"more than {_LONGEST_LINE}; record fewer values in an epoch"
@@ -221,33 +227,34 @@ class Records:
         self.place, self.last = place, json.dumps(new[-1])
         return place
 
-    def read(self, place: Place) -> list[dict[str, Any]]:
+    def read(self, place: Place) -> list[Record]:
         """All records up to a place, the oldest first. `append` goes on there.
 
         A `CheckpointError` names the file that is missing or damaged.
         """
-        path, found = self.directory / _files.RECORDS, []
+        # From the last line to the first, since each knows the one before it.
+        path, newest_first = self.directory / _files.RECORDS, list[Record]()
         try:
             with files.opened(path) as file:
-                before: Place | None = place
-                while before is not None and len(found) < place["number"]:
-                    file.seek(before["at"])
+                next_place: Mapping[str, Any] | None = place
+                while next_place is not None and len(newest_first) < place["number"]:
+                    file.seek(next_place["at"])
                     line = file.readline(_LONGEST_LINE)
-                    _files.expect(hashlib.sha256(line).hexdigest() == before["sha256"], _files.CHECKSUM)
+                    _files.expect(hashlib.sha256(line).hexdigest() == next_place["sha256"], _files.CHECKSUM)
                     entry = json.loads(line)
                     _files.check_depth(entry)
                     _files.expect(type(entry["record"]) is dict, "it is not a record")
-                    if (earlier := entry["before"]) is not None:
-                        _files.check_place({"number": 1, **earlier})
-                        _files.expect(earlier["at"] < before["at"], "the record before it comes later")
-                    found.append(entry["record"])
-                    before = earlier
+                    if (before := entry["before"]) is not None:
+                        _files.check_place({"number": 1, **before})
+                        _files.expect(before["at"] < next_place["at"], "the record before it comes later")
+                    newest_first.append(entry["record"])
+                    next_place = before
         except Exception as error:
             reason = getattr(error, "strerror", None) or error
-            damage = f"record {place['number'] - len(found)}: {reason}"
+            damage = f"record {place['number'] - len(newest_first)}: {reason}"
             raise _files.CheckpointError(f"{path} is damaged: {damage}") from None
-        if before is not None or len(found) != place["number"]:
+        if next_place is not None or len(newest_first) != place["number"]:
             damage = f"it does not have the {place['number']} records that were saved"
             raise _files.CheckpointError(f"{path} is damaged: {damage}")
-        self.place, self.last = place, json.dumps(found[0])
-        return found[::-1]
+        self.place, self.last = place, json.dumps(newest_first[0])
+        return newest_first[::-1]

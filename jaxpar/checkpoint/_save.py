@@ -17,16 +17,17 @@ import numpy as np
 from .._core import calls, checks, files, text
 from .._devices import processes, user_mesh
 from . import _files, _leaves, _run
-from ._files import CheckpointError, Found as Found
+from ._files import CheckpointError, Content, Found as Found, Manifest
+from ._leaves import LeafRecord, PyTree
 
 Tree = TypeVar("Tree")
 PathLike = str | os.PathLike[str]
-Wanted = Callable[[Path, dict[str, Any]], bool]  # of a checkpoint and its manifest
+Condition = Callable[[Path, Manifest], bool]  # of a checkpoint
 _TRIES = 10  # to list a directory while another process removes checkpoints from it
 
 
 @calls.answers("checkpoint.save")
-def save(path: PathLike, state: Any) -> None:
+def save(path: PathLike, state: PyTree) -> None:
     """Save a state. On return it is on disk, complete and flushed.
 
     A checkpoint does not depend on the devices: values of a store of kind `sharded` are saved whole. With several
@@ -46,11 +47,12 @@ def save(path: PathLike, state: Any) -> None:
     with processes.raise_together():
         if writes and os.path.lexists(path):
             raise FileExistsError(f"checkpoint.save: {path} exists already; choose another path, or remove it first")
-    about, records, arrays = _leaves.to_leaves(state, writes)
+    step, records, arrays = _leaves.to_leaves(state, writes)
     with processes.raise_together():
         if writes:
+            content: Content = {} if step is None else {"step": step}
             listed, _ = _files.newest_first(path.parent)
-            content = {**about, "order": 1 + max((body["order"] for _, body in listed), default=0)}
+            content["order"] = 1 + max((manifest["order"] for _, manifest in listed), default=0)
             _files.remove_leftovers(path.parent, abandoned=False)
             _files.write(path, content, records, arrays)
 
@@ -89,9 +91,9 @@ def restore(path: PathLike, like: Tree) -> Tree:
     # Leaves of several processes: all of them restore the one checkpoint that the first process was given.
     chosen = Path(processes.ask_first(lambda: str(_files.as_checkpoint(path))))
     with processes.raise_together(CheckpointError):
-        found = _files.read(chosen)
-    processes.agree(f"checkpoint.restore: {chosen} is not the same checkpoint everywhere", _files.digest(found.body))
-    return fill(found, like)
+        saved = _files.read(chosen)
+    processes.agree(f"checkpoint.restore: {chosen} is not the same checkpoint everywhere", _files.digest(saved.body))
+    return fill(saved, like)
 
 
 @calls.answers("checkpoint.latest")
@@ -121,8 +123,8 @@ def latest(directory: PathLike) -> Path | None:
         >>> checkpoint.latest(directory).name
         'b'
     """
-    found = newest_good(Path(files.as_local(directory, "checkpoint.latest: directory")), set())
-    return None if found is None else found.path
+    newest = newest_good(Path(files.as_local(directory, "checkpoint.latest: directory")), set())
+    return None if newest is None else newest.path
 
 
 @calls.answers("checkpoint.best")
@@ -152,27 +154,27 @@ def best(directory: PathLike) -> Path | None:
         >>> checkpoint.best(manager.directory).name, checkpoint.latest(manager.directory).name
         ('save_00000002', 'save_00000003')
     """
-    found = newest_good(Path(files.as_local(directory, "checkpoint.best: directory")), set(), is_best)
-    return None if found is None else found.path
+    newest = newest_good(Path(files.as_local(directory, "checkpoint.best: directory")), set(), is_best)
+    return None if newest is None else newest.path
 
 
-def is_best(path: Path, body: dict[str, Any]) -> bool:
-    return bool(body.get("best"))
+def is_best(path: Path, manifest: Manifest) -> bool:
+    return bool(manifest.get("best"))
 
 
-def newest_good(directory: Path, bad: set[Path], wanted: Wanted = lambda path, body: True) -> Found | None:
+def newest_good(directory: Path, bad: set[Path], condition: Condition = lambda path, manifest: True) -> Found | None:
     """The newest good checkpoint. Newer ones are named on standard error, put into `bad` and passed over.
 
-    One that is not `wanted` is passed over unread, and named only if that raises a `CheckpointError`.
+    One without the `condition` is passed over unread, and named only if that raises a `CheckpointError`.
     """
     for _ in range(_TRIES):
-        found, (listed, unreadable) = None, _files.newest_first(directory)
+        good, (listed, unreadable) = None, _files.newest_first(directory)
         failed = {path: f"{error}; skipped" for path, error in unreadable.items() if path not in bad}
-        for path, body in listed:
+        for path, manifest in listed:
             if path not in bad:
                 try:
-                    if wanted(path, body):
-                        found = _files.read(path)
+                    if condition(path, manifest):
+                        good = _files.read(path)
                         break
                 except (CheckpointError, FileNotFoundError) as error:
                     failed[path] = f"{error}; looking for an earlier one"
@@ -180,21 +182,21 @@ def newest_good(directory: Path, bad: set[Path], wanted: Wanted = lambda path, b
             for why in failed.values():
                 say(why)
             bad.update(failed)
-            return found
+            return good
         # The run that writes to the directory removed a checkpoint meanwhile, so there is a newer one.
     raise OSError(f"checkpoint: {directory} changes faster than it can be read; {_TRIES} checkpoints were gone")
 
 
-def fill(found: Found, like: Any) -> Any:
+def fill(saved: Found, like: PyTree) -> PyTree:
     """The state of a checkpoint in the structure and on the devices of `like`."""
     try:
         with user_mesh.outside_mesh():  # the arrays get the shardings of `like`
-            state, remarks = _leaves.from_leaves(found.body["leaves"], found.arrays, like)
+            state, remarks = _leaves.from_leaves(saved.body["leaves"], saved.arrays, like)
     except ValueError as error:
         why = text.for_terminal(str(error), _files.MOST_SHOWN)
-        raise CheckpointError(f"{found.path} does not fit `like`: {why}") from None
+        raise CheckpointError(f"{saved.path} does not fit `like`: {why}") from None
     for remark in remarks if jax.process_index() == 0 else ():
-        say(f"{found.path}: {remark}")
+        say(f"{saved.path}: {remark}")
     return state
 
 
@@ -248,7 +250,7 @@ class Manager:
             if self._writes:
                 _files.check_writable(self.directory, "checkpoint.Manager")
 
-    def save(self, state: Any, info: dict[str, Any] | None = None, *, best: bool = False) -> None:
+    def save(self, state: PyTree, info: dict[str, Any] | None = None, *, best: bool = False) -> None:
         """Copy the state, and write the copy in the background.
 
         The state may be donated right after the call. If the previous checkpoint is still being written, the call waits
@@ -271,11 +273,16 @@ class Manager:
         _files.remove_leftovers(self.directory)
 
     def _save(
-        self, state: Any, info: dict[str, Any], *, best: bool = False, records: Sequence[dict[str, Any]] | None = None
+        self,
+        state: PyTree,
+        info: dict[str, Any],
+        *,
+        best: bool = False,
+        records: Sequence[_run.Record] | None = None,
     ) -> None:
         """As `save`. `records` are the records of the whole run. New records are written."""
         self.wait()
-        about, leaves, arrays = _leaves.to_leaves(state, self._writes)
+        step, leaves, arrays = _leaves.to_leaves(state, self._writes)
         with processes.raise_together():
             if records is not None:
                 info = {**info, "history": list(records[-_run.INSIDE :])}
@@ -284,12 +291,15 @@ class Manager:
                 _files.check_depth(info)
             except (TypeError, ValueError, RecursionError) as error:
                 raise TypeError(f"checkpoint.Manager.save: info must be a dict of JSON values ({error})") from error
-            content = {**about, "info": info, **({"best": True} if best else {})}
+            content: Content = {} if step is None else {"step": step}
+            content["info"] = info
+            if best:
+                content["best"] = True
             if self._writes:
                 self._lock.acquire()
             self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
-            now = None if records is None else list(records)  # the run goes on with its own list
-            writing = self._pool.submit(self._write, content, leaves, arrays, now)
+            records_so_far = None if records is None else list(records)  # the run goes on with its own list
+            writing = self._pool.submit(self._write, content, leaves, arrays, records_so_far)
         self._writing = writing
 
     def restore_latest(self, like: Tree) -> tuple[Tree, dict[str, Any]] | None:
@@ -313,40 +323,40 @@ class Manager:
         return self._restore(lambda: like, is_best)
 
     def _restore(
-        self, like: Callable[[], Tree], wanted: Wanted = lambda path, body: True
+        self, like: Callable[[], Tree], condition: Condition = lambda path, manifest: True
     ) -> tuple[Tree, dict[str, Any]] | None:
-        """As `restore_latest`, of those that are `wanted`, see `newest_good`. `like` is made if there is one."""
+        """As `restore_latest`, of those with the `condition`, see `newest_good`. `like` is made if there is one."""
         self.wait()
         refused, self._bad = "", set()  # what could not be read before may be readable now
         # The first process chooses. Where another one cannot read the same, all of them look for an earlier one.
         while True:
-            found: Found | None = None
+            chosen: Found | None = None
             with processes.raise_together(CheckpointError):
                 if self._writes or processes.count() == 1:
-                    found = newest_good(self.directory, self._bad, wanted)
-            name = json.loads(processes.exchange(json.dumps(None if found is None else found.path.name))[0])
+                    chosen = newest_good(self.directory, self._bad, condition)
+            name = json.loads(processes.exchange(json.dumps(None if chosen is None else chosen.path.name))[0])
             if name is None and refused:
                 raise CheckpointError(f"{refused}; and there is no earlier checkpoint that all processes can read")
             if name is None:
                 return None
             path, why = self.directory / name, ""
             try:
-                found = found or _files.read(path)
+                chosen = chosen or _files.read(path)
             except (CheckpointError, FileNotFoundError) as error:
                 why = str(error)
-            refused = _first_difference(path, found, why)
-            if found is not None and not refused:
+            refused = _first_difference(path, chosen, why)
+            if chosen is not None and not refused:
                 break
             self._bad.add(path)
             if self._writes:
                 say(f"{refused}; looking for an earlier one")
-        state, info = fill(found, like()), found.body.get("info", {})
-        if (place := found.body.get("records")) is not None:
-            info = {**info, "history": self._read_records(found.path, place, info.get("history", []))}
-        self._note(found.path)
+        state, info = fill(chosen, like()), chosen.body.get("info", {})
+        if (place := chosen.body.get("records")) is not None:
+            info = {**info, "history": self._read_records(chosen.path, place, info.get("history", []))}
+        self._note(chosen.path)
         return state, info
 
-    def _read_records(self, path: Path, place: _run.Place, last: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _read_records(self, path: Path, place: _files.Place, last: list[_run.Record]) -> list[_run.Record]:
         """The records up to a checkpoint, or the `last` ones, which it holds itself, where the others are lost."""
         try:
             return processes.ask_first(lambda: self._records.read(place), CheckpointError)
@@ -358,9 +368,10 @@ class Manager:
     def wait(self) -> None:
         """Wait until all saved checkpoints are on disk. Raises `OSError` if one could not be written."""
         if os.getpid() != self._pid:  # the thread that writes is not in a fork
-            words = "which made this Manager and writes; save there, or make a Manager in the fork"
-            fork = f"process {os.getpid()} is a fork of process {self._pid}"
-            raise RuntimeError(f"checkpoint.Manager: {fork}, {words}")
+            raise RuntimeError(
+                f"checkpoint.Manager: process {os.getpid()} is a fork of process {self._pid}, which made this Manager "
+                "and writes; save there, or make a Manager in the fork"
+            )
         writing, self._writing = self._writing, None
         if writing is not None:
             with processes.raise_together():
@@ -390,30 +401,37 @@ class Manager:
             self._on_latest(path)
 
     def _write(
-        self, content: dict[str, Any], leaves: list[Any], arrays: list[np.ndarray], records: list[Any] | None
+        self,
+        content: Content,
+        leaves: list[LeafRecord],
+        arrays: list[np.ndarray],
+        records: list[_run.Record] | None,
     ) -> None:
         if not self._writes:
             return
         _files.remove_leftovers(self.directory)
+        # The records come first: a checkpoint says where they are.
         if records is not None and (place := self._records.append(records)) is not None:
-            content = {**content, "records": place}
+            content["records"] = place
         listed, _ = _files.newest_first(self.directory)
-        content = {**content, "order": 1 + max((body["order"] for _, body in listed), default=0)}
-        path = _files.free_path(self.directory, content)
+        content["order"] = 1 + max((manifest["order"] for _, manifest in listed), default=0)
+        path = _files.free_path(self.directory, content.get("step"), content["order"])
         _files.write(path, content, leaves, arrays)
         self._note(path)
-        good = [(path, content), *((old, body) for old, body in listed if old not in self._bad)]
-        best = next((path for path, body in good if is_best(path, body)), None)
+        # The newest good ones stay, and the best one. A damaged one is not counted and not removed.
+        earlier = [(old, is_best(old, manifest)) for old, manifest in listed if old not in self._bad]
+        good = [(path, content.get("best", False)), *earlier]
+        best = next((path for path, is_best in good if is_best), None)
         for path, _ in good[self.keep :]:
             if path != best:
                 _files.remove(path)
 
 
-def _first_difference(path: Path, found: Found | None, why: str) -> str:
+def _first_difference(path: Path, chosen: Found | None, why: str) -> str:
     """Which process cannot read the checkpoint that process 0 reads, and why. "" where all read the same."""
-    digest = None if found is None else _files.digest(found.body)
-    said = [json.loads(text) for text in processes.exchange(json.dumps([digest, why]))]
-    for process, (theirs, reason) in enumerate(said):
-        if theirs != said[0][0]:
+    digest = None if chosen is None else _files.digest(chosen.body)
+    answers = [json.loads(answer) for answer in processes.exchange(json.dumps([digest, why]))]
+    for process, (digest_there, reason) in enumerate(answers):
+        if digest_there != answers[0][0]:
             return f"process {process}: {reason or f'{path} is another checkpoint than in process 0'}"
     return ""

@@ -21,9 +21,10 @@ Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from .._devices.collectives import PaddedBatch as PaddedBatch
 from ._batches import (
+    BatchOptions as _BatchOptions,
+    BatchPlan as _BatchPlan,
     agree_on_arrays as _agree_on_arrays,
     ahead as _ahead,
-    batch_options as _batch_options,
     from_host as _from_host,
     order_of as _order_of,
     plan_batches as _plan_batches,
@@ -44,6 +45,7 @@ from ._sources import (
     Source as Source,
     as_source as as_source,
     batch_groups as batch_groups,
+    batch_options as _batch_options,
     batches as batches,
     collect as collect,
     from_arrays as from_arrays,

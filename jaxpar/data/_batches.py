@@ -5,20 +5,20 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 import os
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
 
 from .._core import calls, checks, host
 from .._core.arrays import Device, is_prng_key
@@ -27,7 +27,29 @@ from .._devices.mesh import STORE_AXIS, auto_mesh, put, wait_before_collectives
 from .._devices.shardings import axes_of
 from .._devices.user_mesh import each_in_user_mesh, has_types, in_user_mesh, on_own_mesh, outside_mesh, with_sharding
 
-Order = Callable[[int], Any]  # of an epoch: int32 (examples,), in host memory or on the default device
+Item = TypeVar("Item")
+PyTree = Any  # of arrays
+KeyPath = tuple[Any, ...]  # of a leaf of a pytree, as `jax.tree_util` gives it
+
+
+class ImagesAndLabels(Protocol):
+    """A `data.Dataset`."""
+
+    @property
+    def images(self) -> np.ndarray: ...
+    @property
+    def labels(self) -> np.ndarray: ...
+
+
+class HostArray(Protocol):
+    """An array of NumPy, or what reads its rows when they are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+Order = Callable[[int], jax.Array | np.ndarray]  # of an epoch: int32 (examples,), in host memory or on a device
 
 HINTS = {"shuffle": "give rng=jax.random.key(0) for a random order"}
 _AHEAD = 2  # batches on their way to the devices while one is in use
@@ -38,7 +60,7 @@ _MOST_BYTES = 16 << 20  # and their size on all devices together, except for one
 
 
 @on_own_mesh
-def order_of(rng: Any, size: int, count: int | None = None) -> Order:
+def order_of(rng: jax.Array | np.ndarray | None, size: int, count: int | None = None) -> Order:
     """The order of each epoch: `permutation(fold_in(rng, epoch), size)`, or the stored one if there is no key.
 
     With `count`, in place of an order: so many numbers from 0 and below 1 for each example, (size, count).
@@ -50,20 +72,20 @@ def order_of(rng: Any, size: int, count: int | None = None) -> Order:
     checks.random_key(rng, "data.batches")
     # The key goes through host memory, since it may be on other devices than the default one.
     impl = str(jax.random.key_impl(rng)) if is_prng_key(rng) else None
-    words = np.asarray(rng if impl is None else jax.random.key_data(rng))
-    return functools.partial(draw, words, size=size, count=count, impl=impl)
+    key_data = np.asarray(rng if impl is None else jax.random.key_data(rng))
+    return functools.partial(draw, key_data, size=size, count=count, impl=impl)
 
 
 @functools.partial(jax.jit, static_argnames=("size", "count", "impl"))
-def draw(words: jax.Array, epoch: jax.Array, size: int, count: int | None, impl: str | None) -> jax.Array:
-    rng = jax.random.wrap_key_data(words, impl=impl)
+def draw(key_data: jax.Array, epoch: jax.Array, size: int, count: int | None, impl: str | None) -> jax.Array:
+    rng = jax.random.wrap_key_data(key_data, impl=impl)
     if count is None:
         return jax.random.permutation(jax.random.fold_in(rng, epoch), size).astype(np.int32)
     rng = jax.random.fold_in(rng, 0xD4A35)  # not the key of an order
     return jax.random.uniform(jax.random.fold_in(rng, epoch), (size, count), np.float32)
 
 
-class Run(NamedTuple):
+class Segment(NamedTuple):
     """Batches of one epoch and one size, one after another."""
 
     epoch: int
@@ -72,28 +94,34 @@ class Run(NamedTuple):
     number: int  # of batches
 
 
-def runs(size: int, batch_size: int, epochs: int | None, start: int, drop_remainder: bool = True) -> Iterator[Run]:
+def segments(
+    size: int, batch_size: int, epochs: int | None, start: int, drop_remainder: bool = True
+) -> Iterator[Segment]:
     """All batches from batch `start` on. None epochs: without an end."""
-    whole, rest = divmod(size, batch_size)
-    steps = whole if drop_remainder or not rest else whole + 1
+    full_batches, remainder = divmod(size, batch_size)
+    steps = full_batches if drop_remainder or not remainder else full_batches + 1
     first, skipped = divmod(start, steps)
     for epoch in itertools.count(first) if epochs is None else range(first, epochs):
-        if skipped < whole:
-            yield Run(epoch, skipped * batch_size, batch_size, whole - skipped)
-        if whole < steps:
-            yield Run(epoch, whole * batch_size, rest, 1)
+        if skipped < full_batches:
+            yield Segment(epoch, skipped * batch_size, batch_size, full_batches - skipped)
+        if full_batches < steps:
+            yield Segment(epoch, full_batches * batch_size, remainder, 1)
         skipped = 0
 
 
-def rows_of_parts(size: int, fraction: Any, rng: Any, shuffle: bool, where: str) -> tuple[np.ndarray, np.ndarray]:
+def split_rows(
+    size: int, fraction: float | int, rng: jax.Array | int | None, shuffle: bool, where: str
+) -> tuple[np.ndarray, np.ndarray]:
     """The rows of the two parts, in ascending order. Options and errors are as in `data.split`."""
     if checks.is_int(fraction):
         count = int(fraction)
     else:
         count = round(size * checks.number(fraction, where, "fraction", "a number", lambda x: math.isfinite(size * x)))
     if not 0 < count < size:
-        words = f"give a fraction between 0 and 1, or a number of examples from 1 to {size - 1}"
-        raise ValueError(f"{where}: {fraction} of {size} examples leaves one of the two parts empty; {words}")
+        raise ValueError(
+            f"{where}: {fraction} of {size} examples leaves one of the two parts empty; give a fraction between 0 and "
+            f"1, or a number of examples from 1 to {size - 1}"
+        )
     if not shuffle:
         if rng is not None:
             raise ValueError(f"{where}: shuffle=False uses no rng; leave out one of them")
@@ -107,31 +135,36 @@ def rows_of_parts(size: int, fraction: Any, rng: Any, shuffle: bool, where: str)
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class Placement:
     """Which devices share a batch. Without a sharding it goes to the default device."""
 
     sharding: NamedSharding | None = None  # of the first axis, over a mesh without types, on which batches are made
-    parts: int = 1  # that the first axis is split into
-    given: NamedSharding | None = None  # the sharding that the user asked for, if it is another one
-    # V, where a batch is for a step with virtual shards and the parts cannot share these evenly.
+    num_shards: int = 1  # that the first axis is split into
+    user_sharding: NamedSharding | None = None  # the sharding that the user asked for, if it is another one
+    # V, where a batch is for a step with virtual shards and the devices cannot share these evenly.
     virtual_shards: int | None = None
 
     def rows(self, count: int) -> int:
-        """How many rows the arrays of a batch of `count` examples have."""
-        return count if self.virtual_shards is None else collectives.padded_rows(count, self.virtual_shards, self.parts)
+        """How many rows the arrays of a batch of `count` examples have: more than `count` where it is padded."""
+        if self.virtual_shards is None:
+            return count
+        return collectives.padded_rows(count, self.virtual_shards, self.num_shards)
 
 
-def _split_of_sharding(given: NamedSharding, where: str) -> Split:
-    spec, mesh = given.spec, given.mesh
+def _placement_of(user_sharding: NamedSharding, where: str) -> Placement:
+    spec, mesh = user_sharding.spec, user_sharding.mesh
     if any(spec[1:]):  # images and labels have no other axis in common
-        words = "reshard a batch by jax.device_put, or give data.prefetch one for each array"
-        raise ValueError(f"{where}: the sharding of a batch splits its first axis only, got {spec}; {words}")
+        raise ValueError(
+            f"{where}: the sharding of a batch splits its first axis only, got {spec}; reshard a batch by "
+            "jax.device_put, or give data.prefetch one for each array"
+        )
     assert isinstance(mesh, Mesh)
-    own = NamedSharding(auto_mesh(mesh) if has_types(mesh) else mesh, P(*spec[:1] or (None,)))
-    return Split(own, math.prod([mesh.shape[axis] for axis in axes_of(own.spec)]), None if own == given else given)
+    sharding = NamedSharding(auto_mesh(mesh) if has_types(mesh) else mesh, P(*spec[:1] or (None,)))
+    num_shards = math.prod([mesh.shape[axis] for axis in axes_of(sharding.spec)])
+    return Placement(sharding, num_shards, None if sharding == user_sharding else user_sharding)
 
 
-def check_sharding(sharding: Any, where: str) -> NamedSharding:
+def check_sharding(sharding: object, where: str) -> NamedSharding:
     """`sharding`, or that of a `PartitionSpec` over the mesh that the user has set. `TypeError` for anything else."""
     if isinstance(sharding, P) and not jax.sharding.get_mesh().empty:
         sharding = NamedSharding(jax.sharding.get_mesh(), sharding)
@@ -142,36 +175,14 @@ def check_sharding(sharding: Any, where: str) -> NamedSharding:
     raise TypeError(f"{where}: sharding must be a NamedSharding, {example}; got {checks.describe(sharding)}{hint}")
 
 
-def batch_options(
-    source: Any, devices: Sequence[Any] | None, sharding: NamedSharding | None, virtual_shards: int | None
-) -> dict[str, Any]:
-    """The options of `source.batches` for a step: where its batches go, and for how many virtual shards."""
-    # A source of the user's own need not have `sharding=` and `virtual_shards=`.
-    if sharding is not None and _takes(source, "sharding"):
-        return {"sharding": sharding}
-    if virtual_shards is None:
-        return {"devices": devices}
-    if _takes(source, "virtual_shards"):
-        return {"devices": devices, "virtual_shards": virtual_shards}
-    if virtual_shards % (count := len(devices or (None,))):
-        words = f"which {count} devices cannot share evenly; add it, or use a number of devices that divides it"
-        raise TypeError(f"{type(source).__name__}.batches takes no virtual_shards={virtual_shards}, {words}")
-    return {"devices": devices}
-
-
-def _takes(source: Any, option: str) -> bool:
-    found = inspect.signature(source.batches).parameters.values()
-    return any(each.name == option or each.kind is each.VAR_KEYWORD for each in found)
-
-
 # Arrays in host memory, and batches of them on the devices.
 
 
-def path_name(path: Any) -> str:
+def path_name(path: KeyPath) -> str:
     return repr(jax.tree_util.keystr(path, simple=True, separator="/")) if path else "an element"
 
 
-def convert_image(image: jax.Array, dtype: Any) -> jax.Array:
+def convert_image(image: jax.Array, dtype: DTypeLike | None) -> jax.Array:
     """The image in the batch's dtype. uint8 becomes a fraction of 255 in floating point."""
     if dtype is None or image.dtype == dtype:
         return image
@@ -182,53 +193,53 @@ def convert_image(image: jax.Array, dtype: Any) -> jax.Array:
 _convert = jax.jit(convert_image, static_argnums=1)
 
 
-def convert_images(batch: Any, dtype: Any) -> Any:
+def convert_images(batch: PyTree, dtype: DTypeLike | None) -> PyTree:
     """The batch with "image" in `dtype`. None leaves it."""
     if dtype is None or not isinstance(batch, dict) or "image" not in batch:
         return batch
     return {**batch, "image": jax.tree.map(lambda image: _convert(image, np.dtype(dtype)), batch["image"])}
 
 
-def batch_struct(arrays: Any, batch_size: int, dtype: Any) -> Any:
+def batch_struct(arrays: PyTree, batch_size: int, dtype: DTypeLike | None) -> PyTree:
     """The shapes and dtypes of a batch of these arrays on the devices. "image" is of `dtype`."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(arrays)
     shapes: list[jax.ShapeDtypeStruct] = []
     for path, array in leaves:
         is_image = isinstance(arrays, dict) and path[0].key == "image"
-        kept = np.dtype(dtype) if is_image and dtype is not None else host.kept_dtype(array.dtype)
-        shapes.append(jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), kept))
+        on_device = np.dtype(dtype) if is_image and dtype is not None else host.kept_dtype(array.dtype)
+        shapes.append(jax.ShapeDtypeStruct((batch_size, *array.shape[1:]), on_device))
     return structure.unflatten(shapes)
 
 
-def send(array: Any, rows: np.ndarray | None, sharding: NamedSharding | None) -> jax.Array:
+def send(array: HostArray, rows: np.ndarray | None, sharding: NamedSharding | None) -> jax.Array:
     """The array, or these rows of it, on the devices. Each process has it whole, and reads what its devices get.
 
     Without `rows`, nobody may write to the array afterwards.
     """
 
-    def part(index: Any) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:  # slices, one for each axis
         return host.in_kept_dtype(array[index if rows is None else rows[index[0]]], "data.batches: an array")
 
     if sharding is None:
-        return jax.device_put(part((...,)))
+        return jax.device_put(shard((...,)))
     shape = array.shape if rows is None else (len(rows), *array.shape[1:])
-    return jax.make_array_from_callback(shape, sharding, part)
+    return jax.make_array_from_callback(shape, sharding, shard)
 
 
 @in_user_mesh
-def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whole: bool) -> Any:
+def placed_batch(batch: PyTree, sharding: NamedSharding | None, dtype: DTypeLike | None, *, is_global: bool) -> PyTree:
     """The batch on the devices, split along its first axis, with "image" in `dtype`.
 
-    Nobody may write to its arrays of NumPy afterwards. `whole`: each process has the whole batch and takes its rows.
-    Otherwise each has its own share.
+    Nobody may write to its arrays of NumPy afterwards. `is_global`: each process has all rows of the batch, and sends
+    those of its devices. Otherwise each has its own share.
     """
 
-    def placed(path: Any, array: Any) -> jax.Array:
+    def placed(path: KeyPath, array: ArrayLike) -> jax.Array:
         if isinstance(array, jax.Array) and (sharding is None or processes.count() == 1):
             return array if sharding is None else jax.device_put(array, sharding)
         name = f"data.batches: {path_name(path)}"
         array = host.in_kept_dtype(np.asarray(array), name)
-        if sharding is None or whole:
+        if sharding is None or is_global:
             return send(array, None, sharding)
         return jax.make_array_from_process_local_data(sharding, array)
 
@@ -238,19 +249,21 @@ def placed_batch(batch: Any, sharding: NamedSharding | None, dtype: Any, *, whol
     return batch
 
 
-def as_batch(arrays: Any, split: Split) -> Any:
+def as_batch(arrays: PyTree, placement: Placement) -> PyTree:
     """The arrays as the user asked for them, marked if they are padded. A program with collectives may take them."""
     # Nothing is copied.
-    if split.sharding is not None:
-        wait_before_collectives(arrays, tuple(split.sharding.device_set))
-    if (given := split.given) is not None:
-        arrays = jax.tree.map(lambda array: with_sharding(array, given), arrays)
-    return arrays if split.virtual_shards is None else collectives.PaddedBatch(arrays, split.virtual_shards)
+    if placement.sharding is not None:
+        wait_before_collectives(arrays, tuple(placement.sharding.device_set))
+    if (user_sharding := placement.user_sharding) is not None:
+        arrays = jax.tree.map(lambda array: with_sharding(array, user_sharding), arrays)
+    if placement.virtual_shards is None:
+        return arrays
+    return collectives.PaddedBatch(arrays, placement.virtual_shards)
 
 
-def ahead(batches: Iterable[Any], size: int) -> Iterator[Any]:
+def ahead(batches: Iterable[Item], size: int) -> Iterator[Item]:
     """The batches, of which `size` are made ahead of the one in use. An exception comes after those before it."""
-    waiting: collections.deque[Any] = collections.deque()
+    waiting: collections.deque[Item] = collections.deque()
     try:
         for batch in batches:
             waiting.append(batch)
@@ -262,26 +275,47 @@ def ahead(batches: Iterable[Any], size: int) -> Iterator[Any]:
     yield from waiting
 
 
-def agree_on_arrays(arrays: Any, where: str) -> None:
+def agree_on_arrays(arrays: PyTree, where: str) -> None:
     """`ValueError` in every process unless all give the same arrays, by their shapes and some of their rows."""
     # Each process reads its own rows of arrays that all have. If each had a part, rows of all parts would be missing.
     if processes.count() == 1:
         return
-    shapes, check = list[str](), 0
+    shapes, checksum = list[str](), 0
     for leaf in jax.tree.leaves(arrays):
         shapes.append(f"{leaf.dtype} {leaf.shape}")
-        check = zlib.crc32(np.ascontiguousarray(leaf[:: len(leaf) // _COMPARED + 1]).tobytes(), check)
+        checksum = zlib.crc32(np.ascontiguousarray(leaf[:: len(leaf) // _COMPARED + 1]).tobytes(), checksum)
     hint = "give each process all of them, or its own batches by data.from_iterable"
-    shown = f"{', '.join(shapes)}, checksum {check:08x}"
+    shown = f"{', '.join(shapes)}, checksum {checksum:08x}"
     processes.agree(f"{where}: every process must give the same arrays; {hint}", shown)
 
 
-class Plan(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class BatchPlan:
     """The batches that are asked for, and where they go."""
 
-    all_runs: Iterator[Run]
+    segments: Iterator[Segment]
     order: Order
-    split: Split
+    placement: Placement
+
+
+class BatchOptions(TypedDict, total=False):
+    """The options of `data.batches` that data sets and arrays have. Its docstring explains them."""
+
+    rng: jax.Array | None
+    epochs: int | None
+    start: int
+    drop_remainder: bool
+    devices: Sequence[Device] | None
+    sharding: NamedSharding | P | None
+    axis_name: str
+    virtual_shards: int | None
+
+
+class DatasetBatchOptions(BatchOptions, total=False):
+    """Those that a `Dataset` has beside them."""
+
+    dtype: DTypeLike | None
+    resident: bool | None
 
 
 @calls.answers("data.batches", HINTS)
@@ -295,68 +329,78 @@ def plan_batches(
     start: int = 0,
     drop_remainder: bool = True,
     devices: Sequence[Device] | None = None,
-    sharding: Any = None,
+    sharding: NamedSharding | P | None = None,
     axis_name: str = STORE_AXIS,
     virtual_shards: int | None = None,
-) -> Plan:
+) -> BatchPlan:
     """Batches of `size` examples. Options and errors are as in `data.batches`; `where` begins the messages."""
-    split, axis_name = Split(), checks.text(axis_name, where, "axis_name")
+    # Which devices share a batch.
+    placement, axis_name = Placement(), checks.text(axis_name, where, "axis_name")
     if sharding is not None and devices is not None:
         raise ValueError(f"{where}: give devices or a sharding, not both; a sharding has the devices of its mesh")
     if sharding is not None:
-        split = _split_of_sharding(check_sharding(sharding, where), where)
+        placement = _placement_of(check_sharding(sharding, where), where)
     elif devices is not None:
-        chosen = checks.devices(devices, where)
-        split = Split(NamedSharding(Mesh(np.array(chosen), (axis_name,)), P(axis_name)), len(chosen))
+        checked = checks.devices(devices, where)
+        placement = Placement(NamedSharding(Mesh(np.array(checked), (axis_name,)), P(axis_name)), len(checked))
+
+    # They must share each batch evenly, the last one too. Virtual shards are what they share then. Where the devices
+    # cannot share these evenly, a batch is padded, and any number of devices may have it.
     batch_size = checks.whole_number(batch_size, where, "batch_size")
-    rest, parts = 0 if drop_remainder else size % batch_size, split.parts
+    remainder, num_shards = 0 if drop_remainder else size % batch_size, placement.num_shards
     if virtual_shards is not None:
         virtual_shards = checks.whole_number(virtual_shards, where, "virtual_shards")
         checks.even_share(batch_size, virtual_shards, where, of="virtual shards")
-        checks.even_share(rest, virtual_shards, where, of="virtual shards")
-        if virtual_shards % parts:  # the parts cannot share the shards evenly, so a batch is padded
-            split, parts = dataclasses.replace(split, virtual_shards=virtual_shards), 1
-    checks.even_share(batch_size, parts, where)
+        checks.even_share(remainder, virtual_shards, where, of="virtual shards")
+        if virtual_shards % num_shards:
+            placement, num_shards = dataclasses.replace(placement, virtual_shards=virtual_shards), 1
+    checks.even_share(batch_size, num_shards, where)
     checks.whole_batch(size, batch_size if drop_remainder else 1, where, ", or drop_remainder=False")
-    if rest % parts:
-        words = f"{rest} examples, which {parts} devices cannot share evenly; use drop_remainder=True"
-        raise ValueError(f"{where}: the last batch would have {words}, or another batch_size")
+    if remainder % num_shards:
+        raise ValueError(
+            f"{where}: the last batch would have {remainder} examples, which {num_shards} devices cannot share evenly; "
+            "use drop_remainder=True, or another batch_size"
+        )
+
     checks.whole_number(start, where, "start", least=0)
     if epochs is not None:
         checks.whole_number(epochs, where, "epochs", least=0)
-    return Plan(runs(size, batch_size, epochs, start, drop_remainder), order_of(rng, size), split)
+    return BatchPlan(segments(size, batch_size, epochs, start, drop_remainder), order_of(rng, size), placement)
 
 
-def from_host(arrays: Any, plan: Plan, dtype: Any) -> Iterator[Any]:
+def from_host(arrays: PyTree, plan: BatchPlan, dtype: DTypeLike | None) -> Iterator[PyTree]:
     """Batches of a pytree of arrays in host memory. Transfers run while earlier batches are in use."""
-    split = plan.split
+    placement = plan.placement
 
-    def sent() -> Iterator[Any]:
-        epoch, rows = None, np.empty(0, np.int32)
-        for run in plan.all_runs:
-            if run.epoch != epoch:
-                epoch, rows = run.epoch, np.asarray(plan.order(run.epoch))
-            for at in range(run.first, run.first + run.number * run.batch_size, run.batch_size):
-                wanted = rows[at : at + run.batch_size]
-                wanted = np.pad(wanted, (0, split.rows(len(wanted)) - len(wanted)), mode="edge")
-                batch = jax.tree.map(lambda array, wanted=wanted: send(array, wanted, split.sharding), arrays)
+    def sent() -> Iterator[PyTree]:
+        epoch, order = None, np.empty(0, np.int32)
+        for segment in plan.segments:
+            if segment.epoch != epoch:
+                epoch, order = segment.epoch, np.asarray(plan.order(segment.epoch))
+            size = segment.batch_size
+            for at in range(segment.first, segment.first + segment.number * size, size):
+                rows = np.pad(order[at : at + size], (0, placement.rows(size) - size), mode="edge")
+                batch = jax.tree.map(lambda array, rows=rows: send(array, rows, placement.sharding), arrays)
                 yield convert_images(batch, dtype)
 
-    return each_in_user_mesh(as_batch(batch, split) for batch in ahead(sent(), _AHEAD))
+    return each_in_user_mesh(as_batch(batch, placement) for batch in ahead(sent(), _AHEAD))
 
 
 # Batches that are gathered from copies on the devices.
 
 
 # By `data.Dataset`, with which they go, and by where they are: images and labels, whole on each device.
-_residents: weakref.WeakKeyDictionary[Any, dict[Any, tuple[jax.Array, jax.Array]]] = weakref.WeakKeyDictionary()
+Copies = dict[Any, tuple[jax.Array, jax.Array]]
+_residents: weakref.WeakKeyDictionary[ImagesAndLabels, Copies] = weakref.WeakKeyDictionary()
 
 
 @calls.answers("data.batches")
-def resident(dataset: Any, split: Split, wanted: bool | None = None) -> tuple[jax.Array, jax.Array] | None:
+def resident(
+    dataset: ImagesAndLabels, placement: Placement, wanted: bool | None = None
+) -> tuple[jax.Array, jax.Array] | None:
     """Images and labels, whole on each device. None if they are not `wanted`, by default for lack of memory."""
     # They are sent once in the data set's life, unless it is used on ever other devices.
-    mesh: Any = None if split.sharding is None else split.sharding.mesh
+    mesh: Any = None if placement.sharding is None else placement.sharding.mesh
     key = mesh or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     placed = _residents.setdefault(dataset, {})
     if wanted is None:
@@ -371,17 +415,17 @@ def resident(dataset: Any, split: Split, wanted: bool | None = None) -> tuple[ja
     if key not in placed:
         if len(placed) == _COPIES:
             del placed[next(iter(placed))]
-        whole = None if mesh is None else NamedSharding(mesh, P())
+        replicated = None if mesh is None else NamedSharding(mesh, P())
         with outside_mesh():
             images, labels = (
-                send(host.in_kept_dtype(array, f"data.Dataset: {name}"), None, whole)
+                send(host.in_kept_dtype(array, f"data.Dataset: {name}"), None, replicated)
                 for name, array in (("images", dataset.images), ("labels", dataset.labels))
             )
         placed[key] = images, labels
     return placed[key]
 
 
-def free_bytes(device: Any) -> int | None:
+def free_bytes(device: Device) -> int | None:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
@@ -391,52 +435,61 @@ def free_bytes(device: Any) -> int | None:
 
 
 def from_devices(
-    images: jax.Array, labels: jax.Array, plan: Plan, dtype: Any, *, most: int | None = None, stacked: bool = False
+    images: jax.Array,
+    labels: jax.Array,
+    plan: BatchPlan,
+    dtype: np.dtype[Any] | None,
+    *,
+    most: int | None = None,
+    stacked: bool = False,
 ) -> Iterator[tuple[Any, int]]:
     """Batches gathered from the copies on the devices, several at a time, and how many of these count.
 
-    At the end of a run fewer count, and the rest are copies of the last example. `most`: how many at a time.
+    At the end of a segment fewer count, and the others are copies of the last example. `most`: how many at a time.
     """
-    split = plan.split
-    where = None if split.sharding is None else images.sharding
-    size = math.prod(images.shape[1:]) * (images.dtype if dtype is None else dtype).itemsize
+    placement = plan.placement
+    sharding = None if placement.sharding is None else images.sharding
+    image_bytes = math.prod(images.shape[1:]) * (images.dtype if dtype is None else dtype).itemsize
     epoch = rows = None
-    for run in plan.all_runs:
-        if run.epoch != epoch:
-            epoch, rows = run.epoch, put(plan.order(run.epoch), where)
+    for segment in plan.segments:
+        if segment.epoch != epoch:
+            epoch, rows = segment.epoch, put(plan.order(segment.epoch), sharding)
         # Starting a program costs as much as a small batch.
-        several = most or max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, run.batch_size * size)))
-        cursor = put(np.array(run.first, np.int32), where)
-        for done in range(0, run.number, several):
-            found, cursor = gather(run.batch_size, several, split, dtype, stacked)(images, labels, rows, cursor)
-            batches = as_batch(found, split) if stacked else [as_batch(batch, split) for batch in found]
-            yield batches, min(several, run.number - done)
+        several = most or max(1, min(_MOST_BATCHES, _MOST_BYTES // max(1, segment.batch_size * image_bytes)))
+        cursor = put(np.array(segment.first, np.int32), sharding)
+        for done in range(0, segment.number, several):
+            program = gather(segment.batch_size, several, placement, dtype, stacked)
+            arrays, cursor = program(images, labels, rows, cursor)
+            batches = as_batch(arrays, placement) if stacked else [as_batch(batch, placement) for batch in arrays]
+            yield batches, min(several, segment.number - done)
 
 
 @functools.lru_cache(maxsize=32)
-def gather(count: int, several: int, split: Split, dtype: Any, stacked: bool) -> Callable[..., tuple[Any, jax.Array]]:
+def gather(
+    count: int, several: int, placement: Placement, dtype: np.dtype[Any] | None, stacked: bool
+) -> Callable[..., tuple[PyTree, jax.Array]]:
     """The program `(images, labels, rows, cursor) -> (several batches of count examples, the new cursor)`.
 
     `stacked`: the batches are one pytree with one more axis in front, otherwise a list.
     """
     # Each device gathers its share. The cursor stays on the devices, so that a batch needs nothing from the host. Past
     # the end of the order comes its last example, again and again. The rows of a padding are any examples.
-    spec = P(None) if split.sharding is None else split.sharding.spec
+    spec = P(None) if placement.sharding is None else placement.sharding.spec
 
     def local(images: jax.Array, labels: jax.Array, rows: jax.Array, cursor: jax.Array) -> tuple[Any, jax.Array]:
-        share = split.rows(count) // split.parts
+        share = placement.rows(count) // placement.num_shards
         start = cursor + lax.axis_index(spec[0]) * share if spec[0] else cursor
-        firsts, found = np.arange(several, dtype=np.int32) * count, list[dict[str, jax.Array]]()
+        firsts, batches = np.arange(several, dtype=np.int32) * count, list[dict[str, jax.Array]]()
         for first in [firsts[:, None]] if stacked else firsts:
-            mine = rows.at[start + (first + np.arange(share, dtype=np.int32))].get(mode="clip")
-            image = images.at[mine].get(mode="promise_in_bounds")
+            local_rows = rows.at[start + (first + np.arange(share, dtype=np.int32))].get(mode="clip")
+            image = images.at[local_rows].get(mode="promise_in_bounds")
             image = lax.optimization_barrier(image)  # XLA on a CPU takes three times as long for both in one loop
-            label = labels.at[mine].get(mode="promise_in_bounds")
-            found.append({"image": convert_image(image, dtype), "label": label})
-        return found[0] if stacked else found, cursor + several * count
+            label = labels.at[local_rows].get(mode="promise_in_bounds")
+            batches.append({"image": convert_image(image, dtype), "label": label})
+        return batches[0] if stacked else batches, cursor + several * count
 
-    if split.sharding is None:
+    if placement.sharding is None:
         return jax.jit(local)
-    mesh, spec_of_batch = split.sharding.mesh, P(None, *spec) if stacked else spec
+    mesh, spec_of_batch = placement.sharding.mesh, P(None, *spec) if stacked else spec
     shards = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=(spec_of_batch, P()))
     return jax.jit(shards, out_shardings=(NamedSharding(mesh, spec_of_batch), NamedSharding(mesh, P())))

@@ -16,13 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from .._core import calls, checks, host
-from .._core.arrays import check_plain
+from .._core.arrays import Device, check_plain
 from .._devices import processes
 from .._devices.collectives import PaddedBatch, pad_rows
 from .._devices.mesh import split_over
 from . import _batches
+from ._batches import KeyPath, PyTree
 
 _WHERE = "data.from_iterable"
 READ_ONCE = "an iterator can be read only once; give a list, a loader, or a function that returns an iterator"
@@ -45,6 +47,18 @@ _ADVICE = {
 }
 
 
+@dataclasses.dataclass
+class _Reading:
+    """How far the batches of a source were read. It changes with each of them."""
+
+    # After the last batch: how many there were of all epochs, the number of its pass, and how many of that pass. JSON.
+    place: dict[str, Any] | None = None
+    iterator: Any = None  # of that pass. None: the place has its state, or it has ended
+    period: int = 0  # batches of a pass, where all passes have as many
+    is_last: bool = False  # whether the last batch was the last one of its pass
+    resume_from: dict[str, Any] | None = None  # what `set_state` has set, for the next call of `batches`
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class IterableSource:
     """A source of batches or examples from another library. `from_iterable` makes it.
@@ -57,8 +71,8 @@ class IterableSource:
     steps_per_epoch: int | Literal["all"] | None
     batched: bool
     names: tuple[str, ...]
-    dtype: Any
-    _under_way: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any], init=False, repr=False)
+    dtype: DTypeLike | None
+    _reading: _Reading = dataclasses.field(default_factory=_Reading, init=False, repr=False)
 
     def examples(self, batch_size: int) -> int:
         """The number of examples in an epoch: batches times `batch_size`.
@@ -74,14 +88,16 @@ class IterableSource:
             return self.steps_per_epoch * batch_size
         length = length_of(self.source)
         if length is None:
-            words = f'give the number of batches in an epoch: {_WHERE}(source, steps_per_epoch=...), or "all"'
-            raise TypeError(f"{_WHERE}: {_describe(self.source)} has no length, so {words}")
+            raise TypeError(
+                f"{_WHERE}: {_describe(self.source)} has no length, so give the number of batches in an epoch: "
+                f'{_WHERE}(source, steps_per_epoch=...), or "all"'
+            )
         return length * (batch_size if self.batched else processes.count())
 
     @property
     def is_pass_over(self) -> bool:
         """With `steps_per_epoch="all"`, whether the batch that came last was the last one of its epoch."""
-        return self._under_way.get("is_last", False)
+        return self._reading.is_last
 
     def check(self, batch_size: int) -> None:
         """`ValueError` for a loader that will give batches of another size, and for epochs of different lengths in
@@ -89,8 +105,10 @@ class IterableSource:
         """
         # A DataLoader of PyTorch says it before the first batch is read, or the last one is short.
         if self.steps_per_epoch == "all" and processes.count() > 1:
-            words = "one of several processes could end an epoch before the others; give the number of batches"
-            raise ValueError(f'{_WHERE}: steps_per_epoch="all" is for one process, since {words}')
+            raise ValueError(
+                f'{_WHERE}: steps_per_epoch="all" is for one process, since one of several processes could end an '
+                "epoch before the others; give the number of batches"
+            )
         loader: Any = self.source
         size, drop_last = getattr(loader, "batch_size", 0), getattr(loader, "drop_last", None)
         if not self.batched or not checks.is_int(size) or not isinstance(drop_last, bool):
@@ -100,12 +118,14 @@ class IterableSource:
         write = f"write {name}(..., batch_size={share}, drop_last=True)"
         if size != share:
             of = f", of which each of {number} processes reads {share}" if number > 1 else ""
-            words = f"but batch_size is {batch_size}{of}; {write}, or give batch_size={size * number} here"
-            raise ValueError(f"{_WHERE}: the {name} makes batches of {size}, {words}")
-        drawn: list[Any] = [getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
+            raise ValueError(
+                f"{_WHERE}: the {name} makes batches of {size}, but batch_size is {batch_size}{of}; {write}, or give "
+                f"batch_size={size * number} here"
+            )
+        drawn_from: list[Any] = [getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
         ends = self.steps_per_epoch is None and not drop_last  # whether its last batch is read, and may be short
-        if rest := next((len(each) % size for each in drawn if ends and hasattr(each, "__len__")), 0):
-            raise ValueError(f"{_WHERE}: the last batch of the {name} would have {rest} examples; {write}")
+        if remainder := next((len(each) % size for each in drawn_from if ends and hasattr(each, "__len__")), 0):
+            raise ValueError(f"{_WHERE}: the last batch of the {name} would have {remainder} examples; {write}")
 
     def batches(
         self,
@@ -114,10 +134,10 @@ class IterableSource:
         rng: jax.Array | None = None,
         epochs: int | None = 1,
         start: int = 0,
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[Device] | None = None,
         sharding: NamedSharding | None = None,
         virtual_shards: int | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[PyTree]:
         """Batches on the devices, in the order of the iterable. `rng` is not used.
 
         `start` skips batches. Earlier epochs are not read, unless `steps_per_epoch` is "all". The earlier batches of
@@ -126,41 +146,51 @@ class IterableSource:
         """
         batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
         share = checks.even_share(batch_size, processes.count(), _WHERE, of="processes")  # which this process reads
-        places: dict[str, Any] = {"devices": devices, "sharding": sharding, "virtual_shards": virtual_shards}
-        places |= {"epochs": epochs, "start": start}
-        steps = None  # batches in an epoch. None: as many as there are.
         if self.steps_per_epoch == "all":
             self.check(batch_size)
-            split = _batches.plan_batches(batch_size, batch_size, _WHERE, **places).split
+            examples, steps = batch_size, None  # an epoch has as many batches as there are
         else:
             examples = self.examples(batch_size)
             checks.whole_batch(examples, batch_size, _WHERE)
-            split, steps = _batches.plan_batches(examples, batch_size, _WHERE, **places).split, examples // batch_size
-        padding = split.rows(batch_size) - batch_size
+            steps = examples // batch_size
+        placement = _batches.plan_batches(
+            examples,
+            batch_size,
+            _WHERE,
+            epochs=epochs,
+            start=start,
+            devices=devices,
+            sharding=sharding,
+            virtual_shards=virtual_shards,
+        ).placement
+        padding = placement.rows(batch_size) - batch_size
         if padding and processes.count() > 1:  # each reads an equal share of a batch, and a padding is at its end
-            shared = f"the {virtual_shards} virtual shards of the step evenly; use a number that divides these"
-            raise ValueError(f"{_WHERE}: {split.parts} devices cannot share {shared}, or data.from_arrays")
-        sharding = _share_sharding(batch_size + padding, split)
-        lengths: dict[str, int] = {}  # of the arrays of the first batch
+            raise ValueError(
+                f"{_WHERE}: {placement.num_shards} devices cannot share the {virtual_shards} virtual shards of the "
+                "step evenly; use a number that divides these, or data.from_arrays"
+            )
+        sharding = _share_sharding(batch_size + padding, placement)
+        first_lengths: dict[str, int] = {}  # of the arrays of the first batch
         for number, batch in enumerate(self._from(start, epochs, steps, share), start):
-            own = _lengths(batch, share, number if steps is None else number % steps, lengths)
-            if not lengths and len(set(own.values())) > 1:  # each array is cut by its own length
-                for name, n in own.items():
-                    checks.even_share(n * processes.count(), virtual_shards or split.parts, f"{_WHERE}: {name}")
-            lengths = lengths or own
+            lengths = _lengths(batch, share, number if steps is None else number % steps, first_lengths)
+            if not first_lengths and len(set(lengths.values())) > 1:  # each array is cut by its own length
+                for name, n in lengths.items():
+                    num_shards = virtual_shards or placement.num_shards
+                    checks.even_share(n * processes.count(), num_shards, f"{_WHERE}: {name}")
+            first_lengths = first_lengths or lengths
             if padding:
-                batch = jax.tree.map(lambda x: pad_rows(x, split.rows(len(x)) - len(x)), batch)
+                batch = jax.tree.map(lambda x: pad_rows(x, placement.rows(len(x)) - len(x)), batch)
             batch = self.place(batch, sharding)
-            yield batch if split.virtual_shards is None else PaddedBatch(batch, split.virtual_shards)
+            yield batch if placement.virtual_shards is None else PaddedBatch(batch, placement.virtual_shards)
 
-    def _from(self, start: int, epochs: int | None, steps: int | None, share: int) -> Iterator[Any]:
+    def _from(self, start: int, epochs: int | None, steps: int | None, share: int) -> Iterator[PyTree]:
         """This process's host batches from batch `start` on, for epochs of so many steps, or of one pass each.
 
         A pass reads the source from its beginning to its end. It has at least as many batches as an epoch. What an
         epoch leaves of it comes in the next epoch.
         """
         # Where batch `start` is: the number of its pass, and how many batches of that pass come before it.
-        state = self._under_way.pop("state", None)
+        state, self._reading.resume_from = self._reading.resume_from, None
         state = state if state and state["batches"] == start else None
         length = None if self.is_read_once else length_of(self.source)
         total = length if length is None or self.batched else length // share  # batches of a pass, by its length
@@ -175,27 +205,27 @@ class IterableSource:
         at = start
         while at != end and (steps is not None or epochs is None or number < epochs):
             elements: Any = iter(self._epoch(number))
-            found = 0  # batches of this pass
+            num_read = 0  # batches of this pass
             if state and before and not state.keys().isdisjoint(("json", "bytes")) and hasattr(elements, "set_state"):
                 _set_state(elements, state)
-                found = before
+                num_read = before
             elif self.is_read_once:  # it goes on where the run before left it: nothing is read and dropped
-                found = before
+                num_read = before
             state = None
             batches = self._host_batches(elements, share)
             batch = next(batches, None)
             while batch is not None:
-                found += 1
-                if found <= before:
+                num_read += 1
+                if num_read <= before:
                     batch = next(batches, None)
                     continue
                 at += 1
-                place: dict[str, Any] = {"batches": at, "pass": number, "before": found}
+                place: dict[str, Any] = {"batches": at, "pass": number, "before": num_read}
                 # Where the pass may end with this batch, one is read ahead to know it.
                 if steps is None:
                     may_end = True
                 elif self.steps_per_epoch is None:
-                    may_end = found == total
+                    may_end = num_read == total
                 else:
                     may_end = at % steps == 0 and at != end and not self.is_read_once
                 following, error, iterator = None, None, elements
@@ -208,12 +238,13 @@ class IterableSource:
                     if following is not None and self.steps_per_epoch is None:
                         what = f"{_describe(self.source)} of length {length} has more batches in epoch {number}"
                         error = ValueError(f"{_WHERE}: {what}; mend its length, or give steps_per_epoch=")
-                    if following is None and error is None and steps is None and found < (total or 0):
-                        error = _end_error(self.source, number, found, total)
+                    if following is None and error is None and steps is None and num_read < (total or 0):
+                        error = _end_error(self.source, number, num_read, total)
                 is_last = may_end and following is None and error is None
                 if is_last:
                     place = {"batches": at, "pass": number + 1, "before": 0}
-                self._under_way.update(place=place, iterator=iterator, period=period, is_last=is_last)
+                self._reading.place, self._reading.iterator = place, iterator
+                self._reading.period, self._reading.is_last = period, is_last
                 yield batch
                 if at == end:
                     return
@@ -222,22 +253,22 @@ class IterableSource:
                 batch = following if may_end else next(batches, None)
             if self.is_read_once:
                 raise _end_error(self.source, at // (steps or 1), at % (steps or 1), steps)
-            if found < (steps or 1):
-                raise _end_error(self.source, number, found, steps)
-            number, before = number + 1, max(0, before - found)
+            if num_read < (steps or 1):
+                raise _end_error(self.source, number, num_read, steps)
+            number, before = number + 1, max(0, before - num_read)
 
     def get_state(self) -> dict[str, Any] | None:
         """The position after the last batch, as JSON.
 
         None if the number of the batch says it, and the iterator has no `get_state` and `set_state`.
         """
-        if "place" not in self._under_way:
+        place, period = self._reading.place, self._reading.period
+        if place is None:
             return None
-        place, period = self._under_way["place"], self._under_way["period"]
         is_usual = period and (place["pass"], place["before"]) == divmod(place["batches"], period)
         if is_usual or self.is_read_once:
             place = {name: value for name, value in place.items() if name not in ("pass", "before")}
-        place = place | _state_of(self._under_way["iterator"])
+        place = place | _state_of(self._reading.iterator)
         return place if len(place) > 1 else None
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -248,9 +279,9 @@ class IterableSource:
         if self.is_read_once:
             _set_state(self.source, state)
         else:
-            self._under_way["state"] = state
+            self._reading.resume_from = state
 
-    def batch_shapes(self, batch_size: int, like: Any = None) -> Any:
+    def batch_shapes(self, batch_size: int, like: PyTree | None = None) -> PyTree:
         """The shapes and dtypes of a device batch.
 
         `like` is a host batch, by default `first_batch()`. None if there is no host batch.
@@ -258,17 +289,17 @@ class IterableSource:
         like = self.first_batch() if like is None else like
         return None if like is None else _batches.batch_struct(like, batch_size, self.dtype)
 
-    def first_batch(self) -> Any:
+    def first_batch(self) -> PyTree | None:
         """The first batch of a list of batches. None for other sources, which are not read ahead."""
         if not self.batched or not isinstance(self.source, (list, tuple)) or not self.source:
             return None
         return as_dict(self.source[0], self.names)
 
-    def place(self, batch: Any, sharding: NamedSharding | None) -> Any:
+    def place(self, batch: PyTree, sharding: NamedSharding | None) -> PyTree:
         """Send a host batch to the devices. Each process gives its own share."""
-        return _batches.placed_batch(batch, sharding, self.dtype, whole=False)
+        return _batches.placed_batch(batch, sharding, self.dtype, is_global=False)
 
-    def every_batch(self, share: int) -> Iterator[Any]:
+    def every_batch(self, share: int) -> Iterator[PyTree]:
         """This process's host batches of epoch 0, including a smaller last one. `ValueError` unless that is all of it.
 
         Args:
@@ -279,17 +310,17 @@ class IterableSource:
         if most is not None and length is not None and length > (most if self.batched else most * share):
             what = f"{_describe(self.source)} has {length} {unit}, and steps_per_epoch={most} leaves out some"
             raise ValueError(f"{_WHERE}: {what}; leave it out to evaluate all, or give a part of the data")
-        batches = self._host_batches(iter(self._epoch(0)), share, rest=True)
-        found = rows = 0
+        batches = self._host_batches(iter(self._epoch(0)), share, drop_remainder=False)
+        num_batches = num_examples = 0
         for batch in itertools.islice(batches, most):  # without a length it may be endless
-            found += 1
-            rows += 0 if self.batched else checks.batch_length(batch, _WHERE)
+            num_batches += 1
+            num_examples += 0 if self.batched else checks.batch_length(batch, _WHERE)
             yield batch
-        if found < (most or 0):
-            raise _end_error(self.source, 0, found, most)
-        given = found if self.batched else rows
-        if most is None and length is not None and given < length:
-            what = f"{_describe(self.source)} of length {length} ended after {given} {unit}"
+        if num_batches < (most or 0):
+            raise _end_error(self.source, 0, num_batches, most)
+        num_read = num_batches if self.batched else num_examples
+        if most is None and length is not None and num_read < length:
+            what = f"{_describe(self.source)} of length {length} ended after {num_read} {unit}"
             raise ValueError(f"{_WHERE}: {what}; look for an error in it, such as an IndexError, or mend its length")
 
     def split(
@@ -297,16 +328,18 @@ class IterableSource:
     ) -> tuple[IterableSource, IterableSource]:
         """`data.split(source, fraction, rng, shuffle=shuffle)`. Batches stay whole."""
         if not (hasattr(self.source, "__len__") and hasattr(self.source, "__getitem__")):
-            words = "cannot be indexed; split what it reads, or give a list"
-            raise TypeError(f"data.split: {_describe(self.source)} {words}")
+            raise TypeError(
+                f"data.split: {_describe(self.source)} cannot be indexed; split what it reads, or give a list"
+            )
         if self.steps_per_epoch is not None:
             raise ValueError("data.split: leave out steps_per_epoch=, because the length of each part is known")
-        rows = _batches.rows_of_parts(len(self.source), fraction, rng, shuffle, "data.split")
+        rows_of_both = _batches.split_rows(len(self.source), fraction, rng, shuffle, "data.split")
         # A list stays a list, since the shapes of a list of batches are known before it is read.
         is_list = isinstance(self.source, (list, tuple))
-        parts = ([self.source[i] for i in part] if is_list else _Subset(self.source, part.tolist()) for part in rows)
-        first, rest = (dataclasses.replace(self, source=part) for part in parts)
-        return first, rest
+        first, second = (
+            [self.source[i] for i in rows] if is_list else _Subset(self.source, rows.tolist()) for rows in rows_of_both
+        )
+        return dataclasses.replace(self, source=first), dataclasses.replace(self, source=second)
 
     @property
     def is_read_once(self) -> bool:
@@ -318,17 +351,25 @@ class IterableSource:
             return self.source
         return self.source(epoch) if calls.takes(self.source, 1) else self.source()
 
-    def _host_batches(self, elements: Iterator[Any], share: int, rest: bool = False) -> Iterator[Any]:
-        """This process's batches as pytrees of arrays. With `rest` also one of fewer examples than its share."""
+    def _host_batches(self, elements: Iterator[Any], share: int, *, drop_remainder: bool = True) -> Iterator[PyTree]:
+        """This process's batches as pytrees of arrays.
+
+        `drop_remainder`: drop a last one of fewer examples than its share. Batches of the source are all given.
+        """
         # Arrays of NumPy are copied as they come: the source may write what comes next into the same memory.
         if self.batched:
+
+            def copied(path: KeyPath, leaf: Any) -> Any:
+                name = f"data.batches: {_batches.path_name(path)}"
+                return leaf if isinstance(leaf, jax.Array) else host.own_copy(leaf, name)
+
             for element in elements:
-                yield jax.tree_util.tree_map_with_path(_own_copy, as_dict(element, self.names))
+                yield jax.tree_util.tree_map_with_path(copied, as_dict(element, self.names))
             return
-        while some := [_own_example(as_dict(e, self.names)) for e in itertools.islice(elements, share)]:
-            if len(some) < share and not rest:
+        while examples := [_own_example(as_dict(e, self.names)) for e in itertools.islice(elements, share)]:
+            if len(examples) < share and drop_remainder:
                 return
-            yield join(some)
+            yield join(examples)
 
 
 @calls.answers("data.from_iterable")
@@ -405,15 +446,11 @@ def _set_state(iterator: Any, state: dict[str, Any]) -> None:
     iterator.set_state(state["bytes"].encode() if "bytes" in state else json.loads(state["json"]))
 
 
-def _is_function(source: Any) -> bool:
+def _is_function(source: object) -> bool:
     return callable(source) and not isinstance(source, Iterable) and not hasattr(source, "__getitem__")
 
 
-def _own_copy(path: Any, leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.Array) else host.own_copy(leaf, f"data.batches: {_batches.path_name(path)}")
-
-
-def _own_example(example: Any) -> Any:
+def _own_example(example: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), example)
 
 
@@ -433,7 +470,7 @@ def _state_of(iterator: Any) -> dict[str, str]:
     return {"bytes": state.decode()} if isinstance(state, bytes) else {"json": json.dumps(state)}
 
 
-def _lengths(batch: Any, share: int, at: int, first: dict[str, int]) -> dict[str, int]:
+def _lengths(batch: PyTree, share: int, at: int, first: dict[str, int]) -> dict[str, int]:
     """The lengths of the arrays of a batch, by name.
 
     `ValueError` unless the longest has this process's `share` of the examples, and all are as long as in the first.
@@ -442,29 +479,29 @@ def _lengths(batch: Any, share: int, at: int, first: dict[str, int]) -> dict[str
     lengths = {name: shape[0] for name, shape in shapes.items() if shape}
     if lengths.keys() == shapes.keys() and max(lengths.values(), default=0) == share and lengths == (first or lengths):
         return lengths
-    given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     hint = "give batch_size= their size, or drop an incomplete last one (drop_last=True)"
     hint += "; if an element is one example, give batched=False"
-    wanted = f"{share} examples in each array"
+    expected = f"{share} examples in each array"
     if len({*first.values()}) > 1:
-        wanted = ", ".join(f"{name} of {n} rows" for name, n in first.items()) + ", as the first batch"
+        expected = ", ".join(f"{name} of {n} rows" for name, n in first.items()) + ", as the first batch"
         hint = "give all batches the same lengths"
     elif not first and len({*lengths.values()}) > 1:
-        wanted = f"{share} examples in its longest array"
+        expected = f"{share} examples in its longest array"
         hint = "give batch_size= the length of the longest array, and each array a first axis"
-    raise ValueError(f"{_WHERE}: batch {at} of the epoch should have {wanted}, got {given}; {hint}")
+    raise ValueError(f"{_WHERE}: batch {at} of the epoch should have {expected}, got {got}; {hint}")
 
 
-def _end_error(source: Any, epoch: int, found: int, steps: int | None) -> ValueError:
+def _end_error(source: object, epoch: int, num_read: int, steps: int | None) -> ValueError:
     """The error for an epoch that ends early."""
     hint = READ_ONCE if isinstance(source, Iterator) else "give the right steps_per_epoch="
     if steps is None:
         return ValueError(f"{_WHERE}: {_describe(source)} has no batch in epoch {epoch}")
-    what = f"{_describe(source)} ended after {found} of the {steps} batches of epoch {epoch}"
+    what = f"{_describe(source)} ended after {num_read} of the {steps} batches of epoch {epoch}"
     return ValueError(f"{_WHERE}: {what}; {hint}")
 
 
-def _describe(source: Any) -> str:
+def _describe(source: object) -> str:
     name = getattr(source, "__name__", None)
     return f"the function {name}" if name and _is_function(source) else f"a {type(source).__name__}"
 
@@ -486,17 +523,17 @@ class _Subset:
         return map(self.elements.__getitem__, self.places)
 
 
-def _share_sharding(rows: int, split: _batches.Split) -> NamedSharding | None:
+def _share_sharding(rows: int, placement: _batches.Placement) -> NamedSharding | None:
     """The sharding of a batch whose rows are shared equally by the processes. None: the default device."""
-    if split.sharding is None:
+    if placement.sharding is None:
         return None
-    checks.even_share(rows, split.parts, _WHERE)
-    here = split.sharding.addressable_devices_indices_map((rows,)).values()
-    own = {index[0].indices(rows)[:2] for index in here if index}
-    if sum(last - first for first, last in own) * processes.count() == rows:
-        return split.sharding
+    checks.even_share(rows, placement.num_shards, _WHERE)
+    indices = placement.sharding.addressable_devices_indices_map((rows,)).values()
+    local_rows = {index[0].indices(rows)[:2] for index in indices if index}  # several devices may have the same
+    if sum(stop - start for start, stop in local_rows) * processes.count() == rows:
+        return placement.sharding
     # It gives one row to several processes. So the batch is split over all devices, and a step sends the rows on.
-    mesh: Any = split.sharding.mesh
+    mesh: Any = placement.sharding.mesh
     checks.even_share(rows, mesh.size, _WHERE)
     return split_over(tuple(mesh.devices.flat))
 
@@ -504,23 +541,23 @@ def _share_sharding(rows: int, split: _batches.Split) -> NamedSharding | None:
 # Tables and elements as arrays.
 
 
-def as_arrays(given: Any, where: str) -> Any:
+def as_arrays(table: Any, where: str) -> PyTree:
     """A table as a dict of arrays: a DataFrame of pandas or polars, or a list of dicts with one example each."""
     # All other data stays as it is. `TypeError` for a column that is no array of numbers, and for data that can be read
     # in several ways: the message has a line for each.
-    if _is_of(given, "pandas", "DataFrame") or _is_of(given, "polars", "DataFrame"):
-        return _columns(given, where)
-    if _is_rows(given):
-        return join([as_dict(row, (), where) for row in given], where)
+    if _is_of(table, "pandas", "DataFrame") or _is_of(table, "polars", "DataFrame"):
+        return _columns(table, where)
+    if _is_rows(table):
+        return join([as_dict(row, (), where) for row in table], where)
     for (library, name), advice in _ADVICE.items():
-        if _is_of(given, library, name):
+        if _is_of(table, library, name):
             raise TypeError(f"{where}: {advice}")
-    return given
+    return table
 
 
-def _is_of(given: Any, library: str, name: str) -> bool:
+def _is_of(value: object, library: str, name: str) -> bool:
     """Whether this is an object of a library's class, or of one that is derived from it."""
-    return any(each.__name__ == name and each.__module__.split(".")[0] == library for each in type(given).__mro__)
+    return any(each.__name__ == name and each.__module__.split(".")[0] == library for each in type(value).__mro__)
 
 
 def _columns(frame: Any, where: str) -> dict[Any, np.ndarray]:
@@ -530,36 +567,40 @@ def _columns(frame: Any, where: str) -> dict[Any, np.ndarray]:
     columns = {name: frame[name].to_numpy() for name in names}
     numbers = [name for name, column in columns.items() if column.dtype.kind in "biufc"]
     if numbers != names:
-        others = [name for name in names if name not in numbers]
-        write = f"write frame[{numbers}] for the others, or turn them into numbers first"
-        raise TypeError(f"{where}: the columns {others} of the DataFrame are not numeric; {write}")
+        not_numeric = [name for name in names if name not in numbers]
+        raise TypeError(
+            f"{where}: the columns {not_numeric} of the DataFrame are not numeric; write frame[{numbers}] for the "
+            "others, or turn them into numbers first"
+        )
     return columns
 
 
-def _is_rows(given: Any) -> bool:
+def _is_rows(elements: Any) -> bool:
     """Whether this is a list of examples."""
     # An array of a batch has an axis of examples, so no scalar is in one.
-    if not isinstance(given, (list, tuple)) or not given or not isinstance(given[0], Mapping):
+    if not isinstance(elements, (list, tuple)) or not elements or not isinstance(elements[0], Mapping):
         return False
-    leaves = jax.tree.leaves(given[0], is_leaf=lambda leaf: isinstance(leaf, (list, str)))
+    leaves = jax.tree.leaves(elements[0], is_leaf=lambda leaf: isinstance(leaf, (list, str)))
     return any(isinstance(leaf, (str, int, float)) or getattr(leaf, "ndim", None) == 0 for leaf in leaves)
 
 
-def as_dict(element: Any, names: tuple[str, ...], where: str = _WHERE) -> Any:
+def as_dict(element: PyTree, names: tuple[str, ...], where: str = _WHERE) -> PyTree:
     """An element as a pytree of arrays. A tuple or a list becomes a dict with these names."""
     if isinstance(element, (tuple, list)) and not hasattr(element, "_fields"):
         if len(element) != len(names):
-            words = f"but there are {len(names)} names {names}; give names= one for each, or elements that are dicts"
-            raise ValueError(f"{where}: an element is {checks.describe(element)}, {words}")
+            raise ValueError(
+                f"{where}: an element is {checks.describe(element)}, but there are {len(names)} names {names}; give "
+                "names= one for each, or elements that are dicts"
+            )
         element = dict(zip(names, element, strict=True))
 
-    def convert(path: Any, leaf: Any) -> Any:
+    def convert(path: KeyPath, leaf: Any) -> np.ndarray | jax.Array:
         return as_array(leaf, f"{where}: {_batches.path_name(path)}")
 
     return jax.tree_util.tree_map_with_path(convert, element, is_leaf=lambda x: isinstance(x, (list, str)))
 
 
-def as_array(leaf: Any, name: str) -> Any:
+def as_array(leaf: Any, name: str) -> np.ndarray | jax.Array:
     """Convert a leaf to a NumPy or JAX array. `name` is for messages."""
     check_plain(leaf, name)
     if isinstance(leaf, (np.ndarray, jax.Array)):
@@ -571,19 +612,23 @@ def as_array(leaf: Any, name: str) -> Any:
             leaf = leaf.contiguous() if hasattr(leaf, "contiguous") else leaf  # JAX takes no strided tensor of PyTorch
             array = jnp.from_dlpack(leaf, copy=True) if hasattr(leaf, "__dlpack__") else np.empty(0, object)
     if getattr(array.dtype, "kind", "O") in "OUSMm":  # random keys have no kind
-        words = "which is not an array of numbers; leave it out of the elements, or turn it into numbers there"
-        raise TypeError(f"{name} is a {type(leaf).__name__} of dtype {array.dtype}, {words}")
+        raise TypeError(
+            f"{name} is a {type(leaf).__name__} of dtype {array.dtype}, which is not an array of numbers; leave it out "
+            "of the elements, or turn it into numbers there"
+        )
     return array
 
 
-def join(trees: Sequence[Any], where: str = _WHERE, *, batched: bool = False) -> Any:
+def join(trees: Sequence[PyTree], where: str = _WHERE, *, batched: bool = False) -> PyTree:
     """Examples, or batches, leaf by leaf as one batch. Their shapes must agree."""
 
-    def join_leaves(path: Any, *leaves: Any) -> np.ndarray:
+    def join_leaves(path: KeyPath, *leaves: Any) -> np.ndarray:
         shapes = {np.shape(leaf)[batched:] for leaf in leaves}
         if len(shapes) > 1:
-            words = f"examples of different shapes, {sorted(shapes)}, which make no batch; pad, crop or resize them"
-            raise ValueError(f"{where}: {_batches.path_name(path)} has {words} first")
+            raise ValueError(
+                f"{where}: {_batches.path_name(path)} has examples of different shapes, {sorted(shapes)}, which make "
+                "no batch; pad, crop or resize them first"
+            )
         arrays = [np.asarray(leaf) for leaf in leaves]
         joined = np.concatenate(arrays) if batched else np.stack(arrays)
         if joined.dtype == object:  # one of them has None or several arrays there
@@ -593,13 +638,15 @@ def join(trees: Sequence[Any], where: str = _WHERE, *, batched: bool = False) ->
     try:
         return jax.tree_util.tree_map_with_path(join_leaves, *trees)
     except (TypeError, ValueError):  # are the names of the arrays the reason?
-        first, *others = [
+        names_of_each = [
             {_batches.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in trees
         ]
-        for number, own in enumerate(others, 1):
-            for name in sorted(first ^ own):
-                words = f"has no {name}, which example 0 has" if name in first else f"has {name}, which example 0 lacks"
+        for number, names in enumerate(names_of_each):
+            for name in sorted(names ^ names_of_each[0]):
+                differs = (
+                    f"has {name}, which example 0 lacks" if name in names else f"has no {name}, which example 0 has"
+                )
                 raise ValueError(
-                    f"{where}: example {number} of {len(trees)} {words}; give each the same arrays"
+                    f"{where}: example {number} of {len(trees)} {differs}; give each the same arrays"
                 ) from None
         raise

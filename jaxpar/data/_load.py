@@ -30,6 +30,7 @@ _HINTS = {
     **dict.fromkeys(("train", "subset"), "say which part, data.load(name, 'train') or data.load(name, 'test')"),
     **dict.fromkeys(("root", "path", "dir"), "call it data_dir"),
 }
+PathLike = str | os.PathLike[str]
 _SOURCES = ("auto", "prepared", "files", "debian", "download")
 _COPY = "jaxpar-"  # the beginning of the name of a decoded copy
 _MOST_BYTES = 1 << 30  # of the arrays of a decoded copy
@@ -40,7 +41,7 @@ def load(
     name: str = "fashion_mnist",
     split: str = "train",
     *,
-    data_dir: str | os.PathLike[str] | None = None,
+    data_dir: PathLike | None = None,
     source: str = "auto",
     verbose: bool = True,
 ) -> Dataset:
@@ -71,13 +72,13 @@ def load(
     if data_dir is None:
         data_dir = os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"  # TFDS reads it once, at import
     folder = files.as_path(data_dir, "data.load: data_dir")
-    found, idx_files = _find(name, folder, source)
-    if found != "prepared" and prepared_dir(name, folder) is None:
+    origin, idx_files = _find(name, folder, source)
+    if origin != "prepared" and prepared_dir(name, folder) is None:
         prepare(name, folder, idx_files)
-    dataset = Dataset(*read(name, split, folder), source=found, name=name, part=split)
+    dataset = Dataset(*read(name, split, folder), source=origin, name=name, part=split)
     if verbose:
         place = f"{idx_files}, kept in {folder}" if idx_files else folder
-        text.say_news(f"{name} {split}, {len(dataset)} images, source: {found} ({place})")
+        text.say_news(f"{name} {split}, {len(dataset)} images, source: {origin} ({place})")
     return dataset
 
 
@@ -89,17 +90,17 @@ def _find(name: str, folder: Path, source: str) -> tuple[str, Path | None]:
         raise FileNotFoundError(f"{folder} holds no {name!r} prepared by tensorflow-datasets. {_advice(name)}")
     if source in ("files", "debian") and name != "fashion_mnist":
         raise ValueError(f"source={source!r} is for 'fashion_mnist' only; got name {name!r}")
-    given = os.environ.get("JAXPAR_DATA_DIR")
-    if source == "files" and not given:
+    files_dir = os.environ.get("JAXPAR_DATA_DIR")
+    if source == "files" and not files_dir:
         raise FileNotFoundError(f"source 'files': $JAXPAR_DATA_DIR is not set. {_advice(name)}")
-    places = {"files": files.as_path(given, "data.load: $JAXPAR_DATA_DIR")} if given else {}
-    for word, place in {**places, "debian": DEBIAN_DIR}.items():
-        if name == "fashion_mnist" and source in ("auto", word):
-            missing = [file for file in OFFICIAL if not (place / file).is_file()]
+    folders = {"files": files.as_path(files_dir, "data.load: $JAXPAR_DATA_DIR")} if files_dir else {}
+    for origin, folder in {**folders, "debian": DEBIAN_DIR}.items():
+        if name == "fashion_mnist" and source in ("auto", origin):
+            missing = [file for file in OFFICIAL if not (folder / file).is_file()]
             if not missing:
-                return word, place
-            if source == word or len(missing) < len(OFFICIAL):  # some of them are there, so the folder was meant
-                raise FileNotFoundError(f"source {word!r}: {place} lacks {', '.join(missing)}. {_advice(name)}")
+                return origin, folder
+            if source == origin or len(missing) < len(OFFICIAL):  # some of them are there, so the folder was meant
+                raise FileNotFoundError(f"source {origin!r}: {folder} lacks {', '.join(missing)}. {_advice(name)}")
     return "download", None
 
 
@@ -146,7 +147,9 @@ def _builder_class(name: str) -> Any:
             # TFDS's extraction of .gz files needs TensorFlow, so they stay as they are.
             return super()._split_generators(types.SimpleNamespace(download_and_extract=dl_manager.download))
 
-        def _generate_examples(self, num_examples: int, data_path: Any, label_path: Any) -> Iterator[tuple[int, Any]]:
+        def _generate_examples(
+            self, num_examples: int, data_path: PathLike, label_path: PathLike
+        ) -> Iterator[tuple[int, dict[str, Any]]]:
             images, labels = read_idx(data_path), read_idx(label_path)
             if not len(images) == len(labels) == num_examples:
                 raise ValueError(f"expected {num_examples} images and labels, got {len(images)} and {len(labels)}")
@@ -163,9 +166,9 @@ def prepared_dir(name: str, data_dir: Path) -> Path | None:
     """The folder of a prepared `name` in `data_dir`, or None."""
     # A good copy in it saves the slow import of TFDS.
     copies = Path(data_dir, name).glob(f"*/{_COPY}*.npz")
-    found = {path.parent for path in copies if _read_copy(path) is not None}
-    if len(found) == 1:
-        return found.pop()
+    folders = {path.parent for path in copies if _read_copy(path) is not None}
+    if len(folders) == 1:
+        return folders.pop()
     builder = _builder(name, data_dir)
     return Path(builder.data_dir) if Path(builder.data_dir).exists() else None
 
@@ -218,14 +221,14 @@ def _decode_split(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np
     try:
         expected = builder.info.splits[split].num_examples
     except (KeyError, ValueError):
-        known = sorted(builder.info.splits)
-        hint = text.did_you_mean(split, known) or "; a part of one is 'train[:50000]'"
-        raise ValueError(f"{name} has no split {split!r}; it has {known}{hint}") from None
+        splits = sorted(builder.info.splits)
+        hint = text.did_you_mean(split, splits) or "; a part of one is 'train[:50000]'"
+        raise ValueError(f"{name} has no split {split!r}; it has {splits}{hint}") from None
     features = builder.info.features
     if not hasattr(features, "keys") or not {"image", "label"} <= set(features.keys()):
         raise ValueError(f"jaxpar reads data sets of 'image' and 'label'; {name} has {features}")
-    images: list[Any] = []
-    labels: list[Any] = []
+    images: list[np.ndarray] = []
+    labels: list[int] = []
     try:
         records = builder.as_data_source(split=split)
         for start in range(0, len(records), 1000):  # at once, which is faster than one by one
@@ -236,9 +239,10 @@ def _decode_split(name: str, split: str, data_dir: Path) -> tuple[np.ndarray, np
             raise RuntimeError(f"{expected} records expected, {len(images)} found")
         return np.stack(images), np.asarray(labels, np.int32)
     except NotImplementedError as error:  # prepared in a format that only TensorFlow reads
-        words = "which cannot be read without TensorFlow; give another data_dir, or convert it to array_record"
-        stored = f"the data set in {builder.data_dir} is stored as {builder.info.file_format}"
-        raise ValueError(f"{stored}, {words}") from error
+        raise ValueError(
+            f"the data set in {builder.data_dir} is stored as {builder.info.file_format}, which cannot be read without "
+            "TensorFlow; give another data_dir, or convert it to array_record"
+        ) from error
     except Exception as error:
         raise _damage_error(builder.data_dir, f"split {split!r}: {error}") from error
 
@@ -286,16 +290,19 @@ def check_reachable(url: str, advice: str, seconds: float = 5.0) -> None:
 
 def load_copy(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Images and labels of a whole split, if there is a good copy."""
-    found = _read_copy(folder / f"{_COPY}{split}.npz", "images", "labels")
+    arrays = _read_copy(folder / f"{_COPY}{split}.npz", "images", "labels")
+    if arrays is None:
+        return None
+    images, labels = arrays
     # The arrays must be those that `_decode_split` gives, whoever wrote the file.
-    if found is None or found[0].dtype.kind not in "buif" or found[1].dtype != np.int32:
+    if images.dtype.kind not in "buif" or labels.dtype != np.int32:
         return None
     try:
-        parts = json.loads((folder / "dataset_info.json").read_text())["splits"]
-        count = sum(int(length) for part in parts if part["name"] == split for length in part["shardLengths"])
+        splits = json.loads((folder / "dataset_info.json").read_text())["splits"]
+        count = sum(int(length) for entry in splits if entry["name"] == split for length in entry["shardLengths"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return (found[0], found[1]) if {array.shape[:1] for array in found} == {(count,)} else None
+    return (images, labels) if images.shape[:1] == labels.shape[:1] == (count,) else None
 
 
 def save_copy(folder: Path, split: str, images: np.ndarray, labels: np.ndarray) -> None:
@@ -321,11 +328,11 @@ def _origin(folder: Path) -> str | None:
     """The origin of a copy: TFDS's version, and the names, sizes and times of its files. None if unknown."""
     try:
         version = importlib.metadata.version("tensorflow-datasets")
-        found = sorted(entry for entry in folder.iterdir() if not entry.name.lstrip(".").startswith(_COPY))
-        about = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in found]
+        others = sorted(entry for entry in folder.iterdir() if not entry.name.lstrip(".").startswith(_COPY))
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in others]
     except (OSError, importlib.metadata.PackageNotFoundError):
         return None
-    return json.dumps([version, about])
+    return json.dumps([version, stats])
 
 
 # The four idx files of Fashion-MNIST: where they are, their published checksums, reading them without TensorFlow.
@@ -362,7 +369,7 @@ def official_bytes(path: Path) -> bytes:
     )
 
 
-def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
+def read_idx(path: PathLike) -> np.ndarray:
     """The uint8 array in a gzipped idx file: images `(n, rows, columns)` or labels `(n,)`."""
     with gzip.open(path, "rb") as file:
         content = file.read()

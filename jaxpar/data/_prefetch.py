@@ -8,17 +8,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P, Sharding
+from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 
 from .._core import calls, checks, host
 from .._devices import mesh, processes, user_mesh
-from ._batches import ahead, check_sharding, path_name
+from ._batches import KeyPath, PyTree, ahead, check_sharding, path_name
 
 _WHERE = "data.prefetch"
 
 
 @calls.answers("data.prefetch")
-def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> Iterator[Any]:
+def prefetch(iterator: Iterable[PyTree], sharding: Any = None, size: int = 2) -> Iterator[PyTree]:
     """Send batches to the devices ahead of their use.
 
     Transfers run while earlier batches are in use, without a thread. The first batch is read at the first `next`. At
@@ -52,7 +52,7 @@ def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> It
         check = functools.partial(check_sharding, where=_WHERE)
         sharding = jax.tree.map(check, sharding, is_leaf=lambda x: isinstance(x, (Sharding, P)))
 
-    def sent() -> Iterator[Any]:
+    def sent() -> Iterator[PyTree]:
         for batch in ahead((_to_devices(element, sharding) for element in elements), size):
             leaves = jax.tree.leaves(batch)
             mesh.wait_before_collectives(batch, tuple(leaves[0].sharding.device_set) if leaves else ())
@@ -61,7 +61,7 @@ def prefetch(iterator: Iterable[Any], sharding: Any = None, size: int = 2) -> It
     return sent()
 
 
-def _to_devices(batch: Any, sharding: Any) -> Any:
+def _to_devices(batch: PyTree, sharding: PyTree | None) -> PyTree:
     """The batch on the devices. The transfer is only started."""
     batch = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), batch)
     checks.arrays_of_numbers(batch, f"{_WHERE}: batch")
@@ -77,14 +77,15 @@ def _to_devices(batch: Any, sharding: Any) -> Any:
         return jax.tree_util.tree_map_with_path(_put, batch, shardings)
 
 
-def _put(path: Any, leaf: Any, sharding: Any) -> jax.Array:
+def _put(path: KeyPath, leaf: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
     try:
         if processes.count() == 1 or mesh.spans_processes(leaf):
             return mesh.put(leaf, sharding)
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
     except ValueError as error:
-        own = ", of which each process gives the part of its own devices" if processes.count() > 1 else ""
-        layout = f"{sharding.spec} over a mesh of {dict(sharding.mesh.shape)}{own}"
-        hint = "use batches that its axes divide, or give a pytree of shardings, one for each array"
-        what = f"{path_name(path)} {checks.describe(leaf)}"
-        raise ValueError(f"{_WHERE}: {what} cannot be laid out as {layout}; {hint}") from error
+        of_each = ", of which each process gives the part of its own devices" if processes.count() > 1 else ""
+        raise ValueError(
+            f"{_WHERE}: {path_name(path)} {checks.describe(leaf)} cannot be laid out as {sharding.spec} over a mesh of "
+            f"{dict(sharding.mesh.shape)}{of_each}; use batches that its axes divide, or give a pytree of shardings, "
+            "one for each array"
+        ) from error

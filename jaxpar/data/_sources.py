@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, overload, runtime_checkable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, Unpack, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from .._core import calls, checks
-from .._core.arrays import check_plain
+from .._core.arrays import Device, check_plain
 from .._devices import processes
+from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
-from ._batches import batch_struct, path_name, placed_batch, rows_of_parts
+from ._batches import DatasetBatchOptions, PyTree, batch_struct, path_name, placed_batch, split_rows
 from ._iterable import IterableSource, as_array, as_arrays, as_dict, from_iterable, join, length_of
 
 Batch = dict[str, jax.Array]
@@ -39,8 +41,8 @@ class Source(Protocol):
         rng: jax.Array | None = None,
         epochs: int | None = 1,
         start: int = 0,
-        devices: Sequence[Any] | None = None,
-    ) -> Iterator[Any]:
+        devices: Sequence[Device] | None = None,
+    ) -> Iterator[PyTree]:
         """Batches on the devices from batch `start` on, split along the first axis.
 
         With `epochs=None` the batches never end. A source may also take `sharding=`, a `NamedSharding`. A step that
@@ -103,13 +105,38 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.images)
 
+    @calls.answers("data.batches", _batches.HINTS)
     def batches(
-        self, batch_size: int, *, dtype: Any = jnp.float32, resident: bool | None = None, **options: Any
+        self,
+        batch_size: int,
+        *,
+        rng: jax.Array | None = None,
+        epochs: int | None = 1,
+        drop_remainder: bool = True,
+        devices: Sequence[Device] | None = None,
+        sharding: NamedSharding | PartitionSpec | None = None,
+        axis_name: str = STORE_AXIS,
+        start: int = 0,
+        dtype: Any = jnp.float32,
+        resident: bool | None = None,
+        virtual_shards: int | None = None,
     ) -> Iterator[Batch]:
-        """`data.batches(dataset, batch_size, dtype=dtype, resident=resident, **options)`."""
-        plan = _batches.plan_batches(len(self), batch_size, "data.batches", **options)
+        """`data.batches` of the data set."""
+        plan = _batches.plan_batches(
+            len(self),
+            batch_size,
+            "data.batches",
+            rng=rng,
+            epochs=epochs,
+            start=start,
+            drop_remainder=drop_remainder,
+            devices=devices,
+            sharding=sharding,
+            axis_name=axis_name,
+            virtual_shards=virtual_shards,
+        )
         dtype = None if dtype is None else np.dtype(dtype)
-        if (copies := _batches.resident(self, plan.split, resident)) is not None:
+        if (copies := _batches.resident(self, plan.placement, resident)) is not None:
             groups = _batches.from_devices(*copies, plan, dtype)
             return each_in_user_mesh(batch for batches, number in groups for batch in batches[:number])
         return _batches.from_host({"image": self.images, "label": self.labels}, plan, dtype)
@@ -121,13 +148,15 @@ class Dataset:
 
         >>> import numpy as np
         >>> dataset = Dataset(np.zeros((10, 2)), np.arange(10))
-        >>> some, rest = dataset.split(0.8)
-        >>> len(some), len(rest), sorted([*some.labels.tolist(), *rest.labels.tolist()]) == list(range(10))
+        >>> train, valid = dataset.split(0.8)
+        >>> len(train), len(valid), sorted([*train.labels.tolist(), *valid.labels.tolist()]) == list(range(10))
         (8, 2, True)
         """
-        parts = rows_of_parts(len(self), fraction, rng, shuffle, "Dataset.split")
-        first, rest = (dataclasses.replace(self, images=self.images[p], labels=self.labels[p]) for p in parts)
-        return first, rest
+        first, second = (
+            dataclasses.replace(self, images=self.images[rows], labels=self.labels[rows])
+            for rows in split_rows(len(self), fraction, rng, shuffle, "Dataset.split")
+        )
+        return first, second
 
     def __repr__(self) -> str:
         name = f"{self.name} {self.part}: " if self.name else ""
@@ -172,9 +201,13 @@ def as_source(given: Any) -> Source:
 
 
 @overload
-def batches(dataset: Dataset, batch_size: int | None = None, **options: Any) -> Iterator[Batch]: ...
+def batches(
+    dataset: Dataset, batch_size: int | None = None, **options: Unpack[DatasetBatchOptions]
+) -> Iterator[Batch]: ...
 @overload
-def batches(dataset: Any, batch_size: int | None = None, **options: Any) -> Iterator[Any]: ...
+def batches(
+    dataset: Any, batch_size: int | None = None, **options: Unpack[DatasetBatchOptions]
+) -> Iterator[PyTree]: ...
 @calls.answers("data.batches", _batches.HINTS)
 def batches(
     dataset: Any,
@@ -183,14 +216,14 @@ def batches(
     rng: jax.Array | None = None,
     epochs: int | None = 1,
     drop_remainder: bool = True,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Device] | None = None,
     sharding: NamedSharding | PartitionSpec | None = None,
-    axis_name: str = "data",
+    axis_name: str = STORE_AXIS,
     start: int = 0,
     dtype: Any = jnp.float32,
     resident: bool | None = None,
     virtual_shards: int | None = None,
-) -> Iterator[Any]:
+) -> Iterator[PyTree]:
     """Iterate over batches on the devices.
 
     A data set is copied to each device once, in its stored dtype. The copy lives as long as the data set. Batches are
@@ -236,15 +269,27 @@ def batches(
     [[0, 1, 2, 3], [4, 5]]
     """
     source = as_source(dataset)
-    size = usual_batch_size(source) if batch_size is None else batch_size
-    other: dict[str, Any] = {"drop_remainder": drop_remainder, "sharding": sharding, "axis_name": axis_name}
-    other |= {"dtype": dtype, "resident": resident, "virtual_shards": virtual_shards}
-    # Not every kind of data has these options, so what was not given is left out.
-    defaults = inspect.signature(batches).parameters
-    other = {name: value for name, value in other.items() if value != defaults[name].default}
-    if "dtype" in other and isinstance(source, (ArraySource, IterableSource)):
-        source = dataclasses.replace(source, dtype=other.pop("dtype"))
-    return source.batches(size, rng=rng, epochs=epochs, start=start, devices=devices, **other)
+    if batch_size is None:
+        batch_size = usual_batch_size(source)
+    # Every `Source` has rng, epochs, start and devices. Not every one has the others, so these are passed only where
+    # they are asked for. A source that lacks one answers with a TypeError.
+    asked: dict[str, Any] = {}
+    if not drop_remainder:
+        asked["drop_remainder"] = drop_remainder
+    if sharding is not None:
+        asked["sharding"] = sharding
+    if axis_name != STORE_AXIS:
+        asked["axis_name"] = axis_name
+    if resident is not None:
+        asked["resident"] = resident
+    if virtual_shards is not None:
+        asked["virtual_shards"] = virtual_shards
+    if dtype != jnp.float32:
+        if isinstance(source, (ArraySource, IterableSource)):  # the dtype is a field of theirs
+            source = dataclasses.replace(source, dtype=dtype)
+        else:
+            asked["dtype"] = dtype
+    return source.batches(batch_size, rng=rng, epochs=epochs, start=start, devices=devices, **asked)
 
 
 @calls.answers("data.split")
@@ -270,16 +315,18 @@ def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None,
         ValueError: a part would be empty, or `given` has a `steps_per_epoch`.
 
     >>> import numpy as np
-    >>> some, rest = split({"x": np.arange(10)}, 0.8)
-    >>> some.examples(1), rest.examples(1)
+    >>> train, valid = split({"x": np.arange(10)}, 0.8)
+    >>> train.examples(1), valid.examples(1)
     (8, 2)
     """
     source = given if isinstance(given, Dataset) else as_source(given)
-    split_it: Any = getattr(source, "split", None)
-    if split_it is None:
-        words = "is a custom source, whose examples are unknown; split the data that it reads"
-        raise TypeError(f"data.split: a {type(source).__name__} {words}")
-    return split_it(fraction, rng=rng, shuffle=shuffle)
+    split_source: Any = getattr(source, "split", None)
+    if split_source is None:
+        raise TypeError(
+            f"data.split: a {type(source).__name__} is a custom source, whose examples are unknown; split the data "
+            "that it reads"
+        )
+    return split_source(fraction, rng=rng, shuffle=shuffle)
 
 
 @calls.answers("data.collect")
@@ -301,35 +348,35 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     """
     names = ("image", "label")
     # Copies, since a loader may write the next element into the same memory.
-    found = [
+    copies = [
         {name: each[name] if isinstance(each[name], jax.Array) else np.array(each[name]) for name in names}
         for each in (as_dict(element, names) for element in elements)
     ]
-    if (length := length_of(elements)) is not None and len(found) < length:
+    if (length := length_of(elements)) is not None and len(copies) < length:
         raise ValueError(
-            f"data.collect: the iterable of length {length} ended after {len(found)}; look for an error in it"
+            f"data.collect: the iterable of length {length} ended after {len(copies)}; look for an error in it"
         )
-    if not found:
+    if not copies:
         raise ValueError("data.collect: expected elements, got none")
-    whole = join(found, batched=batched)
-    return Dataset(whole["image"], whole["label"])
+    arrays = join(copies, batched=batched)
+    return Dataset(arrays["image"], arrays["label"])
 
 
 class _OfArrays:
     """The base of sources of arrays in host memory: a pytree of arrays with one row for each example."""
 
-    arrays: Any
-    dtype: Any
+    arrays: PyTree
+    dtype: DTypeLike | None
 
     def examples(self, batch_size: int) -> int:
         return len(jax.tree.leaves(self.arrays)[0])
 
-    def batch_shapes(self, batch_size: int) -> Any:
+    def batch_shapes(self, batch_size: int) -> PyTree:
         return batch_struct(self.arrays, batch_size, self.dtype)
 
-    def place(self, batch: Any, sharding: NamedSharding | None) -> Any:
+    def place(self, batch: PyTree, sharding: NamedSharding | None) -> PyTree:
         """Send a host batch to the devices. Each process gives the whole batch."""
-        return placed_batch(batch, sharding, self.dtype, whole=True)
+        return placed_batch(batch, sharding, self.dtype, is_global=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -344,14 +391,16 @@ class DatasetSource(_OfArrays):
     def arrays(self) -> dict[str, np.ndarray]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return {"image": self.dataset.images, "label": self.dataset.labels}
 
-    def batches(self, batch_size: int, **options: Any) -> Iterator[Any]:
+    def batches(self, batch_size: int, **options: Unpack[DatasetBatchOptions]) -> Iterator[Batch]:
         """`data.batches` of the data set."""
         return self.dataset.batches(batch_size, **options)
 
-    def split(self, fraction: float | int, **options: Any) -> tuple[DatasetSource, DatasetSource]:
-        """`data.split(source, fraction, **options)`."""
-        first, rest = self.dataset.split(fraction, **options)
-        return DatasetSource(first), DatasetSource(rest)
+    def split(
+        self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
+    ) -> tuple[DatasetSource, DatasetSource]:
+        """`data.split(source, fraction, rng, shuffle=shuffle)`."""
+        first, second = self.dataset.split(fraction, rng, shuffle=shuffle)
+        return DatasetSource(first), DatasetSource(second)
 
 
 @calls.answers("data.batch_groups")
@@ -362,10 +411,10 @@ def batch_groups(
     *,
     rng: jax.Array,
     start: int,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Device] | None = None,
     sharding: NamedSharding | None = None,
     virtual_shards: int | None = None,
-) -> Iterator[tuple[Any, int]] | None:
+) -> Iterator[tuple[PyTree, int]] | None:
     """Groups of batches of a source, for `step.many`.
 
     Args:
@@ -373,8 +422,8 @@ def batch_groups(
 
     Returns:
         An iterator of (batches stacked on a new first axis, the number of real batches). At the end of an epoch a group
-        has fewer real batches, and copies of the last example fill the rest. None for a source that is not a data set,
-        or a data set that does not fit on the devices.
+        has fewer real batches, and copies of the last example fill the others. None for a source that is not a data
+        set, or a data set that does not fit on the devices.
 
     >>> import numpy as np
     >>> source = as_source(Dataset(np.zeros((6, 2), np.float32), np.arange(6)))
@@ -386,12 +435,20 @@ def batch_groups(
     where = "data.batch_groups"
     if not isinstance(source, DatasetSource):
         return None
-    places: dict[str, Any] = {"devices": devices, "sharding": sharding, "virtual_shards": virtual_shards}
-    examples = source.examples(batch_size)
-    plan = _batches.plan_batches(examples, batch_size, where, rng=rng, epochs=None, start=start, **places)
+    plan = _batches.plan_batches(
+        source.examples(batch_size),
+        batch_size,
+        where,
+        rng=rng,
+        epochs=None,
+        start=start,
+        devices=devices,
+        sharding=sharding,
+        virtual_shards=virtual_shards,
+    )
     if most is not None:
         checks.whole_number(most, where, "most")
-    if (copies := _batches.resident(source.dataset, plan.split)) is None:
+    if (copies := _batches.resident(source.dataset, plan.placement)) is None:
         return None
     return each_in_user_mesh(_batches.from_devices(*copies, plan, np.dtype(jnp.float32), most=most, stacked=True))
 
@@ -401,20 +458,20 @@ class ArraySource(_OfArrays):
     """Named arrays in host memory. `from_arrays` and `split` make it.
 
     >>> import numpy as np
-    >>> part, rest = split({"x": np.zeros((10, 3)), "y": np.arange(10)}, 0.8)
-    >>> part, len(rest), rest["y"].shape
+    >>> train, valid = split({"x": np.zeros((10, 3)), "y": np.arange(10)}, 0.8)
+    >>> train, len(valid), valid["y"].shape
     (ArraySource(8 examples: x float64 (3,), y int64 ()), 2, (2,))
     """
 
-    arrays: Any
-    dtype: Any
+    arrays: PyTree
+    dtype: DTypeLike | None
 
     __iter__ = None  # of examples or of names: neither is asked for without saying which
 
     def __len__(self) -> int:
         return self.examples(1)
 
-    def __getitem__(self, name: Any) -> Any:
+    def __getitem__(self, name: Hashable) -> Any:
         """The array of this name, or what the pytree of arrays has there."""
         return self.arrays[name]
 
@@ -425,18 +482,45 @@ class ArraySource(_OfArrays):
             shapes.append(f"{name} {leaf.dtype} {leaf.shape[1:]}".strip())
         return f"{type(self).__name__}({len(self)} examples: {', '.join(shapes)})"
 
-    def batches(self, batch_size: int, **options: Any) -> Iterator[Any]:
+    @calls.answers("data.batches", _batches.HINTS)
+    def batches(
+        self,
+        batch_size: int,
+        *,
+        rng: jax.Array | None = None,
+        epochs: int | None = 1,
+        drop_remainder: bool = True,
+        devices: Sequence[Device] | None = None,
+        sharding: NamedSharding | PartitionSpec | None = None,
+        axis_name: str = STORE_AXIS,
+        start: int = 0,
+        virtual_shards: int | None = None,
+    ) -> Iterator[PyTree]:
         """Batches on the devices. Takes the options of `data.batches` except `dtype` and `resident`."""
-        plan = _batches.plan_batches(self.examples(1), batch_size, "data.from_arrays", **options)
+        plan = _batches.plan_batches(
+            self.examples(1),
+            batch_size,
+            "data.from_arrays",
+            rng=rng,
+            epochs=epochs,
+            start=start,
+            drop_remainder=drop_remainder,
+            devices=devices,
+            sharding=sharding,
+            axis_name=axis_name,
+            virtual_shards=virtual_shards,
+        )
         return _batches.from_host(self.arrays, plan, self.dtype)
 
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
     ) -> tuple[ArraySource, ArraySource]:
         """`data.split(source, fraction, rng, shuffle=shuffle)`."""
-        rows = rows_of_parts(self.examples(1), fraction, rng, shuffle, "data.split")
-        first, rest = (jax.tree.map(lambda x, part=part: x.take(part, 0), self.arrays) for part in rows)
-        return dataclasses.replace(self, arrays=first), dataclasses.replace(self, arrays=rest)
+        first, second = (
+            dataclasses.replace(self, arrays=jax.tree.map(lambda x, rows=rows: x.take(rows, 0), self.arrays))
+            for rows in split_rows(self.examples(1), fraction, rng, shuffle, "data.split")
+        )
+        return first, second
 
 
 @calls.answers("data.from_arrays")
@@ -471,16 +555,37 @@ def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
 # For `train.fit`.
 
 
-def usual_batch_size(source: Any) -> int:
+def batch_options(
+    source: Source, devices: Sequence[Device] | None, sharding: NamedSharding | None, virtual_shards: int | None
+) -> dict[str, Any]:
+    """The options of `source.batches` for a step: where its batches go, and for how many virtual shards."""
+    # A user's source may lack `sharding=` and `virtual_shards=`, see `Source`. Only its signature tells.
+    parameters = inspect.signature(source.batches).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if sharding is not None and (takes_any or "sharding" in parameters):
+        return {"sharding": sharding}
+    if virtual_shards is None:
+        return {"devices": devices}
+    if takes_any or "virtual_shards" in parameters:
+        return {"devices": devices, "virtual_shards": virtual_shards}
+    if virtual_shards % (count := len(devices or (None,))):
+        raise TypeError(
+            f"{type(source).__name__}.batches takes no virtual_shards={virtual_shards}, which {count} devices cannot "
+            "share evenly; add it, or use a number of devices that divides it"
+        )
+    return {"devices": devices}
+
+
+def usual_batch_size(source: object) -> int:
     """The size of a batch where none is asked for: that of the batches or of the source, otherwise 32."""
     if not isinstance(source, IterableSource):
         return getattr(source, "batch_size", 32) if isinstance(source, ArraySource) else 32
     size: Any = getattr(source.source, "batch_size", None)
     if not checks.is_int(size):
-        first = source.first_batch()
-        if first is None:
+        batch = source.first_batch()
+        if batch is None:
             return 32
-        size = max(np.shape(leaf)[:1] or (0,) for leaf in jax.tree.leaves(first))[0]
+        size = max(np.shape(leaf)[:1] or (0,) for leaf in jax.tree.leaves(batch))[0]
     return int(size) * processes.count()
 
 
@@ -497,6 +602,8 @@ def go_to(source: Any, places: list[Any] | None) -> None:
     if places is None or not hasattr(source, "set_state"):
         return
     if (count := len(places)) != processes.count():
-        words = f"but {processes.count()} run now; start {count}, or give resume=False"
-        raise ValueError(f"fit: the checkpoint has the positions in the data of {count} processes, {words}")
+        raise ValueError(
+            f"fit: the checkpoint has the positions in the data of {count} processes, but {processes.count()} run now; "
+            f"start {count}, or give resume=False"
+        )
     source.set_state(places[jax.process_index()])

@@ -62,12 +62,12 @@ def forget(address: str, processes: int, rank: int) -> None:
     # The service is meant to notice a loss by jax's own heartbeats. But it takes a run that was stopped for a loss of
     # every process, and ends them with SIGABRT. So its time limit is a week, and our heartbeats say who is lost: this
     # connects in the place of the lost process, and leaves in order.
-    one = type(multihost_utils.distributed.global_state)()  # pyright: ignore[reportPrivateImportUsage]
-    one.initialize_preemption_sync_manager = lambda: None
+    state = type(multihost_utils.distributed.global_state)()  # pyright: ignore[reportPrivateImportUsage]
+    state.initialize_preemption_sync_manager = lambda: None
     options: dict[str, Any] = {"cluster_detection_method": "deactivate", "local_device_ids": []}
     options |= {"heartbeat_timeout_seconds": NEVER, "shutdown_timeout_seconds": _SHUTDOWN_TIMEOUT}
-    one.initialize(address, processes, rank, **options)
-    one.shutdown()
+    state.initialize(address, processes, rank, **options)
+    state.shutdown()
 
 
 class Board:
@@ -79,7 +79,7 @@ class Board:
         """`client`: a connection to jax's coordination service, by default jax's own."""
         self.client: Any = client or multihost_utils.distributed.global_state.client  # pyright: ignore[reportPrivateImportUsage]
 
-    def set(self, name: str, value: Any) -> None:
+    def set(self, name: str, value: object) -> None:
         self.client.key_value_set(f"{_KEYS}/{name}", json.dumps(value), allow_overwrite=True)
 
     def get(self, name: str, is_valid: Callable[[Any], bool] = bool) -> Any:
@@ -93,25 +93,25 @@ class Board:
         while True:
             try:
                 text = self.client.blocking_key_value_get(f"{_KEYS}/{name}", _WAIT)
-                if (found := _parse(text, is_valid)) is not None:
-                    return found
+                if (value := _parse(text, is_valid)) is not None:
+                    return value
                 time.sleep(_WAIT / 1000)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
 
-    def entries(self, folder: str, is_valid: Callable[[Any], bool] = lambda found: True) -> dict[str, Any]:
+    def entries(self, folder: str, is_valid: Callable[[Any], bool] = lambda value: True) -> dict[str, Any]:
         """The values in a folder, by the last part of their names."""
         texts: list[tuple[str, str]] = self.client.key_value_dir_get(f"{_KEYS}/{folder}/")
-        found = {key.rpartition("/")[2]: _parse(text, is_valid) for key, text in texts}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {key.rpartition("/")[2]: _parse(text, is_valid) for key, text in texts}
+        return {name: value for name, value in values.items() if value is not None}
 
     def is_over(self) -> bool:
         return self.get("over") is not None
 
     def members(self) -> tuple[int, dict[int, int]]:
         """How often the members have changed, and the start of each by its index, as process 0 wrote it last."""
-        number, starts = self.get("members", lambda found: is_start(found[0]) and is_starts(found[1])) or (0, [])
+        number, starts = self.get("members", lambda value: is_start(value[0]) and is_starts(value[1])) or (0, [])
         return number, dict(starts)
 
     def own_start(self, rank: int) -> int:
@@ -125,10 +125,10 @@ class Board:
         # A barrier among the members waits for each of them that is connected to jax's coordination service. This
         # process is connected in the place of the one that was lost. Until the others have noticed that loss, they
         # would wait for this one. So it takes part in that one barrier, and is no member after it.
-        own, released = self.own_start(rank), -1
+        own_start, released = self.own_start(rank), -1
         while True:
             number, starts = self.members()
-            if starts.get(rank, own) == own or self.is_over():
+            if starts.get(rank, own_start) == own_start or self.is_over():
                 return number, starts
             time.sleep(_NOTICED)
             if number != released and self.members()[0] == number:
@@ -153,20 +153,20 @@ class Board:
 
 def _parse(text: str, is_valid: Callable[[Any], bool]) -> Any:
     try:
-        found = json.loads(text)
-        return found if is_valid(found) else None
+        value = json.loads(text)
+        return value if is_valid(value) else None
     except (ValueError, TypeError, LookupError, RecursionError):
         return None
 
 
-def is_start(found: Any) -> bool:
+def is_start(value: object) -> bool:
     """Whether this can be the number that jax gives to the start of a process."""
-    return type(found) is int and 0 <= found < 1 << 64
+    return type(value) is int and 0 <= value < 1 << 64
 
 
-def is_starts(found: Any) -> bool:
+def is_starts(value: object) -> bool:
     """Whether these are the indices of processes, each with the number of its start."""
-    pairs: list[Any] = found if isinstance(found, list) else [None]
+    pairs: list[Any] = value if isinstance(value, list) else [None]
     return all(isinstance(pair, list) and len(pair) == 2 and all(map(is_start, pair)) for pair in pairs)  # pyright: ignore
 
 

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .._core.checks import whole_number
@@ -45,29 +46,35 @@ def find(
     None where nothing names several processes. The name of the surroundings where only jax or Ray finds the settings.
     `launched`: only where the processes certainly are one run: JAXPAR_*, the variables of jax, and Ray Train.
     """
-    given: Settings = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
-    given = {name: value for name, value in given.items() if value is not None}
-    found = _jaxpar(env)
-    if not found and not given and (train := ray_worker()):  # whatever started Ray's own processes
+    arguments: Settings = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+
+    # What names the processes of one run for certain: the launcher, Ray Train, the variables of jax.
+    from_env = _jaxpar(env)
+    if not from_env and not arguments and (train := ray_worker()):  # whatever started Ray's own processes
         return RAY_TRAIN if train.get_context().get_world_size() > 1 else None
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    if not found and all(map(env.get, names)):  # as Kubeflow Trainer and others set them; jax reads only the first
+    if not from_env and all(map(env.get, names)):  # as Kubeflow Trainer and others set them; jax reads only the first
         numbers = {"num_processes": _int(env, names[1]), "process_id": _int(env, names[2])}
-        found = {"source": "JAX_*", "coordinator": env[names[0]], **numbers}
-    if launched and not found:
+        from_env = {"source": "JAX_*", "coordinator": env[names[0]], **numbers}
+    if launched and not from_env:
         return None
-    found = found or _skypilot(env) or _slurm(env) or _open_mpi(env)
-    for name in given if "server" in found else ():
-        if given[name] != found[name]:
-            words = f"but `jaxpar launch` started this process with {found[name]!r}; leave the arguments out there"
-            raise ValueError(f"{_WHERE}: {name}={given[name]!r}, {words}")
-    if not found and not given:
+
+    # The schedulers of clusters. Their tasks may be separate runs.
+    from_env = from_env or _skypilot(env) or _slurm(env) or _open_mpi(env)
+    for name in arguments if "server" in from_env else ():
+        if arguments[name] != from_env[name]:
+            raise ValueError(
+                f"{_WHERE}: {name}={arguments[name]!r}, but `jaxpar launch` started this process with "
+                f"{from_env[name]!r}; leave the arguments out there"
+            )
+    if not from_env and not arguments:
         if elsewhere := _only_jax(env):
             return elsewhere
         if "JAX_COORDINATOR_ADDRESS" not in env:
             return None
-    source = "the arguments" if given else "JAX_COORDINATOR_ADDRESS"
-    settings = {"source": source, "coordinator": env.get("JAX_COORDINATOR_ADDRESS"), **found, **given}
+    source = "the arguments" if arguments else "JAX_COORDINATOR_ADDRESS"
+    settings = {"source": source, "coordinator": env.get("JAX_COORDINATOR_ADDRESS"), **from_env, **arguments}
     return _cluster(settings, env)
 
 
@@ -75,14 +82,16 @@ def _jaxpar(env: Mapping[str, str]) -> Settings:
     """The settings of the launcher, or the same variables set by hand."""
     if not {"JAXPAR_COORDINATOR", "JAXPAR_NUM_PROCESSES", "JAXPAR_PROCESS_ID"} & env.keys():
         return {}
-    found: Settings = {
+    settings: Settings = {
         "source": "JAXPAR_*",
         "coordinator": env.get("JAXPAR_COORDINATOR") or env.get("JAX_COORDINATOR_ADDRESS"),
         "num_processes": _int(env, "JAXPAR_NUM_PROCESSES"),
         "process_id": _int(env, "JAXPAR_PROCESS_ID", "JOB_COMPLETION_INDEX"),  # the latter in an indexed job
         "job": env.get("JAXPAR_JOB"),
     }
-    return found | ({"source": "jaxpar launch", "server": env["JAXPAR_HUB"]} if env.get("JAXPAR_HUB") else {})
+    if env.get("JAXPAR_HUB"):
+        settings |= {"source": "jaxpar launch", "server": env["JAXPAR_HUB"]}
+    return settings
 
 
 def _slurm(env: Mapping[str, str]) -> Settings:
@@ -92,7 +101,7 @@ def _slurm(env: Mapping[str, str]) -> Settings:
     if not all(name in env for name in needed):
         return {}
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", env["SLURM_STEP_NODELIST"])
-    host = "".join(part or "" for part in first.groups()) if first else ""
+    host = f"{first[1]}{first[2] or ''}" if first else ""  # node[03-05,07] is node03
     if not re.search(r"[,\[]", env["SLURM_STEP_NODELIST"]):
         host = "127.0.0.1"  # all tasks are on one host, so nothing listens on the network
     alone = re.fullmatch(r"1(\(x\d+\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
@@ -112,7 +121,7 @@ def _open_mpi(env: Mapping[str, str]) -> Settings:
     if "OMPI_COMM_WORLD_SIZE" not in env or "OMPI_COMM_WORLD_RANK" not in env:
         return {}
     size, local = env["OMPI_COMM_WORLD_SIZE"], env.get("OMPI_COMM_WORLD_LOCAL_SIZE")
-    found: Settings = {
+    settings: Settings = {
         "source": "Open MPI",
         "num_processes": _int(env, "OMPI_COMM_WORLD_SIZE"),
         "process_id": _int(env, "OMPI_COMM_WORLD_RANK"),
@@ -121,15 +130,15 @@ def _open_mpi(env: Mapping[str, str]) -> Settings:
     uri = re.match(r"(\d+)\..*?tcp6?://\[?([^,:\]]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
     number = int(uri[1]) // 2**12 if uri else sum(env.get("PMIX_NAMESPACE", "").encode())
     if env.get("JAX_COORDINATOR_ADDRESS"):
-        found["coordinator"] = env["JAX_COORDINATOR_ADDRESS"]
+        settings["coordinator"] = env["JAX_COORDINATOR_ADDRESS"]
     elif size == local:  # on one host nothing listens on the network
-        found["coordinator"] = f"127.0.0.1:{_port(env, number)}"
+        settings["coordinator"] = f"127.0.0.1:{_port(env, number)}"
     elif uri:
-        found["coordinator"] = f"{uri[2]}:{_port(env, number)}"
+        settings["coordinator"] = f"{uri[2]}:{_port(env, number)}"
     else:
         give = "give it: mpirun -x JAX_COORDINATOR_ADDRESS=<first host>:<port> ..."
         raise ValueError(f"{_WHERE}: this release of Open MPI does not say where process 0 is; {give}")
-    return found
+    return settings
 
 
 def _skypilot(env: Mapping[str, str]) -> Settings:
@@ -165,10 +174,12 @@ def _only_jax(env: Mapping[str, str]) -> str | None:
 def _cluster(settings: Settings, env: Mapping[str, str]) -> Cluster:
     """The settings of a process, after all checks."""
     if missing := [name for name in _NEEDED if settings.get(name) in (None, "")]:
-        given = {name: settings[name] for name in _NEEDED if name not in missing}
-        got = f"got {given} from {settings['source']}; missing: {', '.join(missing)}"
-        other = "JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID in the environment"
-        raise ValueError(f"{_WHERE}: coordinator, num_processes and process_id belong together, {got} (or {other})")
+        got = {name: settings[name] for name in _NEEDED if name not in missing}
+        raise ValueError(
+            f"{_WHERE}: coordinator, num_processes and process_id belong together, got {got} from "
+            f"{settings['source']}; missing: {', '.join(missing)} (or JAXPAR_COORDINATOR, "
+            "JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID in the environment)"
+        )
     address, size, rank = (settings[name] for name in _NEEDED)
     if not isinstance(address, str) or not re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}", address):
         raise ValueError(f"{_WHERE}: the coordinator must be 'host:port', got {address!r}")
@@ -201,7 +212,7 @@ def _one_gpu(env: Mapping[str, str], local_rank: str, is_only_one: bool) -> tupl
     return None if is_only_one or sees_one else (int(local_rank),)
 
 
-def ray_worker() -> Any | None:
+def ray_worker() -> ModuleType | None:
     """The module `ray.train` in a worker of Ray Train, None elsewhere."""
     # In such a worker Ray has imported it. In other programs it need not even be installed.
     train = sys.modules.get("ray.train")

@@ -41,14 +41,14 @@ def connecting(client: Any, ids: Sequence[int], should_end: Callable[[], bool]) 
 
     `client` is a connection to jax's coordination service. Only process 0 makes this call.
     """
-    over, known = threading.Event(), set[tuple[bytes, bytes]]()
+    is_done, made = threading.Event(), set[tuple[bytes, bytes]]()
 
     def watch() -> None:
         looks = 0
-        while not over.wait(_POLL):
+        while not is_done.wait(_POLL):
             looks += 1
             if should_end():
-                _end_waits(client, ids, known)
+                _end_waits(client, ids, made)
             elif looks == _SLOW:
                 say(f"the processes need more than {_SLOW * _POLL:g} seconds to connect and to take the state")
 
@@ -57,25 +57,25 @@ def connecting(client: Any, ids: Sequence[int], should_end: Callable[[], bool]) 
     try:
         yield
     finally:
-        over.set()
+        is_done.set()
         thread.join()
 
 
-def _end_waits(client: Any, ids: Sequence[int], known: set[tuple[bytes, bytes]]) -> None:
-    """End what Gloo waits for in a group. `known` are the connections that were made already."""
+def _end_waits(client: Any, ids: Sequence[int], made: set[tuple[bytes, bytes]]) -> None:
+    """End what Gloo waits for in a group. `made` are the connections that were made already, and get the new ones."""
     folder = f"{_KEYS}/{_name(ids)}/"
-    found: dict[str, bytes] = dict(client.key_value_dir_get_bytes(folder))
-    for own in range(len(ids)):
-        if (text := found.get(f"{folder}{own}")) is None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has come meanwhile, and is known next time
-                client.key_value_set_bytes(f"{folder}{own}", _NO_ADDRESS)
+    addresses: dict[str, bytes] = dict(client.key_value_dir_get_bytes(folder))
+    for device in range(len(ids)):
+        if (text := addresses.get(f"{folder}{device}")) is None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has come meanwhile, and is read next time
+                client.key_value_set_bytes(f"{folder}{device}", _NO_ADDRESS)
             continue
         # A lost process does not answer, and a stranger may have written what is no address.
         with contextlib.suppress(OSError, ValueError, OverflowError, struct.error):
             address, numbers = _parse(text)
-            for number in (number for other, number in enumerate(numbers) if other != own):
-                if (text, number) not in known:  # Gloo keeps a connection for which it does not wait
-                    known.add((text, number))
+            for number in (number for other, number in enumerate(numbers) if other != device):
+                if (text, number) not in made:  # Gloo keeps a connection for which it does not wait
+                    made.add((text, number))
                     with socket.create_connection(address, timeout=_TIMEOUT) as connection:
                         connection.sendall(number)
 
@@ -85,12 +85,12 @@ def _parse(text: bytes) -> tuple[tuple[str, int], list[bytes]]:
     at = _SIZE.size + _SIZE.unpack_from(text)[0]  # after the name of the host
     (length,) = _SIZE.unpack_from(text, at)
     at += _SIZE.size
-    rest = text[at + length :]
+    end = at + length
     # It begins with a sockaddr: the family, the port, and the address. In that of IPv6 four bytes come between.
     family, port = int.from_bytes(text[at : at + 2], sys.byteorder), int.from_bytes(text[at + 2 : at + 4], "big")
-    begin, end = (at + 4, at + 8) if family == socket.AF_INET else (at + 8, at + 24)
-    numbers = [rest[i : i + _NUMBER] for i in range(0, len(rest), _NUMBER)]
-    return (socket.inet_ntop(family, text[begin:end]), port), numbers
+    host = text[at + 4 : at + 8] if family == socket.AF_INET else text[at + 8 : at + 24]
+    numbers = [text[i : i + _NUMBER] for i in range(end, len(text), _NUMBER)]
+    return (socket.inet_ntop(family, host), port), numbers
 
 
 def _name(ids: Sequence[int]) -> str:

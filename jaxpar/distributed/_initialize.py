@@ -135,8 +135,10 @@ def initialize(
     elastic = elastic or os.environ.get(_elastic.VARIABLE) == "1"
     if is_joined():
         if elastic and not processes.is_elastic() and jax.distributed.is_initialized():
-            words = "jax was initialised without it; give it in the first call, instead of jax.distributed.initialize"
-            raise RuntimeError(f"{_WHERE}: elastic=True comes too late, {words}")
+            raise RuntimeError(
+                f"{_WHERE}: elastic=True comes too late, jax was initialised without it; give it in the first call, "
+                "instead of jax.distributed.initialize"
+            )
         return _attach(num_processes, process_id)
     joining, heartbeat = _find_timeouts(initialization_timeout, heartbeat_timeout, elastic)
     cluster = _environment.find(coordinator, num_processes, process_id)
@@ -145,8 +147,10 @@ def initialize(
     if cluster is None or (is_known and cluster.num_processes == 1 and not cluster.server and not by_hand):
         return
     if is_jax_used():
-        words = "call it before anything else that uses JAX (in a notebook, restart the kernel and call it first)"
-        raise RuntimeError(f"{_WHERE}: JAX runs already and cannot become one of several processes now; {words}")
+        raise RuntimeError(
+            f"{_WHERE}: JAX runs already and cannot become one of several processes now; call it before anything else "
+            "that uses JAX (in a notebook, restart the kernel and call it first)"
+        )
     elastic = elastic and not (is_known and cluster.num_processes == 1)
     if elastic:
         _elastic.check_elastic(cluster, monitor)
@@ -181,9 +185,10 @@ def _find_timeouts(initialization: float | None, heartbeat: float | None, elasti
         usual = ELASTIC_TIMEOUT if elastic else HEARTBEAT_TIMEOUT
         heartbeat = float(os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or usual)
     if not 0 < initialization <= MOST_SECONDS or not 2 <= heartbeat <= MOST_SECONDS:
-        got = f"got {initialization:g} and {heartbeat:g}; both at most {MOST_SECONDS:.0f}, a week"
-        expected = "initialization_timeout must be above 0 and heartbeat_timeout 2 seconds or more"
-        raise ValueError(f"{_WHERE}: {expected}, {got}")
+        raise ValueError(
+            f"{_WHERE}: initialization_timeout must be above 0 and heartbeat_timeout 2 seconds or more, got "
+            f"{initialization:g} and {heartbeat:g}; both at most {MOST_SECONDS:.0f}, a week"
+        )
     return initialization, heartbeat
 
 
@@ -193,10 +198,12 @@ def _attach(num_processes: int | None, process_id: int | None) -> None:
     if this.is_joined:  # by ourselves
         return
     size, rank = numbers_of_jax()
-    for name, given, has in (("num_processes", num_processes, size), ("process_id", process_id, rank)):
-        if given is not None and given != has:
-            words = f"but jax.distributed was initialised by other code, and there it is {has}"
-            raise RuntimeError(f"{_WHERE}: {name}={given!r}, {words}; leave the arguments out, or call this first")
+    for name, argument, of_jax in (("num_processes", num_processes, size), ("process_id", process_id, rank)):
+        if argument is not None and argument != of_jax:
+            raise RuntimeError(
+                f"{_WHERE}: {name}={argument!r}, but jax.distributed was initialised by other code, and there it is "
+                f"{of_jax}; leave the arguments out, or call this first"
+            )
     if (train := _environment.ray_worker()) is not None:
         context = train.get_context()
         _say_ray_watches(context.get_world_size(), context.get_world_rank(), "Ray Train has started jax")
@@ -244,12 +251,12 @@ def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
     """
     if is_joined():
         return
-    found = _environment.find(launched=launched)
-    if isinstance(found, _environment.Cluster):
-        has_others = found.num_processes > 1
-        place = f"process {found.process_id} of {found.num_processes} ({found.source})"
+    cluster = _environment.find(launched=launched)
+    if isinstance(cluster, _environment.Cluster):
+        has_others = cluster.num_processes > 1
+        place = f"process {cluster.process_id} of {cluster.num_processes} ({cluster.source})"
     else:  # on Cloud TPU jax counts the processes without being initialised
-        has_others, place = found not in (None, "Cloud TPU"), f"one of several ({found})"
+        has_others, place = cluster not in (None, "Cloud TPU"), f"one of several ({cluster})"
     if has_others:
         call = "Call jp.distributed.initialize() before the first use of JAX"
         if launched:
@@ -382,9 +389,10 @@ def reserve_port(address: str) -> socket.socket:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # from now on nobody else may bind it
     except OSError as error:
         reserved.close()
-        why = f"{os.strerror(error.errno or 0)}; another run may have it, choose another port"
-        what = f"port {port} of the coordinator {address}"
-        raise RuntimeError(f"{_WHERE}: {what} cannot be used on this host: {why}") from None
+        raise RuntimeError(
+            f"{_WHERE}: port {port} of the coordinator {address} cannot be used on this host: "
+            f"{os.strerror(error.errno or 0)}; another run may have it, choose another port"
+        ) from None
     return reserved
 
 
@@ -395,8 +403,10 @@ def join_others(cluster: _environment.Cluster, heartbeat_timeout: float, join_ti
     host, port = split(cluster.server or cluster.coordinator)
     step = 1 if port + _PORTS <= 65535 else -1
     ports = [port + step * i for i in range(1, _PORTS + 1)]
-    where = f"the coordinator {cluster.coordinator} at ports {min(ports)} to {max(ports)} of the heartbeat server"
-    absent = f"process 0 is not there: no answer from {where}"
+    absent = (
+        f"process 0 is not there: no answer from the coordinator {cluster.coordinator} at ports {min(ports)} to "
+        f"{max(ports)} of the heartbeat server"
+    )
     addresses, server = [(host, p) for p in ports], None
     if cluster.server:
         addresses, absent = [(host, port)], f"the launcher is not there: no answer at {cluster.server}"
@@ -419,22 +429,23 @@ def _listen(host: str, ports: list[int]) -> socket.socket:
     for port in ports:
         with contextlib.suppress(OSError):
             return socket.create_server(("127.0.0.1" if is_loopback(host) else "", port))
-    which = f"the ports {min(ports)} to {max(ports)} on this host"
-    words = "and none is free; choose another port for the coordinator"
-    raise RuntimeError(f"{_WHERE}: the heartbeat server takes one of {which}, {words}")
+    raise RuntimeError(
+        f"{_WHERE}: the heartbeat server takes one of the ports {min(ports)} to {max(ports)} on this host, and none is "
+        "free; choose another port for the coordinator"
+    )
 
 
 def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> HeartbeatClient:
     """The heartbeat client, after process 0 has sent the port and the secret of its server by a collective."""
     # Not by jax's key-value store, which everybody can read who reaches it.
     run: dict[str, Any] = {"job": "jax", "heartbeat_timeout": heartbeat_timeout}
-    server, own = None, ""
+    server, port_and_key = None, ""  # of process 0, the others send nothing
     if rank == 0:
         secret, listener = new_secret("process 0"), socket.create_server(("", 0))
         server = HeartbeatServer(listener, **run, size=size, secret=secret, join_timeout=_JOIN_TIMEOUT)
-        own = f"{listener.getsockname()[1]} {secret.key.decode()}"
+        port_and_key = f"{listener.getsockname()[1]} {secret.key.decode()}"
     with ThreadPoolExecutor(1) as thread:  # in this one jax may be tracing, around a kv.create
-        port, key = "".join(thread.submit(processes.exchange, own).result()).split(" ")
+        port, key = "".join(thread.submit(processes.exchange, port_and_key).result()).split(" ")
     address = multihost_utils.distributed.global_state.coordinator_address  # pyright: ignore[reportPrivateImportUsage]
     secret, (host, _) = Secret(key.encode(), "process 0"), split(address or "")
     client = HeartbeatClient(rank, size, **run, secret=secret, launched=False, server=server)

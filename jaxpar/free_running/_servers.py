@@ -17,6 +17,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Generator, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import optax
 
 Shape = tuple[int, ...]
+PyTree = Any  # of arrays
 
 SPLIT = 1_000_000
 """Values of this many elements or more are cut over all servers. MXNet's MXNET_KVSTORE_BIGARRAY_BOUND has the same."""
@@ -43,7 +45,7 @@ _CONSTANT = "ENABLE_RAY_CLUSTER"
 _LEAST = (2, 59)  # the first Ray whose own start asks for a token. Others let everybody run code here
 
 
-def _get_ray() -> Any:
+def _get_ray() -> ModuleType:
     """The module `ray`. Ray is started on this machine if it does not run."""
     needs = "jaxpar.free_running needs Ray"
     try:
@@ -61,13 +63,15 @@ def _get_ray() -> Any:
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
     address = ray.util.get_node_ip_address()
     if not ipaddress.ip_address(address).is_loopback and not os.environ.get(_ON_NETWORK):
-        reach = "which others on the network can reach; it asks them for a token"
-        say_news(f"free_running: this Ray listens at {address}, {reach}")
+        say_news(
+            f"free_running: this Ray listens at {address}, which others on the network can reach; it asks them for "
+            "a token"
+        )
     return ray
 
 
 @contextlib.contextmanager
-def _on_loopback(ray: Any) -> Generator[None]:
+def _on_loopback(ray: ModuleType) -> Generator[None]:
     """A block in which Ray starts for this machine only. The user's own setting of the variable stays."""
     # `_node_ip_address="127.0.0.1"` is not enough: on Linux Ray puts the address of the network in its place.
     if os.environ.get(_ON_NETWORK):
@@ -117,17 +121,17 @@ def placement(shapes: Sequence[Shape], servers: int, split: int = SPLIT) -> tupl
     """
     whole_number(servers, "free_running.placement", "servers", most=_MOST_SERVERS)
     whole_number(split, "free_running.placement", "split", least=0)
-    held: list[list[Piece]] = [[] for _ in range(servers)]
+    placed: list[list[Piece]] = [[] for _ in range(servers)]
     for key, shape in enumerate(shapes):
         size = math.prod(shape)
         if servers == 1 or size < max(split, 1):  # a value without elements is whole
-            held[key * 9973 % servers].append(Piece(key, 0, size))
+            placed[key * 9973 % servers].append(Piece(key, 0, size))
             continue
         ends = [size * i // servers for i in range(servers + 1)]
-        for pieces, (start, stop) in zip(held, itertools.pairwise(ends), strict=True):
+        for pieces, (start, stop) in zip(placed, itertools.pairwise(ends), strict=True):
             if stop > start:
                 pieces.append(Piece(key, start, stop))
-    return tuple(map(tuple, held))
+    return tuple(map(tuple, placed))
 
 
 def cut(value: np.ndarray, piece: Piece) -> np.ndarray:
@@ -145,7 +149,12 @@ _ADVICE = (
 class Server:
     """One server: a `jaxpar.kv` store of its pieces, and a count of the pushes. It runs as a Ray actor."""
 
-    def __init__(self, values: dict[int, np.ndarray], updater: Any, optimizer: Any):
+    def __init__(
+        self,
+        values: dict[int, np.ndarray],
+        updater: Updater | UpdateFn | None,
+        optimizer: optax.GradientTransformation | Updater | None,
+    ):
         store = kv.create("local")
         store = store if updater is None else kv.set_updater(store, updater)
         store = store if optimizer is None else kv.set_optimizer(store, optimizer)
@@ -157,7 +166,7 @@ class Server:
         self._pushes: collections.Counter[int] = collections.Counter()
         self._staleness: collections.Counter[int] = collections.Counter()
 
-    def _push(self, store: kv.KVStore, values: list[Any]) -> kv.KVStore:
+    def _push(self, store: kv.KVStore, values: list[np.ndarray]) -> kv.KVStore:
         return kv.push(store, self._keys, values)
 
     def push(self, worker: int, version: int, values: list[np.ndarray]) -> None:
@@ -172,7 +181,7 @@ class Server:
         # Copies: the next push donates the buffers of these.
         return self._pushes.total(), [np.array(self._store.values[k]) for k in self._keys]
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, dict[int, int]]:
         return {"pushes": dict(self._pushes), "staleness": dict(sorted(self._staleness.items()))}
 
 
@@ -192,7 +201,7 @@ class Servers:
     handles: tuple[Any, ...]
     pieces: tuple[tuple[Piece, ...], ...]
     shapes: tuple[Shape, ...]
-    dtypes: tuple[Any, ...]
+    dtypes: tuple[np.dtype[Any], ...]
     paths: tuple[str, ...]
     treedef: Any
     timeout: float
@@ -200,7 +209,7 @@ class Servers:
 
 @answers("free_running.start")
 def start(
-    params: Any,
+    params: PyTree,
     *,
     optimizer: optax.GradientTransformation | Updater | None = None,
     updater: Updater | UpdateFn | None = None,
@@ -235,8 +244,8 @@ def start(
     pieces = placement([v.shape for v in values], servers, split)
     _check_pieces(store, pieces)
     actor = _get_ray().remote(num_cpus=0, runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}})(Server)
-    parts = [{p.key: cut(values[p.key], p) for p in held} for held in pieces]
-    handles = tuple(actor.remote(part, updater, optimizer) for part in parts)
+    by_server = [{piece.key: cut(values[piece.key], piece) for piece in of_server} for of_server in pieces]
+    handles = tuple(actor.remote(cut_values, updater, optimizer) for cut_values in by_server)
     shapes, dtypes = tuple(v.shape for v in values), tuple(v.dtype for v in values)
     paths = tuple(kv.names(store)[k] for k in keys)
     started = Servers(handles, pieces, shapes, dtypes, paths, store.treedef, _START_TIMEOUT)
@@ -247,14 +256,18 @@ def start(
 def _check_pieces(store: kv.KVStore, pieces: Sequence[Sequence[Piece]]) -> None:
     """`ValueError` where a value is cut and the updater is not elementwise."""
     specs = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in store.values.items()}
-    lengths = [{p.key: p.stop - p.start for p in held if p.stop - p.start < specs[p.key].size} for held in pieces]
+    # The lengths of the pieces that are not a whole value, by key, of each server.
+    lengths = [
+        {piece.key: piece.stop - piece.start for piece in of_server if piece.stop - piece.start < specs[piece.key].size}
+        for of_server in pieces
+    ]
     updater = store.updater
     if not isinstance(updater, Updater):
         for k in set().union(*lengths):
             jax.eval_shape(functools.partial(updater, k), specs[k], specs[k])  # raises where it cannot be traced
         updater = stateless(updater)
-    for held in lengths:
-        forms = {k: (specs[k], jax.ShapeDtypeStruct((n,), specs[k].dtype), None) for k, n in held.items()}
+    for of_server in lengths:
+        forms = {k: (specs[k], jax.ShapeDtypeStruct((n,), specs[k].dtype), None) for k, n in of_server.items()}
         updaters._check_elementwise(updater, forms, kv.names(store), "free_running.start", _ADVICE)
 
 
@@ -266,16 +279,17 @@ def wait_for_answers(servers: Servers, answers: Sequence[Any]) -> list[Any]:
     """The answers of all servers, of Ray's references. `ServerLost` names the first that does not answer."""
     ray = _get_ray()
     results: list[Any] = []
-    for i, (answer, held) in enumerate(zip(answers, servers.pieces, strict=True)):
+    for i, (answer, pieces) in enumerate(zip(answers, servers.pieces, strict=True)):
         try:
             results.append(ray.get(answer, timeout=servers.timeout))
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             is_silent = isinstance(error, ray.exceptions.GetTimeoutError)
             what = f"has not answered for {servers.timeout:g} s" if is_silent else "is gone"
-            contents = ", ".join(servers.paths[p.key] for p in held) or "nothing"
-            hint = "Start servers again from the last parameters that you kept"
-            words = f"server {i} of {len(answers)} {what}; it held {contents}. {hint}"
-            raise ServerLost(f"free_running: {words}") from error
+            contents = ", ".join(servers.paths[piece.key] for piece in pieces) or "nothing"
+            raise ServerLost(
+                f"free_running: server {i} of {len(answers)} {what}; it held {contents}. Start servers again from the "
+                "last parameters that you kept"
+            ) from error
     return results
 
 
@@ -316,7 +330,7 @@ class Worker:
         self.index: int = index
         self._versions = [0] * len(servers.handles)
 
-    def pull(self) -> Any:
+    def pull(self) -> PyTree:
         """The current parameters, as a pytree of NumPy arrays.
 
         The pytree has the structure given to `start`. Each server answers independently, so pieces of different servers
@@ -328,17 +342,18 @@ class Worker:
         servers = self.servers
         answers = wait_for_answers(servers, [handle.pull.remote() for handle in servers.handles])
         self._versions = [version for version, _ in answers]
-        leaves: list[Any] = [None] * len(servers.shapes)
-        parts: dict[int, list[np.ndarray]] = collections.defaultdict(list)
-        for held, (_, values) in zip(servers.pieces, answers, strict=True):
-            for piece, value in zip(held, values, strict=True):
-                parts[piece.key].append(value.reshape(-1))
-        for key, cuts in parts.items():
-            leaves[key] = (cuts[0] if len(cuts) == 1 else np.concatenate(cuts)).reshape(servers.shapes[key])
+        leaves: list[np.ndarray | None] = [None] * len(servers.shapes)
+        cuts: dict[int, list[np.ndarray]] = collections.defaultdict(list)  # of each value, in the order of servers
+        for pieces, (_, values) in zip(servers.pieces, answers, strict=True):
+            for piece, value in zip(pieces, values, strict=True):
+                cuts[piece.key].append(value.reshape(-1))
+        for key, of_value in cuts.items():
+            value = of_value[0] if len(of_value) == 1 else np.concatenate(of_value)
+            leaves[key] = value.reshape(servers.shapes[key])
         return servers.treedef.unflatten(leaves)
 
     @answers("free_running.Worker.push")
-    def push(self, grads: Any) -> None:
+    def push(self, grads: PyTree) -> None:
         """Send gradients to the servers. Returns when each server has updated.
 
         Args:
@@ -353,12 +368,13 @@ class Worker:
         servers = self.servers
         leaves = _check_grads(servers, grads)
         answers = []
-        for handle, held, version in zip(servers.handles, servers.pieces, self._versions, strict=True):
-            answers.append(handle.push.remote(self.index, version, [cut(leaves[p.key], p) for p in held]))
+        for handle, pieces, version in zip(servers.handles, servers.pieces, self._versions, strict=True):
+            values = [cut(leaves[piece.key], piece) for piece in pieces]
+            answers.append(handle.push.remote(self.index, version, values))
         wait_for_answers(servers, answers)
 
 
-def _check_grads(servers: Servers, grads: Any) -> list[np.ndarray]:
+def _check_grads(servers: Servers, grads: PyTree) -> list[np.ndarray]:
     """The leaves of the gradients, in the dtypes of the parameters."""
     arrays = [np.asarray(leaf) for leaf in servers.treedef.flatten_up_to(grads)]
     for path, array, shape in zip(servers.paths, arrays, servers.shapes, strict=True):
@@ -369,9 +385,10 @@ def _check_grads(servers: Servers, grads: Any) -> list[np.ndarray]:
     for path, array in zip(servers.paths, cast, strict=True):
         is_inexact = jax.numpy.issubdtype(array.dtype, jax.numpy.inexact)
         if is_inexact and (wrong := array.size - np.count_nonzero(np.isfinite(array))):
-            words = f"{wrong} of {array.size} values are NaN or infinite; nothing was sent"
-            hint = "Leave this push out, or look at its batch and at the learning rate"
-            raise ValueError(f"free_running push: {path!r}: {words}. {hint}")
+            raise ValueError(
+                f"free_running push: {path!r}: {wrong} of {array.size} values are NaN or infinite; nothing was sent. "
+                "Leave this push out, or look at its batch and at the learning rate"
+            )
     return cast
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,8 @@ def reshape(
     keep_highest: bool = False,
 ) -> jax.Array:
     if target_shape and not shape:  # the form before 0.9
-        rest = data.shape[:1] + target_shape[1:] if keep_highest else target_shape
-        return data.reshape([-1 if n == 0 else n for n in rest])
+        codes = data.shape[:1] + target_shape[1:] if keep_highest else target_shape
+        return data.reshape([-1 if n == 0 else n for n in codes])
     if reverse:  # all is read from behind, and the two numbers of a -4 stand before it
         return data.reshape(_new_shape(data.shape[::-1], shape[::-1])[::-1])
     return data.reshape(_new_shape(data.shape, shape))
@@ -37,27 +36,27 @@ def _new_shape(old: tuple[int, ...], codes: tuple[int, ...]) -> list[int]:
 
     0 keeps an axis, -1 is what is left, -2 keeps all further axes, -3 joins two, -4 splits one into the next two.
     """
-    found: list[int] = []
+    new: list[int] = []
     at, code = 0, iter(codes)
     try:
         for n in code:
             if n == -2:
-                found += old[at:]
+                new += old[at:]
                 at = len(old)
             elif n == -3:
-                found.append(old[at] * old[at + 1])
+                new.append(old[at] * old[at + 1])
                 at += 2
             elif n == -4:
                 first, second = next(code), next(code)
                 first = old[at] // second if first == -1 else first
-                found += [first, old[at] // first if second == -1 else second]
+                new += [first, old[at] // first if second == -1 else second]
                 at += 1
             else:
-                found.append(old[at] if n == 0 else n)
+                new.append(old[at] if n == 0 else n)
                 at += 1
     except (IndexError, StopIteration, ZeroDivisionError):
         raise ValueError(f"Reshape: {codes} does not fit an array of shape {old}") from None
-    return found
+    return new
 
 
 def pad(data: jax.Array, *, mode: str, pad_width: tuple[int, ...], constant_value: float = 0.0) -> jax.Array:
@@ -83,11 +82,13 @@ def slice_like(data: jax.Array, shape_like: jax.Array, *, axes: tuple[int, ...] 
     return data[tuple(slice(shape_like.shape[i] if i in chosen else None) for i in range(data.ndim))]
 
 
-def slice_channel(data: jax.Array, *, num_outputs: int, axis: int = 1, squeeze_axis: bool = False) -> Any:
+def slice_channel(
+    data: jax.Array, *, num_outputs: int, axis: int = 1, squeeze_axis: bool = False
+) -> tuple[jax.Array, ...]:
     if not 1 <= num_outputs <= data.shape[axis] or data.shape[axis] % num_outputs:
         raise ValueError(f"SliceChannel: an axis of {data.shape[axis]} has no {num_outputs} equal parts")
-    parts = jnp.split(data, num_outputs, axis)
-    return tuple(part.squeeze(axis) for part in parts) if squeeze_axis else tuple(parts)
+    arrays = jnp.split(data, num_outputs, axis)
+    return tuple(array.squeeze(axis) for array in arrays) if squeeze_axis else tuple(arrays)
 
 
 def crop(
@@ -97,8 +98,8 @@ def crop(
     h_w: tuple[int, int] = (0, 0),
     center_crop: bool = False,
 ) -> jax.Array:
-    image, *like = data
-    height, width = like[0].shape[-2:] if like else h_w
+    image, *references = data
+    height, width = references[0].shape[-2:] if references else h_w
     top, left = offset
     if center_crop:
         top, left = (image.shape[2] - height) // 2, (image.shape[3] - width) // 2
@@ -127,10 +128,11 @@ def _with_axis(out: jax.Array) -> jax.Array:
 def extreme(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`max` or `min`. As in MXNet, each of several equal largest values has the whole gradient."""
 
-    def apply(data: jax.Array, **options: Any) -> jax.Array:
-        found = lax.stop_gradient(function(data, axis=options["axis"], keepdims=True))
-        reached = jnp.where(data == found, data - lax.stop_gradient(data), 0).sum(**options)
-        return found.reshape(reached.shape) + reached
+    def apply(data: jax.Array, *, axis: tuple[int, ...], keepdims: bool) -> jax.Array:
+        extremum = lax.stop_gradient(function(data, axis=axis, keepdims=True))
+        # 0, with the gradient of all values that are equal to the extremum.
+        reached = jnp.where(data == extremum, data - lax.stop_gradient(data), 0).sum(axis=axis, keepdims=keepdims)
+        return extremum.reshape(reached.shape) + reached
 
     return apply
 
@@ -144,8 +146,10 @@ def norm(data: jax.Array, *, ord: int = 2, axis: tuple[int, ...] | None = None, 
     if ord not in (1, 2):
         raise ValueError(f"norm: ord must be 1 or 2, got {ord}")
 
-    def measure(x: jax.Array, **options: Any) -> jax.Array:
-        return absolute(x).sum(**options) if ord == 1 else jnp.sqrt(jnp.square(x).sum(**options))
+    def measure(x: jax.Array, *, axis: tuple[int, ...], keepdims: bool) -> jax.Array:
+        if ord == 1:
+            return absolute(x).sum(axis=axis, keepdims=keepdims)
+        return jnp.sqrt(jnp.square(x).sum(axis=axis, keepdims=keepdims))
 
     return reduction(measure)(data, axis=axis, keepdims=keepdims)
 
@@ -182,8 +186,8 @@ def _index(indices: jax.Array, size: int, mode: str) -> jax.Array:
     """Whole numbers from 0 to below `size`."""
     if mode not in ("clip", "wrap"):
         raise ValueError(f"mode must be clip or wrap, of take also raise, got {mode!r}")
-    whole = indices.astype(jnp.int32)
-    return whole % size if mode == "wrap" else whole.clip(0, size - 1)
+    integers = indices.astype(jnp.int32)
+    return integers % size if mode == "wrap" else integers.clip(0, size - 1)
 
 
 def embedding(
@@ -194,8 +198,8 @@ def embedding(
 
 def take(a: jax.Array, indices: jax.Array, *, axis: int = 0, mode: str = "clip") -> jax.Array:
     if mode == "raise":  # a compiled program cannot, so an index out of bounds gives NaN, of integers the smallest
-        whole = indices.astype(jnp.int32)
-        return jnp.take(a, jnp.where(whole < 0, a.shape[axis], whole), axis, mode="fill")
+        integers = indices.astype(jnp.int32)
+        return jnp.take(a, jnp.where(integers < 0, a.shape[axis], integers), axis, mode="fill")
     return jnp.take(a, _index(indices, a.shape[axis], mode), axis)
 
 
@@ -206,8 +210,8 @@ def pick(
     at = _index(index, data.shape[axis], mode)
     if at.ndim < data.ndim:
         at = jnp.expand_dims(at, axis)
-    found = jnp.take_along_axis(data, at, axis)
-    return found if keepdims else found.squeeze(axis)
+    picked = jnp.take_along_axis(data, at, axis)
+    return picked if keepdims else picked.squeeze(axis)
 
 
 def one_hot(

@@ -77,80 +77,79 @@ class Graph:
 def read_graph(path: Path) -> Graph:
     """The graph of a symbol file. `CheckpointError` if it is none, or damaged."""
     try:
-        found = json.loads(files.read(path, _MOST_BYTES).decode("utf-8"))
+        content = json.loads(files.read(path, _MOST_BYTES).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise CheckpointError(f"{path} is no symbol file of MXNet, or is cut: {reason}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("nodes"), list):
+    if not isinstance(content, dict) or not isinstance(content.get("nodes"), list):
         raise CheckpointError(f"{path} is no symbol file of MXNet: it has no list of nodes")
-    nodes = found["nodes"]
-    read: list[Node] = []
-    for number, node in enumerate(nodes):
-        read.append(_read_node(path, number, node, read))
-    heads = _references(path, "the outputs", found.get("heads"), len(nodes))
+    nodes: list[Node] = []
+    for number, entry in enumerate(content["nodes"]):
+        nodes.append(_read_node(path, number, entry, nodes))
+    heads = _references(path, "the outputs", content.get("heads"), len(nodes))
     if not heads:
         raise CheckpointError(f"{path} is damaged: it has no outputs")
-    return Graph(tuple(read), heads, _version(found.get("attrs")))
+    return Graph(tuple(nodes), heads, _version(content.get("attrs")))
 
 
 def _read_node(path: Path, number: int, node: Any, before: list[Node]) -> Node:
-    where = f"node {number}"
+    name = f"node {number}"
     if not isinstance(node, dict) or not isinstance(node.get("op"), str) or not isinstance(node.get("name"), str):
-        raise CheckpointError(f"{path} is damaged: {where} has no name or no operator")
+        raise CheckpointError(f"{path} is damaged: {name} has no name or no operator")
     attrs: dict[str, str] = {}
     for key in ("attr", "param", "attrs"):
-        part = node.get(key) or {}
-        if not isinstance(part, dict) or not all(isinstance(value, str) for value in part.values()):
-            raise CheckpointError(f"{path} is damaged: the attributes of {where} are no strings by name")
-        attrs |= part
-    inputs = _references(path, where, node.get("inputs", []), len(before))
+        of_key = node.get(key) or {}
+        if not isinstance(of_key, dict) or not all(isinstance(value, str) for value in of_key.values()):
+            raise CheckpointError(f"{path} is damaged: the attributes of {name} are no strings by name")
+        attrs |= of_key
+    inputs = _references(path, name, node.get("inputs", []), len(before))
     if node["op"] == "null" and inputs:
-        raise CheckpointError(f"{path} is damaged: {where} is a variable and takes {len(inputs)} values")
+        raise CheckpointError(f"{path} is damaged: {name} is a variable and takes {len(inputs)} values")
     if any(number and before[i].is_variable for i, number in inputs):
-        raise CheckpointError(f"{path} is damaged: {where} takes a further output of a variable")
+        raise CheckpointError(f"{path} is damaged: {name} takes a further output of a variable")
     return Node(node["op"], node["name"], inputs, attrs)
 
 
-def _references(path: Path, where: str, given: Any, before: int) -> tuple[tuple[int, int], ...]:
-    """Pairs (node, output). A third number, a version, is left out."""
-    found: list[tuple[int, int]] = []
-    for entry in given if isinstance(given, list) else [None]:
+def _references(path: Path, name: str, entries: Any, count: int) -> tuple[tuple[int, int], ...]:
+    """Pairs (node, output) of the first `count` nodes. A third number, a version, is left out."""
+    pairs: list[tuple[int, int]] = []
+    for entry in entries if isinstance(entries, list) else [None]:
         if not isinstance(entry, list) or len(entry) not in (2, 3) or not all(type(n) is int for n in entry):
-            raise CheckpointError(f"{path} is damaged: {where} has no list of pairs of numbers")
-        if not 0 <= entry[0] < before or entry[1] < 0:
-            raise CheckpointError(f"{path} is damaged: {where} takes output {entry[1]} of node {entry[0]}")
-        found.append((entry[0], entry[1]))
-    return tuple(found)
+            raise CheckpointError(f"{path} is damaged: {name} has no list of pairs of numbers")
+        if not 0 <= entry[0] < count or entry[1] < 0:
+            raise CheckpointError(f"{path} is damaged: {name} takes output {entry[1]} of node {entry[0]}")
+        pairs.append((entry[0], entry[1]))
+    return tuple(pairs)
 
 
 def _version(attrs: Any) -> int:
-    found = attrs.get("mxnet_version") if isinstance(attrs, dict) else None
-    return found[1] if isinstance(found, list) and len(found) == 2 and type(found[1]) is int else 0
+    entry = attrs.get("mxnet_version") if isinstance(attrs, dict) else None
+    return entry[1] if isinstance(entry, list) and len(entry) == 2 and type(entry[1]) is int else 0
 
 
 def parse_attributes(operator: Operator, node: Node) -> dict[str, Any]:
     """The attributes of a node as arguments of its operator, by the types of these."""
-    known = operator.attributes
-    rest = any(p.kind == p.VAR_KEYWORD for p in operator.parameters.values())
-    found: dict[str, Any] = {}
+    parameters = operator.attributes
+    takes_any = any(p.kind == p.VAR_KEYWORD for p in operator.parameters.values())
+    values: dict[str, Any] = {}
     for name, text in node.attrs.items():
-        if name in known:
-            form = known[name].annotation
+        if name in parameters:
+            form = parameters[name].annotation
             form = form if isinstance(form, str) else inspect.formatannotation(form)
-            found[name] = parse(text, form, f"{node}: attribute {name}")
-        elif name.startswith("__") or name.endswith(("lr_mult", "wd_mult")) or (name in _IGNORED and not rest):
+            values[name] = parse(text, form, f"{node}: attribute {name}")
+        elif name.startswith("__") or name.endswith(("lr_mult", "wd_mult")) or (name in _IGNORED and not takes_any):
             continue
-        elif rest:
-            found[name] = text
+        elif takes_any:
+            values[name] = text
         else:
             raise ValueError(f"{node} has an unknown attribute {name}={text[:100]!r}")
-    for name, parameter in known.items():
-        if parameter.default is parameter.empty and name not in found:
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in values:
             raise ValueError(f"{node} has no attribute {name}")
-    return found
+    return values
 
 
-def parse(text: str, form: str, where: str) -> Any:
+def parse(text: str, form: str, what: str) -> Any:
     """The value of an attribute. `form` is the annotation of the argument; a string for one that has none."""
     text = text.strip()
     if "None" in form and text in ("None", ""):
@@ -161,26 +160,26 @@ def parse(text: str, form: str, where: str) -> Any:
         return int(match[1])
     if form.startswith("float") and _NUMBER.fullmatch(text):
         return float(text)
-    if form.startswith("tuple") and (found := _tuple(text, "int | None" in form)) is not None:
-        return found
+    if form.startswith("tuple") and (integers := _tuple(text, "int | None" in form)) is not None:
+        return integers
     if form.startswith(("bool", "int", "float", "tuple")):
-        raise ValueError(f"{where} must be of the form {form}, got {text[:100]!r}")
+        raise ValueError(f"{what} must be of the form {form}, got {text[:100]!r}")
     return text
 
 
 def _tuple(text: str, holes: bool) -> tuple[int | None, ...] | None:
     """The integers of "(1, 2)", "[1, 2]" or "1". None: it is no such text."""
     inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
-    parts = [part.strip() for part in inner.split(",", _MOST_NUMBERS)]
-    if parts[-1] == "":
-        parts.pop()
-    found: list[int | None] = []
-    for part in parts:
-        match = _INTEGER.fullmatch(part)
-        if match is None and not (holes and part == "None"):
+    items = [item.strip() for item in inner.split(",", _MOST_NUMBERS)]
+    if items[-1] == "":
+        items.pop()
+    integers: list[int | None] = []
+    for item in items:
+        match = _INTEGER.fullmatch(item)
+        if match is None and not (holes and item == "None"):
             return None
-        found.append(int(match[1]) if match else None)
-    return tuple(found) if len(found) <= _MOST_NUMBERS else None
+        integers.append(int(match[1]) if match else None)
+    return tuple(integers) if len(integers) <= _MOST_NUMBERS else None
 
 
 # The operators of the nodes, and the roles of the variables.
@@ -188,34 +187,34 @@ def _tuple(text: str, holes: bool) -> tuple[int | None, ...] | None:
 Table = dict[int, tuple[Operator, Mapping[str, Any]]]
 
 
-def with_operators(path: Path, graph: Graph, own: Mapping[str, Callable[..., Any]]) -> tuple[Graph, Table]:
+def with_operators(path: Path, graph: Graph, user_operators: Mapping[str, Callable[..., Any]]) -> tuple[Graph, Table]:
     """The graph as the newest MXNet would have it, and the operator of each node with its attributes."""
-    known = OPERATORS | {name: Operator(fn) for name, fn in own.items()}
+    operators = OPERATORS | {name: Operator(fn) for name, fn in user_operators.items()}
     missing: dict[str, list[str]] = {}
     for node in graph.nodes:
-        if not node.is_variable and node.op not in known:
+        if not node.is_variable and node.op not in operators:
             missing.setdefault(node.op, []).append(node.name)
     if missing:
         nodes = "; ".join(f"{op} in {', '.join(map(repr, names))}" for op, names in missing.items())
         hint = "Give operators={name: function}, and to the command `jaxpar port` --operator NAME=MODULE:FUNCTION"
         raise ValueError(f"{path} has operators that are unknown here: {nodes}. {hint}")
-    graph = _upgraded(graph, known)
+    graph = _upgraded(graph, operators)
     table: Table = {}
     for number, node in enumerate(graph.nodes):
         if not node.is_variable:
-            operator = known[node.op]
+            operator = operators[node.op]
             _check_count(path, node, operator)
             table[number] = operator, parse_attributes(operator, node)
     return graph, table
 
 
-def _upgraded(graph: Graph, known: Mapping[str, Operator]) -> Graph:
+def _upgraded(graph: Graph, operators: Mapping[str, Operator]) -> Graph:
     """A graph of an old version in the form of 1.0: running statistics are variables too."""
     nodes: list[Node] = []
     moved: list[int] = []
     for node in graph.nodes:
         inputs = tuple((moved[i], k) for i, k in node.inputs)
-        operator = known.get(node.op)
+        operator = operators.get(node.op)
         if operator and operator.state and len(inputs) == len(operator.slots) - len(operator.state):
             for name in operator.state:
                 inputs += ((len(nodes), 0),)
@@ -243,19 +242,19 @@ def check_shapes(path: Path, graph: Graph, table: Table, inputs: Sequence[str]) 
     It is 1 here. That is right up to the operator that broadcasts it to what follows from an input of the network.
     """
     begun: dict[int, Node] = {}  # the array of which an open value is made
-    known: set[int] = set()  # what is made of inputs
+    of_inputs: set[int] = set()  # what is made of inputs
     names = {*inputs}
     for number, node in enumerate(graph.nodes):
         before = [i for i, _ in node.inputs]
         opened = [begun[i] for i in before if i in begun]
         if node.is_variable:
-            known |= {number} if node.name in names else set()
+            of_inputs |= {number} if node.name in names else set()
         elif node.op in _FILLED and 0 in table[number][1].get("shape", ()):
             begun[number] = node
         elif opened and node.op not in BY_ROWS:
             raise ValueError(_open(path, opened[0], f"{node} takes it"))
-        elif known.intersection(before):
-            known.add(number)
+        elif of_inputs.intersection(before):
+            of_inputs.add(number)
         elif opened:
             begun[number] = opened[0]
     for number, _ in graph.heads:
@@ -263,9 +262,11 @@ def check_shapes(path: Path, graph: Graph, table: Table, inputs: Sequence[str]) 
             raise ValueError(_open(path, begun[number], "it is an output"))
 
 
-def _open(path: Path, begun: Node, where: str) -> str:
+def _open(path: Path, begun: Node, reason: str) -> str:
     hint = "write the number in the symbol file, or give unroll(begin_state=) variables in MXNet"
-    return f"{path}: {begun} has a 0 in its shape, {begun.attrs['shape']}, which jaxpar cannot infer as {where}; {hint}"
+    return (
+        f"{path}: {begun} has a 0 in its shape, {begun.attrs['shape']}, which jaxpar cannot infer as {reason}; {hint}"
+    )
 
 
 def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str]]:
@@ -288,7 +289,7 @@ def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str]]:
 
 
 def needed_nodes(
-    graph: Graph, table: Mapping[int, tuple[Operator, Any]], heads: Sequence[tuple[int, int]]
+    graph: Graph, table: Mapping[int, tuple[Operator, Mapping[str, Any]]], heads: Sequence[tuple[int, int]]
 ) -> frozenset[int]:
     """The nodes that these outputs are computed of. Labels of loss layers are none, nor what is before."""
     needed = {number for number, _ in heads}
@@ -301,13 +302,13 @@ def needed_nodes(
 
 def labels_of(graph: Graph, number: int) -> frozenset[str]:
     """The names of the variables that the label of a loss layer is computed of."""
-    found = set[int]()
+    visited = set[int]()
     waiting = [i for i, _ in graph.nodes[number].inputs[1:]]
     while waiting:
-        if (i := waiting.pop()) not in found:
-            found.add(i)
+        if (i := waiting.pop()) not in visited:
+            visited.add(i)
             waiting += [j for j, _ in graph.nodes[i].inputs]
-    return frozenset(graph.nodes[i].name for i in found if graph.nodes[i].is_variable)
+    return frozenset(graph.nodes[i].name for i in visited if graph.nodes[i].is_variable)
 
 
 def output_names(graph: Graph) -> tuple[str, ...]:
@@ -391,14 +392,14 @@ def first_difference(
 
 
 def _difference(
-    node: Node, here: np.ndarray, there: np.ndarray, tolerance: float | None, equal: int
+    node: Node, output: np.ndarray, expected: np.ndarray, tolerance: float | None, equal: int
 ) -> Difference | None:
-    shapes = here.shape, there.shape
-    if here.shape != there.shape:
+    shapes = output.shape, expected.shape
+    if output.shape != expected.shape:
         return Difference(node.name, node.op, *shapes, np.nan, np.nan, (), np.nan, np.nan, equal)
     if tolerance is None:
-        tolerance = _TOLERANCE_OF_16_BITS if min(here.dtype.itemsize, there.dtype.itemsize) == 2 else _TOLERANCE
-    a, b = here.astype(np.float64), there.astype(np.float64)
+        tolerance = _TOLERANCE_OF_16_BITS if min(output.dtype.itemsize, expected.dtype.itemsize) == 2 else _TOLERANCE
+    a, b = output.astype(np.float64), expected.astype(np.float64)
     with np.errstate(invalid="ignore"):  # inf - inf
         gap = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0, np.abs(a - b))
     gap = np.where(np.isnan(gap), np.inf, gap)

@@ -24,11 +24,12 @@ _SPATIAL = {1: "W", 2: "HW", 3: "DHW"}
 _GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 _MOST_LAYERS = 1000
 _Carry = tuple[jax.Array, ...]
+_Weights = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # of the input, of the state, and the biases of both
 
 
-def per_channel(value: jax.Array, like: jax.Array, axis: int = 1) -> jax.Array:
-    """A vector with the axes of `like`, along one of them."""
-    shape = [1] * like.ndim
+def per_channel(value: jax.Array, x: jax.Array, axis: int = 1) -> jax.Array:
+    """A vector with the axes of `x`, along one of them."""
+    shape = [1] * x.ndim
     shape[axis] = -1
     return value.reshape(shape)
 
@@ -62,16 +63,41 @@ def convolution(
 ) -> jax.Array:
     axes = len(kernel)
     padding = [(p, p) for p in _filled(pad, axes, 0)]
-    more = {"rhs_dilation": _filled(dilate, axes, 1), "feature_group_count": num_group}
-    return _convolved(data, weight, bias, _layout(layout, axes), _filled(stride, axes, 1), padding, **more)
+    return _convolved(
+        data,
+        weight,
+        bias,
+        layout=_layout(layout, axes),
+        strides=_filled(stride, axes, 1),
+        padding=padding,
+        rhs_dilation=_filled(dilate, axes, 1),
+        groups=num_group,
+    )
 
 
 def _convolved(
-    data: jax.Array, weight: jax.Array, bias: jax.Array | None, letters: str, *window: Any, **more: Any
+    data: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    *,
+    layout: str,
+    strides: tuple[int, ...],
+    padding: list[tuple[int, int]],
+    lhs_dilation: tuple[int, ...] | None = None,
+    rhs_dilation: tuple[int, ...],
+    groups: int,
 ) -> jax.Array:
-    numbers = (letters, letters.replace("N", "O").replace("C", "I"), letters)
-    out = lax.conv_general_dilated(data, weight, *window, dimension_numbers=numbers, **more)
-    return out if bias is None else out + per_channel(bias, out, letters.index("C"))
+    out = lax.conv_general_dilated(
+        data,
+        weight,
+        strides,
+        padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        dimension_numbers=(layout, layout.replace("N", "O").replace("C", "I"), layout),
+        feature_group_count=groups,
+    )
+    return out if bias is None else out + per_channel(bias, out, layout.index("C"))
 
 
 def deconvolution(
@@ -106,8 +132,17 @@ def deconvolution(
     grouped = weight.reshape(num_group, -1, *weight.shape[1:]).swapaxes(1, 2)
     mirrored = jnp.flip(grouped.reshape(-1, *grouped.shape[2:]), range(2, 2 + axes))
     padding = [(r - p, r - p + a) for r, p, a in zip(reach, pad, adj, strict=True)]
-    more = {"lhs_dilation": stride, "rhs_dilation": dilate, "feature_group_count": num_group}
-    return _convolved(data, mirrored, bias, _layout(None, axes), (1,) * axes, padding, **more)
+    return _convolved(
+        data,
+        mirrored,
+        bias,
+        layout=_layout(None, axes),
+        strides=(1,) * axes,
+        padding=padding,
+        lhs_dilation=stride,
+        rhs_dilation=dilate,
+        groups=num_group,
+    )
 
 
 def fully_connected(
@@ -144,10 +179,10 @@ def batch_norm(
     x = data.astype(jnp.promote_types(data.dtype, jnp.float32))
     running = (moving_mean, moving_var)
     if train and not use_global_stats:
-        others = [i for i in range(x.ndim) if i != axis % x.ndim]
-        mean, var = x.mean(others), x.var(others)
-        fresh = zip(running, (mean, var), strict=True)
-        running = tuple(lax.stop_gradient(old * momentum + new * (1 - momentum)) for old, new in fresh)
+        axes = [i for i in range(x.ndim) if i != axis % x.ndim]
+        mean, var = x.mean(axes), x.var(axes)
+        old_and_new = zip(running, (mean, var), strict=True)
+        running = tuple(lax.stop_gradient(old * momentum + new * (1 - momentum)) for old, new in old_and_new)
     else:
         mean, var = moving_mean, moving_var
     scale = jnp.ones_like(gamma) if fix_gamma else gamma
@@ -182,49 +217,49 @@ def pooling(
     stride, pad = _filled(stride, axes, 1), _filled(pad, axes, 0)
     window, strides, padding = [1] * data.ndim, [1] * data.ndim, [(0, 0)] * data.ndim
     beyond = False  # whether a window begins behind the padding, where nothing is
-    whole = list(padding)
+    full_padding = list(padding)  # with what a last, incomplete window reaches behind it
     for i, n, k, s, p in zip(at, sizes, kernel, stride, pad, strict=True):
         last = (_pooled(n, k, s, p, pooling_convention) - 1) * s
         window[i], strides[i], padding[i], beyond = k, s, (p, p), beyond or last >= n + p
-        whole[i] = (p, max(p, last + k - n - p))
+        full_padding[i] = (p, max(p, last + k - n - p))
 
     def sums(x: jax.Array, around: list[tuple[int, int]]) -> jax.Array:
         return lax.reduce_window(x, 0.0, lax.add, window, strides, around)
 
     if pool_type == "max":
-        out = lax.reduce_window(data, -jnp.inf, lax.max, window, strides, whole)
+        out = lax.reduce_window(data, -jnp.inf, lax.max, window, strides, full_padding)
         return jnp.maximum(out, jnp.finfo(data.dtype).min) if beyond else out
     if pool_type == "lp":
         power = p_value or 2
         if power not in (1, 2, 3):
             raise ValueError(f"Pooling: p_value must be 1, 2 or 3, got {power}")
-        total = sums(data**power, whole)  # as in MXNet, of signed values
-        some = total != 0  # as in MXNet, the gradient of a root of 0 is 0
+        total = sums(data**power, full_padding)  # as in MXNet, of signed values
+        is_nonzero = total != 0  # as in MXNet, the gradient of a root of 0 is 0
         root = (jnp.sqrt, jnp.cbrt)[power - 2]
-        return total if power == 1 else jnp.where(some, root(jnp.where(some, total, 1)), 0)
+        return total if power == 1 else jnp.where(is_nonzero, root(jnp.where(is_nonzero, total, 1)), 0)
     if pool_type == "sum":
-        return sums(data, whole)
+        return sums(data, full_padding)
     if pool_type != "avg":
         raise ValueError(f"Pooling: pool_type must be max, avg, sum or lp, got {pool_type!r}")
-    if whole == padding and (count_include_pad is not False or not any(pad)):
-        return sums(data, whole) / math.prod(window)
+    if full_padding == padding and (count_include_pad is not False or not any(pad)):
+        return sums(data, full_padding) / math.prod(window)
     # What lies behind the padding, where only a last, incomplete window reaches, is not counted.
     ones = jnp.ones([data.shape[i] if i in at else 1 for i in range(data.ndim)], data.dtype)
-    rest = whole
+    not_counted = full_padding
     if count_include_pad is not False:
         ones = jnp.pad(ones, padding, constant_values=1)
-        rest = [(0, right - own) for (_, right), (_, own) in zip(whole, padding, strict=True)]
-    return sums(data, whole) / jnp.maximum(sums(ones, rest), 1)
+        not_counted = [(0, full - pad) for (_, full), (_, pad) in zip(full_padding, padding, strict=True)]
+    return sums(data, full_padding) / jnp.maximum(sums(ones, not_counted), 1)
 
 
 def _pooled(size: int, kernel: int, stride: int, pad: int, convention: str) -> int:
     """The length of an axis after pooling."""
     if convention not in ("valid", "full"):  # MXNet 1.9.1 itself fails at "same"
         raise ValueError(f"Pooling: pooling_convention must be valid or full, got {convention!r}")
-    rest = size + 2 * pad - kernel
-    if rest < 0:
+    room = size + 2 * pad - kernel
+    if room < 0:
         raise ValueError(f"Pooling: a kernel of {kernel} is larger than its input, {size} with a padding of {pad}")
-    return 1 + (-(-rest // stride) if convention == "full" else rest // stride)
+    return 1 + (-(-room // stride) if convention == "full" else room // stride)
 
 
 def dropout(
@@ -306,13 +341,13 @@ def lrn(data: jax.Array, *, nsize: int, alpha: float = 1e-4, beta: float = 0.75,
 
 
 def _standardized(
-    x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float, over: tuple[int, ...], axis: int
+    x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float, axes: tuple[int, ...], axis: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(values less their mean over their deviation, scaled and moved along an axis; mean; deviation)."""
-    mean = x.mean(over, keepdims=True)
-    deviation = jnp.sqrt(x.var(over, keepdims=True) + eps)
+    """(values less their mean over their deviation, scaled and moved along an axis; mean; deviation) over `axes`."""
+    mean = x.mean(axes, keepdims=True)
+    deviation = jnp.sqrt(x.var(axes, keepdims=True) + eps)
     out = (x - mean) / deviation * per_channel(gamma, x, axis) + per_channel(beta, x, axis)
-    return out, mean.squeeze(over), deviation.squeeze(over)
+    return out, mean.squeeze(axes), deviation.squeeze(axes)
 
 
 def layer_norm(
@@ -324,8 +359,8 @@ def layer_norm(
     eps: float = 1e-5,
     output_mean_var: bool = False,
 ) -> Any:
-    found = _standardized(data, gamma, beta, eps, (axis,), axis)
-    return found if output_mean_var else found[0]
+    out, mean, deviation = _standardized(data, gamma, beta, eps, (axis,), axis)
+    return (out, mean, deviation) if output_mean_var else out
 
 
 def instance_norm(data: jax.Array, gamma: jax.Array, beta: jax.Array, *, eps: float = 1e-3) -> jax.Array:
@@ -354,8 +389,10 @@ def up_sampling(
     multi_input_mode: str = "concat",
 ) -> jax.Array:
     if sample_type not in ("nearest", "bilinear") or multi_input_mode not in ("concat", "sum"):
-        known = "sample_type nearest or bilinear, multi_input_mode concat or sum"
-        raise ValueError(f"UpSampling: expected {known}; got {sample_type!r} and {multi_input_mode!r}")
+        raise ValueError(
+            "UpSampling: expected sample_type nearest or bilinear, multi_input_mode concat or sum; "
+            f"got {sample_type!r} and {multi_input_mode!r}"
+        )
     if sample_type == "bilinear":
         return deconvolution(
             data[0],
@@ -378,15 +415,17 @@ def up_sampling(
 def parameter_count(mode: str, inputs: int, hidden: int, layers: int, directions: int) -> int:
     """The length of the vector of packed weights."""
     if mode not in _GATES or hidden < 1 or not 1 <= layers <= _MOST_LAYERS:
-        known = f"mode one of {', '.join(_GATES)}, state_size at least 1, num_layers 1 to {_MOST_LAYERS}"
-        raise ValueError(f"RNN: expected {known}; got {mode!r}, {hidden} and {layers}")
+        raise ValueError(
+            f"RNN: expected mode one of {', '.join(_GATES)}, state_size at least 1, num_layers 1 to {_MOST_LAYERS}; "
+            f"got {mode!r}, {hidden} and {layers}"
+        )
     rows = _GATES[mode] * hidden * directions
     first = rows * (inputs + hidden + 2)
     return first + (layers - 1) * rows * (hidden * directions + hidden + 2)
 
 
-def _unpack(packed: jax.Array, gates: int, inputs: int, hidden: int, layers: int, directions: int) -> list[Any]:
-    """(weight of the input, of the state, bias of the input, of the state) of each layer and direction."""
+def _unpack(packed: jax.Array, gates: int, inputs: int, hidden: int, layers: int, directions: int) -> list[_Weights]:
+    """The weights of each layer and direction."""
     rows, at, weights = gates * hidden, 0, []
     for layer in range(layers):
         for _ in range(directions):
@@ -447,9 +486,9 @@ def rnn(
     if parameters.shape != (expected,):
         raise ValueError(f"RNN: its packed weights must have the shape ({expected},), got {parameters.shape}")
     shape = (num_layers * directions, batch, state_size)
-    given = [state] if state_cell is None else [state, state_cell]
+    initial = [state] if state_cell is None else [state, state_cell]
     # An exported network has zeros for states, of a batch that is that of the data.
-    states = [jnp.broadcast_to(s, shape).astype(data.dtype) for s in given]
+    states = [jnp.broadcast_to(s, shape).astype(data.dtype) for s in initial]
     weights = _unpack(parameters, _GATES[mode], inputs, state_size, num_layers, directions)
     x, last, cell = data, [[] for _ in states], _cell(mode)
     for layer in range(num_layers):
@@ -459,17 +498,21 @@ def rnn(
         for at in range(layer * directions, (layer + 1) * directions):
             out, end = _direction(cell, x, weights[at], tuple(s[at] for s in states), at % directions == 1)
             halves.append(out)
-            for kept, value in zip(last, end, strict=True):
-                kept.append(value)
+            for of_layers, value in zip(last, end, strict=True):
+                of_layers.append(value)
         x = jnp.concatenate(halves, 2)
     return (x, *(jnp.stack(s) for s in last)) if state_outputs else x
 
 
 def _direction(
-    cell: Callable[[_Carry, jax.Array, jax.Array], _Carry], x: jax.Array, weight: Any, start: _Carry, reverse: bool
+    cell: Callable[[_Carry, jax.Array, jax.Array], _Carry],
+    x: jax.Array,
+    weights: _Weights,
+    start: _Carry,
+    reverse: bool,
 ) -> tuple[jax.Array, _Carry]:
     """One direction of one layer over all steps."""
-    from_input, from_state, input_bias, state_bias = weight
+    from_input, from_state, input_bias, state_bias = weights
     projected = x @ from_input.T[None] + input_bias[None, None]
 
     def step(carry: _Carry, now: jax.Array) -> tuple[_Carry, jax.Array]:

@@ -27,15 +27,15 @@ def _with_gradient(
     def layer(data: jax.Array, label: jax.Array) -> jax.Array:
         return forward(data)
 
-    def there(data: jax.Array, label: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def fwd(data: jax.Array, label: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         out = forward(data)
         return out, (out, label)
 
-    def back(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
-        out, label = kept
+    def bwd(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
+        out, label = residuals
         return backward(out, label, gradient).reshape(out.shape).astype(out.dtype), None
 
-    layer.defvjp(there, back)
+    layer.defvjp(fwd, bwd)
     return layer(data, label)
 
 

@@ -11,16 +11,18 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from . import _arrays as arrays, _layers as layers, _losses as losses
 
-_GIVEN = frozenset(("train", "rng"))  # keywords that the model gives itself
+_BY_MODEL = frozenset(("train", "rng"))  # keywords that the model gives itself
+A = TypeVar("A", jax.Array, np.ndarray)
 Shape = tuple[int, ...]
 Shapes = Callable[[Shape, Mapping[str, Any]], Mapping[str, Shape]]
 Last = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
@@ -54,12 +56,12 @@ class Operator:
 
     @functools.cached_property
     def attributes(self) -> Mapping[str, inspect.Parameter]:
-        return {n: p for n, p in self.parameters.items() if p.kind == p.KEYWORD_ONLY and n not in _GIVEN}
+        return {n: p for n, p in self.parameters.items() if p.kind == p.KEYWORD_ONLY and n not in _BY_MODEL}
 
     @functools.cached_property
-    def given(self) -> frozenset[str]:
+    def by_model(self) -> frozenset[str]:
         """Which of `train` and `rng` it takes."""
-        return _GIVEN & self.parameters.keys()
+        return _BY_MODEL & self.parameters.keys()
 
 
 def _convolution_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
@@ -81,8 +83,8 @@ def _dense_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
 
 def _channels(axis: int) -> Shapes:
     def shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
-        one = (data[attrs.get("axis", axis)],)
-        return dict.fromkeys(("gamma", "beta", "moving_mean", "moving_var"), one)
+        channels = (data[attrs.get("axis", axis)],)
+        return dict.fromkeys(("gamma", "beta", "moving_mean", "moving_var"), channels)
 
     return shapes
 
@@ -106,7 +108,9 @@ def _label_of_regression(data: Shape, attrs: Mapping[str, Any]) -> Shape:
     return data[:1] if len(data) == 2 and data[1] == 1 else data
 
 
-def _back_same(outputs: Sequence[Shape | None], arrays: Sequence[Shape | None], attrs: Any) -> Sequence[Shape | None]:
+def _back_same(
+    outputs: Sequence[Shape | None], arrays: Sequence[Shape | None], attrs: Mapping[str, Any]
+) -> Sequence[Shape | None]:
     """Of operators whose arrays and outputs have one shape."""
     shape = next((shape for shape in (*outputs, *arrays) if shape is not None), None)
     return [shape] * len(arrays)
@@ -115,9 +119,11 @@ def _back_same(outputs: Sequence[Shape | None], arrays: Sequence[Shape | None], 
 def _back_of_one(function: Callable[[Shape, Mapping[str, Any]], Shape | None]) -> Back:
     """Of operators with one array, whose shape is a function of that of an output."""
 
-    def back(outputs: Sequence[Shape | None], arrays: Any, attrs: Mapping[str, Any]) -> Sequence[Shape | None]:
-        known = next((shape for shape in outputs if shape is not None), None)
-        return [None if known is None else function(known, attrs)]
+    def back(
+        outputs: Sequence[Shape | None], arrays: Sequence[Shape | None], attrs: Mapping[str, Any]
+    ) -> Sequence[Shape | None]:
+        output = next((shape for shape in outputs if shape is not None), None)
+        return [None if output is None else function(output, attrs)]
 
     return back
 
@@ -128,10 +134,10 @@ def _back_transposed(shape: Shape, attrs: Mapping[str, Any]) -> Shape:
 
 
 def _back_swapped(shape: Shape, attrs: Mapping[str, Any]) -> Shape:
-    found = list(shape)
+    swapped = list(shape)
     a, b = attrs.get("dim1", 0), attrs.get("dim2", 0)
-    found[a], found[b] = found[b], found[a]
-    return tuple(found)
+    swapped[a], swapped[b] = swapped[b], swapped[a]
+    return tuple(swapped)
 
 
 def _back_expanded(shape: Shape, attrs: Mapping[str, Any]) -> Shape:
@@ -159,20 +165,20 @@ def _back_joined(
     outputs: Sequence[Shape | None], arrays: Sequence[Shape | None], attrs: Mapping[str, Any]
 ) -> Sequence[Shape | None]:
     """Of Concat: an array that is alone unknown has what the others leave."""
-    whole, missing = outputs[0], [i for i, shape in enumerate(arrays) if shape is None]
-    found = list(arrays)
-    if whole is not None and len(missing) == 1:
-        axis = attrs.get("dim", 1) % len(whole)
-        left = whole[axis] - sum(shape[axis] for shape in arrays if shape is not None)
-        found[missing[0]] = (*whole[:axis], left, *whole[axis + 1 :])
-    return found
+    output, missing = outputs[0], [i for i, shape in enumerate(arrays) if shape is None]
+    inferred = list(arrays)
+    if output is not None and len(missing) == 1:
+        axis = attrs.get("dim", 1) % len(output)
+        left = output[axis] - sum(shape[axis] for shape in arrays if shape is not None)
+        inferred[missing[0]] = (*output[:axis], left, *output[axis + 1 :])
+    return inferred
 
 
 def _back_stacked(
     outputs: Sequence[Shape | None], arrays: Sequence[Shape | None], attrs: Mapping[str, Any]
 ) -> Sequence[Shape | None]:
-    whole = outputs[0]
-    return [None if whole is None else _back_expanded(whole, {"axis": attrs.get("axis", 0)})] * len(arrays)
+    output = outputs[0]
+    return [None if output is None else _back_expanded(output, {"axis": attrs.get("axis", 0)})] * len(arrays)
 
 
 # The attributes for images whose channels are last
@@ -192,8 +198,8 @@ def _axis(name: str, default: int) -> Last:
 
 
 def _last_layout(attrs: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    own = attrs.get("layout") in (None, "None", "NCHW") and len(attrs.get("kernel") or (1, 1)) == 2
-    return {**attrs, "layout": "NHWC"} if own else None
+    is_of_images = attrs.get("layout") in (None, "None", "NCHW") and len(attrs.get("kernel") or (1, 1)) == 2
+    return {**attrs, "layout": "NHWC"} if is_of_images else None
 
 
 def _last_split(attrs: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -285,7 +291,7 @@ def _round(x: jax.Array) -> jax.Array:
     return jnp.trunc(x) + jnp.trunc(2 * (x - jnp.trunc(x)))
 
 
-def _divide(a: Any, b: Any) -> jax.Array:
+def _divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
     """Of integers that without its fraction."""
     dtype = jnp.result_type(a, b)
     if not jnp.issubdtype(dtype, jnp.integer):
@@ -295,8 +301,8 @@ def _divide(a: Any, b: Any) -> jax.Array:
 
 def _mod(a: Any, b: Any) -> jax.Array:
     """As in MXNet, 0 where the divisor is, with the gradient of `a`."""
-    rest = jnp.mod(a, jnp.where(b == 0, 1, b))
-    return jnp.where(b == 0, a - lax.stop_gradient(a), rest)
+    remainder = jnp.mod(a, jnp.where(b == 0, 1, b))
+    return jnp.where(b == 0, a - lax.stop_gradient(a), remainder)
 
 
 def _maximum(a: Any, b: Any) -> jax.Array:
@@ -450,7 +456,7 @@ _NAMED: dict[str, Operator] = {
     **{names: _with_scalar(f) for f, _, names in ARITHMETIC.values()},
 }
 
-OPERATORS: dict[str, Operator] = {name: found for names, found in _NAMED.items() for name in names.split()}
+OPERATORS: dict[str, Operator] = {name: operator for names, operator in _NAMED.items() for name in names.split()}
 
 # Operators which broadcast an axis of length 1 whose rows are all equal, or keep it so.
 BY_ROWS = frozenset(
@@ -470,26 +476,27 @@ IMAGES, KERNELS = (0, 2, 3, 1), (2, 3, 1, 0)  # MXNet's axes, in the order in wh
 class Turned:
     """An array of MXNet with its axes in another order."""
 
-    array: Any
+    array: jax.Array
     axes: tuple[int, ...]
 
 
-def turn(array: Any, axes: tuple[int, ...]) -> Any:
+def turn(array: A, axes: tuple[int, ...]) -> A:
     """An array of MXNet's order in this order. An array that has not four axes is the same in both."""
     return array.transpose(axes) if array.ndim == 4 else array
 
 
-def back(array: Any, axes: tuple[int, ...]) -> Any:
+def back(array: A, axes: tuple[int, ...]) -> A:
     """An array of this order in MXNet's order."""
     return turn(array, tuple(np.argsort(axes)))
 
 
-def wrap(array: Any, axes: tuple[int, ...]) -> Any:
+def wrap(array: jax.Array, axes: tuple[int, ...]) -> jax.Array | Turned:
     """An array that a network of this layout is given."""
     return Turned(array, axes) if array.ndim == 4 else array
 
 
-def own(value: Any) -> Any:
+def unwrap(value: Any) -> Any:
+    """A value of a network in MXNet's order."""
     return back(value.array, value.axes) if isinstance(value, Turned) else value
 
 
@@ -497,7 +504,7 @@ def image(value: Any) -> Any:
     """A value of a network as one of layout NHWC."""
     if isinstance(value, Turned) and value.axes == IMAGES:
         return value.array
-    return None if value is None else turn(own(value), IMAGES)
+    return None if value is None else turn(unwrap(value), IMAGES)
 
 
 def run(
@@ -508,8 +515,8 @@ def run(
 ) -> Any:
     """What an operator gives, by `compute(arrays, attributes)`: in the layout of its images where it can."""
     last = operator.last(attrs) if operator.last and any(isinstance(v, Turned) for v in values) else None
-    data = values[:1] if operator.shapes else values  # the others are vectors and weights
-    if last is None or not all(isinstance(v, Turned) or np.ndim(v) == 4 for v in data):
-        return compute([own(v) for v in values], attrs)
-    found = compute([image(v) for v in values], last)
-    return jax.tree.map(lambda x: wrap(x, IMAGES), found)
+    images = values[:1] if operator.shapes else values  # the others are vectors and weights
+    if last is None or not all(isinstance(v, Turned) or np.ndim(v) == 4 for v in images):
+        return compute([unwrap(v) for v in values], attrs)
+    outputs = compute([image(v) for v in values], last)
+    return jax.tree.map(lambda x: wrap(x, IMAGES), outputs)

@@ -130,37 +130,43 @@ def port(
         >>> from jaxpar import mxnet
         >>> text = mxnet.port("lenet-symbol.json", shapes={"data": (1, 1, 28, 28)})  # doctest: +SKIP
     """
-    own_operators = dict(operators or {})
-    model = load_symbol(symbol_file, params_file, operators=own_operators)
-    given = {name: tuple(shape) for name, shape in (shapes or {}).items()}
-    known: dict[str, tuple[int, ...]] = {name: a.shape for name, a in {**model.params, **model.state}.items()}
+    user_operators = dict(operators or {})
+    model = load_symbol(symbol_file, params_file, operators=user_operators)
+
+    # The shapes of all arrays, as far as they follow from the params and from the inputs.
+    input_shapes = {name: tuple(shape) for name, shape in (shapes or {}).items()}
+    all_shapes: dict[str, tuple[int, ...]] = {name: a.shape for name, a in {**model.params, **model.state}.items()}
     try:
-        known |= model.shapes(**given)
+        all_shapes |= model.shapes(**input_shapes)
     except ValueError:
-        if given and params_file is None:
+        if input_shapes and params_file is None:
             raise
-        known |= given
+        all_shapes |= input_shapes
+
+    # The nodes as lines, and what repeats as functions and loops.
     taken = dict.fromkeys(_RESERVED, 1)
-    lines, heads, rare = _lines_of(model, known, own_operators, taken)
+    lines, heads, rare = _lines_of(model, all_shapes, user_operators, taken)
     lines = _needed(lines, heads)
     used = {value for value in [*heads, *(value for line in lines for value in line.inputs)] if value[1] == 0}
     variables = [(number, node.name) for number, node in enumerate(model.symbol.nodes) if node.is_variable]
     inputs = {(n, 0): name for n, name in variables if (n, 0) in used and name not in model._arrays}
     functions, items = fold(lines, list(inputs), heads, taken)
     names = {value: _identifier(name, taken) for value, name in inputs.items()}
-    parts = functions_of(functions, items, names, heads)
-    kinds = {kind: {name for name, own in model._arrays.items() if own == kind} for kind in ("arg", "aux")}
-    by_ending = _port_layers.split(dict.fromkeys(model._arrays))
-    copied = _copied("\n".join(parts))
-    if set(by_ending[1]) != kinds["aux"]:  # the endings of their names do not tell running statistics
+    function_texts = functions_of(functions, items, names, heads)
+
+    # With what they call of jaxpar's layers.
+    copied = _copied("\n".join(function_texts))
+    statistics = {name for name, kind in model._arrays.items() if kind == "aux"}
+    _, by_ending = _port_layers.split(dict.fromkeys(model._arrays))
+    if set(by_ending) != statistics:  # the endings of their names do not tell running statistics
         copied = [text for text in copied if not text.startswith("def split(")]
-        copied.append(_SPLIT.format(names=", ".join(f"{name!r}" for name in sorted(kinds["aux"]))))
-    text = "\n\n\n".join([*copied, *parts])
-    defaults = [names[v] + (f"={known[name]}" if name in known else "") for v, name in inputs.items()]
+        copied.append(_SPLIT.format(names=", ".join(f"{name!r}" for name in sorted(statistics))))
+    text = "\n\n\n".join([*copied, *function_texts])
+    defaults = [names[v] + (f"={all_shapes[name]}" if name in all_shapes else "") for v, name in inputs.items()]
     return (_MODULE + (_NNX if nnx else "")).format(
         name=re.sub(r"[^\w.-]", "_", files.as_path(symbol_file, "mxnet.port: symbol_file").name),
         kind="Flax's nnx" if nnx else "plain JAX",
-        imports=_imports(text, rare, own_operators, nnx),
+        imports=_imports(text, rare, user_operators, nnx),
         text=text,
         inputs="".join(f"{name}, " for name in names.values()),
         after="".join(f", jnp.asarray({name})" for name in names.values()),
@@ -189,75 +195,80 @@ def _identifier(name: str, taken: dict[str, int]) -> str:
 
 def _copied(text: str) -> list[str]:
     """The source of the functions that a text calls, and of those that each module has."""
-    found: list[str] = []
+    sources: list[str] = []
     for name, value in reversed(list(vars(_port_layers).items())):
-        own = (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ == _port_layers.__name__
-        used = name in ("Net", "new_array", "split") or re.search(rf"\b{name}[(,]", "\n".join([text, *found]))
-        if own and used and name != "load":
-            found.insert(0, inspect.getsource(value).strip())
-    return found
+        is_defined = (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ == _port_layers.__name__
+        is_used = name in ("Net", "new_array", "split") or re.search(rf"\b{name}[(,]", "\n".join([text, *sources]))
+        if is_defined and is_used and name != "load":
+            sources.insert(0, inspect.getsource(value).strip())
+    return sources
 
 
-def _imports(text: str, rare: Mapping[str, str], own: Mapping[str, Callable[..., Any]], nnx: bool) -> str:
+def _imports(text: str, rare: Mapping[str, str], user_operators: Mapping[str, Callable[..., Any]], nnx: bool) -> str:
     lines = ["import math", "from typing import Any, NamedTuple", "", "import jax", "import jax.numpy as jnp"]
     lines += ["from flax import nnx"] if nnx else []
     lines += ["from jax import lax"] if "lax." in text else []
-    ours = {op: name for op, name in rare.items() if op not in own}
+    ours = {op: name for op, name in rare.items() if op not in user_operators}
     lines += ["", f"from jaxpar.mxnet import load_params{', operator' if ours else ''}"]
     if ours:
         lines += ["", "# Operators that are rare: jaxpar's functions, with MXNet's arguments."]
         lines += [f"{name} = operator({op!r})".replace("'", '"') for op, name in ours.items()]
     if len(ours) < len(rare):
         lines += ["", "# Operators of one's own."]
-        lines += [_source(op, own[op], name) for op, name in rare.items() if op in own]
+        lines += [_source(op, user_operators[op], name) for op, name in rare.items() if op in user_operators]
     return "\n".join(lines)
 
 
 def _source(op: str, fn: Callable[..., Any], name: str) -> str:
     """The lines that give a module a function: its import, or a copy."""
     module, path = getattr(fn, "__module__", None) or "__main__", getattr(fn, "__qualname__", "").split(".")
-    if module != "__main__" and all(part.isidentifier() for part in path):
-        found: Any = importlib.import_module(module)
-        for part in path:
-            found = getattr(found, part, None)
-        if found is fn:
-            first, *rest = path
-            more = f"\n{name} = {'.'.join([name, *rest])}" if rest else ""
+    if module != "__main__" and all(word.isidentifier() for word in path):
+        imported: Any = importlib.import_module(module)
+        for word in path:
+            imported = getattr(imported, word, None)
+        if imported is fn:
+            first, *attributes = path
+            more = f"\n{name} = {'.'.join([name, *attributes])}" if attributes else ""
             return f"from {module} import {first} as {name}{more}"
+
+    # It cannot be imported, so its definition is copied, if that uses nothing of its file but modules.
     hint = "define it at the top of a module that can be imported"
     try:
         tree, code = ast.parse("".join(inspect.findsource(fn)[0])), inspect.unwrap(fn).__code__
     except (OSError, TypeError, AttributeError, SyntaxError):  # no function of Python, or one without its file
         raise ValueError(f"mxnet.port: operators[{op!r}] has no source that can be copied; {hint}") from None
     places = {(line, column) for line, _, column, _ in code.co_positions()}
-    found = None
+    definition = None
     for node in ast.walk(tree):
         if isinstance(node, ast.Lambda) and (node.body.lineno, node.body.col_offset) in places:
-            found = node if code.co_name == "<lambda>" and node.lineno == code.co_firstlineno else found
+            is_it = code.co_name == "<lambda>" and node.lineno == code.co_firstlineno
+            definition = node if is_it else definition
         elif isinstance(node, ast.FunctionDef) and node.name == code.co_name and node.lineno == code.co_firstlineno:
-            found = node
-    if found is None:
+            definition = node
+    if definition is None:
         raise ValueError(f"mxnet.port: operators[{op!r}] cannot be found in its file; {hint}")
-    inside = list(ast.walk(found))
-    own = {each.arg for each in inside if isinstance(each, ast.arg)}
-    own |= {each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    inside = list(ast.walk(definition))
+    local_names = {each.arg for each in inside if isinstance(each, ast.arg)}
+    local_names |= {each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
     annotations = [each.annotation for each in inside if isinstance(each, ast.arg) and each.annotation]
-    left_out = {id(part) for annotation in annotations for part in ast.walk(annotation)}
-    names = {each.id for each in inside if isinstance(each, ast.Name) and id(each) not in left_out} - own
+    left_out = {id(node) for annotation in annotations for node in ast.walk(annotation)}
+    names = {each.id for each in inside if isinstance(each, ast.Name) and id(each) not in left_out} - local_names
     around: dict[str, Any] = getattr(fn, "__globals__", {})
     modules = {each: around[each] for each in sorted(names) if inspect.ismodule(around.get(each))}
-    others = sorted(each for each in names - modules.keys() if each in around or not hasattr(builtins, each))
-    if others := sorted({*others, *(names & {*code.co_freevars})}):
-        reason = f"is no function that can be imported, and uses {', '.join(others)} of its own file"
-        raise ValueError(f"mxnet.port: operators[{op!r}] {reason}; {hint}")
-    for argument in ast.walk(found.args):
+    of_file = {each for each in names - modules.keys() if each in around or not hasattr(builtins, each)}
+    if of_file := sorted(of_file | (names & {*code.co_freevars})):
+        raise ValueError(
+            f"mxnet.port: operators[{op!r}] is no function that can be imported, and uses {', '.join(of_file)} of its "
+            f"own file; {hint}"
+        )
+    for argument in ast.walk(definition.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    if isinstance(found, ast.FunctionDef):
-        found.name, found.returns = name, None
-        text = ast.unparse(found)
+    if isinstance(definition, ast.FunctionDef):
+        definition.name, definition.returns = name, None
+        text = ast.unparse(definition)
     else:
-        text = f"{name} = {ast.unparse(found)}"
+        text = f"{name} = {ast.unparse(definition)}"
     return "\n".join([*(f"import {value.__name__} as {each}" for each, value in modules.items()), text])
 
 
@@ -267,7 +278,7 @@ def _source(op: str, fn: Callable[..., Any], name: str) -> str:
 def _lines_of(
     model: Model,
     shapes: Mapping[str, tuple[int, ...]],
-    own: Mapping[str, Callable[..., Any]],
+    user_operators: Mapping[str, Callable[..., Any]],
     taken: dict[str, int],
 ) -> tuple[list[Line], tuple[Value, ...], dict[str, str]]:
     """The lines of a network, its outputs, and the rare operators: {MXNet's name: name in the module}.
@@ -289,13 +300,14 @@ def _lines_of(
             same[number, 0] = variables.setdefault(node.name, number), 0
             continue
         call = _Call(model, number, shapes, same)
-        is_common = node.op in _COMMON and node.op not in own and not (has_integers and node.op in _OF_FLOATS)
+        is_common = node.op in _COMMON and not (has_integers and node.op in _OF_FLOATS)
+        is_common = is_common and node.op not in user_operators
         form = _COMMON[node.op](call) if is_common else None
         if form is None:
             if node.op not in rare:
                 word = re.sub(r"\W", "_", node.op.strip("_").lower(), flags=re.ASCII)
                 rare[node.op] = free_name(f"mx_{word}", taken)
-            count = min(outputs_used.get(number, 1), _MOST_OUTPUTS) if node.op in own else 0
+            count = min(outputs_used.get(number, 1), _MOST_OUTPUTS) if node.op in user_operators else 0
             form = _rare(call, rare[node.op], count)
         else:
             count = 0
@@ -328,15 +340,16 @@ def _count(op: str, attrs: Mapping[str, Any]) -> int:
 class _Call:
     """A node that becomes a line. Its methods give the texts of the form, and collect the inputs and slots."""
 
-    def __init__(self, model: Model, number: int, shapes: Mapping[str, Any], same: Mapping[Value, Value]):
+    def __init__(self, model: Model, number: int, shapes: Mapping[str, tuple[int, ...]], same: Mapping[Value, Value]):
         self.node, self.number, self._shapes = model.symbol.nodes[number], number, shapes
-        self.operator, given = model._operators.get(number, (_VARIABLE, {}))
+        self.operator, attrs = model._operators.get(number, (_VARIABLE, {}))
         defaults = {name: parameter.default for name, parameter in self.operator.attributes.items()}
-        self.attrs = {**defaults, **given}
+        self.attrs = {**defaults, **attrs}
         if self.attrs.get("layout") in ("None", "NCW", "NCHW", "NCDHW"):
             self.attrs["layout"] = None
-        self.given = {
-            key: self.attrs[key] for key in given if key not in defaults or repr(self.attrs[key]) != repr(defaults[key])
+        # Of the attributes of the file those that are no defaults.
+        self.non_default = {
+            key: self.attrs[key] for key in attrs if key not in defaults or repr(self.attrs[key]) != repr(defaults[key])
         }
         self.refs = [same.get(ref, ref) for ref in self.node.inputs]
         named = [model.symbol.nodes[i] for i, _ in self.node.inputs]
@@ -373,16 +386,23 @@ class _Call:
         ends = [end for end in endings.split() if not (end == "bias" and self.attrs["no_bias"])]
         stem = (self.arrays[1] or "").removesuffix(f"_{ends[0]}") if len(self.arrays) > 1 else ""
         named = self.arrays[1:] == [f"{stem}_{end}" for end in ends]
-        if not named or not parameters.keys() >= self.given.keys() - {*without}:
+        if not named or not parameters.keys() >= self.non_default.keys() - {*without}:
             return None
-        own: dict[str, tuple[str, Any]] = {"name": ("name", stem), "key": ("index", self.number), "by": ("value", by)}
+        no_attributes: dict[str, tuple[str, Any]] = {
+            "name": ("name", stem),
+            "key": ("index", self.number),
+            "by": ("value", by),
+        }
         text = ""
         for key, parameter in parameters.items():
             if key in ("net", "x"):
                 text += f", {self.value() if key == 'x' else key}"
                 continue
             size = key.startswith("num_") or key.endswith("_dim")
-            kind, value = own[key] if key in own else ("size" if size else "value", self.attrs[key])
+            if key in no_attributes:
+                kind, value = no_attributes[key]
+            else:
+                kind, value = "size" if size else "value", self.attrs[key]
             if key in _OF_IMAGES and len(set(value)) < 2 and (value or parameter.default is not parameter.empty):
                 value = value[0] if value else parameter.default
             if parameter.kind == parameter.POSITIONAL_OR_KEYWORD:
@@ -415,7 +435,7 @@ def _pooling(call: _Call) -> _Form:
 
 
 _ACTIVATIONS = {
-    **{name: f"jax.nn.{own}({{}})" for name, own in ACTIVATIONS.items()},
+    **{name: f"jax.nn.{of_jax}({{}})" for name, of_jax in ACTIVATIONS.items()},
     "leaky": "jnp.where({0} > 0, {0}, {slope} * {0})",
     "elu": "jax.nn.elu({}, {slope})",
     "selu": "jax.nn.selu({})",
@@ -450,7 +470,7 @@ def _reshape(call: _Call) -> _Form:
 def _reduction(call: _Call) -> _Form:
     """MXNet gives an array of one number in place of a scalar, so the first axis must be left."""
     axes = call.attrs["axis"] or (0,)
-    if not call.given.keys() <= {"axis"} or min(axes) < 1:
+    if not call.non_default.keys() <= {"axis"} or min(axes) < 1:
         return None
     return f"{call.value()}.{call.node.op.removesuffix('_axis')}({axes[0] if len(axes) == 1 else axes})"
 
@@ -468,9 +488,10 @@ def _plain(form: str, *attributes: str) -> Callable[[_Call], _Form]:
     """A form of one value, {x}, and of attributes. With attributes, None for a node that has others."""
 
     def plain(call: _Call) -> _Form:
-        known = not attributes or call.given.keys() <= {*attributes}
+        if attributes and not call.non_default.keys() <= {*attributes}:
+            return None
         texts = {name: number_text(value) for name, value in call.attrs.items()}
-        return form.format(x=call.value(), op=call.node.op, **texts) if known else None
+        return form.format(x=call.value(), op=call.node.op, **texts)
 
     return plain
 
@@ -479,14 +500,14 @@ def _rare(call: _Call, name: str, outputs: int) -> str:
     """A call of jaxpar's function, without labels; or of one's own, which gives so many outputs, or more."""
     places = [call.value(place) for place in range(1 if call.operator.labels else len(call.refs))]
     more: list[str] = []  # attributes that are no names
-    for key, value in call.given.items():
+    for key, value in call.non_default.items():
         text = call.slot("value", "value" if outputs else key, value)
         if key.isidentifier() and not keyword.iskeyword(key):
             places.append(f"{key}={text}")
         else:
             more.append(f"{key.replace('{', '{{').replace('}', '}}')!r}: {text}")
-    places += ["train=net.train"] if "train" in call.operator.given else []
-    places += [f"rng=net.key({call.slot('index', 'key', call.number)})"] if "rng" in call.operator.given else []
+    places += ["train=net.train"] if "train" in call.operator.by_model else []
+    places += [f"rng=net.key({call.slot('index', 'key', call.number)})"] if "rng" in call.operator.by_model else []
     places += [f"**{{{{{', '.join(more)}}}}}"] if more else []
     form = f"{name}({', '.join(places)})"
     if call.operator.state:

@@ -116,11 +116,11 @@ def free_name(word: str, taken: dict[str, int]) -> str:
 def _key(lines: Sequence[Line]) -> Any:
     """Equal for lines that differ in their slots only."""
     numbers: dict[Value, int] = {}
-    found: list[Any] = []
+    key: list[Any] = []
     for line in lines:
         values = tuple(numbers.setdefault(value, len(numbers)) for value in (*line.inputs, *line.outputs))
-        found.append((line.form, values, tuple((slot.kind, slot.key) for slot in line.slots)))
-    return tuple(found)
+        key.append((line.form, values, tuple((slot.kind, slot.key) for slot in line.slots)))
+    return tuple(key)
 
 
 def _last_uses(lines: Sequence[Line | Block], heads: Iterable[Value]) -> dict[Value, int]:
@@ -162,7 +162,7 @@ def _chains(lines: list[Line], heads: Sequence[Value]) -> list[_Windows]:
     # What a form saves only becomes less when others take lines of it. So it is counted again when its turn comes.
     used = [False] * len(lines)
     queue = [(-math.inf, 0, form) for form in range(len(starts))]
-    forms, found = list(starts), list[_Windows]()
+    forms, chains = list(starts), list[_Windows]()
     while queue:
         saved, first, form = heapq.heappop(queue)
         length = forms[form][0]
@@ -178,10 +178,10 @@ def _chains(lines: list[Line], heads: Sequence[Value]) -> list[_Windows]:
         if (saved, first) != now:
             heapq.heappush(queue, (*now, form))
             continue
-        found.append([lines[at : at + length] for at in chosen])
+        chains.append([lines[at : at + length] for at in chosen])
         for at in chosen:
             used[at : at + length] = [True] * length
-    return found
+    return chains
 
 
 def _between_cuts(lines: list[Line], inputs: Sequence[Value], heads: Sequence[Value]) -> list[_Windows]:
@@ -202,16 +202,17 @@ def _block(name: str, windows: _Windows, most: float = math.inf) -> Block:
     """Windows of one form as one block, with variables for what differs. It is not finished if they are too many."""
     variables = _Variables()
     lines: list[Line] = []
-    for line, *others in zip(*windows, strict=True):
-        slots = zip(line.slots, *(other.slots for other in others), strict=True)
+    for line, *same_lines in zip(*windows, strict=True):
+        slots = zip(line.slots, *(each.slots for each in same_lines), strict=True)
         lines.append(dataclasses.replace(line, texts=tuple(map(variables.text, slots))))
-        if len(variables.found) > most:
+        if len(variables.collected) > most:
             break
     first, last = windows[0], windows[-1]
-    return Block(name, variables.found, lines, len(windows), _given(first), first[-1].outputs, last[-1].outputs)
+    outputs = first[-1].outputs
+    return Block(name, variables.collected, lines, len(windows), _inputs_of(first), outputs, last[-1].outputs)
 
 
-def _given(lines: Sequence[Line]) -> tuple[Value, ...]:
+def _inputs_of(lines: Sequence[Line]) -> tuple[Value, ...]:
     """The values that the lines take and do not make, each once."""
     made = {value for line in lines for value in line.outputs}
     return tuple(dict.fromkeys(value for line in lines for value in line.inputs if value not in made))
@@ -222,7 +223,7 @@ def _replaced(
 ) -> list[Line]:
     """The lines with calls of new functions in the place of these windows."""
     calls: dict[tuple[Value, ...], Line] = {}  # by the outputs of the line in whose place they are
-    others: set[tuple[Value, ...]] = set()  # the outputs of the lines that are left out
+    left_out: set[tuple[Value, ...]] = set()  # the outputs of the other lines of these windows
     for windows in groups:
         function = _block(free_name(_name_of(windows[0]), taken), windows)
         functions.append(function)
@@ -231,15 +232,16 @@ def _replaced(
         places += [f"{{s[{i}]}}" for i, slot in enumerate(slots) if slot.default is not POSITION]
         form = f"{function.name}(net, {{v[0]}}{''.join(places)})"
         for number, window in enumerate(windows):
-            own = tuple(
+            slots_of_call = tuple(
                 dataclasses.replace(v.slot, key=v.name, value=v.values[number])
                 if v.slot.default is not POSITION
                 else dataclasses.replace(v.slot, value=v.values[number])
                 for v in function.variables
             )
-            calls[window[0].outputs] = Line(form, _given(window), window[-1].outputs, own, function.name)
-            others.update(line.outputs for line in window[1:])
-    return [calls.get(line.outputs, line) for line in lines if line.outputs not in others]
+            outputs = window[-1].outputs
+            calls[window[0].outputs] = Line(form, _inputs_of(window), outputs, slots_of_call, function.name)
+            left_out.update(line.outputs for line in window[1:])
+    return [calls.get(line.outputs, line) for line in lines if line.outputs not in left_out]
 
 
 def _with_loops(lines: list[Line], inputs: Sequence[Value], heads: Sequence[Value]) -> list[Line | Block]:
@@ -254,29 +256,29 @@ def _with_loops(lines: list[Line], inputs: Sequence[Value], heads: Sequence[Valu
     periods = range(1, min(_LONGEST_BODY, len(lines) // 2) + 1)
     counts = [_counts(tokens, cuts, period) for period in periods]
 
-    found: list[Line | Block] = []
+    items: list[Line | Block] = []
     at, now = 0, _best_loop(lines, 0, counts)
     while at < len(lines):
         (saved, best), later = now, _best_loop(lines, at + 1, counts)
         if best is not None and saved >= later[0]:
-            found.append(best)
+            items.append(best)
             at += best.count * len(best.lines)
             now = _best_loop(lines, at, counts)
         else:
-            found.append(lines[at])
+            items.append(lines[at])
             at, now = at + 1, later
-    return found
+    return items
 
 
 def _counts(tokens: Sequence[int], cuts: Container[int], period: int) -> Sequence[int]:
     """How many windows of so many lines begin at each place, one behind the other, and are equal."""
-    found = array.array("l", [0]) * (len(tokens) + 1)
+    counts = array.array("l", [0]) * (len(tokens) + 1)
     same = 0  # how many lines from here on are equal to those one period later
     for at in range(len(tokens) - period, -1, -1):
         same = same + 1 if at + period < len(tokens) and tokens[at] == tokens[at + period] else 0
         if at in cuts and at + period in cuts:
-            found[at] = 1 + (found[at + period] if same >= period else 0)
-    return found
+            counts[at] = 1 + (counts[at + period] if same >= period else 0)
+    return counts
 
 
 def _best_loop(lines: list[Line], at: int, counts: Sequence[Sequence[int]]) -> tuple[tuple[int, int], Block | None]:
@@ -316,7 +318,7 @@ class _Variables:
     """Collects what differs."""
 
     def __init__(self) -> None:
-        self.found: list[Variable] = []
+        self.collected: list[Variable] = []
         self._alike: dict[Any, list[tuple[Variable, int]]] = {}  # by `_pattern`
         self._taken: dict[str, int] = {}
 
@@ -339,7 +341,7 @@ class _Variables:
                 return text
         word = slot.key if slot.kind != "index" or slot.key in ("stage", "unit", "block", "key") else "n"
         variable = Variable(free_name(word, self._taken), slot, values)
-        self.found.append(variable)
+        self.collected.append(variable)
         alike.append((variable, unit))
         return variable.name
 
@@ -347,12 +349,13 @@ class _Variables:
         """A name whose numbers differ, a beginning and a number that differ, or a parameter."""
         if len(set(values)) == 1 or not all(map(_SAFE.fullmatch, values)):
             return self._value(slot, values)
-        parts = [re.split(r"(\d+)", value) for value in values]
-        numbers = [number for part in parts for number in part[1::2]]
+        # Each name as texts and numbers in turn, a text first.
+        pieces = [re.split(r"(\d+)", value) for value in values]
+        numbers = [number for of_name in pieces for number in of_name[1::2]]
         if not all(len(number) <= _MOST_DIGITS and str(int(number)) == number for number in numbers):
             return self._value(slot, values)
-        if len({tuple(part[::2]) for part in parts}) == 1:
-            return self._joined([*zip(*parts, strict=True)])
+        if len({tuple(of_name[::2]) for of_name in pieces}) == 1:
+            return self._joined([*zip(*pieces, strict=True)])
         ends = [_ending(value) for value in values]
         if all(word and number for _, word, number in ends) and len({word for _, word, _ in ends}) == 1:
             return self._joined([*zip(*ends, strict=True)])
@@ -400,7 +403,7 @@ def _related(variable: Variable, unit: int, other: int) -> str | None:
     return f"{variable.name} {'*' if unit > other else '//'} {more // less}" if more % less == 0 else None
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """The value as Python."""
     if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))}{',' * (len(value) == 1)})"
@@ -409,7 +412,7 @@ def _text(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) and _SAFE.fullmatch(value) else repr(value)
 
 
-def number_text(value: Any) -> str:
+def number_text(value: object) -> str:
     """A number as Python, where infinity has no name of its own."""
     text = repr(value)
     return text.replace("inf", "math.inf").replace("nan", "math.nan") if isinstance(value, float) else text
@@ -431,22 +434,22 @@ def functions_of(
     functions: Sequence[Block], items: Sequence[Line | Block], names: Mapping[Value, str], heads: Sequence[Value]
 ) -> list[str]:
     """The texts of the functions of a module, and of the network."""
-    found: list[str] = []
+    texts: list[str] = []
     for function in functions:
         layers = ", ".join(dict.fromkeys(line.layer for line in function.lines))
-        about = f'"""{layers}: {function.count} times in the network."""'
+        docstring = f'"""{layers}: {function.count} times in the network."""'
         body = _written(function.lines, {function.inputs[0]: "x"}, function.outputs)
-        given = ", ".join(["net", "x", *_parameters(function)])
-        found.append("\n".join([f"def {function.name}({given}):", *_indented([about, *body])]))
+        parameters = ", ".join(["net", "x", *_parameters(function)])
+        texts.append("\n".join([f"def {function.name}({parameters}):", *_indented([docstring, *body])]))
     body = _written(items, names, heads)
-    return [*found, "\n".join([f"def network({', '.join(['net', *names.values()])}):", *_indented(body)])]
+    return [*texts, "\n".join([f"def network({', '.join(['net', *names.values()])}):", *_indented(body)])]
 
 
 def _parameters(function: Block) -> list[str]:
     """The parameters of a function after `net` and `x`, in the order in which `_replaced` gives them."""
-    slots = {variable.name: variable.slot.default for variable in function.variables}
-    plain = [name for default in (POSITION, KEYWORD) for name, own in slots.items() if own is default]
-    return [*plain, *(f"{name}={_text(own)}" for name, own in slots.items() if name not in plain)]
+    defaults = {variable.name: variable.slot.default for variable in function.variables}
+    plain = [name for kind in (POSITION, KEYWORD) for name, default in defaults.items() if default is kind]
+    return [*plain, *(f"{name}={_text(default)}" for name, default in defaults.items() if name not in plain)]
 
 
 class _Locals:
@@ -484,20 +487,20 @@ def _written(
     lines: Sequence[Line | Block], names: Mapping[Value, str], heads: Sequence[Value], returns: bool = True
 ) -> list[str]:
     """Lines of Python. `names` are those of the values that are there before."""
-    last, known, code, at = _last_uses(lines, heads), dict(names), list[str](), 0
-    own = _Locals(names.values())
+    last, name_of, code, at = _last_uses(lines, heads), dict(names), list[str](), 0
+    local_names = _Locals(names.values())
     while at < len(lines):
         line, begin = lines[at], at
         at += 1
         if isinstance(line, Block):  # where a single value is alive
-            code += [] if known[line.inputs[0]] == "x" else [f"x = {known[line.inputs[0]]}"]
+            code += [] if name_of[line.inputs[0]] == "x" else [f"x = {name_of[line.inputs[0]]}"]
             *first, last_line = _head(line)
             body = _written(line.lines, {line.inputs[0]: "x"}, line.outputs, returns=False)
             code += [*first, f"{last_line}:", *_indented(body)]
-            known[line.last[0]] = "x"
-            own = _Locals(["x"])
+            name_of[line.last[0]] = "x"
+            local_names = _Locals(["x"])
             continue
-        expression = line.form.format(v=[known[value] for value in line.inputs], s=line.texts)
+        expression = line.form.format(v=[name_of[value] for value in line.inputs], s=line.texts)
         outputs = line.outputs
         while at < len(lines) and isinstance(after := lines[at], Line) and _is_wrapper(after):
             around = after.form.format(v=[expression], s=after.texts)
@@ -507,12 +510,12 @@ def _written(
         if returns and at == len(lines) and tuple(heads) == outputs:
             return [*code, *_wrapped("return ", expression)]
         for value in dict.fromkeys(value for each in lines[begin:at] for value in each.inputs):
-            if value in known and last[value] < at:
-                own.drop(known[value])
+            if value in name_of and last[value] < at:
+                local_names.drop(name_of[value])
         for output in outputs:
-            known[output] = own.take() if output in last else "_"
-        code += _wrapped(f"{', '.join(known[o] for o in outputs)} = ", expression)
-    return [*code, f"return {', '.join(known[head] for head in heads)}"] if returns else code
+            name_of[output] = local_names.take() if output in last else "_"
+        code += _wrapped(f"{', '.join(name_of[o] for o in outputs)} = ", expression)
+    return [*code, f"return {', '.join(name_of[head] for head in heads)}"] if returns else code
 
 
 def _wrapped(start: str, expression: str) -> list[str]:
@@ -533,10 +536,10 @@ def _wrapped(start: str, expression: str) -> list[str]:
     if closed != len(expression) - 1:  # not one call
         return [f"{start}(", *_indented([expression]), ")"]
     places = [opened, *(at + 1 for at in commas), closed]
-    parts = [expression[a:b].strip().removesuffix(",") for a, b in itertools.pairwise(places)]
+    arguments = [expression[a:b].strip().removesuffix(",") for a, b in itertools.pairwise(places)]
     if len(expression[opened:closed]) <= _WIDTH:
-        return [f"{start}{expression[:opened]}", *_indented([", ".join(parts)]), ")"]
-    return [f"{start}{expression[:opened]}", *_indented([f"{part}," for part in parts if part]), ")"]
+        return [f"{start}{expression[:opened]}", *_indented([", ".join(arguments)]), ")"]
+    return [f"{start}{expression[:opened]}", *_indented([f"{each}," for each in arguments if each]), ")"]
 
 
 def _head(loop: Block) -> list[str]:

@@ -18,11 +18,12 @@ import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .. import data
 from .._core import checks, files
@@ -95,7 +96,11 @@ class RecordFile(Sequence[bytes]):
     def __len__(self) -> int:
         return len(self._places)
 
-    def __getitem__(self, number: Any) -> Any:
+    @overload
+    def __getitem__(self, number: int) -> bytes: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[bytes]: ...
+    def __getitem__(self, number: int | slice) -> bytes | list[bytes]:
         """The bytes of a record, as `mx.recordio` reads them."""
         if isinstance(number, slice):
             return [self[i] for i in range(len(self))[number]]
@@ -105,11 +110,11 @@ class RecordFile(Sequence[bytes]):
             return self._read(file, number)
 
     def _read(self, file: BinaryIO, number: int) -> bytes:
-        parts: list[bytes] = []
+        contents: list[bytes] = []
         for length, end in self._parts(file, int(self._places[number])):
-            parts.append(file.read(length))
-            self._check(len(parts[-1]) == length, end, "the file was cut since it was opened")
-        return struct.pack("<I", _MAGIC).join(parts)
+            contents.append(file.read(length))
+            self._check(len(contents[-1]) == length, end, "the file was cut since it was opened")
+        return struct.pack("<I", _MAGIC).join(contents)
 
     def unpack(self, number: int) -> ImageRecord:
         """The label, the ids and the content of an image's record.
@@ -140,10 +145,9 @@ class RecordFile(Sequence[bytes]):
             self._check(magic == _MAGIC, at, f"expected a record, which begins with {_MAGIC:#x}, got {magic:#x}")
             expected = (_WHOLE, _FIRST) if kind is None else (_MIDDLE, _LAST)
             kind, length = word >> _LENGTH_BITS, word & ((1 << _LENGTH_BITS) - 1)
-            words = f"expected a part of kind {expected[0]} or {expected[1]}, got {kind}"
-            self._check(kind in expected, at, words)
-            whole = at + 8 + length <= self._size
-            self._check(whole, at, f"expected {length} bytes, the file ends at byte {self._size}")
+            self._check(kind in expected, at, f"expected a part of kind {expected[0]} or {expected[1]}, got {kind}")
+            end = at + 8 + length
+            self._check(end <= self._size, at, f"expected {length} bytes, the file ends at byte {self._size}")
             at += 8 + (length + 3) // 4 * 4
             yield length, at
 
@@ -168,13 +172,13 @@ def _lines(path: Path) -> list[str]:
 
 def _read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Keys and places of the records."""
-    found: list[tuple[int, int]] = []
+    rows: list[tuple[int, int]] = []
     for number, line in enumerate(_lines(path), 1):
         match = _INDEX_LINE.fullmatch(line)
         if match is None:
             raise CheckpointError(f"{path}, line {number}: expected a key and a byte of the .rec, got {line[:100]!r}")
-        found.append((int(match[1]), int(match[2])))
-    table = np.array(found, np.int64).reshape(-1, 2)
+        rows.append((int(match[1]), int(match[2])))
+    table = np.array(rows, np.int64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 
 
@@ -192,7 +196,7 @@ def load_list(path: str | os.PathLike[str]) -> list[tuple[int, np.ndarray, str]]
         (0, array([1.], dtype=float32), 'cats/1.jpg')
     """
     path = files.as_path(path, "mxnet.load_list: path")
-    found: list[tuple[int, np.ndarray, str]] = []
+    images: list[tuple[int, np.ndarray, str]] = []
     for number, line in enumerate(_lines(path), 1):
         try:
             id_, label, *more, name = line.rstrip("\r\n").split("\t")
@@ -200,11 +204,13 @@ def load_list(path: str | os.PathLike[str]) -> list[tuple[int, np.ndarray, str]]
                 labels = np.array([label, *more], np.float32)
             if not np.isfinite(labels).all():
                 raise ValueError
-            found.append((int(id_), labels, name))
+            images.append((int(id_), labels, name))
         except ValueError:
-            words = "expected an id, labels and a path with tabs between them, and the labels finite float32"
-            raise CheckpointError(f"{path}, line {number}: {words}, got {line[:100]!r}") from None
-    return found
+            raise CheckpointError(
+                f"{path}, line {number}: expected an id, labels and a path with tabs between them, and the labels "
+                f"finite float32, got {line[:100]!r}"
+            ) from None
+    return images
 
 
 # Images of records as training data: what MXNet's ImageRecordIter does, as a source of `train.fit`.
@@ -347,9 +353,12 @@ class ImageRecordSource(data.ArraySource):
     batch_size: int
     shuffle: bool
 
-    def batches(self, batch_size: int, *, rng: jax.Array | None = None, **options: Any) -> Iterator[Any]:
+    def batches(self, batch_size: int, **options: Unpack[data._BatchOptions]) -> Iterator[dict[str, jax.Array]]:
         """Batches on the devices. The options are those of `data.batches`, without `resident`."""
-        plan = data._plan_batches(len(self), batch_size, _WHERE, rng=rng if self.shuffle else None, **options)
+        rng = options.get("rng")
+        if not self.shuffle:
+            options["rng"] = None  # of the order; the images are still cut and mirrored by the key
+        plan = data._plan_batches(len(self), batch_size, _WHERE, **options)
         draws = None if rng is None else data._order_of(rng, len(self), 3)
 
         def order(epoch: int) -> np.ndarray:
@@ -361,9 +370,9 @@ class ImageRecordSource(data.ArraySource):
             rows["top"], rows["left"], rows["mirror"] = np.asarray(draws(epoch))[numbers].T
             return rows
 
-        return self._read(plan._replace(order=order))
+        return self._read(dataclasses.replace(plan, order=order))
 
-    def _read(self, plan: Any) -> Iterator[Any]:
+    def _read(self, plan: data._BatchPlan) -> Iterator[dict[str, jax.Array]]:
         """The batches of a plan, of records that are read once, by threads that end with the batches."""
         with _Reader(self.arrays["image"].form) as reader:
             arrays = {name: dataclasses.replace(column, reader=reader) for name, column in self.arrays.items()}
@@ -379,11 +388,12 @@ class _Form(NamedTuple):
     threads: int  # how many records are read at once
 
     def label(self, record: ImageRecord, number: int) -> np.ndarray:
-        found, width = record.label, self.label_width
-        if len(found) != width:
-            where = f"{self.records.path}: record {number}"
-            raise CheckpointError(f"{where} has {len(found)} labels, label_width is {width}")
-        return found if width > 1 else found[0]
+        label, width = record.label, self.label_width
+        if len(label) != width:
+            raise CheckpointError(
+                f"{self.records.path}: record {number} has {len(label)} labels, label_width is {width}"
+            )
+        return label if width > 1 else label[0]
 
 
 class _Reader:
@@ -409,8 +419,8 @@ class _Reader:
 
         def read(task: tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray | None]:
             number, *drawn = task
-            record, where = self._record(number), f"{self._form.records.path}: record {number}"
-            image = self._form.image(where, record.content, *drawn)
+            record = self._record(number)
+            image = self._form.image(f"{self._form.records.path}: record {number}", record.content, *drawn)
             return image, self._form.label(record, number) if with_labels else None
 
         labels: list[Any] = []
@@ -424,8 +434,8 @@ class _Reader:
 
     def labels(self, tasks: Sequence[tuple[Any, ...]]) -> Iterable[np.ndarray]:
         numbers = tuple(task[0] for task in tasks)
-        if (found := self._labels.get(numbers)) is not None:
-            return found
+        if (labels := self._labels.get(numbers)) is not None:
+            return labels
         return self._pool.map(lambda number: self._form.label(self._record(number), number), numbers)
 
     def _record(self, number: int) -> ImageRecord:
@@ -440,7 +450,7 @@ class _Column:
     """An array with a value for each record, which is read when rows are asked for."""
 
     name: str  # "image" or "label"
-    one: tuple[int, ...]  # the shape of a value
+    value_shape: tuple[int, ...]
     numbers: np.ndarray  # of the records, int64 (rows,)
     form: _Form
     reader: _Reader | None = None  # that of the batches of a source. None: each look has its own
@@ -448,20 +458,21 @@ class _Column:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.numbers), *self.one)
+        return (len(self.numbers), *self.value_shape)
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return self[:].astype(dtype or self.dtype)
 
     def __getitem__(self, rows: Any) -> np.ndarray:
         """The values of rows: a slice, numbers, or a row of `_ROW` for each."""
-        drawn = isinstance(rows, np.ndarray) and rows.dtype == _ROW
-        tasks = rows.tolist() if drawn else [(row,) for row in np.arange(len(self))[rows].tolist()]
-        tasks = [(int(self.numbers[row]), *others) for row, *others in tasks]
-        out = np.empty((len(tasks), *self.one), self.dtype)
+        # Each row with what was drawn for it, if anything was.
+        is_drawn = isinstance(rows, np.ndarray) and rows.dtype == _ROW
+        tasks = rows.tolist() if is_drawn else [(row,) for row in np.arange(len(self))[rows].tolist()]
+        tasks = [(int(self.numbers[row]), *drawn) for row, *drawn in tasks]
+        out = np.empty((len(tasks), *self.value_shape), self.dtype)
         with contextlib.nullcontext(self.reader) if self.reader else _Reader(self.form) as reader:
             of_image = self.name == "image"
             values = reader.images(tasks, with_labels=bool(self.reader)) if of_image else reader.labels(tasks)
@@ -475,7 +486,7 @@ class _Column:
 
 
 def _image(
-    where: str,
+    name: str,
     content: bytes,
     *drawn: float,
     size: tuple[int, ...],
@@ -490,7 +501,7 @@ def _image(
     channels_first: bool,
 ) -> np.ndarray:
     """A record as an image, float32. `drawn` are three numbers from 0 and below 1, or nothing."""
-    pixels = _decoded(where, content, size[2])
+    pixels = _decoded(name, content, size[2])
     old = new = pixels.shape[:2]
     if resize > 0:
         new = tuple(resize * n // min(old) for n in old)
@@ -499,7 +510,7 @@ def _image(
         spare = new[axis] + 2 * pad - size[axis]
         if spare < 0:
             raise ValueError(
-                f"{where}, {new[0]} x {new[1]} before padding, is too small for a crop of {size[0]} x {size[1]}; "
+                f"{name}, {new[0]} x {new[1]} before padding, is too small for a crop of {size[0]} x {size[1]}; "
                 "give resize=, or a smaller data_shape"
             )
         first = int(drawn[axis] * (spare + 1)) if rand_crop and drawn else spare // 2
@@ -515,7 +526,7 @@ def _image(
     return out.transpose(2, 0, 1) if channels_first else out
 
 
-def _decoded(where: str, content: bytes, channels: int) -> np.ndarray:
+def _decoded(name: str, content: bytes, channels: int) -> np.ndarray:
     """uint8 (height, width, channels)."""
     from PIL import Image, ImageOps
 
@@ -525,12 +536,13 @@ def _decoded(where: str, content: bytes, channels: int) -> np.ndarray:
             if image.mode[0] in "IF":
                 raise ValueError(f"pixels of mode {image.mode} have more than 8 bits")
             upright = ImageOps.exif_transpose(image)  # as OpenCV does
-            found = np.asarray(upright.convert("L" if channels == 1 else "RGB"))
+            pixels = np.asarray(upright.convert("L" if channels == 1 else "RGB"))
     except Exception as error:  # Pillow raises errors of many kinds at damaged images
-        said = str(error).partition(" <_io.")[0]  # without the name of a buffer
-        reason = f"expected an image, JPEG or PNG, got {len(content)} bytes, of which Pillow says: {said}"
-        raise CheckpointError(f"{where}: {reason}") from error
-    return found.reshape(*found.shape[:2], channels)
+        reason = str(error).partition(" <_io.")[0]  # without the name of a buffer
+        raise CheckpointError(
+            f"{name}: expected an image, JPEG or PNG, got {len(content)} bytes, of which Pillow says: {reason}"
+        ) from error
+    return pixels.reshape(*pixels.shape[:2], channels)
 
 
 def _resized(pixels: np.ndarray, new: tuple[int, ...], rows: np.ndarray, columns: np.ndarray) -> np.ndarray:

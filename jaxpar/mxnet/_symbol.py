@@ -35,6 +35,8 @@ from ._graph import (
 from ._operators import OPERATORS, Operator
 
 _MOST_NAMED = 8  # nodes or names in a message
+Shape = tuple[int, ...]
+Outputs = tuple[Any, ...]  # of a node: arrays, or their shapes and dtypes. None of them where its label is missing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +79,7 @@ class Model:
         *inputs: Any,
         state: Mapping[str, Any] | None = None,
         train: bool = False,
-        rng: Any = None,
+        rng: jax.Array | int | None = None,
     ) -> Any:
         """What the network gives, as MXNet computes it.
 
@@ -102,27 +104,31 @@ class Model:
             >>> probabilities = model.apply(model.params, images)  # doctest: +SKIP
             >>> outputs, new_state = model.apply(model.params, images, train=True, rng=0)  # doctest: +SKIP
         """
-        given = self._inputs(inputs)
-        known = dict(self.state if state is None else state)
+        inputs_by_name = self._inputs(inputs)
+        new_state = dict(self.state if state is None else state)
         statistics = {name for name, kind in self._arrays.items() if kind == "aux"}
         key = None if rng is None else checks.random_key(rng, "Model.apply: rng")
-        variables: dict[str, Any] = {n: jnp.asarray(x) for n, x in {**self._named(params, known), **given}.items()}
+        variables: dict[str, Any] = {**self._named(params, new_state), **inputs_by_name}
+        variables = {name: jnp.asarray(array) for name, array in variables.items()}
         if self._kernels is not None:
             variables |= {name: ops.wrap(variables[name], ops.KERNELS) for name in self._kernels}
-            variables |= {name: ops.wrap(variables[name], ops.IMAGES) for name in given}
-        values: list[tuple[Any, ...]] = []
+            variables |= {name: ops.wrap(variables[name], ops.IMAGES) for name in inputs_by_name}
+        values: list[Outputs] = []  # of the nodes so far
         for number, node in enumerate(self.symbol.nodes):
             if node.is_variable:
                 values.append((variables.get(node.name),))
                 continue
-            found, fresh = self._run(number, [self._output(values, i, k) for i, k in node.inputs], train, key)
-            names = [self.symbol.nodes[i].name for i, _ in node.inputs[len(node.inputs) - len(fresh) :]]
-            known.update((name, array) for name, array in zip(names, fresh, strict=True) if name in statistics)
-            values.append(found)
-        turned = ops.own if self._kernels is None else ops.image
-        outputs = tuple(turned(self._output(values, i, k)) for i, k in self.symbol.heads)
+            arrays = [self._output(values, i, k) for i, k in node.inputs]
+            outputs, new_statistics = self._run(number, arrays, train, key)
+            values.append(outputs)
+            # Running statistics are the last arrays that a node takes.
+            names = [self.symbol.nodes[i].name for i, _ in node.inputs[len(node.inputs) - len(new_statistics) :]]
+            new = zip(names, new_statistics, strict=True)
+            new_state.update((name, array) for name, array in new if name in statistics)
+        to_user = ops.unwrap if self._kernels is None else ops.image
+        outputs = tuple(to_user(self._output(values, i, k)) for i, k in self.symbol.heads)
         result = outputs[0] if len(outputs) == 1 else outputs
-        return (result, known) if train else result
+        return (result, new_state) if train else result
 
     @answers("Model.shapes")
     def shapes(self, /, **input_shapes: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -143,18 +149,19 @@ class Model:
         names = {node.name for node in self.symbol.nodes if node.is_variable}
         if unknown := [name for name in input_shapes if name not in names]:
             raise ValueError(f"Model.shapes: the network has no {_listed(unknown)}; its inputs are {list(self.inputs)}")
-        known = {name: self._shape(name, shape, back=True) for name, shape in input_shapes.items()}
-        values: list[tuple[Any, ...]] = []
-        same: dict[Any, tuple[Any, ...]] = {}  # the outputs of nodes of one operator, of attributes and shapes
+        shapes = {name: self._shape(name, shape, back=True) for name, shape in input_shapes.items()}
+        values: list[Outputs] = []
+        same: dict[Any, Outputs] = {}  # the outputs of nodes of one operator, of attributes and shapes
         for number, node in enumerate(self.symbol.nodes):
             if node.is_variable:
                 values.append(())
                 continue
             arrays: list[Any] = []
             for place, (i, k) in enumerate(node.inputs):
-                variable = self.symbol.nodes[i]
-                own = self._shaped(number, place, arrays, known) if variable.is_variable else self._output(values, i, k)
-                arrays.append(own)
+                if self.symbol.nodes[i].is_variable:
+                    arrays.append(self._shaped(number, place, arrays, shapes))
+                else:
+                    arrays.append(self._output(values, i, k))
             if self._is_unknown(number, arrays):
                 values.append(())
                 continue
@@ -167,11 +174,11 @@ class Model:
             values.append(same[case])
         for i, _ in self.symbol.heads:
             head = self.symbol.nodes[i]
-            if head.is_variable and head.name not in known and (shape := _declared(head)) is not None:
-                known[head.name] = shape
-        self._label_shapes(values, known)
-        found = (node.name for node in self.symbol.nodes if node.name in known)
-        return {name: self._shape(name, known[name], back=False) for name in found}
+            if head.is_variable and head.name not in shapes and (shape := _declared(head)) is not None:
+                shapes[head.name] = shape
+        self._add_label_shapes(shapes, values)
+        in_order = (node.name for node in self.symbol.nodes if node.name in shapes)
+        return {name: self._shape(name, shapes[name], back=False) for name in in_order}
 
     @answers("Model.save_params")
     def save_params(
@@ -233,12 +240,13 @@ class Model:
             >>> print(model.compare("lenet-outputs.params"))  # doctest: +SKIP
             None
         """
-        found = reference if isinstance(reference, Mapping) else load_mxnet(reference)
-        given = self._inputs([{name: found[name] for name in self.inputs if name in found}])
-        arrays = {name: jnp.asarray(array) for name, array in {**self._named(params, state), **given}.items()}
+        if not isinstance(reference, Mapping):
+            reference = load_mxnet(reference)
+        inputs = self._inputs([{name: reference[name] for name in self.inputs if name in reference}])
+        arrays = {name: jnp.asarray(array) for name, array in {**self._named(params, state), **inputs}.items()}
         arrays |= {name: ops.back(arrays[name], ops.KERNELS) for name in self._kernels or ()}
         return first_difference(
-            self.symbol, lambda number, values: self._run(number, values, False, None)[0], arrays, found, tolerance
+            self.symbol, lambda number, values: self._run(number, values, False, None)[0], arrays, reference, tolerance
         )
 
     @property
@@ -267,43 +275,43 @@ class Model:
 
     def _marks(self, key: str) -> dict[str, str]:
         """An attribute of variables. Old files have it as `lr_mult`, or as `weight_lr_mult` of an operator."""
-        found: dict[str, str] = {}
+        marks: dict[str, str] = {}
         for number, node in enumerate(self.symbol.nodes):
             owners = {key: node.name, f"__{key}__": node.name}
             if not node.is_variable:
                 arrays = zip(self._operators[number][0].slots, node.inputs)  # noqa: B905, the last may be missing
                 owners = {f"{slot}_{key}": self.symbol.nodes[i].name for slot, (i, _) in arrays}
-            found |= {owners[name]: text for name, text in node.attrs.items() if name in owners}
-        return found
+            marks |= {owners[name]: text for name, text in node.attrs.items() if name in owners}
+        return marks
 
-    def _label_shapes(self, values: Sequence[tuple[Any, ...]], known: dict[str, tuple[int, ...]]) -> None:
-        """Adds to the known shapes those of labels, from the loss layers backwards. `values` has those of the nodes."""
+    def _add_label_shapes(self, shapes: dict[str, Shape], values: Sequence[Outputs]) -> None:
+        """Adds the shapes of labels, from the loss layers backwards. `values` has those of the nodes' outputs."""
         nodes = self.symbol.nodes
-        wanted: dict[int, dict[int, tuple[int, ...]]] = {}  # by node, and by its output
+        inferred: dict[int, dict[int, Shape]] = {}  # by node, and by its output
         for number in range(len(nodes) - 1, -1, -1):
             node = nodes[number]
             if node.is_variable:
-                if number in wanted and number not in self._needed and node.name not in self._arrays:
-                    known.setdefault(node.name, wanted[number][0])
+                if number in inferred and number not in self._needed and node.name not in self._arrays:
+                    shapes.setdefault(node.name, inferred[number][0])
                 continue
             operator, attrs = self._operators[number]
-            shapes = [self._known_shape(values, known, i, k) for i, k in node.inputs]
-            found: Sequence[tuple[int, ...] | None] = ()
-            if operator.labels and shapes[0] is not None:
-                found = [None, operator.labels(shapes[0], attrs)]
-            elif operator.back and number in wanted:
-                outputs = [wanted[number].get(k) for k in range(max(wanted[number]) + 1)]
+            of_inputs = [self._known_shape(values, shapes, i, k) for i, k in node.inputs]
+            backwards: Sequence[Shape | None] = ()
+            if operator.labels and of_inputs[0] is not None:
+                backwards = [None, operator.labels(of_inputs[0], attrs)]
+            elif operator.back and number in inferred:
+                of_outputs = [inferred[number].get(k) for k in range(max(inferred[number]) + 1)]
                 with _naming(node, ()):
-                    found = operator.back(outputs, shapes, attrs)
-            for (i, k), shape, new in zip(node.inputs, shapes, found, strict=False):
+                    backwards = operator.back(of_outputs, of_inputs, attrs)
+            for (i, k), shape, new in zip(node.inputs, of_inputs, backwards, strict=False):
                 if shape is None and new is not None:
-                    wanted.setdefault(i, {}).setdefault(k, new)
+                    inferred.setdefault(i, {}).setdefault(k, new)
 
     def _known_shape(
-        self, values: Sequence[tuple[Any, ...]], known: Mapping[str, tuple[int, ...]], number: int, place: int
-    ) -> tuple[int, ...] | None:
+        self, values: Sequence[Outputs], shapes: Mapping[str, Shape], number: int, place: int
+    ) -> Shape | None:
         if self.symbol.nodes[number].is_variable:
-            return known.get(self.symbol.nodes[number].name)
+            return shapes.get(self.symbol.nodes[number].name)
         return values[number][place].shape if place < len(values[number]) else None
 
     def _is_unknown(self, number: int, arrays: Sequence[Any]) -> bool:
@@ -311,7 +319,7 @@ class Model:
         taken = arrays[:1] if self._operators[number][0].labels else arrays
         return number not in self._needed and any(array is None for array in taken)
 
-    def _output(self, values: Sequence[tuple[Any, ...]], number: int, place: int) -> Any:
+    def _output(self, values: Sequence[Outputs], number: int, place: int) -> Any:
         """One output of a node, None of one that is unknown. `CheckpointError` if it has fewer."""
         if not values[number] and number not in self._needed:
             return None
@@ -322,47 +330,48 @@ class Model:
 
     def _run(
         self, number: int, arrays: Sequence[Any], train: bool, key: jax.Array | None
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    ) -> tuple[Outputs, tuple[jax.Array, ...]]:
         """The outputs of one node, and its new running statistics. Nothing, if it is computed of a missing label."""
         if self._is_unknown(number, arrays):
             return (), ()
         node = self.symbol.nodes[number]
         operator, attrs = self._operators[number]
-        more: dict[str, Any] = {"train": train}
-        if "rng" in operator.given:
-            more["rng"] = None if key is None else jax.random.fold_in(key, number)
-        given = {name: more[name] for name in operator.given}
+        by_model: dict[str, Any] = {}
+        if "train" in operator.by_model:
+            by_model["train"] = train
+        if "rng" in operator.by_model:
+            by_model["rng"] = None if key is None else jax.random.fold_in(key, number)
         with jax.named_scope(node.name), _naming(node, arrays):
             # States that MXNet makes itself have a batch of 1 here. Those that are given have the batch of the data.
             shapes = operator.shapes(np.shape(arrays[0]), attrs) if node.op == "RNN" and operator.shapes else {}
             for slot, (i, _), array in zip(operator.slots, node.inputs, arrays, strict=False):
                 if self.symbol.nodes[i].is_variable and slot in shapes and array.shape != shapes[slot]:
                     raise ValueError(f"{slot} must have the shape {shapes[slot]}, got {array.shape}")
-            found = ops.run(operator, attrs, arrays, lambda a, own: operator.fn(*a, **own, **given))
-        outputs, fresh = found if operator.state else (found, ())
-        return outputs if isinstance(outputs, tuple) else (outputs,), fresh
+            result = ops.run(operator, attrs, arrays, lambda a, attrs: operator.fn(*a, **attrs, **by_model))
+        outputs, new_statistics = result if operator.state else (result, ())
+        return outputs if isinstance(outputs, tuple) else (outputs,), new_statistics
 
-    def _inputs(self, given: Sequence[Any]) -> dict[str, Any]:
+    def _inputs(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """The inputs by name."""
-        if len(given) == 1 and isinstance(given[0], Mapping):
-            named: dict[str, Any] = dict(given[0])
+        if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+            by_name: dict[str, Any] = dict(inputs[0])
         else:
-            if len(given) > len(self.inputs):
-                raise ValueError(f"Model.apply: {len(given)} inputs are given, the network has {list(self.inputs)}")
-            named = dict(zip(self.inputs, given))  # noqa: B905, labels may be missing
-        inputs = dict.fromkeys(self.inputs)
-        if unknown := [name for name in named if name not in inputs]:
+            if len(inputs) > len(self.inputs):
+                raise ValueError(f"Model.apply: {len(inputs)} inputs are given, the network has {list(self.inputs)}")
+            by_name = dict(zip(self.inputs, inputs))  # noqa: B905, labels may be missing
+        names = dict.fromkeys(self.inputs)
+        if unknown := [name for name in by_name if name not in names]:
             raise ValueError(f"Model.apply: the network has no input {_listed(unknown)}; it has {list(self.inputs)}")
         needed = {self.symbol.nodes[i].name for i in self._needed}
-        if missing := [name for name in inputs if name in needed and name not in named]:
+        if missing := [name for name in names if name in needed and name not in by_name]:
             raise ValueError(f"Model.apply: no array is given for input {_listed(missing)}{self._use(missing[0])}")
         for number, labels in self._labels.items():
-            if 0 < len(rest := labels - named.keys()) < len(labels):
+            if 0 < len(missing_labels := labels - by_name.keys()) < len(labels):
                 raise ValueError(
                     f"Model.apply: the label of {self.symbol.nodes[number]} needs {_listed(sorted(labels))}, and no "
-                    f"array is given for {_listed(sorted(rest))}; give all of them, or none"
+                    f"array is given for {_listed(sorted(missing_labels))}; give all of them, or none"
                 )
-        return named
+        return by_name
 
     def _use(self, name: str) -> str:
         """Which output needs an input that is a label of a loss layer too."""
@@ -377,14 +386,14 @@ class Model:
     def _named(self, params: Mapping[str, Any] | None, state: Mapping[str, Any] | None) -> dict[str, Any]:
         """All arrays by name, checked. None: the model's own."""
         params, state = self.params if params is None else params, self.state if state is None else state
-        for what, given, kind in (("params", params, "arg"), ("state", state, "aux")):
-            if missing := [name for name, own in self._arrays.items() if own == kind and name not in given]:
-                raise ValueError(f"Model: {what} has no {_listed(missing)}")
-            if unknown := [name for name in given if self._arrays.get(name) != kind]:
-                raise ValueError(f"Model: {what} has {_listed(unknown)}, which the network has not")
+        for argument, arrays, kind in (("params", params, "arg"), ("state", state, "aux")):
+            if missing := [name for name, of_kind in self._arrays.items() if of_kind == kind and name not in arrays]:
+                raise ValueError(f"Model: {argument} has no {_listed(missing)}")
+            if unknown := [name for name in arrays if self._arrays.get(name) != kind]:
+                raise ValueError(f"Model: {argument} has {_listed(unknown)}, which the network has not")
         return {**state, **params}
 
-    def _shape(self, name: str, shape: Sequence[int], *, back: bool) -> tuple[int, ...]:
+    def _shape(self, name: str, shape: Sequence[int], *, back: bool) -> Shape:
         """A shape in the layout of the network; with `back`, one of that layout in MXNet's."""
         if self._kernels is None or len(shape) != 4 or not (name in self._kernels or name in self.inputs):
             return tuple(shape)
@@ -392,13 +401,16 @@ class Model:
         return tuple(shape[i] for i in (np.argsort(axes) if back else axes))
 
     def _shaped(
-        self, number: int, place: int, before: Sequence[Any], known: dict[str, tuple[int, ...]]
+        self, number: int, place: int, before: Sequence[Any], shapes: dict[str, Shape]
     ) -> jax.ShapeDtypeStruct | None:
-        """A variable that a node takes, as shape and dtype. None: a label of unknown shape."""
+        """A variable that a node takes, as shape and dtype. None: a label of unknown shape.
+
+        `before` are the arrays that the node takes before it. A shape that is inferred is added to `shapes`.
+        """
         node = self.symbol.nodes[number]
         operator, attrs = self._operators[number]
         variable = self.symbol.nodes[node.inputs[place][0]]
-        if variable.name not in known:
+        if variable.name not in shapes:
             shape = _declared(variable)
             if shape is None and place and operator.shapes and place < len(operator.slots):
                 with _naming(node, before):
@@ -407,8 +419,8 @@ class Model:
                 return None
             if shape is None:
                 raise ValueError(f"Model.shapes: the shape of {variable.name!r} is unknown; give it too")
-            known[variable.name] = shape
-        return jax.ShapeDtypeStruct(known[variable.name], jnp.float32)
+            shapes[variable.name] = shape
+        return jax.ShapeDtypeStruct(shapes[variable.name], jnp.float32)
 
 
 @answers("mxnet.load_symbol")
@@ -535,9 +547,9 @@ def _naming(node: Node, arrays: Sequence[Any]) -> Generator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        shapes = [None if a is None else tuple(a.shape) for a in map(ops.own, arrays)]
-        said = str(error).split("\n")[0]
-        raise ValueError(f"{node}, of arrays of shapes {shapes}: {said}") from error
+        shapes = [None if a is None else tuple(a.shape) for a in map(ops.unwrap, arrays)]
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{node}, of arrays of shapes {shapes}: {reason}") from error
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -545,7 +557,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:_MOST_NAMED]) + more
 
 
-def _declared(variable: Node) -> tuple[int, ...] | None:
+def _declared(variable: Node) -> Shape | None:
     """The shape that the file says a variable has. None: nothing, or not all of it."""
     if "__shape__" not in variable.attrs:
         return None

@@ -425,7 +425,7 @@ def test_arrays_of_another_checkpoint_are_refused_though_every_checksum_is_right
         path = shutil.copytree(new, tmp_path / name)
         for file in (path / "arrays" / "d").iterdir():
             change(file)
-        now = {name: entry for name, entry in _files._prints(path).items() if not name.endswith(".json")}
+        now = {name: entry for name, entry in _files._fingerprints(path).items() if not name.endswith(".json")}
         forge(path, entry(["files"], now))
         forge(path, entry(["order"], 9))
         with pytest.raises(checkpoint.CheckpointError, match="cannot be read, but its checksums are right"):

@@ -141,13 +141,13 @@ def test_start_sends_nothing_of_what_it_skips(monkeypatch):
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(1, 40), batch_size=st.integers(1, 12), epochs=st.integers(0, 3), drop=st.booleans())
-def test_runs_cover_each_epoch_once(size, batch_size, epochs, drop):
+def test_segments_cover_each_epoch_once(size, batch_size, epochs, drop):
     if drop and size < batch_size:
         return
     found = [
-        (run.epoch, run.first + i * run.batch_size, run.batch_size)
-        for run in _batches.runs(size, batch_size, epochs, 0, drop)
-        for i in range(run.number)
+        (segment.epoch, segment.first + i * segment.batch_size, segment.batch_size)
+        for segment in _batches.segments(size, batch_size, epochs, 0, drop)
+        for i in range(segment.number)
     ]
     count = data.num_batches(size, batch_size, drop_remainder=drop)
     assert len(found) == epochs * count

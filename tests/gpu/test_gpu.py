@@ -189,7 +189,7 @@ def test_a_data_set_that_has_no_room_is_streamed(gpus):
 
     free = _batches.free_bytes(gpus[0])
     assert 2**28 < free < 2**40
-    assert _batches.resident(Large, _batches.plan_batches(8, 8, "test", devices=gpus).split) is None
+    assert _batches.resident(Large, _batches.plan_batches(8, 8, "test", devices=gpus).placement) is None
 
 
 # A run
