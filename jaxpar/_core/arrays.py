@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import jax
 import jax.core
@@ -17,31 +17,45 @@ if TYPE_CHECKING:  # type checkers cannot see jax.Device
 else:
     Device = jax.Device
 
+PyTree = Any  # arrays in dicts, lists, tuples and registered classes, in any depth: no type can say that
+Tree = TypeVar("Tree")  # a pytree whose structure and kinds of leaves a function keeps
+Value = TypeVar("Value")
+
+
+class Shaped(Protocol):
+    """An array of JAX or NumPy, a `RowSparse`, or a `jax.ShapeDtypeStruct`, which has no values."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+
 with jax.core.eval_context():
     _AT_PROMPT = get_opaque_trace_state()
 
 
-def nbytes(value: Any) -> int:
+def nbytes(value: Shaped) -> int:
     """Bytes of an array, or of anything with a shape and a dtype."""
     return math.prod(value.shape) * np.dtype(value.dtype).itemsize
 
 
-def tree_nbytes(tree: Any) -> int:
+def tree_nbytes(tree: PyTree) -> int:
     return sum(nbytes(leaf) for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
-def is_of_numbers(value: Any) -> bool:
+def is_of_numbers(value: object) -> bool:
     """Whether this has the dtype of numbers, or of truth values."""
     dtype = getattr(value, "dtype", None)
     return dtype is not None and bool(jax.numpy.issubdtype(dtype, np.number) or jax.numpy.issubdtype(dtype, np.bool_))
 
 
-def is_traced(tree: Any) -> bool:
+def is_traced(tree: PyTree) -> bool:
     """Whether some array of the pytree is a tracer, which has no values and no devices."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def is_gone(leaf: Any) -> bool:
+def is_gone(leaf: object) -> bool:
     """Whether an array has no values any more: it was deleted, or it left the traced function that made it."""
     if isinstance(leaf, jax.core.Tracer):
         return not is_tracing()
@@ -58,7 +72,7 @@ def gone_error(value: jax.Array, where: str) -> Exception:
     return RuntimeError(f"{this} was deleted, as by donating it to a jitted function (donate_argnums); {hint}")
 
 
-def check_plain(value: Any, where: str) -> None:
+def check_plain(value: object, where: str) -> None:
     """`TypeError` for an array of NumPy that says more than its numbers: a mask, a unit. The rest would be lost."""
     kind = type(value)
     if kind is np.ndarray or not isinstance(value, np.ndarray):
@@ -83,12 +97,12 @@ def is_prng_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def without_keys(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+def without_keys(tree: PyTree) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """The pytree with uint32 arrays in place of random keys, and a function of such a pytree that restores them."""
     leaves, treedef = jax.tree.flatten(tree)
     impls = [jax.random.key_impl(leaf) if is_prng_key(leaf) else None for leaf in leaves]
 
-    def restore(plain: Any) -> Any:
+    def restore(plain: PyTree) -> PyTree:
         wrapped = [
             leaf if impl is None else jax.random.wrap_key_data(jax.numpy.asarray(leaf), impl=impl)
             for leaf, impl in zip(treedef.flatten_up_to(plain), impls, strict=True)
@@ -115,32 +129,32 @@ class Recent:
 
     def __init__(self, make: Callable[..., Any]):
         self._make = make
-        self._held: list[tuple[tuple[Any, ...], Any]] = []  # the last one used comes first
+        self._entries: list[tuple[tuple[Any, ...], Any]] = []  # (key, value), the last one used comes first
 
     def __call__(self, *key: Any, make: bool = True) -> Any:
-        """The value of this key. Where it is not held, it is made, or without `make` the result is None."""
-        held = self._held  # another thread may put another list there
-        for i, (other, value) in enumerate(held):
+        """The value of this key. Where there is none yet, it is made, or without `make` the result is None."""
+        entries = self._entries  # another thread may put another list there
+        for i, (other, value) in enumerate(entries):
             try:
                 is_same = other == key
             except Exception:  # keys that cannot be compared, as arrays cannot, are not equal
                 is_same = False
             if is_same:
                 if i:
-                    self._held = [held[i], *held[:i], *held[i + 1 :]]
+                    self._entries = [entries[i], *entries[:i], *entries[i + 1 :]]
                 return value
         if not make:
             return None
         value = self._make(*key)
-        self._held = [(key, value), *self._held][:MOST]
+        self._entries = [(key, value), *self._entries][:MOST]
         return value
 
 
-def forget(fn: Callable[..., Any]) -> None:
+def forget(fn: Callable[..., object]) -> None:
     """Release what JAX made of a function for `jax.pmap`. A later call compiles again."""
     # JAX (0.10 to 0.12) keeps what it made of a mapped function as long as that function exists. What it made refers
     # to the function. So neither is ever released, nor are the arrays that the function refers to.
-    kept = getattr(sys.modules[jax.pmap.__module__], "_cached_shard_map", None)
-    release = getattr(kept, "evict_function", None)
+    cached = getattr(sys.modules[jax.pmap.__module__], "_cached_shard_map", None)
+    release = getattr(cached, "evict_function", None)
     if release is not None:
         release(fn)

@@ -24,12 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .arrays import gone_error, is_gone, is_of_numbers, is_traced
+from .arrays import PyTree, gone_error, is_gone, is_of_numbers, is_traced
 from .text import describe, did_you_mean
 
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
+Hint = Any  # a type as a signature says it: a class, a union, a generic alias, a `TypeVar`
 _MOST_SHOWN = 8  # options in a message
 _NONE: Mapping[str, str] = {}
 
@@ -46,7 +47,7 @@ _WAYS = ("host_to_device", "device_to_host", "device_to_device")
 _GUARDS = {f"jax_transfer_guard_{way}": getattr(jax, f"transfer_guard_{way}") for way in _WAYS}
 
 _INTS = range(-(2**63), 2**63)  # larger ones overflow inside of JAX, in words of C
-_WORDS: dict[Any, str] = {
+_TYPE_NAMES: dict[Hint, str] = {
     bool: "True or False",
     int: "an int of 64 bits",
     float: "a number",
@@ -113,17 +114,22 @@ def users_level() -> int:
     return level
 
 
-def _use_new_names(where: str, names: Mapping[str, str], given: Any) -> None:
+def _use_new_names(where: str, names: Mapping[str, str], kwargs: dict[str, Any]) -> None:
     """Give the keywords of a call their new names. An old one warns, at the line of the caller."""
-    for old in names.keys() & given.keys():
-        if (new := names[old]) in given:
+    for old in names.keys() & kwargs.keys():
+        if (new := names[old]) in kwargs:
             raise TypeError(f"{where}: {old}= is now called {new}=; give only {new}=")
         warnings.warn(f"{where}: {old}= is now called {new}=", DeprecationWarning, stacklevel=3)
-        given[new] = given.pop(old)
+        kwargs[new] = kwargs.pop(old)
 
 
 def _check_names(
-    where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], hints: Mapping[str, str], many: str
+    where: str,
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    hints: Mapping[str, str],
+    many: str,
 ) -> None:
     """`TypeError` unless a call has all the arguments that the function needs, and no others."""
     signature = inspect.signature(fn)
@@ -135,17 +141,17 @@ def _check_names(
     kinds = {p.kind for p in parameters}
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     first = [p.name for p in named if p.kind is not p.KEYWORD_ONLY]
-    known = [p.name for p in named]
+    names = [p.name for p in named]
     needed = [p.name for p in named if p.default is p.empty]
-    wrong = [name for name in kwargs if name not in known]
+    wrong = [name for name in kwargs if name not in names]
     twice = [name for name in first[:count] if name in kwargs]
     if count > len(first) and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        rest = known[len(first) :]
-        shown = ", ".join([*first, *(f"{name}=..." for name in rest[:_MOST_SHOWN])])
+        keyword_only = names[len(first) :]
+        shown = ", ".join([*first, *(f"{name}=..." for name in keyword_only[:_MOST_SHOWN])])
         problem = f"got {count} arguments without a name, expected at most {len(first)}; write {where}({shown}){many}"
     elif wrong and inspect.Parameter.VAR_KEYWORD not in kinds:
-        hint = f"; {hints[wrong[0]]}" if wrong[0] in hints else did_you_mean(wrong[0], known)
-        problem = f"there is no argument {wrong[0]!r}{hint or '; known are ' + ', '.join(known)}"
+        hint = f"; {hints[wrong[0]]}" if wrong[0] in hints else did_you_mean(wrong[0], names)
+        problem = f"there is no argument {wrong[0]!r}{hint or '; known are ' + ', '.join(names)}"
     elif twice:
         problem = f"{twice[0]} is given twice, by position and by name"
     else:
@@ -155,7 +161,9 @@ def _check_names(
     raise TypeError(f"{where}: {problem}") from None
 
 
-def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], error: Exception) -> None:
+def _explain(
+    where: str, fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], error: Exception
+) -> None:
     """Raise what names the argument that does not fit. Return, if jaxpar or the user's code has raised the error.
 
     Where all arguments fit, the error is raised again with all of them before its words. It is a `TypeError` if it is
@@ -164,16 +172,17 @@ def _explain(where: str, fn: Callable[..., Any], args: Any, kwargs: Mapping[str,
     """
     if not _is_from_below(error):
         return
-    said, given = str(error).split("\n")[0], list(_given(fn, args, kwargs))
-    for name, value, hint in given:
-        _check_pytree(value, f"{where}: {name}", said)
+    message, arguments = str(error).split("\n")[0], list(_arguments(fn, args, kwargs))
+    for name, value, hint in arguments:
+        _check_pytree(value, f"{where}: {name}", message)
         if not _fits(value, hint):
-            part = None if hasattr(value, "dtype") else getattr(value, name, None)
-            within = f"; give its .{name}" if part is not None and _fits(part, hint) else ""
-            raise TypeError(f"{where}: {name} must be {_words(hint)}, got {describe(value)}{within}") from None
-    odd = any(_is_free(hint) and not all(map(_is_value, jax.tree.leaves(value))) for _, value, hint in given)
+            # A state for its store, a dataset for its images: the value may have what is wanted under that name.
+            attribute = None if hasattr(value, "dtype") else getattr(value, name, None)
+            within = f"; give its .{name}" if attribute is not None and _fits(attribute, hint) else ""
+            raise TypeError(f"{where}: {name} must be {_type_name(hint)}, got {describe(value)}{within}") from None
+    odd = any(_is_free(hint) and not all(map(_is_value, jax.tree.leaves(value))) for _, value, hint in arguments)
     if odd or type(error) in _COMMON:
-        call = ", ".join(f"{name}={describe(value)}" for name, value, _ in given)
+        call = ", ".join(f"{name}={describe(value)}" for name, value, _ in arguments)
         kind = type(error) if type(error) in _COMMON else TypeError
         raise kind(f"{where}({call}): {error}") from None
 
@@ -191,7 +200,9 @@ def _is_from_below(error: Exception) -> bool:
     return not (is_raise and last.tb_frame.f_globals["__name__"].startswith("jaxpar"))
 
 
-def _given(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _arguments(
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Iterator[tuple[str, Any, Hint]]:
     """Of each argument of a call the name, the value, and the type that the signature says."""
     signature = inspect.signature(fn)
     for name, value in signature.bind(*args, **kwargs).arguments.items():
@@ -205,7 +216,7 @@ def _given(fn: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Iter
             yield name, value, hint
 
 
-def _type_of(annotation: Any, fn: Any) -> Any:
+def _type_of(annotation: Hint, fn: Any) -> Hint:
     """An annotation as a type. `Any` where only type checkers know it."""
     import optax  # some annotations name it, and their modules import it for type checkers only
 
@@ -215,10 +226,11 @@ def _type_of(annotation: Any, fn: Any) -> Any:
         return Any
 
 
-def _check_pytree(value: Any, where: str, said: str) -> None:
+def _check_pytree(value: PyTree, where: str, message: str) -> None:
     """`RuntimeError` for an array that was deleted, `TypeError` for dicts of which JAX makes no pytree."""
-    # A step that fails, as for lack of memory, has deleted the arrays of its state too. `said` is what failed.
-    is_deletion = "deleted" in said or "donated" in said
+    # A step that fails, as for lack of memory, has deleted the arrays of its state too. So the message of the error
+    # decides whether a deleted array is what went wrong.
+    is_deletion = "deleted" in message or "donated" in message
     try:
         leaves = jax.tree_util.tree_leaves_with_path(value)
     except (TypeError, ValueError) as error:
@@ -240,29 +252,29 @@ def _is_value(leaf: Any) -> bool:
 # The types of a signature.
 
 
-def _is_free(hint: Any) -> bool:
+def _is_free(hint: Hint) -> bool:
     return hint is Any or hint is inspect.Parameter.empty or isinstance(hint, TypeVar)
 
 
-def _options(hint: Any) -> Sequence[Any]:
+def _options(hint: Hint) -> Sequence[Hint]:
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return [part for option in typing.get_args(hint) for part in _options(option)] if is_union else [hint]
+    return [inner for option in typing.get_args(hint) for inner in _options(option)] if is_union else [hint]
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: Hint) -> bool:
     """Whether a value is of a type, where this can be seen without using the value up."""
     options = _options(hint)
     return any(map(_is_free, options)) or any(_fits_one(value, option) for option in options)
 
 
-def _fits_one(value: Any, hint: Any) -> bool:
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+def _fits_one(value: object, hint: Hint) -> bool:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return any(type(value) is type(part) and value == part for part in parts)
+        return any(type(value) is type(option) and value == option for option in args)
     if origin is Callable:
-        return callable(value) and (not isinstance(parts[0], list) or takes(value, len(parts[0])))
+        return callable(value) and (not isinstance(args[0], list) or takes(value, len(args[0])))
     if origin is not None:
-        return not isinstance(origin, type) or (isinstance(value, origin) and _items_fit(value, parts))
+        return not isinstance(origin, type) or (isinstance(value, origin) and _items_fit(value, args))
     if hint in (jax.Array, np.ndarray):
         return is_of_numbers(value)
     if hint in (int, float):
@@ -274,71 +286,75 @@ def _fits_one(value: Any, hint: Any) -> bool:
     return value is None if hint is None else not isinstance(hint, type) or isinstance(value, hint)
 
 
-def _items_fit(value: Any, parts: Sequence[Any]) -> bool:
+def _items_fit(value: Any, args: Sequence[Hint]) -> bool:
     """Whether the items of a collection fit. An iterator is not read."""
     if isinstance(value, Mapping):
         # A subclass may have other parameters than a key's and a value's type.
-        of_key, of_value = parts if len(parts) == 2 else (Any, Any)
+        of_key, of_value = args if len(args) == 2 else (Any, Any)
         return all(_fits(k, of_key) and _fits(v, of_value) for k, v in value.items())
-    if isinstance(value, tuple) and len(parts) > 1 and Ellipsis not in parts:
-        return len(value) == len(parts) and all(map(_fits, value, parts))
-    is_read = isinstance(value, (list, tuple, set, frozenset)) and len(parts) > 0
-    return not isinstance(value, (str, bytes)) and (not is_read or all(_fits(item, parts[0]) for item in value))
+    if isinstance(value, tuple) and len(args) > 1 and Ellipsis not in args:
+        return len(value) == len(args) and all(map(_fits, value, args))
+    is_read = isinstance(value, (list, tuple, set, frozenset)) and len(args) > 0
+    return not isinstance(value, (str, bytes)) and (not is_read or all(_fits(item, args[0]) for item in value))
 
 
-def _words(hint: Any) -> str:
+def _type_name(hint: Hint) -> str:
     """What a type is called in a message."""
     if len(options := _options(hint)) > 1:
-        return " or ".join(dict.fromkeys(map(_words, options)))
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+        return " or ".join(dict.fromkeys(map(_type_name, options)))
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
-        return " or ".join(map(repr, parts))
+        return " or ".join(map(repr, args))
     if origin is Callable:
-        return f"a function of {len(parts[0])} arguments" if isinstance(parts[0], list) else "a function"
-    if isinstance(origin, type) and parts:
-        item = parts[-1] if issubclass(origin, Mapping) else parts[0]
+        return f"a function of {len(args[0])} arguments" if isinstance(args[0], list) else "a function"
+    if isinstance(origin, type) and args:
+        item = args[-1] if issubclass(origin, Mapping) else args[0]
         name = "a dict" if issubclass(origin, Mapping) else "an iterable" if origin is Iterable else "a list"
-        return name if _is_free(item) else f"{name}, each of it {_words(item)}"
-    return _WORDS.get(hint) or f"a {getattr(hint, '__name__', hint)}"
+        return name if _is_free(item) else f"{name}, each of it {_type_name(item)}"
+    return _TYPE_NAMES.get(hint) or f"a {getattr(hint, '__name__', hint)}"
 
 
 # Functions that a user gives.
 
 
-def takes(fn: Callable[..., Any], count: int) -> bool:
+def takes(fn: Callable[..., object], count: int) -> bool:
     """Whether a call with so many positional arguments fits the function. True where Python does not know."""
     return _bind(fn, [str(i) for i in range(count)]) is not None
 
 
-def check_takes(fn: Any, names: Sequence[str], what: str, hint: str = "", also: Sequence[str] = ()) -> None:
+def check_takes(fn: object, names: Sequence[str], what: str, hint: str = "", also: Sequence[str] = ()) -> None:
     """`TypeError` unless a call by position with arguments of these names fits the function, as Python knows it.
 
     `what` and `hint` begin and end the message. `also`: arguments that follow by keyword where the function has them.
     """
-    words = f"{what} must be a function of ({', '.join(names)})"
+    expected = f"{what} must be a function of ({', '.join(names)})"
     if not callable(fn):
-        raise TypeError(f"{words}, got {describe(fn)}{hint}")
+        raise TypeError(f"{expected}, got {describe(fn)}{hint}")
     also = [name for name in also if has_parameter(fn, name)]
     bound = _bind(fn, names, also)
     if bound is None:
         after = f", and then {', '.join(also)}" if also else ""
-        raise TypeError(f"{words}{after}, got {_shown(fn)}{hint}")
-    if [name for own, name in bound.items() if isinstance(name, str) and own != name and own in names]:
-        raise TypeError(f"{words}, and {_shown(fn)} names them in another order; reorder them")
+        raise TypeError(f"{expected}{after}, got {_shown(fn)}{hint}")
+    # Each value that was bound is the name of what a push or a step gives there.
+    if any(name in names and parameter in names and parameter != name for parameter, name in bound.items()):
+        raise TypeError(f"{expected}, and {_shown(fn)} names them in another order; reorder them")
 
 
-def has_parameter(fn: Callable[..., Any], name: str) -> bool:
+def has_parameter(fn: Callable[..., object], name: str) -> bool:
     """Whether a function has a parameter of this name that a keyword can give, and that `partial` has not given."""
     try:
-        own, inner = inspect.signature(fn, follow_wrapped=False), inspect.signature(fn)
+        outer, inner = inspect.signature(fn, follow_wrapped=False), inspect.signature(fn)
     except (TypeError, ValueError):  # a builtin
         return False
-    given = fn.keywords if isinstance(fn, functools.partial) else ()
-    takes_any = inspect.Parameter.VAR_KEYWORD in [p.kind for p in own.parameters.values()]
-    return name in inner.parameters and name not in given and (takes_any or name in own.parameters)
+    preset = fn.keywords if isinstance(fn, functools.partial) else ()
+    # A wrapper with **kwargs passes the keyword on to the function inside.
+    takes_any = inspect.Parameter.VAR_KEYWORD in [p.kind for p in outer.parameters.values()]
+    return name in inner.parameters and name not in preset and (takes_any or name in outer.parameters)
 
 
-def _bind(fn: Callable[..., Any], values: Sequence[str], by_keyword: Sequence[str] = ()) -> Mapping[str, Any] | None:
+def _bind(
+    fn: Callable[..., object], values: Sequence[str], by_keyword: Sequence[str] = ()
+) -> Mapping[str, object] | None:
     """The values by the names of the arguments that get them. None: the function does not take so many."""
     try:
         signature = inspect.signature(fn, follow_wrapped=False)  # a wrapper may take other arguments
@@ -350,5 +366,5 @@ def _bind(fn: Callable[..., Any], values: Sequence[str], by_keyword: Sequence[st
         return None
 
 
-def _shown(fn: Any) -> str:
+def _shown(fn: Callable[..., object]) -> str:
     return f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn, follow_wrapped=False)}"

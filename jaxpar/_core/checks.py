@@ -6,13 +6,13 @@ import difflib
 import numbers
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Device, check_plain, gone_error, is_gone, is_of_numbers, is_prng_key
+from .arrays import Device, PyTree, Shaped, Value, check_plain, gone_error, is_gone, is_of_numbers, is_prng_key
 from .host import in_kept_dtype, integers_fit as integers_fit
 from .text import describe as describe, did_you_mean, shorten as shorten
 
@@ -33,7 +33,7 @@ class UnknownKeyError(KeyError):
         return str(self.args[0])
 
 
-def as_values(keys: Sequence[int], value: Any, what: str, name: str = "value") -> list[Any]:
+def as_values(keys: Sequence[int], value: object, what: str, name: str = "value") -> list[Any]:
     """What was given for a list of keys: a list with a value for each."""
     is_list = isinstance(value, (list, tuple))
     if is_list and len(value) == len(keys):
@@ -49,22 +49,22 @@ def find_keys(key: Any, where: str, store: Any = None) -> tuple[list[int], bool]
     With a store, each key must be there, and have a value that was not deleted. The keys may be names.
     """
     many = isinstance(key, (list, range))
-    given: Sequence[Any] = key if many else (key,)
-    if store is not None and store.paths and any(isinstance(k, str) for k in given):
+    keys: Sequence[Any] = key if many else (key,)
+    if store is not None and store.paths and any(isinstance(k, str) for k in keys):
         of_name = {name: k for k, name in store.paths}  # only now, since a push by numbers needs none
-        given = [_of_name(k, of_name, where) if isinstance(k, str) else k for k in given]
-    for k in given:
+        keys = [_of_name(k, of_name, where) if isinstance(k, str) else k for k in keys]
+    for k in keys:
         if not is_int(k):
             hint = "; give a list of ints for several keys" if isinstance(k, tuple) else ""
             hint = "; the keys of kv.from_params have names, kv.names(store)" if isinstance(k, str) else hint
             raise TypeError(f"a key of the store must be an int, got {k!r} of type {type(k).__name__}{hint}")
         if store is not None and k not in store.values:
-            there = f"the store holds {shorten(sorted(store.values))}" if store.values else "the store is empty"
-            raise UnknownKeyError(f"{where}: key {k} was never initialised ({there}); call kv.init first")
+            content = f"the store holds {shorten(sorted(store.values))}" if store.values else "the store is empty"
+            raise UnknownKeyError(f"{where}: key {k} was never initialised ({content}); call kv.init first")
         if store is not None and is_gone(store.values[k]):
             what = "the stored value was deleted, as by donating this store to a jitted function"
             raise RuntimeError(f"{where}: key {k}: {what}; use the store that the function returned")
-    return list(map(operator.index, given)), many
+    return list(map(operator.index, keys)), many
 
 
 def _of_name(name: str, keys: dict[str, int], where: str) -> int:
@@ -97,7 +97,7 @@ def array(value: Any, where: str) -> jax.Array:
         raise TypeError(f"{where}: expected an array, got {describe(value)} ({error})") from None
 
 
-def storable(value: Any, shape: tuple[int, ...], stored: Any, where: str) -> None:
+def storable(value: Shaped, shape: tuple[int, ...], stored: np.dtype[Any], where: str) -> None:
     """`ValueError` for an array of another shape, `TypeError` if it cannot be stored as the dtype `stored` safely.
 
     Floating to floating is a cast, whatever the widths, and so is complex to complex. Anything else must be
@@ -105,41 +105,41 @@ def storable(value: Any, shape: tuple[int, ...], stored: Any, where: str) -> Non
     """
     if value.shape != shape:
         raise ValueError(f"{where}: expected shape {shape}, got {value.shape}")
-    given = value.dtype
-    if given == stored:
+    dtype = value.dtype
+    if dtype == stored:
         return
     for family in (jnp.floating, jnp.complexfloating):
-        if jnp.issubdtype(given, family) and jnp.issubdtype(stored, family):
+        if jnp.issubdtype(dtype, family) and jnp.issubdtype(stored, family):
             return
-    integral = jnp.issubdtype(given, jnp.integer) or jnp.issubdtype(given, jnp.bool_)
+    integral = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
     if integral and not jnp.issubdtype(stored, jnp.integer):
-        raise TypeError(f"{where}: expected dtype {stored}, got {given}; use value.astype({str(stored)!r})")
-    if not np.can_cast(given, stored, "safe"):
-        raise TypeError(f"{where}: dtype {given} cannot be cast safely to the stored {stored}")
+        raise TypeError(f"{where}: expected dtype {stored}, got {dtype}; use value.astype({str(stored)!r})")
+    if not np.can_cast(dtype, stored, "safe"):
+        raise TypeError(f"{where}: dtype {dtype} cannot be cast safely to the stored {stored}")
 
 
 # Devices and batches.
 
 
-def devices(given: Any, where: str) -> tuple[Any, ...]:
+def devices(value: object, where: str) -> tuple[Device, ...]:
     """The devices as a tuple, at least one and none twice. `TypeError` for no list of devices, such as their number."""
-    chosen = device_list(given, where)
+    chosen = device_list(value, where)
     if not chosen or len(set(chosen)) < len(chosen):
         hint = "" if chosen else "; give at least one device"
         raise ValueError(f"{where}: devices must be one or more different devices, got {list(chosen)}{hint}")
     return chosen
 
 
-def device_list(given: Any, where: str) -> tuple[Any, ...]:
+def device_list(value: Any, where: str) -> tuple[Device, ...]:
     """The devices as a tuple, which may have one twice. `TypeError` for anything else than devices."""
-    given = given.ravel() if isinstance(given, np.ndarray) else given  # the devices of a mesh
-    many = isinstance(given, Iterable) and not isinstance(given, (str, jax.Array))
-    items = list(given) if many else [given]
+    value = value.ravel() if isinstance(value, np.ndarray) else value  # the devices of a mesh
+    many = isinstance(value, Iterable) and not isinstance(value, (str, jax.Array))
+    items = list(value) if many else [value]
     if many and all(hasattr(item, "process_index") for item in items):
         return tuple(items)
-    hint = f"; for the first {given} of them write jax.devices()[:{given}]" if is_int(given) else ""
-    hint = "; write [device] for one" if hasattr(given, "process_index") else hint
-    raise TypeError(f"{where}: devices must be a list of devices such as jax.devices(), got {given!r}{hint}")
+    hint = f"; for the first {value} of them write jax.devices()[:{value}]" if is_int(value) else ""
+    hint = "; write [device] for one" if hasattr(value, "process_index") else hint
+    raise TypeError(f"{where}: devices must be a list of devices such as jax.devices(), got {value!r}{hint}")
 
 
 def check_own(devices: Iterable[Device], what: str) -> None:
@@ -150,7 +150,7 @@ def check_own(devices: Iterable[Device], what: str) -> None:
             raise ValueError(f"{what}: {whose}; give devices of this process, jax.local_devices()")
 
 
-def batch_length(data: Any, what: str, axis: int = 0) -> int:
+def batch_length(data: PyTree, what: str, axis: int = 0) -> int:
     """The length of an axis that all arrays of a batch share: axis 1 where several batches are stacked."""
     lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(data)}
     if len(lengths) != 1 or () in lengths:
@@ -167,27 +167,27 @@ def batch_length(data: Any, what: str, axis: int = 0) -> int:
 def whole_batch(examples: int, batch_size: int, where: str, advice: str = "") -> None:
     """`ValueError` if there are fewer examples than a batch needs."""
     if examples < batch_size:
-        words = f"make no whole batch of {batch_size}; use a smaller batch_size{advice}"
-        raise ValueError(f"{where}: {examples} examples {words}")
+        fault = f"{examples} examples make no whole batch of {batch_size}"
+        raise ValueError(f"{where}: {fault}; use a smaller batch_size{advice}")
 
 
-def even_share(n: int, parts: int, where: str, advice: str = "", of: str = "devices") -> int:
-    """How many of `n` examples each of `parts` devices gets. The `ValueError` names the nearest batches that divide."""
-    if n % parts == 0:
-        return n // parts
-    sizes = " or ".join(str(size) for size in dict.fromkeys((n // parts * parts, -(-n // parts) * parts)) if size)
-    raise ValueError(f"{where}: a batch of {n} cannot be divided by {parts} {of}; use a batch of {sizes}{advice}")
+def even_share(n: int, count: int, where: str, advice: str = "", of: str = "devices") -> int:
+    """How many of `n` examples each of `count` devices gets. The `ValueError` names the nearest batches that divide."""
+    if n % count == 0:
+        return n // count
+    sizes = " or ".join(str(size) for size in dict.fromkeys((n // count * count, -(-n // count) * count)) if size)
+    raise ValueError(f"{where}: a batch of {n} cannot be divided by {count} {of}; use a batch of {sizes}{advice}")
 
 
 # Options.
 
 
-def is_int(value: Any) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """Whether this is an int of Python or of NumPy. A bool is none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def whole_number(value: Any, where: str, name: str, least: int = 1, most: int = _INT64) -> int:
+def whole_number(value: object, where: str, name: str, least: int = 1, most: int = _INT64) -> int:
     """`value` as an int from `least` to `most`. A NumPy int is a number, a bool is none."""
     if is_int(value) and least <= value <= most:
         return operator.index(value)
@@ -212,7 +212,7 @@ def number(value: Any, where: str, name: str, expected: str, allowed: Callable[[
     raise kind(f"{where}: {name} must be {expected}, got {_quote(value)}{beyond}")
 
 
-def text(value: Any, where: str, name: str) -> str:
+def text(value: object, where: str, name: str) -> str:
     """`value`, a string of Unicode. `TypeError` for anything else, `ValueError` for half a character."""
     if not isinstance(value, str):
         raise TypeError(f"{where}: {name} must be a string, got {_quote(value)}")
@@ -221,29 +221,29 @@ def text(value: Any, where: str, name: str) -> str:
     return value
 
 
-def choice(value: Any, where: str, name: str, known: Iterable[str]) -> str:
-    """`value`, which must be one of the known words. The `ValueError` lists these and suggests the nearest."""
-    words = list(known)
-    if isinstance(value, str) and value in words:
+def choice(value: object, where: str, name: str, options: Iterable[str]) -> str:
+    """`value`, which must be one of the options. The `ValueError` lists these and suggests the nearest."""
+    options = list(options)
+    if isinstance(value, str) and value in options:
         return value
-    came, known = _quote(value), ", ".join(words)
-    raise ValueError(f"{where}: unknown {name} {came}; known are {known}{did_you_mean(came, map(repr, words))}")
+    got, near = _quote(value), did_you_mean(_quote(value), map(repr, options))
+    raise ValueError(f"{where}: unknown {name} {got}; known are {', '.join(options)}{near}")
 
 
 # What belongs to a model.
 
 
-def labels(given: Any, where: str) -> None:
+def labels(array: jax.Array | np.ndarray, where: str) -> None:
     """`TypeError` unless the array holds one integer per example. Only shape and dtype are checked."""
-    if given.ndim == 1 and jnp.issubdtype(given.dtype, jnp.integer):
+    if array.ndim == 1 and jnp.issubdtype(array.dtype, jnp.integer):
         return
     hint = "make floating class numbers integers by labels.astype(int)"
-    if given.ndim > 1:
+    if array.ndim > 1:
         hint = "drop an axis of length 1 by labels[:, 0], turn one-hot labels into integers by labels.argmax(-1)"
-    raise TypeError(f"{where}: labels must be integers of shape (n,), one an example, got {describe(given)}; {hint}")
+    raise TypeError(f"{where}: labels must be integers of shape (n,), one an example, got {describe(array)}; {hint}")
 
 
-def hashable(value: Any, where: str) -> Any:
+def hashable(value: Value, where: str) -> Value:
     """`value`, for which a compiled program is kept; `TypeError` where it can change and so has no hash."""
     try:
         hash(value)
@@ -253,7 +253,7 @@ def hashable(value: Any, where: str) -> Any:
     return value
 
 
-def function(value: Any, where: str) -> Any:
+def function(value: Value, where: str) -> Value:
     """`value`, a function for which a compiled program is kept. Errors as of `hashable`."""
     if not callable(value):
         raise TypeError(f"{where}: expected a function, got {describe(value)}; look at the order of the arguments")
@@ -270,7 +270,7 @@ def random_key(rng: Any, where: str) -> jax.Array:
     return key
 
 
-def transform(tx: Any, where: str) -> Any:
+def transform(tx: Value, where: str) -> Value:
     """`tx`, an optax transform. `TypeError` for anything else, such as the function that makes one."""
     if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
         return tx
@@ -279,7 +279,7 @@ def transform(tx: Any, where: str) -> Any:
     raise TypeError(f"{where}: expected an optax.GradientTransformation{hint}; got {describe(tx)}")
 
 
-def arrays_of_numbers(tree: Any, where: str) -> None:
+def arrays_of_numbers(tree: PyTree, where: str) -> None:
     """`TypeError` for a leaf of a pytree that is no array of numbers, such as a list's number or an array of words."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = where + jax.tree_util.keystr(path)
@@ -291,5 +291,5 @@ def arrays_of_numbers(tree: Any, where: str) -> None:
 # Words of messages.
 
 
-def _quote(value: Any) -> str:
+def _quote(value: object) -> str:
     return repr(value) if isinstance(value, np.generic) else describe(value)

@@ -30,21 +30,21 @@ _SCHEME = re.compile(r"\s*(?:\w[\w+.-]*::)*([A-Za-z][A-Za-z0-9+.-]+):/")
 _VARIABLE = re.compile(r"\$(?:\w+|\{)")
 
 
-def as_path(given: Any, where: str) -> Path:
+def as_path(path: Any, where: str) -> Path:
     """The absolute path that a user means, so that a later change of the working directory does not move it.
 
     `TypeError` for what is no path, `ValueError` as of `as_local`.
     """
-    return Path(as_local(given, where)).absolute()
+    return Path(as_local(path, where)).absolute()
 
 
 def shown(path: Path) -> str:
     """The path as a person reads it: from the working directory on, if it is inside."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    directory = Path.cwd()
+    return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
-def as_local(given: Any, where: str) -> str:
+def as_local(value: Any, where: str) -> str:
     """A path on this machine as text, with `~` as the home directory. A relative one stays relative.
 
     `file:///x` is /x. `ValueError` for a path on another system, such as `s3://bucket/x`, for one with a variable of
@@ -52,19 +52,19 @@ def as_local(given: Any, where: str) -> str:
     """
     # A path object of a bucket need not be an os.PathLike, and one that is may download its file for `os.fspath`. So
     # its text is looked at first.
-    is_text = isinstance(given, (str, bytes))
-    is_object = isinstance(given, os.PathLike) or hasattr(given, "joinpath")
-    shown = os.fsdecode(given) if is_text else str(given) if is_object else ""
+    is_text = isinstance(value, (str, bytes))
+    is_object = isinstance(value, os.PathLike) or hasattr(value, "joinpath")
+    shown = os.fsdecode(value) if is_text else str(value) if is_object else ""
     if (scheme := _SCHEME.match(shown)) is not None and scheme[1].lower() != "file":
         raise ValueError(
             f"{where} is {shown!r}, on another system ({scheme[1]}), and only local paths can be read and written; "
             "give a folder of a disk or mount of this machine, and copy to or from the other system before and after"
         )
     try:
-        path = os.fsdecode(given)
+        path = os.fsdecode(value)
     except TypeError:
-        words = given if isinstance(given, (int, float)) else f"a {type(given).__name__}"
-        raise TypeError(f"{where} must be a path, a string or a pathlib.Path, got {words}") from None
+        got = value if isinstance(value, (int, float)) else f"a {type(value).__name__}"
+        raise TypeError(f"{where} must be a path, a string or a pathlib.Path, got {got}") from None
     if scheme is not None:
         address = urllib.parse.urlsplit(path.strip())
         if not is_text or address.netloc not in ("", "localhost"):
@@ -107,12 +107,12 @@ def append(path: Path, content: bytes) -> None:
 
 
 def _write_all(file: io.FileIO, content: bytes) -> None:
-    rest = memoryview(content)
-    while rest:
-        rest = rest[file.write(rest) :]
+    unwritten = memoryview(content)
+    while unwritten:
+        unwritten = unwritten[file.write(unwritten) :]
 
 
-def replace(path: Path, write: bytes | Callable[[Any], None]) -> None:
+def replace(path: Path, write: bytes | Callable[[io.BufferedWriter], None]) -> None:
     """Replace a file by the content, or by what a function writes to it. Readers see the old content or the new.
 
     A link is followed. Where the file cannot be written, the old one is as before.

@@ -12,16 +12,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
+
+from .arrays import Tree
 
 _ALIGNMENT = 64  # bytes. What begins at a multiple of it is the memory of an array on a CPU. All else is copied again.
 
 
-def kept_dtype(dtype: Any) -> np.dtype[Any]:
+def kept_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """The dtype in which JAX keeps numbers of this one: in the byte order of the machine, 32 bits wide without x64."""
     return np.dtype(jax.dtypes.canonicalize_dtype(np.dtype(dtype).newbyteorder("=")))
 
 
-def own_copy(array: Any, name: str) -> np.ndarray:
+def own_copy(array: np.ndarray | np.generic, name: str) -> np.ndarray:
     """A copy of an array in host memory that nobody else writes to, in the dtype that JAX keeps.
 
     `ValueError` for numbers that this dtype cannot hold. `name` begins the message.
@@ -42,14 +45,14 @@ def own_copy(array: Any, name: str) -> np.ndarray:
     return copy
 
 
-def own_copies(tree: Any, where: str) -> Any:
+def own_copies(tree: Tree, where: str) -> Tree:
     """The pytree with such copies of its arrays of NumPy. All else stays."""
 
-    def own(path: Any, leaf: Any) -> Any:
+    def copied(path: tuple[Any, ...], leaf: object) -> object:
         is_host = isinstance(leaf, (np.ndarray, np.generic))
         return own_copy(leaf, where + jax.tree_util.keystr(path)) if is_host else leaf
 
-    return jax.tree_util.tree_map_with_path(own, tree)
+    return jax.tree_util.tree_map_with_path(copied, tree)
 
 
 def in_kept_dtype(array: Any, name: str) -> np.ndarray:
@@ -57,7 +60,9 @@ def in_kept_dtype(array: Any, name: str) -> np.ndarray:
     return array if array.dtype == kept_dtype(array.dtype) else own_copy(array, name)
 
 
-def integers_fit(array: Any, name: str, dtype: Any = None) -> None:
+def integers_fit(
+    array: jax.Array | np.ndarray | np.generic, name: str, dtype: type[np.integer[Any]] | None = None
+) -> None:
     """`ValueError` for integers in host memory that `dtype`, by default the one that JAX keeps them in, cannot hold."""
     if isinstance(array, jax.Array) or array.dtype.kind not in "iu" or not array.size:
         return

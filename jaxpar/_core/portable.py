@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .arrays import is_prng_key
+from .arrays import PyTree, is_prng_key
 
 Saved = dict[str, tuple[dict[str, Any], np.ndarray]]  # (record, array) by name
 PARTS = ("residual", "pending")  # what belongs to the devices that pushed, see `SavedArray.part`
@@ -52,25 +52,25 @@ class NodeFormat:
     # `slots(node, prefix)` gives one `SavedArray` for each leaf, in the order of the leaves.
     slots: Callable[[Any, str], Iterable[SavedArray]]
     bare: Callable[[Any], Any]  # `bare(node)` is the node without what `complete` restores
-    # `complete(filled, like, saved, prefix, remarks)` is the bare node with the rest of what was saved, for the devices
-    # of `like`. It adds a remark for the user where something could not be taken up.
+    # `complete(filled, template, saved, prefix, remarks)` is the bare node with the rest of what was saved, for the
+    # devices of the template. It adds a remark for the user where something could not be taken up.
     complete: Callable[[Any, Any, Saved, str, list[str]], Any]
-    # `adapt(like, saved, prefix, remarks) -> saved` brings what an older version saved to the names of today.
-    adapt: Callable[[Any, Saved, str, list[str]], Saved] = lambda like, saved, prefix, remarks: saved
+    # `adapt(template, saved, prefix, remarks) -> saved` brings what an older version saved to the names of today.
+    adapt: Callable[[Any, Saved, str, list[str]], Saved] = lambda template, saved, prefix, remarks: saved
 
 
 # Filled where a module defines its type, and then only read.
 # How the nodes of a type are saved. A node of another type is taken leaf by leaf.
 FORMATS: dict[type, NodeFormat] = {}
-# `adapt(like, saved, remarks) -> saved`, which brings a whole state of a type to another number of devices.
-ADAPTERS: dict[type, Callable[[Any, Saved, list[str]], Saved]] = {}
+# `adapt(template, saved, remarks) -> saved`, which brings a whole state of a type to another number of devices.
+ADAPTERS: dict[type, Callable[[PyTree, Saved, list[str]], Saved]] = {}
 
 
-def is_registered(node: Any) -> bool:
+def is_registered(node: object) -> bool:
     return type(node) in FORMATS
 
 
-def path_name(path: Any) -> str:
+def path_name(path: tuple[Any, ...]) -> str:
     """The name of a path of jax: `store/values/3`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 

@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from .text import say_before_exit
 
@@ -28,7 +28,8 @@ class Signals:
     def __init__(self, numbers: Iterable[int]):
         self.received: list[int] = []  # those that came, in their order
         self._numbers = numbers
-        self._before: dict[int, Any] = {}  # the handlers outside of the block
+        # The handlers outside of the block. A number or None is a handler that is not of Python.
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> Signals:
         for number in self._numbers:
@@ -40,7 +41,7 @@ class Signals:
         for number in reversed(self._before):
             signal.signal(number, self._before[number])
 
-    def _record(self, number: int, frame: Any) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         """The handler, which may run inside of any call of the main thread."""
         self.received.append(number)
 
@@ -92,10 +93,10 @@ def tag() -> str:
 
 def has_ended(tag: str) -> bool | None:
     """Whether a process of this machine has certainly ended. None for one of another machine."""
-    found = _TAG.fullmatch(tag)
-    if found is None or found[1] != _machine():
+    match = _TAG.fullmatch(tag)
+    if match is None or match[1] != _machine():
         return None
-    number, began = int(found[2]), int(found[3])
+    number, began = int(match[2]), int(match[3])
     try:
         os.kill(number, 0)  # sends nothing
     except ProcessLookupError:
@@ -109,12 +110,12 @@ def has_ended(tag: str) -> bool | None:
 def _machine() -> str:
     """This machine since its last start, and its numbering of processes. Empty where Linux does not say."""
     try:
-        parts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+        names = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     except OSError:
         return ""
     with contextlib.suppress(OSError):
-        parts.append(os.readlink("/proc/self/ns/time"))
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:16]
+        names.append(os.readlink("/proc/self/ns/time"))
+    return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
 
 
 def _stat(number: int) -> tuple[str, int]:

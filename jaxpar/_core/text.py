@@ -28,7 +28,7 @@ class Table:
     first: int | None = None  # how many of the shown rows are before the cut. None: all of them.
 
     def __str__(self) -> str:
-        above, cut, below = self._parts()
+        above, cut, below = self._cut()
         widths = [max(map(len, column)) for column in zip(*above, *below, strict=True)]
 
         def line(row: Sequence[str]) -> str:
@@ -38,7 +38,7 @@ class Table:
         return "\n".join([self.title, *map(line, above), *middle, *map(line, below)])
 
     def _repr_html_(self) -> str:
-        above, cut, below = self._parts()
+        above, cut, below = self._cut()
 
         def row(cells: Sequence[str], tag: str = "td") -> str:
             style = f"text-align:{self.align};white-space:nowrap"
@@ -50,7 +50,7 @@ class Table:
         table = f"<table><thead>{row(self.columns, 'th')}</thead><tbody>{body}</tbody></table>" if self.rows else ""
         return f"<div><p>{html.escape(self.title)}</p>{table}</div>"
 
-    def _parts(self) -> tuple[Sequence[Sequence[str]], str, Sequence[Sequence[str]]]:
+    def _cut(self) -> tuple[Sequence[Sequence[str]], str, Sequence[Sequence[str]]]:
         """The rows before the cut, what is written there, and the rows after it."""
         hidden = len(self.rows) - self.most
         if hidden <= 0:
@@ -112,23 +112,23 @@ def describe(value: Any) -> str:
     return text if 0 < len(text) < 40 else f"a {type(value).__name__}"
 
 
-def shorten(items: Sequence[Any], most: int = 8) -> str:
+def shorten(items: Sequence[object], most: int = 8) -> str:
     """The items as a list, cut after `most`."""
     shown = ", ".join(map(str, items[:most]))
     return f"[{shown}, ... {len(items)} in all]" if len(items) > most else f"[{shown}]"
 
 
-def did_you_mean(word: Any, known: Iterable[str]) -> str:
+def did_you_mean(word: object, choices: Iterable[str]) -> str:
     """The end of a message: the nearest known word, as in `; did you mean --epochs?`, or nothing."""
-    near = difflib.get_close_matches(str(word), list(known), 1)
+    near = difflib.get_close_matches(str(word), list(choices), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def matches(path: str, pattern: str) -> bool:
     """Whether a pattern is of a parameter, or of a module around it."""
     keys, count = path.split("/"), pattern.count("/") + 1
-    runs = ("/".join(keys[at : at + count]) for at in range(len(keys) - count + 1))
-    return any(fnmatch.fnmatchcase(part, pattern) for part in (path, *runs))
+    modules = ("/".join(keys[at : at + count]) for at in range(len(keys) - count + 1))
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (path, *modules))
 
 
 def plural(count: int, noun: str) -> str:
@@ -175,13 +175,13 @@ def fit(text: str, width: int) -> str:
 # Options of commands.
 
 
-def number(kind: type, least: float = 0, above: bool = False) -> Callable[[str], Any]:
+def number(kind: type[int] | type[float], least: float = 0, above: bool = False) -> Callable[[str], float]:
     """A parser of a finite number of at least `least`, or above it."""
     size = f"above {least}" if above else f"of {least} or more"
     expected = f"{'an int' if kind is int else 'a number'} {size}"
     most = 2**63 if kind is int else math.inf
 
-    def parse(text: str) -> Any:
+    def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
@@ -207,11 +207,13 @@ class HelpFormatter(argparse.HelpFormatter):
         return f"{text} (default: {default})"
 
 
-def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, command_line: Sequence[str]) -> argparse.Namespace:
     """The arguments. An option that a command does not have ends with status 2 and the nearest that it has."""
-    found, rest = parser.parse_known_args(words)
-    if rest:
-        wrong = next((word for word in rest if word.startswith("-")), rest[0]).partition("=")[0]
-        asked: argparse.ArgumentParser = getattr(found, "parser", parser)
-        asked.error(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(wrong, asked._option_string_actions)}")
-    return found
+    arguments, unknown = parser.parse_known_args(command_line)
+    if unknown:
+        wrong = next((word for word in unknown if word.startswith("-")), unknown[0]).partition("=")[0]
+        # The parser of the command, which a parser of several commands leaves in the arguments.
+        command: argparse.ArgumentParser = getattr(arguments, "parser", parser)
+        hint = did_you_mean(wrong, command._option_string_actions)
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return arguments

@@ -16,6 +16,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 
 from .._core import checks
-from .._core.arrays import nbytes
+from .._core.arrays import PyTree, Shaped, Tree, nbytes
 from .mesh import spans_processes
 from .user_mesh import is_split, unsplit
 
@@ -39,7 +40,7 @@ _LINE = 128
 # numbers in chunks of 4 MiB and more, by chance and without an error (jax issue 40830). jax 0.12 has another.
 _GLOO_IS_WRONG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 Shape = tuple[int, ...]
-Groups = tuple[tuple[int, ...], ...]
+Groups = tuple[tuple[int, ...], ...]  # the positions of the values in each bucket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,36 +55,38 @@ class BucketLimits:
             checks.number(getattr(self, name), "BucketLimits", name, "a number of bytes of 0 or more", lambda n: n >= 0)
 
 
-def plan(values: Sequence[Any], limits: BucketLimits = BucketLimits()) -> Groups:
+def plan(values: Sequence[Shaped], limits: BucketLimits = BucketLimits()) -> Groups:
     """Which values travel together: groups of positions. Each has a shape and a dtype, one dtype for each group."""
     groups: list[list[int]] = []
-    still_open: dict[Any, tuple[list[int], int]] = {}
+    open_buckets: dict[np.dtype[Any], tuple[list[int], int]] = {}  # by dtype: the group that is filled, and its bytes
     for position, value in enumerate(values):
         # The bytes of a random key are jax's own. What is split over another axis of the user's mesh stays split.
-        is_whole = not isinstance(value.dtype, np.dtype) or is_split(value)
-        size = 0 if is_whole else math.prod(value.shape) * value.dtype.itemsize
-        if is_whole or size >= limits.alone_bytes:
+        goes_alone = not isinstance(value.dtype, np.dtype) or is_split(value)
+        size = 0 if goes_alone else math.prod(value.shape) * value.dtype.itemsize
+        if goes_alone or size >= limits.alone_bytes:
             groups.append([position])
             continue
-        group, filled = still_open.get(value.dtype, (None, 0))
+        group, filled = open_buckets.get(value.dtype, (None, 0))
         if group is None or filled + size > limits.bucket_bytes:
             group, filled = [], 0
             groups.append(group)
         group.append(position)
-        still_open[value.dtype] = (group, filled + size)
+        open_buckets[value.dtype] = (group, filled + size)
     return tuple(map(tuple, groups))
 
 
-def pack(values: Sequence[Any], groups: Sequence[Sequence[int]], axis: int = 0, xp: Any = jnp) -> list[Any]:
+def pack(values: Sequence[Any], groups: Sequence[Sequence[int]], axis: int = 0, xp: ModuleType = jnp) -> list[Any]:
     """One array for each group: its values one after another along an axis. That of a group of one stays as it is."""
-    # The axes before it are kept, and must be equal in a group. The axes from it on are flattened.
-    packed: list[Any] = []
+    # The axes before it are kept, and must be equal in a group. The axes from it on are flattened. `xp` is jax.numpy or
+    # numpy, whichever the values are of.
+    buckets: list[Any] = []
     for group in groups:
-        own = [values[i] for i in group]
-        if len(own) > 1:
-            own = [xp.concatenate([v.reshape((*v.shape[:axis], math.prod(v.shape[axis:]))) for v in own], axis=axis)]
-        packed += own
-    return packed
+        members = [values[i] for i in group]
+        if len(members) > 1:
+            flat = [v.reshape((*v.shape[:axis], math.prod(v.shape[axis:]))) for v in members]
+            members = [xp.concatenate(flat, axis=axis)]
+        buckets += members
+    return buckets
 
 
 def unpack(
@@ -91,15 +94,15 @@ def unpack(
 ) -> list[jax.Array]:
     """Split buckets into values of (*first axes, *shape): the inverse of `pack`."""
     # The first axes are those of the packed array, which may have got them in between: a gather over devices adds one.
-    values: list[Any] = [None] * len(shapes)
-    for array, group in zip(packed, groups, strict=True):
+    values: dict[int, jax.Array] = {}
+    for bucket, group in zip(packed, groups, strict=True):
         start = 0
         for i in group:
             stop = start + math.prod(shapes[i])
-            part = array if len(group) == 1 else jax.lax.slice_in_dim(array, start, stop, axis=axis)
-            values[i] = part.reshape(array.shape[:axis] + tuple(shapes[i]))
+            flat = bucket if len(group) == 1 else jax.lax.slice_in_dim(bucket, start, stop, axis=axis)
+            values[i] = flat.reshape(bucket.shape[:axis] + tuple(shapes[i]))
             start = stop
-    return values
+    return [values[i] for i in range(len(shapes))]
 
 
 # Sums over the devices.
@@ -125,8 +128,8 @@ def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLi
     shards = lax.axis_size(axis_name)
     rows = [to_rows(v, shards) for v in values]
     groups = plan(rows, limits)
-    mine = [_scatter_sum(array, axis_name) for array in pack(rows, groups, axis=1)]
-    return unpack(mine, [r.shape[1:] for r in rows], groups)
+    chunks = [_scatter_sum(bucket, axis_name) for bucket in pack(rows, groups, axis=1)]
+    return unpack(chunks, [r.shape[1:] for r in rows], groups)
 
 
 def all_gather(
@@ -137,8 +140,8 @@ def all_gather(
     # small.
     shards = lax.axis_size(axis_name)
     groups = plan([jax.ShapeDtypeStruct((shards, *c.shape), c.dtype) for c in chunks], limits)
-    whole = [gather_stack(array, axis_name) for array in pack(chunks, groups)]
-    rows = unpack(whole, [c.shape for c in chunks], groups, axis=1)
+    gathered = [gather_stack(bucket, axis_name) for bucket in pack(chunks, groups)]  # each (devices, n)
+    rows = unpack(gathered, [c.shape for c in chunks], groups, axis=1)
     return [from_rows(r, shape) for r, shape in zip(rows, shapes, strict=True)]
 
 
@@ -154,8 +157,9 @@ def sum_apart(x: jax.Array, axis_name: str) -> jax.Array:
 
     if nbytes(x) < _SHARED_BYTES:
         return of_all(x).sum(0)
-    share = send_rows(to_rows(x, count), axis_name).sum(0)
-    return from_rows(of_all(share), x.shape)
+    # (chunk,) of the sum on each device, from (devices, chunk) of the terms.
+    chunk = send_rows(to_rows(x, count), axis_name).sum(0)
+    return from_rows(of_all(chunk), x.shape)
 
 
 def gather_stack(value: jax.Array, axis_name: str) -> jax.Array:
@@ -182,7 +186,7 @@ def sum_in_order(stacked: jax.Array) -> jax.Array:
     return sum_by_loop(lambda i: stacked[i], count)
 
 
-def sum_by_loop(term: Callable[[Any], jax.Array], count: int) -> jax.Array:
+def sum_by_loop(term: Callable[[jax.typing.ArrayLike], jax.Array], count: int) -> jax.Array:
     """term(0) + ... + term(count - 1), from left to right, as a loop: the program has the same size for any count."""
     return lax.fori_loop(1, count, lambda i, total: total + term(i), term(0))
 
@@ -234,13 +238,13 @@ def _scatter_sum(rows: jax.Array, axis_name: str) -> jax.Array:
 
 
 def _gather_and_sum(x: jax.Array, axis_name: str) -> jax.Array:
-    """Small: every device gathers and adds all. Large: each gathers and adds one share, then all gather the shares."""
+    """Small: every device gathers and adds all. Large: each gathers and adds one chunk, then all gather the chunks."""
     x = unsplit(x)
     if nbytes(x) < _SHARED_BYTES:
         return sum_in_order(gather_stack(x, axis_name))
     rows = to_rows(x, lax.axis_size(axis_name))
-    share = sum_in_order(send_rows(rows, axis_name))
-    return from_rows(gather_stack(share, axis_name), x.shape)
+    chunk = sum_in_order(send_rows(rows, axis_name))
+    return from_rows(gather_stack(chunk, axis_name), x.shape)
 
 
 # Sums of virtual shards, in the order of one binary tree over numbered terms.
@@ -307,8 +311,8 @@ def sum_everywhere(deal: Deal, nodes: jax.Array, axis_name: str) -> jax.Array:
     kept, size = nodes.shape
     chunk = chunk_size(size, deal.devices)  # each node is padded, and cut in a row for each device
     rows = jnp.pad(nodes, ((0, 0), (0, deal.devices * chunk - size))).reshape(kept, deal.devices, chunk)
-    share = _root(deal, lax.all_to_all(rows, axis_name, split_axis=1, concat_axis=0))
-    return lax.all_gather(share, axis_name).reshape(-1)[:size]
+    total = _root(deal, lax.all_to_all(rows, axis_name, split_axis=1, concat_axis=0))  # (chunk,)
+    return lax.all_gather(total, axis_name).reshape(-1)[:size]
 
 
 def _root(deal: Deal, nodes: jax.Array) -> jax.Array:
@@ -320,16 +324,17 @@ def _root(deal: Deal, nodes: jax.Array) -> jax.Array:
             pairs = level.shape[0] // 2
             level = jnp.concatenate([level[0 : 2 * pairs : 2] + level[1 : 2 * pairs : 2], level[2 * pairs :]])
         return level[0]
-    found = {node: nodes[d, i] for d, own in enumerate(deal.nodes) for i, node in enumerate(own)}
-    return _block(found, (0, (deal.terms - 1).bit_length()), deal.terms)
+    sums = {node: nodes[d, i] for d, of_device in enumerate(deal.nodes) for i, node in enumerate(of_device)}
+    return _block(sums, (0, (deal.terms - 1).bit_length()), deal.terms)
 
 
-def _block(found: dict[Node, jax.Array], node: Node, terms: int) -> jax.Array:
-    if node in found:
-        return found[node]
+def _block(sums: dict[Node, jax.Array], node: Node, terms: int) -> jax.Array:
+    """The sum of a block of the tree, from the blocks that the devices have added up."""
+    if node in sums:
+        return sums[node]
     first, level = node
-    left, middle = _block(found, (first, level - 1), terms), first + (1 << level - 1)
-    return left if middle >= terms else left + _block(found, (middle, level - 1), terms)
+    left, middle = _block(sums, (first, level - 1), terms), first + (1 << level - 1)
+    return left if middle >= terms else left + _block(sums, (middle, level - 1), terms)
 
 
 # Batches that the devices cannot share evenly.
@@ -349,35 +354,37 @@ class PaddedBatch:
         virtual_shards: V.
     """
 
-    arrays: Any
+    arrays: PyTree
     virtual_shards: int = dataclasses.field(metadata={"static": True})
 
-    def __getitem__(self, name: Any) -> Any:
+    def __getitem__(self, name: str | int) -> Any:
         """One of the arrays, with the rows of the padding."""
         return self.arrays[name]
 
 
-def padded_rows(count: int, virtual_shards: int, parts: int) -> int:
-    """The rows of a batch of `count` examples in which each part has room for as many shards: of 64 in 8 for 3, 72."""
-    return Deal(virtual_shards, parts).slots * parts * (count // virtual_shards)
+def padded_rows(count: int, virtual_shards: int, devices: int) -> int:
+    """The rows of a batch of `count` examples with room for as many shards on each device: of 64 in 8 for 3, 72."""
+    return Deal(virtual_shards, devices).slots * devices * (count // virtual_shards)
 
 
-def pad_rows(batch: Any, rows: int, axis: int = 0, along: NamedSharding | None = None) -> Any:
+def pad_rows(batch: Tree, rows: int, axis: int = 0, along: NamedSharding | None = None) -> Tree:
     """The batch, or its shapes, with so many rows at its end that belong to no example. Arrays that span processes are
     laid out by `along`.
     """
 
-    def pad(x: Any) -> Any:
+    def pad(x: Any) -> Shaped:
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct((*x.shape[:axis], x.shape[axis] + rows, *x.shape[axis + 1 :]), x.dtype)
         widths = [(0, rows if i == axis else 0) for i in range(np.ndim(x))]
         if isinstance(x, jax.Array):
-            return _padding(tuple(widths), along if spans_processes(x) else None)(x)
+            return _padding_program(tuple(widths), along if spans_processes(x) else None)(x)
         return np.pad(np.asarray(x), np.array(widths))
 
     return jax.tree.map(pad, batch) if rows else batch
 
 
 @functools.lru_cache(maxsize=64)
-def _padding(widths: tuple[tuple[int, int], ...], sharding: NamedSharding | None) -> Any:
+def _padding_program(
+    widths: tuple[tuple[int, int], ...], sharding: NamedSharding | None
+) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: jnp.pad(x, widths), out_shardings=sharding)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.core
@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from .._core.arrays import Device, is_prng_key, is_traced, is_tracing, without_keys
+from .._core.arrays import Device, PyTree, Tree, is_prng_key, is_traced, is_tracing, without_keys
 
 Result = TypeVar("Result")
 
@@ -44,7 +44,7 @@ _CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 
 def mesh_of(devices: Sequence[Device]) -> Mesh:
     """The mesh of these devices, with the one axis `STORE_AXIS`."""
-    mesh: Any = copies_on(tuple(devices)).mesh
+    mesh: Any = copies_on(tuple(devices)).mesh  # not an AbstractMesh, which others have
     return mesh
 
 
@@ -65,7 +65,7 @@ def split_over(devices: tuple[Device, ...]) -> NamedSharding:
     return NamedSharding(copies_on(devices).mesh, PartitionSpec(STORE_AXIS))
 
 
-def are_on(tree: Any, devices: Sequence[Device]) -> bool:
+def are_on(tree: PyTree, devices: Sequence[Device]) -> bool:
     """Whether all arrays of a pytree are on these devices, so that a program over them, in this order, takes them."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)]
     shardings = {array.sharding for array in arrays}
@@ -92,12 +92,12 @@ def assemble(shards: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, list(shards))
 
 
-def spans_processes(leaf: Any) -> bool:
+def spans_processes(leaf: object) -> TypeGuard[jax.Array]:
     """Whether some of the array's devices are of another process."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_fully_addressable
 
 
-def put(tree: Any, sharding: Sharding | None) -> Any:
+def put(tree: PyTree, sharding: Sharding | None) -> PyTree:
     """Arrays with that sharding, as `jax.device_put`, over the devices of several processes too."""
     # Nothing is sent between processes. Each process fills the part of its own devices, so every process must give the
     # same arrays. An array that already spans processes is resharded by a program over its devices. Inside a traced
@@ -114,7 +114,7 @@ def put(tree: Any, sharding: Sharding | None) -> Any:
     return jax.device_put(tree, sharding)
 
 
-def put_copy(tree: Any, sharding: Sharding) -> Any:
+def put_copy(tree: PyTree, sharding: Sharding) -> PyTree:
     """Copies of the arrays with that sharding. Donating the copies leaves the given arrays valid."""
     # `device_put(may_alias=False)` is not enough. From one device to several it keeps the buffer of the first.
     return put(jax.tree.map(jnp.copy, tree), sharding)
@@ -131,7 +131,7 @@ def to_host(leaf: Any) -> Any:
     return multihost_utils.process_allgather(leaf, tiled=True)
 
 
-def _put(leaf: Any, sharding: Sharding | None) -> Any:
+def _put(leaf: Any, sharding: Sharding | None) -> jax.Array:
     if spans_processes(leaf):
         if sharding is not None and leaf.sharding.device_set == sharding.device_set:
             return jax.device_put(leaf, sharding)  # in any order of the devices
@@ -153,7 +153,7 @@ def can_hang(devices: Sequence[Device]) -> bool:
     return _CAN_HANG and len(devices) > 1 and devices[0].platform == "cpu"
 
 
-def wait_before_collectives(tree: Any, devices: Sequence[Device]) -> None:
+def wait_before_collectives(tree: PyTree, devices: Sequence[Device]) -> None:
     """Wait for the arrays of a pytree if a program over these devices can hang otherwise."""
     if can_hang(devices) and not is_traced(tree):
         jax.block_until_ready(tree)
@@ -161,16 +161,16 @@ def wait_before_collectives(tree: Any, devices: Sequence[Device]) -> None:
 
 def run_by_itself(program: Callable[..., Result], *args: Any) -> Result:
     """The results of a program over one device of each process, while no other program runs."""
-    here = tuple(jax.local_devices())
-    if len(here) == 1 or here[0].platform != "cpu":
+    devices = tuple(jax.local_devices())
+    if len(devices) == 1 or devices[0].platform != "cpu":
         return program(*args)
-    wait_for_all, number = _after_all_programs(here)
+    wait_for_all, number = _after_all_programs(devices)
     wait_for_all(number).block_until_ready()
     return jax.block_until_ready(program(*args))
 
 
 @functools.cache
-def _after_all_programs(devices: tuple[Device, ...]) -> tuple[Any, jax.Array]:
+def _after_all_programs(devices: tuple[Device, ...]) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
     """A program that XLA starts after all other programs over several of these devices, and its argument."""
     return jax.jit(lambda x: x + 1), jax.device_put(np.int32(0), copies_on(devices))
 
@@ -180,50 +180,52 @@ def one_memory(devices: Iterable[Device]) -> bool:
     return all(d.platform == "cpu" and d.process_index == jax.process_index() for d in devices)
 
 
-def share_or_put(arrays: Sequence[jax.Array], where: Sharding) -> list[jax.Array]:
+def share_or_put(arrays: Sequence[jax.Array], sharding: Sharding) -> list[jax.Array]:
     """Arrays with that sharding, as `jax.device_put`, without copies inside one memory.
 
     Shared is an array on one device that goes whole to devices of its memory. The call waits until it is computed.
     """
 
     def is_elsewhere(array: jax.Array) -> bool:
-        return isinstance(array.sharding, SingleDeviceSharding) and array.sharding != where
+        return isinstance(array.sharding, SingleDeviceSharding) and array.sharding != sharding
 
-    if where.is_fully_replicated and one_memory(where.device_set):
-        return jax.device_put([np.asarray(a) if is_elsewhere(a) and _can_share(a) else a for a in arrays], where)
-    return jax.device_put(list(arrays), where)
+    if sharding.is_fully_replicated and one_memory(sharding.device_set):
+        return jax.device_put([np.asarray(a) if is_elsewhere(a) and _can_share(a) else a for a in arrays], sharding)
+    return jax.device_put(list(arrays), sharding)
 
 
 # Donated memory.
 
 
-def is_donated(state: Any) -> bool:
+def is_donated(state: PyTree) -> bool:
     return any(map(_is_deleted, jax.tree.leaves(state)))
 
 
-def check_not_donated(state: Any, where: str) -> None:
+def check_not_donated(state: PyTree, where: str) -> None:
     """`RuntimeError` for a state that was donated to a step."""
     if is_donated(state):
         hint = "state, metrics = step(state, batch). To keep old params, copy them before: jax.device_get(state.params)"
         raise RuntimeError(f"{where}: this state was donated to a step; use the state that it returned: {hint}")
 
 
-def zeros_if_donated(state: Any) -> Any:
+def zeros_if_donated(state: Tree) -> Tree:
     """The pytree with zeros in place of donated arrays, as a template to restore a checkpoint into."""
     # Random keys need `device_put`.
     return jax.tree.map(lambda x: jax.device_put(jnp.zeros_like(x), x.sharding) if _is_deleted(x) else x, state)
 
 
-def _is_deleted(leaf: Any) -> bool:
+def _is_deleted(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
 
 
-def own_copies(tree: Any) -> Any:
+def own_copies(tree: Tree) -> Tree:
     """Copies of the arrays of a pytree on the same devices. Tracers stay unchanged. Nothing is compiled."""
     leaves, treedef = jax.tree.flatten(tree)
-    here = [i for i, leaf in enumerate(leaves) if not is_traced(leaf)]
-    where = [leaves[i].sharding if spans_processes(leaves[i]) else None for i in here]
-    for i, copy in zip(here, jax.device_put([leaves[i] for i in here], where, may_alias=False), strict=True):
+    places = [i for i, leaf in enumerate(leaves) if not is_traced(leaf)]
+    arrays = [leaves[i] for i in places]
+    # None keeps an array on its devices. Over several processes `device_put` wants the sharding itself.
+    shardings = [array.sharding if spans_processes(array) else None for array in arrays]
+    for i, copy in zip(places, jax.device_put(arrays, shardings, may_alias=False), strict=True):
         leaves[i] = copy
     return treedef.unflatten(leaves)
 
@@ -244,10 +246,10 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         else:
             small.setdefault(array.sharding, []).append(i)
     for sharding, places in small.items():
-        program = _program(None if isinstance(sharding, SingleDeviceSharding) else sharding)
+        program = _copy_program(None if isinstance(sharding, SingleDeviceSharding) else sharding)
         for start in range(0, len(places), MOST):
-            some = places[start : start + MOST]
-            copies |= zip(some, program([arrays[i] for i in some]), strict=True)
+            batch = places[start : start + MOST]
+            copies |= zip(batch, program([arrays[i] for i in batch]), strict=True)
     return [copies[i] for i in range(len(arrays))]
 
 
@@ -264,5 +266,5 @@ def _shared(array: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=64)
-def _program(sharding: Sharding | None) -> Any:
+def _copy_program(sharding: Sharding | None) -> Callable[[list[jax.Array]], list[jax.Array]]:
     return jax.jit(lambda arrays: [jnp.copy(a) for a in arrays], out_shardings=sharding)

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from .._core.arrays import Device, without_keys
+from .._core.arrays import Device, PyTree, without_keys
 from .mesh import assemble, copies_on, run_by_itself, spans_processes, split_over
 from .user_mesh import on_own_mesh
 
@@ -116,16 +116,16 @@ def exchange(text: str) -> list[str]:
     raw = text.encode()
     rows = _gather(len(raw).to_bytes(4, "big") + raw[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
     lengths = [int.from_bytes(row[:4].tobytes(), "big") for row in rows]
-    parts = [row[4:].tobytes() for row in rows]
+    texts = [row[4:].tobytes() for row in rows]
     if max(lengths) > _FIRST_BYTES:
         width = 1 << (max(lengths) - _FIRST_BYTES - 1).bit_length()  # few sizes, so few programs
-        rest = _gather(raw[_FIRST_BYTES:].ljust(width, b"\0"))
-        parts = [part + row.tobytes() for part, row in zip(parts, rest, strict=True)]
-    return [part[:length].decode() for part, length in zip(parts, lengths, strict=True)]
+        remainders = _gather(raw[_FIRST_BYTES:].ljust(width, b"\0"))
+        texts = [first + remainder.tobytes() for first, remainder in zip(texts, remainders, strict=True)]
+    return [padded[:length].decode() for padded, length in zip(texts, lengths, strict=True)]
 
 
 @on_own_mesh
-def from_first(tree: Any) -> Any:
+def from_first(tree: PyTree) -> PyTree:
     """The arrays of process 0, in host memory. Other processes must give arrays of the same shapes and dtypes."""
     # An array that spans processes is already equal in all of them and stays unchanged.
     if count() == 1:
@@ -133,13 +133,13 @@ def from_first(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     local = [i for i, leaf in enumerate(leaves) if not spans_processes(leaf)]
     if local:
-        found = run_by_itself(plan_send([leaves[i] for i in local], leaders()))
-        for i, leaf in zip(local, found, strict=True):
+        received = run_by_itself(plan_send([leaves[i] for i in local], leaders()))
+        for i, leaf in zip(local, received, strict=True):
             leaves[i] = leaf
     return structure.unflatten(leaves)
 
 
-def plan_send(tree: Any, devices: tuple[Device, ...]) -> Callable[[], Any]:
+def plan_send(tree: PyTree, devices: tuple[Device, ...]) -> Callable[[], PyTree]:
     """Compile the program that sends the arrays of process 0. The returned function runs it, and gives them in host
     memory. Every process must call both, with arrays of the same shapes and dtypes.
     """
@@ -147,39 +147,40 @@ def plan_send(tree: Any, devices: tuple[Device, ...]) -> Callable[[], Any]:
     leaves, structure = jax.tree.flatten(plain)
     hosts = [np.asarray(leaf) for leaf in leaves]
     raw = b"".join(host.tobytes() for host in hosts)
-    words = np.frombuffer(raw.ljust(-(-len(raw) // _WORD) * _WORD, b"\0"), np.uint32)
+    # Zeros from all but one device of process 0: the sum over the devices is then what that one gives. It is of the
+    # bytes as integers, since a sum of the numbers themselves would lose the sign of -0.0.
+    payload = np.frombuffer(raw.ljust(-(-len(raw) // _WORD) * _WORD, b"\0"), np.uint32)
     giver = next((d for d in devices if d.process_index == 0), devices[0])
-    here = [d for d in devices if d.process_index == jax.process_index()]
-    rows = _rows({d: words if d == giver else np.zeros_like(words) for d in here}, devices)
-    # A sum of the numbers themselves would lose the sign of -0.0.
+    local = [d for d in devices if d.process_index == jax.process_index()]
+    rows = _rows({d: payload if d == giver else np.zeros_like(payload) for d in local}, devices)
     total = jax.jit(lambda x: x.sum(0, dtype=x.dtype), out_shardings=copies_on(devices)).lower(rows).compile()
 
-    def send() -> Any:
-        sent, at, found = np.asarray(total(rows).addressable_data(0)).tobytes(), 0, list[np.ndarray]()
+    def send() -> PyTree:
+        sent, at, received = np.asarray(total(rows).addressable_data(0)).tobytes(), 0, list[np.ndarray]()
         for host in hosts:
-            found.append(np.frombuffer(sent, host.dtype, host.size, at).reshape(host.shape))
+            received.append(np.frombuffer(sent, host.dtype, host.size, at).reshape(host.shape))
             at += host.nbytes
-        return restore(structure.unflatten(found))
+        return restore(structure.unflatten(received))
 
     return send
 
 
 @on_own_mesh
-def gather_rows(tree: Any, counts: Sequence[int]) -> Any:
+def gather_rows(tree: PyTree, counts: Sequence[int]) -> PyTree:
     """The first rows of the arrays of all processes, as many of each as `counts` says, in host memory."""
-    own = counts[jax.process_index()]
+    local_count = counts[jax.process_index()]
 
-    def gather(leaf: Any) -> np.ndarray:
-        mine = np.asarray(leaf)[:own]
-        of_row = math.prod(mine.shape[1:]) * mine.dtype.itemsize
-        found = _gather(mine.tobytes().ljust(max(counts) * of_row, b"\0"))
-        rows = b"".join(row[: n * of_row].tobytes() for row, n in zip(found, counts, strict=True))
-        return np.frombuffer(rows, mine.dtype).reshape(sum(counts), *mine.shape[1:])
+    def gather(leaf: jax.typing.ArrayLike) -> np.ndarray:
+        local = np.asarray(leaf)[:local_count]
+        row_bytes = math.prod(local.shape[1:]) * local.dtype.itemsize
+        gathered = _gather(local.tobytes().ljust(max(counts) * row_bytes, b"\0"))  # (processes, bytes), padded
+        raw = b"".join(padded[: n * row_bytes].tobytes() for padded, n in zip(gathered, counts, strict=True))
+        return np.frombuffer(raw, local.dtype).reshape(sum(counts), *local.shape[1:])
 
     return jax.tree.map(gather, tree)
 
 
-def to_share(tree: Any, devices: Sequence[Device]) -> bool:
+def to_share(tree: PyTree, devices: Sequence[Device]) -> bool:
     """Whether the devices belong to several processes, while each process has separate arrays."""
     # Then `from_first` must send the values of one process, because values could differ.
     several = len({d.process_index for d in devices}) > 1
@@ -212,26 +213,26 @@ def raise_together(*kinds: type[Exception]) -> Generator[None]:
     if count() == 1:
         yield
         return
-    known, own, said = (*kinds, *_KINDS), None, ""
+    types, local_error, report = (*kinds, *_KINDS), None, ""
     try:
         yield
     except SystemExit as error:  # the others would wait for this process
-        own, said = error, json.dumps([len(known) - 1, f"sys.exit({error})"])
+        local_error, report = error, json.dumps([len(types) - 1, f"sys.exit({error})"])
     except Exception as error:
-        own = error
-        kind = next(i for i, k in enumerate(known) if isinstance(error, k))
-        said = json.dumps([kind, str(error) if known[kind] is not Exception else f"{type(error).__name__}: {error}"])
-    texts = exchange(said)
-    if own is not None:
+        local_error = error
+        kind = next(i for i, k in enumerate(types) if isinstance(error, k))
+        report = json.dumps([kind, str(error) if types[kind] is not Exception else f"{type(error).__name__}: {error}"])
+    reports = exchange(report)  # of each process: the number of a type and a message, or "" where nothing was raised
+    if local_error is not None:
         try:
-            raise in_all(own)
+            raise in_all(local_error)
         finally:
-            own = None  # or this frame would keep what `sys.exit` raises, see `_heartbeat.client`
-    for process, text in enumerate(texts):
-        if text:
-            kind, message = json.loads(text)
-            made = RuntimeError if known[kind] is Exception else known[kind]
-            raise in_all(made(f"process {process}: {message}"))
+            local_error = None  # or this frame would keep what `sys.exit` raises, see `_heartbeat.client`
+    for process, report in enumerate(reports):
+        if report:
+            kind, message = json.loads(report)
+            error_type = RuntimeError if types[kind] is Exception else types[kind]
+            raise in_all(error_type(f"process {process}: {message}"))
 
 
 def in_all(error: E) -> E:
@@ -256,24 +257,24 @@ def agree(what: str, text: str) -> None:
     short = text if len(text) < _FIRST_BYTES else hashlib.sha256(text.encode()).hexdigest()
     if len(set(exchange(short))) > 1:
         texts = exchange(text)
-        other = next(i for i, given in enumerate(texts) if given != texts[0])
+        other = next(i for i, theirs in enumerate(texts) if theirs != texts[0])
         first, second = (t if len(t) < 300 else f"{t[:300]}..." for t in (texts[0], texts[other]))
         raise ValueError(f"{what}; process 0: {first}, process {other}: {second}")
 
 
-def _rows(own: dict[Device, np.ndarray], devices: tuple[Device, ...]) -> jax.Array:
-    """An array with a row on each device. Each process gives its own rows."""
-    return assemble([jax.device_put(row[None], device) for device, row in own.items()], split_over(devices))
+def _rows(local: dict[Device, np.ndarray], devices: tuple[Device, ...]) -> jax.Array:
+    """(devices, n): a row on each device. Each process gives the rows (n,) of its own devices."""
+    return assemble([jax.device_put(row[None], device) for device, row in local.items()], split_over(devices))
 
 
-def _gather(mine: bytes) -> np.ndarray:
+def _gather(raw: bytes) -> np.ndarray:
     """(processes, bytes): what each process gives, all of one length."""
     # jax's own gather is over all devices. This one is over one of each process, so it can run by itself.
-    row = {leaders()[jax.process_index()]: np.frombuffer(mine, np.uint8)}
+    row = {leaders()[jax.process_index()]: np.frombuffer(raw, np.uint8)}
     rows = run_by_itself(_gather_program(), _rows(row, leaders()))
     return np.asarray(rows.addressable_data(0))
 
 
 @functools.cache
-def _gather_program() -> Callable[..., Any]:
+def _gather_program() -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda x: x, out_shardings=copies_on(leaders()))

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._core import calls, checks
-from .._core.arrays import is_traced
+from .._core.arrays import PyTree, is_traced
 from .._core.portable import path_name
 
 Shape = tuple[int, ...]
@@ -24,7 +24,7 @@ AnyMesh = Mesh | AbstractMesh
 ShardingRule = Callable[[str, Shape, AnyMesh], PartitionSpec]
 
 _MIN_SIZE = 1024
-_WHOLE = PartitionSpec()
+_REPLICATED = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -35,7 +35,7 @@ class FullyShardedRule:
     min_size: int = _MIN_SIZE  # a parameter with fewer elements stays whole
     stacked_dims: int = 0  # how many leading dimensions are never split
 
-    def __call__(self, path: str, shape: Shape, mesh: AnyMesh, spec: PartitionSpec = _WHOLE) -> PartitionSpec:
+    def __call__(self, path: str, shape: Shape, mesh: AnyMesh, spec: PartitionSpec = _REPLICATED) -> PartitionSpec:
         """Split one more dimension of a valid spec, over axes that the spec does not use."""
         for name in self.axes:
             if name not in mesh.shape:
@@ -45,11 +45,12 @@ class FullyShardedRule:
         axes = tuple(name for name in self.axes if name not in used)
         if not axes:
             return spec
-        held = math.prod(shape) // math.prod(mesh.shape[name] for name in used)
-        parts = math.prod(mesh.shape[name] for name in axes)
+        # The elements that one device has by the spec so far, and the number of shards that one more dimension gets.
+        local_size = math.prod(shape) // math.prod(mesh.shape[name] for name in used)
+        shards = math.prod(mesh.shape[name] for name in axes)
         entries = [*spec, *[None] * (len(shape) - len(spec))]
-        free = [i for i in range(self.stacked_dims, len(shape)) if entries[i] is None and shape[i] % parts == 0]
-        if not free or held < self.min_size:
+        free = [i for i in range(self.stacked_dims, len(shape)) if entries[i] is None and shape[i] % shards == 0]
+        if not free or local_size < self.min_size:
             return spec
         largest = max(free, key=lambda i: shape[i])  # the first of equal ones
         entries[largest] = axes[0] if len(axes) == 1 else axes
@@ -58,11 +59,10 @@ class FullyShardedRule:
         return PartitionSpec(*entries)
 
     def __repr__(self) -> str:
-        axis = self.axes[0] if len(self.axes) == 1 else self.axes
-        words = [repr(axis)]
-        words += [f"min_size={self.min_size}"] if self.min_size != _MIN_SIZE else []
-        words += [f"stacked_dims={self.stacked_dims}"] if self.stacked_dims else []
-        return f"fsdp({', '.join(words)})"
+        arguments = [repr(self.axes[0] if len(self.axes) == 1 else self.axes)]
+        arguments += [f"min_size={self.min_size}"] if self.min_size != _MIN_SIZE else []
+        arguments += [f"stacked_dims={self.stacked_dims}"] if self.stacked_dims else []
+        return f"fsdp({', '.join(arguments)})"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -71,13 +71,13 @@ class NameRules:
 
     # Pairs of a pattern and the spec or rule of the parameters that it matches. The first match counts.
     patterns: tuple[tuple[str, PartitionSpec | ShardingRule], ...]
-    default: PartitionSpec | ShardingRule = _WHOLE  # the spec or rule of all other parameters
+    default: PartitionSpec | ShardingRule = _REPLICATED  # the spec or rule of all other parameters
     then: FullyShardedRule | None = None  # a rule that splits one more dimension of every parameter, or None
 
     def __call__(self, path: str, shape: Shape, mesh: AnyMesh) -> PartitionSpec:
-        place = self.first_match(path)
-        pattern, chosen = ("", self.default) if place is None else self.patterns[place]
-        origin = f"pattern {pattern!r}" if place is not None else "its default"
+        position = self.first_match(path)
+        pattern, chosen = ("", self.default) if position is None else self.patterns[position]
+        origin = f"pattern {pattern!r}" if position is not None else "its default"
         spec = chosen if isinstance(chosen, PartitionSpec) else chosen(path, shape, mesh)
         checked(spec, path, shape, mesh, f"parallel.sharding_rules, {origin}")
         return spec if self.then is None else self.then(path, shape, mesh, spec)
@@ -86,9 +86,9 @@ class NameRules:
         """The position of the first pattern that matches, or None."""
         return next((i for i, (pattern, _) in enumerate(self.patterns) if fnmatch.fnmatchcase(path, pattern)), None)
 
-    def why_idle(self, place: int, paths: Sequence[str]) -> str:
+    def why_idle(self, position: int, paths: Sequence[str]) -> str:
         """The reason why a pattern decides for no parameter."""
-        pattern = self.patterns[place][0]
+        pattern = self.patterns[position][0]
         if matched := [path for path in paths if fnmatch.fnmatchcase(path, pattern)]:
             earlier = self.patterns[self.first_match(matched[0]) or 0][0]
             return (
@@ -98,10 +98,10 @@ class NameRules:
         return f"matches no parameter; near are {checks.shorten([*map(repr, near)])}, of {len(paths)} in all"
 
     def __repr__(self) -> str:
-        words = [repr(dict(self.patterns))]
-        words += [f"default={self.default!r}"] if self.default != _WHOLE else []
-        words += [f"then={self.then!r}"] if self.then is not None else []
-        return f"sharding_rules({', '.join(words)})"
+        arguments = [repr(dict(self.patterns))]
+        arguments += [f"default={self.default!r}"] if self.default != _REPLICATED else []
+        arguments += [f"then={self.then!r}"] if self.then is not None else []
+        return f"sharding_rules({', '.join(arguments)})"
 
 
 @calls.answers("parallel.fsdp")
@@ -191,7 +191,7 @@ def sharding_rules(
         if not isinstance(pattern, str):
             raise TypeError(f"parallel.sharding_rules: a pattern must be a str, got {pattern!r}")
         _check_chosen(chosen, f"pattern {pattern!r}")
-    default = _WHOLE if default is None else default
+    default = _REPLICATED if default is None else default
     _check_chosen(default, "default")
     if then is not None and not isinstance(then, FullyShardedRule):
         raise TypeError(f"parallel.sharding_rules: then must be made by parallel.fsdp, got {checks.describe(then)}")
@@ -225,12 +225,12 @@ def describe_mesh(mesh: AnyMesh) -> str:
     return f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.shape.items())})"
 
 
-def axes_of(spec: PartitionSpec) -> list[Any]:
+def axes_of(spec: PartitionSpec) -> list[str]:
     """The mesh axes that a spec names, in its order."""
     return [name for entry in spec for name in _axes(entry)]
 
 
-def checked(spec: Any, path: str, shape: Shape, mesh: AnyMesh, where: str) -> NamedSharding:
+def checked(spec: object, path: str, shape: Shape, mesh: AnyMesh, where: str) -> NamedSharding:
     """The sharding by a `PartitionSpec` that can split the array."""
     what = f"{where}: {path!r} of shape {shape}"
     if not isinstance(spec, PartitionSpec):
@@ -252,14 +252,15 @@ def _problem(spec: PartitionSpec, shape: Shape, sizes: Mapping[str, int]) -> str
     if len(spec) > len(shape):
         return f"it has {len(spec)} entries for {len(shape)} dimensions; give at most one for each"
     for i, (length, entry) in enumerate(zip(shape, spec, strict=False)):
-        parts = math.prod(sizes[name] for name in _axes(entry))
-        if length % parts:
-            padded = -(-length // parts) * parts
-            return f"dimension {i} of {length} cannot be divided by {parts}; pad it to {padded} or put None there"
+        shards = math.prod(sizes[name] for name in _axes(entry))
+        if length % shards:
+            padded = -(-length // shards) * shards
+            return f"dimension {i} of {length} cannot be divided by {shards}; pad it to {padded} or put None there"
     return ""
 
 
-def _axes(entry: Any) -> tuple[Any, ...]:
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that split one dimension."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
@@ -267,7 +268,7 @@ def _axes(entry: Any) -> tuple[Any, ...]:
 
 
 @calls.answers("parallel.shardings_of")
-def shardings_of(params: Any, sharding: Any, mesh: AnyMesh, *, where: str = "parallel.shardings_of") -> Any:
+def shardings_of(params: PyTree, sharding: PyTree, mesh: AnyMesh, *, where: str = "parallel.shardings_of") -> PyTree:
     """The `NamedSharding` of each parameter on a mesh.
 
     No array is moved. `jax.device_put(params, shardings)` moves existing parameters. For a model larger than one
@@ -301,22 +302,24 @@ def shardings_of(params: Any, sharding: Any, mesh: AnyMesh, *, where: str = "par
         >>> shardings["w"].spec, shardings["b"].spec
         (P('data',), P())
     """
-    found, structure = jax.tree_util.tree_flatten_with_path(params)
-    names, metadata = [path_name(path) for path, _ in found], specs_in(params)
-    given, prefix = jax.tree.flatten(sharding, is_leaf=lambda node: node is None)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    names, metadata = [path_name(path) for path, _ in leaves], specs_in(params)
+    choices, prefix = jax.tree.flatten(sharding, is_leaf=lambda node: node is None)
     try:
         subtrees = prefix.flatten_up_to(params)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: sharding must be a rule, or a pytree prefix of the parameters: {error}") from None
     result: list[NamedSharding] = []
-    for chosen, subtree in zip(given, subtrees, strict=True):
-        part = range(len(result), len(result) + len(jax.tree.leaves(subtree)))
-        check_rule_paths(chosen, [names[i] for i in part])
-        result += [_sharding(chosen, names[i], found[i][1], metadata[i], mesh, where) for i in part]
+    for chosen, subtree in zip(choices, subtrees, strict=True):  # each choice is for the parameters of a subtree
+        positions = range(len(result), len(result) + len(jax.tree.leaves(subtree)))
+        check_rule_paths(chosen, [names[i] for i in positions])
+        result += [_sharding(chosen, names[i], leaves[i][1], metadata[i], mesh, where) for i in positions]
     return structure.unflatten(result)
 
 
-def _sharding(chosen: Any, path: str, leaf: Any, metadata: Any, mesh: AnyMesh, where: str) -> NamedSharding:
+def _sharding(
+    chosen: Any, path: str, leaf: Any, metadata: PartitionSpec | None, mesh: AnyMesh, where: str
+) -> NamedSharding:
     """The sharding of one parameter. `metadata`: the spec in that of Flax, or None."""
     shape = tuple(np.shape(leaf))
     if callable(chosen):
@@ -326,37 +329,38 @@ def _sharding(chosen: Any, path: str, leaf: Any, metadata: Any, mesh: AnyMesh, w
             raise ValueError(f"{where}: the sharding of {path!r} is not known under jit and in train.plan; give a rule")
         chosen = getattr(leaf, "sharding", None)
         if chosen is None or chosen.is_fully_replicated:
-            return checked(_WHOLE if metadata is None else metadata, path, shape, mesh, f"{where}, metadata of Flax")
+            spec = _REPLICATED if metadata is None else metadata
+            return checked(spec, path, shape, mesh, f"{where}, metadata of Flax")
     elif not isinstance(chosen, (PartitionSpec, NamedSharding)):
         wanted = "a rule, a PartitionSpec, a NamedSharding or None"
         raise TypeError(f"{where}: sharding for {path!r} must be {wanted}, got {checks.describe(chosen)}")
     if isinstance(chosen, PartitionSpec):
         return checked(chosen, path, shape, mesh, where)
     if not isinstance(chosen, NamedSharding) or not _is_same_mesh(chosen.mesh, mesh):
-        found = f"{path!r} of shape {shape} has the sharding {chosen}, which is not on the {describe_mesh(mesh)}"
-        raise ValueError(f"{where}: {found}; give that mesh, or a rule or a PartitionSpec")
-    fits = checked(chosen.spec, path, shape, mesh, where)
-    return chosen if chosen.mesh == mesh else fits
+        fault = f"{path!r} of shape {shape} has the sharding {chosen}, which is not on the {describe_mesh(mesh)}"
+        raise ValueError(f"{where}: {fault}; give that mesh, or a rule or a PartitionSpec")
+    on_mesh = checked(chosen.spec, path, shape, mesh, where)
+    return chosen if chosen.mesh == mesh else on_mesh  # the axes of its mesh may be of other types
 
 
-def _is_same_mesh(one: AnyMesh, other: AnyMesh) -> bool:
+def _is_same_mesh(mesh: AnyMesh, other: AnyMesh) -> bool:
     """Whether both have the same axes and devices, whatever the types of the axes."""
-    if isinstance(one, Mesh) and isinstance(other, Mesh):
-        return one.axis_names == other.axis_names and np.array_equal(one.devices, other.devices)
-    return dict(one.shape) == dict(other.shape)
+    if isinstance(mesh, Mesh) and isinstance(other, Mesh):
+        return mesh.axis_names == other.axis_names and np.array_equal(mesh.devices, other.devices)
+    return dict(mesh.shape) == dict(other.shape)
 
 
 # How Flax says that a parameter is split: boxes of Linen, variables of NNX.
 
 
-def specs_in(params: Any) -> list[PartitionSpec | None]:
+def specs_in(params: PyTree) -> list[PartitionSpec | None]:
     """The spec in the metadata of Flax for each leaf, or None."""
     # Flax is imported only if some node of the pytree is of Flax.
     nodes = jax.tree.leaves(params, is_leaf=_has_metadata)
     return [spec for n in nodes for spec in [_spec(n) if _has_metadata(n) else None] * len(jax.tree.leaves(n))]
 
 
-def _has_metadata(node: Any) -> bool:
+def _has_metadata(node: object) -> bool:
     if not any(base.__module__.partition(".")[0] == "flax" for base in type(node).__mro__):
         return False
     box = importlib.import_module("flax.core.meta").AxisMetadata

@@ -20,9 +20,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.core
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._core.arrays import is_traced, is_tracing
+from .._core.arrays import PyTree, Tree, is_traced, is_tracing
 from .._core.calls import answers
 from .mesh import copies_on, split_over
 
@@ -94,12 +94,12 @@ def outside_mesh() -> Generator[Mesh | None]:
         yield user
 
 
-def has_types(mesh: Any) -> bool:
+def has_types(mesh: Mesh | AbstractMesh) -> bool:
     """Whether axes of a mesh are a part of the types of its arrays."""
     return not set(mesh.axis_types) <= {AxisType.Auto}
 
 
-def without_types(tree: Any) -> Any:
+def without_types(tree: Tree) -> Tree:
     """The arrays of a user's Explicit meshes as arrays of our own. All else stays, to the object."""
     avals = [getattr(leaf, "aval", None) for leaf in jax.tree.leaves(tree)]
     # Many arrays have few shardings, so this is fast where nothing has types.
@@ -110,7 +110,7 @@ def without_types(tree: Any) -> Any:
     return _with_shardings(tree, _own_sharding_of)
 
 
-def with_types(tree: Any, mesh: Mesh) -> Any:
+def with_types(tree: Tree, mesh: Mesh) -> Tree:
     """The arrays on all devices of a mesh as arrays of that mesh, if it has types. All else stays."""
 
     def sharding_of(array: jax.Array) -> Sharding | None:
@@ -122,19 +122,19 @@ def with_types(tree: Any, mesh: Mesh) -> Any:
 # Traced values inside of a user's mesh, where axes of the type Explicit are a part of the type of a value.
 
 
-def check_traced(tree: Any, where: str) -> None:
+def check_traced(tree: PyTree, where: str) -> None:
     """`ValueError` for a traced value of another mesh than the one that is set around the program."""
     around = jax.sharding.get_abstract_mesh()
     for leaf in jax.tree.leaves(tree) if has_types(around) else ():
         if isinstance(leaf, jax.core.Tracer):
             mesh = jax.typeof(leaf).sharding.mesh
             if not mesh.empty and mesh != around:
-                found = f"a value of shape {leaf.shape} is on another mesh than that around this jit"
+                fault = f"a value of shape {leaf.shape} is on another mesh than that around this jit"
                 hint = "make the store inside of jax.set_mesh, or kv.place it there before the jit"
-                raise ValueError(f"{where}: {found}: expected {around}, got {mesh}; {hint}")
+                raise ValueError(f"{where}: {fault}: expected {around}, got {mesh}; {hint}")
 
 
-def is_split(value: Any) -> bool:
+def is_split(value: object) -> bool:
     """Whether a traced value is split along an Explicit axis."""
     return isinstance(value, jax.core.Tracer) and any(jax.typeof(value).sharding.spec)
 
@@ -148,26 +148,26 @@ def split_like(value: jax.Array, other: jax.Array) -> jax.Array:
     """The value, with a traced one split along Explicit axes as another value of its shape is."""
     if not isinstance(value, jax.core.Tracer) or not isinstance(other, jax.core.Tracer):
         return value
-    mine, wanted = jax.typeof(value).sharding, jax.typeof(other).sharding
-    return value if mine.spec == wanted.spec or wanted.mesh.empty else jax.reshard(value, wanted)
+    sharding, wanted = jax.typeof(value).sharding, jax.typeof(other).sharding
+    return value if sharding.spec == wanted.spec or wanted.mesh.empty else jax.reshard(value, wanted)
 
 
-def _with_shardings(tree: Any, sharding_of: Callable[[jax.Array], Sharding | None]) -> Any:
+def _with_shardings(tree: Tree, sharding_of: Callable[[jax.Array], Sharding | None]) -> Tree:
     """The tree with the arrays for which there is another sharding. An array that appears twice stays one array."""
     leaves, structure = jax.tree.flatten(tree)
-    new: dict[int, jax.Array] = {}
+    new: dict[int, jax.Array] = {}  # by the id of the old array
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and id(leaf) not in new:
-            other = sharding_of(leaf)
-            if other is not None:
-                new[id(leaf)] = with_sharding(leaf, other)
+            sharding = sharding_of(leaf)
+            if sharding is not None:
+                new[id(leaf)] = with_sharding(leaf, sharding)
     return structure.unflatten([new.get(id(leaf), leaf) for leaf in leaves]) if new else tree
 
 
 def with_sharding(array: jax.Array, sharding: Sharding) -> jax.Array:
     """The same buffers under another sharding, which must lay them out alike."""
-    parts = [shard.data for shard in array.addressable_shards]  # shards have no types
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+    shards = [shard.data for shard in array.addressable_shards]  # arrays of one device, without types
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
 def _own_sharding_of(array: jax.Array) -> Sharding | None:
@@ -209,6 +209,7 @@ def _user_sharding(user: Mesh, sharding: NamedSharding) -> NamedSharding | None:
         return NamedSharding(user, sharding.spec)
     if len(mesh.axis_names) > 1:
         return None
+    # Our mesh has one axis. Where it splits a dimension, all axes of the user's mesh together split it alike.
     names: Any = user.axis_names
     every = names if len(names) > 1 else names[0]
-    return NamedSharding(user, PartitionSpec(*[part and every for part in sharding.spec]))
+    return NamedSharding(user, PartitionSpec(*[entry and every for entry in sharding.spec]))

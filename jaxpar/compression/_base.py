@@ -6,14 +6,18 @@ import functools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._core.arrays import PyTree
 from .._core.calls import answers
 from .._devices import collectives
+
+if TYPE_CHECKING:  # so that `answers` leaves it to NumPy to say what is no dtype
+    from jax.typing import ArrayLike, DTypeLike
 
 Shape = tuple[int, ...]
 State = dict[str, jax.Array]
@@ -45,7 +49,7 @@ class Compressor(Protocol):
     two_way: ClassVar[bool] = False
     per_word: ClassVar[int] = 1
 
-    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
+    def init(self, shape: Shape, dtype: DTypeLike, *, seed: int | jax.Array = 0) -> State:
         """The state before the first push: a float32 `residual` of zeros, and a key for stochastic rounding.
 
         Args:
@@ -64,11 +68,11 @@ class Compressor(Protocol):
         """The payload for `value` plus the residual, and the state for the next push."""
         ...
 
-    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: DTypeLike) -> jax.Array:
         """The decoded value. The residual does not include the error of rounding to a narrower `dtype`."""
         ...
 
-    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DTypeLike) -> int:
         """The bytes of a payload."""
         ...
 
@@ -76,7 +80,7 @@ class Compressor(Protocol):
         """A lossless code for the sum of `count` decoded payloads. None: send float32."""
         return None
 
-    def pays(self, shape: Shape, dtype: Any) -> bool:
+    def pays(self, shape: Shape, dtype: DTypeLike) -> bool:
         """Whether the payload is smaller than the value. False for a dtype that is not floating."""
         dtype = jnp.dtype(dtype)
         is_floating = jnp.issubdtype(dtype, jnp.floating)
@@ -103,14 +107,14 @@ class InWords(ElementCompressor, Protocol):
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         codes, state = self.quantize(value, state)
-        lanes = pad(codes.astype(jnp.uint32), self.per_word).reshape(-1, self.per_word)
+        lanes = pad(codes.astype(jnp.uint32), self.per_word).reshape(-1, self.per_word)  # (words, codes of a word)
         return {"codes": (lanes << self._shifts()).sum(-1, dtype=jnp.uint32)}, state
 
-    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: DTypeLike) -> jax.Array:
         codes = payload["codes"][:, None] >> self._shifts() & np.uint32(2 ** (32 // self.per_word) - 1)
         return self.dequantize(codes.reshape(-1))[: math.prod(shape)].reshape(shape).astype(dtype)
 
-    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DTypeLike) -> int:
         return 4 * words(shape, self.per_word)
 
     def _shifts(self) -> np.ndarray:
@@ -126,17 +130,19 @@ class LinearCompressor(Compressor, Protocol):
 
     linear: ClassVar[bool] = True
 
-    def allreduce(self, value: jax.Array, state: State, psum: Callable[[Any], Any]) -> tuple[jax.Array, State]: ...
+    def allreduce(
+        self, value: jax.Array, state: State, psum: Callable[[PyTree], PyTree]
+    ) -> tuple[jax.Array, State]: ...
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         raise TypeError(f"compression {self.name!r} has no payload of one device; its sum is `allreduce`")
 
-    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: DTypeLike) -> jax.Array:
         raise TypeError(f"compression {self.name!r} has no payload of one device; its sum is `allreduce`")
 
 
 @answers("compression.decode_sum")
-def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: Any) -> jax.Array:
+def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: DTypeLike) -> jax.Array:
     """Decode several payloads and sum them, in the order of the devices.
 
     The sum is a compiled loop, so that program size and compile time do not grow with the number of devices.
@@ -155,7 +161,7 @@ def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: A
         [1.0, 1.0, 1.0]
     """
 
-    def decode_one(i: Any) -> jax.Array:
+    def decode_one(i: ArrayLike) -> jax.Array:
         return compressor.decode(jax.tree.map(operator.itemgetter(i), payloads), shape, "float32")
 
     return collectives.sum_by_loop(decode_one, jax.tree.leaves(payloads)[0].shape[0]).astype(dtype)

@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .._core import calls, checks
+from .._core.arrays import PyTree
 from . import _base
 from ._base import Compressor, ElementCompressor, Grid, LinearCompressor, Payload, Shape, State
 
@@ -133,7 +135,7 @@ class _Rounded(Compressor):
     def __post_init__(self) -> None:
         checks.choice(self.rounding, f"compression {self.name!r}", "rounding", ("nearest", "stochastic"))
 
-    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
+    def init(self, shape: Shape, dtype: DTypeLike, *, seed: int | jax.Array = 0) -> State:
         state = super().init(shape, dtype)
         if self.rounding == "stochastic":
             state["stream"] = jnp.stack([jnp.asarray(seed, jnp.uint32), jnp.uint32(0)])
@@ -165,8 +167,8 @@ class Int8(_Rounded):
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         shape, size = state["residual"].shape, state["residual"].size
-        wanted = _base.pad(_base.with_residual(value, state), _INT8_BLOCK).reshape(-1, _INT8_BLOCK)
-        scales = jnp.abs(wanted).max(-1) / 127
+        wanted = _base.pad(_base.with_residual(value, state), _INT8_BLOCK).reshape(-1, _INT8_BLOCK)  # (blocks, 1024)
+        scales = jnp.abs(wanted).max(-1) / 127  # (blocks,)
         # Subnormal scales may be flushed to 0 in the quotient. Such a block stays in the residual.
         scales = jnp.where(scales < np.finfo(np.float32).tiny, np.float32(0), scales)
         quotient = wanted / jnp.where(scales == 0, np.float32(1), scales)[:, None]
@@ -176,23 +178,24 @@ class Int8(_Rounded):
         payload = {"codes": codes.astype(jnp.int8).reshape(-1)[:size], "scales": scales}
         return payload, _advance({**state, "residual": residual.reshape(-1)[:size].reshape(shape)})
 
-    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: DTypeLike) -> jax.Array:
         codes = _base.pad(payload["codes"], _INT8_BLOCK).reshape(-1, _INT8_BLOCK).astype(jnp.float32)
         values = codes * payload["scales"][:, None]
         return values.reshape(-1)[: math.prod(shape)].reshape(shape).astype(dtype)
 
-    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DTypeLike) -> int:
         return math.prod(shape) + 4 * _base.words(shape, _INT8_BLOCK)
 
     def cut(self, payload: Payload, shape: Shape, count: int) -> Payload:
         """The payload, padded and cut into `count` rows of equal length, so that owners can decode their own."""
         chunk, blocks = _base.words(shape, count), _base.words(shape, _INT8_BLOCK)
+        # Rows begin anywhere in a block. So each gets the scales of as many blocks as a row may touch.
         most = (_INT8_BLOCK - math.gcd(chunk, _INT8_BLOCK) + chunk - 1) // _INT8_BLOCK + 1
         first = jnp.arange(count, dtype=jnp.int32)[:, None] * chunk // _INT8_BLOCK
         scales = payload["scales"][jnp.minimum(first + jnp.arange(min(most, blocks))[None, :], blocks - 1)]
         return {"codes": _base.pad(payload["codes"], count * chunk).reshape(count, chunk), "scales": scales}
 
-    def decode_row(self, row: Payload, index: Any) -> jax.Array:
+    def decode_row(self, row: Payload, index: jax.Array) -> jax.Array:
         """The elements of row `index` of a payload, in float32."""
         codes, size = row["codes"].astype(jnp.float32), row["codes"].size
         if size % _INT8_BLOCK == 0:
@@ -203,7 +206,7 @@ class Int8(_Rounded):
         scales = jnp.broadcast_to(row["scales"][:, None], (row["scales"].size, _INT8_BLOCK)).reshape(-1)
         return codes * jax.lax.dynamic_slice(scales, (index * size % _INT8_BLOCK,), (size,))
 
-    def _dither(self, shape: Shape, state: State) -> Any:
+    def _dither(self, shape: Shape, state: State) -> jax.Array | np.float32:
         if self.rounding == "nearest":
             return np.float32(0.5)
         return (_random_16_bits(state, shape).astype(jnp.float32) + 0.5) / 2**16
@@ -245,10 +248,10 @@ class BFloat16(_Rounded, ElementCompressor):
         codes, state = self.quantize(value, state)
         return {"bits": codes.reshape(-1)}, state
 
-    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: DTypeLike) -> jax.Array:
         return self.dequantize(payload["bits"]).reshape(shape).astype(dtype)
 
-    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DTypeLike) -> int:
         return 2 * math.prod(shape)
 
     def _dither(self, bits: jax.Array, state: State) -> jax.Array:
@@ -298,11 +301,11 @@ class Int3(Compressor):
         codes, residual = _base.split_codes(wanted, scale)
         return {"codes": _base.pack_codes(codes.reshape(-1)), "scales": scale[None]}, {**state, "residual": residual}
 
-    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: DTypeLike) -> jax.Array:
         values = _base.in_order(_base.unpack_codes(payload["codes"]).astype(jnp.float32) * payload["scales"][0])
         return values[: math.prod(shape)].reshape(shape).astype(dtype)
 
-    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DTypeLike) -> int:
         return 4 * _base.BITS * _base.words(shape, _base.PLANE) + 4
 
 
@@ -344,12 +347,12 @@ class TopK(Compressor):
         residual = wanted.at[indices].set(0, unique_indices=True)
         return payload, {**state, "residual": residual.reshape(shape)}
 
-    def decode(self, payload: Payload, shape: Shape, dtype: Any) -> jax.Array:
+    def decode(self, payload: Payload, shape: Shape, dtype: DTypeLike) -> jax.Array:
         flat = jnp.zeros(math.prod(shape), jnp.float32)
         flat = flat.at[payload["indices"]].set(payload["values"], unique_indices=True)
         return flat.reshape(shape).astype(dtype)
 
-    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DTypeLike) -> int:
         return 8 * self._k(shape)
 
     def _k(self, shape: Shape) -> int:
@@ -387,14 +390,14 @@ class PowerSGD(LinearCompressor):
     def __post_init__(self) -> None:
         object.__setattr__(self, "rank", checks.whole_number(self.rank, "compression 'powersgd'", "rank"))
 
-    def init(self, shape: Shape, dtype: Any, *, seed: Any = 0) -> State:
+    def init(self, shape: Shape, dtype: DTypeLike, *, seed: int | jax.Array = 0) -> State:
         """A residual of zeros, and a first `q` that is equal on every device for any seed."""
         state = super().init(shape, dtype)
         rows, columns = _matrix(shape)
         q = jax.random.normal(jax.random.key(0, impl="threefry2x32"), (columns, min(self.rank, rows, columns)))
         return {**state, "q": q.astype(jnp.float32)}
 
-    def allreduce(self, value: jax.Array, state: State, psum: Callable[[Any], Any]) -> tuple[jax.Array, State]:
+    def allreduce(self, value: jax.Array, state: State, psum: Callable[[PyTree], PyTree]) -> tuple[jax.Array, State]:
         """The compressed sum of `value` over the devices.
 
         Args:
@@ -406,22 +409,22 @@ class PowerSGD(LinearCompressor):
             (the sum, the new state). The sum has the shape and dtype of `value` and is equal on every device.
         """
         value = jnp.asarray(value)
-        m = _base.with_residual(value, state).reshape(_matrix(value.shape))
+        m = _base.with_residual(value, state).reshape(_matrix(value.shape))  # (rows, columns)
         if 0 in m.shape:
             return value, state
-        p = psum(_product(m, state["q"]))
+        p = psum(_product(m, state["q"]))  # (rows, rank)
         p, _ = jnp.linalg.qr(_scale(p))
-        q = _product(m.T, p)
+        q = _product(m.T, p)  # (columns, rank) of this device
         residual = (m - _product(p, q.T)).reshape(value.shape)
         q = psum(q)
         total = _product(p, q.T).reshape(value.shape).astype(value.dtype)
         return total, {**state, "residual": residual, "q": _next_q(q, state["q"])}
 
-    def wire_bytes(self, shape: Shape, dtype: Any) -> int:
+    def wire_bytes(self, shape: Shape, dtype: DTypeLike) -> int:
         rows, columns = _matrix(shape)
         return 4 * min(self.rank, rows, columns) * (rows + columns)
 
-    def pays(self, shape: Shape, dtype: Any) -> bool:
+    def pays(self, shape: Shape, dtype: DTypeLike) -> bool:
         return len(shape) >= 2 and super().pays(shape, dtype)
 
 

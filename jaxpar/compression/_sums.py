@@ -23,37 +23,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
-from .._core.arrays import tree_nbytes
+from .._core.arrays import PyTree, tree_nbytes
 from .._devices import collectives
 from .._devices.collectives import BucketLimits
 from .._devices.user_mesh import unsplit
 from . import _base
-from ._base import PLANE, Compressor, ElementCompressor, Grid, State, decode_sum, in_order
+from ._base import (
+    PLANE,
+    Compressor,
+    ElementCompressor,
+    Grid,
+    LinearCompressor,
+    Payload,
+    State,
+    decode_sum,
+    in_order,
+)
 from ._compressors import Int8
 
 _FLOAT32 = 4  # bytes
 
 Sums = tuple[list[jax.Array], list[State]]
-Payloads = Sequence[Any]
+Payloads = Sequence[Payload]
 Arrays = Sequence[jax.Array]
 States = Sequence[State]
 
 
-def allreduce(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
+def allreduce(compressor: Compressor, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """The sums over the axis on every device, and the new states of this device."""
     values = [unsplit(v) for v in values]
-    if compressor.linear:
+    if isinstance(compressor, LinearCompressor):
         return _linear(compressor, values, states, axis_name, limits)
     if compressor.two_way:
         return _two_way(values, states, axis_name, limits)
     shapes = [v.shape for v in values]
     groups = collectives.plan(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
-    packed = collectives.pack(values, groups)
-    flat = [array.reshape(-1) for array in packed]
+    buckets = collectives.pack(values, groups)
+    flat = [bucket.reshape(-1) for bucket in buckets]
     # A bucket has the residuals one after another, and the rest of the state as its first value has it.
-    held = collectives.pack([state["residual"] for state in states], groups)
-    joined = [{**states[g[0]], "residual": residual.reshape(-1)} for g, residual in zip(groups, held, strict=True)]
+    residuals = collectives.pack([state["residual"] for state in states], groups)
+    joined = [{**states[g[0]], "residual": residual.reshape(-1)} for g, residual in zip(groups, residuals, strict=True)]
     if isinstance(compressor, ElementCompressor):
         coded = [compressor.quantize(v, s) for v, s in zip(flat, joined, strict=True)]
         sums = _sum_codes(compressor, [codes for codes, _ in coded], axis_name, limits)
@@ -64,40 +75,43 @@ def allreduce(compressor: Any, values: Arrays, states: States, axis_name: str, l
     # A TPU would compute the update in lines of 128, unless the sum is computed before it. Elsewhere a barrier wins
     # nothing, and on CPUs it would change the last bits of the update.
     barrier = functools.partial(lax.platform_dependent, tpu=lax.optimization_barrier, default=lambda x: x)
-    sums = [barrier(s.reshape(array.shape)) for s, array in zip(sums, packed, strict=True)]
+    sums = [barrier(s.reshape(bucket.shape)) for s, bucket in zip(sums, buckets, strict=True)]
     new = {i: state for (_, state), group in zip(coded, groups, strict=True) for i in group}
-    left = collectives.unpack([state["residual"] for _, state in coded], shapes, groups)
-    return collectives.unpack(sums, shapes, groups), [{**new[i], "residual": rest} for i, rest in enumerate(left)]
+    residuals = collectives.unpack([state["residual"] for _, state in coded], shapes, groups)
+    new_states = [{**new[i], "residual": residual} for i, residual in enumerate(residuals)]
+    return collectives.unpack(sums, shapes, groups), new_states
 
 
-def reduce_scatter(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
+def reduce_scatter(
+    compressor: Compressor, values: Arrays, states: States, axis_name: str, limits: BucketLimits
+) -> Sums:
     """This device's (chunk,) of each sum over the axis. Every row is encoded for the device that keeps it."""
     values = [unsplit(v) for v in values]
-    if compressor.linear:
+    if isinstance(compressor, LinearCompressor):
         sums, states = _linear(compressor, values, states, axis_name, limits)
         return [collectives.own_chunk(s, axis_name) for s in sums], states
     if compressor.two_way:
         return _two_way_share(values, states, axis_name, limits)
     shards = lax.axis_size(axis_name)
-    rows = [collectives.to_rows(v, shards) for v in values]
-    compressor = _InPlanes(compressor) if isinstance(compressor, ElementCompressor) else compressor
-    coded = [jax.vmap(compressor.encode)(r, s) if r.size else ({}, s) for r, s in zip(rows, states, strict=True)]
+    rows = [collectives.to_rows(v, shards) for v in values]  # each (devices, chunk)
+    coder: Any = _InPlanes(compressor) if isinstance(compressor, ElementCompressor) else compressor
+    coded = [jax.vmap(coder.encode)(r, s) if r.size else ({}, s) for r, s in zip(rows, states, strict=True)]
     send = functools.partial(_to_owners, axis_name=axis_name)
     exchanged = _exchange([payload for payload, _ in coded], send, 1, limits)
     sums = [
-        decode_sum(compressor, payloads, r.shape[1:], r.dtype) if r.size else r[0]
+        decode_sum(coder, payloads, r.shape[1:], r.dtype) if r.size else r[0]
         for payloads, r in zip(exchanged, rows, strict=True)
     ]
     return sums, [state for _, state in coded]
 
 
-def _linear(compressor: Any, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
-    def psum(tree: Any) -> Any:
+def _linear(compressor: LinearCompressor, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
+    def psum(tree: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(collectives.allreduce(leaves, axis_name, limits))
 
-    both = [compressor.allreduce(v, s, psum) for v, s in zip(values, states, strict=True)]
-    return [total for total, _ in both], [state for _, state in both]
+    results = [compressor.allreduce(v, s, psum) for v, s in zip(values, states, strict=True)]
+    return [total for total, _ in results], [state for _, state in results]
 
 
 # The exchange of payloads.
@@ -113,23 +127,23 @@ def _sum_payloads(
     for way in ("gather", "owners", "dense"):
         if not (chosen := [i for i, w in enumerate(ways) if w == way]):
             continue
-        some, like = [payloads[i] for i in chosen], [values[i] for i in chosen]
-        if way == "owners":
-            found = _sum_by_owners(compressor, some, like, axis_name, limits)
+        to_send, templates = [payloads[i] for i in chosen], [values[i] for i in chosen]
+        if way == "owners" and isinstance(compressor, Int8):
+            totals = _sum_by_owners(compressor, to_send, templates, axis_name, limits)
         elif way == "gather":
-            gathered = _exchange(some, functools.partial(collectives.gather_stack, axis_name=axis_name), 0, limits)
-            found = [decode_sum(compressor, p, v.shape, v.dtype) for p, v in zip(gathered, like, strict=True)]
+            gathered = _exchange(to_send, functools.partial(collectives.gather_stack, axis_name=axis_name), 0, limits)
+            totals = [decode_sum(compressor, p, v.shape, v.dtype) for p, v in zip(gathered, templates, strict=True)]
         else:
-            whole = [compressor.decode(p, v.shape, "float32") for p, v in zip(some, like, strict=True)]
-            totals = collectives.allreduce(whole, axis_name, limits, _sum_dense)
-            found = [s.astype(v.dtype) for s, v in zip(totals, like, strict=True)]
-        sums |= zip(chosen, found, strict=True)
+            dense = [compressor.decode(p, v.shape, "float32") for p, v in zip(to_send, templates, strict=True)]
+            totals = collectives.allreduce(dense, axis_name, limits, _sum_dense)
+            totals = [s.astype(v.dtype) for s, v in zip(totals, templates, strict=True)]
+        sums |= zip(chosen, totals, strict=True)
     return [sums[i] for i in range(len(values))]
 
 
 def _exchange(
     payloads: Payloads, collective: Callable[[jax.Array], jax.Array], lead: int, limits: BucketLimits
-) -> list[Any]:
+) -> list[Payload]:
     """The payloads with the devices as first axis, after one collective for each bucket of one dtype.
 
     `lead` 0: each array goes whole to every device. `lead` 1: row i of each array goes to device i.
@@ -155,11 +169,11 @@ class _InPlanes:
 
     of: ElementCompressor
 
-    def encode(self, value: jax.Array, state: State) -> tuple[dict[str, jax.Array], State]:
+    def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         codes, state = self.of.quantize(value.reshape(-1), state)
         return {"codes": _pack(self.of, jnp.pad(codes, (0, -codes.size % self.of.per_word)))}, state
 
-    def decode(self, payload: dict[str, jax.Array], shape: collectives.Shape, dtype: Any) -> jax.Array:
+    def decode(self, payload: Payload, shape: collectives.Shape, dtype: DTypeLike) -> jax.Array:
         return in_order(_unpack(self.of, payload["codes"]))[: math.prod(shape)].reshape(shape).astype(dtype)
 
 
@@ -169,21 +183,22 @@ def _pack(compressor: ElementCompressor, codes: jax.Array) -> jax.Array:
     return codes if per_word == 1 else _base.pack_planes(codes.astype(jnp.uint32), 32 // per_word)
 
 
-def _unpack(compressor: ElementCompressor, words: jax.Array) -> jax.Array:
+def _unpack(compressor: ElementCompressor, packed: jax.Array) -> jax.Array:
     """The float32 elements of words in lines, for `in_order`."""
     per_word = compressor.per_word
-    return compressor.dequantize(words if per_word == 1 else _base.unpack_planes(words.reshape(-1), 32 // per_word))
+    return compressor.dequantize(packed if per_word == 1 else _base.unpack_planes(packed.reshape(-1), 32 // per_word))
 
 
 def _sum_codes(compressor: ElementCompressor, codes: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """The flat float32 sums over the axis of what flat codes stand for."""
     per_word = compressor.per_word
     padded = [jnp.pad(c, (0, -c.size % per_word)) for c in codes]
-    words = [jax.ShapeDtypeStruct((c.size // per_word,), c.dtype if per_word == 1 else "uint32") for c in padded]
-    groups = collectives.plan(words, limits)
-    sums = [_sum_of_codes(compressor, joined, axis_name) for joined in collectives.pack(padded, groups)]
-    parts = collectives.unpack(sums, [c.shape for c in padded], groups)
-    return [part[: c.size] for part, c in zip(parts, codes, strict=True)]
+    # Buckets are planned by the words that are sent.
+    sent = [jax.ShapeDtypeStruct((c.size // per_word,), c.dtype if per_word == 1 else "uint32") for c in padded]
+    groups = collectives.plan(sent, limits)
+    sums = [_sum_of_codes(compressor, bucket, axis_name) for bucket in collectives.pack(padded, groups)]
+    sums = collectives.unpack(sums, [c.shape for c in padded], groups)
+    return [total[: c.size] for total, c in zip(sums, codes, strict=True)]
 
 
 def _sum_of_codes(compressor: ElementCompressor, codes: jax.Array, axis_name: str) -> jax.Array:
@@ -194,8 +209,8 @@ def _sum_of_codes(compressor: ElementCompressor, codes: jax.Array, axis_name: st
     cost = bytes_of_words(size // per_word, itemsize, per_word, grid, count)
     way = min(cost, key=cost.__getitem__)
     if way == "lanes":  # integers of which several share a word: the code of a sum is the sum of the codes
-        one: Any = compressor.grid(1)
-        packed = lax.psum(_base.pack_lanes(one.encode(compressor.dequantize(codes)), grid.bits), axis_name)
+        of_one_term: Any = compressor.grid(1)
+        packed = lax.psum(_base.pack_lanes(of_one_term.encode(compressor.dequantize(codes)), grid.bits), axis_name)
         return grid.decode(_base.unpack_lanes(packed, grid.bits, size))
     if way == "dense":
         return _sum_dense(compressor.dequantize(codes), axis_name)
@@ -216,8 +231,8 @@ def _gather_share(grid: Grid | None, share: jax.Array, axis_name: str) -> jax.Ar
     if grid is None or grid.bits >= 8 * _FLOAT32:
         return collectives.gather_stack(in_order(share), axis_name).reshape(-1)
     with jax.named_scope("encode the sum"):
-        own = _base.pack_planes(in_order(grid.encode(share)), grid.bits)
-    packed = collectives.gather_stack(own, axis_name)
+        packed = _base.pack_planes(in_order(grid.encode(share)), grid.bits)
+    packed = collectives.gather_stack(packed, axis_name)
     with jax.named_scope("decode the sums"):
         return in_order(grid.decode(_base.unpack_planes(packed, grid.bits)))
 
@@ -229,13 +244,13 @@ def _sum_dense(value: jax.Array, axis_name: str) -> jax.Array:
     return collectives.gather_stack(share, axis_name).reshape(-1)[: value.size]
 
 
-def bytes_of_words(words: int, itemsize: int, per_word: int, grid: Grid | None, count: int) -> dict[str, float]:
+def bytes_of_words(num_words: int, itemsize: int, per_word: int, grid: Grid | None, count: int) -> dict[str, float]:
     """What each way sends: bytes of the whole, of which a device sends (N-1)/N."""
-    size = words * per_word
+    size = num_words * per_word
     chunk = chunk_of(size, per_word, grid, count)
     back = min(32, grid.bits if grid is not None else 32) / 8
     cost = {
-        "gather": count * words * itemsize,
+        "gather": count * num_words * itemsize,
         "owners": count * (chunk // per_word * itemsize + chunk * back),
         "dense": count * 2 * _FLOAT32 * collectives.chunk_size(size, count),
     }
@@ -253,7 +268,7 @@ def chunk_of(size: int, per_word: int, grid: Grid | None, count: int) -> int:
 # Values that are encoded one by one.
 
 
-def _way_of_value(compressor: Compressor, payload: Any, value: jax.Array, count: int) -> str:
+def _way_of_value(compressor: Compressor, payload: Payload, value: jax.Array, count: int) -> str:
     chunk = collectives.chunk_size(value.size, count)
     cost = {
         "gather": count * tree_nbytes(payload),
@@ -266,16 +281,17 @@ def _way_of_value(compressor: Compressor, payload: Any, value: jax.Array, count:
 
 
 def _sum_by_owners(
-    compressor: Any, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
+    compressor: Int8, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
-    count, mine = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    count, owner = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    # Row i of each payload goes to device i, which gets (devices, ...): the rows of all devices for its share.
     rows = [compressor.cut(p, v.shape, count) for p, v in zip(payloads, values, strict=True)]
     received = _exchange(rows, functools.partial(_to_owners, axis_name=axis_name), 1, limits)
 
-    def decode(of_all: Any, lines: Any, i: Any) -> jax.Array:
-        return compressor.decode_row(jax.tree.map(lambda x, line: line[i].reshape(x.shape[1:]), of_all, lines), mine)
+    def decode(of_all: Payload, lines: Payload, i: ArrayLike) -> jax.Array:
+        return compressor.decode_row(jax.tree.map(lambda x, line: line[i].reshape(x.shape[1:]), of_all, lines), owner)
 
-    def total(of_all: Any) -> jax.Array:
+    def total(of_all: Payload) -> jax.Array:
         lines = jax.tree.map(lambda x: collectives.in_lines(x.reshape(count, -1)), of_all)
         return collectives.sum_by_loop(functools.partial(decode, of_all, lines), count)
 
@@ -301,45 +317,45 @@ def _two_way(values: Arrays, states: States, axis_name: str, limits: BucketLimit
     """(the twice-coded sums over the axis, equal on every device; the new states of this device)."""
     count = lax.axis_size(axis_name)
     wanted = [_base.with_residual(v, s) for v, s in zip(values, states, strict=True)]
-    codes, left, steps = _code(wanted, axis_name)
+    codes, residuals, steps = _code(wanted, axis_name)
     shares = _add_shares([collectives.to_rows(c, count) for c in codes], axis_name, limits)
     # The owner of a share adds what it did not send back at the last push.
     totals = [share * step + state[_OWNER] for share, step, state in zip(shares, steps, states, strict=True)]
-    codes, owner_left, steps = _code(totals, axis_name)
-    whole = _gather_shares(codes, axis_name, limits)
+    codes, owner_residuals, steps = _code(totals, axis_name)
+    gathered = _gather_shares(codes, axis_name, limits)
     sums = [
         (collectives.from_rows(rows, v.shape) * step).astype(v.dtype)
-        for rows, step, v in zip(whole, steps, values, strict=True)
+        for rows, step, v in zip(gathered, steps, values, strict=True)
     ]
-    new = zip(states, left, owner_left, strict=True)
-    return sums, [{**state, "residual": rest, _OWNER: owner} for state, rest, owner in new]
+    new = zip(states, residuals, owner_residuals, strict=True)
+    return sums, [{**state, "residual": residual, _OWNER: of_owner} for state, residual, of_owner in new]
 
 
 def _two_way_share(values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """This device's (chunk,) of each sum. It stays here, so it is not coded again."""
     count = lax.axis_size(axis_name)
-    rows = [collectives.to_rows(v, count) for v in values]
-    codes, left, steps = _code([_base.with_residual(r, s) for r, s in zip(rows, states, strict=True)], axis_name)
+    rows = [collectives.to_rows(v, count) for v in values]  # each (devices, chunk), and so are the residuals
+    codes, residuals, steps = _code([_base.with_residual(r, s) for r, s in zip(rows, states, strict=True)], axis_name)
     shares = _add_shares(codes, axis_name, limits)
     sums = [(share * step).astype(v.dtype) for v, share, step in zip(values, shares, steps, strict=True)]
-    return sums, [{**state, "residual": rest} for state, rest in zip(states, left, strict=True)]
+    return sums, [{**state, "residual": residual} for state, residual in zip(states, residuals, strict=True)]
 
 
 def _code(values: Arrays, axis_name: str) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     """The codes of each value, its residual, and its step, which is equal on all devices."""
     steps = list(lax.pmax(jnp.stack([_base.largest_step(v) for v in values]), axis_name))
     coded = [_base.split_codes(v, step) for v, step in zip(values, steps, strict=True)]
-    return [codes for codes, _ in coded], [left for _, left in coded], steps
+    return [codes for codes, _ in coded], [residual for _, residual in coded], steps
 
 
 def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """The float32 (chunk,) sum over the devices of this device's rows (devices, chunk) of codes."""
     groups = _plan(rows, limits)
     shares: list[jax.Array] = []
-    for joined in collectives.pack(rows, groups, axis=1):
-        received = collectives.send_rows(_base.pack_codes(joined), axis_name)
+    for bucket in collectives.pack(rows, groups, axis=1):
+        received = collectives.send_rows(_base.pack_codes(bucket), axis_name)
         total = _base.unpack_codes(received).sum(0, dtype=jnp.int32).astype(jnp.float32)
-        shares.append(in_order(total)[: joined.shape[1]])
+        shares.append(in_order(total)[: bucket.shape[1]])
     return collectives.unpack(shares, [r.shape[1:] for r in rows], groups)
 
 
@@ -347,11 +363,11 @@ def _gather_shares(shares: Arrays, axis_name: str, limits: BucketLimits) -> list
     """The rows (devices, chunk) of codes, from every device's (chunk,)."""
     count = lax.axis_size(axis_name)
     groups = _plan([jnp.broadcast_to(s, (count, s.size)) for s in shares], limits)
-    whole: list[jax.Array] = []
-    for joined in collectives.pack(shares, groups):
-        packed = collectives.gather_stack(_base.pack_codes(joined), axis_name)
-        whole.append(in_order(_base.unpack_codes(packed).astype(jnp.int8), 1)[:, : joined.size])
-    return collectives.unpack(whole, [s.shape for s in shares], groups, axis=1)
+    gathered: list[jax.Array] = []
+    for bucket in collectives.pack(shares, groups):
+        packed = collectives.gather_stack(_base.pack_codes(bucket), axis_name)
+        gathered.append(in_order(_base.unpack_codes(packed).astype(jnp.int8), 1)[:, : bucket.size])
+    return collectives.unpack(gathered, [s.shape for s in shares], groups, axis=1)
 
 
 def _plan(rows: Arrays, limits: BucketLimits) -> collectives.Groups:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec as P, SingleDeviceSharding
 
 from .. import kv
 from .._core import calls, checks, host
-from .._core.arrays import Device, Recent, forget
+from .._core.arrays import Device, PyTree, Recent, forget
 from .._core.process import keep_freed_memory
 from .._core.text import plural
 from .._devices.mesh import copies_on, put_copy, wait_before_collectives
@@ -66,7 +66,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
 
 @calls.answers("split_and_load")
 @in_user_mesh
-def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = True) -> list[Any]:
+def split_and_load(data: PyTree, devices: Sequence[Device], *, even_split: bool = True) -> list[PyTree]:
     """Split a batch along its first axis, and put one part on each device.
 
     As `gluon.utils.split_and_load`, for pytrees.
@@ -94,13 +94,13 @@ def split_and_load(data: Any, devices: Sequence[Device], *, even_split: bool = T
         checks.even_share(n, k, "split_and_load", ", or even_split=False")
     ends = np.cumsum([n // k + (i < n % k) for i in range(k)])
     data = host.own_copies(data, "split_and_load: data")
-    parts = [jax.tree.map(lambda x, i=i: x[ends[i - 1] if i else 0 : ends[i]], data) for i in range(k)]
-    return [jax.device_put(part, device) for part, device in zip(parts, devices, strict=True)]
+    shards = [jax.tree.map(lambda x, i=i: x[ends[i - 1] if i else 0 : ends[i]], data) for i in range(k)]
+    return [jax.device_put(shard, device) for shard, device in zip(shards, devices, strict=True)]
 
 
 @calls.answers("copy_to")
 @in_user_mesh
-def copy_to(params: Any, device: Device) -> Any:
+def copy_to(params: PyTree, device: Device) -> PyTree:
     """A copy of a pytree of arrays on one device of this process.
 
     Args:
@@ -126,7 +126,7 @@ def copy_to(params: Any, device: Device) -> Any:
 
 @calls.answers("replicate")
 @in_user_mesh
-def replicate(tree: Any, devices: Sequence[Device]) -> Any:
+def replicate(tree: PyTree, devices: Sequence[Device]) -> PyTree:
     """The pytree as fully replicated arrays, with a copy on each device.
 
     Args:
@@ -178,8 +178,8 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
         if array.dtype != arrays[0].dtype:
             raise TypeError(f"allreduce: value {i}: expected dtype {arrays[0].dtype}, got {array.dtype}")
     # A store of this one sum, so that it is a push like any other: the same programs, the same bits.
-    like = jax.device_put(jnp.zeros(arrays[0].shape, arrays[0].dtype), arrays[0].sharding)
-    store = kv.push(kv.init(kv.create("device"), 0, like), 0, arrays)
+    zeros = jax.device_put(jnp.zeros(arrays[0].shape, arrays[0].dtype), arrays[0].sharding)
+    store = kv.push(kv.init(kv.create("device"), 0, zeros), 0, arrays)
     return kv.pull(store, 0, devices=[next(iter(a.devices())) for a in arrays])
 
 
@@ -193,8 +193,8 @@ def spmd(
     engine: checks.Engine = "pmap",
     axis_name: str,
     devices: Sequence[Device] | None = None,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     donate_argnums: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
     """Make a function that runs `fn` on every device.
@@ -235,17 +235,22 @@ def spmd(
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if min(donate, default=0) < 0:
         raise ValueError(f"spmd: donate_argnums counts arguments from 0, got {donate_argnums}")
-    over = {"axis_name": axis_name, "devices": chosen, "in_axes": in_axes, "out_axes": out_axes}
-    options: dict[str, Any] = over | {"donate_argnums": donate}
+    options: dict[str, Any] = {
+        "axis_name": axis_name,
+        "devices": chosen,
+        "in_axes": in_axes,
+        "out_axes": out_axes,
+        "donate_argnums": donate,
+    }
     compiled = _pmap(fn, options) if engine == "pmap" else _shard_map(fn, **options)
-    own = sum(d.process_index == jax.process_index() for d in chosen)
+    local_count = sum(d.process_index == jax.process_index() for d in chosen)
 
     @in_user_mesh
     @functools.wraps(fn)
-    def call(*args: Any) -> Any:
+    def call(*args: PyTree) -> PyTree:
         if max(donate, default=-1) >= len(args):  # jax sees *args, so it would donate nothing and say nothing
             raise ValueError(f"spmd: donate_argnums has {max(donate)}, but the call has {len(args)} arguments")
-        _check_entries(args, in_axes, own)
+        _check_entries(args, in_axes, local_count)
         args = host.own_copies(args, "spmd: args")
         wait_before_collectives(args, chosen)
         return compiled(*args)
@@ -255,25 +260,33 @@ def spmd(
 
 @Recent  # the same function is compiled once, as by `jax.pmap` itself
 def _pmap(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    # JAX forgets this function together with `run`. The user's own may be in other calls of `jax.pmap`.
     @functools.wraps(fn)
-    def own(*args: Any) -> Any:
+    def mapped(*args: PyTree) -> PyTree:
         return _with_axes(fn(*args), options["out_axes"])
 
-    run = jax.pmap(own, **options)
-    weakref.finalize(run, forget, own).atexit = False
+    run = jax.pmap(mapped, **options)
+    weakref.finalize(run, forget, mapped).atexit = False
     return run
 
 
 def _shard_map(
-    fn: Callable[..., Any], *, axis_name: str, devices: Any, in_axes: Any, out_axes: Any, donate_argnums: Any
+    fn: Callable[..., Any],
+    *,
+    axis_name: str,
+    devices: tuple[Device, ...],
+    in_axes: PyTree,
+    out_axes: PyTree,
+    donate_argnums: tuple[int, ...],
 ) -> Callable[..., Any]:
     mesh = Mesh(np.array(devices), (axis_name,))
     in_specs, out_specs = _specs(in_axes, axis_name), _specs(out_axes, axis_name)
 
-    def run(*args: Any) -> Any:
-        def body(*args: Any) -> Any:
-            out = _with_axes(fn(*_over(lambda x: x[0], args, in_axes)), out_axes)
-            return _over(lambda x: jnp.asarray(x)[None], out, out_axes)
+    def run(*args: PyTree) -> PyTree:
+        # `shard_map` gives each device (1, ...) of a stacked argument, and `fn` is for one device, as with `pmap`.
+        def body(*args: PyTree) -> PyTree:
+            out = _with_axes(fn(*_map_stacked(lambda x: x[0], args, in_axes)), out_axes)
+            return _map_stacked(lambda x: jnp.asarray(x)[None], out, out_axes)
 
         return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
 
@@ -281,7 +294,7 @@ def _shard_map(
     if not mesh.is_multi_process:
         return compiled
 
-    def of_this_process(*args: Any) -> Any:
+    def of_this_process(*args: PyTree) -> PyTree:
         from jax.experimental import multihost_utils
 
         out = compiled(*multihost_utils.host_local_array_to_global_array(args, mesh, in_specs))
@@ -290,7 +303,7 @@ def _shard_map(
     return of_this_process
 
 
-def _with_axes(out: Any, out_axes: Any) -> Any:
+def _with_axes(out: PyTree, out_axes: PyTree) -> PyTree:
     """What a function returned. `ValueError` unless a tuple of axes has one for each result."""
     if not isinstance(out_axes, tuple) or (isinstance(out, tuple) and len(out) == len(out_axes)):
         return out
@@ -299,14 +312,15 @@ def _with_axes(out: Any, out_axes: Any) -> Any:
     raise ValueError(f"spmd: {has}; give out_axes one entry for each result, or one number or None for all")
 
 
-def _over(change: Callable[[Any], Any], tree: Any, axes: Any) -> Any:
+def _map_stacked(change: Callable[[jax.Array], jax.Array], tree: PyTree, axes: PyTree) -> PyTree:
     """The tree with `change` applied to the leaves that have axis 0."""
     if isinstance(axes, tuple) and isinstance(tree, tuple):
-        return tuple(_over(change, t, a) for t, a in zip(tree, axes, strict=True))
+        return tuple(_map_stacked(change, t, a) for t, a in zip(tree, axes, strict=True))
     return tree if axes is None else jax.tree.map(change, tree)
 
 
-def _specs(axes: Any, axis_name: str) -> Any:
+def _specs(axes: PyTree, axis_name: str) -> PyTree:
+    """Axes of `pmap` as specs of `shard_map`."""
     if isinstance(axes, tuple):
         return tuple(_specs(a, axis_name) for a in axes)
     if axes not in (0, None):
@@ -315,7 +329,8 @@ def _specs(axes: Any, axis_name: str) -> Any:
     return P() if axes is None else P(axis_name)
 
 
-def _check_entries(args: tuple[Any, ...], in_axes: Any, count: int) -> None:
+def _check_entries(args: tuple[PyTree, ...], in_axes: PyTree, count: int) -> None:
+    """`ValueError` unless each argument with axis 0 has an entry for each of `count` devices."""
     axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
     if len(axes) != len(args):
         has = f"in_axes={in_axes} is for {plural(len(axes), 'argument')}, and the call has {len(args)}"

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,16 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from .._core import host
-from .._core.arrays import check_plain, is_of_numbers
+from .._core.arrays import PyTree, check_plain, is_of_numbers
 from .._core.calls import answers, answers_class
 from .._devices.user_mesh import is_split, unsplit
+
+if TYPE_CHECKING:  # `_as_ids` and JAX say what is wrong with ids and axis names
+    from collections.abc import Hashable
+
+    from jax.typing import ArrayLike
+
+    Ids = ArrayLike | Sequence[Any]  # integers of any shape
 
 
 @answers_class("sparse.RowSparse")
@@ -50,7 +57,7 @@ class RowSparse:
 
     def __post_init__(self) -> None:
         shape = _check_table(self.shape, "RowSparse")
-        indices, values = _as_ids(self.indices, "RowSparse: indices"), _own(self.values)
+        indices, values = _as_ids(self.indices, "RowSparse: indices"), _as_array(self.values)
         if indices.ndim != 1:
             raise ValueError(f"RowSparse: indices must have one axis, got shape {indices.shape}")
         expected = (indices.shape[0], *shape[1:])
@@ -59,17 +66,17 @@ class RowSparse:
             raise ValueError(f"RowSparse: {rows} need values of shape {expected}, got {values.shape}")
         _check_range(indices, shape[0], "RowSparse: row", last=shape[0])
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "indices", _own(indices).astype(jnp.int32))
+        object.__setattr__(self, "indices", _as_array(indices).astype(jnp.int32))
         object.__setattr__(self, "values", values)
 
     __iter__ = None  # otherwise Python would iterate by __getitem__, forever
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[Any]:
         """The dtype of the rows."""
         return self.values.dtype
 
-    def __getitem__(self, ids: Any) -> jax.Array:
+    def __getitem__(self, ids: Ids) -> jax.Array:
         """Rows by their index in the table, zeros for absent rows.
 
         So a model that looks up `table[ids]` runs on pulled rows too.
@@ -88,18 +95,19 @@ class RowSparse:
         """
         ids = jnp.asarray(_as_ids(ids, "RowSparse: ids"), jnp.int32)
         if _is_known(self.indices):
-            held = np.asarray(self.indices)
-            if (held[1:] <= held[:-1])[held[1:] < self.shape[0]].any():
+            indices = np.asarray(self.indices)
+            if (indices[1:] <= indices[:-1])[indices[1:] < self.shape[0]].any():
                 raise ValueError("RowSparse: rows are looked up in sorted indices, each once; call coalesce first")
         if self.indices.shape[0] == 0:
             return jnp.zeros((*ids.shape, *self.shape[1:]), self.dtype)
-        place = jnp.searchsorted(self.indices, ids).astype(jnp.int32)
-        there = self.indices.at[place].get(mode="clip") == ids
-        place = jnp.where(there & (ids < self.shape[0]), place, self.indices.shape[0])
-        return self.values.at[place].get(mode="fill", fill_value=0)
+        # The position of each id among the rows. An id without a row, or of padding, gets one beyond the end: zeros.
+        position = jnp.searchsorted(self.indices, ids).astype(jnp.int32)
+        is_present = self.indices.at[position].get(mode="clip") == ids
+        position = jnp.where(is_present & (ids < self.shape[0]), position, self.indices.shape[0])
+        return self.values.at[position].get(mode="fill", fill_value=0)
 
 
-def _flatten(rows: RowSparse) -> tuple[tuple[tuple[Any, Any], ...], tuple[int, ...]]:
+def _flatten(rows: RowSparse) -> tuple[tuple[tuple[Any, jax.Array], ...], tuple[int, ...]]:
     names = jax.tree_util.GetAttrKey("indices"), jax.tree_util.GetAttrKey("values")
     return tuple(zip(names, (rows.indices, rows.values), strict=True)), rows.shape
 
@@ -141,14 +149,15 @@ def coalesce(rows: RowSparse, *, size: int | None = None) -> RowSparse:
 @functools.partial(jax.jit, static_argnames="size")
 def _coalesce(rows: RowSparse, size: int) -> RowSparse:
     count = rows.shape[0]
-    indices = _padding_last(rows.indices, count)
+    indices = _padding_last(rows.indices, count)  # (m,)
     order = jnp.argsort(indices, stable=True)
     ordered = indices[order]
-    new = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
-    # Padding goes to a place beyond the end, where it is dropped.
-    place = jnp.where(ordered < count, jnp.cumsum(new) - 1, size).astype(jnp.int32)
-    values = jnp.zeros((size, *rows.shape[1:]), rows.dtype).at[place].add(rows.values[order], mode="drop")
-    return _make_unchecked(rows.shape, (jnp.full(size, count, jnp.int32).at[place].set(ordered, mode="drop"), values))
+    is_first = jnp.concatenate([jnp.ones_like(ordered[:1], bool), ordered[1:] != ordered[:-1]])
+    # The row of the result, 0 to size - 1, for each of the m rows. Padding goes beyond the end, where it is dropped.
+    position = jnp.where(ordered < count, jnp.cumsum(is_first) - 1, size).astype(jnp.int32)
+    values = jnp.zeros((size, *rows.shape[1:]), rows.dtype).at[position].add(rows.values[order], mode="drop")
+    unique = jnp.full(size, count, jnp.int32).at[position].set(ordered, mode="drop")
+    return _make_unchecked(rows.shape, (unique, values))
 
 
 @answers("to_dense")
@@ -164,7 +173,7 @@ def to_dense(rows: RowSparse) -> jax.Array:
 
 
 @answers("from_dense")
-def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
+def from_dense(array: jax.Array, row_ids: Ids | None = None) -> RowSparse:
     """Rows of a table: the given rows, or all nonzero rows.
 
     Args:
@@ -181,14 +190,14 @@ def from_dense(array: jax.Array, row_ids: Any = None) -> RowSparse:
     if row_ids is not None:
         return take(array, row_ids)
     check_plain(array, "sparse.from_dense: array")
-    array = _own(array)
+    array = _as_array(array)
     if not _is_known(array):
         raise ValueError("from_dense: which rows are not zero is unknown under jit; give row_ids")
     return take(array, np.flatnonzero(np.asarray((array != 0).any(tuple(range(1, array.ndim))))))
 
 
 @answers("take")
-def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSparse:
+def take(array: jax.Array, row_ids: Ids, *, size: int | None = None) -> RowSparse:
     """Rows of a table, sorted and unique.
 
     Args:
@@ -207,7 +216,7 @@ def take(array: jax.Array, row_ids: Any, *, size: int | None = None) -> RowSpars
         ([0, 1, 3], [[0.0, 1.0], [2.0, 3.0], [6.0, 7.0]])
     """
     check_plain(array, "sparse.take: array")
-    array = _own(array)
+    array = _as_array(array)
     count = _check_table(array.shape, "take")[0]
     ids = _as_ids(row_ids, "take: row ids").reshape(-1)
     _check_range(ids, count, "take: row", last=count - 1)
@@ -238,16 +247,16 @@ def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
         >>> total.indices.tolist(), total.values.tolist()
         ([0, 2], [1.0, 6.0])
     """
-    shapes = sorted({one.shape for one in rows})
+    shapes = sorted({term.shape for term in rows})
     if len(shapes) != 1:
         raise ValueError(f"add: expected row-sparse values of one shape, got shapes {shapes}")
-    indices = jnp.concatenate([one.indices for one in rows])
-    values = jnp.concatenate([unsplit(one.values) for one in rows])
+    indices = jnp.concatenate([term.indices for term in rows])
+    values = jnp.concatenate([unsplit(term.values) for term in rows])
     return coalesce(_make_unchecked(shapes[0], (indices, values)), size=size)
 
 
 @answers("sparse.allreduce")
-def allreduce(rows: RowSparse, axis_name: Any, *, size: int | None = None) -> RowSparse:
+def allreduce(rows: RowSparse, axis_name: Hashable, *, size: int | None = None) -> RowSparse:
     """The sum over the devices of `pmap` or `shard_map`.
 
     Each device sends its indices and values, and no dense table is built. The result is equal on all devices.
@@ -272,13 +281,13 @@ def allreduce(rows: RowSparse, axis_name: Any, *, size: int | None = None) -> Ro
 
 @answers("lazy_update")
 def lazy_update(
-    update: Callable[[jax.Array, Any, jax.Array], tuple[jax.Array, Any]],
+    update: Callable[[jax.Array, PyTree, jax.Array], tuple[jax.Array, PyTree]],
     rows: RowSparse,
-    state: Any,
+    state: PyTree,
     stored: jax.Array,
     *,
     coalesced: bool = False,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
     """Apply an updater to the pushed rows only.
 
     Other rows of value and state do not change: they get no momentum and no weight decay, as with MXNet's
@@ -317,13 +326,13 @@ def lazy_update(
     count, m = rows.shape[0], rows.indices.shape[0]
     indices = jnp.where(rows.indices < count, rows.indices, count + np.arange(m, dtype=np.int32))
 
-    def by_row(leaf: Any) -> bool:
+    def by_row(leaf: jax.Array) -> bool:
         return np.shape(leaf) == stored.shape
 
-    def gather(leaf: Any) -> Any:
+    def gather(leaf: jax.Array) -> jax.Array:
         return _gather(jnp.asarray(leaf), indices) if by_row(leaf) else leaf
 
-    def scatter(leaf: Any, new: Any) -> Any:
+    def scatter(leaf: jax.Array, new: jax.Array) -> jax.Array:
         if by_row(leaf) and np.shape(new) != rows.values.shape:
             raise ValueError(f"lazy_update: the update got rows of {rows.values.shape}, gave {np.shape(new)}")
         if not by_row(leaf):
@@ -340,7 +349,7 @@ def lazy_update(
 
 
 @answers("sparse.value_and_grad")
-def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
+def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, PyTree]]:
     """`jax.value_and_grad` for params whose leaves may be `RowSparse`.
 
     Args:
@@ -359,14 +368,15 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
         (6.0, [3, 7], [[2.0, 2.0], [4.0, 4.0]])
     """
 
-    def is_rows(leaf: Any) -> bool:
+    def is_rows(leaf: object) -> TypeGuard[RowSparse]:
         return isinstance(leaf, RowSparse)
 
-    def with_values(leaf: Any, values: Any) -> Any:
+    def with_values(leaf: RowSparse | jax.Array, values: jax.Array) -> RowSparse | jax.Array:
         return _with_values(leaf, values) if is_rows(leaf) else values
 
-    def run(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        def loss_of(values: Any) -> Any:
+    def run(params: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        # JAX differentiates by arrays, and the indices are integers. So it is given the rows in place of `RowSparse`s.
+        def loss_of(values: PyTree) -> Any:
             return loss_fn(jax.tree.map(with_values, params, values, is_leaf=is_rows), *args, **kwargs)
 
         values = jax.tree.map(lambda leaf: leaf.values if is_rows(leaf) else leaf, params, is_leaf=is_rows)
@@ -379,11 +389,11 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
 # Rows and indices that several of these functions need.
 
 
-def _with_values(rows: RowSparse, values: Any) -> RowSparse:
+def _with_values(rows: RowSparse, values: jax.Array) -> RowSparse:
     return _make_unchecked(rows.shape, (rows.indices, values))
 
 
-def _own(array: Any) -> jax.Array:
+def _as_array(array: object) -> jax.Array:
     """A jax array. NumPy arrays are copied, since their memory may change later."""
     check_plain(array, "RowSparse")
     if isinstance(array, np.ndarray) and is_of_numbers(array):
@@ -391,52 +401,52 @@ def _own(array: Any) -> jax.Array:
     return array if isinstance(array, jax.Array) else jnp.array(array)
 
 
-def _is_known(array: Any) -> bool:
+def _is_known(array: object) -> bool:
     """Whether this process can read every value."""
     if isinstance(array, Tracer):
         return False
     return not isinstance(array, jax.Array) or array.is_fully_addressable
 
 
-def _check_table(shape: Iterable[Any], what: str) -> tuple[int, ...]:
+def _check_table(shape: Iterable[SupportsIndex], what: str) -> tuple[int, ...]:
     """The shape of a table as Python ints."""
-    shape = tuple(map(operator.index, shape))
-    if not shape or not 0 <= shape[0] < 2**30:
-        raise ValueError(f"{what}: a table must have a first axis of fewer than 2**30 rows, got shape {shape}")
-    return shape
+    sizes = tuple(map(operator.index, shape))
+    if not sizes or not 0 <= sizes[0] < 2**30:
+        raise ValueError(f"{what}: a table must have a first axis of fewer than 2**30 rows, got shape {sizes}")
+    return sizes
 
 
-def _as_ids(ids: Any, what: str) -> np.ndarray | jax.Array:
+def _as_ids(ids: Ids, what: str) -> np.ndarray | jax.Array:
     """`ids` as an array of integers of NumPy or JAX. Those of MXNet are whole floating numbers."""
     check_plain(ids, what)
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if jnp.issubdtype(ids.dtype, jnp.floating) and _is_known(ids):
-        known = np.asarray(ids, np.float64)
-        if not (wrong := known[~(known == np.rint(known)) | (abs(known) >= 2.0**62)]).size:
-            return known.astype(np.int64)
+        host = np.asarray(ids, np.float64)
+        if not (wrong := host[~(host == np.rint(host)) | (abs(host) >= 2.0**62)]).size:
+            return host.astype(np.int64)
         raise TypeError(f"{what} must be integers, got {wrong[0]}")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{what} must be integers, got dtype {ids.dtype}")
     return ids
 
 
-def _size(ids: Any, count: int, size: int | None, what: str) -> int:
+def _size(ids: np.ndarray | jax.Array, count: int, size: int | None, what: str) -> int:
     """How many rows a result has: `size`, or the number of different ids where it is known."""
     distinct = ids.size
     if _is_known(ids):
-        known = np.asarray(ids)
-        distinct = np.unique(known[(known >= 0) & (known < count)]).size  # without padding
+        host = np.asarray(ids)
+        distinct = np.unique(host[(host >= 0) & (host < count)]).size  # without padding
         if size is not None and distinct > size:
             raise ValueError(f"{what}: size {size} is too small for {distinct} different rows")
     return distinct if size is None else size
 
 
-def _check_range(ids: Any, count: int, what: str, *, last: int) -> None:
+def _check_range(ids: np.ndarray | jax.Array, count: int, what: str, *, last: int) -> None:
     """`ValueError` for an id that is negative or above `last`. Nothing is checked under `jit`."""
     if not _is_known(ids):
         return
-    known = np.asarray(ids)
-    wrong = known[(known < 0) | (known > last)]
+    host = np.asarray(ids)
+    wrong = host[(host < 0) | (host > last)]
     if wrong.size:
         raise ValueError(f"{what} {wrong[0]} is not in the table, whose rows are 0 to {count - 1}")
 
@@ -448,5 +458,5 @@ def _padding_last(indices: jax.Array, count: int) -> jax.Array:
 
 def _gather(table: jax.Array, indices: jax.Array) -> jax.Array:
     """Rows of a table, zeros beyond it. They are whole, also where the table is split over a user's mesh."""
-    whole = PartitionSpec() if is_split(table) else None
-    return table.at[indices].get(mode="fill", fill_value=0, out_sharding=whole)
+    replicated = PartitionSpec() if is_split(table) else None
+    return table.at[indices].get(mode="fill", fill_value=0, out_sharding=replicated)
