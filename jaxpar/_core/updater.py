@@ -10,6 +10,8 @@ import jax
 from .arrays import PyTree
 
 State = PyTree  # of arrays
+Params = PyTree  # of arrays, with None in place of leaves that have no gradient
+Grads = PyTree  # of the structure of the params
 UpdateFn = Callable[[int, jax.Array, jax.Array], jax.Array]  # (key, pushed, stored) -> new_stored
 
 

@@ -130,10 +130,20 @@ def mxnet_adam(
     """
     checks.number(beta1, "mxnet_adam", "beta1", "a number from 0 to below 1", lambda n: 0 <= n < 1)
     checks.number(beta2, "mxnet_adam", "beta2", "a number from 0 to 1", lambda n: 0 <= n <= 1)
-    slots, lazy = ("mean", "variance"), bool(lazy_update)
-    own: dict[str, Any] = {"lazy": lazy, "lazy_with_master": lazy, "is_counted": True}
-    own |= {"beta1": beta1, "beta2": beta2, "epsilon": epsilon}
-    return make(mxnet_adam, rules.adam, learning_rate, wd, common, slots, **own)
+    return make(
+        mxnet_adam,
+        rules.adam,
+        learning_rate,
+        wd,
+        common,
+        ("mean", "variance"),
+        lazy=bool(lazy_update),
+        lazy_with_master=bool(lazy_update),
+        is_counted=True,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+    )
 
 
 @answers("updaters.mxnet_rmsprop")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from .._core import checks
 
@@ -36,18 +35,20 @@ _OTHER = {
 }
 
 
-def renamed(function: Callable[..., Any], name: str, value: float, other: str, given: float | None) -> float:
+def renamed(
+    function: Callable[..., object], name: str, value: float, second_name: str, second_value: float | None
+) -> float:
     """The value of an argument that has two names."""
-    if given is None:
+    if second_value is None:
         return value
     if value != inspect.signature(function).parameters[name].default:
-        raise TypeError(f"{function.__name__}: {other} is another name of {name}; give one of them")
-    return given
+        raise TypeError(f"{function.__name__}: {second_name} is another name of {name}; give one of them")
+    return second_value
 
 
-def check_names(function: Callable[..., Any], given: Mapping[str, Any], common: Iterable[str]) -> None:
+def check_names(function: Callable[..., object], keywords: Mapping[str, object], common: Iterable[str]) -> None:
     """`TypeError` for a keyword that the optimizer does not have, with what to write instead."""
-    for name, value in given.items():
+    for name, value in keywords.items():
         if name in common or (name in ABSENT and (value is None or value == {})):
             continue
         accepted = [p.name for p in inspect.signature(function).parameters.values() if p.kind != p.VAR_KEYWORD]
@@ -58,7 +59,7 @@ def check_names(function: Callable[..., Any], given: Mapping[str, Any], common: 
         )
 
 
-def _advice(name: str, value: Any, accepted: list[str]) -> str:
+def _advice(name: str, value: object, accepted: list[str]) -> str:
     if name in ABSENT or name in _OTHER:
         return f"; {ABSENT.get(name) or _OTHER[name]}"
     near = [_RENAMED[name]] if _RENAMED.get(name) in accepted else difflib.get_close_matches(name, accepted, 1)

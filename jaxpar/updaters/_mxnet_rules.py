@@ -14,12 +14,13 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import ArrayLike, DTypeLike
 
 from .._core import checks
 from .._core.updater import Updater
 from ._mxnet_names import check_names
 
-Rate = float | Callable[[Array], Any]
+Rate = float | Callable[[Array], ArrayLike]  # a number, or a schedule `count -> rate`
 State = dict[str, Array]
 _AT_LEAST_ZERO = "a number of 0 or more"
 
@@ -95,7 +96,7 @@ class Optimizer:
         wide = _wide(stored.dtype)
         gradient = pushed.astype(wide) * self.rescale_grad
         of_rate, of_decay = self.program_of(key)
-        rate: Any = self.learning_rate
+        rate = self.learning_rate
         if self.rate_in_state:
             rate = state["learning_rate"]
         elif callable(rate):
@@ -112,13 +113,13 @@ class Optimizer:
         return value.astype(stored.dtype), state
 
 
-def _scheduled(where: str, schedule: Callable[[Array], Any], count: Array) -> Any:
+def _scheduled(where: str, schedule: Callable[[Array], ArrayLike], count: Array) -> ArrayLike:
     try:
         return schedule(count)
     except jax.errors.TracerBoolConversionError as error:
         name = getattr(schedule, "__name__", type(schedule).__name__)
-        own = f"{where}: the schedule {name} tests the count in Python, which a compiled step cannot"
-        raise TypeError(f"{own}; write jnp.where(count < 100, 0.1, 0.01) in place of if") from error
+        fault = f"{where}: the schedule {name} tests the count in Python, which a compiled step cannot"
+        raise TypeError(f"{fault}; write jnp.where(count < 100, 0.1, 0.01) in place of if") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,25 +128,26 @@ class _Init:
     uses_key = False
 
     def __call__(self, key: int, value: Array | None = None) -> State:
+        optimizer = self.optimizer
         if value is None:  # optax gives the params
-            own = f"{self.optimizer.where} is an updater with a state for each key, and no part of an optax transform"
-            raise TypeError(f"{own}; give it alone as optimizer=, or an optimizer of optax here")
+            fault = f"{optimizer.where} is an updater with a state for each key, and no part of an optax transform"
+            raise TypeError(f"{fault}; give it alone as optimizer=, or an optimizer of optax here")
         if not jnp.issubdtype(value.dtype, jnp.floating):
             hint = "cast it before kv.init, or use an updater for this key"
             raise TypeError(f"key {key}: an optimizer needs a floating value, got {value.dtype}; {hint}")
-        own, wide = self.optimizer, _wide(value.dtype)
-        state = {slot: jnp.zeros(value.shape, wide) for slot in own.slots}
-        if own.multi_precision and value.dtype != wide:
+        wide = _wide(value.dtype)
+        state = {slot: jnp.zeros(value.shape, wide) for slot in optimizer.slots}
+        if optimizer.multi_precision and value.dtype != wide:
             state["master"] = value.astype(wide)
-        if own.is_counted:
-            state["count"] = jnp.asarray(own.begin_num_update, jnp.int32)
-        if own.rate_in_state:
-            state["learning_rate"] = jnp.asarray(own.learning_rate, jnp.float32)
+        if optimizer.is_counted:
+            state["count"] = jnp.asarray(optimizer.begin_num_update, jnp.int32)
+        if optimizer.rate_in_state:
+            state["learning_rate"] = jnp.asarray(optimizer.learning_rate, jnp.float32)
         return state
 
 
 def make(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     rule: Rule,
     learning_rate: Rate | None,
     wd: float,
@@ -189,7 +191,7 @@ def make(
     return Updater(_Init(optimizer), optimizer)
 
 
-def _number(where: str, name: str, value: Any, expected: str = _AT_LEAST_ZERO) -> float:
+def _number(where: str, name: str, value: object, expected: str = _AT_LEAST_ZERO) -> float:
     """`value` as a float that is not negative."""
     return checks.number(value, where, name, expected, lambda n: n >= 0)
 
@@ -239,8 +241,8 @@ def nag(push: Push, *, momentum: float) -> tuple[Array, State]:
 
 def adam(push: Push, *, beta1: float, beta2: float, epsilon: float) -> tuple[Array, State]:
     gradient, dtype = push.decayed, push.value.dtype
-    mean = beta1 * push.state["mean"] + _rest(beta1, dtype) * gradient
-    variance = beta2 * push.state["variance"] + _rest(beta2, dtype) * gradient**2
+    mean = beta1 * push.state["mean"] + _one_minus(beta1, dtype) * gradient
+    variance = beta2 * push.state["variance"] + _one_minus(beta2, dtype) * gradient**2
     t = (push.state["count"] + 1).astype(dtype)
     rate = push.rate * jnp.sqrt(_one_less_power(beta2, t)) / _one_less_power(beta1, t)
     return push.value - rate * mean / (jnp.sqrt(variance) + epsilon), {"mean": mean, "variance": variance}
@@ -248,7 +250,7 @@ def adam(push: Push, *, beta1: float, beta2: float, epsilon: float) -> tuple[Arr
 
 def rmsprop(push: Push, *, gamma1: float, epsilon: float, clip_weights: float) -> tuple[Array, State]:
     gradient = push.decayed
-    square = _rest(gamma1, push.value.dtype) * gradient**2 + gamma1 * push.state["square"]
+    square = _one_minus(gamma1, push.value.dtype) * gradient**2 + gamma1 * push.state["square"]
     value = push.value - push.rate * gradient / jnp.sqrt(square + epsilon)
     return _clip_weights(value, clip_weights), {"square": square}
 
@@ -256,9 +258,9 @@ def rmsprop(push: Push, *, gamma1: float, epsilon: float, clip_weights: float) -
 def centered_rmsprop(
     push: Push, *, gamma1: float, gamma2: float, epsilon: float, clip_weights: float
 ) -> tuple[Array, State]:
-    gradient, state, rest = push.decayed, push.state, _rest(gamma1, push.value.dtype)
-    square = rest * gradient**2 + gamma1 * state["square"]
-    mean = rest * gradient + gamma1 * state["mean"]
+    gradient, state, weight = push.decayed, push.state, _one_minus(gamma1, push.value.dtype)
+    square = weight * gradient**2 + gamma1 * state["square"]
+    mean = weight * gradient + gamma1 * state["mean"]
     delta = gamma2 * state["delta"] - push.rate * gradient / jnp.sqrt(square - mean**2 + epsilon)
     return _clip_weights(push.value + delta, clip_weights), {"square": square, "mean": mean, "delta": delta}
 
@@ -284,7 +286,7 @@ def _clip_weights(value: Array, limit: float) -> Array:
     return jnp.clip(value, -limit, limit) if limit else value
 
 
-def _rest(factor: float, dtype: jnp.dtype) -> Any:
+def _one_minus(factor: float, dtype: jnp.dtype) -> Any:
     """1 - factor, with the factor rounded first as MXNet's kernels do: 1 - 0.999f is 1.3e-5 below 0.001."""
     return dtype.type(1) - dtype.type(factor)
 
@@ -294,5 +296,5 @@ def _one_less_power(beta: float, t: Array) -> Array:
     return -jnp.expm1(t * (math.log(beta) if beta > 0 else -math.inf))
 
 
-def _wide(dtype: Any) -> jnp.dtype:
+def _wide(dtype: DTypeLike) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)

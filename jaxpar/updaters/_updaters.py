@@ -6,23 +6,24 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
+from jax.typing import ArrayLike
 
 from .._core import calls, checks
-from .._core.arrays import Recent
-from .._core.updater import State, UpdateFn, Updater
+from .._core.arrays import PyTree, Recent, Value
+from .._core.updater import Grads, Params, State, UpdateFn, Updater
 
 if TYPE_CHECKING:
     import optax
 
-Tree = Any  # a pytree of params, with None in place of leaves that have no gradient
 AnyState = TypeVar("AnyState")
+Average = Callable[[Any, Params], Params]  # (node of an optimizer's state, params) -> params to evaluate
 
 
 def _no_state(key: int, value: jax.Array) -> State:
@@ -114,15 +115,15 @@ def couples_keys(tx: optax.GradientTransformation) -> bool:
     """Whether the update of one value depends on the gradient of another, as with clipping by a global norm."""
     # It runs on two vectors. The gradient of the second is ordinary, huge or NaN, and the update of the first must not
     # change by a bit. A transform that cannot take two vectors is not judged (False).
-    others = jnp.stack([jnp.ones(4), jnp.full(4, 1e30), jnp.full(4, jnp.nan)])
+    second_gradients = jnp.stack([jnp.ones(4), jnp.full(4, 1e30), jnp.full(4, jnp.nan)])  # (trials, 4)
 
-    def first_update(other: jax.Array) -> jax.Array:
+    def first_update(second: jax.Array) -> jax.Array:
         ones = jnp.ones(4)
-        return tx.update((ones, other), tx.init((ones, ones)), (ones, ones))[0][0]  # pyright: ignore
+        return tx.update((ones, second), tx.init((ones, ones)), (ones, ones))[0][0]  # pyright: ignore
 
     try:
         with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
-            first = jax.jit(jax.vmap(first_update))(others)
+            first = jax.jit(jax.vmap(first_update))(second_gradients)
             return not bool((first == first[:1]).all())
     except Exception:  # an error here is about these two vectors, not about the user's values
         return False
@@ -132,7 +133,7 @@ _PLAIN = ("key", "pushed", "stored")
 _OTHERS = "; one with a state is jp.updaters.Updater(init, update), and kv.set_optimizer takes an optax transform"
 
 
-def check_updater(updater: Any, where: str) -> None:
+def check_updater(updater: object, where: str) -> None:
     """`TypeError` for what is no updater, or for a function that does not take the arguments of a push."""
     # A function that Python cannot inspect is taken.
     if isinstance(updater, Updater):
@@ -153,7 +154,7 @@ def _check_takes(fn: Any, names: tuple[str, ...], what: str, hint: str = "") -> 
     calls.check_takes(fn, names, what, hint)
 
 
-def program_of(updater: Updater, key: int) -> Any:
+def program_of(updater: Updater, key: int) -> Hashable:
     """What the programs of `init` and `update` depend on. Keys with equal answers share them."""
     if updater.init is not _no_state and getattr(updater.init, "uses_key", True):
         return key
@@ -162,7 +163,7 @@ def program_of(updater: Updater, key: int) -> Any:
     return getattr(updater.update, "program_of", int)(key)
 
 
-def said(updater: Any, name: str, default: Any) -> Any:
+def said(updater: object, name: str, default: Value) -> Value:
     """What the `update` of an updater says of itself: `is_lazy(state)` or `check_rows(key)`."""
     return getattr(getattr(updater, "update", None), name, default)
 
@@ -196,46 +197,49 @@ class TreeOptimizer:
 
     tx: optax.GradientTransformation
 
-    def init(self, params: Tree) -> Any:
+    def init(self, params: Params) -> State:
         import optax
 
         try:
             state = self.tx.init(params)
         except ValueError as error:
-            said = str(error).strip().partition("\n")[0]
-            if "pytree structure error" not in said:
+            message = str(error).strip().partition("\n")[0]
+            if "pytree structure error" not in message:
                 raise
-            own = "the labels or the mask of this optimizer have another structure than the params"
+            fault = "the labels or the mask of this optimizer have another structure than the params"
             hint = "name all params, those that frozen= leaves out too, or give a function of the params"
-            raise ValueError(f"optimizer: {own} ({said}); {hint}") from None
+            raise ValueError(f"optimizer: {fault} ({message}); {hint}") from None
         return Lookahead(state, params) if isinstance(state, optax.LookaheadState) else state
 
-    def update(self, grads: Tree, state: Any, params: Tree, value: jax.Array | None = None) -> tuple[Tree, Any]:
+    def update(
+        self, grads: Grads, state: State, params: Params, value: jax.Array | None = None
+    ) -> tuple[Params, State]:
         """The next params, in their dtypes, and the next state. A transform that takes `value=` gets the loss."""
         import optax
 
         is_lookahead = isinstance(state, Lookahead)
-        seen: Any = optax.LookaheadParams(fast=params, slow=state.slow) if is_lookahead else params
+        # The params and the state as the transform itself has them.
+        seen: Params = optax.LookaheadParams(fast=params, slow=state.slow) if is_lookahead else params
         inner = state.state if is_lookahead else state
         plain = isinstance(self.tx, optax.GradientTransformation)  # `optax.MultiSteps` is none
         update = optax.with_extra_args_support(self.tx).update if plain else self.tx.update
-        known = {} if value is None else {"value": value, "grad": grads}
+        extra = {} if value is None else {"value": value, "grad": grads}
         try:
             try:
-                updates, inner = update(grads, inner, seen, **known)
+                updates, inner = update(grads, inner, seen, **extra)
             except TypeError as error:
-                if not known or "unexpected keyword argument" not in str(error):
+                if not extra or "unexpected keyword argument" not in str(error):
                     raise
                 updates, inner = update(grads, inner, seen)  # `optax.contrib.sam` takes no other arguments
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
                 raise
-            given = "a training step gives value=, the loss, and grad=, and a push gives neither"
-            raise TypeError(f"this optimizer needs more than gradients ({error}); {given}") from error
-        new: Any = optax.apply_updates(seen, updates)
+            hint = "a training step gives value=, the loss, and grad=, and a push gives neither"
+            raise TypeError(f"this optimizer needs more than gradients ({error}); {hint}") from error
+        new: Params = optax.apply_updates(seen, updates)
         return (new.fast, Lookahead(inner, new.slow)) if is_lookahead else (new, inner)
 
-    def owners(self, params: Tree) -> list[int | None]:
+    def owners(self, params: Params) -> list[int | None]:
         """For each leaf of the state the position of the param that it belongs to. None: to no single one.
 
         `UnknownOwners` where `init` needs the params themselves, or puts several of them into one array.
@@ -243,12 +247,12 @@ class TreeOptimizer:
         # `init` is evaluated on params that have no leaves, each with its position. Where such a one stands in the
         # state, what `init` gives there for arrays belongs to that param. Nothing is computed.
         structure = jax.tree.structure(params)
-        found: list[int | None] = []
+        owners: list[int | None] = []
 
-        def note(place: Any, part: Any) -> None:
-            found.extend([place.key if isinstance(place, _Place) else None] * len(jax.tree.leaves(part)))
-            if not isinstance(place, _Place) and place.shape != part.shape:
-                raise UnknownOwners(f"its state has an array for several params together, of shape {part.shape}")
+        def note(place: _Place | jax.ShapeDtypeStruct, subtree: PyTree) -> None:
+            owners.extend([place.key if isinstance(place, _Place) else None] * len(jax.tree.leaves(subtree)))
+            if not isinstance(place, _Place) and place.shape != subtree.shape:
+                raise UnknownOwners(f"its state has an array for several params together, of shape {subtree.shape}")
 
         state = jax.eval_shape(self.init, params)
         try:
@@ -258,18 +262,18 @@ class TreeOptimizer:
             raise
         except Exception as error:  # any error is the optimizer's own
             raise UnknownOwners(f"its init does not map over the params: {first_line(error)}") from error
-        return found
+        return owners
 
-    def evaluated(self, state: Any, params: Tree) -> Tree:
+    def evaluated(self, state: State, params: Params) -> Params:
         """The params to evaluate, where these are others than those that are trained."""
         for average, node in averages(state):
             params = average(node, params)
         return params
 
-    def reads_loss(self, params: Tree) -> bool:
+    def reads_loss(self, params: Params) -> bool:
         """Whether an update depends on the loss. Nothing is computed."""
 
-        def update(value: jax.Array, grads: Tree, state: Any, params: Tree) -> Any:
+        def update(value: jax.Array, grads: Grads, state: State, params: Params) -> tuple[Params, State]:
             return self.update(grads, state, params, value)
 
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -285,15 +289,15 @@ class TreeOptimizer:
 class Lookahead(NamedTuple):
     """The state of `optax.lookahead`. The fast params are those of the store."""
 
-    state: Any  # that of the transform
-    slow: Tree  # the slow params
+    state: State  # that of the transform
+    slow: Params  # the slow params
 
 
 class AverageState(NamedTuple):
     """The state of `average_params`."""
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]  # int32, the updates so far
-    average: Tree  # of the params
+    average: Params  # of the params
 
 
 @calls.answers("updaters.average_params", {"tx": "write optax.chain(tx, updaters.average_params(decay))"})
@@ -324,10 +328,10 @@ def average_params(decay: float) -> optax.GradientTransformation:
     if not 0 <= decay < 1:
         raise ValueError(f"average_params: decay must be at least 0 and below 1, got {decay!r}")
 
-    def init(params: Any) -> AverageState:
+    def init(params: Params) -> AverageState:
         return AverageState(jnp.zeros((), jnp.int32), jax.tree.map(_at_least_float32, params))
 
-    def update(updates: Any, state: AverageState, params: Any = None) -> tuple[Any, AverageState]:
+    def update(updates: Grads, state: AverageState, params: Params = None) -> tuple[Grads, AverageState]:
         if params is None:
             raise ValueError("average_params: the update needs params")
         new = optax.apply_updates(params, updates)
@@ -340,48 +344,49 @@ def average_params(decay: float) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def _at_least_float32(x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return x.astype(jnp.float32) if is_narrow else x
+def _at_least_float32(x: ArrayLike) -> jax.Array:
+    array = jnp.asarray(x)
+    is_narrow = jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize < 4
+    return array.astype(jnp.float32) if is_narrow else array
 
 
-def averages(state: Any) -> list[tuple[Callable[[Any, Tree], Tree], Any]]:
+def averages(state: State) -> list[tuple[Average, Any]]:
     """The parts of an optimizer's state that hold averages, each with the function that reads it."""
     import optax.contrib as contrib
 
-    known: dict[type, Callable[[Any, Tree], Tree]] = {
+    averages_of: dict[type, Average] = {
         Lookahead: lambda node, params: node.slow,
-        AverageState: lambda node, params: _where_held(lambda held, _: held, node.average, params),
-        contrib.ScheduleFreeState: lambda node, params: _where_held(
+        AverageState: lambda node, params: _where_averaged(lambda average, _: average, node.average, params),
+        contrib.ScheduleFreeState: lambda node, params: _where_averaged(
             lambda z, param: contrib.schedule_free_eval_params(node._replace(z=z), param), node.z, params
         ),
         contrib.SAMState: _outside_perturbation,
     }
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: type(x) in known)
-    return [(known[type(node)], node) for node in nodes if type(node) in known]
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: type(x) in averages_of)
+    return [(averages_of[type(node)], node) for node in nodes if type(node) in averages_of]
 
 
-def _where_held(average: Callable[[Any, Any], Any], held: Tree, params: Tree) -> Tree:
-    """`average(leaf of held, leaf of params)`, in the dtypes of the params.
+def _where_averaged(average: Callable[[jax.Array, jax.Array], jax.Array], averaged: PyTree, params: Params) -> Params:
+    """`average(leaf of averaged, leaf of params)`, in the dtypes of the params.
 
-    Params that are not held, as under `optax.masked`, stay as they are.
+    Params without an average, as under `optax.masked`, stay as they are.
     """
     import optax
 
-    def leaf(held: Any, param: Any) -> Any:
-        is_held = held is not None and not isinstance(held, optax.MaskedNode)
-        return average(held, param).astype(param.dtype) if is_held else param
+    def leaf(averaged: jax.Array | optax.MaskedNode | None, param: jax.Array) -> jax.Array:
+        if averaged is None or isinstance(averaged, optax.MaskedNode):
+            return param
+        return average(averaged, param).astype(param.dtype)
 
-    return jax.tree.map(leaf, held, params, is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode))
+    return jax.tree.map(leaf, averaged, params, is_leaf=lambda x: x is None or isinstance(x, optax.MaskedNode))
 
 
-def _outside_perturbation(state: Any, params: Tree) -> Tree:
+def _outside_perturbation(state: Any, params: Params) -> Params:
     """Of `optax.contrib.sam`: the params before its present round of adversarial steps."""
     if state.cache is None:
         return params
     inside = state.steps_since_sync > 0
-    return _where_held(lambda cached, param: jnp.where(inside, cached, param), state.cache, params)
+    return _where_averaged(lambda cached, param: jnp.where(inside, cached, param), state.cache, params)
 
 
 # The learning rate, changed from outside.
@@ -412,26 +417,26 @@ def set_learning_rate(state: AnyState, learning_rate: float | jax.Array) -> AnyS
         raise ValueError(f"set_learning_rate: learning_rate must be one number, got shape {np.shape(learning_rate)}")
     if not isinstance(learning_rate, jax.Array) and not np.isfinite(learning_rate):
         raise ValueError(f"set_learning_rate: learning_rate must be finite, got {learning_rate}")
-    found: list[tuple[Any, ...]] = []
+    paths: list[tuple[Any, ...]] = []  # of the rates that are changed
 
     def replace(path: tuple[Any, ...], leaf: Any) -> Any:
         if ("hyperparams_states", "learning_rate") in itertools.pairwise(_steps(path)):
             raise ValueError("set_learning_rate: this rate follows a schedule; give optax.inject_hyperparams a number")
         if _is_rate(path):
-            found.append(path)
+            paths.append(path)
             # In the array's own dtype and place, so that a compiled step takes it as it took the old one.
             return jnp.zeros_like(leaf) + jnp.asarray(learning_rate, leaf.dtype)
         return leaf
 
     state = jax.tree_util.tree_map_with_path(replace, state)
-    if not found:
+    if not paths:
         hint = "make the optimizer with rate_in_state=True, or by optax.inject_hyperparams"
         raise ValueError(f"set_learning_rate: this state has no learning rate; {hint}")
     return state
 
 
 @calls.answers("updaters.learning_rates")
-def learning_rates(state: Any) -> dict[str, float]:
+def learning_rates(state: PyTree) -> dict[str, float]:
     """The learning rates in a state, {path: rate}. Waits for the state.
 
     Args:
@@ -466,5 +471,6 @@ def _is_rate(path: tuple[Any, ...]) -> bool:
     return all(isinstance(step, int) for step in inner)
 
 
-def _steps(path: tuple[Any, ...]) -> list[Any]:
+def _steps(path: tuple[Any, ...]) -> list[str | int | None]:
+    """The names, keys and positions of a path."""
     return [getattr(p, "name", getattr(p, "key", getattr(p, "idx", None))) for p in path]
