@@ -18,6 +18,7 @@ else:
     Device = jax.Device
 
 PyTree = Any  # arrays in dicts, lists, tuples and registered classes, in any depth: no type can say that
+KeyPath = tuple[Any, ...]  # where a leaf is in its pytree: `DictKey`, `GetAttrKey`, `SequenceKey`, ... of jax.tree_util
 Tree = TypeVar("Tree")  # a pytree whose structure and kinds of leaves a function keeps
 Value = TypeVar("Value")
 

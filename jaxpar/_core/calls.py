@@ -335,7 +335,7 @@ def check_takes(fn: object, names: Sequence[str], what: str, hint: str = "", als
     if bound is None:
         after = f", and then {', '.join(also)}" if also else ""
         raise TypeError(f"{expected}{after}, got {_shown(fn)}{hint}")
-    # Each value that was bound is the name of what a push or a step gives there.
+    # `bound` has for each parameter the name of what it would get.
     if any(name in names and parameter in names and parameter != name for parameter, name in bound.items()):
         raise TypeError(f"{expected}, and {_shown(fn)} names them in another order; reorder them")
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from .arrays import Tree
+from .arrays import KeyPath, Tree
 
 _ALIGNMENT = 64  # bytes. What begins at a multiple of it is the memory of an array on a CPU. All else is copied again.
 
@@ -48,7 +48,7 @@ def own_copy(array: np.ndarray | np.generic, name: str) -> np.ndarray:
 def own_copies(tree: Tree, where: str) -> Tree:
     """The pytree with such copies of its arrays of NumPy. All else stays."""
 
-    def copied(path: tuple[Any, ...], leaf: object) -> object:
+    def copied(path: KeyPath, leaf: object) -> object:
         is_host = isinstance(leaf, (np.ndarray, np.generic))
         return own_copy(leaf, where + jax.tree_util.keystr(path)) if is_host else leaf
 

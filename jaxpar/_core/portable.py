@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .arrays import PyTree, is_prng_key
+from .arrays import KeyPath, PyTree, is_prng_key
 
 Saved = dict[str, tuple[dict[str, Any], np.ndarray]]  # (record, array) by name
 PARTS = ("residual", "pending")  # what belongs to the devices that pushed, see `SavedArray.part`
@@ -70,7 +70,7 @@ def is_registered(node: object) -> bool:
     return type(node) in FORMATS
 
 
-def path_name(path: tuple[Any, ...]) -> str:
+def path_name(path: KeyPath) -> str:
     """The name of a path of jax: `store/values/3`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 

@@ -17,7 +17,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ _LINE = 128
 _GLOO_IS_WRONG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 Shape = tuple[int, ...]
 Groups = tuple[tuple[int, ...], ...]  # the positions of the values in each bucket
+Array = TypeVar("Array", jax.Array, np.ndarray)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +76,11 @@ def plan(values: Sequence[Shaped], limits: BucketLimits = BucketLimits()) -> Gro
     return tuple(map(tuple, groups))
 
 
-def pack(values: Sequence[Any], groups: Sequence[Sequence[int]], axis: int = 0, xp: ModuleType = jnp) -> list[Any]:
+def pack(values: Sequence[Array], groups: Sequence[Sequence[int]], axis: int = 0, xp: ModuleType = jnp) -> list[Array]:
     """One array for each group: its values one after another along an axis. That of a group of one stays as it is."""
     # The axes before it are kept, and must be equal in a group. The axes from it on are flattened. `xp` is jax.numpy or
     # numpy, whichever the values are of.
-    buckets: list[Any] = []
+    buckets: list[Array] = []
     for group in groups:
         members = [values[i] for i in group]
         if len(members) > 1:

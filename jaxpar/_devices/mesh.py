@@ -44,7 +44,7 @@ _CAN_HANG = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)
 
 def mesh_of(devices: Sequence[Device]) -> Mesh:
     """The mesh of these devices, with the one axis `STORE_AXIS`."""
-    mesh: Any = copies_on(tuple(devices)).mesh  # not an AbstractMesh, which others have
+    mesh: Any = copies_on(tuple(devices)).mesh  # of others it may be an AbstractMesh
     return mesh
 
 
@@ -223,7 +223,7 @@ def own_copies(tree: Tree) -> Tree:
     leaves, treedef = jax.tree.flatten(tree)
     places = [i for i, leaf in enumerate(leaves) if not is_traced(leaf)]
     arrays = [leaves[i] for i in places]
-    # None keeps an array on its devices. Over several processes `device_put` wants the sharding itself.
+    # None: a copy where the array is. One that spans processes is given its sharding.
     shardings = [array.sharding if spans_processes(array) else None for array in arrays]
     for i, copy in zip(places, jax.device_put(arrays, shardings, may_alias=False), strict=True):
         leaves[i] = copy

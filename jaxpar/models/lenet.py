@@ -16,6 +16,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from .._core import calls, checks
 from .._cpu import lenet_layers
 
+Params = dict[str, dict[str, jax.Array]]  # {layer: {"weight", "bias"}}
+
 _WEIGHT_STDDEV = 0.01
 _LEAST_BATCH = 8  # fewer do not fill the vectors of a CPU
 _SHAPES = {
@@ -27,7 +29,7 @@ _SHAPES = {
 
 
 @calls.answers("lenet.init")
-def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
+def init(rng: jax.Array) -> Params:
     """The 129,068 parameters, float32. Weights are drawn from N(0, 0.01²), biases are 0.
 
     Args:
@@ -47,9 +49,9 @@ def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
 
 
 @jax.jit
-def _draw(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
+def _draw(rng: jax.Array) -> Params:
     """The parameters by one program, of normals without axes. Drawn in their shapes they compile slowly."""
-    params: dict[str, dict[str, jax.Array]] = {}
+    params: Params = {}
     for (layer, shape), rng_layer in zip(_SHAPES.items(), jax.random.split(rng, len(_SHAPES)), strict=True):
         normal = lax.optimization_barrier(jax.random.normal(rng_layer, (math.prod(shape),)))  # rounded as outside `jit`
         params[layer] = {"weight": (_WEIGHT_STDDEV * normal).reshape(shape), "bias": jnp.zeros(shape[-1])}
@@ -57,7 +59,7 @@ def _draw(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
 
 
 @calls.answers("lenet.apply")
-def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
+def apply(params: Params, images: jax.Array) -> jax.Array:
     """The logits of a batch of images.
 
     On CPUs, float32 batches of 8 or more images use faster formulas. The logits differ only by rounding.
@@ -88,7 +90,7 @@ def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Arr
 
 
 @calls.answers("lenet.from_mxnet")
-def from_mxnet(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, jax.Array]]:
+def from_mxnet(arrays: Mapping[str, np.ndarray]) -> Params:
     """The parameters of a LeNet that MXNet trained.
 
     The shapes identify the arrays, so the names do not matter. Dense weights may be (out, in), as in Gluon, or (in,
@@ -111,7 +113,7 @@ def from_mxnet(arrays: Mapping[str, np.ndarray]) -> dict[str, dict[str, jax.Arra
         (5, 5, 20, 50)
     """
     by_shape = {np.shape(array): np.asarray(array) for array in arrays.values()}
-    params: dict[str, dict[str, jax.Array]] = {}
+    params: Params = {}
     for layer, shape in _SHAPES.items():
         of_mxnet = (shape[3], shape[2], *shape[:2]) if len(shape) == 4 else shape[::-1]
         weight, bias = by_shape.get(of_mxnet, by_shape.get(shape)), by_shape.get(shape[-1:])
@@ -135,11 +137,11 @@ def _weight_from_mxnet(layer: str, weight: np.ndarray) -> np.ndarray:
 
 
 @partial(jax.jit, inline=True)  # without it each call outside of `jit` would compile both
-def _by_platform(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
+def _by_platform(params: Params, images: jax.Array) -> jax.Array:
     return lax.platform_dependent(params, images, cpu=_on_cpu, default=_anywhere)
 
 
-def _anywhere(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
+def _anywhere(params: Params, images: jax.Array) -> jax.Array:
     x_BxHxWxC = _mean_pool(jax.nn.relu(_conv2d(params["conv1"], images)))
     x_BxHxWxC = _mean_pool(jax.nn.relu(_conv2d(params["conv2"], x_BxHxWxC)))
     x_BxD = x_BxHxWxC.reshape(-1, _SHAPES["dense1"][0])
@@ -147,7 +149,7 @@ def _anywhere(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax
     return _dense(params["dense2"], x_BxD)
 
 
-def _on_cpu(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
+def _on_cpu(params: Params, images: jax.Array) -> jax.Array:
     """The same with the batch last, without the two last rows and columns, which the poolings leave out."""
     x_WxHxB = images[:, :26, :26, 0].transpose(2, 1, 0)
     # Without the constraint XLA keeps the batch first and only calls it last.

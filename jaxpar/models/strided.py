@@ -17,6 +17,8 @@ from jax import lax
 
 from .._core import calls, checks
 
+Params = dict[str, dict[str, jax.Array]]  # {layer: {"weight", "bias"}}
+
 _MEAN, _STDDEV = 0.25, 0.25  # about those of the pixels of MNIST and Fashion-MNIST
 _SIDE = 4  # of a window of the first convolution
 _ROWS = 7  # of the second convolution's results
@@ -29,7 +31,7 @@ _SHAPES = {
 
 
 @calls.answers("strided.init")
-def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
+def init(rng: jax.Array) -> Params:
     """The 109,514 parameters, float32. Biases are 0, weights are drawn from N(0, 2/fan-in) (He et al. 2015).
 
     The weights of conv1 are the 16 cosines of the two-dimensional discrete cosine transform, each with both signs, so
@@ -53,7 +55,7 @@ def init(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
 
 
 @jax.jit
-def _draw(rng: jax.Array) -> dict[str, dict[str, jax.Array]]:
+def _draw(rng: jax.Array) -> Params:
     """The parameters by one program, of one array of normals, which compiles faster than one for each layer."""
     drawn = {layer: shape for layer, shape in _SHAPES.items() if layer != "conv1"}
     sizes = [math.prod(shape) for shape in drawn.values()]
@@ -74,7 +76,7 @@ def _cosines() -> np.ndarray:
 
 
 @calls.answers("strided.apply")
-def apply(params: dict[str, dict[str, jax.Array]], images: jax.Array) -> jax.Array:
+def apply(params: Params, images: jax.Array) -> jax.Array:
     """The logits of a batch of images.
 
     Args:

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from .._core import calls, checks
 
-Params = dict[str, Any]
+Params = dict[str, Any]  # dicts of arrays, one inside another
 Axes = str | tuple[str, ...]
 
 _DATA = ("data", "fsdp")

@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 from jax.typing import ArrayLike
 
 from .._core import calls, checks
-from .._core.arrays import PyTree, Recent, Value
+from .._core.arrays import KeyPath, PyTree, Recent, Value
 from .._core.updater import Grads, Params, State, UpdateFn, Updater
 
 if TYPE_CHECKING:
@@ -417,9 +417,9 @@ def set_learning_rate(state: AnyState, learning_rate: float | jax.Array) -> AnyS
         raise ValueError(f"set_learning_rate: learning_rate must be one number, got shape {np.shape(learning_rate)}")
     if not isinstance(learning_rate, jax.Array) and not np.isfinite(learning_rate):
         raise ValueError(f"set_learning_rate: learning_rate must be finite, got {learning_rate}")
-    paths: list[tuple[Any, ...]] = []  # of the rates that are changed
+    paths: list[KeyPath] = []  # of the rates that are changed
 
-    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
+    def replace(path: KeyPath, leaf: Any) -> Any:
         if ("hyperparams_states", "learning_rate") in itertools.pairwise(_steps(path)):
             raise ValueError("set_learning_rate: this rate follows a schedule; give optax.inject_hyperparams a number")
         if _is_rate(path):
@@ -458,7 +458,7 @@ def learning_rates(state: PyTree) -> dict[str, float]:
     return {"/".join(map(str, _steps(path))): float(leaf) for path, leaf in rates.items()}
 
 
-def _is_rate(path: tuple[Any, ...]) -> bool:
+def _is_rate(path: KeyPath) -> bool:
     """Whether this is where an optimizer has its rate."""
     # That is in the hyperparameters of optax, or directly in the state of a key. All else of this name is a parameter,
     # or belongs to one.
@@ -471,6 +471,6 @@ def _is_rate(path: tuple[Any, ...]) -> bool:
     return all(isinstance(step, int) for step in inner)
 
 
-def _steps(path: tuple[Any, ...]) -> list[str | int | None]:
+def _steps(path: KeyPath) -> list[str | int | None]:
     """The names, keys and positions of a path."""
     return [getattr(p, "name", getattr(p, "key", getattr(p, "idx", None))) for p in path]
