@@ -107,6 +107,9 @@ def check_wrong_pushes(kind, store):
     raises(ValueError, "key 3: this value is on devices of several", lambda: kv.push(store, 3, total.values[3]))
     nothing = lambda: kv.push(store, 3, [jnp.ones((2, 3))][:rank])  # noqa: E731
     raises(ValueError, "process 0: no key, process 1: key 3", nothing)
+    adam = kv.from_params({"w": jnp.ones(2)}, kind=kind, optimizer=optax.adam(0.1))
+    nothing = lambda: kv.push(adam, 0, [jnp.ones(2)][:rank])  # noqa: E731
+    raises(ValueError, "process 0: no key, process 1: key 0", nothing)
     rows = sparse.RowSparse(np.arange(1), jnp.ones((1, 3)), (2, 3))
     mixed = lambda: kv.push(store, 3, rows if rank else value)  # noqa: E731
     raises(ValueError, "process 1: key 3 float32[2,3], of keys [3] rows", mixed)

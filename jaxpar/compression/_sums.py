@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -54,8 +54,8 @@ States = Sequence[State]
 def allreduce(compressor: Compressor, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """The sums over the axis on every device, and the new states of this device."""
     values = [unsplit(v) for v in values]
-    if isinstance(compressor, LinearCompressor):
-        return _linear(compressor, values, states, axis_name, limits)
+    if compressor.linear:
+        return _linear(cast(LinearCompressor, compressor), values, states, axis_name, limits)
     if compressor.two_way:
         return _two_way(values, states, axis_name, limits)
     shapes = [v.shape for v in values]
@@ -87,8 +87,8 @@ def reduce_scatter(
 ) -> Sums:
     """This device's (chunk,) of each sum over the axis. Every row is encoded for the device that keeps it."""
     values = [unsplit(v) for v in values]
-    if isinstance(compressor, LinearCompressor):
-        sums, states = _linear(compressor, values, states, axis_name, limits)
+    if compressor.linear:
+        sums, states = _linear(cast(LinearCompressor, compressor), values, states, axis_name, limits)
         return [collectives.own_chunk(s, axis_name) for s in sums], states
     if compressor.two_way:
         return _two_way_share(values, states, axis_name, limits)

@@ -94,6 +94,8 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
             if spans_processes(store.values[k]):
                 where = f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes"
                 raise ValueError(f"{where}; push inside shard_map with axis_name, or use kind 'dist_sync'")
+    if isinstance(store.updater, TreeOptimizer):
+        _check_tree(store, pushed)
     if not pushed:
         return store
     rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], sparse.RowSparse)}
@@ -207,8 +209,6 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
         if len({isinstance(v, sparse.RowSparse) for v in checked}) > 1:
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
     pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
-    if isinstance(store.updater, TreeOptimizer):
-        _check_tree(store, pushed)
     return pushed
 
 

@@ -306,6 +306,44 @@ def test_epochs_of_different_lengths(steps, tmp_path):
         assert places(history) == [*ends, (epochs + 1, 14)]
 
 
+def test_a_run_of_more_epochs_than_are_asked_for_now_is_over(tmp_path):
+    def fit_for(epochs, on_step=None):
+        source = data.from_iterable(growing, steps_per_epoch="all")
+        return fit(source, epochs=epochs, checkpoint_dir=tmp_path, on_step=on_step)
+
+    def never(step, metrics):
+        raise AssertionError(f"it trained on, to step {step}")
+
+    state, history = fit_for(3)
+    again, records = fit_for(2, never)
+    np.testing.assert_array_equal(again.params["w"], state.params["w"])
+    assert places(records) == places(history) == [(1, 2), (2, 6), (3, 12)]
+
+
+def test_a_resume_that_is_refused_leaves_the_data_where_they_are(tmp_path):
+    class Rows(data.ArraySource):
+        position = 5
+
+        def get_state(self):
+            return self.position
+
+        def set_state(self, position):
+            type(self).position = position
+
+    def fit_in_batches_of(size, epochs):
+        source = Rows({"x": np.concatenate(X), "y": np.concatenate(Y)}, None)
+        options = {"epochs": epochs, "batch_size": size, "checkpoint_dir": tmp_path, "progress": False}
+        return train.fit(start(), STEP, source, **options)
+
+    fit_in_batches_of(8, 1)
+    Rows.position = 0
+    with pytest.raises(ValueError, match="the checkpoint is from a run with batches of 8"):
+        fit_in_batches_of(4, 2)
+    assert Rows.position == 0
+    fit_in_batches_of(8, 2)
+    assert Rows.position == 5
+
+
 def test_records_within_epochs_of_different_lengths():
     scores = {"eval_data": BATCHES, "eval_fn": lambda p, b: {"y": b["y"]}}
     _, history = fit(data.from_iterable(growing, steps_per_epoch="all"), epochs=2, eval_every=4, **scores)

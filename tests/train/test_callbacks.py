@@ -504,6 +504,14 @@ def test_a_changed_rate_beside_old_checkpoints_is_said(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
+def test_the_learning_rate_in_the_record_of_a_run_that_is_over(tmp_path):
+    """The record of an epoch that `max_steps` cut short is made again by the call that has nothing to do."""
+    options = {"callbacks": train.LearningRate(0.5), "checkpoint_dir": tmp_path, "max_steps": 2}
+    _, first = run(**options)
+    _, again = run(**options)
+    assert [r["learning_rate"] for r in first] == [r["learning_rate"] for r in again] == [0.5]
+
+
 @pytest.mark.slow
 def test_the_learning_rate_in_the_records():
     schedule = optax.linear_schedule(0.5, 0.1, 8)

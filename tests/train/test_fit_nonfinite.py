@@ -150,3 +150,17 @@ def test_a_loss_scale_that_is_too_large_at_first_stops_nothing():
     assert history[1]["skipped"] == 0
     assert history[1]["loss"] < history[0]["loss"]
     assert int(state.nonfinite["skipped"]) == history[0]["skipped"]
+
+
+def test_steps_between_an_overflow_and_a_nan_count(tmp_path):
+    """The metrics of the overflow are read when the state already is that of the NaN."""
+    scale = train.DynamicLossScale(initial=2.0**19)
+    step = step_with(nonfinite="stop", loss_scale=scale, compute_dtype=jnp.float16)
+    dataset, seen = points(bad=[20]), []
+    bad = bad_steps(dataset)[0]
+    assert bad > 2
+    with pytest.raises(train.NonFiniteError, match=f"step {bad} "):
+        run(step, dataset, on_step=lambda number, metrics: seen.append((number, metrics["skipped"])))
+    assert [number for number, _ in seen] == list(range(1, bad + 1))
+    assert seen[0] == (1, 1.0)
+    assert seen[-1] == (bad, 0.0)

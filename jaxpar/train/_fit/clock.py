@@ -36,7 +36,7 @@ class Clock:
         else:
             epochs_over, steps_of_epoch = divmod(step - info.first, run.steps)
             epoch_began = step - steps_of_epoch
-        is_over = info.stopped or (run.steps is None and epochs_over == run.epochs)
+        is_over = info.stopped or (run.steps is None and run.epochs is not None and epochs_over >= run.epochs)
         last = step if is_over else max(step, info.first + run.num_steps)
         return cls(info.first, step, step, last, [*[info.first] * epochs_over, epoch_began])
 

@@ -128,7 +128,7 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
                 clock.step += 1 if rows is None else len(rows)
                 if run.is_epoch_over(clock.steps_of_epoch):
                     clock.epoch_starts.append(clock.step)
-                    if run.steps is None and clock.epochs_over == run.epochs:
+                    if run.steps is None and run.epochs is not None and clock.epochs_over >= run.epochs:
                         clock.last = clock.step
                 training.epoch.unread.append((metrics, rows))
                 if training.certificate is not None:
@@ -205,6 +205,7 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
             else:
                 # At the end of `max_steps` an earlier call evaluated, and its checkpoint does not have the record.
                 scores = run.evaluation.scores(training.state) if clock.step == clock.last else {}
+                scores |= callbacks.measure(training.state)
                 training.history.append(training.make_record(scores, interrupted=True))
     except NonFiniteError as error:
         # Back to the state before the step that is not finite. No later step counts.
@@ -281,7 +282,13 @@ class Training:
             for step, metrics in enumerate(rows, before + 1):
                 is_skipped = run.skips and metrics["skipped"] > 0
                 if is_skipped and run.stops:
-                    check_finite(metrics, self.state)
+                    try:
+                        check_finite(metrics, self.state)
+                    except NonFiniteError as error:
+                        # The state is of a later step, and may note a bad one after this. Then this one was an overflow
+                        # that the loss scale has cured, and the steps up to the bad one count.
+                        if error.step < step:
+                            raise
                 if not (is_skipped or self.has_warned or math.isfinite(metrics.get("loss", 0.0))):
                     self.has_warned = True
                     warnings.warn(

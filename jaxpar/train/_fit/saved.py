@@ -141,7 +141,6 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
         return saved_state, dataclasses.replace(new, first=step if given_step is None else given_step), False
 
     # The run of the checkpoint.
-    data._go_to(run.source, saved_info.get("place"))
     info = RunInfo.from_json(saved_info)
     if (info.batch_size, info.examples) != (run.batch_size, run.examples):
         raise ValueError(
@@ -149,6 +148,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
             f"examples, but this run has {run.batch_size} out of {run.examples or 'all'}; give the same again, another "
             "checkpoint_dir, or resume=False"
         )
+    data._go_to(run.source, info.place)  # after what refuses the call, so that an iterator stays where it is
     if jax.process_index() == 0 and None not in (digest, info.data) and digest != info.data:
         text.say(
             f"fit: train_data has other values than the run in {run.checkpoint_dir} had until step {step}. The resumed "
