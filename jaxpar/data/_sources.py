@@ -366,7 +366,7 @@ class _OfArrays:
     """The base of sources of arrays in host memory: a pytree of arrays with one row for each example."""
 
     arrays: PyTree
-    dtype: DTypeLike | None
+    dtype: Any  # a dtype, or None
 
     def examples(self, batch_size: int) -> int:
         return len(jax.tree.leaves(self.arrays)[0])
