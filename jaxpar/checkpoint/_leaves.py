@@ -20,11 +20,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._core import checks
-from .._core.arrays import check_plain, is_of_numbers, is_prng_key, without_keys
+from .._core.arrays import PyTree, check_plain, is_of_numbers, is_prng_key, without_keys
 from .._core.portable import ADAPTERS, FORMATS, PARTS, SavedArray, describe_record, is_registered, path_name
 from .._devices import mesh, user_mesh
 
-PyTree = Any  # of arrays and Python numbers
 LeafRecord = dict[str, Any]  # what a checkpoint says of an array in JSON, see `SavedArray.record`
 _SCALARS = (bool, int, float, complex)
 _BITS = 128  # of the hash

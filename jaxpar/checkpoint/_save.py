@@ -15,10 +15,11 @@ import jax
 import numpy as np
 
 from .._core import calls, checks, files, text
+from .._core.arrays import PyTree
 from .._devices import processes, user_mesh
 from . import _files, _leaves, _run
 from ._files import CheckpointError, Content, Found as Found, Manifest
-from ._leaves import LeafRecord, PyTree
+from ._leaves import LeafRecord
 
 Tree = TypeVar("Tree")
 PathLike = str | os.PathLike[str]

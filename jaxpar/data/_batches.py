@@ -21,15 +21,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from .._core import calls, checks, host
-from .._core.arrays import Device, is_prng_key
+from .._core.arrays import Device, KeyPath, PyTree, is_prng_key
 from .._devices import collectives, processes
 from .._devices.mesh import STORE_AXIS, auto_mesh, put, wait_before_collectives
 from .._devices.shardings import axes_of
 from .._devices.user_mesh import each_in_user_mesh, has_types, in_user_mesh, on_own_mesh, outside_mesh, with_sharding
 
 Item = TypeVar("Item")
-PyTree = Any  # of arrays
-KeyPath = tuple[Any, ...]  # of a leaf of a pytree, as `jax.tree_util` gives it
 
 
 class ImagesAndLabels(Protocol):

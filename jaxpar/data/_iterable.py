@@ -19,12 +19,11 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from .._core import calls, checks, host
-from .._core.arrays import Device, check_plain
+from .._core.arrays import Device, KeyPath, PyTree, check_plain
 from .._devices import processes
 from .._devices.collectives import PaddedBatch, pad_rows
 from .._devices.mesh import split_over
 from . import _batches
-from ._batches import KeyPath, PyTree
 
 _WHERE = "data.from_iterable"
 READ_ONCE = "an iterator can be read only once; give a list, a loader, or a function that returns an iterator"

@@ -11,8 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 
 from .._core import calls, checks, host
+from .._core.arrays import KeyPath, PyTree
 from .._devices import mesh, processes, user_mesh
-from ._batches import KeyPath, PyTree, ahead, check_sharding, path_name
+from ._batches import ahead, check_sharding, path_name
 
 _WHERE = "data.prefetch"
 

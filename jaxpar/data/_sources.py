@@ -15,12 +15,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from .._core import calls, checks
-from .._core.arrays import Device, check_plain
+from .._core.arrays import Device, PyTree, check_plain
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
-from ._batches import DatasetBatchOptions, PyTree, batch_struct, path_name, placed_batch, split_rows
+from ._batches import DatasetBatchOptions, batch_struct, path_name, placed_batch, split_rows
 from ._iterable import IterableSource, as_array, as_arrays, as_dict, from_iterable, join, length_of
 
 Batch = dict[str, jax.Array]

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from .. import kv, updaters
+from .._core.arrays import PyTree
 from .._core.calls import answers
 from .._core.checks import whole_number
 from .._core.text import say_news
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     import optax
 
 Shape = tuple[int, ...]
-PyTree = Any  # of arrays
 
 SPLIT = 1_000_000
 """Values of this many elements or more are cut over all servers. MXNet's MXNET_KVSTORE_BIGARRAY_BOUND has the same."""

@@ -208,8 +208,7 @@ def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]
             checked.append(v)
         if len({isinstance(v, sparse.RowSparse) for v in checked}) > 1:
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
-    pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}
-    return pushed
+    return {k: pushed[k] for k in sorted(pushed) if pushed[k]}
 
 
 def _check_tree(store: KVStore, pushed: dict[int, list[Any]]) -> None:

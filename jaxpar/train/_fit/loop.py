@@ -205,7 +205,7 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
             else:
                 # At the end of `max_steps` an earlier call evaluated, and its checkpoint does not have the record.
                 scores = run.evaluation.scores(training.state) if clock.step == clock.last else {}
-                scores |= callbacks.measure(training.state)
+                scores = {**scores, **callbacks.measure(training.state)}
                 training.history.append(training.make_record(scores, interrupted=True))
     except NonFiniteError as error:
         # Back to the state before the step that is not finite. No later step counts.
