@@ -164,3 +164,20 @@ def test_steps_between_an_overflow_and_a_nan_count(tmp_path):
     assert [number for number, _ in seen] == list(range(1, bad + 1))
     assert seen[0] == (1, 1.0)
     assert seen[-1] == (bad, 0.0)
+
+
+def test_a_callback_that_raises_it_moves_nothing(tmp_path):
+    """As `train.check_finite` in a callback does. The state stays that of the epoch, and its record is made again."""
+    step, dataset = step_with(nonfinite="skip"), points(bad=[20])
+
+    def strict(state, record):
+        train.check_finite(record, state)
+
+    with pytest.raises(train.NonFiniteError, match=f"step {bad_steps(dataset)[0]} "):
+        run(step, dataset, callbacks=strict, checkpoint_dir=tmp_path)
+    again, history = run(step, dataset, checkpoint_dir=tmp_path)
+    want, records = run(step, dataset)
+    same(again, want)
+    assert [(r["epoch"], r["step"], r["loss"]) for r in history] == [
+        (r["epoch"], r["step"], r["loss"]) for r in records
+    ]

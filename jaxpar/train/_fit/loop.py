@@ -208,6 +208,8 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
                 scores = {**scores, **callbacks.measure(training.state)}
                 training.history.append(training.make_record(scores, interrupted=True))
     except NonFiniteError as error:
+        if not run.stops:  # a callback has raised it, and the run is where it was
+            raise
         # Back to the state before the step that is not finite. No later step counts.
         training.state = error.state
         clock.go_back(error.step)
