@@ -18,9 +18,9 @@ MUTANTS_ARGS ?=
 PART ?=
 # Where the tests keep compiled programs from one run to the next. CI starts without any. PROGRAMS= turns it off.
 PROGRAMS ?= $(if $(CI),,$(abspath $(VENV))/.programs)
-test test-slow: export JAXPAR_TEST_PROGRAMS = $(PROGRAMS)
+test test-slow test-core: export JAXPAR_TEST_PROGRAMS = $(PROGRAMS)
 # Tests start many processes, and each would compile all sources anew.
-test test-slow: export PYTHONDONTWRITEBYTECODE =
+test test-slow test-core: export PYTHONDONTWRITEBYTECODE =
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,12 +56,13 @@ train: $(READY) $(KERNELS)  ## train LeNet on the real Fashion-MNIST over 4 devi
 test: $(READY) $(KERNELS)  ## run the tests, notebook 01 too; PYTEST_ARGS='-k kv' to choose
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(PART)
 
-# XLA_FLAGS set and empty: the code that users get, where tests/conftest.py would choose what compiles faster. Newer
-# versions of jax need no such choice, so there is no core to run so (pytest's status 5: no tests).
-test-slow: $(READY) $(KERNELS)  ## the second row: long tests, those with libraries that users bring, and the core with XLA as users have it
+# XLA_FLAGS set and empty: the code that users get, where tests/conftest.py would choose what compiles faster.
+test-core: $(READY) $(KERNELS)  ## the store, the step and what they stand on, with XLA as users have it
+	XLA_FLAGS= $(BIN)/python -m pytest -m 'core and not slow' $(PYTEST_ARGS) $(PART)
+
+test-slow: $(READY) $(KERNELS)  ## the second row: long tests, and those with libraries that users bring
 	$(call install,others)
 	$(BIN)/python -m pytest -m '(slow or others) and not lab and not release' $(PYTEST_ARGS) $(PART)
-	XLA_FLAGS= $(BIN)/python -m pytest -m 'core and not slow' $(PYTEST_ARGS) || [ $$? = 5 ]
 
 plan-env: $(READY)  ## the compilers of TPUs and GPUs in .venv-plan (1 GB), for `jaxpar plan` on a machine without them
 	$(BIN)/python -m venv .venv-plan
@@ -123,4 +124,4 @@ constraints: $(READY)  # write constraints.txt again: versions only, for every s
 clean:  ## remove what make made
 	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache docs/.ruff_cache .hypothesis
 
-.PHONY: help setup debian train test test-slow plan-env notebooks lab lab-test docs-test lint docs matrix dist bench mutants mxnet constraints clean
+.PHONY: help setup debian train test test-core test-slow plan-env notebooks lab lab-test docs-test lint docs matrix dist bench mutants mxnet constraints clean
