@@ -94,7 +94,8 @@ def _dependence(jaxpr: Jaxpr, marks: Sequence[Marks]) -> list[Marks]:
             return list(map(np.asarray, moved if eqn.primitive.multiple_results else [moved]))
         return [np.ones(shape, bool) for shape in shapes]
 
-    unmarked = [_unmarked(v.aval.shape) for v in jaxpr.constvars]
+    constants: list[Any] = jaxpr.constvars  # JAX gives their avals no type that has a shape
+    unmarked = [_unmarked(v.aval.shape) for v in constants]
     return interpret(jaxpr, unmarked, marks, lambda value: _unmarked(np.shape(value)), equation)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,9 @@ _PACKAGES = ("jax", "optax", "jaxpar")
 
 @Recent  # a run saves often, and traces once
 def rule_of_each(
-    updater: object, structure: jax.tree_util.PyTreeDef, keys: tuple[int, ...], specs: tuple[jax.ShapeDtypeStruct, ...]
+    updater: object, structure: Any, keys: tuple[int, ...], specs: tuple[jax.ShapeDtypeStruct, ...]
 ) -> dict[int, str | None]:
-    """The rule by which each key is updated. For a `TreeOptimizer`, `structure` is that of the pytree of the specs.
+    """The rule by which each key is updated. For a `TreeOptimizer`, `structure` is the treedef of the specs.
 
     None for what cannot be traced, and for a plain function.
     """
