@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]  # jax 0.12: an alias
 from jax.typing import ArrayLike
-from numpy.typing import NDArray
 
 from .._core.arrays import PyTree
 
 Eqn = Any  # a `JaxprEqn`: JAX gives its avals no type that has a shape
-Marks = NDArray[np.bool_]  # for each element of an array whether it depends on something
+Marks = np.ndarray[Any, np.dtype[np.bool_]]  # for each element of an array whether it depends on something
 
 _NAMES = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil "
