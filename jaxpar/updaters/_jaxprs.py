@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # pyright: ignore[repor
 from jax.typing import ArrayLike
 
 from .._core.arrays import PyTree
+from .._devices.user_mesh import outside_mesh
 
 Eqn = Any  # a `JaxprEqn`: JAX gives its avals no type that has a shape
 Marks = np.ndarray[Any, np.dtype[np.bool_]]  # for each element of an array whether it depends on something
@@ -66,7 +67,8 @@ def dependence(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree
     `fn` is traced for arguments of these shapes. Nothing is computed. A result is marked too often where an operation
     is neither elementwise nor a move of elements: all that it gives then depends on all that it takes.
     """
-    closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    with outside_mesh():
+        closed, out = jax.make_jaxpr(fn, return_shape=True)(*args)
 
     def marked(*marks: PyTree) -> PyTree:
         return jax.tree.unflatten(jax.tree.structure(out), _dependence(closed.jaxpr, jax.tree.leaves(marks)))
@@ -85,10 +87,12 @@ def _dependence(jaxpr: Jaxpr, marks: Sequence[Marks]) -> list[Marks]:
         if name == "cond" and not operands[0].any():
             branches = [_dependence(branch.jaxpr, operands[1:]) for branch in eqn.params["branches"]]
             return [functools.reduce(np.logical_or, of_result) for of_result in zip(*branches, strict=True)]
-        if name in ELEMENTWISE and len(shapes) == 1:
+        if name == "optimization_barrier":
+            return operands
+        if name in ELEMENTWISE:
             return [functools.reduce(np.logical_or, operands, _unmarked(shapes[0]))]
         if name in _MOVES:
-            with jax.ensure_compile_time_eval():
+            with outside_mesh(), jax.ensure_compile_time_eval():
                 moved = eqn.primitive.bind(*map(jnp.asarray, operands), **eqn.params)
             return list(map(np.asarray, moved if eqn.primitive.multiple_results else [moved]))
         return [np.ones(shape, bool) for shape in shapes]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
+from jax.sharding import AxisType
 from optax import contrib
 
 from jaxpar import kv, updaters
@@ -52,6 +53,7 @@ APART = {
     "muon": contrib.muon(0.1),
     "flatten": optax.flatten(optax.adam(0.1)),
     "in one vector": of_updates(in_one_vector),
+    "behind a barrier": of_updates(jax.lax.optimization_barrier),
     "shown": of_updates(shown),
     "it cannot be traced": of_updates(lambda updates: [u for u in updates if float(u.sum()) > 0]),
 }  # fmt: skip
@@ -60,6 +62,16 @@ APART = {
 @pytest.mark.parametrize("name", [*COUPLED, *APART])
 def test_what_couples_keys(name):
     assert updaters._couples_keys({**COUPLED, **APART}[name]) == (name in COUPLED)
+
+
+@pytest.mark.parametrize("name", ["clipping", "in one vector"])
+def test_under_a_mesh_of_the_user_and_within_jit(name):
+    tx = {**COUPLED, **APART}[name]
+    tx = optax.chain(tx)  # not the one whose answer is kept
+    found = []
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))):
+        jax.eval_shape(lambda x: found.append(updaters._couples_keys(tx)), jnp.ones(3))
+    assert found == [name in COUPLED]
 
 
 def test_each_key_by_itself_where_that_is_said():
