@@ -37,11 +37,12 @@ from ._updaters import (
     assign as assign,
     average_params as average_params,
     averages as _averages,
+    check_rows as _check_rows,
     check_updater as _check_updater,
     couples_keys as _couples_keys,
     from_optax as from_optax,
+    is_lazy as _is_lazy,
     learning_rates as learning_rates,
-    said as _said,
     set_learning_rate as set_learning_rate,
     stateless as stateless,
 )

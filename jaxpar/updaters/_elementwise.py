@@ -74,8 +74,8 @@ def check_elementwise(
         shapes = tuple((form.shape, form.dtype) for form in forms if form is not None)
         groups.setdefault(shapes, (forms, {}))[1].setdefault(program_of(updater, key), key)
     for forms, key_of_program in groups.values():
-        every = list(key_of_program.values())
-        for keys in (every[i : i + _TOGETHER] for i in range(0, len(every), _TOGETHER)):
+        judged = list(key_of_program.values())
+        for keys in (judged[i : i + _TOGETHER] for i in range(0, len(judged), _TOGETHER)):
             if len(keys) > 1 and fault(updater, keys, *forms) is None:
                 continue
             for key in keys:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._core import calls, checks
-from .._core.arrays import KeyPath, PyTree, Recent, Value
+from .._core.arrays import KeyPath, PyTree, Recent
 from .._core.updater import Grads, Params, State, UpdateFn, Updater
 from ._jaxprs import dependence
 
@@ -169,9 +169,17 @@ def program_of(updater: Updater, key: int) -> Hashable:
     return getattr(updater.update, "program_of", int)(key)
 
 
-def said(updater: object, name: str, default: Value) -> Value:
-    """What the `update` of an updater says of itself: `is_lazy(state)` or `check_rows(key)`."""
-    return getattr(getattr(updater, "update", None), name, default)
+def is_lazy(updater: object, state: State) -> bool:
+    """Whether a push of rows updates these rows alone. Some of MXNet's optimizers update the whole table."""
+    ask = getattr(getattr(updater, "update", None), "is_lazy", None)
+    return ask is None or ask(state)
+
+
+def check_rows(updater: object, key: int) -> None:
+    """`ValueError` for one of MXNet's optimizers that cannot be pushed rows of this key."""
+    check = getattr(getattr(updater, "update", None), "check_rows", None)
+    if check is not None:
+        check(key)
 
 
 # An optimizer that sees all params at once.
