@@ -231,28 +231,29 @@ class TreeOptimizer:
         """The next params, in their dtypes, and the next state. A transform that takes `value=` gets the loss."""
         import optax
 
-        is_lookahead = isinstance(state, Lookahead)
         # The params and the state as the transform itself has them.
-        seen: Params = optax.LookaheadParams(fast=params, slow=state.slow) if is_lookahead else params
-        inner = state.state if is_lookahead else state
-        plain = isinstance(self.tx, optax.GradientTransformation)  # `optax.MultiSteps` is none
-        update = optax.with_extra_args_support(self.tx).update if plain else self.tx.update
-        extra = {} if value is None else {"value": value, "grad": grads}
+        seen, inner = params, state
+        if isinstance(state, Lookahead):
+            seen, inner = optax.LookaheadParams(fast=params, slow=state.slow), state.state
+        tx = self.tx  # `optax.MultiSteps` is no GradientTransformation, and takes more arguments than the gradients
+        if isinstance(tx, optax.GradientTransformation):
+            tx = optax.with_extra_args_support(tx)
+        loss_and_grads = {} if value is None else {"value": value, "grad": grads}
         try:
             try:
-                updates, inner = update(grads, inner, seen, **extra)
+                updates, inner = tx.update(grads, inner, seen, **loss_and_grads)
             except TypeError as error:
-                if not extra or "unexpected keyword argument" not in str(error):
+                if value is None or "unexpected keyword argument" not in str(error):
                     raise
                 # `optax.contrib.sam` takes no other arguments, although its type says that it does.
-                updates, inner = update(grads, inner, seen)
+                updates, inner = tx.update(grads, inner, seen)
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
                 raise
             hint = "a training step gives value=, the loss, and grad=, and a push gives neither"
             raise TypeError(f"this optimizer needs more than gradients ({error}); {hint}") from error
         new: Params = optax.apply_updates(seen, updates)
-        return (new.fast, Lookahead(inner, new.slow)) if is_lookahead else (new, inner)
+        return (new.fast, Lookahead(inner, new.slow)) if isinstance(state, Lookahead) else (new, inner)
 
     def owners(self, params: Params) -> list[int | None]:
         """For each leaf of the state the position of the param that it belongs to. None: to no single one.
