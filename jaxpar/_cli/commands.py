@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import json
@@ -16,22 +17,21 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from .._core import files
 from .._core.text import HelpFormatter, did_you_mean, number, plural
-
-AddArgument = Callable[..., argparse.Action]  # `add_argument` of a parser
+from .options import Options, add_options, option, positional, read
 
 
 def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    def add(name: str, help: str, about: str, run: Callable[[argparse.Namespace], None]) -> AddArgument:
+    def add(name: str, help: str, about: str, kind: type[Options], run: Callable[[Options], None]) -> None:
         def answered(args: argparse.Namespace) -> int:
             try:
-                run(args)
+                run(read(args, kind))
                 sys.stdout.flush()
             except BrokenPipeError:  # the reader, such as `head`, has read enough
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end of Python
@@ -42,22 +42,14 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             return 0
 
         parser = commands.add_parser(name, help=help, description=about, formatter_class=HelpFormatter)
+        add_options(parser, kind)
         parser.set_defaults(run=answered, parser=parser)
-        return parser.add_argument
 
     # The status of a command is 2 for bad arguments, and 1 where it fails.
-    _describe_plot(add("plot", "draw a function", _PLOT, _plot))
-    _describe_plan(add("plan", "know before you rent: memory and traffic on TPUs and GPUs", _PLAN, _plan))
-    _describe_port(add("port", "write a network of MXNet as a Python module", _PORT, _port))
-    _describe_verify(add("verify", "compute a certified run again, and compare", _VERIFY, _verify))
-
-
-def path(text: str) -> Path:
-    """The path of an option. One on another system is refused."""
-    try:
-        return Path(files.as_local(text, "it"))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    add("plot", "draw a function", _PLOT, PlotOptions, _plot)
+    add("plan", "know before you rent: memory and traffic on TPUs and GPUs", _PLAN, PlanOptions, _plan)
+    add("port", "write a network of MXNet as a Python module", _PORT, PortOptions, _port)
+    add("verify", "compute a certified run again, and compare", _VERIFY, VerifyOptions, _verify)
 
 
 def find_function(text: str, or_else: str = "") -> Callable[..., Any]:
@@ -93,38 +85,52 @@ _LONG = (
 DTYPES: dict[str, str] = dict(zip(_SHORT, _LONG, strict=True))
 _SHAPE = re.compile(r"(?P<shape>(\d+(x\d+)*)?)(:(?P<dtype>\w+))?")
 _PLOT = "Draw a function as the network it computes. Nothing is run."
-_FORMATS = (
-    "its ending is the format: .html for the interactive page, .svg, .png, .pdf, .gif or another of Graphviz's, .dot "
-    "for the text"
-)
 
 
-def _describe_plot(add: AddArgument) -> None:
-    add("function", help="MODULE:FUNCTION, or lenet or matrix_factorization")
-    each = (
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlotOptions:
+    """What `jaxpar plot` is told."""
+
+    function: str = positional("MODULE:FUNCTION, or lenet or matrix_factorization")
+    shape: tuple[str, ...] = option(
+        (),
         "an argument, once for each in order: 256x28x28x1:f32, or a pytree in JSON such as "
-        '{"w": "4x3", "b": "3"} (default: those of the two models)'
+        '{"w": "4x3", "b": "3"} (default: those of the two models)',
+        "--shape",
+        "--input",
+        metavar="SHAPE:DTYPE",
     )
-    weights = (
+    params: str | None = option(
+        None,
         "MODULE:FUNCTION that makes the parameters, which are the first argument then; it takes nothing, a random key, "
-        "or a key and the shapes. Or which --shape holds them, from 0 (default: none)"
+        "or a key and the shapes. Or which --shape holds them, from 0 (default: none)",
+        metavar="INIT",
     )
-    add("--shape", "--input", action="append", default=[], metavar="SHAPE:DTYPE", dest="shape", help=each)
-    add("--params", metavar="INIT", help=weights)
-    add("-o", "--output", type=path, metavar="FILE", help=f"what to write; {_FORMATS} (default: NAME.svg)")
-    add("--title", help="the text below the picture (default: the name of the function)")
-    add("--depth", type=number(int), metavar="N", help="how deep to unfold modules, 0 closes them all (default: all)")
-    add("--theme", choices=("light", "dark"), default="light", help="colours for a page of this kind")
-    add("--heat", choices=("flops", "bytes"), help="colour layers by their cost (default: by their kind)")
-    add("--show-weights", action="store_true", help="draw the parameters too")
-    add("--summary", action="store_true", help="print the table of layers too")
+    output: Path | None = option(
+        None,
+        "what to write; its ending is the format: .html for the interactive page, .svg, .png, .pdf, .gif or another of "
+        "Graphviz's, .dot for the text (default: NAME.svg)",
+        "-o",
+        "--output",
+        metavar="FILE",
+    )
+    title: str | None = option(None, "the text below the picture (default: the name of the function)")
+    depth: int | None = option(
+        None, "how deep to unfold modules, 0 closes them all (default: all)", type=number(int), metavar="N"
+    )
+    theme: Literal["light", "dark"] = option("light", "colours for a page of this kind")
+    heat: Literal["flops", "bytes"] | None = option(None, "colour layers by their cost (default: by their kind)")
+    show_weights: bool = option(False, "draw the parameters too", action="store_true")
+    summary: bool = option(False, "print the table of layers too", action="store_true")
 
 
-def _plot(args: argparse.Namespace) -> None:
+def _plot(options: PlotOptions) -> None:
     from .. import viz
 
-    output = args.output and args.output.absolute()  # code of the user, which comes next, may change the directory
-    fn, arrays, argnums, name = _request(args)
+    output = (
+        options.output and options.output.absolute()
+    )  # code of the user, which comes next, may change the directory
+    fn, arrays, argnums, name = _request(options)
     try:
         target = viz.Plot.check_path(output or f"{name}.svg")
     except viz.RenderError as error:
@@ -133,24 +139,24 @@ def _plot(args: argparse.Namespace) -> None:
         picture = viz.plot_network(
             fn,
             *arrays,
-            title=name if args.title is None else args.title,
-            depth=args.depth,
-            theme=args.theme,
-            heat=args.heat,
-            hide_weights=not args.show_weights,
+            title=name if options.title is None else options.title,
+            depth=options.depth,
+            theme=options.theme,
+            heat=options.heat,
+            hide_weights=not options.show_weights,
             params_argnums=argnums,
         )
-        if args.summary:
-            viz.print_summary(fn, *arrays, params_argnums=argnums, depth=args.depth)
+        if options.summary:
+            viz.print_summary(fn, *arrays, params_argnums=argnums, depth=options.depth)
     except BrokenPipeError:
         raise
     except Exception as error:  # whatever the user's function raises
-        raise RuntimeError(f"{args.function} cannot be traced: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{options.function} cannot be traced: {type(error).__name__}: {error}") from error
     picture.save(target)
-    print(f"{args.output or target}: {picture.network}")
+    print(f"{options.output or target}: {picture.network}")
 
 
-def _request(args: argparse.Namespace) -> tuple[Callable[..., Any], list[Any], int | None, str]:
+def _request(options: PlotOptions) -> tuple[Callable[..., Any], list[Any], int | None, str]:
     """The function, its arguments, which of them holds the parameters, and its name. Raises `ValueError`."""
     from .. import models
 
@@ -159,23 +165,25 @@ def _request(args: argparse.Namespace) -> tuple[Callable[..., Any], list[Any], i
         "lenet": (lenet.apply, lenet.init, ["256x28x28x1:f32"]),
         "matrix_factorization": (factors.apply, lambda rng: factors.init(rng, 943, 1682, 64), ["64:i32", "64:i32"]),
     }
-    shapes = [parse_shape(text) for text in args.shape]
-    if args.function in networks:
-        fn, init, usual_shapes = networks[args.function]
+    shapes = [parse_shape(text) for text in options.shape]
+    if options.function in networks:
+        fn, init, usual_shapes = networks[options.function]
         arrays = [jax.eval_shape(init, jax.random.key(0)), *(shapes or map(parse_shape, usual_shapes))]
-        check_takes(args.function, fn, arrays)
-        return fn, arrays, 0, args.function
-    fn, argnums = find_function(args.function, f", {' or '.join(networks)}"), None
-    if args.params is not None and ":" in args.params:
-        shapes, argnums = [make_params(args.params, shapes), *shapes], 0
-    elif args.params is not None:
-        if not args.params.isdecimal():
-            raise ValueError(f"--params {args.params!r}: expected MODULE:FUNCTION, or the number of a --shape, from 0")
-        argnums = int(args.params)
+        check_takes(options.function, fn, arrays)
+        return fn, arrays, 0, options.function
+    fn, argnums = find_function(options.function, f", {' or '.join(networks)}"), None
+    if options.params is not None and ":" in options.params:
+        shapes, argnums = [make_params(options.params, shapes), *shapes], 0
+    elif options.params is not None:
+        if not options.params.isdecimal():
+            raise ValueError(
+                f"--params {options.params!r}: expected MODULE:FUNCTION, or the number of a --shape, from 0"
+            )
+        argnums = int(options.params)
         if argnums >= len(shapes):
             raise ValueError(f"--params {argnums}: --shape is given {len(shapes)} times, counted from 0")
-    check_takes(args.function, fn, shapes)
-    return fn, shapes, argnums, args.function.partition(":")[2]
+    check_takes(options.function, fn, shapes)
+    return fn, shapes, argnums, options.function.partition(":")[2]
 
 
 # Shapes as text.
@@ -260,36 +268,45 @@ _PLAN = (
 )
 
 
-def _describe_plan(add: AddArgument) -> None:
-    add("function", help="MODULE:FUNCTION, make(devices, **choices) -> (step, state, batch)")
-    names = "v5e:2x4, v5p:4x4x4, h100:8, h100:4x8; again for more"
-    add("--on", action="append", required=True, metavar="DEVICES", help=names)
-    choose = "a keyword of the function, with one value, such as (2,4), or several to compare; again for more"
-    add("--choose", action="append", default=[], metavar="NAME=VALUE[,VALUE]", help=choose)
-    add("--json", action="store_true", help="print JSON")
-    add(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What `jaxpar plan` is told."""
+
+    function: str = positional("MODULE:FUNCTION, make(devices, **choices) -> (step, state, batch)")
+    on: tuple[str, ...] = option(
+        None, "v5e:2x4, v5p:4x4x4, h100:8, h100:4x8; again for more", required=True, metavar="DEVICES"
+    )
+    choose: tuple[str, ...] = option(
+        (),
+        "a keyword of the function, with one value, such as (2,4), or several to compare; again for more",
+        metavar="NAME=VALUE[,VALUE]",
+    )
+    json: bool = option(False, "print JSON", action="store_true")
+    output: Path | None = option(
+        None,
+        "draw the step there, .svg or .html, from the program of the devices (default: none)",
         "-o",
         "--output",
-        type=path,
         metavar="FILE",
-        help="draw the step there, .svg or .html, from the program of the devices",
     )
 
 
-def _plan(args: argparse.Namespace) -> None:
+def _plan(options: PlanOptions) -> None:
     from .. import train
 
-    choices = dict(map(_choice, args.choose))
-    output = args.output and args.output.absolute()  # code of the user, which comes next, may change the directory
-    make = find_function(args.function)
-    if len(args.on) == 1 and all(len(values) == 1 for values in choices.values()):
-        plan: Any = train.plan(make, args.on[0], **{name: values[0] for name, values in choices.items()})
-    elif args.output:
+    choices = dict(map(_choice, options.choose))
+    output = (
+        options.output and options.output.absolute()
+    )  # code of the user, which comes next, may change the directory
+    make = find_function(options.function)
+    if len(options.on) == 1 and all(len(values) == 1 for values in choices.values()):
+        plan: Any = train.plan(make, options.on[0], **{name: values[0] for name, values in choices.items()})
+    elif options.output:
         raise ValueError("-o draws one plan; give one --on and one value of each --choose")
     else:
-        plan = train.compare_plans(make, args.on, **choices)
-    print(json.dumps(plan.to_dict(), indent=2) if args.json else plan)
-    if args.output:
+        plan = train.compare_plans(make, options.on, **choices)
+    print(json.dumps(plan.to_dict(), indent=2) if options.json else plan)
+    if options.output:
         plan.plot().save(output)
 
 
@@ -347,48 +364,59 @@ def test_the_module_gives_what_the_symbol_gives(train):
 '''
 
 
-def _describe_port(add: AddArgument) -> None:
-    add("symbol", help="the graph, x-symbol.json")
-    add("params", nargs="?", help="its arrays, x-0000.params; rare operators need them, or the shapes of the inputs")
-    add("-o", "--output", required=True, metavar="FILE", help="the module to write, such as model.py")
-    shape = "the shape of an input, such as data=1x3x224x224, the default of the module's init"
-    add("--shape", action="append", default=[], metavar="NAME=SHAPE", help=f"{shape}; once for each input")
-    operator = "a function for an operator that is unknown, or another one for one that is not; once for each"
-    add("--operator", action="append", default=[], metavar="NAME=MODULE:FUNCTION", help=operator)
-    add("--nnx", action="store_true", help="add a module of flax.nnx (default: functions of plain JAX)")
-    add("--test", action="store_true", help="write a test beside it, test_model.py; needs --shape")
-    add("--force", action="store_true", help="replace files that exist (default: exit with an error)")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PortOptions:
+    """What `jaxpar port` is told."""
+
+    symbol: str = positional("the graph, x-symbol.json")
+    params: str | None = positional(
+        "its arrays, x-0000.params; rare operators need them, or the shapes of the inputs", default=None, nargs="?"
+    )
+    output: str = option(None, "the module to write, such as model.py", "-o", "--output", required=True, metavar="FILE")
+    shape: tuple[str, ...] = option(
+        (),
+        "the shape of an input, such as data=1x3x224x224, the default of the module's init; once for each input",
+        metavar="NAME=SHAPE",
+    )
+    operator: tuple[str, ...] = option(
+        (),
+        "a function for an operator that is unknown, or another one for one that is not; once for each",
+        metavar="NAME=MODULE:FUNCTION",
+    )
+    nnx: bool = option(False, "add a module of flax.nnx (default: functions of plain JAX)", action="store_true")
+    test: bool = option(False, "write a test beside it, test_model.py; needs --shape", action="store_true")
+    force: bool = option(False, "replace files that exist (default: exit with an error)", action="store_true")
 
 
-def _port(args: argparse.Namespace) -> None:
+def _port(options: PortOptions) -> None:
     from .. import mxnet
 
-    output = Path(files.as_local(args.output, "--output"))
+    output = Path(files.as_local(options.output, "--output"))
     if output.suffix != ".py" or not output.stem.isidentifier():
-        raise ValueError(f"expected the name of a module such as model.py, got {args.output}")
-    if args.test and not args.shape:
+        raise ValueError(f"expected the name of a module such as model.py, got {options.output}")
+    if options.test and not options.shape:
         raise ValueError("--test needs the shapes of the inputs; give --shape data=1x3x224x224")
-    shapes = dict(map(_shape, args.shape))
-    named = dict(map(_operator, args.operator))
+    shapes = dict(map(_shape, options.shape))
+    named = dict(map(_operator, options.operator))
     operators = {name: find_function(text) for name, text in named.items()}
-    texts = {output: mxnet.port(args.symbol, args.params, shapes=shapes, nnx=args.nnx, operators=operators)}
-    if args.test:
-        arrays = f"{output.stem}.{f'load({args.params!r})' if args.params else 'init(jax.random.key(1))'}"
+    texts = {output: mxnet.port(options.symbol, options.params, shapes=shapes, nnx=options.nnx, operators=operators)}
+    if options.test:
+        arrays = f"{output.stem}.{f'load({options.params!r})' if options.params else 'init(jax.random.key(1))'}"
         modules = sorted({text.partition(":")[0] for text in named.values()})
         test = _TEST.format(
             module=output.stem,
-            symbol=args.symbol,
+            symbol=options.symbol,
             shapes=shapes,
             arrays=arrays,
             imports="".join(f"import {module}\n" for module in modules),
             operators=", ".join(f"{name!r}: {text.replace(':', '.')}" for name, text in named.items()),
         )
         texts[output.with_name(f"test_{output.name}")] = test
-    if existing := [str(path) for path in texts if path.exists() and not args.force]:
+    if existing := [str(path) for path in texts if path.exists() and not options.force]:
         raise FileExistsError(f"{' and '.join(existing)} exists; choose another name, or give --force")
     for path, text in texts.items():
         files.replace(path, text.encode())
-    print(f"{' and '.join(map(str, texts))}: written from {args.symbol}")
+    print(f"{' and '.join(map(str, texts))}: written from {options.symbol}")
 
 
 def _operator(text: str) -> tuple[str, str]:
@@ -413,23 +441,37 @@ _VERIFY = (
 )
 
 
-def _describe_verify(add: AddArgument) -> None:
-    add("certificate", help="the file that fit(certificate=...) wrote")
-    add("function", help="MODULE:FUNCTION that returns the arguments of fit in a dict")
-    start = "the first step to compare; what is before it is taken from a checkpoint"
-    add("--from", type=number(int, 1), metavar="STEP", dest="first", help=f"{start} (default: 1)")
-    add("--to", type=number(int, 1), metavar="STEP", dest="last", help="the last step (default: the last of the file)")
-    add("--devices", type=number(int, 1), metavar="N", help="compute on so many emulated CPU devices (default: on all)")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """What `jaxpar verify` is told."""
+
+    certificate: str = positional("the file that fit(certificate=...) wrote")
+    function: str = positional("MODULE:FUNCTION that returns the arguments of fit in a dict")
+    first: int | None = option(
+        None,
+        "the first step to compare; what is before it is taken from a checkpoint (default: 1)",
+        "--from",
+        type=number(int, 1),
+        metavar="STEP",
+    )
+    last: int | None = option(
+        None, "the last step (default: the last of the file)", "--to", type=number(int, 1), metavar="STEP"
+    )
+    devices: int | None = option(
+        None, "compute on so many emulated CPU devices (default: on all)", type=number(int, 1), metavar="N"
+    )
 
 
-def _verify(args: argparse.Namespace) -> None:
+def _verify(options: VerifyOptions) -> None:
     try:
         from .. import parallel, train
 
-        if args.devices is not None:
-            parallel.use_cpu_devices(args.devices)
-        certified = train._read_certificate(args.certificate)
-        result = train._verify(args.certificate, certified, find_function(args.function)(), args.first, args.last)
+        if options.devices is not None:
+            parallel.use_cpu_devices(options.devices)
+        certified = train._read_certificate(options.certificate)
+        result = train._verify(
+            options.certificate, certified, find_function(options.function)(), options.first, options.last
+        )
     except Exception as error:  # whatever the user's function raises
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{kind}{error}") from error
@@ -437,8 +479,6 @@ def _verify(args: argparse.Namespace) -> None:
     if isinstance(start, Path) and start.is_relative_to(Path.cwd()):
         start = start.relative_to(Path.cwd())
     if result.differs is not None:
-        raise RuntimeError(f"step {result.differs} differs from {args.certificate}; started at {start}")
-    first, last = result.steps[0], result.steps[-1]
-    print(
-        f"{args.certificate}: {len(result.steps)} certified steps, {first} to {last}, are the same; started at {start}"
-    )
+        raise RuntimeError(f"step {result.differs} differs from {options.certificate}; started at {start}")
+    steps = f"{len(result.steps)} certified steps, {result.steps[0]} to {result.steps[-1]}"
+    print(f"{options.certificate}: {steps}, are the same; started at {start}")

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import math
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
@@ -22,136 +21,133 @@ from .._core.arrays import Device
 from .._core.text import HelpFormatter, did_you_mean, number, plural, say
 from .._devices import processes
 from .._devices.mesh import can_hang
-from .commands import path
+from .options import add_options, option, path, read
 
 if TYPE_CHECKING:
     import optax
 
-    from ..train import History, TrainState, TrainStep
+    from ..train import History, TrainState
 
 
-def run(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def run(options: TrainOptions, parser: argparse.ArgumentParser) -> int:
+    """Train as the options say, and print what came of it. `parser` reports options that the devices do not allow."""
     import optax
 
     from .. import data, distributed, train
 
-    fill(args, parser)
-    recipe = RECIPES[args.recipe]
+    recipe = RECIPES[options.recipe]
     distributed.initialize()  # one of several processes, under `launch` or a cluster's scheduler
-    devices = _devices(args, parser)
-    _check_folders(args)
-    if args.compilation_cache and jax.process_count() == 1 and not can_hang(devices):
+    devices = _devices(options, parser)
+    _check_folders(options)
+    if options.compilation_cache and jax.process_count() == 1 and not can_hang(devices):
         train.use_compilation_cache()
     train_data, test_data = (
-        data.load(args.dataset, split, data_dir=args.data_dir, verbose=args.progress) for split in ("train", "test")
+        data.load(options.dataset, split, data_dir=options.data_dir, verbose=options.progress)
+        for split in ("train", "test")
     )
     if train_data.images.shape[1:] != (28, 28, 1):
-        raise ValueError(
-            f"{recipe.network} takes images of shape (28, 28, 1), {args.dataset} has {train_data.images.shape[1:]}"
-        )
-    if args.progress and jax.process_index() == 0:
-        print(_about(args, devices), flush=True)
+        shape = train_data.images.shape[1:]
+        raise ValueError(f"{recipe.network} takes images of shape (28, 28, 1), {options.dataset} has {shape}")
+    if options.progress and jax.process_index() == 0:
+        print(_about(options, devices), flush=True)
 
-    tx = optimizer(args, args.epochs * (len(train_data) // args.batch_size))
-    params = recipe.init(jax.random.key(args.seed))
-    store = kv.from_params(params, optimizer=tx, kind=args.kvstore, staleness=args.staleness)
-    threshold = {} if args.threshold is None else {"threshold": args.threshold}
-    store = kv.set_gradient_compression(store, {"type": args.compression, **threshold})
-    clip = None if args.clip_norm is None else optax.clip_by_global_norm(args.clip_norm)
+    # The state: the recipe's params in a store, with the optimizer and what gradients meet on their way.
+    tx = optimizer(options, options.epochs * (len(train_data) // options.batch_size))
+    clip = None if options.clip_norm is None else optax.clip_by_global_norm(options.clip_norm)
+    threshold = {} if options.threshold is None else {"threshold": options.threshold}
+    store = kv.from_params(
+        recipe.init(jax.random.key(options.seed)), optimizer=tx, kind=options.kvstore, staleness=options.staleness
+    )
+    store = kv.set_gradient_compression(store, {"type": options.compression, **threshold})
+    state = train.create_state(store, options.seed, devices=devices, grad_transform=clip)
+
+    is_half = options.precision == "float16"
+    step = train.make_train_step(
+        train.classification_loss(recipe.apply, recipe.label_smoothing),
+        engine=options.engine,
+        grad_transform=clip,
+        accumulate=options.accumulate,
+        compute_dtype=None if options.precision == "float32" else options.precision,
+        remat=options.remat,
+        nonfinite=options.nonfinite,
+        loss_scale="dynamic" if options.loss_scale is None and is_half else options.loss_scale,
+        local_steps=options.local_steps,
+    )
+
+    board = None if options.tensorboard_dir is None else train.to_tensorboard(options.tensorboard_dir)
+    output = options.output_dir
     state, history = train.fit(
-        train.create_state(store, args.seed, devices=devices, grad_transform=clip),
-        _step(args, clip),
+        state,
+        step,
         train_data,
         test_data=test_data,
         apply_fn=recipe.apply,
-        **_fit_options(args),
+        epochs=options.epochs,
+        batch_size=options.batch_size,
+        progress=options.progress,
+        checkpoint_dir=options.checkpoint_dir or (output and output / "checkpoints"),
+        resume="auto" if options.resume else False,
+        checkpoint_every=options.checkpoint_every,
+        keep=options.keep,
+        metrics_file=options.metrics_file or (output and output / "metrics.jsonl"),
+        callbacks=() if board is None else board,
+        on_step=None if board is None else board.on_step,
+        profile=options.profile_dir,
+        steps_per_execution=options.steps_per_execution,
     )
     if jax.process_index() == 0:
-        _report(args, state, history)
+        _report(options, state, history)
     return 0
 
 
-def _devices(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Device]:
+def _devices(options: TrainOptions, parser: argparse.ArgumentParser) -> list[Device]:
     """The devices that were asked for, as many of each process. All there are where no number was given."""
     from .. import distributed
 
-    if args.devices is None:
+    if options.devices is None:
         return jax.devices()
-    if args.batch_size % args.devices:
-        parser.error(f"--batch-size {args.batch_size} cannot be divided by --devices {args.devices}")
-    per_process, remainder = divmod(args.devices, distributed.known_processes())
+    if options.batch_size % options.devices:
+        parser.error(f"--batch-size {options.batch_size} cannot be divided by --devices {options.devices}")
+    per_process, remainder = divmod(options.devices, distributed.known_processes())
     if remainder:
-        parser.error(f"--devices {args.devices} cannot be divided by {distributed.known_processes()} processes")
+        parser.error(f"--devices {options.devices} cannot be divided by {distributed.known_processes()} processes")
     jax.config.update("jax_num_cpu_devices", per_process)  # does nothing where there are GPUs or TPUs
     devices = jax.devices()
-    if len(devices) < args.devices:
-        raise ValueError(f"--devices {args.devices}: there are only {len(devices)} ({devices[0].platform})")
+    if len(devices) < options.devices:
+        raise ValueError(f"--devices {options.devices}: there are only {len(devices)} ({devices[0].platform})")
     of_processes = [[d for d in devices if d.process_index == i] for i in range(jax.process_count())]
     return [d for of_process in of_processes for d in of_process[:per_process]]
 
 
-def _check_folders(args: argparse.Namespace) -> None:
+def _check_folders(options: TrainOptions) -> None:
     """`OSError` for a folder of results that cannot be written or made, before any work is done for it."""
     with processes.raise_together():
         for name in ("output_dir", "checkpoint_dir", "tensorboard_dir", "profile_dir"):
-            folder = getattr(args, name)
+            folder = getattr(options, name)
             if folder is not None and jax.process_index() == 0:  # which writes
                 checkpoint._check_writable(folder, f"--{name.replace('_', '-')}")
 
 
-def _about(args: argparse.Namespace, devices: list[Device]) -> str:
+def _about(options: TrainOptions, devices: list[Device]) -> str:
     is_cpu = devices[0].platform == "cpu"
     count = plural(len(devices), "emulated CPU device") if is_cpu else f"{len(devices)} × {devices[0].device_kind}"
-    shown = [f"engine {args.engine}", f"kvstore {args.kvstore}", f"compression {args.compression}"]
-    shown += [f"batch {args.batch_size}", f"recipe {args.recipe}", args.optimizer]
-    shown += [f"learning rate {args.learning_rate:g}"]
-    shown += [f"momentum {args.momentum:g}"] if args.optimizer == "sgd" and args.momentum else []
-    shown += [f"weight decay {args.weight_decay:g}"] if args.weight_decay else []
-    shown += [f"{args.schedule} schedule"] if args.schedule != "constant" else []
-    shown += [args.precision] if args.precision != "float32" else []
-    network = RECIPES[args.recipe].network
-    return f"{network} on {args.dataset}: {count}, jax {jax.__version__}, {', '.join(shown)}"
+    shown = [f"engine {options.engine}", f"kvstore {options.kvstore}", f"compression {options.compression}"]
+    shown += [f"batch {options.batch_size}", f"recipe {options.recipe}", options.optimizer]
+    shown += [f"learning rate {options.learning_rate:g}"]
+    shown += [f"momentum {options.momentum:g}"] if options.optimizer == "sgd" and options.momentum else []
+    shown += [f"weight decay {options.weight_decay:g}"] if options.weight_decay else []
+    shown += [f"{options.schedule} schedule"] if options.schedule != "constant" else []
+    shown += [options.precision] if options.precision != "float32" else []
+    network = RECIPES[options.recipe].network
+    return f"{network} on {options.dataset}: {count}, jax {jax.__version__}, {', '.join(shown)}"
 
 
-def _step(args: argparse.Namespace, clip: optax.GradientTransformation | None) -> TrainStep:
-    from .. import train
-
-    recipe = RECIPES[args.recipe]
-    is_half = args.precision == "float16"
-    names = "engine accumulate nonfinite remat local_steps".split()
-    return train.make_train_step(
-        train.classification_loss(recipe.apply, recipe.label_smoothing),
-        grad_transform=clip,
-        compute_dtype=None if args.precision == "float32" else args.precision,
-        loss_scale="dynamic" if args.loss_scale is None and is_half else args.loss_scale,
-        **{name: getattr(args, name) for name in names},
-    )
-
-
-def _fit_options(args: argparse.Namespace) -> dict[str, Any]:
-    from .. import train
-
-    def inside(name: str) -> Path | None:
-        return None if args.output_dir is None else args.output_dir / name
-
-    board = None if args.tensorboard_dir is None else train.to_tensorboard(args.tensorboard_dir)
-    names = "epochs batch_size progress checkpoint_every keep steps_per_execution".split()
-    return {
-        **{name: getattr(args, name) for name in names},
-        "resume": "auto" if args.resume else False,
-        "checkpoint_dir": args.checkpoint_dir or inside("checkpoints"),
-        "metrics_file": args.metrics_file or inside("metrics.jsonl"),
-        "profile": args.profile_dir,
-        **({} if board is None else {"callbacks": board, "on_step": board.on_step}),
-    }
-
-
-def _report(args: argparse.Namespace, state: TrainState, history: History) -> None:
+def _report(options: TrainOptions, state: TrainState, history: History) -> None:
     from ..train import plot_history
 
-    if args.output_dir is not None:
+    if options.output_dir is not None:
         try:
-            plot_history(history, args.output_dir / "history.png")
+            plot_history(history, options.output_dir / "history.png")
         except ModuleNotFoundError as error:
             say(f"no history.png: {error}")
     last = history[-1]
@@ -176,7 +172,7 @@ def scaled_for_relu(rng: jax.Array) -> Any:
     return jax.tree.map(scale, models.lenet.init(rng))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What the options begin with."""
 
@@ -194,65 +190,70 @@ class Recipe:
     engine: str = "auto"  # of the step, see `train.make_train_step`
 
 
-_FAST = "a small network of strided convolutions and Muon, for 90 %% of Fashion-MNIST in seconds"
-_LENET = "LeNet, Adam and weights of He's size, which learn from the first step"
-_ARTICLE = "MXNet's: LeNet, SGD and weights from N(0, 0.01²), which begin with a plateau"
-
-
 RECIPES = {
     "fast": Recipe(
-        _FAST, "strided network", models.strided.init, models.strided.apply, "muon", 0.1, 0.9, 1, 128, "linear", 0.1
+        about="a small network of strided convolutions and Muon, for 90 %% of Fashion-MNIST in seconds",
+        network="strided network",
+        init=models.strided.init,
+        apply=models.strided.apply,
+        optimizer="muon",
+        learning_rate=0.1,
+        momentum=0.9,
+        epochs=1,
+        batch_size=128,
+        schedule="linear",
+        label_smoothing=0.1,
     ),
-    "lenet": Recipe(_LENET, "LeNet", scaled_for_relu, models.lenet.apply, "adam", 0.1, 0.9, engine="pmap"),
-    "article": Recipe(_ARTICLE, "LeNet", models.lenet.init, models.lenet.apply, "sgd", 0.2, 0, engine="pmap"),
+    "lenet": Recipe(
+        about="LeNet, Adam and weights of He's size, which learn from the first step",
+        network="LeNet",
+        init=scaled_for_relu,
+        apply=models.lenet.apply,
+        optimizer="adam",
+        learning_rate=0.1,
+        momentum=0.9,
+        engine="pmap",
+    ),
+    "article": Recipe(
+        about="MXNet's: LeNet, SGD and weights from N(0, 0.01²), which begin with a plateau",
+        network="LeNet",
+        init=models.lenet.init,
+        apply=models.lenet.apply,
+        optimizer="sgd",
+        learning_rate=0.2,
+        momentum=0,
+        engine="pmap",
+    ),
 }
 RATES = {"adam": 2e-3, "adamw": 2e-3, "lamb": 1e-2, "lion": 3e-4, "muon": 4e-2}
 OPTIMIZERS = ("sgd", *RATES)
 DECAYS = ("sgd", "adamw", "lamb", "lion", "muon")  # adam's own form of decay is adamw
-SCHEDULES = ("constant", "cosine", "linear")
 _WARM = 0.1  # the part of all steps in which schedule linear rises
 _ADAM_SHARE = 0.06  # of Muon's rate, for the biases, which Adam updates
 
 
-def fill(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Give the options that were not given the recipe's values."""
-    # An option that is not for the optimizer ends with status 2.
-    recipe = RECIPES[args.recipe]
-    name = args.optimizer or recipe.optimizer
-    if args.momentum is not None and name != "sgd":
-        parser.error(f"--momentum is for --optimizer sgd, and this is {name}")
-    if args.weight_decay and name not in DECAYS:
-        parser.error(f"--weight-decay is for {', '.join(DECAYS)}, and this is {name}; use --optimizer adamw")
-    defaults = vars(recipe) | {"learning_rate": RATES.get(name, recipe.learning_rate)}
-    if args.kvstore == "sharded":  # there it depends on the optimizer
-        defaults["engine"] = "auto"
-    for option in ("optimizer", "learning_rate", "momentum", "epochs", "batch_size", "schedule", "engine"):
-        if getattr(args, option) is None:
-            setattr(args, option, defaults[option])
-
-
-def optimizer(args: argparse.Namespace, steps: int) -> optax.GradientTransformation:
+def optimizer(options: TrainOptions, steps: int) -> optax.GradientTransformation:
     """The optimizer of all parameters, for a schedule over so many steps."""
     import optax
 
-    rate = _schedule(args, steps)
-    name, decay = args.optimizer, args.weight_decay
+    rate = _schedule(options, steps)
+    name, decay = options.optimizer, options.weight_decay
     if name == "sgd":
-        sgd = optax.sgd(rate, args.momentum or None)
+        sgd = optax.sgd(rate, options.momentum or None)
         return optax.chain(optax.add_decayed_weights(decay), sgd) if decay else sgd
     if name == "muon":
-        return _muon(args, steps)
+        return _muon(options, steps)
     return optax.adam(rate) if name == "adam" else getattr(optax, name)(rate, weight_decay=decay)
 
 
-def _schedule(args: argparse.Namespace, steps: int, share: float = 1.0) -> optax.ScalarOrSchedule:
+def _schedule(options: TrainOptions, steps: int, share: float = 1.0) -> optax.ScalarOrSchedule:
     """A number, or a function of the step that gives one."""
     import optax
 
-    peak = share * args.learning_rate
-    if args.schedule == "cosine":
+    peak = share * options.learning_rate
+    if options.schedule == "cosine":
         return optax.cosine_decay_schedule(peak, steps)
-    if args.schedule == "linear":
+    if options.schedule == "linear":
         warm = max(1, round(_WARM * steps))
         rise = optax.linear_schedule(peak / warm, peak, warm - 1)
         fall = optax.linear_schedule(peak, 0, steps - warm + 1)
@@ -260,7 +261,7 @@ def _schedule(args: argparse.Namespace, steps: int, share: float = 1.0) -> optax
     return peak
 
 
-def _muon(args: argparse.Namespace, steps: int) -> optax.GradientTransformation:
+def _muon(options: TrainOptions, steps: int) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024) for weights, as matrices of inputs by outputs, and Adam for biases."""
     from optax import contrib
 
@@ -268,12 +269,12 @@ def _muon(args: argparse.Namespace, steps: int) -> optax.GradientTransformation:
         return contrib.MuonDimensionNumbers(tuple(range(x.ndim - 1)), x.ndim - 1) if x.ndim > 1 else None
 
     return contrib.muon(
-        _schedule(args, steps),
+        _schedule(options, steps),
         ns_steps=2,
         beta=0.8,
-        weight_decay=args.weight_decay,
+        weight_decay=options.weight_decay,
         adam_b2=0.99,
-        adam_learning_rate=_schedule(args, steps, _ADAM_SHARE),
+        adam_learning_rate=_schedule(options, steps, _ADAM_SHARE),
         muon_weight_dimension_numbers=lambda params: jax.tree.map(matrix, params),
     )
 
@@ -281,15 +282,10 @@ def _muon(args: argparse.Namespace, steps: int) -> optax.GradientTransformation:
 # The options.
 
 POSITIVE, RATE, NOT_NEGATIVE = number(int, 1), number(float, 0, above=True), number(float, 0)
-PRECISIONS = ("float32", "bfloat16", "float16")
 
 _ABOUT = """\
 Train a network on images of 28 x 28 pixels over several devices. Each device gets its share of every batch.
 The options can be in a TOML file too, see --config."""
-_CONFIG = (
-    "a TOML file with these options, without the dashes at their beginning. The command line wins over it "
-    "(default: none)"
-)
 _LAST = """\
 examples:
   jaxpar train --devices 4
@@ -301,103 +297,12 @@ class _Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Keeps the lines of the examples."""
 
 
-def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "train",
-        help="train a network on images",
-        usage="jaxpar train [options]",
-        description=_ABOUT,
-        epilog=_LAST,
-        formatter_class=_Formatter,
-    )
-    parser.add_argument("--config", type=path, metavar="FILE", help=_CONFIG)
-    _add_data(parser.add_argument_group("data and length"))
-    _add_recipe(parser.add_argument_group("weights and optimizer"))
-    _add_store(parser.add_argument_group("devices and store"))
-    _add_step(parser.add_argument_group("step"))
-    _add_output(parser.add_argument_group("output"))
-    parser.set_defaults(run=lambda args: run(args, parser), parser=parser)
-
-
-def _add_data(group: argparse._ArgumentGroup) -> None:
-    add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
-    add("--dataset", default="fashion_mnist", metavar="NAME", help="an image data set of tensorflow-datasets")
-    add("--data-dir", type=path, metavar="DIR", help="the folder of tensorflow-datasets (default: its own)")
-    count("--epochs", help=f"how often the training data is seen (default: {_by_recipe('epochs')})")
-    count("--batch-size", help=f"examples in a batch, over all devices together (default: {_by_recipe('batch_size')})")
-    add("--seed", type=int, default=0, metavar="N", help="of the initial weights and of the order of the examples")
-
-
-def _add_recipe(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    recipes = "; ".join(f"{name}: {recipe.about}" for name, recipe in RECIPES.items())
-    rates = ", ".join(f"{rate:g} for {name}" for name, rate in RATES.items())
-    rates += f"; for sgd {_by_recipe('learning_rate')}"
-    shapes = "cosine falls to 0 over all epochs, linear rises for a tenth of them first"
-    add("--recipe", choices=tuple(RECIPES), default="lenet", help=f"network, weights and optimizer. {recipes}")
-    add("--optimizer", choices=OPTIMIZERS, help=f"one of optax (default: {_by_recipe('optimizer')})")
-    add("--learning-rate", type=RATE, metavar="R", help=f"the step size (default: {rates})")
-    add("--momentum", type=NOT_NEGATIVE, metavar="M", help=f"of sgd (default: {_by_recipe('momentum')})")
-    add("--weight-decay", type=NOT_NEGATIVE, default=0.0, metavar="W", help=f"for {', '.join(DECAYS)}")
-    add("--schedule", choices=SCHEDULES, help=f"{shapes} (default: {_by_recipe('schedule')})")
-    add("--clip-norm", type=RATE, metavar="N", help="a limit to the norm of all gradients (default: none)")
-
-
-def _add_store(group: argparse._ArgumentGroup) -> None:
-    add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
-    kinds = f"how gradients are summed, and where parameters are: {', '.join(kv.KINDS)}, or MXNet's name of one"
-    engine = f"{_by_recipe('engine')}, auto for --kvstore sharded"
-    late = "of --kvstore dist_async: how many steps later a gradient is applied (default: 1)"
-    count("--devices", help="how many over all processes. CPU devices are emulated (default: all there are)")
-    engines = ("auto", "pmap", "shard_map", "jit")
-    add("--engine", choices=engines, help=f"how the step of one device becomes that of all (default: {engine})")
-    add("--kvstore", choices=kv._KIND_NAMES, default="device", metavar="KIND", help=kinds)
-    add("--staleness", type=number(int, 0), metavar="N", help=late)
-    add("--compression", choices=compression.TYPES, default="none", help="of the gradients that devices send")
-    add("--threshold", type=RATE, metavar="T", help="of the compressions 2bit and 1bit (default: 0.5)")
-
-
-def _add_step(group: argparse._ArgumentGroup) -> None:
-    add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
-    passes = "of the forward and backward pass. The parameters stay float32. float16 scales the loss dynamically"
-    bad = "what a NaN or infinite gradient does: nothing, leaves that update out, or ends the training"
-    again = "compute activations again in the backward pass, which saves memory"
-    local = "updates that each device makes by itself before all average (default: none, all agree at every step)"
-    scale = "a number or dynamic (default: none, dynamic for float16)"
-    count("--accumulate", default=1, help="microbatches that a device's share is cut in")
-    add("--precision", choices=PRECISIONS, default="float32", help=passes)
-    add("--loss-scale", type=_or_word("dynamic", RATE), metavar="S", help=scale)
-    add("--nonfinite", choices=("ignore", "skip", "stop"), default="ignore", help=bad)
-    add("--remat", action=argparse.BooleanOptionalAction, default=False, help=again)
-    add("--local-steps", type=POSITIVE, metavar="H", help=local)
-    program = "steps in one compiled program, a number or auto"
-    add("--steps-per-execution", type=_or_word("auto", POSITIVE), default="auto", metavar="N", help=program)
-
-
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    add, count = group.add_argument, functools.partial(group.add_argument, type=POSITIVE, metavar="N")
-    folder = functools.partial(add, type=path, metavar="DIR")
-    switch = functools.partial(add, action=argparse.BooleanOptionalAction, default=True)
-    saved = "where to keep checkpoints and resume from them (default: checkpoints in --output-dir, else none)"
-    lines = "a JSON line for each epoch (default: metrics.jsonl in --output-dir, else none)"
-    switch("--progress", help="a bar, and a line for each epoch. Without it only the result is printed")
-    switch("--compilation-cache", help="keep compiled programs for later runs")
-    folder("--output-dir", help="a folder for checkpoints, metrics.jsonl and history.png (default: none)")
-    folder("--checkpoint-dir", help=saved)
-    count("--checkpoint-every", help="also save after this many steps (default: after each epoch)")
-    count("--keep", default=3, help="how many of the latest checkpoints stay")
-    switch("--resume", help="resume from the latest checkpoint, if there is one")
-    add("--metrics-file", type=metrics_path, metavar="FILE", help=lines)
-    folder("--tensorboard-dir", help="event files for TensorBoard, by its package (default: none)")
-    folder("--profile-dir", help="a trace of five steps, for XProf (default: none)")
-
-
 def _by_recipe(option: str) -> str:
     """What an option is in each recipe, for the help."""
     return ", ".join(f"{getattr(recipe, option)} in recipe {name}" for name, recipe in RECIPES.items())
 
 
-def _or_word(word: str, parse: Callable[[str], Any]) -> Callable[[str], Any]:
+def _or_word(word: str, parse: Callable[[str], float]) -> Callable[[str], float | str]:
     """A parser of a number that also takes a word in its place."""
     return lambda text: text if text == word else parse(text)
 
@@ -408,6 +313,171 @@ def metrics_path(text: str) -> Path:
         hint = "pandas.read_json(path, lines=True) makes a table"
         raise argparse.ArgumentTypeError(f"{text} must end in .jsonl, because it gets JSON lines; {hint}")
     return path(text)
+
+
+BY_RECIPE: Any = None  # the default of an option that `fill` gives the recipe's value
+_RECIPE_HELP = "; ".join(f"{name}: {recipe.about}" for name, recipe in RECIPES.items())
+_RATES_HELP = ", ".join(f"{rate:g} for {name}" for name, rate in RATES.items())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """What `jaxpar train` is told."""
+
+    config: Path | None = option(
+        None,
+        "a TOML file with these options, without the dashes at their beginning. The command line wins over it "
+        "(default: none)",
+        metavar="FILE",
+    )
+
+    dataset: str = option(
+        "fashion_mnist", "an image data set of tensorflow-datasets", metavar="NAME", group="data and length"
+    )
+    data_dir: Path | None = option(None, "the folder of tensorflow-datasets (default: its own)", metavar="DIR")
+    epochs: int = option(
+        BY_RECIPE, f"how often the training data is seen (default: {_by_recipe('epochs')})", type=POSITIVE, metavar="N"
+    )
+    batch_size: int = option(
+        BY_RECIPE,
+        f"examples in a batch, over all devices together (default: {_by_recipe('batch_size')})",
+        type=POSITIVE,
+        metavar="N",
+    )
+    seed: int = option(0, "of the initial weights and of the order of the examples", metavar="N")
+
+    recipe: str = option(
+        "lenet",
+        f"network, weights and optimizer. {_RECIPE_HELP}",
+        choices=tuple(RECIPES),
+        group="weights and optimizer",
+    )
+    optimizer: str = option(BY_RECIPE, f"one of optax (default: {_by_recipe('optimizer')})", choices=OPTIMIZERS)
+    learning_rate: float = option(
+        BY_RECIPE,
+        f"the step size (default: {_RATES_HELP}; for sgd {_by_recipe('learning_rate')})",
+        type=RATE,
+        metavar="R",
+    )
+    momentum: float = option(BY_RECIPE, f"of sgd (default: {_by_recipe('momentum')})", type=NOT_NEGATIVE, metavar="M")
+    weight_decay: float = option(0.0, f"for {', '.join(DECAYS)}", type=NOT_NEGATIVE, metavar="W")
+    schedule: Literal["constant", "cosine", "linear"] = option(
+        BY_RECIPE,
+        "cosine falls to 0 over all epochs, linear rises for a tenth of them first "
+        f"(default: {_by_recipe('schedule')})",
+    )
+    clip_norm: float | None = option(
+        None, "a limit to the norm of all gradients (default: none)", type=RATE, metavar="N"
+    )
+
+    devices: int | None = option(
+        None,
+        "how many over all processes. CPU devices are emulated (default: all there are)",
+        type=POSITIVE,
+        metavar="N",
+        group="devices and store",
+    )
+    engine: Literal["auto", "pmap", "shard_map", "jit"] = option(
+        BY_RECIPE,
+        f"how the step of one device becomes that of all (default: {_by_recipe('engine')}, auto for --kvstore sharded)",
+    )
+    kvstore: str = option(
+        "device",
+        f"how gradients are summed, and where parameters are: {', '.join(kv.KINDS)}, or MXNet's name of one",
+        choices=kv._KIND_NAMES,
+        metavar="KIND",
+    )
+    staleness: int | None = option(
+        None,
+        "of --kvstore dist_async: how many steps later a gradient is applied (default: 1)",
+        type=number(int, 0),
+        metavar="N",
+    )
+    compression: str = option("none", "of the gradients that devices send", choices=compression.TYPES)
+    threshold: float | None = option(None, "of the compressions 2bit and 1bit (default: 0.5)", type=RATE, metavar="T")
+
+    accumulate: int = option(
+        1, "microbatches that a device's share is cut in", type=POSITIVE, metavar="N", group="step"
+    )
+    precision: Literal["float32", "bfloat16", "float16"] = option(
+        "float32", "of the forward and backward pass. The parameters stay float32. float16 scales the loss dynamically"
+    )
+    loss_scale: float | Literal["dynamic"] | None = option(
+        None, "a number or dynamic (default: none, dynamic for float16)", type=_or_word("dynamic", RATE), metavar="S"
+    )
+    nonfinite: Literal["ignore", "skip", "stop"] = option(
+        "ignore", "what a NaN or infinite gradient does: nothing, leaves that update out, or ends the training"
+    )
+    remat: bool = option(False, "compute activations again in the backward pass, which saves memory")
+    local_steps: int | None = option(
+        None,
+        "updates that each device makes by itself before all average (default: none, all agree at every step)",
+        type=POSITIVE,
+        metavar="H",
+    )
+    steps_per_execution: int | Literal["auto"] = option(
+        "auto", "steps in one compiled program, a number or auto", type=_or_word("auto", POSITIVE), metavar="N"
+    )
+
+    progress: bool = option(
+        True, "a bar, and a line for each epoch. Without it only the result is printed", group="output"
+    )
+    compilation_cache: bool = option(True, "keep compiled programs for later runs")
+    output_dir: Path | None = option(
+        None, "a folder for checkpoints, metrics.jsonl and history.png (default: none)", metavar="DIR"
+    )
+    checkpoint_dir: Path | None = option(
+        None,
+        "where to keep checkpoints and resume from them (default: checkpoints in --output-dir, else none)",
+        metavar="DIR",
+    )
+    checkpoint_every: int | None = option(
+        None, "also save after this many steps (default: after each epoch)", type=POSITIVE, metavar="N"
+    )
+    keep: int = option(3, "how many of the latest checkpoints stay", type=POSITIVE, metavar="N")
+    resume: bool = option(True, "resume from the latest checkpoint, if there is one")
+    metrics_file: Path | None = option(
+        None,
+        "a JSON line for each epoch (default: metrics.jsonl in --output-dir, else none)",
+        type=metrics_path,
+        metavar="FILE",
+    )
+    tensorboard_dir: Path | None = option(
+        None, "event files for TensorBoard, by its package (default: none)", metavar="DIR"
+    )
+    profile_dir: Path | None = option(None, "a trace of five steps, for XProf (default: none)", metavar="DIR")
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "train",
+        help="train a network on images",
+        usage="jaxpar train [options]",
+        description=_ABOUT,
+        epilog=_LAST,
+        formatter_class=_Formatter,
+    )
+    add_options(parser, TrainOptions)
+    parser.set_defaults(run=lambda args: run(fill(args, parser), parser), parser=parser)
+
+
+def fill(args: argparse.Namespace, parser: argparse.ArgumentParser) -> TrainOptions:
+    """The options, with the recipe's values for those that were not given.
+
+    One that is not for the optimizer ends with status 2.
+    """
+    recipe = RECIPES[args.recipe]
+    name = args.optimizer or recipe.optimizer
+    if args.momentum is not None and name != "sgd":
+        parser.error(f"--momentum is for --optimizer sgd, and this is {name}")
+    if args.weight_decay and name not in DECAYS:
+        parser.error(f"--weight-decay is for {', '.join(DECAYS)}, and this is {name}; use --optimizer adamw")
+    defaults = vars(recipe) | {"learning_rate": RATES.get(name, recipe.learning_rate)}
+    if args.kvstore == "sharded":  # there it depends on the optimizer
+        defaults["engine"] = "auto"
+    by_recipe = [field.name for field in dataclasses.fields(TrainOptions) if field.name in defaults]
+    values = {option: defaults[option] for option in by_recipe if getattr(args, option) is None}
+    return read(argparse.Namespace(**{**vars(args), **values}), TrainOptions)
 
 
 def words_of_file(file: Path, parser: argparse.ArgumentParser) -> list[str]:

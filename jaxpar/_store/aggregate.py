@@ -421,7 +421,7 @@ def add_rows(
     if updater == updaters.assign:
         return split_like(sparse.to_dense(total), stored), state
     update = functools.partial(update_one, updater, key, num_updates=num_updates)
-    if not updaters._said(updater, "is_lazy", lambda state: True)(state):
+    if not updaters._is_lazy(updater, state):
         return update(sparse.to_dense(total), state, stored)
     return sparse.lazy_update(update, total, state, stored, coalesced=True)
 

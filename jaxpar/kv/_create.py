@@ -236,6 +236,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | updaters.Up
     if updaters._couples_keys(tx):
         fault = "tx computes the update of one key from the gradients of others"
         hint = "use kv.from_params(params, optimizer=tx), or make_train_step(grad_transform=tx)"
+        hint += "; updaters.from_optax(tx) in place of tx takes each key by itself"
         raise ValueError(f"kv.set_optimizer: {fault}; {hint}")
     return set_updater(store, updaters.from_optax(tx))
 

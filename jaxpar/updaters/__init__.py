@@ -7,12 +7,18 @@ Updaters made of the same parts are equal, so a store with the same `tx` object 
 
     _updaters    `assign`, `accumulate`, updaters from functions or optax transforms, an optax transform of all params
     _mxnet       the optimizers of MXNet to the bit, such as `mxnet_sgd`; _mxnet_rules has their formulas
-    _program     what the program of an update says: whether it is elementwise, and a digest of it for checkpoints
+    _elementwise whether an update may be made for a share of a value
+    _rules       a digest of what an update computes, by which a checkpoint knows its optimizer again
+    _jaxprs      how these read the program of an update
 """
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from .._core.updater import UpdateFn as UpdateFn, Updater as Updater
+from ._elementwise import (
+    check_elementwise as _check_elementwise,
+    check_elementwise_tree as _check_elementwise_tree,
+)
 from ._mxnet import (
     multipliers as multipliers,
     mxnet_adagrad as mxnet_adagrad,
@@ -22,12 +28,7 @@ from ._mxnet import (
     mxnet_sgd as mxnet_sgd,
     mxnet_wd_mult as mxnet_wd_mult,
 )
-from ._program import (
-    check_elementwise as _check_elementwise,
-    check_elementwise_tree as _check_elementwise_tree,
-    difference_of_rules as _difference_of_rules,
-    rule_of_each as _rule_of_each,
-)
+from ._rules import difference_of_rules as _difference_of_rules, rule_of_each as _rule_of_each
 from ._updaters import (
     AverageState as _AverageState,
     TreeOptimizer as _TreeOptimizer,
@@ -36,11 +37,12 @@ from ._updaters import (
     assign as assign,
     average_params as average_params,
     averages as _averages,
+    check_rows as _check_rows,
     check_updater as _check_updater,
     couples_keys as _couples_keys,
     from_optax as from_optax,
+    is_lazy as _is_lazy,
     learning_rates as learning_rates,
-    said as _said,
     set_learning_rate as set_learning_rate,
     stateless as stateless,
 )

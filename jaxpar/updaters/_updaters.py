@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 from jax.typing import ArrayLike
 
 from .._core import calls, checks
-from .._core.arrays import KeyPath, PyTree, Recent, Value
+from .._core.arrays import KeyPath, PyTree, Recent
 from .._core.updater import Grads, Params, State, UpdateFn, Updater
+from ._jaxprs import dependence
 
 if TYPE_CHECKING:
     import optax
@@ -93,8 +93,9 @@ class _OptaxUpdate:
 def from_optax(tx: optax.GradientTransformation) -> Updater:
     """Make an updater from an optax transform. Then push gradients.
 
-    Each key has its own optax state. A transform that couples keys, such as `optax.clip_by_global_norm`, would see one
-    key at a time, so `kv.set_optimizer` refuses it. Give such a transform to the training step as `grad_transform`.
+    Each key has its own optax state. A transform that couples keys, such as `optax.clip_by_global_norm`, sees one key
+    at a time here, so `kv.set_optimizer(store, tx)` refuses it. Give such a transform to the training step as
+    `grad_transform`. If each key by itself is what you want, give this updater to `kv.set_optimizer`.
 
     Args:
         tx: the transform. Updaters of the same object are equal. Updaters of two calls `optax.sgd(0.1)` are not.
@@ -112,19 +113,24 @@ def from_optax(tx: optax.GradientTransformation) -> Updater:
 
 @Recent
 def couples_keys(tx: optax.GradientTransformation) -> bool:
-    """Whether the update of one value depends on the gradient of another, as with clipping by a global norm."""
-    # It runs on two vectors. The gradient of the second is ordinary, huge or NaN, and the update of the first must not
-    # change by a bit. A transform that cannot take two vectors is not judged (False).
-    second_gradients = jnp.stack([jnp.ones(4), jnp.full(4, 1e30), jnp.full(4, jnp.nan)])  # (trials, 4)
+    """Whether updates of one param depend on the gradient or the value of another, as with clipping by a global norm.
 
-    def first_update(second: jax.Array) -> jax.Array:
-        ones = jnp.ones(4)
-        return tx.update((ones, second), tx.init((ones, ones)), (ones, ones))[0][0]  # pyright: ignore
-
+    A transform that cannot be traced for two vectors is not judged (False).
+    """
+    # The elements of the second of two params are marked. What a step leaves marked in the state marks more in the next
+    # one, so steps are repeated until nothing is added: `optax.MultiSteps` couples in a later step than the first.
+    value = jax.ShapeDtypeStruct((4,), jnp.float32)
+    params, second = (value, value), (np.zeros(4, bool), np.ones(4, bool))
     try:
-        with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
-            first = jax.jit(jax.vmap(first_update))(second_gradients)
-            return not bool((first == first[:1]).all())
+        state = jax.eval_shape(tx.init, params)
+        step = dependence(tx.update, params, state, params)
+        before: State = jax.tree.map(lambda x: np.zeros(x.shape, bool), state)
+        while True:
+            (first, _), after = step(second, before, second)
+            after = jax.tree.map(np.logical_or, before, after)
+            if first.any() or jax.tree.all(jax.tree.map(np.array_equal, before, after)):
+                return bool(first.any())
+            before = after
     except Exception:  # an error here is about these two vectors, not about the user's values
         return False
 
@@ -163,9 +169,17 @@ def program_of(updater: Updater, key: int) -> Hashable:
     return getattr(updater.update, "program_of", int)(key)
 
 
-def said(updater: object, name: str, default: Value) -> Value:
-    """What the `update` of an updater says of itself: `is_lazy(state)` or `check_rows(key)`."""
-    return getattr(getattr(updater, "update", None), name, default)
+def is_lazy(updater: object, state: State) -> bool:
+    """Whether a push of rows updates these rows alone. Some of MXNet's optimizers update the whole table."""
+    ask = getattr(getattr(updater, "update", None), "is_lazy", None)
+    return ask is None or ask(state)
+
+
+def check_rows(updater: object, key: int) -> None:
+    """`ValueError` for one of MXNet's optimizers that cannot be pushed rows of this key."""
+    check = getattr(getattr(updater, "update", None), "check_rows", None)
+    if check is not None:
+        check(key)
 
 
 # An optimizer that sees all params at once.
@@ -217,27 +231,29 @@ class TreeOptimizer:
         """The next params, in their dtypes, and the next state. A transform that takes `value=` gets the loss."""
         import optax
 
-        is_lookahead = isinstance(state, Lookahead)
         # The params and the state as the transform itself has them.
-        seen: Params = optax.LookaheadParams(fast=params, slow=state.slow) if is_lookahead else params
-        inner = state.state if is_lookahead else state
-        plain = isinstance(self.tx, optax.GradientTransformation)  # `optax.MultiSteps` is none
-        update = optax.with_extra_args_support(self.tx).update if plain else self.tx.update
-        extra = {} if value is None else {"value": value, "grad": grads}
+        seen, inner = params, state
+        if isinstance(state, Lookahead):
+            seen, inner = optax.LookaheadParams(fast=params, slow=state.slow), state.state
+        tx = self.tx  # `optax.MultiSteps` is no GradientTransformation, and takes more arguments than the gradients
+        if isinstance(tx, optax.GradientTransformation):
+            tx = optax.with_extra_args_support(tx)
+        loss_and_grads = {} if value is None else {"value": value, "grad": grads}
         try:
             try:
-                updates, inner = update(grads, inner, seen, **extra)
+                updates, inner = tx.update(grads, inner, seen, **loss_and_grads)
             except TypeError as error:
-                if not extra or "unexpected keyword argument" not in str(error):
+                if value is None or "unexpected keyword argument" not in str(error):
                     raise
-                updates, inner = update(grads, inner, seen)  # `optax.contrib.sam` takes no other arguments
+                # `optax.contrib.sam` takes no other arguments, although its type says that it does.
+                updates, inner = tx.update(grads, inner, seen)
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
                 raise
             hint = "a training step gives value=, the loss, and grad=, and a push gives neither"
             raise TypeError(f"this optimizer needs more than gradients ({error}); {hint}") from error
         new: Params = optax.apply_updates(seen, updates)
-        return (new.fast, Lookahead(inner, new.slow)) if is_lookahead else (new, inner)
+        return (new.fast, Lookahead(inner, new.slow)) if isinstance(state, Lookahead) else (new, inner)
 
     def owners(self, params: Params) -> list[int | None]:
         """For each leaf of the state the position of the param that it belongs to. None: to no single one.
@@ -245,7 +261,9 @@ class TreeOptimizer:
         `UnknownOwners` where `init` needs the params themselves, or puts several of them into one array.
         """
         # `init` is evaluated on params that have no leaves, each with its position. Where such a one stands in the
-        # state, what `init` gives there for arrays belongs to that param. Nothing is computed.
+        # state, what `init` gives there for arrays belongs to that param. Nothing is computed. `optax.tree_map_params`
+        # puts one placeholder for all params: it fails where `init` keeps several arrays for each param, or looks at
+        # the structure of the params, and for each optimizer of optax gives the same.
         structure = jax.tree.structure(params)
         owners: list[int | None] = []
 
@@ -278,9 +296,10 @@ class TreeOptimizer:
 
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         state = jax.eval_shape(self.init, specs)
-        traced = jax.make_jaxpr(update)(jax.ShapeDtypeStruct((), jnp.float32), specs, state, specs).jaxpr
-        read = [v for eqn in traced.eqns for v in eqn.invars] + list(traced.outvars)
-        return any(v is traced.invars[0] for v in read if not isinstance(v, Literal))
+        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        unmarked = jax.tree.map(lambda x: np.zeros(x.shape, bool), (specs, state, specs))
+        marked = dependence(update, loss, specs, state, specs)(np.True_, *unmarked)
+        return any(marks.any() for marks in jax.tree.leaves(marked))
 
 
 # Averages of params, which are evaluated in place of those that are trained.

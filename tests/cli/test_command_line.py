@@ -1,9 +1,11 @@
 """`jaxpar train`, `jaxpar plot` and `jaxpar launch`: their options, their help, files of options, recipes."""
 
 import argparse
+import dataclasses
 import re
 import tomllib
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,11 @@ from launched import python, refused
 
 import jaxpar
 from jaxpar import __main__ as command_line, data, models, train
-from jaxpar._cli import commands as other_commands, train as train_command
+from jaxpar._cli import commands as other_commands, options, train as train_command
 
 ROOT = Path(jaxpar.__file__).parents[1]
-COMMANDS = ("train", "plot", "launch")
+COMMANDS = ("train", "plot", "plan", "port", "verify", "launch")
+OPTIONS = Path(__file__).parent / "options.txt"
 
 
 def parser_of(command):
@@ -31,9 +34,7 @@ def parser_of(command):
 def filled(*words):
     """The options of `train` with the recipe's values for what is not given."""
     parser = parser_of("train")
-    args = parser.parse_args(words)
-    train_command.fill(args, parser)
-    return args
+    return train_command.fill(parser.parse_args(words), parser)
 
 
 @pytest.fixture
@@ -77,6 +78,54 @@ def test_version_and_the_script():
     run = python("-X", "importtime", "-m", "jaxpar", "--version")
     assert run.stdout == f"jaxpar {jaxpar.__version__}\n"
     assert not re.search(r"\| +jax$", run.stderr, re.MULTILINE)
+
+
+def option_lines():
+    """Each option of the commands, with how it is written, its default, its choices and how often it may be given."""
+    for command in ("train", "plot", "plan", "port", "verify"):
+        for action in parser_of(command)._actions:
+            names = " ".join(action.option_strings) or action.dest.upper()
+            kind = type(action).__name__.strip("_").removesuffix("Action")
+            shown = [f"{name}={value}" for name in ("metavar", "nargs", "choices") if (value := getattr(action, name))]
+            yield " ".join([command, names, kind, f"default={action.default}", *shown, "required" * action.required])
+
+
+def test_the_options_stay():
+    """Scripts of users have them. `python tests/cli/test_command_line.py` writes the file anew."""
+    assert [line.rstrip() for line in option_lines()] == OPTIONS.read_text().splitlines()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Network:
+    name: str = options.positional("of the network")
+    stages: tuple[int, ...] = options.option((3, 4), "blocks of each stage; once for each", "--stage")
+    norm: Literal["batch", "layer"] | None = options.option(None, "(default: none)")
+    use_bias: bool = options.option(True, "of the convolutions")
+    weights: Path | None = options.option(None, "(default: none)")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["x"], Network(name="x")),
+        (["x", "--stage=3", "--stage=6"], Network(name="x", stages=(3, 6))),
+        (["x", "--norm=layer", "--no-use-bias", "--weights=w"],
+         Network(name="x", norm="layer", use_bias=False, weights=Path("w"))),
+        ([], "the following arguments are required: name"),
+        (["x", "--stage=a"], "argument --stage: invalid int value: 'a'"),
+        (["x", "--norm=group"], "argument --norm: invalid choice: 'group'"),
+        (["x", "--weights=gs://w"], "argument --weights: "),
+    ],
+)  # fmt: skip
+def test_a_dataclass_is_a_parser(capsys, words, expected):
+    parser = argparse.ArgumentParser()
+    options.add_options(parser, Network)
+    if isinstance(expected, Network):
+        assert options.read(parser.parse_args(words), Network) == expected
+    else:
+        with pytest.raises(SystemExit):
+            parser.parse_args(words)
+        assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -304,3 +353,7 @@ def test_what_is_printed(few, capsys, monkeypatch):
     assert "engine pmap, kvstore device, compression none, batch 16, recipe lenet, adam, learning rate 0.002" in first
     assert epoch.startswith("epoch 1/1  loss ")
     assert last.startswith("trained 1 epochs, 1 steps: test accuracy ")
+
+
+if __name__ == "__main__":
+    OPTIONS.write_text("".join(line.rstrip() + "\n" for line in option_lines()))

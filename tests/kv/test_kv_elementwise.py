@@ -14,7 +14,7 @@ from kv_model import FOUR, assert_unchanged, on_mesh, over, put, snapshot, whole
 from world import close
 
 from jaxpar import free_running, kv, train, updaters
-from jaxpar.updaters import _program
+from jaxpar.updaters import _elementwise
 
 KERNEL = (3, 5)
 
@@ -105,7 +105,7 @@ def refusal(update, shape=(4, 4), init=lambda key, value: ()):
     chunk = -(-int(np.prod(shape)) // 4)
     specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, (chunk,), (4, chunk))]
     updater = updaters.Updater(init, lambda key, g, state, x: (update(key, g, state, x), state))
-    return _program.fault(updater, [0], *specs)
+    return _elementwise.fault(updater, [0], *specs)
 
 
 def trained(kind, made):
@@ -208,7 +208,7 @@ def test_the_state_is_looked_at_too():
     assert "the updater fails on a share of it only (TypeError" in refusal(lambda key, g, state, x: g.reshape(4, 4))
     growing = updaters.Updater(lambda key, value: jnp.float32(0), lambda key, g, state, x: (g, state + g))
     specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 4), (4,))]
-    assert "changes the structure or the shapes" in _program.fault(growing, [0], *specs)
+    assert "changes the structure or the shapes" in _elementwise.fault(growing, [0], *specs)
 
 
 def test_each_key_is_looked_at_where_the_updater_uses_it():

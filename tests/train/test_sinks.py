@@ -114,6 +114,21 @@ def test_metrics_of_steps(tmp_path):
     assert lines(tmp_path / "steps.jsonl") == [{"step": step, **metrics} for step, metrics in seen]
 
 
+def test_a_loop_of_ones_own(tmp_path):
+    with contextlib.closing(train.to_jsonl(tmp_path / "a.jsonl")) as board:
+        for step in (1, 2, 3):
+            board.log(step, {"lr": jnp.float32(0.5), "step_time": np.float64(2.0), "note": "x"})
+        board.log(4, {})
+    whole = [{"step": step, "lr": 0.5, "step_time": 2.0, "note": "x"} for step in (1, 2, 3)]
+    assert lines(tmp_path / "a.jsonl") == whole
+    board.log(3, {"lr": 0.25})  # it is opened again, and goes on from there
+    assert lines(tmp_path / "a.jsonl") == [*whole[:2], {"step": 3, "lr": 0.25}]
+    board = train.to_tensorboard(tmp_path / "b")
+    board.log(7, {"own/lr": jnp.bfloat16(0.5)})
+    board.close()
+    assert scalars(tmp_path / "b") == {"own/lr": [(7, 0.5)]}
+
+
 def scalars(directory):
     """What TensorBoard's own reader finds: {tag: [(step, value)]}"""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

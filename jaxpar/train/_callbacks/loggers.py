@@ -1,6 +1,7 @@
 """The records of a run, written elsewhere: JSON lines, TensorBoard, Weights & Biases, MLflow.
 
-Each is a `Logger`, which says how its place is opened, what is new there, and how a row is written.
+Each is a `Logger`: `log(step, metrics)` and `close()`. A new place is a subclass with `_write`, and where it needs them
+with `_open` and `_close`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import os
 import re
 import socket
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..._core import calls, checks, files
 from ..._core.text import say_news
 from .history import SPEEDS, History, Record, import_for, metric_names
 
 PathLike = str | os.PathLike[str]
+_SCALARS = (jax.Array, np.ndarray, np.generic)  # of a loop of the user's own. `fit` gives numbers of Python
 _WANDB_AXIS = "fit/step"
 _EVENTS = re.compile(r"events\.out\.tfevents\..+\.([0-9a-f]{16}|own)-(\d+)")
 _MLFLOW_WORDS = ("databricks", "databricks-uc", "uc")  # its tracking URIs that are neither addresses nor paths
@@ -34,19 +37,61 @@ class Logger:
 
     _place: Path | None = None  # a file or a directory, for errors
     _of_steps = "step/"  # before the names of the metrics of steps
-    _run_name = ""  # the run at the place, for messages
     _is_open = False
-    _has_said = False
+    _has_said = False  # that the place has a step already
     _id: str | None = None  # of the run of `fit`. None in a loop of the user's own
     _resumed = False  # whether that run goes on from a checkpoint
 
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write numbers of a step, by their names. The place is opened before the first ones."""
+        if jax.process_index() != 0:
+            return
+        metrics = {name: value.item() if isinstance(value, _SCALARS) else value for name, value in metrics.items()}
+        with contextlib.nullcontext() if self._place is None else explain_errors(self._place):
+            if not self._is_open:
+                self._open(step)
+                self._is_open = True
+            if metrics:
+                self._write(step, metrics)
+
+    def close(self) -> None:
+        """Close the place. What is logged later opens it again."""
+        if self._is_open:
+            self._is_open = False
+            self._close()
+
+    # What a place does. A run that goes on after a crash makes some steps again. So that nothing is there twice,
+    # `_open` drops what the place has from its step on, or `_write` leaves out what is there.
+
+    def _open(self, step: int) -> None:
+        """Open the place for a run that writes from `step` on."""
+
+    def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        """End the run at the place."""
+
+    def _row(self, record: Record) -> Mapping[str, Any]:
+        """The numbers of a record, by names such as `train/loss`."""
+        also = [name for name in ("seconds", "skipped", *SPEEDS) if record.get(name) is not None]
+        return {tag(name): float(record[name]) for name in (*metric_names(record), *also)}
+
+    def _say_known(self, run: str, step: int) -> None:
+        """Report, once, that a run has this step already."""
+        if not self._has_said:
+            self._has_said = True
+            say_news(f"{run} already has step {step}, which is not written again; use a new run for another training")
+
+    # What `fit` calls.
+
     def __call__(self, state: Any, record: Record) -> None:
         """Write the record of an epoch: `callback(state, record)`."""
-        self._log(record["step"] if "step" in record else int(state.step), self._row(record))
+        self.log(record["step"] if "step" in record else int(state.step), self._row(record))
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step as `step/loss` and so on: `fit(..., on_step=logger.on_step)`."""
-        self._log(step, {f"{self._of_steps}{name}": value for name, value in metrics.items()})
+        self.log(step, {f"{self._of_steps}{name}": value for name, value in metrics.items()})
 
     def on_run(self, identity: str, resumed: bool) -> None:
         """Learn which run it is: what another one wrote stays."""
@@ -54,45 +99,8 @@ class Logger:
 
     def on_end(self, history: History) -> None:
         """Close the place. Another run opens it again."""
-        if self._is_open:
-            self._is_open = False
-            self._close()
+        self.close()
         self._id, self._resumed = None, False
-
-    def _log(self, step: int, row: dict[str, Any]) -> None:
-        if jax.process_index() != 0:
-            return
-        with contextlib.nullcontext() if self._place is None else explain_errors(self._place):
-            if not self._is_open:
-                self._open(step)
-                self._is_open = True
-            # A run that goes on after a crash makes some steps again. So that no row is there twice, `_open` drops rows
-            # from its step on, or `_new` leaves out what is there.
-            new = self._new(step, row)
-            if len(new) < len(row) and not self._has_said:
-                self._has_said = True
-                words = "which is not written again; use a new run for another training"
-                say_news(f"{self._run_name} already has step {step}, {words}")
-            if new:
-                self._write(step, new)
-
-    def _row(self, record: Record) -> dict[str, Any]:
-        """The numbers of a record, by names such as `train/loss`."""
-        also = [name for name in ("seconds", "skipped", *SPEEDS) if record.get(name) is not None]
-        return {tag(name): float(record[name]) for name in (*metric_names(record), *also)}
-
-    def _open(self, step: int) -> None:
-        """Open the place for a run whose first row is that of `step`."""
-
-    def _new(self, step: int, row: dict[str, Any]) -> dict[str, Any]:
-        """What of a row the place does not have yet."""
-        return row
-
-    def _write(self, step: int, row: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _close(self) -> None:
-        """End the run at the place."""
 
 
 @contextlib.contextmanager
@@ -149,14 +157,14 @@ class JsonLines(Logger):
             )
         self._place = self.path
 
-    def _row(self, record: Record) -> dict[str, Any]:
+    def _row(self, record: Record) -> Mapping[str, Any]:
         return record
 
     def _open(self, step: int) -> None:
         self._begin(step, [])
 
-    def _write(self, step: int, row: dict[str, Any]) -> None:
-        files.append(self.path, _lines([row if "step" in row else {"step": step, **row}]))
+    def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        files.append(self.path, _lines([{**metrics} if "step" in metrics else {"step": step, **metrics}]))
 
     def _begin(self, step: int, records: Sequence[Record]) -> None:
         """Drop the lines of this run from `step` on, and append these records. The lines of other runs stay."""
@@ -169,23 +177,24 @@ class JsonLines(Logger):
         try:
             steps = [int(json.loads(line)["step"]) for line in lines]
         except (ValueError, KeyError, TypeError):
-            words = "has lines that are not JSON records with a step; choose another file, such as metrics.jsonl"
-            raise ValueError(f"{self.path} {words}") from None
+            raise ValueError(
+                f"{self.path} has lines that are not JSON records with a step; choose another file, such as "
+                "metrics.jsonl"
+            ) from None
         # Of lines without an owner only their steps are known: who begins after the first of them goes on with them.
         goes_on = self._resumed or step > min(steps, default=step)
         owners = self._owners(lines)
-        mine = [goes_on if not owner or self._id is None else owner == self._id for owner in owners]
-        kept = [i for i, is_mine in enumerate(mine) if not is_mine or steps[i] < step]
-        text = b"".join(lines[i] for i in kept) + _lines(records)
-        if jax.process_index() == 0 and not all(mine):
+        is_ours = [goes_on if not owner or self._id is None else owner == self._id for owner in owners]
+        kept = [i for i, ours in enumerate(is_ours) if not ours or steps[i] < step]
+        if jax.process_index() == 0 and not all(is_ours):
             say_news(f"{self.path} has the records of another run; those of this run follow them")
         elif len(kept) < len(lines) and not self._resumed and self._id is not None:
             count = len(lines) - len(kept)
             say_news(f"{self.path} has {count} records of an earlier call of this run, which are replaced")
         # First who owns what: after a crash in between it is right for all lines before the first that is dropped.
         if self._id is not None:
-            self._own([owners[i] for i in kept], [lines[i] for i in kept])
-        files.replace(self.path, text)
+            self._write_owners([owners[i] for i in kept], [lines[i] for i in kept])
+        files.replace(self.path, b"".join(lines[i] for i in kept) + _lines(records))
 
     @property
     def _owners_path(self) -> Path:
@@ -194,17 +203,17 @@ class JsonLines(Logger):
     def _owners(self, lines: Sequence[bytes]) -> list[str]:
         """The run that wrote each line. "" where that is not known."""
         try:
-            begins = {int(at): str(run) for at, run in json.loads(self._owners_path.read_bytes())}
+            owner_from = {int(at): str(run) for at, run in json.loads(self._owners_path.read_bytes())}
         except (OSError, ValueError, TypeError, RecursionError):
-            begins = {}
-        at, owner, found = 0, "", list[str]()
+            owner_from = {}
+        at, owner, owners = 0, "", list[str]()
         for line in lines:
-            owner = begins.get(at, owner)
-            found.append(owner)
+            owner = owner_from.get(at, owner)
+            owners.append(owner)
             at += len(line)
-        return found
+        return owners
 
-    def _own(self, owners: Sequence[str], lines: Sequence[bytes]) -> None:
+    def _write_owners(self, owners: Sequence[str], lines: Sequence[bytes]) -> None:
         """Write where the lines of each run begin. What follows is of this run."""
         at, begins = 0, list[tuple[int, str | None]]()
         for owner, length in zip([*owners, self._id], [*map(len, lines), 0], strict=True):
@@ -268,9 +277,10 @@ class TensorBoard(Logger):
     def __init__(self, directory: PathLike):
         # tensorboard's own EventFileWriter writes in a thread, so a full disk is an error much later, and loads
         # TensorFlow where it is installed. Its messages and its records need neither.
-        who, extra = "to_tensorboard", "'jaxpar[tensorboard]'"
-        self._messages: Any = import_for(who, "tensorboard.compat.proto.event_pb2", extra)
-        self._writer: Any = import_for(who, "tensorboard.summary.writer.record_writer", extra).RecordWriter
+        package = "'jaxpar[tensorboard]'"
+        self._messages: Any = import_for("to_tensorboard", "tensorboard.compat.proto.event_pb2", package)
+        writer = import_for("to_tensorboard", "tensorboard.summary.writer.record_writer", package)
+        self._writer: Any = writer.RecordWriter
         self._place = self._file = self.directory = files.as_path(directory, "to_tensorboard: directory")
 
     def _open(self, step: int) -> None:
@@ -291,13 +301,14 @@ class TensorBoard(Logger):
 
     def _goes_on(self, names: Sequence[str], step: int) -> bool:
         """Whether the run that begins at a step wrote all of these event files before."""
-        found = [_EVENTS.fullmatch(name) for name in names]  # None: of another program, or of an earlier jaxpar
+        matches = [_EVENTS.fullmatch(name) for name in names]  # None: of another program, or of an earlier jaxpar
         if self._id is None:  # a loop of the user's own: who begins later than the first goes on
-            return None not in found and min((int(match[2]) for match in found if match), default=-1) < step
-        return all(self._resumed if match is None else match[1] == self._id for match in found)
+            first = min((int(match[2]) for match in matches if match), default=-1)
+            return None not in matches and first < step
+        return all(self._resumed if match is None else match[1] == self._id for match in matches)
 
-    def _write(self, step: int, row: dict[str, Any]) -> None:
-        summary = {"value": [{"tag": name, "simple_value": value} for name, value in row.items()]}
+    def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        summary = {"value": [{"tag": name, "simple_value": value} for name, value in metrics.items()]}
         files.append(self._file, self._records({"wall_time": time.time(), "step": step, "summary": summary}))
 
     def _records(self, *events: dict[str, Any]) -> bytes:
@@ -348,29 +359,30 @@ class WeightsAndBiases(Logger):
     def _open(self, step: int) -> None:
         # `wandb.init` gives back a run of the user's that is open, whatever the options say.
         theirs = getattr(self._wandb, "run", None)
-        wanted = {name for name, value in self._options.items() if value is not None}
-        self._is_theirs = theirs is not None and (not wanted or theirs.id == self._options.get("id"))
+        options = {name: value for name, value in self._options.items() if value is not None}
+        self._is_theirs = theirs is not None and (not options or theirs.id == options.get("id"))
         if self._is_theirs:
             self.run = theirs
             # It counts its steps itself, so those of `fit` are a metric of their own, and the axis of the others.
             for names in ("train/*", "test/*", "eval/*", f"{self._of_steps}*"):
                 self.run.define_metric(names, step_metric=_WANDB_AXIS)
+        elif theirs is None:
+            self.run = self._wandb.init(**self._options)
         else:
-            beside = {} if theirs is None else {"reinit": "create_new"}
-            self.run = self._wandb.init(**{**beside, **self._options})
-            if theirs is not None and self.run is theirs:
-                words = "this wandb gave it back in place of a new one; call wandb.finish() before, or give no options"
-                raise RuntimeError(f"to_wandb: run {theirs.id} is open, and {words}")
-        self._run_name = f"to_wandb: run {self.run.id}"
+            self.run = self._wandb.init(**{"reinit": "create_new", **self._options})
+            if self.run is theirs:
+                raise RuntimeError(
+                    f"to_wandb: run {theirs.id} is open, and this wandb gave it back in place of a new one; call "
+                    "wandb.finish() before, or give no options"
+                )
 
-    def _new(self, step: int, row: dict[str, Any]) -> dict[str, Any]:
-        return row if self._is_theirs or step >= self.run.step else {}
-
-    def _write(self, step: int, row: dict[str, Any]) -> None:
+    def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._is_theirs:
-            self.run.log({**row, _WANDB_AXIS: step})
+            self.run.log({**metrics, _WANDB_AXIS: step})
+        elif step >= self.run.step:
+            self.run.log({**metrics}, step=step)
         else:
-            self.run.log(row, step=step)
+            self._say_known(f"to_wandb: run {self.run.id}", step)
 
     def _close(self) -> None:
         if not self._is_theirs:  # who opened it closes it
@@ -424,25 +436,29 @@ class MLflow(Logger):
         if self.run_id is None:
             experiment = "0"
             if self._experiment is not None:
-                found = self._client.get_experiment_by_name(self._experiment)
-                experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+                known = self._client.get_experiment_by_name(self._experiment)
+                experiment = known.experiment_id if known else self._client.create_experiment(self._experiment)
             self.run_id = self._client.create_run(experiment, run_name=self._new_name).info.run_id
         else:
             self._client.update_run(self.run_id, status="RUNNING")
             self._last = {}
-        self._run_name = f"to_mlflow: run {self.run_id}"
 
-    def _new(self, step: int, row: dict[str, Any]) -> dict[str, Any]:
+    def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        new = {name: value for name, value in metrics.items() if step > self._last_step(name)}
+        if len(new) < len(metrics):
+            self._say_known(f"to_mlflow: run {self.run_id}", step)
+        now = int(time.time() * 1000)
+        if new:
+            self._client.log_batch(self.run_id, [self._metric(name, value, now, step) for name, value in new.items()])
+
+    def _last_step(self, name: str) -> int:
+        """The last step that the run had of a metric before. -1 if there is none."""
         if self._last is None:
-            return row
-        for name in row.keys() - self._last.keys():
+            return -1
+        if name not in self._last:
             steps = [metric.step for metric in self._client.get_metric_history(self.run_id, name)]
             self._last[name] = max(steps, default=-1)
-        return {name: value for name, value in row.items() if step > self._last[name]}
-
-    def _write(self, step: int, row: dict[str, Any]) -> None:
-        now = int(time.time() * 1000)
-        self._client.log_batch(self.run_id, [self._metric(name, value, now, step) for name, value in row.items()])
+        return self._last[name]
 
     def _close(self) -> None:
         self._client.set_terminated(self.run_id)

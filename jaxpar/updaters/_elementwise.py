@@ -1,4 +1,4 @@
-"""What the program of an update says: whether it is elementwise, and by which rule it computes.
+"""Whether an update is elementwise, so that each device may make it for its own share of a value.
 
 A store of kind `sharded` keeps a value flat and cut into shares, and its updater sees one share at a time. That is
 right only if `init` and `update` are the same elementwise program for the value and for a share. The proof is about
@@ -22,26 +22,23 @@ whole values at the prompt, so the rule does not concern it there.
 from __future__ import annotations
 
 import enum
-import hashlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]  # jax 0.12: an alias
+from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]  # jax 0.12: an alias
 from jax.typing import ArrayLike
 
 from .._core import checks
-from .._core.arrays import PyTree, Recent, is_traced
+from .._core.arrays import PyTree, is_traced
 from .._core.updater import Grads, Params, State
 from .._devices.collectives import chunk_size
-from .._devices.user_mesh import outside_mesh
+from ._jaxprs import CALLS, ELEMENTWISE, Eqn, interpret, programs
 from ._updaters import TreeOptimizer, Updater, accumulate, assign, first_line, program_of
 
 Spec = jax.ShapeDtypeStruct
-Eqn = Any  # a `JaxprEqn`: JAX gives its avals no type that has a shape
 Line = tuple[object, ...]  # what an equation does, for comparison. The name of its primitive comes first
 
 _ADVICE = "an updater of kind 'sharded' sees flat shares; use kind='device', or kv.from_params(params, optimizer=tx)"
@@ -77,8 +74,8 @@ def check_elementwise(
         shapes = tuple((form.shape, form.dtype) for form in forms if form is not None)
         groups.setdefault(shapes, (forms, {}))[1].setdefault(program_of(updater, key), key)
     for forms, key_of_program in groups.values():
-        every = list(key_of_program.values())
-        for keys in (every[i : i + _TOGETHER] for i in range(0, len(every), _TOGETHER)):
+        judged = list(key_of_program.values())
+        for keys in (judged[i : i + _TOGETHER] for i in range(0, len(judged), _TOGETHER)):
             if len(keys) > 1 and fault(updater, keys, *forms) is None:
                 continue
             for key in keys:
@@ -192,17 +189,6 @@ def _other_program(of_value: list[Line], of_share: list[Line]) -> str | None:
 
 # The reading of a jaxpr.
 
-_NAMES = (
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil "
-    "clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 "
-    "expm1 floor ge gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max "
-    "min mul mulhi ne neg nextafter not one_minus_square optimization_barrier or polygamma population_count pow real "
-    "reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta"
-)
-ELEMENTWISE = frozenset(_NAMES.split())
-_CALL_NAMES = "jit pjit closed_call core_call custom_jvp_call custom_vjp_call remat remat2 checkpoint"
-CALLS = frozenset(_CALL_NAMES.split())
 _SILENT = ("debug_callback", "debug_print")  # they return nothing
 _MOST_COMPARED = 1 << 20  # elements. Larger constants are equal if they are the same array
 _NO_ARITHMETIC = ("sharding", "name", "out_sharding")
@@ -245,12 +231,12 @@ class _Reader:
 
     def read(self, jaxpr: Jaxpr, consts: Sequence[ArrayLike], arguments: Sequence[_Result]) -> list[_Result]:
         """The results of the program, whose equations are added to the lines."""
-        return _interpret(jaxpr, list(map(_constant, consts)), arguments, _constant, self._equation)
+        return interpret(jaxpr, list(map(_constant, consts)), arguments, _constant, self._equation)
 
     def _equation(self, eqn: Eqn, operands: list[_Result]) -> list[_Result]:
         name = eqn.primitive.name
         if name in CALLS:
-            return self.read(*next(_programs(eqn)), operands)
+            return self.read(*next(programs(eqn)), operands)
         if name in _SILENT:
             return []
         if name == "broadcast_in_dim" and operands[0].extent == Extent.SCALAR and not eqn.invars[0].aval.shape:
@@ -314,28 +300,6 @@ def _constant(value: ArrayLike) -> _Result:
     return _Result(name, Extent.ARRAY if shape else Extent.SCALAR)
 
 
-T = TypeVar("T")
-
-
-def _interpret(
-    jaxpr: Jaxpr,
-    consts: Sequence[T],
-    arguments: Sequence[T],
-    constant: Callable[[ArrayLike], T],
-    equation: Callable[[Eqn, list[T]], list[T]],
-) -> list[T]:
-    """What `equation` and `constant` make of the results of a program, from its constants and arguments."""
-    env: dict[Any, T] = dict(zip(jaxpr.constvars, consts, strict=True))  # by variable
-    env |= zip(jaxpr.invars, arguments, strict=True)
-
-    def read_atom(atom: Any) -> T:
-        return constant(atom.val) if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        env |= zip(eqn.outvars, equation(eqn, list(map(read_atom, eqn.invars))), strict=True)
-    return list(map(read_atom, jaxpr.outvars))
-
-
 def _parameters(eqn: Eqn) -> list[tuple[str, object]]:
     """The parameters of an equation that change what it computes."""
     return [(name, _parameter(value)) for name, value in sorted(eqn.params.items()) if name not in _NO_ARITHMETIC]
@@ -347,130 +311,3 @@ def _parameter(value: object) -> object:
     if isinstance(value, (tuple, list)):
         return [_parameter(v) for v in value]
     return _constant(value).name if isinstance(value, (np.ndarray, jax.Array)) else repr(value)
-
-
-# What an update computes, without its hyperparameters: a digest that another run of Python gives too.
-#
-# A result is named by the operation that makes it and by the names of what the operation takes, so the order of the
-# operations does not count. Numbers in the program, and what follows from them and from the scalars of the state alone,
-# are hyperparameters: rates, schedules, decays, counts. All of them have one name. A second digest has a name for each
-# of these too. Where only that one differs, the optimizer has other numbers.
-
-_SAME = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "optimization_barrier"})
-_IN_ANY_ORDER = frozenset({"add", "add_any", "max", "min", "mul"})
-_PROGRAMS = ("jax", "optax", "jaxpar")  # another version may compute the same by other operations
-Name = str | None  # None: a hyperparameter
-
-
-def rules(
-    init: Callable[[Params], State], update: Callable[[Grads, State, Params, jax.Array], Params], params: Params
-) -> list[str | None]:
-    """For each param what identifies the computation of its next value, and its numbers. None if it cannot be traced.
-
-    `init(params)` gives a state, whose scalars are hyperparameters, and `update(grads, state, params, loss)` params.
-    """
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
-    try:
-        with outside_mesh():
-            state = jax.eval_shape(init, params)
-            closed = jax.make_jaxpr(update)(params, state, params, loss)
-    except Exception:  # an update that needs more than is there, or the values themselves
-        return [None] * len(jax.tree.leaves(params))
-    # In place of each leaf of the state whether it is a scalar, and so a hyperparameter.
-    leaves = jax.tree.leaves((params, jax.tree.map(lambda x: not x.shape, state), params, loss))
-    names = [None if leaf is True else str(i) for i, leaf in enumerate(leaves)]
-    versions = ", ".join([f"{name} {_version(name)}" for name in _PROGRAMS])
-    kinds = _results(closed.jaxpr, names)
-    numbers = _results(closed.jaxpr, list(map(str, range(len(leaves)))), list(map(_number, closed.consts)))
-    return [f"{_digest(kind)} {versions}; {_digest(all)}" for kind, all in zip(kinds, numbers, strict=True)]
-
-
-@Recent  # a run saves often, and traces once
-def rule_of_each(
-    updater: object, structure: Any, keys: tuple[int, ...], specs: tuple[Spec, ...]
-) -> dict[int, str | None]:
-    """The rule by which each key is updated. For a `TreeOptimizer`, `structure` is that of the pytree of the specs."""
-    if isinstance(updater, TreeOptimizer):
-
-        def update(grads: Grads, state: State, params: Params, loss: jax.Array) -> Params:
-            return updater.update(grads, state, params, loss)[0]
-
-        return dict(zip(keys, rules(updater.init, update, structure.unflatten(specs)), strict=True))
-    if not isinstance(updater, Updater) or updater in (assign, accumulate):
-        return dict.fromkeys(keys)
-    first = dict(zip(reversed(specs), reversed(keys), strict=True))  # keys of one shape have one rule
-
-    def rule(spec: Spec, key: int) -> str | None:
-        def update(pushed: jax.Array, state: State, stored: jax.Array, _: jax.Array) -> jax.Array:
-            return updater.update(key, pushed, state, stored)[0]
-
-        return rules(lambda value: updater.init(key, value), update, spec)[0]
-
-    rule_of = {spec: rule(spec, key) for spec, key in first.items()}
-    return {k: rule_of[spec] for k, spec in zip(keys, specs, strict=True)}
-
-
-def difference_of_rules(rule: str | None, other: str | None) -> str:
-    """What is certainly different in two rules: "rule", "numbers" or ""."""
-    # Those of other versions of the programs are not compared. Older checkpoints have no numbers.
-    (kind, versions, numbers), (other_kind, other_versions, other_numbers) = _split_rule(rule), _split_rule(other)
-    if versions != other_versions or kind != other_kind:
-        return "rule" if versions == other_versions else ""
-    return "numbers" if numbers and other_numbers and numbers != other_numbers else ""
-
-
-def _split_rule(rule: str | None) -> tuple[str, str, str]:
-    """The digest without numbers, the versions, the digest with numbers."""
-    kind_and_versions, _, numbers = (rule or "").partition("; ")
-    kind, _, versions = kind_and_versions.partition(" ")
-    return kind, versions, numbers
-
-
-def _results(jaxpr: Jaxpr, arguments: Sequence[Name], constants: Sequence[Name] | None = None) -> list[Name]:
-    """The names of what a program returns, for those of its arguments and constants. None: numbers have no names."""
-    named = constants is not None
-
-    def equation(eqn: Eqn, operands: list[Name]) -> list[Name]:
-        kind, count = eqn.primitive.name, len(eqn.outvars)
-        if not (named or any(operands)):
-            return [None] * count
-        if kind in _SAME and count == 1:
-            return operands[:1]
-        inner = [_results(p, _last(operands, len(p.invars)), [] if named else None) for p, _ in _programs(eqn)]
-        if kind in CALLS:
-            return inner[0]
-        ordered = sorted(map(str, operands)) if kind in _IN_ANY_ORDER else operands
-        numbers = [v for _, v in sorted(eqn.params.items()) if isinstance(v, int | float)] if named else []  # x ** 2
-        return [_digest(kind, i, ordered, inner, *numbers) for i in range(count)]
-
-    constants = constants or [None] * len(jaxpr.constvars)
-    return _interpret(jaxpr, constants, arguments, _number if named else lambda _: None, equation)
-
-
-def _number(value: ArrayLike) -> str:
-    array = np.asarray(value)
-    return f"{array.dtype}{array.tolist()}"
-
-
-def _last(operands: list[Name], count: int) -> list[Name]:
-    """The names of the arguments of a program inside an equation. The operands of loops and branches come last."""
-    return ["inner"] * (count - len(operands)) + operands[max(len(operands) - count, 0) :]
-
-
-def _programs(eqn: Eqn) -> Iterator[tuple[Jaxpr, Sequence[ArrayLike]]]:
-    """The programs inside an equation, with their constants: of a call, a loop, branches."""
-    for _, value in sorted(eqn.params.items()):
-        for inner in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(inner, (ClosedJaxpr, Jaxpr)):
-                yield (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
-
-
-def _digest(*fields: object) -> str:
-    return hashlib.sha256(repr(fields).encode()).hexdigest()[:16]
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # an embedded copy
-        return "unknown"
