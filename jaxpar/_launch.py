@@ -26,8 +26,17 @@ from typing import IO
 
 from ._core.process import Signals, daemon
 from ._core.text import number
-from ._heartbeat.connection import LOST, REFUSED, SECRET, new_secret
-from ._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT, INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
+from ._heartbeat.server import (
+    ELASTIC_TIMEOUT,
+    HEARTBEAT_TIMEOUT,
+    INTERRUPT_GRACE,
+    INTERRUPTED,
+    LOST,
+    REFUSED,
+    SECRET,
+    HeartbeatServer,
+    new_secret,
+)
 
 _ABOUT = """\
 Start n processes on this machine. Each line that they print begins with the rank of its process. A script that begins

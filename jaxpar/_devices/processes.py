@@ -224,10 +224,7 @@ def raise_together(*kinds: type[Exception]) -> Generator[None]:
         report = json.dumps([kind, str(error) if types[kind] is not Exception else f"{type(error).__name__}: {error}"])
     reports = exchange(report)  # of each process: the number of a type and a message, or "" where nothing was raised
     if local_error is not None:
-        try:
-            raise in_all(local_error)
-        finally:
-            local_error = None  # or this frame would keep what `sys.exit` raises, see `_heartbeat.client`
+        raise in_all(local_error)
     for process, report in enumerate(reports):
         if report:
             kind, message = json.loads(report)

@@ -16,7 +16,7 @@ SkyPilot, and on Cloud TPU.
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from .._devices.processes import is_elastic as is_elastic
-from .._heartbeat.connection import LOST as LOST
+from .._heartbeat.server import LOST as LOST
 from ._elastic import (
     Board as _Board,
     end_left_behind as _end_left_behind,

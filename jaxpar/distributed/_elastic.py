@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from .._core.text import say_before_exit
 from .._devices import processes
-from .._heartbeat.connection import LOST, MOST_SECONDS
+from .._heartbeat.server import LOST, MOST_SECONDS
 from ._environment import Cluster
 
 VARIABLE = "JAXPAR_ELASTIC"  # the launcher sets it with --elastic

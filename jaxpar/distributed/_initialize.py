@@ -21,10 +21,19 @@ from jax.experimental import multihost_utils
 from .._core.calls import answers
 from .._core.text import say, say_news
 from .._devices import processes
-from .._heartbeat.client import HeartbeatClient, watch_exit
-from .._heartbeat.connection import MOST_SECONDS, SECRET, Secret, find_secret, is_loopback, new_secret, split
-from .._heartbeat.proxy import ServiceProxy
-from .._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT, HeartbeatServer
+from .._heartbeat.client import HeartbeatClient, ServiceProxy, watch_end
+from .._heartbeat.server import (
+    ELASTIC_TIMEOUT,
+    HEARTBEAT_TIMEOUT,
+    MOST_SECONDS,
+    SECRET,
+    HeartbeatServer,
+    Secret,
+    find_secret,
+    is_loopback,
+    new_secret,
+    split,
+)
 from . import _elastic, _environment
 
 _WHERE = "distributed.initialize"
@@ -332,7 +341,7 @@ def _start(
     with reserve_port(cluster.coordinator) if several and cluster.process_id == 0 else contextlib.nullcontext():
         if watch and (several or cluster.server):
             this.client = join_others(cluster, heartbeat_timeout, join_timeout)
-            watch_exit(this.client)
+            watch_end(this.client)
     if several or not cluster.server:
         if options["local_device_ids"] is None:
             options = {**options, "local_device_ids": cluster.local_devices}
@@ -374,7 +383,7 @@ def _start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, 
     size, rank = numbers_of_jax()
     if watch and size > 1:
         this.client = _join_through_jax(rank, size, heartbeat_timeout)
-        watch_exit(this.client)
+        watch_end(this.client)
 
 
 def reserve_port(address: str) -> socket.socket:

@@ -28,7 +28,7 @@ from jax.experimental import multihost_utils
 from ... import distributed
 from ..._core.arrays import Device, without_keys
 from ..._core.text import say, say_before_exit, say_news
-from ..._heartbeat.connection import REFUSED
+from ..._heartbeat.server import REFUSED
 from .._step.state import TrainState
 
 _JOIN = "join"  # the key in a block by which process 0 takes others in

@@ -27,7 +27,7 @@ from ..._core.arrays import without_keys
 from ..._core.process import daemon
 from ..._core.text import say, say_before_exit
 from ..._devices import mesh, processes
-from ..._heartbeat.connection import AwakeClock
+from ..._heartbeat.server import AwakeClock
 from .._callbacks.history import History
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState, place_state
