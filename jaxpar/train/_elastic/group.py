@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from ... import distributed
 from ..._core.arrays import Device, without_keys
@@ -46,7 +45,7 @@ Devices = tuple[Device, ...]
 class Group:
     """This process and those that compute with it, its members."""
 
-    def __init__(self, client: Any = None):
+    def __init__(self, client: distributed._Client | None = None):
         self.starts: dict[int, int] = {}  # the number that jax gave to the start of each member, by its index
         self.agrees = False  # whether they have agreed; after a change of members and a failure they must again
         self.lost: list[int] = []  # the processes that were lost in the last block
@@ -54,7 +53,7 @@ class Group:
         self._board = distributed._Board(client)
         self._rank = jax.process_index()
         self.is_first = self._rank == 0
-        self._live: Any = multihost_utils.live_devices
+        self._live = distributed._live_devices()
         self._were = set[int]()  # the starts that were members
         # In all members the same: how often they have changed, and how often these ones have tried to agree.
         self._number = self._tries = 0
@@ -62,7 +61,7 @@ class Group:
         self._block = ""  # the beginning of the keys of the last block
         self._program: Program = {}  # what this process computes
         self._orders: dict[frozenset[int], Iterator[tuple[int, ...]]] = {}
-        if self._board.client is not None:
+        if jax.distributed.is_initialized():
             # Gloo may know a group of these devices, of an earlier process in the place of this one.
             distributed._forget_group(self._board.client, [d.id for d in jax.local_devices()])
 
@@ -144,14 +143,15 @@ class Group:
 
     def wait_for_others(self) -> None:
         """Wait until all others have ended too. Process 0 ends last, since the others need its service until then."""
+        live = distributed._live_devices()
         for _ in range(2 if self.is_first else 1):
-            with contextlib.suppress(Exception), multihost_utils.live_devices(jax.devices()):
+            with contextlib.suppress(Exception), live(jax.devices()):
                 pass
 
     def set_members(self, starts: dict[int, int], number: int | None = None) -> None:
         """Compute with these processes from now on. All members must make this call at the same place."""
-        self.starts, self._live = dict(starts), type(multihost_utils.live_devices)()
-        self._live.devices = {d: starts[d.process_index] for d in self.devices}  # as after a barrier among them
+        self.starts = dict(starts)
+        self._live = distributed._live_devices({d: starts[d.process_index] for d in self.devices})
         self._number, self._tries, self.agrees = self._number + 1 if number is None else number, 0, False
         self._were.update(starts.values())
 
@@ -212,7 +212,7 @@ class Group:
                     self._board.set(f"{self._block}/{self._rank}", f"{error}"[:500])
                 if invites and made and self.is_first:
                     self._invite()
-        except multihost_utils.ProcessFailureError as failure:
+        except distributed._process_failure() as failure:
             self.lost = sorted({d.process_index for d in failure.failed_devices})
             self._leave_out_lost()
             return None
@@ -241,11 +241,10 @@ class Group:
 
     def _leave_out_lost(self) -> None:
         """Compute without the members that the last block has found lost."""
-        live: dict[Device, int] = self._live.devices or {}
-        found = {device.process_index: start for device, start in live.items()}
-        if found.get(self._rank) != self.starts[self._rank]:
+        living = {device.process_index: start for device, start in (self._live.devices or {}).items()}
+        if living.get(self._rank) != self.starts[self._rank]:
             distributed._end_left_behind()
-        self.set_members({rank: start for rank, start in self.starts.items() if found.get(rank) == start})
+        self.set_members({rank: start for rank, start in self.starts.items() if living.get(rank) == start})
 
     def _settle(
         self, offer: Callable[[], dict[str, Any]], prepare: Callable[[Devices], Any]
