@@ -355,7 +355,10 @@ class _Run:
         is_interrupt = self._is_interrupted or failed.status in INTERRUPTED
         wait = min(INTERRUPT_GRACE, self._args.grace) if is_interrupt else 0.0
         reported = "the run is being ended" if self._is_interrupted else why
-        self._timers.enter(wait, 0, lambda: self.server.report(failed.rank, reported))
+        if wait:
+            self.server.report_interrupt(failed.rank, reported, wait)
+        else:
+            self._timers.enter(0, 0, lambda: self.server.report(failed.rank, reported))
         if self._is_interrupted:
             return
         self.output.say(f"process {failed.rank} (pid {failed.process.pid}) failed: {why}; ending the others")

@@ -72,7 +72,7 @@ class HeartbeatClient:
         self.is_launched = launched
         self.forget: Callable[[int], None] = lambda rank: None  # has jax forget a lost process; it may not fail
         self._secret, self._mistrust = secret, ""  # why a server that answered is not the one of this run
-        self._has_failed = self._is_leaving = self._is_server_closing = False
+        self._has_failed = self._is_leaving = self._is_server_closing = self._is_peer_interrupted = False
         self._connection: JsonConnection | None = None
         self.losses: list[int] = []  # in process 0 of an elastic run: who was lost, one after the other
         self._lost = queue.SimpleQueue[int]()  # processes that jax has to forget
@@ -122,7 +122,7 @@ class HeartbeatClient:
     def wait_for_loss_report(self) -> None:
         """Wait one second for a loss report, which ends the process: a collective can raise before it has come."""
         if not self._has_failed and self.status not in INTERRUPTED:
-            time.sleep(_REPORT_TIME)
+            time.sleep(_REPORT_TIME + INTERRUPT_GRACE * self._is_peer_interrupted)
 
     def leave(self) -> None:
         """Announce a normal end, so that the closed connection does not count as a loss, and end the thread."""
@@ -232,6 +232,8 @@ class HeartbeatClient:
             self._lost.put(message["left"])
         elif "closing" in message:
             self._is_server_closing = True
+        elif "interrupted" in message:
+            self._is_peer_interrupted = True
         elif "lost" in message and not self._has_failed:
             self._end_after_loss(message)
 
@@ -292,7 +294,8 @@ def watch_end(client: HeartbeatClient) -> None:
         if not is_interrupt:
             client.wait_for_loss_report()
         show(kind, value, trace)
-        client.report_failure(130 if is_interrupt else 1, " ".join(f"{kind.__name__}: {value}".split())[:300])
+        words = [f"{kind.__name__}:", *str(value).split()] if str(value).strip() else [kind.__name__]
+        client.report_failure(130 if is_interrupt else 1, " ".join(words)[:300])
 
     def at_exit() -> None:
         if os.getpid() != process:

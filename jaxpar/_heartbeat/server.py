@@ -77,6 +77,7 @@ FROM_SERVER: Types = {
     "hint": (),
     "go": ("host",),  # all have joined
     "lost": ("host", "why"),
+    "interrupted": (),  # another process was, by which signal; it is reported as lost some seconds later
     "refused": (),  # why
     "closing": (),  # process 0 ends, and the server in it
     "left": (),  # to process 0: the others of an elastic run go on without this rank
@@ -426,6 +427,16 @@ class HeartbeatServer:
             self.lost = {"lost": rank, "host": self._hosts.get(rank, socket.gethostname()), "why": why}
             self._send_all(**self.lost)
 
+    def report_interrupt(self, rank: int, why: str, seconds: float) -> None:
+        """Report that `rank` is lost after some seconds. Until then the others, of which some may have been interrupted
+        too, have time to end by themselves.
+        """
+        # They know at once that one was: a collective with it may raise before the report.
+        self._send_all(interrupted=why)
+        report_at = self._clock.now + seconds
+        if self._interrupt is None or report_at < self._interrupt[0]:
+            self._interrupt = (report_at, *(self._interrupt or (None, rank, why))[1:])
+
     def forget(self, rank: int) -> None:
         """Let another process of an elastic run join in the place of this one."""
         self._hosts.pop(rank, None)
@@ -545,8 +556,7 @@ class HeartbeatServer:
             self.report(peer.rank, message["failed"])
         elif "interrupted" in message:
             peer.is_leaving = True
-            report_at = self._clock.now + INTERRUPT_GRACE
-            self._interrupt = self._interrupt or (report_at, peer.rank, message["interrupted"])
+            self.report_interrupt(peer.rank, message["interrupted"], INTERRUPT_GRACE)
         elif "leaving" in message:
             peer.is_leaving = True
             if peer.rank == 0:

@@ -84,16 +84,14 @@ def test_with_the_launcher(tmp_path, source):
     status, why = ENDS[source]
     if status is None:
         pytest.skip("test_launch has a process that is frozen")
-    if status == 130:
-        why = "killed by SIGINT"
-    elif status < 0:
+    if status < 0:
         why = f"killed by {signal.Signals(-status).name}"
     elif why == CLOSED:
         why = f"status {status}"
     start = "import argparse, threading\nif rank == 1:\n" + textwrap.indent(source, "    ")
     others = "\nelse:\n    time.sleep(60)" if why else ""
     arguments = write(tmp_path, HEAD, MEMBER, start + others)
-    done = launch("-n", "2", "--grace", "1", *arguments, expect=128 - status if status < 0 else status)
+    done = launch("-n", "2", *arguments, expect=128 - status if status < 0 else status)
     line = rf"\[0\] jaxpar: process 1 \(host \S+\) was lost: {re.escape(why or '')}.*Process 0 of 2 ends with status 75"
     assert bool(re.search(line, done.stderr)) == bool(why)
 
@@ -102,3 +100,31 @@ def test_a_caught_exit_is_no_status_under_the_launcher(tmp_path):
     caught = "\n".join(CAUGHT[:3])
     done = launch("-n", "2", *write(tmp_path, HEAD, MEMBER, "import threading\n" + caught))
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_in_a_callback_is_called_by_its_name(tmp_path):
+    """The other process waits for this one in the callback. What it then learns is no word of Gloo's either."""
+    program = """
+        import os, signal
+        import jax.numpy as jnp
+        import numpy as np
+        import optax
+        from jaxpar import distributed, kv, train
+
+        def callback(state, record):
+            if kv.rank() == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        distributed.initialize()
+        loss_fn = lambda params, batch, rng: ((batch["x"] @ params["w"]).mean(), {})
+        state, step = train.start({"w": jnp.ones(2)}, optax.sgd(0.1), loss_fn)
+        train.fit(state, step, {"x": np.ones((8, 2), "float32")}, epochs=2, batch_size=8, callbacks=callback)
+    """
+    done = launch("-n", "2", "--devices", "1", *write(tmp_path, program), expect=130)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("[1] [Gloo]")]
+    assert [line for line in lines if line.startswith("[0] ")][-1] == "[0] KeyboardInterrupt"
+    (other,) = [line for line in lines if line.startswith("[1] ")]
+    assert re.search(r"process 0 \(host \S+\) was lost: KeyboardInterrupt\. Process 1 of 2 ends with status 75", other)

@@ -495,7 +495,7 @@ def test_a_timeout_that_no_server_takes_is_refused_at_once(name, seconds):
 
 # Any bytes, any JSON, any mutation
 
-KNOWN = {"welcome", "go", "hint", "lost", "refused", "closing"}
+KNOWN = {"welcome", "go", "hint", "lost", "refused", "closing", "interrupted"}
 
 
 def check_any_bytes(data, is_member, is_early):
