@@ -23,7 +23,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from .mesh import assemble, copies_on, run_by_itself, spans_processes, split_ove
 from .user_mesh import on_own_mesh
 
 E = TypeVar("E", bound=BaseException)
+Answer = TypeVar("Answer")  # a value that JSON keeps as it is
 
 # Bytes of a text that the first gather sends, with 4 of its length. A second one sends the rest of longer texts.
 _FIRST_BYTES = 1020
@@ -199,7 +200,7 @@ def to_share(tree: PyTree, devices: Sequence[Device]) -> bool:
     return several and not all(map(spans_processes, jax.tree.leaves(tree)))
 
 
-def ask_first(ask: Callable[[], Any], *kinds: type[Exception]) -> Any:
+def ask_first(ask: Callable[[], Answer], *kinds: type[Exception]) -> Answer:
     """Call `ask` in process 0, and return its JSON result in every process, or raise its exception there. The others
     raise `kinds` unchanged, as Python's built-in types.
     """

@@ -63,19 +63,26 @@ class HeartbeatClient:
         launched: bool,  # the launcher has the server; its silence is no loss, since here it can only be stopped
         server: HeartbeatServer | None = None,  # if it is in this process
     ):
+        self.rank, self.size, self.job, self.heartbeat_timeout = rank, size, job, heartbeat_timeout
+        self.is_launched, self.server = launched, server
         ends = f"no loss would be noticed, so process {rank} of {size} ends with status {LOST}"
         self.thread = daemon("jaxpar-heartbeat-client", self._run, ends, lambda: os._exit(LOST))
-        self.rank, self.size, self.job, self.heartbeat_timeout = rank, size, job, heartbeat_timeout
-        self.server, self._server_name, self._server_host = server, "the launcher" if launched else "process 0", "?"
-        self.hint: str | None = None  # what the processes resume from
-        self.status = 0  # the exit status of this process, if it failed
-        self.is_launched = launched
-        self.forget: Callable[[int], None] = lambda rank: None  # has jax forget a lost process; it may not fail
         self._secret, self._mistrust = secret, ""  # why a server that answered is not the one of this run
-        self._has_failed = self._is_leaving = self._is_server_closing = self._is_peer_interrupted = False
         self._connection: JsonConnection | None = None
-        self.losses: list[int] = []  # in process 0 of an elastic run: who was lost, one after the other
-        self._lost = queue.SimpleQueue[int]()  # processes that jax has to forget
+
+        # What the server says.
+        self._server_name, self._server_host = "the launcher" if launched else "process 0", "?"
+        self.hint: str | None = None  # what the processes resume from
+        self._is_server_closing = self._is_peer_interrupted = False
+
+        # How this process ends.
+        self.status = 0  # its exit status, if it failed
+        self._has_failed = self._is_leaving = False
+
+        # In process 0 of an elastic run.
+        self.losses: list[int] = []  # who was lost, one after the other
+        self._lost = queue.SimpleQueue[int]()  # the same, until jax has forgotten them
+        self.forget: Callable[[int], None] = lambda rank: None  # has jax forget one; it may not fail
 
     def join_run(self, addresses: list[tuple[str, int]], seconds: float, absent: str) -> None:
         """Connect to the server at one of the addresses, and wait until all processes have joined.
@@ -122,7 +129,9 @@ class HeartbeatClient:
     def wait_for_loss_report(self) -> None:
         """Wait one second for a loss report, which ends the process: a collective can raise before it has come."""
         if not self._has_failed and self.status not in INTERRUPTED:
-            time.sleep(_REPORT_TIME + INTERRUPT_GRACE * self._is_peer_interrupted)
+            time.sleep(_REPORT_TIME)
+            if self._is_peer_interrupted:  # which is reported later
+                time.sleep(INTERRUPT_GRACE)
 
     def leave(self) -> None:
         """Announce a normal end, so that the closed connection does not count as a loss, and end the thread."""
@@ -294,8 +303,9 @@ def watch_end(client: HeartbeatClient) -> None:
         if not is_interrupt:
             client.wait_for_loss_report()
         show(kind, value, trace)
-        words = [f"{kind.__name__}:", *str(value).split()] if str(value).strip() else [kind.__name__]
-        client.report_failure(130 if is_interrupt else 1, " ".join(words)[:300])
+        one_line = " ".join(str(value).split())
+        why = f"{kind.__name__}: {one_line}" if one_line else kind.__name__
+        client.report_failure(130 if is_interrupt else 1, why[:300])
 
     def at_exit() -> None:
         if os.getpid() != process:

@@ -19,7 +19,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -40,6 +40,9 @@ _DEVICE = re.compile(r"device_ids = (\[\d*\]|dense<\d*> : tensor<\w*>)|(?<=maxim
 
 Program = dict[str, str]
 Devices = tuple[Device, ...]
+Offer = dict[str, Any]  # what process 0 says about the run, as JSON
+Prepared = TypeVar("Prepared")
+Result = TypeVar("Result")
 
 
 class Group:
@@ -69,14 +72,14 @@ class Group:
     def devices(self) -> list[Device]:
         return [d for d in jax.devices() if d.process_index in self.starts]
 
-    def check_program(self, own: Program) -> None:
+    def check_program(self, program: Program) -> None:
         """Compare this process's program with that of process 0. End this process if they differ."""
-        self._program = own
+        self._program = program
         if self.is_first:
-            return self._board.set("program", own)
+            return self._board.set("program", program)
         while (first := self._board.get("program", _is_program)) is None:
             self._leave_if_over()
-        if why := differences(own, first):
+        if why := differences(program, first):
             self.refuse(why)
 
     def refuse(self, why: str) -> NoReturn:
@@ -90,9 +93,9 @@ class Group:
 
     def agree(
         self,
-        offer: Callable[[], dict[str, Any]],
-        prepare: Callable[[Devices], Any],
-        take: Callable[[Devices, dict[str, Any], Any], None],
+        offer: Callable[[], Offer],
+        prepare: Callable[[Devices], Prepared],
+        take: Callable[[Devices, Offer, Prepared], None],
     ) -> None:
         """Agree with all members, until `prepare` and then `take` have succeeded in all of them.
 
@@ -116,7 +119,7 @@ class Group:
                 say(f"process {who} was lost while the processes connected; the others connect again")
         self._failures = 0
 
-    def run(self, at: int, work: Callable[[], Any]) -> Any:
+    def run(self, at: int, work: Callable[[], Result]) -> Result | None:
         """The result of `work`, which ends with its collectives. None: it failed in a process, so it counts in none."""
         made = self._in_all(str(at), work, invites=True)
         if made is None:
@@ -131,7 +134,7 @@ class Group:
 
     def hear(self, place: int | str) -> dict[str, Any]:
         """The word of process 0 at a place. It is waited for."""
-        return self._board.wait(f"words/{place}", lambda found: {"stop", "signal", "history"} == dict(found).keys())
+        return self._board.wait(f"words/{place}", lambda value: {"stop", "signal", "history"} == dict(value).keys())
 
     def has_failed(self) -> bool:
         """Whether another process of the block under way has failed."""
@@ -168,13 +171,13 @@ class Group:
 
     def _join(self) -> None:
         """Say that this process is ready, and wait until it is a member. Where the run is over, the process ends."""
-        own = self._board.own_start(self._rank)
-        self._board.set(f"ready/{self._rank}", own)
+        start = self._board.own_start(self._rank)
+        self._board.set(f"ready/{self._rank}", start)
         if self.is_first:
             return self.set_members(self._wait_for_all())
         while True:
             number, starts = self._board.release_others(self._rank)
-            if starts.get(self._rank) == own:
+            if starts.get(self._rank) == start:
                 return self.set_members(starts, number)
             self._leave_if_over()
 
@@ -199,7 +202,7 @@ class Group:
             os._exit(0)  # jax's own shutdown needs process 0
         time.sleep(_POLL)
 
-    def _in_all(self, name: str, work: Callable[[], Any], invites: bool = False) -> tuple[Any] | None:
+    def _in_all(self, name: str, work: Callable[[], Result], invites: bool = False) -> tuple[Result] | None:
         """The result in a tuple, where `work` succeeded in all members. With `invites` others may join after it."""
         self.lost, self.joined, made, error = [], [], None, None
         self._block = f"blocks/{self._number}/{self._tries}/{name}"
@@ -247,8 +250,8 @@ class Group:
         self.set_members({rank: start for rank, start in self.starts.items() if living.get(rank) == start})
 
     def _settle(
-        self, offer: Callable[[], dict[str, Any]], prepare: Callable[[Devices], Any]
-    ) -> tuple[Devices, dict[str, Any], Any]:
+        self, offer: Callable[[], Offer], prepare: Callable[[Devices], Prepared]
+    ) -> tuple[Devices, Offer, Prepared]:
         """The devices and the offer of process 0, which the others read, and what this process has prepared."""
         name = f"terms/{self._number}/{self._tries}"
         if self.is_first:
@@ -280,12 +283,12 @@ def _by_rank(entries: dict[str, Any]) -> dict[int, Any]:
     return {rank: entries[str(rank)] for rank in range(jax.process_count()) if str(rank) in entries}
 
 
-def _is_program(found: Any) -> bool:
-    return isinstance(found, dict) and all(isinstance(text, str) for text in found.values())  # pyright: ignore
+def _is_program(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())  # pyright: ignore
 
 
-def _is_terms(found: Any) -> bool:
-    order, offer = found["order"], found["offer"]
+def _is_terms(value: Any) -> bool:
+    order, offer = value["order"], value["offer"]
     known = {d.id for d in jax.devices()}
     numbers = all(isinstance(offer[name], int) for name in ("at", "first", "last"))
     return numbers and (order is None or {*order} <= known)
@@ -317,11 +320,11 @@ def describe(run: Any, seed: jax.Array, state: TrainState, texts: Iterable[str],
     }
 
 
-def differences(own: Program, first: Program) -> str:
+def differences(program: Program, first: Program) -> str:
     """In what a process differs from process 0, in words. Empty: in nothing."""
-    names = [name for name in own if own[name] != first.get(name)]
+    names = [name for name in program if program[name] != first.get(name)]
     return " and ".join(
-        f"{name} ({own[name]}, not {first.get(name)})" if name == "versions" else name for name in names
+        f"{name} ({program[name]}, not {first.get(name)})" if name == "versions" else name for name in names
     )
 
 
@@ -329,8 +332,8 @@ def digest(tree: Any) -> str:
     """A hash of the structure of a pytree, and of what is in it."""
     plain, _ = without_keys(tree)
     leaves, structure = jax.tree.flatten(plain)
-    found = hashlib.blake2b(str(structure).encode(), digest_size=16)
+    hasher = hashlib.blake2b(str(structure).encode(), digest_size=16)
     for leaf in leaves:
         host = np.ascontiguousarray(leaf)  # of a text too
-        found.update(f"{host.dtype}{host.shape}".encode() + host.tobytes())
-    return found.hexdigest()
+        hasher.update(f"{host.dtype}{host.shape}".encode() + host.tobytes())
+    return hasher.hexdigest()
