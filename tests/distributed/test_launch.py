@@ -293,9 +293,9 @@ def test_a_report_says_more_than_the_status_that_follows_it(program):
         _launch.HeartbeatServer = Slow
         sys.exit(main(["launch", "-n", "2", "--", *sys.argv[1:]]))
     """
-    *_, path = program("time.sleep(0.3 * rank)\nif rank == 0: sys.exit(4)\ntime.sleep(60)", member=True)
-    done = python("-c", textwrap.dedent(slow), sys.executable, path, expect=4)
-    assert "failed: it ended with status 4; ending the others" in done.stderr
+    *_, path = program("time.sleep(0.3 * rank)\nif rank == 0: raise ValueError('why')\ntime.sleep(60)", member=True)
+    done = python("-c", textwrap.dedent(slow), sys.executable, path, expect=1)
+    assert "failed: ValueError: why; ending the others" in done.stderr
 
 
 @pytest.mark.sampled(1)
