@@ -26,8 +26,17 @@ from typing import IO
 
 from ._core.process import Signals, daemon
 from ._core.text import number
-from ._heartbeat.connection import LOST, REFUSED, SECRET, new_secret
-from ._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT, INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
+from ._heartbeat.server import (
+    ELASTIC_TIMEOUT,
+    HEARTBEAT_TIMEOUT,
+    INTERRUPT_GRACE,
+    INTERRUPTED,
+    LOST,
+    REFUSED,
+    SECRET,
+    HeartbeatServer,
+    new_secret,
+)
 
 _ABOUT = """\
 Start n processes on this machine. Each line that they print begins with the rank of its process. A script that begins
@@ -346,7 +355,10 @@ class _Run:
         is_interrupt = self._is_interrupted or failed.status in INTERRUPTED
         wait = min(INTERRUPT_GRACE, self._args.grace) if is_interrupt else 0.0
         reported = "the run is being ended" if self._is_interrupted else why
-        self._timers.enter(wait, 0, lambda: self.server.report(failed.rank, reported))
+        if wait:
+            self.server.report_interrupt(failed.rank, reported, wait)
+        else:
+            self._timers.enter(0, 0, lambda: self.server.report(failed.rank, reported))
         if self._is_interrupted:
             return
         self.output.say(f"process {failed.rank} (pid {failed.process.pid}) failed: {why}; ending the others")

@@ -22,12 +22,12 @@ start, here = int(os.environ["JAXPAR_RESTART"]), pathlib.Path(__file__).parent
 host, port = os.environ["JAXPAR_HUB"].split(":")
 """
 MEMBER = """
-from jaxpar._heartbeat.client import HeartbeatClient, watch_exit
-from jaxpar._heartbeat.connection import find_secret
+from jaxpar._heartbeat.client import HeartbeatClient, watch_end
+from jaxpar._heartbeat.server import find_secret
 run = {"job": os.environ["JAXPAR_JOB"], "secret": find_secret()}
 client = HeartbeatClient(rank, size, **run, heartbeat_timeout=2.0, launched=True)
 client.join_run([(host, int(port))], 10.0, "absent")
-watch_exit(client)
+watch_end(client)
 client.send_resume_hint("runs/step_5")
 assert "jax" not in sys.modules
 """

@@ -1,25 +1,46 @@
 """The heartbeat client of each process. It ends the process with one line when another is lost.
 
-A collective that waits for a killed process may never return, so the main thread cannot notice the loss. This thread
-can. It needs the interpreter lock for a moment each second. `watch_exit` reports how the process itself ends.
+A collective that waits for a killed process may never return, so the main thread cannot notice the loss. A thread of
+the client can. It needs the interpreter lock for a moment each second. `watch_end` tells the others how this process
+itself ends, and `ServiceProxy` hides the death of process 0 from jax, which would otherwise end this process first.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import contextlib
 import os
 import queue
 import socket
 import sys
+import threading
 import time
+from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from .._core.process import daemon
 from .._core.text import say_before_exit
-from . import connection as protocol
-from .connection import INTERVAL, LOST, JsonConnection, Message, Secret
-from .server import INTERRUPT_GRACE, INTERRUPTED, HeartbeatServer
+from .server import (
+    FROM_SERVER,
+    INTERRUPT_GRACE,
+    INTERRUPTED,
+    INTERVAL,
+    LOST,
+    SECRET,
+    SECRET_FILE,
+    AwakeClock,
+    Field,
+    HeartbeatServer,
+    JsonConnection,
+    Message,
+    Secret,
+    challenge,
+    clean,
+    split,
+)
 
 _CONNECT_TIMEOUT = 2.0  # seconds for one address: of eight ports a firewall may answer none
 _WELCOME_TIMEOUT = 5.0  # seconds in which a server answers: it does nothing else
@@ -42,19 +63,26 @@ class HeartbeatClient:
         launched: bool,  # the launcher has the server; its silence is no loss, since here it can only be stopped
         server: HeartbeatServer | None = None,  # if it is in this process
     ):
+        self.rank, self.size, self.job, self.heartbeat_timeout = rank, size, job, heartbeat_timeout
+        self.is_launched, self.server = launched, server
         ends = f"no loss would be noticed, so process {rank} of {size} ends with status {LOST}"
         self.thread = daemon("jaxpar-heartbeat-client", self._run, ends, lambda: os._exit(LOST))
-        self.rank, self.size, self.job, self.heartbeat_timeout = rank, size, job, heartbeat_timeout
-        self.server, self._server_name, self._server_host = server, "the launcher" if launched else "process 0", "?"
-        self.hint: str | None = None  # what the processes resume from
-        self.status = 0  # the exit status of this process, if it failed
-        self._launched = launched
-        self.forget: Callable[[int], None] = lambda rank: None  # has jax forget a lost process; it may not fail
         self._secret, self._mistrust = secret, ""  # why a server that answered is not the one of this run
-        self._has_failed = self._is_leaving = self._is_server_closing = False
         self._connection: JsonConnection | None = None
-        self.losses: list[int] = []  # in process 0 of an elastic run: who was lost, one after the other
-        self._lost = queue.SimpleQueue[int]()  # processes that jax has to forget
+
+        # What the server says.
+        self._server_name, self._server_host = "the launcher" if launched else "process 0", "?"
+        self.hint: str | None = None  # what the processes resume from
+        self._is_server_closing = self._is_peer_interrupted = False
+
+        # How this process ends.
+        self.status = 0  # its exit status, if it failed
+        self._has_failed = self._is_leaving = False
+
+        # In process 0 of an elastic run.
+        self.losses: list[int] = []  # who was lost, one after the other
+        self._lost = queue.SimpleQueue[int]()  # the same, until jax has forgotten them
+        self.forget: Callable[[int], None] = lambda rank: None  # has jax forget one; it may not fail
 
     def join_run(self, addresses: list[tuple[str, int]], seconds: float, absent: str) -> None:
         """Connect to the server at one of the addresses, and wait until all processes have joined.
@@ -84,7 +112,7 @@ class HeartbeatClient:
         self.thread.start()
 
     def send_resume_hint(self, hint: str | None) -> None:
-        self.hint = None if hint is None else protocol.clean("hint", hint)
+        self.hint = None if hint is None else clean("hint", hint)
         self._send(hint=self.hint)
 
     def report_failure(self, status: int, why: str) -> None:
@@ -102,13 +130,15 @@ class HeartbeatClient:
         """Wait one second for a loss report, which ends the process: a collective can raise before it has come."""
         if not self._has_failed and self.status not in INTERRUPTED:
             time.sleep(_REPORT_TIME)
+            if self._is_peer_interrupted:  # which is reported later
+                time.sleep(INTERRUPT_GRACE)
 
     def leave(self) -> None:
         """Announce a normal end, so that the closed connection does not count as a loss, and end the thread."""
         self._send(leaving=1)
         self._is_leaving = True
 
-    def _send(self, **message: protocol.Field) -> None:
+    def _send(self, **message: Field) -> None:
         if self._connection is not None:
             self._connection.send(**message)
 
@@ -121,7 +151,7 @@ class HeartbeatClient:
                 sock = socket.create_connection(address, timeout=_CONNECT_TIMEOUT)
             except OSError:
                 continue
-            connection = JsonConnection(sock, protocol.FROM_SERVER)
+            connection = JsonConnection(sock, FROM_SERVER)
             hello = {"job": self.job, "rank": self.rank, "size": self.size, "host": socket.gethostname()}
             connection.send(hello=1, timeout=timeout, **hello)
             if self._is_own_server(connection):
@@ -140,11 +170,11 @@ class HeartbeatClient:
             return is_server and self._secret is None
         if self._secret is None:
             self._mistrust = (
-                f"the server asks for the secret of the run, and this process has none; set {protocol.SECRET}, "
-                f"or {protocol.SECRET_FILE} to a file that only you can read, to the same in all processes"
+                f"the server asks for the secret of the run, and this process has none; set {SECRET}, "
+                f"or {SECRET_FILE} to a file that only you can read, to the same in all processes"
             )
             return False
-        answer = protocol.challenge()
+        answer = challenge()
         about = ((first["challenge"], answer), self.job, self.rank, self.size)
         connection.send(answer=answer, proof=self._secret.proof("process", *about))
         proof = connection.next_message(_WELCOME_TIMEOUT).get("proof", "")
@@ -183,7 +213,7 @@ class HeartbeatClient:
 
     def _watch(self, connection: JsonConnection) -> str | None:
         """Send and read heartbeats. Return why the server is lost, or None after `leave`."""
-        clock, sent = protocol.AwakeClock(), 0.0
+        clock, sent = AwakeClock(), 0.0
         received = clock.now
         while not self._is_leaving:
             connection.wait(INTERVAL / 2)
@@ -196,7 +226,7 @@ class HeartbeatClient:
                 return f"it sent an invalid message: {connection.fault}"
             if connection.is_closed:
                 return "its connection closed (killed?)"
-            if now - received > self.heartbeat_timeout and not self._launched:
+            if now - received > self.heartbeat_timeout and not self.is_launched:
                 return f"no heartbeat for {self.heartbeat_timeout:g} seconds: it is frozen, or its host is gone"
             if now - sent >= INTERVAL:
                 sent = now
@@ -211,6 +241,8 @@ class HeartbeatClient:
             self._lost.put(message["left"])
         elif "closing" in message:
             self._is_server_closing = True
+        elif "interrupted" in message:
+            self._is_peer_interrupted = True
         elif "lost" in message and not self._has_failed:
             self._end_after_loss(message)
 
@@ -235,50 +267,148 @@ class HeartbeatClient:
             os._exit(LOST)
 
 
-class _Exit(SystemExit):
-    """What `sys.exit` raises. Its status counts where Python drops it when no code runs any more: nobody caught it."""
+def watch_end(client: HeartbeatClient) -> None:
+    """Have the others learn how this process ends, and end it at once where it failed.
 
-    def __init__(self, client: HeartbeatClient, status: str | int | None):
-        super().__init__(status)
-        self.client, self.code = client, status
-
-    def __del__(self) -> None:
-        if sys._getframe().f_back is None:
-            code = self.code
-            self.client.status = code if isinstance(code, int) else int(code is not None)
-
-
-def watch_exit(client: HeartbeatClient) -> None:
-    """Report an uncaught exception, `sys.exit` with a status, or an end without a failure."""
-    # A process that failed ends without jax's shutdown, which would wait minutes for the others.
+    | the end | who tells the others |
+    |---|---|
+    | the main program is over | `at_exit`: a goodbye, so that the closed connection is no loss |
+    | an exception that nobody catches | `on_exception` says which |
+    | `sys.exit` with a status | the launcher, which sees it. Without one, `at_exit` |
+    | a signal, `os._exit`, a crash | the launcher. Without one, the connection that closes |
+    | frozen, or its host is gone | nobody: the heartbeats end |
+    """
+    # A process that failed ends by os._exit: jax's own shutdown would wait minutes for the others, which wait for this
+    # process in a collective.
     show, process = sys.excepthook, os.getpid()
 
+    class Exit(SystemExit):
+        """What `sys.exit` raises here. Python reads its `code` if nobody catches it, and ends with that status."""
+
+        @property
+        def code(self) -> str | int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+            status: str | int | None = self.args[0]
+            client.status = status & 0xFF if isinstance(status, int) else int(status is not None)
+            return status
+
+    def sys_exit(status: str | int | None = None, /) -> None:
+        # In another thread it ends that thread only, and a fork is no process of the run.
+        is_main = threading.current_thread() is threading.main_thread() and os.getpid() == process
+        raise Exit(status) if is_main else SystemExit(status)
+
     def on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != process:  # a fork has the hook, but is no process of the run
+        if os.getpid() != process or hasattr(sys, "ps1"):  # at a prompt the process goes on
             return show(kind, value, trace)
-        interrupt = issubclass(kind, KeyboardInterrupt)
-        if not interrupt:
+        is_interrupt = issubclass(kind, KeyboardInterrupt)
+        if not is_interrupt:
             client.wait_for_loss_report()
         show(kind, value, trace)
-        client.report_failure(130 if interrupt else 1, " ".join(f"{kind.__name__}: {value}".split())[:300])
-
-    def on_exit(status: str | int | None = None, /) -> None:
-        if os.getpid() != process:
-            raise SystemExit(status)
-        raise _Exit(client, status)  # in no variable, whose frame would keep it
+        one_line = " ".join(str(value).split())
+        why = f"{kind.__name__}: {one_line}" if one_line else kind.__name__
+        client.report_failure(130 if is_interrupt else 1, why[:300])
 
     def at_exit() -> None:
         if os.getpid() != process:
             return
-        if not client.status:
+        if client.status == 0:
             return client.leave()
         client.wait_for_loss_report()
-        client.report_failure(client.status, f"it ended with status {client.status}")
+        if not client.is_launched:
+            client.report_failure(client.status, f"status {client.status}")
         sys.stdout.flush()
         sys.stderr.flush()
         if client.server is not None:
             client.server.wait_for_peers(_LAST_MESSAGE_TIME + INTERRUPT_GRACE * (client.status in INTERRUPTED))
-        os._exit(client.status & 0xFF)
+        os._exit(client.status)
 
-    sys.excepthook, sys.exit = on_exception, on_exit
+    sys.excepthook, sys.exit = on_exception, sys_exit
     atexit.register(at_exit)
+
+
+# The proxy for jax's coordination service, which is in process 0. When process 0 is killed, jax's client in every other
+# process aborts within a tenth of a second, with a C++ stack trace and status 134, before the loss can be reported.
+# Through this proxy, which is in the same process, the client sees no closed connection. It gives up after its own
+# heartbeat timeout, which is longer than ours.
+
+_CHUNK = 1 << 18
+_MOST_PROXIED = 16  # connections at a time; jax's client has one or two
+_RETRY = 0.05  # seconds between two attempts: jax's client waits, and a refused connection costs little
+_SERVICE_TIMEOUT = 5.0  # seconds: a host that is gone answers nothing
+_END = 5.0  # seconds which the service has to end after its client has
+
+
+class ServiceProxy:
+    """A listener at `address` on this host that forwards each connection to `target`. Both are "host:port"."""
+
+    def __init__(self, target: str):
+        self._target = split(target)
+        self._silent: list[StreamWriter] = []  # connections that have sent nothing yet, the oldest first
+        self._forwarded = 0  # how many others there are
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{listener.getsockname()[1]}"
+        consequence = "jax cannot connect to process 0 again"
+        self.thread = daemon("jaxpar-proxy", lambda: asyncio.run(self._serve(listener)), consequence, listener.close)
+        self.thread.start()
+
+    async def _serve(self, listener: socket.socket) -> None:
+        asyncio.get_running_loop().set_exception_handler(_report)
+        server = await asyncio.start_server(self._admit, sock=listener)
+        await server.serve_forever()
+
+    async def _admit(self, from_client: StreamReader, to_client: StreamWriter) -> None:
+        """Forward a connection once it has sent something. Until then it makes room for newer ones."""
+        self._silent.append(to_client)
+        if len(self._silent) > _MOST_PROXIED:
+            self._silent.pop(0).close()
+        data = await _read(from_client)  # jax's client sends first
+        if to_client in self._silent:
+            self._silent.remove(to_client)
+        if data and self._forwarded < _MOST_PROXIED:
+            self._forwarded += 1
+            try:
+                await self._forward(data, from_client, to_client)
+            finally:
+                self._forwarded -= 1
+        to_client.close()
+
+    async def _forward(self, data: bytes, from_client: StreamReader, to_client: StreamWriter) -> None:
+        """Forward both directions until the client ends. The end of the service is never forwarded."""
+        while True:  # the service may start later
+            try:
+                async with asyncio.timeout(_SERVICE_TIMEOUT):
+                    from_service, to_service = await asyncio.open_connection(*self._target)
+                break
+            except (OSError, RuntimeError):  # RuntimeError: at its end, Python starts no thread that looks up a host
+                if from_client.at_eof() or to_client.is_closing():
+                    return
+                await asyncio.sleep(_RETRY)
+        answers = asyncio.create_task(_copy(from_service, to_client))
+        to_service.write(data)
+        await _copy(from_client, to_service)
+        with contextlib.suppress(OSError):
+            to_service.write_eof()
+        await asyncio.wait([answers], timeout=_END)
+        answers.cancel()
+        to_service.close()
+
+
+async def _copy(source: StreamReader, drain: StreamWriter) -> None:
+    """Copy from `source` until its end. What `drain` no longer takes is dropped."""
+    while data := await _read(source):
+        if not drain.is_closing():
+            with contextlib.suppress(OSError):
+                drain.write(data)
+                await drain.drain()
+
+
+async def _read(source: StreamReader) -> bytes:
+    try:
+        return await source.read(_CHUNK)
+    except OSError:
+        return b""
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Say what went wrong, but for sockets: where descriptors are used up, asyncio listens again a second later."""
+    if not isinstance(context.get("exception", OSError()), OSError):
+        loop.default_exception_handler(context)

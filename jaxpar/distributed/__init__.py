@@ -11,12 +11,13 @@ SkyPilot, and on Cloud TPU.
                    `join` is for callers such as `kv.create`
     _elastic       the members of an elastic run
     _gloo          how they give up connecting when one of them is lost
+    _runtime       what all of these use of jax beside its public names
 """
 
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from .._devices.processes import is_elastic as is_elastic
-from .._heartbeat.connection import LOST as LOST
+from .._heartbeat.server import LOST as LOST
 from ._elastic import (
     Board as _Board,
     end_left_behind as _end_left_behind,
@@ -35,3 +36,4 @@ from ._initialize import (
     set_resume_hint as set_resume_hint,
     wait_for_loss_report as wait_for_loss_report,
 )
+from ._runtime import Client as _Client, live_devices as _live_devices, process_failure as _process_failure

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
-from jax.experimental import multihost_utils
 
 from .._core.text import say_before_exit
 from .._devices import processes
-from .._heartbeat.connection import LOST, MOST_SECONDS
+from .._heartbeat.server import LOST, MOST_SECONDS
+from . import _runtime
 from ._environment import Cluster
 
 VARIABLE = "JAXPAR_ELASTIC"  # the launcher sets it with --elastic
@@ -35,8 +35,10 @@ def check_elastic(cluster: Cluster | str, monitor: bool) -> None:
     if not monitor:
         raise ValueError(f"{_WHERE}: elastic=True finds lost processes by their heartbeats; leave out monitor=False")
     why = ""
-    if not hasattr(multihost_utils, "live_devices") or not hasattr(jax.config, "jax_enable_recoverability"):
-        why = f"jax {jax.__version__} cannot continue after a loss; use jax 0.10.2 or later, or leave out elastic"
+    if missing := _runtime.missing(_runtime.ELASTIC_NAMES):
+        names = " and no ".join(missing)
+        hint = "use jax 0.10.2 to 0.12, or leave out elastic"
+        why = f"jax {jax.__version__} cannot continue after a loss: it has no {names}; {hint}"
     elif isinstance(cluster, str):
         names = "JAXPAR_COORDINATOR, JAXPAR_NUM_PROCESSES and JAXPAR_PROCESS_ID"
         why = f"in {cluster} a lost process cannot rejoin by itself; leave out elastic, or set {names}"
@@ -62,12 +64,9 @@ def forget(address: str, processes: int, rank: int) -> None:
     # The service is meant to notice a loss by jax's own heartbeats. But it takes a run that was stopped for a loss of
     # every process, and ends them with SIGABRT. So its time limit is a week, and our heartbeats say who is lost: this
     # connects in the place of the lost process, and leaves in order.
-    state = type(multihost_utils.distributed.global_state)()  # pyright: ignore[reportPrivateImportUsage]
-    state.initialize_preemption_sync_manager = lambda: None
-    options: dict[str, Any] = {"cluster_detection_method": "deactivate", "local_device_ids": []}
-    options |= {"heartbeat_timeout_seconds": NEVER, "shutdown_timeout_seconds": _SHUTDOWN_TIMEOUT}
-    state.initialize(address, processes, rank, **options)
-    state.shutdown()
+    _runtime.connect_and_leave(
+        address, processes, rank, heartbeat_timeout_seconds=NEVER, shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT
+    )
 
 
 class Board:
@@ -75,9 +74,8 @@ class Board:
 
     # Anybody can write there, so a value that is not valid counts as none.
 
-    def __init__(self, client: Any = None):
-        """`client`: a connection to jax's coordination service, by default jax's own."""
-        self.client: Any = client or multihost_utils.distributed.global_state.client  # pyright: ignore[reportPrivateImportUsage]
+    def __init__(self, client: _runtime.Client | None = None):
+        self.client = client or _runtime.client()
 
     def set(self, name: str, value: object) -> None:
         self.client.key_value_set(f"{_KEYS}/{name}", json.dumps(value), allow_overwrite=True)

@@ -14,12 +14,12 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
 
 import jax
 
 from .._core.process import daemon
 from .._core.text import say
+from ._runtime import Client
 
 _KEYS = "cpu:gloo"  # the beginning of the names, before the ids of the devices of a group
 _POLL = 0.2  # seconds between two looks
@@ -30,13 +30,13 @@ _NUMBER = 8  # bytes
 _NO_ADDRESS = _SIZE.pack(0) * 2  # an empty name and an empty address, for which Gloo raises
 
 
-def forget_group(client: Any, ids: Sequence[int]) -> None:
+def forget_group(client: Client, ids: Sequence[int]) -> None:
     """Forget how an earlier process with these devices connected."""
     client.key_value_delete(f"{_KEYS}/{_name(ids)}")
 
 
 @contextlib.contextmanager
-def connecting(client: Any, ids: Sequence[int], should_end: Callable[[], bool]) -> Generator[None]:
+def connecting(client: Client, ids: Sequence[int], should_end: Callable[[], bool]) -> Generator[None]:
     """A block in which the processes connect the devices with these ids. They give up where `should_end`.
 
     `client` is a connection to jax's coordination service. Only process 0 makes this call.
@@ -61,7 +61,7 @@ def connecting(client: Any, ids: Sequence[int], should_end: Callable[[], bool]) 
         thread.join()
 
 
-def _end_waits(client: Any, ids: Sequence[int], made: set[tuple[bytes, bytes]]) -> None:
+def _end_waits(client: Client, ids: Sequence[int], made: set[tuple[bytes, bytes]]) -> None:
     """End what Gloo waits for in a group. `made` are the connections that were made already, and get the new ones."""
     folder = f"{_KEYS}/{_name(ids)}/"
     addresses: dict[str, bytes] = dict(client.key_value_dir_get_bytes(folder))

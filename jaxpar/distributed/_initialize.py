@@ -16,16 +16,25 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from .._core.calls import answers
 from .._core.text import say, say_news
 from .._devices import processes
-from .._heartbeat.client import HeartbeatClient, watch_exit
-from .._heartbeat.connection import MOST_SECONDS, SECRET, Secret, find_secret, is_loopback, new_secret, split
-from .._heartbeat.proxy import ServiceProxy
-from .._heartbeat.server import ELASTIC_TIMEOUT, HEARTBEAT_TIMEOUT, HeartbeatServer
+from .._heartbeat.client import HeartbeatClient, ServiceProxy, watch_end
+from .._heartbeat.server import (
+    ELASTIC_TIMEOUT,
+    HEARTBEAT_TIMEOUT,
+    MOST_SECONDS,
+    SECRET,
+    HeartbeatServer,
+    Secret,
+    find_secret,
+    is_loopback,
+    new_secret,
+    split,
+)
 from . import _elastic, _environment
+from ._runtime import job
 
 _WHERE = "distributed.initialize"
 _PORTS = 8  # the server takes the first free one of these many after the coordinator's
@@ -58,12 +67,6 @@ def is_joined() -> bool:
     if this.has_failed:  # jax may now say that it is initialised, or that it is one of one
         raise RuntimeError(f"{_WHERE}: an earlier call failed in this process; start all processes again")
     return this.is_joined or jax.distributed.is_initialized()
-
-
-def numbers_of_jax() -> tuple[int, int]:
-    """How many processes `jax.distributed` has, and which one this is. It starts no device."""
-    state = multihost_utils.distributed.global_state  # pyright: ignore[reportPrivateImportUsage]
-    return state.num_processes, state.process_id
 
 
 def is_jax_used() -> bool:
@@ -197,7 +200,7 @@ def _attach(num_processes: int | None, process_id: int | None) -> None:
     # The code that started jax also ends it. In Ray Train, one line reports that.
     if this.is_joined:  # by ourselves
         return
-    size, rank = numbers_of_jax()
+    size, rank = job().num_processes, job().process_id
     for name, argument, of_jax in (("num_processes", num_processes, size), ("process_id", process_id, rank)):
         if argument is not None and argument != of_jax:
             raise RuntimeError(
@@ -304,7 +307,7 @@ def known_processes() -> int:
         >>> distributed.known_processes()
         1
     """
-    return numbers_of_jax()[0]
+    return job().num_processes
 
 
 def wait_for_loss_report() -> None:
@@ -332,7 +335,7 @@ def _start(
     with reserve_port(cluster.coordinator) if several and cluster.process_id == 0 else contextlib.nullcontext():
         if watch and (several or cluster.server):
             this.client = join_others(cluster, heartbeat_timeout, join_timeout)
-            watch_exit(this.client)
+            watch_end(this.client)
     if several or not cluster.server:
         if options["local_device_ids"] is None:
             options = {**options, "local_device_ids": cluster.local_devices}
@@ -371,10 +374,10 @@ def _start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, 
             return  # a single host
         names = "JAXPAR_COORDINATOR and JAXPAR_NUM_PROCESSES (the number of the process is JOB_COMPLETION_INDEX)"
         raise RuntimeError(f"{_WHERE}: jax finds no settings in {name}; set {names}, or install jax[k8s]") from error
-    size, rank = numbers_of_jax()
+    size, rank = job().num_processes, job().process_id
     if watch and size > 1:
         this.client = _join_through_jax(rank, size, heartbeat_timeout)
-        watch_exit(this.client)
+        watch_end(this.client)
 
 
 def reserve_port(address: str) -> socket.socket:
@@ -446,8 +449,7 @@ def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> Heartbe
         port_and_key = f"{listener.getsockname()[1]} {secret.key.decode()}"
     with ThreadPoolExecutor(1) as thread:  # in this one jax may be tracing, around a kv.create
         port, key = "".join(thread.submit(processes.exchange, port_and_key).result()).split(" ")
-    address = multihost_utils.distributed.global_state.coordinator_address  # pyright: ignore[reportPrivateImportUsage]
-    secret, (host, _) = Secret(key.encode(), "process 0"), split(address or "")
+    secret, (host, _) = Secret(key.encode(), "process 0"), split(job().coordinator_address)
     client = HeartbeatClient(rank, size, **run, secret=secret, launched=False, server=server)
     return _join_run(client, [(host, int(port))], _JOIN_TIMEOUT, f"no answer at {host}:{port}")
 

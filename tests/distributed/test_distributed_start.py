@@ -19,7 +19,7 @@ from hostile import new_client, serving
 from launched import LIMIT, background, free_port, launch, write
 
 from jaxpar import data, distributed, kv, train
-from jaxpar._heartbeat import connection
+from jaxpar._heartbeat import server as server_module
 from jaxpar._heartbeat.client import HeartbeatClient
 from jaxpar.distributed import _environment, _initialize
 
@@ -379,7 +379,7 @@ def test_the_port_of_the_coordinator_is_taken():
 def test_messages_that_are_none():
     here, there = socket.socketpair()
     with there:
-        end = connection.JsonConnection(here, connection.FROM_SERVER)
+        end = server_module.JsonConnection(here, server_module.FROM_SERVER)
         there.sendall(b'{"heartbeat": 1}\n{"closing"')
         assert end.receive() == [{"heartbeat": 1}]
         there.sendall(b": 1}\n")
@@ -393,8 +393,8 @@ def test_messages_that_are_none():
 
 def test_time_in_which_this_process_was_stopped_does_not_count(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(connection, "time", types.SimpleNamespace(monotonic=lambda: now))
-    clock = connection.AwakeClock()
+    monkeypatch.setattr(server_module, "time", types.SimpleNamespace(monotonic=lambda: now))
+    clock = server_module.AwakeClock()
     now = 101.5
     assert clock.tick() == 1.5
     now = 131.5  # stopped for half a minute

@@ -18,7 +18,7 @@ from launched import HEAD, MEMBER, launch, until, write
 from jaxpar import distributed
 from jaxpar._heartbeat import client as client_module
 from jaxpar._heartbeat.client import LOST
-from jaxpar._heartbeat.connection import FROM_SERVER, JsonConnection
+from jaxpar._heartbeat.server import FROM_SERVER, JsonConnection
 
 LIMIT = 30
 DEEP = b"[" * 60_000 + b"\n"
@@ -495,7 +495,7 @@ def test_a_timeout_that_no_server_takes_is_refused_at_once(name, seconds):
 
 # Any bytes, any JSON, any mutation
 
-KNOWN = {"welcome", "go", "hint", "lost", "refused", "closing"}
+KNOWN = {"welcome", "go", "hint", "lost", "refused", "closing", "interrupted"}
 
 
 def check_any_bytes(data, is_member, is_early):

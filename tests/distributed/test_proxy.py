@@ -8,7 +8,7 @@ import pytest
 from hostile import descriptors, next_descriptor, open_descriptors
 from launched import until
 
-from jaxpar._heartbeat.proxy import ServiceProxy
+from jaxpar._heartbeat.client import ServiceProxy
 
 
 class Proxied:

@@ -192,6 +192,19 @@ def test_started_again_on_a_new_host(ray, tmp_path):
     assert ray.reports[-1][0]["epoch"] == 1
 
 
+def test_a_relative_directory_in_another_session(ray, tmp_path, monkeypatch):
+    """Ray starts a worker in a directory of the session, so the same words name another directory then."""
+    for session, epochs in (("first", 2), ("second", 3)):
+        (tmp_path / session).mkdir()
+        monkeypatch.chdir(tmp_path / session)
+        run("run", epochs=epochs)
+    assert [m["epoch"] for m, _ in ray.reports] == [1, 2, 3]
+    ray.reports[-1][0]["checkpoint_dir"] = str(tmp_path / "second" / "run")  # of an earlier jaxpar
+    shutil.rmtree("run")
+    run("run", epochs=4)
+    assert [m["epoch"] for m, _ in ray.reports] == [1, 2, 3, 4]
+
+
 def test_saved_and_not_reported(ray, tmp_path):
     """A worker is killed between the two. The next one reports the epoch, also where it has no step to make."""
     run(tmp_path / "run", epochs=3)

@@ -11,7 +11,7 @@ from hostile import HELLO, JOB, Run, liar, lines, new_client, serving
 from hypothesis import HealthCheck, given, settings
 
 from jaxpar._heartbeat import client as client_module
-from jaxpar._heartbeat.connection import Secret, find_secret
+from jaxpar._heartbeat.server import Secret, find_secret
 
 KEY = Secret(b"0123456789abcdef", "a test")
 OTHER = Secret(b"fedcba9876543210", "another test")

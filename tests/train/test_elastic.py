@@ -31,7 +31,7 @@ from jaxpar.train._fit.run import FitOptions, Run
 @pytest.fixture
 def elastic(monkeypatch):
     """As in an elastic run."""
-    monkeypatch.setattr(processes._Elastic, "is_on", True)
+    monkeypatch.setattr(processes.elastic_run, "is_on", True)
 
 
 def loss_fn(params, batch, rng):
@@ -81,9 +81,6 @@ class Service:
 
     def key_value_set(self, key, text, allow_overwrite=False):
         self.keys[key] = text
-
-    def key_value_delete(self, key):
-        assert key.startswith("cpu:gloo/")
 
     def key_value_try_get(self, key):
         if key not in self.keys:
@@ -238,7 +235,7 @@ EIGHT = {"x": np.ones(8, "float32")}
     ],
 )
 def test_what_cannot_go_on_is_refused(elastic, monkeypatch, shards, source, has_fitted, error, words):
-    monkeypatch.setattr(processes._Elastic, "has_fitted", has_fitted)
+    monkeypatch.setattr(processes.elastic_run, "has_fitted", has_fitted)
     state, step = new_state(), train.make_train_step(loss_fn, virtual_shards=shards)
     with pytest.raises(error, match=words):
         train.fit(state, step, source, epochs=1, batch_size=8, progress=False)
@@ -333,7 +330,7 @@ def test_what_only_process_0_does_is_named_and_not_ended(capfd):
 
 def test_each_batch_of_an_evaluation_is_progress(monkeypatch):
     done = []
-    monkeypatch.setattr(processes._Elastic, "watchers", [lambda: done.append(1)])
+    monkeypatch.setattr(processes.elastic_run, "watchers", (lambda: done.append(1),))
     arrays = {"x": np.ones((64, 2), np.float32)}
     eval_fn = lambda params, batch: {"mean": (batch["x"] * params["w"]).mean(-1)}  # noqa: E731
     train.evaluate(new_state(), data=arrays, eval_fn=eval_fn, batch_size=2)

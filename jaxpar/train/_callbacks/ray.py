@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import checkpoint, distributed
+from ..._core import files
 from .history import Record
 
 
@@ -37,6 +38,7 @@ class RayReport:
 
     def __init__(self) -> None:
         self._directory: Path | None = None
+        self._name = ""  # of the directory, in what is reported
         self._reported = -1  # the step of the last report
         self._missing: list[Record] = []  # records of earlier workers, which were not reported
 
@@ -45,11 +47,14 @@ class RayReport:
 
     def before_resume(self, directory: Path) -> None:
         """Put the checkpoint that was reported last into the directory, if it is not there."""
-        self._directory = directory
+        # A worker begins in a directory of its Ray session. So a relative directory is another one in the next session,
+        # and what was reported is found by the part that the user gave. An earlier jaxpar reported the absolute path.
+        self._directory, self._name = directory, files.shown(directory)
         ray = distributed._ray_worker()
         if ray is None:
             return
-        ours = [r for r in ray.get_all_reported_checkpoints() if r.metrics.get("checkpoint_dir") == str(directory)]
+        names = (self._name, str(directory))
+        ours = [r for r in ray.get_all_reported_checkpoints() if r.metrics.get("checkpoint_dir") in names]
         if not ours:
             return
         last = max(ours, key=lambda reported: reported.metrics["step"])
@@ -83,7 +88,7 @@ class RayReport:
     def _report(self, ray: Any, record: Record, path: Path | None) -> None:
         metrics = {name: value for name, value in record.items() if value is not None}
         if self._directory is not None:
-            metrics["checkpoint_dir"] = str(self._directory)
+            metrics["checkpoint_dir"] = self._name
         with contextlib.ExitStack() as stack:
             saved = None
             if path is not None and ray.get_context().get_world_rank() == 0:

@@ -19,16 +19,15 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from ... import distributed
 from ..._core.arrays import Device, without_keys
 from ..._core.text import say, say_before_exit, say_news
-from ..._heartbeat.connection import REFUSED
+from ..._heartbeat.server import REFUSED
 from .._step.state import TrainState
 
 _JOIN = "join"  # the key in a block by which process 0 takes others in
@@ -41,12 +40,15 @@ _DEVICE = re.compile(r"device_ids = (\[\d*\]|dense<\d*> : tensor<\w*>)|(?<=maxim
 
 Program = dict[str, str]
 Devices = tuple[Device, ...]
+Offer = dict[str, Any]  # what process 0 says about the run, as JSON
+Prepared = TypeVar("Prepared")
+Result = TypeVar("Result")
 
 
 class Group:
     """This process and those that compute with it, its members."""
 
-    def __init__(self, client: Any = None):
+    def __init__(self, client: distributed._Client | None = None):
         self.starts: dict[int, int] = {}  # the number that jax gave to the start of each member, by its index
         self.agrees = False  # whether they have agreed; after a change of members and a failure they must again
         self.lost: list[int] = []  # the processes that were lost in the last block
@@ -54,7 +56,7 @@ class Group:
         self._board = distributed._Board(client)
         self._rank = jax.process_index()
         self.is_first = self._rank == 0
-        self._live: Any = multihost_utils.live_devices
+        self._live = distributed._live_devices()
         self._were = set[int]()  # the starts that were members
         # In all members the same: how often they have changed, and how often these ones have tried to agree.
         self._number = self._tries = 0
@@ -62,7 +64,7 @@ class Group:
         self._block = ""  # the beginning of the keys of the last block
         self._program: Program = {}  # what this process computes
         self._orders: dict[frozenset[int], Iterator[tuple[int, ...]]] = {}
-        if self._board.client is not None:
+        if jax.distributed.is_initialized():
             # Gloo may know a group of these devices, of an earlier process in the place of this one.
             distributed._forget_group(self._board.client, [d.id for d in jax.local_devices()])
 
@@ -70,14 +72,14 @@ class Group:
     def devices(self) -> list[Device]:
         return [d for d in jax.devices() if d.process_index in self.starts]
 
-    def check_program(self, own: Program) -> None:
+    def check_program(self, program: Program) -> None:
         """Compare this process's program with that of process 0. End this process if they differ."""
-        self._program = own
+        self._program = program
         if self.is_first:
-            return self._board.set("program", own)
+            return self._board.set("program", program)
         while (first := self._board.get("program", _is_program)) is None:
             self._leave_if_over()
-        if why := differences(own, first):
+        if why := differences(program, first):
             self.refuse(why)
 
     def refuse(self, why: str) -> NoReturn:
@@ -91,9 +93,9 @@ class Group:
 
     def agree(
         self,
-        offer: Callable[[], dict[str, Any]],
-        prepare: Callable[[Devices], Any],
-        take: Callable[[Devices, dict[str, Any], Any], None],
+        offer: Callable[[], Offer],
+        prepare: Callable[[Devices], Prepared],
+        take: Callable[[Devices, Offer, Prepared], None],
     ) -> None:
         """Agree with all members, until `prepare` and then `take` have succeeded in all of them.
 
@@ -117,7 +119,7 @@ class Group:
                 say(f"process {who} was lost while the processes connected; the others connect again")
         self._failures = 0
 
-    def run(self, at: int, work: Callable[[], Any]) -> Any:
+    def run(self, at: int, work: Callable[[], Result]) -> Result | None:
         """The result of `work`, which ends with its collectives. None: it failed in a process, so it counts in none."""
         made = self._in_all(str(at), work, invites=True)
         if made is None:
@@ -132,7 +134,7 @@ class Group:
 
     def hear(self, place: int | str) -> dict[str, Any]:
         """The word of process 0 at a place. It is waited for."""
-        return self._board.wait(f"words/{place}", lambda found: {"stop", "signal", "history"} == dict(found).keys())
+        return self._board.wait(f"words/{place}", lambda value: {"stop", "signal", "history"} == dict(value).keys())
 
     def has_failed(self) -> bool:
         """Whether another process of the block under way has failed."""
@@ -144,14 +146,15 @@ class Group:
 
     def wait_for_others(self) -> None:
         """Wait until all others have ended too. Process 0 ends last, since the others need its service until then."""
+        live = distributed._live_devices()
         for _ in range(2 if self.is_first else 1):
-            with contextlib.suppress(Exception), multihost_utils.live_devices(jax.devices()):
+            with contextlib.suppress(Exception), live(jax.devices()):
                 pass
 
     def set_members(self, starts: dict[int, int], number: int | None = None) -> None:
         """Compute with these processes from now on. All members must make this call at the same place."""
-        self.starts, self._live = dict(starts), type(multihost_utils.live_devices)()
-        self._live.devices = {d: starts[d.process_index] for d in self.devices}  # as after a barrier among them
+        self.starts = dict(starts)
+        self._live = distributed._live_devices({d: starts[d.process_index] for d in self.devices})
         self._number, self._tries, self.agrees = self._number + 1 if number is None else number, 0, False
         self._were.update(starts.values())
 
@@ -168,13 +171,13 @@ class Group:
 
     def _join(self) -> None:
         """Say that this process is ready, and wait until it is a member. Where the run is over, the process ends."""
-        own = self._board.own_start(self._rank)
-        self._board.set(f"ready/{self._rank}", own)
+        start = self._board.own_start(self._rank)
+        self._board.set(f"ready/{self._rank}", start)
         if self.is_first:
             return self.set_members(self._wait_for_all())
         while True:
             number, starts = self._board.release_others(self._rank)
-            if starts.get(self._rank) == own:
+            if starts.get(self._rank) == start:
                 return self.set_members(starts, number)
             self._leave_if_over()
 
@@ -199,7 +202,7 @@ class Group:
             os._exit(0)  # jax's own shutdown needs process 0
         time.sleep(_POLL)
 
-    def _in_all(self, name: str, work: Callable[[], Any], invites: bool = False) -> tuple[Any] | None:
+    def _in_all(self, name: str, work: Callable[[], Result], invites: bool = False) -> tuple[Result] | None:
         """The result in a tuple, where `work` succeeded in all members. With `invites` others may join after it."""
         self.lost, self.joined, made, error = [], [], None, None
         self._block = f"blocks/{self._number}/{self._tries}/{name}"
@@ -212,7 +215,7 @@ class Group:
                     self._board.set(f"{self._block}/{self._rank}", f"{error}"[:500])
                 if invites and made and self.is_first:
                     self._invite()
-        except multihost_utils.ProcessFailureError as failure:
+        except distributed._process_failure() as failure:
             self.lost = sorted({d.process_index for d in failure.failed_devices})
             self._leave_out_lost()
             return None
@@ -241,15 +244,14 @@ class Group:
 
     def _leave_out_lost(self) -> None:
         """Compute without the members that the last block has found lost."""
-        live: dict[Device, int] = self._live.devices or {}
-        found = {device.process_index: start for device, start in live.items()}
-        if found.get(self._rank) != self.starts[self._rank]:
+        living = {device.process_index: start for device, start in (self._live.devices or {}).items()}
+        if living.get(self._rank) != self.starts[self._rank]:
             distributed._end_left_behind()
-        self.set_members({rank: start for rank, start in self.starts.items() if found.get(rank) == start})
+        self.set_members({rank: start for rank, start in self.starts.items() if living.get(rank) == start})
 
     def _settle(
-        self, offer: Callable[[], dict[str, Any]], prepare: Callable[[Devices], Any]
-    ) -> tuple[Devices, dict[str, Any], Any]:
+        self, offer: Callable[[], Offer], prepare: Callable[[Devices], Prepared]
+    ) -> tuple[Devices, Offer, Prepared]:
         """The devices and the offer of process 0, which the others read, and what this process has prepared."""
         name = f"terms/{self._number}/{self._tries}"
         if self.is_first:
@@ -281,12 +283,12 @@ def _by_rank(entries: dict[str, Any]) -> dict[int, Any]:
     return {rank: entries[str(rank)] for rank in range(jax.process_count()) if str(rank) in entries}
 
 
-def _is_program(found: Any) -> bool:
-    return isinstance(found, dict) and all(isinstance(text, str) for text in found.values())  # pyright: ignore
+def _is_program(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())  # pyright: ignore
 
 
-def _is_terms(found: Any) -> bool:
-    order, offer = found["order"], found["offer"]
+def _is_terms(value: Any) -> bool:
+    order, offer = value["order"], value["offer"]
     known = {d.id for d in jax.devices()}
     numbers = all(isinstance(offer[name], int) for name in ("at", "first", "last"))
     return numbers and (order is None or {*order} <= known)
@@ -318,11 +320,11 @@ def describe(run: Any, seed: jax.Array, state: TrainState, texts: Iterable[str],
     }
 
 
-def differences(own: Program, first: Program) -> str:
+def differences(program: Program, first: Program) -> str:
     """In what a process differs from process 0, in words. Empty: in nothing."""
-    names = [name for name in own if own[name] != first.get(name)]
+    names = [name for name in program if program[name] != first.get(name)]
     return " and ".join(
-        f"{name} ({own[name]}, not {first.get(name)})" if name == "versions" else name for name in names
+        f"{name} ({program[name]}, not {first.get(name)})" if name == "versions" else name for name in names
     )
 
 
@@ -330,8 +332,8 @@ def digest(tree: Any) -> str:
     """A hash of the structure of a pytree, and of what is in it."""
     plain, _ = without_keys(tree)
     leaves, structure = jax.tree.flatten(plain)
-    found = hashlib.blake2b(str(structure).encode(), digest_size=16)
+    hasher = hashlib.blake2b(str(structure).encode(), digest_size=16)
     for leaf in leaves:
         host = np.ascontiguousarray(leaf)  # of a text too
-        found.update(f"{host.dtype}{host.shape}".encode() + host.tobytes())
-    return found.hexdigest()
+        hasher.update(f"{host.dtype}{host.shape}".encode() + host.tobytes())
+    return hasher.hexdigest()

@@ -27,12 +27,12 @@ from ..._core.arrays import without_keys
 from ..._core.process import daemon
 from ..._core.text import say, say_before_exit
 from ..._devices import mesh, processes
-from ..._heartbeat.connection import AwakeClock
+from ..._heartbeat.server import AwakeClock
 from .._callbacks.history import History
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState, place_state
 from .._step.train_step import TrainStep
-from .group import Devices, Group, Program, describe, digest
+from .group import Devices, Group, Offer, Program, describe, digest
 
 STUCK_AFTER = 10.0  # seconds, or JAXPAR_STUCK_TIMEOUT
 _EVERY = 0.5  # seconds between two looks
@@ -189,7 +189,7 @@ class Member:
     def _agree(self) -> None:
         """Agree with all that live, and take the state of process 0."""
 
-        def take(devices: Devices, offer: dict[str, Any], send: Callable[[], Any]) -> None:
+        def take(devices: Devices, offer: Offer, send: Callable[[], Any]) -> None:
             self._host = send()
             self._state = place_state(self._host, devices)
             self._step = self._run.step.on(devices)
@@ -203,7 +203,7 @@ class Member:
 
         self._group.agree(self._offer, lambda devices: processes.plan_send(self._host, devices), take)
 
-    def _offer(self) -> dict[str, Any]:
+    def _offer(self) -> Offer:
         """What process 0 says of the run under way."""
         self._load()
         place = {"at": self._at, "first": self.first, "last": self._last}

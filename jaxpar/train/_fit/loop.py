@@ -172,7 +172,7 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
             # epoch: the state is saved without the record, which the next call makes again, for all callbacks. The
             # record of an epoch that `max_steps` cuts short is not saved either, nor what callbacks made of it, since a
             # longer run has neither.
-            stopped_by, has_failed = list[str](), True
+            stopped_by, has_failed, is_in_all, interrupted = list[str](), True, True, False
             try:
                 if record is not None:
                     training.callback_state, stopped_by = callbacks.after_record(
@@ -181,13 +181,19 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
                     stopped_by = [] if is_cut_short else stopped_by
                     training.keep_best()
                 has_failed = False
+            except BaseException as error:
+                is_in_all = processes.is_in_all(error)
+                raise
             finally:
-                interrupted = signals.should_stop(training.state, clock.step, is_record_due)
-                if interrupted:  # the checkpoint has the metrics of all steps
-                    training.read_metrics(0)
-                without_record = callback_state_before if has_failed or is_cut_short else None
-                if not has_failed or is_epoch_over:
-                    training.save(is_save_due, stopped_by, interrupted, without_record)
+                # A second Ctrl-C is of this process alone. The others wait in the callbacks, and would take what is
+                # asked here for the answer to that.
+                if is_in_all:
+                    interrupted = signals.should_stop(training.state, clock.step, is_record_due)
+                    if interrupted:  # the checkpoint has the metrics of all steps
+                        training.read_metrics(0)
+                    without_record = callback_state_before if has_failed or is_cut_short else None
+                    if not has_failed or is_epoch_over:
+                        training.save(is_save_due, stopped_by, interrupted, without_record)
             if record is not None:
                 # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in
                 # others.
