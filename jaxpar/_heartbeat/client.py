@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import inspect
 import os
 import queue
 import socket
@@ -288,7 +289,9 @@ def watch_end(client: HeartbeatClient) -> None:
         @property
         def code(self) -> str | int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
             status: str | int | None = self.args[0]
-            client.status = status & 0xFF if isinstance(status, int) else int(status is not None)
+            frame = inspect.currentframe()
+            if frame is not None and frame.f_back is None:  # no code runs any more, so it is Python that reads it
+                client.status = status & 0xFF if isinstance(status, int) else int(status is not None)
             return status
 
     def sys_exit(status: str | int | None = None, /) -> None:

@@ -31,7 +31,7 @@ ENDS = {
 # An exit that somebody catches ends nothing, as a notebook's kernel does.
 CAUGHT = (
     "try: sys.exit(4)\nexcept SystemExit: pass",
-    "try: sys.exit(4)\nexcept SystemExit as error: sys.kept = error",
+    "try: sys.exit(4)\nexcept SystemExit as error: sys.kept, sys.status = error, error.code",
     "thread = threading.Thread(target=lambda: sys.exit(3)); thread.start(); thread.join()",
     "if not os.fork(): sys.exit(4)\nos.wait()",
     "sys.ps1 = '> '; sys.excepthook(ValueError, ValueError('at a prompt'), None)",
