@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import weakref
@@ -41,6 +42,9 @@ from .virtual import VirtualProgram, VirtualStep
 
 if TYPE_CHECKING:
     import optax
+
+
+_NO_MESH = contextlib.nullcontext[Mesh | None](None)  # a block as `outside_mesh`, which a small step would feel
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -110,10 +114,11 @@ class TrainStep:
     def _run(self, state: TrainState, batch: Batch, *span: int) -> tuple[TrainState, Metrics]:
         """One step, or several with the first and the end of the batches that they take."""
         processes.refuse_elastic("train step")
-        with outside_mesh() as user:
+        has_mesh = not jax.sharding.get_abstract_mesh().empty
+        with outside_mesh() if has_mesh else _NO_MESH as user:
             if user is not None:
                 state, batch = without_types((state, batch))
-            elif not jax.sharding.get_abstract_mesh().empty:
+            elif has_mesh:
                 check_traced((state, batch), "train step")
             try:
                 program, donated, rng = self.prepare(state, user)
