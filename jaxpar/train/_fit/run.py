@@ -146,6 +146,14 @@ class Run:
             return steps == self.steps
         return isinstance(self.source, data.IterableSource) and self.source.is_pass_over
 
+    def is_evaluation_due(self, step: int) -> bool:
+        """Whether there is an evaluation after this step, beside those at the end of an epoch."""
+        return self.eval_every is not None and step % self.eval_every == 0
+
+    def is_record_due(self, step: int, last: int, is_epoch_over: bool) -> bool:
+        """Whether there is a record after this step. `max_steps` may end the run within an epoch, which has one too."""
+        return is_epoch_over or self.is_evaluation_due(step) or step == last
+
     def batches(self, rng: jax.Array, start: int, **where: Any) -> Iterator[data.Batch]:
         """The batches after the first `start` steps, without an end, in host memory or where `where` says."""
         return iter(self.source.batches(self.batch_size, rng=shuffle_key(rng), epochs=None, start=start, **where))
