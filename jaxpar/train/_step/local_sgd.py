@@ -67,7 +67,9 @@ class LocalSGD(DeviceStep):
         new = dataclasses.replace(new, step=state.step + 1, model_state=model_state)
 
         # The guard, which may keep the old state.
-        return (new, metrics) if self.guard is None else self.guard(state, new, metrics, flags)
+        if self.guard is None or flags is None:  # there are flags where there is a guard
+            return new, metrics
+        return self.guard(state, new, metrics, flags)
 
     def apply_pending(self, state: TrainState) -> TrainState:
         """The state after the unfinished round was ended early."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +180,7 @@ def nonfinite_flags(
 
 @answers("check_finite")
 @on_own_mesh
-def check_finite(metrics: Metrics, state: TrainState) -> None:
+def check_finite(metrics: Mapping[str, jax.Array | float], state: TrainState) -> None:
     """Raise an error if a step had numbers that are not finite.
 
     Use it in your own loop; `fit` calls it for a step with `nonfinite="stop"`. Each call waits for the step. With

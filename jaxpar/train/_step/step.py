@@ -112,7 +112,9 @@ class DeviceStep:
         new = dataclasses.replace(state, step=state.step + 1, store=store, transform=transform, model_state=model_state)
 
         # The guard, which may keep the old state.
-        return (new, metrics) if self.guard is None else self.guard(state, new, metrics, flags)
+        if self.guard is None or flags is None:  # there are flags where there is a guard
+            return new, metrics
+        return self.guard(state, new, metrics, flags)
 
     def gradient(
         self, state: TrainState, params: PyTree, batch: Batch, rng: jax.Array, model_state: PyTree

@@ -117,7 +117,9 @@ class VirtualStep(DeviceStep):
         new = dataclasses.replace(state, step=state.step + 1, store=store, transform=transform, model_state=model_state)
 
         # The guard, which may keep the old state.
-        return (new, metrics) if self.guard is None else self.guard(state, new, metrics, flags)
+        if self.guard is None or flags is None:  # there are flags where there is a guard
+            return new, metrics
+        return self.guard(state, new, metrics, flags)
 
 
 def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tuple[Any, Any]:
