@@ -132,8 +132,9 @@ def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tupl
     step = dataclasses.replace(step, platform=platform)
     layout: list[Any] = []  # of the terms in buffers, known when `term` was traced
 
-    def term(donated: list[jax.Array], rng: jax.Array, batch: Batch, number: jax.Array) -> tuple[Buffers, Buffers]:
-        terms, others = step.terms(structure.unflatten(donated).with_rng(rng), batch, number)
+    # The names of arguments are in the text of the program, `leaves` in those that tests/house/programs has.
+    def term(leaves: list[jax.Array], rng: jax.Array, batch: Batch, number: jax.Array) -> tuple[Buffers, Buffers]:
+        terms, others = step.terms(structure.unflatten(leaves).with_rng(rng), batch, number)
         values, structure_of_terms = jax.tree.flatten(terms)
         groups = collectives.plan(values, _ONE_A_DTYPE)
         layout[:] = [x.shape for x in values], structure_of_terms, groups
