@@ -179,10 +179,9 @@ class JointProgram:
     """One step, or several, as one compiled program of all devices, for states of one structure."""
 
     # A program takes the arrays of a `Donated` in a list, and the structure by closure: JAX (0.10 to 0.12) keeps the
-    # structures of arguments forever, and that of a store refers to its optimizer. The list costs the host nothing: the
-    # structure is needed to find the program, and a jitted function that takes the list is quicker by as much as it
-    # takes to flatten the state. The `rng` never changes, and a program takes as long to return a random key as five
-    # arrays.
+    # structures of arguments forever, and that of a store refers to its optimizer. It costs the host little: a program
+    # that returns its 15 arrays took 74 us with the pytree, and 76 us with the list, flattened before and unflattened
+    # after it. The `rng` never changes, and a program takes as long to return a random key as five arrays.
 
     def __init__(self, step: DeviceStep, run: Engine, structure: Structure):
         store = structure.unflatten(range(structure.num_leaves)).store
