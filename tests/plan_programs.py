@@ -23,7 +23,7 @@ from jaxpar import kv, models, parallel, train, viz
 from jaxpar.models import transformer
 from jaxpar.train._plan import child
 from jaxpar.train._plan.child import Slice
-from jaxpar.train._step.programs import Part
+from jaxpar.train._step.programs import DeviceProgram
 
 LAYERS, WIDTH, SHARE = 4, 1024, 128
 RULES = {  # names of mesh axes, rule, axes of the batch
@@ -161,7 +161,7 @@ def case(name, where, devices, options):
     programs, mesh = lowered(name, devices, options)
     compiled = [program.compile() for program in programs]
     texts = [one.as_text() for one in compiled]
-    last = child._memory(compiled[-1:], [Part(None)], where, {"limit_bytes": where.limit(0.75)})
+    last = child._memory(compiled[-1:], [DeviceProgram(None)], where, {"limit_bytes": where.limit(0.75)})
     sends = [one for text in texts for one in viz._sends_of(viz._parse_program(text), mesh, len(devices))]
     return {
         "sends": [(one.kind, list(one.axes), one.sent, one.times) for one in sends],

@@ -36,11 +36,11 @@ def texts(many=False, **options):
     step, state, shapes = make(devices, **options)
     if many:
         shapes = {"x": jax.ShapeDtypeStruct((3, *shapes["x"].shape), np.float32)}
-    program, leaves = step._prepare(state, None)
-    rng, part = leaves.pop(program._rng_at), map(program._number, (0, 3))
-    run, along = (program._several if many else program._one), program._batches.along[many]
+    program, donated, rng = step.prepare(state, None)
+    run, along = (program.several if many else program.one), program.batches.shardings[many]
     batch = jax.device_put(jax.tree.map(jnp.zeros_like, shapes), along)
-    real = run.trace(leaves, rng, batch, *(part if many else ())).lower()
+    span = map(program.number, (0, 3) if many else ())
+    real = run.trace(donated, rng, batch, *span).lower()
     step, *_ = make(devices, **options)
     return real, step.lower(jax.eval_shape(lambda: make(devices, **options)[1]), shapes, many=many)
 

@@ -286,11 +286,11 @@ def test_a_program_is_freed_with_its_last_user(engine):
     """Not when the garbage collector finds it: until then 45 MB of programs had come together."""
     loss = lambda params, batch, rng: ((params["w"] * batch).mean(), {})  # noqa: E731
     state, step = train.start({"w": jnp.ones(())}, TX, loss, engine=engine, devices=DEVICES)
-    leaves, structure = jax.tree.flatten(step.complete(state))
-    program = step._make_program(structure)
+    program, donated, rng = step.prepare(state, None)
+    step._programs = None  # which keeps it for the next call
     if engine != "jit":
-        program.finish(leaves)  # of the steps of one device
-    program(leaves, jnp.ones(4))
+        program.finish(donated, rng)  # of the steps of one device
+    program(donated, rng, jnp.ones(4))
     freed = weakref.ref(program)
     gc.disable()
     try:

@@ -57,13 +57,13 @@ def number_text(value: Any) -> str:
 
 def line(record: Record, epochs: int | None = None) -> str:
     """One line about an epoch of so many: its metrics, except columns such as `eval_recall/0`, and its speed."""
-    words = [f"epoch {record['epoch']}" + (f"/{epochs}" if epochs else "")]
+    columns = [f"epoch {record['epoch']}" + (f"/{epochs}" if epochs else "")]
     for name, value in record.items():
         if name not in NO_METRICS and "/" not in name and value is not None and not isinstance(value, bool):
-            words.append(f"{name.replace('_', ' ')} {number_text(value)}")
-    words.append(f"{record['seconds']:.1f} s")
-    words += [f"{record[name]:,.0f} {unit}" for name, unit in SPEEDS.items() if name in record]
-    return "  ".join(words)
+            columns.append(f"{name.replace('_', ' ')} {number_text(value)}")
+    columns.append(f"{record['seconds']:.1f} s")
+    columns += [f"{record[name]:,.0f} {unit}" for name, unit in SPEEDS.items() if name in record]
+    return "  ".join(columns)
 
 
 def metric_names(record: Record) -> list[str]:
@@ -79,9 +79,9 @@ def metric_groups(records: Sequence[Record]) -> dict[str, dict[str, str]]:
     """The metrics that are drawn together: of each the curves, as {label: name in the records}."""
     groups: dict[str, dict[str, str]] = {}
     for name in dict.fromkeys(name for record in records for name in metric_names(record)):
-        part = next((part for part in ("test", "eval") if name.startswith(f"{part}_")), "train")
-        group, _, column = name.removeprefix(f"{part}_").partition("/")
-        groups.setdefault(group, {})[f"{part} {column}".strip()] = name
+        data = next((data for data in ("test", "eval") if name.startswith(f"{data}_")), "train")
+        group, _, column = name.removeprefix(f"{data}_").partition("/")
+        groups.setdefault(group, {})[f"{data} {column}".strip()] = name
     return groups
 
 
@@ -195,8 +195,8 @@ def _figure(groups: dict[str, dict[str, str]], axis: str, records: Sequence[Reco
     for i, (group, curves) in enumerate(groups.items(), 1):
         axes = figure.add_subplot(rows, columns, i)
         for label, name in curves.items():
-            found = [(record[axis], record[name]) for record in records if record.get(name) is not None]
-            axes.plot(*zip(*found, strict=True), marker="o", label=label)
+            points = [(record[axis], record[name]) for record in records if record.get(name) is not None]
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
         axes.set(xlabel=axis, ylabel=group.replace("_", " "))
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)

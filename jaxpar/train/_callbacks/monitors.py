@@ -51,10 +51,10 @@ class Monitor:
         if value is None or isinstance(value, (str, bool)):
             raise_unknown(name, metric_names(record), where)
         best, value = memory["best"], float(value)
-        better = value < best - min_delta if mode == "min" else value > best + min_delta  # NaN is not
+        is_better = value < best - min_delta if mode == "min" else value > best + min_delta  # NaN is not
         # A memory has the step of the best value, 0 before there is one, only where its checkpoint stays.
-        step = {"step": record["step"]} if better and "step" in memory else {}
-        return {**memory, **step, "best": value if better else best}, better
+        step = {"step": record["step"]} if is_better and "step" in memory else {}
+        return {**memory, **step, "best": value if is_better else best}, is_better
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +111,8 @@ class EarlyStopping(Monitor):
 
     def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
         """(the callback's state after a record, whether to stop)."""
-        memory, better = self._look(memory, record, float(self.min_delta))
-        without = 0 if better else memory["without"] + 1
+        memory, is_better = self._look(memory, record, float(self.min_delta))
+        without = 0 if is_better else memory["without"] + 1
         return {**memory, "without": without}, without >= self.patience
 
 
@@ -201,18 +201,18 @@ class LearningRate:
 
 def _rates(state: TrainState) -> dict[str, float]:
     """The rates in the state, each named by what its path does not share with the others."""
-    found = updaters.learning_rates(state)
-    if not found:
+    rates = updaters.learning_rates(state)
+    if not rates:
         raise ValueError(
             "train.LearningRate: the state has no learning rate; give the schedule, train.LearningRate(schedule), or "
             "make the optimizer by optax.inject_hyperparams(optax.adam)(learning_rate=schedule)"
         )
-    if len(set(found.values())) == 1:
-        return {_NAME: next(iter(found.values()))}
-    paths = [path.split("/") for path in found]
+    if len(set(rates.values())) == 1:
+        return {_NAME: next(iter(rates.values()))}
+    paths = [path.split("/") for path in rates]
     common = set.intersection(*map(set, paths))
     names = ["_".join(word for word in path if word not in common) for path in paths]
-    return {f"{_NAME}_{name or i}": rate for i, (name, rate) in enumerate(zip(names, found.values(), strict=True))}
+    return {f"{_NAME}_{name or i}": rate for i, (name, rate) in enumerate(zip(names, rates.values(), strict=True))}
 
 
 # The metric. A direction is guessed only where each word of a name is known: one that is not may turn it round, as in
@@ -237,19 +237,19 @@ _FIRST = ("eval_loss", "test_loss")
 
 def _resolve_mode(monitor: str, mode: Mode, where: str) -> str:
     """ "min" or "max". `ValueError` if the name of the metric does not tell which."""
-    found = _direction(monitor) if mode == "auto" else mode
-    if found is None:
+    direction = _direction(monitor) if mode == "auto" else mode
+    if direction is None:
         raise ValueError(
             f"{where}: the name {monitor!r} does not tell whether more or less is better; give mode='min' or mode='max'"
         )
-    return found
+    return direction
 
 
 def default_monitor(record: Record) -> str:
     """The metric that is monitored by default: one of the evaluation if the record has one, else the loss."""
     names = metric_names(record)
-    known = [n for n in names if n.startswith(("eval_", "test_")) and _direction(n)]
-    return next((name for name in _FIRST if name in names), known[0] if known else "loss")
+    with_direction = [n for n in names if n.startswith(("eval_", "test_")) and _direction(n)]
+    return next((name for name in _FIRST if name in names), with_direction[0] if with_direction else "loss")
 
 
 def raise_unknown(monitor: str, names: Iterable[str], where: str) -> NoReturn:
@@ -262,21 +262,21 @@ def _direction(name: str) -> str | None:
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     if _WORDS.fullmatch(name) is None:
         return None
-    found: set[str] = set()
+    directions: set[str] = set()
     words: list[str] = []
     for word in re.split(r"[^a-z0-9]", name):
-        known = word in _UP | _DOWN | _NEUTRAL
-        words += [word] if known else re.findall(r"[a-z]+|[0-9]+", word)  # top5
+        is_known = word in _UP | _DOWN | _NEUTRAL
+        words += [word] if is_known else re.findall(r"[a-z]+|[0-9]+", word)  # top5
     for i, word in enumerate(words):
         if word.isdecimal():  # recall_at_5 and loss_0, but not 1-acc
             if i + 1 < len(words) and words[max(i - 1, 0)] not in ("top", "at"):
                 return None
         elif word in _UP:
-            found.add("max")
+            directions.add("max")
         elif word in _DOWN or (word == "entropy" and words[i - 1] == "cross"):
-            found.add("min")
+            directions.add("min")
         elif word not in _NEUTRAL:
             return None
-    if len(found) != 1 or ("score" in words and "min" in found):
+    if len(directions) != 1 or ("score" in words and "min" in directions):
         return None
-    return found.pop()
+    return directions.pop()

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -45,6 +45,38 @@ _TELL_EVERY = 16  # steps after which process 0 says whether it was interrupted:
 Made = tuple[TrainState, dict[str, jax.Array]]
 
 
+# What the steps of an elastic run read of the loop around them, which is of a higher room, `_fit`.
+
+
+class Clock(Protocol):
+    """A `train._fit.clock.Clock`."""
+
+    first: int
+    step: int
+    last: int
+
+
+class Training(Protocol):
+    """A `train._fit.loop.Training`."""
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def state(self) -> TrainState: ...
+    @property
+    def history(self) -> History: ...
+
+
+class Signals(Protocol):
+    """A `train._fit.interrupt.Interrupts`."""
+
+    asked: int | None
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, *error: Any) -> None: ...
+    def should_stop(self, state: TrainState, step: int, epoch_over: bool) -> bool: ...
+
+
 class Member:
     """The steps of this process in an elastic run. `ValueError` for a run that cannot go on after a loss."""
 
@@ -66,11 +98,12 @@ class Member:
         self._history = History()
 
     @contextlib.contextmanager
-    def lead(self, training: Any, signals: Any) -> Generator[Iterator[tuple[TrainState, dict[str, jax.Array], None]]]:
+    def lead(
+        self, training: Training, signals: Signals
+    ) -> Generator[Iterator[tuple[TrainState, dict[str, jax.Array], None]]]:
         """A block with the steps of process 0. After it the others know that the run is over.
 
-        `training` is a `train._fit.loop.Training`, and `signals` a `train._fit.interrupt.Interrupts`. The run stopped
-        by itself where the block ends without an exception.
+        The run stopped by itself where the block ends without an exception.
         """
         clock = training.clock
         self._at, self.first, self._last, self._history = clock.step, clock.first, clock.last, training.history
@@ -82,11 +115,10 @@ class Member:
             self._group.end()
             atexit.register(self._group.wait_for_others)
 
-    def follow(self, state: TrainState, signals: Any) -> tuple[TrainState, History, int]:
+    def follow(self, state: TrainState, signals: Signals) -> tuple[TrainState, History, int]:
         """Make the steps of process 0 until it says that the run is over, or a signal came here.
 
-        `signals` is a `train._fit.interrupt.Interrupts`. The result is what process 0 has: the state, the history, and
-        the number of the last step.
+        The result is what process 0 has: the state, the history, and the number of the last step.
         """
         with self._under_way(state), signals:
             steps, stop = self._steps(), self._hear(_BEGIN)["stop"]
@@ -148,9 +180,8 @@ class Member:
 
     def _is_turn(self) -> bool:
         """Whether process 0 says after this step if the run goes on: after each record, and now and then."""
-        every = self._run.eval_every
-        is_recorded = (self._at - self.first) % self._run.steps == 0 or self._at == self._last
-        return is_recorded or self._at % _TELL_EVERY == 0 or bool(every and self._at % every == 0)
+        is_epoch_over = (self._at - self.first) % self._run.steps == 0
+        return self._run.is_record_due(self._at, self._last, is_epoch_over) or self._at % _TELL_EVERY == 0
 
     def _hear(self, place: int | str) -> dict[str, Any]:
         """What process 0 says after a step: whether the run is over, after which signal, and what is recorded."""
@@ -175,8 +206,8 @@ class Member:
         # The result is what is computed, in short.
         batch = _to_host(next(self._run.batches(self._seed, 0)))
         local = place_state(_to_host(state), tuple(jax.local_devices()))
-        program, leaves = self._run.step.on(jax.local_devices())._prepare(local, None)
-        texts = program.compile_own(leaves, batch)
+        program, donated, rng = self._run.step.on(jax.local_devices()).prepare(local, None)
+        texts = program.compile_own(donated, rng, batch)
         return describe(self._run, self._seed, state, texts, batch)
 
     def _make(self) -> Made:

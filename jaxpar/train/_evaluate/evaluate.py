@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core import calls, checks
+from ..._core.arrays import PyTree
 from ..._devices import mesh, user_mesh
 from ...data import _READ_ONCE, Dataset, IterableSource
 from .._step.loss import Mean
@@ -111,10 +112,11 @@ class Evaluation:
             check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
             self.parts["test_"] = Classification(apply_fn), test_data
         if eval_data is not None:
-            read = eval_data.source if isinstance(eval_data, IterableSource) else eval_data
+            batches = eval_data.source if isinstance(eval_data, IterableSource) else eval_data
             # A second evaluation would find nothing.
-            if hasattr(read, "__next__") and getattr(eval_data, "steps_per_epoch", None) is None:
-                raise TypeError(f"fit: eval_data is read after each epoch, got a {type(read).__name__}; {_READ_ONCE}")
+            if hasattr(batches, "__next__") and getattr(eval_data, "steps_per_epoch", None) is None:
+                kind = type(batches).__name__
+                raise TypeError(f"fit: eval_data is read after each epoch, got a {kind}; {_READ_ONCE}")
             self.parts["eval_"] = eval_fn, eval_data
 
     def check(self, state: TrainState) -> list[str]:
@@ -132,13 +134,13 @@ class Evaluation:
 
     def scores(self, state: TrainState) -> dict[str, float]:
         """The scores as a record names them. Empty where there is nothing to evaluate."""
-        found: dict[str, float] = {}
+        scores: dict[str, float] = {}
         for prefix, (eval_fn, data) in self.parts.items():
             for name, value in measure("fit", state, eval_fn, data, self._batch_size).items():
                 columns = {"": value} if not np.ndim(value) else {f"/{i}": x for i, x in enumerate(np.ravel(value))}
-                for place, x in columns.items():
-                    _add_score(found, f"{prefix}{name}{place}", x)
-        return found
+                for suffix, x in columns.items():
+                    _add_score(scores, f"{prefix}{name}{suffix}", x)
+        return scores
 
 
 # One pass of an `eval_fn` over every example: the compiled program of a batch, and the sums on the host.
@@ -179,12 +181,12 @@ def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_siz
     return examples
 
 
-def _sums(call: Any, batch: Any) -> _Sums:
+def _sums(call: Callable[[PyTree], Any], batch: PyTree) -> _Sums:
     values = as_values(call(batch), jax.tree.leaves(batch)[0].shape[0])
     return _Sums([sum_up(value) for value in values.values()], tuple(values))
 
 
-def _check_twice(examples: Pass, eval_fn: Any, batch: Any) -> None:
+def _check_twice(examples: Pass, eval_fn: EvalFn, batch: PyTree) -> None:
     """`ValuesError` for a value whose first axis is only by chance as long as the batch: twice as many show it."""
     if isinstance(eval_fn, Classification):  # which is known to return a row for each example
         return
@@ -221,8 +223,8 @@ def _computed(total: Any) -> Any:
 def _add_score(scores: dict[str, Any], name: str, result: Any) -> None:
     """Add a result, or those of a metric that gives a dict of them. `ValueError` for a name that is there already."""
     if isinstance(result, Mapping):
-        for key, part in result.items():
-            _add_score(scores, f"{name}_{key}" if name else str(key), part)
+        for key, value in result.items():
+            _add_score(scores, f"{name}_{key}" if name else str(key), value)
         return
     array = np.asarray(result)
     if array.dtype.kind not in "biuf":
@@ -267,20 +269,20 @@ def check_classified(dataset: Any, where: str, hint: str = "") -> None:
     checks.labels(dataset.labels, where)
 
 
-def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: Any) -> None:
-    """`ValueError` unless integer labels are classes of the model (params, *rest). Nothing is computed."""
+def check_classes(where: str, apply_fn: Any, model: tuple[PyTree, ...], dataset: Any) -> None:
+    """`ValueError` unless integer labels are classes of the model (params, *model_state). Nothing is computed."""
     # JAX takes an index out of range as another one, or gives NaN, and no error.
     if not dataset.labels.size or dataset.labels.dtype.kind not in "iu":
         return
-    params, *rest = model
+    params, *model_state = model
     image = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)
     with user_mesh.outside_mesh():
         try:
-            *each, count = jax.eval_shape(lambda *args: apply_fn(*args), params, image, *rest).shape
+            *rows, count = jax.eval_shape(lambda *args: apply_fn(*args), params, image, *model_state).shape
         except Exception:  # what is wrong is said where `apply_fn` is called
             return
     low, high = int(np.min(dataset.labels)), int(np.max(dataset.labels))
-    if each == [1, *dataset.labels.shape[1:]] and (low < 0 or high >= count):
+    if rows == [1, *dataset.labels.shape[1:]] and (low < 0 or high >= count):
         raise ValueError(
             f"{where}: the model has {count} classes, but labels from {low} to {high}; give labels 0 to {count - 1}"
         )

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from ... import data
 from ..._core import checks
-from ..._core.arrays import Device, Recent
+from ..._core.arrays import Device, PyTree, Recent
 from ..._devices import processes, user_mesh
 from ..._devices.mesh import STORE_AXIS, copies_on, spans_processes, split_over, wait_before_collectives
 from .._step.state import TrainState, carries
@@ -36,7 +36,7 @@ class Pass:
     An iterable is read inside of `user`, the user's mesh.
     """
 
-    def __init__(self, where: str, state_or_params: Any, given: Any, batch_size: int, user: Mesh | None):
+    def __init__(self, where: str, state_or_params: Any, examples: Any, batch_size: int, user: Mesh | None):
         if user is None:
             user_mesh.check_traced(state_or_params, where)
         self.model = model_of(state_or_params)
@@ -45,11 +45,11 @@ class Pass:
         self._where, self._user = where, user
         self._batch_size = checks.whole_number(batch_size, where, "batch_size")
         # A data set or arrays, of which each process has all. Or batches, of which each reads its own share.
-        self.source: data.DatasetSource | data.ArraySource | data.IterableSource = _as_eval_source(where, given)
+        self.source: data.DatasetSource | data.ArraySource | data.IterableSource = _as_eval_source(where, examples)
         if any(map(spans_processes, self.leaves)) and not isinstance(self.source, data.IterableSource):
             data._agree_on_arrays(self.source.arrays, where)  # all processes make this call
         placed = (x.sharding for x in jax.tree.leaves(self.model[0]) if isinstance(x, jax.Array))
-        mesh: Any = next((where.mesh for where in placed if isinstance(where, NamedSharding)), None)
+        mesh: Any = next((sharding.mesh for sharding in placed if isinstance(sharding, NamedSharding)), None)
         mesh = mesh if isinstance(mesh, Mesh) else None
         self.devices: tuple[Device, ...] = () if mesh is None else tuple(mesh.devices.flat)
         self._count = max(1, len(self.devices))
@@ -58,13 +58,13 @@ class Pass:
         # The axes over which a function of a batch may sum: that of the step, and those of the mesh.
         self.axes = tuple(dict.fromkeys((STORE_AXIS, *(() if mesh is None else mesh.axis_names))))
         if not isinstance(self.source, data.IterableSource):
-            examples = self.source.examples(self._batch_size)
-            if not examples:
+            count = self.source.examples(self._batch_size)
+            if not count:
                 kind = "an empty data set" if isinstance(self.source, data.DatasetSource) else "empty arrays"
                 raise ValueError(f"{where}: expected examples, got {kind}")
-            self.size = min(self._round_up(self._batch_size), examples)  # of the first batch
+            self.size = min(self._round_up(self._batch_size), count)  # of the first batch
         self._program: Any = None  # see `trace`
-        self._returned: Any = None
+        self._result_shapes: Any = None
 
     def shapes(self) -> Any:
         """A whole batch as `jax.ShapeDtypeStruct`s. None if nothing is known before it is read."""
@@ -93,8 +93,8 @@ class Pass:
             except Exception as error:
                 error.add_note(f"eval_fn or apply_fn was traced for a batch {jax.tree.map(checks.describe, batch)}")
                 raise
-            self._program, self._returned = _programs(*key), traced.out_info
-        return self._returned
+            self._program, self._result_shapes = _programs(*key), traced.out_info
+        return self._result_shapes
 
     def jit(self, of: Any, fn: Any) -> Any:
         """What `trace` traces, a function of (leaves, batch, number of rows that are examples; None: all)."""
@@ -107,15 +107,16 @@ class Pass:
         `ahead` batches are started before one is given, so that the host need not wait.
         """
 
-        def each() -> Iterator[Any]:
+        def results() -> Iterator[Any]:
             for batch, count in self.batches(lambda shapes: self.trace(of, fn, shapes, check)):
                 wait_before_collectives((self.leaves, batch), self.devices)
-                whole = count == jax.tree.leaves(batch)[0].shape[0]
-                found = jax.tree.leaves(self._program(self.leaves, batch, None if whole else count))
-                yield jax.tree.structure(self._returned).unflatten(found)  # with the functions of now in it
+                is_full = count == jax.tree.leaves(batch)[0].shape[0]
+                leaves = jax.tree.leaves(self._program(self.leaves, batch, None if is_full else count))
+                # With the functions of now in it: the program may be of an earlier call.
+                yield jax.tree.structure(self._result_shapes).unflatten(leaves)
 
-        for found in data._ahead(each(), ahead):
-            yield found
+        for result in data._ahead(results(), ahead):
+            yield result
             processes.note_progress()
 
     def batches(self, prepare: Callable[[Any], object]) -> Iterator[EvalBatch]:
@@ -129,15 +130,15 @@ class Pass:
             return
         prepare(self.shapes())
         size = self._round_up(self._batch_size)
-        full, rest = divmod(source.examples(size), size)
+        full, remainder = divmod(source.examples(size), size)
         for batch in source.batches(size, devices=self.devices or None) if full else ():
             yield batch, size
-        if rest:
-            yield self._placed(source, jax.tree.map(lambda x: x[full * size :], source.arrays), rest)
+        if remainder:
+            yield self._placed(source, jax.tree.map(lambda x: x[full * size :], source.arrays), remainder)
 
     def _of_stream(self, source: data.IterableSource, prepare: Callable[[Any], object]) -> Iterator[EvalBatch]:
         """Each process reads its own batches. All agree on the sizes before a program is started."""
-        mine = self._local_devices()
+        counts = self._local_devices()
         batches, last = self._read(source), None
         while True:
             with processes.raise_together():  # an error in one process is raised in all
@@ -151,13 +152,15 @@ class Pass:
                 )
             last = batch if batch is not None else last
             prepare(source.batch_shapes(sum(sizes), last))
-            if len(mine) == 1:
+            if len(counts) == 1:
                 yield self._placed(source, last, sizes[0])
-            elif len({n / devices for n, devices in zip(sizes, mine, strict=True)}) == 1 and sizes[0] % mine[0] == 0:
+            elif (
+                len({n / devices for n, devices in zip(sizes, counts, strict=True)}) == 1 and sizes[0] % counts[0] == 0
+            ):
                 yield source.place(last, self._split), sum(sizes)  # each device has as many examples
             else:
-                whole = processes.gather_rows(last, sizes)
-                yield self._placed(data.ArraySource(whole, source.dtype), whole, sum(sizes))
+                gathered = processes.gather_rows(last, sizes)
+                yield self._placed(data.ArraySource(gathered, source.dtype), gathered, sum(sizes))
         if last is None:
             hint = data._READ_ONCE if source.is_read_once else "give at least one"
             raise processes.in_all(ValueError(f"{self._where}: expected examples, got no batch; {hint}"))
@@ -176,14 +179,16 @@ class Pass:
         with processes.raise_together():
             if batch is not None:
                 if any(map(spans_processes, jax.tree.leaves(batch))):
-                    found = "a batch is on devices of several processes"
-                    raise ValueError(f"{self._where}: {found}; each process gives its own share")
+                    raise ValueError(
+                        f"{self._where}: a batch is on devices of several processes; each process gives its own share"
+                    )
                 n = checks.batch_length(batch, self._where)
                 shapes = str(jax.tree.map(lambda x: f"{x.dtype}{list(np.shape(x)[1:])}", batch))
-        found = [json.loads(text) for text in processes.exchange(json.dumps([n, shapes]))]
-        if len({each for _, each in found if each}) > 1:
-            raise processes.in_all(ValueError(f"{self._where}: all processes must have the same arrays, got {found}"))
-        return [n for n, _ in found]
+        of_processes = [json.loads(text) for text in processes.exchange(json.dumps([n, shapes]))]
+        if len({shapes for _, shapes in of_processes if shapes}) > 1:
+            fault = f"all processes must have the same arrays, got {of_processes}"
+            raise processes.in_all(ValueError(f"{self._where}: {fault}"))
+        return [n for n, _ in of_processes]
 
     def _local_devices(self) -> list[int]:
         """How many of the devices each process has."""
@@ -210,32 +215,33 @@ class Pass:
                 yield batch
 
 
-def _fill(batch: Any, count: int) -> Any:
+def _fill(batch: PyTree, count: int) -> PyTree:
     """The batch with so many copies of its last example behind it."""
     if not count:
         return batch
     return jax.tree.map(lambda x: np.pad(x, np.array([(0, count), *[(0, 0)] * (np.ndim(x) - 1)]), "edge"), batch)
 
 
-def _as_eval_source(where: str, given: Any) -> Any:
+def _as_eval_source(where: str, examples: Any) -> Any:
     """A data set, arrays or batches as a `DatasetSource`, an `ArraySource` or an `IterableSource`."""
-    if isinstance(given, (data.Dataset, data.DatasetSource, data.ArraySource, data.IterableSource)):
-        return data.as_source(given)
-    if isinstance(given, data.Source):
+    if isinstance(examples, (data.Dataset, data.DatasetSource, data.ArraySource, data.IterableSource)):
+        return data.as_source(examples)
+    if isinstance(examples, data.Source):
         raise TypeError(
-            f"{where}: expected a data.Dataset, arrays or batches, got {type(given).__name__}, which may leave out the "
-            "last examples; give the arrays themselves, or what data.from_iterable takes"
+            f"{where}: expected a data.Dataset, arrays or batches, got {type(examples).__name__}, which may leave out "
+            "the last examples; give the arrays themselves, or what data.from_iterable takes"
         )
-    given = data._as_arrays(given, where)
-    if _is_arrays(given):
-        user_mesh.check_traced(given, where)
-        given = user_mesh.without_types(given)
-        checks.batch_length(given, where)
-        return data.from_arrays(given)
-    if callable(given) or isinstance(given, Iterable) or hasattr(given, "__getitem__"):
-        return data.from_iterable(given)
+    examples = data._as_arrays(examples, where)
+    if _is_arrays(examples):
+        user_mesh.check_traced(examples, where)
+        examples = user_mesh.without_types(examples)
+        checks.batch_length(examples, where)
+        return data.from_arrays(examples)
+    if callable(examples) or isinstance(examples, Iterable) or hasattr(examples, "__getitem__"):
+        return data.from_iterable(examples)
     raise TypeError(
-        f"{where}: expected a data.Dataset, arrays with a common first axis, or batches; got {checks.describe(given)}"
+        f"{where}: expected a data.Dataset, arrays with a common first axis, or batches; got "
+        f"{checks.describe(examples)}"
     )
 
 
@@ -260,8 +266,8 @@ def _on_batch(
     params, *model_state = structure.unflatten(leaves)
     if count is not None:  # the other rows are no examples
         batch = jax.tree.map(lambda x: x[:count], batch)
-    found = of(lambda inputs: with_axes(fn, axes)(params, inputs, *model_state), batch)
-    return found if copies is None else lax.with_sharding_constraint(found, copies)
+    result = of(lambda inputs: with_axes(fn, axes)(params, inputs, *model_state), batch)
+    return result if copies is None else lax.with_sharding_constraint(result, copies)
 
 
 _programs = Recent(lambda *key: jax.jit(functools.partial(_on_batch, *key[:-1]), static_argnums=2))
@@ -292,15 +298,15 @@ def with_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., An
     return call
 
 
-def _is_arrays(given: Any) -> bool:
+def _is_arrays(value: Any) -> bool:
     """Whether this is a pytree of arrays. A list is one of arrays only, otherwise it is one of batches."""
-    if isinstance(given, Iterator):
+    if isinstance(value, Iterator):
         return False
-    if isinstance(given, list):
-        return bool(given) and all(_is_array(each) for each in given)
-    leaves = jax.tree.leaves(given)
-    return _is_array(given) or (bool(leaves) and leaves[0] is not given)
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_array, value))
+    leaves = jax.tree.leaves(value)
+    return _is_array(value) or (bool(leaves) and leaves[0] is not value)
 
 
-def _is_array(given: Any) -> bool:
-    return hasattr(given, "dtype") and hasattr(given, "shape")
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape")

@@ -247,7 +247,7 @@ def _as_value(value: Any, n: int, where: str) -> Any:
         if array.shape[:1] == (n,):
             hint = "take the mean over the other axes, or give the pair (values, ones_like(values)); "
         raise ValuesError(f"{where} has shape {array.shape} for {n} examples; {hint}{_WANTED}")
-    total, weight = (_array(part, where) for part in (value.total, value.weight))
+    total, weight = (_array(array, where) for array in (value.total, value.weight))
     rows = total.shape == weight.shape and total.shape[:1] == (n,)
     if value.columns and not (rows and total.ndim == 2):
         raise ValuesError(f"{where}: columns need totals and weights (n, k), got {total.shape} and {weight.shape}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -236,34 +235,43 @@ def verify(
         raise ValueError(f"{path} has no step {asked}; {known}")
     if not isinstance(arguments, dict):
         raise TypeError(f"expected the arguments of fit in a dict, got {checks.describe(arguments)}")
-    given = inspect.signature(fit).bind(**arguments).arguments  # its `TypeError` names what is missing or unknown
-    check_is_state(given["state"], "verify")
-    state, step, data = (given[name] for name in ("state", "step", "train_data"))
+    needed = ("state", "step", "train_data")
+    for name in needed:
+        if name not in arguments:
+            raise TypeError(f"missing a required argument: {name!r}")
+    for name in arguments:
+        if name not in needed and name not in FitOptions.__dataclass_fields__:
+            raise TypeError(f"got an unexpected keyword argument {name!r}")
+    state, step, train_data = (arguments[name] for name in needed)
+    check_is_state(state, "verify")
     if why := difference(header, header_of(step, state)):
         raise ValueError(f"{path} is from another run ({why})")
-    state, start = _begin(state, step, given.get("checkpoint_dir"), first or 0, steps[0])
-    options = {name: given[name] for name in ("batch_size", "steps_per_execution") if name in given}
+    state, start = _begin(state, step, arguments.get("checkpoint_dir"), first or 0, steps[0])
+    # Of the options these two may change bits: which examples a step has, and which program makes it.
+    options = {name: arguments[name] for name in ("batch_size", "steps_per_execution") if name in arguments}
     done: list[int] = []
     for at in steps:
         if at > int(state.step):
-            state, _ = fit(state, step, data, max_steps=at - int(state.step), progress=False, **options)
+            state, _ = fit(state, step, train_data, max_steps=at - int(state.step), progress=False, **options)
         done.append(at)
         if str(checkpoint._StateHash(state)) != lines[at]:
             return Verified(start, done, at)
     return Verified(start, done, None)
 
 
-def _begin(state: Any, step: Any, directory: Any, first: int, certified: int) -> tuple[Any, Path | None]:
+def _begin(
+    state: TrainState, step: TrainStep, checkpoint_dir: str | os.PathLike[str] | None, first: int, certified: int
+) -> tuple[TrainState, Path | None]:
     """The last state at or before a step that is known, and its checkpoint."""
-    own = int(state.step)
-    if directory is not None:
-        place = files.as_path(directory, "verify: checkpoint_dir")
-        found = checkpoint._newest_good(place, set(), lambda _, body: own < body.get("step", 0) <= first)
-        if found is not None:
-            return checkpoint.restore(found.path, template(state, step)), found.path
-    if own > certified:
+    at = int(state.step)
+    if checkpoint_dir is not None:
+        directory = files.as_path(checkpoint_dir, "verify: checkpoint_dir")
+        good = checkpoint._newest_good(directory, set(), lambda _, body: at < body.get("step", 0) <= first)
+        if good is not None:
+            return checkpoint.restore(good.path, template(state, step)), good.path
+    if at > certified:
         raise ValueError(
-            f"the state is at step {own}, after the first step to compare, {certified}; give an earlier state, or a "
+            f"the state is at step {at}, after the first step to compare, {certified}; give an earlier state, or a "
             "later --from"
         )
     return state, None

@@ -84,12 +84,13 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
             if signals.asked is None:
                 return training.state, training.history
             clock = training.clock
-            found = None if run.checkpoint_dir is None else checkpoint._of_step(run.checkpoint_dir, clock.step)
-            saved = None if found is None else files.shown(found)
+            path = None if run.checkpoint_dir is None else checkpoint._of_step(run.checkpoint_dir, clock.step)
+            saved = None if path is None else files.shown(path)
             place = describe_stop(clock.step, clock.epoch, run.epochs, saved)
             if is_complete:  # the same call on this state trains on
-                where = f", saved in {saved}" if saved else ""
-                place = f"after the last step, {clock.step}; the run is complete{where}"
+                place = f"after the last step, {clock.step}; the run is complete" + (
+                    f", saved in {saved}" if saved else ""
+                )
             return finish_interrupted(signals.asked, training.state, training.history, place, run.on_interrupt)
         except BaseException as error:
             _attach_state(error, training)
@@ -134,11 +135,11 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
                 if training.certificate is not None:
                     training.certificate.take(clock.step, training.state)
 
-            # What is due after this step. `max_steps` may end the run within an epoch, which has a record too.
+            # What is due after this step.
             is_evaluation_missing = False
             is_epoch_over = clock.is_between_epochs
-            is_evaluation_due = run.eval_every is not None and clock.step % run.eval_every == 0
-            is_record_due = is_epoch_over or is_evaluation_due or clock.step == clock.last
+            is_evaluation_due = run.is_evaluation_due(clock.step)
+            is_record_due = run.is_record_due(clock.step, clock.last, is_epoch_over)
             is_save_due = run.checkpoint_every is not None and clock.step % run.checkpoint_every == 0
 
             # Metrics are read late. A record and a checkpoint have those of all steps, so they wait for the devices.
@@ -168,32 +169,36 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
                     progress.print(place + line(record, run.epochs))
                 training.history.append(record)
 
-            # Call the callbacks, and save what they remember with the state. A callback that fails costs no steps of an
-            # epoch: the state is saved without the record, which the next call makes again, for all callbacks. The
-            # record of an epoch that `max_steps` cuts short is not saved either, nor what callbacks made of it, since a
-            # longer run has neither.
-            stopped_by, has_failed, is_in_all, interrupted = list[str](), True, True, False
-            try:
-                if record is not None:
+            # Call the callbacks. One that fails costs no steps of an epoch: the state is saved without the record,
+            # which the next call makes again, for all callbacks.
+            stopped_by = list[str]()
+            if record is not None:
+                try:
                     training.callback_state, stopped_by = callbacks.after_record(
                         training.callback_state, training.state, record
                     )
-                    stopped_by = [] if is_cut_short else stopped_by
                     training.keep_best()
-                has_failed = False
-            except BaseException as error:
-                is_in_all = processes.is_in_all(error)
-                raise
-            finally:
-                # A second Ctrl-C is of this process alone. The others wait in the callbacks, and would take what is
-                # asked here for the answer to that.
-                if is_in_all:
-                    interrupted = signals.should_stop(training.state, clock.step, is_record_due)
-                    if interrupted:  # the checkpoint has the metrics of all steps
-                        training.read_metrics(0)
-                    without_record = callback_state_before if has_failed or is_cut_short else None
-                    if not has_failed or is_epoch_over:
-                        training.save(is_save_due, stopped_by, interrupted, without_record)
+                except BaseException as error:
+                    # The processes exchange their signals here, as after any other record. But a second Ctrl-C is of
+                    # this process alone: the others wait in the callbacks, and would take what is asked here for the
+                    # answer to that.
+                    if processes.is_in_all(error):
+                        interrupted = signals.should_stop(training.state, clock.step, is_record_due)
+                        if interrupted:  # the checkpoint has the metrics of all steps
+                            training.read_metrics(0)
+                        if is_epoch_over:
+                            training.save(is_save_due, (), interrupted, without_record=callback_state_before)
+                    raise
+
+            # Save the state, with what the callbacks remember and the metrics of all steps. The record of an epoch that
+            # `max_steps` cuts short is not saved, nor what callbacks made of it, since a longer run has neither.
+            interrupted = signals.should_stop(training.state, clock.step, is_record_due)
+            if interrupted:
+                training.read_metrics(0)
+            if is_cut_short:
+                stopped_by = []
+            without_record = callback_state_before if is_cut_short else None
+            training.save(is_save_due, stopped_by, interrupted, without_record)
             if record is not None:
                 # All processes wait in `written`, and perhaps in the callback. So an error in one is not raised in
                 # others.
@@ -408,14 +413,14 @@ class Training:
         if not best_step or best_step == self.clock.step:
             return
         if self.manager is not None:
-            found = self.manager._restore(
+            restored = self.manager._restore(
                 lambda: template(self.state, self.run.step), lambda _, body: body.get("step") == best_step
             )
-            if found is None:
+            if restored is None:
                 raise checkpoint.CheckpointError(
                     f"fit: {self.run.checkpoint_dir} has no good checkpoint of the best state, of step {best_step}"
                 )
-            self.state = found[0]
+            self.state = restored[0]
         elif self.best_state is not None:
             self.state = self.best_state
         if jax.process_index() == 0:
@@ -433,14 +438,16 @@ class Training:
 
 def _say_nothing_left(training: Training) -> None:
     """Say that the run was complete before this call, and what trains it further."""
-    what, more, or_so = "complete", f"raise {training.run.limits}, or ", ""
+    step, limits = training.clock.step, training.run.limits
     if training.info.stopped:
-        limits = training.run.limits
-        what, more = "a callback ended this run", ""
-        or_so = f", or other settings of the callback or of {limits} to go on"
+        news = (
+            f"a callback ended this run at step {step}: 0 steps trained; resume=False for a new run, or other settings "
+            f"of the callback or of {limits} to go on"
+        )
+    else:
+        news = f"complete at step {step}: 0 steps trained; raise {limits}, or resume=False for a new run"
     if jax.process_index() == 0:
-        step = training.clock.step
-        say_news(f"{what} at step {step}: 0 steps trained; {more}resume=False for a new run{or_so}")
+        say_news(news)
 
 
 def _attach_state(error: BaseException, training: Training) -> None:

@@ -146,6 +146,14 @@ class Run:
             return steps == self.steps
         return isinstance(self.source, data.IterableSource) and self.source.is_pass_over
 
+    def is_evaluation_due(self, step: int) -> bool:
+        """Whether there is an evaluation after this step, beside those at the end of an epoch."""
+        return self.eval_every is not None and step % self.eval_every == 0
+
+    def is_record_due(self, step: int, last: int, is_epoch_over: bool) -> bool:
+        """Whether there is a record after this step. `max_steps` may end the run within an epoch, which has one too."""
+        return is_epoch_over or self.is_evaluation_due(step) or step == last
+
     def batches(self, rng: jax.Array, start: int, **where: Any) -> Iterator[data.Batch]:
         """The batches after the first `start` steps, without an end, in host memory or where `where` says."""
         return iter(self.source.batches(self.batch_size, rng=shuffle_key(rng), epochs=None, start=start, **where))
@@ -160,8 +168,8 @@ class Run:
             if shapes is None:  # the step is traced after callbacks have begun, and a metrics file is new
                 check_loss_takes(self.step.loss_fn, carries(state.model_state))
             else:
-                *_, parts = self.step.parts(state, shapes)
-                metrics = list(parts[-1].traced.out_info[1])
+                *_, programs = self.step.device_programs(state, shapes)
+                metrics = list(programs[-1].traced.out_info[1])
         scores = self.evaluation.check(state)
         own = "eval_" if "eval_" in self.evaluation.parts else ()
         if taken := sorted([name for name in metrics if name in _TAKEN or name.startswith(own)]):

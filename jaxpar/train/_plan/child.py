@@ -289,7 +289,7 @@ def examine(make: Callable[..., Any], where: Slice, choices: dict[str, Any], fra
             refused = _REFUSED.search(str(error)) if "RESOURCE_EXHAUSTED" in str(error) else None
             if refused is None:
                 raise
-            peak = int(float(refused[1]) * _UNITS[refused[2]]) + part.held
+            peak = int(float(refused[1]) * _UNITS[refused[2]]) + part.other_bytes
             found |= {"fits": False, "peak_bytes": peak, "compile_seconds": round(time.process_time() - start, 1)}
             return found, "the program does not fit"
     found["compile_seconds"] = round(time.process_time() - start, 1)
@@ -318,7 +318,7 @@ def _construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict
     if not set(state.store.devices) <= set(devices):
         there = ", ".join(map(str, state.store.devices[:2]))
         raise ValueError(f"make puts the state on {there}; give the store the devices that make gets as its argument")
-    return step, *step.parts(state, batch)
+    return step, *step.device_programs(state, batch)
 
 
 def _arguments(state: Any, batch: Any) -> list[dict[str, Any]]:
@@ -351,7 +351,7 @@ def _memory(programs: list[Any], parts: list[Any], where: Slice, found: dict[str
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         # The peak of a TPU's program has what collectives set aside, that of a GPU's lacks what results do not share.
         own = max(kept + memory.temp_size_in_bytes, getattr(memory, "peak_memory_in_bytes", 0))
-        peak = max(peak, own + part.held)
+        peak = max(peak, own + part.other_bytes)
     sizes = {"donated_bytes": last.alias_size_in_bytes, "returned_bytes": last.output_size_in_bytes}
     if len(programs) == 1:
         sizes |= {"argument_bytes": last.argument_size_in_bytes, "temporary_bytes": last.temp_size_in_bytes}

@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..._core.arrays import PyTree, Tree
 from ..._devices.mesh import put_copy, split_over
 from ..._store import aggregate
 from ..._store.store import by_key, is_in_rows, sharding_of, trained_keys, tree_of, with_changes
 from ...kv import KVStore
-from .loss import Mean, with_own_streams
+from .loss import Batch, Mean, Metrics, with_own_streams
 from .state import TrainState, carries, whole_params
-from .step import END_OF_ROUND, Arrays, DeviceStep, divide, share_rng
+from .step import END_OF_ROUND, Arrays, DeviceStep, divide, shard_rng
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,70 +35,79 @@ class LocalSGD(DeviceStep):
 
     has_local_part = True
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        # The gradient of this device's share, at its own parameters.
-        mine = own_state(state)
-        params = whole_params(mine.store, self.axis_name)
-        number = lax.axis_index(self.axis_name)
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        # The gradient of this device's shard, at its own parameters. No other device's gradient is added to it. A loss
+        # that is a mean over what counts is divided by the mean weight, so that the mean over the devices is over what
+        # counts.
+        axis, own = self.axis_name, own_state(state)
+        params = whole_params(own.store, axis)
+        number = lax.axis_index(axis)
         model_state = with_own_streams(state.model_state, number)
-        share = self._gradient(state, params, batch, share_rng(state, number), model_state)
-        grads, loss = share.grads, share.metrics["loss"]
-        if isinstance(loss, Mean):  # by the mean weight, so that the mean over the devices is over what counts
-            weight = self._add(state, [loss.weight])[0] / lax.axis_size(self.axis_name)
+        shard = self.gradient(state, params, batch, shard_rng(state, number), model_state)
+        grads, loss = shard.grads, shard.metrics["loss"]
+        if isinstance(loss, Mean):
+            weight = self.add_up(state, [loss.weight])[0] / lax.axis_size(axis)
             grads, loss = {k: divide(g, weight) for k, g in grads.items()}, loss.total / weight
 
-        # The update of its own parameters. Metrics and model state are those of all devices.
-        updates, transform = grads, mine.transform
+        # The update of its own parameters.
+        updates, transform = grads, own.transform
         if self.grad_transform is not None:
-            updates, transform = self._transform(mine, params, grads)
-        num_updates = aggregate.num_updates(mine.store, updates)
-        store = with_changes(mine.store, aggregate.update(mine.store, updates, num_updates, loss))
-        metrics, model_state, bad = self._mean_over_devices(state, share, grads, {})
-        local = _like(state.local, _local_part(store, list(state.local["values"]), transform))
+            updates, transform = self.transform_gradients(own, params, grads)
+        num_updates = aggregate.num_updates(own.store, updates)
+        store = with_changes(own.store, aggregate.update(own.store, updates, num_updates, loss))
+
+        # Metrics and model state are those of all devices, at every step.
+        metrics, model_state, flags = self.mean_over_devices(state, shard, grads, {})
+
+        # The end of a round.
+        local = _reshape_as(state.local, _local_part(store, list(state.local["values"]), transform))
         since = state.outer["since"] + 1
         new = dataclasses.replace(state, local=local, outer={**state.outer, "since": since})
         new = self._end_round(new, since == self.steps)
-        changes = {"store": new.store, "local": new.local, "outer": new.outer}
-        return self._next(state, metrics, bad, model_state=model_state, **changes)
+        new = dataclasses.replace(new, step=state.step + 1, model_state=model_state)
+
+        # The guard, which may keep the old state.
+        if self.guard is None or flags is None:  # there are flags where there is a guard
+            return new, metrics
+        return self.guard(state, new, metrics, flags)
 
     def apply_pending(self, state: TrainState) -> TrainState:
         """The state after the unfinished round was ended early."""
         return self._end_round(state, state.outer["since"] > 0)
 
-    def _end_round(self, state: TrainState, due: jax.Array) -> TrainState:
-        """The state, after the devices agreed if `due`, which must be the same on all of them."""
+    def _end_round(self, state: TrainState, is_over: jax.Array) -> TrainState:
+        """The state after the devices agreed, if the round `is_over`, which must be the same on all of them."""
+        keys = list(state.local["values"])
 
-        def agree(state: TrainState) -> tuple[Any, ...]:
-            values, residuals, outer = self._next_round(state)
-            local = {**state.local, "values": _like(state.local["values"], values)}
-            return values, residuals, {"state": outer, "since": jnp.zeros_like(state.outer["since"])}, local
+        # The mean over the devices of (start of the round - own parameters) is pushed as the gradient of the outer
+        # optimizer. Without one it is subtracted, which averages the parameters. The round that comes starts from the
+        # result on all devices.
+        def agree(state: TrainState) -> tuple[Arrays, dict[int, PyTree], PyTree, PyTree]:
+            store, count = state.store, lax.axis_size(self.axis_name)
+            values = own_state(state).store.values
+            changes = {k: (store.values[k] - values[k]) / count for k in keys}
+            gradient, residuals = aggregate.reduce(store, changes, self.axis_name)
+            if self.outer is None:
+                new, outer = {k: store.values[k] - g for k, g in gradient.items()}, ()
+            else:
+                params = tree_of(store, store.values)
+                updates, outer = self.outer.update(tree_of(store, gradient), state.outer["state"], params)
+                by_keys = by_key(store, updates)
+                new = {k: (store.values[k] + u).astype(store.values[k].dtype) for k, u in by_keys.items()}
+            local = {**state.local, "values": _reshape_as(state.local["values"], new)}
+            return new, residuals, {"state": outer, "since": jnp.zeros_like(state.outer["since"])}, local
 
-        def keep(state: TrainState) -> tuple[Any, ...]:
+        def go_on(state: TrainState) -> tuple[Arrays, dict[int, PyTree], PyTree, PyTree]:
             store = state.store
-            held = {
-                k: aggregate.held_residual(store, k, self.axis_name) for k in aggregate.compressed_keys(store, trained)
-            }
-            return {k: store.values[k] for k in trained}, held, state.outer, state.local
+            compressed = aggregate.compressed_keys(store, keys)
+            residuals = {k: aggregate.held_residual(store, k, self.axis_name) for k in compressed}
+            return {k: store.values[k] for k in keys}, residuals, state.outer, state.local
 
-        trained = list(state.local["values"])
-        values, residuals, outer, local = lax.cond(due, agree, keep, state)
+        values, residuals, outer, local = lax.cond(is_over, agree, go_on, state)
         store = dataclasses.replace(
             state.store, values={**state.store.values, **values}, residuals={**state.store.residuals, **residuals}
         )
         return dataclasses.replace(state, store=store, outer=outer, local=local)
-
-    def _next_round(self, state: TrainState) -> tuple[Arrays, dict[int, Any], Any]:
-        """The parameters of the next round, the residuals and the state of the outer optimizer."""
-        store, count = state.store, lax.axis_size(self.axis_name)
-        own = own_state(state).store.values
-        gaps = {k: (store.values[k] - own[k]) / count for k in state.local["values"]}
-        gradient, residuals = aggregate.reduce(store, gaps, self.axis_name)
-        if self.outer is None:
-            return {k: store.values[k] - g for k, g in gradient.items()}, residuals, ()
-        params = tree_of(store, store.values)
-        updates, outer = self.outer.update(tree_of(store, gradient), state.outer["state"], params)
-        steps = by_key(store, updates)
-        return {k: (store.values[k] + u).astype(store.values[k].dtype) for k, u in steps.items()}, residuals, outer
 
     def with_initial_parts(self, state: TrainState) -> TrainState:
         """The state with the parts `local` and `outer`, as before the first round. Parts that it has stay."""
@@ -107,8 +117,8 @@ class LocalSGD(DeviceStep):
             fault = f"with local_steps each device keeps all params, and kind {store.kind!r} gives it a part of them"
             raise ValueError(f"train step: {fault}; use kind 'device' or 'dist_sync'")
         if store.staleness:
-            late = f"local_steps and a store of staleness {store.staleness} cannot go together"
-            raise ValueError(f"train step: {late}; use kind 'dist_sync', or staleness=0")
+            fault = f"local_steps and a store of staleness {store.staleness} cannot go together"
+            raise ValueError(f"train step: {fault}; use kind 'dist_sync', or staleness=0")
         params = tree_of(store, store.values)
         init = self.outer.init if self.outer is not None else lambda params: ()
         if carries(state.local):
@@ -119,7 +129,7 @@ class LocalSGD(DeviceStep):
         outer = {"state": init(params), "since": jnp.zeros((), jnp.int32)}
         devices = store.devices or ()
 
-        def copies(local: Any) -> Any:
+        def copies(local: PyTree) -> PyTree:
             """One copy for each device, along a new first axis."""
             return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (len(devices), *x.shape)), local)
 
@@ -127,7 +137,7 @@ class LocalSGD(DeviceStep):
         return dataclasses.replace(state, local=local, outer=put_copy(outer, sharding_of(store)))
 
 
-def _local_part(store: KVStore, keys: list[int], transform: Any) -> dict[str, Any]:
+def _local_part(store: KVStore, keys: list[int], transform: PyTree) -> dict[str, PyTree]:
     """The part `local` of a state, out of a store with the values of a device."""
     return {
         "values": {k: store.values[k] for k in keys},
@@ -140,16 +150,16 @@ def _local_part(store: KVStore, keys: list[int], transform: Any) -> dict[str, An
 def own_state(state: TrainState) -> TrainState:
     """The state with this device's values, updater states and transform in place of the common ones."""
     store = state.store
-    own = _like(_local_part(store, list(state.local["values"]), state.transform), state.local)
-    mine = dataclasses.replace(
+    local = _reshape_as(_local_part(store, list(state.local["values"]), state.transform), state.local)
+    store = dataclasses.replace(
         store,
-        values={**store.values, **own["values"]},
-        updater_state={**store.updater_state, **own["updater_state"]},
-        optimizer_state=own["optimizer_state"],
+        values={**store.values, **local["values"]},
+        updater_state={**store.updater_state, **local["updater_state"]},
+        optimizer_state=local["optimizer_state"],
     )
-    return dataclasses.replace(state, store=mine, transform=own["transform"])
+    return dataclasses.replace(state, store=store, transform=local["transform"])
 
 
-def _like(like: Any, tree: Any) -> Any:
+def _reshape_as(template: Tree, tree: Tree) -> Tree:
     """The arrays in the shapes of others, which have an axis of length 1 for the device, or have none."""
-    return jax.tree.map(lambda old, new: new.reshape(old.shape), like, tree)
+    return jax.tree.map(lambda old, new: new.reshape(old.shape), template, tree)

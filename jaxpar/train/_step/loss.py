@@ -1,6 +1,6 @@
-"""What a loss function takes and gives, and the means that a step makes of it over the shares of a batch.
+"""What a loss function takes and gives, and the means that a step makes of it over the shards of a batch.
 
-Every share gives terms, the terms are added over the shares in whatever way an engine does it, and the mean is made of
+Every shard gives terms, the terms are added over the shards in whatever way an engine does it, and the mean is made of
 the sums. So the same few functions serve every engine.
 """
 
@@ -17,7 +17,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ..._core import checks
-from ..._core.arrays import is_prng_key
+from ..._core.arrays import KeyPath, PyTree, is_prng_key
 from ..._core.calls import answers, answers_class, check_takes, has_parameter
 from .state import carries, is_floating
 
@@ -51,6 +51,9 @@ class Mean:
     columns: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
+Batch = PyTree
+Metrics = dict[str, jax.Array]
+ShardMetrics = dict[str, jax.Array | Mean]  # of a shard, or their sums over shards
 Loss = jax.Array | tuple[Any, Any] | Mean  # the mean over the examples, or (sum, weight)
 LossFn = (  # with a model state, or without
     Callable[[Any, Any, jax.Array], tuple[Loss, dict[str, Any]]]
@@ -80,16 +83,16 @@ def check_loss_takes(loss_fn: Any, has_state: bool) -> None:
 
 
 def call_loss(
-    loss_fn: Any, params: Any, batch: Any, rng: Any, model_state: Any, step: Any
-) -> tuple[dict[str, Any], Any]:
+    loss_fn: Callable[..., Any], params: PyTree, batch: Batch, rng: jax.Array, model_state: PyTree, step: jax.Array
+) -> tuple[ShardMetrics, PyTree]:
     """Call a loss function and check what it returns: (metrics, new model state)."""
     has_state = carries(model_state)
     check_loss_takes(loss_fn, has_state)
-    given = (params, batch, rng, model_state) if has_state else (params, batch, rng)
-    result = loss_fn(*given, **({"step": step} if has_parameter(loss_fn, "step") else {}))
+    arguments = (params, batch, rng, model_state) if has_state else (params, batch, rng)
+    result = loss_fn(*arguments, **({"step": step} if has_parameter(loss_fn, "step") else {}))
     wanted = ("loss", "aux", "new_model_state") if has_state else ("loss", "aux")
     if not (isinstance(result, tuple) and len(result) == len(wanted) and isinstance(result[1], dict)):
-        names, hint = ", ".join(LOSS_ARGUMENTS[: len(given)]), _NO_GRAD if isinstance(result, dict) else ""
+        names, hint = ", ".join(LOSS_ARGUMENTS[: len(arguments)]), _NO_GRAD if isinstance(result, dict) else ""
         if isinstance(result, tuple) and len(result) == 3 and not has_state:
             hint = "; a state made with create_state(model_state=...) is needed to return a third value"
         pair = f"({', '.join(wanted)}) with aux a dict, which may be empty"
@@ -101,30 +104,30 @@ def call_loss(
     return metrics, _same_structure(result[2], model_state) if has_state else ()
 
 
-def _aux(path: Any, value: Any) -> Any:
+def _aux(path: KeyPath, value: Any) -> Any:
     """A value in aux, or the `Mean` of a pair there."""
     where = f"train step: {jax.tree_util.keystr(path, simple=True, separator='/')!r} in aux of loss_fn"
     if is_pair(value):
-        return share_of(value, where)
+        return shard_mean(value, where)
     if not is_number(value):
         raise TypeError(f"{where} must be an array, got {checks.describe(value)}")
     return value
 
 
 def _loss(loss: Any) -> jax.Array | Mean:
-    """The loss as a scalar, or as the `Mean` of the share."""
+    """The loss as a scalar, or as the `Mean` of the shard."""
     wanted = "train step: the loss must be a scalar, the mean over the examples, or a pair (sum, weight)"
-    parts: Any = (loss.total, loss.weight) if isinstance(loss, Mean) else loss if is_pair(loss) else (loss,)
-    if not all(map(is_number, parts)):
+    numbers: Any = (loss.total, loss.weight) if isinstance(loss, Mean) else loss if is_pair(loss) else (loss,)
+    if not all(map(is_number, numbers)):
         raise TypeError(f"{wanted}; got {checks.describe(loss)}{_NO_GRAD if isinstance(loss, (tuple, dict)) else ''}")
-    if len(parts) == 1 and jnp.shape(parts[0]) != ():
-        raise TypeError(f"{wanted}; got shape {jnp.shape(parts[0])}")
-    if not jnp.issubdtype(jnp.result_type(parts[0]), jnp.floating):
-        raise TypeError(f"{wanted}, of a floating dtype; got {jnp.result_type(parts[0])}, which has no gradient")
-    if len(parts) == 1:
-        return jnp.asarray(parts[0])
-    share = share_of(loss, "train step: the loss")
-    return Mean(share.total, _constant(share.weight))
+    if len(numbers) == 1 and jnp.shape(numbers[0]) != ():
+        raise TypeError(f"{wanted}; got shape {jnp.shape(numbers[0])}")
+    if not jnp.issubdtype(jnp.result_type(numbers[0]), jnp.floating):
+        raise TypeError(f"{wanted}, of a floating dtype; got {jnp.result_type(numbers[0])}, which has no gradient")
+    if len(numbers) == 1:
+        return jnp.asarray(numbers[0])
+    mean = shard_mean(loss, "train step: the loss")
+    return Mean(mean.total, _constant(mean.weight))
 
 
 @jax.custom_jvp
@@ -144,7 +147,7 @@ def _refuse_gradient(primals: Any, tangents: Any) -> Any:
 _constant.defjvp(_refuse_gradient, symbolic_zeros=True)
 
 
-def _same_structure(new: Any, old: Any) -> Any:
+def _same_structure(new: PyTree, old: PyTree) -> PyTree:
     """The new model state in the dtypes of the old one."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise TypeError(
@@ -152,11 +155,11 @@ def _same_structure(new: Any, old: Any) -> Any:
             f"{jax.tree.structure(old)}, got {jax.tree.structure(new)}"
         )
 
-    def cast(path: Any, leaf: Any, like: Any) -> Any:
+    def cast(path: KeyPath, leaf: Any, old_leaf: jax.Array) -> jax.Array:
         where = f"train step: leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r} of new_model_state"
         leaf = checks.array(leaf, where)
-        checks.storable(leaf, like.shape, like.dtype, where)
-        return leaf.astype(like.dtype)
+        checks.storable(leaf, old_leaf.shape, old_leaf.dtype, where)
+        return leaf.astype(old_leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(cast, new, old)
 
@@ -173,18 +176,17 @@ def is_pair(value: Any) -> bool:
     return isinstance(value, Mean) or (type(value) is tuple and len(value) == 2)
 
 
-def share_of(pair: Any, where: str) -> Mean:
-    """What a share adds to a mean over what counts: two scalars in float32 or wider."""
+def shard_mean(pair: Any, where: str) -> Mean:
+    """What a shard adds to a mean over what counts: two scalars in float32 or wider."""
     pair = pair if isinstance(pair, Mean) else Mean(*pair)
     if pair.finish is not None or pair.columns:
         raise TypeError(f"{where}: a Mean with finish= or columns= is for eval_fn; in a step give (sum, weight)")
-    for name, part in (("sum", pair.total), ("weight", pair.weight)):
-        if not is_number(part):
-            raise TypeError(f"{where}: the {name} of (sum, weight) must be an array, got {checks.describe(part)}")
-    shapes = jnp.shape(pair.total), jnp.shape(pair.weight)
-    if shapes[0] != shapes[1]:
-        came = f"the sum has shape {shapes[0]} and the weight {shapes[1]}"
-        raise ValueError(f"{where}: {came}; give two scalars, or two arrays of one shape, which are summed")
+    for name, value in (("sum", pair.total), ("weight", pair.weight)):
+        if not is_number(value):
+            raise TypeError(f"{where}: the {name} of (sum, weight) must be an array, got {checks.describe(value)}")
+    if jnp.shape(pair.total) != jnp.shape(pair.weight):
+        fault = f"the sum has shape {jnp.shape(pair.total)} and the weight {jnp.shape(pair.weight)}"
+        raise ValueError(f"{where}: {fault}; give two scalars, or two arrays of one shape, which are summed")
     return Mean(widen(pair.total).sum(), widen(pair.weight).sum())
 
 
@@ -192,42 +194,42 @@ def is_number(value: Any) -> bool:
     return hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
 
 
-def over_microbatches(metrics: Any, count: int) -> Any:
-    """What a share gives out of what its microbatches give, which has them as first axis."""
+def over_microbatches(metrics: ShardMetrics, count: int) -> ShardMetrics:
+    """The metrics of a shard, out of those of its microbatches, which have them as first axis."""
     summed = jax.tree.map(lambda x: widen(x).sum(0), metrics)
     return jax.tree.map(lambda x: x if isinstance(x, Mean) else x / count, summed, is_leaf=is_pair)
 
 
-def finish(sums: Any, count: int) -> Any:
-    """The means out of the sums over `count` shares. A sum over no weight at all gives NaN."""
+def finish(sums: ShardMetrics, count: int) -> Metrics:
+    """The means out of the sums over `count` shards. A sum over no weight at all gives NaN."""
     return jax.tree.map(lambda x: x.total / x.weight if isinstance(x, Mean) else x / count, sums, is_leaf=is_pair)
 
 
-# Random streams of the user's own, as those of `nnx.Rngs`, in a model state. Each share draws other numbers of them,
-# while the state is one for all: the first share has the stored keys, and what it makes of them is stored.
+# Random streams of the user's own, as those of `nnx.Rngs`, in a model state. Each shard draws other numbers of them,
+# while the state is one for all: the first shard has the stored keys, and what it makes of them is stored.
 
-_OWN = 2**32 - 1  # a stream is asked with its count, which never gets there
+_OF_SHARDS = 2**32 - 1  # a stream is asked with its count, which never gets there
 
 
-def with_own_streams(model_state: Any, number: Any) -> Any:
-    """The model state as share `number` gets it, with random keys of its own."""
+def with_own_streams(model_state: PyTree, number: int | jax.Array) -> PyTree:
+    """The model state as shard `number` gets it, with random keys of its own."""
 
-    def own(key: jax.Array) -> jax.Array:
-        folded = jax.random.fold_in(jax.random.fold_in(key, jnp.uint32(_OWN)), number)
+    def own_key(key: jax.Array) -> jax.Array:
+        folded = jax.random.fold_in(jax.random.fold_in(key, jnp.uint32(_OF_SHARDS)), number)
         return jnp.where(number == 0, key, folded)
 
     def of_leaf(x: jax.Array) -> jax.Array:
-        return jax.vmap(own)(x.reshape(-1)).reshape(x.shape) if is_prng_key(x) else x
+        return jax.vmap(own_key)(x.reshape(-1)).reshape(x.shape) if is_prng_key(x) else x
 
     return jax.tree.map(of_leaf, model_state)
 
 
-# The mean of a model state must leave alone what all shares have alike. A sum of equal float32 is rounded, and only one
-# of 1, 2 or 4 of them is exact in any order. The two halves of their digits add up exactly, for up to 4096 shares.
+# The mean of a model state must leave alone what all shards have alike. A sum of equal float32 is rounded, and only one
+# of 1, 2 or 4 of them is exact in any order. The two halves of their digits add up exactly, for up to 4096 shards.
 
 
-def model_state_terms(model_state: Any, count: int) -> list[tuple[jax.Array, ...]]:
-    """What is added up over `count` shares for the mean of each floating leaf of a model state."""
+def model_state_terms(model_state: PyTree, count: int) -> list[tuple[jax.Array, ...]]:
+    """What is added up over `count` shards for the mean of each floating leaf of a model state."""
 
     def terms(x: jax.Array) -> tuple[jax.Array, ...]:
         value = widen(x)
@@ -242,18 +244,18 @@ def model_state_terms(model_state: Any, count: int) -> list[tuple[jax.Array, ...
     return [terms(x) for x in jax.tree.leaves(model_state) if is_floating(x)]
 
 
-def model_state_mean(model_state: Any, sums: list[tuple[jax.Array, ...]], count: int) -> Any:
+def model_state_mean(model_state: PyTree, sums: list[tuple[jax.Array, ...]], count: int) -> PyTree:
     """The model state with the means in place of its floating leaves, out of the sums of their terms."""
 
     def mean(x: jax.Array, total: jax.Array, *low: jax.Array) -> jax.Array:
-        divisor: Any = count
+        divisor: int | jax.Array = count
         if low:  # XLA multiplies by the reciprocal of a constant, which is rounded
             divisor = lax.optimization_barrier(jnp.asarray(count, total.dtype))
         value = total / divisor
         return (value + low[0] / divisor if low else value).astype(x.dtype)
 
-    rest = iter(sums)
-    return jax.tree.map(lambda x: mean(x, *next(rest)) if is_floating(x) else x, model_state)
+    sums_of_leaves = iter(sums)
+    return jax.tree.map(lambda x: mean(x, *next(sums_of_leaves)) if is_floating(x) else x, model_state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,8 +312,10 @@ def classification_loss(
         2.303
     """
     if not callable(apply_fn):
-        given = checks.describe(apply_fn)
-        raise TypeError(f"classification_loss: expected the function apply_fn(params, images) itself; got {given}")
+        raise TypeError(
+            "classification_loss: expected the function apply_fn(params, images) itself; got "
+            f"{checks.describe(apply_fn)}"
+        )
     wanted = "a number from 0 and below 1"
     smoothing = checks.number(label_smoothing, "classification_loss", "label_smoothing", wanted, lambda x: 0 <= x < 1)
     return ClassificationLoss(apply_fn, smoothing)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..._core import checks
+from ..._core.arrays import Tree
 from ..._core.calls import answers, answers_class
 from ..._devices.user_mesh import on_own_mesh
 from ..._store.store import trained_keys
 from ...kv import KVStore
+from .loss import Mean, Metrics
 from .state import TrainState, carries, check_is_state
 
 
@@ -68,12 +70,12 @@ class DynamicLossScale:
 
     def next_state(self, state: dict[str, jax.Array], overflow: jax.Array) -> dict[str, jax.Array]:
         """`state.loss_scale` after a step. `overflow`: whether a gradient was not finite."""
-        scale, good = state["scale"], state["good_steps"] + 1
-        full = good >= self.period
-        grown = jnp.where(full, jnp.minimum(scale * self.factor, self.most), scale)
+        scale, good_steps = state["scale"], state["good_steps"] + 1
+        is_period_over = good_steps >= self.period
+        grown = jnp.where(is_period_over, jnp.minimum(scale * self.factor, self.most), scale)
         return {
             "scale": jnp.where(overflow, jnp.maximum(scale / self.factor, self.least), grown),
-            "good_steps": jnp.where(overflow | full, 0, good),
+            "good_steps": jnp.where(overflow | is_period_over, 0, good_steps),
         }
 
 
@@ -86,79 +88,99 @@ class NonFiniteError(FloatingPointError):
         state: a valid `TrainState`. After `nonfinite="stop"` it is bit-equal to the state before the step.
     """
 
-    def __init__(self, step: int, names: tuple[str, ...], state: TrainState, left_out: str):
+    def __init__(self, step: int, names: tuple[str, ...], state: TrainState, consequence: str):
         self.step: int = step
         self.names: tuple[str, ...] = names
-        self.state: Any = state
+        self.state: TrainState = state
         shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        parts = f"the loss and the gradients of {shown.removeprefix(repr('loss') + ', ')}"
+        which = f"the loss and the gradients of {shown.removeprefix(repr('loss') + ', ')}"
         if names[:1] != ("loss",):
-            parts = f"the gradients of {shown}"
+            which = f"the gradients of {shown}"
         elif len(names) == 1:
-            parts = "the loss"
-        super().__init__(f"train step {step} (the first is 0): not finite: {parts}; {left_out}")
+            which = "the loss"
+        super().__init__(f"train step {step} (the first is 0): not finite: {which}; {consequence}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """Decides, the same on all devices, whether the update of a step is made."""
+    """Decides, the same on all devices, whether the update of a step is made.
 
-    stop: bool  # whether nothing changes after a bad step. Otherwise only its update is skipped.
-    # The dynamic loss scale, or None. An overflow that a smaller scale can cure stops nothing.
-    scaling: DynamicLossScale | None = None
+    What a step does that is bad, which is one with a loss or a gradient that is not finite on some device:
+
+    | `nonfinite`  | `loss_scale` | bad step                                                     | noted in the state |
+    |--------------|--------------|--------------------------------------------------------------|--------------------|
+    | ignore       | not dynamic  | its update is made; there is no guard                        | nothing            |
+    | skip         | not dynamic  | the step counts without its update                           | the last bad step  |
+    | ignore, skip | dynamic      | the same, and the scale falls                                | the last bad step  |
+    | stop         | not dynamic  | nothing changes from here on, also in later steps            | the first bad step |
+    | stop         | dynamic      | as "stop" if the loss itself is not finite, or the scale is  | the first step     |
+    |              |              | the least one; else as "skip, dynamic": a smaller scale may  | that stopped       |
+    |              |              | cure the overflow of a gradient                              |                    |
+    """
+
+    stop: bool
+    scaling: DynamicLossScale | None = None  # the dynamic loss scale
 
     def start(self, store: KVStore) -> dict[str, jax.Array]:
         """The part `nonfinite` of a state before the first step."""
-        found = jnp.zeros(1 + len(_parameter_names(store)), jnp.float32)
-        return {"found": found, "step": jnp.int32(-1), "skipped": jnp.int32(0)}
+        flags = jnp.zeros(1 + len(_parameter_names(store)), jnp.float32)
+        return {"found": flags, "step": jnp.int32(-1), "skipped": jnp.int32(0)}
 
     def __call__(
-        self, old: TrainState, new: TrainState, metrics: dict[str, Any], found: jax.Array
-    ) -> tuple[TrainState, dict[str, Any]]:
+        self, old: TrainState, new: TrainState, metrics: Metrics, flags: jax.Array
+    ) -> tuple[TrainState, Metrics]:
         """The next state and its metrics, out of the states before and after the update. All is alike on all devices.
 
-        `found` is float32 (1 + trained keys,), above 0 where some device found what is not finite.
+        `flags` is float32 (1 + trained keys,): the number of devices on which loss or gradient were not finite.
         """
-        bad = (found > 0).any()
-        halted, fatal = jnp.array(False), jnp.array(False)
+        # Whether this step is bad, and whether it or an earlier one ends the run. See the table.
+        is_bad = (flags > 0).any()
+        already_stopped, stop_now = jnp.array(False), jnp.array(False)
         if self.stop:
-            halted = (old.nonfinite["found"] > 0).any()
-            fatal = bad
-            if self.scaling is not None:  # a smaller scale cures an overflow, where there is one
-                fatal = bad & ((found[0] > 0) | (old.loss_scale["scale"] <= self.scaling.least))
-        frozen, skipped = halted | fatal, bad | halted
-        report = {"skipped": skipped.astype(jnp.float32)}
-        state = _either(skipped, old, new)
-        # With `stop` the first bad step is noted, else the last.
-        note, held = fatal & ~halted if self.stop else bad, old.nonfinite
+            already_stopped = (old.nonfinite["found"] > 0).any()
+            stop_now = is_bad
+            if self.scaling is not None:
+                stop_now = is_bad & ((flags[0] > 0) | (old.loss_scale["scale"] <= self.scaling.least))
+        is_stopped = already_stopped | stop_now
+
+        # A bad step is skipped: the old state stays, except its number and what is noted of the step.
+        skip_update = is_bad | already_stopped
+        state = _where(skip_update, old, new)
+        is_noted = stop_now & ~already_stopped if self.stop else is_bad
         nonfinite = {
-            "found": jnp.where(note, found, held["found"]),
-            "step": jnp.where(note, old.step, held["step"]),
-            "skipped": held["skipped"] + (bad & ~frozen).astype(jnp.int32),
+            "found": jnp.where(is_noted, flags, old.nonfinite["found"]),
+            "step": jnp.where(is_noted, old.step, old.nonfinite["step"]),
+            "skipped": old.nonfinite["skipped"] + (is_bad & ~is_stopped).astype(jnp.int32),
         }
-        state = dataclasses.replace(state, step=jnp.where(frozen, old.step, new.step), nonfinite=nonfinite)
+        state = dataclasses.replace(state, step=jnp.where(is_stopped, old.step, new.step), nonfinite=nonfinite)
+
+        # The loss scale of the next step.
+        of_guard = {"skipped": skip_update.astype(jnp.float32)}
         if self.scaling is not None:
-            report["loss_scale"] = old.loss_scale["scale"]
-            scale = self.scaling.next_state(old.loss_scale, bad)
-            state = dataclasses.replace(state, loss_scale=_either(frozen, old.loss_scale, scale))
-        for name in report:
+            of_guard["loss_scale"] = old.loss_scale["scale"]
+            loss_scale = self.scaling.next_state(old.loss_scale, is_bad)
+            state = dataclasses.replace(state, loss_scale=_where(is_stopped, old.loss_scale, loss_scale))
+
+        for name in of_guard:
             if name in metrics:
                 raise ValueError(f"train step: aux of loss_fn has {name!r}, which the step reports itself; rename it")
-        return state, {**metrics, **report}
+        return state, {**metrics, **of_guard}
 
 
-def nonfinite_flags(store: KVStore, loss: Any, pushed: dict[int, jax.Array], summed: dict[int, jax.Array]) -> jax.Array:
+def nonfinite_flags(
+    store: KVStore, loss: jax.Array | Mean, pushed: dict[int, jax.Array], summed: dict[int, jax.Array]
+) -> jax.Array:
     """float32 (1 + trained keys,): 1 where this device's loss, pushed gradient or its sum, if given, is not finite."""
-    bad = [~jnp.isfinite(jnp.stack(jax.tree.leaves(loss))).all()]  # a Mean has two numbers
+    is_bad = [~jnp.isfinite(jnp.stack(jax.tree.leaves(loss))).all()]  # a Mean has two numbers
     for k in trained_keys(store):
-        finite = jnp.isfinite(pushed[k]).all() if k in pushed else jnp.array(True)
-        bad.append(~(finite & jnp.isfinite(summed[k]).all() if k in summed else finite))
-    return jnp.stack(bad).astype(jnp.float32)
+        is_finite = jnp.isfinite(pushed[k]).all() if k in pushed else jnp.array(True)
+        is_bad.append(~(is_finite & jnp.isfinite(summed[k]).all() if k in summed else is_finite))
+    return jnp.stack(is_bad).astype(jnp.float32)
 
 
 @answers("check_finite")
 @on_own_mesh
-def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
+def check_finite(metrics: Mapping[str, jax.Array | float], state: TrainState) -> None:
     """Raise an error if a step had numbers that are not finite.
 
     Use it in your own loop; `fit` calls it for a step with `nonfinite="stop"`. Each call waits for the step. With
@@ -194,18 +216,19 @@ def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
         return
     if not jax.device_get(metrics["skipped"]):
         return
-    held = jax.device_get(state.nonfinite)
-    if not held["found"].any():
+    noted = jax.device_get(state.nonfinite)
+    if not noted["found"].any():
         return  # an overflow on the way to the right loss scale
     known = ["loss", *_parameter_names(state.store)]
-    names = tuple(name for name, bad in zip(known, held["found"], strict=True) if bad)
-    number, left_out = int(held["step"]), "its update was left out"
-    if number == int(state.step):  # it stopped
-        left_out = "no update was made since, and `state` of this error is the state before it"
+    names = tuple(name for name, count in zip(known, noted["found"], strict=True) if count)
+    number, consequence = int(noted["step"]), "its update was left out"
+    if number == int(state.step):
+        # It stopped. A step on the state of the error trains on, so nothing is noted in it.
+        consequence = "no update was made since, and `state` of this error is the state before it"
         found, step = state.nonfinite["found"], state.nonfinite["step"]
         fresh = {**state.nonfinite, "found": jnp.zeros_like(found), "step": jnp.full_like(step, -1)}
         state = dataclasses.replace(state, nonfinite=fresh)
-    raise NonFiniteError(number, names, state, left_out)
+    raise NonFiniteError(number, names, state, consequence)
 
 
 def _parameter_names(store: KVStore) -> list[str]:
@@ -213,6 +236,6 @@ def _parameter_names(store: KVStore) -> list[str]:
     return [paths[k] for k in trained_keys(store)]
 
 
-def _either(first: jax.Array, one: Any, other: Any) -> Any:
-    """`one` where `first` is true, else `other`. A leaf that both share is returned as it is."""
-    return jax.tree.map(lambda a, b: a if a is b else jnp.where(first, a, b), one, other)
+def _where(condition: jax.Array, tree: Tree, other: Tree) -> Tree:
+    """`tree` where the condition is true, else `other`. A leaf that both share is returned as it is."""
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), tree, other)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import html
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 
 from ... import distributed, kv
 from ..._core import checks, host, portable
-from ..._core.arrays import Device, check_plain, is_traced, tree_nbytes
+from ..._core.arrays import Device, PyTree, check_plain, is_traced, tree_nbytes
 from ..._core.calls import answers
 from ..._core.text import plural
 from ..._devices import processes
@@ -76,24 +76,66 @@ class TrainState:
         return kv.eval_params(self.store, copy=False)
 
     def __repr__(self) -> str:
-        first, *rest = self._lines()
-        return "\n".join([first, repr(self.store), *rest])
+        first, *others = self._lines()
+        return "\n".join([first, repr(self.store), *others])
 
     def _repr_html_(self) -> str:
-        first, *rest = [f"<p>{html.escape(line)}</p>" for line in self._lines()]
-        return f"<div>{first}{self.store._repr_html_()}{''.join(rest)}</div>"
+        first, *others = [f"<p>{html.escape(line)}</p>" for line in self._lines()]
+        return f"<div>{first}{self.store._repr_html_()}{''.join(others)}</div>"
 
     def _lines(self) -> list[str]:
         """A line about the state, and one about each part next to the store that holds arrays."""
-        words = "donated to a later step; use the state that it returned"
+        summary = "donated to a later step; use the state that it returned"
         if not is_donated(self):
-            known = isinstance(self.step, jax.Array) and not is_traced(self.step)
+            has_value = isinstance(self.step, jax.Array) and not is_traced(self.step)
             # What `jax.vmap(step)` returns is a stack of states.
-            words = f"step={self.step.tolist() if known else 'traced'}, rng={getattr(self.rng, 'dtype', self.rng)}"
-        parts = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)][3:]
-        counts = [(name, len(jax.tree.leaves(part)), tree_nbytes(part)) for name, part in parts]
-        rest = [f"{name}: {plural(count, 'array')}, {size:,} bytes" for name, count, size in counts if count]
-        return [f"TrainState({words})", *rest]
+            step = self.step.tolist() if has_value else "traced"
+            summary = f"step={step}, rng={getattr(self.rng, 'dtype', self.rng)}"
+        lines = [f"TrainState({summary})"]
+        for field in dataclasses.fields(self)[3:]:
+            tree = getattr(self, field.name)
+            if count := len(jax.tree.leaves(tree)):
+                lines.append(f"{field.name}: {plural(count, 'array')}, {tree_nbytes(tree):,} bytes")
+        return lines
+
+
+class Donated(NamedTuple):
+    """All of a state but its `rng`: what a step changes, and whose memory its program takes over."""
+
+    store: kv.KVStore
+    step: jax.Array
+    transform: PyTree
+    model_state: PyTree
+    loss_scale: PyTree
+    nonfinite: PyTree
+    outer: PyTree
+    local: PyTree
+
+    @classmethod
+    def of(cls, state: TrainState) -> Donated:
+        return cls(
+            state.store,
+            state.step,
+            state.transform,
+            state.model_state,
+            state.loss_scale,
+            state.nonfinite,
+            state.outer,
+            state.local,
+        )
+
+    def with_rng(self, rng: jax.Array) -> TrainState:
+        return TrainState(
+            self.store,
+            self.step,
+            rng,
+            self.transform,
+            self.model_state,
+            self.loss_scale,
+            self.nonfinite,
+            self.outer,
+            self.local,
+        )
 
 
 @answers("train.create_state", {"optimizer": IN_STORE})
@@ -154,15 +196,15 @@ def create_state(
     return place_state(state, tuple(devices))
 
 
-def whole_params(store: kv.KVStore, axis_name: str) -> Any:
+def whole_params(store: kv.KVStore, axis_name: str) -> PyTree:
     """The params inside of a program. Those that are cut into rows are gathered over the mapped axis."""
     rows = stores.rows_of(store) if stores.is_in_rows(store) else {}
-    own = {k: store.values[k].reshape(-1) for k, _ in store.paths if k in rows}
-    values = {**store.values, **(aggregate.gather(store, own, axis_name) if own else {})}
+    chunks = {k: store.values[k].reshape(-1) for k, _ in store.paths if k in rows}
+    values = {**store.values, **(aggregate.gather(store, chunks, axis_name) if chunks else {})}
     return store.treedef.unflatten([values[k] for k, _ in store.paths])
 
 
-def trained_params(store: kv.KVStore) -> Any:
+def trained_params(store: kv.KVStore) -> PyTree:
     """The params that have gradients, with None in place of the others."""
     return stores.tree_of(store, dict(enumerate(jax.tree.leaves(kv.to_params(store)))))
 
@@ -175,15 +217,15 @@ def is_floating(x: jax.Array) -> bool:
 def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
     """The state copied onto these devices. `RuntimeError` in a process that has not joined its run."""
     distributed.check_joined("train.create_state", "each process would train its own model", launched=True)
-    rest = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("store", "local")}
-    if processes.to_share(rest, devices):
-        rest = processes.from_first(rest)
+    replicated = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("store", "local")}
+    if processes.to_share(replicated, devices):
+        replicated = processes.from_first(replicated)
     local = put_copy(regroup_local(state.local, len(devices)), split_over(devices))
     store = kv.place(state.store, devices)
-    return TrainState(store, **put_copy(rest, stores.sharding_of(store)), local=local)
+    return TrainState(store, **put_copy(replicated, stores.sharding_of(store)), local=local)
 
 
-def regroup_local(local: Any, count: int) -> Any:
+def regroup_local(local: PyTree, count: int) -> PyTree:
     """The part `local` for another number of devices. Each gets the mean of all."""
     # The outer gradient depends only on the mean of the parameters. Integers, such as counts of steps, are those of the
     # first device.
@@ -198,16 +240,16 @@ def regroup_local(local: Any, count: int) -> Any:
     return jax.tree.map(mean, local)
 
 
-def leaf_shardings(state: TrainState) -> Any:
+def leaf_shardings(state: TrainState) -> TrainState:
     """The state, whose store has devices, with the sharding of each leaf in place of the leaf."""
-    devices, copies = state.store.devices, stores.sharding_of(state.store)
+    devices, replicated = state.store.devices, stores.sharding_of(state.store)
     assert devices is not None
     store = jax.tree.map(functools.partial(stores.sharding_of, state.store), stores.layout_of_each(state.store))
     local = jax.tree.broadcast(split_over(devices), state.local)
-    return dataclasses.replace(jax.tree.broadcast(copies, state), store=store, local=local)
+    return dataclasses.replace(jax.tree.broadcast(replicated, state), store=store, local=local)
 
 
-def shapes_on(tree: Any, shardings: Any) -> Any:
+def shapes_on(tree: PyTree, shardings: PyTree) -> PyTree:
     """The shapes and dtypes that the arrays of a pytree have in a program, each with its sharding, or all with one."""
 
     def shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -217,37 +259,36 @@ def shapes_on(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(shape, tree, jax.tree.broadcast(shardings, tree))
 
 
-def check_is_state(state: Any, where: str) -> None:
+def check_is_state(state: object, where: str) -> None:
     """`TypeError` for anything else than a state, `ValueError` for a stack of states."""
     if not isinstance(state, TrainState):
-        came = checks.describe(state)
-        raise TypeError(f"{where}: expected a state, train.create_state(store, rng), got {came}")
+        raise TypeError(f"{where}: expected a state, train.create_state(store, rng), got {checks.describe(state)}")
     if shape := np.shape(state.step):
         hint = "take one of them, jax.tree.map(lambda x: x[0], state), or map over them, jax.vmap(step)(state, batches)"
         raise ValueError(f"{where}: this is a stack of {shape[0]} states, as jax.vmap returns it; {hint}")
 
 
-def carries(part: Any) -> bool:
+def carries(tree: PyTree) -> bool:
     """Whether a part of a state is present. () is none."""
-    return not (isinstance(part, tuple) and not part)
+    return not (isinstance(tree, tuple) and not tree)
 
 
-def _average_local(like: TrainState, saved: portable.Saved, remarks: list[str]) -> portable.Saved:
-    """What was saved of local steps, for the number of devices of `like`."""
-    saved = kv._with_wide_averages(like.local, saved, "local", remarks)
-    wanted = jax.tree.leaves(like.local)
-    own = {n: v for n, v in saved.items() if n.startswith("local/") and v[1].ndim}
-    if not wanted or not own:
+def _average_local(template: TrainState, saved: portable.Saved, remarks: list[str]) -> portable.Saved:
+    """What was saved of local steps, for the number of devices of the template."""
+    saved = kv._with_wide_averages(template.local, saved, "local", remarks)
+    wanted = jax.tree.leaves(template.local)
+    local = {n: v for n, v in saved.items() if n.startswith("local/") and v[1].ndim}
+    if not wanted or not local:
         return saved
-    count, before = wanted[0].shape[0], next(iter(own.values()))[1].shape[0]
+    count, before = wanted[0].shape[0], next(iter(local.values()))[1].shape[0]
     if count == before:
         return saved
     remarks.append(
         f"the state was saved within a round of local steps, with separate parameters and updater states on {before} "
         f"devices; they were averaged for {count}"
     )
-    new = {name: np.asarray(regroup_local(jnp.asarray(array), count)) for name, (_, array) in own.items()}
-    return saved | {n: ({**own[n][0], "shape": list(array.shape)}, array) for n, array in new.items()}
+    new = {name: np.asarray(regroup_local(jnp.asarray(array), count)) for name, (_, array) in local.items()}
+    return saved | {n: ({**local[n][0], "shape": list(array.shape)}, array) for n, array in new.items()}
 
 
 portable.ADAPTERS[TrainState] = _average_local

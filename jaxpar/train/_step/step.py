@@ -1,9 +1,12 @@
-"""One training step, from top to bottom: gradient, sum over the devices, update, new state.
+"""One training step, from top to bottom: gradient of a shard, sum over the devices, update, guard.
 
-`DeviceStep` runs on every device alike, inside an axis that an engine of `programs` maps over them. `GlobalStep` is of
-whole arrays, for a compiler that spreads it over a mesh by their shardings. There `loss_fn` sees what it sees under the
-other engines: one share of the batch, with an `rng` and a model state of its own. The shares are mapped by `vmap`, each
-on its part of the mesh. So batch norm, dropout and collectives over the axis mean the same everywhere.
+`DeviceStep.__call__` is the step. It runs on every device alike, inside an axis that an engine of `programs` maps over
+the devices. `definition` in tests/train/test_definition.py says the same on one device, without stores and sums.
+
+`GlobalStep.__call__` is the same step of whole arrays, for a compiler that spreads it over a mesh by their shardings.
+There `loss_fn` sees what it sees under the other engines: one shard of the batch, with an `rng` and a model state of
+its own. The shards are mapped by `vmap`, each on its part of the mesh. So batch norm, dropout and collectives over the
+axis mean the same everywhere.
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
-from ..._core.arrays import is_prng_key, without_keys
+from ..._core.arrays import PyTree, is_prng_key, without_keys
 from ..._cpu import fast_loops
 from ..._devices import collectives
 from ..._devices.mesh import put_copy
 from ..._store import aggregate, queue, store as stores
 from .loss import (
+    Batch,
     Mean,
+    Metrics,
+    ShardMetrics,
     call_loss,
     finish,
     model_state_mean,
@@ -39,22 +45,22 @@ from .loss import (
 from .nonfinite import DynamicLossScale, Guard, nonfinite_flags
 from .state import TrainState, carries, trained_params, whole_params
 
-Arrays = dict[int, jax.Array]
+Arrays = dict[int, jax.Array]  # by the keys of the store
 
 END_OF_ROUND = "end the round with that step's finish(state), then continue with train.create_state(state.store, rng)"
 _LIMITS = collectives.BucketLimits()  # of what is summed beside the gradients: metrics, model state, flags
 
 
-class ShareResult(NamedTuple):
-    """What one device computed for its share of the batch."""
+class ShardGradient(NamedTuple):
+    """What one device computes of its shard of the batch."""
 
-    # The gradient of the share's loss for the key of each trained parameter, in its dtype. Of a loss `(sum, weight)` it
+    # The gradient of the shard's loss for the key of each trained parameter, in its dtype. Of a loss `(sum, weight)` it
     # is the gradient of the sum.
     grads: Arrays
     # `loss`, and `aux` of `loss_fn`. What came as `(sum, weight)` is a `Mean` of two scalars. If the loss is none, all
-    # shares count alike.
-    metrics: dict[str, Any]
-    model_state: Any  # the new one, or ()
+    # shards count alike.
+    metrics: ShardMetrics
+    model_state: PyTree  # the new one, or ()
     unread: frozenset[int] = frozenset()  # the keys of gradients that are zeros, since the loss does not depend on them
 
 
@@ -76,175 +82,214 @@ class DeviceStep:
 
     has_local_part: ClassVar[bool] = False  # whether it keeps the part `local` of a state
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        # The gradient of this device's share. It is divided before it is summed, so finite shares have a finite sum.
-        params = whole_params(state.store, self.axis_name)
-        number = lax.axis_index(self.axis_name)
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        store, axis = state.store, self.axis_name
+
+        # The loss and the gradient of this device's shard, which has a random key and a model state of its own.
+        params = whole_params(store, axis)
+        number = lax.axis_index(axis)
         model_state = with_own_streams(state.model_state, number)
-        share = self._gradient(state, params, batch, share_rng(state, number), model_state)
-        loss = share.metrics["loss"]
-        whole = self._add(state, [loss.weight])[0] if isinstance(loss, Mean) else lax.axis_size(self.axis_name)
-        grads = {k: divide(g, whole) for k, g in share.grads.items()}
+        shard = self.gradient(state, params, batch, shard_rng(state, number), model_state)
 
-        # The sum over the devices. With a staleness it is that of gradients from earlier steps.
-        due, pending, ready = grads, {}, None
-        if state.store.staleness:
-            due, pending, ready = queue.rotate_queue(state.store, grads, one=True)
-        zeros = frozenset() if state.store.staleness else share.unread  # of a late push it is not known
-        summed, residuals = self._sum(state.store, due, zeros)
-        metrics, model_state, found = self._mean_over_devices(state, share, grads, summed)
+        # The gradient is divided before it is summed, so that finite shards have a finite sum: by the number of shards,
+        # or by the weight of all of them, where the loss is a mean over what counts.
+        loss = shard.metrics["loss"]
+        divisor = self.add_up(state, [loss.weight])[0] if isinstance(loss, Mean) else lax.axis_size(axis)
+        grads = {k: divide(g, divisor) for k, g in shard.grads.items()}
 
-        # The update, and the new state.
-        store, transform = self._apply(state, params, summed, residuals, ready, metrics["loss"])
+        # The sum over the devices. With a staleness it is that of gradients from earlier steps, which wait in a queue,
+        # and of which it is not known any more whether they are zeros.
+        due, pending, ready, zeros = grads, {}, None, shard.unread
+        if store.staleness:
+            due, pending, ready = queue.rotate_queue(store, grads, one=True)
+            zeros = frozenset[int]()
+        summed, residuals = self.sum_gradients(store, due, zeros)
+        metrics, model_state, flags = self.mean_over_devices(state, shard, grads, summed)
+
+        # The update by the store's optimizer.
+        store, transform = self.apply(state, params, summed, residuals, ready, metrics["loss"])
         store = dataclasses.replace(store, pending={**store.pending, **pending})
-        return self._next(state, metrics, found, store=store, transform=transform, model_state=model_state)
+        new = dataclasses.replace(state, step=state.step + 1, store=store, transform=transform, model_state=model_state)
 
-    def _next(
-        self, state: TrainState, metrics: dict[str, Any], found: Any, **changes: Any
-    ) -> tuple[TrainState, dict[str, Any]]:
-        """The state after a step that changes these parts, or what the guard makes of it."""
-        new = dataclasses.replace(state, step=state.step + 1, **changes)
-        return (new, metrics) if self.guard is None else self.guard(state, new, metrics, found)
+        # The guard, which may keep the old state.
+        if self.guard is None or flags is None:  # there are flags where there is a guard
+            return new, metrics
+        return self.guard(state, new, metrics, flags)
 
-    # The gradient of one share of the batch.
+    def gradient(
+        self, state: TrainState, params: PyTree, batch: Batch, rng: jax.Array, model_state: PyTree
+    ) -> ShardGradient:
+        """The loss and the gradient of a shard, for the keys of the params to update.
 
-    def _gradient(self, state: TrainState, params: Any, batch: Any, rng: Any, model_state: Any) -> ShareResult:
-        """The gradient over a whole share, for the keys of the params to update."""
+        With `axes` it is that of the sum over all shards, which batch, `rng` and model state have as first axes.
+        """
         leaves, structure = jax.tree.flatten(params)
-        scale = state.loss_scale["scale"] if isinstance(self.scaling, DynamicLossScale) else self.scaling
         keys = stores.trained_keys(state.store)
+        scale = state.loss_scale["scale"] if isinstance(self.scaling, DynamicLossScale) else self.scaling
         read: set[int] = set()  # the keys of the params that the loss depends on, known when it is traced
 
-        def of_batch(batch: Any, rng: Any, model_state: Any) -> ShareResult:
-            batch = self._cast(batch)
+        def cast(tree: PyTree) -> PyTree:
+            if self.compute_dtype is None:
+                return tree
+            return jax.tree.map(
+                lambda x: x.astype(self.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+            )
 
-            def loss(trained: list[jax.Array]) -> tuple[jax.Array, Any]:
-                merged = list(leaves)
+        # The gradient of one microbatch: of the loss, or of the sum in (sum, weight), times the loss scale.
+        def of_microbatch(batch: Batch, rng: jax.Array, model_state: PyTree) -> ShardGradient:
+            batch = cast(batch)
+
+            def scaled_loss(trained: list[jax.Array]) -> tuple[jax.Array, tuple[ShardMetrics, PyTree]]:
+                with_frozen = list(leaves)
                 for k, x in zip(keys, trained, strict=True):
-                    merged[k] = marked_as_read(functools.partial(read.add, k), x)
-                whole = self._cast(structure.unflatten(merged))
-                metrics, new = self._call(whole, batch, rng, model_state, state.step)
-                value = metrics["loss"]
-                value = value.total if isinstance(value, Mean) else widen(value)
-                return value if scale is None else value * scale, (metrics, new)
+                    with_frozen[k] = call_if_read(functools.partial(read.add, k), x)
+                metrics, new_state = self.call_loss_fn(
+                    cast(structure.unflatten(with_frozen)), batch, rng, model_state, state.step
+                )
+                loss = metrics["loss"]
+                value = loss.total if isinstance(loss, Mean) else widen(loss)
+                return value if scale is None else value * scale, (metrics, new_state)
 
             if self.remat is not False:
-                loss = jax.checkpoint(loss, policy=None if self.remat is True else self.remat)
-            (_, (metrics, new)), grads = jax.value_and_grad(loss, has_aux=True)([leaves[k] for k in keys])
-            return ShareResult(dict(zip(keys, grads, strict=True)), metrics, new)
+                scaled_loss = jax.checkpoint(scaled_loss, policy=None if self.remat is True else self.remat)
+            trained = [leaves[k] for k in keys]
+            (_, (metrics, new_state)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
+            return ShardGradient(dict(zip(keys, grads, strict=True)), metrics, new_state)
 
+        # That of all microbatches is their mean, or the sum of sums. They run one after the other, so memory holds the
+        # activations of one. The sums are in float32 or wider.
         if self.accumulate == 1:
-            found = of_batch(batch, rng, model_state)
+            shard = of_microbatch(batch, rng, model_state)
         else:
-            found = self._over_microbatches(of_batch, {k: leaves[k] for k in keys}, batch, rng, model_state)
-        grads = found.grads if scale is None else {k: divide(g, scale) for k, g in found.grads.items()}
+            axis, count = len(self.axes), self.accumulate
+
+            def cut(x: jax.Array) -> jax.Array:
+                x = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
+                return jnp.moveaxis(x, axis, 0)
+
+            def add(
+                sums_and_state: tuple[Arrays, PyTree], microbatch: tuple[jax.Array, Batch]
+            ) -> tuple[tuple[Arrays, PyTree], ShardMetrics]:
+                sums, model_state = sums_and_state
+                i, batch = microbatch
+                keys_of_microbatch = self.map_shards(lambda key: jax.random.fold_in(key, i))(rng)
+                found = of_microbatch(batch, keys_of_microbatch, model_state)
+                sums = {k: total + found.grads[k].astype(total.dtype) for k, total in sums.items()}
+                return (sums, found.model_state), found.metrics
+
+            zeros = {k: widen(jnp.zeros_like(leaves[k])) for k in keys}
+            microbatches = jnp.arange(count), jax.tree.map(cut, batch)
+            (sums, model_state), metrics = lax.scan(add, (zeros, model_state), microbatches)
+            divisor = 1 if isinstance(metrics["loss"], Mean) else count
+            grads = {k: (total / divisor).astype(leaves[k].dtype) for k, total in sums.items()}
+            shard = ShardGradient(grads, over_microbatches(metrics, count), model_state)
+
+        # Without the loss scale.
+        grads = shard.grads if scale is None else {k: divide(g, scale) for k, g in shard.grads.items()}
+
+        # Params that the loss does not depend on have no gradient, or zeros.
         unread = frozenset(grads) - read
         if self.unused == "skip":
-            return found._replace(grads={k: g for k, g in grads.items() if k in read})
+            return shard._replace(grads={k: g for k, g in grads.items() if k in read})
         if unread:
-            _warn_of_unread([name for k, name in state.store.paths if k in unread])
-        return found._replace(grads=grads, unread=unread)
+            names = [name for k, name in state.store.paths if k in unread]
+            warnings.warn(  # Python shows it once for all programs
+                f"train step: the loss does not depend on {', '.join(map(repr, names[:8]))}; the gradients are zeros, "
+                "but the optimizer may still change the parameters, as weight decay does; "
+                f'train.start(frozen={names[:8]}) or unused="skip" keeps them unchanged',
+                stacklevel=1,
+            )
+        return shard._replace(grads=grads, unread=unread)
 
-    def _over_microbatches(
-        self, of_batch: Callable[..., ShareResult], like: Arrays, batch: Any, rng: Any, model_state: Any
-    ) -> ShareResult:
-        """The mean of what `of_batch` gives for each microbatch, or the sum of sums. `like` are the trained params."""
-        # They run one after the other, so memory holds the activations of one.
-        at, count = len(self.axes), self.accumulate
-
-        def cut(x: jax.Array) -> jax.Array:
-            return jnp.moveaxis(x.reshape(*x.shape[:at], count, x.shape[at] // count, *x.shape[at + 1 :]), at, 0)
-
-        def add(carry: tuple[Arrays, Any], part: tuple[jax.Array, Any]) -> tuple[tuple[Arrays, Any], Any]:
-            sums, model_state = carry
-            i, batch = part
-            own = self._over_shares(lambda key: jax.random.fold_in(key, i))(rng)
-            found = of_batch(batch, own, model_state)
-            sums = {k: total + found.grads[k].astype(total.dtype) for k, total in sums.items()}
-            return (sums, found.model_state), found.metrics
-
-        start = {k: widen(jnp.zeros_like(x)) for k, x in like.items()}
-        parts = jnp.arange(count), jax.tree.map(cut, batch)
-        (sums, model_state), metrics = lax.scan(add, (start, model_state), parts)
-        divisor = 1 if isinstance(metrics["loss"], Mean) else count
-        grads = {k: (total / divisor).astype(like[k].dtype) for k, total in sums.items()}
-        return ShareResult(grads, over_microbatches(metrics, count), model_state)
-
-    def _cast(self, tree: Any) -> Any:
-        """The floating arrays in the dtype to compute in."""
-        if self.compute_dtype is None:
-            return tree
-        return jax.tree.map(
-            lambda x: x.astype(self.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-        )
-
-    def _over_shares(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` for every share, each on its part of the mesh. Without `axes` there is one share."""
+    def map_shards(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` for every shard, each on its part of the mesh. Without `axes` there is one shard."""
         for name in reversed(self.axes):
             fn = jax.vmap(fn, axis_name=name, spmd_axis_name=name)
         return fn
 
-    def _call(self, params: Any, batch: Any, rng: Any, model_state: Any, step: Any) -> tuple[dict[str, Any], Any]:
-        """(metrics, new model state). The loss among the metrics is what is differentiated."""
+    def call_loss_fn(
+        self, params: PyTree, batch: Batch, rng: jax.Array, model_state: PyTree, step: jax.Array
+    ) -> tuple[ShardMetrics, PyTree]:
+        """(metrics, new model state). With `axes` the metrics are the sums over all shards."""
         loss = fast_loops(functools.partial(call_loss, self.loss_fn), self.platform)
-        try:
+
+        def of_shard(batch: Batch, rng: jax.Array, model_state: PyTree) -> tuple[ShardMetrics, PyTree]:
             return loss(params, batch, rng, model_state, step)
+
+        try:
+            metrics, new_state = self.map_shards(of_shard)(batch, rng, model_state)
         except NameError as error:
             if "unbound axis name" not in str(error):
                 raise
-            own = " and ".join(map(repr, self.axes or (self.axis_name,)))
-            said = str(error).partition(". ")[0]
-            raise NameError(f"train step: loss_fn: {said}; this step has {own}, which axis_name= changes") from error
+            names = " and ".join(map(repr, self.axes or (self.axis_name,)))
+            fault = str(error).partition(". ")[0]
+            raise NameError(f"train step: loss_fn: {fault}; this step has {names}, which axis_name= changes") from error
+        except ValueError as error:  # JAX's, for a constraint that names an axis of the batch
+            if not self.axes or "spmd_axis_name" not in str(error):
+                raise
+            spec = str(error).rpartition("got spec ")[2]
+            raise ValueError(
+                f"train step: loss_fn constrains an array to {spec}, but the step already splits the batch over "
+                f"{', '.join(map(repr, self.axes))}, and loss_fn sees one share; write None in place of these axes"
+            ) from error
+        if self.axes:
+            metrics = jax.tree.map(lambda x: widen(x).sum(tuple(range(len(self.axes)))), metrics)
+        return metrics, new_state
 
-    # From the gradients of all devices to the update.
-
-    def _sum(
-        self, store: kv.KVStore, due: Arrays, zeros: frozenset[int] = frozenset()
-    ) -> tuple[Arrays, dict[int, Any]]:
-        """The sums and the residuals. The gradients of the keys in `zeros` are zeros, which are not sent."""
+    def sum_gradients(self, store: kv.KVStore, grads: Arrays, zeros: frozenset[int]) -> tuple[Arrays, dict[int, Any]]:
+        """The sums over the devices, and the residuals. The gradients of `zeros` are zeros, which are not sent."""
         # One device needs no collective, and XLA would keep it with its copies.
-        alone = lax.axis_size(self.axis_name) == 1 and not stores.is_in_rows(store)
-        if alone and not aggregate.compressed_keys(store, due):
-            return due, {}
-        sums, residuals = aggregate.reduce(store, {k: g for k, g in due.items() if k not in zeros}, self.axis_name)
+        is_alone = lax.axis_size(self.axis_name) == 1 and not stores.is_in_rows(store)
+        if is_alone and not aggregate.compressed_keys(store, grads):
+            return grads, {}
+        sums, residuals = aggregate.reduce(store, {k: g for k, g in grads.items() if k not in zeros}, self.axis_name)
         if zeros:
-            sums |= aggregate.own_parts(store, {k: due[k] for k in zeros}, self.axis_name)
+            sums |= aggregate.own_parts(store, {k: grads[k] for k in zeros}, self.axis_name)
         return sums, residuals
 
-    def _mean_over_devices(
-        self, state: TrainState, share: ShareResult, grads: Arrays, summed: Arrays
-    ) -> tuple[dict[str, Any], Any, Any]:
-        """The metrics and the model state as means over the devices, and the flags of what is not finite."""
-        # All of them share one collective. To check what is pushed is enough unless there is a compressor.
-        found = None
-        if self.guard is not None:
-            loss, sums = share.metrics["loss"], summed if state.store.compressor else {}
-            found = nonfinite_flags(state.store, loss, grads, sums)
-        shares = lax.axis_size(self.axis_name)
-        of_state = model_state_terms(share.model_state, shares)
-        # Random keys are those of the first share: the sum of its own and of zeros.
-        plain, with_keys = without_keys([x for x in jax.tree.leaves(share.model_state) if is_prng_key(x)])
-        keys = [jnp.where(lax.axis_index(self.axis_name) == 0, x, jnp.zeros_like(x)) for x in plain]
-        terms, structure = jax.tree.flatten((jax.tree.map(widen, share.metrics), of_state, found, keys))
-        metrics, of_state, found, keys = structure.unflatten(self._add(state, terms))
-        first = iter(with_keys(keys))
-        model_state = jax.tree.map(lambda x: next(first) if is_prng_key(x) else x, share.model_state)
-        return finish(metrics, shares), model_state_mean(model_state, of_state, shares), found
+    def mean_over_devices(
+        self, state: TrainState, shard: ShardGradient, grads: Arrays, summed: Arrays
+    ) -> tuple[Metrics, PyTree, jax.Array | None]:
+        """The metrics and the model state as means over the devices, and the flags of what is not finite.
 
-    def _add(self, state: TrainState, leaves: list[jax.Array]) -> list[jax.Array]:
-        """The sums over the devices, by one collective for each dtype."""
+        All of them share one collective. To check what is pushed is enough unless there is a compressor.
+        """
+        flags = None
+        if self.guard is not None:
+            loss, sums = shard.metrics["loss"], summed if state.store.compressor else {}
+            flags = nonfinite_flags(state.store, loss, grads, sums)
+        count = lax.axis_size(self.axis_name)
+        terms = model_state_terms(shard.model_state, count)
+        # Random keys are those of the first shard: the sum of its own and of zeros.
+        numbers, with_keys = without_keys([x for x in jax.tree.leaves(shard.model_state) if is_prng_key(x)])
+        numbers = [jnp.where(lax.axis_index(self.axis_name) == 0, x, jnp.zeros_like(x)) for x in numbers]
+
+        leaves, structure = jax.tree.flatten((jax.tree.map(widen, shard.metrics), terms, flags, numbers))
+        metrics, terms, flags, numbers = structure.unflatten(self.add_up(state, leaves))
+        keys = iter(with_keys(numbers))
+        model_state = jax.tree.map(lambda x: next(keys) if is_prng_key(x) else x, shard.model_state)
+        return finish(metrics, count), model_state_mean(model_state, terms, count), flags
+
+    def add_up(self, state: TrainState, leaves: list[jax.Array]) -> list[jax.Array]:
+        """The sums of small arrays over the devices, by one collective for each dtype."""
         if lax.axis_size(self.axis_name) == 1:
             return leaves
         add = collectives.sum_apart if state.store.staleness else lax.psum
         return collectives.allreduce(leaves, self.axis_name, _LIMITS, add)
 
-    def _apply(
-        self, state: TrainState, params: Any, summed: Arrays, residuals: Any, ready: Arrays | None, loss: Any
-    ) -> tuple[kv.KVStore, Any]:
+    def apply(
+        self,
+        state: TrainState,
+        params: PyTree,
+        summed: Arrays,
+        residuals: dict[int, Any],
+        ready: dict[int, jax.Array] | None,
+        loss: jax.Array | None,
+    ) -> tuple[kv.KVStore, PyTree]:
         """The store and the transform's state after the update by these sums, unchanged where not `ready`."""
         transform = state.transform
         if self.grad_transform is not None:
-            summed, transform = self._transform(state, params, summed)
+            summed, transform = self.transform_gradients(state, params, summed)
         num_updates = aggregate.num_updates(state.store, summed, ready)
         changes = aggregate.update(state.store, summed, num_updates, loss)._replace(residuals=residuals)
         if ready is not None:
@@ -253,7 +298,7 @@ class DeviceStep:
                 transform = queue.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
         return stores.with_changes(state.store, changes), transform
 
-    def _transform(self, state: TrainState, params: Any, summed: Arrays) -> tuple[Arrays, Any]:
+    def transform_gradients(self, state: TrainState, params: PyTree, summed: Arrays) -> tuple[Arrays, PyTree]:
         """The summed gradients through `grad_transform`. Those of a sharded store are gathered for it."""
         tx, store = self.grad_transform, state.store
         params = stores.tree_of(store, dict(enumerate(jax.tree.leaves(params))))
@@ -267,17 +312,17 @@ class DeviceStep:
             before = tx.init(params)  # without arrays, which a state has as ()
         updates, transform = tx.update(stores.tree_of(store, grads), before, params)
         new = stores.by_key(store, updates)
-        parts = aggregate.own_parts(store, {k: new[k] for k in summed}, self.axis_name)
-        return parts, transform if jax.tree.leaves(transform) else ()
+        new = aggregate.own_parts(store, {k: new[k] for k in summed}, self.axis_name)
+        return new, transform if jax.tree.leaves(transform) else ()
 
     # The beginning and the end of training.
 
     def with_initial_parts(self, state: TrainState) -> TrainState:
         """The state, which is on its devices, with the parts that this step keeps in it. Parts that it has stay."""
         if carries(state.local) and not self.has_local_part:
-            own = "the state has separate parameters for each device, from a step with local_steps"
-            raise ValueError(f"train step: {own}; {END_OF_ROUND}")
-        missing: dict[str, Any] = {}
+            fault = "the state has separate parameters for each device, from a step with local_steps"
+            raise ValueError(f"train step: {fault}; {END_OF_ROUND}")
+        missing: dict[str, PyTree] = {}
         if self.grad_transform is not None and not carries(state.transform):
             transform = self.grad_transform.init(trained_params(state.store))
             if jax.tree.leaves(transform):
@@ -294,44 +339,41 @@ class DeviceStep:
             params = whole_params(state.store, self.axis_name)
             pending, ready = queue.pending_at(state.store, i)
             due = {k: value.reshape(stores.shapes_of(state.store)[k]) for k, value in pending.items()}
-            store, transform = self._apply(state, params, *self._sum(state.store, due), ready, None)
+            store, transform = self.apply(
+                state, params, *self.sum_gradients(state.store, due, frozenset()), ready, None
+            )
             state = dataclasses.replace(state, store=store, transform=transform)
         empty = jax.tree.map(jnp.zeros_like, state.store.pending)
         return dataclasses.replace(state, store=dataclasses.replace(state.store, pending=empty))
 
 
-def share_rng(state: TrainState, number: Any) -> jax.Array:
-    """The random key of a share of the batch in this step."""
+def shard_rng(state: TrainState, number: int | jax.Array) -> jax.Array:
+    """The random key of a shard of the batch in this step."""
     return jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def marked_as_read(mark: Callable[[], None], x: jax.Array) -> jax.Array:
-    """The array itself. `mark` is called when a gradient for it is traced."""
-    return x
-
-
-def _mark(mark: Callable[[], None], _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    mark()
-    return (cotangent,)
-
-
-marked_as_read.defvjp(lambda mark, x: (x, None), _mark)
-
-
-def _warn_of_unread(names: list[str]) -> None:
-    """Name parameters that the loss does not depend on. Python shows it once for all programs."""
-    warnings.warn(
-        f"train step: the loss does not depend on {', '.join(map(repr, names[:8]))}; the gradients are zeros, but the "
-        "optimizer may still change the parameters, as weight decay does; "
-        f'train.start(frozen={names[:8]}) or unused="skip" keeps them unchanged',
-        stacklevel=2,
-    )
 
 
 def divide(grad: jax.Array, divisor: Any) -> jax.Array:
     """The gradient divided in float32 or wider, in its own dtype."""
     return (widen(grad) / divisor).astype(grad.dtype)
+
+
+# JAX makes the gradient of a param that the loss does not depend on as zeros, which look like any others in the
+# program. The program of the loss itself does not say it either: a param under `stop_gradient` is an operand there. So
+# each param goes through a function whose backward pass, which is traced only where there is one, says that it was.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def call_if_read(callback: Callable[[], None], x: jax.Array) -> jax.Array:
+    """The array itself. `callback` is called when a gradient for it is traced."""
+    return x
+
+
+def _call_and_pass(callback: Callable[[], None], _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    callback()
+    return (cotangent,)
+
+
+call_if_read.defvjp(lambda callback, x: (x, None), _call_and_pass)
 
 
 # The step of all devices at once.
@@ -341,89 +383,64 @@ def divide(grad: jax.Array, divisor: Any) -> jax.Array:
 class GlobalStep(DeviceStep):
     """The step of all devices: `step(state, batch) -> (state, metrics)`, of whole arrays."""
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        mesh, homes = stores.mesh_of_values(state.store), dict(state.store.shardings)
-        count = math.prod(mesh.shape[name] for name in self.axes)
-
-        # The gradient of the sum of the losses of all shares, divided afterwards. So a share has the cotangents that it
-        # has under the other engines, and a rule of the backward pass that clips them gives the same numbers.
-        params = whole_params(state.store, self.axis_name)
-        shares = self._shares(state, batch, mesh)
-        if self._may_overflow(state.store):
-            total = self._gradient_of_each(state, params, *shares)
-        else:
-            total = self._gradient(state, params, *shares)
-        loss = total.metrics["loss"]
-        whole = loss.weight if isinstance(loss, Mean) else count
-        grads = {k: divide(g, whole).astype(state.store.values[k].dtype) for k, g in total.grads.items()}
-        grads = {k: lax.with_sharding_constraint(g, homes[k]) for k, g in grads.items()}
-        metrics = finish(total.metrics, count)
-
-        # The update, and the new state. Leaves of the model state that have no mean are those of the first share.
-        store, transform = self._apply(state, params, grads, {}, None, metrics["loss"])
-        axes = tuple(range(len(self.axes)))
-        sums = [tuple(x.sum(axes) for x in terms) for terms in model_state_terms(total.model_state, count)]
-        first = jax.tree.map(lambda x: x[(0,) * len(axes)], total.model_state)
-        model_state = model_state_mean(first, sums, count)
-        found = None if self.guard is None else nonfinite_flags(state.store, metrics["loss"], grads, {})
-        return self._next(state, metrics, found, store=store, transform=transform, model_state=model_state)
-
-    def _may_overflow(self, store: kv.KVStore) -> bool:
-        """Whether gradients are of float16, in which a sum of what fits may not fit. Then the guard decides by it."""
-        if self.scaling is not None:  # for the float16 of a loss_fn that casts by itself too
-            return True
-        dtypes = [self.compute_dtype, *(store.values[k].dtype for k in stores.trained_keys(store))]
-        return any(dtype is not None and jnp.dtype(dtype) == jnp.float16 for dtype in dtypes)
-
-    # Batch, `rng` and model state have a first axis for each name in `axes`, of the lengths of the mesh.
-
-    def _gradient_of_each(self, state: TrainState, params: Any, *shares: Any) -> ShareResult:
-        """As `_gradient`, by a gradient for each share, which are added up in float32 or wider.
-
-        A device holds the whole gradient of its share then, also where the params are split. Else the compiler adds up
-        the shares wherever a product of the backward pass does, in the dtype of that product.
-        """
-        one, axes = dataclasses.replace(self, axes=()), tuple(range(len(self.axes)))
-        unread: list[frozenset[int]] = []
-
-        def of_share(*share: Any) -> Any:
-            grads, metrics, model_state, keys = one._gradient(state, params, *share)
-            unread.append(keys)
-            return jax.tree.map(widen, (grads, metrics)), model_state
-
-        (grads, metrics), model_state = self._over_shares(of_share)(*shares)
-        grads, metrics = jax.tree.map(lambda x: x.sum(axes), (grads, metrics))
-        return ShareResult(grads, metrics, model_state, unread[0])
-
-    def _shares(self, state: TrainState, batch: Any, mesh: Mesh) -> tuple[Any, Any, Any]:
-        """Batch, `rng` and model state of all shares."""
+    def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        store, mesh = state.store, stores.mesh_of_values(state.store)
         sizes = tuple(mesh.shape[name] for name in self.axes)
-        count = math.prod(sizes)
+        count, axes = math.prod(sizes), tuple(range(len(sizes)))
+
+        # The shards. Batch, random keys and model state have a first axis for each name in `axes`.
+        params = whole_params(store, self.axis_name)
+        by_number = jax.vmap(lambda i: (shard_rng(state, i), with_own_streams(state.model_state, i)))(jnp.arange(count))
+        rngs, model_states = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), by_number)
         along = NamedSharding(mesh, P(*self.axes))
 
         def split(x: jax.Array) -> jax.Array:
             return lax.with_sharding_constraint(x.reshape(*sizes, x.shape[0] // count, *x.shape[1:]), along)
 
-        own = jax.vmap(lambda i: (share_rng(state, i), with_own_streams(state.model_state, i)))(jnp.arange(count))
-        rngs, model_state = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), own)
-        return jax.tree.map(split, batch), rngs, model_state
+        shards = jax.tree.map(split, batch), rngs, model_states
 
-    def _call(self, params: Any, batch: Any, rng: Any, model_state: Any, step: Any) -> tuple[dict[str, Any], Any]:
-        def of_share(batch: Any, rng: Any, model_state: Any) -> Any:
-            return super(GlobalStep, self)._call(params, batch, rng, model_state, step)
+        # The gradient of the sum of the losses of all shards, divided afterwards. So a shard has the cotangents that it
+        # has under the other engines, and a rule of the backward pass that clips them gives the same numbers.
+        #
+        # The compiler adds up the shards wherever a product of the backward pass does, in the dtype of that product. In
+        # float16 a sum of what fits may not fit, and the guard decides by it. So there each shard has a gradient of its
+        # own, and they are added up in float32 or wider. A device then holds the whole gradient of its shard, also
+        # where the params are split. A loss scale is for the float16 of a loss_fn that casts by itself too.
+        dtypes = [self.compute_dtype, *(store.values[k].dtype for k in stores.trained_keys(store))]
+        has_float16 = any(dtype is not None and jnp.dtype(dtype) == jnp.float16 for dtype in dtypes)
+        if self.scaling is None and not has_float16:
+            total = self.gradient(state, params, *shards)
+        else:
+            step_of_shard, unread = dataclasses.replace(self, axes=()), list[frozenset[int]]()
 
-        try:
-            metrics, new = self._over_shares(of_share)(batch, rng, model_state)
-        except ValueError as error:  # JAX's, for a constraint that names an axis of the batch
-            if "spmd_axis_name" not in str(error):
-                raise
-            spec = str(error).rpartition("got spec ")[2]
-            raise ValueError(
-                f"train step: loss_fn constrains an array to {spec}, but the step already splits the batch over "
-                f"{', '.join(map(repr, self.axes))}, and loss_fn sees one share; write None in place of these axes"
-            ) from error
-        first = tuple(range(len(self.axes)))
-        return jax.tree.map(lambda x: widen(x).sum(first), metrics), new
+            def of_shard(
+                batch: Batch, rng: jax.Array, model_state: PyTree
+            ) -> tuple[tuple[Arrays, ShardMetrics], PyTree]:
+                shard = step_of_shard.gradient(state, params, batch, rng, model_state)
+                unread.append(shard.unread)
+                return jax.tree.map(widen, (shard.grads, shard.metrics)), shard.model_state
+
+            (grads, metrics), model_states = self.map_shards(of_shard)(*shards)
+            grads, metrics = jax.tree.map(lambda x: x.sum(axes), (grads, metrics))
+            total = ShardGradient(grads, metrics, model_states, unread[0])
+        loss = total.metrics["loss"]
+        divisor = loss.weight if isinstance(loss, Mean) else count
+        grads = {k: divide(g, divisor).astype(store.values[k].dtype) for k, g in total.grads.items()}
+        shardings = dict(store.shardings)
+        grads = {k: lax.with_sharding_constraint(g, shardings[k]) for k, g in grads.items()}
+        metrics = finish(total.metrics, count)
+
+        # The update. Leaves of the model state that have no mean are those of the first shard.
+        store, transform = self.apply(state, params, grads, {}, None, metrics["loss"])
+        sums = [tuple(x.sum(axes) for x in terms) for terms in model_state_terms(total.model_state, count)]
+        first = jax.tree.map(lambda x: x[(0,) * len(axes)], total.model_state)
+        model_state = model_state_mean(first, sums, count)
+        new = dataclasses.replace(state, step=state.step + 1, store=store, transform=transform, model_state=model_state)
+
+        # The guard, which may keep the old state.
+        if self.guard is None:
+            return new, metrics
+        return self.guard(state, new, metrics, nonfinite_flags(state.store, metrics["loss"], grads, {}))
 
     def with_initial_parts(self, state: TrainState) -> TrainState:
         check_axes(self.axes, stores.mesh_of_values(state.store), "train step")

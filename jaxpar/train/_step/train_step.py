@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import weakref
@@ -22,15 +23,28 @@ from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
 from ..._store.store import is_split, mesh_of_values
 from .local_sgd import LocalSGD
-from .loss import LossFn, check_loss_fn
+from .loss import Batch, LossFn, Metrics, check_loss_fn
 from .nonfinite import DynamicLossScale, Guard
-from .programs import ENGINES, Batch, JointProgram, Part
-from .state import IN_STORE, TrainState, carries, check_is_state, create_state, leaf_shardings, place_state, shapes_on
+from .programs import ENGINES, DeviceProgram, JointProgram, Structure
+from .state import (
+    IN_STORE,
+    Donated,
+    TrainState,
+    carries,
+    check_is_state,
+    create_state,
+    leaf_shardings,
+    place_state,
+    shapes_on,
+)
 from .step import DeviceStep, GlobalStep, check_axes
 from .virtual import VirtualProgram, VirtualStep
 
 if TYPE_CHECKING:
     import optax
+
+
+_NO_MESH = contextlib.nullcontext[Mesh | None](None)  # a block as `outside_mesh`, which a small step would feel
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -56,7 +70,7 @@ class TrainStep:
     def __post_init__(self) -> None:
         self.loss_fn: LossFn = self.device_step.loss_fn
         self.skips: bool = self.device_step.guard is not None
-        self._programs = Recent(self._make_program)
+        self._programs = Recent(self._make_program)  # by the structures of `Donated`
         self._returned: weakref.ref[TrainState] | None = None  # by the last call
 
     @answers("train step")
@@ -97,17 +111,18 @@ class TrainStep:
         first, end, _ = slice(first, end).indices(checks.batch_length(batches, "train step, many"))
         return self._run(state, batches, first, end)
 
-    def _run(self, state: TrainState, batch: Batch, *part: int) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step, or several with the part of the batches that they take."""
+    def _run(self, state: TrainState, batch: Batch, *span: int) -> tuple[TrainState, Metrics]:
+        """One step, or several with the first and the end of the batches that they take."""
         processes.refuse_elastic("train step")
-        with outside_mesh() as user:
+        has_mesh = not jax.sharding.get_abstract_mesh().empty
+        with outside_mesh() if has_mesh else _NO_MESH as user:
             if user is not None:
                 state, batch = without_types((state, batch))
-            elif not jax.sharding.get_abstract_mesh().empty:
+            elif has_mesh:
                 check_traced((state, batch), "train step")
             try:
-                program, leaves = self._prepare(state, user)
-                new, metrics = program(leaves, batch, *part)
+                program, donated, rng = self.prepare(state, user)
+                new, metrics = program(donated, rng, batch, *span)
             except RuntimeError as error:
                 if "deleted" in str(error):
                     _check_arrays(state, batch)
@@ -126,27 +141,31 @@ class TrainStep:
         Returns:
             The program of all devices. With `virtual_shards`, the gradient of one shard.
         """
-        return self.parts(state, batch, many)[2][0].traced.lower()
+        return self.device_programs(state, batch, many)[2][0].traced.lower()
 
-    def parts(self, state: TrainState, batch: Batch, many: bool = False) -> tuple[TrainState, Batch, list[Part]]:
+    def device_programs(
+        self, state: TrainState, batch: Batch, many: bool = False
+    ) -> tuple[TrainState, Batch, list[DeviceProgram]]:
         """The programs that a device runs in a step, and what they take: shapes of the complete state and of a batch.
 
         There is one, unless the step has virtual shards.
         """
         with outside_mesh() as user:
-            leaves, given = jax.tree.flatten(without_types(state))
-            structures: list[Any] = []
+            leaves, structure = jax.tree.flatten(without_types(state))
+            completed: list[Structure] = []
 
             # Of leaves, since JAX keeps structures forever, with the optimizer that that of a state refers to.
-            def complete(leaves: list[Any]) -> list[Any]:
-                new, structure = jax.tree.flatten(self._complete(given.unflatten(leaves), user))
-                structures.append(structure)
+            def complete(leaves: list[jax.Array]) -> list[jax.Array]:
+                new, structure_of_new = jax.tree.flatten(self._complete(structure.unflatten(leaves), user))
+                completed.append(structure_of_new)
                 return new
 
             shapes = jax.eval_shape(complete, leaves)
-            program, state = self._programs(structures[0]), structures[0].unflatten(shapes)
+            state = completed[0].unflatten(shapes)
             state = shapes_on(state, leaf_shardings(state))
-            return state, *program.parts(jax.tree.leaves(state), batch, many)
+            donated, structure_of_donated = jax.tree.flatten(Donated.of(state))
+            program = self._programs(structure_of_donated)
+            return state, *program.device_programs(donated, state.rng, batch, many)
 
     def batch_sharding(self, state: TrainState) -> NamedSharding | None:
         """The sharding of a batch over a mesh with several axes. None: split over all devices."""
@@ -184,10 +203,11 @@ class TrainStep:
             if not is_split(state.store):
                 state = dataclasses.replace(state, store=kv.place(state.store, mesh=mesh))
                 state = place_state(state, tuple(mesh.devices.flat))
-            elif self.mesh is not None and auto_mesh(mesh) != (own := mesh_of_values(state.store)):
-                both = f"the state is on a mesh {dict(own.shape)}, and the step was made for {dict(mesh.shape)}"
-                hint = "place the store: kv.place(store, mesh=mesh)"
-                raise ValueError(f"train step: {both}, or for other devices; {hint}")
+            elif self.mesh is not None and auto_mesh(mesh) != (mesh_of_state := mesh_of_values(state.store)):
+                raise ValueError(
+                    f"train step: the state is on a mesh {dict(mesh_of_state.shape)}, and the step was made for "
+                    f"{dict(mesh.shape)}, or for other devices; place the store: kv.place(store, mesh=mesh)"
+                )
         devices = self.devices or state.store.devices or processes.devices()
         if state.store.devices != devices:
             state = place_state(state, devices)
@@ -204,45 +224,51 @@ class TrainStep:
         with outside_mesh() as user:
             if not state.store.staleness and not carries(state.local):
                 return self._complete(without_types(state), user)
-            program, leaves = self._prepare(state, user)
+            program, donated, rng = self.prepare(state, user)
             assert isinstance(program, JointProgram)  # virtual shards leave nothing pending
-            return program.finish(leaves)
+            return program.finish(donated, rng)
 
-    def _prepare(self, state: TrainState, user: Mesh | None) -> tuple[JointProgram | VirtualProgram, list[jax.Array]]:
-        """The program for a state, and the leaves of the complete state."""
-        # Where there is a program for the structure of a state, the state is complete and on the program's devices.
-        # What a step returned has no types of a user's mesh, and to look takes longer than a small step.
+    def prepare(
+        self, state: TrainState, user: Mesh | None
+    ) -> tuple[JointProgram | VirtualProgram, list[jax.Array], jax.Array]:
+        """The program for a state, and what it takes of the complete state: the arrays to donate, and the `rng`."""
+        # What a step returned has no types of a user's mesh. To look takes nine times as long as to flatten it.
         if self._returned is None or state is not self._returned():
-            state = without_types(state)
-        leaves, treedef = jax.tree.flatten(state)
-        program = self._programs(treedef, make=False)
-        if program is None:
             check_is_state(state, "train step")
-            leaves, treedef = jax.tree.flatten(self._complete(state, user))
-            program = self._programs(treedef)
-        return program, leaves
+            state = without_types(state)
+        # Where there is a program for the structure of a state, the state is complete and on the program's devices.
+        donated, structure = jax.tree.flatten(Donated.of(state))
+        program = self._programs(structure, make=False)
+        if program is None:
+            state = self._complete(state, user)
+            donated, structure = jax.tree.flatten(Donated.of(state))
+            program = self._programs(structure)
+        return program, donated, state.rng
 
-    def _make_program(self, treedef: Any) -> JointProgram | VirtualProgram:
+    def _make_program(self, structure: Structure) -> JointProgram | VirtualProgram:
         """The program for complete states of this structure."""
-        engine, step = self._engine_and_step(treedef.unflatten(range(treedef.num_leaves)).store)
+        engine, step = self._engine_and_step(structure.unflatten(range(structure.num_leaves)).store)
         if isinstance(step, VirtualStep):
-            return VirtualProgram(step, treedef)
-        return JointProgram(step, ENGINES[engine], treedef)
+            return VirtualProgram(step, structure)
+        return JointProgram(step, ENGINES[engine], structure)
 
     def _engine_and_step(self, store: kv.KVStore) -> tuple[str, DeviceStep]:
         """The engine for a store, and the step that it runs: of one device, or of all under engine `jit`."""
-        split = "values of this store are split over a mesh"
         if is_split(store) and self.engine not in ("auto", "jit"):
-            own = f"{split} in their own shapes, which engine {self.engine!r} cannot take"
-            raise ValueError(f"train step: {own}; use engine 'jit' or 'auto'")
+            raise ValueError(
+                "train step: values of this store are split over a mesh in their own shapes, which engine "
+                f"{self.engine!r} cannot take; use engine 'jit' or 'auto'"
+            )
         if self.engine != "jit" and self.mesh is None and not is_split(store):
             return "pmap" if self.engine == "pmap" else "shard_map", self.device_step
         if self.global_step is None:
             reason = "local_steps are updates of each device by itself"
             if self.virtual_shards is not None:
                 reason = f"virtual_shards={self.virtual_shards} fixes the order of sums that the compiler chooses here"
-            hint = "use kind 'device' without mesh= and sharding="
-            raise ValueError(f"train step: {split}, and {reason}; {hint}")
+            raise ValueError(
+                f"train step: values of this store are split over a mesh, and {reason}; use kind 'device' without "
+                "mesh= and sharding="
+            )
         return "jit", self.global_step
 
 
@@ -416,27 +442,34 @@ def make_train_step(
 
 
 def _check_together(
-    engine: str, mesh: Any, devices: Any, axes: tuple[str, ...], local_steps: Any, outer: Any, virtual_shards: Any
+    engine: str,
+    mesh: Mesh | None,
+    devices: Sequence[Device] | None,
+    axes: tuple[str, ...],
+    local_steps: int | None,
+    outer_optimizer: optax.GradientTransformation | None,
+    virtual_shards: int | None,
 ) -> None:
     """`ValueError` for options of which one leaves no place for another."""
-    own, fixed = "local_steps= updates each device separately", "virtual_shards= fixes the order of all sums"
-    by_compiler = "with engine 'jit' and mesh= the compiler chooses them; use engine 'shard_map' and devices="
+    where = "make_train_step"
     is_mapped, is_jit = engine in ("pmap", "shard_map"), engine == "jit" or mesh is not None
-    came = f"engine={engine!r}{', and devices' if devices is not None else ''}"
-    faults = {
-        f"mesh= is for engine 'jit' and replaces devices=; got {came}": mesh is not None
-        and (is_mapped or devices is not None),
-        f"several axes {axes} are for engine 'jit'; engine {engine!r} has one": len(axes) > 1 and is_mapped,
-        f"{fixed}, and {own}; leave out one of them": None not in (virtual_shards, local_steps),
-        f"{fixed}, and {by_compiler}": is_jit and virtual_shards is not None,
-        f"{own}, and {by_compiler}": is_jit and local_steps is not None,
-        "outer_optimizer needs local_steps=, which is None": local_steps is None and outer is not None,
-    }
-    for fault, is_there in faults.items():
-        if is_there:
-            raise ValueError(f"make_train_step: {fault}")
+    local, fixed = "local_steps= updates each device separately", "virtual_shards= fixes the order of all sums"
+    by_compiler = "with engine 'jit' and mesh= the compiler chooses them; use engine 'shard_map' and devices="
+    if mesh is not None and (is_mapped or devices is not None):
+        got = f"engine={engine!r}{', and devices' if devices is not None else ''}"
+        raise ValueError(f"{where}: mesh= is for engine 'jit' and replaces devices=; got {got}")
+    if len(axes) > 1 and is_mapped:
+        raise ValueError(f"{where}: several axes {axes} are for engine 'jit'; engine {engine!r} has one")
+    if virtual_shards is not None and local_steps is not None:
+        raise ValueError(f"{where}: {fixed}, and {local}; leave out one of them")
+    if virtual_shards is not None and is_jit:
+        raise ValueError(f"{where}: {fixed}, and {by_compiler}")
+    if local_steps is not None and is_jit:
+        raise ValueError(f"{where}: {local}, and {by_compiler}")
+    if outer_optimizer is not None and local_steps is None:
+        raise ValueError(f"{where}: outer_optimizer needs local_steps=, which is None")
     if mesh is not None:
-        check_axes(axes, mesh, "make_train_step")
+        check_axes(axes, mesh, where)
 
 
 # What `start` takes itself needs no hint there.

@@ -16,24 +16,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
-from ..._core.arrays import Device, Recent, is_traced, tree_nbytes, without_keys
+from ..._core.arrays import Device, PyTree, Recent, is_traced, tree_nbytes, without_keys
 from ..._cpu import for_platform
 from ..._devices import collectives
 from ..._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, split_over, wait_before_collectives
 from ..._devices.user_mesh import without_types
 from ..._store.store import is_in_rows
-from .loss import Mean, finish, model_state_mean, model_state_terms, widen, with_own_streams
+from .loss import (
+    Batch,
+    Mean,
+    Metrics,
+    ShardMetrics,
+    finish,
+    model_state_mean,
+    model_state_terms,
+    widen,
+    with_own_streams,
+)
 from .nonfinite import nonfinite_flags
-from .programs import Batch, Batches, Metrics, Part, check_even
-from .state import TrainState, is_floating, shapes_on, whole_params
-from .step import Arrays, DeviceStep, share_rng
+from .programs import Batches, DeviceProgram, Structure, check_even
+from .state import Donated, TrainState, is_floating, shapes_on, whole_params
+from .step import Arrays, DeviceStep, shard_rng
 
 Buffers = list[jax.Array]
 # What is added up over the shards, in float32 or wider: the gradient for each key, that of a mean divided by V; `loss`
 # and `aux`; the terms of the floating leaves of the model state; the flags of what is not finite, or None.
-Terms = tuple[Arrays, dict[str, Any], list[tuple[jax.Array, ...]], jax.Array | None]
+Terms = tuple[Arrays, ShardMetrics, list[tuple[jax.Array, ...]], jax.Array | None]
 
 _ONE_A_DTYPE = collectives.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
 _SEVERAL = "the host starts several programs for each step with virtual_shards"
@@ -60,77 +70,83 @@ class VirtualStep(DeviceStep):
             f"in kind {store.kind!r} each device updates a share of a value, and rounding depends on its length; use "
             "kind 'device'": is_in_rows(store),
         }
-        if reason := next((reason for reason, holds in reasons.items() if holds), None):
-            what = f"train step: virtual_shards={self.shards} gives the same bits on any number of devices"
-            raise ValueError(f"{what}, but {reason}")
+        for reason, is_so in reasons.items():
+            if is_so:
+                what = f"train step: virtual_shards={self.shards} gives the same bits on any number of devices"
+                raise ValueError(f"{what}, but {reason}")
         return super().with_initial_parts(state)
 
-    def terms(self, state: TrainState, batch: Any, number: jax.Array) -> tuple[Terms, Buffers]:
+    def terms(self, state: TrainState, batch: Batch, number: jax.Array) -> tuple[Terms, Buffers]:
         """What shard `number` adds, and the other leaves of its model state."""
         params = whole_params(state.store, self.axis_name)
         try:
             model_state = with_own_streams(state.model_state, number)
-            found = self._gradient(state, params, batch, share_rng(state, number), model_state)
+            shard = self.gradient(state, params, batch, shard_rng(state, number), model_state)
         except NameError as error:
             if "axis name" not in str(error):
                 raise
             raise ValueError(
                 "train step: loss_fn has a collective, but a virtual shard has no axis; leave it out"
             ) from error
-        divisor = 1 if isinstance(found.metrics["loss"], Mean) else self.shards
-        grads = {k: widen(g) / divisor for k, g in found.grads.items()}
-        metrics = jax.tree.map(widen, found.metrics)
-        flags = None if self.guard is None else nonfinite_flags(state.store, metrics["loss"], found.grads, {})
-        plain, _ = without_keys(found.model_state)
+        # A loss that is a mean over what counts is divided by the weight of all shards, when that is known.
+        divisor = 1 if isinstance(shard.metrics["loss"], Mean) else self.shards
+        grads = {k: widen(g) / divisor for k, g in shard.grads.items()}
+        metrics = jax.tree.map(widen, shard.metrics)
+        flags = None if self.guard is None else nonfinite_flags(state.store, metrics["loss"], shard.grads, {})
+        plain, _ = without_keys(shard.model_state)
         others = [x for x in jax.tree.leaves(plain) if not is_floating(x)]
         return (grads, metrics, model_state_terms(plain, self.shards), flags), others
 
-    def update(self, state: TrainState, totals: Terms, others: Buffers) -> tuple[TrainState, dict[str, Any]]:
+    def update(self, state: TrainState, totals: Terms, others: Buffers) -> tuple[TrainState, Metrics]:
         """The next state and the metrics, out of the sums over the shards. `others` are those of shard 0."""
-        summed, sums, floating, found = totals
+        summed, sums, of_model_state, flags = totals
         metrics, loss = finish(sums, self.shards), sums["loss"]
         if isinstance(loss, Mean):
             summed = {k: g / loss.weight for k, g in summed.items()}
-            if found is not None:  # a weight of 0 is seen here only
-                found = found + nonfinite_flags(state.store, metrics["loss"], summed, {})
+            if flags is not None:  # a weight of 0 is seen here only
+                flags = flags + nonfinite_flags(state.store, metrics["loss"], summed, {})
         summed = {k: g.astype(state.store.values[k].dtype) for k, g in summed.items()}
+
+        # The update.
         params = whole_params(state.store, self.axis_name)
-        store, transform = self._apply(state, params, summed, {}, None, metrics["loss"])
+        store, transform = self.apply(state, params, summed, {}, None, metrics["loss"])
         plain, restore = without_keys(state.model_state)
-        rest = iter(others)
-        plain = jax.tree.map(lambda x: x if is_floating(x) else next(rest), plain)
-        model_state = restore(model_state_mean(plain, floating, self.shards))
-        return self._next(state, metrics, found, store=store, transform=transform, model_state=model_state)
+        not_added = iter(others)
+        plain = jax.tree.map(lambda x: x if is_floating(x) else next(not_added), plain)
+        model_state = restore(model_state_mean(plain, of_model_state, self.shards))
+        new = dataclasses.replace(state, step=state.step + 1, store=store, transform=transform, model_state=model_state)
+
+        # The guard, which may keep the old state.
+        if self.guard is None or flags is None:  # there are flags where there is a guard
+            return new, metrics
+        return self.guard(state, new, metrics, flags)
 
 
-def _programs_of(step: VirtualStep, treedef: Any, platform: str) -> tuple[Any, Any]:
+def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tuple[Any, Any]:
     """The programs for states of one structure, on whatever device of a platform: the gradient of a shard, the update.
 
-    `term(leaves, rng, batch, number) -> (buffers, others)`: what shard `number` adds, an array (1, n) for each dtype,
-    and the leaves of its model state that are not added. `update(leaves, rng, totals, others) -> (leaves, metrics)`,
-    with the old leaves donated. The leaves are those of a state without its `rng`, which stays.
+    `term(donated, rng, batch, number) -> (buffers, others)`: what shard `number` adds, an array (1, n) for each dtype,
+    and the leaves of its model state that are not added. `update(donated, rng, totals, others) -> (donated, metrics)`.
+    `donated` are the arrays of a `Donated` in a list, whose memory only `update` takes over.
     """
     step = dataclasses.replace(step, platform=platform)
-    rng_at = treedef.unflatten(range(treedef.num_leaves)).rng
     layout: list[Any] = []  # of the terms in buffers, known when `term` was traced
 
-    def state_of(leaves: list[jax.Array], rng: jax.Array) -> TrainState:
-        return treedef.unflatten([*leaves[:rng_at], rng, *leaves[rng_at:]])
-
-    def term(leaves: Any, rng: Any, batch: Any, number: jax.Array) -> tuple[Buffers, Buffers]:
-        terms, others = step.terms(state_of(leaves, rng), batch, number)
-        values, structure = jax.tree.flatten(terms)
+    # The names of arguments are in the text of the program, `leaves` in those that tests/house/programs has.
+    def term(leaves: list[jax.Array], rng: jax.Array, batch: Batch, number: jax.Array) -> tuple[Buffers, Buffers]:
+        terms, others = step.terms(structure.unflatten(leaves).with_rng(rng), batch, number)
+        values, structure_of_terms = jax.tree.flatten(terms)
         groups = collectives.plan(values, _ONE_A_DTYPE)
-        layout[:] = [x.shape for x in values], structure, groups
+        layout[:] = [x.shape for x in values], structure_of_terms, groups
         return [x.reshape(1, -1) for x in collectives.pack(values, groups)], others
 
-    def update(leaves: Any, rng: Any, totals: Buffers, others: Buffers) -> tuple[list[jax.Array], Any]:
-        shapes, structure, groups = layout
-        terms = structure.unflatten(collectives.unpack(totals, shapes, groups))
-        new, metrics = step.update(state_of(leaves, rng), terms, others)
-        leaves = jax.tree.leaves(new)
-        del leaves[rng_at]
-        return leaves, metrics
+    def update(
+        donated: list[jax.Array], rng: jax.Array, totals: Buffers, others: Buffers
+    ) -> tuple[list[jax.Array], Metrics]:
+        shapes, structure_of_terms, groups = layout
+        terms = structure_of_terms.unflatten(collectives.unpack(totals, shapes, groups))
+        new, metrics = step.update(structure.unflatten(donated).with_rng(rng), terms, others)
+        return jax.tree.leaves(Donated.of(new)), metrics
 
     return jax.jit(for_platform(term, platform)), jax.jit(update, donate_argnums=0)
 
@@ -142,23 +158,23 @@ class VirtualProgram:
     # at once. So it holds the logarithm of their number at most. One program over all devices exchanges what is left,
     # and each device makes the update.
 
-    def __init__(self, step: VirtualStep, treedef: Any):
-        state = treedef.unflatten(range(treedef.num_leaves))
-        self.devices: tuple[Device, ...] = state.store.devices
-        self._treedef, self._rng_at = treedef, state.rng
-        bare = dataclasses.replace(state, store=dataclasses.replace(state.store, devices=None))
+    def __init__(self, step: VirtualStep, structure: Structure):
+        numbers: Donated = structure.unflatten(range(structure.num_leaves))
+        self.devices: tuple[Device, ...] = numbers.store.devices or ()
+        self._structure = structure
+        bare = numbers._replace(store=dataclasses.replace(numbers.store, devices=None))
         self._term, self._update = step.programs(jax.tree.structure(bare), self.devices[0].platform)
         self._deal = collectives.Deal(step.shards, len(self.devices))
         self._ranks = {d: i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()}
         self._exchange = exchange(self._deal, mesh_of(self.devices))
-        parts = step.accumulate
-        each = f", each in accumulate={parts} microbatches" if parts > 1 else ""
-        words = f"cut in {step.shards} virtual shards{each}"
-        self._cut_whole = step.shards * parts, 1, words
-        cut = self._deal.slots * self._deal.devices * parts, 1, words  # with those of no example
-        self._batches = Batches(self.devices, cut, (split_over(self.devices),))
+        microbatches = step.accumulate
+        of_each = f", each in accumulate={microbatches} microbatches" if microbatches > 1 else ""
+        self._cut = f"cut in {step.shards} virtual shards{of_each}"
+        self._count = step.shards * microbatches
+        padded_count = self._deal.slots * self._deal.devices * microbatches  # with those of no example
+        self._batches = Batches(self.devices, padded_count, 1, (split_over(self.devices),), self._cut)
 
-    def _pad(self, batch: Any) -> Any:
+    def _pad(self, batch: Batch) -> Batch:
         """The arrays of a batch with rows for as many shards on each device, the last of which may be of no example."""
         shards, devices = self._deal.terms, self._deal.devices
         if isinstance(batch, collectives.PaddedBatch):
@@ -170,7 +186,7 @@ class VirtualProgram:
             return batch.arrays
         if shards % devices == 0:
             return batch
-        check_even(batch, 0, *self._cut_whole)
+        check_even(batch, 0, self._count, 1, self._cut)
 
         def pad(x: Any) -> Any:  # each array by its own length
             n = x.shape[0]
@@ -178,43 +194,47 @@ class VirtualProgram:
 
         return jax.tree.map(pad, without_types(batch))
 
-    def __call__(self, leaves: list[jax.Array], batch: Batch, *part: int) -> tuple[TrainState, Metrics]:
-        """One step. The leaves of the state are donated, except its `rng`."""
-        if part:
+    def __call__(
+        self, donated: list[jax.Array], rng: jax.Array, batch: Batch, *span: int
+    ) -> tuple[TrainState, Metrics]:
+        """One step."""
+        if span:
             raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
-        if is_traced((leaves, batch)):
+        if is_traced((donated, rng, batch)):
             raise ValueError(
                 f"train step: {_SEVERAL}, so the step cannot run inside jit, grad or a picture; call it outside"
             )
-        batch_on = self._on_devices(self._batches.place(self._pad(batch)), split_over(self.devices))
-        rng = leaves.pop(self._rng_at)
-        leaves_on, rng_on = (self._on_devices(x, copies_on(self.devices)) for x in (leaves, rng))
-        own = {d: self._nodes(d, leaves_on[d], rng_on[d], batch_on[d]) for d in self._ranks}
-        totals, others = self._sums([nodes for nodes, _ in own.values()], [rest for _, rest in own.values()])
-        new = [self._update(leaves_on[d], rng_on[d], totals[d], others[d]) for d in self._ranks]
-        for x in leaves:
-            if isinstance(x, jax.Array):
-                x.delete()  # its parts were donated
-        copies = copies_on(self.devices)
-        parts, metrics = jax.tree.map(lambda *pieces: assemble(pieces, copies), *new)
-        parts.insert(self._rng_at, rng)
-        return self._treedef.unflatten(parts), metrics
+        # The terms of each device, their sums over all devices, and the update on each device.
+        replicated = copies_on(self.devices)
+        batches = self._on_devices(self._batches.place(self._pad(batch)), split_over(self.devices))
+        states, rngs = (self._on_devices(x, replicated) for x in (donated, rng))
+        nodes_and_others = [self._nodes(d, states[d], rngs[d], batches[d]) for d in self._ranks]
+        totals, others = self._sums([nodes for nodes, _ in nodes_and_others], [rest for _, rest in nodes_and_others])
+        new = [self._update(states[d], rngs[d], totals[d], others[d]) for d in self._ranks]
 
-    def compile_own(self, leaves: list[jax.Array], batch: Batch) -> list[str]:
+        # The update was given the arrays of each device, and so the memory of the arrays over all of them.
+        for x in donated:
+            if isinstance(x, jax.Array):
+                x.delete()
+        arrays, metrics = jax.tree.map(lambda *pieces: assemble(pieces, replicated), *new)
+        return self._structure.unflatten(arrays).with_rng(rng), metrics
+
+    def compile_own(self, donated: list[jax.Array], rng: jax.Array, batch: Batch) -> list[str]:
         """Compile what each device of this process runs by itself, by one run of it. The result are their texts."""
-        _, (term, *_, update) = self.parts(list(leaves), batch)
-        rng = leaves.pop(self._rng_at)
+        _, (term, *_, update) = self.device_programs(donated, rng, batch)
         rows = jax.tree.leaves(batch)[0].shape[0] // self._deal.terms
         shard = jax.tree.map(lambda x: np.asarray(x[:rows]), batch)
-        plain, restore = without_keys((leaves, rng, shard, np.int32(0)))
+        plain, restore = without_keys((donated, rng, shard, np.int32(0)))
         for device in self._ranks:
-            own = restore(jax.device_put(jax.tree.map(np.array, plain), device))
-            node, others = self._term(*own)
+            arguments = restore(jax.device_put(jax.tree.map(np.array, plain), device))
+            node, others = self._term(*arguments)
             totals = [x[0] for x in _add(node, node)]
-            jax.block_until_ready(self._update(own[0], own[1], totals, others))
-        return [part.traced.lower().as_text() for part in (term, update)]
+            jax.block_until_ready(self._update(arguments[0], arguments[1], totals, others))
+        return [program.traced.lower().as_text() for program in (term, update)]
 
-    def parts(self, leaves: list[Any], batch: Batch, many: bool = False) -> tuple[Batch, list[Part]]:
+    def device_programs(
+        self, donated: list[Any], rng: Any, batch: Batch, many: bool = False
+    ) -> tuple[Batch, list[DeviceProgram]]:
         """The shapes of a batch, and for them the gradient of a shard, the sum of two, the exchange, the update."""
         if many:
             raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
@@ -223,39 +243,41 @@ class VirtualProgram:
         first = None if self.devices[0] in jax.devices() else SingleDeviceSharding(self.devices[0])
         along, slots = split_over(self.devices), deal.slots * deal.devices
         padded = self._pad(batch)
-        check_even(padded, 0, *self._batches.cut)
+        self._batches.check(padded)
         shapes = shapes_on(padded, along)
         shard = jax.eval_shape(lambda batch: _slice(batch, 0, slots), shapes)
-        rng = leaves.pop(self._rng_at)
-        like, rng, shard, number = _shapes_of((leaves, rng, shard, np.int32(0)), first)
-        term = self._term.trace(like, rng, shard, number)
+        donated, rng, shard, number = _shapes_of((donated, rng, shard, np.int32(0)), first)
+        term = self._term.trace(donated, rng, shard, number)
         node, others = _shapes_of(term.out_info, first)
         totals = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=first) for x in node]
         rows = [_shapes_of(totals, along, deal.devices)] * deal.kept
-        state, share, of_node = tree_nbytes(like), deal.slots * tree_nbytes(shard), tree_nbytes(node)
+        of_state, of_batch, of_node = tree_nbytes(donated), deal.slots * tree_nbytes(shard), tree_nbytes(node)
         most = max(sum(1 - n for n in merges[:i]) for merges in deal.merges for i in range(len(merges)))
+        exchanged = self._exchange.trace(rows, _shapes_of(others, along, deal.devices))
         return shapes, [
-            Part(term, deal.slots, share * (deal.slots > 1) + most * of_node),
-            Part(_add.trace(node, node), deal.slots - 1, state + share + max(0, most - 1) * of_node),
-            Part(self._exchange.trace(rows, _shapes_of(others, along, deal.devices)), 1, state + share),
-            Part(self._update.trace(like, rng, totals, others), 1, share + deal.kept * of_node),
+            DeviceProgram(term, deal.slots, of_batch * (deal.slots > 1) + most * of_node),
+            DeviceProgram(_add.trace(node, node), deal.slots - 1, of_state + of_batch + max(0, most - 1) * of_node),
+            DeviceProgram(exchanged, 1, of_state + of_batch),
+            DeviceProgram(self._update.trace(donated, rng, totals, others), 1, of_batch + deal.kept * of_node),
         ]
 
-    def _on_devices(self, tree: Any, sharding: NamedSharding) -> dict[Device, Any]:
+    def _on_devices(self, tree: PyTree, sharding: NamedSharding) -> dict[Device, PyTree]:
         """The part of each array on each device of this process."""
         leaves, structure = jax.tree.flatten(tree)
         placed = [x if isinstance(x, jax.Array) and x.sharding == sharding else put(x, sharding) for x in leaves]
         pieces = [{shard.device: shard.data for shard in x.addressable_shards} for x in placed]
         return {d: structure.unflatten([piece[d] for piece in pieces]) for d in self._ranks}
 
-    def _nodes(self, device: Device, leaves: Any, rng: Any, batch: Any) -> tuple[list[Buffers], Buffers]:
+    def _nodes(
+        self, device: Device, donated: list[jax.Array], rng: jax.Array, batch: Batch
+    ) -> tuple[list[Buffers], Buffers]:
         """The nodes of the shards of a device, and the other leaves of the model state of its first one."""
         deal, rank = self._deal, self._ranks[device]
         nodes: list[Buffers] = []
         first: Buffers = []
         for i, merges in enumerate(deal.merges[rank]):
             shard = batch if deal.slots == 1 else _slice(batch, np.int32(i), deal.slots)
-            node, others = self._term(leaves, rng, shard, np.int32(deal.range_of(rank)[0] + i))
+            node, others = self._term(donated, rng, shard, np.int32(deal.range_of(rank)[0] + i))
             first = first or others
             for _ in range(merges):
                 node = _add(nodes.pop(), node)
@@ -264,25 +286,25 @@ class VirtualProgram:
             return nodes, first
         # A device without a shard has zeros, which are never added.
         shard = jax.eval_shape(lambda batch: _slice(batch, 0, deal.slots), batch)
-        like = jax.eval_shape(self._term, leaves, rng, shard, np.int32(0))
-        node, first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=device), like)
+        shapes = jax.eval_shape(self._term, donated, rng, shard, np.int32(0))
+        node, first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=device), shapes)
         return [node], first
 
     def _sums(self, nodes: list[list[Buffers]], others: list[Buffers]) -> tuple[dict[Device, Buffers], ...]:
         """The sums over all devices, and the other leaves of device 0, on each device of this process."""
-        like = nodes[0][0]
-        rows: list[list[Any]] = []
+        shapes = nodes[0][0]
+        rows: list[Buffers] = []
         along = split_over(self.devices)
         for k in range(self._deal.kept):
             of_devices = [
-                each[k] if k < len(each) else [jnp.zeros(x.shape, x.dtype, device=d) for x in like]
-                for d, each in zip(self._ranks, nodes, strict=True)
+                of_device[k] if k < len(of_device) else [jnp.zeros(x.shape, x.dtype, device=d) for x in shapes]
+                for d, of_device in zip(self._ranks, nodes, strict=True)
             ]
             rows.append([assemble(pieces, along) for pieces in zip(*of_devices, strict=True)])
         firsts = [assemble([_add_axis(x) for x in pieces], along) for pieces in zip(*others, strict=True)]
         wait_before_collectives((rows, firsts), self.devices)
-        totals, rest = self._exchange(rows, firsts)
-        return tuple(self._on_devices(x, copies_on(self.devices)) for x in (totals, rest))
+        sums_and_others = self._exchange(rows, firsts)
+        return tuple(self._on_devices(x, copies_on(self.devices)) for x in sums_and_others)
 
 
 @functools.lru_cache(maxsize=64)
@@ -290,7 +312,7 @@ def exchange(deal: collectives.Deal, mesh: Mesh) -> Any:
     """The program `(nodes, others) -> (sums of all terms, others of the first device)`, on every device."""
 
     def local(nodes: list[Buffers], others: Buffers) -> tuple[Buffers, Buffers]:
-        stacked = [jnp.concatenate(same) for same in zip(*nodes, strict=True)]
+        stacked = [jnp.concatenate(buffers) for buffers in zip(*nodes, strict=True)]
         sums = [collectives.sum_everywhere(deal, x, STORE_AXIS) for x in stacked]
         return sums, [lax.all_gather(x[0], STORE_AXIS)[0] for x in others]
 
@@ -298,7 +320,7 @@ def exchange(deal: collectives.Deal, mesh: Mesh) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _slice(batch: Any, i: jax.Array, slots: int) -> Any:
+def _slice(batch: Batch, i: jax.Array, slots: int) -> Batch:
     """The rows of slot `i` of a device's part of a batch."""
 
     def rows(x: jax.Array) -> jax.Array:
@@ -308,7 +330,7 @@ def _slice(batch: Any, i: jax.Array, slots: int) -> Any:
     return jax.tree.map(rows, batch)
 
 
-def _shapes_of(tree: Any, sharding: Any, *lead: int) -> Any:
+def _shapes_of(tree: PyTree, sharding: Sharding | None, *lead: int) -> PyTree:
     """The same shapes with this sharding, behind other axes."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape), x.dtype, sharding=sharding), tree)
 
