@@ -58,6 +58,8 @@ def allreduce(compressor: Compressor, values: Arrays, states: States, axis_name:
         return _linear(cast(LinearCompressor, compressor), values, states, axis_name, limits)
     if compressor.two_way:
         return _two_way(values, states, axis_name, limits)
+    # A bucket is encoded at once where that gives the codes of its values one after another. Int8 counts blocks from
+    # the start of a value, and top-k compares all its elements, so each of their values is a bucket of its own.
     shapes = [v.shape for v in values]
     groups = collectives.plan(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
     buckets = collectives.pack(values, groups)
@@ -76,6 +78,7 @@ def allreduce(compressor: Compressor, values: Arrays, states: States, axis_name:
     # nothing, and on CPUs it would change the last bits of the update.
     barrier = functools.partial(lax.platform_dependent, tpu=lax.optimization_barrier, default=lambda x: x)
     sums = [barrier(s.reshape(bucket.shape)) for s, bucket in zip(sums, buckets, strict=True)]
+    # The state goes back to each value: its own residual, and what the bucket has in common, such as the stream.
     new = {i: state for (_, state), group in zip(coded, groups, strict=True) for i in group}
     residuals = collectives.unpack([state["residual"] for _, state in coded], shapes, groups)
     new_states = [{**new[i], "residual": residual} for i, residual in enumerate(residuals)]
@@ -121,6 +124,7 @@ def _sum_payloads(
     compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
     """The sums over the axis of what each device encoded as these payloads. Of `values`, shapes and dtypes are used."""
+    # The values of one way share collectives, so they are summed way by way and put back in their order.
     count = lax.axis_size(axis_name)
     ways = [_way_of_value(compressor, p, v, count) for p, v in zip(payloads, values, strict=True)]
     sums = dict[int, jax.Array]()
@@ -133,7 +137,7 @@ def _sum_payloads(
         elif way == "gather":
             gathered = _exchange(to_send, functools.partial(collectives.gather_stack, axis_name=axis_name), 0, limits)
             totals = [decode_sum(compressor, p, v.shape, v.dtype) for p, v in zip(gathered, templates, strict=True)]
-        else:
+        else:  # in float32, so that the sum is rounded to the dtype of the value once
             dense = [compressor.decode(p, v.shape, "float32") for p, v in zip(to_send, templates, strict=True)]
             totals = collectives.allreduce(dense, axis_name, limits, _sum_dense)
             totals = [s.astype(v.dtype) for s, v in zip(totals, templates, strict=True)]
@@ -203,6 +207,8 @@ def _sum_codes(compressor: ElementCompressor, codes: Arrays, axis_name: str, lim
 
 def _sum_of_codes(compressor: ElementCompressor, codes: jax.Array, axis_name: str) -> jax.Array:
     """The same for the codes of some words, in the way that sends least."""
+    # All ways give the same float32 sums. Sizes and the number of devices are known when this is traced, so only one
+    # way is in the program.
     count, per_word, size = lax.axis_size(axis_name), compressor.per_word, codes.size
     grid: Any = compressor.grid(count)
     itemsize = 4 if per_word > 1 else codes.dtype.itemsize
@@ -220,6 +226,7 @@ def _sum_of_codes(compressor: ElementCompressor, codes: jax.Array, axis_name: st
         chunk = chunk_of(size, per_word, grid, count)
         rows = jnp.pad(codes, (0, count * chunk - size)).reshape(count, chunk)
         received = _to_owners(_pack(compressor, rows), axis_name)
+    # One device after another, so the order of the additions is that of the devices whatever the way was.
     lines = collectives.in_lines(received)
     with jax.named_scope("decode and sum"):
         total = collectives.sum_by_loop(lambda i: _unpack(compressor, lines[i]), count)

@@ -1,4 +1,8 @@
-"""Emulated devices, batches and params on devices, sums over them, and one function on all of them."""
+"""Emulated devices, batches and params on devices, sums over them, and one function on all of them.
+
+These are what MXNet's `gluon.utils` and a loop over contexts did. `spmd` is the largest: one function on every device,
+by `pmap` or by a `shard_map` that behaves as `pmap` does, see `_shard_map`.
+"""
 
 from __future__ import annotations
 
@@ -92,6 +96,7 @@ def split_and_load(data: PyTree, devices: Sequence[Device], *, even_split: bool 
     n, k = checks.batch_length(data, "split_and_load"), len(devices)
     if even_split:
         checks.even_share(n, k, "split_and_load", ", or even_split=False")
+    # The first n % k devices have one example more, so that the lengths differ by at most one.
     ends = np.cumsum([n // k + (i < n % k) for i in range(k)])
     data = host.own_copies(data, "split_and_load: data")
     shards = [jax.tree.map(lambda x, i=i: x[ends[i - 1] if i else 0 : ends[i]], data) for i in range(k)]
@@ -293,6 +298,8 @@ def _shard_map(
     compiled = jax.jit(run, donate_argnums=donate_argnums)
     if not mesh.is_multi_process:
         return compiled
+
+    # As `pmap`, each process gives and gets the entries of its own devices. `jit` takes arrays over all of them.
 
     def of_this_process(*args: PyTree) -> PyTree:
         from jax.experimental import multihost_utils

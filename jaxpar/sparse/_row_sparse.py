@@ -1,4 +1,8 @@
-"""The type of row-sparse values, and what is done with them: take rows of a table, sum them, update by them."""
+"""The type of row-sparse values, and what is done with them: take rows of a table, sum them, update by them.
+
+A compiled program needs a fixed number of rows. So a `RowSparse` may have padding: rows whose index is the length of
+the table. Reads give zeros for them and writes drop them. Read `RowSparse` and `_coalesce` first.
+"""
 
 from __future__ import annotations
 
@@ -148,6 +152,8 @@ def coalesce(rows: RowSparse, *, size: int | None = None) -> RowSparse:
 
 @functools.partial(jax.jit, static_argnames="size")
 def _coalesce(rows: RowSparse, size: int) -> RowSparse:
+    # Equal indices stand beside each other in the sorted order, and padding, the largest one, at the end. The sort is
+    # stable, so the rows of one index are added in the order in which they came.
     count = rows.shape[0]
     indices = _padding_last(rows.indices, count)  # (m,)
     order = jnp.argsort(indices, stable=True)
@@ -221,6 +227,7 @@ def take(array: jax.Array, row_ids: Ids, *, size: int | None = None) -> RowSpars
     ids = _as_ids(row_ids, "take: row ids").reshape(-1)
     _check_range(ids, count, "take: row", last=count - 1)
     size = _size(ids, count, size, "take")
+    # Under `jit` nobody knows how many ids are distinct. So there are `size` rows, and the last ones may be padding.
     if _is_known(ids):
         unique = np.unique(np.asarray(ids))
         unique = np.append(unique, np.full(size - unique.size, count))
