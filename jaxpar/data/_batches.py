@@ -1,4 +1,9 @@
-"""Which examples come when, and batches of them: streamed from the host, or gathered from copies on the devices."""
+"""Which examples come when, and batches of them: streamed from the host, or gathered from copies on the devices.
+
+`plan_batches` decides all that is decided once: which examples, on which devices, padded or not. `from_host` and
+`from_devices` then carry out the plan. The examples of step n depend on the key and on n alone, so a run that resumes
+at `start=n` sees the batches that the run before would have seen.
+"""
 
 from __future__ import annotations
 
@@ -448,6 +453,8 @@ def from_devices(
     placement = plan.placement
     sharding = None if placement.sharding is None else images.sharding
     image_bytes = math.prod(images.shape[1:]) * (images.dtype if dtype is None else dtype).itemsize
+    # The order of an epoch goes to the devices once, (examples,) int32 on each. A group of batches then needs no data
+    # from the host, not even its position: `cursor` is what the group before returned.
     epoch = rows = None
     for segment in plan.segments:
         if segment.epoch != epoch:

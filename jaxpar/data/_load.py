@@ -328,8 +328,8 @@ def _origin(folder: Path) -> str | None:
     """The origin of a copy: TFDS's version, and the names, sizes and times of its files. None if unknown."""
     try:
         version = importlib.metadata.version("tensorflow-datasets")
-        others = sorted(entry for entry in folder.iterdir() if not entry.name.lstrip(".").startswith(_COPY))
-        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in others]
+        data_files = sorted(entry for entry in folder.iterdir() if not entry.name.lstrip(".").startswith(_COPY))
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in data_files]
     except (OSError, importlib.metadata.PackageNotFoundError):
         return None
     return json.dumps([version, stats])

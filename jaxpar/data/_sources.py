@@ -1,4 +1,8 @@
-"""Training data of any origin: what `train.fit` asks of it, data sets and arrays as such."""
+"""Training data of any origin: what `train.fit` asks of it, data sets and arrays as such.
+
+Read `Source` first, the interface, then `as_source`, by which all other data becomes one. Data in memory is here, what
+is read from other libraries in `_iterable`, and how batches reach the devices in `_batches`.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +121,7 @@ class Dataset:
         sharding: NamedSharding | PartitionSpec | None = None,
         axis_name: str = STORE_AXIS,
         start: int = 0,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = jnp.float32,
         resident: bool | None = None,
         virtual_shards: int | None = None,
     ) -> Iterator[Batch]:
@@ -135,6 +139,7 @@ class Dataset:
             axis_name=axis_name,
             virtual_shards=virtual_shards,
         )
+        # Gathered on the devices where copies of the data set fit there, else sent from the host batch by batch.
         dtype = None if dtype is None else np.dtype(dtype)
         if (copies := _batches.resident(self, plan.placement, resident)) is not None:
             groups = _batches.from_devices(*copies, plan, dtype)
@@ -220,7 +225,7 @@ def batches(
     sharding: NamedSharding | PartitionSpec | None = None,
     axis_name: str = STORE_AXIS,
     start: int = 0,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike | None = jnp.float32,
     resident: bool | None = None,
     virtual_shards: int | None = None,
 ) -> Iterator[PyTree]:
@@ -524,7 +529,7 @@ class ArraySource(_OfArrays):
 
 
 @calls.answers("data.from_arrays")
-def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
+def from_arrays(arrays: PyTree, *, dtype: DTypeLike | None = jnp.float32) -> ArraySource:
     """Make training data from named arrays.
 
     Args:
