@@ -1,6 +1,10 @@
 """Parameter servers and their workers, as Ray actors: what each of them holds and does, and the start of several.
 
 Ray is imported when it is first used, and started for this machine only.
+
+`start` places the pieces of the parameters on `Server`s, each a store of its own. A `Worker` pulls, computes and pushes
+without waiting for other workers. So a gradient may be of older parameters than those that it changes: `status` counts
+by how many pushes.
 """
 
 from __future__ import annotations
@@ -243,6 +247,8 @@ def start(
     values = [np.asarray(store.values[k]) for k in keys]
     pieces = placement([v.shape for v in values], servers, split)
     _check_pieces(store, pieces)
+
+    # A server keeps no processor to itself, and computes on CPUs: the accelerators are the workers'.
     actor = _get_ray().remote(num_cpus=0, runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}})(Server)
     by_server = [{piece.key: cut(values[piece.key], piece) for piece in of_server} for of_server in pieces]
     handles = tuple(actor.remote(cut_values, updater, optimizer) for cut_values in by_server)
@@ -341,6 +347,7 @@ class Worker:
         """
         servers = self.servers
         answers = wait_for_answers(servers, [handle.pull.remote() for handle in servers.handles])
+        # A push tells each server of which version its gradients are, so that the server can count how stale they are.
         self._versions = [version for version, _ in answers]
         leaves: list[np.ndarray | None] = [None] * len(servers.shapes)
         cuts: dict[int, list[np.ndarray]] = collections.defaultdict(list)  # of each value, in the order of servers

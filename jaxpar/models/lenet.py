@@ -131,6 +131,7 @@ def _weight_from_mxnet(layer: str, weight: np.ndarray) -> np.ndarray:
     weight = weight if weight.shape == _SHAPES[layer] else weight.T
     if layer != "dense1":
         return weight
+    # MXNet flattens (channels, rows, columns), this network (rows, columns, channels).
     channels = _SHAPES["conv2"][-1]
     side = math.isqrt(weight.shape[0] // channels)
     return weight.reshape(channels, side, side, -1).transpose(1, 2, 0, 3).reshape(weight.shape)

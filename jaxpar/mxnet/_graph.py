@@ -198,6 +198,7 @@ def with_operators(path: Path, graph: Graph, user_operators: Mapping[str, Callab
         nodes = "; ".join(f"{op} in {', '.join(map(repr, names))}" for op, names in missing.items())
         hint = "Give operators={name: function}, and to the command `jaxpar port` --operator NAME=MODULE:FUNCTION"
         raise ValueError(f"{path} has operators that are unknown here: {nodes}. {hint}")
+    # Upgraded first: variables that are added change the numbers of the nodes, by which the table has them.
     graph = _upgraded(graph, operators)
     table: Table = {}
     for number, node in enumerate(graph.nodes):
@@ -384,7 +385,7 @@ def first_difference(
                 output = np.broadcast_to(output, expected.shape)
             if (difference := _difference(node, np.asarray(output), expected, tolerance, equal)) is not None:
                 return difference
-            outputs[k], equal = expected, equal + 1
+            outputs[k], equal = expected, equal + 1  # so that the next layer is given what it is given in MXNet
         values.append(outputs)
     if not equal:
         raise ValueError(f"Model.compare: the reference has no output of the network, but {list(reference)[:8]}")
