@@ -287,7 +287,7 @@ def print_summary(
     _show(graph, file, {"depth": depth, "frozen": frozen_names(graph, patterns)}, width)
 
 
-def _patterns(frozen: Any) -> list[str]:
+def _patterns(frozen: str | Sequence[str]) -> list[str]:
     patterns = [frozen] if isinstance(frozen, str) else frozen
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         expected = 'a pattern such as "*/bias", or a list of patterns'
@@ -368,7 +368,7 @@ def diff(
     return DiffPlot(compare(*graphs), drawn, time_limit)
 
 
-def _graph(which: str, given: Any, params_argnums: Any, options: dict[str, Any]) -> Graph:
+def _graph(which: str, given: Any, params_argnums: int | Sequence[int] | None, options: dict[str, Any]) -> Graph:
     if isinstance(given, Graph):
         return given
     expected = f"diff: the {which} network must be (fn, args), such as (apply, (params, x)), or a viz.Graph"
