@@ -129,6 +129,7 @@ def split_rows(
         if rng is not None:
             raise ValueError(f"{where}: shuffle=False uses no rng; leave out one of them")
         return np.arange(count), np.arange(count, size)
+    # Drawn as the order of an epoch is, so it is the same on any devices; sorted, so a part keeps the stored order.
     with outside_mesh():
         order = np.asarray(order_of(checks.random_key(0 if rng is None else rng, where), size)(0))
     return np.sort(order[:count]), np.sort(order[count:])

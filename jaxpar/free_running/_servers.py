@@ -463,6 +463,7 @@ def finish(running: Running) -> Outcome:
         RuntimeError: every worker was lost. The message says why.
     """
     ray = _get_ray()
+    # One worker that is lost does not stop the others: what it returned is missing, and the reason is told.
     results, lost = {}, {}
     for i, result in enumerate(running.results):
         try:

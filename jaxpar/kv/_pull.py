@@ -305,6 +305,7 @@ def row_sparse_pull(
             where = "no devices=" if devices is None else plural(count, "device")
             expected = "expected one array of ids, or one for each device"
             raise ValueError(f"kv.row_sparse_pull: key {k}: {expected}, got {len(ids)} lists of ids and {where}")
+    # A table that spans processes is gathered whole first, in all of them. One array of ids is for all devices.
     pulled = list[Any]()
     for value, ids in zip(map(mesh.to_host, pull_whole(store, keys, None)), wanted, strict=True):
         rows = [sparse.take(value, i) for i in ids]

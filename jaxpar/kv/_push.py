@@ -195,6 +195,7 @@ def _request(store: KVStore, key: Key | Keys, value: PyTree) -> dict[int, list[A
     if still := [k for k in keys if k in store.frozen]:
         raise ValueError(f"kv.push: key {still[0]} ({stores.names(store)[still[0]]!r}) is frozen; push the others only")
     values_of_keys, rows_of = checks.as_values(keys, value, "kv.push") if many else [value], stores.rows_of(store)
+    # One list a key: a value for each device, and the values of a key that is given again.
     pushed: dict[int, list[Any]] = {}
     for k, values in zip(keys, values_of_keys, strict=True):
         where, checked = f"kv.push: value for key {k}", pushed.setdefault(k, [])
@@ -454,6 +455,7 @@ def _push_rows(
     across: bool,
 ) -> Changes:
     """What a push of rows changes, `across` all processes or in this one. It makes no residuals."""
+    # What takes no rows is refused before any row is added.
     apart, dense = "keep this table in a separate store", "push dense values, or use kind 'dist_sync'"
     for is_refused, reason in (
         (stores.is_split(store), f"values are split over a mesh and take no RowSparse; {apart} without mesh="),

@@ -86,6 +86,8 @@ def init(rng: jax.Array, config: Config = Config()) -> Params:
         >>> sum(leaf.size for leaf in jax.tree.leaves(shapes))
         124475904
     """
+    # The layers are the first axis of their arrays, for `scan`. What adds to the residual stream is drawn smaller, so
+    # that its variance does not grow with the layers.
     L, D, N = config.layers, config.width, config.heads
     if D % N:
         raise ValueError(f"transformer.init: width {D} cannot be divided by {N} heads; change one of them")
@@ -137,6 +139,8 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
     positions_TxD = _constrain(positions, None, None)[: tokens.shape[1]]
     x_BxTxD = _constrain(table_VxD[tokens] + positions_TxD[None], data_axes, None, None)
 
+    # One layer's weights are gathered at a time, forwards and backwards: `scan` has one layer in its body, and
+    # `checkpoint` computes it again. In a scan nothing could be merged, so CSE needs no guard.
     @partial(jax.checkpoint, prevent_cse=False)
     def layer(x_BxTxD: jax.Array, layer_params: Params) -> tuple[jax.Array, None]:
         x_BxTxD = x_BxTxD + _attention(layer_params["attention"], x_BxTxD)

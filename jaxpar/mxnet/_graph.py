@@ -245,6 +245,7 @@ def check_shapes(path: Path, graph: Graph, table: Table, inputs: Sequence[str]) 
     begun: dict[int, Node] = {}  # the array of which an open value is made
     of_inputs: set[int] = set()  # what is made of inputs
     names = {*inputs}
+    # An open 0 goes on through operators that keep rows, until the network's own input decides it, or nothing does.
     for number, node in enumerate(graph.nodes):
         before = [i for i, _ in node.inputs]
         opened = [begun[i] for i in before if i in begun]
@@ -395,6 +396,8 @@ def first_difference(
 def _difference(
     node: Node, output: np.ndarray, expected: np.ndarray, tolerance: float | None, equal: int
 ) -> Difference | None:
+    # Relative to the largest value of the layer: small values beside it carry its rounding. Infinities and NaN are
+    # equal to themselves.
     shapes = output.shape, expected.shape
     if output.shape != expected.shape:
         return Difference(node.name, node.op, *shapes, np.nan, np.nan, (), np.nan, np.nan, equal)

@@ -338,6 +338,8 @@ def image_record_source(
         factor=np.float32(scale) / std,
         channels_first=channels_first,
     )
+    # Two columns that look like arrays in host memory. `data` asks them for rows when it makes a batch, so nothing is
+    # read before, and each process reads what its own devices get.
     form = _Form(records, image, width, threads)
     rows = np.arange(len(records))
     images = _Column("image", tuple(sizes) if channels_first else (*sizes[1:], channels), rows, form)

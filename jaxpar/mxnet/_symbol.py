@@ -297,6 +297,7 @@ class Model:
         """Adds the shapes of labels, from the loss layers backwards. `values` has those of the nodes' outputs."""
         nodes = self.symbol.nodes
         inferred: dict[int, dict[int, Shape]] = {}  # by node, and by its output
+        # A loss layer says what its label's shape is; operators between say what their input's is, of their output's.
         for number in range(len(nodes) - 1, -1, -1):
             node = nodes[number]
             if node.is_variable:
