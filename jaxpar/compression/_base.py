@@ -1,4 +1,8 @@
-"""What compressors are made of: the base classes, codes of a few bits, and sums of equal steps as such codes."""
+"""What compressors are made of: the base classes, codes of a few bits, and sums of equal steps as such codes.
+
+`Compressor` is the interface. Read one compressor of `_compressors` beside it, then the packing: a code has a few bits,
+a word 32, and the order of the codes in a word suits either MXNet's bytes (`InWords`) or the hardware (`pack_planes`).
+"""
 
 from __future__ import annotations
 

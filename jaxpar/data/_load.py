@@ -1,4 +1,8 @@
-"""Load a data set of tensorflow-datasets (TFDS) by name: found, prepared and read without TensorFlow."""
+"""Load a data set of tensorflow-datasets (TFDS) by name: found, prepared and read without TensorFlow.
+
+Begin with `load`. `_find` says where the data is, `prepare` has TFDS write it, `read` decodes it or takes the decoded
+copy of the time before.
+"""
 
 from __future__ import annotations
 

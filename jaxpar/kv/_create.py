@@ -135,11 +135,24 @@ def init(store: KVStore, key: int | Sequence[int], value: PyTree) -> KVStore:
     twice = [k for k, count in Counter([*store.values, *keys]).items() if count > 1]
     if twice:
         raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")
-    arrays = _own_arrays(dict(zip(keys, first_values, strict=True)))
-    # Each process may have drawn other random numbers. From here on all of them hold the values of process 0.
+    # Each value as an array in memory of the store's own, since the caller may donate what it gave. A list of one is
+    # that one, as in a push, and rows are a table. What `checks.array` made out of a list or a number is ours already.
+    plain: dict[int, PyTree] = {}
+    for k, value_of_key in zip(keys, first_values, strict=True):
+        if isinstance(value_of_key, (list, tuple)) and len(value_of_key) == 1:
+            value_of_key = value_of_key[0]
+        plain[k] = sparse.to_dense(value_of_key) if isinstance(value_of_key, sparse.RowSparse) else value_of_key
+    arrays = {k: checks.array(v, f"kv.init: value of key {k}") for k, v in plain.items()}
+    arrays |= own_copies({k: v for k, v in arrays.items() if v is plain[k]})
     aggregate.check_shares(store, arrays, "kv.init")
-    if stores.KINDS[store.kind].over_processes or processes.to_share(arrays, store.devices or ()):
-        arrays = _values_of_first(arrays)
+
+    # Each process may have drawn other random numbers. From here on all of them hold the values of process 0.
+    is_shared = stores.KINDS[store.kind].over_processes or processes.to_share(arrays, store.devices or ())
+    if is_shared and processes.count() > 1 and not is_traced(arrays):
+        processes.agree("kv.init: every process must give the same keys, in the same shapes", signature(arrays))
+        of_first = processes.from_first(arrays)
+        arrays = {k: put(v, arrays[k].sharding) if arrays[k].committed else jnp.asarray(v) for k, v in of_first.items()}
+
     if stores.is_in_rows(store):
         # A frozen value stays whole: its rows would be gathered at every step.
         count, frozen = stores.shards(store), store.frozen
@@ -153,24 +166,6 @@ def init(store: KVStore, key: int | Sequence[int], value: PyTree) -> KVStore:
 def signature(arrays: Mapping[int, Any]) -> str:
     """Keys, shapes and dtypes as text, for processes to compare."""
     return ", ".join(f"key {k} {checks.describe(v)}" for k, v in arrays.items()) or "no key"
-
-
-def _own_arrays(first_values: Mapping[int, PyTree]) -> dict[int, jax.Array]:
-    """The given values as arrays in memory of their own: a list of one as that one, as in a push, rows as a table."""
-    first_values = {k: v[0] if isinstance(v, (list, tuple)) and len(v) == 1 else v for k, v in first_values.items()}
-    first_values = {k: sparse.to_dense(v) if isinstance(v, sparse.RowSparse) else v for k, v in first_values.items()}
-    arrays = {k: checks.array(v, f"kv.init: value of key {k}") for k, v in first_values.items()}
-    # What `checks.array` made out of a list or a number is ours already. The rest is copied: the caller may donate it.
-    return arrays | own_copies({k: v for k, v in arrays.items() if v is first_values[k]})
-
-
-def _values_of_first(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
-    """The values that process 0 gives, if there are several processes."""
-    if processes.count() == 1 or is_traced(arrays):
-        return arrays
-    processes.agree("kv.init: every process must give the same keys, in the same shapes", signature(arrays))
-    first = processes.from_first(arrays)
-    return {k: put(v, arrays[k].sharding) if arrays[k].committed else jnp.asarray(v) for k, v in first.items()}
 
 
 @calls.answers("kv.set_updater", MXNET_ARGUMENTS)

@@ -89,7 +89,10 @@ def read_graph(path: Path) -> Graph:
     heads = _references(path, "the outputs", content.get("heads"), len(nodes))
     if not heads:
         raise CheckpointError(f"{path} is damaged: it has no outputs")
-    return Graph(tuple(nodes), heads, _version(content.get("attrs")))
+    attrs = content.get("attrs")
+    entry = attrs.get("mxnet_version") if isinstance(attrs, dict) else None  # ["int", 10901]
+    version = entry[1] if isinstance(entry, list) and len(entry) == 2 and type(entry[1]) is int else 0
+    return Graph(tuple(nodes), heads, version)
 
 
 def _read_node(path: Path, number: int, node: Any, before: list[Node]) -> Node:
@@ -120,11 +123,6 @@ def _references(path: Path, name: str, entries: Any, count: int) -> tuple[tuple[
             raise CheckpointError(f"{path} is damaged: {name} takes output {entry[1]} of node {entry[0]}")
         pairs.append((entry[0], entry[1]))
     return tuple(pairs)
-
-
-def _version(attrs: Any) -> int:
-    entry = attrs.get("mxnet_version") if isinstance(attrs, dict) else None
-    return entry[1] if isinstance(entry, list) and len(entry) == 2 and type(entry[1]) is int else 0
 
 
 def parse_attributes(operator: Operator, node: Node) -> dict[str, Any]:

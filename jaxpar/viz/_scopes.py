@@ -1,4 +1,7 @@
-"""The scopes around layers, what several of them share, and the tree that they make."""
+"""The scopes around layers, what several of them share, and the tree that they make.
+
+`Scope` is a text that keeps what it was made of. A path of scopes is where a layer is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`trace`, `plot_network`, `print_summary` and `diff`: from functions to a `Graph` in passes, a picture, a table."""
+"""`trace`, `plot_network`, `print_summary` and `diff`: from functions to a `Graph` in passes, a picture, a table.
+
+`all_layers` and `_layers` are the passes, in their order. The public functions check their options, read the function,
+and show what the passes give.
+"""
 
 from __future__ import annotations
 

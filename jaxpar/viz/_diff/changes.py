@@ -1,4 +1,7 @@
-"""What is different between two networks: their layers matched, as plain data and as a table."""
+"""What is different between two networks: their layers matched, as plain data and as a table.
+
+`compare` is where it begins: both lists of layers are aligned as two texts are, by how much two layers are alike.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The picture of a comparison: both networks as one, with what changed in colour."""
+"""The picture of a comparison: both networks as one, with what changed in colour.
+
+The nodes of both networks become one `Graph`, under names that are unique in both, and `_draw.dot` draws it with a
+`Look` of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""From a `Graph` to the text of a picture, in the dot language."""
+"""From a `Graph` to the text of a picture, in the dot language.
+
+Begin with `to_dot`. Graphviz places what it is given, so the order of the lines, the ranks and the edges that do not
+constrain are what keeps a picture readable. `Look` says colours and words, which a comparison replaces.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The picture: a `graphviz.Digraph` that knows its `Graph` and draws in time."""
+"""The picture: a `graphviz.Digraph` that knows its `Graph` and draws in time.
+
+It takes the place of `graphviz.Digraph`, so its methods have the arguments of those, and adds the page, a limit of time
+and what to do without Graphviz.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The table of layers, as text and as HTML: modules with their sums, and the layers in them."""
+"""The table of layers, as text and as HTML: modules with their sums, and the layers in them.
+
+`rows` makes the rows from a graph, `to_text` and `to_html` write them.
+"""
 
 from __future__ import annotations
 

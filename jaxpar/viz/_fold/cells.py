@@ -1,4 +1,8 @@
-"""Cells: sets of equations, each of which will be one node. Cycles between them are found and broken."""
+"""Cells: sets of equations, each of which will be one node. Cycles between them are found and broken.
+
+Read `Cell` and `Cells` first: all folds ask them what reads what, behind views, and make one cell of several. Two cells
+that read each other could not be drawn, so `break_cycles` comes last.
+"""
 
 from __future__ import annotations
 

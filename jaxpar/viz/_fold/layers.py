@@ -1,4 +1,8 @@
-"""Rules for layers: convolution, dense, embedding, collectives, kernels, attention, losses, layers."""
+"""Rules for layers: convolution, dense, embedding, collectives, kernels, attention, losses, layers.
+
+Each rule is given one cell, the heart of its layer, such as a softmax or a convolution, and looks for the others around
+it. It returns a `Fold` or None. `known.RULES` says in which order they are tried.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Questions that patterns ask: of cells, and of the equations that a value is computed by."""
+"""Questions that patterns ask: of cells, and of the equations that a value is computed by.
+
+A question is of cells where it is about layers that are found already, and of equations where a layer is written out.
+"""
 
 from __future__ import annotations
 

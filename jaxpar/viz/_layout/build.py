@@ -1,4 +1,8 @@
-"""From cells to a `Net`: a draft for each cell and argument, and the edges between them."""
+"""From cells to a `Net`: a draft for each cell and argument, and the edges between them.
+
+Begin with `build`. The rest of the file says which arrays are parameters, which are state that no optimizer trains, and
+which belong to an optimizer: nobody says so in a function, so what reads them tells.
+"""
 
 from __future__ import annotations
 

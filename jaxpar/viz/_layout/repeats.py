@@ -1,4 +1,8 @@
-"""Repeated blocks, drawn once with "×12", from where a person would cut them."""
+"""Repeated blocks, drawn once with "×12", from where a person would cut them.
+
+A copy is a run of layers with the same signs that read the same as the run before (`_Pass._count`). Of all places where
+the copies could begin, `_borders` prefers that of a module.
+"""
 
 from __future__ import annotations
 

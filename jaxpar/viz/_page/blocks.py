@@ -1,4 +1,8 @@
-"""A `Graph` as a tree of blocks: the lines of each, and the ports where they cross its border."""
+"""A `Graph` as a tree of blocks: the lines of each, and the ports where they cross its border.
+
+Begin with `tree`, then `draw_lines`. An array that crosses the border of a block goes through a port, so that each
+block can be laid out by itself and opened in place.
+"""
 
 from __future__ import annotations
 

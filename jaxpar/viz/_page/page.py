@@ -1,4 +1,8 @@
-"""A page: where Graphviz puts the boxes and lines of each block, and the HTML that shows them."""
+"""A page: where Graphviz puts the boxes and lines of each block, and the HTML that shows them.
+
+Begin with `to_page`. Graphviz runs once for all blocks that differ. The scripts beside this file put the layouts
+together when a reader opens a block.
+"""
 
 from __future__ import annotations
 

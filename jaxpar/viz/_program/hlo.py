@@ -1,4 +1,8 @@
-"""A compiled program: instructions from its text, what reads what in them, and how often each runs."""
+"""A compiled program: instructions from its text, what reads what in them, and how often each runs.
+
+`parse` reads the text, `Flow` says what becomes of an array, through loops, calls and tuples, and `runs_of` how often a
+computation runs. Each pattern is of what XLA writes today, for CPUs, GPUs or TPUs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The collectives of a compiled program: what each sends, how often, between which devices, and what hides it."""
+"""The collectives of a compiled program: what each sends, how often, between which devices, and what hides it.
+
+Begin with `sends_of`. Three compilers write one collective in three ways: as one instruction, as a start and an end, or
+as steps in several fusions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""FLOPs of an equation, as XLA's cost analysis counts them."""
+"""FLOPs of an equation, as XLA's cost analysis counts them.
+
+`flops` is asked for each equation. The formulas are those of XLA, which counts multiplications and additions and leaves
+out `exp` and the like, so that the sums can be compared with those of a compiled program.
+"""
 
 from __future__ import annotations
 

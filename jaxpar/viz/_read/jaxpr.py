@@ -1,4 +1,8 @@
-"""From a closed jaxpr to one flat list of equations: loops, branches, calls and device maps are written out."""
+"""From a closed jaxpr to one flat list of equations: loops, branches, calls and device maps are written out.
+
+Begin with `read`, then `_Reader.walk`. A nested jaxpr is written out where it is called; its variables become the
+values of the caller. What a reader should see of the nesting stays in the scope of each equation.
+"""
 
 from __future__ import annotations
 

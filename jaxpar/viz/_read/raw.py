@@ -1,4 +1,8 @@
-"""The flat form of a function: its values and equations, and which of them are no layers."""
+"""The flat form of a function: its values and equations, and which of them are no layers.
+
+A value that only shows another one (a reshape, a cast) is a view: it has a `root`, and its equation is part of an edge.
+What differentiation alone computes is marked, so that it is not taken for a layer.
+"""
 
 from __future__ import annotations
 

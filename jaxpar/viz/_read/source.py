@@ -1,4 +1,7 @@
-"""The Python call stack of an equation, from JAX's public traceback objects."""
+"""The Python call stack of an equation, from JAX's public traceback objects.
+
+The frames tell one call from another: a function at a place is a layer, and a place that comes again is a repeat.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The arguments of a step and the arrays between its layers, and each device's part of them."""
+"""The arguments of a step and the arrays between its layers, and each device's part of them.
+
+The trace has whole arrays, the program each device's part. `edges_of` and `arguments_of` put them together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a training step does, as plain data, and how its parts and collectives are written."""
+"""What a training step does, as plain data, and how its parts and collectives are written.
+
+Users get these: `trace_step` returns a `StepGraph`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What belongs where in a compiled step: drafts to phases and layers, instructions to drafts, collectives to layers."""
+"""What belongs where in a compiled step: drafts to phases and layers, instructions to drafts, collectives to layers.
+
+Three questions in this order: `phases_of` (forward, backward, optimizer), `Places` (which layer an instruction was
+compiled from, by the Python lines that both keep), `Placing` (which layers a collective sends for).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`trace_step` and `plot_step`: from a step, its compiled program and a profile to its `StepGraph` and picture."""
+"""`trace_step` and `plot_step`: from a step, its compiled program and a profile to its `StepGraph` and picture.
+
+Begin with `read_step`: it traces and compiles the same function, and joins what both say. `_events` reads a profile.
+"""
 
 from __future__ import annotations
 
