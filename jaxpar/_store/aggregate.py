@@ -74,6 +74,7 @@ def program(updater: Updater, compressor: Compressor | None) -> Any:
     """
 
     def run(setting: Setting, entries: Sequence[Entry], mesh: Mesh | None) -> list[Updated]:
+        # A store of these keys alone, so that the functions below see here what they see in a user's `jit`.
         by_key = dict(zip(setting.keys, entries, strict=True))
         store = KVStore(
             {k: entry.stored for k, entry in by_key.items()},

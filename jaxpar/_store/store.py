@@ -340,6 +340,7 @@ def start_state(store: KVStore, key: int, value: jax.Array) -> PyTree:
 
 def layout_of_each(store: KVStore) -> KVStore:
     """The store with the layout of each array in place of it."""
+    # A leaf of a key's state lies as the value does if it has that shape. Others, such as counts, are on each device.
     layouts = {**dict.fromkeys(store.values, REPLICATED), **dict(store.layouts)}
 
     def state(k: int, leaf: Shaped) -> Layout:

@@ -96,6 +96,7 @@ def reduce_scatter(
     if compressor.two_way:
         return _two_way_share(values, states, axis_name, limits)
     shards = lax.axis_size(axis_name)
+    # Row i is coded by itself, since device i gets that row of all devices and no other.
     rows = [collectives.to_rows(v, shards) for v in values]  # each (devices, chunk)
     coder: Any = _InPlanes(compressor) if isinstance(compressor, ElementCompressor) else compressor
     coded = [jax.vmap(coder.encode)(r, s) if r.size else ({}, s) for r, s in zip(rows, states, strict=True)]
@@ -323,11 +324,14 @@ def start_owner(shape: collectives.Shape, count: int) -> State:
 def _two_way(values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """(the twice-coded sums over the axis, equal on every device; the new states of this device)."""
     count = lax.axis_size(axis_name)
+    # To the owners: each device codes its values, and the owner of a share adds the integers.
     wanted = [_base.with_residual(v, s) for v, s in zip(values, states, strict=True)]
     codes, residuals, steps = _code(wanted, axis_name)
     shares = _add_shares([collectives.to_rows(c, count) for c in codes], axis_name, limits)
     # The owner of a share adds what it did not send back at the last push.
     totals = [share * step + state[_OWNER] for share, step, state in zip(shares, steps, states, strict=True)]
+
+    # And back: the owner codes its sum, by a scale that is equal for all shares of a value.
     codes, owner_residuals, steps = _code(totals, axis_name)
     gathered = _gather_shares(codes, axis_name, limits)
     sums = [
@@ -361,6 +365,7 @@ def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.
     shares: list[jax.Array] = []
     for bucket in collectives.pack(rows, groups, axis=1):
         received = collectives.send_rows(_base.pack_codes(bucket), axis_name)
+        # Integers, so the order of the devices does not matter.
         total = _base.unpack_codes(received).sum(0, dtype=jnp.int32).astype(jnp.float32)
         shares.append(in_order(total)[: bucket.shape[1]])
     return collectives.unpack(shares, [r.shape[1:] for r in rows], groups)

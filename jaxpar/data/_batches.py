@@ -383,6 +383,7 @@ def from_host(arrays: PyTree, plan: BatchPlan, dtype: DTypeLike | None) -> Itera
                 epoch, order = segment.epoch, np.asarray(plan.order(segment.epoch))
             size = segment.batch_size
             for at in range(segment.first, segment.first + segment.number * size, size):
+                # What pads a batch repeats its last example, and the step leaves it out.
                 rows = np.pad(order[at : at + size], (0, placement.rows(size) - size), mode="edge")
                 batch = jax.tree.map(lambda array, rows=rows: send(array, rows, placement.sharding), arrays)
                 yield convert_images(batch, dtype)

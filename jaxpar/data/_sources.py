@@ -438,6 +438,7 @@ def batch_groups(
     ((4, 2, 2), 3)
     """
     where = "data.batch_groups"
+    # Only a data set whose copies are on the devices is gathered there, several batches by one program.
     if not isinstance(source, DatasetSource):
         return None
     plan = _batches.plan_batches(

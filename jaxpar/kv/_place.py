@@ -333,6 +333,9 @@ def adapt(template: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> S
     wanted = [slot for slot in slots(template, prefix) if slot.name.startswith(join_names(prefix, _OPTIMIZER) + "/")]
     if not isinstance(template.updater, updaters._TreeOptimizer) or not old or not wanted:
         return saved
+
+    # Each leaf of the new state is that of one key, or is in the states of all keys, as a count is. Then it must be the
+    # same in all of them, or it cannot become one number.
     made_of, trained = _names_of_keys(template), set(map(str, stores.trained_keys(template)))
     if {name for names in made_of for name in names} != {name for name in old if name.partition("/")[0] in trained}:
         return saved

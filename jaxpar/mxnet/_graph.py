@@ -127,6 +127,8 @@ def _references(path: Path, name: str, entries: Any, count: int) -> tuple[tuple[
 
 def parse_attributes(operator: Operator, node: Node) -> dict[str, Any]:
     """The attributes of a node as arguments of its operator, by the types of these."""
+    # The annotation of the operator's argument says how its text is read. What says how MXNet runs an operator, and a
+    # user's own marks, are left out.
     parameters = operator.attributes
     takes_any = any(p.kind == p.VAR_KEYWORD for p in operator.parameters.values())
     values: dict[str, Any] = {}
@@ -271,6 +273,7 @@ def _open(path: Path, begun: Node, reason: str) -> str:
 
 def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str]]:
     """Names of variables: running statistics, weights, and those of convolutions."""
+    # What an operator updates is a statistic, and what it reads as a weight is trained. The file itself does not say.
     statistics: dict[str, None] = {}
     weights: set[str] = {node.name for node in graph.nodes if node.is_variable and "__init__" in node.attrs}
     kernels: set[str] = set()

@@ -33,7 +33,7 @@ def _with_gradient(
 
     def bwd(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
         out, label = residuals
-        return backward(out, label, gradient).reshape(out.shape).astype(out.dtype), None
+        return backward(out, label, gradient).reshape(out.shape).astype(out.dtype), None  # no gradient of the label
 
     layer.defvjp(fwd, bwd)
     return layer(data, label)

@@ -58,7 +58,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", n)
         jax.config.update("jax_platforms", "cpu")
-    except RuntimeError:
+    except RuntimeError:  # JAX runs already, which does no harm if it has these devices
         devices = jax.devices()
         if len(devices) == n and devices[0].platform == "cpu":
             return

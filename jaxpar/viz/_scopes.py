@@ -125,6 +125,7 @@ def main_prefix(paths: Iterable[tuple[tuple[_Part, ...], int]]) -> tuple[_Part, 
     >>> main_prefix([(("net", "attn"), 90), (("net", "attn", "mask"), 5), (("net",), 5)]), main_prefix([((), 1)])
     (('net', 'attn'), ())
     """
+    # One name after the other: the heaviest, as long as it has more than half of all.
     paths = list(paths)
     total, prefix = sum(weight for _, weight in paths), list[_Part]()
     while True:

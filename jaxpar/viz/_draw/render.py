@@ -50,6 +50,8 @@ def render(text: str, format: str, time_limit: float, engine: str = "dot", flags
 
     Graphs that are joined by `NEXT` give pictures that follow each other.
     """
+    # Of some large pictures dot gives up. Then it is asked again for less: straight lines, and clusters that need not
+    # be ranked by themselves.
     done = _run(_command(format, engine, flags), text, time_limit)
     if not _is_drawn(done) and engine == "dot":
         done = _run(_command(format, engine, (*flags, *_OTHERWISE)), text, time_limit)

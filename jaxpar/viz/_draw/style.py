@@ -292,7 +292,7 @@ def cut(text: str, most: float = _LONGEST) -> str:
     """
     if text_width(text, 1.0) <= most:
         return text
-    half = int(most)  # letters, too many at first
+    half = int(most)  # letters, too many at first: their widths differ
     start, end = text[: half + 1], text[-half:]
     while text_width(f"{start}…{end}", 1.0) > most:
         start, end = start[:-1], end[1:]

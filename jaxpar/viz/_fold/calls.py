@@ -189,11 +189,10 @@ def _fold_run(cells: Cells, name: str, call: Call | None, run: list[Eqn]) -> Non
             cells.new([eqn.id], *label_of(cells.raw, eqn), major=eqn.prim in SOLVERS or eqn.prim == "pallas_call")
     elif COLLECTIVES.intersection(map(plain_name, prims)):
         # One cell of each array that is sent, as `pmean` of a tree is a sum and a division of each leaf.
-        for component in components(cells, [cells.new([eqn.id], *label_of(cells.raw, eqn)) for eqn in run]):
-            if len(component) > 1:
-                cells.fold(
-                    component, name.strip("_"), next((cell.detail for cell in component if cell.op in COLLECTIVES), "")
-                )
+        for sent in components(cells, [cells.new([eqn.id], *label_of(cells.raw, eqn)) for eqn in run]):
+            if len(sent) > 1:
+                detail = next((cell.detail for cell in sent if cell.op in COLLECTIVES), "")
+                cells.fold(sent, name.strip("_"), detail)
     else:
         cells.new([eqn.id for eqn in run], name.strip("_"), major=not prims.isdisjoint(SOLVERS))
 
@@ -205,9 +204,7 @@ def _is_layer(cells: Cells, frame: Frame, call: Call, run: list[Eqn]) -> bool:
     if any(weight is not None for weight in weights):
         return False
     prims = {eqn.prim for eqn in run}
-    computes = all(prims.intersection(alternatives.split()) for alternatives in call.needs) and prims.isdisjoint(
-        call.lacks
-    )
+    computes = all(prims.intersection(names.split()) for names in call.needs) and prims.isdisjoint(call.lacks)
     return computes or frame.origin == "jax" or bool(prims & _OPAQUE)
 
 

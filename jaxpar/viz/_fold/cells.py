@@ -207,7 +207,7 @@ class Cells:
         users = self.users(cell)
         if len(users) != 1 or any(out in self._results for eqn in self.eqns(cell) for out in eqn.outs):
             return None
-        scopes = (self.raw.eqns[either.eqns[0]].scope for either in (cell, users[0]))
+        scopes = (self.raw.eqns[each.eqns[0]].scope for each in (cell, users[0]))
         loops, loops_of_user = ([name for name in scope if name.startswith(_LOOPS)] for scope in scopes)
         return users[0] if loops == loops_of_user else None
 
@@ -296,6 +296,8 @@ _LARGE = 20  # cells in a cycle, above which all its small steps are split at on
 
 def break_cycles(cells: Cells) -> None:
     """Split cells until there is no cycle, small steps before layers."""
+    # Small steps are given up first: a layer that is drawn as its equations is a loss for the reader. A set of
+    # equations is made a cell once only, so this ends.
     tried: set[frozenset[int]] = set()
     todo = _cycles(cells, list(cells))
     while todo:

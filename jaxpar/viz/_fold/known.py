@@ -18,6 +18,7 @@ from .templates import Fold, Pattern, Rule, fold_elementwise, fold_template, is_
 from .terms import maker, root
 
 _sigmoid, _exp = jax.nn.sigmoid, jnp.exp
+Array = jax.Array
 
 # Their values are compared, so one spelling of each is enough.
 ACTIVATIONS = (
@@ -38,8 +39,8 @@ ACTIVATIONS = (
 )
 
 
-def _softmax(share: Callable[[jax.Array], jax.Array]) -> tuple[Pattern, ...]:
-    def largest(x: jax.Array) -> jax.Array:
+def _softmax(share: Callable[[Array], Array]) -> tuple[Pattern, ...]:
+    def largest(x: Array) -> Array:
         return x.max(-1, keepdims=True)
 
     return (
@@ -53,9 +54,6 @@ SOFTMAX = (
     *_softmax(lambda e: e / e.sum(-1, keepdims=True)),
     *_softmax(lambda e: e * (1 / e.sum(-1, keepdims=True))),
 )
-
-
-Array = jax.Array
 
 
 def _turned(x: Array, cos: Array, sin: Array, cos_2: Array, sin_2: Array) -> Array:

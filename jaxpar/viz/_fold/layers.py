@@ -168,21 +168,13 @@ def _before(cells: Cells, cell: Cell) -> Cell | None:
     """The cell of the scores that a cell reads: the one with the most elements that only it reads."""
     values = [value for value in cells.data(cell) if cells.raw.values[value].dtype != "bool"]
     makers = {p.id: p for value in values if (p := cells.producer(value)) is not None}
-    unmasked = [
-        candidate
-        for candidate in makers.values()
-        if cells.sole_user(candidate) is cell and candidate.op not in ("OneHot", "where")
-    ]
-    masked = [
-        candidate for candidate in makers.values() if cells.sole_user(candidate) is cell and candidate.op == "where"
-    ]
+    read_here = [maker for maker in makers.values() if cells.sole_user(maker) is cell]
+    unmasked = [maker for maker in read_here if maker.op not in ("OneHot", "where")]
     # A `where` of bools only makes a mask. One that reads numbers hides some of the scores.
-    scored = [
-        candidate for candidate in masked if any(cells.raw.values[v].dtype != "bool" for v in cells.data(candidate))
-    ]
-    return next(
-        (candidate for candidate in unmasked if candidate.op == "MatMul"), next(iter([*unmasked, *scored]), None)
-    )
+    masked = [maker for maker in read_here if maker.op == "where"]
+    scored = [maker for maker in masked if any(cells.raw.values[v].dtype != "bool" for v in cells.data(maker))]
+    products = [maker for maker in unmasked if maker.op == "MatMul"]
+    return next(iter([*products, *unmasked, *scored]), None)
 
 
 def _reads_weights(cells: Cells, cell: Cell) -> bool:

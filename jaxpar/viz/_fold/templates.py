@@ -326,6 +326,7 @@ def _activation_at(cells: Cells, patterns: Sequence[Pattern], end: int) -> Fold 
 
 def _expressions(cells: Cells, end: int) -> Iterator[tuple[int, list[Eqn]]]:
     """The single values that a value is computed from, element by element, and the equations between them."""
+    # Backwards, the latest equation first. Where a single value is read at last, all before it is a function of it.
     eqns, reads = list[Eqn](), {root(cells, end)}
     while len(eqns) < _MOST:
         makers = {value: maker(cells, value) for value in reads}

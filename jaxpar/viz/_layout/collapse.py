@@ -115,7 +115,7 @@ def _is_too_much(net: Net, most: int) -> bool:
 def _cut(net: Net, most: int) -> None:
     """Merge neighbours, whatever they are. Only gradients that no layer owns come here, or very few nodes."""
     ordered = [draft for draft in _ordered(net, net.sources()) if draft.op != "input"]
-    cuts = [stretch * len(ordered) // most for stretch in range(most + 1)]
+    cuts = [number * len(ordered) // most for number in range(most + 1)]
     stretches = [ordered[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
     groups = ((stretch, name_part(items_of(net, stretch, 0))) for stretch in stretches)
     net.merge([(stretch, _sum(stretch, name, ())) for stretch, name in groups])

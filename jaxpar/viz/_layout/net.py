@@ -115,6 +115,7 @@ class Net:
         for draft in self.drafts:
             if draft.forward is not None:
                 draft.forward = into.get(draft.forward.at, draft.forward)
+        # An edge to itself vanishes, but an array that a layer hands to its own next pass stays.
         names, edges = {at: new.at for at, new in into.items()}, dict[tuple[int, int, int], None]()
         for source, target, value in self.edges:
             source, target = names.get(source, source), names.get(target, target)

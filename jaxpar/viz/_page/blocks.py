@@ -190,7 +190,7 @@ def _cut(tree: Tree, item: int) -> None:
         ordered = [inner for inner in _in_order(tree, item) if inner not in inputs]
         count = -(-len(ordered) // _PART)
         block.items = inputs
-        for start, end in itertools.pairwise(piece * len(ordered) // count for piece in range(count + 1)):
+        for start, end in itertools.pairwise(number * len(ordered) // count for number in range(count + 1)):
             piece = ordered[start:end]
             label = f"{tree.name(piece[0]).split(_TO)[0]}{_TO}{tree.name(piece[-1]).split(_TO)[-1]}"
             tree.parent |= dict.fromkeys(piece, _add(tree, Block(label, (*block.path, label), piece), item))

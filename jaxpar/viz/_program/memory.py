@@ -129,6 +129,8 @@ def _moments(program: Program, buffers: list[_Buffer], values: set[Value]) -> It
         if buffer.name in lives.begin:
             span = buffer.allocation, buffer.start, buffer.end, lives.last(buffer)
             starts.setdefault(lives.first(buffer), []).append(span)
+    # What is read for the last time now is still live, and what is filled now is already: both are there at once, and
+    # may share a place. So overlaps are looked for among those that live on.
     live: list[_Span] = []
     for time, name in enumerate(lives.order):
         live = sorted([span for span in live if span[3] >= time] + starts.get(time, []))

@@ -229,6 +229,8 @@ class _Reader:
 
     def add_region(self, eqn: jex.JaxprEqn, region: Region, env: dict[Any, int], context: Context) -> None:
         """Write out a nested jaxpr. Its results become those of the equation."""
+        # What a loop carries gets a new value inside, since a pass reads what the pass before made. All else inside
+        # shows the values outside, and the results outside show those inside.
         context = self.in_cluster(context, region.scope)
         context = context._replace(times=context.times * region.times)
         args = [self.value_of(env, atom) for atom in eqn.invars]

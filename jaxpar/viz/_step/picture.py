@@ -142,6 +142,8 @@ class _Drawing:
 
     def _place_columns(self, lanes: dict[str, int]) -> None:
         """Place the columns from the left to the right, given how many ways are on each side."""
+        # First how wide the boxes of each column are, then from left to right where the columns begin. Columns that
+        # this step does not need take no room.
         width, rows = self.width, self.rows.values()
         for name in ("forward", "gather", "band", "backward", "gradients"):
             width[name] = max((size(lines)[0] for row in rows if (lines := getattr(row, name))), default=0.0)
@@ -168,6 +170,7 @@ class _Drawing:
 
     def _place_updates(self) -> None:
         """Place what several gradients go through, and the optimizers, at the middle of where they come from."""
+        # A box goes to the middle of where its arrows come from, or above what is there.
         taken = [(row.y, row.height) for row in self.rows.values() if row.gradients]
         self.shared: list[tuple[list[Line], tuple[str, ...], float]] = []  # lines, layers, the middle of the box
         for layers in (layers for phase, layers in self._sends if phase == "gradients" and len(layers) != 1):
