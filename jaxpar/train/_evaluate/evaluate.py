@@ -9,8 +9,10 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from ..._core import calls, checks
+from ..._core.arrays import PyTree
 from ..._devices import mesh, user_mesh
 from ...data import _READ_ONCE, Dataset, IterableSource
 from .._step.loss import Mean
@@ -24,13 +26,13 @@ _AHEAD = 8  # batches whose sums are not read yet
 
 @overload
 def evaluate(
-    state_or_params: Any, apply_fn: Callable[..., jax.Array], data: Dataset, *, batch_size: int = ...
+    state_or_params: PyTree, apply_fn: Callable[..., jax.Array], data: Dataset, *, batch_size: int = ...
 ) -> dict[str, float]: ...
 @overload
-def evaluate(state_or_params: Any, *, data: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
+def evaluate(state_or_params: PyTree, *, data: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
 @calls.answers("evaluate", renamed={"source": "data", "dataset": "data"})
 def evaluate(
-    state_or_params: Any,
+    state_or_params: PyTree,
     apply_fn: Callable[..., jax.Array] | None = None,
     data: Any = None,
     *,
@@ -100,7 +102,15 @@ def evaluate(
 class Evaluation:
     """The functions and data that scores come from, as given to `fit`. The errors are those of `fit`."""
 
-    def __init__(self, *, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: Any, batch_size: int):
+    def __init__(
+        self,
+        *,
+        test_data: Dataset | None,
+        apply_fn: Callable[..., Any] | None,
+        eval_data: object,
+        eval_fn: EvalFn | None,
+        batch_size: int,
+    ):
         for pair in ({"test_data": test_data, "apply_fn": apply_fn}, {"eval_data": eval_data, "eval_fn": eval_fn}):
             if [value is None for value in pair.values()].count(True) == 1:
                 hint = "a classifier is evaluated with test_data and apply_fn"
@@ -132,13 +142,13 @@ class Evaluation:
 
     def scores(self, state: TrainState) -> dict[str, float]:
         """The scores as a record names them. Empty where there is nothing to evaluate."""
-        found: dict[str, float] = {}
+        by_name: dict[str, float] = {}
         for prefix, (eval_fn, data) in self.parts.items():
             for name, value in measure("fit", state, eval_fn, data, self._batch_size).items():
                 columns = {"": value} if not np.ndim(value) else {f"/{i}": x for i, x in enumerate(np.ravel(value))}
                 for place, x in columns.items():
-                    _add_score(found, f"{prefix}{name}{place}", x)
-        return found
+                    _add_score(by_name, f"{prefix}{name}{place}", x)
+        return by_name
 
 
 # One pass of an `eval_fn` over every example: the compiled program of a batch, and the sums on the host.
@@ -153,7 +163,7 @@ class _Sums:
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
-def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> dict[str, Any]:
+def measure(where: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int) -> dict[str, Any]:
     """What `eval_fn` gives over every example: floats by name, and NumPy arrays for values with columns."""
     with user_mesh.outside_mesh() as user:
         examples = _pass(where, state_or_params, eval_fn, source, batch_size, user)
@@ -167,7 +177,9 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
         return scores
 
 
-def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int, user: Any) -> Pass:
+def _pass(
+    where: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int, user: Mesh | None
+) -> Pass:
     """The examples, for an `eval_fn` that takes what it is given."""
     examples = Pass(where, state_or_params, source, batch_size, user)
     fn, name, batch = eval_fn, "eval_fn", "batch"
@@ -179,12 +191,12 @@ def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_siz
     return examples
 
 
-def _sums(call: Any, batch: Any) -> _Sums:
+def _sums(call: Callable[[PyTree], PyTree], batch: PyTree) -> _Sums:
     values = as_values(call(batch), jax.tree.leaves(batch)[0].shape[0])
     return _Sums([sum_up(value) for value in values.values()], tuple(values))
 
 
-def _check_twice(examples: Pass, eval_fn: Any, batch: Any) -> None:
+def _check_twice(examples: Pass, eval_fn: EvalFn, batch: PyTree) -> None:
     """`ValuesError` for a value whose first axis is only by chance as long as the batch: twice as many show it."""
     if isinstance(eval_fn, Classification):  # which is known to return a row for each example
         return
@@ -221,8 +233,8 @@ def _computed(total: Any) -> Any:
 def _add_score(scores: dict[str, Any], name: str, result: Any) -> None:
     """Add a result, or those of a metric that gives a dict of them. `ValueError` for a name that is there already."""
     if isinstance(result, Mapping):
-        for key, part in result.items():
-            _add_score(scores, f"{name}_{key}" if name else str(key), part)
+        for key, value in result.items():
+            _add_score(scores, f"{name}_{key}" if name else str(key), value)
         return
     array = np.asarray(result)
     if array.dtype.kind not in "biuf":
@@ -241,7 +253,7 @@ class Classification:
 
     apply_fn: Any  # a function, checked by `_pass`
 
-    def __call__(self, params: Any, batch: Any, *model_state: Any) -> dict[str, jax.Array]:
+    def __call__(self, params: PyTree, batch: Mapping[str, jax.Array], *model_state: Any) -> dict[str, jax.Array]:
         logits = check_logits(self.apply_fn(params, batch["image"], *model_state), len(batch["image"]))
         logits = logits.astype(jnp.float32)
         labels = batch["label"][:, None]
@@ -258,7 +270,7 @@ def check_logits(logits: Any, n: int) -> Any:
     return logits
 
 
-def check_classified(dataset: Any, where: str, hint: str = "") -> None:
+def check_classified(dataset: object, where: str, hint: str = "") -> None:
     """`TypeError` unless this is a data set with one integer label per example. The hint is for other data."""
     if not isinstance(dataset, Dataset):
         raise TypeError(
@@ -272,11 +284,11 @@ def check_classes(where: str, apply_fn: Any, model: tuple[Any, ...], dataset: An
     # JAX takes an index out of range as another one, or gives NaN, and no error.
     if not dataset.labels.size or dataset.labels.dtype.kind not in "iu":
         return
-    params, *rest = model
+    params, *model_state = model
     image = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)
     with user_mesh.outside_mesh():
         try:
-            *each, count = jax.eval_shape(lambda *args: apply_fn(*args), params, image, *rest).shape
+            *each, count = jax.eval_shape(lambda *args: apply_fn(*args), params, image, *model_state).shape
         except Exception:  # what is wrong is said where `apply_fn` is called
             return
     low, high = int(np.min(dataset.labels)), int(np.max(dataset.labels))

@@ -21,13 +21,16 @@ from jax.sharding import Mesh, NamedSharding
 
 from ... import data
 from ..._core import checks
-from ..._core.arrays import Device, Recent
+from ..._core.arrays import Device, PyTree, Recent
 from ..._devices import processes, user_mesh
 from ..._devices.mesh import STORE_AXIS, copies_on, spans_processes, split_over, wait_before_collectives
 from .._step.state import TrainState, carries
 
 Check = Callable[["Pass", Any, Any], object]
-EvalBatch = tuple[Any, int]  # arrays on the devices, and how many of their rows are examples: the first ones
+EvalSource = data.DatasetSource | data.ArraySource | data.IterableSource
+# `of(call, batch)`, where `call(batch)` is the user's function with the model: what a pass keeps of a batch.
+Of = Callable[[Callable[[PyTree], PyTree], PyTree], Any]
+EvalBatch = tuple[PyTree, int]  # arrays on the devices, and how many of their rows are examples: the first ones
 
 
 class Pass:
@@ -36,7 +39,7 @@ class Pass:
     An iterable is read inside of `user`, the user's mesh.
     """
 
-    def __init__(self, where: str, state_or_params: Any, given: Any, batch_size: int, user: Mesh | None):
+    def __init__(self, where: str, state_or_params: PyTree, eval_data: Any, batch_size: int, user: Mesh | None):
         if user is None:
             user_mesh.check_traced(state_or_params, where)
         self.model = model_of(state_or_params)
@@ -45,11 +48,11 @@ class Pass:
         self._where, self._user = where, user
         self._batch_size = checks.whole_number(batch_size, where, "batch_size")
         # A data set or arrays, of which each process has all. Or batches, of which each reads its own share.
-        self.source: data.DatasetSource | data.ArraySource | data.IterableSource = _as_eval_source(where, given)
+        self.source: EvalSource = _as_eval_source(where, eval_data)
         if any(map(spans_processes, self.leaves)) and not isinstance(self.source, data.IterableSource):
             data._agree_on_arrays(self.source.arrays, where)  # all processes make this call
         placed = (x.sharding for x in jax.tree.leaves(self.model[0]) if isinstance(x, jax.Array))
-        mesh: Any = next((where.mesh for where in placed if isinstance(where, NamedSharding)), None)
+        mesh: Any = next((sharding.mesh for sharding in placed if isinstance(sharding, NamedSharding)), None)
         mesh = mesh if isinstance(mesh, Mesh) else None
         self.devices: tuple[Device, ...] = () if mesh is None else tuple(mesh.devices.flat)
         self._count = max(1, len(self.devices))
@@ -75,7 +78,7 @@ class Pass:
             return None
         return self.source.batch_shapes(checks.batch_length(first, self._where), first)
 
-    def trace(self, of: Any, fn: Any, batch: Any, check: Check | None = None) -> Any:
+    def trace(self, of: Of, fn: Callable[..., Any], batch: PyTree, check: Check | None = None) -> Any:
         """The shapes of what `of(call, batch)` returns, where `call(batch)` calls `fn` with the model too.
 
         The program of it, as it is for the first batch, is that of `run`. `check(self, fn, batch)` is called before a
@@ -96,12 +99,12 @@ class Pass:
             self._program, self._returned = _programs(*key), traced.out_info
         return self._returned
 
-    def jit(self, of: Any, fn: Any) -> Any:
+    def jit(self, of: Of, fn: Callable[..., Any]) -> Any:
         """What `trace` traces, a function of (leaves, batch, number of rows that are examples; None: all)."""
         key = of, fn, self.structure, self.copies, self.axes
         return jax.jit(functools.partial(_on_batch, *key), static_argnums=2)
 
-    def run(self, of: Any, fn: Any, ahead: int, check: Check | None = None) -> Iterator[Any]:
+    def run(self, of: Of, fn: Callable[..., Any], ahead: int, check: Check | None = None) -> Iterator[Any]:
         """What `of` returns for each batch, see `trace`.
 
         `ahead` batches are started before one is given, so that the host need not wait.
@@ -110,12 +113,12 @@ class Pass:
         def each() -> Iterator[Any]:
             for batch, count in self.batches(lambda shapes: self.trace(of, fn, shapes, check)):
                 wait_before_collectives((self.leaves, batch), self.devices)
-                whole = count == jax.tree.leaves(batch)[0].shape[0]
-                found = jax.tree.leaves(self._program(self.leaves, batch, None if whole else count))
-                yield jax.tree.structure(self._returned).unflatten(found)  # with the functions of now in it
+                is_full = count == jax.tree.leaves(batch)[0].shape[0]
+                result = jax.tree.leaves(self._program(self.leaves, batch, None if is_full else count))
+                yield jax.tree.structure(self._returned).unflatten(result)  # with the functions of now in it
 
-        for found in data._ahead(each(), ahead):
-            yield found
+        for result in data._ahead(each(), ahead):
+            yield result
             processes.note_progress()
 
     def batches(self, prepare: Callable[[Any], object]) -> Iterator[EvalBatch]:
@@ -129,15 +132,15 @@ class Pass:
             return
         prepare(self.shapes())
         size = self._round_up(self._batch_size)
-        full, rest = divmod(source.examples(size), size)
+        full, remainder = divmod(source.examples(size), size)
         for batch in source.batches(size, devices=self.devices or None) if full else ():
             yield batch, size
-        if rest:
-            yield self._placed(source, jax.tree.map(lambda x: x[full * size :], source.arrays), rest)
+        if remainder:
+            yield self._placed(source, jax.tree.map(lambda x: x[full * size :], source.arrays), remainder)
 
     def _of_stream(self, source: data.IterableSource, prepare: Callable[[Any], object]) -> Iterator[EvalBatch]:
         """Each process reads its own batches. All agree on the sizes before a program is started."""
-        mine = self._local_devices()
+        local_devices = self._local_devices()
         batches, last = self._read(source), None
         while True:
             with processes.raise_together():  # an error in one process is raised in all
@@ -151,18 +154,21 @@ class Pass:
                 )
             last = batch if batch is not None else last
             prepare(source.batch_shapes(sum(sizes), last))
-            if len(mine) == 1:
+            if len(local_devices) == 1:
                 yield self._placed(source, last, sizes[0])
-            elif len({n / devices for n, devices in zip(sizes, mine, strict=True)}) == 1 and sizes[0] % mine[0] == 0:
+            elif (
+                len({n / devices for n, devices in zip(sizes, local_devices, strict=True)}) == 1
+                and sizes[0] % local_devices[0] == 0
+            ):
                 yield source.place(last, self._split), sum(sizes)  # each device has as many examples
             else:
-                whole = processes.gather_rows(last, sizes)
-                yield self._placed(data.ArraySource(whole, source.dtype), whole, sum(sizes))
+                all_rows = processes.gather_rows(last, sizes)
+                yield self._placed(data.ArraySource(all_rows, source.dtype), all_rows, sum(sizes))
         if last is None:
             hint = data._READ_ONCE if source.is_read_once else "give at least one"
             raise processes.in_all(ValueError(f"{self._where}: expected examples, got no batch; {hint}"))
 
-    def _placed(self, source: Any, batch: Any, count: int) -> EvalBatch:
+    def _placed(self, source: EvalSource, batch: PyTree, count: int) -> EvalBatch:
         """A batch of host memory with `count` examples, and copies of the last one where the devices need them."""
         return source.place(_fill(batch, self._round_up(count) - count), self._split), count
 
@@ -170,7 +176,7 @@ class Pass:
         """The next number that the devices can share evenly."""
         return -(-n // self._count) * self._count
 
-    def _sizes(self, batch: Any) -> list[int]:
+    def _sizes(self, batch: PyTree | None) -> list[int]:
         """How many examples each process has. `ValueError` where their batches are of different shapes."""
         n, shapes = 0, None
         with processes.raise_together():
@@ -210,7 +216,7 @@ class Pass:
                 yield batch
 
 
-def _fill(batch: Any, count: int) -> Any:
+def _fill(batch: PyTree, count: int) -> PyTree:
     """The batch with so many copies of its last example behind it."""
     if not count:
         return batch
@@ -239,7 +245,7 @@ def _as_eval_source(where: str, given: Any) -> Any:
     )
 
 
-def model_of(state_or_params: Any) -> tuple[Any, ...]:
+def model_of(state_or_params: PyTree) -> tuple[Any, ...]:
     """(params to evaluate,), or (params, model_state) of a state that has one."""
     if not isinstance(state_or_params, TrainState):
         return (user_mesh.without_types(state_or_params),)
@@ -248,20 +254,20 @@ def model_of(state_or_params: Any) -> tuple[Any, ...]:
 
 
 def _on_batch(
-    of: Any,
-    fn: Any,
+    of: Of,
+    fn: Callable[..., Any],
     structure: Any,
     copies: NamedSharding | None,
     axes: tuple[str, ...],
-    leaves: Any,
-    batch: Any,
+    leaves: list[jax.Array],
+    batch: PyTree,
     count: int | None,
 ) -> Any:
     params, *model_state = structure.unflatten(leaves)
     if count is not None:  # the other rows are no examples
         batch = jax.tree.map(lambda x: x[:count], batch)
-    found = of(lambda inputs: with_axes(fn, axes)(params, inputs, *model_state), batch)
-    return found if copies is None else lax.with_sharding_constraint(found, copies)
+    result = of(lambda inputs: with_axes(fn, axes)(params, inputs, *model_state), batch)
+    return result if copies is None else lax.with_sharding_constraint(result, copies)
 
 
 _programs = Recent(lambda *key: jax.jit(functools.partial(_on_batch, *key[:-1]), static_argnums=2))
@@ -292,15 +298,15 @@ def with_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., An
     return call
 
 
-def _is_arrays(given: Any) -> bool:
+def _is_arrays(value: PyTree) -> bool:
     """Whether this is a pytree of arrays. A list is one of arrays only, otherwise it is one of batches."""
-    if isinstance(given, Iterator):
+    if isinstance(value, Iterator):
         return False
-    if isinstance(given, list):
-        return bool(given) and all(_is_array(each) for each in given)
-    leaves = jax.tree.leaves(given)
-    return _is_array(given) or (bool(leaves) and leaves[0] is not given)
+    if isinstance(value, list):
+        return bool(value) and all(_is_array(each) for each in value)
+    leaves = jax.tree.leaves(value)
+    return _is_array(value) or (bool(leaves) and leaves[0] is not value)
 
 
-def _is_array(given: Any) -> bool:
-    return hasattr(given, "dtype") and hasattr(given, "shape")
+def _is_array(value: object) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core import calls, checks, text
+from ..._core.arrays import PyTree
 from ..._devices import processes, user_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.history import new_figure, readable, save_figure
@@ -25,7 +26,7 @@ _COLUMNS = 5
 
 
 @calls.answers("predict", renamed={"source": "data"})
-def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: int = 256) -> Any:
+def predict(state_or_params: PyTree, apply_fn: ApplyFn, data: Any, *, batch_size: int = 256) -> Any:
     """The outputs of a model for every example, in order.
 
     Args:
@@ -79,15 +80,15 @@ class Mistakes:
         return f"Mistakes({len(self)} of {self.examples} examples)"
 
     def _repr_html_(self) -> str:
-        found = zip(self.indices, self.predicted, self.labels, self.probabilities, strict=True)
-        rows = [(*map(str, row), f"{p:.4f}") for *row, p in found]
+        wrong = zip(self.indices, self.predicted, self.labels, self.probabilities, strict=True)
+        rows = [(*map(str, row), f"{p:.4f}") for *row, p in wrong]
         columns = ("index", "predicted", "label", "probability")
         return text.Table(repr(self), columns, rows, _MOST, "right")._repr_html_()
 
 
 @calls.answers("confusion_matrix", renamed={"dataset": "data"})
 @user_mesh.on_own_mesh
-def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256) -> np.ndarray:
+def confusion_matrix(state_or_params: PyTree, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256) -> np.ndarray:
     """Count the examples of each class by predicted class.
 
     Args:
@@ -112,7 +113,7 @@ def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, 
 @calls.answers("mistakes", renamed={"dataset": "data"})
 @user_mesh.on_own_mesh
 def mistakes(
-    state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256, most: int | None = None
+    state_or_params: PyTree, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256, most: int | None = None
 ) -> Mistakes:
     """Find the examples that a classifier gets wrong, most confident first.
 
@@ -140,7 +141,7 @@ def mistakes(
     return Mistakes(wrong, predicted[wrong], data.labels[wrong], probabilities[wrong], len(data))
 
 
-def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Dataset, batch_size: int) -> np.ndarray:
+def _logits(name: str, state_or_params: PyTree, apply_fn: ApplyFn, data: Dataset, batch_size: int) -> np.ndarray:
     """float32 (n, classes). All that can be known is checked before any work."""
     check_classified(data, name)
     examples = Pass(name, state_or_params, data, batch_size, None)
@@ -152,7 +153,7 @@ def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Dataset, b
     return _predict(name, apply_fn, examples).astype(np.float32)
 
 
-def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> Any:
+def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> PyTree:
     if isinstance(examples.source, IterableSource) and processes.count() > 1:
         raise ValueError(
             f"{name}: with several processes the order of all examples is unknown; give a data.Dataset or arrays"
@@ -160,11 +161,11 @@ def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> Any:
     # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
     of = _outputs if isinstance(examples.source, ArraySource) else _outputs_of_images
     checks.function(apply_fn, f"{name}: apply_fn")
-    parts = [jax.tree.map(np.asarray, outputs) for outputs in examples.run(of, apply_fn, ahead=1)]
-    return jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+    outputs_of_batches = [jax.tree.map(np.asarray, outputs) for outputs in examples.run(of, apply_fn, ahead=1)]
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *outputs_of_batches)
 
 
-def _outputs(call: Any, inputs: Any) -> Any:
+def _outputs(call: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
     outputs, n = call(inputs), jax.tree.leaves(inputs)[0].shape[0]
     for leaf in jax.tree.leaves(outputs):
         if jnp.shape(leaf)[:1] != (n,):
@@ -173,7 +174,7 @@ def _outputs(call: Any, inputs: Any) -> Any:
     return outputs
 
 
-def _outputs_of_images(call: Any, batch: Any) -> Any:
+def _outputs_of_images(call: Callable[[PyTree], PyTree], batch: PyTree) -> PyTree:
     has_labels = isinstance(batch, dict) and batch.keys() == {"image", "label"}
     return _outputs(call, batch["image"] if has_labels else batch)
 
@@ -210,12 +211,12 @@ def plot_confusion_matrix(
     figure = new_figure(side + 0.8, side)
     figure.set_layout_engine("compressed")  # the matrix is square, and the other one cuts its labels
     axes = figure.subplots()
-    parts = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
-    image = axes.imshow(parts, cmap="Blues", vmin=0, vmax=1)
+    fractions = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    image = axes.imshow(fractions, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, fraction=0.046, label="fraction of the class")
     if n <= _NUMBERED:
         for i, j in np.ndindex(n, n):
-            colour = "white" if parts[i, j] > 0.5 else "black" if matrix[i, j] else "0.75"
+            colour = "white" if fractions[i, j] > 0.5 else "black" if matrix[i, j] else "0.75"
             axes.text(j, i, str(matrix[i, j]), ha="center", va="center", fontsize=8, color=colour)
     if n <= 2 * _NUMBERED:
         axes.set_xticks(range(n), names, rotation=45, ha="right", rotation_mode="anchor")
@@ -261,8 +262,8 @@ def plot_mistakes(
         if i < len(images):
             image = images[i]
             axes.imshow(image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image, cmap="gray")
-            said, label = names[mistakes.predicted[i]], names[mistakes.labels[i]]
-            axes.set_title(f"{said} {mistakes.probabilities[i]:.0%}\nis {label}", fontsize=9)
+            guess, label = names[mistakes.predicted[i]], names[mistakes.labels[i]]
+            axes.set_title(f"{guess} {mistakes.probabilities[i]:.0%}\nis {label}", fontsize=9)
     return save_figure(figure, path, "plot_mistakes")
 
 
