@@ -47,6 +47,7 @@ def fused(eqn: JaxprEqn) -> JaxprEqn | None:
     constants, carried = scan_sizes(eqn.params)
     if not _may_be(eqn, carried):
         return None
+    # Only traced here: `NoCellError` says that the scan stays, before anything of it is changed.
     body, length = eqn.params["jaxpr"], eqn.params["length"]
 
     def loop(*operands: Any) -> list[Any]:
@@ -57,6 +58,9 @@ def fused(eqn: JaxprEqn) -> JaxprEqn | None:
         program = jax.make_jaxpr(jax.jit(loop))(*(x.aval for x in eqn.invars))
     except NoCellError:
         return None
+    # The call of the inner `jit` is the one equation. It takes the scan's operands and gives its results, so that it
+    # can stand in the scan's place, if it is also of the same types (`vma`: the axes of a `shard_map` that it varies
+    # along).
     (call,) = program.eqns
     if [_type(x) for x in program.jaxpr.outvars] != [_type(x) for x in eqn.outvars]:
         return None
@@ -79,17 +83,20 @@ def _may_be(eqn: JaxprEqn, carried: int) -> bool:
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     if not kernels.are_loaded():
         return False
+    # A GRU carries h, an LSTM h and c. The kernels go forward from the first step.
     if carried not in (1, 2) or eqn.params["reverse"] or length == 0 or body.effects or body.consts or eqn.effects:
         return False
     inside = getattr(body, "jaxpr", body)
     states = inside.outvars[:carried]
     if len(inside.outvars) != len(eqn.outvars) or any(isinstance(x, Literal) for x in states):
         return False
+    # h and c are float32, (*batch, width), and of one shape.
     avals = [x.aval for x in states]
     if not _is_faster(length, avals[0].shape):
         return False
     if any(x.dtype != _FLOAT32 or x.shape != avals[0].shape or not x.shape or 0 in x.shape for x in avals):
         return False
+    # The kernels take the axes of the batch as one: a reshape of what explicit axes split, see `primitive`.
     operands: list[Any] = [x.aval for x in eqn.invars if hasattr(x.aval, "sharding")]
     if any(AxisType.Explicit in aval.sharding.mesh.axis_types for aval in operands):
         return False
@@ -176,6 +183,8 @@ def _loop(
     """What the scan gives, by a loop. `NoCellError` where it cannot."""
     plan: list[Any] = []
 
+    # What comes out of `step` are arrays only, as `vmap` needs it. The cell and what became of each result, which are
+    # symbols, go out by `plan`.
     def step(constants: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
         symbols = [Known(x, True) for x in constants]
         symbols += [Carried(i, x.shape) for i, x in enumerate(states)]
@@ -187,16 +196,20 @@ def _loop(
         fixed = [jnp.broadcast_to(cell.bias, states[0].shape)] if cell.bias is not None else []
         return (cell.weight(), fixed), (cell.inputs(batch), of_step)
 
+    # All steps at once: `x` is (length, *batch, columns). Weights and biases do not depend on the step: no axis for it.
     if inputs:
         (weight, fixed), (x, of_step) = jax.vmap(step, (None, 0), (None, 0))(list(constants), list(inputs))
     else:
         (weight, fixed), per_step = step(constants, inputs)
         x, of_step = jax.tree.map(lambda y: jnp.broadcast_to(y, (length, *y.shape)), per_step)
+    # `recurrent.loop` takes (h, c), or (bias, h). A cell of the user may carry c before h: `cell.order` says it.
     cell, results = plan
     ordered = [states[i] for i in cell.order]
     if cell.name == "gru":
         ordered = [*(fixed or [jnp.zeros_like(states[0])]), *ordered]
     of_steps = recurrent.loop(cell.name, *_varying_alike([x, weight, *ordered]))
+    # A scan gives the last of what it carries, and all steps of the rest: states of all steps, or what was known
+    # before.
     of_all = dict(zip(cell.order, of_steps, strict=True))  # by the number of the carried array
     carried, values_of_steps = results[: len(states)], iter(of_step)
     last = [of_all[i][-1] for i in range(len(states))]
@@ -255,6 +268,7 @@ def _lstm(results: list[Any]) -> Cell:
 
 
 def _lstm_with(results: list[Any], h: int, c: int) -> Cell:
+    # From the result backwards: h' = out * tanh(c'), of the very c' that is carried on, and c' = kept + added.
     new_h, new_c = results[h], results[c]
     out, squashed = _two(new_h, "mul", lambda x: _is(x, "tanh"))[::-1]
     if squashed.operands[0] is not new_c:
@@ -274,17 +288,20 @@ def _lstm_with(results: list[Any], h: int, c: int) -> Cell:
 
 def _gru(results: list[Any]) -> Cell:
     (new_h,) = results[:1]
+    # From the result backwards: h' = kept + added, with kept = z h and added = (1 - z) new.
     kept, added = _two(new_h, "add", lambda x: _is(x, "mul") and any(_is_carried(y, 0) for y in x.operands))
     z = _two(kept, "mul", lambda x: _is_carried(x, 0))[1]
     new, share = _two(added, "mul", lambda x: _is(x, "tanh"))
     if not _is(share, "sub") or share.operands[1] is not z or not _is_one(share.operands[0]):
         raise NoCellError
+    # new = tanh(x + r q): r multiplies the product of h, and not h. The kernel takes one bias of q for all steps.
     product, x = _two(new.operands[0], "add", lambda x: _is(x, "mul"))
     r, q = _two(product, "mul", lambda x: _is(x, "logistic"))
     if not isinstance(x, Known) or not isinstance(q, Affine) or (q.offset is not None and not q.offset.is_constant):
         raise NoCellError
     gates = [_gate(r, "logistic", 0), _gate(z, "logistic", 0), q]
     _check(gates, new_h, results[1:], (new_h,))
+    # So the columns of n are x alone, and the bias of q is an operand of its own.
     added_to_n = jnp.broadcast_to(_array(x), new_h.shape)
     offsets = [gates[0].offset, gates[1].offset, Columns(added_to_n, 0, new_h.shape[-1], x.is_constant)]
     return Cell("gru", (0,), gates, offsets, None if q.offset is None else q.offset.value())
@@ -342,6 +359,7 @@ def _evaluate(program: Program, operands: Sequence[Any]) -> list[Any]:
 
 
 def _results(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    # No operand depends on the state: the equation is computed for all steps at once, before the loop.
     name, params = eqn.primitive.name, eqn.params
     if all(isinstance(x, Known) for x in operands):
         is_constant = all(x.is_constant for x in operands)
@@ -351,6 +369,7 @@ def _results(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if inside.consts:
             raise NoCellError
         return _evaluate(inside, operands)
+    # From here on a state is among the operands. The kernels compute in float32, so another dtype is no cell.
     avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
     if any(aval.dtype != _FLOAT32 for aval in avals):
         raise NoCellError
@@ -358,6 +377,7 @@ def _results(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return operands
     if name == "split":
         return _parts(operands[0], params["axis"], params["sizes"])
+    # What stays affine in h: slices, the product with a weight, and sums with known values. All others are formulas.
     shape = avals[len(eqn.invars)].shape
     if name == "slice":
         return [_slice(operands[0], params)]

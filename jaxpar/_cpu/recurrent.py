@@ -92,6 +92,9 @@ def _transposed(*args: Any, cell: str, given: tuple[bool, ...]) -> Arrays:
 
 
 def _loop_kernel(*operands: Any, cell: str, keep: bool) -> Arrays:
+    # Kernels know one axis of the batch: (T, batch, columns), and (batch, width) for states. Gates are of 4 blocks,
+    # also those of a GRU, as `by_scan` gives q too. Where nothing is differentiated the kernel does not write them:
+    # (0,).
     x, w, *states = operands
     steps, batch, width = x.shape[0], x.shape[1:-1], w.shape[0]
     shapes = [(steps, math.prod(batch), width)] * RESULTS[cell]
@@ -102,23 +105,29 @@ def _loop_kernel(*operands: Any, cell: str, keep: bool) -> Arrays:
 
 
 def _transposed_kernel(*args: Any, cell: str, given: tuple[bool, ...]) -> Arrays:
+    # `args`: the operands, the results and gates of the loop, and a cotangent of each result that has one.
     x, w, first, second, *residuals = args
     steps, batch, (width, columns) = x.shape[0], x.shape[1:-1], w.shape
     count = math.prod(batch)
     results, gates, last = residuals[: RESULTS[cell]], residuals[RESULTS[cell]], iter(residuals[RESULTS[cell] + 1 :])
     states, cells = _flat(results[0], batch, 1), _flat(results[-1], batch, 1)
+    # A result without a cotangent has an empty one, which the kernel takes for zeros (`Given` in recurrent.cc).
     cotangents = [_flat(next(last), batch, 1) if x else jnp.zeros(0, jnp.float32) for x in given]
     h = _flat(first if cell == "lstm" else second, batch, 0)
     columns_shape, state_shape = (steps, count, columns), (count, width)
     gates = _flat(gates, batch, 1)
     if cell == "lstm":
         shapes = [columns_shape, state_shape, state_shape]
+        # x and h w are added, so that both have one cotangent.
         dx, dh, dc = _call("LstmBackward", shapes, w, _flat(second, batch, 0), cells, gates, *cotangents)
         ds, d_states = dx, (dh, dc)
     else:
         shapes = [columns_shape, columns_shape, state_shape]
+        # r multiplies the columns n of h w, not those of x: dx and ds differ there. The bias, with a row for each
+        # example, is added to q at each step: its gradient is the sum of these columns over the steps.
         dx, ds, dh = _call("GruBackward", shapes, w, h, states, gates, *cotangents)
         d_states = ds[..., 2 * width :].sum(0), dh
+    # w is used at all steps: its gradient is one product over steps and examples, after the loop.
     (dw,) = _call("RecurrentWeight", [w.shape], h, states, ds)
     return [dx.reshape(x.shape), dw, *(y.reshape(first.shape) for y in d_states)]
 
@@ -135,6 +144,7 @@ def _flat(x: jax.Array, batch: tuple[int, ...], before: int) -> jax.Array:
 
 def _primitive(name: str, plain: Callable[..., Arrays], kernel: Callable[..., Arrays] | None) -> Primitive:
     """A primitive that is what `plain` computes. Derivatives and batches are those of `plain`."""
+    # A primitive is computed outside of `jit` too. Then it is compiled once for its params, and not at each call.
     new_p = Primitive(name)
     new_p.multiple_results = True
 
@@ -157,6 +167,7 @@ def _primitive(name: str, plain: Callable[..., Arrays], kernel: Callable[..., Ar
     new_p.def_abstract_eval(lambda *avals, **params: jax.make_jaxpr(partial(plain, **params))(*avals).out_avals)
     ad.primitive_jvps[new_p] = derivative
     batching.primitive_batchers[new_p] = batch
+    # Which device it is for is known when it is lowered: so export for several platforms, and a TPU, get `plain`.
     mlir.register_lowering(new_p, mlir.lower_fun(plain, multiple_results=True))
     mlir.register_lowering(new_p, lower, platform="cpu")
     return new_p
@@ -180,6 +191,8 @@ def _loop_batch(args: Sequence[Any], axes: Sequence[int | None], *, cell: str, k
     if w_axis is not None:
         results = jax.vmap(partial(_loop, cell=cell, keep=keep), axes)(*args)
         return results, [0] * len(results)
+    # Axes of the batch stand behind the steps in x, and first in the states. An operand without the new axis gets
+    # copies.
     size = next(arg.shape[axis] for arg, axis in zip(args, axes, strict=True) if axis is not None)
 
     def moved(x: jax.Array, axis: int | None, to: int) -> Any:

@@ -233,6 +233,7 @@ class IterableSource:
             elif self.is_read_once:  # it goes on where the run before left it: nothing is read and dropped
                 num_read = before
             state = None
+            # `num_read` counts all batches of the pass, `at` those that were given. Both grow together behind `before`.
             batches = self._host_batches(elements, share)
             batch = next(batches, None)
             while batch is not None:
@@ -249,6 +250,8 @@ class IterableSource:
                     may_end = num_read == total
                 else:
                     may_end = at % steps == 0 and at != end and not self.is_read_once
+                # `get_state` asks `iterator` for its state when it is called. Reading ahead moves it, so then it is
+                # asked before.
                 following, error, iterator = None, None, elements
                 if may_end:
                     place, iterator = place | _state_of(elements), None
@@ -273,6 +276,7 @@ class IterableSource:
                 if error is not None:
                     raise error
                 batch = following if may_end else next(batches, None)
+            # The pass is over. What is read once, or has fewer batches than an epoch, cannot go on; others begin again.
             if self.is_read_once:
                 raise _end_error(self.source, at // (steps or 1), at % (steps or 1), steps)
             if num_read < (steps or 1):

@@ -373,6 +373,8 @@ def _with_wide_averages(optimizer_state: PyTree, saved: Saved, at: str, remarks:
 
 def _for_frozen(template: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved:
     """What was saved, with the states of the params that are trained now. Those of thawed params begin anew."""
+    # By name: the arrays of states that `template` has, and those that were saved. Equal sets: the same params are
+    # frozen.
     fields = tuple(join_names(prefix, field) + "/" for field in (_OPTIMIZER, "updater_state"))
     wanted = {slot.name: slot for slot in slots(template, prefix) if slot.name.startswith(fields)}
     saved_states = {name for name in saved if name.startswith(fields)}
@@ -403,6 +405,7 @@ def _for_frozen(template: KVStore, saved: Saved, prefix: str, remarks: list[str]
     initial = {join_names(prefix, path_name(path)): np.asarray(leaf) for path, leaf in leaves}
     thawed = wanted.keys() - saved_states
     saved |= {name: (wanted[name].record(), initial[name]) for name in thawed}
+    # `complete` would compare these rules again, with what is frozen now.
     for k in template.values:
         record, array = saved[f"{values}/{k}"]
         saved[f"{values}/{k}"] = {n: x for n, x in record.items() if n != "rule"}, array

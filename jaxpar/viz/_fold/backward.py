@@ -42,6 +42,7 @@ def fold_backward(cells: Cells) -> None:
 
 def _targets(cells: Cells) -> dict[int, Cell]:
     """The layer of each backward equation that has one, by its id."""
+    # A gradient belongs to the innermost place around it that has layers.
     layers, near = _places(cells)
     computed = {eqn.position for eqn in cells.raw.eqns if not (eqn.backward or eqn.view)}  # not only shown
     computed |= {position for eqn in cells.raw.eqns if not eqn.backward for position in eqn.enclosing}
@@ -57,6 +58,7 @@ def _targets(cells: Cells) -> dict[int, Cell]:
             elsewhere.append(eqn)
         else:
             several.setdefault((place, _rematted(eqn.scope)), []).append(eqn)
+    # Of several layers at a place, those that have a tangent were differentiated.
     places: list[tuple[list[Cell], list[Eqn]]] = []
     for (place, rematted), eqns in several.items():  # JAX 0.10 keeps no lines inside vmap: a network is at one place
         again = [cell for cell in layers[place] if _rematted(cells.raw.eqns[cell.eqns[0]].scope) == rematted]

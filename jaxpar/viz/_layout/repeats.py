@@ -104,6 +104,8 @@ class _Pass:
         kinds = self.signs[start : start + period]
         if most < 2 or self.signs[start + period : start + 2 * period] != kinds:
             return 1
+        # The first copy reads what is before the row where the others read a copy. So the second one is the pattern,
+        # where the first one has the same edges inside, and as many in all.
         places: dict[int, int] = {}
         first, second = (self._wires(places, start, period, copy) for copy in range(2))
         if not all(map(_is_begun, first, second)):
@@ -118,7 +120,7 @@ class _Pass:
         return count if count > _FEW_BRANCHES or _is_row(second) else 1  # few copies beside each other are no repeat
 
     def _wires(self, places: dict[int, int], start: int, period: int, copy: int) -> _Wires:
-        """What each layer of a copy reads: in it, n copies back, or outside. `where` has their places, and grows."""
+        """What each layer of a copy reads: in it, n copies back, or outside. `places` has theirs, and grows."""
         block = self.layers[start + copy * period : start + (copy + 1) * period]
         places |= {draft.at: copy * period + n for n, draft in enumerate(block)}
         wires_of: _Wires = []
@@ -158,8 +160,10 @@ class _Pass:
     def _merge(self, copies: list[list[Draft]]) -> None:
         """Keep the first of these copies, with the sums of all."""
         shared, owns = shared_scope(*copies), [shared_scope(copy) for copy in copies]
+        # From here on only the layers of the first copy remain, with the weights of all and how often each repeats.
         self._join([dict(enumerate(same)) for same in zip(*copies, strict=True)])
         inner_from = len(shared) + (len(owns[0]) > len(shared))
+        # Gradients of a block's layers go to its box. Another row gets a box, with a name that nothing beside it has.
         block = self._scope_of_layers(copies, len(shared) + 1)
         if block is None:
             scopes_beside = (
