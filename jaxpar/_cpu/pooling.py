@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core.calls import answers
 from . import primitive
 from .problem import HALVES
 
@@ -214,7 +213,6 @@ scatter_p = primitive.make(lax.select_and_scatter_add_p, scatter_to_largest)
 Padding = str | Sequence[tuple[int, int]]
 
 
-@answers("max_pool")
 def max_pool(
     inputs: jax.Array, window_shape: Sequence[int], strides: Sequence[int] | None = None, padding: Padding = "VALID"
 ) -> jax.Array:
@@ -249,7 +247,6 @@ def max_pool(
     return functools.reduce(_larger, _views("max_pool", inputs, window_shape, strides, padding, least))
 
 
-@answers("avg_pool")
 def avg_pool(
     inputs: jax.Array,
     window_shape: Sequence[int],

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from .._core import checks
-from .._core.calls import answers
 from .._core.text import in_notebook
 from ._diff.changes import compare
 from ._draw.style import Options
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from ._draw.picture import Plot
 
 
-@answers("viz.trace")
 def trace(
     fn: Callable[..., Any],
     *args: Any,
@@ -149,7 +147,6 @@ def _layers(raw: Raw, calls: Sequence[Call], patterns: Sequence[Pattern | Rule])
     return cells
 
 
-@answers("viz.plot_network")
 def plot_network(
     fn: Callable[..., Any],
     *args: Any,
@@ -224,7 +221,6 @@ def plot_network(
 _PLAIN = str.maketrans({"├": "|", "└": "`", "─": "-", "│": "|", "×": "x", "…": "~"})
 
 
-@answers("print_summary")
 def print_summary(
     fn: Callable[..., Any],
     *args: Any,
@@ -313,7 +309,6 @@ def _show(graph: Graph, file: IO[str] | None, options: dict[str, Any], width: in
 Network = Graph | tuple[Callable[..., Any], Sequence[Any]] | tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
 
-@answers("diff")
 def diff(
     before: Network,
     after: Network,

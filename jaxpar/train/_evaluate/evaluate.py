@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import calls, checks
+from ..._core import checks
+from ..._core.arguments import renamed_arguments
+from ..._core.functions import check_takes
+from ..._core.transfers import allows_transfers
 from ..._devices import mesh, user_mesh
 from ...data import _READ_ONCE, Dataset, IterableSource
 from .._step.loss import Mean
@@ -28,7 +31,8 @@ def evaluate(
 ) -> dict[str, float]: ...
 @overload
 def evaluate(state_or_params: Any, *, data: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
-@calls.answers("evaluate", renamed={"source": "data", "dataset": "data"})
+@renamed_arguments(source="data", dataset="data")
+@allows_transfers
 def evaluate(
     state_or_params: Any,
     apply_fn: Callable[..., jax.Array] | None = None,
@@ -175,7 +179,7 @@ def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_siz
         fn, name, batch = checks.function(eval_fn.apply_fn, f"{where}: apply_fn"), "apply_fn", "images"
     checks.hashable(fn, f"{where}: {name}")
     names = ("params", batch, "model_state")[: len(examples.model) + 1]
-    calls.check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
+    check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
     return examples
 
 

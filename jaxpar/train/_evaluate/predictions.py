@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import calls, checks, text
+from ..._core import checks, text
+from ..._core.arguments import renamed_arguments
+from ..._core.transfers import allows_transfers
 from ..._devices import processes, user_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.history import new_figure, readable, save_figure
@@ -24,7 +26,8 @@ _NUMBERED = 25  # classes up to which the cells hold their counts
 _COLUMNS = 5
 
 
-@calls.answers("predict", renamed={"source": "data"})
+@renamed_arguments(source="data")
+@allows_transfers
 def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: int = 256) -> Any:
     """The outputs of a model for every example, in order.
 
@@ -85,7 +88,8 @@ class Mistakes:
         return text.Table(repr(self), columns, rows, _MOST, "right")._repr_html_()
 
 
-@calls.answers("confusion_matrix", renamed={"dataset": "data"})
+@renamed_arguments(dataset="data")
+@allows_transfers
 @user_mesh.on_own_mesh
 def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256) -> np.ndarray:
     """Count the examples of each class by predicted class.
@@ -109,7 +113,8 @@ def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, 
     return matrix
 
 
-@calls.answers("mistakes", renamed={"dataset": "data"})
+@renamed_arguments(dataset="data")
+@allows_transfers
 @user_mesh.on_own_mesh
 def mistakes(
     state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256, most: int | None = None
@@ -181,7 +186,6 @@ def _outputs_of_images(call: Any, batch: Any) -> Any:
 # Pictures.
 
 
-@calls.answers("plot_confusion_matrix")
 @readable("plot_confusion_matrix")
 def plot_confusion_matrix(
     matrix: np.ndarray, *, class_names: Sequence[str] | None = None, path: str | os.PathLike[str] | None = None
@@ -224,7 +228,7 @@ def plot_confusion_matrix(
     return save_figure(figure, path, "plot_confusion_matrix")
 
 
-@calls.answers("plot_mistakes", renamed={"dataset": "data"})
+@renamed_arguments(dataset="data")
 @readable("plot_mistakes")
 def plot_mistakes(
     mistakes: Mistakes,
