@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from .._core.calls import answers
 from . import primitive
 from .problem import HALVES
 
@@ -223,7 +222,6 @@ scatter_p = primitive.make(lax.select_and_scatter_add_p, scatter_to_largest)
 Padding = str | Sequence[tuple[int, int]]
 
 
-@answers("max_pool")
 def max_pool(
     inputs: jax.Array, window_shape: Sequence[int], strides: Sequence[int] | None = None, padding: Padding = "VALID"
 ) -> jax.Array:
@@ -258,7 +256,6 @@ def max_pool(
     return functools.reduce(_larger, _views("max_pool", inputs, window_shape, strides, padding, least))
 
 
-@answers("avg_pool")
 def avg_pool(
     inputs: jax.Array,
     window_shape: Sequence[int],

@@ -14,7 +14,6 @@ from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.sharding import Mesh
 
-from .._core.calls import answers
 from . import cells, kernels, primitive, recurrent, shares
 from .convolution import CONVOLUTION_IN_LOOP, conv_in_loop_p, conv_p
 from .pooling import max_p, scatter_p, sum_p
@@ -63,7 +62,6 @@ def is_slow_in_a_loop(text: str) -> bool:
     return "stablehlo.convolution" in text or CONVOLUTION_IN_LOOP in text
 
 
-@answers("models.fast_on_cpus")
 def fast_on_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with faster formulas for CPUs.
 

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._core import calls, checks
+from .._core import checks
 from .._core.arrays import PyTree, is_traced
 from .._core.portable import path_name
 
@@ -110,7 +110,6 @@ class NameRules:
         return f"sharding_rules({', '.join(arguments)})"
 
 
-@calls.answers("parallel.fsdp")
 def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stacked_dims: int = 0) -> FullyShardedRule:
     """Make a rule that splits each large parameter over one mesh axis.
 
@@ -156,7 +155,6 @@ def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stack
     )
 
 
-@calls.answers("parallel.sharding_rules")
 def sharding_rules(
     patterns: Mapping[str, PartitionSpec | ShardingRule],
     *,
@@ -273,7 +271,6 @@ def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 # The shardings of a pytree of parameters.
 
 
-@calls.answers("parallel.shardings_of")
 def shardings_of(params: PyTree, sharding: PyTree, mesh: AnyMesh, *, where: str = "parallel.shardings_of") -> PyTree:
     """The `NamedSharding` of each parameter on a mesh.
 

@@ -20,14 +20,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .. import compression, updaters
-from .._core import calls
 from .._core.arrays import Device, PyTree, Shaped, is_traced, nbytes, tree_nbytes, without_keys
 from .._core.text import Table, plural
 from .._devices import collectives
 from .._devices.mesh import STORE_AXIS, copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
 from ..updaters import Updater, accumulate, assign
-from .mxnet_names import ARGUMENTS, KIND_ALIASES, line_for
+from .mxnet_names import KIND_ALIASES, line_for
 
 # The kinds of store. The rest of the package asks a kind and compares no names.
 
@@ -236,7 +235,6 @@ def with_changes(store: KVStore, changes: Changes) -> KVStore:
     return dataclasses.replace(store, **new, optimizer_state=store.optimizer_state if state is None else state)
 
 
-@calls.answers("kv.names", ARGUMENTS)
 def names(store: KVStore) -> dict[int, str]:
     """The name of each key: its path in the pytree of params.
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.arrays import PyTree
-from .._core.calls import answers
 from .._devices import collectives
 
 if TYPE_CHECKING:  # so that `answers` leaves it to NumPy to say what is no dtype
@@ -145,7 +144,6 @@ class LinearCompressor(Compressor, Protocol):
         raise TypeError(f"compression {self.name!r} has no payload of one device; its sum is `allreduce`")
 
 
-@answers("compression.decode_sum")
 def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: DTypeLike) -> jax.Array:
     """Decode several payloads and sum them, in the order of the devices.
 

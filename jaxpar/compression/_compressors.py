@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._core import calls, checks
+from .._core import checks
 from .._core.arrays import PyTree
 from . import _base
 from ._base import Compressor, ElementCompressor, Grid, LinearCompressor, Payload, Shape, State
@@ -457,7 +457,6 @@ _TYPES: dict[str, Any] = {c.name: c for c in (OneBit, TwoBit, BFloat16, Int3, In
 TYPES = ("none", *_TYPES)
 
 
-@calls.answers("compression.make")
 def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
     """Make a compressor from a specification.
 

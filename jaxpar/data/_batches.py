@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import calls, checks, host
+from .._core import checks, host
 from .._core.arrays import Device, KeyPath, PyTree, is_prng_key
 from .._devices import collectives, processes
 from .._devices.mesh import STORE_AXIS, auto_mesh, put, wait_before_collectives
@@ -322,7 +322,6 @@ class DatasetBatchOptions(BatchOptions, total=False):
     resident: bool | None
 
 
-@calls.answers("data.batches", HINTS)
 def plan_batches(
     size: int,
     batch_size: int,
@@ -399,7 +398,6 @@ Copies = dict[Any, tuple[jax.Array, jax.Array]]
 _residents: weakref.WeakKeyDictionary[ImagesAndLabels, Copies] = weakref.WeakKeyDictionary()
 
 
-@calls.answers("data.batches")
 def resident(
     dataset: ImagesAndLabels, placement: Placement, wanted: bool | None = None
 ) -> tuple[jax.Array, jax.Array] | None:

@@ -21,8 +21,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from .._core import calls, checks, host
+from .._core import checks, host
 from .._core.arrays import Device, KeyPath, PyTree, check_plain
+from .._core.functions import takes
 from .._devices import processes
 from .._devices.collectives import PaddedBatch, pad_rows
 from .._devices.mesh import split_over
@@ -375,7 +376,7 @@ class IterableSource:
     def _epoch(self, epoch: int) -> Iterable[Any]:
         if not _is_function(self.source):
             return self.source
-        return self.source(epoch) if calls.takes(self.source, 1) else self.source()
+        return self.source(epoch) if takes(self.source, 1) else self.source()
 
     def _host_batches(self, elements: Iterator[Any], share: int, *, drop_remainder: bool = True) -> Iterator[PyTree]:
         """This process's batches as pytrees of arrays.
@@ -398,7 +399,6 @@ class IterableSource:
             yield join(examples)
 
 
-@calls.answers("data.from_iterable")
 def from_iterable(
     source: Any,
     *,

@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from .._core import calls, checks, files, text
+from .._core import checks, files, text
+from .._core.arguments import no_such_arguments
 from ._sources import Dataset
 
 _HINTS = {
@@ -40,7 +41,7 @@ _COPY = "jaxpar-"  # the beginning of the name of a decoded copy
 _MOST_BYTES = 1 << 30  # of the arrays of a decoded copy
 
 
-@calls.answers("data.load", _HINTS)
+@no_such_arguments(_HINTS)
 def load(
     name: str = "fashion_mnist",
     split: str = "train",

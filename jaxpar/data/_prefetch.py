@@ -9,15 +9,16 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 
-from .._core import calls, checks, host
+from .._core import checks, host
 from .._core.arrays import KeyPath, PyTree
+from .._core.transfers import allows_transfers
 from .._devices import mesh, processes, user_mesh
 from ._batches import ahead, check_sharding, path_name
 
 _WHERE = "data.prefetch"
 
 
-@calls.answers("data.prefetch")
+@allows_transfers
 def prefetch(iterator: Iterable[PyTree], sharding: PyTree = None, size: int = 2) -> Iterator[PyTree]:
     """Send batches to the devices ahead of their use.
 

@@ -18,8 +18,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from .._core import calls, checks
+from .._core import checks
+from .._core.arguments import no_such_arguments
 from .._core.arrays import Device, PyTree, check_plain
+from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import each_in_user_mesh
@@ -64,7 +66,6 @@ class Source(Protocol):
 # A data set in memory.
 
 
-@calls.answers_class("data.Dataset")
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Images and labels in host memory.
@@ -109,7 +110,8 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.images)
 
-    @calls.answers("data.batches", _batches.HINTS)
+    @no_such_arguments(_batches.HINTS)
+    @allows_transfers
     def batches(
         self,
         batch_size: int,
@@ -171,7 +173,6 @@ class Dataset:
         )
 
 
-@calls.answers("data.num_batches")
 def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> int:
     """The number of batches in one epoch over `size` examples.
 
@@ -186,7 +187,6 @@ def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> i
 # Data of any origin.
 
 
-@calls.answers("data.as_source")
 def as_source(given: Any) -> Source:
     """Convert data to a `Source`.
 
@@ -213,7 +213,8 @@ def batches(
 def batches(
     dataset: Any, batch_size: int | None = None, **options: Unpack[DatasetBatchOptions]
 ) -> Iterator[PyTree]: ...
-@calls.answers("data.batches", _batches.HINTS)
+@no_such_arguments(_batches.HINTS)
+@allows_transfers
 def batches(
     dataset: Any,
     batch_size: int | None = None,
@@ -297,7 +298,7 @@ def batches(
     return source.batches(batch_size, rng=rng, epochs=epochs, start=start, devices=devices, **asked)
 
 
-@calls.answers("data.split")
+@allows_transfers
 def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True) -> Any:
     """Split data into two parts, for example for training and validation.
 
@@ -334,7 +335,6 @@ def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None,
     return split_source(fraction, rng=rng, shuffle=shuffle)
 
 
-@calls.answers("data.collect")
 def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     """Read an iterable of another library into one `Dataset`, such as test data.
 
@@ -408,7 +408,7 @@ class DatasetSource(_OfArrays):
         return DatasetSource(first), DatasetSource(second)
 
 
-@calls.answers("data.batch_groups")
+@allows_transfers
 def batch_groups(
     source: Source,
     batch_size: int,
@@ -488,7 +488,8 @@ class ArraySource(_OfArrays):
             shapes.append(f"{name} {leaf.dtype} {leaf.shape[1:]}".strip())
         return f"{type(self).__name__}({len(self)} examples: {', '.join(shapes)})"
 
-    @calls.answers("data.batches", _batches.HINTS)
+    @no_such_arguments(_batches.HINTS)
+    @allows_transfers
     def batches(
         self,
         batch_size: int,
@@ -529,7 +530,7 @@ class ArraySource(_OfArrays):
         return first, second
 
 
-@calls.answers("data.from_arrays")
+@allows_transfers
 def from_arrays(arrays: PyTree, *, dtype: DTypeLike | None = jnp.float32) -> ArraySource:
     """Make training data from named arrays.
 

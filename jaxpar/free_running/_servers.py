@@ -29,9 +29,9 @@ import numpy as np
 
 from .. import kv, updaters
 from .._core.arrays import PyTree
-from .._core.calls import answers
 from .._core.checks import whole_number
 from .._core.text import say_news
+from .._core.transfers import allows_transfers
 from ..updaters import UpdateFn, Updater, stateless
 
 if TYPE_CHECKING:
@@ -106,7 +106,6 @@ class Piece:
     stop: int
 
 
-@answers("free_running.placement")
 def placement(shapes: Sequence[Shape], servers: int, split: int = SPLIT) -> tuple[tuple[Piece, ...], ...]:
     """The pieces that each server holds, placed as in MXNet.
 
@@ -211,7 +210,7 @@ class Servers:
     timeout: float
 
 
-@answers("free_running.start")
+@allows_transfers
 def start(
     params: PyTree,
     *,
@@ -299,7 +298,6 @@ def wait_for_answers(servers: Servers, answers: Sequence[Any]) -> list[Any]:
     return results
 
 
-@answers("free_running.status")
 def status(servers: Servers) -> list[dict[str, Any]]:
     """The counts of each server: `pushes` of each worker, and `staleness`.
 
@@ -312,7 +310,6 @@ def status(servers: Servers) -> list[dict[str, Any]]:
     return wait_for_answers(servers, [handle.status.remote() for handle in servers.handles])
 
 
-@answers("free_running.stop")
 def stop(servers: Servers) -> None:
     """End the servers and discard their parameters. Ray keeps running."""
     ray = _get_ray()
@@ -359,7 +356,7 @@ class Worker:
             leaves[key] = value.reshape(servers.shapes[key])
         return servers.treedef.unflatten(leaves)
 
-    @answers("free_running.Worker.push")
+    @allows_transfers
     def push(self, grads: PyTree) -> None:
         """Send gradients to the servers. Returns when each server has updated.
 
@@ -437,7 +434,7 @@ class Outcome:
     lost: dict[int, str]
 
 
-@answers("free_running.run")
+@allows_transfers
 def run(fn: Callable[[Worker], Any], servers: Servers, *, workers: int, **options: Any) -> Running:
     """Start `fn(worker)` in new processes, and return at once.
 
@@ -455,7 +452,7 @@ def run(fn: Callable[[Worker], Any], servers: Servers, *, workers: int, **option
     return Running(handles, tuple(h.run.remote(fn, sent, i) for i, h in enumerate(handles)), pids)
 
 
-@answers("free_running.finish")
+@allows_transfers
 def finish(running: Running) -> Outcome:
     """Wait for the workers and end their processes.
 

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import compression, distributed, sparse, updaters
-from .._core import calls, checks
+from .._core import checks
+from .._core.arguments import no_such_arguments
 from .._core.arrays import Device, PyTree, is_traced
+from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.collectives import BucketLimits
 from .._devices.mesh import own_copies, put
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     import optax
 
 
-@calls.answers("kv.create", MXNET_ARGUMENTS)
+@no_such_arguments(MXNET_ARGUMENTS)
 def create(
     kind: str = "local",
     *,
@@ -99,7 +101,8 @@ def create(
     return KVStore({}, {}, {}, kind, devices=devices, limits=limits, staleness=staleness)
 
 
-@calls.answers("kv.init", MXNET_ARGUMENTS)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
 def init(store: KVStore, key: int | Sequence[int], value: PyTree) -> KVStore:
     """Add keys with their first values and updater states.
@@ -168,7 +171,7 @@ def signature(arrays: Mapping[int, Any]) -> str:
     return ", ".join(f"key {k} {checks.describe(v)}" for k, v in arrays.items()) or "no key"
 
 
-@calls.answers("kv.set_updater", MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
 def set_updater(store: KVStore, updater: updaters.Updater | updaters.UpdateFn) -> KVStore:
     """Replace the updater. The updater state of each key starts anew.
@@ -205,7 +208,8 @@ def set_updater(store: KVStore, updater: updaters.Updater | updaters.UpdateFn) -
     return dataclasses.replace(store, updater_state=state)
 
 
-@calls.answers("kv.set_optimizer", MXNET_ARGUMENTS)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
 def set_optimizer(store: KVStore, tx: optax.GradientTransformation | updaters.Updater) -> KVStore:
     """Make an optax transform the updater. Then push gradients.
@@ -264,7 +268,8 @@ def _with_tree_optimizer(store: KVStore, tx: optax.GradientTransformation) -> KV
     return dataclasses.replace(store, optimizer_state=jax.tree.map(put, store.optimizer_state, homes))
 
 
-@calls.answers("kv.set_gradient_compression", MXNET_ARGUMENTS)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore:
     """Compress pushes between devices, with error feedback.
 
@@ -323,7 +328,6 @@ def num_workers() -> int:
     return jax.process_count()
 
 
-@calls.answers("kv.barrier", MXNET_ARGUMENTS)
 def barrier(name: str = "barrier") -> None:
     """Wait until every process has called `barrier`.
 

@@ -18,9 +18,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from .. import updaters
-from .._core import calls, checks, text
+from .._core import checks, text
+from .._core.arguments import no_such_arguments
 from .._core.arrays import Device, KeyPath, PyTree, is_traced
 from .._core.portable import path_name
+from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.mesh import mesh_of
 from .._devices.user_mesh import in_user_mesh
@@ -45,7 +47,8 @@ _NOT_TRAINED = dict.fromkeys(
 Frozen = str | Sequence[str] | Callable[[str, jax.Array], bool] | PyTree
 
 
-@calls.answers("kv.from_params", {**MXNET_ARGUMENTS, **_NOT_TRAINED})
+@no_such_arguments({**MXNET_ARGUMENTS, **_NOT_TRAINED})
+@allows_transfers
 @in_user_mesh
 def from_params(
     params: PyTree,
@@ -331,7 +334,7 @@ def _leaf(leaf: object, path: str) -> jax.Array:
         raise TypeError(f"{error}{hint} Equinox, nnx.split(model, nnx.Param) in Flax NNX") from None
 
 
-@calls.answers("kv.to_params", MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
 def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True) -> Any:
     """The current values, as the pytree given to `from_params`.
@@ -358,7 +361,7 @@ def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True
     return store.treedef.unflatten(own_values(store, values) if copy else values)
 
 
-@calls.answers("kv.eval_params", MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
 def eval_params(store: KVStore, *, copy: bool = True) -> Any:
     """The params to evaluate, as the pytree given to `from_params`.

@@ -22,15 +22,15 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from .. import updaters
-from .._core import calls, checks
+from .._core import checks
 from .._core.arrays import Device, PyTree
 from .._core.portable import FORMATS, NodeFormat, Saved, SavedArray, describe_record, join_names, path_name
+from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.mesh import auto_mesh, copies_on, put, put_copy, split_over, to_host
 from .._devices.shardings import ShardingRule, fsdp, shardings_of
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, queue, store as stores
-from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
 from .._store.store import Form, KVStore, Layout, Layouts
 from ._create import create, signature
 
@@ -38,7 +38,7 @@ _RESIDUALS, _PENDING, _OPTIMIZER = "residuals", "pending", "optimizer_state"
 _PARTS = {_RESIDUALS: "residual", _PENDING: "pending"}
 
 
-@calls.answers("kv.place", MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
 def place(
     store: KVStore,
@@ -149,7 +149,6 @@ def _move(store: KVStore, target: tuple[Device, ...], layouts: Layouts) -> KVSto
     return dataclasses.replace(moved, values=values, updater_state=states, optimizer_state=state)
 
 
-@calls.answers("kv.partition_specs", MXNET_ARGUMENTS)
 def partition_specs(store: KVStore, axis_name: str) -> KVStore:
     """The `PartitionSpec`s of a store, for `shard_map`'s in_specs and out_specs.
 

@@ -16,10 +16,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
 from .. import sparse
-from .._core import calls, checks
+from .._core import checks
+from .._core.arguments import no_such_arguments
 from .._core.arrays import Device, PyTree, is_tracing
 from .._core.checks import Key, Keys
 from .._core.text import plural
+from .._core.transfers import allows_transfers
 from .._devices import collectives, mesh
 from .._devices.user_mesh import in_user_mesh, in_user_mesh_now
 from .._store import aggregate, store as stores
@@ -47,7 +49,8 @@ def pull(
 def pull(
     store: KVStore, key: Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[list[jax.Array]]: ...
-@calls.answers("kv.pull", MXNET_ARGUMENTS, RETURNED)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh_now
 def pull(
     store: KVStore,
@@ -221,7 +224,8 @@ def broadcast(
 def broadcast(
     store: KVStore, key: Sequence[int], value: PyTree, *, devices: Sequence[Device]
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
-@calls.answers("kv.broadcast", MXNET_ARGUMENTS, RETURNED)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
 def broadcast(
     store: KVStore, key: int | Sequence[int], value: PyTree, *, devices: Sequence[Device] | None = None
@@ -261,7 +265,8 @@ def row_sparse_pull(store: KVStore, key: Keys, row_ids: PyTree, *, devices: None
 def row_sparse_pull(
     store: KVStore, key: Keys, row_ids: PyTree, *, devices: Sequence[Device]
 ) -> list[list[sparse.RowSparse]]: ...
-@calls.answers("kv.row_sparse_pull", MXNET_ARGUMENTS, RETURNED)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh_now
 def row_sparse_pull(
     store: KVStore, key: Key | Keys, row_ids: PyTree, *, devices: Sequence[Device] | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, overload
@@ -20,9 +21,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from .. import compression, sparse, updaters
-from .._core import calls, checks
+from .._core import checks
+from .._core.arguments import no_such_arguments
 from .._core.arrays import Device, PyTree, Recent, is_tracing
 from .._core.checks import Key, Keys
+from .._core.transfers import allows_transfers
 from .._devices import mesh, processes
 from .._devices.mesh import assemble, copies_on, put, spans_processes, split_over, to_host
 from .._devices.user_mesh import in_user_mesh_now
@@ -32,7 +35,7 @@ from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
 from .._store.store import Arrays, Changes, KVStore, Lists
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
 from ._create import signature
-from ._pull import RETURNED, pull
+from ._pull import pull
 
 Devices = tuple[Device, ...]
 # It is given a program and entries, and runs it where it belongs.
@@ -40,7 +43,8 @@ Program = Callable[[Sequence[Entry], Any], list[Updated]]  # the last argument i
 Way = Callable[[Program, Mapping[int, Entry]], list[Updated]]
 
 
-@calls.answers("kv.push", MXNET_ARGUMENTS)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh_now
 def push(store: KVStore, key: Key | Keys, value: PyTree, *, axis_name: str | None = None) -> KVStore:
     """Sum the values of each key and apply the updater.
@@ -113,7 +117,7 @@ def push(store: KVStore, key: Key | Keys, value: PyTree, *, axis_name: str | Non
     return stores.with_changes(store, changes)
 
 
-@calls.answers("kv.flush", MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh_now
 def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """The store after all pending pushes, oldest first, at the end of training.
@@ -153,7 +157,8 @@ def pushpull(
 def pushpull(
     store: KVStore, key: Keys, value: PyTree, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
-@calls.answers("kv.pushpull", MXNET_ARGUMENTS, RETURNED)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 def pushpull(
     store: KVStore,
     key: Key | Keys,
@@ -246,9 +251,17 @@ def _send_of(store: KVStore, axis_name: str | None, where: str) -> queue.Send:
         warnings.warn(
             f"{where}: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
             f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each",
-            stacklevel=calls.users_level(),
+            stacklevel=_users_level(),
         )
     return functools.partial(aggregate.push, axis_name=axis_name)
+
+
+def _users_level() -> int:
+    """The `stacklevel` by which a warning of the caller is shown at the line of the user."""
+    level, frame = 1, sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("jaxpar."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
 
-from .._core import calls, checks
+from .._core import checks
+from .._core.transfers import allows_transfers
 
 Params = dict[str, Any]  # dicts of arrays, one inside another
 Axes = str | tuple[str, ...]
@@ -64,7 +65,7 @@ class Config:
             checks.whole_number(getattr(self, field.name), "transformer.Config", field.name)
 
 
-@calls.answers("transformer.init")
+@allows_transfers
 def init(rng: jax.Array, config: Config = Config()) -> Params:
     """The parameters, float32. Kernels and embeddings are drawn from N(0, 0.02²), biases are 0.
 
@@ -106,7 +107,6 @@ def init(rng: jax.Array, config: Config = Config()) -> Params:
     return {"embedding": embedding, "layers": {"attention": attention, "mlp": mlp}, "norm": _norm_params(D)}
 
 
-@calls.answers("transformer.apply")
 def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_axis: str = "model") -> jax.Array:
     """The logits of the token after each position.
 
@@ -152,7 +152,6 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
     return _constrain(logits_BxTxV, data_axes, None, model_axis)
 
 
-@calls.answers("transformer.loss")
 def loss(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_axis: str = "model") -> jax.Array:
     """The mean cross-entropy of each token, given the tokens before it.
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from .._core import files
-from .._core.calls import answers
 from .._core.files import CheckpointError
 from . import _port_layers
 from ._layers import ACTIVATIONS
@@ -102,7 +101,6 @@ def arrays_of(model):
 '''
 
 
-@answers("mxnet.port")
 def port(
     symbol_file: str | Path,
     params_file: str | Path | None = None,

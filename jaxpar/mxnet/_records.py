@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 
 from .. import data
 from .._core import checks, files
-from .._core.calls import answers, answers_class
+from .._core.arguments import no_such_arguments
 from .._core.files import CheckpointError
 
 _MAGIC = 0xCED7230A
@@ -56,7 +56,6 @@ class ImageRecord(NamedTuple):
     content: bytes
 
 
-@answers_class("mxnet.RecordFile")
 class RecordFile(Sequence[bytes]):
     """The records of a RecordIO file of MXNet, by number.
 
@@ -185,7 +184,6 @@ def _read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return table[:, 0], table[:, 1]
 
 
-@answers("mxnet.load_list")
 def load_list(path: str | os.PathLike[str]) -> list[tuple[int, np.ndarray, str]]:
     """The lines of a `.lst`, the list of images that im2rec packs: (id, labels, path), labels float32 (labels,).
 
@@ -247,7 +245,7 @@ _HINTS = {
 }
 
 
-@answers(_WHERE, _HINTS)
+@no_such_arguments(_HINTS)
 def image_record_source(
     rec: str | os.PathLike[str],
     batch_size: int,

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks, files
-from .._core.calls import answers
 from .._core.files import CheckpointError
 from ..checkpoint import _mxnet_bytes, load_mxnet
 from . import _operators as ops
@@ -76,7 +75,6 @@ class Model:
     def __repr__(self) -> str:
         return f"Model({len(self._operators)} operators, inputs {self.inputs}, outputs {self.outputs})"
 
-    @answers("Model.apply")
     def apply(
         self,
         params: Mapping[str, Any],
@@ -135,7 +133,6 @@ class Model:
         result = outputs[0] if len(outputs) == 1 else outputs
         return (result, new_state) if train else result
 
-    @answers("Model.shapes")
     def shapes(self, /, **input_shapes: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The shape of each input, param and running statistic, from those of the inputs. Nothing is computed.
 
@@ -189,7 +186,6 @@ class Model:
         in_order = (node.name for node in self.symbol.nodes if node.name in shapes)
         return {name: self._shape(name, shapes[name], back=False) for name in in_order}
 
-    @answers("Model.save_params")
     def save_params(
         self,
         file: str | os.PathLike[str],
@@ -217,7 +213,6 @@ class Model:
         named = {f"{kind}:{name}": arrays[name] for name, kind in self._arrays.items()}
         files.replace(files.as_path(file, "Model.save_params: file"), _mxnet_bytes(named))
 
-    @answers("Model.compare")
     def compare(
         self,
         reference: str | os.PathLike[str] | Mapping[str, Any],
@@ -433,7 +428,6 @@ class Model:
         return jax.ShapeDtypeStruct(shapes[variable.name], jnp.float32)
 
 
-@answers("mxnet.load_symbol")
 def load_symbol(
     symbol_file: str | os.PathLike[str],
     params_file: str | os.PathLike[str] | None = None,
@@ -511,7 +505,6 @@ def load_symbol(
     )
 
 
-@answers("mxnet.load_checkpoint")
 def load_checkpoint(
     prefix: str | os.PathLike[str],
     epoch: int,
@@ -538,7 +531,6 @@ def load_checkpoint(
     return load_symbol(f"{prefix}-symbol.json", f"{prefix}-{epoch:04d}.params", layout=layout, operators=operators)
 
 
-@answers("mxnet.operator")
 def operator(name: str) -> Callable[..., Any]:
     """The function that computes an operator of MXNet.
 

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from .._core import host
 from .._core.arrays import PyTree, check_plain, is_of_numbers
-from .._core.calls import answers, answers_class
+from .._core.transfers import allows_transfers
 from .._devices.user_mesh import is_split, unsplit
 
 if TYPE_CHECKING:  # `_as_ids` and JAX say what is wrong with ids and axis names
@@ -31,7 +31,6 @@ if TYPE_CHECKING:  # `_as_ids` and JAX say what is wrong with ids and axis names
     Ids = ArrayLike | Sequence[Any]  # integers of any shape
 
 
-@answers_class("sparse.RowSparse")
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSparse:
     """Some rows of a table. The other rows are zero.
@@ -127,7 +126,7 @@ def _make_unchecked(shape: tuple[int, ...], leaves: Iterable[Any]) -> RowSparse:
 jax.tree_util.register_pytree_with_keys(RowSparse, _flatten, _make_unchecked)
 
 
-@answers("coalesce")
+@allows_transfers
 def coalesce(rows: RowSparse, *, size: int | None = None) -> RowSparse:
     """The same table with sorted, unique indices. Sums repeated rows.
 
@@ -166,7 +165,7 @@ def _coalesce(rows: RowSparse, size: int) -> RowSparse:
     return _make_unchecked(rows.shape, (unique, values))
 
 
-@answers("to_dense")
+@allows_transfers
 def to_dense(rows: RowSparse) -> jax.Array:
     """The dense table, of shape `rows.shape`. Absent rows are zeros.
 
@@ -178,7 +177,7 @@ def to_dense(rows: RowSparse) -> jax.Array:
     return jnp.zeros(rows.shape, rows.dtype).at[indices].add(rows.values, mode="drop")
 
 
-@answers("from_dense")
+@allows_transfers
 def from_dense(array: jax.Array, row_ids: Ids | None = None) -> RowSparse:
     """Rows of a table: the given rows, or all nonzero rows.
 
@@ -202,7 +201,7 @@ def from_dense(array: jax.Array, row_ids: Ids | None = None) -> RowSparse:
     return take(array, np.flatnonzero(np.asarray((array != 0).any(tuple(range(1, array.ndim))))))
 
 
-@answers("take")
+@allows_transfers
 def take(array: jax.Array, row_ids: Ids, *, size: int | None = None) -> RowSparse:
     """Rows of a table, sorted and unique.
 
@@ -237,7 +236,7 @@ def take(array: jax.Array, row_ids: Ids, *, size: int | None = None) -> RowSpars
     return _make_unchecked(array.shape, (unique, _gather(array, unique)))
 
 
-@answers("add")
+@allows_transfers
 def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
     """The sum of row-sparse values of one table, coalesced.
 
@@ -262,7 +261,7 @@ def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
     return coalesce(_make_unchecked(shapes[0], (indices, values)), size=size)
 
 
-@answers("sparse.allreduce")
+@allows_transfers
 def allreduce(rows: RowSparse, axis_name: Hashable, *, size: int | None = None) -> RowSparse:
     """The sum over the devices of `pmap` or `shard_map`.
 
@@ -286,7 +285,7 @@ def allreduce(rows: RowSparse, axis_name: Hashable, *, size: int | None = None) 
     return _coalesce(_make_unchecked(rows.shape, (indices, values)), indices.shape[0] if size is None else size)
 
 
-@answers("lazy_update")
+@allows_transfers
 def lazy_update(
     update: Callable[[jax.Array, PyTree, jax.Array], tuple[jax.Array, PyTree]],
     rows: RowSparse,
@@ -355,7 +354,6 @@ def lazy_update(
     return scatter(stored, new_rows), jax.tree.map(scatter, state, new_state)
 
 
-@answers("sparse.value_and_grad")
 def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, PyTree]]:
     """`jax.value_and_grad` for params whose leaves may be `RowSparse`.
 

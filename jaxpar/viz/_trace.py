@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from .._core import checks
-from .._core.calls import answers
 from .._core.text import in_notebook
 from ._diff.changes import compare
 from ._draw.style import Options
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from ._draw.picture import Plot
 
 
-@answers("viz.trace")
 def trace(
     fn: Callable[..., Any],
     *args: Any,
@@ -153,7 +151,6 @@ def _layers(raw: Raw, calls: Sequence[Call], patterns: Sequence[Pattern | Rule])
     return cells
 
 
-@answers("viz.plot_network")
 def plot_network(
     fn: Callable[..., Any],
     *args: Any,
@@ -228,7 +225,6 @@ def plot_network(
 _PLAIN = str.maketrans({"├": "|", "└": "`", "─": "-", "│": "|", "×": "x", "…": "~"})
 
 
-@answers("print_summary")
 def print_summary(
     fn: Callable[..., Any],
     *args: Any,
@@ -317,7 +313,6 @@ def _show(graph: Graph, file: IO[str] | None, options: dict[str, Any], width: in
 Network = Graph | tuple[Callable[..., Any], Sequence[Any]] | tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
 
-@answers("diff")
 def diff(
     before: Network,
     after: Network,

@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from ..._core import calls, checks
+from ..._core import checks
+from ..._core.arguments import renamed_arguments
 from ..._core.arrays import PyTree
+from ..._core.functions import check_takes
+from ..._core.transfers import allows_transfers
 from ..._devices import mesh, user_mesh
 from ...data import _READ_ONCE, Dataset, IterableSource
 from .._step.loss import Mean
@@ -30,7 +33,8 @@ def evaluate(
 ) -> dict[str, float]: ...
 @overload
 def evaluate(state_or_params: PyTree, *, data: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
-@calls.answers("evaluate", renamed={"source": "data", "dataset": "data"})
+@renamed_arguments(source="data", dataset="data")
+@allows_transfers
 def evaluate(
     state_or_params: PyTree,
     apply_fn: Callable[..., jax.Array] | None = None,
@@ -187,7 +191,7 @@ def _pass(
         fn, name, batch = checks.function(eval_fn.apply_fn, f"{where}: apply_fn"), "apply_fn", "images"
     checks.hashable(fn, f"{where}: {name}")
     names = ("params", batch, "model_state")[: len(examples.model) + 1]
-    calls.check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
+    check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
     return examples
 
 

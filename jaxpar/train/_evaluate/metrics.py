@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._core import calls, checks
+from ..._core import checks
 from ..._core.arrays import PyTree
 from .._step.loss import Mean, widen
 
 
-@calls.answers("accuracy")
 def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """Whether the label has the largest logit, for each example.
 
@@ -43,7 +42,6 @@ def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None
     return _mean(logits.argmax(axis=-1) == labels, mask, "accuracy")
 
 
-@calls.answers("top_k")
 def top_k(logits: jax.Array, labels: jax.Array, k: int, mask: jax.Array | None = None) -> jax.Array | Mean:
     """Whether the logit of the label is among the k largest, for each example.
 
@@ -66,7 +64,6 @@ def top_k(logits: jax.Array, labels: jax.Array, k: int, mask: jax.Array | None =
     return _mean((best == labels[..., None]).any(axis=-1), mask, "top_k")
 
 
-@calls.answers("cross_entropy")
 def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """The cross-entropy of the softmax of logits in nats, for each example.
 
@@ -84,7 +81,6 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None =
     return _mean(_nats(logits, labels, "cross_entropy"), mask, "cross_entropy")
 
 
-@calls.answers("perplexity")
 def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> Mean:
     """The exponential of the mean cross-entropy over all labels.
 
@@ -108,7 +104,6 @@ def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = No
     return Mean(mean.total, mean.weight, np.exp)
 
 
-@calls.answers("mean_squared_error")
 def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """The squared error of predictions, for each example.
 
@@ -136,7 +131,6 @@ def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Arr
     return _mean(error**2, mask, "mean_squared_error")
 
 
-@calls.answers("per_class_accuracy")
 def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
     """The recall of each class: the fraction of its examples classified correctly.
 

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import calls, checks, text
+from ..._core import checks, text
+from ..._core.arguments import renamed_arguments
 from ..._core.arrays import PyTree
+from ..._core.transfers import allows_transfers
 from ..._devices import processes, user_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.history import new_figure, readable, save_figure
@@ -25,7 +27,8 @@ _NUMBERED = 25  # classes up to which the cells hold their counts
 _COLUMNS = 5
 
 
-@calls.answers("predict", renamed={"source": "data"})
+@renamed_arguments(source="data")
+@allows_transfers
 def predict(state_or_params: PyTree, apply_fn: ApplyFn, data: Any, *, batch_size: int = 256) -> Any:
     """The outputs of a model for every example, in order.
 
@@ -86,7 +89,8 @@ class Mistakes:
         return text.Table(repr(self), columns, rows, _MOST, "right")._repr_html_()
 
 
-@calls.answers("confusion_matrix", renamed={"dataset": "data"})
+@renamed_arguments(dataset="data")
+@allows_transfers
 @user_mesh.on_own_mesh
 def confusion_matrix(state_or_params: PyTree, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256) -> np.ndarray:
     """Count the examples of each class by predicted class.
@@ -110,7 +114,8 @@ def confusion_matrix(state_or_params: PyTree, apply_fn: ApplyFn, data: Dataset, 
     return matrix
 
 
-@calls.answers("mistakes", renamed={"dataset": "data"})
+@renamed_arguments(dataset="data")
+@allows_transfers
 @user_mesh.on_own_mesh
 def mistakes(
     state_or_params: PyTree, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256, most: int | None = None
@@ -182,7 +187,6 @@ def _outputs_of_images(call: Callable[[PyTree], PyTree], batch: PyTree) -> PyTre
 # Pictures.
 
 
-@calls.answers("plot_confusion_matrix")
 @readable("plot_confusion_matrix")
 def plot_confusion_matrix(
     matrix: np.ndarray, *, class_names: Sequence[str] | None = None, path: str | os.PathLike[str] | None = None
@@ -225,7 +229,7 @@ def plot_confusion_matrix(
     return save_figure(figure, path, "plot_confusion_matrix")
 
 
-@calls.answers("plot_mistakes", renamed={"dataset": "data"})
+@renamed_arguments(dataset="data")
 @readable("plot_mistakes")
 def plot_mistakes(
     mistakes: Mistakes,

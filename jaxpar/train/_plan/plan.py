@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..._core.calls import answers
 from ..._core.text import Table, describe
 from .._step.train_step import TrainStep
 from .child import PlannedCollective, Slice, ask
@@ -151,7 +150,6 @@ class PlanComparison:
 _MAKE = "make(devices, **choices) -> (step, state, batch)"
 
 
-@answers("train.plan", many=f"; make is a function, {_MAKE}, in which the step is made on devices that are not there")
 def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
     """What a training step would be on accelerators that are not there: does it fit, what does it send.
 
@@ -199,7 +197,6 @@ def _check_make(make: object, on: object, where: str) -> None:
         raise TypeError(f"{where}: on must name accelerators, such as 'v5e:2x4', got {describe(on)}")
 
 
-@answers("train.compare_plans", many=f"; make is a function, {_MAKE}")
 def compare_plans(
     make: Callable[..., Any], on: str | Sequence[str] = "v5e:2x4", **choices: Sequence[Any]
 ) -> PlanComparison:

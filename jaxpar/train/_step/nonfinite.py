@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._core import checks
-from ..._core.calls import answers, answers_class
+from ..._core.transfers import allows_transfers
 from ..._devices.user_mesh import on_own_mesh
 from ..._store.store import trained_keys
 from ...kv import KVStore
 from .state import TrainState, carries, check_is_state
 
 
-@answers_class("train.DynamicLossScale")
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
     """A loss scale that adapts: it grows until gradients overflow.
@@ -156,7 +155,7 @@ def nonfinite_flags(store: KVStore, loss: Any, pushed: dict[int, jax.Array], sum
     return jnp.stack(bad).astype(jnp.float32)
 
 
-@answers("check_finite")
+@allows_transfers
 @on_own_mesh
 def check_finite(metrics: dict[str, Any], state: TrainState) -> None:
     """Raise an error if a step had numbers that are not finite.

@@ -19,7 +19,6 @@ import jax
 
 from ..._core import checks
 from ..._core.arrays import PyTree
-from ..._core.calls import answers
 from ..._core.files import as_path
 from ..._core.text import did_you_mean, plural
 from .._draw.style import Options
@@ -43,7 +42,6 @@ Profile = Mapping[str, float] | str | os.PathLike[str]
 _HEATS = ("flop/byte", "memory")
 
 
-@answers("trace_step")
 def trace_step(
     step: Callable[..., Any],
     *args: Any,
@@ -85,7 +83,6 @@ def trace_step(
     return read_step(step, args, params_argnums, profile, (depth, max_nodes, repeats, rules))[0]
 
 
-@answers("plot_step")
 def plot_step(
     step: Callable[..., Any],
     *args: Any,
