@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from . import cells, kernels, primitive, recurrent, shares
 from .convolution import CONVOLUTION_IN_LOOP, conv_in_loop_p, conv_p
@@ -34,7 +34,7 @@ _INSTEAD_IN_LOOPS = _INSTEAD | {lax.conv_general_dilated_p: conv_in_loop_p, conv
 
 
 def for_platform(
-    function: Callable[..., Any], platform: str, mesh: Mesh | None = None, axes: tuple[str, ...] = ()
+    function: Callable[..., Any], platform: str, mesh: Mesh | AbstractMesh | None = None, axes: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
     """`fast_on_cpus` of a function that a program for CPUs computes. For another platform it is the function itself.
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .problem import filter_gradient, has_formulas
 from .recurrent import loop_p
@@ -21,7 +21,7 @@ from .recurrent import loop_p
 Axis = int | None
 
 
-def convolution(mesh: Mesh, axes: tuple[str, ...], own_p: Primitive, eqn: JaxprEqn) -> JaxprEqn:
+def convolution(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], own_p: Primitive, eqn: JaxprEqn) -> JaxprEqn:
     """The equation of a convolution, or of a filter's gradient, as one of each device's images. `own_p` computes it."""
     avals: list[Any] = [x.aval for x in eqn.invars]
     (lhs, rhs), params = avals, eqn.params
@@ -36,7 +36,7 @@ def convolution(mesh: Mesh, axes: tuple[str, ...], own_p: Primitive, eqn: JaxprE
     return _split(mesh, axes, eqn, [numbers.lhs_spec[0], None], [numbers.out_spec[0]])
 
 
-def loop(mesh: Mesh, axes: tuple[str, ...], eqn: JaxprEqn) -> JaxprEqn:
+def loop(mesh: Mesh | AbstractMesh, axes: tuple[str, ...], eqn: JaxprEqn) -> JaxprEqn:
     """The equation of the loop of a cell, or of its transpose, as one of each device's examples."""
     of_operands = [1, None, *((0, 0) if eqn.params["cell"] == "lstm" else (None, 0))]
     count = len(of_operands)
@@ -46,7 +46,11 @@ def loop(mesh: Mesh, axes: tuple[str, ...], eqn: JaxprEqn) -> JaxprEqn:
 
 
 def _split(
-    mesh: Mesh, axes: tuple[str, ...], eqn: JaxprEqn, operand_axes: Sequence[Axis], result_axes: Sequence[Axis]
+    mesh: Mesh | AbstractMesh,
+    axes: tuple[str, ...],
+    eqn: JaxprEqn,
+    operand_axes: Sequence[Axis],
+    result_axes: Sequence[Axis],
 ) -> JaxprEqn:
     """The equation over the shares of the devices. `operand_axes` and `result_axes` are those of the examples.
 
