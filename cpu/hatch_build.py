@@ -20,8 +20,8 @@ FLAGS = "-O3 -std=c++17 -fPIC -fvisibility=hidden -ffp-contract=fast -Wno-psabi 
 
 def headers() -> Path:
     """The folder of XLA's headers. A build apart from its environment, as pip makes it, still knows where that is."""
-    found = importlib.util.find_spec("jaxlib")
-    packages = [Path(found.origin).parent.parent] if found and found.origin else []
+    jaxlib = importlib.util.find_spec("jaxlib")
+    packages = [Path(jaxlib.origin).parent.parent] if jaxlib and jaxlib.origin else []
     packages += [Path(sysconfig.get_path("purelib")), Path(sysconfig.get_path("platlib"))]
     folders = [Path(x) for x in [os.environ.get("JAXPAR_CPU_HEADERS", "")] if x]
     folders += [package / "jaxlib" / "include" for package in packages]
@@ -38,10 +38,10 @@ def headers() -> Path:
 def compiler() -> list[str]:
     """The command, from $CXX, or the first that there is."""
     named = shlex.split(os.environ.get("CXX", ""))
-    found = named or [path for path in map(shutil.which, ("g++", "clang++", "c++")) if path][:1]
-    if not found:
+    command = named or [path for path in map(shutil.which, ("g++", "clang++", "c++")) if path][:1]
+    if not command:
         raise SystemExit("jaxpar-cpu needs a C++ compiler: install g++ or clang++, or name one in CXX")
-    return found
+    return command
 
 
 def build(target: Path) -> None:

@@ -33,12 +33,14 @@ def why_not() -> str | None:
         library = ctypes.CDLL(str(_LIBRARY))
     except OSError as error:
         return f"the library cannot be loaded ({error})"
-    built, here = (library.JaxparFfiMajor(), library.JaxparFfiMinor()), ffi_version()
-    if here is None:
+    built, running = (library.JaxparFfiMajor(), library.JaxparFfiMinor()), ffi_version()
+    if running is None:
         return f"the FFI of jaxlib {jax.lib.__version__} says no version"
     # XLA takes handlers of older minor versions. It stops at one that is newer, and JAX with it.
-    if built[0] != here[0] or built[1] > here[1]:
-        return "they are built for FFI {}.{}, and this jaxlib has {}.{}: install jaxpar-cpu again".format(*built, *here)
+    if built[0] != running[0] or built[1] > running[1]:
+        return "they are built for FFI {}.{}, and this jaxlib has {}.{}: install jaxpar-cpu again".format(
+            *built, *running
+        )
     for name in HANDLERS:
         jax.ffi.register_ffi_target(f"jaxpar_cpu.{name}", jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return None
@@ -55,6 +57,6 @@ def ffi_version() -> tuple[int, int] | None:
     """The version of the FFI of the jaxlib that runs, from its header."""
     header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
     text = header.read_text() if header.exists() else ""
-    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
-    major, minor = (int(match[1]) if match else -1 for match in found)
+    matches = [re.search(rf"#define XLA_FFI_API_{name} (\d+)", text) for name in ("MAJOR", "MINOR")]
+    major, minor = (int(match[1]) if match else -1 for match in matches)
     return None if -1 in (major, minor) else (major, minor)

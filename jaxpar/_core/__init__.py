@@ -1,7 +1,9 @@
 """What every room uses, and what knows nothing of the rooms.
 
-calls      what is answered to a call with wrong arguments, or with an old name of one
 checks     keys, arrays, devices and options that users give, and the messages about them
+arguments  old names of arguments, and names that other libraries use
+functions  whether a function that a user gives takes what it will be given
+transfers  calls that put what they are given on devices, under the user's transfer guard
 arrays     what an array is, random keys as plain integers, programs of the last few things that a user made
 updater    the type of an updater
 portable   how a node of a state is saved

@@ -16,15 +16,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import AxisType
 
 from . import kernels, recurrent
+from .primitive import Program
 
 _FLOAT32 = jnp.dtype("float32")
 _PROGRAMS = ("jit", "pjit", "closed_call", "core_call")
@@ -41,11 +42,12 @@ class NoCellError(Exception):
     """The body is no cell that a loop computes."""
 
 
-def fused(eqn: Any) -> Any:
+def fused(eqn: JaxprEqn) -> JaxprEqn | None:
     """The equation of a scan with a `recurrent.loop` in its place, or None where the scan is no loop of a cell."""
     constants, carried = scan_sizes(eqn.params)
     if not _may_be(eqn, carried):
         return None
+    # Only traced here: `NoCellError` says that the scan stays, before anything of it is changed.
     body, length = eqn.params["jaxpr"], eqn.params["length"]
 
     def loop(*operands: Any) -> list[Any]:
@@ -56,6 +58,9 @@ def fused(eqn: Any) -> Any:
         program = jax.make_jaxpr(jax.jit(loop))(*(x.aval for x in eqn.invars))
     except NoCellError:
         return None
+    # The call of the inner `jit` is the one equation. It takes the scan's operands and gives its results, so that it
+    # can stand in the scan's place, if it is also of the same types (`vma`: the axes of a `shard_map` that it varies
+    # along).
     (call,) = program.eqns
     if [_type(x) for x in program.jaxpr.outvars] != [_type(x) for x in eqn.outvars]:
         return None
@@ -74,22 +79,26 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
     return len(constants), len(carried)
 
 
-def _may_be(eqn: Any, carried: int) -> bool:
+def _may_be(eqn: JaxprEqn, carried: int) -> bool:
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     if not kernels.are_loaded():
         return False
+    # A GRU carries h, an LSTM h and c. The kernels go forward from the first step.
     if carried not in (1, 2) or eqn.params["reverse"] or length == 0 or body.effects or body.consts or eqn.effects:
         return False
     inside = getattr(body, "jaxpr", body)
     states = inside.outvars[:carried]
     if len(inside.outvars) != len(eqn.outvars) or any(isinstance(x, Literal) for x in states):
         return False
+    # h and c are float32, (*batch, width), and of one shape.
     avals = [x.aval for x in states]
     if not _is_faster(length, avals[0].shape):
         return False
     if any(x.dtype != _FLOAT32 or x.shape != avals[0].shape or not x.shape or 0 in x.shape for x in avals):
         return False
-    if any(AxisType.Explicit in x.aval.sharding.mesh.axis_types for x in eqn.invars if hasattr(x.aval, "sharding")):
+    # The kernels take the axes of the batch as one: a reshape of what explicit axes split, see `primitive`.
+    operands: list[Any] = [x.aval for x in eqn.invars if hasattr(x.aval, "sharding")]
+    if any(AxisType.Explicit in aval.sharding.mesh.axis_types for aval in operands):
         return False
     return not any(name in str(inside) for name in _DRAWS)
 
@@ -107,8 +116,8 @@ def _varying_alike(operands: Sequence[Any]) -> list[Any]:
     axes = [getattr(jax.typeof(x), "vma", frozenset()) for x in operands]
     union = frozenset().union(*axes)
     return [
-        lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
-        for x, own in zip(operands, axes, strict=True)
+        lax.pcast(x, tuple(sorted(union - axes_of_one)), to="varying") if union - axes_of_one else x
+        for x, axes_of_one in zip(operands, axes, strict=True)
     ]
 
 
@@ -121,7 +130,7 @@ class Affine:
 
     carry: int
     weight: Columns
-    rest: Columns | None
+    offset: Columns | None
     shape: tuple[int, ...]
 
 
@@ -168,14 +177,18 @@ class Known:
     is_constant: bool
 
 
-def _loop(body: Any, length: int, constants: Sequence[Any], states: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+def _loop(
+    body: Program, length: int, constants: Sequence[Any], states: Sequence[Any], inputs: Sequence[Any]
+) -> list[Any]:
     """What the scan gives, by a loop. `NoCellError` where it cannot."""
     plan: list[Any] = []
 
+    # What comes out of `step` are arrays only, as `vmap` needs it. The cell and what became of each result, which are
+    # symbols, go out by `plan`.
     def step(constants: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, Any]:
-        found = [Known(x, True) for x in constants]
-        found += [Carried(i, x.shape) for i, x in enumerate(states)]
-        results = _evaluate(body, [*found, *(Known(x, False) for x in inputs)])
+        symbols = [Known(x, True) for x in constants]
+        symbols += [Carried(i, x.shape) for i, x in enumerate(states)]
+        results = _evaluate(body, [*symbols, *(Known(x, False) for x in inputs)])
         cell = _lstm(results) if len(states) == 2 else _gru(results)
         of_step = [x.value for x in results[len(states) :] if isinstance(x, Known)]
         plan[:] = cell, results
@@ -183,24 +196,30 @@ def _loop(body: Any, length: int, constants: Sequence[Any], states: Sequence[Any
         fixed = [jnp.broadcast_to(cell.bias, states[0].shape)] if cell.bias is not None else []
         return (cell.weight(), fixed), (cell.inputs(batch), of_step)
 
+    # All steps at once: `x` is (length, *batch, columns). Weights and biases do not depend on the step: no axis for it.
     if inputs:
         (weight, fixed), (x, of_step) = jax.vmap(step, (None, 0), (None, 0))(list(constants), list(inputs))
     else:
         (weight, fixed), per_step = step(constants, inputs)
         x, of_step = jax.tree.map(lambda y: jnp.broadcast_to(y, (length, *y.shape)), per_step)
+    # `recurrent.loop` takes (h, c), or (bias, h). A cell of the user may carry c before h: `cell.order` says it.
     cell, results = plan
     ordered = [states[i] for i in cell.order]
     if cell.name == "gru":
         ordered = [*(fixed or [jnp.zeros_like(states[0])]), *ordered]
-    found = recurrent.loop(cell.name, *_varying_alike([x, weight, *ordered]))
-    of_all = dict(zip(cell.order, found, strict=True))  # by the number of the carried array
-    carried, others = results[: len(states)], iter(of_step)
+    of_steps = recurrent.loop(cell.name, *_varying_alike([x, weight, *ordered]))
+    # A scan gives the last of what it carries, and all steps of the rest: states of all steps, or what was known
+    # before.
+    of_all = dict(zip(cell.order, of_steps, strict=True))  # by the number of the carried array
+    carried, values_of_steps = results[: len(states)], iter(of_step)
     last = [of_all[i][-1] for i in range(len(states))]
-    stacked = [next(others) if isinstance(x, Known) else of_all[_place(x, carried)] for x in results[len(states) :]]
+    stacked = [
+        next(values_of_steps) if isinstance(x, Known) else of_all[_place(x, carried)] for x in results[len(states) :]
+    ]
     return [*last, *stacked]
 
 
-def _place(x: Any, values: Sequence[Any]) -> int:
+def _place(x: object, values: Sequence[Any]) -> int:
     """Which of the values it is."""
     for i, value in enumerate(values):
         if value is x:
@@ -215,7 +234,7 @@ class Cell:
     name: str
     order: tuple[int, ...]
     gates: list[Affine]
-    rests: list[Columns | None]
+    offsets: list[Columns | None]
     bias: Any = None
 
     def weight(self) -> Any:
@@ -224,19 +243,19 @@ class Cell:
     def inputs(self, batch: tuple[int, ...]) -> Any:
         width = self.gates[0].weight.count
         zeros = jnp.zeros((*batch, width), _FLOAT32)
-        if all(x is None for x in self.rests):
+        if all(x is None for x in self.offsets):
             return jnp.zeros((*batch, width * len(self.gates)), _FLOAT32)
-        return _joined([Columns(zeros, 0, width, True) if x is None else x for x in self.rests])
+        return _joined([Columns(zeros, 0, width, True) if x is None else x for x in self.offsets])
 
 
-def _joined(parts: list[Columns]) -> Any:
+def _joined(columns: list[Columns]) -> Any:
     """The columns beside each other: the array that they are cut from, where they are all of it in order."""
-    first, at = parts[0], 0
-    for part in parts:
-        if part.array is not first.array or part.first != at:
-            return jnp.concatenate([part.value() for part in parts], -1)
-        at += part.count
-    return first.array if at == first.array.shape[-1] else jnp.concatenate([part.value() for part in parts], -1)
+    first, at = columns[0], 0
+    for piece in columns:
+        if piece.array is not first.array or piece.first != at:
+            return jnp.concatenate([piece.value() for piece in columns], -1)
+        at += piece.count
+    return first.array if at == first.array.shape[-1] else jnp.concatenate([piece.value() for piece in columns], -1)
 
 
 def _lstm(results: list[Any]) -> Cell:
@@ -249,6 +268,7 @@ def _lstm(results: list[Any]) -> Cell:
 
 
 def _lstm_with(results: list[Any], h: int, c: int) -> Cell:
+    # From the result backwards: h' = out * tanh(c'), of the very c' that is carried on, and c' = kept + added.
     new_h, new_c = results[h], results[c]
     out, squashed = _two(new_h, "mul", lambda x: _is(x, "tanh"))[::-1]
     if squashed.operands[0] is not new_c:
@@ -263,55 +283,58 @@ def _lstm_with(results: list[Any], h: int, c: int) -> Cell:
         _gate(out, "logistic", h),
     ]
     _check(gates, new_h, results[2:], (new_h, new_c))
-    return Cell("lstm", (h, c), gates, [gate.rest for gate in gates])
+    return Cell("lstm", (h, c), gates, [gate.offset for gate in gates])
 
 
 def _gru(results: list[Any]) -> Cell:
     (new_h,) = results[:1]
+    # From the result backwards: h' = kept + added, with kept = z h and added = (1 - z) new.
     kept, added = _two(new_h, "add", lambda x: _is(x, "mul") and any(_is_carried(y, 0) for y in x.operands))
     z = _two(kept, "mul", lambda x: _is_carried(x, 0))[1]
     new, share = _two(added, "mul", lambda x: _is(x, "tanh"))
     if not _is(share, "sub") or share.operands[1] is not z or not _is_one(share.operands[0]):
         raise NoCellError
+    # new = tanh(x + r q): r multiplies the product of h, and not h. The kernel takes one bias of q for all steps.
     product, x = _two(new.operands[0], "add", lambda x: _is(x, "mul"))
     r, q = _two(product, "mul", lambda x: _is(x, "logistic"))
-    if not isinstance(x, Known) or not isinstance(q, Affine) or (q.rest is not None and not q.rest.is_constant):
+    if not isinstance(x, Known) or not isinstance(q, Affine) or (q.offset is not None and not q.offset.is_constant):
         raise NoCellError
     gates = [_gate(r, "logistic", 0), _gate(z, "logistic", 0), q]
     _check(gates, new_h, results[1:], (new_h,))
+    # So the columns of n are x alone, and the bias of q is an operand of its own.
     added_to_n = jnp.broadcast_to(_array(x), new_h.shape)
-    rests = [gates[0].rest, gates[1].rest, Columns(added_to_n, 0, new_h.shape[-1], x.is_constant)]
-    return Cell("gru", (0,), gates, rests, None if q.rest is None else q.rest.value())
+    offsets = [gates[0].offset, gates[1].offset, Columns(added_to_n, 0, new_h.shape[-1], x.is_constant)]
+    return Cell("gru", (0,), gates, offsets, None if q.offset is None else q.offset.value())
 
 
-def _check(gates: list[Affine], new_h: Any, others: Sequence[Any], states: tuple[Any, ...]) -> None:
+def _check(gates: list[Affine], new_h: Formula, outputs: Sequence[Any], states: tuple[Any, ...]) -> None:
     """Whether the gates are as wide as the state, and the other results are known, or states."""
     if any(gate.shape != new_h.shape or gate.weight.array.shape[0] != new_h.shape[-1] for gate in gates):
         raise NoCellError
-    for x in others:
+    for x in outputs:
         if not isinstance(x, Known):
             _place(x, states)
 
 
-def _gate(x: Any, activation: str, h: int) -> Affine:
+def _gate(x: object, activation: str, h: int) -> Affine:
     if not _is(x, activation) or not isinstance(x.operands[0], Affine) or x.operands[0].carry != h:
         raise NoCellError
     return x.operands[0]
 
 
-def _is(x: Any, operation: str) -> bool:
+def _is(x: object, operation: str) -> TypeGuard[Formula]:
     return isinstance(x, Formula) and x.operation == operation
 
 
-def _is_carried(x: Any, number: int) -> bool:
+def _is_carried(x: object, number: int) -> bool:
     return isinstance(x, Carried) and x.number == number
 
 
-def _is_one(x: Any) -> bool:
+def _is_one(x: object) -> bool:
     return isinstance(x, Known) and isinstance(x.value, Literal) and x.value.val == 1
 
 
-def _two(x: Any, operation: str, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:
+def _two(x: object, operation: str, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:
     """The operands of an operation of two, that for which `is_first` holds before the other."""
     if not _is(x, operation):
         raise NoCellError
@@ -321,7 +344,7 @@ def _two(x: Any, operation: str, is_first: Callable[[Any], bool]) -> tuple[Any, 
     return (a, b) if is_first(a) else (b, a)
 
 
-def _evaluate(program: Any, operands: Sequence[Any]) -> list[Any]:
+def _evaluate(program: Program, operands: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr whose operands are `Known` or symbols."""
     inside = getattr(program, "jaxpr", program)
     values: dict[Any, Any] = dict(zip(inside.invars, operands, strict=True))
@@ -335,23 +358,27 @@ def _evaluate(program: Any, operands: Sequence[Any]) -> list[Any]:
     return [Known(_array(read(x)), True) if isinstance(x, Literal) else read(x) for x in inside.outvars]
 
 
-def _results(eqn: Any, operands: list[Any]) -> list[Any]:
+def _results(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    # No operand depends on the state: the equation is computed for all steps at once, before the loop.
     name, params = eqn.primitive.name, eqn.params
     if all(isinstance(x, Known) for x in operands):
         is_constant = all(x.is_constant for x in operands)
         return [Known(x, is_constant) for x in _computed(eqn, operands)]
     if name in _PROGRAMS:
-        inside = params.get("jaxpr", params.get("call_jaxpr"))
+        inside: Program = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
         if inside.consts:
             raise NoCellError
         return _evaluate(inside, operands)
-    if any(x.aval.dtype != _FLOAT32 for x in (*eqn.invars, *eqn.outvars)):
+    # From here on a state is among the operands. The kernels compute in float32, so another dtype is no cell.
+    avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
+    if any(aval.dtype != _FLOAT32 for aval in avals):
         raise NoCellError
     if name in _SAME or (name == "convert_element_type" and params["sharding"] is None):
         return operands
     if name == "split":
         return _parts(operands[0], params["axis"], params["sizes"])
-    shape = eqn.outvars[0].aval.shape
+    # What stays affine in h: slices, the product with a weight, and sums with known values. All others are formulas.
+    shape = avals[len(eqn.invars)].shape
     if name == "slice":
         return [_slice(operands[0], params)]
     if name == "dot_general":
@@ -364,7 +391,7 @@ def _results(eqn: Any, operands: list[Any]) -> list[Any]:
     raise NoCellError
 
 
-def _computed(eqn: Any, operands: Sequence[Known]) -> list[Any]:
+def _computed(eqn: JaxprEqn, operands: Sequence[Known]) -> list[Any]:
     """The results of an equation."""
     bound = eqn.primitive.get_bind_params(eqn.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # jax 0.12 has functions among the params
@@ -382,14 +409,14 @@ def _array(x: Known) -> Any:
     return jnp.asarray(value.val, aval.dtype)
 
 
-def _parts(x: Any, axis: int, sizes: Sequence[int]) -> list[Affine]:
+def _parts(x: object, axis: int, sizes: Sequence[int]) -> list[Affine]:
     if not isinstance(x, Affine) or axis != len(x.shape) - 1:
         raise NoCellError
     starts = [sum(map(int, sizes[:i])) for i in range(len(sizes))]
     return [_cut(x, start, int(size)) for start, size in zip(starts, sizes, strict=True)]
 
 
-def _slice(x: Any, params: dict[str, Any]) -> Affine:
+def _slice(x: object, params: dict[str, Any]) -> Affine:
     starts, limits, strides = params["start_indices"], params["limit_indices"], params["strides"]
     if not isinstance(x, Affine) or (strides is not None and {*strides} != {1}):
         raise NoCellError
@@ -399,11 +426,11 @@ def _slice(x: Any, params: dict[str, Any]) -> Affine:
 
 
 def _cut(x: Affine, first: int, count: int) -> Affine:
-    rest = None if x.rest is None else x.rest.cut(first, count)
-    return Affine(x.carry, x.weight.cut(first, count), rest, (*x.shape[:-1], count))
+    offset = None if x.offset is None else x.offset.cut(first, count)
+    return Affine(x.carry, x.weight.cut(first, count), offset, (*x.shape[:-1], count))
 
 
-def _product(x: Any, weight: Any, params: dict[str, Any], shape: tuple[int, ...]) -> Affine:
+def _product(x: object, weight: object, params: dict[str, Any], shape: tuple[int, ...]) -> Affine:
     """h times a weight that is the same at all steps, over the last axis of h."""
     if (
         not isinstance(x, Carried)
@@ -412,10 +439,10 @@ def _product(x: Any, weight: Any, params: dict[str, Any], shape: tuple[int, ...]
         or len(weight.value.shape) != 2
     ):
         raise NoCellError
-    (over, weight_over), (batch, _) = params["dimension_numbers"]
+    (contracted, weight_over), (batch, _) = params["dimension_numbers"]
     precision = params["precision"]
-    given = precision if isinstance(precision, tuple) else (precision,)
-    if tuple(over) != (len(x.shape) - 1,) or batch or any(p not in _PRECISIONS for p in given):
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    if tuple(contracted) != (len(x.shape) - 1,) or batch or any(p not in _PRECISIONS for p in precisions):
         raise NoCellError
     if params["preferred_element_type"] not in (None, _FLOAT32):
         raise NoCellError
@@ -425,11 +452,11 @@ def _product(x: Any, weight: Any, params: dict[str, Any], shape: tuple[int, ...]
 
 def _sum(a: Any, b: Any, shape: tuple[int, ...]) -> Affine:
     """An affine value with a known one added."""
-    x, known = (a, b) if isinstance(a, Affine) else (b, a)
-    if not isinstance(known, Known) or x.shape != shape:
+    x, constant_term = (a, b) if isinstance(a, Affine) else (b, a)
+    if not isinstance(constant_term, Known) or x.shape != shape:
         raise NoCellError
-    added = jnp.broadcast_to(_array(known), shape)
-    constant = known.is_constant
-    if x.rest is not None:
-        added, constant = x.rest.value() + added, constant and x.rest.is_constant
+    added = jnp.broadcast_to(_array(constant_term), shape)
+    constant = constant_term.is_constant
+    if x.offset is not None:
+        added, constant = x.offset.value() + added, constant and x.offset.is_constant
     return Affine(x.carry, x.weight, Columns(added, 0, shape[-1], constant), shape)

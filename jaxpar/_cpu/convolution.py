@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from . import kernels, primitive, products, winograd
 from .grouped import grouped
@@ -127,7 +128,7 @@ def _by_formula(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], place: p
 
 
 def _gradient_of_filter(
-    lhs: jax.Array, rhs: jax.Array, numbers: Any, problem: ConvProblem, place: primitive.Place
+    lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers, problem: ConvProblem, place: primitive.Place
 ) -> jax.Array | None:
     operands = (lhs, numbers.lhs_spec), (rhs, numbers.rhs_spec)
     images, cotangent = operands[::-1] if problem.is_turned else operands
@@ -232,11 +233,11 @@ def conv_general_dilated(
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
     rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
+    dimension_numbers: tuple[str, str, str] | lax.ConvDimensionNumbers | None = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     **options: Any,
 ) -> jax.Array:
     """`jax.lax.conv_general_dilated`, faster on CPUs.

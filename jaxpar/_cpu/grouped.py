@@ -60,8 +60,8 @@ def _each_group(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], convolve
         return None
     split = numbers.lhs_spec[1 if by_features > 1 else 0]
     alone = {**params, "feature_group_count": 1, "batch_group_count": 1}
-    parts = zip(jnp.split(lhs, count, split), jnp.split(rhs, count, numbers.rhs_spec[0]), strict=True)
-    return jnp.concatenate([convolve(x, w, alone) for x, w in parts], numbers.out_spec[1])
+    groups = zip(jnp.split(lhs, count, split), jnp.split(rhs, count, numbers.rhs_spec[0]), strict=True)
+    return jnp.concatenate([convolve(x, w, alone) for x, w in groups], numbers.out_spec[1])
 
 
 def _depthwise(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array | None:
@@ -96,7 +96,9 @@ def _dilated_views(padded: jax.Array, window: list[int], params: dict[str, Any])
         yield view
 
 
-def _filter_of_depthwise(lhs: jax.Array, rhs: jax.Array, numbers: Any, problem: ConvProblem) -> jax.Array | None:
+def _filter_of_depthwise(
+    lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers, problem: ConvProblem
+) -> jax.Array | None:
     """The sum of products of images and cotangent for each place of the window."""
     if problem.is_turned or math.prod(problem.window) > MOST_PLACES:
         return None

@@ -116,12 +116,12 @@ def _windows_jvp(
 def _toom_cook() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For one strip: y = of_points @ ((of_weight @ w) * (of_input @ x)) is y[i] = sum over j of w[j] x[i + j]."""
     points = np.array(_POINTS)
-    others = [np.delete(points, i) for i in range(len(points))]
+    other_points = [np.delete(points, i) for i in range(len(points))]
     powers = points[:, None] ** np.arange(_TAPS)[None]
-    of_weight = powers / [[np.prod(p - q)] for p, q in zip(points, others, strict=True)]
+    of_weight = powers / [[np.prod(p - q)] for p, q in zip(points, other_points, strict=True)]
     of_weight = np.vstack([of_weight, np.eye(_TAPS)[-1:]])
     of_points = np.vstack([powers[:, :_RESULTS], np.eye(_RESULTS)[-1:]]).T
-    of_input = np.array([np.append(np.poly(roots)[::-1], 0) for roots in others] + [np.poly(points)[::-1]])
+    of_input = np.array([np.append(np.poly(roots)[::-1], 0) for roots in other_points] + [np.poly(points)[::-1]])
     # Rows of about equal size round least; powers of two do not round at all.
     scale = 2.0 ** np.round(np.log2(np.sqrt(np.abs(of_input).sum(1) / np.abs(of_weight).sum(1))))[:, None]
     return of_points, of_weight * scale, of_input / scale
@@ -203,5 +203,5 @@ def _column_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tu
     return result, jnp.where(masks, t, 0).sum(0) / 4
 
 
-def _is_zero(tangent: Any) -> bool:
+def _is_zero(tangent: object) -> bool:
     return isinstance(tangent, jax.custom_derivatives.SymbolicZero)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
-from .._core.calls import answers
 from . import primitive
 from .problem import HALVES
 
@@ -41,7 +41,7 @@ class Windows(NamedTuple):
     padding: Sequence[tuple[int, int]]
 
 
-def views(x: jax.Array, windows: Windows, fill: Any) -> Iterator[jax.Array]:
+def views(x: jax.Array, windows: Windows, fill: ArrayLike) -> Iterator[jax.Array]:
     """For each place of a window, in its order, the entry that each window has there.
 
     Args:
@@ -52,8 +52,10 @@ def views(x: jax.Array, windows: Windows, fill: Any) -> Iterator[jax.Array]:
     fill = jnp.asarray(fill, x.dtype)
     # XLA writes a padded array down. With strides it is larger than all results, so each view is padded in its place.
     # A size that an export leaves open has no such views.
-    whole = [stride == 1 or not isinstance(size, int) for size, stride in zip(x.shape, windows.strides, strict=True)]
-    around = list(zip(windows.padding, whole, strict=True))
+    pad_at_once = [
+        stride == 1 or not isinstance(size, int) for size, stride in zip(x.shape, windows.strides, strict=True)
+    ]
+    around = list(zip(windows.padding, pad_at_once, strict=True))
     x = lax.pad(x, fill, [(*pair, 0) if at_once else (0, 0, 0) for pair, at_once in around])
     padding = [(0, 0) if at_once else pair for pair, at_once in around]
     axes = list(zip(x.shape, windows.lengths, windows.strides, padding, strict=True))
@@ -110,11 +112,11 @@ def largest_of_windows(operand: jax.Array, *, place: primitive.Place, **params: 
     return lax.reduce_window_max_p.bind(operand, **params)
 
 
-def _windows(params: Any) -> Windows:
+def _windows(params: Mapping[str, Any]) -> Windows:
     return Windows(params["window_dimensions"], params["window_strides"], params["padding"])
 
 
-def _is_usual(x: jax.Array, params: Any) -> bool:
+def _is_usual(x: jax.Array, params: Mapping[str, Any]) -> bool:
     """Whether sizes are known, nothing is cut off before the windows, and there is at least one."""
     if not all(isinstance(size, int) for size in x.shape) or 0 in x.shape:
         return False
@@ -122,11 +124,11 @@ def _is_usual(x: jax.Array, params: Any) -> bool:
     return all(min(pair) >= 0 and size + sum(pair) >= length for size, pair, length in around)
 
 
-def _has_few_places(params: Any) -> bool:
+def _has_few_places(params: Mapping[str, Any]) -> bool:
     return {*params["base_dilation"]} <= {1} and math.prod(params["window_dimensions"]) <= _MOST_FORWARD
 
 
-def _spreads(params: Any) -> bool:
+def _spreads(params: Mapping[str, Any]) -> bool:
     """Whether windows do not overlap in a gradient of their sums, so that each entry fills one window."""
     lengths, padding = params["window_dimensions"], params["padding"]
     return (
@@ -167,40 +169,46 @@ def scatter_to_largest(source: jax.Array, operand: jax.Array, *, place: primitiv
     # zeros at the other places, makes XLA write down the operand first where that is a relu's result.
     more = [-(-length // stride) - 1 for length, stride in zip(windows.lengths, windows.strides, strict=True)]
     around = [(n, n) for n in more]
-    found = lax.optimization_barrier(_pad(_first_of_largest(windows, operand), around))  # or each term searches again
+    largest_place = lax.optimization_barrier(
+        _pad(_first_of_largest(windows, operand), around)
+    )  # or each term searches again
     source = _pad(source, around)
-    terms = [_from_windows(found, source, windows, more, back) for back in product(*(range(n + 1) for n in more))]
+    terms = [
+        _from_windows(largest_place, source, windows, more, back) for back in product(*(range(n + 1) for n in more))
+    ]
     total = functools.reduce(jnp.add, terms)
     sizes = zip(windows.padding, operand.shape, total.shape, strict=True)
     return _pad(total, [(-low, low + size - covered) for (low, _), size, covered in sizes])
 
 
 def _from_windows(
-    found: jax.Array, source: jax.Array, windows: Windows, more: Sequence[int], back: Sequence[int]
+    largest_place: jax.Array, source: jax.Array, windows: Windows, more: Sequence[int], back: Sequence[int]
 ) -> jax.Array:
     """What each entry gets from the window that begins in its stride, or so many windows before along each axis."""
     starts = [most - n for most, n in zip(more, back, strict=True)]
-    stops = [size - n for size, n in zip(found.shape, back, strict=True)]
-    number = np.zeros((), found.dtype)  # of the entry's place in that window; negative where it is outside
+    stops = [size - n for size, n in zip(largest_place.shape, back, strict=True)]
+    number = np.zeros((), largest_place.dtype)  # of the entry's place in that window; negative where it is outside
     for n, length, stride in zip(back, windows.lengths, windows.strides, strict=True):
         at = np.arange(stride) + stride * n
         number = np.where((number[..., None] < 0) | (at >= length), -1, number[..., None] * length + at)
-    own = jnp.tile(number.astype(found.dtype), [stop - start for start, stop in zip(starts, stops, strict=True)])
-    spread = [_spread(lax.slice(x, starts, stops), windows.strides) for x in (found, source)]
-    return jnp.where(spread[0] == own, spread[1], 0)
+    own_place = jnp.tile(
+        number.astype(largest_place.dtype), [stop - start for start, stop in zip(starts, stops, strict=True)]
+    )
+    spread = [_spread(lax.slice(x, starts, stops), windows.strides) for x in (largest_place, source)]
+    return jnp.where(spread[0] == own_place, spread[1], 0)
 
 
 def _first_of_largest(windows: Windows, x: jax.Array) -> jax.Array:
     """For each window, the number of the place that XLA's search finds. Outside of the array the least number is."""
     places = enumerate(views(x, windows, _least(x.dtype)))
-    found, largest = jnp.int32(0), next(places)[1]
+    first, largest = jnp.int32(0), next(places)[1]
     for number, view in places:
         stays = largest >= view
-        found, largest = jnp.where(stays, found, number), jnp.where(stays, largest, view)
-    return jnp.broadcast_to(found, largest.shape)
+        first, largest = jnp.where(stays, first, number), jnp.where(stays, largest, view)
+    return jnp.broadcast_to(first, largest.shape)
 
 
-def _least(dtype: Any) -> Any:
+def _least(dtype: np.dtype[Any]) -> bool | int | float:
     if dtype == jnp.bool_:
         return False
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
@@ -214,7 +222,6 @@ scatter_p = primitive.make(lax.select_and_scatter_add_p, scatter_to_largest)
 Padding = str | Sequence[tuple[int, int]]
 
 
-@answers("max_pool")
 def max_pool(
     inputs: jax.Array, window_shape: Sequence[int], strides: Sequence[int] | None = None, padding: Padding = "VALID"
 ) -> jax.Array:
@@ -249,7 +256,6 @@ def max_pool(
     return functools.reduce(_larger, _views("max_pool", inputs, window_shape, strides, padding, least))
 
 
-@answers("avg_pool")
 def avg_pool(
     inputs: jax.Array,
     window_shape: Sequence[int],

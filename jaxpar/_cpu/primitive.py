@@ -12,9 +12,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, auto_axes
+
+Program = Any  # a jaxpr, open or closed: two classes in older versions of jax
+# For each primitive the new one, or a function that gives the new equation or None.
+Replacements = Mapping[Any, Any]
 
 _LOOPS = frozenset(("scan", "while"))
 # Primitives whose parameters have a program that XLA compiles as it does the one around it. A Pallas kernel is none.
@@ -41,7 +45,7 @@ class Place(NamedTuple):
     is_exported: bool = False
 
 
-def make(lax_p: Any, formula: Callable[..., Any], *, bilinear: bool = False) -> Primitive:
+def make(lax_p: Primitive, formula: Callable[..., Any], *, bilinear: bool = False) -> Primitive:
     """A primitive with the parameters, shapes and derivatives of another one.
 
     Args:
@@ -88,8 +92,11 @@ def bind_like(instead: Mapping[Any, Primitive], function: Callable[..., Any], *a
 
 
 def replace_primitives(
-    program: Any, instead: Mapping[Any, Any], in_loops: Mapping[Any, Any] | None = None, done: Any = None
-) -> Any:
+    program: Program,
+    instead: Replacements,
+    in_loops: Replacements | None = None,
+    done: dict[tuple[int, int], tuple[Program, Program]] | None = None,
+) -> Program:
     """A jaxpr, open or closed, with other primitives, also in the programs inside of its equations.
 
     Args:
@@ -110,7 +117,9 @@ def replace_primitives(
     return done[key][0]
 
 
-def _replace_equation(eqn: Any, instead: Any, in_loops: Any, done: dict[tuple[int, int], Any]) -> Any:
+def _replace_equation(
+    eqn: JaxprEqn, instead: Replacements, in_loops: Replacements, done: dict[tuple[int, int], tuple[Program, Program]]
+) -> JaxprEqn:
     new = instead.get(eqn.primitive)
     if isinstance(new, Primitive):
         return eqn.replace(primitive=new)
@@ -132,14 +141,14 @@ def _replace_equation(eqn: Any, instead: Any, in_loops: Any, done: dict[tuple[in
 def _transposes(of_lax: Callable[..., Any], bind: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The rules of transposition by the left and by the right operand."""
 
-    def by_left(cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
-        def transposed(cotangent: Any, rhs: Any) -> Any:
+    def by_left(cotangent: jax.Array, lhs: Any, rhs: jax.Array, **params: Any) -> jax.Array:
+        def transposed(cotangent: jax.Array, rhs: jax.Array) -> jax.Array:
             return jax.linear_transpose(lambda x: of_lax(x, rhs, **params), lhs.aval)(cotangent)[0]
 
         return bind(transposed, cotangent, rhs)
 
-    def by_right(cotangent: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
-        def transposed(cotangent: Any, lhs: Any) -> Any:
+    def by_right(cotangent: jax.Array, lhs: jax.Array, rhs: Any, **params: Any) -> jax.Array:
+        def transposed(cotangent: jax.Array, lhs: jax.Array) -> jax.Array:
             return jax.linear_transpose(lambda x: of_lax(lhs, x, **params), rhs.aval)(cotangent)[0]
 
         return bind(transposed, cotangent, lhs)
@@ -147,7 +156,7 @@ def _transposes(of_lax: Callable[..., Any], bind: Callable[..., Any]) -> tuple[C
     return by_left, by_right
 
 
-def _lower_on_cpu(formula: Callable[..., Any], ctx: Any, *operands: Any, **params: Any) -> Any:
+def _lower_on_cpu(formula: Callable[..., Any], ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
     function = partial(formula, place=place_of(ctx), **params)
     (result,) = ctx.avals_out
     if AxisType.Explicit in result.sharding.mesh.axis_types:  # the formulas reshape and sum over what is split
@@ -155,7 +164,7 @@ def _lower_on_cpu(formula: Callable[..., Any], ctx: Any, *operands: Any, **param
     return mlir.lower_fun(function, multiple_results=False)(ctx, *operands)
 
 
-def place_of(ctx: Any) -> Place:
+def place_of(ctx: mlir.LoweringRuleContext) -> Place:
     """Where the program is that a rule of lowering is for. Inside of pmap and of a whole shard_map XLA splits none."""
     context = ctx.module_context
     axes, is_exported = context.axis_context, context.lowering_parameters.for_export

@@ -14,6 +14,7 @@ the primitive into this order.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ import numpy as np
 from jax import lax
 
 Sizes = tuple[int, ...]
-Spec = tuple[int, ...]
+Spec = Sequence[int]
 """Which axis is what the primitive calls batch, features, and each spatial axis; of a filter: out, in, spatial."""
 
 HALVES = jnp.bfloat16, jnp.float16

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from . import primitive
 from .problem import HALVES, ConvProblem, Sizes
@@ -232,6 +233,7 @@ def _sum_in_float32(operand: jax.Array, *, place: primitive.Place, **params: Any
 _half_sum_p = primitive.make(lax.reduce_sum_p, _sum_in_float32)
 
 
-def half_sum(eqn: Any) -> Any:
+def half_sum(eqn: JaxprEqn) -> JaxprEqn | None:
     """The equation of `reduce_sum` with its sum in float32, or None if its operand is not of half precision."""
-    return eqn.replace(primitive=_half_sum_p) if eqn.invars[0].aval.dtype in HALVES else None
+    operand: Any = eqn.invars[0].aval
+    return eqn.replace(primitive=_half_sum_p) if operand.dtype in HALVES else None

@@ -48,7 +48,9 @@ def by_scan(cell: str, *operands: Any) -> Arrays:
     """The results and the gates, by lax."""
     x, w, *_ = operands
 
-    def lstm(carry: tuple[Any, Any], x: Any) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
+    def lstm(
+        carry: tuple[jax.Array, jax.Array], x: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
         h, c = carry
         i, f, g, o = jnp.split(x + h @ w, 4, axis=-1)
         i, f, g, o = lax.logistic(i), lax.logistic(f), lax.tanh(g), lax.logistic(o)
@@ -56,7 +58,7 @@ def by_scan(cell: str, *operands: Any) -> Arrays:
         h = o * lax.tanh(c)
         return (h, c), (h, c, jnp.concatenate((i, f, g, o), -1))
 
-    def gru(h: Any, x: Any) -> tuple[Any, tuple[Any, ...]]:
+    def gru(h: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         (xr, xz, xn), (qr, qz, qn) = jnp.split(x, 3, axis=-1), jnp.split(h @ w, 3, axis=-1)
         r, z, q = lax.logistic(xr + qr), lax.logistic(xz + qz), qn + operands[2]
         n = lax.tanh(xn + r * q)
@@ -90,6 +92,9 @@ def _transposed(*args: Any, cell: str, given: tuple[bool, ...]) -> Arrays:
 
 
 def _loop_kernel(*operands: Any, cell: str, keep: bool) -> Arrays:
+    # Kernels know one axis of the batch: (T, batch, columns), and (batch, width) for states. Gates are of 4 blocks,
+    # also those of a GRU, as `by_scan` gives q too. Where nothing is differentiated the kernel does not write them:
+    # (0,).
     x, w, *states = operands
     steps, batch, width = x.shape[0], x.shape[1:-1], w.shape[0]
     shapes = [(steps, math.prod(batch), width)] * RESULTS[cell]
@@ -100,25 +105,31 @@ def _loop_kernel(*operands: Any, cell: str, keep: bool) -> Arrays:
 
 
 def _transposed_kernel(*args: Any, cell: str, given: tuple[bool, ...]) -> Arrays:
-    x, w, first, second, *rest = args
+    # `args`: the operands, the results and gates of the loop, and a cotangent of each result that has one.
+    x, w, first, second, *residuals = args
     steps, batch, (width, columns) = x.shape[0], x.shape[1:-1], w.shape
     count = math.prod(batch)
-    results, gates, last = rest[: RESULTS[cell]], rest[RESULTS[cell]], iter(rest[RESULTS[cell] + 1 :])
+    results, gates, last = residuals[: RESULTS[cell]], residuals[RESULTS[cell]], iter(residuals[RESULTS[cell] + 1 :])
     states, cells = _flat(results[0], batch, 1), _flat(results[-1], batch, 1)
+    # A result without a cotangent has an empty one, which the kernel takes for zeros (`Given` in recurrent.cc).
     cotangents = [_flat(next(last), batch, 1) if x else jnp.zeros(0, jnp.float32) for x in given]
     h = _flat(first if cell == "lstm" else second, batch, 0)
     columns_shape, state_shape = (steps, count, columns), (count, width)
     gates = _flat(gates, batch, 1)
     if cell == "lstm":
         shapes = [columns_shape, state_shape, state_shape]
+        # x and h w are added, so that both have one cotangent.
         dx, dh, dc = _call("LstmBackward", shapes, w, _flat(second, batch, 0), cells, gates, *cotangents)
-        ds, others = dx, (dh, dc)
+        ds, d_states = dx, (dh, dc)
     else:
         shapes = [columns_shape, columns_shape, state_shape]
+        # r multiplies the columns n of h w, not those of x: dx and ds differ there. The bias, with a row for each
+        # example, is added to q at each step: its gradient is the sum of these columns over the steps.
         dx, ds, dh = _call("GruBackward", shapes, w, h, states, gates, *cotangents)
-        others = ds[..., 2 * width :].sum(0), dh
+        d_states = ds[..., 2 * width :].sum(0), dh
+    # w is used at all steps: its gradient is one product over steps and examples, after the loop.
     (dw,) = _call("RecurrentWeight", [w.shape], h, states, ds)
-    return [dx.reshape(x.shape), dw, *(y.reshape(first.shape) for y in others)]
+    return [dx.reshape(x.shape), dw, *(y.reshape(first.shape) for y in d_states)]
 
 
 def _call(name: str, shapes: Sequence[tuple[int, ...]], *operands: Any) -> Arrays:
@@ -126,13 +137,14 @@ def _call(name: str, shapes: Sequence[tuple[int, ...]], *operands: Any) -> Array
     return list(jax.ffi.ffi_call(f"jaxpar_cpu.{name}", results)(*operands))
 
 
-def _flat(x: Any, batch: tuple[int, ...], before: int) -> Any:
+def _flat(x: jax.Array, batch: tuple[int, ...], before: int) -> jax.Array:
     """With the axes of the batch as one. `before` is the number of axes before them."""
     return x.reshape(*x.shape[:before], math.prod(batch), x.shape[-1])
 
 
 def _primitive(name: str, plain: Callable[..., Arrays], kernel: Callable[..., Arrays] | None) -> Primitive:
     """A primitive that is what `plain` computes. Derivatives and batches are those of `plain`."""
+    # A primitive is computed outside of `jit` too. Then it is compiled once for its params, and not at each call.
     new_p = Primitive(name)
     new_p.multiple_results = True
 
@@ -140,14 +152,14 @@ def _primitive(name: str, plain: Callable[..., Arrays], kernel: Callable[..., Ar
     def compiled(args: tuple[Any, ...], params: tuple[tuple[str, Any], ...]) -> Any:
         return new_p.bind(*args, **dict(params))
 
-    def derivative(primals: Any, tangents: Any, **params: Any) -> Any:
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
         return jax.jvp(partial(plain, **params), primals, tuple(ad.instantiate_zeros(x) for x in tangents))
 
-    def batch(args: Any, axes: Any, **params: Any) -> Any:
+    def batch(args: Sequence[Any], axes: Sequence[Any], **params: Any) -> Any:
         results = jax.vmap(partial(plain, **params), axes)(*args)
         return results, [0] * len(results)
 
-    def lower(ctx: Any, *operands: Any, **params: Any) -> Any:
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Any) -> Any:
         use = kernel if kernel and kernels.can_call(place_of(ctx)) else plain
         return mlir.lower_fun(partial(use, **params), multiple_results=True)(ctx, *operands)
 
@@ -155,6 +167,7 @@ def _primitive(name: str, plain: Callable[..., Arrays], kernel: Callable[..., Ar
     new_p.def_abstract_eval(lambda *avals, **params: jax.make_jaxpr(partial(plain, **params))(*avals).out_avals)
     ad.primitive_jvps[new_p] = derivative
     batching.primitive_batchers[new_p] = batch
+    # Which device it is for is known when it is lowered: so export for several platforms, and a TPU, get `plain`.
     mlir.register_lowering(new_p, mlir.lower_fun(plain, multiple_results=True))
     mlir.register_lowering(new_p, lower, platform="cpu")
     return new_p
@@ -165,22 +178,24 @@ tangents_p = _primitive("recurrent_loop_tangents", _tangents, None)
 transposed_p = _primitive("recurrent_loop_transposed", _transposed, _transposed_kernel)
 
 
-def _loop_derivative(primals: Any, tangents: Any, *, cell: str, keep: bool) -> Any:
+def _loop_derivative(primals: Sequence[Any], tangents: Sequence[Any], *, cell: str, keep: bool) -> Any:
     results = loop_p.bind(*primals, cell=cell, keep=True)
     along = tangents_p.bind(*primals, *results, *(ad.instantiate_zeros(x) for x in tangents), cell=cell)
     return (results, [*along, jnp.zeros_like(results[-1])]) if keep else (results[:-1], along)
 
 
-def _loop_batch(args: Any, axes: Any, *, cell: str, keep: bool) -> Any:
+def _loop_batch(args: Sequence[Any], axes: Sequence[int | None], *, cell: str, keep: bool) -> Any:
     """The new axis becomes one of the batch. A weight for each example is left to lax."""
     x, w, *states = args
     x_axis, w_axis, *state_axes = axes
     if w_axis is not None:
         results = jax.vmap(partial(_loop, cell=cell, keep=keep), axes)(*args)
         return results, [0] * len(results)
+    # Axes of the batch stand behind the steps in x, and first in the states. An operand without the new axis gets
+    # copies.
     size = next(arg.shape[axis] for arg, axis in zip(args, axes, strict=True) if axis is not None)
 
-    def moved(x: Any, axis: int | None, to: int) -> Any:
+    def moved(x: jax.Array, axis: int | None, to: int) -> Any:
         if axis is not None:
             return jnp.moveaxis(x, axis, to)
         return jnp.broadcast_to(jnp.expand_dims(x, to), (*x.shape[:to], size, *x.shape[to:]))
@@ -191,14 +206,14 @@ def _loop_batch(args: Any, axes: Any, *, cell: str, keep: bool) -> Any:
     return results, [1] * len(results)
 
 
-def _tangents_transposed(cotangents: Any, *args: Any, cell: str) -> Arrays:
+def _tangents_transposed(cotangents: Sequence[Any], *args: Any, cell: str) -> Arrays:
     count = OPERANDS[cell]
-    known, linear = args[:-count], args[-count:]
-    given = tuple(not isinstance(x, ad.Zero) for x in cotangents)
+    fixed, linear = args[:-count], args[-count:]
+    has_cotangent = tuple(not isinstance(x, ad.Zero) for x in cotangents)
     last = [x for x in cotangents if not isinstance(x, ad.Zero)]
-    found = transposed_p.bind(*known, *last, cell=cell, given=given)
-    found = [y if ad.is_undefined_primal(x) else None for x, y in zip(linear, found, strict=True)]
-    return [None] * len(known) + found
+    transposed = transposed_p.bind(*fixed, *last, cell=cell, given=has_cotangent)
+    transposed = [y if ad.is_undefined_primal(x) else None for x, y in zip(linear, transposed, strict=True)]
+    return [None] * len(fixed) + transposed
 
 
 ad.primitive_jvps[loop_p] = _loop_derivative

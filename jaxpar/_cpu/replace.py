@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.sharding import AbstractMesh, Mesh
 
-from .._core.calls import answers
 from . import cells, kernels, primitive, recurrent, shares
 from .convolution import CONVOLUTION_IN_LOOP, conv_in_loop_p, conv_p
 from .pooling import max_p, scatter_p, sum_p
+from .primitive import Program, Replacements
 from .products import half_sum, product_p
 
 _INSTEAD = {
@@ -33,7 +34,7 @@ _INSTEAD_IN_LOOPS = _INSTEAD | {lax.conv_general_dilated_p: conv_in_loop_p, conv
 
 
 def for_platform(
-    function: Callable[..., Any], platform: str, mesh: Any = None, axes: tuple[str, ...] = ()
+    function: Callable[..., Any], platform: str, mesh: Mesh | AbstractMesh | None = None, axes: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
     """`fast_on_cpus` of a function that a program for CPUs computes. For another platform it is the function itself.
 
@@ -45,7 +46,7 @@ def for_platform(
     """
     if platform != "cpu":
         return function
-    if not axes:
+    if mesh is None or not axes:
         return _with(function, _INSTEAD, _INSTEAD_IN_LOOPS)
     loops = dict.fromkeys((recurrent.loop_p, recurrent.transposed_p), functools.partial(shares.loop, mesh, axes))
 
@@ -61,7 +62,6 @@ def is_slow_in_a_loop(text: str) -> bool:
     return "stablehlo.convolution" in text or CONVOLUTION_IN_LOOP in text
 
 
-@answers("models.fast_on_cpus")
 def fast_on_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same function with faster formulas for CPUs.
 
@@ -102,7 +102,9 @@ def fast_loops(function: Callable[..., Any], platform: str) -> Callable[..., Any
     return _with(function, {lax.scan_p: cells.fused}) if platform == "cpu" and kernels.are_loaded() else function
 
 
-def _with(function: Callable[..., Any], instead: Any, in_loops: Any = None) -> Callable[..., Any]:
+def _with(
+    function: Callable[..., Any], instead: Replacements, in_loops: Replacements | None = None
+) -> Callable[..., Any]:
     @functools.wraps(function)  # a compiled program has its name, and the names of its arguments
     def replaced(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -110,7 +112,7 @@ def _with(function: Callable[..., Any], instead: Any, in_loops: Any = None) -> C
         results = jaxpr_as_fun(program)(*jax.tree.leaves(args))
         # A result that is a constant comes as a number of Python or NumPy, which has no dtype of its own.
         leaves, structure = jax.tree.flatten(shapes)
-        return structure.unflatten([jnp.asarray(x, like.dtype) for x, like in zip(results, leaves, strict=True)])
+        return structure.unflatten([jnp.asarray(x, struct.dtype) for x, struct in zip(results, leaves, strict=True)])
 
     return replaced
 
@@ -125,7 +127,7 @@ _USUAL, _MOST = 12_000_000, 30_000_000
 IS_KEPT = libc_ver()[0] == "glibc"
 
 
-def in_blocks(jaxpr: Any) -> dict[str, int] | None:
+def in_blocks(jaxpr: Program) -> dict[str, int] | None:
     """Options of the compiler for a program, by which each value has room in a block.
 
     None where one block for all values is kept, or none for the largest.
@@ -135,8 +137,8 @@ def in_blocks(jaxpr: Any) -> dict[str, int] | None:
     while work:
         for eqn in work.pop().eqns:
             for value in eqn.params.values():
-                parts = value if isinstance(value, tuple) else (value,)
-                work += [getattr(part, "jaxpr", part) for part in parts if hasattr(part, "eqns")]
+                programs = value if isinstance(value, tuple) else (value,)
+                work += [getattr(inner, "jaxpr", inner) for inner in programs if hasattr(inner, "eqns")]
             if eqn.primitive.name == "shard_map":  # whose results are the values of all devices
                 continue
             for aval in [v.aval for v in eqn.outvars if hasattr(v.aval, "shape")]:

@@ -92,9 +92,9 @@ def _of_places(y: jax.Array) -> list[list[jax.Array]]:
     return _both_axes(y, lambda z, axis: _combine(_OF_RESULT.T, _every_second(z, axis, 2)))
 
 
-def _both_axes(x: jax.Array, part: Callable[[jax.Array, int], list[jax.Array]]) -> list[list[jax.Array]]:
-    """What `part` makes of an array along axis 1, and of each of these along axis 2."""
-    return [part(rows, 2) for rows in part(x, 1)]
+def _both_axes(x: jax.Array, transform: Callable[[jax.Array, int], list[jax.Array]]) -> list[list[jax.Array]]:
+    """What `transform` makes of an array along axis 1, and of each of these along axis 2."""
+    return [transform(rows, 2) for rows in transform(x, 1)]
 
 
 def _every_second(x: jax.Array, axis: int, places: int) -> list[jax.Array]:
@@ -119,9 +119,9 @@ def _combine(matrix: np.ndarray, xs: Sequence[jax.Array]) -> list[jax.Array]:
     """The sums and differences of arrays by a matrix of -1, 0 and 1."""
     sums: list[jax.Array] = []
     for row in matrix:
-        (first, *others) = ((sign, x) for sign, x in zip(row, xs, strict=True) if sign)
+        (first, *further) = ((sign, x) for sign, x in zip(row, xs, strict=True) if sign)
         total = first[1] if first[0] > 0 else -first[1]
-        for sign, x in others:
+        for sign, x in further:
             total = total + x if sign > 0 else total - x
         sums.append(total)
     return sums

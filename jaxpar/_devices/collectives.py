@@ -309,6 +309,7 @@ def sum_everywhere(deal: Deal, nodes: jax.Array, axis_name: str) -> jax.Array:
         return _root(deal, nodes[None])
     if nbytes(nodes[0]) < _SHARED_BYTES or (deal.devices == 2 and deal.kept == 1):
         return _root(deal, lax.all_gather(nodes, axis_name))
+    # Large nodes: each device adds up one chunk of the vectors for all, and the chunks of the sum are gathered.
     kept, size = nodes.shape
     chunk = chunk_size(size, deal.devices)  # each node is padded, and cut in a row for each device
     rows = jnp.pad(nodes, ((0, 0), (0, deal.devices * chunk - size))).reshape(kept, deal.devices, chunk)
@@ -373,7 +374,7 @@ def pad_rows(batch: Tree, rows: int, axis: int = 0, along: NamedSharding | None 
     laid out by `along`.
     """
 
-    def pad(x: Any) -> Shaped:
+    def pad(x: Shaped) -> Shaped:
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct((*x.shape[:axis], x.shape[axis] + rows, *x.shape[axis + 1 :]), x.dtype)
         widths = [(0, rows if i == axis else 0) for i in range(np.ndim(x))]

@@ -235,6 +235,7 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
     Large values of emulated devices share the memory of the given ones. XLA does not write to such memory.
     """
+    # A large value of one memory is shared instead of copied. All small ones of a sharding are one program.
     copies: dict[int, jax.Array] = {}
     small: dict[Sharding, list[int]] = {}
     several = jax.process_count() > 1  # asked once: many arrays are asked for each pull

@@ -1,4 +1,9 @@
-"""The sharding of each parameter: by a rule of its size or name, by a pytree of specs, or kept."""
+"""The sharding of each parameter: by a rule of its size or name, by a pytree of specs, or kept.
+
+A rule is any function `(path, shape, mesh) -> PartitionSpec`. `fsdp` and `sharding_rules` make the two that most models
+need. Rules made alike are equal and have one hash, so that a program that is kept for one is found by the other.
+`shardings_of` is where all ways of saying it meet.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from .._core import calls, checks
+from .._core import checks
 from .._core.arrays import PyTree, is_traced
 from .._core.portable import path_name
 
@@ -49,6 +54,7 @@ class FullyShardedRule:
         local_size = math.prod(shape) // math.prod(mesh.shape[name] for name in used)
         shards = math.prod(mesh.shape[name] for name in axes)
         entries = [*spec, *[None] * (len(shape) - len(spec))]
+        # JAX splits a dimension into equal shards or not at all.
         free = [i for i in range(self.stacked_dims, len(shape)) if entries[i] is None and shape[i] % shards == 0]
         if not free or local_size < self.min_size:
             return spec
@@ -104,7 +110,6 @@ class NameRules:
         return f"sharding_rules({', '.join(arguments)})"
 
 
-@calls.answers("parallel.fsdp")
 def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stacked_dims: int = 0) -> FullyShardedRule:
     """Make a rule that splits each large parameter over one mesh axis.
 
@@ -150,7 +155,6 @@ def fsdp(axis: str | Iterable[str] = "data", *, min_size: int = _MIN_SIZE, stack
     )
 
 
-@calls.answers("parallel.sharding_rules")
 def sharding_rules(
     patterns: Mapping[str, PartitionSpec | ShardingRule],
     *,
@@ -267,7 +271,6 @@ def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 # The shardings of a pytree of parameters.
 
 
-@calls.answers("parallel.shardings_of")
 def shardings_of(params: PyTree, sharding: PyTree, mesh: AnyMesh, *, where: str = "parallel.shardings_of") -> PyTree:
     """The `NamedSharding` of each parameter on a mesh.
 
@@ -302,6 +305,7 @@ def shardings_of(params: PyTree, sharding: PyTree, mesh: AnyMesh, *, where: str 
         >>> shardings["w"].spec, shardings["b"].spec
         (P('data',), P())
     """
+    # A prefix: each choice is for all parameters below its place, and None is a choice too, so it must count as a leaf.
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     names, metadata = [path_name(path) for path, _ in leaves], specs_in(params)
     choices, prefix = jax.tree.flatten(sharding, is_leaf=lambda node: node is None)
@@ -318,7 +322,7 @@ def shardings_of(params: PyTree, sharding: PyTree, mesh: AnyMesh, *, where: str 
 
 
 def _sharding(
-    chosen: Any, path: str, leaf: Any, metadata: PartitionSpec | None, mesh: AnyMesh, where: str
+    chosen: Any, path: str, leaf: object, metadata: PartitionSpec | None, mesh: AnyMesh, where: str
 ) -> NamedSharding:
     """The sharding of one parameter. `metadata`: the spec in that of Flax, or None."""
     shape = tuple(np.shape(leaf))
@@ -367,7 +371,7 @@ def _has_metadata(node: object) -> bool:
     return isinstance(node, (box, importlib.import_module("flax.nnx").Variable))
 
 
-def _spec(node: Any) -> PartitionSpec | None:
+def _spec(node: PyTree) -> PartitionSpec | None:
     """The spec of a box or variable. Logical names become mesh axes by Flax's rules."""
     nnx = importlib.import_module("flax.nnx")
     if isinstance(node, nnx.Variable):

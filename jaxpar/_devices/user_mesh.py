@@ -23,7 +23,7 @@ import jax.core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._core.arrays import PyTree, Tree, is_traced, is_tracing
-from .._core.calls import answers
+from .._core.transfers import allows_transfers
 from .mesh import copies_on, split_over
 
 Args = ParamSpec("Args")
@@ -75,7 +75,7 @@ def in_user_mesh(
 
 def each_in_user_mesh(items: Iterator[Item]) -> Iterator[Item]:
     """The items of an iterator, each made as `in_user_mesh` calls a function."""
-    advance = answers("the next batch")(in_user_mesh(lambda: next(items, _END)))
+    advance = allows_transfers(in_user_mesh(lambda: next(items, _END)))
     while (item := advance()) is not _END:
         yield item
 

@@ -20,16 +20,16 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from .. import sparse, updaters
 from .._core import checks
-from .._core.arrays import Device, Recent, is_prng_key, is_tracing
+from .._core.arrays import Device, PyTree, Recent, Shaped, is_prng_key, is_tracing
 from .._devices import collectives
 from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import split_like, unsplit
-from ..compression import _start_owner as start_owner
-from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, stateless
+from ..compression import Compressor, _start_owner as start_owner
+from ..updaters import UpdateFn, Updater, _TreeOptimizer as TreeOptimizer, stateless
 from . import store as stores
 from .store import REPLICATED, Arrays, Changes, Form, KVStore, Layout, Layouts, Lists
 
-Pair = tuple[jax.Array, Any]  # a new value and a new state
+Pair = tuple[jax.Array, PyTree]  # a new value and a new state
 
 POSITION = "position"  # the axis of a pushed list of values
 
@@ -38,18 +38,18 @@ class Entry(NamedTuple):
     """What a program of a push is given of one key."""
 
     stored: jax.Array
-    state: Any  # of the updater
+    state: PyTree  # of the updater
     pushed: list[jax.Array]  # over a mesh: one array, of which each device has its value
-    residual: Any = None  # None: its values are not compressed
-    num_updates: Any = None  # None: its updater asks for none
+    residual: PyTree = None  # None: its values are not compressed
+    num_updates: jax.Array | None = None  # None: its updater asks for none
 
 
 class Updated(NamedTuple):
     """What a program of a push changes of one key."""
 
     value: jax.Array
-    state: Any
-    residual: Any
+    state: PyTree
+    residual: PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Setting:
 
 
 @Recent
-def program(updater: Any, compressor: Any) -> Any:
+def program(updater: Updater, compressor: Compressor | None) -> Any:
     """The functions below, compiled for a push at the prompt. It is found by the shapes and dtypes of the entries.
 
     It comes without updater and compressor, since JAX keeps what it was called with forever. Without an updater that
@@ -74,6 +74,7 @@ def program(updater: Any, compressor: Any) -> Any:
     """
 
     def run(setting: Setting, entries: Sequence[Entry], mesh: Mesh | None) -> list[Updated]:
+        # A store of these keys alone, so that the functions below see here what they see in a user's `jit`.
         by_key = dict(zip(setting.keys, entries, strict=True))
         store = KVStore(
             {k: entry.stored for k, entry in by_key.items()},
@@ -94,8 +95,8 @@ def program(updater: Any, compressor: Any) -> Any:
             specs = jax.tree.map(operator.attrgetter("spec"), stores.layout_of_each(store))
             changed = Changes(specs.values, specs.updater_state, specs.residuals)
             # A value without axes comes in the shape (1,), since one in () could not be split. The update reshapes it.
-            own, args = functools.partial(push, axis_name=STORE_AXIS), (specs, P(STORE_AXIS), P())
-            over_mesh = jax.shard_map(own, mesh=mesh, in_specs=args, out_specs=changed, check_vma=False)
+            push_on_each, args = functools.partial(push, axis_name=STORE_AXIS), (specs, P(STORE_AXIS), P())
+            over_mesh = jax.shard_map(push_on_each, mesh=mesh, in_specs=args, out_specs=changed, check_vma=False)
             changes = over_mesh(store, pushed, num_updates)
         return [Updated(changes.values[k], changes.updater_state[k], changes.residuals.get(k)) for k in by_key]
 
@@ -116,7 +117,7 @@ def tree_program(optimizer: TreeOptimizer) -> Any:
 def _at_home(store: KVStore, changes: Changes) -> Changes:
     """The changes, with the shardings of what is split over devices."""
 
-    def constrain(layout: Any, x: jax.Array) -> jax.Array:
+    def constrain(layout: Layout, x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x, stores.home(store, layout))
 
     if store.layouts:
@@ -156,17 +157,18 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
     if stores.is_in_rows(store) and lax.axis_size(axis_name) != stores.shards(store):
         has = f"the axis {axis_name!r} has {lax.axis_size(axis_name)} devices"
         raise ValueError(f"kv.push: {has}, but this {store.kind!r} store was made for {stores.shards(store)}")
+    # Values that compress travel as packed bits in buckets of their own, all others plain.
     small = compressed_keys(store, pushed)
     plain, packed = [k for k in pushed if k not in small], [k for k in pushed if k in small]
     sums = kind.reduce([pushed[k] for k in plain], axis_name, store.limits)
     summed, residuals = dict(zip(plain, sums, strict=True)), dict[int, Any]()
     if packed:
-        own, held = _own_residuals(store, packed, axis_name)
-        values, before = [pushed[k] for k in packed], [own[k] for k in packed]
-        sums, states = kind.reduce_compressed(store.compressor, values, before, axis_name, store.limits)
+        states, stored_states = _own_residuals(store, packed, axis_name)
+        values, states_before = [pushed[k] for k in packed], [states[k] for k in packed]
+        sums, new_states = kind.reduce_compressed(store.compressor, values, states_before, axis_name, store.limits)
         summed |= zip(packed, sums, strict=True)
-        for k, state in zip(packed, states, strict=True):
-            residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, held[k])
+        for k, state in zip(packed, new_states, strict=True):
+            residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, stored_states[k])
     return {k: summed[k] for k in pushed}, residuals
 
 
@@ -194,12 +196,13 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
             wanted = f"push one value for each of its {stores.shards(store)} devices, got {count}"
             raise ValueError(f"kv.push: keys {checks.shorten(keys)} are compressed in a {store.kind!r} store; {wanted}")
         stacked = {k: jnp.stack(pushed[k]) for k in keys}
-        held = residuals_for(store, dict.fromkeys(keys, count))
+        held_residuals = residuals_for(store, dict.fromkeys(keys, count))
+        # The positions become a mapped axis, so `reduce` compresses and sums them as it would devices.
         summed, new = jax.vmap(
-            lambda values, own: reduce(dataclasses.replace(store, residuals=own), values, POSITION),
+            lambda values, own_residuals: reduce(dataclasses.replace(store, residuals=own_residuals), values, POSITION),
             axis_name=POSITION,
             out_axes=(0 if stores.is_in_rows(store) else None, 0),
-        )(stacked, held)
+        )(stacked, held_residuals)
         sums |= summed
         residuals |= new
     return sums, residuals
@@ -208,13 +211,13 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
 # Values of which each device has a part.
 
 
-def gather(store: KVStore, parts: Arrays, axis_name: str) -> Arrays:
+def gather(store: KVStore, chunks: Arrays, axis_name: str) -> Arrays:
     """The whole values, out of what every device has of each."""
     if not stores.is_in_rows(store):
-        return parts
+        return chunks
     shapes = stores.shapes_of(store)
-    whole = collectives.all_gather(list(parts.values()), [shapes[k] for k in parts], axis_name, store.limits)
-    return dict(zip(parts, whole, strict=True))
+    full = collectives.all_gather(list(chunks.values()), [shapes[k] for k in chunks], axis_name, store.limits)
+    return dict(zip(chunks, full, strict=True))
 
 
 def own_parts(store: KVStore, values: Arrays, axis_name: str) -> Arrays:
@@ -243,10 +246,10 @@ def start_residuals(store: KVStore, keys: list[int], count: int) -> dict[int, An
 def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
     """The states of as many pushed values of each key as `counts` says."""
     residuals = {k: store.residuals[k] for k in counts if k in store.residuals}
-    for k, held in residuals.items():
-        before = jax.tree.leaves(held)[0].shape[0]
-        if before != counts[k]:
-            was = f"key {k} is compressed and was pushed with {before} values before, now with {counts[k]}"
+    for k, residual in residuals.items():
+        count_before = jax.tree.leaves(residual)[0].shape[0]
+        if count_before != counts[k]:
+            was = f"key {k} is compressed and was pushed with {count_before} values before, now with {counts[k]}"
             raise ValueError(f"kv.push: {was}; kv.set_gradient_compression starts the residuals anew")
     for count in set(counts.values()):
         keys = [k for k in counts if k not in residuals and counts[k] == count]
@@ -262,13 +265,13 @@ def held_residual(store: KVStore, key: int, axis_name: str) -> Any:
 def _own_residuals(store: KVStore, keys: list[int], axis_name: str) -> tuple[dict[int, Any], dict[int, Any]]:
     """This device's states in the compressor's shapes, and the same as the store holds them."""
     # Under `shard_map` the first axis, the devices, is there with length 1. Under `pmap` it is gone.
-    fresh = _start_on_device(store, keys, lax.axis_size(axis_name), lax.axis_index(axis_name))
-    new = {k: jax.tree.map(lambda leaf: leaf[None], f) for k, f in fresh.items()}
-    held = {k: store.residuals.get(k, new[k]) for k in keys}
-    return {k: jax.tree.map(lambda x, f: x.reshape(f.shape), held[k], f) for k, f in fresh.items()}, held
+    initial = _start_on_device(store, keys, lax.axis_size(axis_name), lax.axis_index(axis_name))
+    new = {k: jax.tree.map(lambda leaf: leaf[None], f) for k, f in initial.items()}
+    stored = {k: store.residuals.get(k, new[k]) for k in keys}
+    return {k: jax.tree.map(lambda x, f: x.reshape(f.shape), stored[k], f) for k, f in initial.items()}, stored
 
 
-def _start_on_device(store: KVStore, keys: list[int], count: int, device: Any) -> dict[int, Any]:
+def _start_on_device(store: KVStore, keys: list[int], count: int, device: jax.typing.ArrayLike) -> dict[int, Any]:
     """What the compressor remembers for these keys on one of `count` devices before the first push."""
     # Where rows are compressed one by one, each of them has a state of its own.
     compressor, shapes, states = store.compressor, stores.shapes_of(store), dict[int, Any]()
@@ -326,16 +329,16 @@ def num_updates(store: KVStore, keys: Iterable[int], ready: Mapping[int, jax.Arr
     if not is_tracing():
         # By NumPy, since JAX keeps what it once copied for that. So a push waits for the counts of the last push only.
         counts, larger, number = {k: int(np.asarray(count)) for k, count in counts.items()}, max, np.int32
-    largest, found = functools.reduce(larger, counts.values()), dict[int, jax.Array]()
+    largest, numbers = functools.reduce(larger, counts.values()), dict[int, jax.Array]()
     # As MXNet, which updates one key after the other: each one is counted before its schedule is asked.
     for k in sorted(keys):
         largest = larger(largest, counts[k] + (1 if ready is None else ready[k]))
-        found[k] = number(largest - 1)
-    return found
+        numbers[k] = number(largest - 1)
+    return numbers
 
 
 def update_one(
-    updater: Any, key: int, pushed: jax.Array, state: Any, stored: jax.Array, num_updates: jax.Array | None
+    updater: Any, key: int, pushed: jax.Array, state: PyTree, stored: jax.Array, num_updates: jax.Array | None
 ) -> Pair:
     """What the updater gives for one key, checked, and in the dtype of the stored value."""
     if num_updates is not None:
@@ -363,6 +366,8 @@ def _update_rows(store: KVStore, key: int, rows: Layout, pushed: jax.Array, num_
         updater = stateless(updater)
         spec = jax.ShapeDtypeStruct(rows.shape, stored.dtype)
         check_shares(dataclasses.replace(store, updater=updater), {key: spec}, "kv.push")
+    # Under `pmap` the axis of the devices is gone: (chunk,). Elsewhere rows are (n, chunk), of which `shard_map` has
+    # one, and each is updated by itself. Leaves of the state that are no rows, such as a count, are the same for all.
     if stored.ndim == 1:
         return update_one(updater, key, pushed, state, stored, num_updates)
     axes = jax.tree.map(lambda leaf: 0 if leaf.shape == stored.shape else None, state)
@@ -386,29 +391,29 @@ def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Chang
     return Changes(values, dict.fromkeys(values, ()), optimizer_state=_keep(store, left, state) if left else state)
 
 
-def _keep(store: KVStore, keys: Iterable[int], state: Any) -> Any:
+def _keep(store: KVStore, keys: Iterable[int], state: PyTree) -> PyTree:
     """The new state, with the old one for what belongs to these params."""
     keys = set(keys)
     try:
-        found = stores.owners(store)
+        owners = stores.owners(store)
     except updaters._UnknownOwners as error:
         called = ", ".join(repr(stores.names(store)[k]) for k in sorted(keys)[:8])
         kept = f'unused="skip" keeps {called} and their state, but which part of it is theirs is unknown: {error}'
         raise ValueError(f"train step: {kept}; give frozen=, or updater=jp.updaters.from_optax(tx)") from error
     leaves, structure = jax.tree.flatten(state)
-    both = zip(found, leaves, jax.tree.leaves(store.optimizer_state), strict=True)
-    return structure.unflatten(old if k in keys else new for k, new, old in both)
+    owned_leaves = zip(owners, leaves, jax.tree.leaves(store.optimizer_state), strict=True)
+    return structure.unflatten(old if k in keys else new for k, new, old in owned_leaves)
 
 
 # Rows of a table.
 
 
 def add_rows(
-    updater: Any,
+    updater: Updater | UpdateFn,
     key: int,
     axis_name: str | None,
     rows: list[sparse.RowSparse],
-    state: Any,
+    state: PyTree,
     stored: jax.Array,
     num_updates: jax.Array | None,
 ) -> Pair:
@@ -418,6 +423,7 @@ def add_rows(
     total = sparse.add(cast_rows(rows, stored.dtype), size=sum(r.indices.shape[0] for r in rows))
     if axis_name is not None:
         total = sparse.allreduce(total, axis_name)
+
     if updater == updaters.assign:
         return split_like(sparse.to_dense(total), stored), state
     update = functools.partial(update_one, updater, key, num_updates=num_updates)
@@ -426,11 +432,11 @@ def add_rows(
     return sparse.lazy_update(update, total, state, stored, coalesced=True)
 
 
-def cast_rows(rows: list[sparse.RowSparse], dtype: Any) -> list[sparse.RowSparse]:
+def cast_rows(rows: list[sparse.RowSparse], dtype: np.dtype[Any]) -> list[sparse.RowSparse]:
     return [sparse.RowSparse(r.indices, r.values.astype(dtype), r.shape) for r in rows]
 
 
-def check_shares(store: KVStore, values: Mapping[int, Any], where: str) -> None:
+def check_shares(store: KVStore, values: Mapping[int, Shaped], where: str) -> None:
     """`ValueError` if values are cut into rows and the updater is not elementwise for one of these whole values."""
     # A plain function is checked when it is traced: to trace it here would run its Python once more.
     if not stores.is_in_rows(store):

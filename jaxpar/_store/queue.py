@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from .._core.arrays import is_traced, is_tracing
+from .._core.arrays import PyTree, is_traced, is_tracing
 from .._devices.mesh import are_on, assemble, copies_on, one_on_each, spans_processes, split_over, to_host
 from . import aggregate
 from .store import Arrays, Changes, KVStore, Lists, shapes_of, with_changes
@@ -49,8 +49,8 @@ def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> Ch
         new = {k: combine(values) for k, values in aggregate.as_stored(store, pushed).items()}
     else:
         new = {k: _stack(store, k, values) for k, values in pushed.items()}
-    due, pending, ready = rotate_queue(store, new, one=axis_name is not None)
-    changes = _apply(store, due, ready, axis_name, send)._replace(pending=pending)
+    oldest, pending, ready = rotate_queue(store, new, one=axis_name is not None)
+    changes = _apply(store, oldest, ready, axis_name, send)._replace(pending=pending)
     return changes if is_tracing() else _beside_pending(store, changes)
 
 
@@ -58,19 +58,19 @@ def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
     """The store after all pending pushes, the oldest first."""
     store = dataclasses.replace(store, pending=dict(sorted(store.pending.items())))  # as a push has its keys
     for i in range(store.staleness):
-        due, ready = pending_at(store, i)
-        store = with_changes(store, _apply(store, due, ready, axis_name, send))
+        oldest, ready = pending_at(store, i)
+        store = with_changes(store, _apply(store, oldest, ready, axis_name, send))
     changes = Changes(pending=jax.tree.map(jnp.zeros_like, store.pending))
     return with_changes(store, changes if is_tracing() else _beside_pending(store, changes))
 
 
-def _apply(store: KVStore, due: Arrays, ready: Mapping[int, Any], axis_name: str | None, send: Send) -> Changes:
+def _apply(store: KVStore, oldest: Arrays, ready: Mapping[int, Any], axis_name: str | None, send: Send) -> Changes:
     """The changes by the values that are ready. At the prompt it is known which are, and nothing has to be masked."""
     now, shapes = dataclasses.replace(store, staleness=0, pending={}), shapes_of(store)
     if not is_tracing():
-        lists = {k: _unstack(value) for k, value in due.items() if ready[k]}
+        lists = {k: _unstack(value) for k, value in oldest.items() if ready[k]}
         return send(now, lists, aggregate.num_updates(now, lists)) if lists else Changes()
-    lists = {k: list(v) if axis_name is None else [v.reshape(shapes[k])] for k, v in due.items()}
+    lists = {k: list(v) if axis_name is None else [v.reshape(shapes[k])] for k, v in oldest.items()}
     changes = send(now, lists, aggregate.num_updates(now, lists, ready))
     return where_ready(store, changes, ready, lists, axis_name)
 
@@ -79,30 +79,30 @@ def rotate_queue(store: KVStore, new: Arrays, *, one: bool) -> tuple[Arrays, dic
     """The oldest value of each key, the queues with the new ones in their place, and whether each was ever pushed."""
     # With `one` the new values are those of one device, inside a mapped axis. There the first axis of the queues, the
     # devices, has length 1 (`shard_map`) or is gone (`pmap`).
-    due, pending, ready = {}, {}, {}
+    oldest_values, pending, ready = {}, {}, {}
     for k, value in new.items():
         value = value.astype(store.values[k].dtype)
         stacked = value[None] if one else value
-        held = store.pending.get(k) or _empty(stacked, store.staleness)
-        oldest = held.values[0]
+        queue = store.pending.get(k) or _empty(stacked, store.staleness)
+        oldest = queue.values[0]
         if one and oldest.size != value.size:
             both = f"values {oldest.shape} are pending, and each device pushes {value.shape}"
             raise ValueError(f"kv.push: key {k}: {both}; spread the store by kv.place, or call kv.flush first")
-        due[k] = oldest.reshape(value.shape) if one else oldest
+        oldest_values[k] = oldest.reshape(value.shape) if one else oldest
         joined = value.reshape(oldest.shape) if one else value
-        count, ready[k] = _count_push(held.count, store.staleness)
-        pending[k] = PendingPushes((*held.values[1:], joined), count)
-    return due, pending, ready
+        count, ready[k] = _count_push(queue.count, store.staleness)
+        pending[k] = PendingPushes((*queue.values[1:], joined), count)
+    return oldest_values, pending, ready
 
 
 def _count_push(count: jax.Array, most: int) -> tuple[jax.Array, Any]:
     """The count after one push more, and whether the queue was full."""
     if is_tracing():
         return jnp.minimum(count + 1, most), count == most
-    known = int(to_host(count))  # ready at once, since no program of a push at the prompt computes it
-    if known == most:
+    pushed_before = int(to_host(count))  # ready at once, since no program of a push at the prompt computes it
+    if pushed_before == most:
         return count, True
-    return jax.device_put(np.int32(known + 1), count.sharding if count.committed else None), False
+    return jax.device_put(np.int32(pushed_before + 1), count.sharding if count.committed else None), False
 
 
 def where_ready(
@@ -127,19 +127,19 @@ def where_ready(
     )
 
 
-def select(condition: jax.Array, new: Any, old: Any) -> Any:
+def select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """One of two pytrees of the same structure, by a bool scalar."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 def pending_at(store: KVStore, i: int) -> tuple[Arrays, dict[int, Any]]:
     """Place i of the queues, and whether it was pushed."""
-    counts = {k: held.count if is_tracing() else int(to_host(held.count)) for k, held in store.pending.items()}
+    counts = {k: queue.count if is_tracing() else int(to_host(queue.count)) for k, queue in store.pending.items()}
     ready: dict[int, Any] = {k: i >= store.staleness - count for k, count in counts.items()}
-    return {k: held.values[i] for k, held in store.pending.items()}, ready
+    return {k: queue.values[i] for k, queue in store.pending.items()}, ready
 
 
-def regroup(held: PendingPushes, count: int) -> PendingPushes:
+def regroup(pushes: PendingPushes, count: int) -> PendingPushes:
     """The queue for another number of devices, with the same sums."""
     # Device i takes the values of the devices i, i + count, i + 2 count, ... If there are more devices than before, the
     # others have zeros.
@@ -150,7 +150,7 @@ def regroup(held: PendingPushes, count: int) -> PendingPushes:
         filled = jnp.pad(rows, [(0, -rows.shape[0] % count)] + [(0, 0)] * (rows.ndim - 1))
         return filled.reshape(-1, count, *rows.shape[1:]).sum(0, dtype=rows.dtype)
 
-    return PendingPushes(tuple(map(spread, held.values)), held.count)
+    return PendingPushes(tuple(map(spread, pushes.values)), pushes.count)
 
 
 # At the prompt. There the rows of what was pushed stay on the devices that pushed them.
@@ -167,7 +167,7 @@ def _stack(store: KVStore, key: int, values: Sequence[jax.Array]) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _stack_rows(values: list[jax.Array], dtype: Any) -> jax.Array:
+def _stack_rows(values: list[jax.Array], dtype: np.dtype[Any]) -> jax.Array:
     return jnp.stack([v.astype(dtype) for v in values])
 
 
@@ -181,7 +181,7 @@ def _unstack(stacked: jax.Array) -> list[jax.Array]:
 
 def _beside_pending(store: KVStore, changes: Changes) -> Changes:
     """The changes, with all of a key on the devices of its last push. Else no program takes a store of them."""
-    new, last = with_changes(store, changes), {k: held.values[-1] for k, held in changes.pending.items()}
+    new, last = with_changes(store, changes), {k: queue.values[-1] for k, queue in changes.pending.items()}
 
     def beside(of_keys: dict[int, Any]) -> dict[int, Any]:
         return {k: _move_beside(last[k], x) for k, x in of_keys.items() if k in last}
@@ -192,7 +192,7 @@ def _beside_pending(store: KVStore, changes: Changes) -> Changes:
     return Changes(*by_key, optimizer_state=state)
 
 
-def _move_beside(pushed: jax.Array, tree: Any) -> Any:
+def _move_beside(pushed: jax.Array, tree: PyTree) -> PyTree:
     """The arrays on the devices of what was pushed. Those that are on no particular device stay so."""
     devices = _devices_of(pushed)
 
@@ -212,7 +212,8 @@ def _devices_of(array: jax.Array) -> tuple[Any, ...]:
     return tuple(sorted(sharding.device_set, key=lambda d: d.id))
 
 
-def _empty(row: Any, staleness: int) -> PendingPushes:
-    is_placed = isinstance(row, jax.Array) and not is_traced(row) and row.committed  # a tracer and a shape are nowhere
-    home = copies_on(_devices_of(row)) if is_placed and not spans_processes(row) else None
+def _empty(row: jax.Array | jax.ShapeDtypeStruct, staleness: int) -> PendingPushes:
+    home = None  # a tracer and a shape are nowhere
+    if isinstance(row, jax.Array) and not is_traced(row) and row.committed and not spans_processes(row):
+        home = copies_on(_devices_of(row))
     return PendingPushes(tuple(jnp.zeros_like(row) for _ in range(staleness)), jnp.zeros((), jnp.int32, device=home))

@@ -1,4 +1,8 @@
-"""The store: a frozen pytree of values, updater states, residuals and pending pushes, its kind, how arrays are kept."""
+"""The store: a frozen pytree of values, updater states, residuals and pending pushes, its kind, how arrays are kept.
+
+Read `Kind`, `Layout` and `KVStore` first: all else asks them. A push makes `Changes`, and `with_changes` applies them,
+so no function here writes into a store.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .. import compression, updaters
-from .._core import calls
-from .._core.arrays import Device, is_traced, nbytes, tree_nbytes, without_keys
+from .._core.arrays import Device, PyTree, Shaped, is_traced, nbytes, tree_nbytes, without_keys
 from .._core.text import Table, plural
 from .._devices import collectives
 from .._devices.mesh import STORE_AXIS, copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
 from ..updaters import Updater, accumulate, assign
-from .mxnet_names import ARGUMENTS, KIND_ALIASES, line_for
+from .mxnet_names import KIND_ALIASES, line_for
 
 # The kinds of store. The rest of the package asks a kind and compares no names.
 
@@ -140,18 +143,18 @@ class KVStore:
     """
 
     values: dict[int, jax.Array]
-    updater_state: dict[int, Any]
-    residuals: dict[int, Any]
+    updater_state: dict[int, PyTree]
+    residuals: dict[int, PyTree]
     kind: str = "local"
     updater: Any = assign
     compressor: compression.Compressor | None = None
     devices: tuple[Device, ...] | None = None
     limits: collectives.BucketLimits = dataclasses.field(default_factory=collectives.BucketLimits)
     paths: tuple[tuple[int, str], ...] = ()
-    treedef: Any = None
+    treedef: Any = None  # a `jax.tree_util.PyTreeDef`
     pending: dict[int, Any] = dataclasses.field(default_factory=dict)
     staleness: int = 0
-    optimizer_state: Any = ()
+    optimizer_state: PyTree = ()
     layouts: Layouts = ()
     frozen: tuple[int, ...] = ()
 
@@ -170,9 +173,9 @@ class KVStore:
         """Whether both have the same options, keys, values and states, to the last bit."""
         if not isinstance(other, KVStore):
             return NotImplemented
-        mine, my_tree = jax.tree.flatten(self)
-        theirs, their_tree = jax.tree.flatten(other)
-        return my_tree == their_tree and all(map(_is_same, mine, theirs))
+        leaves, structure = jax.tree.flatten(self)
+        other_leaves, other_structure = jax.tree.flatten(other)
+        return structure == other_structure and all(map(_is_same, leaves, other_leaves))
 
     if not TYPE_CHECKING:
 
@@ -182,10 +185,10 @@ class KVStore:
             hint = f"; a store is a value, and the verbs are functions: write {line}" if line else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
-        def __getitem__(self, key: Any) -> Any:
+        def __getitem__(self, key: object) -> object:
             raise TypeError(f"a store has no items; write value = kv.pull(store, {key!r})")
 
-        def __setitem__(self, key: Any, value: Any) -> None:
+        def __setitem__(self, key: object, value: object) -> None:
             raise TypeError(f"a store is a value and never changes; write store = kv.push(store, {key!r}, value)")
 
         __iter__ = None  # `for` would ask for items
@@ -212,14 +215,14 @@ class Changes(NamedTuple):
     """What a push replaces, by the fields of `KVStore`. What is missing, or None, stays as it is."""
 
     values: Arrays = _NONE
-    updater_state: dict[int, Any] = _NONE
-    residuals: dict[int, Any] = _NONE
+    updater_state: dict[int, PyTree] = _NONE
+    residuals: dict[int, PyTree] = _NONE
     pending: dict[int, Any] = _NONE
-    optimizer_state: Any = None
+    optimizer_state: PyTree = None
 
     def __or__(self, later: Changes) -> Changes:
         """These changes, then the later ones."""
-        by_key = [mine | other for mine, other in zip(self[:-1], later[:-1], strict=True)]
+        by_key = [before | after for before, after in zip(self[:-1], later[:-1], strict=True)]
         state = self.optimizer_state if later.optimizer_state is None else later.optimizer_state
         return Changes(*by_key)._replace(optimizer_state=state)
 
@@ -232,7 +235,6 @@ def with_changes(store: KVStore, changes: Changes) -> KVStore:
     return dataclasses.replace(store, **new, optimizer_state=store.optimizer_state if state is None else state)
 
 
-@calls.answers("kv.names", ARGUMENTS)
 def names(store: KVStore) -> dict[int, str]:
     """The name of each key: its path in the pytree of params.
 
@@ -322,22 +324,24 @@ def lay_out(store: KVStore, key: int, value: jax.Array) -> jax.Array:
     return value if sharding is None or is_traced(value) else put(value, sharding)
 
 
-def start_state(store: KVStore, key: int, value: jax.Array) -> Any:
+def start_state(store: KVStore, key: int, value: jax.Array) -> PyTree:
     """The updater's state of a key, on the devices of the value. A plain function has none, nor has a frozen key."""
     if not isinstance(store.updater, Updater) or key in store.frozen:
         return ()
+    # A state that begins as the value, as an average of params does, must not share its buffer: a step donates both.
     state = jax.tree.map(lambda x: own_copies(x) if x is value else x, store.updater.init(key, value))
     if store.devices is None or is_traced(value):
         return state
-    own = dict(store.layouts).get(key, REPLICATED)
-    return jax.tree.map(lambda leaf: put(leaf, home(store, own if leaf.shape == value.shape else REPLICATED)), state)
+    layout = dict(store.layouts).get(key, REPLICATED)
+    return jax.tree.map(lambda leaf: put(leaf, home(store, layout if leaf.shape == value.shape else REPLICATED)), state)
 
 
 def layout_of_each(store: KVStore) -> KVStore:
     """The store with the layout of each array in place of it."""
+    # A leaf of a key's state lies as the value does if it has that shape. Others, such as counts, are on each device.
     layouts = {**dict.fromkeys(store.values, REPLICATED), **dict(store.layouts)}
 
-    def state(k: int, leaf: Any) -> Layout:
+    def state(k: int, leaf: Shaped) -> Layout:
         return layouts[k] if leaf.shape == store.values[k].shape else REPLICATED
 
     return dataclasses.replace(
@@ -361,19 +365,19 @@ def trained_keys(store: KVStore) -> list[int]:
     return [k for k in floating if k not in store.frozen]
 
 
-def tree_of(store: KVStore, by_key: Mapping[int, Any]) -> Any:
+def tree_of(store: KVStore, by_key: Mapping[int, Any]) -> PyTree:
     """The user's pytree with these in place of the params that are trained, and None in place of the others."""
     assert store.treedef is not None
     trained = set(trained_keys(store))
     return store.treedef.unflatten([by_key[k] if k in trained else None for k, _ in store.paths])
 
 
-def by_key(store: KVStore, tree: Any) -> Arrays:
+def by_key(store: KVStore, tree: PyTree) -> Arrays:
     """The inverse of `tree_of`."""
     return dict(zip(trained_keys(store), jax.tree.leaves(tree), strict=True))
 
 
-def state_layouts(store: KVStore) -> Any:
+def state_layouts(store: KVStore) -> PyTree:
     """The optimizer's state with the layout of each leaf in place of it."""
     # What belongs to a param and has its shape is kept as the param. Each device has a copy of the rest.
     state = store.optimizer_state
@@ -385,17 +389,17 @@ def state_layouts(store: KVStore) -> Any:
         rows = {k: jax.ShapeDtypeStruct((layout.chunk,), specs[k].dtype) for k, layout in rows_of(store).items()}
         full_state, row_state = (jax.eval_shape(store.updater.init, tree_of(store, params)) for params in (specs, rows))
 
-        def row_layout(full: Any, row: Any) -> Layout:
+        def row_layout(full: jax.ShapeDtypeStruct, row: jax.ShapeDtypeStruct) -> Layout:
             return Layout(Form.ROWS, full.shape, shards(store)) if row.ndim else REPLICATED
 
         return jax.tree.map(row_layout, full_state, row_state)
     try:
-        found = iter(owners(store))
+        owner_of_leaf = iter(owners(store))
     except updaters._UnknownOwners:
         return jax.tree.broadcast(REPLICATED, state)
 
-    def layout(leaf: Any) -> Layout:
-        k = next(found)
+    def layout(leaf: Shaped) -> Layout:
+        k = next(owner_of_leaf)
         return REPLICATED if k is None or specs[k].shape != leaf.shape else layouts[k]
 
     return jax.tree.map(layout, state)
@@ -407,7 +411,7 @@ def owners(store: KVStore) -> list[int | None]:
     return [None if i is None else keys[i] for i in store.updater.owners(tree_of(store, specs_of(store)))]
 
 
-def whole_state(store: KVStore) -> Any:
+def whole_state(store: KVStore) -> PyTree:
     """The optimizer's state with whole values, for `eval_params` and for checkpoints."""
     return jax.tree.map(lambda layout, x: layout.full(x), state_layouts(store), store.optimizer_state)
 
@@ -415,34 +419,36 @@ def whole_state(store: KVStore) -> Any:
 # What a store looks like at the prompt and in a notebook, and whether two are equal.
 
 
-def _is_same(a: Any, b: Any) -> bool:
+def _is_same(a: object, b: object) -> bool:
     """Whether two leaves are equal. A tree of the store's structure may hold other things than arrays."""
-    if not all(isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in (a, b)):
+    arrays = (jax.Array, np.ndarray, np.generic)
+    if not (isinstance(a, arrays) and isinstance(b, arrays)):
         return type(a) is type(b) and bool(a == b)
+    # By their bytes: a NaN is equal to itself, and -0.0 is not 0.0.
     is_alike = a.shape == b.shape and a.dtype == b.dtype
     return is_alike and len({np.asarray(to_host(without_keys(x)[0])).tobytes() for x in (a, b)}) == 1
 
 
 def _summary(store: KVStore) -> str:
     """One line about a store, or about a pytree of its structure."""
-    words = [f"kind={store.kind!r}", f"updater={_updater_name(store.updater)}"]
-    words += [f"compression={store.compressor}"] if store.compressor is not None else []
-    words += [f"staleness={store.staleness}"] if store.staleness else []
+    facts = [f"kind={store.kind!r}", f"updater={_updater_name(store.updater)}"]
+    facts += [f"compression={store.compressor}"] if store.compressor is not None else []
+    facts += [f"staleness={store.staleness}"] if store.staleness else []
     if not store.values:
-        return ", ".join([*words, "empty"])
-    words.append(f"{plural(len(store.values), 'key')}, {tree_nbytes(store.values):,} bytes")
+        return ", ".join([*facts, "empty"])
+    facts.append(f"{plural(len(store.values), 'key')}, {tree_nbytes(store.values):,} bytes")
     state = tree_nbytes((store.updater_state, store.optimizer_state))
     pending = tree_nbytes([pushes.values for pushes in store.pending.values()])  # without the counts
-    words += [f"updater state {state:,} bytes"] if state else []
-    words += [f"pending {pending:,} bytes"] if pending else []
-    return ", ".join(words)
+    facts += [f"updater state {state:,} bytes"] if state else []
+    facts += [f"pending {pending:,} bytes"] if pending else []
+    return ", ".join(facts)
 
 
-def _updater_name(updater: Any) -> str:
-    for name, known in (("assign", assign), ("accumulate", accumulate)):
-        if updater == known:
+def _updater_name(updater: Callable[..., object] | Updater) -> str:
+    for name, standard in (("assign", assign), ("accumulate", accumulate)):
+        if updater == standard:
             return name
-    inner = getattr(updater, "update", updater)
+    inner: Any = getattr(updater, "update", updater)
     if hasattr(updater, "tx"):
         return "optax transform of all params"
     if hasattr(inner, "tx"):
@@ -466,7 +472,7 @@ def _rows(store: KVStore) -> Iterator[tuple[str, ...]]:
         yield str(key), name, f"{value.dtype}[{shape}]", f"{nbytes(value):,}", _place(value)
 
 
-def _place(value: Any) -> str:
+def _place(value: object) -> str:
     if is_traced(value) or not isinstance(value, jax.Array):
         return "traced"
     devices = sorted(value.sharding.device_set, key=lambda d: d.id)

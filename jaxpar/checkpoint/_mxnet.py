@@ -17,7 +17,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._core import files
-from .._core.calls import answers
 from .._core.files import CheckpointError
 
 # Before a list, an array of an older form, an array, an array of `mx.np`. The oldest begins with its number of axes.
@@ -28,7 +27,6 @@ _MOST_ELEMENTS = 2**59  # of which NumPy can count the bytes, also where an axis
 _MOST_AXES = 32
 
 
-@answers("checkpoint.load_mxnet")
 def load_mxnet(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The arrays of a `.params` file of MXNet, by name.
 

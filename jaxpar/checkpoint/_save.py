@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from .._core import calls, checks, files, text
+from .._core import checks, files, text
 from .._core.arrays import PyTree
+from .._core.transfers import allows_transfers
 from .._devices import processes, user_mesh
 from . import _files, _leaves, _run
 from ._files import CheckpointError, Content, Found as Found, Manifest
@@ -27,7 +28,7 @@ Condition = Callable[[Path, Manifest], bool]  # of a checkpoint
 _TRIES = 10  # to list a directory while another process removes checkpoints from it
 
 
-@calls.answers("checkpoint.save")
+@allows_transfers
 def save(path: PathLike, state: PyTree) -> None:
     """Save a state. On return it is on disk, complete and flushed.
 
@@ -58,7 +59,7 @@ def save(path: PathLike, state: PyTree) -> None:
             _files.write(path, content, records, arrays)
 
 
-@calls.answers("checkpoint.restore")
+@allows_transfers
 def restore(path: PathLike, like: Tree) -> Tree:
     """The saved state, with the structure and devices of `like`.
 
@@ -97,7 +98,6 @@ def restore(path: PathLike, like: Tree) -> Tree:
     return fill(saved, like)
 
 
-@calls.answers("checkpoint.latest")
 def latest(directory: PathLike) -> Path | None:
     """The newest checkpoint of a directory that `restore` can read.
 
@@ -128,7 +128,6 @@ def latest(directory: PathLike) -> Path | None:
     return None if newest is None else newest.path
 
 
-@calls.answers("checkpoint.best")
 def best(directory: PathLike) -> Path | None:
     """The best checkpoint of a directory, see `train.KeepBest`.
 
@@ -233,7 +232,6 @@ class Manager:
         ([1.0, 1.0], {'seen': 1})
     """
 
-    @calls.answers("checkpoint.Manager")
     def __init__(self, directory: PathLike, *, keep: int = 3, on_latest: Callable[[Path], None] | None = None):
         self.directory: Path = files.as_path(directory, "checkpoint.Manager: directory")
         self.keep: int = checks.whole_number(keep, "checkpoint.Manager", "keep")

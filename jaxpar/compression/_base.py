@@ -1,4 +1,8 @@
-"""What compressors are made of: the base classes, codes of a few bits, and sums of equal steps as such codes."""
+"""What compressors are made of: the base classes, codes of a few bits, and sums of equal steps as such codes.
+
+`Compressor` is the interface. Read one compressor of `_compressors` beside it, then the packing: a code has a few bits,
+a word 32, and the order of the codes in a word suits either MXNet's bytes (`InWords`) or the hardware (`pack_planes`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core.arrays import PyTree
-from .._core.calls import answers
 from .._devices import collectives
 
 if TYPE_CHECKING:  # so that `answers` leaves it to NumPy to say what is no dtype
@@ -141,7 +144,6 @@ class LinearCompressor(Compressor, Protocol):
         raise TypeError(f"compression {self.name!r} has no payload of one device; its sum is `allreduce`")
 
 
-@answers("compression.decode_sum")
 def decode_sum(compressor: Compressor, payloads: Payload, shape: Shape, dtype: DTypeLike) -> jax.Array:
     """Decode several payloads and sum them, in the order of the devices.
 

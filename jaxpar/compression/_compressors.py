@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._core import calls, checks
+from .._core import checks
 from .._core.arrays import PyTree
 from . import _base
 from ._base import Compressor, ElementCompressor, Grid, LinearCompressor, Payload, Shape, State
@@ -71,7 +71,7 @@ class TwoBit(_base.InWords):
 
     def quantize(self, value: jax.Array, state: State) -> tuple[jax.Array, State]:
         wanted, t = _base.with_residual(value, state), np.float32(self.threshold)
-        up, down = wanted >= t, wanted <= -t
+        up, down = wanted >= t, wanted <= -t  # NaN is neither, so it is sent as 0 and stays in the residual
         residual = wanted - jnp.where(up, t, jnp.where(down, -t, np.float32(0)))
         codes = jnp.where(up, np.uint8(3), jnp.where(down, np.uint8(2), np.uint8(0)))
         return codes, {**state, "residual": residual}
@@ -412,9 +412,11 @@ class PowerSGD(LinearCompressor):
         m = _base.with_residual(value, state).reshape(_matrix(value.shape))  # (rows, columns)
         if 0 in m.shape:
             return value, state
+        # One power iteration: it goes on from the `q` of the last push, so one a push is enough.
         p = psum(_product(m, state["q"]))  # (rows, rank)
         p, _ = jnp.linalg.qr(_scale(p))
         q = _product(m.T, p)  # (columns, rank) of this device
+        # Before the sum of `q`: a device keeps what was lost of its own value.
         residual = (m - _product(p, q.T)).reshape(value.shape)
         q = psum(q)
         total = _product(p, q.T).reshape(value.shape).astype(value.dtype)
@@ -455,7 +457,6 @@ _TYPES: dict[str, Any] = {c.name: c for c in (OneBit, TwoBit, BFloat16, Int3, In
 TYPES = ("none", *_TYPES)
 
 
-@calls.answers("compression.make")
 def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
     """Make a compressor from a specification.
 

@@ -58,6 +58,8 @@ def allreduce(compressor: Compressor, values: Arrays, states: States, axis_name:
         return _linear(cast(LinearCompressor, compressor), values, states, axis_name, limits)
     if compressor.two_way:
         return _two_way(values, states, axis_name, limits)
+    # A bucket is encoded at once where that gives the codes of its values one after another. Int8 counts blocks from
+    # the start of a value, and top-k compares all its elements, so each of their values is a bucket of its own.
     shapes = [v.shape for v in values]
     groups = collectives.plan(values, limits) if compressor.elementwise else tuple((i,) for i in range(len(values)))
     buckets = collectives.pack(values, groups)
@@ -76,6 +78,7 @@ def allreduce(compressor: Compressor, values: Arrays, states: States, axis_name:
     # nothing, and on CPUs it would change the last bits of the update.
     barrier = functools.partial(lax.platform_dependent, tpu=lax.optimization_barrier, default=lambda x: x)
     sums = [barrier(s.reshape(bucket.shape)) for s, bucket in zip(sums, buckets, strict=True)]
+    # The state goes back to each value: its own residual, and what the bucket has in common, such as the stream.
     new = {i: state for (_, state), group in zip(coded, groups, strict=True) for i in group}
     residuals = collectives.unpack([state["residual"] for _, state in coded], shapes, groups)
     new_states = [{**new[i], "residual": residual} for i, residual in enumerate(residuals)]
@@ -93,6 +96,7 @@ def reduce_scatter(
     if compressor.two_way:
         return _two_way_share(values, states, axis_name, limits)
     shards = lax.axis_size(axis_name)
+    # Row i is coded by itself, since device i gets that row of all devices and no other.
     rows = [collectives.to_rows(v, shards) for v in values]  # each (devices, chunk)
     coder: Any = _InPlanes(compressor) if isinstance(compressor, ElementCompressor) else compressor
     coded = [jax.vmap(coder.encode)(r, s) if r.size else ({}, s) for r, s in zip(rows, states, strict=True)]
@@ -121,6 +125,7 @@ def _sum_payloads(
     compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
     """The sums over the axis of what each device encoded as these payloads. Of `values`, shapes and dtypes are used."""
+    # The values of one way share collectives, so they are summed way by way and put back in their order.
     count = lax.axis_size(axis_name)
     ways = [_way_of_value(compressor, p, v, count) for p, v in zip(payloads, values, strict=True)]
     sums = dict[int, jax.Array]()
@@ -133,7 +138,7 @@ def _sum_payloads(
         elif way == "gather":
             gathered = _exchange(to_send, functools.partial(collectives.gather_stack, axis_name=axis_name), 0, limits)
             totals = [decode_sum(compressor, p, v.shape, v.dtype) for p, v in zip(gathered, templates, strict=True)]
-        else:
+        else:  # in float32, so that the sum is rounded to the dtype of the value once
             dense = [compressor.decode(p, v.shape, "float32") for p, v in zip(to_send, templates, strict=True)]
             totals = collectives.allreduce(dense, axis_name, limits, _sum_dense)
             totals = [s.astype(v.dtype) for s, v in zip(totals, templates, strict=True)]
@@ -203,6 +208,8 @@ def _sum_codes(compressor: ElementCompressor, codes: Arrays, axis_name: str, lim
 
 def _sum_of_codes(compressor: ElementCompressor, codes: jax.Array, axis_name: str) -> jax.Array:
     """The same for the codes of some words, in the way that sends least."""
+    # All ways give the same float32 sums. Sizes and the number of devices are known when this is traced, so only one
+    # way is in the program.
     count, per_word, size = lax.axis_size(axis_name), compressor.per_word, codes.size
     grid: Any = compressor.grid(count)
     itemsize = 4 if per_word > 1 else codes.dtype.itemsize
@@ -220,6 +227,7 @@ def _sum_of_codes(compressor: ElementCompressor, codes: jax.Array, axis_name: st
         chunk = chunk_of(size, per_word, grid, count)
         rows = jnp.pad(codes, (0, count * chunk - size)).reshape(count, chunk)
         received = _to_owners(_pack(compressor, rows), axis_name)
+    # One device after another, so the order of the additions is that of the devices whatever the way was.
     lines = collectives.in_lines(received)
     with jax.named_scope("decode and sum"):
         total = collectives.sum_by_loop(lambda i: _unpack(compressor, lines[i]), count)
@@ -316,11 +324,14 @@ def start_owner(shape: collectives.Shape, count: int) -> State:
 def _two_way(values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
     """(the twice-coded sums over the axis, equal on every device; the new states of this device)."""
     count = lax.axis_size(axis_name)
+    # To the owners: each device codes its values, and the owner of a share adds the integers.
     wanted = [_base.with_residual(v, s) for v, s in zip(values, states, strict=True)]
     codes, residuals, steps = _code(wanted, axis_name)
     shares = _add_shares([collectives.to_rows(c, count) for c in codes], axis_name, limits)
     # The owner of a share adds what it did not send back at the last push.
     totals = [share * step + state[_OWNER] for share, step, state in zip(shares, steps, states, strict=True)]
+
+    # And back: the owner codes its sum, by a scale that is equal for all shares of a value.
     codes, owner_residuals, steps = _code(totals, axis_name)
     gathered = _gather_shares(codes, axis_name, limits)
     sums = [
@@ -354,6 +365,7 @@ def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.
     shares: list[jax.Array] = []
     for bucket in collectives.pack(rows, groups, axis=1):
         received = collectives.send_rows(_base.pack_codes(bucket), axis_name)
+        # Integers, so the order of the devices does not matter.
         total = _base.unpack_codes(received).sum(0, dtype=jnp.int32).astype(jnp.float32)
         shares.append(in_order(total)[: bucket.shape[1]])
     return collectives.unpack(shares, [r.shape[1:] for r in rows], groups)

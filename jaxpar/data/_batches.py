@@ -1,4 +1,9 @@
-"""Which examples come when, and batches of them: streamed from the host, or gathered from copies on the devices."""
+"""Which examples come when, and batches of them: streamed from the host, or gathered from copies on the devices.
+
+`plan_batches` decides all that is decided once: which examples, on which devices, padded or not. `from_host` and
+`from_devices` then carry out the plan. The examples of step n depend on the key and on n alone, so a run that resumes
+at `start=n` sees the batches that the run before would have seen.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
-from .._core import calls, checks, host
+from .._core import checks, host
 from .._core.arrays import Device, KeyPath, PyTree, is_prng_key
 from .._devices import collectives, processes
 from .._devices.mesh import STORE_AXIS, auto_mesh, put, wait_before_collectives
@@ -124,6 +129,7 @@ def split_rows(
         if rng is not None:
             raise ValueError(f"{where}: shuffle=False uses no rng; leave out one of them")
         return np.arange(count), np.arange(count, size)
+    # Drawn as the order of an epoch is, so it is the same on any devices; sorted, so a part keeps the stored order.
     with outside_mesh():
         order = np.asarray(order_of(checks.random_key(0 if rng is None else rng, where), size)(0))
     return np.sort(order[:count]), np.sort(order[count:])
@@ -316,7 +322,6 @@ class DatasetBatchOptions(BatchOptions, total=False):
     resident: bool | None
 
 
-@calls.answers("data.batches", HINTS)
 def plan_batches(
     size: int,
     batch_size: int,
@@ -377,6 +382,7 @@ def from_host(arrays: PyTree, plan: BatchPlan, dtype: DTypeLike | None) -> Itera
                 epoch, order = segment.epoch, np.asarray(plan.order(segment.epoch))
             size = segment.batch_size
             for at in range(segment.first, segment.first + segment.number * size, size):
+                # What pads a batch repeats its last example, and the step leaves it out.
                 rows = np.pad(order[at : at + size], (0, placement.rows(size) - size), mode="edge")
                 batch = jax.tree.map(lambda array, rows=rows: send(array, rows, placement.sharding), arrays)
                 yield convert_images(batch, dtype)
@@ -392,7 +398,6 @@ Copies = dict[Any, tuple[jax.Array, jax.Array]]
 _residents: weakref.WeakKeyDictionary[ImagesAndLabels, Copies] = weakref.WeakKeyDictionary()
 
 
-@calls.answers("data.batches")
 def resident(
     dataset: ImagesAndLabels, placement: Placement, wanted: bool | None = None
 ) -> tuple[jax.Array, jax.Array] | None:
@@ -448,6 +453,8 @@ def from_devices(
     placement = plan.placement
     sharding = None if placement.sharding is None else images.sharding
     image_bytes = math.prod(images.shape[1:]) * (images.dtype if dtype is None else dtype).itemsize
+    # The order of an epoch goes to the devices once, (examples,) int32 on each. A group of batches then needs no data
+    # from the host, not even its position: `cursor` is what the group before returned.
     epoch = rows = None
     for segment in plan.segments:
         if segment.epoch != epoch:

@@ -2,6 +2,9 @@
 
 Nothing of these libraries is imported. Tables are known by the module of their type. An element of a loader is a pytree
 of what NumPy or DLPack can read.
+
+Begin with `from_iterable`. `IterableSource._from` is the hard part: which batch of which pass comes next, and where a
+run would go on that stops behind it.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +21,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from .._core import calls, checks, host
+from .._core import checks, host
 from .._core.arrays import Device, KeyPath, PyTree, check_plain
+from .._core.functions import takes
 from .._devices import processes
 from .._devices.collectives import PaddedBatch, pad_rows
 from .._devices.mesh import split_over
@@ -44,6 +48,18 @@ _ADVICE = {
         "data.from_iterable(dataset.with_format('numpy'), batched=False, steps_per_epoch=...)"
     ),
 }
+
+
+class _Column(Protocol):
+    def to_numpy(self) -> np.ndarray: ...
+
+
+class _Frame(Protocol):
+    """What is used of a DataFrame of pandas or polars."""
+
+    @property
+    def columns(self) -> Iterable[Any]: ...
+    def __getitem__(self, name: Any, /) -> _Column: ...
 
 
 @dataclasses.dataclass
@@ -145,6 +161,8 @@ class IterableSource:
         """
         batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
         share = checks.even_share(batch_size, processes.count(), _WHERE, of="processes")  # which this process reads
+
+        # The plan says where batches go. Which elements they have, the source says.
         if self.steps_per_epoch == "all":
             self.check(batch_size)
             examples, steps = batch_size, None  # an epoch has as many batches as there are
@@ -169,6 +187,7 @@ class IterableSource:
                 "step evenly; use a number that divides these, or data.from_arrays"
             )
         sharding = _share_sharding(batch_size + padding, placement)
+
         first_lengths: dict[str, int] = {}  # of the arrays of the first batch
         for number, batch in enumerate(self._from(start, epochs, steps, share), start):
             lengths = _lengths(batch, share, number if steps is None else number % steps, first_lengths)
@@ -200,17 +219,22 @@ class IterableSource:
             number, before = 0, start  # earlier passes are counted by reading them
         else:
             number, before = divmod(start, period)
+
+        # Each turn is a pass. An epoch may end within one, so `at`, the batches of all epochs, says when to stop.
         end = None if steps is None or epochs is None else epochs * steps
         at = start
         while at != end and (steps is not None or epochs is None or number < epochs):
             elements: Any = iter(self._epoch(number))
             num_read = 0  # batches of this pass
+            # An iterator that is set to its place reads nothing twice. Any other one reads what came before, and drops
+            # it.
             if state and before and not state.keys().isdisjoint(("json", "bytes")) and hasattr(elements, "set_state"):
                 _set_state(elements, state)
                 num_read = before
             elif self.is_read_once:  # it goes on where the run before left it: nothing is read and dropped
                 num_read = before
             state = None
+            # `num_read` counts all batches of the pass, `at` those that were given. Both grow together behind `before`.
             batches = self._host_batches(elements, share)
             batch = next(batches, None)
             while batch is not None:
@@ -227,6 +251,8 @@ class IterableSource:
                     may_end = num_read == total
                 else:
                     may_end = at % steps == 0 and at != end and not self.is_read_once
+                # `get_state` asks `iterator` for its state when it is called. Reading ahead moves it, so then it is
+                # asked before.
                 following, error, iterator = None, None, elements
                 if may_end:
                     place, iterator = place | _state_of(elements), None
@@ -239,6 +265,7 @@ class IterableSource:
                         error = ValueError(f"{_WHERE}: {what}; mend its length, or give steps_per_epoch=")
                     if following is None and error is None and steps is None and num_read < (total or 0):
                         error = _end_error(self.source, number, num_read, total)
+                # Written before the batch is given: a checkpoint of the step that trains on it says where to go on.
                 is_last = may_end and following is None and error is None
                 if is_last:
                     place = {"batches": at, "pass": number + 1, "before": 0}
@@ -250,6 +277,7 @@ class IterableSource:
                 if error is not None:
                     raise error
                 batch = following if may_end else next(batches, None)
+            # The pass is over. What is read once, or has fewer batches than an epoch, cannot go on; others begin again.
             if self.is_read_once:
                 raise _end_error(self.source, at // (steps or 1), at % (steps or 1), steps)
             if num_read < (steps or 1):
@@ -348,7 +376,7 @@ class IterableSource:
     def _epoch(self, epoch: int) -> Iterable[Any]:
         if not _is_function(self.source):
             return self.source
-        return self.source(epoch) if calls.takes(self.source, 1) else self.source()
+        return self.source(epoch) if takes(self.source, 1) else self.source()
 
     def _host_batches(self, elements: Iterator[Any], share: int, *, drop_remainder: bool = True) -> Iterator[PyTree]:
         """This process's batches as pytrees of arrays.
@@ -358,7 +386,7 @@ class IterableSource:
         # Arrays of NumPy are copied as they come: the source may write what comes next into the same memory.
         if self.batched:
 
-            def copied(path: KeyPath, leaf: Any) -> Any:
+            def copied(path: KeyPath, leaf: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
                 name = f"data.batches: {_batches.path_name(path)}"
                 return leaf if isinstance(leaf, jax.Array) else host.own_copy(leaf, name)
 
@@ -371,14 +399,13 @@ class IterableSource:
             yield join(examples)
 
 
-@calls.answers("data.from_iterable")
 def from_iterable(
     source: Any,
     *,
     steps_per_epoch: int | Literal["all"] | None = None,
     batched: bool = True,
     names: Sequence[str] = ("image", "label"),
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike | None = jnp.float32,
 ) -> IterableSource:
     """Make training data from an iterable of another library.
 
@@ -540,7 +567,7 @@ def _share_sharding(rows: int, placement: _batches.Placement) -> NamedSharding |
 # Tables and elements as arrays.
 
 
-def as_arrays(table: Any, where: str) -> PyTree:
+def as_arrays(table: PyTree, where: str) -> PyTree:
     """A table as a dict of arrays: a DataFrame of pandas or polars, or a list of dicts with one example each."""
     # All other data stays as it is. `TypeError` for a column that is no array of numbers, and for data that can be read
     # in several ways: the message has a line for each.
@@ -559,7 +586,7 @@ def _is_of(value: object, library: str, name: str) -> bool:
     return any(each.__name__ == name and each.__module__.split(".")[0] == library for each in type(value).__mro__)
 
 
-def _columns(frame: Any, where: str) -> dict[Any, np.ndarray]:
+def _columns(frame: _Frame, where: str) -> dict[Any, np.ndarray]:
     names = list(frame.columns)
     if len(set(names)) < len(names):
         raise ValueError(f"{where}: two columns of the DataFrame have one name, {names}; rename one of them")
@@ -574,7 +601,7 @@ def _columns(frame: Any, where: str) -> dict[Any, np.ndarray]:
     return columns
 
 
-def _is_rows(elements: Any) -> bool:
+def _is_rows(elements: PyTree) -> bool:
     """Whether this is a list of examples."""
     # An array of a batch has an axis of examples, so no scalar is in one.
     if not isinstance(elements, (list, tuple)) or not elements or not isinstance(elements[0], Mapping):
@@ -593,7 +620,7 @@ def as_dict(element: PyTree, names: tuple[str, ...], where: str = _WHERE) -> PyT
             )
         element = dict(zip(names, element, strict=True))
 
-    def convert(path: KeyPath, leaf: Any) -> np.ndarray | jax.Array:
+    def convert(path: KeyPath, leaf: object) -> np.ndarray | jax.Array:
         return as_array(leaf, f"{where}: {_batches.path_name(path)}")
 
     return jax.tree_util.tree_map_with_path(convert, element, is_leaf=lambda x: isinstance(x, (list, str)))

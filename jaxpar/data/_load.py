@@ -1,4 +1,8 @@
-"""Load a data set of tensorflow-datasets (TFDS) by name: found, prepared and read without TensorFlow."""
+"""Load a data set of tensorflow-datasets (TFDS) by name: found, prepared and read without TensorFlow.
+
+Begin with `load`. `_find` says where the data is, `prepare` has TFDS write it, `read` decodes it or takes the decoded
+copy of the time before.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from .._core import calls, checks, files, text
+from .._core import checks, files, text
+from .._core.arguments import no_such_arguments
 from ._sources import Dataset
 
 _HINTS = {
@@ -36,7 +41,7 @@ _COPY = "jaxpar-"  # the beginning of the name of a decoded copy
 _MOST_BYTES = 1 << 30  # of the arrays of a decoded copy
 
 
-@calls.answers("data.load", _HINTS)
+@no_such_arguments(_HINTS)
 def load(
     name: str = "fashion_mnist",
     split: str = "train",
@@ -328,8 +333,8 @@ def _origin(folder: Path) -> str | None:
     """The origin of a copy: TFDS's version, and the names, sizes and times of its files. None if unknown."""
     try:
         version = importlib.metadata.version("tensorflow-datasets")
-        others = sorted(entry for entry in folder.iterdir() if not entry.name.lstrip(".").startswith(_COPY))
-        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in others]
+        data_files = sorted(entry for entry in folder.iterdir() if not entry.name.lstrip(".").startswith(_COPY))
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in data_files]
     except (OSError, importlib.metadata.PackageNotFoundError):
         return None
     return json.dumps([version, stats])

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 
-from .._core import calls, checks, host
+from .._core import checks, host
 from .._core.arrays import KeyPath, PyTree
+from .._core.transfers import allows_transfers
 from .._devices import mesh, processes, user_mesh
 from ._batches import ahead, check_sharding, path_name
 
 _WHERE = "data.prefetch"
 
 
-@calls.answers("data.prefetch")
-def prefetch(iterator: Iterable[PyTree], sharding: Any = None, size: int = 2) -> Iterator[PyTree]:
+@allows_transfers
+def prefetch(iterator: Iterable[PyTree], sharding: PyTree = None, size: int = 2) -> Iterator[PyTree]:
     """Send batches to the devices ahead of their use.
 
     Transfers run while earlier batches are in use, without a thread. The first batch is read at the first `next`. At
@@ -54,6 +54,7 @@ def prefetch(iterator: Iterable[PyTree], sharding: Any = None, size: int = 2) ->
         sharding = jax.tree.map(check, sharding, is_leaf=lambda x: isinstance(x, (Sharding, P)))
 
     def sent() -> Iterator[PyTree]:
+        # Outside of `ahead`, so that waiting for one batch does not keep the next from being sent.
         for batch in ahead((_to_devices(element, sharding) for element in elements), size):
             leaves = jax.tree.leaves(batch)
             mesh.wait_before_collectives(batch, tuple(leaves[0].sharding.device_set) if leaves else ())

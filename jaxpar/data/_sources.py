@@ -1,4 +1,8 @@
-"""Training data of any origin: what `train.fit` asks of it, data sets and arrays as such."""
+"""Training data of any origin: what `train.fit` asks of it, data sets and arrays as such.
+
+Read `Source` first, the interface, then `as_source`, by which all other data becomes one. Data in memory is here, what
+is read from other libraries in `_iterable`, and how batches reach the devices in `_batches`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from .._core import calls, checks
+from .._core import checks
+from .._core.arguments import no_such_arguments
 from .._core.arrays import Device, PyTree, check_plain
+from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import each_in_user_mesh
@@ -60,7 +66,6 @@ class Source(Protocol):
 # A data set in memory.
 
 
-@calls.answers_class("data.Dataset")
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Images and labels in host memory.
@@ -105,7 +110,8 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.images)
 
-    @calls.answers("data.batches", _batches.HINTS)
+    @no_such_arguments(_batches.HINTS)
+    @allows_transfers
     def batches(
         self,
         batch_size: int,
@@ -117,7 +123,7 @@ class Dataset:
         sharding: NamedSharding | PartitionSpec | None = None,
         axis_name: str = STORE_AXIS,
         start: int = 0,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = jnp.float32,
         resident: bool | None = None,
         virtual_shards: int | None = None,
     ) -> Iterator[Batch]:
@@ -135,6 +141,7 @@ class Dataset:
             axis_name=axis_name,
             virtual_shards=virtual_shards,
         )
+        # Gathered on the devices where copies of the data set fit there, else sent from the host batch by batch.
         dtype = None if dtype is None else np.dtype(dtype)
         if (copies := _batches.resident(self, plan.placement, resident)) is not None:
             groups = _batches.from_devices(*copies, plan, dtype)
@@ -166,7 +173,6 @@ class Dataset:
         )
 
 
-@calls.answers("data.num_batches")
 def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> int:
     """The number of batches in one epoch over `size` examples.
 
@@ -181,7 +187,6 @@ def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> i
 # Data of any origin.
 
 
-@calls.answers("data.as_source")
 def as_source(given: Any) -> Source:
     """Convert data to a `Source`.
 
@@ -208,7 +213,8 @@ def batches(
 def batches(
     dataset: Any, batch_size: int | None = None, **options: Unpack[DatasetBatchOptions]
 ) -> Iterator[PyTree]: ...
-@calls.answers("data.batches", _batches.HINTS)
+@no_such_arguments(_batches.HINTS)
+@allows_transfers
 def batches(
     dataset: Any,
     batch_size: int | None = None,
@@ -220,7 +226,7 @@ def batches(
     sharding: NamedSharding | PartitionSpec | None = None,
     axis_name: str = STORE_AXIS,
     start: int = 0,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike | None = jnp.float32,
     resident: bool | None = None,
     virtual_shards: int | None = None,
 ) -> Iterator[PyTree]:
@@ -292,7 +298,7 @@ def batches(
     return source.batches(batch_size, rng=rng, epochs=epochs, start=start, devices=devices, **asked)
 
 
-@calls.answers("data.split")
+@allows_transfers
 def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True) -> Any:
     """Split data into two parts, for example for training and validation.
 
@@ -329,7 +335,6 @@ def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None,
     return split_source(fraction, rng=rng, shuffle=shuffle)
 
 
-@calls.answers("data.collect")
 def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     """Read an iterable of another library into one `Dataset`, such as test data.
 
@@ -403,7 +408,7 @@ class DatasetSource(_OfArrays):
         return DatasetSource(first), DatasetSource(second)
 
 
-@calls.answers("data.batch_groups")
+@allows_transfers
 def batch_groups(
     source: Source,
     batch_size: int,
@@ -433,6 +438,7 @@ def batch_groups(
     ((4, 2, 2), 3)
     """
     where = "data.batch_groups"
+    # Only a data set whose copies are on the devices is gathered there, several batches by one program.
     if not isinstance(source, DatasetSource):
         return None
     plan = _batches.plan_batches(
@@ -482,7 +488,8 @@ class ArraySource(_OfArrays):
             shapes.append(f"{name} {leaf.dtype} {leaf.shape[1:]}".strip())
         return f"{type(self).__name__}({len(self)} examples: {', '.join(shapes)})"
 
-    @calls.answers("data.batches", _batches.HINTS)
+    @no_such_arguments(_batches.HINTS)
+    @allows_transfers
     def batches(
         self,
         batch_size: int,
@@ -523,8 +530,8 @@ class ArraySource(_OfArrays):
         return first, second
 
 
-@calls.answers("data.from_arrays")
-def from_arrays(arrays: Any, *, dtype: Any = jnp.float32) -> ArraySource:
+@allows_transfers
+def from_arrays(arrays: PyTree, *, dtype: DTypeLike | None = jnp.float32) -> ArraySource:
     """Make training data from named arrays.
 
     Args:

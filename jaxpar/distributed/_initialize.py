@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 
-from .._core.calls import answers
 from .._core.text import say, say_news
 from .._devices import processes
 from .._heartbeat.client import HeartbeatClient, ServiceProxy, watch_end
@@ -80,7 +79,6 @@ def is_jax_used() -> bool:
     return False
 
 
-@answers("distributed.initialize")
 def initialize(
     coordinator: str | None = None,
     num_processes: int | None = None,
@@ -267,7 +265,6 @@ def check_joined(caller: str, harm: str, *, launched: bool = False) -> None:
         raise RuntimeError(f"{caller}: this is {place} and has not joined the others, so {harm}. {call}")
 
 
-@answers("distributed.set_resume_hint")
 def set_resume_hint(path: str | os.PathLike[str] | None) -> None:
     """Set the checkpoint to name when a process is lost.
 

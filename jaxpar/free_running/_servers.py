@@ -1,6 +1,10 @@
 """Parameter servers and their workers, as Ray actors: what each of them holds and does, and the start of several.
 
 Ray is imported when it is first used, and started for this machine only.
+
+`start` places the pieces of the parameters on `Server`s, each a store of its own. A `Worker` pulls, computes and pushes
+without waiting for other workers. So a gradient may be of older parameters than those that it changes: `status` counts
+by how many pushes.
 """
 
 from __future__ import annotations
@@ -25,9 +29,9 @@ import numpy as np
 
 from .. import kv, updaters
 from .._core.arrays import PyTree
-from .._core.calls import answers
 from .._core.checks import whole_number
 from .._core.text import say_news
+from .._core.transfers import allows_transfers
 from ..updaters import UpdateFn, Updater, stateless
 
 if TYPE_CHECKING:
@@ -102,7 +106,6 @@ class Piece:
     stop: int
 
 
-@answers("free_running.placement")
 def placement(shapes: Sequence[Shape], servers: int, split: int = SPLIT) -> tuple[tuple[Piece, ...], ...]:
     """The pieces that each server holds, placed as in MXNet.
 
@@ -207,7 +210,7 @@ class Servers:
     timeout: float
 
 
-@answers("free_running.start")
+@allows_transfers
 def start(
     params: PyTree,
     *,
@@ -243,6 +246,8 @@ def start(
     values = [np.asarray(store.values[k]) for k in keys]
     pieces = placement([v.shape for v in values], servers, split)
     _check_pieces(store, pieces)
+
+    # A server keeps no processor to itself, and computes on CPUs: the accelerators are the workers'.
     actor = _get_ray().remote(num_cpus=0, runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}})(Server)
     by_server = [{piece.key: cut(values[piece.key], piece) for piece in of_server} for of_server in pieces]
     handles = tuple(actor.remote(cut_values, updater, optimizer) for cut_values in by_server)
@@ -293,7 +298,6 @@ def wait_for_answers(servers: Servers, answers: Sequence[Any]) -> list[Any]:
     return results
 
 
-@answers("free_running.status")
 def status(servers: Servers) -> list[dict[str, Any]]:
     """The counts of each server: `pushes` of each worker, and `staleness`.
 
@@ -306,7 +310,6 @@ def status(servers: Servers) -> list[dict[str, Any]]:
     return wait_for_answers(servers, [handle.status.remote() for handle in servers.handles])
 
 
-@answers("free_running.stop")
 def stop(servers: Servers) -> None:
     """End the servers and discard their parameters. Ray keeps running."""
     ray = _get_ray()
@@ -341,6 +344,7 @@ class Worker:
         """
         servers = self.servers
         answers = wait_for_answers(servers, [handle.pull.remote() for handle in servers.handles])
+        # A push tells each server of which version its gradients are, so that the server can count how stale they are.
         self._versions = [version for version, _ in answers]
         leaves: list[np.ndarray | None] = [None] * len(servers.shapes)
         cuts: dict[int, list[np.ndarray]] = collections.defaultdict(list)  # of each value, in the order of servers
@@ -352,7 +356,7 @@ class Worker:
             leaves[key] = value.reshape(servers.shapes[key])
         return servers.treedef.unflatten(leaves)
 
-    @answers("free_running.Worker.push")
+    @allows_transfers
     def push(self, grads: PyTree) -> None:
         """Send gradients to the servers. Returns when each server has updated.
 
@@ -430,7 +434,7 @@ class Outcome:
     lost: dict[int, str]
 
 
-@answers("free_running.run")
+@allows_transfers
 def run(fn: Callable[[Worker], Any], servers: Servers, *, workers: int, **options: Any) -> Running:
     """Start `fn(worker)` in new processes, and return at once.
 
@@ -448,7 +452,7 @@ def run(fn: Callable[[Worker], Any], servers: Servers, *, workers: int, **option
     return Running(handles, tuple(h.run.remote(fn, sent, i) for i, h in enumerate(handles)), pids)
 
 
-@answers("free_running.finish")
+@allows_transfers
 def finish(running: Running) -> Outcome:
     """Wait for the workers and end their processes.
 
@@ -456,6 +460,7 @@ def finish(running: Running) -> Outcome:
         RuntimeError: every worker was lost. The message says why.
     """
     ray = _get_ray()
+    # One worker that is lost does not stop the others: what it returned is missing, and the reason is told.
     results, lost = {}, {}
     for i, result in enumerate(running.results):
         try:

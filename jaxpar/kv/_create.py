@@ -1,4 +1,8 @@
-"""Empty stores, keys, updaters and compression. Which process this is."""
+"""The beginning of a store: an empty one, its keys, its updater and compression. Which process this is.
+
+Each function gives a new store. Begin with `create` and `init`. An optimizer of `from_params` sees the whole pytree and
+has one state, see `_with_tree_optimizer`; any other updater has a state for each key.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import compression, distributed, sparse, updaters
-from .._core import calls, checks
-from .._core.arrays import Device, is_traced
+from .._core import checks
+from .._core.arguments import no_such_arguments
+from .._core.arrays import Device, PyTree, is_traced
+from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.collectives import BucketLimits
 from .._devices.mesh import own_copies, put
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
     import optax
 
 
-@calls.answers("kv.create", MXNET_ARGUMENTS)
+@no_such_arguments(MXNET_ARGUMENTS)
 def create(
     kind: str = "local",
     *,
@@ -76,27 +82,29 @@ def create(
         known = f"known are {', '.join(stores.KINDS)}"
         raise ValueError(f"kv.create: unknown kind {kind!r}; {known}; {OTHER_KINDS[kind]}")
     kind = checks.choice(KIND_ALIASES.get(kind, kind), "kv.create", "kind", stores.KINDS)
-    found = stores.KINDS[kind]
+    traits = stores.KINDS[kind]
     if staleness is None:
-        staleness = int(found.delayed)
+        staleness = int(traits.delayed)
     staleness = checks.whole_number(staleness, "kv.create", "staleness", least=0)
-    if staleness and not found.delayed:
+    if staleness and not traits.delayed:
         raise ValueError(f"kv.create: staleness={staleness} is for kind 'dist_async'; kind {kind!r} delays no pushes")
     if devices is not None:
         devices = checks.devices(devices, "kv.create")
+    # Processes join before anything asks JAX for devices: with its devices known, JAX joins no others.
     limits = BucketLimits(bucket_bytes, alone_bytes)
-    if found.over_processes:
+    if traits.over_processes:
         distributed.join(f"kv.create: kind {kind!r}")
-    elif found.in_rows and devices is None:
+    elif traits.in_rows and devices is None:
         harm = "each process would split the values over its own devices only"
         distributed.check_joined(f"kv.create: kind {kind!r}", harm, launched=True)
         devices = tuple(jax.devices())
     return KVStore({}, {}, {}, kind, devices=devices, limits=limits, staleness=staleness)
 
 
-@calls.answers("kv.init", MXNET_ARGUMENTS)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
-def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
+def init(store: KVStore, key: int | Sequence[int], value: PyTree) -> KVStore:
     """Add keys with their first values and updater states.
 
     For a kind `dist_*`, and for devices of several processes, every process must call `init` with the same keys and
@@ -121,19 +129,33 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
         [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
     """
     keys, many = checks.find_keys(key, "kv.init")
-    given = checks.as_values(keys, value, "kv.init") if many else [value]
-    whole = isinstance(store.updater, updaters._TreeOptimizer)
-    if whole or (stores.is_split(store) and not set(keys) <= dict(store.layouts).keys()):
-        fault = "its optimizer sees all params" if whole else "its values are split over a mesh"
+    first_values = checks.as_values(keys, value, "kv.init") if many else [value]
+    has_tree_optimizer = isinstance(store.updater, updaters._TreeOptimizer)
+    if has_tree_optimizer or (stores.is_split(store) and not set(keys) <= dict(store.layouts).keys()):
+        fault = "its optimizer sees all params" if has_tree_optimizer else "its values are split over a mesh"
         full = f"the store takes no more keys, because {fault}"
         raise ValueError(f"kv.init: keys {checks.shorten(keys)}: {full}; make a second store")
     twice = [k for k, count in Counter([*store.values, *keys]).items() if count > 1]
     if twice:
         raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")
-    arrays = _own_arrays(dict(zip(keys, given, strict=True)))
+    # Each value as an array in memory of the store's own, since the caller may donate what it gave. A list of one is
+    # that one, as in a push, and rows are a table. What `checks.array` made out of a list or a number is ours already.
+    plain: dict[int, PyTree] = {}
+    for k, value_of_key in zip(keys, first_values, strict=True):
+        if isinstance(value_of_key, (list, tuple)) and len(value_of_key) == 1:
+            value_of_key = value_of_key[0]
+        plain[k] = sparse.to_dense(value_of_key) if isinstance(value_of_key, sparse.RowSparse) else value_of_key
+    arrays = {k: checks.array(v, f"kv.init: value of key {k}") for k, v in plain.items()}
+    arrays |= own_copies({k: v for k, v in arrays.items() if v is plain[k]})
     aggregate.check_shares(store, arrays, "kv.init")
-    if stores.KINDS[store.kind].over_processes or processes.to_share(arrays, store.devices or ()):
-        arrays = _values_of_first(arrays)
+
+    # Each process may have drawn other random numbers. From here on all of them hold the values of process 0.
+    is_shared = stores.KINDS[store.kind].over_processes or processes.to_share(arrays, store.devices or ())
+    if is_shared and processes.count() > 1 and not is_traced(arrays):
+        processes.agree("kv.init: every process must give the same keys, in the same shapes", signature(arrays))
+        of_first = processes.from_first(arrays)
+        arrays = {k: put(v, arrays[k].sharding) if arrays[k].committed else jnp.asarray(v) for k, v in of_first.items()}
+
     if stores.is_in_rows(store):
         # A frozen value stays whole: its rows would be gathered at every step.
         count, frozen = stores.shards(store), store.frozen
@@ -149,24 +171,7 @@ def signature(arrays: Mapping[int, Any]) -> str:
     return ", ".join(f"key {k} {checks.describe(v)}" for k, v in arrays.items()) or "no key"
 
 
-def _own_arrays(given: Mapping[int, Any]) -> dict[int, jax.Array]:
-    """The given values as arrays in memory of their own: a list of one as that one, as in a push, rows as a table."""
-    given = {k: v[0] if isinstance(v, (list, tuple)) and len(v) == 1 else v for k, v in given.items()}
-    given = {k: sparse.to_dense(v) if isinstance(v, sparse.RowSparse) else v for k, v in given.items()}
-    arrays = {k: checks.array(v, f"kv.init: value of key {k}") for k, v in given.items()}
-    return arrays | own_copies({k: v for k, v in arrays.items() if v is given[k]})
-
-
-def _values_of_first(arrays: dict[int, jax.Array]) -> dict[int, jax.Array]:
-    """The values that process 0 gives, if there are several processes."""
-    if processes.count() == 1 or is_traced(arrays):
-        return arrays
-    processes.agree("kv.init: every process must give the same keys, in the same shapes", signature(arrays))
-    first = processes.from_first(arrays)
-    return {k: put(v, arrays[k].sharding) if arrays[k].committed else jnp.asarray(v) for k, v in first.items()}
-
-
-@calls.answers("kv.set_updater", MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
 def set_updater(store: KVStore, updater: updaters.Updater | updaters.UpdateFn) -> KVStore:
     """Replace the updater. The updater state of each key starts anew.
@@ -196,13 +201,15 @@ def set_updater(store: KVStore, updater: updaters.Updater | updaters.UpdateFn) -
     """
     updaters._check_updater(updater, "kv.set_updater")
     checks.find_keys([*store.values], "kv.set_updater", store)
+    # The states of another updater say nothing to this one, not even where they have the same shapes.
     store = dataclasses.replace(store, updater=updater, optimizer_state=())
     aggregate.check_shares(store, stores.specs_of(store), "kv.set_updater")
     state = {k: stores.start_state(store, k, v) for k, v in store.values.items()}
     return dataclasses.replace(store, updater_state=state)
 
 
-@calls.answers("kv.set_optimizer", MXNET_ARGUMENTS)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
 def set_optimizer(store: KVStore, tx: optax.GradientTransformation | updaters.Updater) -> KVStore:
     """Make an optax transform the updater. Then push gradients.
@@ -241,7 +248,7 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | updaters.Up
     return set_updater(store, updaters.from_optax(tx))
 
 
-def _with_tree_optimizer(store: KVStore, tx: Any) -> KVStore:
+def _with_tree_optimizer(store: KVStore, tx: optax.GradientTransformation) -> KVStore:
     """The store, made by `from_params`, with this transform and its state before the first update."""
     where, optimizer = "kv.set_optimizer", updaters._TreeOptimizer(tx)
     store = dataclasses.replace(store, updater=optimizer, updater_state=dict.fromkeys(store.values, ()))
@@ -257,11 +264,13 @@ def _with_tree_optimizer(store: KVStore, tx: Any) -> KVStore:
     store = dataclasses.replace(store, optimizer_state=optimizer.init(stores.tree_of(store, store.values)))
     if store.devices is None or is_traced(store.optimizer_state):
         return store
+    # A leaf with the shape of a param lies as that param does, so that the update moves nothing between devices.
     homes = jax.tree.map(lambda layout: stores.home(store, layout), stores.state_layouts(store))
     return dataclasses.replace(store, optimizer_state=jax.tree.map(put, store.optimizer_state, homes))
 
 
-@calls.answers("kv.set_gradient_compression", MXNET_ARGUMENTS)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore:
     """Compress pushes between devices, with error feedback.
 
@@ -320,7 +329,6 @@ def num_workers() -> int:
     return jax.process_count()
 
 
-@calls.answers("kv.barrier", MXNET_ARGUMENTS)
 def barrier(name: str = "barrier") -> None:
     """Wait until every process has called `barrier`.
 

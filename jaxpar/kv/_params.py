@@ -1,4 +1,9 @@
-"""A store out of any pytree of arrays, and that pytree again."""
+"""A store out of any pytree of arrays, and that pytree again.
+
+Begin with `from_params`. Key k is leaf k of `jax.tree.flatten`, and its name is the path of that leaf. Most of the file
+finds what a pytree has beside params (running means, random streams, two places of one array), which would be trained
+in silence otherwise.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from .. import updaters
-from .._core import calls, checks, text
-from .._core.arrays import Device, is_traced
+from .._core import checks, text
+from .._core.arguments import no_such_arguments
+from .._core.arrays import Device, KeyPath, PyTree, is_traced
 from .._core.portable import path_name
+from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.mesh import mesh_of
 from .._devices.user_mesh import in_user_mesh
@@ -36,13 +43,15 @@ _NOT_TRAINED = dict.fromkeys(
     'name the params that are not trained: frozen="body", or frozen=lambda name, leaf: name.startswith("body/")',
 )
 
-Frozen = str | Sequence[str] | Callable[[str, jax.Array], bool] | Any
+# The last one is a pytree prefix of bools.
+Frozen = str | Sequence[str] | Callable[[str, jax.Array], bool] | PyTree
 
 
-@calls.answers("kv.from_params", {**MXNET_ARGUMENTS, **_NOT_TRAINED})
+@no_such_arguments({**MXNET_ARGUMENTS, **_NOT_TRAINED})
+@allows_transfers
 @in_user_mesh
 def from_params(
-    params: Any,
+    params: PyTree,
     *,
     kind: str = "device",
     optimizer: optax.GradientTransformation | updaters.Updater | None = None,
@@ -50,7 +59,7 @@ def from_params(
     devices: Sequence[Device] | None = None,
     staleness: int | None = None,
     mesh: Mesh | None = None,
-    sharding: Any = None,
+    sharding: PyTree = None,
     frozen: Frozen = None,
 ) -> KVStore:
     """Make a store that holds a pytree of arrays.
@@ -111,6 +120,7 @@ def from_params(
     values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
     store = dataclasses.replace(store, frozen=_frozen_keys(frozen, params, paths, values))
     _check_trained(untrained, paths, store.frozen)
+    # The mesh decides how `init` lays out the values, and `init` how the optimizer's state lies. So in this order.
     chosen = mesh if mesh is not None else _mesh_for(store, values, sharding, optimizer)
     if chosen is not None:
         if sharding is None and stores.KINDS[store.kind].in_rows and not _split_shardings(values):
@@ -123,25 +133,25 @@ def from_params(
     return store if updater is None else set_updater(store, updater)
 
 
-def _frozen_keys(frozen: Frozen, params: Any, names: Sequence[str], values: Sequence[jax.Array]) -> tuple[int, ...]:
+def _frozen_keys(frozen: Frozen, params: PyTree, names: Sequence[str], values: Sequence[jax.Array]) -> tuple[int, ...]:
     where, patterns = "kv.from_params: frozen", [frozen] if isinstance(frozen, str) else frozen
     if frozen is None:
         return ()
     if isinstance(patterns, (list, tuple)) and all(isinstance(pattern, str) for pattern in patterns):
         for pattern in patterns:
             if not any(text.matches(name, pattern) for name in names):
-                known = {part for name in names for part in (name, name.rpartition("/")[0])}
+                known = {subtree for name in names for subtree in (name, name.rpartition("/")[0])}
                 hint = text.did_you_mean(pattern, known) or f"; some are {checks.shorten(names, 4)}"
                 raise ValueError(f"{where}={pattern!r} matches no param{hint}")
         flags = [any(text.matches(name, pattern) for pattern in patterns) for name in names]
     elif callable(frozen) and jax.tree_util.all_leaves([frozen]):  # a module of Equinox is a pytree, and callable
         flags = [frozen(name, value) for name, value in zip(names, values, strict=True)]
-    else:
+    else:  # each bool of a prefix is for all leaves below it
         try:
-            whole = jax.tree.map(lambda flag, part: jax.tree.map(lambda _: flag, part), frozen, params)
+            flag_tree = jax.tree.map(lambda flag, subtree: jax.tree.map(lambda _: flag, subtree), frozen, params)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where} must have the structure of the params, or its beginning: {error}") from None
-        flags = jax.tree.leaves(whole)
+        flags = jax.tree.leaves(flag_tree)
     for name, flag in zip(names, flags, strict=True):
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(f"{where} must give True or False for each param, got {checks.describe(flag)} for {name!r}")
@@ -150,7 +160,7 @@ def _frozen_keys(frozen: Frozen, params: Any, names: Sequence[str], values: Sequ
     return tuple(k for k, flag in enumerate(flags) if flag)
 
 
-def _check_params(params: Any) -> None:
+def _check_params(params: PyTree) -> None:
     """`TypeError` or `ValueError` for what holds no parameters."""
     if isinstance(params, KVStore) or isinstance(getattr(params, "store", None), KVStore):
         own = "kv.to_params(store)" if isinstance(params, KVStore) else "state.params"
@@ -184,7 +194,7 @@ _BY_LINEN = 'give variables["params"] as params, and the other collections as mo
 _COLLECTIONS = {"batch_stats", "cache", "intermediates", "perturbations"}  # of Flax Linen, beside "params"
 
 
-def _untrained(params: Any) -> list[_Untrained | None]:
+def _untrained(params: PyTree) -> list[_Untrained | None]:
     """For each leaf of params what it is, if it is certain that no optimizer may change it."""
     # Whoever has a module of a library has imported it.
     nnx: Any = sys.modules.get("flax.nnx")
@@ -193,52 +203,56 @@ def _untrained(params: Any) -> list[_Untrained | None]:
     of_nnx: Any = (nnx.Module, nnx.State) if nnx else ()
     module = equinox.Module if equinox else ()
     kept_apart: Any = (equinox.nn.State, equinox.nn.StateIndex) if equinox else ()
-    found: list[_Untrained | None] = []
+    reasons: list[_Untrained | None] = []
 
-    def add(node: Any, why: _Untrained | None) -> None:
-        found.extend(why for _ in jax.tree.leaves(node))
+    def add(node: PyTree, why: _Untrained | None) -> None:
+        reasons.extend(why for _ in jax.tree.leaves(node))
 
-    def add_variable(node: Any) -> None:
+    def add_variable(node: object) -> None:
         why = _Untrained(f"of type {type(node).__name__}", _BY_NNX, not isinstance(node, nnx.RngState))
         add(node, None if isinstance(node, nnx.Param) else why)
 
-    def is_known(node: Any) -> bool:
+    def is_known(node: object) -> bool:
         return isinstance(node, (variable, of_nnx, module, kept_apart, RowSparse)) or _is_mean_of_haiku(node)
 
+    # The outermost node that a library knows decides for all leaves below it. Each adds as many reasons as it has
+    # leaves, since the caller reads them beside those of `jax.tree.flatten`.
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_known):
         first = getattr(path[0], "key", None) if path else None
         if isinstance(node, RowSparse):
-            found.append(None)  # one leaf, which is refused by its own words
+            reasons.append(None)  # one leaf, which is refused by its own words
         elif isinstance(node, variable):
             add_variable(node)
         elif isinstance(node, of_nnx):
-            parts = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, variable))
+            members = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, variable))
             # A state may be of bare arrays, as out of a file. In a module these are no params.
-            is_mixed = isinstance(node, nnx.Module) or any(isinstance(part, variable) for part in parts)
-            for part in parts:
-                if isinstance(part, variable):
-                    add_variable(part)
+            is_mixed = isinstance(node, nnx.Module) or any(isinstance(member, variable) for member in members)
+            for member in members:
+                if isinstance(member, variable):
+                    add_variable(member)
                 else:
-                    add(part, _Untrained("no nnx.Param", _BY_NNX) if is_mixed else None)
+                    add(member, _Untrained("no nnx.Param", _BY_NNX) if is_mixed else None)
         elif isinstance(node, kept_apart):
             add(node, _Untrained("a running value of Equinox", _BY_STATE))
         elif isinstance(node, module):
-            for part in jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, kept_apart)):
-                if isinstance(part, kept_apart):
-                    add(part, _Untrained("a running value of Equinox", _BY_STATE))
+            for member in jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, kept_apart)):
+                if isinstance(member, kept_apart):
+                    add(member, _Untrained("a running value of Equinox", _BY_STATE))
                 else:
-                    is_array = hasattr(part, "dtype")
-                    add(part, None if is_array else _Untrained(f"no array but {checks.describe(part)}", _BY_EQUINOX))
+                    is_array = hasattr(member, "dtype")
+                    add(
+                        member, None if is_array else _Untrained(f"no array but {checks.describe(member)}", _BY_EQUINOX)
+                    )
         elif _is_mean_of_haiku(node):
             add(node, _Untrained("a running mean of Haiku", "give the state of its init as model_state="))
         elif isinstance(params, Mapping) and "params" in params and first in _COLLECTIONS:
             add(node, _Untrained(f"in the collection {first!r} of Flax", _BY_LINEN))
         else:
             add(node, None)
-    return found
+    return reasons
 
 
-def _is_mean_of_haiku(node: Any) -> bool:
+def _is_mean_of_haiku(node: object) -> bool:
     """Whether this is the state of `hk.ExponentialMovingAverage`, which is that of a batch norm too."""
     return isinstance(node, Mapping) and node.keys() == {"average", "counter", "hidden"}
 
@@ -257,17 +271,25 @@ def _check_trained(untrained: Sequence[_Untrained | None], names: Sequence[str],
         raise TypeError(f"kv.from_params: {is_not}; {why.hint}")
 
 
-def _mesh_for(store: KVStore, values: Sequence[jax.Array], sharding: Any, optimizer: Any) -> Mesh | None:
+def _mesh_for(
+    store: KVStore,
+    values: Sequence[jax.Array],
+    sharding: PyTree,
+    optimizer: optax.GradientTransformation | updaters.Updater | None,
+) -> Mesh | None:
     """The mesh over which values are split in their own shapes. None: there is none."""
-    given = [s for s in jax.tree.leaves(sharding) if isinstance(s, NamedSharding)]
-    if found := given or _split_shardings(values):
-        mesh = found[0].mesh
+    # A mesh that is named, or that the params are on, is the user's word. A rule alone takes a mesh of all devices.
+    named = [s for s in jax.tree.leaves(sharding) if isinstance(s, NamedSharding)]
+    if shardings := named or _split_shardings(values):
+        mesh = shardings[0].mesh
         assert isinstance(mesh, Mesh)
         return mesh
     if sharding is not None:
         return mesh_of(store.devices or processes.devices())
     if not stores.KINDS[store.kind].in_rows or optimizer is None or isinstance(optimizer, updaters.Updater):
         return None
+    # Kind `sharded` cuts values into flat rows, which only an elementwise optimizer can update. With any other one the
+    # values keep their shapes, and the compiler splits them.
     assert store.devices is not None
     specs: Any = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in enumerate(values)}
     trained = stores.tree_of(dataclasses.replace(store, values=specs), specs)
@@ -284,11 +306,11 @@ def _split_shardings(values: Sequence[jax.Array]) -> list[NamedSharding]:
     return [s for s in shardings if isinstance(s, NamedSharding) and not s.is_fully_replicated]
 
 
-def _check_apart(leaves: Sequence[tuple[Any, Any]], names: Sequence[str]) -> None:
+def _check_apart(leaves: Sequence[tuple[KeyPath, object]], names: Sequence[str]) -> None:
     """`ValueError` for two leaves (path, leaf) of one name, or for one array at two places."""
     # A key of a dict with a slash can make a name that is there. The store would train the two places of an array
     # apart, and the user may mean one param.
-    named: dict[str, Any] = {}
+    named: dict[str, KeyPath] = {}
     placed: dict[int, str] = {}
     for (path, leaf), name in zip(leaves, names, strict=True):
         if name in named:
@@ -300,7 +322,7 @@ def _check_apart(leaves: Sequence[tuple[Any, Any]], names: Sequence[str]) -> Non
             raise ValueError(f"kv.from_params: leaves {first!r} and {name!r} are one array; keep one, or jnp.copy it")
 
 
-def _leaf(leaf: Any, path: str) -> jax.Array:
+def _leaf(leaf: object, path: str) -> jax.Array:
     if isinstance(leaf, RowSparse):
         raise TypeError(f"kv.from_params: leaf {path!r} of params is a RowSparse; give sparse.to_dense(value)")
     try:
@@ -312,7 +334,7 @@ def _leaf(leaf: Any, path: str) -> jax.Array:
         raise TypeError(f"{error}{hint} Equinox, nnx.split(model, nnx.Param) in Flax NNX") from None
 
 
-@calls.answers("kv.to_params", MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
 def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True) -> Any:
     """The current values, as the pytree given to `from_params`.
@@ -339,7 +361,7 @@ def to_params(store: KVStore, *, axis_name: str | None = None, copy: bool = True
     return store.treedef.unflatten(own_values(store, values) if copy else values)
 
 
-@calls.answers("kv.eval_params", MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
 def eval_params(store: KVStore, *, copy: bool = True) -> Any:
     """The params to evaluate, as the pytree given to `from_params`.
@@ -366,7 +388,9 @@ def eval_params(store: KVStore, *, copy: bool = True) -> Any:
     params = to_params(store, copy=copy)
     if not isinstance(store.updater, updaters._TreeOptimizer) or not updaters._averages(store.optimizer_state):
         return params
+    # The averages lie as the optimizer's state does, in rows too, and cover trained params only. The others are as they
+    # are stored.
     leaves, structure = jax.tree.flatten(params)
     trained = stores.tree_of(store, dict(enumerate(leaves)))
-    found = stores.by_key(store, store.updater.evaluated(stores.whole_state(store), trained))
-    return structure.unflatten([found.get(k, leaf) for k, leaf in enumerate(leaves)])
+    evaluated = stores.by_key(store, store.updater.evaluated(stores.whole_state(store), trained))
+    return structure.unflatten([evaluated.get(k, leaf) for k, leaf in enumerate(leaves)])

@@ -1,9 +1,13 @@
-"""Read a store: whole values, copies on devices, rows of a table."""
+"""Read a store: whole values, copies on devices, rows of a table.
+
+A store and what was pulled out of it may share memory, but never a buffer that one of them could donate under the
+other. `pull_whole` reads, `own_values` makes it the caller's, `_on_each` sends copies to other devices.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast, overload
 
 import jax
@@ -12,10 +16,12 @@ import numpy as np
 from jax.sharding import PartitionSpec as P, SingleDeviceSharding
 
 from .. import sparse
-from .._core import calls, checks
-from .._core.arrays import Device, is_tracing
+from .._core import checks
+from .._core.arguments import no_such_arguments
+from .._core.arrays import Device, PyTree, is_tracing
 from .._core.checks import Key, Keys
 from .._core.text import plural
+from .._core.transfers import allows_transfers
 from .._devices import collectives, mesh
 from .._devices.user_mesh import in_user_mesh, in_user_mesh_now
 from .._store import aggregate, store as stores
@@ -43,7 +49,8 @@ def pull(
 def pull(
     store: KVStore, key: Keys, *, devices: Sequence[Device], axis_name: str | None = None, copy: bool = True
 ) -> list[list[jax.Array]]: ...
-@calls.answers("kv.pull", MXNET_ARGUMENTS, RETURNED)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh_now
 def pull(
     store: KVStore,
@@ -110,54 +117,58 @@ def pull_whole(store: KVStore, keys: Sequence[int], axis_name: str | None) -> li
     if not rows:
         return [store.values[k] for k in keys]
     shapes = tuple(layouts[k].shape for k in rows)
+    # Inside of a mapped axis each device has its own row (chunk,) of a value, elsewhere the store has all (n, chunk).
     if axis_name is not None:
         aggregate.axis_size(axis_name, "kv.pull")
-        whole = collectives.all_gather([r.reshape(-1) for r in rows.values()], shapes, axis_name, store.limits)
+        full = collectives.all_gather([r.reshape(-1) for r in rows.values()], shapes, axis_name, store.limits)
     else:
         assert store.devices is not None
         for k, r in rows.items():
             if r.shape[0] != len(store.devices) or r.ndim != 2:
                 raise ValueError(f"kv.pull: key {k}: this is one device's share; give axis_name to gather the others")
         if is_tracing():
-            whole = [layouts[k].full(r) for k, r in rows.items()]
+            full = [layouts[k].full(r) for k, r in rows.items()]
         else:
             mesh.wait_before_collectives(rows, store.devices)
-            whole = _gather_program(store.devices, shapes, store.limits)(list(rows.values()))
-    values = store.values | dict(zip(rows, whole, strict=True))
+            full = _gather_program(store.devices, shapes, store.limits)(list(rows.values()))
+    values = store.values | dict(zip(rows, full, strict=True))
     return [values[k] for k in keys]
 
 
 @functools.lru_cache(maxsize=1024)
-def _gather_program(devices: tuple[Device, ...], shapes: Any, limits: Any) -> Any:
-    def run(parts: list[jax.Array]) -> list[jax.Array]:
-        return collectives.all_gather([p.reshape(-1) for p in parts], shapes, mesh.STORE_AXIS, limits)
+def _gather_program(
+    devices: tuple[Device, ...], shapes: tuple[collectives.Shape, ...], limits: collectives.BucketLimits
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    def run(rows: list[jax.Array]) -> list[jax.Array]:
+        return collectives.all_gather([p.reshape(-1) for p in rows], shapes, mesh.STORE_AXIS, limits)
 
-    over, along = mesh.mesh_of(devices), P(mesh.STORE_AXIS)
-    return jax.jit(jax.shard_map(run, mesh=over, in_specs=along, out_specs=P(), check_vma=False))
+    devices_mesh, per_device = mesh.mesh_of(devices), P(mesh.STORE_AXIS)
+    return jax.jit(jax.shard_map(run, mesh=devices_mesh, in_specs=per_device, out_specs=P(), check_vma=False))
 
 
 # Copies on devices.
 
 
-def _on_each(values: Sequence[jax.Array], devices: tuple[Device, ...], own: bool) -> list[list[jax.Array]]:
-    """For each value a list with a copy on each device. `own`: arrays that are there already are copied too."""
+def _on_each(values: Sequence[jax.Array], devices: tuple[Device, ...], copy_present: bool) -> list[list[jax.Array]]:
+    """For each value a list with a copy on each device. `copy_present`: also of arrays that are there already."""
     if is_tracing() or not devices:
         return [[v] * len(devices) for v in values]
     wanted = set(devices)
     checks.check_own(wanted, "kv.pull")
-    if own:
+    if copy_present:
         # What is there already is the store's, so the caller gets a copy of it.
-        held = [i for i, v in enumerate(values) if v.is_fully_replicated and wanted & v.sharding.device_set]
-        new = dict(zip(held, mesh.donatable([values[i] for i in held]), strict=True))
+        shared = [i for i, v in enumerate(values) if v.is_fully_replicated and wanted & v.sharding.device_set]
+        new = dict(zip(shared, mesh.donatable([values[i] for i in shared]), strict=True))
         values = [new.get(i, v) for i, v in enumerate(values)]
-    there = {i for i, v in enumerate(values) if v.is_fully_replicated and wanted <= v.sharding.device_set}
-    copies = {i: _by_device(values[i]) for i in there}
-    absent = [i for i in range(len(values)) if i not in there]
+    present = {i for i, v in enumerate(values) if v.is_fully_replicated and wanted <= v.sharding.device_set}
+    copies = {i: _by_device(values[i]) for i in present}
+    absent = [i for i in range(len(values)) if i not in present]
     for start in range(0, len(absent), mesh.MOST):
-        some = absent[start : start + mesh.MOST]
+        group = absent[start : start + mesh.MOST]
         # Every process must call this for values that span them: then each has all of them.
-        here = [jnp.asarray(mesh.to_host(values[i])) if mesh.spans_processes(values[i]) else values[i] for i in some]
-        copies |= zip(some, _send(here, wanted), strict=True)
+        to_send = [values[i] for i in group]
+        to_send = [jnp.asarray(mesh.to_host(v)) if mesh.spans_processes(v) else v for v in to_send]
+        copies |= zip(group, _send(to_send, wanted), strict=True)
     return [[copies[i][d] for d in devices] for i in range(len(values))]
 
 
@@ -189,9 +200,9 @@ def _send_in_buckets(values: list[jax.Array], devices: set[Device]) -> dict[Devi
     flat = collectives.pack([np.asarray(v) for v in values], groups, xp=np) if shared else _pack(values, groups)
     sent = dict.fromkeys(devices & source.device_set, values)
     for device in devices - source.device_set:
-        where = SingleDeviceSharding(device)
+        on_device = SingleDeviceSharding(device)
         with jax.default_device(device):
-            sent[device] = _unpack(flat if shared else jax.device_put(flat, where), shapes, groups)
+            sent[device] = _unpack(flat if shared else jax.device_put(flat, on_device), shapes, groups)
     return sent
 
 
@@ -200,23 +211,24 @@ _unpack = jax.jit(collectives.unpack, static_argnums=(1, 2))
 
 
 @overload
-def broadcast(store: KVStore, key: int, value: Any, *, devices: None = None) -> tuple[KVStore, jax.Array]: ...
+def broadcast(store: KVStore, key: int, value: PyTree, *, devices: None = None) -> tuple[KVStore, jax.Array]: ...
 @overload
 def broadcast(
-    store: KVStore, key: int, value: Any, *, devices: Sequence[Device]
+    store: KVStore, key: int, value: PyTree, *, devices: Sequence[Device]
 ) -> tuple[KVStore, list[jax.Array]]: ...
 @overload
 def broadcast(
-    store: KVStore, key: Sequence[int], value: Any, *, devices: None = None
+    store: KVStore, key: Sequence[int], value: PyTree, *, devices: None = None
 ) -> tuple[KVStore, list[jax.Array]]: ...
 @overload
 def broadcast(
-    store: KVStore, key: Sequence[int], value: Any, *, devices: Sequence[Device]
+    store: KVStore, key: Sequence[int], value: PyTree, *, devices: Sequence[Device]
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
-@calls.answers("kv.broadcast", MXNET_ARGUMENTS, RETURNED)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh
 def broadcast(
-    store: KVStore, key: int | Sequence[int], value: Any, *, devices: Sequence[Device] | None = None
+    store: KVStore, key: int | Sequence[int], value: PyTree, *, devices: Sequence[Device] | None = None
 ) -> tuple[KVStore, Any]:
     """Call `init`, then `pull` of the same keys: (the new store, the pulled values).
 
@@ -242,18 +254,23 @@ def broadcast(
 
 
 @overload
-def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: None = None) -> sparse.RowSparse: ...
-@overload
-def row_sparse_pull(store: KVStore, key: Key, row_ids: Any, *, devices: Sequence[Device]) -> list[sparse.RowSparse]: ...
-@overload
-def row_sparse_pull(store: KVStore, key: Keys, row_ids: Any, *, devices: None = None) -> list[sparse.RowSparse]: ...
+def row_sparse_pull(store: KVStore, key: Key, row_ids: PyTree, *, devices: None = None) -> sparse.RowSparse: ...
 @overload
 def row_sparse_pull(
-    store: KVStore, key: Keys, row_ids: Any, *, devices: Sequence[Device]
+    store: KVStore, key: Key, row_ids: PyTree, *, devices: Sequence[Device]
+) -> list[sparse.RowSparse]: ...
+@overload
+def row_sparse_pull(store: KVStore, key: Keys, row_ids: PyTree, *, devices: None = None) -> list[sparse.RowSparse]: ...
+@overload
+def row_sparse_pull(
+    store: KVStore, key: Keys, row_ids: PyTree, *, devices: Sequence[Device]
 ) -> list[list[sparse.RowSparse]]: ...
-@calls.answers("kv.row_sparse_pull", MXNET_ARGUMENTS, RETURNED)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh_now
-def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: Sequence[Device] | None = None) -> Any:
+def row_sparse_pull(
+    store: KVStore, key: Key | Keys, row_ids: PyTree, *, devices: Sequence[Device] | None = None
+) -> Any:
     """Some rows of a stored value.
 
     Args:
@@ -284,15 +301,16 @@ def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: S
     keys, many = checks.find_keys(key, "kv.row_sparse_pull", store)
     devices = None if devices is None else checks.device_list(devices, "kv.row_sparse_pull")
     checks.check_own(() if devices is None or is_tracing() else devices, "kv.row_sparse_pull")
-    given = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
-    checks.as_values(keys, given, "kv.row_sparse_pull", "row_ids")
+    ids_of_keys = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
+    checks.as_values(keys, ids_of_keys, "kv.row_sparse_pull", "row_ids")
     count = 1 if devices is None else len(devices)
-    wanted = [list(ids) if _is_list_of_arrays(ids) else [ids] for ids in given]
+    wanted = [list(ids) if _is_list_of_arrays(ids) else [ids] for ids in ids_of_keys]
     for k, ids in zip(keys, wanted, strict=True):
         if len(ids) not in (1, count):
             where = "no devices=" if devices is None else plural(count, "device")
             expected = "expected one array of ids, or one for each device"
             raise ValueError(f"kv.row_sparse_pull: key {k}: {expected}, got {len(ids)} lists of ids and {where}")
+    # A table that spans processes is gathered whole first, in all of them. One array of ids is for all devices.
     pulled = list[Any]()
     for value, ids in zip(map(mesh.to_host, pull_whole(store, keys, None)), wanted, strict=True):
         rows = [sparse.take(value, i) for i in ids]
@@ -304,7 +322,7 @@ def row_sparse_pull(store: KVStore, key: Key | Keys, row_ids: Any, *, devices: S
     return pulled if many else pulled[0]
 
 
-def _is_list_of_arrays(row_ids: Any) -> bool:
+def _is_list_of_arrays(row_ids: PyTree) -> bool:
     return isinstance(row_ids, (list, tuple)) and any(
         (hasattr(ids, "shape") and ids.shape) or isinstance(ids, (list, tuple)) for ids in row_ids
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, overload
@@ -19,10 +20,12 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P, Sharding, SingleDeviceSharding
 
-from .. import sparse, updaters
-from .._core import calls, checks
-from .._core.arrays import Device, Recent, is_tracing
+from .. import compression, sparse, updaters
+from .._core import checks
+from .._core.arguments import no_such_arguments
+from .._core.arrays import Device, PyTree, Recent, is_tracing
 from .._core.checks import Key, Keys
+from .._core.transfers import allows_transfers
 from .._devices import mesh, processes
 from .._devices.mesh import assemble, copies_on, put, spans_processes, split_over, to_host
 from .._devices.user_mesh import in_user_mesh_now
@@ -32,16 +35,18 @@ from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
 from .._store.store import Arrays, Changes, KVStore, Lists
 from ..updaters import Updater, _TreeOptimizer as TreeOptimizer, accumulate, assign
 from ._create import signature
-from ._pull import RETURNED, pull
+from ._pull import pull
 
 Devices = tuple[Device, ...]
 # It is given a program and entries, and runs it where it belongs.
-Way = Callable[[Any, Mapping[int, Entry]], list[Updated]]
+Program = Callable[[Sequence[Entry], Any], list[Updated]]  # the last argument is the mesh, or None
+Way = Callable[[Program, Mapping[int, Entry]], list[Updated]]
 
 
-@calls.answers("kv.push", MXNET_ARGUMENTS)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh_now
-def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None = None) -> KVStore:
+def push(store: KVStore, key: Key | Keys, value: PyTree, *, axis_name: str | None = None) -> KVStore:
     """Sum the values of each key and apply the updater.
 
     Without an updater, the sum replaces the stored value.
@@ -112,7 +117,7 @@ def push(store: KVStore, key: Key | Keys, value: Any, *, axis_name: str | None =
     return stores.with_changes(store, changes)
 
 
-@calls.answers("kv.flush", MXNET_ARGUMENTS)
+@allows_transfers
 @in_user_mesh_now
 def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """The store after all pending pushes, oldest first, at the end of training.
@@ -138,25 +143,26 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
 
 @overload
 def pushpull(
-    store: KVStore, key: Key, value: Any, *, devices: None = None, axis_name: str | None = None
+    store: KVStore, key: Key, value: PyTree, *, devices: None = None, axis_name: str | None = None
 ) -> tuple[KVStore, jax.Array]: ...
 @overload
 def pushpull(
-    store: KVStore, key: Key, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
+    store: KVStore, key: Key, value: PyTree, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[jax.Array]]: ...
 @overload
 def pushpull(
-    store: KVStore, key: Keys, value: Any, *, devices: None = None, axis_name: str | None = None
+    store: KVStore, key: Keys, value: PyTree, *, devices: None = None, axis_name: str | None = None
 ) -> tuple[KVStore, list[jax.Array]]: ...
 @overload
 def pushpull(
-    store: KVStore, key: Keys, value: Any, *, devices: Sequence[Device], axis_name: str | None = None
+    store: KVStore, key: Keys, value: PyTree, *, devices: Sequence[Device], axis_name: str | None = None
 ) -> tuple[KVStore, list[list[jax.Array]]]: ...
-@calls.answers("kv.pushpull", MXNET_ARGUMENTS, RETURNED)
+@no_such_arguments(MXNET_ARGUMENTS)
+@allows_transfers
 def pushpull(
     store: KVStore,
     key: Key | Keys,
-    value: Any,
+    value: PyTree,
     *,
     devices: Sequence[Device] | None = None,
     axis_name: str | None = None,
@@ -188,14 +194,15 @@ def pushpull(
 # What is pushed, and who sums it.
 
 
-def _request(store: KVStore, key: Key | Keys, value: Any) -> dict[int, list[Any]]:
+def _request(store: KVStore, key: Key | Keys, value: PyTree) -> dict[int, list[Any]]:
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
     keys, many = checks.find_keys(key, "kv.push", store)
     if still := [k for k in keys if k in store.frozen]:
         raise ValueError(f"kv.push: key {still[0]} ({stores.names(store)[still[0]]!r}) is frozen; push the others only")
-    given, rows_of = checks.as_values(keys, value, "kv.push") if many else [value], stores.rows_of(store)
+    values_of_keys, rows_of = checks.as_values(keys, value, "kv.push") if many else [value], stores.rows_of(store)
+    # One list a key: a value for each device, and the values of a key that is given again.
     pushed: dict[int, list[Any]] = {}
-    for k, values in zip(keys, given, strict=True):
+    for k, values in zip(keys, values_of_keys, strict=True):
         where, checked = f"kv.push: value for key {k}", pushed.setdefault(k, [])
         shape = rows_of[k].shape if k in rows_of else store.values[k].shape
         for v in values if isinstance(values, (list, tuple)) else [values]:
@@ -244,9 +251,17 @@ def _send_of(store: KVStore, axis_name: str | None, where: str) -> queue.Send:
         warnings.warn(
             f"{where}: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
             f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each",
-            stacklevel=calls.users_level(),
+            stacklevel=_users_level(),
         )
     return functools.partial(aggregate.push, axis_name=axis_name)
+
+
+def _users_level() -> int:
+    """The `stacklevel` by which a warning of the caller is shown at the line of the user."""
+    level, frame = 1, sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("jaxpar."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
@@ -256,9 +271,9 @@ def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
             where = f"kv.push: key {k}: this value is on devices of several processes"
             raise ValueError(f"{where}; push value.addressable_data(i), or inside shard_map with axis_name")
     where = f"kv.push: kind {store.kind!r}: every process must push the same keys, in the same shapes"
-    like = {k: jax.ShapeDtypeStruct(vs[0].shape, store.values[k].dtype) for k, vs in pushed.items()}
+    specs = {k: jax.ShapeDtypeStruct(vs[0].shape, store.values[k].dtype) for k, vs in pushed.items()}
     rows = [k for k, vs in pushed.items() if isinstance(vs[0], sparse.RowSparse)]
-    processes.agree(where, signature(like) + (f", of keys {rows} rows" if rows else ""))
+    processes.agree(where, signature(specs) + (f", of keys {rows} rows" if rows else ""))
 
 
 # A push at the prompt: sum within the process, sum over the processes, update.
@@ -300,7 +315,11 @@ def _push_across(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
 
 
 def _sum_and_update(
-    store: KVStore, pushed: Lists, num_updates: Arrays, compressor: Any, residuals: Mapping[int, Any]
+    store: KVStore,
+    pushed: Lists,
+    num_updates: Arrays,
+    compressor: compression.Compressor | None,
+    residuals: Mapping[int, PyTree],
 ) -> Changes:
     """The changes by the sums of the lists. An `Updater` is a part of the programs that sum."""
     is_updater, states = isinstance(store.updater, Updater), store.updater_state
@@ -338,7 +357,7 @@ def _sum_and_update(
 def _compute(
     setting: Setting,
     updater: Updater,
-    compressor: Any,
+    compressor: compression.Compressor | None,
     entries: Mapping[int, Entry],
     homes: Mapping[int, Sharding],
 ) -> Changes:
@@ -367,13 +386,21 @@ def _compute(
     changes = Changes()
     for way, keys in ways:
         for start in range(0, len(keys), mesh.MOST):
-            some = {k: entries[k] for k in keys[start : start + mesh.MOST]}
-            changes |= _run(way, setting, updater, compressor, some)
+            of_program = {k: entries[k] for k in keys[start : start + mesh.MOST]}
+            changes |= _run(way, setting, updater, compressor, of_program)
     return changes
 
 
-def _run(way: Way, setting: Setting, updater: Updater, compressor: Any, entries: Mapping[int, Entry]) -> Changes:
+def _run(
+    way: Way,
+    setting: Setting,
+    updater: Updater,
+    compressor: compression.Compressor | None,
+    entries: Mapping[int, Entry],
+) -> Changes:
     """What one program computes."""
+    # Where the updater does not look at keys, they are counted from 0: pushes of other keys in the same shapes, dtypes
+    # and layouts then share a program.
     sees_keys = updater not in (assign, accumulate) and getattr(updater.update, "uses_key", True)
     keys, layouts = tuple(entries) if sees_keys else tuple(range(len(entries))), dict(setting.layouts)
     if layouts:
@@ -388,16 +415,16 @@ def _run(way: Way, setting: Setting, updater: Updater, compressor: Any, entries:
     )
 
 
-def _over_devices(devices: Devices, run: Any, entries: Mapping[int, Entry], *, in_rows: bool) -> list[Updated]:
+def _over_devices(devices: Devices, run: Program, entries: Mapping[int, Entry], *, in_rows: bool) -> list[Updated]:
     """A program over these devices sums what each of them pushed. Those of this process have one value of each key."""
     along = split_over(devices)
-    held = {k: (entry.stored, entry.state) for k, entry in entries.items()}
+    stored_and_state = {k: (entry.stored, entry.state) for k, entry in entries.items()}
     if not in_rows:  # rows are there already
-        held = put(held, copies_on(devices))
+        stored_and_state = put(stored_and_state, copies_on(devices))
     residuals = put({k: entry.residual for k, entry in entries.items()}, along)
     taken: list[Entry] = []
     for k, entry in entries.items():
-        stored, state = held[k]
+        stored, state = stored_and_state[k]
         dtype = stored.dtype
         # The arrays of the devices become one array over them, without a copy. Buckets are made inside of the program.
         values = [v if v.dtype == dtype else v.astype(dtype) for v in entry.pushed]
@@ -408,7 +435,7 @@ def _over_devices(devices: Devices, run: Any, entries: Mapping[int, Entry], *, i
 
 
 def _at_home(
-    devices: Devices | None, homes: Mapping[int, Sharding], run: Any, entries: Mapping[int, Entry]
+    devices: Devices | None, homes: Mapping[int, Sharding], run: Program, entries: Mapping[int, Entry]
 ) -> list[Updated]:
     """A program where the stored values are sums what is sent there. `devices`: those that push one value each."""
     home = homes[next(iter(entries))]
@@ -421,12 +448,12 @@ def _at_home(
     return run(sent, None)
 
 
-def _on_first(devices: Devices, run: Any, entries: Mapping[int, Entry]) -> list[Updated]:
+def _on_first(devices: Devices, run: Program, entries: Mapping[int, Entry]) -> list[Updated]:
     """The first device sums and updates in a memory that all of them share. The others share its results."""
     first = SingleDeviceSharding(devices[0])
-    held = put({k: (entry.stored, entry.state) for k, entry in entries.items()}, first)
-    there = {k: entry._replace(stored=held[k][0], state=held[k][1]) for k, entry in entries.items()}
-    leaves, structure = jax.tree.flatten(_at_home(devices, dict.fromkeys(there, first), run, there))
+    moved = put({k: (entry.stored, entry.state) for k, entry in entries.items()}, first)
+    on_first = {k: entry._replace(stored=moved[k][0], state=moved[k][1]) for k, entry in entries.items()}
+    leaves, structure = jax.tree.flatten(_at_home(devices, dict.fromkeys(on_first, first), run, on_first))
     return structure.unflatten(mesh.share_or_put(leaves, copies_on(devices)))
 
 
@@ -441,6 +468,7 @@ def _push_rows(
     across: bool,
 ) -> Changes:
     """What a push of rows changes, `across` all processes or in this one. It makes no residuals."""
+    # What takes no rows is refused before any row is added.
     apart, dense = "keep this table in a separate store", "push dense values, or use kind 'dist_sync'"
     for is_refused, reason in (
         (stores.is_split(store), f"values are split over a mesh and take no RowSparse; {apart} without mesh="),
@@ -455,6 +483,7 @@ def _push_rows(
             updaters._check_rows(store.updater, key)
         except ValueError as error:
             raise ValueError(f"kv.push: key {key}: {error}") from None
+
     changes = Changes({}, {})
     for key, rows in pushed.items():
         stored, state = store.values[key], store.updater_state[key]
@@ -470,19 +499,20 @@ def _push_rows(
 _compiled = Recent(lambda updater: jax.jit(functools.partial(aggregate.add_rows, updater), static_argnums=(0, 1)))
 
 
-def _sum_over_processes(rows: list[sparse.RowSparse], dtype: Any) -> sparse.RowSparse:
+def _sum_over_processes(rows: list[sparse.RowSparse], dtype: np.dtype[Any]) -> sparse.RowSparse:
     """The sum of the rows that all processes push, unique and sorted, in every process."""
     leaders = processes.leaders()
-    own = jax.device_put(aggregate.cast_rows(rows, dtype), leaders[jax.process_index()])
-    most = max(map(int, processes.exchange(str(sum(r.indices.shape[0] for r in own)))))
-    mine = sparse.add(own, size=1 << (most - 1).bit_length() if most else 1)  # few sizes, so few programs
-    ours = jax.tree.map(lambda leaf: assemble([leaf], split_over(leaders)), mine)
-    total = mesh.run_by_itself(_sum_program(leaders), ours)
+    own_rows = jax.device_put(aggregate.cast_rows(rows, dtype), leaders[jax.process_index()])
+    # One program over all processes needs one shape in each, so they agree on a size that has room for the longest.
+    most = max(map(int, processes.exchange(str(sum(r.indices.shape[0] for r in own_rows)))))
+    own_sum = sparse.add(own_rows, size=1 << (most - 1).bit_length() if most else 1)  # few sizes, so few programs
+    sum_of_each = jax.tree.map(lambda leaf: assemble([leaf], split_over(leaders)), own_sum)
+    total = mesh.run_by_itself(_sum_program(leaders), sum_of_each)
     return jax.tree.map(lambda leaf: leaf.addressable_data(0), total)
 
 
 @functools.lru_cache(maxsize=64)
-def _sum_program(devices: Devices) -> Any:
+def _sum_program(devices: Devices) -> Callable[[sparse.RowSparse], sparse.RowSparse]:
     total = functools.partial(sparse.allreduce, axis_name=mesh.STORE_AXIS)
-    over, along = mesh.mesh_of(devices), P(mesh.STORE_AXIS)
-    return jax.jit(jax.shard_map(total, mesh=over, in_specs=along, out_specs=P(), check_vma=False))
+    leaders_mesh, per_leader = mesh.mesh_of(devices), P(mesh.STORE_AXIS)
+    return jax.jit(jax.shard_map(total, mesh=leaders_mesh, in_specs=per_leader, out_specs=P(), check_vma=False))

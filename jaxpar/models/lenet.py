@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from .._core import calls, checks
+from .._core import checks
+from .._core.transfers import allows_transfers
 from .._cpu import lenet_layers
 
 Params = dict[str, dict[str, jax.Array]]  # {layer: {"weight", "bias"}}
@@ -28,7 +29,7 @@ _SHAPES = {
 }
 
 
-@calls.answers("lenet.init")
+@allows_transfers
 def init(rng: jax.Array) -> Params:
     """The 129,068 parameters, float32. Weights are drawn from N(0, 0.01²), biases are 0.
 
@@ -58,7 +59,6 @@ def _draw(rng: jax.Array) -> Params:
     return params
 
 
-@calls.answers("lenet.apply")
 def apply(params: Params, images: jax.Array) -> jax.Array:
     """The logits of a batch of images.
 
@@ -89,7 +89,6 @@ def apply(params: Params, images: jax.Array) -> jax.Array:
     return _by_platform(params, images)
 
 
-@calls.answers("lenet.from_mxnet")
 def from_mxnet(arrays: Mapping[str, np.ndarray]) -> Params:
     """The parameters of a LeNet that MXNet trained.
 
@@ -131,6 +130,7 @@ def _weight_from_mxnet(layer: str, weight: np.ndarray) -> np.ndarray:
     weight = weight if weight.shape == _SHAPES[layer] else weight.T
     if layer != "dense1":
         return weight
+    # MXNet flattens (channels, rows, columns), this network (rows, columns, channels).
     channels = _SHAPES["conv2"][-1]
     side = math.isqrt(weight.shape[0] // channels)
     return weight.reshape(channels, side, side, -1).transpose(1, 2, 0, 3).reshape(weight.shape)

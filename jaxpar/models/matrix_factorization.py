@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from .._core import calls, checks
+from .._core import checks
+from .._core.transfers import allows_transfers
 
 _WHERE = "matrix_factorization"
 
 
-@calls.answers("matrix_factorization.init")
+@allows_transfers
 def init(rng: jax.Array, users: int, items: int, k: int) -> dict[str, jax.Array]:
     """Two embedding tables drawn from N(0, 1/k), float32.
 
@@ -35,7 +36,6 @@ def init(rng: jax.Array, users: int, items: int, k: int) -> dict[str, jax.Array]
     }
 
 
-@calls.answers("matrix_factorization.apply")
 def apply(params: dict[str, jax.Array], user_ids: jax.Array, item_ids: jax.Array) -> jax.Array:
     """The score of each pair of a user and an item.
 

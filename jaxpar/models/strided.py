@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._core import calls, checks
+from .._core import checks
+from .._core.transfers import allows_transfers
 
 Params = dict[str, dict[str, jax.Array]]  # {layer: {"weight", "bias"}}
 
@@ -30,7 +31,7 @@ _SHAPES = {
 }
 
 
-@calls.answers("strided.init")
+@allows_transfers
 def init(rng: jax.Array) -> Params:
     """The 109,514 parameters, float32. Biases are 0, weights are drawn from N(0, 2/fan-in) (He et al. 2015).
 
@@ -75,7 +76,6 @@ def _cosines() -> np.ndarray:
     return np.concatenate([weight, -weight], axis=-1).astype(np.float32)
 
 
-@calls.answers("strided.apply")
 def apply(params: Params, images: jax.Array) -> jax.Array:
     """The logits of a batch of images.
 

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
 
-from .._core import calls, checks
+from .._core import checks
+from .._core.transfers import allows_transfers
 
 Params = dict[str, Any]  # dicts of arrays, one inside another
 Axes = str | tuple[str, ...]
@@ -64,7 +65,7 @@ class Config:
             checks.whole_number(getattr(self, field.name), "transformer.Config", field.name)
 
 
-@calls.answers("transformer.init")
+@allows_transfers
 def init(rng: jax.Array, config: Config = Config()) -> Params:
     """The parameters, float32. Kernels and embeddings are drawn from N(0, 0.02²), biases are 0.
 
@@ -86,6 +87,8 @@ def init(rng: jax.Array, config: Config = Config()) -> Params:
         >>> sum(leaf.size for leaf in jax.tree.leaves(shapes))
         124475904
     """
+    # The layers are the first axis of their arrays, for `scan`. What adds to the residual stream is drawn smaller, so
+    # that its variance does not grow with the layers.
     L, D, N = config.layers, config.width, config.heads
     if D % N:
         raise ValueError(f"transformer.init: width {D} cannot be divided by {N} heads; change one of them")
@@ -104,7 +107,6 @@ def init(rng: jax.Array, config: Config = Config()) -> Params:
     return {"embedding": embedding, "layers": {"attention": attention, "mlp": mlp}, "norm": _norm_params(D)}
 
 
-@calls.answers("transformer.apply")
 def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_axis: str = "model") -> jax.Array:
     """The logits of the token after each position.
 
@@ -137,6 +139,8 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
     positions_TxD = _constrain(positions, None, None)[: tokens.shape[1]]
     x_BxTxD = _constrain(table_VxD[tokens] + positions_TxD[None], data_axes, None, None)
 
+    # One layer's weights are gathered at a time, forwards and backwards: `scan` has one layer in its body, and
+    # `checkpoint` computes it again. In a scan nothing could be merged, so CSE needs no guard.
     @partial(jax.checkpoint, prevent_cse=False)
     def layer(x_BxTxD: jax.Array, layer_params: Params) -> tuple[jax.Array, None]:
         x_BxTxD = x_BxTxD + _attention(layer_params["attention"], x_BxTxD)
@@ -148,7 +152,6 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
     return _constrain(logits_BxTxV, data_axes, None, model_axis)
 
 
-@calls.answers("transformer.loss")
 def loss(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_axis: str = "model") -> jax.Array:
     """The mean cross-entropy of each token, given the tokens before it.
 

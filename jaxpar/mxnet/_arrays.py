@@ -37,7 +37,7 @@ def _new_shape(old: tuple[int, ...], codes: tuple[int, ...]) -> list[int]:
     0 keeps an axis, -1 is what is left, -2 keeps all further axes, -3 joins two, -4 splits one into the next two.
     """
     new: list[int] = []
-    at, code = 0, iter(codes)
+    at, code = 0, iter(codes)  # the next axis of the array; some codes take two more numbers, or two axes
     try:
         for n in code:
             if n == -2:

@@ -89,7 +89,10 @@ def read_graph(path: Path) -> Graph:
     heads = _references(path, "the outputs", content.get("heads"), len(nodes))
     if not heads:
         raise CheckpointError(f"{path} is damaged: it has no outputs")
-    return Graph(tuple(nodes), heads, _version(content.get("attrs")))
+    attrs = content.get("attrs")
+    entry = attrs.get("mxnet_version") if isinstance(attrs, dict) else None  # ["int", 10901]
+    version = entry[1] if isinstance(entry, list) and len(entry) == 2 and type(entry[1]) is int else 0
+    return Graph(tuple(nodes), heads, version)
 
 
 def _read_node(path: Path, number: int, node: Any, before: list[Node]) -> Node:
@@ -122,13 +125,10 @@ def _references(path: Path, name: str, entries: Any, count: int) -> tuple[tuple[
     return tuple(pairs)
 
 
-def _version(attrs: Any) -> int:
-    entry = attrs.get("mxnet_version") if isinstance(attrs, dict) else None
-    return entry[1] if isinstance(entry, list) and len(entry) == 2 and type(entry[1]) is int else 0
-
-
 def parse_attributes(operator: Operator, node: Node) -> dict[str, Any]:
     """The attributes of a node as arguments of its operator, by the types of these."""
+    # The annotation of the operator's argument says how its text is read. What says how MXNet runs an operator, and a
+    # user's own marks, are left out.
     parameters = operator.attributes
     takes_any = any(p.kind == p.VAR_KEYWORD for p in operator.parameters.values())
     values: dict[str, Any] = {}
@@ -198,6 +198,7 @@ def with_operators(path: Path, graph: Graph, user_operators: Mapping[str, Callab
         nodes = "; ".join(f"{op} in {', '.join(map(repr, names))}" for op, names in missing.items())
         hint = "Give operators={name: function}, and to the command `jaxpar port` --operator NAME=MODULE:FUNCTION"
         raise ValueError(f"{path} has operators that are unknown here: {nodes}. {hint}")
+    # Upgraded first: variables that are added change the numbers of the nodes, by which the table has them.
     graph = _upgraded(graph, operators)
     table: Table = {}
     for number, node in enumerate(graph.nodes):
@@ -244,6 +245,7 @@ def check_shapes(path: Path, graph: Graph, table: Table, inputs: Sequence[str]) 
     begun: dict[int, Node] = {}  # the array of which an open value is made
     of_inputs: set[int] = set()  # what is made of inputs
     names = {*inputs}
+    # An open 0 goes on through operators that keep rows, until the network's own input decides it, or nothing does.
     for number, node in enumerate(graph.nodes):
         before = [i for i, _ in node.inputs]
         opened = [begun[i] for i in before if i in begun]
@@ -271,6 +273,7 @@ def _open(path: Path, begun: Node, reason: str) -> str:
 
 def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str]]:
     """Names of variables: running statistics, weights, and those of convolutions."""
+    # What an operator updates is a statistic, and what it reads as a weight is trained. The file itself does not say.
     statistics: dict[str, None] = {}
     weights: set[str] = {node.name for node in graph.nodes if node.is_variable and "__init__" in node.attrs}
     kernels: set[str] = set()
@@ -384,7 +387,7 @@ def first_difference(
                 output = np.broadcast_to(output, expected.shape)
             if (difference := _difference(node, np.asarray(output), expected, tolerance, equal)) is not None:
                 return difference
-            outputs[k], equal = expected, equal + 1
+            outputs[k], equal = expected, equal + 1  # so that the next layer is given what it is given in MXNet
         values.append(outputs)
     if not equal:
         raise ValueError(f"Model.compare: the reference has no output of the network, but {list(reference)[:8]}")
@@ -394,6 +397,8 @@ def first_difference(
 def _difference(
     node: Node, output: np.ndarray, expected: np.ndarray, tolerance: float | None, equal: int
 ) -> Difference | None:
+    # Relative to the largest value of the layer: small values beside it carry its rounding. Infinities and NaN are
+    # equal to themselves.
     shapes = output.shape, expected.shape
     if output.shape != expected.shape:
         return Difference(node.name, node.op, *shapes, np.nan, np.nan, (), np.nan, np.nan, equal)

@@ -122,13 +122,14 @@ def deconvolution(
     stride, dilate = _filled(stride, axes, 1), _filled(dilate, axes, 1)
     pad, adj = _filled(pad, axes, 0), _filled(adj, axes, 0)
     reach = [d * (k - 1) for d, k in zip(dilate, kernel, strict=True)]
-    if any(target_shape):
+    if any(target_shape):  # in place of `pad` and `adj`, which follow from it
         spare = [
             s * (n - 1) + r + 1 - t for s, n, r, t in zip(stride, data.shape[2:], reach, target_shape, strict=True)
         ]
         adj = tuple(n % 2 for n in spare)
         pad = tuple((n + 1) // 2 for n in spare)
     # The gradient of a convolution: the kernel is mirrored, and its channels in and out are exchanged in each group.
+    # From MXNet's (in, out / groups, *kernel) to JAX's (out, in / groups, *kernel).
     grouped = weight.reshape(num_group, -1, *weight.shape[1:]).swapaxes(1, 2)
     mirrored = jnp.flip(grouped.reshape(-1, *grouped.shape[2:]), range(2, 2 + axes))
     padding = [(r - p, r - p + a) for r, p, a in zip(reach, pad, adj, strict=True)]
@@ -176,6 +177,7 @@ def batch_norm(
     train: bool,
 ) -> tuple[Any, tuple[jax.Array, jax.Array]]:
     """The outputs, and the new running mean and variance."""
+    # In float32 at least: a mean over a batch, summed in 16 bits, would lose its last digits.
     x = data.astype(jnp.promote_types(data.dtype, jnp.float32))
     running = (moving_mean, moving_var)
     if train and not use_global_stats:
@@ -311,6 +313,7 @@ def leaky_relu(
         return jax.nn.selu(data)
     if act_type == "elu":
         return jax.nn.elu(data, slope)
+    # All others are a slope below 0: a number, one for each channel, or one that is drawn for each element.
     factor: Any = slope
     if act_type == "prelu" and gamma is not None:
         factor = gamma if gamma.ndim == data.ndim else per_channel(gamma, data, min(1, data.ndim - 1))
@@ -403,6 +406,7 @@ def up_sampling(
             pad=(math.ceil((scale - 1) / 2),) * 2,
             num_group=data[0].shape[1],
         )
+    # All become as large as the first one does, whatever their own sizes.
     height = data[0].shape[2] * scale
     grown = [x.repeat(height // x.shape[2], 2).repeat(height // x.shape[2], 3) for x in data]
     return sum(grown[1:], grown[0]) if multi_input_mode == "sum" else jnp.concatenate(grown, 1)
@@ -481,18 +485,18 @@ def rnn(
     if projection_size is not None or use_sequence_length or lstm_state_clip_min is not None:
         raise ValueError("RNN: projection_size, use_sequence_length and lstm_state_clip_min are not supported")
     directions = 2 if bidirectional else 1
-    _, batch, inputs = data.shape
+    _, batch, inputs = data.shape  # (steps, batch, features)
     expected = parameter_count(mode, inputs, state_size, num_layers, directions)
     if parameters.shape != (expected,):
         raise ValueError(f"RNN: its packed weights must have the shape ({expected},), got {parameters.shape}")
-    shape = (num_layers * directions, batch, state_size)
+    shape = (num_layers * directions, batch, state_size)  # of each state: layer by layer, both directions of each
     initial = [state] if state_cell is None else [state, state_cell]
     # An exported network has zeros for states, of a batch that is that of the data.
     states = [jnp.broadcast_to(s, shape).astype(data.dtype) for s in initial]
     weights = _unpack(parameters, _GATES[mode], inputs, state_size, num_layers, directions)
     x, last, cell = data, [[] for _ in states], _cell(mode)
     for layer in range(num_layers):
-        if layer:
+        if layer:  # between layers only, as in MXNet and cuDNN
             x = dropout(x, p=p, train=train, rng=None if rng is None else jax.random.fold_in(rng, layer))
         halves: list[jax.Array] = []
         for at in range(layer * directions, (layer + 1) * directions):
@@ -513,6 +517,7 @@ def _direction(
 ) -> tuple[jax.Array, _Carry]:
     """One direction of one layer over all steps."""
     from_input, from_state, input_bias, state_bias = weights
+    # The input of all steps in one product, (steps, batch, gates * hidden). Only that of the state is in the loop.
     projected = x @ from_input.T[None] + input_bias[None, None]
 
     def step(carry: _Carry, now: jax.Array) -> tuple[_Carry, jax.Array]:

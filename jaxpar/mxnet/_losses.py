@@ -33,7 +33,7 @@ def _with_gradient(
 
     def bwd(residuals: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, None]:
         out, label = residuals
-        return backward(out, label, gradient).reshape(out.shape).astype(out.dtype), None
+        return backward(out, label, gradient).reshape(out.shape).astype(out.dtype), None  # no gradient of the label
 
     layer.defvjp(fwd, bwd)
     return layer(data, label)
@@ -66,8 +66,9 @@ def softmax_output(
     def backward(out: jax.Array, label: jax.Array, gradient: jax.Array) -> jax.Array:
         if label.shape == out.shape:  # a probability of each class
             return (out - label) * grad_scale
-        y = out.reshape(rows)
-        label = label.reshape(rows[0], rows[2])
+        # The gradient of the cross-entropy by the scores is the prediction less the target.
+        y = out.reshape(rows)  # (batch, classes, places)
+        label = label.reshape(rows[0], rows[2])  # (batch, places)
         classes = label.astype(jnp.int32)
         hit = jax.nn.one_hot(classes, rows[1], axis=1, dtype=y.dtype)
         smooth = smooth_alpha / max(rows[1] - 1, 1)
@@ -75,6 +76,8 @@ def softmax_output(
         ignored = classes == int(ignore_label)
         if use_ignore:
             grads = jnp.where(jnp.expand_dims(ignored, 1), 0, grads)
+        # As MXNet divides: "null" of an image by its places, "batch" by the examples too, "valid" by the labels that
+        # are not ignored, and by these alone.
         count = label.shape[0] if normalization == "batch" else 1
         if normalization == "valid":
             count = jnp.maximum((~ignored).sum(), 1).astype(y.dtype)

@@ -1,4 +1,9 @@
-"""A network of MXNet as the text of a Python module in plain JAX."""
+"""A network of MXNet as the text of a Python module in plain JAX.
+
+Read `port` first. Each node becomes a `Line`, an assignment whose numbers and names are still open (`_lines_of`, with
+the table at the end of the file). `_port_blocks.fold` finds what repeats among the lines, and writes the text. The
+layers that the text calls are copied from `_port_layers`, so the module needs jaxpar for rare operators only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from .._core import files
-from .._core.calls import answers
 from .._core.files import CheckpointError
 from . import _port_layers
 from ._layers import ACTIVATIONS
@@ -97,7 +101,6 @@ def arrays_of(model):
 '''
 
 
-@answers("mxnet.port")
 def port(
     symbol_file: str | Path,
     params_file: str | Path | None = None,
@@ -231,7 +234,8 @@ def _source(op: str, fn: Callable[..., Any], name: str) -> str:
             more = f"\n{name} = {'.'.join([name, *attributes])}" if attributes else ""
             return f"from {module} import {first} as {name}{more}"
 
-    # It cannot be imported, so its definition is copied, if that uses nothing of its file but modules.
+    # It cannot be imported, so its definition is copied, if that uses nothing of its file but modules. Several lambdas
+    # may stand in one line: the places of its instructions in the source say which of them it is.
     hint = "define it at the top of a module that can be imported"
     try:
         tree, code = ast.parse("".join(inspect.findsource(fn)[0])), inspect.unwrap(fn).__code__
@@ -247,6 +251,7 @@ def _source(op: str, fn: Callable[..., Any], name: str) -> str:
             definition = node
     if definition is None:
         raise ValueError(f"mxnet.port: operators[{op!r}] cannot be found in its file; {hint}")
+    # Annotations do not count, and are left out of the copy: what they name need not be there when it runs.
     inside = list(ast.walk(definition))
     local_names = {each.arg for each in inside if isinstance(each, ast.arg)}
     local_names |= {each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
@@ -288,6 +293,8 @@ def _lines_of(
     nodes = model.symbol.nodes
     lines: list[Line] = []
     rare: dict[str, str] = {}
+    # A node that computes nothing here, such as `identity`, has no line: its output is that of the node before. And a
+    # variable that is there twice is one value.
     same: dict[Value, Value] = {}
     variables: dict[str, int] = {}
     outputs_used: dict[int, int] = {}  # how many outputs of each node are used, counted from the first
@@ -358,7 +365,7 @@ class _Call:
         self.inputs: list[Value] = []
         self.slots: list[Slot] = []
 
-    def slot(self, kind: str, key: str, value: Any, default: Any = POSITION) -> str:
+    def slot(self, kind: str, key: str, value: object, default: object = POSITION) -> str:
         self.slots.append(Slot(kind, key, value, default))
         return f"{{s[{len(self.slots) - 1}]}}"
 
@@ -393,6 +400,8 @@ class _Call:
             "key": ("index", self.number),
             "by": ("value", by),
         }
+        # Arguments in the order of the function. Those by position are always written, the others where they differ
+        # from the function's default. What is one number for all axes of an image is written once.
         text = ""
         for key, parameter in parameters.items():
             if key in ("net", "x"):

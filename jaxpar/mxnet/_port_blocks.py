@@ -248,6 +248,8 @@ def _with_loops(lines: list[Line], inputs: Sequence[Value], heads: Sequence[Valu
     """The lines with loops in the place of what repeats in a row."""
     cuts = {at for at in _cuts(lines, inputs, heads) if at == 0 or len(lines[at - 1].outputs) == 1}
     numbers, tokens = dict[Any, int](), list[int]()
+    # Each line as one number: equal for lines of one form that read what stands as far before them. So a loop is a
+    # sequence of numbers that repeats.
     made = dict.fromkeys(inputs, -1) | {value: at for at, line in enumerate(lines) for value in line.outputs}
     for at, line in enumerate(lines):
         # How far before the line each value is made, and which output it is.
@@ -256,6 +258,7 @@ def _with_loops(lines: list[Line], inputs: Sequence[Value], heads: Sequence[Valu
     periods = range(1, min(_LONGEST_BODY, len(lines) // 2) + 1)
     counts = [_counts(tokens, cuts, period) for period in periods]
 
+    # The best loop from here, unless the one from the next line saves more.
     items: list[Line | Block] = []
     at, now = 0, _best_loop(lines, 0, counts)
     while at < len(lines):
@@ -500,6 +503,7 @@ def _written(
             name_of[line.last[0]] = "x"
             local_names = _Locals(["x"])
             continue
+        # A chain of functions of one value is one expression, as long as it fits in a line.
         expression = line.form.format(v=[name_of[value] for value in line.inputs], s=line.texts)
         outputs = line.outputs
         while at < len(lines) and isinstance(after := lines[at], Line) and _is_wrapper(after):
@@ -509,6 +513,7 @@ def _written(
             expression, outputs, at = around, after.outputs, at + 1
         if returns and at == len(lines) and tuple(heads) == outputs:
             return [*code, *_wrapped("return ", expression)]
+        # The names of values that nothing reads any more are free for what comes.
         for value in dict.fromkeys(value for each in lines[begin:at] for value in each.inputs):
             if value in name_of and last[value] < at:
                 local_names.drop(name_of[value])

@@ -2,6 +2,9 @@
 
 A record is one part or several. A part is a magic number, a word of its kind and its length, the bytes, and zeros up to
 a multiple of four. Where the bytes of a record have the magic number, MXNet leaves it out and begins a part there.
+
+`RecordFile` reads bytes. `image_record_source` makes two columns of them, images and labels, that look like arrays and
+read their rows when `data` asks for a batch. `_image` is what MXNet does with one image.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from jax.typing import DTypeLike
 
 from .. import data
 from .._core import checks, files
-from .._core.calls import answers, answers_class
+from .._core.arguments import no_such_arguments
 from .._core.files import CheckpointError
 
 _MAGIC = 0xCED7230A
@@ -53,7 +56,6 @@ class ImageRecord(NamedTuple):
     content: bytes
 
 
-@answers_class("mxnet.RecordFile")
 class RecordFile(Sequence[bytes]):
     """The records of a RecordIO file of MXNet, by number.
 
@@ -182,7 +184,6 @@ def _read_index(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return table[:, 0], table[:, 1]
 
 
-@answers("mxnet.load_list")
 def load_list(path: str | os.PathLike[str]) -> list[tuple[int, np.ndarray, str]]:
     """The lines of a `.lst`, the list of images that im2rec packs: (id, labels, path), labels float32 (labels,).
 
@@ -244,7 +245,7 @@ _HINTS = {
 }
 
 
-@answers(_WHERE, _HINTS)
+@no_such_arguments(_HINTS)
 def image_record_source(
     rec: str | os.PathLike[str],
     batch_size: int,
@@ -335,6 +336,8 @@ def image_record_source(
         factor=np.float32(scale) / std,
         channels_first=channels_first,
     )
+    # Two columns that look like arrays in host memory. `data` asks them for rows when it makes a batch, so nothing is
+    # read before, and each process reads what its own devices get.
     form = _Form(records, image, width, threads)
     rows = np.arange(len(records))
     images = _Column("image", tuple(sizes) if channels_first else (*sizes[1:], channels), rows, form)
@@ -366,6 +369,7 @@ class ImageRecordSource(data.ArraySource):
             if draws is None:
                 return numbers
             rows = np.empty(len(self), _ROW)
+            # What is drawn goes with the number of the example, so that its place in the order does not count.
             rows["row"] = numbers
             rows["top"], rows["left"], rows["mirror"] = np.asarray(draws(epoch))[numbers].T
             return rows
@@ -423,6 +427,8 @@ class _Reader:
             image = self._form.image(f"{self._form.records.path}: record {number}", record.content, *drawn)
             return image, self._form.label(record, number) if with_labels else None
 
+        # A batch asks for its images first and for its labels then, device by device. A record has both, and is read
+        # once: the labels wait here.
         labels: list[Any] = []
         for image, label in self._pool.map(read, tasks):
             labels.append(label)
@@ -501,10 +507,13 @@ def _image(
     channels_first: bool,
 ) -> np.ndarray:
     """A record as an image, float32. `drawn` are three numbers from 0 and below 1, or nothing."""
+    # (height, width, channels), in whole numbers until the last step, as in MXNet: else other bits would come out.
     pixels = _decoded(name, content, size[2])
     old = new = pixels.shape[:2]
     if resize > 0:
         new = tuple(resize * n // min(old) for n in old)
+
+    # The rows and columns of the crop, as places in the resized image. Those of the padding are outside of it.
     places: list[np.ndarray] = []
     for axis in (0, 1):
         spare = new[axis] + 2 * pad - size[axis]
@@ -517,6 +526,7 @@ def _image(
         places.append(np.arange(first, first + size[axis]) - pad)
     inside = [(at >= 0) & (at < n) for at, n in zip(places, new, strict=True)]
     rows, columns = (at.clip(0, n - 1) for at, n in zip(places, new, strict=True))
+    # Only the pixels of the crop are computed.
     out = pixels[rows][:, columns] if old == new else _resized(pixels, new, rows, columns)
     if pad:
         out = np.where((inside[0][:, None] & inside[1])[..., None], out, fill_value)

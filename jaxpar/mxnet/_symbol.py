@@ -1,4 +1,8 @@
-"""Networks of MXNet from their files, as pure functions of named params."""
+"""Networks of MXNet from their files, as pure functions of named params.
+
+Begin with `load_symbol`. `Model.apply` runs the nodes of the graph one after another, under the user's `jit` as one
+program. `Model.shapes` runs the same on shapes, forwards, and then backwards from the loss layers to their labels.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks, files
-from .._core.calls import answers
 from .._core.files import CheckpointError
 from ..checkpoint import _mxnet_bytes, load_mxnet
 from . import _operators as ops
@@ -72,7 +75,6 @@ class Model:
     def __repr__(self) -> str:
         return f"Model({len(self._operators)} operators, inputs {self.inputs}, outputs {self.outputs})"
 
-    @answers("Model.apply")
     def apply(
         self,
         params: Mapping[str, Any],
@@ -110,6 +112,7 @@ class Model:
         key = None if rng is None else checks.random_key(rng, "Model.apply: rng")
         variables: dict[str, Any] = {**self._named(params, new_state), **inputs_by_name}
         variables = {name: jnp.asarray(array) for name, array in variables.items()}
+        # In layout NHWC the arrays carry their axes with them, and are turned for operators that know MXNet's only.
         if self._kernels is not None:
             variables |= {name: ops.wrap(variables[name], ops.KERNELS) for name in self._kernels}
             variables |= {name: ops.wrap(variables[name], ops.IMAGES) for name in inputs_by_name}
@@ -130,7 +133,6 @@ class Model:
         result = outputs[0] if len(outputs) == 1 else outputs
         return (result, new_state) if train else result
 
-    @answers("Model.shapes")
     def shapes(self, /, **input_shapes: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The shape of each input, param and running statistic, from those of the inputs. Nothing is computed.
 
@@ -150,6 +152,8 @@ class Model:
         if unknown := [name for name in input_shapes if name not in names]:
             raise ValueError(f"Model.shapes: the network has no {_listed(unknown)}; its inputs are {list(self.inputs)}")
         shapes = {name: self._shape(name, shape, back=True) for name, shape in input_shapes.items()}
+
+        # Forwards. A network has many nodes of one kind and shape, and each is evaluated once.
         values: list[Outputs] = []
         same: dict[Any, Outputs] = {}  # the outputs of nodes of one operator, of attributes and shapes
         for number, node in enumerate(self.symbol.nodes):
@@ -176,11 +180,12 @@ class Model:
             head = self.symbol.nodes[i]
             if head.is_variable and head.name not in shapes and (shape := _declared(head)) is not None:
                 shapes[head.name] = shape
+
+        # Backwards, to the labels, and then all in the order of the graph.
         self._add_label_shapes(shapes, values)
         in_order = (node.name for node in self.symbol.nodes if node.name in shapes)
         return {name: self._shape(name, shapes[name], back=False) for name in in_order}
 
-    @answers("Model.save_params")
     def save_params(
         self,
         file: str | os.PathLike[str],
@@ -208,7 +213,6 @@ class Model:
         named = {f"{kind}:{name}": arrays[name] for name, kind in self._arrays.items()}
         files.replace(files.as_path(file, "Model.save_params: file"), _mxnet_bytes(named))
 
-    @answers("Model.compare")
     def compare(
         self,
         reference: str | os.PathLike[str] | Mapping[str, Any],
@@ -288,6 +292,7 @@ class Model:
         """Adds the shapes of labels, from the loss layers backwards. `values` has those of the nodes' outputs."""
         nodes = self.symbol.nodes
         inferred: dict[int, dict[int, Shape]] = {}  # by node, and by its output
+        # A loss layer says what its label's shape is; operators between say what their input's is, of their output's.
         for number in range(len(nodes) - 1, -1, -1):
             node = nodes[number]
             if node.is_variable:
@@ -423,7 +428,6 @@ class Model:
         return jax.ShapeDtypeStruct(shapes[variable.name], jnp.float32)
 
 
-@answers("mxnet.load_symbol")
 def load_symbol(
     symbol_file: str | os.PathLike[str],
     params_file: str | os.PathLike[str] | None = None,
@@ -464,6 +468,8 @@ def load_symbol(
         raise ValueError(f"mxnet.load_symbol: layout must be None, which is MXNet's own, or 'NHWC', got {layout!r}")
     path = files.as_path(symbol_file, "mxnet.load_symbol: symbol_file")
     graph, table = with_operators(path, read_graph(path), operators or {})
+
+    # Which variables are params: those that the file has, and without a file those that an operator trains.
     statistics, weights, kernels = roles(graph, table)
     arrays = {} if params_file is None else load_mxnet(params_file)
     named = {name.split(":", 1)[-1] if name[:4] in ("arg:", "aux:") else name: a for name, a in arrays.items()}
@@ -473,12 +479,16 @@ def load_symbol(
     kinds = {name: "aux" if name in statistics else "arg" for name in (*trained, *statistics)}
     if params_file is not None and (missing := [name for name in kinds if name not in named]):
         raise CheckpointError(f"{params_file} has no array {_listed(missing)}, which {path} needs")
+
+    # All others are inputs. A label is one that only a loss layer is computed of: it may be left out.
     inputs = tuple(name for name in variables if name not in kinds)
     needed = needed_nodes(graph, table, graph.heads)
     not_labels = {*kinds, *(graph.nodes[i].name for i in needed)}
     layers = [number for number, (each, _) in table.items() if each.labels]
     labels = {number: labels_of(graph, number) - not_labels for number in layers}
     check_shapes(path, graph, table, inputs)
+
+    # Weights are turned once, here, so that no step turns them.
     kernels = frozenset(kernels & {*trained}) if layout == "NHWC" else None
     params = {name: jnp.asarray(named[name]) for name in trained if named}
     return Model(
@@ -495,7 +505,6 @@ def load_symbol(
     )
 
 
-@answers("mxnet.load_checkpoint")
 def load_checkpoint(
     prefix: str | os.PathLike[str],
     epoch: int,
@@ -522,7 +531,6 @@ def load_checkpoint(
     return load_symbol(f"{prefix}-symbol.json", f"{prefix}-{epoch:04d}.params", layout=layout, operators=operators)
 
 
-@answers("mxnet.operator")
 def operator(name: str) -> Callable[..., Any]:
     """The function that computes an operator of MXNet.
 

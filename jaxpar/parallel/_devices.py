@@ -1,4 +1,8 @@
-"""Emulated devices, batches and params on devices, sums over them, and one function on all of them."""
+"""Emulated devices, batches and params on devices, sums over them, and one function on all of them.
+
+These are what MXNet's `gluon.utils` and a loop over contexts did. `spmd` is the largest: one function on every device,
+by `pmap` or by a `shard_map` that behaves as `pmap` does, see `_shard_map`.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,17 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P, SingleDeviceSharding
 
 from .. import kv
-from .._core import calls, checks, host
+from .._core import checks, host
 from .._core.arrays import Device, PyTree, Recent, forget
 from .._core.process import keep_freed_memory
 from .._core.text import plural
+from .._core.transfers import allows_transfers
 from .._devices.mesh import copies_on, put_copy, wait_before_collectives
 from .._devices.user_mesh import in_user_mesh
 
 _MOST = 4096  # emulated devices, which take 1.4 GB and half a minute to start
 
 
-@calls.answers("use_cpu_devices")
 def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
     """Run JAX on `n` emulated CPU devices. Call it before the first use of JAX.
 
@@ -54,7 +58,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", n)
         jax.config.update("jax_platforms", "cpu")
-    except RuntimeError:
+    except RuntimeError:  # JAX runs already, which does no harm if it has these devices
         devices = jax.devices()
         if len(devices) == n and devices[0].platform == "cpu":
             return
@@ -64,7 +68,7 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
 
 
-@calls.answers("split_and_load")
+@allows_transfers
 @in_user_mesh
 def split_and_load(data: PyTree, devices: Sequence[Device], *, even_split: bool = True) -> list[PyTree]:
     """Split a batch along its first axis, and put one part on each device.
@@ -92,13 +96,14 @@ def split_and_load(data: PyTree, devices: Sequence[Device], *, even_split: bool 
     n, k = checks.batch_length(data, "split_and_load"), len(devices)
     if even_split:
         checks.even_share(n, k, "split_and_load", ", or even_split=False")
+    # The first n % k devices have one example more, so that the lengths differ by at most one.
     ends = np.cumsum([n // k + (i < n % k) for i in range(k)])
     data = host.own_copies(data, "split_and_load: data")
     shards = [jax.tree.map(lambda x, i=i: x[ends[i - 1] if i else 0 : ends[i]], data) for i in range(k)]
     return [jax.device_put(shard, device) for shard, device in zip(shards, devices, strict=True)]
 
 
-@calls.answers("copy_to")
+@allows_transfers
 @in_user_mesh
 def copy_to(params: PyTree, device: Device) -> PyTree:
     """A copy of a pytree of arrays on one device of this process.
@@ -124,7 +129,7 @@ def copy_to(params: PyTree, device: Device) -> PyTree:
     return put_copy(host.own_copies(params, "copy_to: params"), SingleDeviceSharding(device))
 
 
-@calls.answers("replicate")
+@allows_transfers
 @in_user_mesh
 def replicate(tree: PyTree, devices: Sequence[Device]) -> PyTree:
     """The pytree as fully replicated arrays, with a copy on each device.
@@ -145,7 +150,7 @@ def replicate(tree: PyTree, devices: Sequence[Device]) -> PyTree:
     return put_copy(host.own_copies(tree, "replicate: tree"), copies_on(checks.devices(devices, "replicate")))
 
 
-@calls.answers("allreduce")
+@allows_transfers
 @in_user_mesh
 def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     """The sum of the values, on the device of each value.
@@ -186,7 +191,6 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
 # One function on every device.
 
 
-@calls.answers("spmd")
 def spmd(
     fn: Callable[..., Any],
     *,
@@ -293,6 +297,8 @@ def _shard_map(
     compiled = jax.jit(run, donate_argnums=donate_argnums)
     if not mesh.is_multi_process:
         return compiled
+
+    # As `pmap`, each process gives and gets the entries of its own devices. `jit` takes arrays over all of them.
 
     def of_this_process(*args: PyTree) -> PyTree:
         from jax.experimental import multihost_utils

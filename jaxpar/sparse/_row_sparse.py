@@ -1,4 +1,8 @@
-"""The type of row-sparse values, and what is done with them: take rows of a table, sum them, update by them."""
+"""The type of row-sparse values, and what is done with them: take rows of a table, sum them, update by them.
+
+A compiled program needs a fixed number of rows. So a `RowSparse` may have padding: rows whose index is the length of
+the table. Reads give zeros for them and writes drop them. Read `RowSparse` and `_coalesce` first.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from .._core import host
 from .._core.arrays import PyTree, check_plain, is_of_numbers
-from .._core.calls import answers, answers_class
+from .._core.transfers import allows_transfers
 from .._devices.user_mesh import is_split, unsplit
 
 if TYPE_CHECKING:  # `_as_ids` and JAX say what is wrong with ids and axis names
@@ -27,7 +31,6 @@ if TYPE_CHECKING:  # `_as_ids` and JAX say what is wrong with ids and axis names
     Ids = ArrayLike | Sequence[Any]  # integers of any shape
 
 
-@answers_class("sparse.RowSparse")
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSparse:
     """Some rows of a table. The other rows are zero.
@@ -123,7 +126,7 @@ def _make_unchecked(shape: tuple[int, ...], leaves: Iterable[Any]) -> RowSparse:
 jax.tree_util.register_pytree_with_keys(RowSparse, _flatten, _make_unchecked)
 
 
-@answers("coalesce")
+@allows_transfers
 def coalesce(rows: RowSparse, *, size: int | None = None) -> RowSparse:
     """The same table with sorted, unique indices. Sums repeated rows.
 
@@ -148,6 +151,8 @@ def coalesce(rows: RowSparse, *, size: int | None = None) -> RowSparse:
 
 @functools.partial(jax.jit, static_argnames="size")
 def _coalesce(rows: RowSparse, size: int) -> RowSparse:
+    # Equal indices stand beside each other in the sorted order, and padding, the largest one, at the end. The sort is
+    # stable, so the rows of one index are added in the order in which they came.
     count = rows.shape[0]
     indices = _padding_last(rows.indices, count)  # (m,)
     order = jnp.argsort(indices, stable=True)
@@ -160,7 +165,7 @@ def _coalesce(rows: RowSparse, size: int) -> RowSparse:
     return _make_unchecked(rows.shape, (unique, values))
 
 
-@answers("to_dense")
+@allows_transfers
 def to_dense(rows: RowSparse) -> jax.Array:
     """The dense table, of shape `rows.shape`. Absent rows are zeros.
 
@@ -172,7 +177,7 @@ def to_dense(rows: RowSparse) -> jax.Array:
     return jnp.zeros(rows.shape, rows.dtype).at[indices].add(rows.values, mode="drop")
 
 
-@answers("from_dense")
+@allows_transfers
 def from_dense(array: jax.Array, row_ids: Ids | None = None) -> RowSparse:
     """Rows of a table: the given rows, or all nonzero rows.
 
@@ -196,7 +201,7 @@ def from_dense(array: jax.Array, row_ids: Ids | None = None) -> RowSparse:
     return take(array, np.flatnonzero(np.asarray((array != 0).any(tuple(range(1, array.ndim))))))
 
 
-@answers("take")
+@allows_transfers
 def take(array: jax.Array, row_ids: Ids, *, size: int | None = None) -> RowSparse:
     """Rows of a table, sorted and unique.
 
@@ -221,6 +226,7 @@ def take(array: jax.Array, row_ids: Ids, *, size: int | None = None) -> RowSpars
     ids = _as_ids(row_ids, "take: row ids").reshape(-1)
     _check_range(ids, count, "take: row", last=count - 1)
     size = _size(ids, count, size, "take")
+    # Under `jit` nobody knows how many ids are distinct. So there are `size` rows, and the last ones may be padding.
     if _is_known(ids):
         unique = np.unique(np.asarray(ids))
         unique = np.append(unique, np.full(size - unique.size, count))
@@ -230,7 +236,7 @@ def take(array: jax.Array, row_ids: Ids, *, size: int | None = None) -> RowSpars
     return _make_unchecked(array.shape, (unique, _gather(array, unique)))
 
 
-@answers("add")
+@allows_transfers
 def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
     """The sum of row-sparse values of one table, coalesced.
 
@@ -255,7 +261,7 @@ def add(rows: Sequence[RowSparse], *, size: int | None = None) -> RowSparse:
     return coalesce(_make_unchecked(shapes[0], (indices, values)), size=size)
 
 
-@answers("sparse.allreduce")
+@allows_transfers
 def allreduce(rows: RowSparse, axis_name: Hashable, *, size: int | None = None) -> RowSparse:
     """The sum over the devices of `pmap` or `shard_map`.
 
@@ -279,7 +285,7 @@ def allreduce(rows: RowSparse, axis_name: Hashable, *, size: int | None = None) 
     return _coalesce(_make_unchecked(rows.shape, (indices, values)), indices.shape[0] if size is None else size)
 
 
-@answers("lazy_update")
+@allows_transfers
 def lazy_update(
     update: Callable[[jax.Array, PyTree, jax.Array], tuple[jax.Array, PyTree]],
     rows: RowSparse,
@@ -348,7 +354,6 @@ def lazy_update(
     return scatter(stored, new_rows), jax.tree.map(scatter, state, new_state)
 
 
-@answers("sparse.value_and_grad")
 def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, PyTree]]:
     """`jax.value_and_grad` for params whose leaves may be `RowSparse`.
 

@@ -39,14 +39,12 @@ from collections.abc import Mapping
 from typing import Any, Unpack
 
 from .._core import checks
-from .._core.calls import answers
 from .._core.updater import Updater
 from . import _mxnet_rules as rules
 from ._mxnet_names import renamed
 from ._mxnet_rules import Options, Rate, make
 
 
-@answers("updaters.mxnet_sgd")
 def mxnet_sgd(
     learning_rate: Rate | None = 0.01,
     momentum: float = 0.0,
@@ -90,7 +88,6 @@ def mxnet_sgd(
     return make(mxnet_sgd, rules.sgd, learning_rate, wd, common, slots, lazy=bool(lazy_update), momentum=momentum)
 
 
-@answers("updaters.mxnet_nag")
 def mxnet_nag(
     learning_rate: Rate | None = 0.01, momentum: float = 0.0, wd: float = 0.0, **common: Unpack[Options]
 ) -> Updater:
@@ -109,7 +106,6 @@ def mxnet_nag(
     return make(mxnet_nag, rules.nag, learning_rate, wd, common, slots, lazy=not momentum, momentum=momentum)
 
 
-@answers("mxnet_adam")
 def mxnet_adam(
     learning_rate: Rate | None = 0.001,
     beta1: float = 0.9,
@@ -146,7 +142,6 @@ def mxnet_adam(
     )
 
 
-@answers("updaters.mxnet_rmsprop")
 def mxnet_rmsprop(
     learning_rate: Rate | None = 0.001,
     gamma1: float = 0.9,
@@ -185,7 +180,6 @@ def mxnet_rmsprop(
     return make(mxnet_rmsprop, rule, learning_rate, wd, common, slots, lazy=False, **options)
 
 
-@answers("mxnet_adagrad")
 def mxnet_adagrad(
     learning_rate: Rate | None = 0.01,
     epsilon: float = 1e-7,
@@ -217,7 +211,6 @@ def mxnet_adagrad(
     return make(mxnet_adagrad, rules.adagrad, learning_rate, wd, common, ("history",), **rows, epsilon=epsilon)
 
 
-@answers("multipliers")
 def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict[int, float]:
     """Factors by key out of factors by name, for `lr_mult` and `wd_mult`.
 
@@ -245,7 +238,6 @@ def multipliers(names: Mapping[int, str], patterns: Mapping[str, float]) -> dict
     return dict(sorted(factors.items()))
 
 
-@answers("updaters.mxnet_wd_mult")
 def mxnet_wd_mult(names: Mapping[int, str], kinds: tuple[str, ...] = ("weight", "gamma")) -> dict[int, float]:
     """MXNet's own rule: no weight decay for biases and the like.
 

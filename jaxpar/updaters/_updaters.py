@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._core import calls, checks
+from .._core import checks
 from .._core.arrays import KeyPath, PyTree, Recent
+from .._core.functions import check_takes
+from .._core.transfers import allows_transfers
 from .._core.updater import Grads, Params, State, UpdateFn, Updater
 from ._jaxprs import dependence
 
@@ -50,7 +52,6 @@ class _Stateless:
         return self.fn(key, pushed, stored), state
 
 
-@calls.answers("updaters.stateless")
 def stateless(fn: UpdateFn) -> Updater:
     """Make an updater without state from a pure function.
 
@@ -89,7 +90,6 @@ class _OptaxUpdate:
         return (stored + updates).astype(stored.dtype), state  # pyright: ignore[reportOperatorIssue]
 
 
-@calls.answers("updaters.from_optax")
 def from_optax(tx: optax.GradientTransformation) -> Updater:
     """Make an updater from an optax transform. Then push gradients.
 
@@ -157,7 +157,7 @@ def _check_takes(fn: Any, names: tuple[str, ...], what: str, hint: str = "") -> 
     if first == "learning_rate":
         called = f"{what} is called with ({', '.join(names)})"
         raise TypeError(f"{called}, but {shown} makes one; call it first, {shown}(0.1)")
-    calls.check_takes(fn, names, what, hint)
+    check_takes(fn, names, what, hint)
 
 
 def program_of(updater: Updater, key: int) -> Hashable:
@@ -319,7 +319,6 @@ class AverageState(NamedTuple):
     average: Params  # of the params
 
 
-@calls.answers("updaters.average_params", {"tx": "write optax.chain(tx, updaters.average_params(decay))"})
 def average_params(decay: float) -> optax.GradientTransformation:
     """Keep an exponential moving average of the params for evaluation.
 
@@ -411,7 +410,7 @@ def _outside_perturbation(state: Any, params: Params) -> Params:
 # The learning rate, changed from outside.
 
 
-@calls.answers("set_learning_rate")
+@allows_transfers
 def set_learning_rate(state: AnyState, learning_rate: float | jax.Array) -> AnyState:
     """Change the learning rate in a state, without recompilation.
 
@@ -454,7 +453,7 @@ def set_learning_rate(state: AnyState, learning_rate: float | jax.Array) -> AnyS
     return state
 
 
-@calls.answers("updaters.learning_rates")
+@allows_transfers
 def learning_rates(state: PyTree) -> dict[str, float]:
     """The learning rates in a state, {path: rate}. Waits for the state.
 

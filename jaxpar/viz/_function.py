@@ -32,6 +32,7 @@ from ._fold.templates import Pattern, Rule
 from ._graph import FAILS_AT
 from ._read import jaxpr
 from ._read.bind import Bound, bind, called_method
+from ._read.costs import Jaxpr
 from ._read.raw import Raw
 from ._read.source import is_users
 
@@ -121,7 +122,7 @@ def _equations_until(error: Exception, bound: Bound) -> Raw:
     raise ValueError("no line that failed was found")
 
 
-def _stop(error: Exception, bound: Bound, arrays: Any, depth: int) -> Any:
+def _stop(error: Exception, bound: Bound, arrays: Sequence[jax.Array], depth: int) -> object:
     """Call a function until it raises, and mark the line of the user's call of that depth, counted from the error."""
     try:
         bound.call(arrays)
@@ -138,20 +139,23 @@ def _stop(error: Exception, bound: Bound, arrays: Any, depth: int) -> Any:
 
 def _arrays_of(frame: FrameType, line: int) -> list[Any]:
     """The arrays that a line reads, or else all that its function has. `IndexError` where there are none."""
-    words: set[str] = set()
+    names_read: set[str] = set()
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.positions is not None and instruction.positions.lineno == line:
             read = instruction.argval  # Python 3.13 loads two names at once
-            words.update(read if isinstance(read, tuple) else [str(read)])
-    for known in (words, frame.f_locals):
-        values = [value for name, value in frame.f_locals.items() if name in known]
-        for found in (values, jax.tree.leaves(values)):  # arrays first: a tree of parameters has those of all layers
-            if arrays := [value for value in found if isinstance(value, jax.core.Tracer)]:
+            names_read.update(read if isinstance(read, tuple) else [str(read)])
+    for names in (names_read, frame.f_locals):
+        values = [value for name, value in frame.f_locals.items() if name in names]
+        for candidates in (
+            values,
+            jax.tree.leaves(values),
+        ):  # arrays first: a tree of parameters has those of all layers
+            if arrays := [value for value in candidates if isinstance(value, jax.core.Tracer)]:
                 return arrays
     raise IndexError
 
 
-def _all_of(closed: Any, bound: Bound) -> Raw:
+def _all_of(closed: Jaxpr, bound: Bound) -> Raw:
     """Flat equations of which all are kept: what nothing reads is a result."""
     inside = closed.jaxpr
     used = {id(atom) for eqn in inside.eqns for atom in eqn.invars}
@@ -162,7 +166,14 @@ def _all_of(closed: Any, bound: Bound) -> Raw:
 
 
 def check_trace(
-    fn: Any, count: int, params_argnums: Any, depth: Any, max_nodes: Any, repeats: Any, rules: Any, what: str = "viz"
+    fn: object,
+    count: int,
+    params_argnums: object,
+    depth: object,
+    max_nodes: object,
+    repeats: object,
+    rules: object,
+    what: str = "viz",
 ) -> None:
     """Check the options of `trace`, and that `fn` is a function. `count` is the number of positional arguments."""
     if not callable(fn):
@@ -176,7 +187,7 @@ def check_trace(
     check_rules(rules, what)
 
 
-def check_picture(options: Options, time_limit: Any, what: str) -> None:
+def check_picture(options: Options, time_limit: object, what: str) -> None:
     """Check the options that `plot_network` has besides those of `trace`."""
     if not isinstance(cast("Any", options.title), str):
         raise TypeError(f"{what}: title must be a string, got {checks.describe(options.title)}")
@@ -196,19 +207,19 @@ def check_picture(options: Options, time_limit: Any, what: str) -> None:
     true_or_false(options.legend, what, "legend")
 
 
-def argnums(given: Any, count: int, what: str = "viz") -> frozenset[int]:
+def argnums(positions: Any, count: int, what: str = "viz") -> frozenset[int]:
     """The positions of the arguments that hold parameters. 0, the default, is allowed where there are none.
 
     >>> sorted(argnums((0, -1), 3))
     [0, 2]
     """
-    if given is None:
+    if positions is None:
         return frozenset()
-    many = isinstance(given, (Sequence, set, frozenset)) and not isinstance(given, str)
-    return frozenset(_argnum(number, count, what) for number in (given if many else (given,)))
+    many = isinstance(positions, (Sequence, set, frozenset)) and not isinstance(positions, str)
+    return frozenset(_argnum(number, count, what) for number in (positions if many else (positions,)))
 
 
-def _argnum(number: Any, count: int, what: str) -> int:
+def _argnum(number: object, count: int, what: str) -> int:
     if isinstance(number, (bool, np.bool_)) or not isinstance(number, (int, np.integer)):
         raise TypeError(
             f"{what}: params_argnums must be None, an int such as 0, or several of them, got {checks.describe(number)}"
@@ -223,7 +234,7 @@ def _argnum(number: Any, count: int, what: str) -> int:
     return number + count if number < 0 else number
 
 
-def true_or_false(value: Any, what: str, name: str) -> None:
+def true_or_false(value: object, what: str, name: str) -> None:
     """`TypeError` for anything but a bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{what}: {name} must be True or False, got {checks.describe(value)}")

@@ -1,4 +1,7 @@
-"""The plain data that the picture and the table are drawn from."""
+"""The plain data that the picture and the table are drawn from.
+
+Users get these: `trace` returns a `Graph`. Everything before it works on `Draft`s, see `_layout.net`.
+"""
 
 from __future__ import annotations
 

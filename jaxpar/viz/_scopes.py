@@ -1,4 +1,7 @@
-"""The scopes around layers, what several of them share, and the tree that they make."""
+"""The scopes around layers, what several of them share, and the tree that they make.
+
+`Scope` is a text that keeps what it was made of. A path of scopes is where a layer is.
+"""
 
 from __future__ import annotations
 
@@ -87,33 +90,33 @@ class Block(Generic[_Leaf]):
 def nest(leaves: Iterable[tuple[_Leaf, Iterable[Path]]]) -> Block[_Leaf]:
     """The tree of leaves, each given with the paths of the blocks around it, from the outside in."""
     top = Block[_Leaf]()
-    known: dict[Path, Block[_Leaf]] = {}
+    blocks: dict[Path, Block[_Leaf]] = {}
     for leaf, around in leaves:
         inside = top
         for path in around:
-            if path not in known:
-                known[path] = Block(path)
-                inside.items.append(known[path])
-            inside = known[path]
+            if path not in blocks:
+                blocks[path] = Block(path)
+                inside.items.append(blocks[path])
+            inside = blocks[path]
         inside.items.append(leaf)
     return top
 
 
 def paths_of(scope: tuple[str, ...]) -> list[Path]:
     """A scope and those around it, from the outside in."""
-    whole = tuple(map(Scope.of, scope))
-    return [whole[:length] for length in range(1, len(whole) + 1)]
+    scopes = tuple(map(Scope.of, scope))
+    return [scopes[:length] for length in range(1, len(scopes) + 1)]
 
 
 def common_prefix(paths: Iterable[tuple[_Part, ...]]) -> tuple[_Part, ...]:
     """What all of these paths begin with."""
     paths = list(paths)
-    found: list[_Part] = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
+    prefix: list[_Part] = []
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
             break
-        found.append(parts[0])
-    return tuple(found)
+        prefix.append(level[0])
+    return tuple(prefix)
 
 
 def main_prefix(paths: Iterable[tuple[tuple[_Part, ...], int]]) -> tuple[_Part, ...]:
@@ -122,14 +125,15 @@ def main_prefix(paths: Iterable[tuple[tuple[_Part, ...], int]]) -> tuple[_Part, 
     >>> main_prefix([(("net", "attn"), 90), (("net", "attn", "mask"), 5), (("net",), 5)]), main_prefix([((), 1)])
     (('net', 'attn'), ())
     """
+    # One name after the other: the heaviest, as long as it has more than half of all.
     paths = list(paths)
-    total, found = sum(weight for _, weight in paths), list[_Part]()
+    total, prefix = sum(weight for _, weight in paths), list[_Part]()
     while True:
         weights = Counter[_Part]()
         for path, weight in paths:
-            if len(path) > len(found):
-                weights[path[len(found)]] += weight
+            if len(path) > len(prefix):
+                weights[path[len(prefix)]] += weight
         if not weights or 2 * max(weights.values()) <= total:
-            return tuple(found)
-        found.append(max(weights, key=weights.__getitem__))
-        paths = [(path, weight) for path, weight in paths if path[: len(found)] == tuple(found)]
+            return tuple(prefix)
+        prefix.append(max(weights, key=weights.__getitem__))
+        paths = [(path, weight) for path, weight in paths if path[: len(prefix)] == tuple(prefix)]

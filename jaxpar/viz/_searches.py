@@ -18,13 +18,13 @@ def reach(starts: Iterable[T], wires: Mapping[T, Iterable[T]]) -> set[T]:
     >>> sorted(reach([1], {1: [2], 2: [3], 4: [1]}))
     [1, 2, 3]
     """
-    found = set(starts)
-    work = list(found)
+    reached = set(starts)
+    work = list(reached)
     while work:
-        new = set(wires.get(work.pop(), ())) - found
-        found |= new
+        new = set(wires.get(work.pop(), ())) - reached
+        reached |= new
         work += new
-    return found
+    return reached
 
 
 def readers(sources: Mapping[T, Iterable[T]]) -> dict[T, list[T]]:
@@ -33,11 +33,11 @@ def readers(sources: Mapping[T, Iterable[T]]) -> dict[T, list[T]]:
     >>> readers({1: [2], 3: [2, 1]})
     {2: [1, 3], 1: [3]}
     """
-    found: dict[T, list[T]] = {}
+    readers_of: dict[T, list[T]] = {}
     for number, read in sources.items():
         for source in read:
-            found.setdefault(source, []).append(number)
-    return found
+            readers_of.setdefault(source, []).append(number)
+    return readers_of
 
 
 def order(sources: Mapping[int, Collection[int]], rank: Callable[[int], int]) -> list[int]:
@@ -49,20 +49,20 @@ def order(sources: Mapping[int, Collection[int]], rank: Callable[[int], int]) ->
     ([2, 3, 1], [1, 2])
     """
     waiting = {number: len(read) for number, read in sources.items()}
-    known, later = readers(sources), iter(sorted(sources, key=rank))
+    readers_of, later = readers(sources), iter(sorted(sources, key=rank))
     ready = [(rank(number), number) for number, count in waiting.items() if count == 0]
     heapq.heapify(ready)
-    found: dict[int, None] = {}
-    while len(found) < len(waiting):
-        number = heapq.heappop(ready)[1] if ready else next(number for number in later if number not in found)
-        if number in found:  # the first of a circle, which is ready once more
+    ordered: dict[int, None] = {}
+    while len(ordered) < len(waiting):
+        number = heapq.heappop(ready)[1] if ready else next(number for number in later if number not in ordered)
+        if number in ordered:  # the first of a circle, which is ready once more
             continue
-        found[number] = None
-        for reader in known.get(number, ()):
+        ordered[number] = None
+        for reader in readers_of.get(number, ()):
             waiting[reader] -= 1
             if waiting[reader] == 0:
                 heapq.heappush(ready, (rank(reader), reader))
-    return list(found)
+    return list(ordered)
 
 
 def connected(numbers: Iterable[int], edges: Iterable[tuple[int, int]]) -> list[list[int]]:
@@ -81,10 +81,10 @@ def connected(numbers: Iterable[int], edges: Iterable[tuple[int, int]]) -> list[
 
     for a, b in edges:
         group[find(a)] = find(b)
-    found: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for number in group:
-        found.setdefault(find(number), []).append(number)
-    return list(found.values())
+        groups.setdefault(find(number), []).append(number)
+    return list(groups.values())
 
 
 def circles(sources: Mapping[int, Collection[int]]) -> list[list[int]]:
@@ -93,25 +93,25 @@ def circles(sources: Mapping[int, Collection[int]]) -> list[list[int]]:
     >>> [sorted(circle) for circle in circles({1: [2], 2: [3], 3: [2], 4: [1]})]
     [[2, 3]]
     """
-    known, ended = readers(sources), dict[int, None]()  # in the order in which depth-first searches leave them
+    readers_of, ended = readers(sources), dict[int, None]()  # in the order in which depth-first searches leave them
     for root in sources:
         way, met = [(root, iter(sources[root]))] if root not in ended else [], {root}
         while way:
-            number, rest = way[-1]
-            new = next((other for other in rest if other not in ended and other not in met), None)
+            number, sources_left = way[-1]
+            new = next((other for other in sources_left if other not in ended and other not in met), None)
             if new is None:
                 ended[way.pop()[0]] = None
             else:
                 way.append((new, iter(sources[new])))
                 met.add(new)
-    found: list[list[int]] = []
+    components: list[list[int]] = []
     while ended:  # what reaches the last one of those that are left (Kosaraju 1978)
         circle, work = list[int](), [next(reversed(ended))]
         while work:
             if (number := work.pop()) in ended:
                 del ended[number]
                 circle.append(number)
-                work += known.get(number, ())
+                work += readers_of.get(number, ())
         if len(circle) > 1:
-            found.append(circle)
-    return found
+            components.append(circle)
+    return components

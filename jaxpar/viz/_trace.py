@@ -1,4 +1,8 @@
-"""`trace`, `plot_network`, `print_summary` and `diff`: from functions to a `Graph` in passes, a picture, a table."""
+"""`trace`, `plot_network`, `print_summary` and `diff`: from functions to a `Graph` in passes, a picture, a table.
+
+`all_layers` and `_layers` are the passes, in their order. The public functions check their options, read the function,
+and show what the passes give.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,6 @@ from types import ModuleType
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from .._core import checks
-from .._core.calls import answers
 from .._core.text import in_notebook
 from ._diff.changes import compare
 from ._draw.style import Options
@@ -32,7 +35,6 @@ if TYPE_CHECKING:
     from ._draw.picture import Plot
 
 
-@answers("viz.trace")
 def trace(
     fn: Callable[..., Any],
     *args: Any,
@@ -149,7 +151,6 @@ def _layers(raw: Raw, calls: Sequence[Call], patterns: Sequence[Pattern | Rule])
     return cells
 
 
-@answers("viz.plot_network")
 def plot_network(
     fn: Callable[..., Any],
     *args: Any,
@@ -224,7 +225,6 @@ def plot_network(
 _PLAIN = str.maketrans({"├": "|", "└": "`", "─": "-", "│": "|", "×": "x", "…": "~"})
 
 
-@answers("print_summary")
 def print_summary(
     fn: Callable[..., Any],
     *args: Any,
@@ -287,7 +287,7 @@ def print_summary(
     _show(graph, file, {"depth": depth, "frozen": frozen_names(graph, patterns)}, width)
 
 
-def _patterns(frozen: Any) -> list[str]:
+def _patterns(frozen: str | Sequence[str]) -> list[str]:
     patterns = [frozen] if isinstance(frozen, str) else frozen
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         expected = 'a pattern such as "*/bias", or a list of patterns'
@@ -313,7 +313,6 @@ def _show(graph: Graph, file: IO[str] | None, options: dict[str, Any], width: in
 Network = Graph | tuple[Callable[..., Any], Sequence[Any]] | tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
 
-@answers("diff")
 def diff(
     before: Network,
     after: Network,
@@ -368,7 +367,7 @@ def diff(
     return DiffPlot(compare(*graphs), drawn, time_limit)
 
 
-def _graph(which: str, given: Any, params_argnums: Any, options: dict[str, Any]) -> Graph:
+def _graph(which: str, given: Any, params_argnums: int | Sequence[int] | None, options: dict[str, Any]) -> Graph:
     if isinstance(given, Graph):
         return given
     expected = f"diff: the {which} network must be (fn, args), such as (apply, (params, x)), or a viz.Graph"

@@ -1,11 +1,11 @@
 """The small functions of `jaxpar/_core`: what they give, in the plainest cases."""
 
-from jaxpar._core import calls, text
+from jaxpar._core import functions, text
 
 
 def test_parameters_of_a_function():
-    assert calls.has_parameter(lambda a, step: a, "step")
-    assert not calls.has_parameter(lambda a, **rest: a, "step")
+    assert functions.has_parameter(lambda a, step: a, "step")
+    assert not functions.has_parameter(lambda a, **rest: a, "step")
 
 
 def test_words():

@@ -130,8 +130,8 @@ HARMLESS = {
     "viz._trace": {"print", "sys"},  # print_summary prints
     "viz._read.source": {"os", "sys"},  # where Python's own files are
     "_core.arrays": {"sys"},  # sys.modules
-    "_core.calls": {"sys"},  # the names of Python's own modules
     "kv._params": {"sys"},  # sys.modules
+    "kv._push": {"sys"},  # the frames between a warning and the user
 }
 
 

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import calls, checks, text
+from ..._core import checks, text
 from ..._core.arrays import is_of_numbers
+from ..._core.functions import check_takes
 from ..._devices import mesh, processes, user_mesh
 from .._step.state import TrainState
 from .fingerprint import fingerprint
@@ -69,7 +70,7 @@ class Callbacks:
             words = "takes a memory, so fit must call it; leave out on_step=, give callbacks="
             raise TypeError(f"fit: {name_of(owner)}.on_step {words}")
         if on_step is not None:
-            calls.check_takes(on_step, ("step", "metrics"), "fit: on_step")
+            check_takes(on_step, ("step", "metrics"), "fit: on_step")
         self.on_step: OnStep | None = on_step  # called with the number and the metrics of each step
         # Called with the state and the record after each epoch, the metrics file first.
         self.each: tuple[Any, ...] = (*([] if metrics_file is None else [MetricsFile(metrics_file)]), *given)
@@ -232,11 +233,11 @@ def _check_callback(callback: Any) -> None:
         )
     if not has_memory(callback):
         hint = "; or give an object with init and on_epoch, or a sequence of such functions and objects"
-        return calls.check_takes(callback, ("state", "record"), "fit: a callback", hint)
+        return check_takes(callback, ("state", "record"), "fit: a callback", hint)
     on_step = getattr(callback, "on_step", None)
     if on_step is not None:
         what = f"fit: {name_of(callback)} has a memory, so its on_step"
-        calls.check_takes(on_step, ("memory", "step", "metrics"), what)
+        check_takes(on_step, ("memory", "step", "metrics"), what)
 
 
 # What a callback remembers, as JSON in a checkpoint, and back to the last bit.

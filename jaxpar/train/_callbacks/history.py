@@ -17,7 +17,6 @@ from typing import Any
 import jax
 
 from ..._core import files
-from ..._core.calls import answers
 from ..._core.text import Table, describe, in_notebook, plural
 
 Record = dict[str, Any]
@@ -93,7 +92,6 @@ def _text(name: str, value: Any) -> str:
     return f"{value:,.0f}" if name in SPEEDS else number_text(value)
 
 
-@answers("to_pandas")
 def to_pandas(history: Sequence[Record]) -> Any:
     """Convert a history to a `pandas.DataFrame` with one row for each epoch.
 
@@ -161,7 +159,6 @@ def png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-@answers("plot_history")
 @readable("plot_history")
 def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None = None) -> Any:
     """Plot each metric of a history, training and evaluation together. Returns the matplotlib figure.

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._core import calls, checks, files
+from ..._core import checks, files
 from ..._core.text import say_news
 from .history import SPEEDS, History, Record, import_for, metric_names
 
@@ -121,7 +121,6 @@ def tag(name: str) -> str:
 # Files.
 
 
-@calls.answers("to_jsonl")
 def to_jsonl(path: PathLike) -> JsonLines:
     """A callback of `fit` that writes each record as a JSON line.
 
@@ -247,7 +246,6 @@ def _strict(value: Any) -> Any:
     return value
 
 
-@calls.answers("to_tensorboard")
 def to_tensorboard(directory: PathLike) -> TensorBoard:
     """A callback of `fit` that writes event files for TensorBoard.
 
@@ -322,7 +320,6 @@ class TensorBoard(Logger):
 # Trackers.
 
 
-@calls.answers("train.to_wandb")
 def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
     """A callback of `fit` that writes the records to Weights & Biases.
 
@@ -390,7 +387,6 @@ class WeightsAndBiases(Logger):
         self.run = None
 
 
-@calls.answers("to_mlflow")
 def to_mlflow(
     experiment: str | None = None,
     *,

@@ -9,9 +9,13 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from ..._core import calls, checks
+from ..._core import checks
+from ..._core.arguments import renamed_arguments
 from ..._core.arrays import PyTree
+from ..._core.functions import check_takes
+from ..._core.transfers import allows_transfers
 from ..._devices import mesh, user_mesh
 from ...data import _READ_ONCE, Dataset, IterableSource
 from .._step.loss import Mean
@@ -25,13 +29,14 @@ _AHEAD = 8  # batches whose sums are not read yet
 
 @overload
 def evaluate(
-    state_or_params: Any, apply_fn: Callable[..., jax.Array], data: Dataset, *, batch_size: int = ...
+    state_or_params: PyTree, apply_fn: Callable[..., jax.Array], data: Dataset, *, batch_size: int = ...
 ) -> dict[str, float]: ...
 @overload
-def evaluate(state_or_params: Any, *, data: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
-@calls.answers("evaluate", renamed={"source": "data", "dataset": "data"})
+def evaluate(state_or_params: PyTree, *, data: Any, eval_fn: EvalFn, batch_size: int = ...) -> dict[str, Any]: ...
+@renamed_arguments(source="data", dataset="data")
+@allows_transfers
 def evaluate(
-    state_or_params: Any,
+    state_or_params: PyTree,
     apply_fn: Callable[..., jax.Array] | None = None,
     data: Any = None,
     *,
@@ -101,7 +106,15 @@ def evaluate(
 class Evaluation:
     """The functions and data that scores come from, as given to `fit`. The errors are those of `fit`."""
 
-    def __init__(self, *, test_data: Any, apply_fn: Any, eval_data: Any, eval_fn: Any, batch_size: int):
+    def __init__(
+        self,
+        *,
+        test_data: Dataset | None,
+        apply_fn: Callable[..., Any] | None,
+        eval_data: object,
+        eval_fn: EvalFn | None,
+        batch_size: int,
+    ):
         for pair in ({"test_data": test_data, "apply_fn": apply_fn}, {"eval_data": eval_data, "eval_fn": eval_fn}):
             if [value is None for value in pair.values()].count(True) == 1:
                 hint = "a classifier is evaluated with test_data and apply_fn"
@@ -155,7 +168,7 @@ class _Sums:
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
-def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int) -> dict[str, Any]:
+def measure(where: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int) -> dict[str, Any]:
     """What `eval_fn` gives over every example: floats by name, and NumPy arrays for values with columns."""
     with user_mesh.outside_mesh() as user:
         examples = _pass(where, state_or_params, eval_fn, source, batch_size, user)
@@ -169,7 +182,9 @@ def measure(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_s
         return scores
 
 
-def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_size: int, user: Any) -> Pass:
+def _pass(
+    where: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int, user: Mesh | None
+) -> Pass:
     """The examples, for an `eval_fn` that takes what it is given."""
     examples = Pass(where, state_or_params, source, batch_size, user)
     fn, name, batch = eval_fn, "eval_fn", "batch"
@@ -177,7 +192,7 @@ def _pass(where: str, state_or_params: Any, eval_fn: Any, source: Any, batch_siz
         fn, name, batch = checks.function(eval_fn.apply_fn, f"{where}: apply_fn"), "apply_fn", "images"
     checks.hashable(fn, f"{where}: {name}")
     names = ("params", batch, "model_state")[: len(examples.model) + 1]
-    calls.check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
+    check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
     return examples
 
 
@@ -243,7 +258,7 @@ class Classification:
 
     apply_fn: Any  # a function, checked by `_pass`
 
-    def __call__(self, params: Any, batch: Any, *model_state: Any) -> dict[str, jax.Array]:
+    def __call__(self, params: PyTree, batch: Mapping[str, jax.Array], *model_state: Any) -> dict[str, jax.Array]:
         logits = check_logits(self.apply_fn(params, batch["image"], *model_state), len(batch["image"]))
         logits = logits.astype(jnp.float32)
         labels = batch["label"][:, None]
@@ -260,7 +275,7 @@ def check_logits(logits: Any, n: int) -> Any:
     return logits
 
 
-def check_classified(dataset: Any, where: str, hint: str = "") -> None:
+def check_classified(dataset: object, where: str, hint: str = "") -> None:
     """`TypeError` unless this is a data set with one integer label per example. The hint is for other data."""
     if not isinstance(dataset, Dataset):
         raise TypeError(

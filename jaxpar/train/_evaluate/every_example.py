@@ -27,7 +27,10 @@ from ..._devices.mesh import STORE_AXIS, copies_on, spans_processes, split_over,
 from .._step.state import TrainState, carries
 
 Check = Callable[["Pass", Any, Any], object]
-EvalBatch = tuple[Any, int]  # arrays on the devices, and how many of their rows are examples: the first ones
+EvalSource = data.DatasetSource | data.ArraySource | data.IterableSource
+# `of(call, batch)`, where `call(batch)` is the user's function with the model: what a pass keeps of a batch.
+Of = Callable[[Callable[[PyTree], PyTree], PyTree], Any]
+EvalBatch = tuple[PyTree, int]  # arrays on the devices, and how many of their rows are examples: the first ones
 
 
 class Pass:
@@ -75,7 +78,7 @@ class Pass:
             return None
         return self.source.batch_shapes(checks.batch_length(first, self._where), first)
 
-    def trace(self, of: Any, fn: Any, batch: Any, check: Check | None = None) -> Any:
+    def trace(self, of: Of, fn: Callable[..., Any], batch: PyTree, check: Check | None = None) -> Any:
         """The shapes of what `of(call, batch)` returns, where `call(batch)` calls `fn` with the model too.
 
         The program of it, as it is for the first batch, is that of `run`. `check(self, fn, batch)` is called before a
@@ -96,12 +99,12 @@ class Pass:
             self._program, self._result_shapes = _programs(*key), traced.out_info
         return self._result_shapes
 
-    def jit(self, of: Any, fn: Any) -> Any:
+    def jit(self, of: Of, fn: Callable[..., Any]) -> Any:
         """What `trace` traces, a function of (leaves, batch, number of rows that are examples; None: all)."""
         key = of, fn, self.structure, self.copies, self.axes
         return jax.jit(functools.partial(_on_batch, *key), static_argnums=2)
 
-    def run(self, of: Any, fn: Any, ahead: int, check: Check | None = None) -> Iterator[Any]:
+    def run(self, of: Of, fn: Callable[..., Any], ahead: int, check: Check | None = None) -> Iterator[Any]:
         """What `of` returns for each batch, see `trace`.
 
         `ahead` batches are started before one is given, so that the host need not wait.
@@ -165,7 +168,7 @@ class Pass:
             hint = data._READ_ONCE if source.is_read_once else "give at least one"
             raise processes.in_all(ValueError(f"{self._where}: expected examples, got no batch; {hint}"))
 
-    def _placed(self, source: Any, batch: Any, count: int) -> EvalBatch:
+    def _placed(self, source: EvalSource, batch: PyTree, count: int) -> EvalBatch:
         """A batch of host memory with `count` examples, and copies of the last one where the devices need them."""
         return source.place(_fill(batch, self._round_up(count) - count), self._split), count
 
@@ -173,7 +176,7 @@ class Pass:
         """The next number that the devices can share evenly."""
         return -(-n // self._count) * self._count
 
-    def _sizes(self, batch: Any) -> list[int]:
+    def _sizes(self, batch: PyTree | None) -> list[int]:
         """How many examples each process has. `ValueError` where their batches are of different shapes."""
         n, shapes = 0, None
         with processes.raise_together():
@@ -245,7 +248,7 @@ def _as_eval_source(where: str, examples: Any) -> Any:
     )
 
 
-def model_of(state_or_params: Any) -> tuple[Any, ...]:
+def model_of(state_or_params: PyTree) -> tuple[Any, ...]:
     """(params to evaluate,), or (params, model_state) of a state that has one."""
     if not isinstance(state_or_params, TrainState):
         return (user_mesh.without_types(state_or_params),)
@@ -254,13 +257,13 @@ def model_of(state_or_params: Any) -> tuple[Any, ...]:
 
 
 def _on_batch(
-    of: Any,
-    fn: Any,
+    of: Of,
+    fn: Callable[..., Any],
     structure: Any,
     copies: NamedSharding | None,
     axes: tuple[str, ...],
-    leaves: Any,
-    batch: Any,
+    leaves: list[jax.Array],
+    batch: PyTree,
     count: int | None,
 ) -> Any:
     params, *model_state = structure.unflatten(leaves)

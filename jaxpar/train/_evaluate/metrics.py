@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..._core import calls, checks
+from ..._core import checks
+from ..._core.arrays import PyTree
 from .._step.loss import Mean, widen
 
 
-@calls.answers("accuracy")
 def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """Whether the label has the largest logit, for each example.
 
@@ -42,7 +42,6 @@ def accuracy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None
     return _mean(logits.argmax(axis=-1) == labels, mask, "accuracy")
 
 
-@calls.answers("top_k")
 def top_k(logits: jax.Array, labels: jax.Array, k: int, mask: jax.Array | None = None) -> jax.Array | Mean:
     """Whether the logit of the label is among the k largest, for each example.
 
@@ -65,7 +64,6 @@ def top_k(logits: jax.Array, labels: jax.Array, k: int, mask: jax.Array | None =
     return _mean((best == labels[..., None]).any(axis=-1), mask, "top_k")
 
 
-@calls.answers("cross_entropy")
 def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """The cross-entropy of the softmax of logits in nats, for each example.
 
@@ -83,7 +81,6 @@ def cross_entropy(logits: jax.Array, labels: jax.Array, mask: jax.Array | None =
     return _mean(_nats(logits, labels, "cross_entropy"), mask, "cross_entropy")
 
 
-@calls.answers("perplexity")
 def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = None) -> Mean:
     """The exponential of the mean cross-entropy over all labels.
 
@@ -107,7 +104,6 @@ def perplexity(logits: jax.Array, labels: jax.Array, mask: jax.Array | None = No
     return Mean(mean.total, mean.weight, np.exp)
 
 
-@calls.answers("mean_squared_error")
 def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Array | None = None) -> jax.Array | Mean:
     """The squared error of predictions, for each example.
 
@@ -135,7 +131,6 @@ def mean_squared_error(predictions: jax.Array, targets: jax.Array, mask: jax.Arr
     return _mean(error**2, mask, "mean_squared_error")
 
 
-@calls.answers("per_class_accuracy")
 def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
     """The recall of each class: the fraction of its examples classified correctly.
 
@@ -163,7 +158,7 @@ def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
     return Mean(of_class * right, of_class, columns=True)
 
 
-def _check_labels(logits: Any, labels: Any, where: str) -> None:
+def _check_labels(logits: jax.Array, labels: jax.Array, where: str) -> None:
     """Errors unless there is one integer label for each row of logits."""
     if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
         raise TypeError(f"{where}: labels must be integers, got {checks.describe(labels)}")
@@ -174,20 +169,20 @@ def _check_labels(logits: Any, labels: Any, where: str) -> None:
         )
 
 
-def _nats(logits: Any, labels: Any, where: str) -> jax.Array:
+def _nats(logits: jax.Array, labels: jax.Array, where: str) -> jax.Array:
     from optax import losses
 
     _check_labels(logits, labels, where)
     return losses.softmax_cross_entropy_with_integer_labels(widen(logits), labels)
 
 
-def _mean(values: jax.Array, mask: Any, where: str) -> jax.Array | Mean:
+def _mean(values: jax.Array, mask: jax.Array | None, where: str) -> jax.Array | Mean:
     """One value for each example, or the mean over what counts."""
     values = widen(values)
     return values.mean(axis=tuple(range(1, values.ndim))) if mask is None else _weighted(values, mask, where)
 
 
-def _weighted(values: jax.Array, mask: Any, where: str) -> Mean:
+def _weighted(values: jax.Array, mask: jax.Array, where: str) -> Mean:
     """The mean over what counts. What does not count may be NaN."""
     if jnp.shape(mask) != values.shape:
         raise ValueError(f"{where}: the mask must be of shape {values.shape}, got {jnp.shape(mask)}")
@@ -207,7 +202,7 @@ _WANTED = (
 )
 
 
-def as_values(returned: Any, n: int) -> dict[str, Any]:
+def as_values(returned: PyTree, n: int) -> dict[str, Any]:
     """What an `eval_fn` returned for n examples, with a `Mean` or a metric for each name."""
     # A metric in place of the dict has the name "". Its `compute` gives the dict.
     if _is_metric(returned):
@@ -220,18 +215,18 @@ def as_values(returned: Any, n: int) -> dict[str, Any]:
     return {name: _as_value(value, n, f"eval_fn: {name!r}") for name, value in returned.items()}
 
 
-def sum_up(value: Any) -> Any:
+def sum_up(value: PyTree) -> PyTree:
     """A `Mean` of sums over the examples, in float32 or wider. A metric stays as it is."""
     if not isinstance(value, Mean):
         return jax.tree.map(jnp.asarray, value)
     return jax.tree.map(lambda rows: widen(rows).sum(axis=0 if value.columns else None), value)
 
 
-def _is_metric(value: Any) -> bool:
+def _is_metric(value: object) -> bool:
     return callable(getattr(value, "merge", None)) and callable(getattr(value, "compute", None))
 
 
-def _as_value(value: Any, n: int, where: str) -> Any:
+def _as_value(value: PyTree, n: int, where: str) -> PyTree:
     """A `Mean` of arrays, of which both have a row for each example or none has; or a metric as it is."""
     if _is_metric(value):
         return value
@@ -259,7 +254,7 @@ def _as_value(value: Any, n: int, where: str) -> Any:
     return Mean(total, weight, value.finish, value.columns)
 
 
-def _array(value: Any, where: str) -> Any:
+def _array(value: PyTree, where: str) -> jax.Array:
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError):

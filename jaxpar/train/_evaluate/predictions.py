@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._core import calls, checks, text
+from ..._core import checks, text
+from ..._core.arguments import renamed_arguments
 from ..._core.arrays import PyTree
+from ..._core.transfers import allows_transfers
 from ..._devices import processes, user_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.history import new_figure, readable, save_figure
@@ -25,8 +27,9 @@ _NUMBERED = 25  # classes up to which the cells hold their counts
 _COLUMNS = 5
 
 
-@calls.answers("predict", renamed={"source": "data"})
-def predict(state_or_params: Any, apply_fn: ApplyFn, data: Any, *, batch_size: int = 256) -> Any:
+@renamed_arguments(source="data")
+@allows_transfers
+def predict(state_or_params: PyTree, apply_fn: ApplyFn, data: Any, *, batch_size: int = 256) -> Any:
     """The outputs of a model for every example, in order.
 
     Args:
@@ -86,9 +89,10 @@ class Mistakes:
         return text.Table(repr(self), columns, rows, _MOST, "right")._repr_html_()
 
 
-@calls.answers("confusion_matrix", renamed={"dataset": "data"})
+@renamed_arguments(dataset="data")
+@allows_transfers
 @user_mesh.on_own_mesh
-def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256) -> np.ndarray:
+def confusion_matrix(state_or_params: PyTree, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256) -> np.ndarray:
     """Count the examples of each class by predicted class.
 
     Args:
@@ -110,10 +114,11 @@ def confusion_matrix(state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, 
     return matrix
 
 
-@calls.answers("mistakes", renamed={"dataset": "data"})
+@renamed_arguments(dataset="data")
+@allows_transfers
 @user_mesh.on_own_mesh
 def mistakes(
-    state_or_params: Any, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256, most: int | None = None
+    state_or_params: PyTree, apply_fn: ApplyFn, data: Dataset, *, batch_size: int = 256, most: int | None = None
 ) -> Mistakes:
     """Find the examples that a classifier gets wrong, most confident first.
 
@@ -141,7 +146,7 @@ def mistakes(
     return Mistakes(wrong, predicted[wrong], data.labels[wrong], probabilities[wrong], len(data))
 
 
-def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Dataset, batch_size: int) -> np.ndarray:
+def _logits(name: str, state_or_params: PyTree, apply_fn: ApplyFn, data: Dataset, batch_size: int) -> np.ndarray:
     """float32 (n, classes). All that can be known is checked before any work."""
     check_classified(data, name)
     examples = Pass(name, state_or_params, data, batch_size, None)
@@ -153,7 +158,7 @@ def _logits(name: str, state_or_params: Any, apply_fn: ApplyFn, data: Dataset, b
     return _predict(name, apply_fn, examples).astype(np.float32)
 
 
-def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> Any:
+def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> PyTree:
     if isinstance(examples.source, IterableSource) and processes.count() > 1:
         raise ValueError(
             f"{name}: with several processes the order of all examples is unknown; give a data.Dataset or arrays"
@@ -182,7 +187,6 @@ def _outputs_of_images(call: Callable[[PyTree], PyTree], batch: PyTree) -> PyTre
 # Pictures.
 
 
-@calls.answers("plot_confusion_matrix")
 @readable("plot_confusion_matrix")
 def plot_confusion_matrix(
     matrix: np.ndarray, *, class_names: Sequence[str] | None = None, path: str | os.PathLike[str] | None = None
@@ -225,7 +229,7 @@ def plot_confusion_matrix(
     return save_figure(figure, path, "plot_confusion_matrix")
 
 
-@calls.answers("plot_mistakes", renamed={"dataset": "data"})
+@renamed_arguments(dataset="data")
 @readable("plot_mistakes")
 def plot_mistakes(
     mistakes: Mistakes,

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import jax
 
-from ..._core.calls import answers
 from ..._core.files import as_path
 
 
-@answers("use_compilation_cache")
 def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Path | None:
     """Keep compiled programs in jax's persistent compilation cache.
 

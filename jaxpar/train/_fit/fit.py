@@ -11,7 +11,9 @@ from typing import Any, Literal
 import jax
 
 from ... import checkpoint, data, distributed
-from ..._core import calls, checks, files
+from ..._core import checks, files
+from ..._core.arguments import no_such_arguments
+from ..._core.transfers import allows_transfers
 from .._callbacks.callbacks import Callback, OnStep, WithMemory
 from .._callbacks.history import History
 from .._step.state import IN_STORE, TrainState, check_is_state
@@ -44,7 +46,8 @@ _HINTS = {
 _MANY = "; give images and labels in one argument, fit(state, step, data.Dataset(x, y), epochs=5, batch_size=64)"
 
 
-@calls.answers("fit", _HINTS, many=_MANY)
+@no_such_arguments(_HINTS)
+@allows_transfers
 def fit(
     state: TrainState,
     step: TrainStep,

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from ..._core import calls, checks, process, text
+from ..._core import checks, process, text
 from ..._devices import processes
 
 _CONFIRM_AFTER = 2.0  # seconds after which an interrupt that waits for its step is confirmed
@@ -118,7 +118,6 @@ def describe_stop(step: int, epoch: int, epochs: int | None, saved: str | os.Pat
     return f"after step {step}, in epoch {epoch}{f' of {epochs}' if epochs else ''}; {place}"
 
 
-@calls.answers("train.interruptible")
 def interruptible(on_interrupt: str = "auto") -> Interruptible:
     """A context that delays Ctrl-C and SIGTERM to the end of a step.
 

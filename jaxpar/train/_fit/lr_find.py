@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ... import data, updaters
-from ..._core import calls, checks, text
+from ..._core import checks, text
+from ..._core.transfers import allows_transfers
 from ..._devices import mesh, user_mesh
 from .._callbacks.history import new_figure, png, readable, save_figure
 from .._step.state import TrainState, check_is_state
@@ -74,7 +75,7 @@ class RateTest:
         return text.Table(title, columns, rows, 20, "right", first=10)._repr_html_()
 
 
-@calls.answers("train.lr_find")
+@allows_transfers
 def lr_find(
     state: TrainState,
     step: Any,

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._core import calls, checks, files
+from ..._core import checks, files
 from ..._core.text import in_notebook
 from ..._devices.mesh import is_donated
 from .._callbacks.history import number_text
@@ -192,7 +192,6 @@ class Trace:
                 jax.profiler.stop_trace()
 
 
-@calls.answers("train.progress")
 def progress(total: int | None = None, *, title: str = "", done: int = 0, show: bool = True) -> StepProgress:
     """A progress bar with metrics, as in `fit`, for your own loop.
 

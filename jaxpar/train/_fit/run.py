@@ -12,7 +12,8 @@ from typing import Any, Literal
 import jax
 
 from ... import data, updaters
-from ..._core import calls, checks, files
+from ..._core import checks, files
+from ..._core.functions import check_takes
 from ..._devices import processes, user_mesh
 from ..._store.store import specs_of
 from .._callbacks.callbacks import Callback, Callbacks, OnStep, WithMemory
@@ -71,7 +72,7 @@ class Run:
                 "fit: the store has no optimizer, so every step would replace the parameters by their gradients; "
                 "make it by kv.from_params(params, optimizer=optax.sgd(0.1))"
             )
-        calls.check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
+        check_takes(step, ("state", "batch"), "fit: the step", "; make one by train.make_train_step(loss_fn)")
         self.step: TrainStep = step
         self.source: data.Source = data.as_source(train_data)
         # For people: what the data consist of.

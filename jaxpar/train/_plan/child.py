@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..._core.arrays import PyTree
 from ..._core.text import describe, did_you_mean
 from ..._devices.shardings import axes_of
 from .._step.train_step import TrainStep
@@ -120,11 +121,13 @@ class Slice:
         if self.is_gpu:
             config = _CONFIG.format(*self.chip.numbers, memory=self.chip.memory)
             shape = "1x{}x{}".format(*self.shape)  # slices, hosts of a slice, GPUs of a host
-            found = topologies.get_topology_desc(platform="cuda", target_config=config, topology=shape)
+            topology = topologies.get_topology_desc(platform="cuda", target_config=config, topology=shape)
         else:
             name = f"{self.kind}:{'x'.join(map(str, self.shape))}"
-            found = topologies.get_topology_desc(platform="tpu", topology_name=name, chip_config_name=self.chip.config)
-        return tuple(found.devices)
+            topology = topologies.get_topology_desc(
+                platform="tpu", topology_name=name, chip_config_name=self.chip.config
+            )
+        return tuple(topology.devices)
 
 
 # The process that compiles.
@@ -149,14 +152,14 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _KEYED = re.compile(r"(values|updater_state|residuals|pending)\[(\d+)\](?:\.values)?")
 
 
-def ask(make: Any, where: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+def ask(make: Callable[..., Any], target: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """What `examine` gives, from a process of its own, or the error that it gives."""
     python = os.environ.get(PYTHON) or sys.executable
     fraction = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or 0.75)
     settings = {name: getattr(jax.config, name) for name in _SETTINGS}
     try:  # functions of a notebook by value
         pickler = importlib.import_module("cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle")
-        request = pickler.dumps((make, where, choices, fraction, settings))
+        request = pickler.dumps((make, target, choices, fraction, settings))
     except Exception as error:
         fault = f"make or a choice cannot be sent to the process that compiles ({error})"
         raise ValueError(f"train.plan: {fault}; {_BY_VALUE}") from None
@@ -164,30 +167,30 @@ def ask(make: Any, where: Slice, choices: dict[str, Any]) -> tuple[dict[str, Any
         (Path(folder) / "request").write_bytes(request)
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         version = "{}.{}".format(*sys.version_info)
-        words = [python, "-c", _START.format(sep=os.pathsep), paths, version, folder]
+        command = [python, "-c", _START.format(sep=os.pathsep), paths, version, folder]
         try:
-            ended = subprocess.run(words, env=_environment(where), capture_output=True, text=True, check=False)
+            ended = subprocess.run(command, env=_environment(target), capture_output=True, text=True, check=False)
         except OSError as error:
             raise RuntimeError(f"train.plan: {PYTHON} cannot be started: {error}") from None
         answer = Path(folder) / "answer"
         if not answer.exists():
             last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
             raise RuntimeError(f"train.plan: {python}, which compiles, ended with {ended.returncode}: {last}")
-        found = pickle.loads(answer.read_bytes())
-    if isinstance(found, Exception):
-        raise type(found)(f"train.plan, on={where.name!r}: {found}")
-    return found
+        answered = pickle.loads(answer.read_bytes())
+    if isinstance(answered, Exception):
+        raise type(answered)(f"train.plan, on={target.name!r}: {answered}")
+    return answered
 
 
-def _environment(where: Slice) -> dict[str, str]:
+def _environment(target: Slice) -> dict[str, str]:
     """Variables of the compilers, which read them when they load."""
-    found = {name: value for name, value in os.environ.items() if name not in _NOT_HERE}
-    found |= {"JAX_PLATFORMS": "cpu", "TPU_LOG_DIR": "disabled"}
-    found["TPU_SKIP_MDS_QUERY"] = "1"  # else libtpu asks a server of metadata, and waits
-    found["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else a second process ends at a lock
-    if where.is_gpu:  # both would run kernels to choose among them; libtpu ends at a flag that it does not know
-        found["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
-    return found
+    variables = {name: value for name, value in os.environ.items() if name not in _NOT_HERE}
+    variables |= {"JAX_PLATFORMS": "cpu", "TPU_LOG_DIR": "disabled"}
+    variables["TPU_SKIP_MDS_QUERY"] = "1"  # else libtpu asks a server of metadata, and waits
+    variables["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # else a second process ends at a lock
+    if target.is_gpu:  # both would run kernels to choose among them; libtpu ends at a flag that it does not know
+        variables["XLA_FLAGS"] = "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
+    return variables
 
 
 def main(folder: str) -> None:
@@ -198,37 +201,37 @@ def main(folder: str) -> None:
 
 def _answer(request: bytes) -> Any:
     try:
-        make, where, choices, fraction, settings = pickle.loads(request)
+        make, target, choices, fraction, settings = pickle.loads(request)
     except Exception as error:
         what = f"make cannot be loaded in {sys.executable}: {type(error).__name__}: {error}"
         return ValueError(f"{what}; {_BY_VALUE}")
     for name, value in settings.items():
         jax.config.update(name, value)
-    if problem := _missing(where):
+    if problem := _missing(target):
         return RuntimeError(problem)
     try:
-        return examine(make, where, choices, fraction)
+        return examine(make, target, choices, fraction)
     except Exception as error:
         return ValueError(_words(error))
 
 
-def _missing(where: Slice) -> str:
+def _missing(target: Slice) -> str:
     """Which compiler this Python lacks, and what to do. Empty where it has it."""
-    names = ("jax_cuda12_plugin", "jax_cuda13_plugin") if where.is_gpu else ("libtpu",)
+    names = ("jax_cuda12_plugin", "jax_cuda13_plugin") if target.is_gpu else ("libtpu",)
     if any(map(importlib.util.find_spec, names)):
         return ""
-    compiler = "CUDA plugin of JAX, the compiler for GPUs" if where.is_gpu else "libtpu, the compiler for TPUs"
-    return f"{sys.executable} has no {compiler}{'' if where.is_gpu else ' (Linux on x86-64 only)'}; {_HINT}"
+    compiler = "CUDA plugin of JAX, the compiler for GPUs" if target.is_gpu else "libtpu, the compiler for TPUs"
+    return f"{sys.executable} has no {compiler}{'' if target.is_gpu else ' (Linux on x86-64 only)'}; {_HINT}"
 
 
 def _words(error: Exception) -> str:
     """An error of `make` or of the compiler in one line, with the user's line that it comes from."""
-    own = [
+    users_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if f"{os.sep}jaxpar{os.sep}" not in frame.filename and "site-packages" not in frame.filename
     ]
-    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    place = f" ({Path(users_frames[-1].filename).name}:{users_frames[-1].lineno})" if users_frames else ""
     if isinstance(error, (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)):
         return f"make reads the values of an array{place}, but here arrays have only shapes; use the shapes"
     return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
@@ -258,45 +261,45 @@ class PlannedCollective:
     is_exact: bool
 
 
-def examine(make: Callable[..., Any], where: Slice, choices: dict[str, Any], fraction: float) -> tuple[Any, Any]:
+def examine(make: Callable[..., Any], target: Slice, choices: dict[str, Any], fraction: float) -> tuple[Any, Any]:
     """The fields of a `Plan`, and the step and network of its picture, or words why there is none."""
     from ... import viz  # who trains does not need it
 
-    step, state, batch, parts = _construct(make, where.devices(), choices)
+    step, state, batch, stages = _construct(make, target.devices(), choices)
     devices = state.store.devices
-    arguments = sorted(_arguments(state, batch), key=lambda one: -one["bytes"])
+    arguments = sorted(_arguments(state, batch), key=lambda argument: -argument["bytes"])
     engine, _ = step._engine_and_step(state.store)
-    flops = sum(part.runs * viz._body_cost(part.traced.jaxpr)[0] for part in parts)
-    found: dict[str, Any] = {
-        "on": where.name,
+    flops = sum(stage.runs * viz._body_cost(stage.traced.jaxpr)[0] for stage in stages)
+    fields: dict[str, Any] = {
+        "on": target.name,
         "choices": {name: str(value) for name, value in choices.items()},
         "devices": len(devices),
         "chip": devices[0].device_kind,
         "engine": engine,
         "batch_axes": tuple(sorted({name for leaf in jax.tree.leaves(batch) for name in _split_axes(leaf)})),
-        "limit_bytes": where.limit(fraction),
-        "argument_bytes": sum(one["bytes"] for one in arguments),
+        "limit_bytes": target.limit(fraction),
+        "argument_bytes": sum(argument["bytes"] for argument in arguments),
         "arguments": arguments[:5],
         # Inside shard_map shapes are those of one device.
         "flops": flops // len(devices) if engine == "jit" else flops,
     }
     start = time.process_time()
     programs: list[Any] = []
-    for part in parts:
+    for stage in stages:
         try:
-            programs.append(part.traced.lower().compile())
+            programs.append(stage.traced.lower().compile())
         except Exception as error:
             refused = _REFUSED.search(str(error)) if "RESOURCE_EXHAUSTED" in str(error) else None
             if refused is None:
                 raise
-            peak = int(float(refused[1]) * _UNITS[refused[2]]) + part.other_bytes
-            found |= {"fits": False, "peak_bytes": peak, "compile_seconds": round(time.process_time() - start, 1)}
-            return found, "the program does not fit"
-    found["compile_seconds"] = round(time.process_time() - start, 1)
-    found |= _sends(programs, parts, state, len(devices)) | _memory(programs, parts, where, found)
-    if len(parts) > 1:
-        return found, "the step is several programs"
-    return found, _picture(step, state, batch, programs[0])
+            peak = int(float(refused[1]) * _UNITS[refused[2]]) + stage.other_bytes
+            fields |= {"fits": False, "peak_bytes": peak, "compile_seconds": round(time.process_time() - start, 1)}
+            return fields, "the program does not fit"
+    fields["compile_seconds"] = round(time.process_time() - start, 1)
+    fields |= _sends(programs, stages, state, len(devices)) | _memory(programs, stages, target, fields)
+    if len(stages) > 1:
+        return fields, "the step is several programs"
+    return fields, _picture(step, state, batch, programs[0])
 
 
 def _construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict[str, Any]) -> Any:
@@ -321,20 +324,20 @@ def _construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict
     return step, *step.device_programs(state, batch)
 
 
-def _arguments(state: Any, batch: Any) -> list[dict[str, Any]]:
+def _arguments(state: PyTree, batch: PyTree) -> list[dict[str, Any]]:
     """Name, shape and bytes on one device of each array that the step takes."""
     names = dict(state.store.paths)
-    found: list[dict[str, Any]] = []
+    arguments: list[dict[str, Any]] = []
     for start, tree in (("", state), ("batch", batch)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             name = (start + jax.tree_util.keystr(path)).removeprefix(".store.")
             if keyed := _KEYED.match(name):
-                part = "params" if keyed[1] == "values" else keyed[1]
-                name = f"{part}/{names[int(keyed[2])]}{name[keyed.end() :]}"
+                field = "params" if keyed[1] == "values" else keyed[1]
+                name = f"{field}/{names[int(keyed[2])]}{name[keyed.end() :]}"
             local = leaf.sharding.shard_shape(leaf.shape)
             size = int(np.prod(local)) * getattr(leaf.dtype, "itemsize", 8)
-            found.append({"name": name, "shape": describe(leaf), "bytes": size, "axes": _split_axes(leaf)})
-    return found
+            arguments.append({"name": name, "shape": describe(leaf), "bytes": size, "axes": _split_axes(leaf)})
+    return arguments
 
 
 def _split_axes(leaf: Any) -> list[str]:
@@ -343,43 +346,43 @@ def _split_axes(leaf: Any) -> list[str]:
     return [name for name in axes_of(leaf.sharding.spec) if sizes[name] > 1]
 
 
-def _memory(programs: list[Any], parts: list[Any], where: Slice, found: dict[str, Any]) -> dict[str, Any]:
+def _memory(programs: list[Any], stages: list[Any], target: Slice, fields: dict[str, Any]) -> dict[str, Any]:
     """What a device needs at once. The last program, the update if there are several, returns what the step returns."""
     last, peak = programs[-1].memory_analysis(), 0
-    for program, part in zip(programs, parts, strict=True):
+    for program, stage in zip(programs, stages, strict=True):
         memory = program.memory_analysis()
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
         # The peak of a TPU's program has what collectives set aside, that of a GPU's lacks what results do not share.
-        own = max(kept + memory.temp_size_in_bytes, getattr(memory, "peak_memory_in_bytes", 0))
-        peak = max(peak, own + part.other_bytes)
+        needed = max(kept + memory.temp_size_in_bytes, getattr(memory, "peak_memory_in_bytes", 0))
+        peak = max(peak, needed + stage.other_bytes)
     sizes = {"donated_bytes": last.alias_size_in_bytes, "returned_bytes": last.output_size_in_bytes}
     if len(programs) == 1:
         sizes |= {"argument_bytes": last.argument_size_in_bytes, "temporary_bytes": last.temp_size_in_bytes}
     else:
-        kept = found["argument_bytes"] + sizes["returned_bytes"] - sizes["donated_bytes"]
+        kept = fields["argument_bytes"] + sizes["returned_bytes"] - sizes["donated_bytes"]
         sizes |= {"temporary_bytes": peak - kept}
     # The compiler of TPUs has refused a program that does not fit.
-    fits = peak <= found["limit_bytes"] or (len(programs) == 1 and not where.is_gpu)
+    fits = peak <= fields["limit_bytes"] or (len(programs) == 1 and not target.is_gpu)
     return {"fits": fits, "peak_bytes": peak, **sizes}
 
 
-def _sends(programs: list[Any], parts: list[Any], state: Any, devices: int) -> dict[str, Any]:
+def _sends(programs: list[Any], stages: list[Any], state: PyTree, devices: int) -> dict[str, Any]:
     from ... import viz
 
     mesh = {str(name): size for name, size in state.step.sharding.mesh.shape.items()}
     collectives: list[PlannedCollective] = []
     cycles = 0
-    for compiled, part in zip(programs, parts, strict=True):
+    for compiled, stage in zip(programs, stages, strict=True):
         program = viz._parse_program(compiled.as_text())
-        cycles += part.runs * (viz._cycles_of(program) or 0)
+        cycles += stage.runs * (viz._cycles_of(program) or 0)
         for send in viz._sends_of(program, mesh, devices):
-            runs = part.runs * send.times
-            one = PlannedCollective(send.kind, send.axes, send.sent, runs, send.is_overlapped, send.is_exact)
-            collectives.append(one)
+            runs = stage.runs * send.times
+            planned = PlannedCollective(send.kind, send.axes, send.sent, runs, send.is_overlapped, send.is_exact)
+            collectives.append(planned)
     return {"collectives": tuple(collectives), "cycles": cycles or None}
 
 
-def _picture(step: TrainStep, state: Any, batch: Any, compiled: Any) -> Any:
+def _picture(step: TrainStep, state: PyTree, batch: PyTree, compiled: jax.stages.Compiled) -> Any:
     from ... import viz
 
     try:

@@ -8,7 +8,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..._core.calls import answers
 from ..._core.text import Table, describe
 from .._step.train_step import TrainStep
 from .child import PlannedCollective, Slice, ask
@@ -68,21 +67,21 @@ class Plan:
     @property
     def sent_bytes(self) -> dict[str, int]:
         """Bytes that a device sends in one step, by kind of collective."""
-        found: dict[str, int] = {}
-        for one in self.collectives:
-            found[one.kind] = found.get(one.kind, 0) + one.bytes * one.runs
-        return found
+        by_kind: dict[str, int] = {}
+        for collective in self.collectives:
+            by_kind[collective.kind] = by_kind.get(collective.kind, 0) + collective.bytes * collective.runs
+        return by_kind
 
     @property
     def alone_bytes(self) -> int:
         """Those of `sent_bytes` during which the device computes nothing."""
-        return sum(one.bytes * one.runs for one in self.collectives if not one.overlapped)
+        return sum(collective.bytes * collective.runs for collective in self.collectives if not collective.overlapped)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "_picture"}
-        own["collectives"] = [dataclasses.asdict(one) for one in self.collectives]
-        return {**own, "sent_bytes": self.sent_bytes}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "_picture"}
+        fields["collectives"] = [dataclasses.asdict(collective) for collective in self.collectives]
+        return {**fields, "sent_bytes": self.sent_bytes}
 
     def plot(self) -> viz.Plot:
         """The picture of the step, as of `viz.plot_step`. `ValueError` with the reason where there is none."""
@@ -129,17 +128,17 @@ class PlanComparison:
 
         It has the fewest estimated cycles, then the fewest bytes sent alone, then the lowest peak.
         """
-        found: dict[str, Plan] = {}
+        best_of: dict[str, Plan] = {}
         for plan in sorted(self.plans, key=lambda plan: (plan.cycles or 0, plan.alone_bytes, plan.peak_bytes)):
             if plan.fits and plan.cycles is not None:
-                found.setdefault(plan.on, plan)
-        return found
+                best_of.setdefault(plan.on, plan)
+        return best_of
 
     def to_dict(self) -> list[dict[str, Any]]:
         """A dict for each row, for JSON."""
-        given = ({"on": on, "choices": {k: str(v) for k, v in choices.items()}} for on, choices, _ in self.rows)
+        heads = ({"on": on, "choices": {k: str(v) for k, v in choices.items()}} for on, choices, _ in self.rows)
         rows = (plan.to_dict() if isinstance(plan, Plan) else {"error": plan} for _, _, plan in self.rows)
-        return [{**a, **b} for a, b in zip(given, rows, strict=True)]
+        return [{**a, **b} for a, b in zip(heads, rows, strict=True)]
 
     def __str__(self) -> str:
         return str(_comparison_of(self))
@@ -151,7 +150,6 @@ class PlanComparison:
 _MAKE = "make(devices, **choices) -> (step, state, batch)"
 
 
-@answers("train.plan", many=f"; make is a function, {_MAKE}, in which the step is made on devices that are not there")
 def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
     """What a training step would be on accelerators that are not there: does it fit, what does it send.
 
@@ -185,11 +183,11 @@ def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
         >>> print(train.plan(make, on="v5e:2x4"))  # doctest: +SKIP
     """
     _check_make(make, on, "train.plan")
-    found, picture = ask(make, Slice(on, "train.plan"), choices)
-    return Plan(**found, _picture=picture)
+    fields, picture = ask(make, Slice(on, "train.plan"), choices)
+    return Plan(**fields, _picture=picture)
 
 
-def _check_make(make: Any, on: Any, where: str) -> None:
+def _check_make(make: object, on: object, where: str) -> None:
     """`TypeError` for a step, which is on devices that are there, or for what else is no function."""
     if not callable(make) or isinstance(make, TrainStep):
         came = "a train step" if isinstance(make, TrainStep) else describe(make)
@@ -199,7 +197,6 @@ def _check_make(make: Any, on: Any, where: str) -> None:
         raise TypeError(f"{where}: on must name accelerators, such as 'v5e:2x4', got {describe(on)}")
 
 
-@answers("train.compare_plans", many=f"; make is a function, {_MAKE}")
 def compare_plans(
     make: Callable[..., Any], on: str | Sequence[str] = "v5e:2x4", **choices: Sequence[Any]
 ) -> PlanComparison:
@@ -241,7 +238,10 @@ def _table_of(plan: Plan) -> Table:
     """The answer, and then what to try."""
     verdict = "fits" if plan.fits else f"does NOT fit, by {_size(plan.peak_bytes - plan.limit_bytes)}"
     rows = [("memory", f"{_size(plan.peak_bytes)} of {_size(plan.limit_bytes)} on each device{_parts(plan)}")]
-    rows += [("largest", f"{_size(one['bytes'])}  {one['name']}  {one['shape']}") for one in plan.arguments[:3]]
+    rows += [
+        ("largest", f"{_size(argument['bytes'])}  {argument['name']}  {argument['shape']}")
+        for argument in plan.arguments[:3]
+    ]
     if plan.donated_bytes is not None and plan.returned_bytes is not None:
         rows.append(("donated", f"{_size(plan.donated_bytes)} of {_size(plan.returned_bytes)} that the step returns"))
     rows += _sent(plan)
@@ -272,24 +272,25 @@ def _parts(plan: Any) -> str:
     if plan.temporary_bytes is None:
         return text
     kept = plan.argument_bytes + plan.returned_bytes - plan.donated_bytes
-    rest = plan.peak_bytes - kept - plan.temporary_bytes
-    more = f", {_size(rest)} that the compiler sets aside" if rest > plan.peak_bytes / 100 else ""
+    set_aside = plan.peak_bytes - kept - plan.temporary_bytes
+    more = f", {_size(set_aside)} that the compiler sets aside" if set_aside > plan.peak_bytes / 100 else ""
     return f"{text}, {_size(plan.temporary_bytes)} temporaries{more}"
 
 
 def _sent(plan: Plan) -> Iterable[tuple[str, str]]:
     """A row for each kind and axes of collectives."""
     groups: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
-    for one in plan.collectives:
-        groups.setdefault((one.kind, one.axes), []).append(one)
+    for collective in plan.collectives:
+        groups.setdefault((collective.kind, collective.axes), []).append(collective)
     for (kind, axes), group in groups.items():
         sent, hidden = (
-            sum(one.bytes * one.runs for one in some) for some in (group, [g for g in group if g.overlapped])
+            sum(collective.bytes * collective.runs for collective in counted)
+            for counted in (group, [g for g in group if g.overlapped])
         )
-        runs, over = sum(one.runs for one in group), f" over {', '.join(axes)}" if axes else ""
+        runs, along = sum(collective.runs for collective in group), f" over {', '.join(axes)}" if axes else ""
         beside = "all beside compute" if hidden == sent else f"{_size(hidden)} beside compute" if hidden else "alone"
-        least = "" if all(one.is_exact for one in group) else ", in a loop of unknown length at least"
-        yield kind, f"{_size(sent)} sent by each device{over}, in {runs} a step{least}; {beside}"
+        least = "" if all(collective.is_exact for collective in group) else ", in a loop of unknown length at least"
+        yield kind, f"{_size(sent)} sent by each device{along}, in {runs} a step{least}; {beside}"
 
 
 def _hint(plan: Plan) -> str:
@@ -305,26 +306,28 @@ def _hint(plan: Plan) -> str:
             "fewer examples for each device"
         )
     # Other axes have all-reduces of their own: of gradients over copies, of activations under tensor parallelism.
-    params = [one for one in plan.arguments if one["name"].startswith("params/")]
-    axes = {name for one in params for name in one["axes"]} & set(plan.batch_axes)
-    whole = sum(one.bytes * one.runs for one in plan.collectives if one.kind == "all-reduce" and axes & set(one.axes))
-    if plan.engine == "jit" and plan.cycles is not None and whole > plan.sent_bytes.get("all-gather", 0) / 2:
+    params = [item for item in plan.arguments if item["name"].startswith("params/")]
+    axes = {name for item in params for name in item["axes"]} & set(plan.batch_axes)
+    all_reduced = sum(
+        item.bytes * item.runs for item in plan.collectives if item.kind == "all-reduce" and axes & set(item.axes)
+    )
+    if plan.engine == "jit" and plan.cycles is not None and all_reduced > plan.sent_bytes.get("all-gather", 0) / 2:
         return (
-            f"all-reduces of {_size(whole)}: split weights or gradients travel whole, where gathers and "
+            f"all-reduces of {_size(all_reduced)}: split weights or gradients travel whole, where gathers and "
             "reduce-scatters would send half. Split over fewer devices, an axis of the mesh, and keep copies over the "
             "rest"
         )
     return ""
 
 
-def _comparison_of(found: PlanComparison) -> Table:
+def _comparison_of(comparison: PlanComparison) -> Table:
     """A row for each plan. The best of each `on` has a star. The others are compared with it, or with the first."""
-    best = found.best
-    tops = {plan.on: plan for plan in reversed(found.plans) if plan.fits} | best
-    names = list(dict.fromkeys(name for _, choices, _ in found.rows for name in choices))
+    best = comparison.best
+    tops = {plan.on: plan for plan in reversed(comparison.plans) if plan.fits} | best
+    names = list(dict.fromkeys(name for _, choices, _ in comparison.rows for name in choices))
     head = ("", "on", *names, "memory", "sent", "alone", "cycles", "compared")
     cells: list[Sequence[str]] = [head]
-    for on, choices, plan in found.rows:
+    for on, choices, plan in comparison.rows:
         chosen = [str(choices.get(name, "")) for name in names]
         if isinstance(plan, str):
             cells.append(["", on, *chosen, "", "", "", "", plan])
@@ -341,7 +344,7 @@ def _comparison_of(found: PlanComparison) -> Table:
     return Table("memory of one device, bytes that it sends in a step", head, cells, most=200)
 
 
-def _beside(plan: Plan, other: Any) -> str:
+def _beside(plan: Plan, other: Plan | None) -> str:
     """In what a plan differs from another."""
     if not plan.fits or other is None:
         return f"does not fit by {_size(plan.peak_bytes - plan.limit_bytes)}"
@@ -350,5 +353,7 @@ def _beside(plan: Plan, other: Any) -> str:
         ("sent", sum(plan.sent_bytes.values()), sum(other.sent_bytes.values())),
         ("memory", plan.peak_bytes, other.peak_bytes),
     )
-    ratios = [f"{mine / its:.2f} x {name}" for name, mine, its in pairs if mine and its and abs(mine / its - 1) > 0.01]
+    ratios = [
+        f"{value / its:.2f} x {name}" for name, value, its in pairs if value and its and abs(value / its - 1) > 0.01
+    ]
     return ", ".join(ratios) or "the same"

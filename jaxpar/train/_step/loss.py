@@ -18,11 +18,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from ..._core import checks
 from ..._core.arrays import KeyPath, PyTree, is_prng_key
-from ..._core.calls import answers, answers_class, check_takes, has_parameter
+from ..._core.functions import check_takes, has_parameter
 from .state import carries, is_floating
 
 
-@answers_class("train.Mean")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mean:
@@ -284,7 +283,6 @@ class ClassificationLoss:
         return losses.softmax_cross_entropy(logits, smooth).mean(), {"accuracy": accuracy}
 
 
-@answers("classification_loss")
 def classification_loss(
     apply_fn: Callable[[Any, jax.Array], jax.Array],
     label_smoothing: float = 0.0,

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..._core import checks
 from ..._core.arrays import Tree
-from ..._core.calls import answers, answers_class
+from ..._core.transfers import allows_transfers
 from ..._devices.user_mesh import on_own_mesh
 from ..._store.store import trained_keys
 from ...kv import KVStore
@@ -23,7 +23,6 @@ from .loss import Mean, Metrics
 from .state import TrainState, carries, check_is_state
 
 
-@answers_class("train.DynamicLossScale")
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
     """A loss scale that adapts: it grows until gradients overflow.
@@ -178,7 +177,7 @@ def nonfinite_flags(
     return jnp.stack(is_bad).astype(jnp.float32)
 
 
-@answers("check_finite")
+@allows_transfers
 @on_own_mesh
 def check_finite(metrics: Mapping[str, jax.Array | float], state: TrainState) -> None:
     """Raise an error if a step had numbers that are not finite.

@@ -15,8 +15,8 @@ import numpy as np
 from ... import distributed, kv
 from ..._core import checks, host, portable
 from ..._core.arrays import Device, PyTree, check_plain, is_traced, tree_nbytes
-from ..._core.calls import answers
 from ..._core.text import plural
+from ..._core.transfers import allows_transfers
 from ..._devices import processes
 from ..._devices.mesh import check_not_donated, is_donated, put_copy, split_over, to_host
 from ..._devices.user_mesh import on_own_mesh
@@ -138,7 +138,7 @@ class Donated(NamedTuple):
         )
 
 
-@answers("train.create_state", {"optimizer": IN_STORE})
+@allows_transfers
 @on_own_mesh
 def create_state(
     store: kv.KVStore,

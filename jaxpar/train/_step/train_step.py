@@ -15,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
 from ..._core import checks
+from ..._core.arguments import no_such_arguments
 from ..._core.arrays import Device, Recent
-from ..._core.calls import answers
+from ..._core.transfers import allows_transfers
 from ..._core.updater import Updater
 from ..._devices import processes
 from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
@@ -73,12 +74,12 @@ class TrainStep:
         self._programs = Recent(self._make_program)  # by the structures of `Donated`
         self._returned: weakref.ref[TrainState] | None = None  # by the last call
 
-    @answers("train step")
+    @allows_transfers
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step. `state` is donated: use the one returned."""
         return self._run(state, batch)
 
-    @answers("train step, many")
+    @allows_transfers
     def many(
         self, state: TrainState, batches: Batch, first: int = 0, end: int | None = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -130,7 +131,6 @@ class TrainStep:
             self._returned = weakref.ref(new)
             return new, metrics if user is None else with_types(metrics, user)
 
-    @answers("train step, lower")
     def lower(self, state: TrainState, batch: Batch, *, many: bool = False) -> jax.stages.Lowered:
         """The step before compilation, for its text, costs or memory. Nothing is computed.
 
@@ -177,7 +177,7 @@ class TrainStep:
             return None
         return NamedSharding(auto_mesh(mesh), P(axes[0] if len(axes) == 1 else axes))
 
-    @answers("train step, on")
+    @allows_transfers
     def on(self, devices: Sequence[Device]) -> TrainStep:
         """The same step on other devices, for any state. `ValueError`: it has a mesh, or a device is repeated."""
         chosen = checks.devices(devices, "train step, on")
@@ -185,7 +185,7 @@ class TrainStep:
             raise ValueError("train step, on: this step was made for a mesh; make another by make_train_step(mesh=...)")
         return dataclasses.replace(self, devices=chosen)
 
-    @answers("train step, complete")
+    @allows_transfers
     def complete(self, state: TrainState) -> TrainState:
         """The state on the step's devices, with all parts that the step needs.
 
@@ -213,7 +213,7 @@ class TrainStep:
             state = place_state(state, devices)
         return step.with_initial_parts(state)
 
-    @answers("train step, finish")
+    @allows_transfers
     def finish(self, state: TrainState) -> TrainState:
         """The state at the end of training, without pending pushes.
 
@@ -299,7 +299,7 @@ _HINTS = {
 }
 
 
-@answers("make_train_step", _HINTS)
+@no_such_arguments(_HINTS)
 def make_train_step(
     loss_fn: LossFn,
     *,
@@ -482,7 +482,8 @@ _START_HINTS = {
 }
 
 
-@answers("train.start", _START_HINTS)
+@no_such_arguments(_START_HINTS)
+@allows_transfers
 def start(
     params: Any,
     optimizer: optax.GradientTransformation | Updater,

@@ -1,4 +1,7 @@
-"""What is different between two networks: their layers matched, as plain data and as a table."""
+"""What is different between two networks: their layers matched, as plain data and as a table.
+
+`compare` is where it begins: both lists of layers are aligned as two texts are, by how much two layers are alike.
+"""
 
 from __future__ import annotations
 
@@ -120,9 +123,11 @@ def kind(node: Node) -> str:
 
 def _arrows(before: str, after: str) -> str:
     """An arrow for each word where both have as many words and some are equal, else one for all."""
-    words = before.split(" "), after.split(" ")
-    if len(words[0]) == len(words[1]) and set(zip(*words, strict=True)) & {(word, word) for word in words[0]}:
-        return " ".join(map(arrow, *words))
+    split_texts = before.split(" "), after.split(" ")
+    if len(split_texts[0]) == len(split_texts[1]) and set(zip(*split_texts, strict=True)) & {
+        (word, word) for word in split_texts[0]
+    }:
+        return " ".join(map(arrow, *split_texts))
     return arrow(before, after)
 
 
@@ -200,8 +205,8 @@ class Diff:
     @property
     def counts(self) -> dict[Status, int]:
         """The number of changes of each status."""
-        found = Counter(change.status for change in self.changes)
-        return {status: found[status] for status in STATUSES}
+        counts = Counter(change.status for change in self.changes)
+        return {status: counts[status] for status in STATUSES}
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{number} {status}" for status, number in self.counts.items())
@@ -245,25 +250,28 @@ def _is_equal(a: Node, b: Node) -> bool:
 
 def _best(before: Sequence[Node], after: Sequence[Node]) -> list[Change]:
     """The alignment of the highest score, by dynamic programming from the end."""
+    # rows[i][j] is the best score of before[i:] and after[j:]. A pair that cannot be one layer scores 0, and is never
+    # taken.
     rows = [[0.0] * (len(after) + 1) for _ in range(len(before) + 1)]
     scores = [[_likeness(a, b) for b in after] for a in before]
     for i in range(len(before) - 1, -1, -1):
         row, below, score = rows[i], rows[i + 1], scores[i]
         for j in range(len(after) - 1, -1, -1):
             row[j] = max(below[j], row[j + 1], below[j + 1] + score[j] if score[j] else 0.0)
-    found: list[Change] = []
+    # Now from the front, along the choices that gave these scores.
+    changes: list[Change] = []
     i = j = 0
     while i < len(before) and j < len(after):
         if scores[i][j] and rows[i][j] == rows[i + 1][j + 1] + scores[i][j]:
-            found.append(Change(before[i], after[j]))
+            changes.append(Change(before[i], after[j]))
             i, j = i + 1, j + 1
         elif rows[i][j] == rows[i + 1][j]:
-            found.append(Change(before[i], None))
+            changes.append(Change(before[i], None))
             i += 1
         else:
-            found.append(Change(None, after[j]))
+            changes.append(Change(None, after[j]))
             j += 1
-    return [*found, *(Change(node, None) for node in before[i:]), *(Change(None, node) for node in after[j:])]
+    return [*changes, *(Change(node, None) for node in before[i:]), *(Change(None, node) for node in after[j:])]
 
 
 def _likeness(a: Node, b: Node) -> float:
@@ -287,4 +295,4 @@ def _key(node: Node) -> str:
 
 def _plain(scope: tuple[str, ...]) -> tuple[str, ...]:
     """A scope without the numbers of copies."""
-    return tuple(part if part.times is None else part.stem for part in map(Scope.of, scope))
+    return tuple(outer if outer.times is None else outer.stem for outer in map(Scope.of, scope))

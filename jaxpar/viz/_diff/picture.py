@@ -1,4 +1,8 @@
-"""The picture of a comparison: both networks as one, with what changed in colour."""
+"""The picture of a comparison: both networks as one, with what changed in colour.
+
+The nodes of both networks become one `Graph`, under names that are unique in both, and `_draw.dot` draws it with a
+`Look` of its own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ _Ends = tuple[str, str, bool]  # the names of two nodes, and whether the edge go
 def to_dot(diff: Diff, options: Options) -> list[str]:
     """The lines between the braces of a digraph. Equal comparisons give equal lines."""
     changes, scopes = _names(diff), _scopes(diff)
-    nodes = (replace(one.node, name=name, scope=_scope(one, scopes)) for name, one in changes.items())
+    nodes = (replace(change.node, name=name, scope=_scope(change, scopes)) for name, change in changes.items())
     before, after = _edges(diff, changes, "before"), _edges(diff, changes, "after")
     edges = after | {ends: edge for ends, edge in before.items() if ends not in after}
     graph = Graph(tuple(nodes), tuple(edges.values()))
@@ -69,31 +73,31 @@ class _Look(dot.Look):
         if _ends(edge) in self._before and _ends(edge) in self._after:
             return {"tooltip": "same"}
         status: Status = "added" if _ends(edge) in self._after else "removed"
-        found = {"color": _LINES[status], "penwidth": 1.6, "fontcolor": _LINES[status], "tooltip": status}
-        return found | ({"style": "dashed"} if status == "removed" else {})
+        look = {"color": _LINES[status], "penwidth": 1.6, "fontcolor": _LINES[status], "tooltip": status}
+        return look | ({"style": "dashed"} if status == "removed" else {})
 
 
 def _names(diff: Diff) -> dict[str, Change]:
     """A name for each change. A layer that was removed may have the name of another one."""
-    found = {change.after.name: change for change in diff.changes if change.after is not None}
+    by_name = {change.after.name: change for change in diff.changes if change.after is not None}
     for change in diff.changes:
         if change.after is None and change.before is not None:
             name = change.before.name
-            while name in found:
+            while name in by_name:
                 name += " (removed)"
-            found[name] = change
-    return found
+            by_name[name] = change
+    return by_name
 
 
 def _scopes(diff: Diff) -> dict[Path, Path]:
     """What each scope of the first network is called in the second."""
-    found: dict[Path, Path] = {}
+    second_names: dict[Path, Path] = {}
     for change in diff.changes:
         if change.before is not None and change.after is not None:
             old, new = paths_of(change.before.scope), paths_of(change.after.scope)
             for path, other in zip(old, new, strict=True) if len(old) == len(new) else ():
-                found.setdefault(path, other)
-    return found
+                second_names.setdefault(path, other)
+    return second_names
 
 
 def _scope(change: Change, scopes: dict[Path, Path]) -> Path:
@@ -109,7 +113,7 @@ def _both(before: Scope, after: Scope) -> Scope:
     """A scope in two networks: "layers ×12 → ×24"."""
     if before == after:
         return after
-    (name, _, count), (other, _, new) = (str(one.numbered(1)).rpartition(" ") for one in (before, after))
+    (name, _, count), (other, _, new) = (str(scope.numbered(1)).rpartition(" ") for scope in (before, after))
     text = f"{name} {arrow(count, new)}".strip() if name == other else arrow(before.numbered(1), after.numbered(1))
     return Scope(text.removesuffix(f" ×{after.times}"), after.kind, after.times, after.call)
 
@@ -119,15 +123,15 @@ def _label_lines(change: Change) -> list[Line]:
     name, layer, shape = change_texts(change)
     if change.node.op == "input":
         return [(cut_middle(name, _MOST), 12.0, False), (cut_middle(shape, _MOST), 9.5, False)]
-    found = [(cut_middle(name, _MOST), 10.5, False), (cut_middle(layer, _MOST), 12.0, True)]
+    lines = [(cut_middle(name, _MOST), 10.5, False), (cut_middle(layer, _MOST), 12.0, True)]
     if change.status == "same":
-        return found
-    found += [(cut_middle(shape, _MOST), 9.5, False)] if "→" in shape else []
+        return lines
+    lines += [(cut_middle(shape, _MOST), 9.5, False)] if "→" in shape else []
     deltas = ((change.params, " params"), (change.flops, "FLOP"), (change.bytes, "B"))
     costs = [
         f"{n:+,} params".replace("-", "−") if unit == " params" else delta_text(n, unit) for n, unit in deltas if n
     ]
-    return [*found, *((", ".join(costs[at : at + 2]), 9.5, False) for at in range(0, len(costs), 2))]
+    return [*lines, *((", ".join(costs[at : at + 2]), 9.5, False) for at in range(0, len(costs), 2))]
 
 
 def _caption(diff: Diff, options: Options) -> str:
@@ -166,6 +170,6 @@ class DiffPlot(Plot):
     def _table(self) -> str:
         return to_html(self.diff, self.options.title)
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> dict[str, bytes | str]:
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None, **_: object) -> dict[str, bytes | str]:
         """The picture for a notebook, as SVG and PNG. Without a renderer, what to install and the table."""
         return {**super()._repr_mimebundle_(include, exclude), "text/plain": str(self.diff)}

@@ -1,4 +1,8 @@
-"""From a `Graph` to the text of a picture, in the dot language."""
+"""From a `Graph` to the text of a picture, in the dot language.
+
+Begin with `to_dot`. Graphviz places what it is given, so the order of the lines, the ranks and the edges that do not
+constrain are what keeps a picture readable. `Look` says colours and words, which a comparison replaces.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +84,7 @@ def to_dot(graph: Graph, options: Options, look: Look | None = None) -> list[str
     lines = _head(look.caption, options, theme, large=large)
     lines += _nodes(graph, nodes, look, theme)
     by_name = {node.name: node for node in nodes}
+    # A gradient reads much of the forward pass. The line from its layer stands for that, or the picture would be full.
     edges = without_residuals(nodes, edges)
     joined = {node.name for node in nodes if node.leaves}
     carried = Counter(edge.source for edge in edges if edge.carry)
@@ -106,15 +111,15 @@ def named_edges(edges: list[Edge], inputs: set[str]) -> list[bool | None]:
     count = Counter((edge.source, edge.shape, edge.carry) for edge in edges)
     readers = Counter(edge.source for edge in edges)
     seen: set[object] = set()
-    found: list[bool | None] = []
+    are_named: list[bool | None] = []
     for edge in edges:
         key = (edge.source, edge.shape, edge.carry)
         if edge.source in inputs and edge.source in seen and readers[edge.source] > _MANY_READERS:
-            found.append(None)
+            are_named.append(None)
         else:
-            found.append(count[key] <= _FEW or key not in seen or bool(edge.label))
+            are_named.append(count[key] <= _FEW or key not in seen or bool(edge.label))
         seen |= {key, edge.source}
-    return found
+    return are_named
 
 
 def drawn(graph: Graph, hide_weights: bool) -> tuple[list[Node], list[Edge]]:
@@ -127,7 +132,7 @@ def drawn(graph: Graph, hide_weights: bool) -> tuple[list[Node], list[Edge]]:
 
 def _head(caption: str, options: Options, theme: Theme, *, large: bool) -> list[str]:
     """The attributes of all graphs, nodes and edges. In a large one dot works with limits."""
-    whole = {
+    drawing = {
         "rankdir": DIRECTIONS[options.direction],
         "bgcolor": theme.background,
         "nodesep": 0.3,
@@ -138,12 +143,12 @@ def _head(caption: str, options: Options, theme: Theme, *, large: bool) -> list[
         "fontname": FONT,
         "fontcolor": theme.text,
     }
-    whole |= {"nslimit": 1, "nslimit1": 1, "mclimit": 0.2} if large else {}
+    drawing |= {"nslimit": 1, "nslimit1": 1, "mclimit": 0.2} if large else {}
     box = {"shape": "box", "style": "filled,rounded", "fontname": FONT, "fontcolor": style.INK, "fontsize": SIZE}
     box |= {"color": "#6e7781", "penwidth": 0.8, "margin": "0.1,0.05"}
     line = {"color": theme.line, "fontcolor": theme.line, "fontname": FONT, "fontsize": SMALL}
     return [
-        "graph " + attributes(**whole, label=caption),
+        "graph " + attributes(**drawing, label=caption),
         "node " + attributes(**box),
         "edge " + attributes(**line, arrowsize=0.6, penwidth=0.9),
     ]
@@ -208,15 +213,19 @@ def _node(node: Node, look: Look) -> str:
         attrs |= {"width": "0.3", "height": "0.3", "fixedsize": "true", "margin": "0"}
     if node.outputs and not node.is_backward:
         attrs |= {"penwidth": 2}
-    attrs |= dict(look.options.node_attrs or {})
+    attrs |= dict(look.options.node_attrs or {})  # the user's own override all others
     return f"{quote(node.name)} {attributes(**attrs)}"
 
 
 def layer_of(nodes: list[Node]) -> dict[str, Node]:
     """The layer of each gradient, by the name of the gradient."""
     by_name = {node.name: node for node in nodes}
-    parts = ((node.name, node.name.partition(BACKWARD)) for node in nodes if node.is_backward)
-    return {name: by_name[own] for name, (own, word, number) in parts if word and not number and own in by_name}
+    split_names = ((node.name, node.name.partition(BACKWARD)) for node in nodes if node.is_backward)
+    return {
+        name: by_name[layer_name]
+        for name, (layer_name, word, number) in split_names
+        if word and not number and layer_name in by_name
+    }
 
 
 def without_residuals(nodes: list[Node], edges: list[Edge]) -> list[Edge]:
@@ -247,12 +256,12 @@ def _carry(edge: Edge, theme: Theme, look: Look, named: bool, is_one_of_many: bo
 
 def _edge(by_name: dict[str, Node], edge: Edge, theme: Theme, look: Look, named: bool) -> str:
     source, target = by_name[edge.source], by_name[edge.target]
-    own = look.arrow(edge)
-    text = ({"label": f" {edge_label(edge, source)} "} if named and source.op != "weight" else {}) | own
+    arrow_look = look.arrow(edge)
+    text = ({"label": f" {edge_label(edge, source)} "} if named and source.op != "weight" else {}) | arrow_look
     if source.is_backward and target.is_backward:  # downwards, next to the layers
         return f"{quote(edge.target)} -> {quote(edge.source)} " + attributes(**text, dir="back")
     if source.is_backward and style.is_update(target):  # from each layer with parameters
-        return _line(edge, {"color": theme.faint, "penwidth": 0.6, "weight": 0} | own)
+        return _line(edge, {"color": theme.faint, "penwidth": 0.6, "weight": 0} | arrow_look)
     return _line(edge, text)
 
 
@@ -274,9 +283,9 @@ def join_carries(edges: Iterable[Edge]) -> list[Edge]:
     arrows: dict[tuple[str, str], Edge] = {}
     for edge in edges:
         if edge.carry:
-            known = arrows.get((edge.source, edge.target))
-            together = known.arrays + edge.arrays if known is not None else edge.arrays
-            arrows[edge.source, edge.target] = replace(known or edge, arrays=together)
+            arrow = arrows.get((edge.source, edge.target))
+            together = arrow.arrays + edge.arrays if arrow is not None else edge.arrays
+            arrows[edge.source, edge.target] = replace(arrow or edge, arrays=together)
     itself = [ends for ends in arrows if ends[0] == ends[1]]
     on: dict[str, list[str]] = {}
     for edge in edges if itself else ():

@@ -1,4 +1,8 @@
-"""The picture: a `graphviz.Digraph` that knows its `Graph` and draws in time."""
+"""The picture: a `graphviz.Digraph` that knows its `Graph` and draws in time.
+
+It takes the place of `graphviz.Digraph`, so its methods have the arguments of those, and adds the page, a limit of time
+and what to do without Graphviz.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,8 @@ from . import render
 from .dot import to_dot
 from .style import Options
 from .table import to_html
+
+Filename = str | bytes | os.PathLike[str]
 
 _NAME = 100  # characters of a file's name
 _PREVIEW_INCHES = '"13.33,33.33"'  # of 72 pixels; larger pictures are shrunk to this width and height
@@ -75,7 +81,7 @@ class Plot(graphviz.Digraph):
             setattr(made, name, dict(getattr(self, name)))
         return made
 
-    def subgraph(self, graph: Any = None, *names: Any, **attrs: Any) -> Any:
+    def subgraph(self, graph: graphviz.Digraph | None = None, *names: Any, **attrs: Any) -> Any:
         """Add a graph as a subgraph, or begin an empty one in a `with` block, as `graphviz.Digraph.subgraph` does."""
         if graph is not None:
             return super().subgraph(graph, *names, **attrs)
@@ -138,7 +144,9 @@ class Plot(graphviz.Digraph):
     def _page(self) -> str:
         return to_page(self.whole(), self.options, self.depth, self.time_limit)
 
-    def save(self, filename: Any = None, directory: Any = None, *, skip_existing: bool | None = False) -> str:
+    def save(
+        self, filename: Filename | None = None, directory: Filename | None = None, *, skip_existing: bool | None = False
+    ) -> str:
         """Write the picture to a file.
 
         Args:
@@ -165,7 +173,7 @@ class Plot(graphviz.Digraph):
         return self._write(path, render.format_of(path))
 
     @staticmethod
-    def check_path(filename: Any, directory: Any = None) -> str:
+    def check_path(filename: Filename, directory: Filename | None = None) -> str:
         """The path that `save` would write. It raises what `save` raises before anything is drawn.
 
         Example:
@@ -190,8 +198,8 @@ class Plot(graphviz.Digraph):
 
     def render(
         self,
-        filename: Any = None,
-        directory: Any = None,
+        filename: Filename | None = None,
+        directory: Filename | None = None,
         view: bool = False,
         cleanup: bool = False,
         format: str | None = None,
@@ -201,7 +209,7 @@ class Plot(graphviz.Digraph):
         quiet: bool = False,
         quiet_view: bool = False,
         *,
-        outfile: Any = None,
+        outfile: Filename | None = None,
         engine: str | None = None,
         raise_if_result_exists: bool = False,
         overwrite_source: bool = False,
@@ -231,7 +239,7 @@ class Plot(graphviz.Digraph):
             graphviz.view(path, quiet=quiet_view)
         return path
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None, **_: Any) -> dict[str, bytes | str]:
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None, **_: object) -> dict[str, bytes | str]:
         """The interactive page for a notebook, and a PNG. Without a renderer, what to install and the table.
 
         A picture that was changed since, by `node` or `edge`, is shown as SVG.

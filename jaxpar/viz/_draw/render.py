@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from ..._core import files
 from ..._core.text import describe, did_you_mean
@@ -51,6 +50,8 @@ def render(text: str, format: str, time_limit: float, engine: str = "dot", flags
 
     Graphs that are joined by `NEXT` give pictures that follow each other.
     """
+    # Of some large pictures dot gives up. Then it is asked again for less: straight lines, and clusters that need not
+    # be ranked by themselves.
     done = _run(_command(format, engine, flags), text, time_limit)
     if not _is_drawn(done) and engine == "dot":
         done = _run(_command(format, engine, (*flags, *_OTHERWISE)), text, time_limit)
@@ -89,7 +90,7 @@ FORMATS = frozenset(
 _USUAL = ("html", "svg", "png", "pdf", "gif", "jpg", "webp", "dot")
 
 
-def path_of(filename: Any, directory: Any, what: str = "Plot.save") -> str:
+def path_of(filename: object, directory: object, what: str = "Plot.save") -> str:
     """The path of a file, with `~` as the user's home. It must have a name, and not only an ending."""
     parts = [_text(part, what) for part in (directory, filename) if part is not None]
     if not parts[-1] or "\0" in "".join(parts):
@@ -101,7 +102,7 @@ def path_of(filename: Any, directory: Any, what: str = "Plot.save") -> str:
     return path
 
 
-def _text(given: Any, what: str) -> str:
+def _text(given: object, what: str) -> str:
     if isinstance(given, (str, bytes, os.PathLike)):
         return os.fsdecode(given)
     hint = '; write the bytes yourself, file.write(plot.pipe("svg"))' if hasattr(given, "write") else ""
@@ -113,7 +114,7 @@ def format_of(path: str) -> str:
     return os.path.splitext(path)[1].lstrip(".").lower()
 
 
-def check_format(format: Any) -> str:
+def check_format(format: object) -> str:
     """A format that Graphviz has, or that of the page, in small letters."""
     if not isinstance(format, str):
         raise TypeError(f'jaxpar.viz: format must be a string such as "svg", got {describe(format)}')

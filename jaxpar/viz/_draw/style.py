@@ -106,7 +106,7 @@ def heat(share: float) -> str:
     """A colour from white to red, for a share from 0 to 1."""
     low, high = (255, 247, 236), (215, 48, 31)
     mixed = (round(a + (b - a) * share**0.5) for a, b in zip(low, high, strict=True))
-    return "#" + "".join(f"{part:02x}" for part in mixed)
+    return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
 def ink(colour: str) -> str:
@@ -174,26 +174,26 @@ def label_lines(node: Node, heat: str | None) -> list[Line]:
     if node.op == "weight":
         text = f"{times(shape_text(node.shape))} {node.dtype}"
         return [(cut(node.detail or node.name), SIZE - 1, False), (text, SMALL, False)]
-    found = _kind_lines(node, own_name(node))
+    lines = _kind_lines(node, own_name(node))
     if node.params:
-        each, rest = divmod(node.params, node.repeat)
-        copies = f"{node.repeat} × " if node.repeat > 1 and not rest else ""
-        found.append((f"{copies}{each if copies else node.params:,} params", SMALL, False))
+        each, remainder = divmod(node.params, node.repeat)
+        copies = f"{node.repeat} × " if node.repeat > 1 and not remainder else ""
+        lines.append((f"{copies}{each if copies else node.params:,} params", SMALL, False))
     if heat:
         unit = "FLOP" if heat == "flops" else "B"
-        found.append((human(cost(node, heat), unit), SMALL, False))
-    return found
+        lines.append((human(cost(node, heat), unit), SMALL, False))
+    return lines
 
 
 def _kind_lines(node: Node, name: str) -> list[Line]:
     kind, detail = cut(node.kind), cut("" if node.is_backward else times(node.detail))
     if not name:
-        rest = [("backward", SMALL, False)] if node.is_backward else []
-        return [(kind, SIZE, True), *rest, *([(detail, SIZE - 1, False)] if detail else [])]
+        backward = [("backward", SMALL, False)] if node.is_backward else []
+        return [(kind, SIZE, True), *backward, *([(detail, SIZE - 1, False)] if detail else [])]
     if node.is_backward:
         return [(cut(name), SIZE, True), (f"{kind} backward", SMALL, False)]
-    both = f"{kind} {detail}".strip()
-    lines = [both] if len(both) <= _LINE else [kind, detail]
+    kind_and_detail = f"{kind} {detail}".strip()
+    lines = [kind_and_detail] if len(kind_and_detail) <= _LINE else [kind, detail]
     return [(cut(name), SIZE, True), *((line, SIZE - 1, False) for line in lines)]
 
 
@@ -225,13 +225,13 @@ def join_sign(graph: Graph) -> dict[str, str]:
         if (math.prod(edge.shape), bool(edge.shape)) == sizes[edge.target]:  # some are transposed or reshaped
             reads.setdefault(edge.target, set()).add(edge.source)
     signs = {"add": "+", "mul": "×"}
-    found = {
+    sign_of = {
         node.name: signs[node.op]
         for node in graph.layers
         if node.op in signs and not (node.detail or node.params or own_name(node))
         if len(reads.get(node.name, ())) > 1
     }
-    return found | {name + BACKWARD: sign for name, sign in found.items()}
+    return sign_of | {name + BACKWARD: sign for name, sign in sign_of.items()}
 
 
 def label(lines: list[Line], colour: str) -> str:
@@ -292,7 +292,7 @@ def cut(text: str, most: float = _LONGEST) -> str:
     """
     if text_width(text, 1.0) <= most:
         return text
-    half = int(most)  # letters, too many at first
+    half = int(most)  # letters, too many at first: their widths differ
     start, end = text[: half + 1], text[-half:]
     while text_width(f"{start}…{end}", 1.0) > most:
         start, end = start[:-1], end[1:]

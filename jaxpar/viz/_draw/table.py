@@ -1,4 +1,7 @@
-"""The table of layers, as text and as HTML: modules with their sums, and the layers in them."""
+"""The table of layers, as text and as HTML: modules with their sums, and the layers in them.
+
+`rows` makes the rows from a graph, `to_text` and `to_html` write them.
+"""
 
 from __future__ import annotations
 
@@ -87,15 +90,15 @@ def rows(graph: Graph, depth: int | None = None, frozen: frozenset[str] = frozen
 def frozen_names(graph: Graph, patterns: Sequence[str]) -> frozenset[str]:
     """The names of the parameters that a pattern matches: "conv1/weight", "*/bias", or "conv1" for what is in it."""
     known = {weight.name: parameter_path(weight.name) for weight in graph.weights}
-    found: set[str] = set()
+    frozen: set[str] = set()
     for pattern in patterns:
         matched = {name for name, path in known.items() if matches(path, pattern)}
         if not matched:
             some = ", ".join(list(known.values())[:4])
             near = did_you_mean(pattern, {part for path in known.values() for part in (path, path.rpartition("/")[0])})
             raise ValueError(f"print_summary: frozen={pattern!r} matches no parameter; some are {some}{near}")
-        found |= matched
-    return frozenset(found)
+        frozen |= matched
+    return frozenset(frozen)
 
 
 def parameter_path(name: str) -> str:
@@ -108,12 +111,12 @@ def _trained(graph: Graph, frozen: frozenset[str]) -> dict[str, int]:
     """Elements of the trained parameters that each node is the first to use."""
     sizes = {weight.name: weight.params for weight in graph.weights}
     counted: set[str] = set()
-    found: dict[str, int] = {}
+    trained_by: dict[str, int] = {}
     for node in graph.nodes:
         new = dict.fromkeys(name for name in node.weights if name not in counted) if node.params else {}
         counted.update(new)
-        found[node.name] = sum(sizes[name] for name in new if name in graph.sizes.trained - frozen)
-    return found
+        trained_by[node.name] = sum(sizes[name] for name in new if name in graph.sizes.trained - frozen)
+    return trained_by
 
 
 def _is_one_layer(module: Block[Node]) -> bool:
@@ -126,8 +129,8 @@ def _is_one_layer(module: Block[Node]) -> bool:
 def without_scopes(name: str, scope: tuple[str, ...]) -> str:
     """A name without the scopes that it begins with. The rows above say them."""
     keys = name.split("/")
-    for part in map(Scope.of, scope):
-        same = Scope(keys[0]).stem == part.stem if part.times is not None else keys[0] == part
+    for outer in map(Scope.of, scope):
+        same = Scope(keys[0]).stem == outer.stem if outer.times is not None else keys[0] == outer
         keys = keys[1:] if same and len(keys) > 1 else keys
     return "/".join(keys)
 
@@ -141,8 +144,8 @@ EMPTY = "Nothing is computed from the arguments."
 
 def to_text(graph: Graph, width: int = 120, depth: int | None = None, frozen: frozenset[str] = frozenset()) -> str:
     """The table as text, as for `rows`. Numbers are aligned right. What is longer than `width` loses its middle."""
-    found = rows(graph, depth, frozen)
-    cells = [HEAD, *(cells_of(row, tree) for row, tree in zip(found, _branches(found), strict=True))]
+    table_rows = rows(graph, depth, frozen)
+    cells = [HEAD, *(cells_of(row, tree) for row, tree in zip(table_rows, _branches(table_rows), strict=True))]
     widths = _widths(cells, width)
     lines = [line(row, widths) for row in cells]
     lines += [] if graph.layers else [EMPTY]
@@ -151,17 +154,17 @@ def to_text(graph: Graph, width: int = 120, depth: int | None = None, frozen: fr
 
 def ruled(lines: list[str], *feet: list[str]) -> str:
     """A table with rules: its head, its rows, and what is below them."""
-    thin, thick = (rule * max(columns(text) for part in (lines, *feet) for text in part) for rule in "-=")
+    thin, thick = (rule * max(columns(text) for block in (lines, *feet) for text in block) for rule in "-=")
     rows = [*lines[1:], thick] if len(lines) > 1 else []
     below = [text for foot in feet for text in (*foot, thin)]
     return "\n".join(text.rstrip() for text in (thin, lines[0], thick, *rows, *below))
 
 
-def _branches(found: list[Row]) -> list[str]:
+def _branches(table_rows: list[Row]) -> list[str]:
     """The lines of the tree before each name."""
     drawn: list[str] = []
     follows: set[int] = set()  # the levels on which a row comes below, seen from the last row
-    for row in reversed(found):
+    for row in reversed(table_rows):
         follows = {level for level in follows if level <= row.level}
         inner = "".join("│ " if level in follows else "  " for level in range(1, row.level))
         drawn.append(inner + ("├─" if row.level in follows else "└─") if row.level else "")
@@ -187,8 +190,8 @@ def _widths(cells: list[tuple[str, ...]], width: int) -> list[int]:
     beside = min(previous, 24) + len(GAP)
     name = min(name, left, max(left - beside, 44))
     left -= name + len(GAP)
-    found = [name, shape, params, flops]
-    return [*found, min(previous, left)] if left >= min(previous, _LEAST) else found
+    widths = [name, shape, params, flops]
+    return [*widths, min(previous, left)] if left >= min(previous, _LEAST) else widths
 
 
 def line(row: tuple[str, ...], widths: list[int], numbers: Container[int] = NUMBERS) -> str:
@@ -204,25 +207,25 @@ def line(row: tuple[str, ...], widths: list[int], numbers: Container[int] = NUMB
 def counts(graph: Graph, frozen: frozenset[str]) -> list[str]:
     """What the network has, in torchinfo's words."""
     trained = sum(weight.params for weight in graph.weights if weight.name in graph.sizes.trained - frozen)
-    found = [
+    facts = [
         ("Total params", graph.total_params),
         ("Trainable params", trained),
         ("Non-trainable params", graph.total_params - trained),
     ]
-    others = {"Non-trainable state": graph.total_state, "Constants": graph.total_constants}
-    others["Unread, not counted"] = graph.sizes.unused
-    found += [(name, number) for name, number in others.items() if number]
-    return [*(f"{name}: {number:,}" for name, number in found), f"Total FLOPs: {graph.total_flops:,}{missing(graph)}"]
+    also = {"Non-trainable state": graph.total_state, "Constants": graph.total_constants}
+    also["Unread, not counted"] = graph.sizes.unused
+    facts += [(name, number) for name, number in also.items() if number]
+    return [*(f"{name}: {number:,}" for name, number in facts), f"Total FLOPs: {graph.total_flops:,}{missing(graph)}"]
 
 
 def memory(graph: Graph) -> list[str]:
     """What it takes, in megabytes of 10^6 bytes, as torchinfo has them."""
     sizes = graph.sizes
     passes = "Forward/backward pass size" if sizes.backward else "Forward pass size"
-    found = [("Input size", sizes.inputs), (passes, sizes.forward + sizes.backward), ("Params size", sizes.params)]
-    found += [("State size", sizes.state)] if sizes.state else []
-    found += [("Optimizer state", sizes.optimizer)] if sizes.optimizer else []
-    return [f"{name} (MB): {size / 1e6:,.2f}" for name, size in [*found, ("Estimated total size", sizes.total)]]
+    facts = [("Input size", sizes.inputs), (passes, sizes.forward + sizes.backward), ("Params size", sizes.params)]
+    facts += [("State size", sizes.state)] if sizes.state else []
+    facts += [("Optimizer state", sizes.optimizer)] if sizes.optimizer else []
+    return [f"{name} (MB): {size / 1e6:,.2f}" for name, size in [*facts, ("Estimated total size", sizes.total)]]
 
 
 _MANY = 60  # rows, above which only the first levels are open
@@ -246,13 +249,13 @@ def to_html(graph: Graph, title: str = "", depth: int | None = None, frozen: fro
 
     A row shows its source line when pointed at. Above 60 rows only the first two levels of modules are open.
     """
-    found = rows(graph, depth, frozen)
-    cells = [HEAD, *map(_cells, found)]
+    table_rows = rows(graph, depth, frozen)
+    cells = [HEAD, *map(_cells, table_rows)]
     widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
-    levels = [row.level for row in found]
+    levels = [row.level for row in table_rows]
     widths[0] = max(columns(row[0]) + 2 * level for row, level in zip(cells, [0, *levels], strict=True)) + 3
     grid = " ".join(f"{width + 1}ch" for width in widths)
-    body = _row(HEAD, grid, 0, "columnheader") + _body(found, grid)
+    body = _row(HEAD, grid, 0, "columnheader") + _body(table_rows, grid)
     body += "" if graph.layers else f"<div>{EMPTY}</div>"
     caption = f"<b>{html.escape(printable(title))}</b>" if title.strip() else ""
     facts = " · ".join([f"{graph.total_params:,} parameters", human(graph.total_flops, "FLOP") + missing(graph)])
@@ -266,21 +269,21 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (*cells[:3], human(row.flops, "FLOP"), cells[4])
 
 
-def _body(found: Sequence[Row], grid: str) -> str:
+def _body(table_rows: Sequence[Row], grid: str) -> str:
     """The rows, each module around what is in it."""
-    parts: list[str] = []
+    pieces: list[str] = []
     ends: list[int] = []  # the levels of the modules that are not complete
-    for row, after in zip(found, [*(row.level for row in found), 0][1:], strict=True):
+    for row, after in zip(table_rows, [*(row.level for row in table_rows), 0][1:], strict=True):
         while ends and ends[-1] >= row.level:
-            parts.append("</details>")
+            pieces.append("</details>")
             ends.pop()
         if row.kind or after <= row.level:
-            parts.append(_row(_cells(row), grid, row.level, "cell", row.source))
+            pieces.append(_row(_cells(row), grid, row.level, "cell", row.source))
             continue
-        is_open = " open=''" if len(found) <= _MANY or row.level + 1 < _LEVELS else ""
-        parts.append(f"<details{is_open}>{_row(_cells(row), grid, row.level, 'cell', row.source, 'summary')}")
+        is_open = " open=''" if len(table_rows) <= _MANY or row.level + 1 < _LEVELS else ""
+        pieces.append(f"<details{is_open}>{_row(_cells(row), grid, row.level, 'cell', row.source, 'summary')}")
         ends.append(row.level)
-    return "".join([*parts, *("</details>" for _ in ends)])
+    return "".join([*pieces, *("</details>" for _ in ends)])
 
 
 def _row(cells: Sequence[str], grid: str, level: int, role: str, source: str = "", tag: str = "div") -> str:

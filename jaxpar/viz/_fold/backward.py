@@ -20,18 +20,19 @@ def fold_backward(cells: Cells) -> None:
     """Make a backward cell of the equations of each layer's gradient."""
     targets = _targets(cells)
     sent, after = _fold_sent(cells, targets)
-    found: dict[tuple[object, bool], list[int]] = {}
+    groups: dict[tuple[object, bool], list[int]] = {}
     for eqn in cells.raw.eqns:
         if eqn.backward and eqn.id not in sent:
             target = targets.get(eqn.id)
             key: object = target.id if target is not None else (_function(eqn.stack), eqn.scope)
-            found.setdefault((key, eqn.id in after), []).append(eqn.id)
-    for (_, is_after), eqns in found.items():
+            groups.setdefault((key, eqn.id in after), []).append(eqn.id)
+    for (_, is_after), eqns in groups.items():
         if all(cells.raw.eqns[number].view for number in eqns):
             continue
         target = targets.get(eqns[0])
         op = target.op if target is not None else _function(cells.raw.eqns[eqns[0]].stack)
         prims = {cells.raw.eqns[number].prim for number in eqns if not cells.raw.eqns[number].view}
+        # Behind what was sent, or without a layer, a single operation is called what it is.
         if len(prims) == 1 and (is_after or target is None):
             made = cells.new(eqns, plain_name(prims.pop()) + BACKWARD)
         else:
@@ -41,10 +42,11 @@ def fold_backward(cells: Cells) -> None:
 
 def _targets(cells: Cells) -> dict[int, Cell]:
     """The layer of each backward equation that has one, by its id."""
+    # A gradient belongs to the innermost place around it that has layers.
     layers, near = _places(cells)
     computed = {eqn.position for eqn in cells.raw.eqns if not (eqn.backward or eqn.view)}  # not only shown
     computed |= {position for eqn in cells.raw.eqns if not eqn.backward for position in eqn.enclosing}
-    found: dict[int, Cell] = {}
+    target_of: dict[int, Cell] = {}
     several: dict[_Place, list[Eqn]] = {}
     elsewhere: list[Eqn] = []
     for eqn in cells.raw.eqns:
@@ -56,21 +58,22 @@ def _targets(cells: Cells) -> dict[int, Cell]:
             elsewhere.append(eqn)
         else:
             several.setdefault((place, _rematted(eqn.scope)), []).append(eqn)
+    # Of several layers at a place, those that have a tangent were differentiated.
     places: list[tuple[list[Cell], list[Eqn]]] = []
     for (place, rematted), eqns in several.items():  # JAX 0.10 keeps no lines inside vmap: a network is at one place
         again = [cell for cell in layers[place] if _rematted(cells.raw.eqns[cell.eqns[0]].scope) == rematted]
-        here = again if rematted and again else layers[place]  # gradients in a remat are of what it computes again
-        differentiated = [cell for cell in here if any(eqn.tangent for eqn in cells.eqns(cell))]
-        places.append((differentiated or here, eqns))
-    _which_times(cells, [*places, *_not_computed_again(near, elsewhere)], found)
+        at_place = again if rematted and again else layers[place]  # gradients in a remat are of what it computes again
+        differentiated = [cell for cell in at_place if any(eqn.tangent for eqn in cells.eqns(cell))]
+        places.append((differentiated or at_place, eqns))
+    _which_times(cells, [*places, *_not_computed_again(near, elsewhere)], target_of)
     for eqn in elsewhere:  # the layers of the same lines of the user: one whose gradient it follows, or that is before
-        if eqn.id in found:
+        if eqn.id in target_of:
             continue
         if candidates := near.get(_users_place(eqn.stack)):
-            after = _followed(cells, eqn, found)
+            after = _followed(cells, eqn, target_of)
             behind = [source for cell in after for source in cells.sources(cell)]
-            found[eqn.id] = next((cell for cell in (*after, *behind) if cell in candidates), candidates[-1])
-    return found
+            target_of[eqn.id] = next((cell for cell in (*after, *behind) if cell in candidates), candidates[-1])
+    return target_of
 
 
 def _rematted(scope: tuple[str, ...]) -> tuple[str, ...]:
@@ -101,12 +104,12 @@ def _places(cells: Cells) -> tuple[dict[int, list[Cell]], dict[tuple[int, ...], 
             if eqn.backward:
                 continue
             for position in (eqn.position, *eqn.enclosing):
-                here = layers.setdefault(position, [])
-                if cell not in here[-1:]:
-                    here.append(cell)
-            here = near.setdefault(_users_place(eqn.stack), [])
-            if cell not in here[-1:]:
-                here.append(cell)
+                cells_at = layers.setdefault(position, [])
+                if cell not in cells_at[-1:]:
+                    cells_at.append(cell)
+            cells_at = near.setdefault(_users_place(eqn.stack), [])
+            if cell not in cells_at[-1:]:
+                cells_at.append(cell)
     return layers, near
 
 
@@ -115,30 +118,30 @@ def _users_place(stack: tuple[Frame, ...]) -> tuple[int, ...]:
     return tuple(frame.call for frame in stack if frame.origin != "jax")
 
 
-def _which_times(cells: Cells, places: list[tuple[list[Cell], list[Eqn]]], found: dict[int, Cell]) -> None:
-    """Find the layer of each equation, for several layers of one place. `found` grows."""
+def _which_times(cells: Cells, places: list[tuple[list[Cell], list[Eqn]]], target_of: dict[int, Cell]) -> None:
+    """Find the layer of each equation, for several layers of one place. `target_of` grows."""
     # Equations that read one cotangent belong to one layer. A value that only one layer reads or makes tells which.
     # Else they follow what they read: a sum that goes through all layers is of the later of two. Where nothing tells,
     # the gradient of the last layer comes first.
     waiting: list[tuple[list[Eqn], set[int], Cell]] = []
     for layers, eqns in places:
-        open_groups, ids = _vote(cells, layers, eqns, found), {cell.id for cell in layers}
-        known = {cell.id for eqn in eqns if (cell := found.get(eqn.id)) is not None}
-        rest = [cell for cell in layers if cell.id not in known] or layers
+        open_groups, ids = _vote(cells, layers, eqns, target_of), {cell.id for cell in layers}
+        decided = {cell.id for eqn in eqns if (cell := target_of.get(eqn.id)) is not None}
+        undecided = [cell for cell in layers if cell.id not in decided] or layers
         for number, group in enumerate(open_groups):
-            waiting.append((group, ids, rest[len(rest) - 1 - number * len(rest) // len(open_groups)]))
+            waiting.append((group, ids, undecided[len(undecided) - 1 - number * len(undecided) // len(open_groups)]))
     for group, ids, otherwise in sorted(waiting, key=lambda each: each[0][0].id):
-        target = next((cell for cell in _followed(cells, group[0], found) if cell.id in ids), otherwise)
-        found |= {eqn.id: target for eqn in group}
+        target = next((cell for cell in _followed(cells, group[0], target_of) if cell.id in ids), otherwise)
+        target_of |= {eqn.id: target for eqn in group}
 
 
-def _followed(cells: Cells, eqn: Eqn, found: dict[int, Cell]) -> list[Cell]:
+def _followed(cells: Cells, eqn: Eqn, target_of: dict[int, Cell]) -> list[Cell]:
     """The layers whose gradients an equation reads, the later gradients first."""
     read = {number for value in eqn.ins if (number := cells.raw.of(value).producer) is not None}
-    return [found[number] for number in sorted(read, reverse=True) if number in found]
+    return [target_of[number] for number in sorted(read, reverse=True) if number in target_of]
 
 
-def _vote(cells: Cells, layers: list[Cell], eqns: list[Eqn], found: dict[int, Cell]) -> list[list[Eqn]]:
+def _vote(cells: Cells, layers: list[Cell], eqns: list[Eqn], target_of: dict[int, Cell]) -> list[list[Eqn]]:
     """Add what values tell, by groups of equations. Returns the groups of which none tells."""
     whose, open_groups = _own_values(cells, layers), list[list[Eqn]]()
     for group in _by_cotangent(cells, eqns):
@@ -146,7 +149,7 @@ def _vote(cells: Cells, layers: list[Cell], eqns: list[Eqn], found: dict[int, Ce
         votes = [whose[root] for root in reads if root in whose]
         if votes:
             best = max(votes, key=votes.count)
-            found |= {eqn.id: best for eqn in group}
+            target_of |= {eqn.id: best for eqn in group}
         else:
             open_groups.append(group)
     return open_groups
@@ -174,16 +177,16 @@ def _by_cotangent(cells: Cells, eqns: list[Eqn]) -> list[list[Eqn]]:
             for root in sorted(reads)
             if (producer := raw.values[root].producer) is not None and raw.eqns[producer].backward
         ]
-        known = next((group_of[root] for root in cotangents if root in group_of), None)
-        if eqn.prim in ("add_any", "add") or known is None:
-            known = len(groups)
+        number = next((group_of[root] for root in cotangents if root in group_of), None)
+        if eqn.prim in ("add_any", "add") or number is None:
+            number = len(groups)
             groups.append([])
-        groups[known].append(eqn)
+        groups[number].append(eqn)
         if eqn.prim not in ("add_any", "add"):
             for root in cotangents:
-                group_of.setdefault(root, known)
+                group_of.setdefault(root, number)
         if eqn.view or eqn.prim == "reduce_sum":
-            group_of.setdefault(eqn.outs[0], known)
+            group_of.setdefault(eqn.outs[0], number)
     return groups
 
 

@@ -147,12 +147,12 @@ def _fold_calls(cells: Cells, table: Mapping[str, Call], eqns: list[Eqn], start:
     def begins_again(eqn: Eqn, run: list[Eqn]) -> bool:
         if eqn.position != run[0].position or eqn.prim != run[0].prim or plain_name(eqn.prim) in COLLECTIVES:
             return False
-        known, last = key(eqn), run[-1]
-        is_tree = not isinstance(known, int) and known[2] is not None and known[2].tree
+        call_key, last = key(eqn), run[-1]
+        is_tree = not isinstance(call_key, int) and call_key[2] is not None and call_key[2].tree
         return last.position != eqn.position or (not is_tree and last.prim == eqn.prim and not eqn.tangent)
 
-    for known, run in runs(eqns, key, begins_again):
-        _, depth, call = known if not isinstance(known, int) else (None, -1, None)
+    for call_key, run in runs(eqns, key, begins_again):
+        _, depth, call = call_key if not isinstance(call_key, int) else (None, -1, None)
         if call is not None and not _is_layer(cells, run[0].stack[depth], call, run):
             _fold_calls(cells, table, run, depth + 1)  # look inside
         else:
@@ -189,9 +189,10 @@ def _fold_run(cells: Cells, name: str, call: Call | None, run: list[Eqn]) -> Non
             cells.new([eqn.id], *label_of(cells.raw, eqn), major=eqn.prim in SOLVERS or eqn.prim == "pallas_call")
     elif COLLECTIVES.intersection(map(plain_name, prims)):
         # One cell of each array that is sent, as `pmean` of a tree is a sum and a division of each leaf.
-        for part in components(cells, [cells.new([eqn.id], *label_of(cells.raw, eqn)) for eqn in run]):
-            if len(part) > 1:
-                cells.fold(part, name.strip("_"), next((cell.detail for cell in part if cell.op in COLLECTIVES), ""))
+        for sent in components(cells, [cells.new([eqn.id], *label_of(cells.raw, eqn)) for eqn in run]):
+            if len(sent) > 1:
+                detail = next((cell.detail for cell in sent if cell.op in COLLECTIVES), "")
+                cells.fold(sent, name.strip("_"), detail)
     else:
         cells.new([eqn.id for eqn in run], name.strip("_"), major=not prims.isdisjoint(SOLVERS))
 
@@ -203,7 +204,7 @@ def _is_layer(cells: Cells, frame: Frame, call: Call, run: list[Eqn]) -> bool:
     if any(weight is not None for weight in weights):
         return False
     prims = {eqn.prim for eqn in run}
-    computes = all(prims.intersection(some.split()) for some in call.needs) and prims.isdisjoint(call.lacks)
+    computes = all(prims.intersection(names.split()) for names in call.needs) and prims.isdisjoint(call.lacks)
     return computes or frame.origin == "jax" or bool(prims & _OPAQUE)
 
 
@@ -270,26 +271,26 @@ def _last(name: str) -> str:
 def _name(run: list[Eqn]) -> str:
     """The optimizer's name, from the transforms that it is made of."""
     frames = (frame for eqn in run for frame in eqn.stack if frame.package in ("optax", "jaxpar"))
-    parts = {frame.name.split(".")[0].removeprefix("_") for frame in frames if _is_optimizer(frame)}
-    core = next((name for part, name in _CORES.items() if part in parts), None)
+    transforms = {frame.name.split(".")[0].removeprefix("_") for frame in frames if _is_optimizer(frame)}
+    core = next((name for transform, name in _CORES.items() if transform in transforms), None)
     if core is None:
-        unknown = any(part.startswith("scale_by_") and part not in _RATES for part in parts)
-        return "SGD" if parts & _RATES and not unknown else _PLAIN_UPDATE
-    if "add_decayed_weights" in parts:
+        unknown = any(transform.startswith("scale_by_") and transform not in _RATES for transform in transforms)
+        return "SGD" if transforms & _RATES and not unknown else _PLAIN_UPDATE
+    if "add_decayed_weights" in transforms:
         core = _DECAYED.get(core, core)
-    return _TRUSTED.get(core, core) if "scale_by_trust_ratio" in parts else core
+    return _TRUSTED.get(core, core) if "scale_by_trust_ratio" in transforms else core
 
 
 def updates(cells: Cells) -> dict[int, int]:
     """The user's functions that make parameters anew after a gradient, by cell, and how many of them each makes."""
-    found = dict[int, int]()
+    counts = dict[int, int]()
     late = after_gradients(cells)
     for cell in (cell for cell in cells if cell.id in late and not (cell.major or cell.op in COLLECTIVES)):
         made = {cells.raw.values[out].shape for eqn in cells.eqns(cell) for out in eqn.outs}
         count = sum(cells.raw.values[weight].shape in made for weight in cells.weights(cell))
         if count and not cell.op.endswith(BACKWARD):
-            found[cell.id] = count
-    return found
+            counts[cell.id] = count
+    return counts
 
 
 _DEEPEST = 12  # calls around a step, below which functions stay as they are
@@ -298,6 +299,7 @@ _DEEPEST = 12  # calls around a step, below which functions stay as they are
 def fold_helpers(cells: Cells) -> None:
     """Make one cell of each function call that has only small steps, and one of calls that each handle a leaf."""
     deepest = max((len(own_stack(cells, cell)) for cell in cells), default=0)
+    # From the outside in. A call that is folded is one cell then, and its inner calls are not looked at.
     for depth in range(1, min(deepest, _DEEPEST)):
 
         def call(cell: Cell, depth: int = depth) -> tuple[object, ...] | None:
@@ -309,18 +311,19 @@ def fold_helpers(cells: Cells) -> None:
         for _, run in runs((cell for cell in cells if not cells.is_backward(cell)), call):
             if any(cell.major or cell.op in COLLECTIVES for cell in run):
                 continue
-            parts = _equal_parts(cells, run) or _returns(cells, run, depth)
-            for part in [run] if len(parts) > 1 and _is_of_leaves(cells, parts) else parts:
-                if len(part) > 1 and sum(len(cell.eqns) for cell in part) >= 3:
-                    cells.fold(part, _helper_name(own_stack(cells, part[0])[depth]))
+            # Calls that each handle a leaf of a tree are one cell. Of other calls each is one by itself.
+            calls = _equal_parts(cells, run) or _returns(cells, run, depth)
+            for steps in [run] if len(calls) > 1 and _is_of_leaves(cells, calls) else calls:
+                if len(steps) > 1 and sum(len(cell.eqns) for cell in steps) >= 3:
+                    cells.fold(steps, _helper_name(own_stack(cells, steps[0])[depth]))
 
 
 def _helper_name(frame: Frame) -> str:
-    parts = [part for part in frame.name.split(".") if part not in ("<locals>", "__call__")]
-    name = parts[-1].strip("_")
+    names = [word for word in frame.name.split(".") if word not in ("<locals>", "__call__")]
+    plain = names[-1].strip("_")
     if frame.origin != "library":
-        return name
-    return f"{frame.package}.{'update' if name == 'update_fn' else name}"
+        return plain
+    return f"{frame.package}.{'update' if plain == 'update_fn' else plain}"
 
 
 def fold_statements(cells: Cells) -> None:
@@ -333,10 +336,10 @@ def fold_statements(cells: Cells) -> None:
         return (cells.raw.eqns[cell.eqns[0]].scope, *(f.call for f in stack[:-1]), stack[-1].function, stack[-1].line)
 
     for _, run in runs(cells, line, lambda cell, run: _begins_again(cells, cell, run)):
-        for part in components(cells, run):
-            if len(part) >= 3:
-                names = list(dict.fromkeys(cell.op for cell in part))
-                cells.fold(part, "Elementwise", ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
+        for connected in components(cells, run):
+            if len(connected) >= 3:
+                names = list(dict.fromkeys(cell.op for cell in connected))
+                cells.fold(connected, "Elementwise", ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
 
 
 def fold_siblings(cells: Cells) -> None:
@@ -362,13 +365,13 @@ def _begins_again(cells: Cells, cell: Cell, run: list[Cell]) -> bool:
     return first.position == new.position and first.prim == new.prim and _reads(cells, [cell], _ids(run))
 
 
-def _reads(cells: Cells, part: list[Cell], others: set[int]) -> bool:
+def _reads(cells: Cells, readers: list[Cell], read_ids: set[int]) -> bool:
     """Whether one of these cells reads one of those, which are given by their ids."""
-    return any(source.id in others for cell in part for source in cells.sources(cell))
+    return any(source.id in read_ids for cell in readers for source in cells.sources(cell))
 
 
-def _ids(part: Iterable[Cell]) -> set[int]:
-    return {cell.id for cell in part}
+def _ids(group: Iterable[Cell]) -> set[int]:
+    return {cell.id for cell in group}
 
 
 def _equal_parts(cells: Cells, run: list[Cell]) -> list[list[Cell]]:
@@ -384,64 +387,64 @@ def _returns(cells: Cells, run: list[Cell], depth: int) -> list[list[Cell]]:
     """The run, split where a step returns to the first one, and reads what came before, or nothing after it does."""
     calls = [own_stack(cells, cell)[depth].call for cell in run]
     position = cells.raw.eqns[run[0].eqns[0]].position
-    parts: list[list[Cell]] = []
+    pieces: list[list[Cell]] = []
     for number, cell in enumerate(run):
         first = cells.raw.eqns[cell.eqns[0]].position == position
-        if number == 0 or (first and (calls[number - 1] != calls[0] or _begins_again(cells, cell, parts[-1]))):
-            parts.append([])
-        parts[-1].append(cell)
-    found, before = parts[:1], _ids(parts[0])
-    for part in parts[1:]:
-        if _reads(cells, part[:1], before) or not _reads(cells, part, before):
-            found.append(part)
+        if number == 0 or (first and (calls[number - 1] != calls[0] or _begins_again(cells, cell, pieces[-1]))):
+            pieces.append([])
+        pieces[-1].append(cell)
+    separate, before = pieces[:1], _ids(pieces[0])
+    for piece in pieces[1:]:
+        if _reads(cells, piece[:1], before) or not _reads(cells, piece, before):
+            separate.append(piece)
         else:
-            found[-1] += part
-        before |= _ids(part)
-    return found
+            separate[-1] += piece
+        before |= _ids(piece)
+    return separate
 
 
-def _is_of_leaves(cells: Cells, parts: list[list[Cell]]) -> bool:
+def _is_of_leaves(cells: Cells, steps: list[list[Cell]]) -> bool:
     """Whether equal steps each handle a leaf of a tree, as an optimizer does, and are no branches of a network.
 
     Each has arrays of its own: parameters, gradients, arguments, or what such steps made of them. Most come after a
     gradient: some parameters are frozen, or have none. Where fewer do, nothing may read two of them.
     """
-    own = [_arrays(cells, part) for part in parts]
-    shared = sum(map(len, own)) > len(set[int]().union(*own))
-    if shared or _reads_another(cells, parts):
+    arrays_of = [_arrays(cells, step) for step in steps]
+    shared = sum(map(len, arrays_of)) > len(set[int]().union(*arrays_of))
+    if shared or _reads_another(cells, steps):
         return False
-    others = [arrays for arrays in own if arrays.isdisjoint(cells.after_gradient)]
-    if 2 * len(others) < len(own):
+    no_gradient = [arrays for arrays in arrays_of if arrays.isdisjoint(cells.after_gradient)]
+    if 2 * len(no_gradient) < len(arrays_of):
         return True
-    made = [cell for arrays in others for root in arrays if (cell := cells.producer(root)) is not None]
+    made = [cell for arrays in no_gradient for root in arrays if (cell := cells.producer(root)) is not None]
     of_layers = any(cell.major and cell.op not in OPTIMIZERS for cell in made)
-    return all(others) and not of_layers and not _joins(cells, parts)
+    return all(no_gradient) and not of_layers and not _joins(cells, steps)
 
 
-def _reads_another(cells: Cells, parts: list[list[Cell]]) -> bool:
+def _reads_another(cells: Cells, steps: list[list[Cell]]) -> bool:
     """Whether one of these parts reads another one."""
-    whose = {cell.id: number for number, part in enumerate(parts) for cell in part}
-    read = ((n, source.id) for n, part in enumerate(parts) for cell in part for source in cells.sources(cell))
+    whose = {cell.id: number for number, step in enumerate(steps) for cell in step}
+    read = ((n, source.id) for n, step in enumerate(steps) for cell in step for source in cells.sources(cell))
     return any(whose.get(source, number) != number for number, source in read)
 
 
-def _arrays(cells: Cells, part: list[Cell]) -> set[int]:
+def _arrays(cells: Cells, step: list[Cell]) -> set[int]:
     """The arrays that these cells read from outside. Scalars do not count."""
-    made = {out for cell in part for eqn in cells.eqns(cell) for out in eqn.outs}
-    roots = {root for cell in part for root in cells.inputs(cell)} - made
+    made = {out for cell in step for eqn in cells.eqns(cell) for out in eqn.outs}
+    roots = {root for cell in step for root in cells.inputs(cell)} - made
     return {root for root in roots if math.prod(cells.raw.values[root].shape) != 1 or cells.producer(root) is None}
 
 
-def _joins(cells: Cells, parts: list[list[Cell]]) -> bool:
+def _joins(cells: Cells, steps: list[list[Cell]]) -> bool:
     """Whether something is computed from two of these."""
     whose: dict[int, int] = {
-        out: n for n, part in enumerate(parts) for c in part for e in cells.eqns(c) for out in e.outs
+        out: n for n, step in enumerate(steps) for c in step for e in cells.eqns(c) for out in e.outs
     }
-    inside = {number for part in parts for cell in part for number in cell.eqns}
+    inside = {number for step in steps for cell in step for number in cell.eqns}
     for eqn in cells.raw.eqns[min(inside) :]:
-        found = {whose[root] for value in eqn.ins if (root := cells.raw.root(value)) in whose}
-        if eqn.id not in inside and len(found) > 1:
+        steps_read = {whose[root] for value in eqn.ins if (root := cells.raw.root(value)) in whose}
+        if eqn.id not in inside and len(steps_read) > 1:
             return True
-        if eqn.id not in inside and found:
-            whose |= dict.fromkeys(eqn.outs, found.pop())
+        if eqn.id not in inside and steps_read:
+            whose |= dict.fromkeys(eqn.outs, steps_read.pop())
     return False

@@ -1,4 +1,8 @@
-"""Cells: sets of equations, each of which will be one node. Cycles between them are found and broken."""
+"""Cells: sets of equations, each of which will be one node. Cycles between them are found and broken.
+
+Read `Cell` and `Cells` first: all folds ask them what reads what, behind views, and make one cell of several. Two cells
+that read each other could not be drawn, so `break_cycles` comes last.
+"""
 
 from __future__ import annotations
 
@@ -110,28 +114,28 @@ class Cells:
     def of_kinds(self, ops: Iterable[str]) -> list[Cell]:
         """The cells of these kinds, in order. All cells, where there are no kinds."""
         ops = tuple(ops)
-        found = [cell for op in ops for cell in self.by_op.get(op, {}).values()] if ops else self.cells.values()
-        return sorted(found, key=lambda cell: cell.eqns[0])
+        matching = [cell for op in ops for cell in self.by_op.get(op, {}).values()] if ops else self.cells.values()
+        return sorted(matching, key=lambda cell: cell.eqns[0])
 
     @functools.cached_property
     def after_gradient(self) -> set[int]:
         """The values that are computed from a gradient, and gradients."""
-        found: set[int] = set()
-        known = -1
-        while known < len(found):  # more than once where a loop reads what comes later
-            known = len(found)
+        after: set[int] = set()
+        count_before = -1
+        while count_before < len(after):  # more than once where a loop reads what comes later
+            count_before = len(after)
             for eqn in self.raw.eqns:
-                if eqn.backward or any(self.raw.root(value) in found for value in eqn.ins):
-                    found.update(eqn.outs)
-        return found
+                if eqn.backward or any(self.raw.root(value) in after for value in eqn.ins):
+                    after.update(eqn.outs)
+        return after
 
     @functools.cached_property
     def by_prim(self) -> dict[str, list[Eqn]]:
         """The equations of each primitive, in order."""
-        found: dict[str, list[Eqn]] = {}
+        eqns_of: dict[str, list[Eqn]] = {}
         for eqn in self.raw.eqns:
-            found.setdefault(eqn.prim, []).append(eqn)
-        return found
+            eqns_of.setdefault(eqn.prim, []).append(eqn)
+        return eqns_of
 
     def eqns(self, cell: Cell) -> list[Eqn]:
         """The equations of a cell, in order."""
@@ -180,7 +184,7 @@ class Cells:
     def sources(self, cell: Cell) -> list[Cell]:
         """The cells that a cell reads, in order."""
         made = (self.producer(root) for root in self.inputs(cell))
-        return list({one.id: one for one in made if one is not None and one is not cell}.values())
+        return list({source.id: source for source in made if source is not None and source is not cell}.values())
 
     def users(self, cell: Cell) -> list[Cell]:
         """The forward cells that read a cell, in order."""
@@ -188,7 +192,7 @@ class Cells:
             reader for eqn in self.eqns(cell) if not eqn.view for out in eqn.outs for reader in self.consumers(out)
         )
         owners = (self.owner[reader.id] for reader in readers if not (reader.backward or reader.residual))
-        return list({one.id: one for one in owners if one is not None and one is not cell}.values())
+        return list({user.id: user for user in owners if user is not None and user is not cell}.values())
 
     def consumers(self, root: int) -> list[Eqn]:
         """The equations that read a value, behind views."""
@@ -203,9 +207,9 @@ class Cells:
         users = self.users(cell)
         if len(users) != 1 or any(out in self._results for eqn in self.eqns(cell) for out in eqn.outs):
             return None
-        scopes = (self.raw.eqns[one.eqns[0]].scope for one in (cell, users[0]))
-        loops, others = ([part for part in scope if part.startswith(_LOOPS)] for scope in scopes)
-        return users[0] if loops == others else None
+        scopes = (self.raw.eqns[each.eqns[0]].scope for each in (cell, users[0]))
+        loops, loops_of_user = ([name for name in scope if name.startswith(_LOOPS)] for scope in scopes)
+        return users[0] if loops == loops_of_user else None
 
     def output(self, cell: Cell) -> int:
         """The value that a cell is known by.
@@ -232,16 +236,16 @@ def runs(
     >>> runs([1, 1, 2, 3, 3], lambda number: number if number != 2 else None)
     [(1, [1, 1]), (3, [3, 3])]
     """
-    found: list[tuple[_Key, list[_Item]]] = []
+    collected: list[tuple[_Key, list[_Item]]] = []
     last = None
     for item in items:
         new = key(item)
         if new is not None:
-            if new != last or begins_again(item, found[-1][1]):
-                found.append((new, []))
-            found[-1][1].append(item)
+            if new != last or begins_again(item, collected[-1][1]):
+                collected.append((new, []))
+            collected[-1][1].append(item)
         last = new
-    return found
+    return collected
 
 
 def plain_name(prim: str) -> str:
@@ -251,8 +255,8 @@ def plain_name(prim: str) -> str:
 
 def axis_names(eqn: Eqn) -> str:
     """The axes of a collective: "data, model". Empty where it has none."""
-    known = next((axes for name in ("axes", "axis_name") if (axes := eqn.params.get(name)) is not None), ())
-    return ", ".join(map(str, known if isinstance(known, (tuple, list, frozenset)) else (known,)))
+    names = next((axes for name in ("axes", "axis_name") if (axes := eqn.params.get(name)) is not None), ())
+    return ", ".join(map(str, names if isinstance(names, (tuple, list, frozenset)) else (names,)))
 
 
 def label_of(raw: Raw, eqn: Eqn) -> tuple[str, str]:
@@ -280,11 +284,11 @@ def after_gradients(cells: Cells) -> set[int]:
     return reach((cell.id for cell in cells if cell.op.endswith(BACKWARD)), readers(sources_of(cells)))
 
 
-def components(cells: Cells, part: list[Cell]) -> list[list[Cell]]:
+def components(cells: Cells, chosen: list[Cell]) -> list[list[Cell]]:
     """These cells as connected sets."""
-    by_id = {cell.id: cell for cell in part}
-    edges = ((cell.id, other.id) for cell in part for other in cells.sources(cell) if other.id in by_id)
-    return [[by_id[number] for number in found] for found in connected(by_id, edges)]
+    by_id = {cell.id: cell for cell in chosen}
+    edges = ((cell.id, other.id) for cell in chosen for other in cells.sources(cell) if other.id in by_id)
+    return [[by_id[number] for number in group] for group in connected(by_id, edges)]
 
 
 _LARGE = 20  # cells in a cycle, above which all its small steps are split at once
@@ -292,18 +296,20 @@ _LARGE = 20  # cells in a cycle, above which all its small steps are split at on
 
 def break_cycles(cells: Cells) -> None:
     """Split cells until there is no cycle, small steps before layers."""
+    # Small steps are given up first: a layer that is drawn as its equations is a loss for the reader. A set of
+    # equations is made a cell once only, so this ends.
     tried: set[frozenset[int]] = set()
     todo = _cycles(cells, list(cells))
     while todo:
         cycle = todo.pop()
-        parts = [cell for cell in cycle if sum(not eqn.view for eqn in cells.eqns(cell)) > 1]
-        parts.sort(key=lambda cell: (not cell.major, len(cell.eqns), cell.id))
-        small = [cell for cell in parts if not cell.major] if len(cycle) > _LARGE else []
-        victims = small or parts[-1:]
-        rest = [cell for cell in cycle if cell not in victims]
+        divisible = [cell for cell in cycle if sum(not eqn.view for eqn in cells.eqns(cell)) > 1]
+        divisible.sort(key=lambda cell: (not cell.major, len(cell.eqns), cell.id))
+        small = [cell for cell in divisible if not cell.major] if len(cycle) > _LARGE else []
+        victims = small or divisible[-1:]
+        remaining = [cell for cell in cycle if cell not in victims]
         for victim in victims:
-            rest += _split(cells, victim, tried)
-        todo += _cycles(cells, rest)
+            remaining += _split(cells, victim, tried)
+        todo += _cycles(cells, remaining)
 
 
 def _split(cells: Cells, victim: Cell, tried: set[frozenset[int]]) -> list[Cell]:
@@ -337,5 +343,5 @@ def _singles(cells: Cells, victim: Cell) -> list[Cell]:
 def _cycles(cells: Cells, among: list[Cell]) -> list[list[Cell]]:
     """Sets of these cells that reach each other."""
     by_id = {cell.id: cell for cell in among}
-    sources = {cell.id: [one.id for one in cells.sources(cell) if one.id in by_id] for cell in among}
+    sources = {cell.id: [source.id for source in cells.sources(cell) if source.id in by_id] for cell in among}
     return [[by_id[number] for number in circle] for circle in circles(sources)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from .templates import Fold, Pattern, Rule, fold_elementwise, fold_template, is_
 from .terms import maker, root
 
 _sigmoid, _exp = jax.nn.sigmoid, jnp.exp
+Array = jax.Array
 
 # Their values are compared, so one spelling of each is enough.
 ACTIVATIONS = (
@@ -39,8 +39,8 @@ ACTIVATIONS = (
 )
 
 
-def _softmax(share: Callable[[Any], Any]) -> tuple[Pattern, ...]:
-    def largest(x: Any) -> Any:
+def _softmax(share: Callable[[Array], Array]) -> tuple[Pattern, ...]:
+    def largest(x: Array) -> Array:
         return x.max(-1, keepdims=True)
 
     return (
@@ -56,26 +56,26 @@ SOFTMAX = (
 )
 
 
-def _turned(x: Any, cos: Any, sin: Any, cos_2: Any, sin_2: Any) -> Any:
+def _turned(x: Array, cos: Array, sin: Array, cos_2: Array, sin_2: Array) -> Array:
     a, b = x[:, :4], x[:, 4:]
     return jnp.concatenate([a * cos - b * sin, b * cos_2 + a * sin_2], -1)
 
 
-def _turned_back(x: Any, cos: Any, sin: Any, cos_2: Any, sin_2: Any) -> Any:
+def _turned_back(x: Array, cos: Array, sin: Array, cos_2: Array, sin_2: Array) -> Array:
     a, b = x[:, :4], x[:, 4:]
     return jnp.concatenate([a * cos + b * sin, b * cos_2 - a * sin_2], -1)
 
 
-def _half_turned(x: Any, cos: Any, sin: Any) -> Any:
+def _half_turned(x: Array, cos: Array, sin: Array) -> Array:
     return x * cos + jnp.concatenate([-x[:, 4:], x[:, :4]], -1) * sin
 
 
-def _as_complex(x: Any, turns: Any) -> Any:
+def _as_complex(x: Array, turns: Array) -> Array:
     y = jax.lax.complex(x[:, :4], x[:, 4:]) * turns
     return jnp.concatenate([y.real, y.imag], -1)
 
 
-def _as_sum(x: Any, turns: Any) -> Any:
+def _as_sum(x: Array, turns: Array) -> Array:
     y = (x[:, :4] + 1j * x[:, 4:]) * turns
     return jnp.concatenate([y.real, y.imag], -1)
 
@@ -113,7 +113,7 @@ ROTARY = (
 )
 
 
-def _lstm(i: Any, f: Any, g: Any, o: Any, c: Any) -> Any:
+def _lstm(i: Array, f: Array, g: Array, o: Array, c: Array) -> tuple[Array, Array]:
     state = _sigmoid(f) * c + _sigmoid(i) * jnp.tanh(g)
     return _sigmoid(o) * jnp.tanh(state), state
 
@@ -129,8 +129,8 @@ LSTM = tuple(
 )
 
 
-def _gru(mix: Callable[..., Any]) -> tuple[Pattern, ...]:
-    def new(r: Any, a: Any, b: Any) -> Any:
+def _gru(mix: Callable[[Array, Array, Array], Array]) -> tuple[Pattern, ...]:
+    def new(r: Array, a: Array, b: Array) -> Array:
         return jnp.tanh(a + _sigmoid(r) * b)
 
     return (
@@ -177,19 +177,19 @@ RULES: tuple[Rule | Pattern, ...] = (
 
 def fold_patterns(cells: Cells, rules: Iterable[Rule | Pattern]) -> None:
     """Apply each rule to all forward cells, one rule after the other. Activations beside each other are one search."""
-    for by_value, some in itertools.groupby(rules, lambda rule: isinstance(rule, Pattern) and is_elementwise(rule)):
+    for by_value, group in itertools.groupby(rules, lambda rule: isinstance(rule, Pattern) and is_elementwise(rule)):
         if by_value:
-            fold_elementwise(cells, [rule for rule in some if isinstance(rule, Pattern)])
+            fold_elementwise(cells, [rule for rule in group if isinstance(rule, Pattern)])
         else:
-            for rule in some:
+            for rule in group:
                 fold_template(cells, rule) if isinstance(rule, Pattern) else _fold_rule(cells, rule)
 
 
 def _fold_rule(cells: Cells, rule: Rule) -> None:
     for cell in cells.of_kinds(rule.ops):
-        found = rule.match(cells, cell) if cell.id in cells.cells else None
-        if found is not None and not isinstance(found, Fold):
-            got = describe(found)
+        fold = rule.match(cells, cell) if cell.id in cells.cells else None
+        if fold is not None and not isinstance(fold, Fold):
+            got = describe(fold)
             raise TypeError(f"viz: the match of viz.Rule {rule.name!r} must return a viz.Fold or None, got {got}")
-        if found is not None:
-            cells.fold(found.cells, found.op, found.detail, found.major)
+        if fold is not None:
+            cells.fold(fold.cells, fold.op, fold.detail, fold.major)

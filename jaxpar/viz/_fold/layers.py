@@ -1,4 +1,8 @@
-"""Rules for layers: convolution, dense, embedding, collectives, kernels, attention, losses, layers."""
+"""Rules for layers: convolution, dense, embedding, collectives, kernels, attention, losses, layers.
+
+Each rule is given one cell, the heart of its layer, such as a softmax or a convolution, and looks for the others around
+it. It returns a `Fold` or None. `known.RULES` says in which order they are tried.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +32,8 @@ def convolution(cells: Cells, cell: Cell) -> Fold | None:
     detail += f", {groups} groups" if groups > 1 else ""
     apart = eqn.params["rhs_dilation"]
     detail += f", dilated {_stride(apart)}" if any(step > 1 for step in apart) else ""
-    parts = (*_padding(cells, cell, eqn), cell, *bias(cells, cell))
-    return Fold(parts, "Deconvolution" if dilated else "Convolution", detail)
+    members = (*_padding(cells, cell, eqn), cell, *bias(cells, cell))
+    return Fold(members, "Deconvolution" if dilated else "Convolution", detail)
 
 
 def _padding(cells: Cells, cell: Cell, eqn: Eqn) -> tuple[Cell, ...]:
@@ -54,15 +58,15 @@ def fully_connected(cells: Cells, cell: Cell) -> Fold | None:
         return None
     joined = [joined_weights(cells, value, cell) for value in eqn.ins]
     pairs = zip(eqn.ins, joined, strict=True)
-    weights = [cells.raw.weight_of(value) is not None or part is not None for value, part in pairs]
+    weights = [cells.raw.weight_of(value) is not None or joint is not None for value, joint in pairs]
     if sum(weights) != 1:
         return Fold((cell,), "MatMul")
     side = weights.index(True)
     contracted, batched = eqn.params["dimension_numbers"]
     fixed = {*contracted[side], *batched[side]}
     features = math.prod(d for axis, d in enumerate(eqn.in_shapes[side]) if axis not in fixed)
-    parts = [part for part in joined if part is not None]
-    return Fold((*parts, cell, *bias(cells, cell)), "FullyConnected", str(features))
+    joints = [joint for joint in joined if joint is not None]
+    return Fold((*joints, cell, *bias(cells, cell)), "FullyConnected", str(features))
 
 
 def late_bias(cells: Cells, cell: Cell) -> Fold | None:
@@ -80,7 +84,7 @@ def late_bias(cells: Cells, cell: Cell) -> Fold | None:
         or not takes_scale(cells, before, cell)
     ):
         return None
-    if max(weights[0], default=1) != math.prod(weights[0]):
+    if max(weights[0], default=1) != math.prod(weights[0]):  # a bias has one axis that is longer than 1
         return None
     return Fold((before, cell), before.op, before.detail, before.major)
 
@@ -116,11 +120,11 @@ def scale(cells: Cells, cell: Cell) -> Fold | None:
 
 def transform(cells: Cells, cell: Cell) -> Fold | None:
     """A Fourier transform, by its kind and lengths."""
-    found = [eqn for eqn in cells.eqns(cell) if eqn.prim == "fft"]
-    if len(found) != 1 or cell.major:
+    transforms = [eqn for eqn in cells.eqns(cell) if eqn.prim == "fft"]
+    if len(transforms) != 1 or cell.major:
         return None
-    kind = str(getattr(found[0].params["fft_type"], "name", found[0].params["fft_type"])).lower()
-    return Fold((cell,), "FFT", f"{kind}, {by(found[0].params['fft_lengths'])}")
+    kind = str(getattr(transforms[0].params["fft_type"], "name", transforms[0].params["fft_type"])).lower()
+    return Fold((cell,), "FFT", f"{kind}, {by(transforms[0].params['fft_lengths'])}")
 
 
 _MASKS = frozenset(("where", "select_n", "add", "sub", "mul", "clamp", "min", "max", "div"))
@@ -139,35 +143,38 @@ def attention(cells: Cells, cell: Cell) -> Fold | None:
 
 def cache(cells: Cells, cell: Cell) -> Fold | None:
     """The caches, repeated heads and masks that only a known attention function reads."""
-    parts = _with_feeders(cells, (cell,))
-    return Fold(parts, cell.op, cell.detail) if len(parts) > 1 else None
+    members = _with_feeders(cells, (cell,))
+    return Fold(members, cell.op, cell.detail) if len(members) > 1 else None
 
 
 def _chain(cells: Cells, cell: Cell, *, up: bool) -> tuple[list[Cell], Cell | None]:
     """The scales and masks between a softmax and the matrix product before or after it, and that product."""
-    found: list[Cell] = []
+    between: list[Cell] = []
     for _ in range(10):
         step = _before(cells, cell) if up else cells.sole_user(cell)
         if step is None or (up and cells.sole_user(step) is not cell):
             break
         if step.op == "MatMul":
-            return found, step
+            return between, step
         masks = step.op in _MASKS or is_scale(cells, step) or step.op == "Dropout"
         if not masks and not (up and step.op in ("tanh", "Activation")):
             break
-        found.append(step)
+        between.append(step)
         cell = step
-    return found, None
+    return between, None
 
 
 def _before(cells: Cells, cell: Cell) -> Cell | None:
     """The cell of the scores that a cell reads: the one with the most elements that only it reads."""
     values = [value for value in cells.data(cell) if cells.raw.values[value].dtype != "bool"]
     makers = {p.id: p for value in values if (p := cells.producer(value)) is not None}
-    own = [part for part in makers.values() if cells.sole_user(part) is cell and part.op not in ("OneHot", "where")]
-    masked = [part for part in makers.values() if cells.sole_user(part) is cell and part.op == "where"]
-    scored = [part for part in masked if any(cells.raw.values[v].dtype != "bool" for v in cells.data(part))]
-    return next((part for part in own if part.op == "MatMul"), next(iter([*own, *scored]), None))
+    read_here = [maker for maker in makers.values() if cells.sole_user(maker) is cell]
+    unmasked = [maker for maker in read_here if maker.op not in ("OneHot", "where")]
+    # A `where` of bools only makes a mask. One that reads numbers hides some of the scores.
+    masked = [maker for maker in read_here if maker.op == "where"]
+    scored = [maker for maker in masked if any(cells.raw.values[v].dtype != "bool" for v in cells.data(maker))]
+    products = [maker for maker in unmasked if maker.op == "MatMul"]
+    return next(iter([*products, *unmasked, *scored]), None)
 
 
 def _reads_weights(cells: Cells, cell: Cell) -> bool:
@@ -177,25 +184,25 @@ def _reads_weights(cells: Cells, cell: Cell) -> bool:
     )
 
 
-def _with_feeders(cells: Cells, parts: tuple[Cell, ...]) -> tuple[Cell, ...]:
+def _with_feeders(cells: Cells, members: tuple[Cell, ...]) -> tuple[Cell, ...]:
     """These cells and what only they read: updated caches, repeated heads, compared masks."""
-    found = {part.id: part for part in parts}
-    for part in parts:
-        _add_feeders(cells, part, found)
-    eqns = [eqn for part in found.values() for eqn in cells.steps(part)]
-    return tuple(found.values()) if is_convex(cells, eqns) else parts
+    gathered = {member.id: member for member in members}
+    for member in members:
+        _add_feeders(cells, member, gathered)
+    eqns = [eqn for member in gathered.values() for eqn in cells.steps(member)]
+    return tuple(gathered.values()) if is_convex(cells, eqns) else members
 
 
-def _add_feeders(cells: Cells, part: Cell, found: dict[int, Cell]) -> None:
-    for before in cells.sources(part):
-        if before.id in found or before.major:
+def _add_feeders(cells: Cells, reader: Cell, gathered: dict[int, Cell]) -> None:
+    for before in cells.sources(reader):
+        if before.id in gathered or before.major:
             continue
         compared = cells.prims(before) <= _COMPARED
         updated = before.op in _UPDATES or bool(cells.prims(before) & {"dynamic_update_slice"})
-        position = part.op in ("le", "lt", "ge", "gt", "eq") and before.op in ("add", "sub")
-        if (compared or updated or position) and all(user.id in found for user in cells.users(before)):
-            found[before.id] = before
-            _add_feeders(cells, before, found)
+        position = reader.op in ("le", "lt", "ge", "gt", "eq") and before.op in ("add", "sub")
+        if (compared or updated or position) and all(user.id in gathered for user in cells.users(before)):
+            gathered[before.id] = before
+            _add_feeders(cells, before, gathered)
 
 
 _REDUCTIONS = frozenset(("sum", "mean", "neg"))
@@ -222,40 +229,40 @@ def squared_error(cells: Cells, cell: Cell) -> Fold | None:
     if single(cells, cell) is None or len(cells.data(cell)) < 2:
         return None
     means = [value for below in cells.sources(cell) if below.op in _MEANS for value in cells.data(below)]
-    rest = tail(cells, square, _REDUCTIONS)
-    if not any(part.op in _REDUCTIONS for part in rest) or set(means) & set(cells.data(cell)):
+    reductions = tail(cells, square, _REDUCTIONS)
+    if not any(step.op in _REDUCTIONS for step in reductions) or set(means) & set(cells.data(cell)):
         return None
-    if len(cells.raw.values[cells.output(rest[-1])].shape) > 1:
+    if len(cells.raw.values[cells.output(reductions[-1])].shape) > 1:
         return None
-    return Fold((cell, square, *rest), "Loss", "squared error")
+    return Fold((cell, square, *reductions), "Loss", "squared error")
 
 
 def cross_entropy(cells: Cells, cell: Cell) -> Fold | None:
     """A log-softmax, the picked label, the mean, and what prepares the labels."""
-    found = [cell]
-    while (user := cells.sole_user(found[-1])) is not None:
+    chain = [cell]
+    while (user := cells.sole_user(chain[-1])) is not None:
         if user.op not in _PICKS and not is_scale(cells, user):
             break
-        found.append(user)
-    while len(found) > 1 and not _reduces(cells, found[-1]) and not is_scale(cells, found[-1]):
-        found.pop()
-    if not any(_reduces(cells, part) for part in found[1:]) or not _picks(cells, found):
+        chain.append(user)
+    while len(chain) > 1 and not _reduces(cells, chain[-1]) and not is_scale(cells, chain[-1]):
+        chain.pop()
+    if not any(_reduces(cells, step) for step in chain[1:]) or not _picks(cells, chain):
         return None
-    for part in tuple(found):
-        for label in cells.sources(part):
-            if label not in found and label.op in _LABELS and cells.sole_user(label) is not None:
-                found.append(label)
-    return Fold(tuple(found), "Loss", "softmax cross-entropy")
+    for step in tuple(chain):
+        for label in cells.sources(step):
+            if label not in chain and label.op in _LABELS and cells.sole_user(label) is not None:
+                chain.append(label)
+    return Fold(tuple(chain), "Loss", "softmax cross-entropy")
 
 
-def _picks(cells: Cells, found: list[Cell]) -> bool:
+def _picks(cells: Cells, chain: list[Cell]) -> bool:
     """Whether labels choose among the logits. An entropy weighs them by themselves."""
-    logits = set(cells.data(found[0]))
-    for part in found[1:]:
-        if "gather" in cells.prims(part):
+    logits = set(cells.data(chain[0]))
+    for step in chain[1:]:
+        if "gather" in cells.prims(step):
             return True
-        if part.op == "mul" and not is_scale(cells, part):
-            return not any(o not in found and logits & set(cells.data(o)) for o in cells.sources(part))
+        if step.op == "mul" and not is_scale(cells, step):
+            return not any(o not in chain and logits & set(cells.data(o)) for o in cells.sources(step))
     return False
 
 
@@ -265,8 +272,8 @@ def _reduces(cells: Cells, cell: Cell) -> bool:
 
 def reduction(cells: Cells, cell: Cell) -> Fold | None:
     """The sum or mean of a loss."""
-    rest = tail(cells, cell, _REDUCTIONS)
-    return Fold((cell, *rest), "Loss", cell.detail) if rest else None
+    reductions = tail(cells, cell, _REDUCTIONS)
+    return Fold((cell, *reductions), "Loss", cell.detail) if reductions else None
 
 
 _KINDS = {"reduce_window_max": "max", "reduce_window_min": "min", "reduce_window_sum": "sum"}
@@ -316,30 +323,31 @@ def slice_pooling(cells: Cells, cell: Cell) -> Fold | None:
     users = cells.users(cell)
     if (users and all(user.op == "slice" for user in users)) or any(user.op == cell.op for user in users[:1]):
         return None  # a step of a larger one
-    found: list[Cell] = []
+    members: list[Cell] = []
     windows: dict[int, tuple[int, int]] = {}
     top: Cell | None = cell
     while top is not None and (step := _added_slices(cells, top)) is not None:
-        parts, source, axes = step
-        found += parts
+        added, source, axes = step
+        members += added
         windows |= axes
         below = cells.producer(source)
-        inner = below is not None and all(user in parts for user in cells.users(below))
+        inner = below is not None and all(user in added for user in cells.users(below))
         top = below if inner and below is not None and below.op == cell.op else None
         if inner and below is not None and below.op == "slice" and single(cells, below) is not None:
-            found.append(below)  # an odd last row or column cut off
+            members.append(below)  # an odd last row or column cut off
     if not windows:
         return None
     tail = _division(cells, cell, math.prod(size for size, _ in windows.values())) if cell.op == "add" else ()
     kind = "max" if cell.op == "maximum" else "avg" if tail else "sum"
     sizes = [windows[axis] for axis in sorted(windows)]
     detail = f"{kind}, {by(k for k, _ in sizes)}/{by(s for _, s in sizes)}"
-    return Fold((*found, *tail), "Pooling", detail)
+    return Fold((*members, *tail), "Pooling", detail)
 
 
 def _added_slices(cells: Cells, top: Cell) -> tuple[list[Cell], int, dict[int, tuple[int, int]]] | None:
     """The cells of one step, the array sliced, and its `_strided_axes`."""
-    parts, slices, todo = list[Cell](), list[Eqn](), [top]
+    # A tree of additions or maxima, whose leaves are the slices.
+    added, slices, todo = list[Cell](), list[Eqn](), [top]
     while todo:
         cell = todo.pop()
         eqn = single(cells, cell)
@@ -354,10 +362,10 @@ def _added_slices(cells: Cells, top: Cell) -> tuple[list[Cell], int, dict[int, t
             todo += [other for other in producers if other is not None]
         else:
             return None
-        parts.append(cell)
+        added.append(cell)
     sources = {cells.raw.root(eqn.ins[0]) for eqn in slices}
     axes = _strided_axes(slices) if len(sources) == 1 and len(slices) >= 2 else {}
-    return (parts, sources.pop(), axes) if axes else None
+    return (added, sources.pop(), axes) if axes else None
 
 
 def _strided_axes(slices: list[Eqn]) -> dict[int, tuple[int, int]]:
@@ -379,10 +387,12 @@ def _strided_axes(slices: list[Eqn]) -> dict[int, tuple[int, int]]:
 def space_to_depth(cells: Cells, cell: Cell) -> Fold | None:
     """All strided slices of one array, joined: each window becomes channels."""
     eqn = single(cells, cell)
-    parts = [cells.producer(value) for value in eqn.ins] if eqn is not None else []
-    slices = [one for part in parts if part is not None and part.op == "slice" and (one := single(cells, part))]
-    inner = [part for part in parts if part is not None and cells.sole_user(part) is cell]
-    if len(slices) < 2 or len(inner) < len(parts) or len({cells.raw.root(one.ins[0]) for one in slices}) > 1:
+    makers = [cells.producer(value) for value in eqn.ins] if eqn is not None else []
+    slices = [
+        sliced for maker in makers if maker is not None and maker.op == "slice" and (sliced := single(cells, maker))
+    ]
+    inner = [maker for maker in makers if maker is not None and cells.sole_user(maker) is cell]
+    if len(slices) < 2 or len(inner) < len(makers) or len({cells.raw.root(sliced.ins[0]) for sliced in slices}) > 1:
         return None
     axes = _strided_axes(slices)
     if eqn is None or not axes or eqn.params["dimension"] in axes:

@@ -134,6 +134,7 @@ def _template_of(pattern: Pattern) -> _Template:
     numbers = sorted(name for name, default in defaults.items() if type(default) in (int, float))
     shapes = itertools.chain(pattern.shapes, itertools.repeat(_SHAPE))
     specs = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in zip(arrays, shapes, strict=False)]
+    # Numbers are arguments of the trace, and not their defaults: they stand for any constant of a network.
     scalars = dict.fromkeys(numbers, jax.ShapeDtypeStruct((), jnp.float32))
     try:
         closed = jax.make_jaxpr(lambda arrays, scalars: pattern.fn(*arrays, **scalars))(specs, scalars)
@@ -153,9 +154,9 @@ def fold_template(cells: Cells, pattern: Pattern) -> None:
     template = _template_of(pattern)
     end = _step(template.cells, template.outs[0])
     for value in _ends(cells, end.name) if end is not None else ():
-        found = _fold_at(cells, pattern, template, value)
-        if found is not None:
-            cells.fold(found.cells, found.op, found.detail, found.major)
+        match = _fold_at(cells, pattern, template, value)
+        if match is not None:
+            cells.fold(match.cells, match.op, match.detail, match.major)
 
 
 def _ends(cells: Cells, name: str) -> list[int]:
@@ -166,30 +167,33 @@ def _ends(cells: Cells, name: str) -> list[int]:
 
 
 def _fold_at(cells: Cells, pattern: Pattern, template: _Template, end: int) -> Fold | None:
-    found = _fit(template, cells, [(template.outs[0], end)], _Fit({}, {}))
-    if found is None:
+    fit = _fit(template, cells, [(template.outs[0], end)], _Fit({}, {}))
+    if fit is None:
         return None
-    arrays = [value for at in template.arrays if isinstance(value := found.values.get(at), int)]
+    arrays = [value for at in template.arrays if isinstance(value := fit.values.get(at), int)]
     if pattern.where is not None and not pattern.where(cells, arrays):
         return None
-    if any(out not in found.values for out in template.outs):
+    if any(out not in fit.values for out in template.outs):
         raise ValueError(
             f"viz: each result of the function of viz.Pattern {pattern.op!r} must be a step to its first one"
         )
-    outs = {found.values[out] for out in template.outs}
-    for eqns in (found.eqns | _parts_for(cells, arrays, found.eqns), found.eqns):
+    outs = {fit.values[out] for out in template.outs}
+    # First with the equations that only take its arrays apart, then without them.
+    for eqns in (fit.eqns | _parts_for(cells, arrays, fit.eqns), fit.eqns):
         steps = list(eqns.values())
-        parts = owners(cells, steps, ("Activation",))
-        if parts is not None and loose_ends(cells, steps) <= outs and is_convex(cells, steps):
-            return Fold(parts, pattern.op, pattern.detail)
+        members = owners(cells, steps, ("Activation",))
+        if members is not None and loose_ends(cells, steps) <= outs and is_convex(cells, steps):
+            return Fold(members, pattern.op, pattern.detail)
     return None
 
 
 def _parts_for(cells: Cells, arrays: Sequence[int], eqns: dict[int, Eqn]) -> dict[int, Eqn]:
     """The equations that take arrays apart for these equations alone."""
     made = (maker(cells, value) for value in arrays)
-    parts = {eqn.id: eqn for eqn in made if eqn is not None and eqn.prim in _PARTS}
-    return {n: e for n, e in parts.items() if all(user.id in eqns for out in e.outs for user in readers(cells, out))}
+    taken_apart = {eqn.id: eqn for eqn in made if eqn is not None and eqn.prim in _PARTS}
+    return {
+        n: e for n, e in taken_apart.items() if all(user.id in eqns for out in e.outs for user in readers(cells, out))
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,30 +208,31 @@ def _fit(template: _Template, cells: Cells, pairs: list[tuple[_Operand, _Operand
     """Fit each pair of a value of the template and one of the network. A network may compute a step twice."""
     if not pairs:
         return fit
-    (wanted, found), *rest = pairs
+    (wanted, candidate), *remaining = pairs
     if not isinstance(wanted, int):
-        return _fit(template, cells, rest, fit) if _is_close(wanted, found) else None
-    values = fit.values | {wanted: found}
+        return _fit(template, cells, remaining, fit) if _is_close(wanted, candidate) else None
+    values = fit.values | {wanted: candidate}
     if wanted in template.arrays or wanted in template.numbers:
-        is_number = not isinstance(found, int) or constant(cells, found) is not None
-        known = fit.values.get(wanted, found)
-        same = known == found if isinstance(known, int) else _is_close(known, found)
+        is_number = not isinstance(candidate, int) or constant(cells, candidate) is not None
+        before = fit.values.get(wanted, candidate)
+        same = before == candidate if isinstance(before, int) else _is_close(before, candidate)
         fits = same and is_number == (wanted in template.numbers)
-        return _fit(template, cells, rest, _Fit(values, fit.eqns)) if fits else None
+        return _fit(template, cells, remaining, _Fit(values, fit.eqns)) if fits else None
+    # Both are computed. The steps must have one name, and their operands must fit, in any order where that is alike.
     step = _step(template.cells, wanted)
-    made = _step(cells, found) if isinstance(found, int) else None
+    made = _step(cells, candidate) if isinstance(candidate, int) else None
     if step is None or made is None or (step.name, len(step.operands)) != (made.name, len(made.operands)):
         return None
     for operands in (made.operands, made.operands[::-1])[: 1 + (made.name in _COMMUTE)]:
-        new = [*zip(step.operands, operands, strict=True), *rest]
+        new = [*zip(step.operands, operands, strict=True), *remaining]
         if (done := _fit(template, cells, new, _Fit(values, fit.eqns | made.eqns))) is not None:
             return done
     return None
 
 
-def _is_close(wanted: complex, found: _Operand) -> bool:
+def _is_close(wanted: complex, candidate: _Operand) -> bool:
     """Whether a number is another one, as far as 8 bits tell."""
-    return not isinstance(found, int) and abs(found - wanted) <= 1e-2 * abs(wanted)
+    return not isinstance(candidate, int) and abs(candidate - wanted) <= 1e-2 * abs(wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +251,9 @@ def _step(cells: Cells, value: int) -> _Step | None:
         return None
     cell = cells.owner[eqn.id]
     if cell is not None and cell.op == "Activation" and cells.output(cell) == value and len(cells.inputs(cell)) == 1:
-        given, eqns = cells.inputs(cell)[0], {one.id: one for one in cells.steps(cell)}
-        return _Step("max", (given, 0j), eqns) if cell.detail == "relu" else _Step(cell.detail, (given,), eqns)
-    operands = [cells.raw.root(at) if (known := constant(cells, at)) is None else known for at in eqn.ins]
+        argument, eqns = cells.inputs(cell)[0], {step.id: step for step in cells.steps(cell)}
+        return _Step("max", (argument, 0j), eqns) if cell.detail == "relu" else _Step(cell.detail, (argument,), eqns)
+    operands = [cells.raw.root(at) if (number := constant(cells, at)) is None else number for at in eqn.ins]
     return _Step(*_named(eqn, operands), {eqn.id: eqn})
 
 
@@ -295,8 +300,8 @@ def fold_elementwise(cells: Cells, patterns: Sequence[Pattern]) -> None:
             continue
         end = cells.output(cell)
         is_float = cells.raw.values[end].dtype.startswith(("float", "bfloat"))
-        if is_float and (found := _activation_at(cells, patterns, end)) is not None:
-            cells.fold(found.cells, found.op, found.detail, found.major)
+        if is_float and (fold := _activation_at(cells, patterns, end)) is not None:
+            cells.fold(fold.cells, fold.op, fold.detail, fold.major)
 
 
 def _activation_at(cells: Cells, patterns: Sequence[Pattern], end: int) -> Fold | None:
@@ -311,16 +316,17 @@ def _activation_at(cells: Cells, patterns: Sequence[Pattern], end: int) -> Fold 
         if pattern is None:
             continue
         inner = {owner for eqn in eqns if (owner := cells.owner[eqn.id]) is not None and owner.op == "Activation"}
-        eqns += [eqn for part in inner for eqn in cells.eqns(part) if eqn not in eqns]
-        parts = owners(cells, eqns, ("Activation",))
-        if parts is not None and loose_ends(cells, eqns) <= {end} and is_convex(cells, eqns):
-            is_layer = any(eqn.prim in _ALONE for eqn in eqns) or any(part.major for part in parts)
-            return Fold(parts, pattern.op, pattern.detail, is_layer or pattern.op != "Activation")
+        eqns += [eqn for member in inner for eqn in cells.eqns(member) if eqn not in eqns]
+        members = owners(cells, eqns, ("Activation",))
+        if members is not None and loose_ends(cells, eqns) <= {end} and is_convex(cells, eqns):
+            is_layer = any(eqn.prim in _ALONE for eqn in eqns) or any(member.major for member in members)
+            return Fold(members, pattern.op, pattern.detail, is_layer or pattern.op != "Activation")
     return None
 
 
 def _expressions(cells: Cells, end: int) -> Iterator[tuple[int, list[Eqn]]]:
     """The single values that a value is computed from, element by element, and the equations between them."""
+    # Backwards, the latest equation first. Where a single value is read at last, all before it is a function of it.
     eqns, reads = list[Eqn](), {root(cells, end)}
     while len(eqns) < _MOST:
         makers = {value: maker(cells, value) for value in reads}
@@ -340,41 +346,41 @@ def _pattern_of(cells: Cells, patterns: Sequence[Pattern], value: int, end: int,
         y = _computed(cells.raw, root(cells, end), {value: _X})
         if y is None or np.shape(y) != _X.shape:
             return None
-        known = [each.real for eqn in eqns for at in eqn.ins if (each := constant(cells, at)) and each.real]
-        known += [1 / each for each in known]
-        numbers = tuple(sorted({*known, *(-each for each in known)}))
+        literals = [each.real for eqn in eqns for at in eqn.ins if (each := constant(cells, at)) and each.real]
+        literals += [1 / each for each in literals]
+        numbers = tuple(sorted({*literals, *(-each for each in literals)}))
         fits = (p for p in patterns if _has_values(y, _values(p, numbers if _template_of(p).numbers else ())))
         is_plain = any(np.allclose(y, plain) for plain in (_X, abs(_X)))  # a leaky ReLU of slope 1 or -1
         return None if is_plain else next(fits, None)
 
 
-def _has_values(y: Any, known: Any) -> bool:
+def _has_values(y: np.ndarray, rows: np.ndarray) -> bool:
     """Whether one of these rows of values is this one, as far as numbers of 8 bits tell."""
-    return bool((np.abs(known - y) <= 1e-3 + 1e-2 * np.abs(known)).all(-1).any())
+    return bool((np.abs(rows - y) <= 1e-3 + 1e-2 * np.abs(rows)).all(-1).any())
 
 
 @functools.lru_cache(maxsize=4096)
-def _values(pattern: Pattern, numbers: tuple[float, ...]) -> Any:
+def _values(pattern: Pattern, numbers: tuple[float, ...]) -> np.ndarray:
     """A row of values for each way to choose the numbers of a pattern among these."""
     template = _template_of(pattern)
     ways = list(itertools.product(numbers, repeat=len(template.numbers)))
-    given = {at: np.array([way[n] for way in ways])[:, None] for n, at in enumerate(template.numbers)}
-    return np.atleast_2d(_computed(template.cells.raw, template.outs[0], {template.arrays[0]: _X, **given}))
+    arguments = {at: np.array([way[n] for way in ways])[:, None] for n, at in enumerate(template.numbers)}
+    return np.atleast_2d(_computed(template.cells.raw, template.outs[0], {template.arrays[0]: _X, **arguments}))
 
 
-def _computed(raw: Raw, value: int, known: dict[int, Any]) -> Any:
+def _computed(raw: Raw, value: int, values: dict[int, Any]) -> Any:
     """What a value is, given others. None where it cannot be told."""
-    if value not in known:
+    if value not in values:
         shown = raw.values[value]
         if shown.kind == "literal":
-            known[value] = None if shown.literal is None else np.asarray(shown.literal, np.float64)
+            values[value] = None if shown.literal is None else np.asarray(shown.literal, np.float64)
         else:
-            known[value] = None if shown.producer is None else _result(raw, raw.eqns[shown.producer], known)
-    return known[value]
+            values[value] = None if shown.producer is None else _result(raw, raw.eqns[shown.producer], values)
+    return values[value]
 
 
-def _result(raw: Raw, eqn: Eqn, known: dict[int, Any]) -> Any:
-    operands = [_computed(raw, raw.root(operand), known) for operand in eqn.ins]
+def _result(raw: Raw, eqn: Eqn, values: dict[int, Any]) -> Any:
+    operands = [_computed(raw, raw.root(operand), values) for operand in eqn.ins]
     if eqn.prim not in _COMPUTED or any(operand is None for operand in operands):
         return None
     operands += [eqn.params["y"]] if eqn.prim == "integer_pow" else []

@@ -1,4 +1,7 @@
-"""Questions that patterns ask: of cells, and of the equations that a value is computed by."""
+"""Questions that patterns ask: of cells, and of the equations that a value is computed by.
+
+A question is of cells where it is about layers that are found already, and of equations where a layer is written out.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,15 @@ def divides_by(cells: Cells, cell: Cell, count: float) -> bool:
     if eqn is None or eqn.prim not in ("div", "mul") or len(eqn.ins) != 2:
         return False
     sides = eqn.ins[1:] if eqn.prim == "div" else eqn.ins
-    known = [number(cells, value) for value in sides]
+    factors = [number(cells, value) for value in sides]
     wanted = count if eqn.prim == "div" else 1 / max(count, 1)
-    return any(one is not None and math.isclose(one, wanted, rel_tol=1e-2) for one in known)
+    return any(factor is not None and math.isclose(factor, wanted, rel_tol=1e-2) for factor in factors)
 
 
 def number(cells: Cells, value: int) -> float | None:
     """A real literal of one element. None for all other values."""
-    known = constant(cells, value)
-    return None if known is None or known.imag else known.real
+    literal = constant(cells, value)
+    return None if literal is None or literal.imag else literal.real
 
 
 def constant(cells: Cells, value: int) -> complex | None:
@@ -61,7 +64,7 @@ def bias(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
         return ()
     if any(cells.raw.weight_of(value) is not None for value in eqn.ins):
         return (user,)
-    joined = next((found for value in eqn.ins if (found := joined_weights(cells, value, user)) is not None), None)
+    joined = next((joint for value in eqn.ins if (joint := joined_weights(cells, value, user)) is not None), None)
     return (joined, user) if joined is not None else ()
 
 
@@ -71,16 +74,16 @@ def joined_weights(cells: Cells, value: int, reader: Cell) -> Cell | None:
     eqn = single(cells, cell) if cell is not None else None
     if cell is None or eqn is None or eqn.prim != "concatenate" or cells.sole_user(cell) is not reader:
         return None
-    return cell if all(cells.raw.weight_of(part) is not None for part in eqn.ins) else None
+    return cell if all(cells.raw.weight_of(operand) is not None for operand in eqn.ins) else None
 
 
 def tail(cells: Cells, cell: Cell, ops: frozenset[str]) -> tuple[Cell, ...]:
     """The chain of cells of these kinds, or changes of scale, that follows."""
-    found: list[Cell] = []
+    chain: list[Cell] = []
     while (user := cells.sole_user(cell)) is not None and (user.op in ops or is_scale(cells, user)):
-        found.append(user)
+        chain.append(user)
         cell = user
-    return tuple(found)
+    return tuple(chain)
 
 
 def takes_scale(cells: Cells, cell: Cell, scale: Cell) -> bool:
@@ -136,15 +139,15 @@ def readers(cells: Cells, value: int) -> list[Eqn]:
 def owners(cells: Cells, eqns: Iterable[Eqn], layers: Collection[str] = ()) -> tuple[Cell, ...] | None:
     """The cells of these equations. None where one has other equations too, or is a layer of another kind."""
     numbers = {eqn.id for eqn in eqns}
-    found: dict[int, Cell] = {}
+    by_id: dict[int, Cell] = {}
     for n in sorted(numbers):
         cell = cells.owner[n]
         if cell is None:
             continue
         if (cell.major and cell.op not in layers) or not numbers.issuperset(cell.eqns):
             return None
-        found[cell.id] = cell
-    return tuple(found.values())
+        by_id[cell.id] = cell
+    return tuple(by_id.values())
 
 
 def is_convex(cells: Cells, eqns: Collection[Eqn]) -> bool:

@@ -1,4 +1,8 @@
-"""From cells to a `Net`: a draft for each cell and argument, and the edges between them."""
+"""From cells to a `Net`: a draft for each cell and argument, and the edges between them.
+
+Begin with `build`. The rest of the file says which arrays are parameters, which are state that no optimizer trains, and
+which belong to an optimizer: nobody says so in a function, so what reads them tells.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +26,11 @@ def build(cells: Cells) -> Net:
     """The net of all cells and inputs that something reads. Parameters are lists on the drafts that read them."""
     raw = cells.raw
     drafts, by_cell = list[Draft](), dict[int, Draft]()
+    # Inputs are numbered below 0, so that they come before all layers.
     inputs = {n: value for n, value in enumerate(raw.values) if value.kind == "input"}
     for number, value in inputs.items():
         drafts.append(Draft(number - len(raw.values), "input", "", number, name=value.name))
+    # Layers come after all that they read, and as near to the order of the trace as that allows.
     first = {cell.id: next((e.id for e in cells.eqns(cell) if not e.view), cell.eqns[0]) for cell in cells}
     ordered = [cells.cells[number] for number in order(sources_of(cells), first.__getitem__)]
     updated = updates(cells)
@@ -37,21 +43,26 @@ def build(cells: Cells) -> Net:
         by_cell[cell.id] = draft
     for cell in cells:
         by_cell[cell.id].forward = by_cell.get(cell.forward.id) if cell.forward is not None else None
+
     carries, behind_loops = carry_edges(cells, by_cell)
     edges = _edges(cells, by_cell) | behind_loops
     for name, output in zip(raw.output_names, raw.outputs, strict=True):
         owner = cells.producer(raw.root(output))
         if owner is not None:
             by_cell[owner.id].outputs.append(name)
+
+    # The scopes, of which a second call of a module gets a number. Then what has no scope joins a call around it.
     net = Net(raw, drafts, edges, carries=carries)
     forward = [draft for draft in net.layers if not draft.op.endswith(BACKWARD)]
     are_modules = set_scopes(cells, by_cell)
     number_calls(forward, are_modules)
     if are_modules:
         fill_modules(net, forward)
+    # A gradient is drawn beside its layer, unless it runs in a loop or a branch of its own.
     for draft in drafts:
-        if draft.forward is not None and not any(part.is_region for part in draft.scope):
+        if draft.forward is not None and not any(scope.is_region for scope in draft.scope):
             draft.scope = draft.forward.scope
+    # What nothing reads and costs nothing is not drawn.
     used = {end for source, target, _ in net.edges for end in (source, target)}
     net.drafts = [draft for draft in drafts if draft.at in used or draft.outputs or draft.flops]
     drawn = {draft.at for draft in net.drafts}
@@ -63,15 +74,15 @@ def build(cells: Cells) -> Net:
 def _edges(cells: Cells, by_cell: dict[int, Draft]) -> dict[tuple[int, int, int], None]:
     """The edges between the drafts, in the order of the trace."""
     raw = cells.raw
-    found: dict[tuple[int, int, int], None] = {}
+    edges: dict[tuple[int, int, int], None] = {}
     for cell in cells:
         for root in cells.inputs(cell):
             source = cells.producer(root)
             if source is not None and source is not cell:
-                found[by_cell[source.id].at, by_cell[cell.id].at, root] = None
+                edges[by_cell[source.id].at, by_cell[cell.id].at, root] = None
             elif raw.values[root].kind == "input":
-                found[root - len(raw.values), by_cell[cell.id].at, root] = None
-    return found
+                edges[root - len(raw.values), by_cell[cell.id].at, root] = None
+    return edges
 
 
 def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
@@ -108,9 +119,9 @@ def _bytes_read(raw: Raw, eqns: list[Eqn], *, converted: bool) -> int:
             root = raw.root(value)
             if root not in inside and raw.values[root].kind != "literal":
                 # A slice or a device's share is smaller than the whole array, a broadcast larger.
-                whole = raw.values[value if converted else root]
-                share = whole.bytes * math.prod(shape) // max(1, math.prod(whole.shape))
-                reads[root] = max(reads.get(root, 0), min(share, whole.bytes))
+                array = raw.values[value if converted else root]
+                share = array.bytes * math.prod(shape) // max(1, math.prod(array.shape))
+                reads[root] = max(reads.get(root, 0), min(share, array.bytes))
     return sum(reads.values())
 
 
@@ -128,8 +139,8 @@ def carry_edges(cells: Cells, by_cell: dict[int, Draft]) -> tuple[_Edges, _Edges
         maker = None if _carry_of(cells, result, inside) is not None else cells.producer(cells.raw.root(result))
         if maker is not None:
             at, value = by_cell[maker.id].at, cells.raw.root(result)
-            others = [reader for reader in inside[read] if reader is not maker]
-            back |= dict.fromkeys((at, by_cell[reader.id].at, value) for reader in others or inside[read])
+            other_readers = [reader for reader in inside[read] if reader is not maker]
+            back |= dict.fromkeys((at, by_cell[reader.id].at, value) for reader in other_readers or inside[read])
             on |= dict.fromkeys((at, by_cell[reader.id].at, value) for reader in behind[read])
     return back, on
 
@@ -181,15 +192,15 @@ _TRAINED = _NORMS | {"FullyConnected", "Convolution", "Deconvolution", "Embeddin
 
 def demote_constants(cells: Cells) -> bool:
     """Make constants of captured arrays that no layer reads as its weights. Whether there are such."""
-    found = [
+    constants = [
         cells.raw.values[root]
         for root, readers in _cells_reading(cells).items()
         if cells.raw.values[root].captured and not any(_is_weight_of(cells, cell, root) for cell in readers)
     ]
-    found = [value for value in found if value.kind == "weight"]
-    for value in found:
+    constants = [value for value in constants if value.kind == "weight"]
+    for value in constants:
         value.kind = "const"
-    return bool(found)
+    return bool(constants)
 
 
 def _is_weight_of(cells: Cells, cell: Cell, root: int) -> bool:
@@ -204,11 +215,11 @@ def _is_weight_of(cells: Cells, cell: Cell, root: int) -> bool:
 
 def _cells_reading(cells: Cells) -> dict[int, list[Cell]]:
     """The cells that read each value."""
-    found: dict[int, list[Cell]] = {}
+    readers: dict[int, list[Cell]] = {}
     for cell in cells:
         for root in cells.inputs(cell):
-            found.setdefault(root, []).append(cell)
-    return found
+            readers.setdefault(root, []).append(cell)
+    return readers
 
 
 def mark_state(cells: Cells) -> None:
@@ -270,13 +281,13 @@ def trained(raw: Raw, params: set[int]) -> set[int]:
     late: dict[int, int] = {}
     while True:
         levels = _levels(raw, late)
-        if found := {weight for weight in params if _depends(raw, levels, results[weight])}:
-            return found
+        if trained_now := {weight for weight in params if _depends(raw, levels, results[weight])}:
+            return trained_now
         # With a staleness, new values depend on pushes of earlier steps, which came as this step hands on its own.
-        rest = [n for n, value in enumerate(raw.values) if value.argument and n not in params | late.keys()]
-        more = [n for n in rest if _depends(raw, levels, _results(raw, names, n))]
+        unused = [n for n, value in enumerate(raw.values) if value.argument and n not in params | late.keys()]
+        more = [n for n in unused if _depends(raw, levels, _results(raw, names, n))]
         if not more:
-            return found
+            return trained_now
         late |= dict.fromkeys(more, _DEPENDS)
 
 
@@ -300,15 +311,15 @@ def _levels(raw: Raw, late: dict[int, int]) -> dict[int, int]:
     levels = dict(late)
     for eqn in raw.eqns:
         values = [raw.of(value) for value in eqn.ins]
-        known = [_ZEROS if v.kind == "literal" and not np.any(v.literal) else _FREE for v in values]
-        ins = [levels.get(raw.root(v), level) for v, level in zip(eqn.ins, known, strict=True)]
+        own_levels = [_ZEROS if v.kind == "literal" and not np.any(v.literal) else _FREE for v in values]
+        ins = [levels.get(raw.root(v), level) for v, level in zip(eqn.ins, own_levels, strict=True)]
         reads = any(v.kind not in ("literal", "const") for v in values)
         for number, out in enumerate(eqn.outs):
-            own = ins[1 + number :: len(eqn.outs)] if eqn.prim == "cond" else ins
+            operands = ins[1 + number :: len(eqn.outs)] if eqn.prim == "cond" else ins
             if eqn.prim == "select_n" and (not eqn.in_shapes[0] or max(ins[1:]) == _ZEROS):
-                own = ins[1:]  # which update is made, as after an overflow, is no matter of one param
-            level = max([_FREE, *own])
-            if (eqn.prim in _LINEAR and max(own) == _ZEROS) or (_ZEROS in own[: _FACTORS.get(eqn.prim, 0)]):
+                operands = ins[1:]  # which update is made, as after an overflow, is no matter of one param
+            level = max([_FREE, *operands])
+            if (eqn.prim in _LINEAR and max(operands) == _ZEROS) or (_ZEROS in operands[: _FACTORS.get(eqn.prim, 0)]):
                 level = _ZEROS
             levels[raw.root(out)] = _DEPENDS if eqn.backward and reads else level
     return levels
@@ -323,7 +334,7 @@ def _read_by_optimizer(net: Net) -> set[int]:
     """The arguments from which neither a differentiated layer nor a gradient is reached, where there are gradients."""
     gradients = [draft for draft in net.layers if draft.op.endswith(BACKWARD)]
     updates = {draft.at for draft in net.layers if draft.op in OPTIMIZERS}
-    sources = {at: found - updates for at, found in net.sources().items()}
+    sources = {at: read_ats - updates for at, read_ats in net.sources().items()}
     reached = reach((end.at for draft in gradients for end in (draft, draft.layer)), sources)
     read: dict[bool, set[int]] = {True: set(), False: set()}  # by what reaches a gradient, and by what does not
     for draft in net.drafts:

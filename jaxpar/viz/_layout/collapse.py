@@ -33,22 +33,23 @@ def collapse_scopes(net: Net, depth: int) -> None:
     sources = net.sources()
     ordered = _ordered(net, sources) if groups else []
     merged: list[tuple[list[Draft], Draft]] = []
-    for (path, is_backward), part in _without_circles(ordered, sources, list(groups.items())):
-        if len(part) > 1:
+    for (path, is_backward), group in _without_circles(ordered, sources, list(groups.items())):
+        if len(group) > 1:
             op = path[-1].numbered(1) + (BACKWARD if is_backward else "")
-            merged.append((part, _sum(part, op, path[:-1])))
+            merged.append((group, _sum(group, op, path[:-1])))
     net.merge(merged)
 
 
-def _without_circles(ordered: list[Draft], sources: dict[int, set[int]], parts: list[_Closing]) -> list[_Closing]:
+def _without_circles(ordered: list[Draft], sources: dict[int, set[int]], closings: list[_Closing]) -> list[_Closing]:
     """The parts, cut where a path leaves one and comes back, so that what they become has no circle.
 
     `ordered` has all drafts, each after those that it reads.
     """
+    # Each draft stands for the first one of the part that it becomes.
     whose = {draft.at: draft.at for draft in ordered}
-    for _, part in parts:
-        whose |= dict.fromkeys((draft.at for draft in part), part[0].at)
-    large = {part[0].at for _, part in parts if len(part) > 1}
+    for _, group in closings:
+        whose |= dict.fromkeys((draft.at for draft in group), group[0].at)
+    large = {group[0].at for _, group in closings if len(group) > 1}
     wires: dict[int, set[int]] = {number: set() for number in whose.values()}
     for at, number in whose.items():
         wires[number] |= {whose[source] for source in sources.get(at, ())} - {number}
@@ -57,11 +58,11 @@ def _without_circles(ordered: list[Draft], sources: dict[int, set[int]], parts: 
     for at in (draft.at for draft in ordered if whose[draft.at] in circle_of):
         inside = [s for s in sources.get(at, ()) if circle_of.get(whose[s]) == circle_of[whose[at]]]
         level[at] = max((level[s] + (whose[s] != whose[at] and whose[s] in large) for s in inside), default=0)
-    found: dict[tuple[int, int], _Closing] = {}
-    for key, part in parts:
-        for draft in part:
-            found.setdefault((part[0].at, level.get(draft.at, 0)), (key, []))[1].append(draft)
-    return list(found.values())
+    cut: dict[tuple[int, int], _Closing] = {}
+    for key, group in closings:
+        for draft in group:
+            cut.setdefault((group[0].at, level.get(draft.at, 0)), (key, []))[1].append(draft)
+    return list(cut.values())
 
 
 def _ordered(net: Net, sources: dict[int, set[int]]) -> list[Draft]:
@@ -114,10 +115,10 @@ def _is_too_much(net: Net, most: int) -> bool:
 def _cut(net: Net, most: int) -> None:
     """Merge neighbours, whatever they are. Only gradients that no layer owns come here, or very few nodes."""
     ordered = [draft for draft in _ordered(net, net.sources()) if draft.op != "input"]
-    cuts = [part * len(ordered) // most for part in range(most + 1)]
-    parts = [ordered[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
-    groups = ((part, name_part(items_of(net, part, 0))) for part in parts)
-    net.merge([(part, _sum(part, name, ())) for part, name in groups])
+    cuts = [number * len(ordered) // most for number in range(most + 1)]
+    stretches = [ordered[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
+    groups = ((stretch, name_part(items_of(net, stretch, 0))) for stretch in stretches)
+    net.merge([(stretch, _sum(stretch, name, ())) for stretch, name in groups])
 
 
 @dataclass(slots=True)
@@ -161,8 +162,9 @@ def wires_of(items: list[Item], sources: dict[int, set[int]]) -> tuple[list[Item
         for number, item in enumerate(items)
     ]
     last = list(range(len(items)))  # the last item that has to be in one with this
-    for number, found in enumerate(reads):
-        last[number] = max(number, *found) if found else number
+    for number, reads_of in enumerate(reads):
+        last[number] = max(number, *reads_of) if reads_of else number
+    # An item that reads a later one is in a circle with it. So all from the one to the other are one item.
     into, joined, end = [0] * len(items), list[Item](), -1
     for number, item in enumerate(items):
         if number > end:
@@ -173,8 +175,8 @@ def wires_of(items: list[Item], sources: dict[int, set[int]]) -> tuple[list[Item
         into[number] = len(joined) - 1
         end = max(end, last[number])
     wires: list[set[int]] = [set() for _ in joined]
-    for number, found in enumerate(reads):
-        wires[into[number]] |= {into[source] for source in found} - {into[number]}
+    for number, reads_of in enumerate(reads):
+        wires[into[number]] |= {into[source] for source in reads_of} - {into[number]}
     return joined, wires
 
 
@@ -237,6 +239,7 @@ class _Divider:
                 if source in place:
                     last[place[source]] = at
                     readers[place[source]] += 1
+            # How many values cross each place: one more behind where a value is made, one less behind its last reader.
         change = [0] * (len(numbers) + 1)
         for at, end in enumerate(last):
             far = ignore_far and readers[at] > 2 and 2 * (end - at) > len(numbers)
@@ -254,19 +257,19 @@ class _Divider:
 
     def _with_activations(self, sections: list[list[int]]) -> list[list[int]]:
         """An activation right after branches meet is part of their block."""
-        found: list[list[int]] = []
+        joined: list[list[int]] = []
         for section in sections:
             alone = len(section) == 1 and self.items[section[0]].kind == "Activation"
-            if alone and found and len(found[-1]) > 1:
-                found[-1].append(section[0])
+            if alone and joined and len(joined[-1]) > 1:
+                joined[-1].append(section[0])
             else:
-                found.append(section)
-        return found
+                joined.append(section)
+        return joined
 
     def _join_runs(self, sections: list[list[int]]) -> list[Part]:
         """Blocks, and what is in a row between two blocks as one part."""
         if all(len(section) == 1 for section in sections):
-            return [part for section in sections for part in section]
+            return [number for section in sections for number in section]
         parts: list[Part] = []
         for single, group in itertools.groupby(sections, lambda section: len(section) == 1):
             group = list(group)
@@ -294,9 +297,9 @@ class _Divider:
         """Neighbours whose parameters begin with the same words. The longest names that are few enough."""
         best, words = None, list[tuple[str, ...]]()  # of the first name in each part: ("conv", "2", "block", "1")
         for part in parts:
-            words.append(next((own for number in _numbers(part) if (own := self.words[number])), ()))
+            words.append(next((words_of for number in _numbers(part) if (words_of := self.words[number])), ()))
         for length in range(1, 1 + min(6, max(map(len, words), default=0))):
-            groups = self._by(parts, [found[:length] or None for found in words])
+            groups = self._by(parts, [words_of[:length] or None for words_of in words])
             if groups is not None:
                 best = groups
         return best
@@ -395,8 +398,8 @@ def _name_parts(
 def _only_scope(items: list[Item], name: Scope) -> Item | None:
     """The scope of this name, where it is the only one and no layer beside it has parameters. They belong to it."""
     scopes = [item for item in items if item.scope is not None]
-    others = any(item.name for item in items if item.scope is None)
-    return scopes[0] if len(scopes) == 1 and scopes[0].name == name and not others else None
+    has_named_layers = any(item.name for item in items if item.scope is None)
+    return scopes[0] if len(scopes) == 1 and scopes[0].name == name and not has_named_layers else None
 
 
 def name_part(items: Sequence[Item]) -> Scope:

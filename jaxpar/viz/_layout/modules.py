@@ -146,25 +146,25 @@ _KINDS = ("eqx.nn.",)  # scopes that a library names after a class, not after wh
 
 
 def _joined(layer: Layer, common: dict[Path, tuple[int, ...]]) -> Path:
-    found: list[Scope] = []
+    scopes: list[Scope] = []
     modules = list(layer.modules)
     for number, (name, level) in enumerate(zip(layer.scope, layer.levels, strict=True)):
         if name.startswith(_KINDS):
             continue
         around = level if level >= 0 else len(common[layer.scope[: number + 1]])
         while modules and modules[0][0] < around:
-            found.append(Scope(modules.pop(0)[1]))
+            scopes.append(Scope(modules.pop(0)[1]))
         if name.is_region or name not in [module for _, module in layer.modules]:
-            found.append(name)
-    return (*found, *(Scope(name) for _, name in modules))
+            scopes.append(name)
+    return (*scopes, *(Scope(name) for _, name in modules))
 
 
 def set_scopes(cells: Cells, by_cell: dict[int, Draft]) -> bool:
     """Write the scopes of the drafts before a gradient. Whether these are the modules of parameters."""
-    known: dict[int, tuple[Frame, ...]] = {}
+    frames: dict[int, tuple[Frame, ...]] = {}
     late = after_gradients(cells)
     forward = sorted((cell for cell in cells if cell.id not in late), key=lambda cell: _first(cells, cell))
-    calls = {cell.id: frames_of(cells, cell, known) for cell in forward}
+    calls = {cell.id: frames_of(cells, cell, frames) for cell in forward}
     _mark_tied(cells, forward, calls, by_cell)
     layers = [_layer(cells, cell, by_cell[cell.id], calls[cell.id]) for cell in forward]
     if not find_modules(layers):
@@ -187,12 +187,13 @@ def number_calls(
         if not name:
             continue
         used = {weight for draft in run for weight in draft.weights}
-        known = calls.setdefault((*around, *name), [])
-        if known and (name[0].is_region or (are_modules and known[-1].isdisjoint(used))):
-            known[-1] |= used
+        calls_of = calls.setdefault((*around, *name), [])
+        # With other parameters than before it goes on with the same call, as two layers of a module do.
+        if calls_of and (name[0].is_region or (are_modules and calls_of[-1].isdisjoint(used))):
+            calls_of[-1] |= used
         else:
-            known.append(used)
-        numbered = (*around, name[0] if len(known) == 1 else name[0].numbered(len(known)))
+            calls_of.append(used)
+        numbered = (*around, name[0] if len(calls_of) == 1 else name[0].numbered(len(calls_of)))
         for draft in run:
             draft.scope = (*numbered, *draft.scope[depth + 1 :])
         number_calls(run, are_modules, numbered, calls)
@@ -211,9 +212,9 @@ def _mark_tied(
     owners: dict[int, tuple[str, int]] = {}
     readers: dict[int, int] = {}
     for cell in forward:
-        mine = (cell.op, calls[cell.id][-1].function if calls[cell.id] else -1)
+        kind = (cell.op, calls[cell.id][-1].function if calls[cell.id] else -1)
         weights = by_cell[cell.id].weights
-        by_cell[cell.id].tied = bool(weights) and all(owners.setdefault(weight, mine) != mine for weight in weights)
+        by_cell[cell.id].tied = bool(weights) and all(owners.setdefault(weight, kind) != kind for weight in weights)
         for weight in weights:
             readers[weight] = readers.get(weight, 0) + 1
     for cell in forward:
@@ -240,11 +241,11 @@ def set_paths(net: Net) -> None:
     for draft in forward:
         scope = draft.scope
         weights = () if draft.tied else draft.weights
-        own = name_of_weights([path for weight in weights if (path := net.raw.values[weight].path)])
+        name = name_of_weights([path for weight in weights if (path := net.raw.values[weight].path)])
         if scope and members[scope] == 1 and not scope[-1].is_region:
-            own, draft.scope = scope[-1].name, scope[:-1]
-        if own:
-            draft.path = (*(part.name for part in draft.scope if not part.is_region), own)
+            name, draft.scope = scope[-1].name, scope[:-1]
+        if name:
+            draft.path = (*(scope_part.name for scope_part in draft.scope if not scope_part.is_region), name)
     for draft in net.layers:
         if draft.forward is not None and draft.scope and members.get(draft.scope) == 1:
             draft.scope = draft.forward.scope
@@ -256,7 +257,7 @@ def fill_modules(net: Net, layers: list[Draft]) -> None:
     One that joins several results of a call, directly after it, ends it. One that joins those of two is in neither.
     """
     by_at = {draft.at: draft for draft in net.drafts}
-    _fill((), layers, {at: [by_at[source] for source in found] for at, found in net.sources().items()})
+    _fill((), layers, {at: [by_at[source] for source in read] for at, read in net.sources().items()})
 
 
 def _fill(around: Path, drafts: list[Draft], sources: dict[int, list[Draft]]) -> None:
@@ -268,6 +269,7 @@ def _fill(around: Path, drafts: list[Draft], sources: dict[int, list[Draft]]) ->
         if name or not before or before[0].is_region:
             continue
         scope = (*around, *before)
+        # Between two layers of a call: it is of that call too, unless it has parameters of its own.
         if number + 1 < len(runs) and runs[number + 1][0] == before and not any(draft.weights for draft in run):
             for draft in run:
                 draft.scope = scope
@@ -285,13 +287,13 @@ def _ends(draft: Draft, scope: Path, sources: dict[int, list[Draft]]) -> bool:
     return not draft.weights and len(read) > 1 and all(source.scope[: len(scope)] == scope for source in read)
 
 
-def frames_of(cells: Cells, cell: Cell, known: dict[int, tuple[Frame, ...]]) -> tuple[Frame, ...]:
-    """The calls that most of a cell's FLOPs are in, without those of JAX. `known` has them by place, and grows."""
+def frames_of(cells: Cells, cell: Cell, plain_stacks: dict[int, tuple[Frame, ...]]) -> tuple[Frame, ...]:
+    """The calls that most of a cell's FLOPs are in, without those of JAX. `plain_stacks`, by place, grows."""
     stacks: list[tuple[tuple[Frame, ...], int]] = []
     for eqn in cells.steps(cell):
-        if eqn.position not in known:
-            known[eqn.position] = plain_stack(eqn.stack)
-        stacks.append((known[eqn.position], 1 + eqn.flops))
+        if eqn.position not in plain_stacks:
+            plain_stacks[eqn.position] = plain_stack(eqn.stack)
+        stacks.append((plain_stacks[eqn.position], 1 + eqn.flops))
     keys = {stack: tuple(key for frame in stack for key in (frame.function, frame.call)) for stack, _ in stacks}
     shared = main_prefix((keys[stack], weight) for stack, weight in stacks)
     inside = next(stack for stack in keys if keys[stack][: len(shared)] == shared)
@@ -302,12 +304,12 @@ def plain_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """A stack without the frames of JAX, and with those once that a nested jaxpr repeats."""
     frames = [frame for frame in stack if frame.origin != "jax"]
     starts = [n for n, frame in enumerate(frames) if frame.function == frames[0].function] or [0]
-    found: list[Frame] = []
+    joined: list[Frame] = []
     for start, end in zip(starts, [*starts[1:], len(frames)], strict=True):
-        part = frames[start:end]
-        pairs = list(zip(found, part, strict=False))
+        repeated = frames[start:end]
+        pairs = list(zip(joined, repeated, strict=False))
         same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0].call == pair[1].call, pairs))
-        if same < len(pairs) and found[same].function == part[same].function:
+        if same < len(pairs) and joined[same].function == repeated[same].function:
             same += 1  # the last frame may be at two places of one function
-        found += part[same:]
-    return tuple(found)
+        joined += repeated[same:]
+    return tuple(joined)

@@ -61,9 +61,9 @@ class Draft:
         """The layer that this is, or whose gradient it is."""
         return self if self.forward is None else self.forward
 
-    def add(self, others: Iterable[Draft]) -> None:
+    def add(self, drafts: Iterable[Draft]) -> None:
         """Add what others cost, read and return."""
-        same = [self, *others]
+        same = [self, *drafts]
         self.flops = sum(draft.flops for draft in same)
         self.bytes = sum(draft.bytes for draft in same)
         self.weights = list(dict.fromkeys(weight for draft in same for weight in draft.weights))
@@ -99,10 +99,10 @@ class Net:
 
     def sources(self) -> dict[int, set[int]]:
         """The drafts that each draft reads."""
-        found: dict[int, set[int]] = {}
+        sources: dict[int, set[int]] = {}
         for source, target, _ in self.edges:
-            found.setdefault(target, set()).add(source)
-        return found
+            sources.setdefault(target, set()).add(source)
+        return sources
 
     def merge(self, groups: list[tuple[list[Draft], Draft]]) -> None:
         """Replace each group of drafts by one. Edges inside a group vanish."""
@@ -115,6 +115,7 @@ class Net:
         for draft in self.drafts:
             if draft.forward is not None:
                 draft.forward = into.get(draft.forward.at, draft.forward)
+        # An edge to itself vanishes, but an array that a layer hands to its own next pass stays.
         names, edges = {at: new.at for at, new in into.items()}, dict[tuple[int, int, int], None]()
         for source, target, value in self.edges:
             source, target = names.get(source, source), names.get(target, target)
@@ -122,7 +123,7 @@ class Net:
                 edges[source, target, value] = None
         self.edges = edges
         ends = ((names.get(s, s), names.get(t, t), s == t and s not in names, value) for s, t, value in self.carries)
-        self.carries = {(s, t, value): None for s, t, own, value in ends if s != t or own}
+        self.carries = {(s, t, value): None for s, t, is_own, value in ends if s != t or is_own}
 
 
 def shared_scope(*groups: list[Draft]) -> Path:
@@ -148,11 +149,11 @@ def name_drafts(net: Net) -> dict[int, str]:
 
 def _ends(net: Net) -> dict[tuple[str, ...], set[tuple[str, ...]]]:
     """The paths of layers that end alike."""
-    found: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    paths: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for draft in net.drafts:
         for start in range(len(draft.path)):
-            found.setdefault(draft.path[start:], set()).add(draft.path)
-    return found
+            paths.setdefault(draft.path[start:], set()).add(draft.path)
+    return paths
 
 
 def _short(draft: Draft, ends: dict[tuple[str, ...], set[tuple[str, ...]]]) -> str:
@@ -239,8 +240,8 @@ def shared_name(names: Sequence[str]) -> str:
     numbers = [number.group() for name in names if (number := re.match(r"\d+", name[len(prefix) :])) is not None]
     if not prefix or len(numbers) < len(names):
         return prefix.rstrip("_-. ")
-    found = sorted(map(int, numbers))
-    return f"{prefix}{found[0]}" + (f"-{found[-1]}" if found[0] < found[-1] else "")
+    values = sorted(map(int, numbers))
+    return f"{prefix}{values[0]}" + (f"-{values[-1]}" if values[0] < values[-1] else "")
 
 
 def name_copies(scopes: Sequence[Scope], beside: Iterable[Scope]) -> Scope:
@@ -254,15 +255,15 @@ def name_copies(scopes: Sequence[Scope], beside: Iterable[Scope]) -> Scope:
     'block ×3 ×2'
     """
     names = [scope.numbered(1) for scope in scopes]  # a repeat of repeats keeps both counts
-    words, places = _numbers(names)
+    pieces, places = _numbers(names)
     name = without_numbers(names)
     if len(places) == 1:
         at = places[0]
-        dot, numbers = words[0][at].rstrip("0123456789"), {int(own[at].lstrip("._- ")) for own in words}
-        before, after = "".join(words[0][:at]) + dot, "".join(words[0][at + 1 :])
+        dot, numbers = pieces[0][at].rstrip("0123456789"), {int(piece[at].lstrip("._- ")) for piece in pieces}
+        before, after = "".join(pieces[0][:at]) + dot, "".join(pieces[0][at + 1 :])
         same = re.compile(rf"{re.escape(before)}(\d+)(?:–(\d+))?{re.escape(after)}")
-        others = (match for other in beside if (match := same.fullmatch(other.name)))
-        if not all(set(range(int(match[1]), int(match[2] or match[1]) + 1)) <= numbers for match in others):
+        matches = (match for other in beside if (match := same.fullmatch(other.name)))
+        if not all(set(range(int(match[1]), int(match[2] or match[1]) + 1)) <= numbers for match in matches):
             name = f"{before}{min(numbers)}–{max(numbers)}{after}"
     return Scope(name, scopes[0].kind, len(names))
 
@@ -273,8 +274,8 @@ def without_numbers(names: Sequence[str]) -> str:
     >>> without_numbers(["layer_0_norm", "layer_1_norm"]), without_numbers(["up1", "down2"])
     ('layer_norm', 'up1')
     """
-    words, places = _numbers(names)
-    kept = (word for at, word in enumerate(words[0]) if at not in places)
+    pieces, places = _numbers(names)
+    kept = (word for at, word in enumerate(pieces[0]) if at not in places)
     return ("".join(kept).lstrip("._- ") if places else "") or names[0]
 
 
@@ -293,11 +294,11 @@ def names_of_parameters(copies: Sequence[Sequence[tuple[str, ...]]]) -> list[str
 
 def _numbers(names: Sequence[str]) -> tuple[list[list[str]], list[int]]:
     """The words and numbers of names, and where they differ. In no place, if they differ in more than numbers."""
-    words = [_NUMBER.split(name) for name in names]
-    if len(set(map(len, words))) > 1:
-        return words, []
-    places = [at for at, own in enumerate(zip(*words, strict=True)) if len(set(own)) > 1]
-    return words, places if all(at % 2 for at in places) else []
+    pieces = [_NUMBER.split(name) for name in names]
+    if len(set(map(len, pieces))) > 1:
+        return pieces, []
+    places = [at for at, column in enumerate(zip(*pieces, strict=True)) if len(set(column)) > 1]
+    return pieces, places if all(at % 2 for at in places) else []
 
 
 _Shapes = dict[int, tuple[int, ...]]  # of values
@@ -309,6 +310,7 @@ def to_graph(net: Net) -> Graph:
     counted: set[int] = set(net.state)
     nodes, weights, weight_edges = list[Node](), dict[int, Node](), list[Edge]()
     for draft in net.drafts:
+        # A shared parameter counts in the first layer that uses it.
         new = [w for w in draft.weights if w not in counted]
         counted.update(new)
         nodes.append(_node(net.raw, draft, names[draft.at], shapes, *_sizes(net.raw, new)))
@@ -339,15 +341,15 @@ def to_graph(net: Net) -> Graph:
 def _written_shapes(raw: Raw) -> _Shapes:
     """The shapes of products that the same line transposes, as an einsum does, where nothing else reads them."""
     reads = Counter(value for eqn in raw.eqns for value in eqn.ins)
-    found: _Shapes = {}
+    shapes: _Shapes = {}
     for eqn in (eqn for eqn in raw.eqns if eqn.view and eqn.prim == "transpose"):
         root = raw.root(eqn.ins[0])
         maker = raw.values[root].producer
         if maker is None or raw.eqns[maker].prim != "dot_general" or reads[root] > 1:
             continue
         if raw.own_stack(raw.eqns[maker]) == raw.own_stack(eqn):
-            found[root] = eqn.out_shape
-    return found
+            shapes[root] = eqn.out_shape
+    return shapes
 
 
 def _edges(net: Net, names: dict[int, str], shapes: _Shapes) -> tuple[Edge, ...]:
@@ -355,27 +357,27 @@ def _edges(net: Net, names: dict[int, str], shapes: _Shapes) -> tuple[Edge, ...]
     arrays: dict[tuple[int, int], list[int]] = {}
     for source, target, value in sorted(net.edges):
         arrays.setdefault((source, target), []).append(value)
-    drafts, found = {draft.at: draft for draft in net.drafts}, list[Edge]()
+    drafts, edges = {draft.at: draft for draft in net.drafts}, list[Edge]()
     for (source, target), numbers in arrays.items():
         draft = drafts[source]  # the array that it is known by comes first, then the largest
         number = max(numbers, key=lambda number: (number == draft.value, net.raw.values[number].bytes))
         value = net.raw.values[number]
         label = leaf_of(value) if draft.leaves and len(numbers) == 1 else ""
         shape = shapes.get(number, value.shape)
-        found.append(Edge(names[source], names[target], shape, value.dtype, label, len(numbers)))
+        edges.append(Edge(names[source], names[target], shape, value.dtype, label, len(numbers)))
     for source, target, number in net.carries:
         value = net.raw.values[number]
-        found.append(Edge(names[source], names[target], value.shape, value.dtype, carry=True))
-    return tuple(found)
+        edges.append(Edge(names[source], names[target], value.shape, value.dtype, carry=True))
+    return tuple(edges)
 
 
 def _sizes(raw: Raw, weights: Iterable[int]) -> tuple[int, int]:
     """The elements of parameters and of state."""
-    found = [0, 0]
+    sizes = [0, 0]
     for weight in weights:
         value = raw.values[weight]
-        found[value.state] += math.prod(value.shape)
-    return found[0], found[1]
+        sizes[value.state] += math.prod(value.shape)
+    return sizes[0], sizes[1]
 
 
 def _constants(raw: Raw) -> int:

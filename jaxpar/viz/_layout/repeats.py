@@ -1,4 +1,8 @@
-"""Repeated blocks, drawn once with "×12", from where a person would cut them."""
+"""Repeated blocks, drawn once with "×12", from where a person would cut them.
+
+A copy is a run of layers with the same signs that read the same as the run before (`_Pass._count`). Of all places where
+the copies could begin, `_borders` prefers that of a module.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +43,8 @@ class _Pass:
         self.net, self.layers, self.sources = net, net.layers, _sources(net)
         self.into: dict[int, Draft] = {}
         self.copy_of: dict[int, tuple[int, int]] = {}
-        known: dict[object, int] = {}
-        self.signs = [known.setdefault(_signature(net, draft), len(known)) for draft in self.layers]
+        numbers: dict[object, int] = {}
+        self.signs = [numbers.setdefault(_signature(net, draft), len(numbers)) for draft in self.layers]
         self.places: dict[int, list[int]] = {}  # of each sign
         self.backward: dict[int, list[Draft]] = {}  # the gradients of each layer
         for number, draft in enumerate(self.layers):
@@ -52,10 +56,12 @@ class _Pass:
         """Merge the copies of each block. Whether there was one."""
         start = 0
         while start < len(self.layers):
-            if (found := self._repeat_at(start)) is None:
+            if (repeat := self._repeat_at(start)) is None:
                 start += 1
                 continue
-            period, count = found
+            period, count = repeat
+            # As many copies may begin at several places: in "conv, norm, relu" at each of the three. A person would cut
+            # at the border of a module.
             start = max(self._starts(start, period, count), key=lambda at: self._borders(at, period, count))
             copies = self._copies(start, period, count)
             gradients = gradients_of(copies, self.backward, self._read)
@@ -98,36 +104,38 @@ class _Pass:
         kinds = self.signs[start : start + period]
         if most < 2 or self.signs[start + period : start + 2 * period] != kinds:
             return 1
-        where: dict[int, int] = {}
-        first, second = (self._wires(where, start, period, copy) for copy in range(2))
+        # The first copy reads what is before the row where the others read a copy. So the second one is the pattern,
+        # where the first one has the same edges inside, and as many in all.
+        places: dict[int, int] = {}
+        first, second = (self._wires(places, start, period, copy) for copy in range(2))
         if not all(map(_is_begun, first, second)):
             return 1
         count = 2
         while (
             count < most
             and self.signs[start + count * period : start + (count + 1) * period] == kinds
-            and self._wires(where, start, period, count) == second
+            and self._wires(places, start, period, count) == second
         ):
             count += 1
         return count if count > _FEW_BRANCHES or _is_row(second) else 1  # few copies beside each other are no repeat
 
-    def _wires(self, where: dict[int, int], start: int, period: int, copy: int) -> _Wires:
-        """What each layer of a copy reads: in it, n copies back, or outside. `where` has their places, and grows."""
+    def _wires(self, places: dict[int, int], start: int, period: int, copy: int) -> _Wires:
+        """What each layer of a copy reads: in it, n copies back, or outside. `places` has theirs, and grows."""
         block = self.layers[start + copy * period : start + (copy + 1) * period]
-        where |= {draft.at: copy * period + n for n, draft in enumerate(block)}
-        found: _Wires = []
+        places |= {draft.at: copy * period + n for n, draft in enumerate(block)}
+        wires_of: _Wires = []
         for draft in block:
             wires: set[tuple[str, int]] = set()
             for source in self._read(draft.at):
-                at = where.get(source)
+                at = places.get(source)
                 if at is None:
                     wires.add(("out", source))
                 elif at // period == copy:
                     wires.add(("in", at % period))
                 else:
                     wires.add((f"back {copy - at // period}", at % period))
-            found.append(wires)
-        return found
+            wires_of.append(wires)
+        return wires_of
 
     def _copies(self, start: int, period: int, count: int) -> list[list[Draft]]:
         """The layers of each copy."""
@@ -145,47 +153,54 @@ class _Pass:
         end, read = start + period, set[int]()
         for draft in self.layers[end : end + 2 * period]:
             # What a gradient reads of its layer is no way out of a block.
-            same = {one.at for one in self.layers[start:end] if (one.forward is None) == (draft.forward is None)}
+            same = {layer.at for layer in self.layers[start:end] if (layer.forward is None) == (draft.forward is None)}
             read |= same & self._read(draft.at)
         return len(read) == 1
 
     def _merge(self, copies: list[list[Draft]]) -> None:
         """Keep the first of these copies, with the sums of all."""
         shared, owns = shared_scope(*copies), [shared_scope(copy) for copy in copies]
+        # From here on only the layers of the first copy remain, with the weights of all and how often each repeats.
         self._join([dict(enumerate(same)) for same in zip(*copies, strict=True)])
-        rest = len(shared) + (len(owns[0]) > len(shared))
+        inner_from = len(shared) + (len(owns[0]) > len(shared))
+        # Gradients of a block's layers go to its box. Another row gets a box, with a name that nothing beside it has.
         block = self._scope_of_layers(copies, len(shared) + 1)
         if block is None:
-            others = (draft.scope for draft in self.layers if draft.at not in self.into and draft not in copies[0])
-            beside = {scope[len(shared)] for scope in others if scope[: len(shared)] == shared != scope}
-            named = [own[len(shared)] for own in owns if len(own) > len(shared)]
+            scopes_beside = (
+                draft.scope for draft in self.layers if draft.at not in self.into and draft not in copies[0]
+            )
+            beside = {scope[len(shared)] for scope in scopes_beside if scope[: len(shared)] == shared != scope}
+            named = [scope[len(shared)] for scope in owns if len(scope) > len(shared)]
             label = name_copies(named, beside) if named else _label(self.net, copies, shared, beside)
             block = (*shared, unique(label, beside.__contains__))
         for first, *same in zip(*copies, strict=True):
-            first.scope = (*block, *_scopes_of_all(first.scope[rest:], [draft.scope[rest:] for draft in same]))
+            first.scope = (
+                *block,
+                *_scopes_of_all(first.scope[inner_from:], [draft.scope[inner_from:] for draft in same]),
+            )
             first.path = _names_of_all(first.path, [draft.path for draft in same])
         self.net.repeats[block] = len(copies)
 
-    def _merge_gradients(self, found: list[dict[int, Draft]]) -> None:
+    def _merge_gradients(self, groups: list[dict[int, Draft]]) -> None:
         """Keep the first of each of these gradients of a block that is merged, in the scopes of its layers."""
-        self._join(found)
-        for kept in (next(iter(same.values())) for same in found):
+        self._join(groups)
+        for kept in (next(iter(same.values())) for same in groups):
             kept.scope = self._layer_of(kept).scope
-        done = {draft.at for same in found for draft in same.values()}
+        done = {draft.at for same in groups for draft in same.values()}
         for number, draft in enumerate(self.layers):
             if draft.at in done:  # signs of its own, so that it is in no other repeat
                 self.signs[number], self.places[~number] = ~number, [number]
 
-    def _join(self, found: list[dict[int, Draft]]) -> None:
+    def _join(self, groups: list[dict[int, Draft]]) -> None:
         """Join drafts that are given by the number of their copy. The first of each stays."""
-        block = next(iter(found[0].values())).at
-        for same in found:
+        block = next(iter(groups[0].values())).at
+        for same in groups:
             self.copy_of |= {draft.at: (block, copy) for copy, draft in same.items()}
-            kept, *others = same.values()
+            kept, *copies = same.values()
             kept.own = len(kept.weights) if kept.own is None else kept.own
-            kept.add(others)
+            kept.add(copies)
             kept.repeat *= len(same)
-            self.into |= {draft.at: kept for draft in others}
+            self.into |= {draft.at: kept for draft in copies}
 
     def _layer_of(self, draft: Draft) -> Draft:
         """The layer whose gradient this is, or what it is merged into."""
@@ -194,8 +209,8 @@ class _Pass:
     def _scope_of_layers(self, copies: list[list[Draft]], depth: int) -> Path | None:
         """The scope of the block whose gradients these are. None for layers."""
         scopes = {() if draft.forward is None else self._layer_of(draft).scope[:depth] for draft in copies[0]}
-        found = scopes.pop()
-        return found if not scopes and self.net.repeats.get(found) == len(copies) else None
+        scope = scopes.pop()
+        return scope if not scopes and self.net.repeats.get(scope) == len(copies) else None
 
     def _finish(self) -> None:
         """Drop the copies, and send their edges to what replaces them."""
@@ -208,18 +223,18 @@ class _Pass:
 
 def _sources(net: Net) -> dict[int, set[int]]:
     """The drafts that each draft reads. A gradient reads one thing of the layers: the first block's are others."""
-    found = net.sources()
+    sources = net.sources()
     gradients = {draft.at for draft in net.layers if draft.forward is not None}
-    for at in gradients & found.keys():
-        found[at] = {source if source in gradients else _FORWARD for source in found[at]}
-    return found
+    for at in gradients & sources.keys():
+        sources[at] = {source if source in gradients else _FORWARD for source in sources[at]}
+    return sources
 
 
 def _signature(net: Net, draft: Draft) -> object:
     """What copies of a layer have in common."""
     value = net.raw.values[draft.value]
     weights = tuple(net.raw.values[weight].shape for weight in draft.weights)
-    scope = tuple((re.sub(r"_?\d+", "", part.name), part.times is None) for part in draft.scope)
+    scope = tuple((re.sub(r"_?\d+", "", scope_part.name), scope_part.times is None) for scope_part in draft.scope)
     return (draft.op, draft.detail, value.shape, value.dtype, weights, scope, draft.repeat)
 
 
@@ -231,9 +246,11 @@ def _is_begun(first: set[tuple[str, int]], second: set[tuple[str, int]]) -> bool
 
 def _is_row(wires: _Wires) -> bool:
     """Whether a path through at least half of a copy goes on from copy to copy. A sum of branches has no such path."""
-    reads = {n: {at for kind, at in found if kind == "in" or kind.startswith("back")} for n, found in enumerate(wires)}
+    reads = {
+        n: {at for kind, at in wires_of if kind == "in" or kind.startswith("back")} for n, wires_of in enumerate(wires)
+    }
     read_by = readers(reads)
-    ends = {at for found in wires for kind, at in found if kind.startswith("back")}
+    ends = {at for wires_of in wires for kind, at in wires_of if kind.startswith("back")}
     return any(2 * len(reach(reads[end], reads) & reach(read_by.get(end, ()), read_by)) >= len(wires) for end in ends)
 
 
@@ -256,28 +273,28 @@ def _label(net: Net, copies: list[list[Draft]], shared: Path, beside: set[Scope]
 
 def _paths(net: Net, draft: Draft) -> list[tuple[str, ...]]:
     """Where the parameters of a layer are, those of its first copy."""
-    found = (net.raw.values[weight].path for weight in draft.weights[: draft.own])
-    return [] if draft.tied else [path for path in found if path]
+    paths = (net.raw.values[weight].path for weight in draft.weights[: draft.own])
+    return [] if draft.tied else [path for path in paths if path]
 
 
-def _names_of_all(first: tuple[str, ...], others: list[tuple[str, ...]]) -> tuple[str, ...]:
+def _names_of_all(first: tuple[str, ...], paths: list[tuple[str, ...]]) -> tuple[str, ...]:
     """The path of a layer in a copy, as it is for all of them: a number that tells copies apart is left out.
 
     >>> _names_of_all(("layers.0", "mlp"), [("layers.1", "mlp"), ("layers.2", "mlp")])
     ('layers', 'mlp')
     """
-    if any(len(path) != len(first) for path in others):
+    if any(len(path) != len(first) for path in paths):
         return first
-    return tuple(map(without_numbers, zip(first, *others, strict=True)))
+    return tuple(map(without_numbers, zip(first, *paths, strict=True)))
 
 
-def _scopes_of_all(first: Path, others: list[Path]) -> Path:
+def _scopes_of_all(first: Path, paths: list[Path]) -> Path:
     """The same for the scopes inside a copy, which keep their counts. Copies have other numbers of calls."""
-    names = _names_of_all(tuple(own.name for own in first), [tuple(own.name for own in path) for path in others])
-    same = [all(path[at : at + 1] == (own,) for path in others) for at, own in enumerate(first)]
+    names = _names_of_all(tuple(scope.name for scope in first), [tuple(scope.name for scope in path) for path in paths])
+    same = [all(path[at : at + 1] == (scope,) for path in paths) for at, scope in enumerate(first)]
     return tuple(
-        own if is_same else Scope(name, own.kind, own.times)
-        for name, own, is_same in zip(names, first, same, strict=True)
+        scope if is_same else Scope(name, scope.kind, scope.times)
+        for name, scope, is_same in zip(names, first, same, strict=True)
     )
 
 
@@ -290,21 +307,23 @@ def gradients_of(
     """
     # A copy may read less than the others, as where a sum begins that goes through all of them, and one copy may lack
     # a gradient, as what begins a network has none for its input.
-    found: list[dict[int, Draft]] = []
+    groups: list[dict[int, Draft]] = []
     for layers in zip(*copies, strict=True):
         for same in zip_longest(*(backward.get(layer.at, ()) for layer in layers)):
-            there = [(copy, gradient) for copy, gradient in enumerate(same) if gradient is not None]
-            found.append(dict(sorted(there, key=lambda each: each[1].at)))
-    few = any(len(same) < max(2, len(copies) - 1) for same in found)
-    alike = all(len({(one.op, one.detail, one.repeat) for one in same.values()}) == 1 for same in found)
-    in_place = all(g.forward is not None and g.scope == g.forward.scope for same in found for g in same.values())
-    return found if alike and in_place and not few and _is_in_order(found, read) else []
+            present = [(copy, gradient) for copy, gradient in enumerate(same) if gradient is not None]
+            groups.append(dict(sorted(present, key=lambda each: each[1].at)))
+    few = any(len(same) < max(2, len(copies) - 1) for same in groups)
+    alike = all(
+        len({(gradient.op, gradient.detail, gradient.repeat) for gradient in same.values()}) == 1 for same in groups
+    )
+    in_place = all(g.forward is not None and g.scope == g.forward.scope for same in groups for g in same.values())
+    return groups if alike and in_place and not few and _is_in_order(groups, read) else []
 
 
-def _is_in_order(found: list[dict[int, Draft]], read: Callable[[int], set[int]]) -> bool:
+def _is_in_order(groups: list[dict[int, Draft]], read: Callable[[int], set[int]]) -> bool:
     """Whether the first of each, in the place of all, comes after all that any of them reads. So there is no circle."""
-    kept = {draft.at: next(iter(same.values())).at for same in found for draft in same.values()}
-    copy_of = {draft.at: copy for same in found for copy, draft in same.items()}
+    kept = {draft.at: next(iter(same.values())).at for same in groups for draft in same.values()}
+    copy_of = {draft.at: copy for same in groups for copy, draft in same.items()}
     return all(
         copy_of.get(source, copy_of[at]) != copy_of[at] or kept.get(source, source) < kept[at]
         for at in kept

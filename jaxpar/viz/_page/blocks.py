@@ -1,4 +1,8 @@
-"""A `Graph` as a tree of blocks: the lines of each, and the ports where they cross its border."""
+"""A `Graph` as a tree of blocks: the lines of each, and the ports where they cross its border.
+
+Begin with `tree`, then `draw_lines`. An array that crosses the border of a block goes through a port, so that each
+block can be laid out by itself and opened in place.
+"""
 
 from __future__ import annotations
 
@@ -104,10 +108,10 @@ class Tree:
 
     def way_out(self, item: int) -> list[int]:
         """An item and the blocks around it, from the inside out."""
-        found = [item]
-        while found[-1] in self.parent:
-            found.append(self.parent[found[-1]])
-        return found
+        way = [item]
+        while way[-1] in self.parent:
+            way.append(self.parent[way[-1]])
+        return way
 
     def nodes_in(self, item: int) -> list[int]:
         """All nodes of a block, at any depth."""
@@ -130,14 +134,14 @@ def tree(graph: Graph, *, hide_weights: bool, heat: str | None = None) -> Tree:
         flows.append(Flow(source, target, edge, "carry" if edge.carry else "back" if is_back else "forward"))
     ends = dict.fromkeys((number[edge.source], number[edge.target]) for edge in edges)
     signs = {number[name]: sign for name, sign in join_sign(graph).items() if name in number}
-    found = Tree(nodes, list(ends), flows, signs, heat)
-    _nest(found, graph)
+    made = Tree(nodes, list(ends), flows, signs, heat)
+    _nest(made, graph)
     at = 0
-    while at < len(found.blocks):  # parts become blocks, which may be cut too
-        _cut(found, found.root + at)
+    while at < len(made.blocks):  # parts become blocks, which may be cut too
+        _cut(made, made.root + at)
         at += 1
-    found.words = [_words(found, item) for item in range(len(nodes) + len(found.blocks))]
-    return found
+    made.words = [_words(made, item) for item in range(len(nodes) + len(made.blocks))]
+    return made
 
 
 def _words(tree: Tree, item: int) -> list[Text]:
@@ -150,11 +154,11 @@ def _words(tree: Tree, item: int) -> list[Text]:
     layers = sum(node.op not in ("input", "weight") for node in inside)
     facts = [plural(layers, "layer")]
     facts += [f"{params:,} params"] if (params := sum(n.params for n in inside if n.op != "weight")) else []
-    found = [(scope_label(tree.block(item).label), SIZE, True), (" · ".join(facts), SMALL, False)]
+    lines = [(scope_label(tree.block(item).label), SIZE, True), (" · ".join(facts), SMALL, False)]
     if tree.heat:
         total = human(sum(cost(node, tree.heat) for node in inside), "FLOP" if tree.heat == "flops" else "B")
-        found.append((total, SMALL, False))
-    return found
+        lines.append((total, SMALL, False))
+    return lines
 
 
 def _nest(tree: Tree, graph: Graph) -> None:
@@ -186,10 +190,10 @@ def _cut(tree: Tree, item: int) -> None:
         ordered = [inner for inner in _in_order(tree, item) if inner not in inputs]
         count = -(-len(ordered) // _PART)
         block.items = inputs
-        for start, end in itertools.pairwise(part * len(ordered) // count for part in range(count + 1)):
-            part = ordered[start:end]
-            label = f"{tree.name(part[0]).split(_TO)[0]}{_TO}{tree.name(part[-1]).split(_TO)[-1]}"
-            tree.parent |= dict.fromkeys(part, _add(tree, Block(label, (*block.path, label), part), item))
+        for start, end in itertools.pairwise(number * len(ordered) // count for number in range(count + 1)):
+            piece = ordered[start:end]
+            label = f"{tree.name(piece[0]).split(_TO)[0]}{_TO}{tree.name(piece[-1]).split(_TO)[-1]}"
+            tree.parent |= dict.fromkeys(piece, _add(tree, Block(label, (*block.path, label), piece), item))
 
 
 def _in_order(tree: Tree, item: int) -> list[int]:
@@ -236,7 +240,7 @@ def draw_lines(tree: Tree) -> None:
 
 
 def _crossings(tree: Tree) -> dict[int, _Crossing]:
-    found = {tree.root + at: _Crossing() for at in range(len(tree.blocks))}
+    crossings = {tree.root + at: _Crossing() for at in range(len(tree.blocks))}
     for flow, is_named in zip(tree.flows, named_edges([flow.edge for flow in tree.flows], set()), strict=True):
         key = flow.source, flow.kind
         out, into = tree.way_out(flow.source), tree.way_out(flow.target)
@@ -244,25 +248,25 @@ def _crossings(tree: Tree) -> dict[int, _Crossing]:
             out.pop()
             into.pop()
         label = _label(tree, flow) if is_named else ""
-        inside = found[out[-1]].inside
+        inside = crossings[out[-1]].inside
         inside[out[-2], into[-2], key] = inside.get((out[-2], into[-2], key)) or label
         for way, enters in ((out, False), (into, True)):
             for inner, block in itertools.pairwise(way[:-1]):
-                found[block].across.setdefault((key, enters), {})[inner] = None
-    return found
+                crossings[block].across.setdefault((key, enters), {})[inner] = None
+    return crossings
 
 
 def _groups(tree: Tree, item: int, crossing: _Crossing) -> dict[tuple[_End, _End, Kind], dict[Key, str]]:
     """The arrays between each two ends, with the label of each."""
-    found: dict[tuple[_End, _End, Kind], dict[Key, str]] = {}
+    groups: dict[tuple[_End, _End, Kind], dict[Key, str]] = {}
     for (tail, head, key), label in crossing.inside.items():
-        found.setdefault(((tail, -1), (head, -1), key[1]), {})[key] = label
+        groups.setdefault(((tail, -1), (head, -1), key[1]), {})[key] = label
     for port, number in tree.block(item).ports.items():
         for key in sorted(port.keys):
             for inner in crossing.across[key, port.enters]:
                 ends = ((-1, number), (inner, -1)) if port.enters else ((inner, -1), (-1, number))
-                found.setdefault((*ends, key[1]), {})[key] = ""
-    return found
+                groups.setdefault((*ends, key[1]), {})[key] = ""
+    return groups
 
 
 def _label(tree: Tree, flow: Flow) -> str:

@@ -1,4 +1,8 @@
-"""A page: where Graphviz puts the boxes and lines of each block, and the HTML that shows them."""
+"""A page: where Graphviz puts the boxes and lines of each block, and the HTML that shows them.
+
+Begin with `to_page`. Graphviz runs once for all blocks that differ. The scripts beside this file put the layouts
+together when a reader opens a block.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +31,15 @@ _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027", "\u20
 
 def to_page(graph: Graph, options: Options, depth: int | None, time_limit: float) -> str:
     """One HTML file that needs nothing else. `depth` levels are open at first, as many as fit for None."""
-    found = tree(graph, hide_weights=options.hide_weights, heat=options.heat)
-    draw_lines(found)
+    drawn = tree(graph, hide_weights=options.hide_weights, heat=options.heat)
+    draw_lines(drawn)
     title = html.escape(options.title)
     return string.Template(asset("page.html")).substitute(
         title=title,
         facts=html.escape(f"{graph.total_params:,} parameters · {human(graph.total_flops, 'FLOP')}"),
         css=colours() + asset("page.css"),
-        legend=_legend(found, options),
-        data=_escaped(_data(found, options, depth, time_limit)),
+        legend=_legend(drawn, options),
+        data=_escaped(_data(drawn, options, depth, time_limit)),
         script="\n".join(map(script, _SCRIPTS)),
     )
 
@@ -64,7 +68,7 @@ def script(name: str) -> str:
     return asset(name).replace('"use strict";\n', "")
 
 
-def _escaped(data: Any) -> str:
+def _escaped(data: object) -> str:
     """JSON that nothing in a script element or an attribute can end."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     for letter, escape in _UNSAFE.items():  # faster than `str.translate`
@@ -124,14 +128,14 @@ def _block(tree: Tree, item: int, layout: int, most: int) -> list[Any]:
     block = tree.block(item)
     label = scope_label(block.label)
     width = round(text_width(label, SIZE, True)) + 40
-    words = tree.words[item]
-    tip = "\n".join(filter(None, ["/".join(block.path), *(text for text, _, _ in words[1:])]))
+    texts = tree.words[item]
+    tip = "\n".join(filter(None, ["/".join(block.path), *(text for text, _, _ in texts[1:])]))
     colour = None
     if tree.heat:
         total = sum(cost(tree.nodes[node], tree.heat) for node in tree.nodes_in(item))
         colour = style.heat(min(1.0, total / most))
     ink = style.ink(colour) if colour else None
-    box = [*size(tree, item), width, label, words, tip, colour, ink]
+    box = [*size(tree, item), width, label, texts, tip, colour, ink]
     lines = [
         [line.tail, line.head, line.tail_port, line.head_port, line.kind, line.label, sorted({n for n, _ in line.keys})]
         for line in block.lines
@@ -174,9 +178,9 @@ def to_still_page(picture: str, table: str, title: str, theme: str) -> str:
 
 def _colours_of(theme: str) -> str:
     """Rules that give the reader's colours to what Graphviz drew in those of a theme. Boxes keep theirs."""
-    known = dataclasses.asdict(THEMES[theme])
-    rules = [f'text[fill="{known[name]}"]{{fill:var(--{name})}}' for name in ("text", "line", "carry")]
-    for name, colour in known.items():
+    colour_of = dataclasses.asdict(THEMES[theme])
+    rules = [f'text[fill="{colour_of[name]}"]{{fill:var(--{name})}}' for name in ("text", "line", "carry")]
+    for name, colour in colour_of.items():
         rules.append(f'{_SHAPES}[fill="{colour}"]{{fill:var(--{name})}}')
         rules.append(f'{_SHAPES}[stroke="{colour}"]{{stroke:var(--{name})}}')
     dark = colours().split("data-theme=dark]", 1)[1].strip()
@@ -215,13 +219,13 @@ def layouts(tree: Tree, direction: str, time_limit: float) -> tuple[list[Layout]
 
 def _documents(text: str) -> list[dict[str, Any]]:
     """JSON documents that follow each other."""
-    found: list[dict[str, Any]] = []
+    documents: list[dict[str, Any]] = []
     decoder, start = json.JSONDecoder(), _START.search(text)
     while start is not None:
         document, at = decoder.raw_decode(text, start.start())
-        found.append(document)
+        documents.append(document)
         start = _START.search(text, at)
-    return found
+    return documents
 
 
 def _dot(tree: Tree, block: Block, direction: str) -> str:
@@ -235,6 +239,7 @@ def _dot(tree: Tree, block: Block, direction: str) -> str:
         width, height = size(tree, item)
         shape = " shape=ellipse" if is_oval(tree, item) else ""
         rows.append(f"i{at} [width={width / _POINTS:.3f} height={height / _POINTS:.3f}{shape}]")
+    # Where arrays cross the border of a block: on its first or its last rank, so that no line goes around.
     for first, rank in ((True, "source"), (False, "sink")):
         ports = [
             f"p{at} [width={_PORT[direction]} height=.02];"
@@ -279,7 +284,7 @@ def _layout(block: Block, graph: dict[str, Any]) -> Layout:
     edges = {int(edge["id"]): edge for edge in graph.get("edges", ())}
     lines: list[list[Point]] = []
     for at, line in enumerate(block.lines):
-        points = [_point(part, height) for part in edges[at]["pos"].split() if part.count(",") == 1]
+        points = [_point(point, height) for point in edges[at]["pos"].split() if point.count(",") == 1]
         lines.append(points[::-1] if line.kind == "back" else points)
     labels = [_point(edges[at]["lp"], height) if "lp" in edges[at] else None for at in range(len(block.lines))]
     items = [place[f"i{at}"] for at in range(len(block.items))]

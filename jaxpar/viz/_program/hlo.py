@@ -1,4 +1,8 @@
-"""A compiled program: instructions from its text, what reads what in them, and how often each runs."""
+"""A compiled program: instructions from its text, what reads what in them, and how often each runs.
+
+`parse` reads the text, `Flow` says what becomes of an array, through loops, calls and tuples, and `runs_of` how often a
+computation runs. Each pattern is of what XLA writes today, for CPUs, GPUs or TPUs.
+"""
 
 from __future__ import annotations
 
@@ -73,12 +77,12 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """The text after `name=`, up to the next attribute. Empty where there is none."""
-        found = re.search(rf"(?:^|, ){name}=", self.attributes)
-        if found is None:
+        match = re.search(rf"(?:^|, ){name}=", self.attributes)
+        if match is None:
             return ""
-        rest = self.attributes[found.end() :]
-        end = next((at for at, character in _outside(rest) if character == ","), len(rest))
-        return rest[:end].strip()
+        following = self.attributes[match.end() :]
+        end = next((at for at, character in _outside(following) if character == ","), len(following))
+        return following[:end].strip()
 
 
 @dataclass(slots=True, eq=False)
@@ -91,13 +95,13 @@ class Computation:
     @property
     def parameters(self) -> list[Instruction]:
         """In the order of their numbers."""
-        found = (one for one in self.instructions.values() if one.opcode == "parameter")
-        return sorted(found, key=lambda one: one.index or 0)
+        parameters = (instruction for instruction in self.instructions.values() if instruction.opcode == "parameter")
+        return sorted(parameters, key=lambda instruction: instruction.index or 0)
 
     @property
     def root(self) -> Instruction:
         """The instruction whose result is that of the computation."""
-        marked = (one for one in self.instructions.values() if one.is_root)
+        marked = (instruction for instruction in self.instructions.values() if instruction.is_root)
         return next(marked, next(reversed(self.instructions.values())))
 
 
@@ -120,7 +124,7 @@ class Program:
     @property
     def arguments(self) -> list[Instruction]:
         """The arrays that the program is given, in order."""
-        return [one for one in self.computations[self.entry].parameters if one.arrays]
+        return [instruction for instruction in self.computations[self.entry].parameters if instruction.arrays]
 
     @property
     def is_scheduled(self) -> bool:
@@ -133,6 +137,7 @@ def parse(text: str) -> Program:
     lines = text.splitlines()
     program = Program(lines[0] if lines else "")
     frames = _read_frames(lines)
+    # A computation begins with a name and a brace, and ends with a brace in the first column.
     inside: Computation | None = None
     for line in lines:
         if inside is None and (head := _HEAD.match(line)) is not None:
@@ -150,13 +155,13 @@ def parse(text: str) -> Program:
 
 
 def _instruction(line: str, start: re.Match[str], number: int, frames: dict[int, _Frames]) -> Instruction:
-    rest = re.sub(r"/\*.*?\*/", "", line[start.end() :])
-    end = next((at for at, character in _outside(rest) if character == " "), len(rest))  # of the type
-    shape, rest = rest[:end], rest[end:].lstrip()
-    opcode, _, rest = rest.partition("(")
+    following = re.sub(r"/\*.*?\*/", "", line[start.end() :])
+    end = next((at for at, character in _outside(following) if character == " "), len(following))  # of the type
+    shape, following = following[:end], following[end:].lstrip()
+    opcode, _, following = following.partition("(")
     opcode = opcode.strip()
-    close = next((at for at, character in _outside(rest) if character == ")"), len(rest))
-    inside, attributes = rest[:close], rest[close + 1 :].lstrip(", ")
+    close = next((at for at, character in _outside(following) if character == ")"), len(following))
+    inside, attributes = following[:close], following[close + 1 :].lstrip(", ")
     frame, trips, op_name = (pattern.search(attributes) for pattern in (_FRAME, _TRIPS, _OP_NAME))
     number_in = {"get-tuple-element": attributes.partition("index=")[2], "parameter": inside}.get(opcode, "")
     index = re.match(r"\d+", number_in)
@@ -186,8 +191,8 @@ def arrays_of(shape: str) -> tuple[Array, ...]:
     >>> [array.bytes for array in arrays_of("(f32[2,3]{1,0}, bf16[4]{0}, pred[])")]
     [24, 8, 1]
     """
-    found = _ARRAY.findall(re.sub(r"\{[^}]*\}", "", shape))
-    return tuple(Array(dtype, tuple(int(n) for n in re.findall(r"\d+", dims))) for dtype, dims in found)
+    types = _ARRAY.findall(re.sub(r"\{[^}]*\}", "", shape))
+    return tuple(Array(dtype, tuple(int(n) for n in re.findall(r"\d+", dims))) for dtype, dims in types)
 
 
 def _outside(text: str) -> Iterator[tuple[int, str]]:
@@ -211,8 +216,8 @@ def _outside(text: str) -> Iterator[tuple[int, str]]:
 def _operands(text: str) -> tuple[str, ...]:
     """The names in the brackets after an opcode. Their types may stand before them."""
     cuts = [at for at, character in _outside(text) if character == ","]
-    parts = [text[a + 1 : b].strip() for a, b in zip([-1, *cuts], [*cuts, len(text)], strict=True)]
-    return tuple(part.split()[-1].lstrip("%") for part in parts if part)
+    operands = [text[a + 1 : b].strip() for a, b in zip([-1, *cuts], [*cuts, len(text)], strict=True)]
+    return tuple(operand.split()[-1].lstrip("%") for operand in operands if operand)
 
 
 def _read_frames(lines: list[str]) -> dict[int, _Frames]:
@@ -222,13 +227,13 @@ def _read_frames(lines: list[str]) -> dict[int, _Frames]:
     for number, text in _table(lines, "FileLocations"):
         entry = _numbers(text)
         places[number] = (files.get(entry.get("file_name_id", 0), ""), entry.get("line", 0))
-    found: dict[int, _Frames] = {}
+    frames: dict[int, _Frames] = {}
     for number, text in _table(lines, "StackFrames"):
         entry = _numbers(text)
-        outer = found.get(entry.get("parent_frame_id", 0) - 1, ())  # 1 stands for "none"
+        outer = frames.get(entry.get("parent_frame_id", 0) - 1, ())  # 1 stands for "none"
         place = places.get(entry.get("file_location_id", 0))
-        found[number] = outer if place is None else (*outer, place)
-    return found
+        frames[number] = outer if place is None else (*outer, place)
+    return frames
 
 
 def _table(lines: list[str], name: str) -> Iterator[tuple[int, str]]:
@@ -269,10 +274,10 @@ class Flow:
         self.callers: dict[str, list[tuple[str, Instruction]]] = {}
         self._into: dict[str, list[_Wire]] = {}
         self._out: dict[str, list[_Wire]] = {}
-        for one in program:
-            for how, name in one.called:
-                self.callers.setdefault(name, []).append((how, one))
-            for source, target, way, at in self._wires(one):
+        for instruction in program:
+            for how, name in instruction.called:
+                self.callers.setdefault(name, []).append((how, instruction))
+            for source, target, way, at in self._wires(instruction):
                 self._into.setdefault(target, []).append((source, way, at))
                 self._out.setdefault(source, []).append((target, way, at))
 
@@ -298,29 +303,47 @@ class Flow:
             elif way != "take" or index is None or index == at:
                 yield target, None
 
-    def _wires(self, one: Instruction) -> Iterator[tuple[str, str, str, int]]:
+    def _wires(self, instruction: Instruction) -> Iterator[tuple[str, str, str, int]]:
         """From where to where arrays go in an instruction, and in what it calls."""
         computations = self.program.computations
-        called = [(how, computations[name]) for how, name in one.called if name in computations]
-        if one.opcode == "while":
-            (given,) = one.operands
-            yield from ((given, inner.parameters[0].name, "same", 0) for _, inner in called)
-            yield given, one.name, "same", 0
+        called = [(how, computations[name]) for how, name in instruction.called if name in computations]
+        # All passes of a loop have one tuple: what it is given, the parameter of its condition and of its body, and its
+        # result have the same arrays at the same numbers.
+        if instruction.opcode == "while":
+            (passed,) = instruction.operands
+            yield from ((passed, inner.parameters[0].name, "same", 0) for _, inner in called)
+            yield passed, instruction.name, "same", 0
             for body in (inner for how, inner in called if how == "body"):
                 yield body.root.name, body.parameters[0].name, "same", 0
-                yield body.root.name, one.name, "same", 0
-        elif one.opcode in self._calls:
+                yield body.root.name, instruction.name, "same", 0
+        elif instruction.opcode in self._calls:
             for number, (_, inner) in enumerate(called):
-                given = one.operands[1 + number : 2 + number] if one.opcode == "conditional" else one.operands
-                pairs = zip(given, inner.parameters, strict=False)
+                passed = (
+                    instruction.operands[1 + number : 2 + number]
+                    if instruction.opcode == "conditional"
+                    else instruction.operands
+                )
+                pairs = zip(passed, inner.parameters, strict=False)
                 yield from ((operand, parameter.name, "same", 0) for operand, parameter in pairs)
-                yield inner.root.name, one.name, "same", 0
-        elif one.opcode == "get-tuple-element":
-            yield one.operands[0], one.name, "take", one.index or 0
+                yield inner.root.name, instruction.name, "same", 0
+        elif instruction.opcode == "get-tuple-element":
+            yield instruction.operands[0], instruction.name, "take", instruction.index or 0
         else:
-            many = one.is_tuple and one.opcode != "fusion" and len(one.arrays) == len(one.operands)
-            way = "same" if one.opcode in _PASSES else "put" if one.opcode == "tuple" else "of" if many else "all"
-            yield from ((operand, one.name, way, at) for at, operand in enumerate(one.operands))
+            many = (
+                instruction.is_tuple
+                and instruction.opcode != "fusion"
+                and len(instruction.arrays) == len(instruction.operands)
+            )
+            way = (
+                "same"
+                if instruction.opcode in _PASSES
+                else "put"
+                if instruction.opcode == "tuple"
+                else "of"
+                if many
+                else "all"
+            )
+            yield from ((operand, instruction.name, way, at) for at, operand in enumerate(instruction.operands))
 
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d{1,18})"')  # the largest number of 64 bits says that there is no estimate
@@ -330,22 +353,22 @@ _COPIES = ("copy", "bitcast", "get-tuple-element", "tuple", "copy-start", "copy-
 def runs_of(flow: Flow) -> dict[str, tuple[int, bool]]:
     """How often each computation runs, and whether that is known. A branch counts as taken."""
     program = flow.program
-    found: dict[str, tuple[int, bool]] = {program.entry: (1, True)}
+    runs: dict[str, tuple[int, bool]] = {program.entry: (1, True)}
 
     def count(name: str) -> tuple[int, bool]:
-        if name not in found:
-            found[name] = (0, True)  # a computation that nothing calls does not run
-            times, known = 0, True
-            for _, one in flow.callers.get(name, ()):
-                outer, sure = count(program.home[one.name])
-                trips = _trips(flow, one) if one.opcode == "while" else 1
-                times, known = times + outer * (trips or 1), known and sure and trips is not None
-            found[name] = (times, known)
-        return found[name]
+        if name not in runs:
+            runs[name] = (0, True)  # a computation that nothing calls does not run
+            times, is_known = 0, True
+            for _, caller in flow.callers.get(name, ()):
+                outer, sure = count(program.home[caller.name])
+                trips = _trips(flow, caller) if caller.opcode == "while" else 1
+                times, is_known = times + outer * (trips or 1), is_known and sure and trips is not None
+            runs[name] = (times, is_known)
+        return runs[name]
 
     for name in program.computations:
         count(name)
-    return found
+    return runs
 
 
 def cycles_of(program: Program) -> int | None:
@@ -360,13 +383,13 @@ def cycles_of(program: Program) -> int | None:
     def cycles(computation: str) -> int:
         return sum(map(of, program.computations[computation].instructions.values()))
 
-    def of(one: Instruction) -> int:
-        own = sum(map(int, _CYCLES.findall(one.attributes)))
-        inner = [cycles(name) for _, name in one.called if name in program.computations]
-        if one.opcode == "conditional":
-            return own + max(inner, default=0)
-        times = _trips(flow, one) or 1 if one.opcode == "while" else 1
-        return own + times * sum(inner)
+    def of(instruction: Instruction) -> int:
+        own_cycles = sum(map(int, _CYCLES.findall(instruction.attributes)))
+        inner = [cycles(name) for _, name in instruction.called if name in program.computations]
+        if instruction.opcode == "conditional":
+            return own_cycles + max(inner, default=0)
+        times = _trips(flow, instruction) or 1 if instruction.opcode == "while" else 1
+        return own_cycles + times * sum(inner)
 
     return cycles(program.entry) or None
 
@@ -388,8 +411,10 @@ def _trips(flow: Flow, loop: Instruction) -> int | None:
     step = program[_behind(flow, (program.computations[called["body"]].root.name, counter.index))[0]]
     added = [_behind(flow, (name, None)) for name in step.operands] if step.opcode == "add" else []
     steps = [program[name].value for name, _ in added if program[name].value]
-    own = [at for name, at in added if program[name].opcode == "parameter" and program.home[name] == called["body"]]
-    if first is None or own != [counter.index] or len(steps) != 1 or (by := steps[0] or 0) < 1:
+    counters = [
+        at for name, at in added if program[name].opcode == "parameter" and program.home[name] == called["body"]
+    ]
+    if first is None or counters != [counter.index] or len(steps) != 1 or (by := steps[0] or 0) < 1:
         return None
     return max(0, -(-(bound.value - first) // by))
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import jax
+
 from .hlo import ALIASES, Flow, Program, Value
 
 # Numbers of fields in XLA's hlo.proto.
@@ -57,7 +59,7 @@ class _Buffer:
 _Span = tuple[int, int, int, int]  # an allocation, a range of it, and when the last instruction reads that
 
 
-def memory_of(program: Program, compiled: Any) -> tuple[StepMemory | None, dict[str, int]]:
+def memory_of(program: Program, compiled: jax.stages.Compiled) -> tuple[StepMemory | None, dict[str, int]]:
     """The memory of a `jax.stages.Compiled`, and the bytes that are live while each instruction runs.
 
     None and empty where this backend does not say.
@@ -65,12 +67,13 @@ def memory_of(program: Program, compiled: Any) -> tuple[StepMemory | None, dict[
     stats = compiled.memory_analysis()
     if stats is None:
         return None, {}
+    # Arguments and results are there all the time. A result in the place of a donated argument counts once.
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     total = kept + stats.temp_size_in_bytes
-    found = _buffers(compiled, getattr(stats, "serialized_buffer_assignment_proto", None))
-    if found is None or not program.is_scheduled:
+    assigned = _buffers(compiled, getattr(stats, "serialized_buffer_assignment_proto", None))
+    if assigned is None or not program.is_scheduled:
         return StepMemory(total, total, 0, False), {}
-    buffers, values = found
+    buffers, values = assigned
     moments = list(_moments(program, buffers, values))
     at = {name: kept + live for name, live, _ in moments}
     peak = max(at.values(), default=kept)
@@ -80,18 +83,19 @@ def memory_of(program: Program, compiled: Any) -> tuple[StepMemory | None, dict[
     return StepMemory(total, peak, total - peak, is_exact), at
 
 
-def _buffers(compiled: Any, assignment: bytes | None) -> tuple[list[_Buffer], set[Value]] | None:
+def _buffers(compiled: jax.stages.Compiled, assignment: bytes | None) -> tuple[list[_Buffer], set[Value]] | None:
     """The buffers of temporaries, and all values of the program. None where the program does not say."""
     try:
-        module = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
+        executable: Any = compiled.runtime_executable()
+        module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
     except (AttributeError, IndexError, NotImplementedError, RuntimeError):
         return None
     if not assignment or not module:
         return None
     names = dict(_names(message(module)))
-    found = message(assignment)
-    values = {integer(buffer, 1): _value(buffer, names) for buffer in nested(found, _BUFFERS)}
-    buffers = [buffer for one in nested(found, _ALLOCATIONS) for buffer in _assigned(one, values)]
+    fields = message(assignment)
+    values = {integer(buffer, 1): _value(buffer, names) for buffer in nested(fields, _BUFFERS)}
+    buffers = [buffer for allocation in nested(fields, _ALLOCATIONS) for buffer in _assigned(allocation, values)]
     return buffers, set(values.values())
 
 
@@ -104,17 +108,17 @@ def _value(buffer: Message, names: dict[int, str]) -> Value:
 def _names(module: Message) -> Iterator[tuple[int, str]]:
     """The id and the name of each instruction."""
     for computation in nested(module, _MODULE_COMPUTATIONS):
-        for one in nested(computation, _COMPUTATION_INSTRUCTIONS):
-            yield integer(one, _INSTRUCTION_ID), text(one, _INSTRUCTION_NAME)
+        for instruction in nested(computation, _COMPUTATION_INSTRUCTIONS):
+            yield integer(instruction, _INSTRUCTION_ID), text(instruction, _INSTRUCTION_NAME)
 
 
 def _assigned(allocation: Message, values: dict[int, Value]) -> Iterator[_Buffer]:
     """The buffers of an allocation. Arguments, results and constants are no temporaries."""
     if any(integer(allocation, kind) for kind in (_THREAD_LOCAL, _PARAMETER, _LIVE_OUT, _CONSTANT)):
         return
-    for one in nested(allocation, _ASSIGNED):
-        (name, index), start = values.get(integer(one, 1), ("", None)), integer(one, 2)
-        yield _Buffer(integer(allocation, 1), start, start + integer(one, 3), name, index)
+    for place in nested(allocation, _ASSIGNED):
+        (name, index), start = values.get(integer(place, 1), ("", None)), integer(place, 2)
+        yield _Buffer(integer(allocation, 1), start, start + integer(place, 3), name, index)
 
 
 def _moments(program: Program, buffers: list[_Buffer], values: set[Value]) -> Iterator[tuple[str, int, bool]]:
@@ -125,11 +129,15 @@ def _moments(program: Program, buffers: list[_Buffer], values: set[Value]) -> It
         if buffer.name in lives.begin:
             span = buffer.allocation, buffer.start, buffer.end, lives.last(buffer)
             starts.setdefault(lives.first(buffer), []).append(span)
+    # What is read for the last time now is still live, and what is filled now is already: both are there at once, and
+    # may share a place. So overlaps are looked for among those that live on.
     live: list[_Span] = []
     for time, name in enumerate(lives.order):
         live = sorted([span for span in live if span[3] >= time] + starts.get(time, []))
         later = [span for span in live if span[3] > time]
-        is_clear = all(one[0] != other[0] or one[2] <= other[1] for one, other in pairwise(later))
+        is_clear = all(
+            earlier[0] != later_one[0] or earlier[2] <= later_one[1] for earlier, later_one in pairwise(later)
+        )
         yield name, _union(live), is_clear
 
 
@@ -143,14 +151,14 @@ def _times(program: Program) -> tuple[dict[str, int], dict[str, int], list[str]]
     order: list[str] = []
 
     def run(computation: str) -> None:
-        for one in program.computations[computation].instructions.values():
-            begin.setdefault(one.name, len(order))
-            order.append(one.name)
-            if one.opcode in ("while", "call", "conditional", "async-start"):
-                for _, name in one.called:
+        for instruction in program.computations[computation].instructions.values():
+            begin.setdefault(instruction.name, len(order))
+            order.append(instruction.name)
+            if instruction.opcode in ("while", "call", "conditional", "async-start"):
+                for _, name in instruction.called:
                     if name in program.computations:
                         run(name)
-            end[one.name] = len(order) - 1
+            end[instruction.name] = len(order) - 1
 
     run(program.entry)
     return begin, end, order
@@ -227,7 +235,8 @@ def message(data: bytes) -> Message:
     >>> message(bytes([8, 150, 1, 18, 2, 104, 105]))
     {1: [150], 2: [b'hi']}
     """
-    found: Message = {}
+    # Each field is a key, which has its number and its form, and then a number, or so many bytes.
+    fields: Message = {}
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
@@ -241,8 +250,8 @@ def message(data: bytes) -> Message:
             value, at = data[at : at + length], at + length
         else:
             raise ValueError(f"viz: no protocol buffer: a field of form {form}")
-        found.setdefault(number, []).append(value)
-    return found
+        fields.setdefault(number, []).append(value)
+    return fields
 
 
 def integer(fields: Message, number: int) -> int:
@@ -264,14 +273,14 @@ def nested(fields: Message, number: int) -> Iterator[Message]:
 
 def integers(fields: Message, number: int) -> list[int]:
     """The numbers in a repeated field, packed or not."""
-    found: list[int] = []
+    numbers: list[int] = []
     for value in fields.get(number, ()):
         at = 0
         while isinstance(value, bytes) and at < len(value):
-            one, at = _varint(value, at)
-            found.append(one)
-        found += [value] if isinstance(value, int) else []
-    return found
+            unpacked, at = _varint(value, at)
+            numbers.append(unpacked)
+        numbers += [value] if isinstance(value, int) else []
+    return numbers
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

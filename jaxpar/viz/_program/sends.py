@@ -1,4 +1,8 @@
-"""The collectives of a compiled program: what each sends, how often, between which devices, and what hides it."""
+"""The collectives of a compiled program: what each sends, how often, between which devices, and what hides it.
+
+Begin with `sends_of`. Three compilers write one collective in three ways: as one instruction, as a start and an end, or
+as steps in several fusions.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +48,11 @@ class Send:
     @property
     def sent(self) -> int:
         """Bytes that go out of one device each time, around a ring of the devices."""
-        others = self.devices - 1
+        other_devices = self.devices - 1
         if self.kind == "all-gather":
-            return self.bytes * others
+            return self.bytes * other_devices
         if self.kind in ("all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all"):
-            return (1 + (self.kind == "all-reduce")) * self.bytes * others // self.devices
+            return (1 + (self.kind == "all-reduce")) * self.bytes * other_devices // self.devices
         return self.bytes
 
 
@@ -60,12 +64,12 @@ def sends_of(program: Program, mesh: Mapping[str, int], devices: int) -> list[Se
     """
     flow = Flow(program)
     runs, overlaps = runs_of(flow), Overlaps(flow)
-    found: list[Send] = []
-    for one in program:
-        is_wrapped = any(how == "calls" and name in program.computations for how, name in one.called)
-        if kind_of(one) and not is_wrapped and overlaps.is_first(one):
-            found.append(_send(program, one, runs, mesh, devices, overlaps))
-    return [send for send in found if send.devices > 1]
+    sends: list[Send] = []
+    for instruction in program:
+        is_wrapped = any(how == "calls" and name in program.computations for how, name in instruction.called)
+        if kind_of(instruction) and not is_wrapped and overlaps.is_first(instruction):
+            sends.append(_send(program, instruction, runs, mesh, devices, overlaps))
+    return [send for send in sends if send.devices > 1]
 
 
 def kind_of(instruction: Instruction) -> str:
@@ -76,23 +80,23 @@ def kind_of(instruction: Instruction) -> str:
 
 def _send(
     program: Program,
-    one: Instruction,
+    instruction: Instruction,
     runs: dict[str, tuple[int, bool]],
     mesh: Mapping[str, int],
     devices: int,
     overlaps: Overlaps,
 ) -> Send:
-    home = program.home[one.name]
+    home = program.home[instruction.name]
     times, is_exact = runs.get(home, (1, False))
-    kind, groups = kind_of(one), groups_of(one, devices)
+    kind, groups = kind_of(instruction), groups_of(instruction, devices)
     permutes = kind == "collective-permute"
     axes = axes_between(groups, mesh) if permutes else axes_of(groups, mesh)
     members = {device for group in groups for device in group}
     count = len(members) if permutes else max(map(len, groups), default=1)
     if kind == "all-reduce" and home.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # so TPUs write it: a sum of everything in a fusion that keeps a part
-    arrays = tuple(array for name in one.operands if name in program.home for array in program[name].arrays)
-    return Send(one, kind, arrays, count, axes, times, is_exact, overlaps.is_hidden(one))
+    arrays = tuple(array for name in instruction.operands if name in program.home for array in program[name].arrays)
+    return Send(instruction, kind, arrays, count, axes, times, is_exact, overlaps.is_hidden(instruction))
 
 
 _COMPUTES = frozenset(("fusion", "custom-call", "dot", "convolution", "while", "call", "conditional", "sort"))
@@ -104,39 +108,47 @@ class Overlaps:
     def __init__(self, flow: Flow) -> None:
         self._flow = flow
         self._steps: dict[str, list[Instruction]] = {}  # what a TPU does of a collective in each of several fusions
-        for one in flow.program:
-            if channel := _channel_of_steps(one):
-                self._steps.setdefault(channel, []).append(one)
+        for instruction in flow.program:
+            if channel := _channel_of_steps(instruction):
+                self._steps.setdefault(channel, []).append(instruction)
 
-    def is_first(self, one: Instruction) -> bool:
+    def is_first(self, instruction: Instruction) -> bool:
         """Whether a collective is written here and in no fusion before."""
-        return not (steps := self._steps.get(_channel_of_steps(one))) or steps[0] is one
+        return not (steps := self._steps.get(_channel_of_steps(instruction))) or steps[0] is instruction
 
-    def is_hidden(self, one: Instruction) -> bool:
+    def is_hidden(self, instruction: Instruction) -> bool:
         """Whether something is computed between the beginning and the end of a collective."""
-        if steps := self._steps.get(_channel_of_steps(one)):
+        if steps := self._steps.get(_channel_of_steps(instruction)):
             ends = [caller for step in steps for caller in self._callers(step)]
         else:
-            begin = one if one.opcode.endswith("-start") else next(iter(self._callers(one)), one)
-            ends = [begin, *self._done(begin)] if begin.opcode.endswith("-start") else [one]
+            begin = (
+                instruction
+                if instruction.opcode.endswith("-start")
+                else next(iter(self._callers(instruction)), instruction)
+            )
+            ends = [begin, *self._done(begin)] if begin.opcode.endswith("-start") else [instruction]
         home = self._flow.program.computations[self._flow.program.home[ends[0].name]].instructions
         numbers = [end.number for end in ends if end.name in home]
         between = (other for other in home.values() if min(numbers) < other.number < max(numbers))
         return any(other.opcode in _COMPUTES for other in between)
 
-    def _callers(self, one: Instruction) -> list[Instruction]:
-        return [caller for _, caller in self._flow.callers.get(self._flow.program.home[one.name], ())]
+    def _callers(self, instruction: Instruction) -> list[Instruction]:
+        return [caller for _, caller in self._flow.callers.get(self._flow.program.home[instruction.name], ())]
 
     def _done(self, begin: Instruction) -> list[Instruction]:
         """The second half of an asynchronous instruction. Updates may be between."""
-        found = [self._flow.program[name] for name, _ in self._flow.readers((begin.name, None))]
-        updates = [done for one in found if one.opcode == "async-update" for done in self._done(one)]
-        return updates + [one for one in found if one.opcode.endswith("-done")]
+        readers = [self._flow.program[name] for name, _ in self._flow.readers((begin.name, None))]
+        updates = [done for reader in readers if reader.opcode == "async-update" for done in self._done(reader)]
+        return updates + [reader for reader in readers if reader.opcode.endswith("-done")]
 
 
-def _channel_of_steps(one: Instruction) -> str:
+def _channel_of_steps(instruction: Instruction) -> str:
     """The channel of a collective that is written into several fusions. Empty for others."""
-    return one.attribute("channel_id") if re.search(r"\basync_collective_fusion_config\b", one.attributes) else ""
+    return (
+        instruction.attribute("channel_id")
+        if re.search(r"\basync_collective_fusion_config\b", instruction.attributes)
+        else ""
+    )
 
 
 Groups = tuple[tuple[int, ...], ...]
@@ -217,9 +229,9 @@ def _of_mesh(mesh: re.Match[str]) -> Groups:
     sizes: dict[str, int] = {}
     along: list[str] = []
     for name, size in ((name, int(size)) for name, size in named):
-        before, part = wanted.get(name, (1, 1))
-        part = part or size // before
-        split = {f"{name}:0": before, f"{name}:1": part, f"{name}:2": size // before // part}
+        before, length = wanted.get(name, (1, 1))
+        length = length or size // before
+        split = {f"{name}:0": before, f"{name}:1": length, f"{name}:2": size // before // length}
         sizes |= split
         along += [f"{name}:1"] if name in wanted else []
     return tuple(tuple(order[device] for device in group) for group in _along(tuple(along), sizes))

@@ -12,11 +12,11 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
-from ..._core.arrays import is_prng_key
+from ..._core.arrays import PyTree, is_prng_key
 from ..._core.text import describe
 
 # Collections of arrays that no optimizer trains, by the names that their libraries and users give them.
@@ -61,20 +61,20 @@ def path_of(argument: str, entries: Sequence[Any]) -> tuple[str, ...]:
     >>> path_of("params", (DictKey("blocks"), SequenceKey(0), DictKey("attn"), DictKey("query")))
     ('blocks.0', 'attn', 'query')
     """
-    parts: list[str] = []
+    names: list[str] = []
     for entry in without_value(entries):
         key = _key(entry)
         if isinstance(key, int):
-            parts = [*parts[:-1], f"{parts[-1]}.{key}"] if parts else [str(key)]
-        elif parts or key not in _HOLDERS:
-            parts += [part for part in str(key).split("/") if part not in ("~", "")]
-    while parts and parts[0] in _COLLECTIONS:
-        parts = parts[1:]
-    if parts and parts[0].replace(".", "").isdigit():  # the list of layers has the name of the argument
-        parts = [f"{argument}.{parts[0]}", *parts[1:]] if len(parts) > 2 else []
-    if RANDOM in parts:
-        parts = parts[: parts.index(RANDOM) + 1]
-    return tuple(parts)
+            names = [*names[:-1], f"{names[-1]}.{key}"] if names else [str(key)]
+        elif names or key not in _HOLDERS:
+            names += [name for name in str(key).split("/") if name not in ("~", "")]
+    while names and names[0] in _COLLECTIONS:
+        names = names[1:]
+    if names and names[0].replace(".", "").isdigit():  # the list of layers has the name of the argument
+        names = [f"{argument}.{names[0]}", *names[1:]] if len(names) > 2 else []
+    if RANDOM in names:
+        names = names[: names.index(RANDOM) + 1]
+    return tuple(names)
 
 
 def is_store(value: object) -> bool:
@@ -97,7 +97,7 @@ def is_in_state(entries: Sequence[Any]) -> bool:
     return any(_key(entry) in STATE_NAMES for entry in entries)
 
 
-def _key(entry: Any) -> Any:
+def _key(entry: object) -> Any:
     for name in ("key", "idx", "name"):
         if hasattr(entry, name):
             return getattr(entry, name)
@@ -117,35 +117,36 @@ def nnx() -> Any:
     return importlib.import_module("flax.nnx")
 
 
-def _has_base(value: Any, module: str, names: tuple[str, ...] = ()) -> bool:
+def _has_base(value: object, module: str, names: tuple[str, ...] = ()) -> bool:
     """Whether a class of a value is of a module, and has one of these names if there are any."""
     bases = type(value).__mro__[:-1]
     return any(base.__module__.startswith(module) and (not names or base.__name__ in names) for base in bases)
 
 
-def is_node(value: Any) -> bool:
+def is_node(value: object) -> bool:
     """Whether this is an NNX module or another object that `nnx.split` takes apart."""
     return _has_base(value, "flax.nnx.", ("Pytree", "Object", "Module"))
 
 
-def is_variable(value: Any) -> bool:
+def is_variable(value: object) -> bool:
     """Whether this is an NNX variable."""
     return _has_base(value, "flax.nnx.", ("Variable",))
 
 
-def is_equinox(value: Any) -> bool:
+def is_equinox(value: object) -> bool:
     """Whether this is a module of Equinox. Of its leaves only arrays are traced."""
     return _has_base(value, "equinox.")
 
 
-def is_module(value: Any) -> bool:
+def is_module(value: object) -> bool:
     """Whether this is a module whose arrays are parameters: of Flax NNX or Equinox."""
     return is_node(value) or is_equinox(value)
 
 
-def called_method(fn: Any) -> tuple[Any, int]:
+def called_method(fn: object) -> tuple[Any, int]:
     """The method that `apply` of Flax Linen or a model of Keras runs, or None, and how many arguments come before."""
-    owner, name = getattr(fn, "__self__", fn), getattr(fn, "__name__", "")
+    owner: Any = getattr(fn, "__self__", fn)
+    name = getattr(fn, "__name__", "")
     if name == "apply" and _has_base(owner, "flax.linen.", ("Module",)):
         return owner.__call__, 1
     if is_keras(owner) and (owner is fn or name in ("stateless_call", "__call__")):
@@ -153,12 +154,12 @@ def called_method(fn: Any) -> tuple[Any, int]:
     return None, 0
 
 
-def is_state(value: Any) -> bool:
+def is_state(value: object) -> bool:
     """Whether this is the state of an Equinox network."""
     return type(value).__name__ == "State" and type(value).__module__.startswith("equinox.")
 
 
-def variable_kind(variable: Any, otherwise: str) -> tuple[str, bool]:
+def variable_kind(variable: object, otherwise: str) -> tuple[str, bool]:
     """The kind of an NNX variable, and whether it is state. That of an optimizer is as `otherwise` says."""
     if isinstance(variable, nnx().Param):
         return "weight", False
@@ -167,12 +168,17 @@ def variable_kind(variable: Any, otherwise: str) -> tuple[str, bool]:
     return "weight", True
 
 
-def is_keras(value: Any) -> bool:
+class _KerasVariable(Protocol):
+    @property
+    def path(self) -> str: ...
+
+
+def is_keras(value: object) -> bool:
     """Whether this is a model or layer of Keras."""
     return _has_base(value, "keras.", ("Layer",))
 
 
-def keras_arguments(model: Any, name: str, leaves: Sequence[Any]) -> list[Argument] | None:
+def keras_arguments(model: object, name: str, leaves: Sequence[Any]) -> list[Argument] | None:
     """The arguments that a list of these arrays is, where it is a list of a model's variables. Else None."""
     for kind in ("trainable_variables", "non_trainable_variables"):
         variables = list(getattr(model, kind))
@@ -182,13 +188,13 @@ def keras_arguments(model: Any, name: str, leaves: Sequence[Any]) -> list[Argume
     return None
 
 
-def keras_argument(variable: Any, name: str, state: bool) -> Argument:
+def keras_argument(variable: _KerasVariable, name: str, state: bool) -> Argument:
     """The argument that a variable of Keras is."""
     path = tuple(str(variable.path).split("/"))
     return Argument(f"{name}['{variable.path}']", path, "weight", state, name)
 
 
-def held_arrays(name: str, value: Any) -> Iterator[tuple[Any, Argument]]:
+def held_arrays(name: str, value: PyTree) -> Iterator[tuple[Any, Argument]]:
     """The arrays that an object holds, each with its name. Those of a module are of the kind "weight"."""
     if is_keras(value):
         for kind in ("trainable_variables", "non_trainable_variables"):
@@ -211,29 +217,29 @@ _DEPTH = 4  # functions that hold functions
 _Held = Iterator[tuple[str, Any]]
 
 
-def captured_arrays(fn: Any) -> dict[int, tuple[Any, Argument]]:
+def captured_arrays(fn: object) -> dict[int, tuple[Any, Argument]]:
     """The arrays in modules and trees that a function holds, by their ids. The arrays are kept alive."""
-    found: dict[int, tuple[Any, Argument]] = {}
+    captured: dict[int, tuple[Any, Argument]] = {}
     for name, value in _held(fn, _DEPTH):
         with contextlib.suppress(TypeError, ValueError):  # a tree that JAX cannot sort holds no arrays of a network
             for array, argument in held_arrays(name, value):
-                found.setdefault(id(array), (array, argument))
-    return found
+                captured.setdefault(id(array), (array, argument))
+    return captured
 
 
 def _held(fn: Any, depth: int) -> _Held:
     """What a function holds: in its closure, as a method, as a partial application, by the names of its module."""
-    parts: list[tuple[str, Any]] = [("model", fn)]
+    contents: list[tuple[str, Any]] = [("model", fn)]
     if isinstance(fn, functools.partial):
         positional = ((f"arg{number}", value) for number, value in enumerate(fn.args))
-        parts = [("fn", fn.func), *positional, *fn.keywords.items()]
+        contents = [("fn", fn.func), *positional, *fn.keywords.items()]
     elif isinstance(fn, MethodType):
-        parts = [("model", fn.__self__), ("fn", fn.__func__)]
+        contents = [("model", fn.__self__), ("fn", fn.__func__)]
     elif isinstance(fn, FunctionType):
-        parts = list(_names(fn))
+        contents = list(_names(fn))
     elif callable(wrapped := getattr(fn, "__wrapped__", None)):
-        parts = [("model", wrapped)]
-    for name, value in parts if depth else ():
+        contents = [("model", wrapped)]
+    for name, value in contents if depth else ():
         wraps = callable(getattr(value, "__wrapped__", None))  # a jitted function, or a jitted module
         if wraps or isinstance(value, (FunctionType, MethodType, functools.partial)):
             yield from _held(value, depth - 1)
@@ -302,15 +308,18 @@ def bind(
     module, method = _module_of(fn)
     weights = any(argument.kind == "weight" for _, argument in bound.captured.values())
     alone = module is not None or weights or (len(args) == 1 and not kwargs)
+    # A bare array is data, not a parameter, where parameters are known otherwise or it is the only argument.
     roles = [_role(name, arg, at in argnums, alone) for at, (name, arg) in enumerate(zip(names, args, strict=True))]
     roles += [_role(name, arg, False, False) for name, arg in kwargs.items()]
+    # The leaves of all arguments in one row, those of a module that is called first. A leaf that is no array has no
+    # `Argument`, and stays a part of the function.
     leaves, arguments = list[_Leaf](), list[Argument | None]()
     for role, value in zip([_Role("model", trained=True), *roles], [module, *args, *kwargs.values()], strict=True):
-        found = list(_leaves(role, value))
-        whole = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_store)
-        stores = [(len(path), store) for path, store in whole if is_store(store)]
-        leaves += found
-        arguments += _of_keras(keras, role, found) or [_argument(bound, leaf, stores) for leaf in found]
+        role_leaves = list(_leaves(role, value))
+        nodes_with_stores = jax.tree_util.tree_leaves_with_path(value, is_leaf=is_store)
+        stores = [(len(path), store) for path, store in nodes_with_stores if is_store(store)]
+        leaves += role_leaves
+        arguments += _of_keras(keras, role, role_leaves) or [_argument(bound, leaf, stores) for leaf in role_leaves]
     nodes, count = [leaf for leaf in leaves if is_node(leaf.value)], len(leaves)
     # All NNX objects are taken apart together, since they may share variables.
     graphdef, state = nnx().split(tuple(node.value for node in nodes)) if nodes else (None, ())
@@ -322,10 +331,13 @@ def bind(
     structure = jax.tree.structure((module, args, list(kwargs.values())), is_leaf=is_node)
 
     def call(arrays: Sequence[Any]) -> tuple[Any, dict[str, Any]]:
-        given = iter(arrays)
-        values = [leaf.value if known is None else next(given) for leaf, known in zip(leaves, arguments, strict=True)]
+        remaining = iter(arrays)
+        values = [
+            leaf.value if argument is None else next(remaining)
+            for leaf, argument in zip(leaves, arguments, strict=True)
+        ]
         made = nnx().merge(graphdef, jax.tree.structure(state).unflatten(values[count:])) if nodes else ()
-        objects = {id(node.value): one for node, one in zip(nodes, made, strict=True)}
+        objects = {id(node.value): node_made for node, node_made in zip(nodes, made, strict=True)}
         built, positional, keywords = structure.unflatten([objects.get(id(value), value) for value in values[:count]])
         run = fn if module is None else method(built)
         result = run(*positional, **dict(zip(kwargs, keywords, strict=True)))
@@ -335,11 +347,11 @@ def bind(
     return bound
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return is_node(value) or is_variable(value) or is_equinox(value)
 
 
-def _leaves(role: _Role, value: Any) -> Iterator[_Leaf]:
+def _leaves(role: _Role, value: PyTree) -> Iterator[_Leaf]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=_is_whole):
         if is_variable(leaf) or is_equinox(leaf):
             for inner, array in jax.tree_util.tree_leaves_with_path(leaf):
@@ -351,8 +363,8 @@ def _leaves(role: _Role, value: Any) -> Iterator[_Leaf]:
 def _of_keras(keras: Sequence[Any], role: _Role, leaves: Sequence[_Leaf]) -> Sequence[Argument]:
     """The arguments that leaves are, where they are a list of the variables of a model of Keras."""
     values = [leaf.value for leaf in leaves]
-    found = (known for model in keras if (known := keras_arguments(model, role.name, values)))
-    return next(found, ()) if not role.bare else ()
+    matches = (arguments for model in keras if (arguments := keras_arguments(model, role.name, values)))
+    return next(matches, ()) if not role.bare else ()
 
 
 def _changes(holders: Sequence[_Role], made: Sequence[Any], old: Set[int]) -> dict[str, Any]:
@@ -378,9 +390,9 @@ def _argument(bound: Bound, leaf: _Leaf, stores: Sequence[tuple[int, Any]]) -> A
             bound.static.append(f"{name}={describe(value)}")
         return None
     flat = "flat index" in name
-    _, known = bound.captured.get(id(value), (None, None))
-    if known is not None and role.trained and not flat and name.startswith("model._"):
-        return known  # a wrapped module hides the names
+    _, argument = bound.captured.get(id(value), (None, None))
+    if argument is not None and role.trained and not flat and name.startswith("model._"):
+        return argument  # a wrapped module hides the names
     weight = (role.trained or role.state) and not role.bare and not is_prng_key(value)
     state = weight and (role.state or is_in_state(path))
     shown = path_of(role.name, in_store(path, stores)) if weight and not flat else ()
@@ -399,7 +411,7 @@ def _refuse_iterators(fn: Callable[..., Any], args: Mapping[str, Any]) -> None:
                 )
 
 
-def _role(name: str, arg: Any, trained: bool, data: bool) -> _Role:
+def _role(name: str, arg: PyTree, trained: bool, data: bool) -> _Role:
     """The role of an argument. A bare array is data where `data` says so."""
     bare = jax.tree_util.treedef_is_leaf(jax.tree.structure(arg)) and not _is_whole(arg)
     named = name in STATE_NAMES or (name == "state" and isinstance(arg, Mapping)) or is_state(arg)
@@ -423,7 +435,7 @@ def _named_apart(arguments: Sequence[Argument]) -> list[Argument]:
     for argument in arguments:
         if argument.path:
             groups.setdefault(argument.path, set()).add(argument.group)
-    double = {group for found in groups.values() if len(found) > 1 for group in found}
+    double = {group for groups_of in groups.values() if len(groups_of) > 1 for group in groups_of}
     return [
         replace(argument, path=(argument.group, *argument.path))
         if argument.path and argument.group in double

@@ -1,18 +1,27 @@
-"""FLOPs of an equation, as XLA's cost analysis counts them."""
+"""FLOPs of an equation, as XLA's cost analysis counts them.
+
+`flops` is asked for each equation. The formulas are those of XLA, which counts multiplications and additions and leaves
+out `exp` and the like, so that the sums can be compared with those of a compiled program.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import jax.extend.core as jex
+
+from ..._core.arrays import Shaped
+
+Jaxpr = Any  # a `jex.Jaxpr` or a `jex.ClosedJaxpr`: primitives have one or the other, by the version of jax
 _Params = dict[str, Any]
 _Avals = Sequence[Any]  # what has a shape and a dtype
 _Formula = Callable[[_Params, _Avals, _Avals], int]
 
 
-def _matrices(aval: Any) -> tuple[int, int, int]:
+def _matrices(aval: Shaped) -> tuple[int, int, int]:
     """How many matrices, and their longer and shorter side. A complex operation is four."""
     *batch, rows, columns = aval.shape
     times = 4 if "complex" in str(aval.dtype) else 1
@@ -39,7 +48,7 @@ def _geqrf(params: _Params, ins: _Avals, outs: _Avals) -> int:
     return round(count * (2 * m * n**2 - 2 * n**3 / 3))
 
 
-def _orthogonal(q: Any, reflectors: int) -> int:
+def _orthogonal(q: Shaped, reflectors: int) -> int:
     """To multiply out this many Householder reflections, for m rows and n columns."""
     count, m, n = _matrices(q)
     k = reflectors
@@ -132,27 +141,27 @@ def is_uncounted(name: str, params: _Params) -> bool:
     """Whether there is no formula for a primitive, so that its 0 FLOPs say nothing."""
     if name == "pallas_call":
         return _kernel(params) is None
-    known = name in _FREE or name in _ELEMENTWISE or name in _REDUCTIONS or name in _FORMULAS
-    return not (known or name in _WRITTEN_OUT or name in _WRITTEN_OUT_COMPLEX)
+    is_known = name in _FREE or name in _ELEMENTWISE or name in _REDUCTIONS or name in _FORMULAS
+    return not (is_known or name in _WRITTEN_OUT or name in _WRITTEN_OUT_COMPLEX)
 
 
-def size(aval: Any) -> int:
+def size(aval: object) -> int:
     """The number of elements."""
     return math.prod(getattr(aval, "shape", ()))
 
 
-def nbytes(aval: Any) -> int:
+def nbytes(aval: object) -> int:
     """Bytes of an array. Random keys and tokens have none."""
     return size(aval) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
 
 
-def dtype_name(aval: Any) -> str:
+def dtype_name(aval: object) -> str:
     """The name of a dtype: "float32". A token has none, and is "token"."""
     return _name(getattr(aval, "dtype", "token"))
 
 
 @functools.lru_cache(maxsize=256)
-def _name(dtype: Any) -> str:
+def _name(dtype: Hashable) -> str:
     return str(dtype)  # slow: NumPy puts it together each time
 
 
@@ -232,19 +241,19 @@ def _kernel(params: _Params) -> int | None:
     return None if uncounted else math.prod(grid) * cost
 
 
-def body_cost(body: Any) -> tuple[int, set[str]]:
+def body_cost(body: Jaxpr) -> tuple[int, set[str]]:
     """FLOPs of a nested jaxpr, and what has no formula in it. Of a choice the costliest branch counts."""
     costs = [_nested_cost(eqn) for eqn in getattr(body, "jaxpr", body).eqns]
     return sum(cost for cost, _ in costs), set[str]().union(*(names for _, names in costs))
 
 
-def _nested_cost(eqn: Any) -> tuple[int, set[str]]:
+def _nested_cost(eqn: jex.JaxprEqn) -> tuple[int, set[str]]:
     name, params = eqn.primitive.name, eqn.params
     bodies = params.get("branches") or [params[key] for key in _BODIES if params.get(key) is not None][:1]
     if name == "pallas_call" or not bodies:
         avals = [atom.aval for atom in eqn.invars], [var.aval for var in eqn.outvars]
         return (0, {name}) if is_uncounted(name, params) else (flops(name, params, *avals), set[str]())
-    cost, uncounted = max((body_cost(body) for body in bodies), key=lambda found: found[0])
+    cost, uncounted = max((body_cost(body) for body in bodies), key=lambda cost_of: cost_of[0])
     return params.get("length", 1) * cost, uncounted
 
 

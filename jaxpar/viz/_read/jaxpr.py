@@ -1,4 +1,8 @@
-"""From a closed jaxpr to one flat list of equations: loops, branches, calls and device maps are written out."""
+"""From a closed jaxpr to one flat list of equations: loops, branches, calls and device maps are written out.
+
+Begin with `read`, then `_Reader.walk`. A nested jaxpr is written out where it is called; its variables become the
+values of the caller. What a reader should see of the nesting stays in the scope of each equation.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ import jax.extend.core as jex
 
 from .._scopes import Path, Scope
 from .bind import Argument
-from .costs import body_cost, dtype_name, flops, nbytes, size
+from .costs import Jaxpr, body_cost, dtype_name, flops, nbytes, size
 from .raw import Eqn, Raw, Value, drop_dead, mark_residuals, mark_view
 from .source import Frame, Sources, function_of, is_jax_function, name_stack, short_path
 
@@ -39,7 +43,7 @@ class Context(NamedTuple):
     enclosing: tuple[int, ...] = ()
     again: bool = False
 
-    def of(self, eqn: Any, sources: Sources) -> Context:
+    def of(self, eqn: jex.JaxprEqn, sources: Sources) -> Context:
         """The context of an equation in a jaxpr of this context."""
         info = getattr(eqn, "source_info", None)
         names, backward, tangent, again = name_stack(info)
@@ -59,14 +63,15 @@ class Context(NamedTuple):
         return self._replace(stack=(*self.stack, Frame("jax", "jax", name, file, 0, number, number)))
 
 
-def expand(eqn: Any) -> tuple[str, Any] | None:
+def expand(eqn: jex.JaxprEqn) -> tuple[str, Any] | None:
     """The name of such a primitive, and the jaxpr that it stands for. None of other equations."""
     if eqn.primitive.name != "call_hi_primitive":
         return None
     meant = eqn.params["_prim"]
-    if not all(hasattr(atom.aval, "shape") for atom in eqn.invars):
+    avals: list[Any] = [atom.aval for atom in eqn.invars]
+    if not all(hasattr(aval, "shape") for aval in avals):
         return None  # of types that are no arrays
-    arrays = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+    arrays = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
 
     def call(*arrays: Any) -> list[Any]:
         return jax.tree.leaves(meant.expand(*jax.tree.unflatten(meant.in_tree, arrays)))
@@ -76,7 +81,7 @@ def expand(eqn: Any) -> tuple[str, Any] | None:
 
 
 def read(
-    closed: Any,
+    closed: Jaxpr,
     arguments: Sequence[Argument],
     output_names: Sequence[str],
     captured: Mapping[int, tuple[Any, Argument]] | None = None,
@@ -109,7 +114,7 @@ class _Reader:
         self.clusters = Counter[Path]()
 
     def new_value(
-        self, aval: Any, kind: str = "op", name: str = "", root: int | None = None, literal: Any = None
+        self, aval: object, kind: str = "op", name: str = "", root: int | None = None, literal: object = None
     ) -> int:
         """The number of a new value."""
         number = len(self.raw.values)
@@ -118,36 +123,36 @@ class _Reader:
         self.raw.values.append(Value(shape, dtype, nbytes(aval), kind, name, literal, None, shown))
         return number
 
-    def value_of(self, env: dict[Any, int], atom: Any) -> int:
+    def value_of(self, env: dict[Any, int], atom: object) -> int:
         """The number of the value of a variable or literal."""
         if isinstance(atom, jex.Literal):
             return self.new_value(atom.aval, "literal", literal=atom.val)
         return env[atom]
 
-    def add_argument(self, aval: Any, argument: Argument) -> int:
+    def add_argument(self, aval: object, argument: Argument) -> int:
         """Add an array that has a name."""
         number = self.new_value(aval, argument.kind, argument.name)
         value = self.raw.values[number]
         value.path, value.state, value.group = argument.path, argument.state, argument.group
         return number
 
-    def add_constants(self, env: dict[Any, int], closed: Any) -> None:
+    def add_constants(self, env: dict[Any, int], closed: Jaxpr) -> None:
         """Add the captured arrays. One that was captured twice is one value."""
         for var, array in zip(closed.jaxpr.constvars, closed.consts, strict=True):
             if id(array) not in self.constants:
                 self.constants[id(array)] = self.add_constant(var.aval, array)
             env[var] = self.constants[id(array)]
 
-    def add_constant(self, aval: Any, array: Any) -> int:
+    def add_constant(self, aval: object, array: object) -> int:
         """Add a captured array, as a parameter where no argument is one, until no layer reads it as its weights."""
         floating = str(getattr(aval, "dtype", "")).startswith(("float", "bfloat", "complex"))
-        _, known = self.captured.get(id(array), (None, Argument(f"captured{len(self.constants)}")))
-        weight = not self.has_weights and (known.kind == "weight" or (floating and size(aval) > 1))
-        number = self.add_argument(aval, replace(known, kind="weight" if weight else "const"))
-        self.raw.values[number].captured = known.kind != "weight"
+        _, argument = self.captured.get(id(array), (None, Argument(f"captured{len(self.constants)}")))
+        weight = not self.has_weights and (argument.kind == "weight" or (floating and size(aval) > 1))
+        number = self.add_argument(aval, replace(argument, kind="weight" if weight else "const"))
+        self.raw.values[number].captured = argument.kind != "weight"
         return number
 
-    def walk(self, jaxpr: Any, env: dict[Any, int], context: Context) -> None:
+    def walk(self, jaxpr: jex.Jaxpr, env: dict[Any, int], context: Context) -> None:
         """Write out every equation of a jaxpr."""
         for eqn in jaxpr.eqns:
             inner = context.of(eqn, self.sources)
@@ -171,7 +176,7 @@ class _Reader:
             else:
                 self.add_leaf(eqn, env, inner)
 
-    def add_leaf(self, eqn: Any, env: dict[Any, int], context: Context) -> None:
+    def add_leaf(self, eqn: jex.JaxprEqn, env: dict[Any, int], context: Context) -> None:
         """Add an equation that has no nested jaxpr."""
         ins = tuple(self.value_of(env, atom) for atom in eqn.invars)
         in_avals, out_avals = [a.aval for a in eqn.invars], [v.aval for v in eqn.outvars]
@@ -180,7 +185,7 @@ class _Reader:
         self.add_eqn(eqn, ins, shapes, cost, env, context)
 
     def add_eqn(
-        self, eqn: Any, ins: Sequence[int], shapes: _Shapes, cost: int, env: dict[Any, int], context: Context
+        self, eqn: jex.JaxprEqn, ins: Sequence[int], shapes: _Shapes, cost: int, env: dict[Any, int], context: Context
     ) -> None:
         """Append an equation."""
         raw, number = self.raw, len(self.raw.eqns)
@@ -203,7 +208,7 @@ class _Reader:
         raw.eqns.append(new)
         mark_view(raw, new)
 
-    def add_call(self, eqn: Any, body: Any, env: dict[Any, int], context: Context) -> None:
+    def add_call(self, eqn: jex.JaxprEqn, body: Jaxpr, env: dict[Any, int], context: Context) -> None:
         """Write out a jitted function, a custom gradient or a remat."""
         jaxpr = getattr(body, "jaxpr", body)
         name = str(eqn.params.get("name") or "")
@@ -222,8 +227,10 @@ class _Reader:
         """The number of a call of a function of JAX, wherever it is made."""
         return -1 - next(self.calls)
 
-    def add_region(self, eqn: Any, region: Region, env: dict[Any, int], context: Context) -> None:
+    def add_region(self, eqn: jex.JaxprEqn, region: Region, env: dict[Any, int], context: Context) -> None:
         """Write out a nested jaxpr. Its results become those of the equation."""
+        # What a loop carries gets a new value inside, since a pass reads what the pass before made. All else inside
+        # shows the values outside, and the results outside show those inside.
         context = self.in_cluster(context, region.scope)
         context = context._replace(times=context.times * region.times)
         args = [self.value_of(env, atom) for atom in eqn.invars]
@@ -239,7 +246,7 @@ class _Reader:
         for var, value in zip(eqn.outvars, results, strict=True):
             env[var] = self.new_value(var.aval, root=value)
 
-    def add_condition(self, condition: Any, results: Sequence[int], times: int) -> None:
+    def add_condition(self, condition: Jaxpr, results: Sequence[int], times: int) -> None:
         """Add the cost of the condition of a loop to what the loop computes. It is not drawn."""
         cost, uncounted = body_cost(condition)
         self.raw.uncounted |= uncounted
@@ -256,7 +263,7 @@ class _Reader:
         self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root=number if constant else value))
         return number
 
-    def add_branches(self, eqn: Any, env: dict[Any, int], context: Context) -> None:
+    def add_branches(self, eqn: jex.JaxprEqn, env: dict[Any, int], context: Context) -> None:
         """Write out all branches of a `cond`, and the node that picks one."""
         context = self.in_cluster(context, Scope("cond", "region"))
         index, *args = (self.value_of(env, atom) for atom in eqn.invars)
@@ -268,7 +275,7 @@ class _Reader:
             ins += self.write_out(branch, args, self.in_cluster(context, scope))
         self.add_eqn(eqn, ins, (), 0, env, context)
 
-    def write_out(self, body: Any, args: Iterable[int], context: Context) -> list[int]:
+    def write_out(self, body: Jaxpr, args: Iterable[int], context: Context) -> list[int]:
         """Walk a nested jaxpr. Returns the values of its results."""
         jaxpr = getattr(body, "jaxpr", body)
         inner: dict[Any, int] = {}
@@ -294,7 +301,7 @@ class Region:
     """A nested jaxpr, written out in the place of its equation."""
 
     scope: Scope | None  # of its cluster. None for no cluster.
-    body: Any  # the jaxpr, open or closed
+    body: Jaxpr
     times: int = 1  # how often it runs, as far as that is known
     carried: Sequence[int] = ()  # the results that the next pass reads, by position
     operands: Sequence[int] | None = None  # the positions of those that the body has. None for all.
@@ -302,7 +309,7 @@ class Region:
     condition: Any = None  # the jaxpr that says whether there is another pass
 
 
-def _scan(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+def _scan(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
     length = eqn.params["length"]
     if "num_carry" in eqn.params:
         first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
@@ -313,7 +320,7 @@ def _scan(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     )
 
 
-def _while(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+def _while(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
     """One pass and one condition, as XLA counts it. The condition is not drawn, nor are counters."""
     body = eqn.params["body_jaxpr"]
     carried = [n for n, var in enumerate(body.jaxpr.outvars) if getattr(var.aval, "shape", ()) != ()]
@@ -324,7 +331,7 @@ def _while(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     return Region(Scope("while", "region"), body, 1, carried, operands, carry_at, condition)
 
 
-def _shard_map(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+def _shard_map(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
     axes = dict(getattr(eqn.params.get("mesh"), "shape", {}) or {})
     by_pmap = any(f.file.endswith("/pmap.py") or f.name == "pmap" for f in stack)
     by_pmap = by_pmap or "pmap.py" in function_of(eqn.params["jaxpr"])
@@ -332,7 +339,7 @@ def _shard_map(eqn: Any, stack: tuple[Frame, ...]) -> Region:
     return Region(Scope(label.strip(), "region"), eqn.params["jaxpr"])
 
 
-def _linear_solve(eqn: Any, stack: tuple[Frame, ...]) -> Region:
+def _linear_solve(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
     """The solver. The products with the matrix are only for its gradient."""
     lengths, count = eqn.params["const_lengths"], len(eqn.invars)
     start = lengths.matvec + lengths.vecmat
@@ -348,19 +355,19 @@ _REGIONS = {
 }
 
 
-def is_inlined(eqn: Any) -> bool:
+def is_inlined(eqn: jex.JaxprEqn) -> bool:
     """Whether this calls a function jitted with `inline=True`. Jax 0.12 keeps such calls in the jaxpr."""
     inline = eqn.params.get("inline")
     return getattr(inline, "name", inline) in (True, "JAX_EARLY", "JAX_LATE")
 
 
-def default_branch(eqn: Any) -> Any:
+def default_branch(eqn: jex.JaxprEqn) -> Jaxpr:
     """The jaxpr of the default of a `jax.lax.platform_dependent`, or None."""
     platforms = eqn.params.get("branches_platforms") or () if eqn.primitive.name == "cond" else ()
     return eqn.params["branches"][platforms.index(None)] if None in platforms else None
 
 
-def count_fillers(jaxpr: Any) -> int:
+def count_fillers(jaxpr: jex.Jaxpr) -> int:
     """How many equations only fill in residuals of another branch."""
     fillers: set[int] = set()  # the ids of variables, since literals cannot be hashed
     for eqn in jaxpr.eqns:
@@ -370,7 +377,7 @@ def count_fillers(jaxpr: Any) -> int:
     return len(fillers)
 
 
-def body_of(eqn: Any) -> Any:
+def body_of(eqn: jex.JaxprEqn) -> Jaxpr:
     """The nested jaxpr whose arguments are those of the equation, or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call"):
         body = eqn.params.get(name)
@@ -380,7 +387,7 @@ def body_of(eqn: Any) -> Any:
     return None
 
 
-def maps_devices(jaxpr: Any) -> bool:
+def maps_devices(jaxpr: jex.Jaxpr) -> bool:
     """Whether a map over devices is directly inside, or inside a call."""
     for eqn in jaxpr.eqns:
         body = body_of(eqn) if eqn.primitive.name in INLINE else None
@@ -391,7 +398,7 @@ def maps_devices(jaxpr: Any) -> bool:
     return False
 
 
-def scope_of_call(eqn: Any, name: str) -> Scope | None:
+def scope_of_call(eqn: jex.JaxprEqn, name: str) -> Scope | None:
     """The scope of a call of a function of this name. None for one without a name."""
     prim = eqn.primitive.name
     if prim in ("remat", "remat2", "checkpoint"):

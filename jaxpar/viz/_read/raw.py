@@ -1,4 +1,8 @@
-"""The flat form of a function: its values and equations, and which of them are no layers."""
+"""The flat form of a function: its values and equations, and which of them are no layers.
+
+A value that only shows another one (a reshape, a cast) is a view: it has a `root`, and its equation is part of an edge.
+What differentiation alone computes is marked, so that it is not taken for a layer.
+"""
 
 from __future__ import annotations
 
@@ -199,6 +203,8 @@ def drop_dead(raw: Raw, carried: set[int]) -> None:
     live = {raw.root(value) for value in (*raw.outputs, *carried)}
     differentiated = {number for eqn in raw.eqns if eqn.backward for number in raw.above(eqn)}
     differentiated -= {eqn.position for eqn in raw.eqns if eqn.again}
+    # From the end, so that what is needed makes needed what it reads. A forward equation whose gradient is computed
+    # stays, for nothing: the gradient belongs to its layer.
     keep: list[Eqn] = []
     for eqn in reversed(raw.eqns):
         needed = any(out in live for out in eqn.outs) or (eqn.view and raw.root(eqn.outs[0]) in live)
@@ -232,7 +238,7 @@ def mark_residuals(raw: Raw) -> None:
 
 def _followers(raw: Raw) -> set[int]:
     """Differentiated equations that directly follow another one of the same place."""
-    found: set[int] = set()
+    followers: set[int] = set()
     first: Eqn | None = None
     for eqn in raw.eqns:
         if eqn.view or eqn.backward:
@@ -241,7 +247,7 @@ def _followers(raw: Raw) -> set[int]:
         again = first is not None and eqn.prim == first.prim and eqn.out_shape == first.out_shape
         again = again and eqn.prim not in ("integer_pow", "pow")  # a power's derivative is one
         if eqn.tangent and not eqn.dead and not again and not places.isdisjoint(raw.above(eqn)):
-            found.add(eqn.id)
+            followers.add(eqn.id)
         else:
             first = eqn
-    return found
+    return followers

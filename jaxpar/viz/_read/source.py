@@ -1,4 +1,7 @@
-"""The Python call stack of an equation, from JAX's public traceback objects."""
+"""The Python call stack of an equation, from JAX's public traceback objects.
+
+The frames tell one call from another: a function at a place is a layer, and a place that comes again is a repeat.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import functools
 import os
 import re
 from dataclasses import dataclass
-from typing import Any
+from types import CodeType
+from typing import Any, Protocol
 
 import jax
 
@@ -41,6 +45,13 @@ class Frame:
     call: int  # another number for every place in it
 
 
+class _Traceback(Protocol):
+    """That of JAX, of an equation."""
+
+    def raw_frames(self) -> tuple[list[CodeType], list[int]]: ...
+    def code_addr2line(self, code: CodeType, offset: int, /) -> int: ...
+
+
 class Sources:
     """Reads stacks, and numbers functions and places so that stacks compare fast.
 
@@ -52,30 +63,30 @@ class Sources:
         self._stacks: dict[int, tuple[Any, tuple[Frame, ...]]] = {}
         self._functions: dict[Any, int] = {}
 
-    def stack(self, source_info: Any) -> tuple[Frame, ...]:
+    def stack(self, source_info: object) -> tuple[Frame, ...]:
         """The calls from the outside in, without those of `jaxpar.viz`. Empty where JAX kept none."""
         traceback = getattr(source_info, "traceback", None)
         if traceback is None:
             return ()
-        known = self._stacks.get(id(traceback))
-        if known is None:
-            known = (traceback, self._read(traceback))  # kept alive, or another would get its id
-            self._stacks[id(traceback)] = known
-        return known[1]
+        entry = self._stacks.get(id(traceback))
+        if entry is None:
+            entry = (traceback, self._read(traceback))  # kept alive, or another would get its id
+            self._stacks[id(traceback)] = entry
+        return entry[1]
 
-    def _read(self, traceback: Any) -> tuple[Frame, ...]:
+    def _read(self, traceback: _Traceback) -> tuple[Frame, ...]:
         codes, offsets = traceback.raw_frames()
-        found = [self._by_code(traceback, code, at) for code, at in zip(codes, offsets, strict=True)]
-        return tuple(frame for frame in reversed(found) if frame is not None)
+        frames = [self._by_code(traceback, code, at) for code, at in zip(codes, offsets, strict=True)]
+        return tuple(frame for frame in reversed(frames) if frame is not None)
 
-    def _by_code(self, traceback: Any, code: Any, offset: int) -> Frame | None:
+    def _by_code(self, traceback: _Traceback, code: CodeType, offset: int) -> Frame | None:
         key = (code.co_filename, code.co_firstlineno, code.co_qualname, offset)
         if key not in self._frames:
             line = traceback.code_addr2line(code, offset)
             self._frames[key] = self._frame(code.co_filename, code.co_qualname, line, key[:3])
         return self._frames[key]
 
-    def _frame(self, file: str, name: str, line: int, function: Any) -> Frame | None:
+    def _frame(self, file: str, name: str, line: int, function: tuple[str, int, str]) -> Frame | None:
         origin, package = _origin(file)
         if origin == "" and file.startswith(_JAX) and name.startswith("associative_scan"):
             origin = package = "jax"  # other loops are regions of the jaxpr
@@ -97,8 +108,8 @@ def _origin(file: str) -> tuple[str, str]:
     if file.startswith(_JAXPAR) and not file.startswith(_MODELS):
         return "library", "jaxpar"
     for root in ("site-packages", "dist-packages"):
-        _, found, inside = file.partition(f"{os.sep}{root}{os.sep}")
-        if found:
+        _, separator, inside = file.partition(f"{os.sep}{root}{os.sep}")
+        if separator:
             return "library", inside.split(os.sep)[0].removesuffix(".py")
     if _KERAS in file:  # installed elsewhere
         return "library", "keras"
@@ -115,12 +126,12 @@ def short_path(file: str) -> str:
     return "/".join(file.replace("\\", "/").split("/")[-2:])
 
 
-def function_of(jaxpr: Any) -> str:
+def function_of(jaxpr: object) -> str:
     """The function that a jaxpr was traced from: "relu at /path/to/activation.py:90". Empty where JAX kept none."""
     return str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
 
 
-def is_jax_function(jaxpr: Any) -> bool:
+def is_jax_function(jaxpr: object) -> bool:
     """Whether a jaxpr is of a JAX function, such as `jax.nn.relu`."""
     return _JAX in function_of(jaxpr)
 
@@ -134,7 +145,7 @@ def describe(stack: tuple[Frame, ...]) -> str:
     return ""
 
 
-def name_stack(info: Any) -> tuple[tuple[str, ...], bool, bool, bool]:
+def name_stack(info: object) -> tuple[tuple[str, ...], bool, bool, bool]:
     """The user's scopes, and whether an equation is of a gradient, was differentiated, or is computed again."""
     entries = getattr(getattr(info, "name_stack", None), "stack", ())
     names, backward, tangent, again = [], False, False, False

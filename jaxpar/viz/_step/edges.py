@@ -1,4 +1,7 @@
-"""The arguments of a step and the arrays between its layers, and each device's part of them."""
+"""The arguments of a step and the arrays between its layers, and each device's part of them.
+
+The trace has whole arrays, the program each device's part. `edges_of` and `arguments_of` put them together.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from ..._core.arrays import PyTree
 from .._graph import BACKWARD
 from .._layout.net import Draft
 from .._program.hlo import Program
@@ -26,18 +29,23 @@ def edges_of(places: Places, mesh: dict[str, int], devices: int) -> tuple[StepEd
     """The edges of a step: between layers, between their gradients, and from gradients to the optimizer."""
     net = places.net
     drafts, local = {draft.at: draft for draft in net.drafts}, _local_shapes(places, devices)
-    found: dict[tuple[str, str, Phase], StepEdge] = {}
+    edges: dict[tuple[str, str, Phase], StepEdge] = {}
     for source, target, number in sorted(net.edges):
         first, value = drafts[source], net.raw.values[number]
         ends = _ends(first, drafts[target], places)
-        if ends is None or ends in found or (first.op == "input" and ends[2] != "forward"):
+        if ends is None or ends in edges or (first.op == "input" and ends[2] != "forward"):
             continue
+        # Inside of pmap and shard_map the trace has the shapes of one device. Elsewhere the program shows them.
         is_mapped = any(name.startswith(_MAPPED) for name in first.scope)
-        part = value.shape if is_mapped else local.get(source) if first.value == number else None
-        whole = part != value.shape or first.scope == drafts[target].scope
-        spec = spec_from_shapes(value.shape, part, mesh) if part is not None and whole and not is_mapped else None
-        found[ends] = StepEdge(*ends, value.shape, value.dtype, part, spec)
-    return (*found.values(), *_gradients(places))
+        local_shape = value.shape if is_mapped else local.get(source) if first.value == number else None
+        is_reliable = local_shape != value.shape or first.scope == drafts[target].scope
+        spec = (
+            spec_from_shapes(value.shape, local_shape, mesh)
+            if local_shape is not None and is_reliable and not is_mapped
+            else None
+        )
+        edges[ends] = StepEdge(*ends, value.shape, value.dtype, local_shape, spec)
+    return (*edges.values(), *_gradients(places))
 
 
 def _ends(source: Draft, target: Draft, places: Places) -> tuple[str, str, Phase] | None:
@@ -48,8 +56,8 @@ def _ends(source: Draft, target: Draft, places: Places) -> tuple[str, str, Phase
     if first is None or second is None or first == second:
         return None
     if of.get(target.at) == "backward":  # what is computed again for a gradient is part of its layer
-        both = source.op.endswith(BACKWARD) and target.op.endswith(BACKWARD)
-        return (names[first], names[second], "backward") if both else None
+        are_backward = source.op.endswith(BACKWARD) and target.op.endswith(BACKWARD)
+        return (names[first], names[second], "backward") if are_backward else None
     if of.get(target.at) == "forward" and of.get(source.at, "forward") == "forward":
         return names[first], names[second], "forward"
     return None
@@ -63,17 +71,17 @@ def _gradients(places: Places) -> list[StepEdge]:
         readers.setdefault(source, []).append((target, value))
     goals = {draft.at for draft in phases.optimizers}
     on = {draft.at: [target for target, _ in readers.get(draft.at, ())] for draft in phases.glue}
-    found: dict[tuple[str, str], StepEdge] = {}
+    edges: dict[tuple[str, str], StepEdge] = {}
     for row in phases.rows:
         for target, value in (way for draft in row.backward for way in readers.get(draft.at, ())):
             array = net.raw.values[value]
             for at in sorted(reach([target], on) & goals):
                 ends = names[row.draft.at], names[at]
-                found.setdefault(ends, StepEdge(*ends, "gradients", array.shape, array.dtype))
-    return list(found.values())
+                edges.setdefault(ends, StepEdge(*ends, "gradients", array.shape, array.dtype))
+    return list(edges.values())
 
 
-def mesh_of(compiled: Any, args: Any) -> dict[str, int]:
+def mesh_of(compiled: jax.stages.Compiled, args: PyTree) -> dict[str, int]:
     """The name and the size of each axis of the mesh that a step runs on. Empty for one device."""
     placed = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args))
     for sharding in (*jax.tree.leaves(compiled.input_shardings), *placed):
@@ -82,13 +90,15 @@ def mesh_of(compiled: Any, args: Any) -> dict[str, int]:
     return {}
 
 
-def device_count(compiled: Any) -> int:
+def device_count(compiled: jax.stages.Compiled) -> int:
     """How many devices a compiled program runs on."""
-    found = [len(sharding.device_set) for sharding in jax.tree.leaves(compiled.input_shardings)]
-    return max(found, default=1)
+    counts = [len(sharding.device_set) for sharding in jax.tree.leaves(compiled.input_shardings)]
+    return max(counts, default=1)
 
 
-def arguments_of(program: Program, compiled: Any, names: list[str], args: Any) -> tuple[StepArgument, ...]:
+def arguments_of(
+    program: Program, compiled: jax.stages.Compiled, names: list[str], args: PyTree
+) -> tuple[StepArgument, ...]:
     """The arguments of a step, split as the compiled program takes them.
 
     A step may hand other arguments to its program. Those that have no name in it are split as they are placed.
@@ -97,18 +107,18 @@ def arguments_of(program: Program, compiled: Any, names: list[str], args: Any) -
     taken = jax.tree.leaves(compiled.input_shardings[0])
     direct = len(taken) == len(leaves)
     shardings = taken if direct else [getattr(leaf, "sharding", None) for leaf in leaves]
-    inside = {} if direct else {one.argument: one.arrays[0].shape for one in program.arguments if one.argument}
-    return tuple(_argument(*one, inside) for one in zip(names, leaves, shardings, strict=True))
+    inside = {} if direct else {entry.argument: entry.arrays[0].shape for entry in program.arguments if entry.argument}
+    return tuple(_argument(*entry, inside) for entry in zip(names, leaves, shardings, strict=True))
 
 
-def _argument(name: str, leaf: Any, sharding: Any, inside: Mapping[str, tuple[int, ...]]) -> StepArgument:
+def _argument(name: str, leaf: object, sharding: object, inside: Mapping[str, tuple[int, ...]]) -> StepArgument:
     shape, dtype = tuple(np.shape(leaf)), str(getattr(leaf, "dtype", type(leaf).__name__))
     if name in inside:
         return StepArgument(name, shape, dtype, inside[name], None)
     if not isinstance(sharding, NamedSharding):
         return StepArgument(name, shape, dtype, shape, None)
-    parts = [*sharding.spec, *(None for _ in shape)][: len(shape)]
-    spec = tuple("+".join(map(str, part)) if isinstance(part, tuple) else str(part or "") for part in parts)
+    axes_of = [*sharding.spec, *(None for _ in shape)][: len(shape)]
+    spec = tuple("+".join(map(str, axes)) if isinstance(axes, tuple) else str(axes or "") for axes in axes_of)
     return StepArgument(name, shape, dtype, tuple(sharding.shard_shape(shape)), spec)
 
 
@@ -120,9 +130,11 @@ def spec_from_shapes(shape: tuple[int, ...], local: tuple[int, ...], mesh: Mappi
     >>> spec_from_shapes((64, 256), (32, 64), {"data": 2, "model": 4})
     ('data', 'model')
     """
-    if len(shape) != len(local) or any(length % part for length, part in zip(shape, local, strict=True) if part):
+    if len(shape) != len(local) or any(
+        length % local_length for length, local_length in zip(shape, local, strict=True) if local_length
+    ):
         return None
-    factors = [length // part if part else 1 for length, part in zip(shape, local, strict=True)]
+    factors = [length // local_length if local_length else 1 for length, local_length in zip(shape, local, strict=True)]
     names = [name for name, size in mesh.items() if size > 1]
     every = itertools.product(range(-1, len(shape)), repeat=len(names))
     ways = (
@@ -137,15 +149,16 @@ def _local_shapes(places: Places, devices: int) -> dict[int, tuple[int, ...]]:
     raw = places.net.raw
     made = {draft.at: raw.values[draft.value] for draft in places.net.drafts}
     seen: dict[int, Counter[tuple[int, ...]]] = {}
-    for one in places.program:
-        at = places.found.get(one.name)
+    for instruction in places.program:
+        at = places.draft_at.get(instruction.name)
         if (
             at is None
             or (producer := made[at].producer) is None
-            or primitive_of(one.op_name) != raw.eqns[producer].prim
+            or primitive_of(instruction.op_name) != raw.eqns[producer].prim
         ):
             continue
-        whole = made[at].shape
-        shapes = (array.shape for array in one.arrays if math.prod(whole) <= devices * array.size)
-        seen.setdefault(at, Counter()).update(shape for shape in shapes if is_part(shape, whole))
+        # XLA fuses, splits and transposes. A shape counts that may be a part of the array, if there is only one.
+        full_shape = made[at].shape
+        shapes = (array.shape for array in instruction.arrays if math.prod(full_shape) <= devices * array.size)
+        seen.setdefault(at, Counter()).update(shape for shape in shapes if is_part(shape, full_shape))
     return {at: shapes.most_common(1)[0][0] for at, shapes in seen.items() if len(shapes) == 1}

@@ -1,4 +1,7 @@
-"""What a training step does, as plain data, and how its parts and collectives are written."""
+"""What a training step does, as plain data, and how its parts and collectives are written.
+
+Users get these: `trace_step` returns a `StepGraph`.
+"""
 
 from __future__ import annotations
 
@@ -178,7 +181,7 @@ class StepGraph:
     @property
     def total_bytes(self) -> int:
         """Bytes of one device's inputs to collectives in a step."""
-        return sum(one.total_bytes for one in self.collectives)
+        return sum(collective.total_bytes for collective in self.collectives)
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh)
@@ -196,18 +199,21 @@ def spec_text(spec: tuple[str, ...] | None) -> str:
     """
     if spec is None or not any(spec):
         return ""
-    return f"({', '.join(part or '–' for part in spec)})"
+    return f"({', '.join(axes or '–' for axes in spec)})"
 
 
 def sends_text(collectives: Sequence[Collective], mesh: dict[str, int]) -> list[str]:
     """One line for each kind of collective and its axes: "all-reduce 1.2 MB over data=4"."""
     groups: dict[tuple[str, str], list[Collective]] = {}
-    for one in collectives:
-        over = ", ".join(f"{name}={mesh[name]}" for name in one.axes) or f"{one.devices} devices"
-        groups.setdefault((one.kind, over), []).append(one)
-    found: list[str] = []
+    for collective in collectives:
+        over = ", ".join(f"{name}={mesh[name]}" for name in collective.axes) or f"{collective.devices} devices"
+        groups.setdefault((collective.kind, over), []).append(collective)
+    lines: list[str] = []
     for (kind, over), group in groups.items():
-        runs, size = sum(one.times for one in group), human(sum(one.total_bytes for one in group), "B")
-        least = "" if all(one.is_exact for one in group) else "at least "
-        found.append(f"{kind} {least}{size} over {over}" + (f", {runs} times" if runs > 1 else ""))
-    return found
+        runs, size = (
+            sum(collective.times for collective in group),
+            human(sum(collective.total_bytes for collective in group), "B"),
+        )
+        least = "" if all(collective.is_exact for collective in group) else "at least "
+        lines.append(f"{kind} {least}{size} over {over}" + (f", {runs} times" if runs > 1 else ""))
+    return lines

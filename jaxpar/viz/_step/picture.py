@@ -70,9 +70,9 @@ class _Drawing:
         self.theme: style.Theme = style.THEMES[options.theme]
         # By phase and layers. Only those of gradients are shared by several layers.
         self._sends: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
-        for one in (one for one in graph.collectives if one.devices > 1):
-            layers = one.layers if one.phase == "gradients" else one.layers[:1]
-            self._sends.setdefault((one.phase, layers), []).append(one)
+        for collective in (collective for collective in graph.collectives if collective.devices > 1):
+            layers = collective.layers if collective.phase == "gradients" else collective.layers[:1]
+            self._sends.setdefault((collective.phase, layers), []).append(collective)
         self.rows: dict[str, Row] = {layer.name: self._row_of(layer) for layer in graph.layers}  # from below
         self.x, self.width = dict[str, float](), dict[str, float]()  # the middle of each column, and of its boxes
         self.lanes: dict[tuple[str, str, str], float] = {}  # of edges that pass rows, by phase, source and target
@@ -81,12 +81,14 @@ class _Drawing:
         self._place_updates()
         self._place_columns({phase: self._place_lanes(phase) for phase in ("forward", "backward")})
         self.inputs = dict.fromkeys(edge.source for edge in graph.edges if edge.source not in self.rows)
-        parts = [part for layer in (*graph.layers, *graph.optimizers) for part in (layer.forward, layer.backward)]
-        self.most = max((cost(part, self.heat) for part in parts if part is not None), default=0) or 1
+        costs = [
+            layer_part for layer in (*graph.layers, *graph.optimizers) for layer_part in (layer.forward, layer.backward)
+        ]
+        self.most = max((cost(layer_part, self.heat) for layer_part in costs if layer_part is not None), default=0) or 1
 
     def _sent(self, phase: str, layers: tuple[str, ...]) -> list[Line]:
-        parts = (text.partition(" over ") for text in sends_text(self._sends.get((phase, layers), ()), self.mesh))
-        return [line for what, _, where in parts for line in ((what, "sent"), (f"over {where}", "sent"))]
+        sends = (text.partition(" over ") for text in sends_text(self._sends.get((phase, layers), ()), self.mesh))
+        return [line for what, _, over in sends for line in ((what, "sent"), (f"over {over}", "sent"))]
 
     def _leaving(self, phase: str, layer: StepLayer) -> list[Line]:
         """What is written beside the edge that leaves a box: what flows, and what is sent."""
@@ -140,6 +142,8 @@ class _Drawing:
 
     def _place_columns(self, lanes: dict[str, int]) -> None:
         """Place the columns from the left to the right, given how many ways are on each side."""
+        # First how wide the boxes of each column are, then from left to right where the columns begin. Columns that
+        # this step does not need take no room.
         width, rows = self.width, self.rows.values()
         for name in ("forward", "gather", "band", "backward", "gradients"):
             width[name] = max((size(lines)[0] for row in rows if (lines := getattr(row, name))), default=0.0)
@@ -166,6 +170,7 @@ class _Drawing:
 
     def _place_updates(self) -> None:
         """Place what several gradients go through, and the optimizers, at the middle of where they come from."""
+        # A box goes to the middle of where its arrows come from, or above what is there.
         taken = [(row.y, row.height) for row in self.rows.values() if row.gradients]
         self.shared: list[tuple[list[Line], tuple[str, ...], float]] = []  # lines, layers, the middle of the box
         for layers in (layers for phase, layers in self._sends if phase == "gradients" and len(layers) != 1):
@@ -174,10 +179,14 @@ class _Drawing:
             self.shared.append((lines, layers, _free(ys or [self.top / 2], size(lines)[1], taken)))
         taken = []
         self.optimizers: dict[str, tuple[list[Line], float]] = {}  # by name: lines, the middle of the box
-        for one in self.graph.optimizers:
-            lines = layer_lines(one, one.forward, self.heat, backward=False) + self._sent("optimizer", (one.name,))
-            ys = [self.rows[e.source].y for e in self.graph.edges if e.phase == "gradients" and e.target == one.name]
-            self.optimizers[one.name] = (lines, _free(ys or [0.0], size(lines)[1], taken))
+        for optimizer in self.graph.optimizers:
+            lines = layer_lines(optimizer, optimizer.forward, self.heat, backward=False) + self._sent(
+                "optimizer", (optimizer.name,)
+            )
+            ys = [
+                self.rows[e.source].y for e in self.graph.edges if e.phase == "gradients" and e.target == optimizer.name
+            ]
+            self.optimizers[optimizer.name] = (lines, _free(ys or [0.0], size(lines)[1], taken))
 
     def lines(self) -> list[str]:
         boxes = [box for row in self.rows.values() for box in self._row(row)]
@@ -187,12 +196,12 @@ class _Drawing:
 
     def _head(self) -> list[str]:
         """`nop2` draws nodes and edges where they say that they are."""
-        whole = {"layout": "nop2", "bgcolor": self.theme.background, "tooltip": self.title}
-        whole |= {"outputorder": "nodesfirst", "fontname": style.FONT, "fontcolor": self.theme.text}
+        drawing = {"layout": "nop2", "bgcolor": self.theme.background, "tooltip": self.title}
+        drawing |= {"outputorder": "nodesfirst", "fontname": style.FONT, "fontcolor": self.theme.text}
         box = {"shape": "box", "style": "filled,rounded", "fontname": style.FONT, "fontcolor": style.INK, "margin": 0}
         edge = {"color": self.theme.line, "fontcolor": self.theme.line, "fontname": style.FONT, "fontsize": SMALL}
         return [
-            "graph " + attributes(**whole),
+            "graph " + attributes(**drawing),
             "node " + attributes(**box, color="#6e7781", penwidth=0.8, fontsize=style.SIZE),
             "edge " + attributes(**edge, arrowsize=0.6, penwidth=0.9),
         ]
@@ -358,16 +367,20 @@ class _Drawing:
 
     def _caption(self) -> str:
         """The title and the totals, below everything."""
-        rest = [one for one in self.graph.collectives if one.phase == "elsewhere" and one.devices > 1]
+        elsewhere = [
+            collective
+            for collective in self.graph.collectives
+            if collective.phase == "elsewhere" and collective.devices > 1
+        ]
         mesh = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
-        where = plural(self.graph.devices, "device") + (f" ({mesh})" if mesh else "")
+        devices = plural(self.graph.devices, "device") + (f" ({mesh})" if mesh else "")
         sent = f"{human(self.graph.total_bytes, 'B')} handed in to collectives by each"
         sent = sent if self.graph.collectives else "nothing sent"
-        texts = [f"{self.graph.total_params:,} parameters · {where} · {sent}"]
+        texts = [f"{self.graph.total_params:,} parameters · {devices} · {sent}"]
         if (memory := self.graph.memory) is not None:
             texts.append(f"memory of a device: {human(memory.total, 'B')}, live at most {human(memory.peak, 'B')}")
         texts += [f"colour: {self.heat}, white is none, red the most of all"] if self.heat is not None else []
-        texts += [f"elsewhere in the step: {text}" for text in sends_text(rest, self.mesh)]
+        texts += [f"elsewhere in the step: {text}" for text in sends_text(elsewhere, self.mesh)]
         lines: list[Line] = [(self.title, "big"), *((text, "plain") for text in texts)]
         wide, high = size(lines)
         at = self.right / 2, -_LINE - 30 * max(len(self.inputs), 1) - high / 2
@@ -451,8 +464,8 @@ def edge_text(edge: StepEdge) -> list[Line]:
 
 def weights_text(layer: StepLayer, arguments: Iterable[StepArgument]) -> list[Line]:
     """The lines of a cell of the band: how many parameters, and how they are split."""
-    mine = {argument.name: spec_text(argument.spec) for argument in arguments if argument.name in layer.weights}
-    specs = dict.fromkeys(mine[name] for name in layer.weights if mine.get(name))
+    specs_of = {argument.name: spec_text(argument.spec) for argument in arguments if argument.name in layer.weights}
+    specs = dict.fromkeys(specs_of[name] for name in layer.weights if specs_of.get(name))
     return [(text, "plain") for text in (f"{layer.params:,} params", *list(specs)[:2])]
 
 
@@ -460,10 +473,10 @@ def layer_lines(layer: StepLayer, part: StepPart, heat: str | None, *, backward:
     """The lines of a box. A layer is called as in `plot_network`."""
     name = own_name(Node(layer.name, layer.op, layer.detail, scope=layer.scope))
     if backward:
-        words = [name or layer.op, "backward"]
+        texts = [name or layer.op, "backward"]
     else:
-        words = [name, f"{layer.op} {layer.detail}".strip()] if name else [layer.op, layer.detail]
-    lines = [(cut(text), "plain" if number else "big") for number, text in enumerate(words)]
+        texts = [name, f"{layer.op} {layer.detail}".strip()] if name else [layer.op, layer.detail]
+    lines = [(cut(text), "plain" if number else "big") for number, text in enumerate(texts)]
     if heat == "seconds" and part.seconds is not None:
         lines.append((human_seconds(part.seconds), "plain"))
     lines += [(f"{part.flops_per_byte:.3g} FLOP/B", "plain")] if heat == "flop/byte" else []
@@ -473,8 +486,8 @@ def layer_lines(layer: StepLayer, part: StepPart, heat: str | None, *, backward:
 
 def cost(part: StepPart, heat: str | None) -> float:
     """What `heat` colours by."""
-    found = {"seconds": part.seconds, "flop/byte": part.flops_per_byte, "memory": part.peak}.get(heat or "")
-    return found or 0.0
+    amount = {"seconds": part.seconds, "flop/byte": part.flops_per_byte, "memory": part.peak}.get(heat or "")
+    return amount or 0.0
 
 
 def human_seconds(seconds: float) -> str:

@@ -1,4 +1,8 @@
-"""What belongs where in a compiled step: drafts to phases and layers, instructions to drafts, collectives to layers."""
+"""What belongs where in a compiled step: drafts to phases and layers, instructions to drafts, collectives to layers.
+
+Three questions in this order: `phases_of` (forward, backward, optimizer), `Places` (which layer an instruction was
+compiled from, by the Python lines that both keep), `Placing` (which layers a collective sends for).
+"""
 
 from __future__ import annotations
 
@@ -40,48 +44,48 @@ class Phases:
 
 def phases_of(net: Net) -> Phases:
     """The phases of a step. A step without gradients has no backward part anywhere."""
-    found = Phases()
+    phases = Phases()
     sources = net.sources()
-    known = readers(sources)
+    readers_of = readers(sources)
     gradients = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)}
-    after = reach(gradients, known)
+    after = reach(gradients, readers_of)
     again = {d.at for d in net.layers if d.eqns and all(net.raw.eqns[number].again for number in d.eqns)}  # by remat
     before = reach(gradients | again, sources)
     layers = {draft.forward.at for draft in net.layers if draft.forward is not None}
     for draft in net.layers:
         if draft.at in gradients or draft.at in again:
-            found.of[draft.at] = "backward"
+            phases.of[draft.at] = "backward"
         elif draft.at in after:
-            found.of[draft.at] = "optimizer"
+            phases.of[draft.at] = "optimizer"
         elif draft.at in before or draft.at in layers:
-            found.of[draft.at] = "forward"
-            row = found.row_of[draft.at] = Row(draft)
-            found.rows.append(row)
+            phases.of[draft.at] = "forward"
+            row = phases.row_of[draft.at] = Row(draft)
+            phases.rows.append(row)
         else:  # a schedule of the optimizer, or a metric
-            found.of[draft.at] = "optimizer" if reach([draft.at], known) & after else "elsewhere"
-    _add_backward(net, found)
-    for draft in (draft for draft in net.layers if found.of[draft.at] == "optimizer"):
+            phases.of[draft.at] = "optimizer" if reach([draft.at], readers_of) & after else "elsewhere"
+    _add_backward(net, phases)
+    for draft in (draft for draft in net.layers if phases.of[draft.at] == "optimizer"):
         # What hands gradients on to an optimizer reads no parameters and returns no results, or is a collective.
         updates = draft.op not in COLLECTIVES and (draft.weights or draft.outputs)
-        (found.glue if draft.at in after and not updates else found.optimizers).append(draft)
-    return found
+        (phases.glue if draft.at in after and not updates else phases.optimizers).append(draft)
+    return phases
 
 
-def _add_backward(net: Net, found: Phases) -> None:
+def _add_backward(net: Net, phases: Phases) -> None:
     """Give each backward draft to its layer. What is computed again belongs to the layer of the same place."""
     at_place: dict[int, Row] = {}
-    for row in found.rows:
+    for row in phases.rows:
         for number in row.draft.eqns:
             at_place.setdefault(net.raw.eqns[number].position, row)
-    for draft in (draft for draft in net.layers if found.of[draft.at] == "backward"):
-        row = found.row_of.get(draft.layer.at)
+    for draft in (draft for draft in net.layers if phases.of[draft.at] == "backward"):
+        row = phases.row_of.get(draft.layer.at)
         if row is None:
-            eqns = [net.raw.eqns[number] for one in (draft.forward, draft) if one for number in one.eqns]
+            eqns = [net.raw.eqns[number] for owner in (draft.forward, draft) if owner for number in owner.eqns]
             places = [eqn.position for eqn in eqns] + [number for eqn in eqns for number in net.raw.above(eqn)]
             row = next((at_place[number] for number in places if number in at_place), None)
         if row is not None:
             row.backward.append(draft)
-            found.row_of[draft.at] = row
+            phases.row_of[draft.at] = row
 
 
 # Instructions that only move arrays: a way goes on through them.
@@ -94,7 +98,7 @@ _MOST = 20_000  # instructions looked at for one question
 
 
 class Places:
-    """The draft that each instruction was compiled from, `found`, and the phase that each draft is part of.
+    """The draft that each instruction was compiled from, `draft_at`, and the phase that each draft is part of.
 
     Equations and instructions both keep the Python calls around them, and the innermost ones are compared first. Of
     equations with the same calls, those of the same pass and primitive are taken. Where several layers are left, as for
@@ -106,28 +110,30 @@ class Places:
         self.program, self.net, self.names, self.phases = program, net, names, phases_of(net)
         self.flow = Flow(program, fused=True)
         self.arguments: dict[str, str] = _arguments(program, net)
-        self.found: dict[str, int] = {}
+        self.draft_at: dict[str, int] = {}
         self._resolve(_Index(net))
 
     def drafts_of(self, instruction: Instruction) -> list[int]:
         """The drafts of an instruction and of all that it fuses."""
-        parts = [instruction]
+        instructions = [instruction]
         for how, name in instruction.called:
             if how == "calls" and instruction.opcode == "fusion":
-                parts += self.program.computations[name].instructions.values()
-        return list(dict.fromkeys(self.found[part.name] for part in parts if part.name in self.found))
+                instructions += self.program.computations[name].instructions.values()
+        return list(dict.fromkeys(self.draft_at[inner.name] for inner in instructions if inner.name in self.draft_at))
 
     def _resolve(self, index: _Index) -> None:
         open_ones: dict[str, list[int]] = {}
         other_code: dict[str, list[int]] = {}  # of another platform than the trace
-        for one in self.program:
-            if not one.op_name or one.opcode in ("parameter", "constant"):
+        for instruction in self.program:
+            if not instruction.op_name or instruction.opcode in ("parameter", "constant"):
                 continue
-            drafts, is_same = index.drafts_of(one)
+            drafts, is_same = index.drafts_of(instruction)
             if len(drafts) == 1:
-                self.found[one.name] = drafts[0]
+                self.draft_at[instruction.name] = drafts[0]
             elif drafts:
-                (open_ones if is_same else other_code)[one.name] = drafts
+                (open_ones if is_same else other_code)[instruction.name] = drafts
+        # Parameters tell layers of one place apart, and neighbours tell what is left. An answer is a neighbour of
+        # others, so that is asked again.
         self._by_parameters(open_ones)
         self._by_parameters(other_code)
         for _ in range(_ROUNDS):
@@ -138,20 +144,26 @@ class Places:
 
     def _by_parameters(self, open_ones: dict[str, list[int]]) -> None:
         """Decide by the parameters that an instruction reads."""
-        known = _readers_of_parameters(self.net, self.net.layers)
-        for name, drafts in list(open_ones.items()) if known else ():
-            reading = [known.get(parameter, set()) for parameter in self.arguments_of(name)]
-            fitting = [at for at in drafts if any(at in some and not some.issuperset(drafts) for some in reading)]
+        readers_of = _readers_of_parameters(self.net, self.net.layers)
+        for name, drafts in list(open_ones.items()) if readers_of else ():
+            reading = [readers_of.get(parameter, set()) for parameter in self.arguments_of(name)]
+            fitting = [
+                at
+                for at in drafts
+                if any(at in candidates and not candidates.issuperset(drafts) for candidates in reading)
+            ]
             if len(fitting) == 1:
-                self.found[name] = fitting[0]
+                self.draft_at[name] = fitting[0]
                 del open_ones[name]
 
     def arguments_of(self, name: str) -> set[str]:
         """The names of the arguments that an instruction reads."""
-        return {self.arguments[one] for one in self._before(name) if one in self.arguments}
+        return {self.arguments[source] for source in self._before(name) if source in self.arguments}
 
     def _before(self, name: str) -> list[str]:
-        return [one for one, _ in self.near([(operand, None) for operand in self.program[name].operands], back=True)]
+        return [
+            source for source, _ in self.near([(operand, None) for operand in self.program[name].operands], back=True)
+        ]
 
     def _by_neighbours(self, open_ones: dict[str, list[int]]) -> None:
         """Decide by the layers before and after an instruction."""
@@ -161,13 +173,13 @@ class Places:
             if name not in open_ones:
                 continue
             drafts = open_ones[name]
-            outputs = [one for one, _ in self.near([(name, None)], back=False)]
+            outputs = [neighbour for neighbour, _ in self.near([(name, None)], back=False)]
             votes: Counter[int] = Counter()
             for near, joined in ((self._before(name), before), (outputs, after)):
-                known = {self.found[one] for one in near if one in self.found}
-                votes.update(at for at in drafts if known.intersection([at, *joined.get(at, ())]))
+                decided = {self.draft_at[neighbour] for neighbour in near if neighbour in self.draft_at}
+                votes.update(at for at in drafts if decided.intersection([at, *joined.get(at, ())]))
             if len(votes) == 1:
-                (self.found[name],) = votes
+                (self.draft_at[name],) = votes
                 del open_ones[name]
 
     def near(
@@ -178,25 +190,25 @@ class Places:
         `goes_on` says through which a way goes on: those that only move arrays.
         """
         step = self.flow.sources if back else self.flow.readers
-        work = list(start) if back else [value for one in start for value in step(one)]
-        seen, found = set(work), list[Value]()
+        work = list(start) if back else [value for instruction in start for value in step(instruction)]
+        seen, ends = set(work), list[Value]()
         while work and len(seen) < _MOST:
             value = work.pop()
-            one = self.program[value[0]]
-            moves = one.opcode in _MOVES if goes_on is None else goes_on(one)
-            if not moves or self.is_end(one, back=back):
-                found.append(value)
+            instruction = self.program[value[0]]
+            moves = instruction.opcode in _MOVES if goes_on is None else goes_on(instruction)
+            if not moves or self.is_end(instruction, back=back):
+                ends.append(value)
                 continue
             new = [other for other in step(value) if other not in seen]
             seen.update(new)
             work += new
-        return found
+        return ends
 
-    def is_end(self, one: Instruction, *, back: bool) -> bool:
+    def is_end(self, instruction: Instruction, *, back: bool) -> bool:
         """Whether an instruction is an argument, or the result, of the whole program."""
-        if self.program.home[one.name] != self.program.entry:
+        if self.program.home[instruction.name] != self.program.entry:
             return False
-        return one.opcode == "parameter" if back else one.is_root
+        return instruction.opcode == "parameter" if back else instruction.is_root
 
 
 _Frame = tuple[str, int]  # the last two parts of a file's path, and a line
@@ -224,8 +236,8 @@ class _Index:
         sizes = tuple(array.size for array in instruction.arrays)
         key = (instruction.op_name, instruction.frames, sizes)
         if key not in self._known:
-            found, is_same = self._equations(instruction)
-            eqns = _alike(found, instruction) if is_same else _same_pass(found, instruction)
+            candidates, is_same = self._equations(instruction)
+            eqns = _alike(candidates, instruction) if is_same else _same_pass(candidates, instruction)
             self._known[key] = list(dict.fromkeys(self._owner[eqn.id] for eqn in eqns)), is_same
         return self._known[key]
 
@@ -239,8 +251,8 @@ class _Index:
             shared = {eqn.id: _common_end(self._stacks[eqn.id], frames) for eqn in candidates}
             most = max(shared.values())
             return [eqn for eqn in candidates if shared[eqn.id] == most], True
-        known = (self._through[frame] for frame in reversed(frames) if frame in self._through)
-        return next(known, []), False
+        by_frame = (self._through[frame] for frame in reversed(frames) if frame in self._through)
+        return next(by_frame, []), False
 
 
 def _arguments(program: Program, net: Net) -> dict[str, str]:
@@ -249,21 +261,21 @@ def _arguments(program: Program, net: Net) -> dict[str, str]:
     The program may name them otherwise, and lack those that nothing reads. The order is the same.
     """
     leaves = [value for value in net.raw.values if value.kind in ("weight", "input")]
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     at = 0
-    for one in program.arguments:
-        part = one.arrays[0].shape
-        named = (n for n, leaf in enumerate(leaves) if leaf.name == one.argument)
-        next_one = (n for n in range(at, len(leaves)) if is_part(part, leaves[n].shape))
+    for parameter in program.arguments:
+        shape = parameter.arrays[0].shape
+        named = (n for n, leaf in enumerate(leaves) if leaf.name == parameter.argument)
+        next_one = (n for n in range(at, len(leaves)) if is_part(shape, leaves[n].shape))
         number = next(named, next(next_one, None))
         if number is not None:
-            found[one.name], at = leaves[number].name, number + 1
-    return found
+            names[parameter.name], at = leaves[number].name, number + 1
+    return names
 
 
-def is_part(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+def is_part(local_shape: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether an array may be one device's part of another."""
-    return len(part) == len(whole) and all(_divides(a, b) for a, b in zip(part, whole, strict=True))
+    return len(local_shape) == len(shape) and all(_divides(a, b) for a, b in zip(local_shape, shape, strict=True))
 
 
 def is_backward(op_name: str) -> bool:
@@ -283,10 +295,10 @@ def primitive_of(op_name: str) -> str:
 def _alike(eqns: list[Eqn], instruction: Instruction) -> list[Eqn]:
     """The equations of the same pass, and of the same primitive. Of those that are left, the ones of the same size."""
     prim, sizes = primitive_of(instruction.op_name), {array.size for array in instruction.arrays}
-    found = _same_pass(eqns, instruction)
-    same = [eqn for eqn in found if eqn.prim == prim]
+    same_pass = _same_pass(eqns, instruction)
+    same = [eqn for eqn in same_pass if eqn.prim == prim]
     if not same:  # the size of another primitive tells nothing
-        return found
+        return same_pass
     return [eqn for eqn in same if any(_divides(size, math.prod(eqn.out_shape)) for size in sizes)] or same
 
 
@@ -295,13 +307,13 @@ def _same_pass(eqns: list[Eqn], instruction: Instruction) -> list[Eqn]:
     return [eqn for eqn in eqns if (eqn.backward or eqn.again) == backward] or eqns
 
 
-def _divides(size: int, whole: int) -> bool:
-    return size > 0 and whole % size == 0
+def _divides(size: int, total: int) -> bool:
+    return size > 0 and total % size == 0
 
 
-def _common_end(one: tuple[_Frame, ...], other: tuple[_Frame, ...]) -> int:
+def _common_end(frames: tuple[_Frame, ...], other: tuple[_Frame, ...]) -> int:
     """How many of the innermost calls are the same."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
+    pairs = zip(reversed(frames), reversed(other), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
@@ -323,11 +335,11 @@ class Placing:
 
     def place(self, send: Send) -> Collective:
         """The collective, with its phase and its layers."""
-        one = send.instruction
-        phase, layers = self._where(one)
-        file, line = one.frames[-1] if one.frames else ("", 0)
+        instruction = send.instruction
+        phase, layers = self._where(instruction)
+        file, line = instruction.frames[-1] if instruction.frames else ("", 0)
         return Collective(
-            name=one.name,
+            name=instruction.name,
             kind=send.kind,
             bytes=send.bytes,
             arrays=len(send.arrays),
@@ -337,76 +349,78 @@ class Placing:
             is_exact=send.is_exact,
             phase=phase,
             layers=tuple(dict.fromkeys(self.places.names[at] for at in layers)),
-            op_name=one.op_name,
+            op_name=instruction.op_name,
             source=f"{short_path(file)}:{line}" if file else "",
         )
 
-    def _where(self, one: Instruction) -> tuple[Phase, list[int]]:
+    def _where(self, instruction: Instruction) -> tuple[Phase, list[int]]:
         """Where most of the bytes go that are sent together, and the layers of all that go there."""
-        own = self.places.found.get(one.name)
-        if own is not None and own in self._glue:
-            return "gradients", self._behind(own)
-        found: dict[Phase, tuple[int, list[int]]] = {}
-        for number, name in enumerate(one.operands):
-            phase, layers = self._way(one, own, name, number if one.is_tuple else None)
-            size, known = found.get(phase, (0, []))
-            found[phase] = (size + self.program[name].bytes, [*known, *layers])
-        if not found:
+        at = self.places.draft_at.get(instruction.name)
+        if at is not None and at in self._glue:
+            return "gradients", self._behind(at)
+        ways: dict[Phase, tuple[int, list[int]]] = {}
+        for number, name in enumerate(instruction.operands):
+            phase, layers = self._way(instruction, at, name, number if instruction.is_tuple else None)
+            size, known_layers = ways.get(phase, (0, []))
+            ways[phase] = (size + self.program[name].bytes, [*known_layers, *layers])
+        if not ways:
             return "elsewhere", []
-        phase = max(found, key=lambda phase: found[phase][0])
-        return phase, sorted(found[phase][1])
+        phase = max(ways, key=lambda phase: ways[phase][0])
+        return phase, sorted(ways[phase][1])
 
-    def _way(self, one: Instruction, own: int | None, name: str, number: int | None) -> tuple[Phase, list[int]]:
+    def _way(
+        self, instruction: Instruction, draft: int | None, name: str, number: int | None
+    ) -> tuple[Phase, list[int]]:
         """Where one array comes from and goes to."""
         before = self._near([(name, None)], back=True)
-        after = self._near([(one.name, number)], back=False)
+        after = self._near([(instruction.name, number)], back=False)
         passes, goals = {phase for _, phase in before}, {phase for _, phase in after}
         readers = [at for at, phase in after if phase in ("forward", "backward")]
         if passes == {"argument"} and readers:
-            known = [at for at in readers if at != _UNKNOWN]
-            return ("parameters", known) if known else ("elsewhere", [])
-        of_gradient = "backward" in passes or ("optimizer" in goals and is_backward(one.op_name))
+            known_layers = [at for at in readers if at != _UNKNOWN]
+            return ("parameters", known_layers) if known_layers else ("elsewhere", [])
+        of_gradient = "backward" in passes or ("optimizer" in goals and is_backward(instruction.op_name))
         if of_gradient and goals <= {"optimizer", "result"}:
             layers = [at for at, phase in before if phase == "backward"]
-            return "gradients", self._by_parameter(one, number) or ([] if _UNKNOWN in layers else layers)
-        return self._by_own(one, own, [at for at, phase in before if phase in ("forward", "backward")])
+            return "gradients", self._by_parameter(instruction, number) or ([] if _UNKNOWN in layers else layers)
+        return self._by_own(instruction, draft, [at for at, phase in before if phase in ("forward", "backward")])
 
-    def _by_parameter(self, one: Instruction, number: int | None) -> list[int]:
+    def _by_parameter(self, instruction: Instruction, number: int | None) -> list[int]:
         """The layers of the parameter that a gradient changes, through elementwise instructions of its size.
 
         A device may go on with its own part of the gradient. None where several parameters are read on the way, or
         none.
         """
-        sizes = {one.arrays[number or 0].size}
-        work: list[Value] = self.places.near([(one.name, number)], back=False)
+        sizes = {instruction.arrays[number or 0].size}
+        work: list[Value] = self.places.near([(instruction.name, number)], back=False)
         for _ in range(_FAR):
             names = {name for value in work for name in self.places.arguments_of(value[0]) if name in self._readers}
             if names or not work:
                 return sorted(self._readers[names.pop()]) if len(names) == 1 else []
             near = [self.program[name] for name, _ in work]
-            sizes |= {part.arrays[0].size for part in near if part.opcode == "dynamic-slice"}
+            sizes |= {near_one.arrays[0].size for near_one in near if near_one.opcode == "dynamic-slice"}
             same = [
-                (part.name, at)
-                for part, (_, at) in zip(near, work, strict=True)
-                if any(array.size in sizes for array in part.arrays)
+                (near_one.name, at)
+                for near_one, (_, at) in zip(near, work, strict=True)
+                if any(array.size in sizes for array in near_one.arrays)
             ]
             work = list(dict.fromkeys(new for value in same for new in self.places.near([value], back=False)))
         return []
 
-    def _by_own(self, one: Instruction, own: int | None, sources: list[int]) -> tuple[Phase, list[int]]:
+    def _by_own(self, instruction: Instruction, own_at: int | None, sources: list[int]) -> tuple[Phase, list[int]]:
         """The place that the collective's own metadata says, else that of what it sends."""
-        if own in self._optimizers and own is not None:
-            return "optimizer", [own]
-        at = own if own in self.phases.row_of else next(iter(sources), None)
+        if own_at in self._optimizers and own_at is not None:
+            return "optimizer", [own_at]
+        at = own_at if own_at in self.phases.row_of else next(iter(sources), None)
         if at is None or at == _UNKNOWN:
             return "elsewhere", []
-        backward = is_backward(one.op_name) or self.phases.of.get(at) == "backward"
+        backward = is_backward(instruction.op_name) or self.phases.of.get(at) == "backward"
         return ("backward" if backward else "forward"), [self.phases.row_of[at].draft.at]
 
     def _behind(self, glue: int) -> list[int]:
         """The layers whose gradients reach what hands them on."""
         row_of = self.phases.row_of
-        sources = {at: found for at, found in self.places.net.sources().items() if at not in row_of}
+        sources = {at: read for at, read in self.places.net.sources().items() if at not in row_of}
         return sorted({row_of[at].draft.at for at in reach([glue], sources) if at in row_of})
 
     def _near(self, start: list[Value], *, back: bool) -> list[tuple[int, str]]:
@@ -414,17 +428,24 @@ class Placing:
 
         What computes and is of no known layer ends the way too: what is beyond it is another layer.
         """
-        near = self.places.near(start, back=back, goes_on=lambda one: self._meaning(one) is None)
+        near = self.places.near(start, back=back, goes_on=lambda instruction: self._meaning(instruction) is None)
         end = _END, "argument" if back else "result"
         return list(dict.fromkeys(self._meaning(self.program[name]) or end for name, _ in near))
 
-    def _meaning(self, one: Instruction) -> tuple[int, str] | None:
+    def _meaning(self, instruction: Instruction) -> tuple[int, str] | None:
         """The layer that an instruction computes for, and its phase. None for one that only hands arrays on."""
-        at = self.places.found.get(one.name)
-        if one.opcode in _MOVES or one.opcode in _REARRANGES or kind_of(one) or at in self._glue:
+        at = self.places.draft_at.get(instruction.name)
+        if (
+            instruction.opcode in _MOVES
+            or instruction.opcode in _REARRANGES
+            or kind_of(instruction)
+            or at in self._glue
+        ):
             return None
         if at is None:
-            phase = "backward" if is_backward(one.op_name) else "forward" if "jvp(" in one.op_name else None
+            phase = (
+                "backward" if is_backward(instruction.op_name) else "forward" if "jvp(" in instruction.op_name else None
+            )
             return (_UNKNOWN, phase) if phase else None
         row = self.phases.row_of.get(at)
         return (row.draft.at if row else at), self.phases.of.get(at, "elsewhere")
@@ -432,8 +453,8 @@ class Placing:
 
 def _readers_of_parameters(net: Net, layers: Iterable[Draft]) -> dict[str, set[int]]:
     """Which of these layers read each parameter, by its name."""
-    found: dict[str, set[int]] = {}
+    readers_of: dict[str, set[int]] = {}
     for draft in layers:
         for weight in draft.weights:
-            found.setdefault(net.raw.values[weight].name, set()).add(draft.at)
-    return found
+            readers_of.setdefault(net.raw.values[weight].name, set()).add(draft.at)
+    return readers_of

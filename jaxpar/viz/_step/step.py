@@ -1,4 +1,7 @@
-"""`trace_step` and `plot_step`: from a step, its compiled program and a profile to its `StepGraph` and picture."""
+"""`trace_step` and `plot_step`: from a step, its compiled program and a profile to its `StepGraph` and picture.
+
+Begin with `read_step`: it traces and compiles the same function, and joins what both say. `_events` reads a profile.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from ..._core import checks
-from ..._core.calls import answers
+from ..._core.arrays import PyTree
 from ..._core.files import as_path
 from ..._core.text import did_you_mean, plural
 from .._draw.style import Options
@@ -39,7 +42,6 @@ Profile = Mapping[str, float] | str | os.PathLike[str]
 _HEATS = ("flop/byte", "memory")
 
 
-@answers("trace_step")
 def trace_step(
     step: Callable[..., Any],
     *args: Any,
@@ -81,7 +83,6 @@ def trace_step(
     return read_step(step, args, params_argnums, profile, (depth, max_nodes, repeats, rules))[0]
 
 
-@answers("plot_step")
 def plot_step(
     step: Callable[..., Any],
     *args: Any,
@@ -155,17 +156,19 @@ def plot_drawn(
 def read_step(
     step: Callable[..., Any],
     args: tuple[Any, ...],
-    params_argnums: Any,
-    profile: Any,
+    params_argnums: int | Sequence[int] | None,
+    profile: Profile | None,
     options: tuple[Any, ...],
-    compiled: Any = None,
+    compiled: jax.stages.Compiled | None = None,
 ) -> tuple[StepGraph, Graph]:
     """The step and the network of the same function. Arguments and errors as of `trace_step`.
 
     `compiled` is the program of the step, where there is one already.
     """
     check_trace(step, len(args), params_argnums, *options, what="trace_step")
-    profile = _check_profile(profile)
+    seconds_or_folder = _check_profile(profile)
+    # Layers come from the trace; what is sent and what is live come from the compiled program. `Places` says which
+    # instruction is of which layer.
     net, compiled = _read(step, args, params_argnums, options, compiled)
     program, names = parse(compiled.as_text() or ""), name_drafts(net)
     places = Places(program, net, names)
@@ -176,7 +179,7 @@ def read_step(
         )
     mesh, devices = mesh_of(compiled, args), device_count(compiled)
     placing, (memory, live) = Placing(places), memory_of(program, compiled)
-    part = functools.partial(_part, names, _peaks(places, live), _seconds(profile, places))
+    part = functools.partial(_part, names, _peaks(places, live), _seconds(seconds_or_folder, places))
     leaf_names = [value.name for value in net.raw.values[: len(jax.tree.leaves(args))]]
     network = to_graph(net)
     counted = {node.name: node.params for node in network.nodes}
@@ -195,8 +198,12 @@ def read_step(
 
 
 def _read(
-    step: Callable[..., Any], args: tuple[Any, ...], params_argnums: Any, options: tuple[Any, ...], compiled: Any
-) -> tuple[Net, Any]:
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    params_argnums: int | Sequence[int] | None,
+    options: tuple[Any, ...],
+    compiled: jax.stages.Compiled | None,
+) -> tuple[Net, jax.stages.Compiled]:
     """The layers of a step and its compiled program."""
     try:
         raw = read(step, args, {}, params_argnums)
@@ -216,30 +223,30 @@ def _read(
     return net, compiled
 
 
-def _failure(step: Any, args: tuple[Any, ...], what: str, error: Exception) -> ValueError:
+def _failure(step: object, args: tuple[Any, ...], what: str, error: Exception) -> ValueError:
     """What went wrong, with the shapes that the step was given."""
     shown = [f"{plural(len(jax.tree.leaves(arg)), 'array')} of shapes {_shapes(arg)}" for arg in args]
-    given = "; ".join(f"argument {number}: {text}" for number, text in enumerate(shown))
+    inputs = "; ".join(f"argument {number}: {text}" for number, text in enumerate(shown))
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ValueError(f"trace_step: {_name(step)} cannot be {what} with these arguments ({given}): {first}")
+    return ValueError(f"trace_step: {_name(step)} cannot be {what} with these arguments ({inputs}): {first}")
 
 
-def _shapes(arg: Any) -> str:
+def _shapes(arg: PyTree) -> str:
     leaves = [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(arg)]
     return ", ".join(map(str, leaves[:4])) + (", ..." if len(leaves) > 4 else "")
 
 
-def _name(step: Any) -> str:
+def _name(step: object) -> str:
     return getattr(step, "__name__", type(step).__name__)
 
 
 def _peaks(places: Places, live: dict[str, int]) -> dict[int, int]:
     """The most bytes that are live while an instruction of each draft runs."""
-    found: dict[int, int] = {}
+    peaks: dict[int, int] = {}
     for name, size in live.items():
         for at in places.drafts_of(places.program[name]):
-            found[at] = max(found.get(at, 0), size)
-    return found
+            peaks[at] = max(peaks.get(at, 0), size)
+    return peaks
 
 
 def _layer(places: Places, row: Row, params: int, part: Callable[[list[Draft]], StepPart]) -> StepLayer:
@@ -287,33 +294,33 @@ def _check_profile(profile: Any) -> Mapping[str, float] | Path | None:
 
 def _seconds(profile: Mapping[str, float] | Path | None, places: Places) -> dict[str, float]:
     """The seconds of each layer, by its name. Those of a directory are the sum over its devices and steps."""
-    found: dict[str, float] = {}
+    seconds_of: dict[str, float] = {}
     if isinstance(profile, Mapping):
-        found |= {str(name): float(seconds) for name, seconds in profile.items()}
+        seconds_of |= {str(name): float(seconds) for name, seconds in profile.items()}
     elif profile is not None:
         for event, seconds in _events(str(profile)):
             if (at := _draft_of(event, places)) is not None:
-                found[places.names[at]] = found.get(places.names[at], 0.0) + seconds
-        if not found:
+                seconds_of[places.names[at]] = seconds_of.get(places.names[at], 0.0) + seconds
+        if not seconds_of:
             raise ValueError(f"trace_step: the profile in {str(profile)!r} has no instruction of this step")
-    known = list(places.names.values())
-    for name in sorted(found.keys() - set(known)):
+    names = list(places.names.values())
+    for name in sorted(seconds_of.keys() - set(names)):
         raise ValueError(
-            f"trace_step: the profile has a layer {name!r}, which the step lacks{did_you_mean(name, known)}"
+            f"trace_step: the profile has a layer {name!r}, which the step lacks{did_you_mean(name, names)}"
         )
-    return found
+    return seconds_of
 
 
 def _draft_of(event: str, places: Places) -> int | None:
     """The layer of an instruction. Of a fusion the one that it is named after."""
     if event not in places.program.home:
         return None
-    one = places.program[event]
-    kind = one.opcode.removesuffix("-done").removesuffix("-start")
-    if one.opcode in ("while", "call", "conditional") or kind in KINDS:
+    instruction = places.program[event]
+    kind = instruction.opcode.removesuffix("-done").removesuffix("-start")
+    if instruction.opcode in ("while", "call", "conditional") or kind in KINDS:
         return None  # what they call has events of its own; a collective waits for other devices
-    own = places.found.get(event)
-    return own if own is not None else next(iter(places.drafts_of(one)), None)
+    draft_at = places.draft_at.get(event)
+    return draft_at if draft_at is not None else next(iter(places.drafts_of(instruction)), None)
 
 
 def _events(folder: str) -> list[tuple[str, float]]:
@@ -321,14 +328,14 @@ def _events(folder: str) -> list[tuple[str, float]]:
     files = sorted(glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True))
     if not files:
         raise ValueError(f"trace_step: there is no profile (*.xplane.pb) in {folder!r}; record one with jax.profiler")
-    found: list[tuple[str, float]] = []
+    timed: list[tuple[str, float]] = []
     with warnings.catch_warnings():  # jax 0.12 ends the process where its reader warns and a warning is an error
         warnings.simplefilter("ignore")
         for data in map(jax.profiler.ProfileData.from_file, files):
             events = (event for plane in data.planes for line in plane.lines for event in line.events)
             named = ((dict(event.stats).get("hlo_op"), event.duration_ns / 1e9) for event in events)
-            found += [(str(name), seconds) for name, seconds in named if name]
-    return found
+            timed += [(str(name), seconds) for name, seconds in named if name]
+    return timed
 
 
 _IN_KEY = "jax_compilation_cache_include_metadata_in_key"
@@ -336,7 +343,7 @@ _LOCK = threading.Lock()
 _DEFAULT: dict[str, Any] = {"xla_dump_hlo_as_text": False}  # with any option jax compiles again what it has compiled
 
 
-def compile_from_source(lowered: Any) -> Any:
+def compile_from_source(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """The compiled program of a lowered one, with the names and lines that it was lowered from.
 
     jax's persistent compilation cache takes no account of them. What it gives may have been compiled from the same

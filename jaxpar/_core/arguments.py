@@ -1,0 +1,50 @@
+"""Keyword arguments that a public function does not have: old names, and names that other libraries use."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: old names of arguments work, and warn at the line of the caller. Written old="new"."""
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for old in names.keys() & kwargs.keys():
+                if (new := names[old]) in kwargs:
+                    raise TypeError(f"{fn.__name__}: {old}= is now called {new}=; give only {new}=")
+                warnings.warn(f"{fn.__name__}: {old}= is now called {new}=", DeprecationWarning, stacklevel=2)
+                kwargs[new] = kwargs.pop(old)
+            return fn(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def no_such_arguments(hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: `TypeError` for arguments of other libraries, with what to write here, by their names.
+
+    One table serves several functions: a name that a function has is no mistake there.
+    """
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        wrong = hints.keys() - inspect.signature(fn).parameters.keys()
+
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in wrong & kwargs.keys():
+                raise TypeError(f"{fn.__name__}: there is no argument {name!r}; {hints[name]}")
+            return fn(*args, **kwargs)
+
+        return call
+
+    return decorate
