@@ -123,6 +123,7 @@ def init(store: KVStore, key: int | Sequence[int], value: Any) -> KVStore:
         >>> kv.pull(store, 3).tolist()
         [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
     """
+    stores.check_is_store(store, "kv.init")
     keys, many = checks.find_keys(key, "kv.init")
     given = checks.as_values(keys, value, "kv.init") if many else [value]
     whole = isinstance(store.updater, updaters._TreeOptimizer)
