@@ -10,8 +10,6 @@ Nothing but the command line imports this room. `jp.mxnet.sgd` is `jp.updaters.m
 is `jp.checkpoint.load_mxnet`. The guide is docs/from_mxnet.md.
 """
 
-import typing as _typing
-
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from ..checkpoint import load_mxnet as load_mxnet, load_mxnet as load_params
@@ -30,6 +28,7 @@ from ..updaters import (
     mxnet_wd_mult as mxnet_wd_mult,
     mxnet_wd_mult as wd_mult,
 )
+from ._elsewhere import *  # noqa: F403
 from ._graph import Difference as Difference
 from ._port import port as port
 from ._records import (
@@ -44,20 +43,3 @@ from ._symbol import (
     load_symbol as load_symbol,
     operator as operator,
 )
-
-_ELSEWHERE = {
-    **dict.fromkeys(
-        ("Module", "BucketingModule", "mod", "module"),
-        "mxnet.load_symbol(path) gives a model, and train.start and train.fit train it: docs/from_mxnet.md",
-    ),
-    **dict.fromkeys(("ImageRecordIter", "io"), "write mxnet.image_record_source(rec, batch_size)"),
-    "lr_scheduler": "give a schedule of optax as learning_rate",
-    "metric": "write train.accuracy, train.top_k and others of jp.train",
-    **dict.fromkeys(("viz", "visualization"), "write jp.viz.plot_network"),
-}
-
-if not _typing.TYPE_CHECKING:  # a type checker knows the names, and finds others wrong
-
-    def __getattr__(name: str) -> object:
-        hint = f"; {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
-        raise AttributeError(f"module 'jaxpar.mxnet' has no attribute {name!r}{hint}")
