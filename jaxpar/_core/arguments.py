@@ -20,6 +20,7 @@ def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            __tracebackhide__ = True  # IPython and pytest leave this frame out of a traceback
             for old in names.keys() & kwargs.keys():
                 if (new := names[old]) in kwargs:
                     raise TypeError(f"{where}: {old}= is now called {new}=; give only {new}=")
@@ -43,6 +44,7 @@ def no_such_arguments(hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            __tracebackhide__ = True  # IPython and pytest leave this frame out of a traceback
             for name in wrong & kwargs.keys():
                 raise TypeError(f"{where}: there is no argument {name!r}; {hints[name]}")
             return fn(*args, **kwargs)
