@@ -1,13 +1,13 @@
-"""Hostile arguments for every public function: each call must succeed, or end in an error that names the fault.
+"""Hostile arguments for every public function: no call may hang, crash, lose a state or give wrong numbers.
 
     python tools/fuzz.py                    all functions, in turns, a few minutes
     python tools/fuzz.py --seed 3 kv train  two rooms, with other combinations
     python tools/fuzz.py --calls 200 kv.push
+    python tools/fuzz.py --taken kv         and which hostile values were taken, to be read
 
-An error is an answer where jaxpar raised it (the last frame is a `raise` of jaxpar), where the caller's own function
-did, where it names a file, or where memory is short. Any other error is internal: the words of JAX, NumPy or Python
-about something that the caller did not write. So is a call that takes longer than its time limit. Functions that start
-servers or processes stay out.
+In whose words an error ends is not looked at. Looked for are: calls that take longer than their time limit; a process
+that ends; a state, a store or an array that an error left donated or changed; numbers that are not finite out of
+numbers that are. Functions that start servers or processes stay out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import dis
 import importlib
 import inspect
 import io
@@ -24,9 +23,9 @@ import os
 import random
 import resource
 import signal
+import subprocess
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,7 +47,6 @@ ROOMS = (
     "kv parallel data sparse checkpoint updaters compression models models.lenet models.strided models.transformer "
     "models.matrix_factorization viz distributed free_running train"
 ).split()
-SOURCE = str(Path(jaxpar.__file__).parent)
 # They start servers, processes or other programs, wait for them, or change the process for good.
 NOT_CALLED = {
     "distributed.initialize",
@@ -349,9 +347,11 @@ def combinations(call: Call, draw: random.Random) -> Iterator[tuple[dict[str, st
         yield {name: draw.choice(list(HOSTILE)) for name in chosen}, draw.random() < 0.5
 
 
-def run(call: Call, hostile: dict[str, str], by_position: bool, seconds: float = SECONDS) -> str | None:
-    """Make a call. What is wrong with its end, or None."""
+def run(call: Call, hostile: dict[str, str], by_position: bool, seconds: float = SECONDS) -> tuple[bool, str | None]:
+    """Make a call. Whether it was taken, and what is wrong with its end, or None."""
     values = {**call.good, **{name: HOSTILE[value]() for name, value in hostile.items()}}
+    kept = {name: value for name, value in call.good.items() if name not in hostile}
+    before = contents(kept)
     rest = list(values.pop(call.rest, ())) if call.rest and isinstance(values.get(call.rest), list) else []
     if call.rest and call.rest in values:
         rest = [values.pop(call.rest)]
@@ -366,10 +366,45 @@ def run(call: Call, hostile: dict[str, str], by_position: bool, seconds: float =
             if inspect.isgenerator(out) or isinstance(out, Iterator):
                 next(out, None)
     except TooLong:
-        return f"took more than {seconds} s"
-    except Exception as error:
-        return None if is_answer(error, call) else describe(error)
-    return None
+        return False, f"took more than {seconds} s"
+    except Exception:
+        after = contents(kept)
+        lost = [path for path, content in before.items() if after.get(path) != content]
+        return False, f"an error left {', '.join(lost[:3])} donated or changed" if lost else None
+    # Hostile values that are no number, or near the limits of floats, may well make more of these.
+    is_finite = not hostile.keys() & _MAY_OVERFLOW and not set(hostile.values()) & _NOT_FINITE
+    if is_finite and any(_is_not_finite(leaf) for leaf in leaves(out)):
+        return True, "numbers that are not finite"
+    return True, None
+
+
+_NOT_FINITE = {"nan", "inf", "1e308", "array of nan", "NumPy's nan", "2**70", "-(2**70)", "10**5000", "2**31"}
+_MAY_OVERFLOW = {"learning_rate", "eps", "epsilon"}
+
+
+def leaves(tree: Any) -> list[Any]:
+    try:
+        return jax.tree.leaves(tree)
+    except (TypeError, ValueError):  # keys of several types
+        return []
+
+
+def _is_not_finite(leaf: Any) -> bool:
+    is_array = isinstance(leaf, (jax.Array, np.ndarray, float)) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+    return is_array and np.size(leaf) > 0 and not bool(np.isfinite(np.asarray(leaf)).all())
+
+
+def contents(tree: Any) -> dict[str, Any]:
+    """The bytes of each array, by its path. "gone" where it was donated."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            found[jax.tree_util.keystr(path)] = "gone"
+        elif isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            found[jax.tree_util.keystr(path)] = np.asarray(jax.random.key_data(leaf)).tobytes()
+        elif isinstance(leaf, (jax.Array, np.ndarray)) and leaf.dtype != object:
+            found[jax.tree_util.keystr(path)] = np.asarray(leaf).tobytes()
+    return found
 
 
 @contextlib.contextmanager
@@ -387,35 +422,15 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def is_answer(error: BaseException, call: Call) -> bool:
-    """Whether jaxpar raised it, and it says which argument it is about. Or the caller's own function raised it."""
-    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-        return True
-    if isinstance(error, OSError) and error.filename is not None:
-        return True
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if any(frame.f_code.co_filename == __file__ and frame.f_code is not run.__code__ for frame in frames):
-        return True
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    code = frames[-1].f_code
-    is_raise = last is not None and dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
-    return is_raise and code.co_filename.startswith(SOURCE)
+def fuzz(
+    only: list[str], calls: int, seed: int, seconds: float = SECONDS, last: Path | None = None
+) -> tuple[int, dict[str, list[str]], list[str]]:
+    """How many calls were made, what was wrong by the fault, and which hostile values were taken.
 
-
-def describe(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [f for f in frames if f.filename.startswith(SOURCE)]
-    at = f"{Path(ours[-1].filename).relative_to(SOURCE)}:{ours[-1].lineno}" if ours else "before jaxpar"
-    text = str(error).split("\n")[0][:110].encode("ascii", "backslashreplace").decode()
-    return f"{type(error).__name__} at {at}: {text}"
-
-
-def fuzz(only: list[str], calls: int, seed: int, seconds: float = SECONDS) -> tuple[int, dict[str, list[str]]]:
-    """How many calls were made, and what was wrong: the calls by the error in which they ended."""
+    `last`: a file that has the call under way, for who finds that the process has ended in it.
+    """
     wrong: dict[str, list[str]] = collections.defaultdict(list)
-    made = 0
+    made, taken = 0, []
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), contextlib.chdir(folder):
         warnings.simplefilter("ignore")
         good = Good(Path(folder))
@@ -425,11 +440,15 @@ def fuzz(only: list[str], calls: int, seed: int, seconds: float = SECONDS) -> tu
                 if "state" in call.good and call.where.startswith("train"):
                     call.good["state"] = good.state()  # a step donates it
                 made += 1
-                fault = run(call, hostile, by_position, seconds)
+                text = ", ".join(f"{k}={v}" for k, v in hostile.items())
+                if last is not None:
+                    last.write_text(f"{call.where}: {text}")
+                was_taken, fault = run(call, hostile, by_position, seconds)
+                if was_taken:
+                    taken.append(f"{call.where}: {text}")
                 if fault:
-                    text = ", ".join(f"{k}={v}" for k, v in hostile.items())
                     wrong[f"{call.where}: {fault}"].append(f"{text} by {'position' if by_position else 'keyword'}")
-    return made, wrong
+    return made, wrong, taken
 
 
 def main() -> int:
@@ -437,13 +456,24 @@ def main() -> int:
     parser.add_argument("only", nargs="*", help="rooms or functions, such as kv or train.fit")
     parser.add_argument("--calls", type=int, default=200, help="of each function")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--taken", action="store_true", help="print which hostile values were taken")
+    parser.add_argument("--last", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.last is None:  # the calls are made in a process of their own, which a crash ends
+        with tempfile.TemporaryDirectory() as folder:
+            last = Path(folder, "last")
+            status = subprocess.run([sys.executable, *sys.argv, f"--last={last}"], check=False).returncode
+            if status not in (0, 1):
+                print(f"the process ended with status {status} in {last.read_text()}")
+            return status
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    made, wrong = fuzz(options.only, options.calls, options.seed)
+    made, wrong, taken = fuzz(options.only, options.calls, options.seed, last=options.last)
+    for line in sorted(taken) if options.taken else ():
+        print(f"taken: {line}")
     for text, calls in sorted(wrong.items()):
         print(f"{text}\n    {len(calls)}: {'; '.join(calls[:3])}")
-    print(f"{made} calls, {sum(map(len, wrong.values()))} with an internal error, of {len(wrong)} kinds")
+    print(f"{made} calls, {len(taken)} taken, {sum(map(len, wrong.values()))} at fault, of {len(wrong)} kinds")
     return bool(wrong)
 
 

@@ -24,6 +24,7 @@ def allows_transfers(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        __tracebackhide__ = True  # IPython and pytest leave this frame out of a traceback
         guards = [guard for name, guard in _GUARDS.items() if getattr(jax.config, name) in ("disallow", "log")]
         if not guards:  # nothing runs after `fn`, where Ctrl-C would lose the state that `fit` returns
             return fn(*args, **kwargs)

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from .. import compression, updaters
 from .._core.arrays import Device, PyTree, Shaped, is_traced, nbytes, tree_nbytes, without_keys
-from .._core.text import Table, plural
+from .._core.text import Table, describe, plural
 from .._devices import collectives
 from .._devices.mesh import STORE_AXIS, copies_on, own_copies, put, split_over, to_host
 from .._devices.user_mesh import without_types
@@ -233,6 +233,13 @@ def with_changes(store: KVStore, changes: Changes) -> KVStore:
     state = by_key.pop("optimizer_state")
     new = {name: getattr(store, name) | of_keys for name, of_keys in by_key.items()}
     return dataclasses.replace(store, **new, optimizer_state=store.optimizer_state if state is None else state)
+
+
+def check_is_store(store: object, where: str) -> None:
+    """`TypeError` for anything else than a store, such as the params or the state."""
+    if not isinstance(store, KVStore):
+        within = "; give its .store" if isinstance(getattr(store, "store", None), KVStore) else ""
+        raise TypeError(f"{where}: store must be a KVStore, as kv.create makes, got {describe(store)}{within}")
 
 
 def names(store: KVStore) -> dict[int, str]:

@@ -128,6 +128,7 @@ def init(store: KVStore, key: int | Sequence[int], value: PyTree) -> KVStore:
         >>> kv.pull(store, 3).tolist()
         [[2.0, 2.0, 2.0], [2.0, 2.0, 2.0]]
     """
+    stores.check_is_store(store, "kv.init")
     keys, many = checks.find_keys(key, "kv.init")
     first_values = checks.as_values(keys, value, "kv.init") if many else [value]
     has_tree_optimizer = isinstance(store.updater, updaters._TreeOptimizer)

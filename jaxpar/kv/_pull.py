@@ -91,6 +91,7 @@ def pull(
         >>> [value.tolist() for value in kv.pull(store, [7, 5])]
         [[0.0, 0.0], [1.0, 1.0]]
     """
+    stores.check_is_store(store, "kv.pull")
     keys, many = checks.find_keys(key, "kv.pull", store)
     values = pull_whole(store, keys, axis_name)
     if devices is not None:

@@ -196,6 +196,7 @@ def pushpull(
 
 def _request(store: KVStore, key: Key | Keys, value: PyTree) -> dict[int, list[Any]]:
     """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
+    stores.check_is_store(store, "kv.push")
     keys, many = checks.find_keys(key, "kv.push", store)
     if still := [k for k in keys if k in store.frozen]:
         raise ValueError(f"kv.push: key {still[0]} ({stores.names(store)[still[0]]!r}) is frozen; push the others only")

@@ -54,8 +54,6 @@ def apply(params: dict[str, jax.Array], user_ids: jax.Array, item_ids: jax.Array
     for name, ids in {"user_ids": user_ids, "item_ids": item_ids}.items():
         if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
             raise TypeError(f"{_WHERE}.apply: {name} must be integers, got {checks.describe(ids)}")
-    if not isinstance(params, dict) or not {"user", "item"} <= params.keys():
-        raise TypeError(f"{_WHERE}.apply: params must be those of {_WHERE}.init, got {checks.describe(params)}")
     return (params["user"][user_ids] * params["item"][item_ids]).sum(axis=-1)
 
 

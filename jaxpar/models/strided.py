@@ -93,8 +93,6 @@ def apply(params: Params, images: jax.Array) -> jax.Array:
         >>> apply(init(jax.random.key(0)), jnp.zeros((2, 28, 28, 1))).shape
         (2, 10)
     """
-    if not isinstance(params, dict) or not set(_SHAPES) <= params.keys():
-        raise TypeError(f"strided.apply: params must be those of strided.init, got {checks.describe(params)}")
     if np.shape(images)[1:] != (28, 28, 1):
         raise ValueError(f"strided.apply: images must have the shape (n, 28, 28, 1), got {np.shape(images)}")
     x_RxWxKxN = _windows((images - _MEAN) / _STDDEV)

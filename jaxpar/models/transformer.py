@@ -128,8 +128,6 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
         >>> jax.eval_shape(apply, params, jnp.zeros((2, 10), int))
         ShapeDtypeStruct(shape=(2, 10, 50304), dtype=float32)
     """
-    if not isinstance(params, dict) or not {"embedding", "layers", "norm"} <= params.keys():
-        raise TypeError(f"transformer.apply: params must be those of transformer.init, got {checks.describe(params)}")
     positions = params["embedding"]["positions"]
     if tokens.ndim != 2 or tokens.shape[1] > len(positions):
         wanted = f"the shape (n, t) with t of at most {len(positions)} positions"

@@ -28,6 +28,7 @@ from ..updaters import (
     mxnet_wd_mult as mxnet_wd_mult,
     mxnet_wd_mult as wd_mult,
 )
+from ._elsewhere import *  # noqa: F403
 from ._graph import Difference as Difference
 from ._port import port as port
 from ._records import (

@@ -21,7 +21,7 @@ NUMBERS = {
     "size": (lambda n: data.num_batches(n, 4), (0, 10), [True, -1, 2**70, HUGE, 1.5]),
     "batch_size": (lambda n: data.num_batches(10, n), (1, 11), [True, 0, -3, 2**70, HUGE, math.inf]),
     "most": (lambda n: train.mistakes({}, lambda p, x: 9 * x, POINTS, most=n), (0, 1, None), [True, -1, 2**70, 0.5]),
-    "fraction": (lambda n: data.split(POINTS, n), (0.5, 1), [0, 4, -1, 1e308, -1e308, math.inf, math.nan, HUGE, True]),
+    "fraction": (lambda n: data.split(POINTS, n), (0.5, 1), [0, 4, -1, 1e308, -1e308, math.inf, math.nan, True]),
     "initial": (lambda n: train.DynamicLossScale(initial=n), (8,), [0, -1.0, 1e9, math.inf, math.nan, "8", True]),
     "period": (lambda n: train.DynamicLossScale(period=n), (1,), [0, -1, 1.5, math.inf, math.nan, True, 2**70]),
     "factor": (lambda n: train.DynamicLossScale(factor=n), (1.5, 4), [1, 0.5, math.inf, math.nan, HUGE, True]),

@@ -1,7 +1,13 @@
-"""What newcomers get wrong, and what they are told: each message says what to do, and nothing has changed by then."""
+"""The mistakes that people make, what each call says, and one line of what to do. docs/errors.md is written from it:
+
+JAX_NUM_CPU_DEVICES=4 PYTHONPATH=.:tests python tests/house/test_mistakes.py
+
+Other wrong calls may end in the words of Python or JAX, if nothing is lost, wrong or hung.
+"""
 
 import functools
 import operator
+import tempfile
 from pathlib import Path
 
 import jax
@@ -12,9 +18,8 @@ import pytest
 from world import LOSS, STEP, apply
 
 import jaxpar
-from jaxpar import checkpoint, compression, data, kv, parallel, sparse, train, updaters, viz
+from jaxpar import checkpoint, data, kv, parallel, train, viz
 from jaxpar._devices.mesh import is_donated
-from jaxpar.models import lenet, matrix_factorization as factors
 
 DEVICES = jax.devices()[:4]
 PARAMS = {"w": jnp.zeros((4, 3))}
@@ -125,24 +130,14 @@ def test_another_model_at_restore(tmp_path):
     mistake(lambda: checkpoint.restore(tmp_path / "none", wider), FileNotFoundError, "there is nothing at", "none")
 
 
-# The tables of likely mistakes: a call, and words of the message in their order. More of them stand in the tests of
-# the functions, such as test_kv_errors.py.
-
 SIX = jax.tree.map(lambda x: x[:6], BATCH)
 LOGITS = apply(PARAMS, BATCH["image"])
-OTHERS = data.Dataset(BATCH["image"], BATCH["label"] + 1)
-MESH = jax.make_mesh((4,), ("data",), devices=DEVICES)
+PAIR = {"a": jnp.ones(2), "b": jnp.ones(2)}
 ROWS = kv.init(kv.create(), 0, jnp.ones((4, 2)))
 KEY = jax.random.key(0)
-STATE_LAST = updaters.Updater(lambda key, value: (), lambda key, pushed, stored, state: (stored, state))
-NO_DEVICES = ("devices must be a list of devices", "got 4", "jax.devices()[:4]")
-ONE_DEVICE = "device must be one such as jax.devices()[0]"
-A_DATA_SET = "data.Dataset(images, labels) or data.f"
-NO_AXIS = ("no pmap or shard_map around this call has the axis axis_name='data'", "leave it out")
 
 make_step = train.make_train_step
 from_params = functools.partial(kv.from_params, PARAMS)
-compress = functools.partial(kv.set_gradient_compression, STORE)
 plot = functools.partial(viz.plot_network, apply, PARAMS)
 
 
@@ -150,6 +145,14 @@ plot = functools.partial(viz.plot_network, apply, PARAMS)
 def state():
     """One for all rows, since each of them must fail before it is donated."""
     return start()
+
+
+@functools.cache
+def taken():
+    """A state that a step took."""
+    old = start()
+    STEP(old, BATCH)
+    return old
 
 
 def without_optimizer():
@@ -180,206 +183,476 @@ def push_over_data(store, value):
     return kv.push(store, 3, value, axis_name="data")
 
 
-PAIR = {"a": jnp.ones(2), "b": jnp.ones(2)}
-TYPES = {
-    "an updater in a chain": (
-        lambda: kv.from_params(PAIR, optimizer=optax.chain(optax.clip(1.0), jaxpar.mxnet.sgd(0.1))),
-        "mxnet_sgd is an updater with a state for each key",
-        "give it alone as optimizer=, or an optimizer of optax here",
-    ),
-    "an updater in MultiSteps": (
-        lambda: kv.from_params(PAIR, optimizer=optax.MultiSteps(jaxpar.mxnet.sgd(0.1), 2)),
-        "mxnet_sgd is an updater with a state for each key",
-    ),
-    "params of lookahead": (
-        lambda: kv.from_params(optax.LookaheadParams.init_synced(PAIR)),
-        "got LookaheadParams",
-        "give the fast params",
-    ),
-    # the store
-    "a string for devices": (lambda: kv.create(devices="cpu"), "a list of devices", "got 'cpu'"),
-    "strings as devices": (lambda: kv.create(devices=["cpu:0"]), "a list of devices", "['cpu:0']"),
-    "numbers as devices": (lambda: kv.create(devices=[0, 1]), "a list of devices", "[0, 1]"),
-    "a number for devices": (lambda: kv.create("device", devices=4), *NO_DEVICES),
-    "one device": (lambda: kv.create(devices=DEVICES[0]), "a list of devices", "write [device] for one"),
-    "an argument twice": (lambda: from_params(params=PARAMS), "params is given twice", "by name"),
-    "the function of an optimizer": (lambda: from_params(optimizer=optax.sgd), "expected an optax", "sgd(0.1)"),
-    "a word for an optimizer": (lambda: from_params(optimizer="sgd"), "optax.sgd(0.1)", "'sgd'"),
-    "an optimizer's state": (lambda: from_params(optimizer=TX.init(PARAMS)), "got a tuple of 2"),
-    "a store for params": (lambda: kv.from_params(STORE), "got a KVStore", "kv.to_params(store)"),
-    "a state for params": (lambda: kv.from_params(state()), "got a TrainState", "state.params"),
-    "a model for params": (lambda: kv.from_params(apply), "expected an array", "eqx.partition", "nnx.split"),
-    "a number for a mesh": (lambda: from_params(mesh=4), "mesh must be a jax.sharding.Mesh or None, got 4"),
-    "a word for a rule": (lambda: from_params(mesh=MESH, sharding="fsdp"), "'w' must be a rule", "got 'fsdp'"),
-    "the store forgotten": (lambda: kv.push(3, jnp.ones(2)), "value is missing", "kv.push(store, key, value)"),
-    "params for the store": (lambda: kv.push(PARAMS, 3, jnp.ones(2)), "store must be a KVStore", "got a dict"),
-    "a state for the store": (lambda: kv.pull(state(), 0), "must be a KVStore", "got a TrainState; give its .store"),
-    "a name in a store of ints": (lambda: kv.init(STORE, "w", jnp.ones(2)), "'w'", "kv.names(store)"),
-    "a name pushed": (lambda: kv.push(STORE, "w", jnp.ones(2)), "must be an int", "'w'", "kv.names(store)"),
-    "a key of no kind": (lambda: kv.push(STORE, 3.0, jnp.ones(2)), "must be an int, got 3.0"),
-    "a tuple of keys": (lambda: kv.push(STORE, (3,), [jnp.ones(2)]), "must be an int", "(3,)", "give a list of ints"),
-    "a list of keys": (lambda: kv.push(STORE, [3], jnp.ones(2)), "value must be a list", "keys [3]", "float32[2]"),
-    "a number for an axis": (lambda: kv.push(STORE, 3, jnp.ones(2), axis_name=0), "axis_name", "got 0"),
-    "a number for devices to pull to": (lambda: kv.pull(STORE, 3, devices=4), "jax.devices()[:4]"),
-    "an item of a store": (lambda: STORE[3], "no items", "kv.pull(store, 3)"),
-    "an item set": (lambda: operator.setitem(STORE, 3, 1), "never changes", "store = kv.push(store, 3, value)"),
-    "MXNet's order of an updater": (lambda: kv.set_updater(STORE, mxnet_order), "pushed, stored", "another order"),
-    "another order of Updater.update": (lambda: kv.set_updater(STORE, STATE_LAST), "another order"),
-    "an updater of two": (lambda: kv.set_updater(STORE, lambda pushed, stored: stored), "got <lambda>(pushed, stored)"),
-    "a rate for an optimizer": (lambda: kv.set_optimizer(STORE, 0.1), "such as optax.sgd(0.1); got 0.1"),
-    "compression as keywords": (lambda: compress(type="2bit"), "no argument 'type'", "known are store, spec"),
-    "rows by floats": (lambda: kv.row_sparse_pull(ROWS, 0, jnp.full(2, 0.5)), "row ids must be integers"),
-    # updaters
-    "a misspelt rate": (lambda: updaters.mxnet_sgd(lerning_rate=0.1), "write learning_rate=0.1"),
-    "from_optax of a function": (lambda: updaters.from_optax(optax.sgd), "call it first, sgd(0.1)"),
-    "stateless of an optimizer": (lambda: updaters.stateless(TX), "kv.set_optimizer takes an optax"),
-    # compression and rows
-    "a word for a compression": (lambda: compression.make("2bit"), "spec must be a dict, got '2bit'"),
-    "a table for rows": (lambda: sparse.to_dense(jnp.ones((3, 2))), "rows must be a RowSparse", "got float32[3,2]"),
-    # the step
-    "a misspelt option": (lambda: make_step(LOSS, acumulate=2), "'acumulate'; did you mean accumulate?"),
-    "an optimizer for the step": (lambda: make_step(LOSS, optimizer=TX), "'optimizer'; give the optimizer to train"),
-    "a misspelt dtype": (lambda: make_step(LOSS, compute_dtype="bfloat"), "compute_dtype='bfloat'"),
-    "the function of a transform": (lambda: make_step(LOSS, grad_transform=optax.clip), "grad_transform", "call it"),
-    "a loss of two arguments": (lambda: make_step(lambda params, batch: (0.0, {})), "got <lambda>(params, batch)"),
-    "a loss that wants a model state": (lambda: step_of(lambda params, batch, rng, state: 0), "model_state=..."),
-    "a loss of each example": (lambda: step_of(each), "the loss must be a scalar, the mean over the examples", "(2,)"),
-    "a loss without aux": (lambda: step_of(lambda p, b, r: total(p)), "must return (loss, aux)", "a dict", "float32[]"),
-    "logits for a loss": (lambda: step_of(LOGITS), "loss_fn must be a function of (params", "float32[8,3]"),
-    "a gradient for a loss": (lambda: step_of(jax.grad(LOSS, has_aux=True)), "leave out jax.grad"),
-    "a gradient and a value": (lambda: step_of(jax.value_and_grad(LOSS, has_aux=True)), "a scalar", "leave out"),
-    "a loss of integers": (lambda: step_of(lambda *args: (jnp.int32(3), {})), "floating", "got int32"),
-    "words in aux": (lambda: step_of(lambda p, b, r: (total(p), {"a": "x"})), "'a' in aux", "got 'x'"),
-    "a list for aux": (lambda: step_of(lambda p, b, r: (total(p), [])), "with aux a dict"),
-    "logits for a model": (lambda: train.classification_loss(LOGITS), "the function apply_fn", "float32[8,3]"),
-    "params for the store of a state": (lambda: train.create_state(PARAMS, 0), "store must be a KVStore", "got a dict"),
-    "a number for devices of a state": (lambda: train.create_state(from_params(), 0, devices=4), *NO_DEVICES),
-    "no random key": (lambda: train.create_state(from_params()), "rng is missing", "(store, rng)"),
-    "a word for a random key": (lambda: train.create_state(from_params(), "0"), "jax.random.key(0), got '0'"),
-    "NumPy's generator": (lambda: train.create_state(from_params(), np.random.default_rng(0)), "jax.random.key(0)"),
-    "a batch of lists": (lambda: STEP(state(), {"image": [[1.0]], "label": [0]}), "batch['image'][0][0]"),
-    "a batch of words": (lambda: STEP(state(), {**BATCH, "label": np.array(["a"])}), "batch['label'] must be an array"),
-    "a tuple for a batch": (lambda: STEP(state(), tuple(BATCH.values())), '"image" and "label"', "a tuple of 2"),
-    "a data set for a batch": (lambda: STEP(state(), ARRAYS), "batch must be an array", "got a Dataset"),
-    "a store for the state": (lambda: STEP(from_params(), BATCH), "expected a state", "train.create_state", "KVStore"),
-    # fit
-    "params for a state": (lambda: train.fit(PARAMS, STEP, ARRAYS, **FIT), "expected a state", "got a dict"),
-    "a store for a state": (lambda: train.fit(from_params(), STEP, ARRAYS, **FIT), "create_state", "got a KVStore"),
-    "a loss for a step": (lambda: train.fit(state(), LOSS, ARRAYS, **FIT), "(state, batch)", "make_train_step"),
-    "an optimizer for a step": (lambda: train.fit(state(), TX, ARRAYS, **FIT), "(state, batch)", "make_train_step"),
-    "a tuple for the data of fit": (lambda: train.fit(state(), STEP, tuple(BATCH.values()), **FIT), A_DATA_SET),
-    "an array for the data of fit": (lambda: train.fit(state(), STEP, BATCH["image"], **FIT), A_DATA_SET),
-    "epochs without a name": (lambda: train.fit(state(), STEP, ARRAYS, 5, 8), "got 5 arguments", "epochs=..."),
-    "early stopping": (lambda: fit(early_stopping=True), "'early_stopping'", "callbacks=train.EarlyStopping("),
-    "patience": (lambda: fit(patience=3), "'patience'", "train.EarlyStopping(patience=3)"),
-    "validation data": (lambda: fit(validation_data=ARRAYS), "'validation_data'", "test_data="),
-    "a split": (lambda: fit(validation_split=0.1), "validation_split", "= data.split(data.Dataset(x, y)"),
-    "weights of classes": (lambda: fit(class_weight={0: 2.0}), "class_weight", "return ((w * losses).sum(), w.sum())"),
-    "Keras's x and y": (lambda: train.fit(state(), STEP, LOGITS, 8, **FIT), "got 4 arguments", "data.Dataset(x, y)"),
-    "a rate for fit": (lambda: fit(learning_rate=0.1), "'learning_rate'; give the optimizer to train.start"),
-    "verbose": (lambda: fit(verbose=1), "'verbose'; write progress="),
-    "shuffle": (lambda: fit(shuffle=True), "'shuffle'; fit shuffles by state.rng"),
-    "a misspelt option of fit": (lambda: fit(num_epochs=1), "did you mean epochs?"),
-    "half an epoch": (lambda: fit(epochs=1.5), "epochs must be an int of 1 or more, got 1.5"),
-    "a name for data": (lambda: train.fit(state(), STEP, "mnist", **FIT), "data.load('mnist')"),
-    "the class of a callback": (lambda: fit(callbacks=train.LivePlot), "not a class; write LivePlot("),
-    "a callback of one argument": (lambda: fit(callbacks=lambda state: None), "(state, record), got <lambda>(state)"),
-    "a number for a folder": (lambda: fit(checkpoint_dir=3), "checkpoint_dir must be a path", "got 3"),
-    "model and params swapped": (lambda: evaluate(apply, PARAMS, ARRAYS), "expected a function, got a dict", "order"),
-    "a list to evaluate": (lambda: evaluate(PARAMS, apply, [1]), "a data.Dataset", "data.collect(loader)"),
-    "times for the data of mistakes": (
-        lambda: train.plot_mistakes(train.mistakes(PARAMS, apply, OTHERS), np.array(["2026"], "datetime64[Y]")),
-        *("plot_mistakes: data must be a Dataset", "got datetime64[Y][1]"),
-    ),
-    "both results of fit": (lambda: train.plot_history((1, [])), "the history, the second result of train.fit"),
-    # data
-    "PyTorch's train=": (lambda: data.load(train=True), "data.load(name, 'train')"),
-    "arrays for a data set": (lambda: data.batches(tuple(BATCH.values()), 8), "a tuple of 2", "data.Dataset(images"),
-    "shuffled batches": (lambda: data.batches(ARRAYS, 8, shuffle=True), "give rng=jax.random.key(0)"),
-    "batches of words": (lambda: data.batches(ARRAYS, "8"), "batch_size must be an int", "got '8'"),
-    "a number to collect": (lambda: data.collect(3), "elements must be an iterable, got 3"),
-    # parallel
-    "a word for a device": (lambda: parallel.copy_to(PARAMS, "cpu"), ONE_DEVICE, "got 'cpu'"),
-    "devices for a device": (lambda: parallel.copy_to(PARAMS, DEVICES), ONE_DEVICE, "got a list of 4"),
-    "a number for devices to load to": (lambda: parallel.split_and_load(np.ones(8), 4), *NO_DEVICES),
-    "a number for devices to copy to": (lambda: parallel.replicate(PARAMS, 4), *NO_DEVICES),
-    "an array to allreduce": (lambda: parallel.allreduce(jnp.ones(3)), "a list of arrays", "jax.lax.psum"),
-    "no axis for spmd": (lambda: parallel.spmd(apply), "axis_name is missing", "axis_name=..."),
-    # checkpoints
-    "state and path swapped": (lambda: checkpoint.save(state(), "path"), "the first argument", "a TrainState"),
-    "restore without a state": (lambda: checkpoint.restore("path"), "like is missing", "(path, like)"),
-    "a function saved": (lambda: checkpoint.save("path", {"f": apply}), "leaf 'f' must be an array"),
-    # pictures
-    "a word for an array": (lambda: plot("x"), "images='x', which is not an array", "jax.ShapeDtypeStruct"),
-    "a misspelt option of a picture": (lambda: plot(BATCH["image"], tittle="x"), "did you mean title?"),
-    "a word for attributes": (lambda: plot(BATCH["image"], node_attrs="oval"), "a dict of names and values such as"),
-    "a name for a file": (lambda: viz.print_summary(apply, PARAMS, BATCH["image"], file="x"), "an open file"),
-    # models
-    "images and params swapped": (lambda: lenet.apply(jnp.ones((2, 28, 28, 1)), lenet.init(KEY)), "lenet.init"),
-    "ids that are no integers": (lambda: factors.apply(PARAMS, jnp.ones(2), jnp.ones(2)), "user_ids must be integers"),
-}
-VALUES = {
-    "labels of the trained part": (
-        lambda: train.start(PAIR, optax.multi_transform({"x": optax.sgd(0.1)}, {"a": "x"}), LOSS, frozen="b"),
-        "labels or the mask",
-        "name all params, those that frozen= leaves out too",
-    ),
-    "a mask of the trained part": (
-        lambda: kv.from_params(PAIR, optimizer=optax.masked(optax.sgd(0.1), {"a": True}), frozen="b"),
-        "labels or the mask",
-        "name all params, those that frozen= leaves out too",
-    ),
-    # the store
-    "an unknown kind": (lambda: kv.create("devcie"), "unknown kind 'devcie'", "did you mean 'device'?"),
-    "a negative size": (lambda: kv.create(bucket_bytes=-1), "bucket_bytes", "0 or more, got -1"),
-    "staleness of another kind": (lambda: kv.create("device", staleness=2), "staleness=2", "'dist_async'"),
-    "no params": (lambda: kv.from_params(None, optimizer=TX), "params is None", "nothing to train"),
-    "an axis of no mesh": (lambda: from_params(mesh=MESH, sharding=parallel.fsdp("model")), "'w'", "axis 'model'"),
-    "a row too many": (lambda: kv.row_sparse_pull(ROWS, 0, np.array([9])), "row 9", "rows are 0 to 3"),
-    # updaters
-    "a negative rate": (lambda: updaters.mxnet_sgd(-1.0), "learning_rate must be", "0 or more", "got -1.0"),
-    # compression and rows
-    "rows of another length": (lambda: sparse.RowSparse(np.arange(2), np.ones((3, 2)), (4, 2)), "of shape (2, 2)"),
-    # the step
-    "a misspelt engine": (lambda: make_step(LOSS, engine="pmpa"), "did you mean 'pmap'?"),
-    "a batch of 6": (lambda: STEP(state(), SIX), "a batch of 6", "4 devices", "use a batch of 4 or 8, or pad it"),
-    # fit
-    "no optimizer": (lambda: train.fit(without_optimizer(), STEP, ARRAYS, **FIT), "no optimizer", "optax.sgd(0.1)"),
-    "no epochs": (lambda: train.fit(state(), STEP, ARRAYS, batch_size=8), "epochs= or max_steps="),
-    "batches of 6": (lambda: fit(batch_size=6), "6 cannot", "4 devices", "use a batch of 4 or 8"),
-    "a batch larger than the data": (lambda: fit(batch_size=16), "no whole batch of 16", "smaller"),
-    "test data only": (lambda: fit(test_data=ARRAYS), "test_data"),
-    "a word for resume": (lambda: fit(resume="yes"), "'auto', True or False, got 'yes'"),
-    "a table for metrics": (lambda: fit(metrics_file="m.csv"), "JSON lines", "to_pandas"),
-    # data
-    "a misspelt data set": (lambda: data.load("fashion_mnsit"), "did you mean fashion_mnist?"),
-    "a misspelt source": (lambda: data.load(source="debain"), "did you mean 'debian'?"),
-    "an array of 6": (lambda: parallel.split_and_load(np.ones(6), DEVICES), "use a batch of 4 or 8, or even_split=F"),
-    # pictures
-    "a misspelt theme": (lambda: plot(BATCH["image"], theme="drak"), "did you mean 'dark'?"),
-    # models
-    "images without channels": (lambda: lenet.apply(lenet.init(KEY), jnp.ones((2, 28, 28))), "28, 28, 1), got (2, 28"),
-    "a negative size of a table": (lambda: factors.init(KEY, -3, 3, 2), "users must be an int of 1 or more, got -3"),
-}
-NAMES = {
-    "an axis outside": (lambda: push_over_data(STORE, jnp.ones(2)), *NO_AXIS),
-    "an axis outside, in a jit": (lambda: jax.jit(push_over_data)(STORE, jnp.ones(2)), *NO_AXIS),
-}
-ATTRIBUTES = {
-    "a method of a store": (lambda: STORE.push(3, jnp.ones(2)), "'push'", "store = kv.push(store, ...)"),
-    "a parameter of a store": (lambda: STORE.weight, "'KVStore' object has no attribute 'weight'"),
-    "the package's verb": (lambda: jaxpar.fit, "no attribute 'fit'; write jp.train.fit"),
-    "a misspelt module": (lambda: jaxpar.dat, "did you mean data?"),
-}
-TABLES = {TypeError: TYPES, ValueError: VALUES, NameError: NAMES, AttributeError: ATTRIBUTES}
-MISTAKES = {what: (error, *row) for error, rows in TABLES.items() for what, row in rows.items()}
+def save_and_restore(like):
+    folder = Path(tempfile.mkdtemp())  # a call of a row leaves nothing in the working directory
+    checkpoint.save(folder / "saved", start())
+    checkpoint.restore(folder / "saved", like)
 
 
-@pytest.mark.parametrize("what", MISTAKES)
-def test_a_likely_mistake_is_answered(what, tmp_path, monkeypatch):
-    """It is jaxpar that raises, neither JAX nor Python, and nothing has happened by then."""
+# By room: the error, the call, words of the message in their order, and what to do.
+T, V, R, A, N = TypeError, ValueError, RuntimeError, AttributeError, NameError
+MISTAKES = {
+    "The store": {
+        "an unknown kind": (
+            V,
+            lambda: kv.create("devcie"),
+            ["unknown kind 'devcie'", "did you mean 'device'?"],
+            "Write one of the kinds that the message lists.",
+        ),
+        "a number of devices": (
+            T,
+            lambda: kv.create("device", devices=4),
+            ["devices must be a list of devices", "jax.devices()[:4]"],
+            "Give devices, `jax.devices()[:4]`.",
+        ),
+        "a word for devices": (
+            T,
+            lambda: kv.create(devices="cpu"),
+            ["devices must be a list of devices", "got 'cpu'"],
+            'Give devices, `jax.devices("cpu")`.',
+        ),
+        "the state for the store": (
+            T,
+            lambda: kv.pull(state(), 0),
+            ["store must be a KVStore", "got a TrainState; give its .store"],
+            "Give `state.store`.",
+        ),
+        "params for the store": (
+            T,
+            lambda: kv.push(PARAMS, 3, jnp.ones(2)),
+            ["store must be a KVStore", "got a dict"],
+            "Make a store first: `kv.from_params(params)`.",
+        ),
+        "a name in a store of numbers": (
+            T,
+            lambda: kv.push(STORE, "w", jnp.ones(2)),
+            ["must be an int", "'w'", "kv.names(store)"],
+            "`kv.from_params` makes a store whose keys have names.",
+        ),
+        "a key that is not there": (
+            KeyError,
+            lambda: kv.push(STORE, 4, jnp.ones(2)),
+            ["key 4 was never initialised", "[3]", "kv.init"],
+            "Call `kv.init` with the key first.",
+        ),
+        "several keys in a tuple": (
+            T,
+            lambda: kv.push(STORE, (3,), [jnp.ones(2)]),
+            ["must be an int", "(3,)", "give a list of ints"],
+            "Write the keys as a list.",
+        ),
+        "one value for a list of keys": (
+            T,
+            lambda: kv.push(STORE, [3], jnp.ones(2)),
+            ["value must be a list", "keys [3]", "float32[2]"],
+            "Give a list of values, one for each key.",
+        ),
+        "another shape": (
+            V,
+            lambda: kv.push(STORE, 3, jnp.ones(3)),
+            ["expected shape (2,)", "got (3,)"],
+            "Push arrays of the shape that the key has. Nothing is broadcast.",
+        ),
+        "a call as of MXNet's object": (
+            A,
+            lambda: STORE.push(3, jnp.ones(2)),
+            ["'push'", "store = kv.push(store, ...)"],
+            "Functions return a new store: `store = kv.push(store, 3, grad)`.",
+        ),
+        "an item of a store": (T, lambda: STORE[3], ["no items", "kv.pull(store, 3)"], "`kv.pull(store, 3)`"),
+        "an item set": (
+            T,
+            lambda: operator.setitem(STORE, 3, 1),
+            ["never changes", "store = kv.push(store, 3, value)"],
+            "`store = kv.push(store, 3, value)`",
+        ),
+        "an axis that is not there": (
+            N,
+            lambda: push_over_data(STORE, jnp.ones(2)),
+            ["no pmap or shard_map around this call has the axis axis_name='data'", "leave it out"],
+            "Leave out `axis_name` outside of `pmap` and `shard_map`.",
+        ),
+        "the function of an optimizer": (
+            T,
+            lambda: from_params(optimizer=optax.sgd),
+            ["expected an optax", "sgd(0.1)"],
+            "Call it: `optax.sgd(0.1)`.",
+        ),
+        "a word for an optimizer": (
+            T,
+            lambda: from_params(optimizer="sgd"),
+            ["optax.sgd(0.1)", "'sgd'"],
+            "Give `optax.sgd(0.1)`.",
+        ),
+        "no params": (
+            V,
+            lambda: kv.from_params(None, optimizer=TX),
+            ["params is None", "nothing to train"],
+            "Look at what the init function returned.",
+        ),
+        "a model for params": (
+            T,
+            lambda: kv.from_params(apply),
+            ["expected an array", "eqx.partition", "nnx.split"],
+            "Give the arrays of the model only, see [your model](your_model.md).",
+        ),
+        "masks of the trained part": (
+            V,
+            lambda: kv.from_params(PAIR, optimizer=optax.masked(optax.sgd(0.1), {"a": True}), frozen="b"),
+            ["labels or the mask", "name all params, those that frozen= leaves out too"],
+            "Labels and masks name all params.",
+        ),
+        "MXNet's order of an updater": (
+            T,
+            lambda: kv.set_updater(STORE, mxnet_order),
+            ["pushed, stored", "another order"],
+            "Write `def updater(key, pushed, stored)`. MXNet's computes other numbers without an error.",
+        ),
+        "an updater of two": (
+            T,
+            lambda: kv.set_updater(STORE, lambda pushed, stored: stored),
+            ["(key, pushed, stored)", "got <lambda>(pushed, stored)"],
+            "Write `def updater(key, pushed, stored)`.",
+        ),
+        "an updater of one key in a chain": (
+            T,
+            lambda: kv.from_params(PAIR, optimizer=optax.chain(optax.clip(1.0), jaxpar.mxnet.sgd(0.1))),
+            ["mxnet_sgd is an updater with a state for each key", "give it alone as optimizer="],
+            "Give it alone, or an optimizer of optax in the chain.",
+        ),
+        "row ids as floats": (
+            T,
+            lambda: kv.row_sparse_pull(ROWS, 0, jnp.full(2, 0.5)),
+            ["row ids must be integers"],
+            "`ids.astype(int)`",
+        ),
+        "a row too many": (
+            V,
+            lambda: kv.row_sparse_pull(ROWS, 0, np.array([9])),
+            ["row 9", "rows are 0 to 3"],
+            "Rows are counted from 0.",
+        ),
+    },
+    "The training step": {
+        "a state that a step took": (
+            R,
+            lambda: STEP(taken(), BATCH),
+            ["this state was donated to a step", "state, metrics = step(state, batch)", "device_get"],
+            "Write `state, metrics = step(state, batch)`, and use the new state.",
+        ),
+        "params of a state that a step took": (
+            R,
+            lambda: taken().params,
+            ["state.params", "this state was donated to a step", "device_get"],
+            "Read them before the step, or from the new state.",
+        ),
+        "the store for the state": (
+            T,
+            lambda: STEP(from_params(), BATCH),
+            ["expected a state", "train.create_state", "KVStore"],
+            "`train.create_state(store, 0)`, or begin with `train.start`.",
+        ),
+        "params for the store of a state": (
+            T,
+            lambda: train.create_state(PARAMS, 0),
+            ["store must be a KVStore", "got a dict"],
+            "`train.create_state(kv.from_params(params, optimizer=tx), 0)`",
+        ),
+        "a word for a random key": (
+            T,
+            lambda: train.create_state(from_params(), "0"),
+            ["jax.random.key(0)", "got '0'"],
+            "Give an int or `jax.random.key(0)`.",
+        ),
+        "a batch that devices cannot share": (
+            V,
+            lambda: STEP(state(), SIX),
+            ["a batch of 6", "4 devices", "use a batch of 4 or 8"],
+            "Use a batch that the number of devices divides.",
+        ),
+        "a batch of lists": (
+            T,
+            lambda: STEP(state(), {"image": [[1.0]], "label": [0]}),
+            ["batch['image'][0][0]"],
+            "Make arrays: `np.array(batch)`.",
+        ),
+        "a tuple for a batch": (
+            T,
+            lambda: STEP(state(), tuple(BATCH.values())),
+            ['"image" and "label"', "a tuple of 2"],
+            '`{"image": x, "label": y}`, or a loss function that takes the tuple.',
+        ),
+        "one-hot labels": (
+            T,
+            lambda: STEP(state(), {**BATCH, "label": np.eye(3, dtype=np.float32)[np.zeros(8, int)]}),
+            ["classification_loss: labels", "(n,)", "labels.argmax(-1)"],
+            "`labels.argmax(-1)`",
+        ),
+        "labels as floats": (
+            T,
+            lambda: STEP(state(), {**BATCH, "label": np.zeros(8, np.float32)}),
+            ["classification_loss: labels", "(n,)", "labels.astype(int)"],
+            "`labels.astype(int)`",
+        ),
+        "a loss of two arguments": (
+            T,
+            lambda: make_step(lambda params, batch: (0.0, {})),
+            ["(params, batch, rng)", "got <lambda>(params, batch)"],
+            "`def loss_fn(params, batch, rng)`. `rng` may stay unused.",
+        ),
+        "a loss of each example": (
+            T,
+            lambda: step_of(each),
+            ["the loss must be a scalar, the mean over the examples"],
+            "Return `losses.mean()`.",
+        ),
+        "a loss without aux": (
+            T,
+            lambda: step_of(lambda p, b, r: total(p)),
+            ["must return (loss, aux)", "a dict"],
+            "`return loss, {}`",
+        ),
+        "a gradient for a loss": (
+            T,
+            lambda: step_of(jax.grad(LOSS, has_aux=True)),
+            ["leave out jax.grad"],
+            "Give the loss itself.",
+        ),
+        "a misspelt engine": (
+            V,
+            lambda: make_step(LOSS, engine="pmpa"),
+            ["did you mean 'pmap'?"],
+            "Write one of the engines that the message lists.",
+        ),
+        "the optimizer for the step": (
+            T,
+            lambda: make_step(LOSS, optimizer=TX),
+            ["'optimizer'; give the optimizer to train.start"],
+            "`train.start(params, optimizer, loss_fn)`",
+        ),
+    },
+    "fit": {
+        "a state that a step took, for fit": (
+            V,
+            lambda: train.fit(taken(), STEP, ARRAYS, **FIT),
+            ["use the state that"],
+            "Use the state that the step or `fit` returned.",
+        ),
+        "params for a state": (
+            T,
+            lambda: train.fit(PARAMS, STEP, ARRAYS, **FIT),
+            ["expected a state", "got a dict"],
+            "`state, step = train.start(params, optimizer, loss_fn)`",
+        ),
+        "a loss for a step": (
+            T,
+            lambda: train.fit(state(), LOSS, ARRAYS, **FIT),
+            ["(state, batch)", "make_train_step"],
+            "`train.make_train_step(loss_fn)`",
+        ),
+        "no optimizer": (
+            V,
+            lambda: train.fit(without_optimizer(), STEP, ARRAYS, **FIT),
+            ["no optimizer", "optax.sgd(0.1)"],
+            "`kv.from_params(params, optimizer=optax.sgd(0.1))`",
+        ),
+        "no epochs": (
+            V,
+            lambda: train.fit(state(), STEP, ARRAYS, batch_size=8),
+            ["epochs= or max_steps="],
+            "Give one of the two.",
+        ),
+        "a batch_size that devices cannot share": (
+            V,
+            lambda: fit(batch_size=6),
+            ["6 cannot", "4 devices", "use a batch of 4 or 8"],
+            "Use a multiple of the number of devices.",
+        ),
+        "a batch larger than the data": (
+            V,
+            lambda: fit(batch_size=16),
+            ["no whole batch of 16", "smaller"],
+            "Use a smaller batch_size.",
+        ),
+        "a callback of one argument": (
+            T,
+            lambda: fit(callbacks=lambda state: None),
+            ["(state, record)", "got <lambda>(state)"],
+            "`def callback(state, record)`. It is checked before the first epoch.",
+        ),
+        "the class of a callback": (
+            T,
+            lambda: fit(callbacks=train.LivePlot),
+            ["not a class", "LivePlot("],
+            "`train.LivePlot(...)`",
+        ),
+        "Keras's validation_data": (
+            T,
+            lambda: fit(validation_data=ARRAYS),
+            ["'validation_data'", "test_data="],
+            "`test_data=..., apply_fn=...`",
+        ),
+        "Keras's patience": (
+            T,
+            lambda: fit(patience=3),
+            ["'patience'", "train.EarlyStopping(patience=3)"],
+            "`callbacks=train.EarlyStopping(patience=3)`",
+        ),
+        "Keras's class_weight": (
+            T,
+            lambda: fit(class_weight={0: 2.0}),
+            ["class_weight", "return ((w * losses).sum(), w.sum())"],
+            "Weigh in the loss function.",
+        ),
+        "Keras's verbose": (T, lambda: fit(verbose=1), ["'verbose'; write progress="], "`progress=False`"),
+    },
+    "Data": {
+        "an array for data": (
+            T,
+            lambda: train.fit(state(), STEP, BATCH["image"], **FIT),
+            ["data.Dataset(images, labels) or data.f"],
+            "`data.Dataset(images, labels)`, or `data.from_arrays`.",
+        ),
+        "a name for data": (
+            T,
+            lambda: train.fit(state(), STEP, "mnist", **FIT),
+            ["data.load('mnist')"],
+            "`data.load('mnist')`",
+        ),
+        "a misspelt data set": (
+            V,
+            lambda: data.load("fashion_mnsit"),
+            ["did you mean fashion_mnist?"],
+            "Write one of the names that the message lists.",
+        ),
+        "PyTorch's train=": (
+            T,
+            lambda: data.load(train=True),
+            ["data.load(name, 'train')"],
+            "`data.load(name, 'train')`",
+        ),
+        "shuffled batches": (
+            T,
+            lambda: data.batches(ARRAYS, 8, shuffle=True),
+            ["give rng=jax.random.key(0)"],
+            "`rng=jax.random.key(0)`",
+        ),
+        "an array of six for four devices": (
+            V,
+            lambda: parallel.split_and_load(np.ones(6), DEVICES),
+            ["use a batch of 4 or 8, or even_split=F"],
+            "Use a multiple, or `even_split=False`.",
+        ),
+    },
+    "Evaluation": {
+        "model and params swapped": (
+            T,
+            lambda: evaluate(apply, PARAMS, ARRAYS),
+            ["expected a function, got a dict", "order"],
+            "`train.evaluate(params, apply_fn, data)`",
+        ),
+        "a list to evaluate": (
+            T,
+            lambda: evaluate(PARAMS, apply, [1]),
+            ["a data.Dataset", "data.collect(loader)"],
+            "`data.collect(loader)` makes a data set of a loader.",
+        ),
+        "evaluation of a state that a step took": (
+            R,
+            lambda: evaluate(taken(), apply, ARRAYS),
+            ["this state was donated to a step", "device_get"],
+            "Evaluate the new state.",
+        ),
+    },
+    "Checkpoints": {
+        "state and path swapped": (
+            T,
+            lambda: checkpoint.save(state(), "path"),
+            ["the first argument", "a TrainState"],
+            "`checkpoint.save(path, state)`",
+        ),
+        "nothing there": (
+            FileNotFoundError,
+            lambda: checkpoint.restore("none", state()),
+            ["there is nothing at", "none"],
+            "Look at the path that the message has in full.",
+        ),
+        "a wider model": (
+            V,
+            lambda: save_and_restore(start({"w": jnp.zeros((5, 3))})),
+            ["('w')", "expected float32[5,3]", "found float32[4,3]"],
+            "Restore into the model that was saved.",
+        ),
+        "renamed params": (
+            V,
+            lambda: save_and_restore(start({"v": jnp.zeros((4, 3))})),
+            ["('v')", "('w')", "was the model changed?"],
+            "Restore into the model that was saved.",
+        ),
+    },
+    "Pictures": {
+        "a word for an array": (
+            T,
+            lambda: plot("x"),
+            ["images='x', which is not an array", "jax.ShapeDtypeStruct"],
+            "Give an array, or `jax.ShapeDtypeStruct(shape, dtype)`.",
+        ),
+        "a misspelt theme": (V, lambda: plot(BATCH["image"], theme="drak"), ["did you mean 'dark'?"], '`theme="dark"`'),
+        "a model for the function": (
+            T,
+            lambda: viz.plot_network(jaxpar.models),
+            ["expected a function and then its arguments", "got a module"],
+            "`viz.plot_network(apply, params, images)`",
+        ),
+    },
+    "Coming from MXNet": {
+        "out=": (
+            T,
+            lambda: kv.pull(STORE, 3, out=jnp.ones(2)),
+            ["'out'", "value = kv.pull(store, key)"],
+            "`value = kv.pull(store, key)`",
+        ),
+        "priority=": (
+            T,
+            lambda: kv.push(STORE, 3, jnp.ones(2), priority=-1),
+            ["'priority'", "leave it out"],
+            "Leave it out.",
+        ),
+        "kvstore=": (
+            T,
+            lambda: train.start(PARAMS, TX, LOSS, kvstore=None),
+            ["'kvstore'", "call it kind"],
+            '`kind="device"`',
+        ),
+        "mx.mod.Module": (
+            A,
+            lambda: jaxpar.mxnet.Module,
+            ["no attribute 'Module'", "mxnet.load_symbol"],
+            "`mxnet.load_symbol(path)`, then `train.start` and `train.fit`, see [from MXNet](from_mxnet.md).",
+        ),
+        "mx.io.ImageRecordIter": (
+            A,
+            lambda: jaxpar.mxnet.ImageRecordIter,
+            ["no attribute 'ImageRecordIter'", "mxnet.image_record_source"],
+            "`mxnet.image_record_source(rec, batch_size)`",
+        ),
+        "path_imgidx=": (
+            T,
+            lambda: jaxpar.mxnet.image_record_source("a.rec", 8, path_imgidx="a.idx"),
+            ["'path_imgidx'", "call it idx"],
+            '`idx="a.idx"`',
+        ),
+    },
+}
+ROWS_OF_ALL = {what: row for rows in MISTAKES.values() for what, row in rows.items()}
+PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
+
+
+@pytest.mark.parametrize("what", ROWS_OF_ALL)
+def test_a_mistake_that_people_make(what, tmp_path, monkeypatch):
+    """It is jaxpar that raises, with one traceback, and nothing has happened by then."""
     monkeypatch.chdir(tmp_path)
-    error, call, *words = MISTAKES[what]
+    error, call, words, _ = ROWS_OF_ALL[what]
     before = kv.pull(STORE, 3).tolist()
     mistake(call, error, *words)
     with pytest.raises(error) as caught:
@@ -391,3 +664,25 @@ def test_a_likely_mistake_is_answered(what, tmp_path, monkeypatch):
     assert not is_donated(state())
     assert kv.pull(STORE, 3).tolist() == before
     assert not list(tmp_path.iterdir())
+
+
+def page():
+    lines = [
+        "# What an error means, and what to do",
+        "",
+        "The mistakes that people make most, by room. Each is raised before any work: no state is lost, no file is "
+        "written. Other wrong calls end in the words of Python or JAX.",
+    ]
+    for room, rows in MISTAKES.items():
+        lines += ["", f"## {room}", "", "| mistake | what it says | what to do |", "|---|---|---|"]
+        for what, (error, _, words, do) in rows.items():
+            lines.append(f"| {what} | `{error.__name__}: {' ... '.join(words)}` | {do} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_of_errors_is_the_table():
+    assert PAGE.read_text() == page()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

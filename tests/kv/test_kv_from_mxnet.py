@@ -42,23 +42,13 @@ def test_other_kinds_name_the_one_to_use(name, use):
 ARGUMENTS = {
     "out": (lambda: kv.pull(STORE, 3, out=ONES), r"kv.pull: .*'out'.*value = kv.pull\(store, key\)"),
     "out_pushpull": (lambda: kv.pushpull(STORE, 3, ONES, out=ONES), r"kv.pushpull: .*'out'"),
-    "out_positional": (lambda: kv.pull(STORE, 3, ONES), r"kv.pull: got 3 .*pull\(store, key, devices=.*no out="),
     "priority": (lambda: kv.push(STORE, 3, ONES, priority=-1), "kv.push: .*'priority'; leave it out"),
-    "priority_positional": (lambda: kv.push(STORE, 3, ONES, -1), r"kv.push: got 4 .*push\(store, key, value, axis"),
     "ignore_sparse": (lambda: kv.pull(STORE, 3, ignore_sparse=False), "row_sparse_pull reads some rows"),
-    "rows": (lambda: kv.row_sparse_pull(STORE, 3, ONES, [0]), "got 4 .*at most 3"),
     "rows_out": (lambda: kv.row_sparse_pull(STORE, 3, row_ids=[0], out=ONES), "'out'"),
     "broadcast": (lambda: kv.broadcast(kv.create(), 3, ONES, out=ONES), "kv.broadcast: .*'out'"),
     "name": (lambda: kv.create(name="device"), "'name'; call it kind"),
     "compression": (lambda: kv.set_gradient_compression(STORE, compression_params={}), "second argument"),
     "optimizer": (lambda: kv.set_optimizer(STORE, optimizer=optax.sgd(1.0)), "second argument"),
-    "misspelt": (lambda: kv.pull(STORE, 3, device=jax.devices()), "'device'; did you mean devices"),
-    "unknown": (lambda: kv.pull(STORE, 3, xyzzy=1), "'xyzzy'; known are store, key, devices"),
-    "from_params": (
-        lambda: kv.from_params({"w": ONES}, "device", optax.sgd(1.0)),
-        r"kv.from_params: got 3 arguments without a name, expected at most 1; write kv.from_params\(params, kind=",
-    ),
-    "to_params": (lambda: kv.to_params(STORE, "data"), r"write kv.to_params\(store, axis_name="),
 }
 
 

@@ -172,6 +172,7 @@ def create_state(
         >>> int(state.step)
         0
     """
+    stores.check_is_store(store, "train.create_state")
     if store.treedef is None:
         raise ValueError("train.create_state: the store must be made by kv.from_params, so that it knows the params")
     if devices is None:

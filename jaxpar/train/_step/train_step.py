@@ -279,13 +279,13 @@ def _check_arrays(state: TrainState, batch: Batch) -> None:
         raise RuntimeError(
             f"train step: this state shares the arrays in {' and '.join(shared)} with another state, which was "
             "donated to a step; give each state its own copies: kv.to_params(other.store) copies, other.params does not"
-        )
+        ) from None
     check_not_donated(state, "train step")
     if not is_donated(batch):
         raise RuntimeError(
             "train step: loss_fn reads arrays of a state that was donated to a step; give it copies that were made "
             "before: jax.device_get(other.params)"
-        )
+        ) from None
 
 
 _HINTS = {
