@@ -200,16 +200,21 @@ def slots(store: KVStore, prefix: str) -> list[SavedArray]:
     layouts = jax.tree.leaves(stores.layout_of_each(store))
     for (path, leaf), layout in zip(jax.tree_util.tree_leaves_with_path(store), layouts, strict=True):
         field, name, frozen = path[0].name, path_name(path), False
-        words, rule = name, None
+        words, rule, array = name, None, name
         if field != _OPTIMIZER:
             k = path[1].key
+            rest = path_name(path[2:])
+            # What orbax and people find: `params/conv1/kernel`. A variable of NNX has its array in `value`.
+            array = join_names("params" if field == "values" else field, called.get(k, str(k)).removesuffix("/value"))
+            array = join_names(array, rest)
             key = f"key {k} ({called[k]!r})" if called.get(k, str(k)) != str(k) else f"key {k}"
             words = f"{key}: {name}"
             if field == "values":
                 words, rule, frozen = f"{key}: value", rules.get(k), k in store.frozen
+        array = join_names(prefix.removesuffix("store").removesuffix("/"), array)
         shape, in_rows = (layout.shape, True) if layout.form is Form.ROWS else (leaf.shape, False)
         part = _PARTS.get(field)
-        found.append(SavedArray(join_names(prefix, name), words, leaf, shape, in_rows, part, rule, frozen))
+        found.append(SavedArray(join_names(prefix, name), words, leaf, shape, in_rows, part, rule, frozen, array))
     return found
 
 
@@ -265,7 +270,7 @@ def _residuals(store: KVStore, like: KVStore, saved: dict[int, Saved], remarks: 
         raise ValueError(f"{found}, but the store of `like` compresses nothing; use kv.set_gradient_compression on it")
     residuals, new = dict[int, Any](), list[int]()
     for k in sorted({*like.residuals, *saved}):
-        own = {name: array for name, (_, array) in saved.get(k, {}).items()}
+        own = {name: np.asarray(array) for name, (_, array) in saved.get(k, {}).items()}
         held = jax.tree.leaves(like.residuals.get(k))
         rows = next((array.shape[:1] for array in own.values()), ())
         count = held[0].shape[0] if held else len(store.devices) if store.devices else max(1, *rows)
@@ -300,7 +305,7 @@ def _restore_pending(store: KVStore, k: int, found: Saved, count: int | None) ->
     if staleness != store.staleness:
         both = f"values wait for {staleness} pushes, but the store of `like` has staleness {store.staleness}"
         raise ValueError(f"{words}: {both}; make it with staleness={staleness}, or call kv.flush before saving")
-    arrays = {name: array for name, (_, array) in found.items()}
+    arrays = {name: np.asarray(array) for name, (_, array) in found.items()}
     rows = max((a.shape[0] for a in arrays.values() if a.ndim), default=0)
     value = (rows, *stores.shapes_of(store)[k]), store.values[k].dtype
     expected = {"count": ((), np.dtype("int32")), **{f"values/{i}": value for i in range(staleness)}}
@@ -381,7 +386,7 @@ def _for_frozen(like: KVStore, saved: Saved, prefix: str, remarks: list[str]) ->
     # The rule of a param that an optimizer of the whole pytree updates depends on the others. So it is compared here.
     then = dataclasses.replace(like, frozen=tuple(sorted(k for k in frozen_then if k is not None)))
     _check_rules(then, by_key(saved, values, like), remarks)
-    now = {k: jnp.asarray(saved[f"{values}/{k}"][1]) for k in like.values if k not in like.frozen}
+    now = {k: jnp.asarray(np.asarray(saved[f"{values}/{k}"][1])) for k in like.values if k not in like.frozen}
     leaves = jax.tree_util.tree_leaves_with_path(_first_state(like, now))
     fresh = {join_names(prefix, path_name(path)): np.asarray(leaf) for path, leaf in leaves}
     thawed = wanted.keys() - held

@@ -246,7 +246,7 @@ def _average_local(like: TrainState, saved: portable.Saved, remarks: list[str]) 
         f"the state was saved within a round of local steps, with separate parameters and updater states on {before} "
         f"devices; they were averaged for {count}"
     )
-    new = {name: np.asarray(regroup_local(jnp.asarray(array), count)) for name, (_, array) in own.items()}
+    new = {name: np.asarray(regroup_local(jnp.asarray(np.asarray(array)), count)) for name, (_, array) in own.items()}
     return saved | {n: ({**own[n][0], "shape": list(array.shape)}, array) for n, array in new.items()}
 
 
