@@ -31,6 +31,7 @@ class SavedArray:
     part: str | None = None  # one of `PARTS` for what belongs to the devices that pushed, else None
     rule: str | None = None  # what identifies the computation of its next value, if that is known
     frozen: bool = False  # whether it is not trained, so that checkpoints of a run have it once on disk
+    array: str | None = None  # the name under which orbax and other tools find it, if that is another one
 
     @property
     def dtype(self) -> str:

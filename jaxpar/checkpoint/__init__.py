@@ -2,7 +2,10 @@
 
     _save      saves, restores and finds checkpoints, and writes those of a run
     _leaves    a state as named arrays, and back, and a hash of them
+    _arrays    arrays on disk: each process writes its shards by orbax, and reads and verifies what it needs
     _files     writes, verifies, reads and copies the directory of a checkpoint: arrays and their manifest
+    _format1   reads the checkpoints of jaxpar 0.1 and 0.2, for one more release
+    _safetensors   params by name in a file that other programs read
     _mxnet     arrays from `.params` files of MXNet, and back
     _run       what a run keeps beside its checkpoints: the lock of the one process that writes, and its records
 
@@ -29,6 +32,7 @@ from ._files import (
 from ._leaves import StateHash as _StateHash
 from ._mxnet import load_mxnet as load_mxnet, to_bytes as _mxnet_bytes
 from ._run import DirectoryLock as _DirectoryLock
+from ._safetensors import export as export, load as load
 from ._save import (
     Found as Found,
     Manager as Manager,

@@ -2,18 +2,20 @@
 
     step_00000120/
         jaxpar.json     the manifest, with its own SHA-256
-        arrays/         orbax (OCDBT). The arrays are called "0", "1", ... in the manifest's order
-        frozen/         the same for params that are not trained
+        state/ ...      what orbax wrote, with the names of the params: orbax finds a checkpoint of its own here
+        frozen/         a checkpoint of orbax with the params that are not trained
 
-    {"sha256": ..., "content": {"format": 1, "order": ..., "step": ..., "best": true, "info": {...},
+    {"sha256": ..., "content": {"format": 2, "order": ..., "step": ..., "best": true, "info": {...},
                                 "records": {"number", "at", "sha256"}, "files": {name: [size, sha256]},
-                                "frozen": sha256 of the arrays that are not trained,
-                                "leaves": [{"name", "words", "shape", "dtype", ...}]}}
+                                "frozen": what identifies the arrays in `frozen`,
+                                "leaves": [{"name", "words", "shape", "dtype", "array", "boxes": [[box, sha256]]}]}}
 
-Equal frozen params are on disk once: their files are hard links to those of an earlier checkpoint beside it.
+Arrays are verified by the hashes of their boxes, see `_arrays`. The files that hold them have a size only, and no
+SHA-256. Equal frozen params are on disk once: their files are hard links to those of an earlier checkpoint beside it.
 
 It is written under another name in the same directory, flushed, and renamed. So a checkpoint is there whole or not at
-all. The other name says which process writes. Reading changes nothing on disk.
+all. The other name says which process writes. Each process writes the shards that it has, and leaves their hashes in a
+file beside them. The first process waits for these files and commits. Reading changes nothing on disk.
 
 The manifest is read within bounds, and checked as a whole before anything in it is used. What is written passes the
 same checks, so every saved checkpoint can be restored.
@@ -31,19 +33,21 @@ import re
 import reprlib
 import secrets
 import shutil
-import tempfile
+import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 import jax
 import numpy as np
 
 from .._core import files, process, text
 from .._core.files import CheckpointError as CheckpointError, flush_to_disk
-from ._leaves import LeafRecord
+from .._devices import processes
+from . import _arrays, _format1
+from ._arrays import LeafRecord, Stored
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "jaxpar.json"
 RECORDS = "records.jsonl"  # beside the checkpoints of a run, see `_run`
 CHECKSUM = "it does not have the checksum it was saved with"
@@ -53,11 +57,12 @@ _LINES = 1 << 18  # bytes up to which it is written in lines, for people. Longer
 _MOST_DEPTH = 100  # of lists and objects in each other; Python's reader of JSON has a limit too
 _MOST_INT = 1 << 62
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_ARRAYS, _FROZEN = "arrays", "frozen"
+_FROZEN = "frozen"
+_WHOLE = "whole"  # in the unfinished directory, what becomes the checkpoint
+_ASK_EVERY = 0.01  # seconds
 _UNFINISHED = ".unfinished-"
 _OWNED = re.compile(re.escape(_UNFINISHED) + "(.+)-[0-9a-f]{8}")
 _T = TypeVar("_T")
-Layout = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype of an array
 Manifest = dict[str, Any]  # one that `_check` let pass, as above
 _OLD = 7 * 24 * 3600  # seconds without a change, after which what nobody is known to write was left by somebody
 
@@ -82,44 +87,110 @@ class Content(TypedDict, total=False):
 
 
 class Found(NamedTuple):
-    """A good checkpoint: its path, its manifest, and the arrays in the order of the manifest."""
+    """A checkpoint: its path, its manifest, and the arrays in the order of the manifest, which are read when needed."""
 
     path: Path
     body: Manifest
-    arrays: list[np.ndarray]
+    arrays: Sequence[Stored | np.ndarray]
 
 
-def write(path: Path, content: Content, records: list[LeafRecord], arrays: list[np.ndarray]) -> None:
+class Arrays:
+    """The arrays of a state on their way to the disk. In several processes all make it, one after the other."""
+
+    # The arrays of one process are written by `write`, beside the training. Those which are split over processes are
+    # written together, and orbax has what it needs of them when this is made.
+    def __init__(self, directory: Path, records: list[LeafRecord], arrays: Sequence[Any], together: bool):
+        self.records, self.together, self.folder = records, together, directory
+        self.arrays = list(arrays)
+        if together:
+            name = processes.ask_first(lambda: _make_unfinished(directory), OSError)
+            self.folder = directory / name
+            first = jax.process_index() == 0  # writes what all have
+            self.shards = [_arrays.shards(x) if first or isinstance(x, jax.Array) else [] for x in arrays]
+            with processes.raise_together():
+                names = [record["array"] for record in records]
+                to_write = {name: array for name, array in zip(names, arrays, strict=True) if array.size}
+                self.wait = _arrays.write(self.folder / _WHOLE, to_write, set(range(jax.process_count())))
+            self.arrays = []
+
+    def write_own(self) -> None:
+        """Wait until this process has written its shards, and leave their hashes, or why it failed, in a file."""
+        answer: dict[str, Any] = {}
+        try:
+            answer["boxes"] = [_hashes(shards) for shards in self.shards]
+            self.shards = []
+            self.wait()
+        except BaseException as error:
+            answer = {"error": _reason(error)}
+            raise
+        finally:
+            files.replace(self.folder / f"{jax.process_index()}.json", json.dumps(answer).encode())
+
+    def boxes(self) -> list[list[Any]]:
+        """The boxes and hashes of each array, of all processes, when all of them have written."""
+        boxes: list[list[Any]] = [[] for _ in self.records]
+        end = time.monotonic() + 2 * _arrays.TIMEOUT
+        for process_index in range(jax.process_count()):
+            path = self.folder / f"{process_index}.json"
+            while not path.exists():
+                expect(time.monotonic() < end, f"process {process_index} did not write its part")
+                time.sleep(_ASK_EVERY)
+            answer = json.loads(path.read_bytes())
+            expect("error" not in answer, f"process {process_index}: {answer.get('error')}")
+            for of_all, of_one in zip(boxes, answer["boxes"], strict=True):
+                of_all += of_one
+        return boxes
+
+
+def _hashes(shards: list[tuple[list[list[int]], np.ndarray]]) -> list[Any]:
+    return [[box, _arrays.sha256(data)] for box, data in shards if data.size]
+
+
+def write(path: Path, content: Content, arrays: Arrays) -> None:
     """Write a checkpoint, whole or not at all. `OSError` where it cannot be written."""
+    records, unfinished = arrays.records, arrays.folder
     try:
-        with _unfinished(path.parent) as unfinished:
-            unfinished.mkdir(parents=True)
-            # The arrays. Equal frozen ones are on disk once.
-            trained, frozen = _trained_and_frozen(records, arrays)
-            _write_arrays(unfinished / _ARRAYS, trained)
+        if arrays.together:
+            arrays.write_own()
+            boxes = arrays.boxes()
+        else:
+            unfinished = path.parent / _make_unfinished(path.parent)
+            boxes = [_hashes(_arrays.shards(array)) for array in arrays.arrays]
+        whole = unfinished / _WHOLE
+        records = [record | {"boxes": of_one} for record, of_one in zip(records, boxes, strict=True)]
+
+        # The arrays of this process. Equal frozen ones are on disk once.
+        if not arrays.together:
+            trained, frozen = _trained_and_frozen(records, arrays.arrays)
+            _write_arrays(whole, trained)
+            whole.mkdir(exist_ok=True)
             if frozen:
-                content = {**content, "frozen": _digest(frozen)}
-                if not _link_frozen(path.parent, unfinished, content["frozen"]):
-                    _write_arrays(unfinished / _FROZEN, frozen)
+                of_frozen = [[record["array"], record["boxes"]] for record in records if record.get("frozen")]
+                content = {**content, "frozen": hashlib.sha256(json.dumps(of_frozen).encode()).hexdigest()}
+                if not _link_frozen(path.parent, whole, content["frozen"]):
+                    _write_arrays(whole / _FROZEN, frozen)
 
-            # The manifest. What would be refused is not written.
-            manifest = {"format": FORMAT, "leaves": records, "files": _fingerprints(unfinished), **content}
-            _check(manifest)
-            outer = {"sha256": digest(manifest), "content": manifest}
-            text_of_manifest = json.dumps(outer)  # ASCII
-            size = len(text_of_manifest)
-            expect(size <= MOST_BYTES, f"the manifest has {size} bytes, more than {MOST_BYTES}; save less info with it")
-            (unfinished / MANIFEST).write_text(text_of_manifest if size > _LINES else json.dumps(outer, indent=1))
+        # The manifest. What would be refused is not written.
+        manifest = {"format": FORMAT, "leaves": records, "files": _fingerprints(whole), **content}
+        _check(manifest)
+        outer = {"sha256": digest(manifest), "content": manifest}
+        text_of_manifest = json.dumps(outer)  # ASCII
+        size = len(text_of_manifest)
+        expect(size <= MOST_BYTES, f"the manifest has {size} bytes, more than {MOST_BYTES}; save less info with it")
+        (whole / MANIFEST).write_text(text_of_manifest if size > _LINES else json.dumps(outer, indent=1))
 
-            # The name comes last, when all is on disk.
-            _flush_all(unfinished)
-            os.rename(unfinished, path)
-            flush_to_disk(path.parent)
+        # The name comes last, when all is on disk.
+        _flush_all(whole)
+        os.rename(whole, path)
+        flush_to_disk(path.parent)
     except Exception as error:
         raise OSError(
             f"checkpoint: {path} could not be written ({_reason(error)}); it was removed, and earlier checkpoints are "
             "unchanged"
         ) from error
+    finally:
+        if unfinished != path.parent:
+            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def as_checkpoint(path: str | os.PathLike[str] | None) -> Path:
@@ -129,8 +200,11 @@ def as_checkpoint(path: str | os.PathLike[str] | None) -> Path:
     return files.as_path(path, "checkpoint.restore: path")
 
 
-def read(path: Path) -> Found:
-    """The checkpoint at a path, all verified. It raises what `restore` raises."""
+def read(path: Path, whole: bool = True) -> Found:
+    """The checkpoint at a path. It raises what `restore` raises.
+
+    With `whole` all arrays are verified here. Without it each is when it is read.
+    """
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -139,28 +213,45 @@ def read(path: Path) -> Found:
     except OSError as error:
         raise CheckpointError(f"{path} is unreadable: {error.strerror or error}") from error
     manifest = load(path)
-    verify(path, manifest)
+    if manifest["format"] == 1:
+        return Found(path, manifest, _format1.read(path, manifest))
+    _check_files(path, manifest)
+    found = Found(path, manifest, _stored(path, manifest))
+    if whole:
+        for array in found.arrays:
+            cast(Stored, array).verify()
+    return found
+
+
+def verify(path: Path) -> None:
+    """Read and compare all that a checkpoint has. A `CheckpointError` names what differs."""
+    read(path)
+
+
+def _stored(path: Path, manifest: Manifest) -> list[Stored]:
     try:
-        layouts = [_layout(record) for record in manifest["leaves"]]
-        trained, frozen = _trained_and_frozen(manifest["leaves"], layouts)
-        by_number = _read_arrays(path / _ARRAYS, trained) | _read_arrays(path / _FROZEN, frozen)
-        arrays = [by_number[i] for i in range(len(layouts))]
+        is_apart = ["frozen" in manifest and record.get("frozen", False) for record in manifest["leaves"]]
+        folders = [path / _FROZEN if apart else path for apart in is_apart]
+        return [Stored(*each) for each in zip(folders, manifest["leaves"], strict=True)]
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read, but its checksums are right ({_reason(error)})") from error
-    return Found(path, manifest, arrays)
+        raise CheckpointError(f"{path} is damaged: {MANIFEST}: {_reason(error)}") from error
 
 
-def verify(path: Path, manifest: Manifest) -> None:
-    """Compare every file with what the manifest says. A `CheckpointError` names the file that differs."""
+def _check_files(path: Path, manifest: Manifest) -> None:
+    """Compare the files with what the manifest says. A `CheckpointError` names the one that differs."""
     for name, (size, sha256) in manifest["files"].items():
         try:
-            fingerprint = files.fingerprint(path / name, size)
+            if sha256:
+                is_same = files.fingerprint(path / name, size) == (size, sha256)
+            else:
+                with files.opened(path / name) as file:
+                    is_same = os.fstat(file.fileno()).st_size == size
         except OSError as error:
             how = "damaged" if isinstance(error, (FileNotFoundError, NotADirectoryError)) else "unreadable"
             raise CheckpointError(f"{path} is {how}: {name}: {_reason(error)}") from error
-        if fingerprint != (size, sha256):
+        if not is_same:
             raise CheckpointError(f"{path} is damaged: {name} does not have the checksum it was saved with")
-    for entry in [*(path / _ARRAYS).rglob("*"), *(path / _FROZEN).rglob("*")]:
+    for entry in path.rglob("*"):
         if not os.path.isfile(entry) and not os.path.isdir(entry):  # orbax would wait for a pipe
             raise CheckpointError(f"{path} is damaged: {entry.relative_to(path)} is neither a file nor a directory")
 
@@ -245,8 +336,7 @@ def whole_copy(path: Path) -> Generator[Path]:
 
 def adopt(source: Path, directory: Path) -> None:
     """Copy a checkpoint into a directory, unless a good one of the same step and content is there."""
-    manifest = load(source)
-    verify(source, manifest)
+    manifest = read(source).body
     directory.mkdir(parents=True, exist_ok=True)
     # Several processes may do so at once. The name comes first: then one that is faster has that name, and the renaming
     # here fails.
@@ -271,7 +361,7 @@ def _has_copy(directory: Path, manifest: Manifest) -> bool:
     for path, other in newest_first(directory)[0]:
         if digest(other) == digest(manifest):
             with contextlib.suppress(CheckpointError):
-                verify(path, manifest)
+                verify(path)
                 return True
     return False
 
@@ -281,6 +371,13 @@ def _link_or_copy(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # perhaps the file system has no hard links
         shutil.copyfile(source, target)
+
+
+def _make_unfinished(directory: Path) -> str:
+    """A new directory that names this process, for a checkpoint to be written. Its name."""
+    name = f"{_UNFINISHED}{process.tag()}-{secrets.token_hex(4)}"
+    (directory / name).mkdir(parents=True)
+    return name
 
 
 @contextlib.contextmanager
@@ -299,9 +396,14 @@ def _flush_all(directory: Path) -> None:
 
 
 def _fingerprints(directory: Path) -> dict[str, list[Any]]:
-    """Size and SHA-256 of each file in a directory, by name."""
-    sizes = [(file, file.stat().st_size) for file in sorted(directory.rglob("*")) if file.is_file()]
-    return {file.relative_to(directory).as_posix(): list(files.fingerprint(file, size)) for file, size in sizes}
+    """Size and SHA-256 of each file in a directory, by name. Files of arrays, in a folder `d`, have no SHA-256."""
+    fingerprints: dict[str, list[Any]] = {}
+    for file in sorted(directory.rglob("*")):
+        if file.is_file():
+            size = file.stat().st_size
+            known = (size, "") if file.parent.name == "d" else files.fingerprint(file, size)
+            fingerprints[file.relative_to(directory).as_posix()] = list(known)
+    return fingerprints
 
 
 def _reason(error: BaseException) -> str:
@@ -309,22 +411,13 @@ def _reason(error: BaseException) -> str:
     return reason if len(reason) < 200 else reason[:200] + "..."
 
 
-def _trained_and_frozen(records: list[LeafRecord], values: Sequence[_T]) -> tuple[dict[int, _T], dict[int, _T]]:
-    """What belongs to trained leaves and to frozen ones, by their number in the manifest."""
-    trained: dict[int, _T] = {}
-    frozen: dict[int, _T] = {}
-    for i, (record, value) in enumerate(zip(records, values, strict=True)):
-        (frozen if record.get("frozen", False) else trained)[i] = value
+def _trained_and_frozen(records: list[LeafRecord], values: Sequence[_T]) -> tuple[dict[str, _T], dict[str, _T]]:
+    """What belongs to trained leaves and to frozen ones, by the names of their arrays."""
+    trained: dict[str, _T] = {}
+    frozen: dict[str, _T] = {}
+    for record, value in zip(records, values, strict=True):
+        (frozen if record.get("frozen", False) else trained)[record["array"]] = value
     return trained, frozen
-
-
-def _digest(arrays: dict[int, np.ndarray]) -> str:
-    """The SHA-256 of arrays, with their numbers, dtypes and shapes."""
-    digest = hashlib.sha256()
-    for i, array in arrays.items():
-        digest.update(f"{i} {array.dtype} {array.shape} ".encode())
-        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
 
 
 def _link_frozen(directory: Path, unfinished: Path, sha256: str) -> bool:
@@ -332,79 +425,21 @@ def _link_frozen(directory: Path, unfinished: Path, sha256: str) -> bool:
     for path, manifest in newest_first(directory)[0]:
         if manifest.get("frozen") != sha256:
             continue
-        with contextlib.suppress(OSError):  # another process removed it
-            saved = {name: entry for name, entry in manifest["files"].items() if name.startswith(f"{_FROZEN}/")}
+        with contextlib.suppress(OSError, CheckpointError):  # another process removed it, or it is damaged
             shutil.copytree(path / _FROZEN, unfinished / _FROZEN, copy_function=_link_or_copy)
-            if {f"{_FROZEN}/{name}": entry for name, entry in _fingerprints(unfinished / _FROZEN).items()} == saved:
-                return True
+            copies = _stored(unfinished, manifest)
+            for record, array in zip(manifest["leaves"], copies, strict=True):
+                if record.get("frozen"):
+                    array.verify()
+            return True
         shutil.rmtree(unfinished / _FROZEN, ignore_errors=True)
     return False
 
 
-# Arrays without elements are not written, because orbax drops them. The manifest has their shapes and dtypes.
-
-
-def _write_arrays(path: Path, arrays: dict[int, np.ndarray]) -> None:
-    named = {str(i): array for i, array in arrays.items() if array.size}
-    if named:
-        with _orbax(path) as (ocp, orbax, path):
-            orbax.save(path, args=ocp.args.PyTreeSave(named))
-
-
-def _read_arrays(path: Path, layouts: dict[int, Layout]) -> dict[int, np.ndarray]:
-    """Arrays with the shapes and dtypes of the manifest. `ValueError` for others, and for more than the memory."""
-    expected = {str(i): layout for i, layout in layouts.items() if 0 not in layout[0]}
-    restored: dict[str, np.ndarray] = {}
-    if expected:
-        with _orbax(path) as (ocp, orbax, path):
-            stored = orbax.metadata(path).item_metadata.tree
-            for name, (shape, dtype) in expected.items():
-                stored_shape, stored_dtype = tuple(stored[name].shape), np.dtype(stored[name].dtype)
-                expect(
-                    (stored_shape, stored_dtype) == (shape, dtype.newbyteorder("=")),  # orbax stores one byte order
-                    f"array {name} is {stored_dtype}{list(stored_shape)}, and in the manifest {dtype}{list(shape)}",
-                )
-            total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in expected.values())
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            expect(total <= memory, f"the arrays have {total} bytes, more than the {memory} of this machine's memory")
-            restore_args = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in expected}
-            args = ocp.args.PyTreeRestore(item=dict.fromkeys(expected, 0), restore_args=restore_args)
-            restored = orbax.restore(path, args=args)
-    return {i: restored[str(i)] if str(i) in restored else np.zeros(*layout) for i, layout in layouts.items()}
-
-
-def _layout(record: LeafRecord) -> Layout:
-    """Shape and dtype of the array that is stored for a leaf. Random keys are stored as their data."""
-    shape = tuple(record["shape"])
-    if "impl" in record:
-        key = jax.eval_shape(lambda: jax.random.key(0, impl=record["impl"]))
-        data = jax.eval_shape(jax.random.key_data, key)
-        name, shape, dtype = str(key.dtype), (*shape, *data.shape), np.dtype(data.dtype)
-    else:
-        dtype = np.dtype(record["dtype"])
-        name = str(dtype)  # NumPy takes other names too, which are saved by nobody
-    expect(name == record["dtype"], f"the dtype must be {name}, got {record['dtype']}")
-    return shape, dtype
-
-
-@contextlib.contextmanager
-def _orbax(path: Path) -> Generator[tuple[Any, Any, Path]]:
-    """orbax, its object that saves and restores, and a name of a path that it takes."""
-    import orbax.checkpoint as ocp
-
-    this_process = jax.process_index()  # each process has all arrays, and one process writes them
-    options = ocp.options.MultiprocessingOptions(
-        primary_host=this_process, active_processes={this_process}, barrier_sync_key_prefix=f"jaxpar{this_process}"
-    )
-    path = path.absolute()
-    with contextlib.ExitStack() as stack:
-        handler = ocp.PyTreeCheckpointHandler()
-        orbax = stack.enter_context(ocp.Checkpointer(handler, multiprocessing_options=options))
-        if os.fsencode(path).decode(errors="ignore") != str(path):  # orbax takes names in UTF-8 only
-            link = Path(stack.enter_context(tempfile.TemporaryDirectory()), "link")
-            link.symlink_to(path.parent, target_is_directory=True)
-            path = link / path.name
-        yield ocp, orbax, path
+def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Write arrays by this process alone. Those without elements are not written, because orbax refuses them."""
+    if arrays := {name: array for name, array in arrays.items() if array.size}:
+        _arrays.write(path, arrays, {jax.process_index()})()
 
 
 # The manifest.
@@ -456,7 +491,8 @@ def _check(manifest: Any) -> None:
         check_place(manifest["records"])
     for name, (size, checksum) in manifest["files"].items():
         is_inside = name.isprintable() and name != MANIFEST and not {"", ".", ".."} & set(name.split("/"))
-        expect(is_inside and _is_int(size, 0) and _is_sha256(checksum), f"wrong files: {reprlib.repr(name)}")
+        is_checksum = _is_sha256(checksum) or (checksum == "" and "/d/" in name)
+        expect(is_inside and _is_int(size, 0) and is_checksum, f"wrong files: {reprlib.repr(name)}")
     expect(type(manifest["leaves"]) is list, "wrong leaves")
     names = [record["name"] for record in manifest["leaves"]]
     expect(len(set(names)) == len(names), "two leaves have the same name")
@@ -466,6 +502,24 @@ def _check(manifest: Any) -> None:
         expect(type(record.get("frozen", False)) is bool, f"wrong leaf {i}: frozen")
         shape = record["shape"]
         expect(type(shape) is list and all(_is_int(n, 0) for n in shape), f"wrong leaf {i}: shape")
+        if manifest["format"] > 1:
+            _check_array(record)
+    arrays = [record["array"] for record in manifest["leaves"]] if manifest["format"] > 1 else []
+    expect(len(set(arrays)) == len(arrays), "two leaves have the same array")
+
+
+def _check_array(record: LeafRecord) -> None:
+    expect(type(record["array"]) is str and bool(record["array"]), "wrong array")
+    shape, _ = _arrays.layout(record)
+    if "rows" in record:
+        rows, width = record["rows"]
+        expect(_is_int(rows, 1) and _is_int(width, 0), "wrong rows")
+        expect(math.prod(shape) <= rows * width, "the rows are fewer than the elements")
+        shape = rows, width
+    for box, sha256 in record["boxes"]:
+        expect(all(_is_int(n, 0) for part in box for n in part) and all(len(part) == 2 for part in box), "wrong box")
+        expect(_is_sha256(sha256), "wrong boxes")
+    _arrays.check_boxes([box for box, _ in record["boxes"]], shape)
 
 
 def check_place(place: Any) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -21,38 +21,64 @@ from jax.typing import ArrayLike
 
 from .._core import checks
 from .._core.arrays import PyTree, check_plain, is_of_numbers, is_prng_key, without_keys
-from .._core.portable import ADAPTERS, FORMATS, PARTS, SavedArray, describe_record, is_registered, path_name
+from .._core.portable import ADAPTERS, FORMATS, PARTS, Saved, SavedArray, describe_record, is_registered, path_name
 from .._devices import mesh, user_mesh
+from . import _arrays
+from ._arrays import LeafRecord, Stored
 
-LeafRecord = dict[str, Any]  # what a checkpoint says of an array in JSON, see `SavedArray.record`
 _SCALARS = (bool, int, float, complex)
 _BITS = 128  # of the hash
 _HASHED = ("name", "shape", "dtype", "impl")  # what the hash takes of the record of an array
 
 
 @user_mesh.on_own_mesh
-def to_leaves(tree: PyTree, keep: bool = True) -> tuple[int | None, list[LeafRecord], list[np.ndarray]]:
-    """The step of a state that has one, and for each leaf a record and a copy. The state can be donated right after."""
-    # Without `keep` the result has no arrays: this process writes nothing and only sends its shards to the others.
-    slots, arrays = slots_of(tree), list[np.ndarray]()
+def to_leaves(tree: PyTree, keep: bool = True) -> tuple[int | None, list[LeafRecord], list[Any], bool]:
+    """The step of a state that has one, for each leaf a record and an array, and whether all processes write these.
+
+    Where no array is split over processes, the arrays are copies in host memory, so that the state can be donated right
+    after, and without `keep` there are none. Else they are what each process gives to orbax.
+    """
+    slots, arrays = slots_of(tree), list[Any]()
     plain, _ = without_keys([slot.leaf for slot in slots])
-    for slot, on_host in zip(slots, map(mesh.to_host, plain), strict=True):
-        if keep:
+    together = any(_is_split_over_processes(leaf) for leaf in plain)
+    names = _arrays.unique_names([slot.array or slot.name or "value" for slot in slots])
+    records: list[LeafRecord] = [slot.record() | {"array": name} for slot, name in zip(slots, names, strict=True)]
+    for slot, leaf, record in zip(slots, plain, records, strict=True):
+        dtype = np.asarray(leaf).dtype if isinstance(leaf, _SCALARS) else leaf.dtype
+        try:
+            stored = _arrays.stored_dtype(np.dtype(dtype))
+        except ValueError as error:
+            raise TypeError(f"checkpoint: {slot.words}: {error}") from None
+        if _is_split_over_processes(leaf):
+            arrays.append(leaf if stored == leaf.dtype else leaf.astype(stored))
+            record |= {"rows": list(leaf.shape)} if slot.rows else {}
+        elif keep or together:
             # A copy, since the memory of an array on a CPU device is shared. Explicit, for `jax.transfer_guard`.
-            array = np.array(jax.device_get(on_host))
-            arrays.append(array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array)
+            array = np.array(jax.device_get(mesh.to_host(leaf)))
+            array = array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array
+            of_key = array.shape if "impl" in record else slot.shape
+            is_other = array.dtype.newbyteorder("=") != stored
+            array = array.view(stored) if is_other else array.astype(stored, copy=False)
+            arrays.append(np.ascontiguousarray(array).reshape(of_key))
     step = getattr(tree, "step", None)
     step = None if step is None or np.ndim(step) else int(jax.device_get(step))
-    return step, [slot.record() for slot in slots], arrays
+    return step, records, arrays, together
 
 
-def from_leaves(records: Sequence[LeafRecord], arrays: Sequence[np.ndarray], like: PyTree) -> tuple[PyTree, list[str]]:
+def _is_split_over_processes(leaf: object) -> TypeGuard[jax.Array]:
+    return mesh.spans_processes(leaf) and not leaf.is_fully_replicated
+
+
+def from_leaves(
+    records: Sequence[LeafRecord], arrays: Sequence[Stored | np.ndarray], like: PyTree
+) -> tuple[PyTree, list[str]]:
     """The saved arrays in the structure, and on the devices, of `like`, and remarks about what could not be taken up.
 
     `ValueError` for a leaf that only one of the two has, or of another name, shape or dtype.
     """
     remarks: list[str] = []
-    saved = {record["name"]: (record, array) for record, array in zip(records, arrays, strict=True)}
+    # The rooms that adapt what was saved take arrays of NumPy, and read a `Stored` by `np.asarray`.
+    saved: Saved = {record["name"]: (dict(record), array) for record, array in zip(records, arrays, strict=True)}  # pyright: ignore
     nodes, treedef = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_registered)
     formats = [(i, path_name(path), node, f) for i, (path, node) in enumerate(nodes) if (f := FORMATS.get(type(node)))]
     # What depends on the devices is left out here, and completed at the end.
@@ -93,18 +119,42 @@ def slots_of(tree: PyTree) -> list[SavedArray]:
     return slots
 
 
-def _restore(slot: SavedArray, record: LeafRecord, array: np.ndarray) -> Any:
+def _restore(slot: SavedArray, record: LeafRecord, array: Stored | np.ndarray) -> Any:
     """A saved array with the type and layout, and on the devices, of the slot's leaf."""
-    if isinstance(slot.leaf, _SCALARS):
-        return type(slot.leaf)(array.item())
+    leaf, sharding = slot.leaf, getattr(slot.leaf, "sharding", None)
+    if isinstance(leaf, _SCALARS):
+        return type(leaf)(np.asarray(array).item())
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return np.asarray(array)
+    if isinstance(array, Stored) and "impl" not in record and sharding is not None and not sharding.is_fully_replicated:
+        return _restore_shards(slot, array, sharding)
+    array = np.asarray(array)
     if slot.rows:  # flat, padded, a row for each device
-        flat = np.zeros(math.prod(slot.leaf.shape), array.dtype)
+        flat = np.zeros(math.prod(leaf.shape), array.dtype)
         flat[: array.size] = array.reshape(-1)
-        array = flat.reshape(slot.leaf.shape)
-    if isinstance(slot.leaf, (np.ndarray, np.generic)):
-        return array
-    placed = mesh.put(array, getattr(slot.leaf, "sharding", None))
+        array = flat.reshape(leaf.shape)
+    placed = mesh.put(array, sharding)
     return jax.random.wrap_key_data(placed, impl=record["impl"]) if "impl" in record else placed
+
+
+def _restore_shards(slot: SavedArray, array: Stored, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array that is split over devices. Each process reads what its own devices need."""
+    shape = tuple(slot.leaf.shape)
+    indices = sharding.addressable_devices_indices_map(shape)
+    boxes = [[s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True)] for index in indices.values()]
+    if slot.rows:  # flat, padded, a row for each device
+        width, size = shape[1], math.prod(slot.shape)
+        ranges = [(min(box[0][0] * width, size), min(box[0][1] * width, size)) for box in boxes]
+        shards = list[np.ndarray]()
+        for flat, box in zip(array.read_flat(ranges), boxes, strict=True):
+            rows = np.zeros((box[0][1] - box[0][0]) * width, flat.dtype)
+            rows[: flat.size] = flat
+            shards.append(rows.reshape(-1, width)[:, slice(*box[1])])
+    else:
+        shards = array.read(boxes)
+    # Arrays of their own, since jax shares memory between CPU devices and NumPy where it can.
+    placed = [jax.device_put(shard, device) for shard, device in zip(shards, indices, strict=True)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
 
 
 def _compare(slots: list[SavedArray], records: list[LeafRecord]) -> None:

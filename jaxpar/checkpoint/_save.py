@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from .._core import checks, files, text
 from .._core.arrays import PyTree
@@ -20,7 +19,6 @@ from .._core.transfers import allows_transfers
 from .._devices import processes, user_mesh
 from . import _files, _leaves, _run
 from ._files import CheckpointError, Content, Found as Found, Manifest
-from ._leaves import LeafRecord
 
 Tree = TypeVar("Tree")
 PathLike = str | os.PathLike[str]
@@ -49,14 +47,20 @@ def save(path: PathLike, state: PyTree) -> None:
     with processes.raise_together():
         if writes and os.path.lexists(path):
             raise FileExistsError(f"checkpoint.save: {path} exists already; choose another path, or remove it first")
-    step, records, arrays = _leaves.to_leaves(state, writes)
+    with processes.raise_together():
+        step, records, arrays, together = _leaves.to_leaves(state, writes)
+        if writes:
+            _files.remove_leftovers(path.parent, abandoned=False)
+    writing = _files.Arrays(path.parent, records, arrays, together)
+    del arrays
     with processes.raise_together():
         if writes:
             content: Content = {} if step is None else {"step": step}
             listed, _ = _files.newest_first(path.parent)
             content["order"] = 1 + max((manifest["order"] for _, manifest in listed), default=0)
-            _files.remove_leftovers(path.parent, abandoned=False)
-            _files.write(path, content, records, arrays)
+            _files.write(path, content, writing)
+        elif together:
+            writing.write_own()
 
 
 @allows_transfers
@@ -89,13 +93,15 @@ def restore(path: PathLike, like: Tree) -> Tree:
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like)]
     if all(sharding is None or sharding.is_fully_addressable for sharding in shardings):
-        return fill(_files.read(_files.as_checkpoint(path)), like)
+        return fill(_files.read(_files.as_checkpoint(path), whole=False), like)
     # Leaves of several processes: all of them restore the one checkpoint that the first process was given.
     chosen = Path(processes.ask_first(lambda: str(_files.as_checkpoint(path))))
     with processes.raise_together(CheckpointError):
-        saved = _files.read(chosen)
+        saved = _files.read(chosen, whole=False)
     processes.agree(f"checkpoint.restore: {chosen} is not the same checkpoint everywhere", _files.digest(saved.body))
-    return fill(saved, like)
+    with processes.raise_together(CheckpointError):
+        state = fill(saved, like)
+    return state
 
 
 def latest(directory: PathLike) -> Path | None:
@@ -162,8 +168,12 @@ def is_best(path: Path, manifest: Manifest) -> bool:
     return bool(manifest.get("best"))
 
 
-def newest_good(directory: Path, bad: set[Path], condition: Condition = lambda path, manifest: True) -> Found | None:
+def newest_good(
+    directory: Path, bad: set[Path], condition: Condition = lambda path, manifest: True, whole: bool = True
+) -> Found | None:
     """The newest good checkpoint. Newer ones are named on standard error, put into `bad` and passed over.
+
+    Without `whole` its arrays are not read yet, and may turn out to be damaged.
 
     One without the `condition` is passed over unread, and named only if that raises a `CheckpointError`.
     """
@@ -174,7 +184,7 @@ def newest_good(directory: Path, bad: set[Path], condition: Condition = lambda p
             if path not in bad:
                 try:
                     if condition(path, manifest):
-                        good = _files.read(path)
+                        good = _files.read(path, whole)
                         break
                 except (CheckpointError, FileNotFoundError) as error:
                     failed[path] = f"{error}; looking for an earlier one"
@@ -192,9 +202,11 @@ def fill(saved: Found, like: PyTree) -> PyTree:
     try:
         with user_mesh.outside_mesh():  # the arrays get the shardings of `like`
             state, remarks = _leaves.from_leaves(saved.body["leaves"], saved.arrays, like)
+    except CheckpointError:  # of an array that is damaged
+        raise
     except ValueError as error:
         why = text.for_terminal(str(error), _files.MOST_SHOWN)
-        raise CheckpointError(f"{saved.path} does not fit `like`: {why}") from None
+        raise _Misfit(f"{saved.path} does not fit `like`: {why}") from None
     for remark in remarks if jax.process_index() == 0 else ():
         say(f"{saved.path}: {remark}")
     return state
@@ -202,6 +214,10 @@ def fill(saved: Found, like: PyTree) -> PyTree:
 
 def say(message: str) -> None:
     text.say(text.for_terminal(message, _files.MOST_SHOWN), "jaxpar: checkpoint")
+
+
+class _Misfit(CheckpointError):
+    """The checkpoint is good, and of another state than `like`."""
 
 
 class Manager:
@@ -281,8 +297,8 @@ class Manager:
     ) -> None:
         """As `save`. `records` are the records of the whole run. New records are written."""
         self.wait()
-        step, leaves, arrays = _leaves.to_leaves(state, self._writes)
         with processes.raise_together():
+            step, leaves, arrays, together = _leaves.to_leaves(state, self._writes)
             if records is not None:
                 info = {**info, "history": list(records[-_run.INSIDE :])}
             try:
@@ -296,9 +312,13 @@ class Manager:
                 content["best"] = True
             if self._writes:
                 self._lock.acquire()
+                _files.remove_leftovers(self.directory)
+        unwritten = _files.Arrays(self.directory, leaves, arrays, together)
+        del arrays
+        with processes.raise_together():
             self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
             records_so_far = None if records is None else list(records)  # the run goes on with its own list
-            writing = self._pool.submit(self._write, content, leaves, arrays, records_so_far)
+            writing = self._pool.submit(self._write, content, unwritten, records_so_far)
         self._writing = writing
 
     def restore_latest(self, like: Tree) -> tuple[Tree, dict[str, Any]] | None:
@@ -327,20 +347,25 @@ class Manager:
         """As `restore_latest`, of those with the `condition`, see `newest_good`. `like` is made if there is one."""
         self.wait()
         refused, self._bad = "", set()  # what could not be read before may be readable now
-        # The first process chooses. Where another one cannot read the same, all of them look for an earlier one.
+        template: Tree | None = None
+        # The first process chooses. Where any process cannot read what it needs of it, all look for an earlier one.
         while True:
             chosen: Found | None = None
             with processes.raise_together(CheckpointError):
                 if self._writes or processes.count() == 1:
-                    chosen = newest_good(self.directory, self._bad, condition)
+                    chosen = newest_good(self.directory, self._bad, condition, whole=False)
             name = json.loads(processes.exchange(json.dumps(None if chosen is None else chosen.path.name))[0])
-            if name is None and refused:
+            if name is None and refused and processes.count() > 1:
                 raise CheckpointError(f"{refused}; and there is no earlier checkpoint that all processes can read")
             if name is None:
                 return None
-            path, why = self.directory / name, ""
+            path, why, misfit, state = self.directory / name, "", None, None
+            template = like() if template is None else template
             try:
-                chosen = chosen or _files.read(path)
+                chosen = chosen or _files.read(path, whole=False)
+                state = fill(chosen, template)
+            except _Misfit as error:
+                misfit = error
             except (CheckpointError, FileNotFoundError) as error:
                 why = str(error)
             refused = _first_difference(path, chosen, why)
@@ -349,7 +374,11 @@ class Manager:
             self._bad.add(path)
             if self._writes:
                 say(f"{refused}; looking for an earlier one")
-        state, info = fill(chosen, like()), chosen.body.get("info", {})
+        with processes.raise_together(CheckpointError):
+            if misfit is not None:
+                raise misfit
+        assert state is not None
+        info = chosen.body.get("info", {})
         if (place := chosen.body.get("records")) is not None:
             info = {**info, "history": self._read_records(chosen.path, place, info.get("history", []))}
         self._note(chosen.path)
@@ -402,20 +431,20 @@ class Manager:
     def _write(
         self,
         content: Content,
-        leaves: list[LeafRecord],
-        arrays: list[np.ndarray],
+        arrays: _files.Arrays,
         records: list[_run.Record] | None,
     ) -> None:
         if not self._writes:
+            if arrays.together:
+                arrays.write_own()
             return
-        _files.remove_leftovers(self.directory)
         # The records come first: a checkpoint says where they are.
         if records is not None and (place := self._records.append(records)) is not None:
             content["records"] = place
         listed, _ = _files.newest_first(self.directory)
         content["order"] = 1 + max((manifest["order"] for _, manifest in listed), default=0)
         path = _files.free_path(self.directory, content.get("step"), content["order"])
-        _files.write(path, content, leaves, arrays)
+        _files.write(path, content, arrays)
         self._note(path)
         # The newest good ones stay, and the best one. A damaged one is not counted and not removed.
         earlier = [(old, is_best(old, manifest)) for old, manifest in listed if old not in self._bad]
@@ -427,10 +456,11 @@ class Manager:
 
 
 def _first_difference(path: Path, chosen: Found | None, why: str) -> str:
-    """Which process cannot read the checkpoint that process 0 reads, and why. "" where all read the same."""
+    """Which process cannot read the checkpoint that process 0 chose, and why. "" where all read the same."""
     digest = None if chosen is None else _files.digest(chosen.body)
     answers = [json.loads(answer) for answer in processes.exchange(json.dumps([digest, why]))]
     for process, (digest_there, reason) in enumerate(answers):
-        if digest_there != answers[0][0]:
-            return f"process {process}: {reason or f'{path} is another checkpoint than in process 0'}"
+        if reason or digest_there != answers[0][0]:
+            where = f"process {process}: " if len(answers) > 1 else ""
+            return f"{where}{reason or f'{path} is another checkpoint than in process 0'}"
     return ""

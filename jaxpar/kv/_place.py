@@ -206,17 +206,21 @@ def slots(store: KVStore, prefix: str) -> list[SavedArray]:
     layouts = jax.tree.leaves(stores.layout_of_each(store))
     for (path, leaf), layout in zip(jax.tree_util.tree_leaves_with_path(store), layouts, strict=True):
         field, name, frozen = path[0].name, path_name(path), False
-        description, rule = name, None
+        description, rule, array = name, None, name
         if field != _OPTIMIZER:
             k = path[1].key
+            rest = path_name(path[2:])
+            # What orbax and people find: `params/conv1/kernel`. A variable of NNX has its array in `value`.
+            array = join_names("params" if field == "values" else field, called.get(k, str(k)).removesuffix("/value"))
+            array = join_names(array, rest)
             key = f"key {k} ({called[k]!r})" if called.get(k, str(k)) != str(k) else f"key {k}"
             description = f"{key}: {name}"
             if field == "values":
                 description, rule, frozen = f"{key}: value", rules.get(k), k in store.frozen
         # Rows are saved in the full shape, which any number of devices can cut anew.
         shape, in_rows = (layout.shape, True) if layout.form is Form.ROWS else (leaf.shape, False)
-        role = _PARTS.get(field)
-        saved.append(SavedArray(join_names(prefix, name), description, leaf, shape, in_rows, role, rule, frozen))
+        role, array = _PARTS.get(field), join_names(prefix.removesuffix("store").removesuffix("/"), array)
+        saved.append(SavedArray(join_names(prefix, name), description, leaf, shape, in_rows, role, rule, frozen, array))
     return saved
 
 
@@ -274,7 +278,7 @@ def _residuals(store: KVStore, template: KVStore, saved: dict[int, Saved], remar
     # anew, and what was left out is lost, so the user is told.
     residuals, new = dict[int, Any](), list[int]()
     for k in sorted({*template.residuals, *saved}):
-        saved_arrays = {name: array for name, (_, array) in saved.get(k, {}).items()}
+        saved_arrays = {name: np.asarray(array) for name, (_, array) in saved.get(k, {}).items()}
         leaves = jax.tree.leaves(template.residuals.get(k))
         rows = next((array.shape[:1] for array in saved_arrays.values()), ())
         count = leaves[0].shape[0] if leaves else len(store.devices) if store.devices else max(1, *rows)
@@ -310,7 +314,7 @@ def _restore_pending(store: KVStore, k: int, saved: Saved, count: int | None) ->
     if staleness != store.staleness:
         both = f"values wait for {staleness} pushes, but the store of `like` has staleness {store.staleness}"
         raise ValueError(f"{words}: {both}; make it with staleness={staleness}, or call kv.flush before saving")
-    arrays = {name: array for name, (_, array) in saved.items()}
+    arrays = {name: np.asarray(array) for name, (_, array) in saved.items()}
     rows = max((a.shape[0] for a in arrays.values() if a.ndim), default=0)
     value = (rows, *stores.shapes_of(store)[k]), store.values[k].dtype
     expected = {"count": ((), np.dtype("int32")), **{f"values/{i}": value for i in range(staleness)}}
@@ -398,7 +402,7 @@ def _for_frozen(template: KVStore, saved: Saved, prefix: str, remarks: list[str]
     # The rule of a param that an optimizer of the whole pytree updates depends on the others. So it is compared here.
     then = dataclasses.replace(template, frozen=tuple(sorted(k for k in frozen_then if k is not None)))
     _check_rules(then, by_key(saved, values, template), remarks)
-    now = {k: jnp.asarray(saved[f"{values}/{k}"][1]) for k in template.values if k not in template.frozen}
+    now = {k: jnp.asarray(np.asarray(saved[f"{values}/{k}"][1])) for k in template.values if k not in template.frozen}
     # A thawed param begins from its saved value with the state of a first update.
     leaves = jax.tree_util.tree_leaves_with_path(_first_state(template, now))
     initial = {join_names(prefix, path_name(path)): np.asarray(leaf) for path, leaf in leaves}

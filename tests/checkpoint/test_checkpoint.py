@@ -392,7 +392,7 @@ def test_a_newer_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(_files, "FORMAT", 99)
     checkpoint.save(tmp_path / "a", jnp.ones(2))
     monkeypatch.undo()
-    with pytest.raises(checkpoint.CheckpointError, match=r"newer jaxpar \(format 99, this one has 1\)"):
+    with pytest.raises(checkpoint.CheckpointError, match=r"newer jaxpar \(format 99, this one has 2\)"):
         checkpoint.restore(tmp_path / "a", jnp.ones(2))
 
 
@@ -438,7 +438,7 @@ def test_the_last_few_stay(tmp_path, capsys):
         manager.save({"w": jnp.full(2, float(n))}, {"n": n, "loss": [0.1 + n, float("inf")]})
     manager.close()
     assert sorted(os.listdir(tmp_path)) == ["save_00000003", "save_00000004"]
-    shutil.rmtree(tmp_path / "save_00000004" / "arrays")
+    shutil.rmtree(tmp_path / "save_00000004" / "state")
     again = checkpoint.Manager(tmp_path, keep=2)
     state, info = again.restore_latest({"w": jnp.zeros(2)})
     assert (state["w"].tolist(), info) == ([2.0, 2.0], {"n": 2, "loss": [2.1, float("inf")]})

@@ -288,7 +288,7 @@ def _average_local(template: TrainState, saved: portable.Saved, remarks: list[st
         f"the state was saved within a round of local steps, with separate parameters and updater states on {before} "
         f"devices; they were averaged for {count}"
     )
-    new = {name: np.asarray(regroup_local(jnp.asarray(array), count)) for name, (_, array) in local.items()}
+    new = {name: np.asarray(regroup_local(jnp.asarray(np.asarray(array)), count)) for name, (_, array) in local.items()}
     return saved | {n: ({**local[n][0], "shape": list(array.shape)}, array) for n, array in new.items()}
 
 

@@ -1,0 +1,274 @@
+"""The arrays of a checkpoint: written by orbax, each shard by the process that has it, and read box by box.
+
+A box is the place of a shard in its array: `[[start, stop], ...]`, one pair for each axis. When a state is saved, each
+process takes the SHA-256 of its own shards from its memory. What is read is compared with that, on whatever devices it
+goes: a process reads the saved boxes which overlap what it needs, whole, and takes its part of them. orbax itself
+restores a flipped bit in silence.
+
+Reading goes through tensorstore, on which orbax stands: so a box is read once, is verified, and needs no other process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import math
+import os
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._core.files import CheckpointError
+
+STATE = "state"  # what orbax calls the pytree in its directory, see `write`
+TIMEOUT = 600  # seconds after which a process no longer waits for the others, where one of them failed
+# What orbax refuses, and as which it is stored.
+_STORED_AS = {"uint4": np.dtype(np.uint8), "uint2": np.dtype(np.uint8)}
+Box = Sequence[Sequence[int]]
+Layout = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype of an array
+LeafRecord = dict[str, Any]
+
+
+def layout(record: LeafRecord) -> Layout:
+    """Shape and dtype of the array that is saved for a leaf. Random keys are saved as their data."""
+    shape = tuple(record["shape"])
+    if "impl" in record:
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=record["impl"]))
+        data = jax.eval_shape(jax.random.key_data, key)
+        name, shape, dtype = str(key.dtype), (*shape, *data.shape), np.dtype(data.dtype)
+    else:
+        dtype = np.dtype(record["dtype"])
+        name = str(dtype)  # NumPy takes other names too, which are saved by nobody
+    if name != record["dtype"]:
+        raise ValueError(f"the dtype must be {name}, got {record['dtype']}")
+    return shape, dtype
+
+
+def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in which orbax has an array. `ValueError` for one that nothing can store."""
+    import tensorstore
+
+    try:
+        tensorstore.dtype(dtype.newbyteorder("=").name)
+    except Exception:
+        if dtype.name not in _STORED_AS:
+            raise ValueError(f"an array of {dtype} cannot be stored; give it another dtype") from None
+    return _STORED_AS.get(dtype.name, dtype.newbyteorder("="))
+
+
+def shards(array: jax.Array | np.ndarray) -> list[tuple[list[list[int]], np.ndarray]]:
+    """(box, data) of each shard that this process is the one to write. The data stay though the array is donated."""
+    if not isinstance(array, jax.Array):
+        return [([[0, n] for n in array.shape], array)]
+    shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
+    boxes = [[list(s.indices(n)[:2]) for s, n in zip(shard.index, array.shape, strict=True)] for shard in shards]
+    return [(box, np.asarray(shard.data)) for box, shard in zip(boxes, shards, strict=True)]
+
+
+def sha256(array: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[], None]:
+    """Begin to write arrays by their names, and return a function that waits until they are written.
+
+    With several `processes` all of them call it, with arrays over their devices. Those of NumPy are written by the
+    first. On return the arrays may be donated.
+    """
+    import orbax.checkpoint as ocp
+
+    # orbax v1, whose `save` is to be the one of orbax 1.0, makes all processes compare their paths on their devices, so
+    # that one of several cannot save by itself. Its former API writes the same files, which v1 reads.
+    first = min(processes)
+    among = ocp.options.MultiprocessingOptions(
+        primary_host=first, active_processes=processes, barrier_sync_key_prefix=f"jaxpar{first}-{len(processes)}"
+    )
+    # Compression costs most of the time, and floating numbers hardly shrink.
+    handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False, multiprocessing_options=among)
+    composite = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=among), state=handler
+    )
+    stack = contextlib.ExitStack()
+    name = stack.enter_context(in_utf8(path))
+    orbax = stack.enter_context(ocp.AsyncCheckpointer(composite, timeout_secs=TIMEOUT, multiprocessing_options=among))
+    try:
+        orbax.save(name, args=ocp.args.Composite(state=ocp.args.PyTreeSave(_nested(arrays))))
+    except BaseException:
+        stack.close()
+        raise
+
+    def wait() -> None:
+        with stack:
+            orbax.wait_until_finished()
+
+    return wait
+
+
+def _nested(arrays: dict[str, Any]) -> dict[str, Any]:
+    """`{"a/b": x}` as `{"a": {"b": x}}`."""
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *above, last = name.split("/")
+        functools.reduce(lambda node, part: node.setdefault(part, {}), above, tree)[last] = array
+    return tree
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Names under which orbax keeps all these arrays: it joins the parts by a dot, and would write one over another."""
+    # A name is also changed where it is the beginning of another, and where it has an empty part or is no Unicode.
+    unique, used, folders = list[str](), set[str](), set[str]()
+    for name in names:
+        text = "/".join(part or "_" for part in name.encode(errors="replace").decode().replace("\0", "?").split("/"))
+
+        def is_taken(dotted: str) -> bool:
+            return dotted in folders or any(part in used for part in _beginnings(dotted))
+
+        if is_taken(text.replace("/", ".")):
+            text = text.replace("/", "_").replace(".", "_")
+        while is_taken(text.replace("/", ".")):
+            text += "_"
+        unique.append(text)
+        *above, dotted = _beginnings(text.replace("/", "."))
+        used.add(dotted)
+        folders.update(above)
+    return unique
+
+
+def _beginnings(dotted: str) -> list[str]:
+    return list(itertools.accumulate(dotted.split("."), lambda above, part: f"{above}.{part}"))
+
+
+@contextlib.contextmanager
+def in_utf8(path: Path) -> Generator[Path]:
+    """A name of a path that orbax takes, which are those in UTF-8."""
+    path = path.absolute()
+    with contextlib.ExitStack() as stack:
+        if os.fsencode(path).decode(errors="ignore") != str(path):
+            link = Path(stack.enter_context(tempfile.TemporaryDirectory()), "link")
+            link.symlink_to(path.parent, target_is_directory=True)
+            path = link / path.name
+        yield path
+
+
+class Stored:
+    """An array on disk. What is read of it has the hashes with which it was saved, or a `CheckpointError` is raised."""
+
+    def __init__(self, folder: Path, record: LeafRecord):
+        self._folder, self._record = folder, record
+        self.shape, self.dtype = layout(record)
+        self.ndim = len(self.shape)
+        self._rows: tuple[int, int] | None = tuple(record["rows"]) if "rows" in record else None
+        self._on_disk = self._rows or self.shape
+        self._boxes = [(tuple(map(tuple, box)), sha256) for box, sha256 in record["boxes"]]
+        check_boxes([box for box, _ in self._boxes], self._on_disk)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.read([[[0, n] for n in self.shape]])[0].astype(dtype or self.dtype, copy=False)
+
+    def astype(self, dtype: Any) -> np.ndarray:
+        return self.__array__(dtype)
+
+    def verify(self) -> None:
+        """Read all of it, one box at a time."""
+        for _ in self._read_saved([[[0, n] for n in self._on_disk]]):
+            pass
+
+    def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
+        """What is in each box, in arrays of their own."""
+        if self._rows is None:
+            return self._read(boxes)
+        step = math.prod(self.shape[1:])
+        ranges = [(box[0][0] * step, box[0][1] * step) if box else (0, 1) for box in boxes]
+        found = [
+            flat.reshape(-1, *self.shape[1:]) if self.shape else flat.reshape(()) for flat in self.read_flat(ranges)
+        ]
+        within = [(slice(None), *(slice(*part) for part in box[1:])) if box else () for box in boxes]
+        return [np.ascontiguousarray(array[inner]) for array, inner in zip(found, within, strict=True)]
+
+    def read_flat(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
+        """The elements from a start to a stop, in the order of a flat array."""
+        # The rows, along the first axis, in which they are.
+        step = math.prod(self._on_disk[1:]) or 1
+        boxes = [
+            [[a // step, -(-b // step)], *([0, n] for n in self._on_disk[1:])][: len(self._on_disk)] for a, b in ranges
+        ]
+        found = self._read(boxes)
+        return [
+            rows.reshape(-1)[a - a // step * step :][: max(b - a, 0)]
+            for rows, (a, b) in zip(found, ranges, strict=True)
+        ]
+
+    def _read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
+        arrays = [np.empty([max(b - a, 0) for a, b in box], self.dtype) for box in boxes]
+        for saved, data in self._read_saved(boxes):
+            for box, array in zip(boxes, arrays, strict=True):
+                if (both := _overlap(saved, box)) is not None:
+                    array[_slices(both, box)] = data[_slices(both, saved)]
+        return arrays
+
+    def _read_saved(self, boxes: Sequence[Box]) -> Generator[tuple[Box, np.ndarray]]:
+        """The saved boxes that overlap any of the boxes, and their content, verified."""
+        needed = [(s, h) for s, h in self._boxes if any(_overlap(s, box) is not None for box in boxes)]
+        if not needed:
+            return
+        name, words = self._record["array"], self._record["words"]
+        try:
+            with in_utf8(self._folder / STATE) as folder:
+                array = _open(folder, name, self._on_disk, stored_dtype(self.dtype))
+                for box, expected in needed:
+                    data = array[tuple(slice(*part) for part in box)].read().result()
+                    if sha256(data) != expected:
+                        raise CheckpointError(
+                            f"it does not have the checksum it was saved with, in {[*map(list, box)]}"
+                        )
+                    yield box, data.view(self.dtype) if self.dtype.name in _STORED_AS else data
+        except Exception as error:
+            reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+            raise CheckpointError(f"{self._folder} is damaged: {words} ({name}): {reason}") from error
+
+
+def _open(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    import tensorstore
+
+    base = {"driver": "file", "path": f"{folder}/"}
+    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
+    array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True).result()
+    found = tuple(array.shape), array.dtype.numpy_dtype
+    if found != (shape, dtype):
+        raise CheckpointError(f"it is {found[1]}{list(found[0])}, and in the manifest {dtype}{list(shape)}")
+    return array
+
+
+def check_boxes(boxes: Sequence[Box], shape: Sequence[int]) -> None:
+    """`ValueError` unless the boxes are a grid that covers the shape once. One without elements has no boxes."""
+    if 0 in shape:
+        is_grid = not boxes
+    else:
+        axes = [sorted({tuple(box[axis]) for box in boxes}) for axis in range(len(shape))]
+        tiles = all(
+            [start for start, _ in cuts] == [0, *(stop for _, stop in cuts[:-1])]
+            and cuts[-1][1] == n
+            and all(start < stop for start, stop in cuts)
+            for cuts, n in zip(axes, shape, strict=True)
+            if boxes
+        )
+        is_whole = all(len(box) == len(shape) for box in boxes)
+        different = len({tuple(map(tuple, box)) for box in boxes})
+        is_grid = bool(boxes) and tiles and is_whole and len(boxes) == different == math.prod(map(len, axes))
+    if not is_grid:
+        raise ValueError(f"wrong boxes of an array of the shape {list(shape)}")
+
+
+def _overlap(a: Box, b: Box) -> Box | None:
+    both = [(max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True)]
+    return both if all(start < stop for start, stop in both) else None
+
+
+def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(slice(i[0] - o[0], i[1] - o[0]) for i, o in zip(inner, outer, strict=True))
