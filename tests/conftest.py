@@ -11,14 +11,15 @@ import zlib
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "agg")
-# Most of the time of the tests goes into compiling small programs. So LLVM does not optimise, and on jax 0.10 XLA's older
-# emitters of loops write the code, in one piece: a program of a step takes a third of the time there, four fifths on
-# newer versions. XLA's own passes and the collectives stay. XLA ends a process that has a flag it does not know, and
+# Most of the time of the tests goes into compiling small programs. So LLVM does not optimise, and on jax 0.10 XLA's
+# older emitters of loops write the code, in one piece: a program of a step takes a third of the time there, four fifths
+# on newer versions. XLA's own passes and the collectives stay. XLA ends a process that has a flag it does not know, and
 # newer versions do not know the emitters'. XLA_FLAGS= (set and empty) tests the code that users get.
-flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    flags += " --xla_cpu_use_fusion_emitters=false"
-os.environ.setdefault("XLA_FLAGS", flags)
+if "XLA_FLAGS" not in os.environ:
+    flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        flags += " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = flags
 
 import jax
 import pytest
@@ -99,8 +100,8 @@ def large_programs_are_dropped(request):
         jax.clear_caches()
 
 
-# The store, the step and what they stand on. The flags above change what is compiled, so CI runs these with XLA as users
-# have it, and only so.
+# The store, the step and what they stand on. The flags above change what is compiled, so CI runs these with XLA as
+# users have it, and only so.
 CORE = (
     "test_kv_push_pull test_kv_kinds test_kv_compression test_kv_async test_kv_sparse "
     "test_compression test_owners test_parallel test_sharing test_train_step test_step_many test_local_steps "

@@ -12,8 +12,8 @@ import numpy as np
 
 from .._core import files
 from .._core.arrays import PyTree, is_prng_key
-from .._core.calls import answers
 from .._core.files import CheckpointError
+from .._core.transfers import allows_transfers
 from .._devices import mesh, processes
 from . import _leaves
 
@@ -24,7 +24,7 @@ _DTYPES = {
 }
 
 
-@answers("checkpoint.export")
+@allows_transfers
 def export(state: PyTree, path: str | os.PathLike[str]) -> None:
     """Write the params of a state to a `.safetensors` file, by name, such as "conv1.kernel".
 
@@ -75,7 +75,6 @@ def export(state: PyTree, path: str | os.PathLike[str]) -> None:
             files.replace(target, content)
 
 
-@answers("checkpoint.load")
 def load(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The arrays of a `.safetensors` file, by name. Nothing in the file is run.
 

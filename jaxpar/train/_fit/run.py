@@ -169,7 +169,7 @@ class Run:
             if shapes is None:  # the step is traced after callbacks have begun, and a metrics file is new
                 check_loss_takes(self.step.loss_fn, carries(state.model_state))
             else:
-                *_, programs = self.step.device_programs(state, shapes)
+                *_, programs = self.step.parts(state, shapes)
                 metrics = list(programs[-1].traced.out_info[1])
         scores = self.evaluation.check(state)
         own = "eval_" if "eval_" in self.evaluation.parts else ()

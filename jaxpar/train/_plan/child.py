@@ -321,7 +321,7 @@ def _construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict
     if not set(state.store.devices) <= set(devices):
         there = ", ".join(map(str, state.store.devices[:2]))
         raise ValueError(f"make puts the state on {there}; give the store the devices that make gets as its argument")
-    return step, *step.device_programs(state, batch)
+    return step, *step.parts(state, batch)
 
 
 def _arguments(state: PyTree, batch: PyTree) -> list[dict[str, Any]]:

@@ -257,7 +257,7 @@ class JointProgram:
 
         return jax.jit(jax.jit(self._fast(train_steps), inline=True), donate_argnums=0)
 
-    def device_programs(
+    def parts(
         self, donated: list[Any], rng: Any, batch: Batch, many: bool = False
     ) -> tuple[Batch, list[DeviceProgram]]:
         """The shapes of a batch, and the program for them and for the shapes of a state."""

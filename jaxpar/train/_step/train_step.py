@@ -141,9 +141,9 @@ class TrainStep:
         Returns:
             The program of all devices. With `virtual_shards`, the gradient of one shard.
         """
-        return self.device_programs(state, batch, many)[2][0].traced.lower()
+        return self.parts(state, batch, many)[2][0].traced.lower()
 
-    def device_programs(
+    def parts(
         self, state: TrainState, batch: Batch, many: bool = False
     ) -> tuple[TrainState, Batch, list[DeviceProgram]]:
         """The programs that a device runs in a step, and what they take: shapes of the complete state and of a batch.
@@ -165,7 +165,7 @@ class TrainStep:
             state = shapes_on(state, leaf_shardings(state))
             donated, structure_of_donated = jax.tree.flatten(Donated.of(state))
             program = self._programs(structure_of_donated)
-            return state, *program.device_programs(donated, state.rng, batch, many)
+            return state, *program.parts(donated, state.rng, batch, many)
 
     def batch_sharding(self, state: TrainState) -> NamedSharding | None:
         """The sharding of a batch over a mesh with several axes. None: split over all devices."""

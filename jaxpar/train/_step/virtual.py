@@ -221,7 +221,7 @@ class VirtualProgram:
 
     def compile_own(self, donated: list[jax.Array], rng: jax.Array, batch: Batch) -> list[str]:
         """Compile what each device of this process runs by itself, by one run of it. The result are their texts."""
-        _, (term, *_, update) = self.device_programs(donated, rng, batch)
+        _, (term, *_, update) = self.parts(donated, rng, batch)
         rows = jax.tree.leaves(batch)[0].shape[0] // self._deal.terms
         shard = jax.tree.map(lambda x: np.asarray(x[:rows]), batch)
         plain, restore = without_keys((donated, rng, shard, np.int32(0)))
@@ -232,7 +232,7 @@ class VirtualProgram:
             jax.block_until_ready(self._update(arguments[0], arguments[1], totals, others))
         return [program.traced.lower().as_text() for program in (term, update)]
 
-    def device_programs(
+    def parts(
         self, donated: list[Any], rng: Any, batch: Batch, many: bool = False
     ) -> tuple[Batch, list[DeviceProgram]]:
         """The shapes of a batch, and for them the gradient of a shard, the sum of two, the exchange, the update."""
