@@ -30,8 +30,8 @@ _TRIES = 10  # to list a directory while another process removes checkpoints fro
 def save(path: PathLike, state: PyTree) -> None:
     """Save a state. On return it is on disk, complete and flushed.
 
-    A checkpoint does not depend on the devices: values of a store of kind `sharded` are saved whole. With several
-    processes, all of them must call `save`; the first one writes.
+    A checkpoint does not depend on the devices: it restores onto any. With several processes, all of them must call
+    `save`. Each writes the shards that only it has, and the first one the rest.
 
     Args:
         path: a directory that does not exist yet. Missing parents are created.
