@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._core import checks
 from .._core.arrays import PyTree, is_traced
 from .._core.portable import path_name
+from .._core.text import describe
 
 Shape = tuple[int, ...]
 AnyMesh = Mesh | AbstractMesh
@@ -191,6 +192,10 @@ def sharding_rules(
         >>> sharding_rules(attention, then=fsdp("data"))("layer_0/attention/query/kernel", (768, 768), mesh)
         P('data', 'model')
     """
+    if not isinstance(patterns, Mapping):  # Flax and others take pairs in a list
+        raise TypeError(
+            f"parallel.sharding_rules: patterns must be a dict, {{pattern: spec}}, got {describe(patterns)}"
+        )
     for pattern, chosen in patterns.items():
         if not isinstance(pattern, str):
             raise TypeError(f"parallel.sharding_rules: a pattern must be a str, got {pattern!r}")
@@ -227,6 +232,12 @@ def _check_chosen(chosen: object, what: str) -> None:
 def describe_mesh(mesh: AnyMesh) -> str:
     """A mesh in words: `mesh (data=2, model=4)`."""
     return f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.shape.items())})"
+
+
+def check_is_mesh(mesh: object, where: str) -> None:
+    """`TypeError` for what is no mesh, such as the name of an axis or a list of devices."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"{where}: mesh must be a jax.sharding.Mesh, as from jax.make_mesh, got {describe(mesh)}")
 
 
 def axes_of(spec: PartitionSpec) -> list[str]:
@@ -305,6 +316,7 @@ def shardings_of(params: PyTree, sharding: PyTree, mesh: AnyMesh, *, where: str 
         >>> shardings["w"].spec, shardings["b"].spec
         (P('data',), P())
     """
+    check_is_mesh(mesh, where)
     # A prefix: each choice is for all parameters below its place, and None is a choice too, so it must count as a leaf.
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     names, metadata = [path_name(path) for path, _ in leaves], specs_in(params)

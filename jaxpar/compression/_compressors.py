@@ -475,6 +475,8 @@ def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
         >>> make({"type": "2bit", "threshold": 0.5})
         TwoBit(threshold=0.5)
     """
+    if not isinstance(spec, Mapping):
+        raise TypeError(f'compression: the specification must be a dict, such as {{"type": "2bit"}}, got {spec!r}')
     parameters = dict(spec)
     if "type" not in parameters:
         raise ValueError(f"compression: the specification has no 'type'; known are {', '.join(TYPES)}")

@@ -28,7 +28,7 @@ from .._core.portable import FORMATS, NodeFormat, Saved, SavedArray, describe_re
 from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.mesh import auto_mesh, copies_on, put, put_copy, split_over, to_host
-from .._devices.shardings import ShardingRule, fsdp, shardings_of
+from .._devices.shardings import ShardingRule, check_is_mesh, fsdp, shardings_of
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, queue, store as stores
 from .._store.store import Form, KVStore, Layout, Layouts
@@ -87,6 +87,7 @@ def place(
         mesh = stores.mesh_of_values(store)
     # Where the store goes, and how each of its values lies there.
     if mesh is not None:
+        check_is_mesh(mesh, "kv.place")
         specs, target = stores.specs_of(store), tuple(mesh.devices.flat)
         spec_tree = specs if store.treedef is None else store.treedef.unflatten([specs[k] for k, _ in store.paths])
         if sharding is None:

@@ -431,8 +431,6 @@ def test_what_cannot_be_prefetched():
         next(data.prefetch([{"tokens": numbers(2, 4), "length": np.ones(3)}], both))
     with pytest.raises(TypeError, match="sharding must be a NamedSharding"):
         data.prefetch([], DEVICES)
-    with pytest.raises(TypeError, match="iterator must be an iterable, got 3"):
-        data.prefetch(3)
     with pytest.raises(ValueError, match="size must be an int of 0 or more"):
         data.prefetch([], size=-1)
 

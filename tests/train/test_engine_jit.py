@@ -298,7 +298,7 @@ def test_refusals(call, words):
 def test_a_mesh_and_what_is_none():
     assert kv.place(table(), sharding=P(None, "model")).values[0].sharding.spec == P(None, "model")
     for place in (lambda: kv.place(table(), mesh="data"), lambda: kv.from_params(W, mesh="data")):
-        with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh or None, got"):
+        with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, .*got"):
             place()
 
 

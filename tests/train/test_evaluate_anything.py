@@ -303,7 +303,7 @@ def test_the_metrics():
         train.accuracy(jnp.ones((4, 3)), jnp.ones((4, 1), int))
     with pytest.raises(TypeError, match=r"cross_entropy: labels must be integers, got float32\[4\]"):
         train.cross_entropy(jnp.ones((4, 3)), jnp.ones(4))
-    with pytest.raises(ValueError, match=r"top_k.*k=4.*k argument to top_k must be no larger than"):
+    with pytest.raises(ValueError, match="k argument to top_k must be no larger than"):
         train.top_k(jnp.ones((4, 3)), jnp.ones(4, int), 4)
 
 

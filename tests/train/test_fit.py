@@ -120,7 +120,6 @@ def test_a_bar_in_a_terminal(capsys, monkeypatch):
         ({"progress": "plot"}, ValueError, "progress must be True or False, got 'plot'"),
         ({"progress": "bar"}, ValueError, "progress must be True or False, got 'bar'"),
         ({"callback": print}, TypeError, "fit: there is no argument 'callback'; write callbacks=, with a function"),
-        ({"checkpoints_dir": "c"}, TypeError, r"there is no argument 'checkpoints_dir'; did you mean checkpoint_dir\?"),
         ({"callbacks": 3}, TypeError, r"a callback must be a function of \(state, record\), got 3"),
         ({"callbacks": ["a"]}, TypeError, r"a callback must be a function of \(state, record\), got 'a'"),
         ({"on_step": 3}, TypeError, r"on_step must be a function of \(step, metrics\), got 3"),

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ... import kv
 from ..._core import checks
 from ..._core.arguments import no_such_arguments
-from ..._core.arrays import Device, Recent
+from ..._core.arrays import Device, PyTree, Recent
 from ..._core.transfers import allows_transfers
 from ..._core.updater import Updater
 from ..._devices import processes
@@ -494,7 +494,7 @@ def start(
     kind: str = "device",
     devices: Sequence[Device] | None = None,
     mesh: Mesh | None = None,
-    sharding: Any = None,
+    sharding: PyTree = None,
     frozen: str | Sequence[str] | Callable[[str, jax.Array], bool] | Any = None,
     compression: dict[str, Any] | None = None,
     staleness: int | None = None,
