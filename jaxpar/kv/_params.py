@@ -25,6 +25,7 @@ from .._core.portable import path_name
 from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.mesh import mesh_of
+from .._devices.shardings import check_is_mesh
 from .._devices.user_mesh import in_user_mesh
 from .._store import store as stores
 from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
@@ -105,6 +106,8 @@ def from_params(
     """
     if mesh is not None and devices is not None:
         raise ValueError("kv.from_params: give mesh= or devices=, not both")
+    if mesh is not None:
+        check_is_mesh(mesh, "kv.from_params")
     if optimizer is not None and updater is not None:
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
     _check_params(params)

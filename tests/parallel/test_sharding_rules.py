@@ -203,7 +203,7 @@ OTHER = Mesh(np.array(jax.devices()[:2]), ("data",))
         ("data", MESH, TypeError, "kv: sharding for 'dense/bias' must be a rule, a PartitionSpec, .* got 'data'"),
         (NamedSharding(OTHER, P()), MESH, ValueError, r"'dense/bias' .* not on the mesh \(data=2, model=4\)"),
         (lambda *_: ("data",), MESH, TypeError, r"'dense/bias' .* expected a PartitionSpec, got \('data',\)"),
-        (P(), jax.devices(), TypeError, r"mesh must be a jax\.sharding\.Mesh .*got a list of 8"),
+        (P(), jax.devices(), TypeError, r"mesh must be a jax\.sharding\.Mesh, .*got a list of 8"),
         (P(), None, TypeError, "mesh must be"),
     ],
 )
