@@ -106,7 +106,7 @@ def test_xla_takes_several_blocks_in_place_of_one():
 @pytest.mark.slow
 def test_one_device_and_other_programs_around_a_step_take_memory_as_it_comes():
     step, state, _ = trained("shard_map", 1)
-    assert not step._prepare(state, None)[0]._chosen
+    assert not step.prepare(state, None)[0]._in_blocks
     step, state, _ = trained("shard_map")
     once, _ = step(state, {"x": np.ones((4, 3), np.float32)})
     step, state, _ = trained("shard_map")

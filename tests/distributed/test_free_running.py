@@ -257,7 +257,7 @@ def test_a_wrong_push_changes_nothing(two):
     worker = free_running.Worker(two)
     with pytest.raises(ValueError, match=r"'w': expected shape \(4, 3\), got \(3, 4\)"):
         worker.push({"b": ONES["b"], "w": ONES["w"].T})
-    with pytest.raises(ValueError, match=r"Worker.push\(grads=.*Dict key mismatch; expected keys: \['b', 'w'\]"):
+    with pytest.raises(ValueError, match=r"Dict key mismatch; expected keys: \['b', 'w'\]"):
         worker.push({"b": ONES["b"]})
     with pytest.raises(TypeError, match="Cannot cast"):
         worker.push({"b": ONES["b"] * 1j, "w": ONES["w"]})

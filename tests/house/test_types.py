@@ -105,6 +105,8 @@ def test_every_public_name_has_a_complete_type(tmp_path):
     incomplete = {symbol["name"] for symbol in report["symbols"] if not symbol["isTypeKnown"]}
     # A `Plot` is a `graphviz.Digraph`, and graphviz has no py.typed. A plan returns one.
     public = {name for name in incomplete if "._" not in name}
-    assert public == {"jaxpar.viz.Plot", "jaxpar.viz.DiffPlot", "jaxpar.train.Plan"}
-    assert len(incomplete) == len(public) + 4  # where they are defined, and `Plan.plot`
+    plots = {f"jaxpar.viz.{name}" for name in ("Plot", "DiffPlot", "plot_network", "plot_step", "diff")}
+    assert public == {*plots, "jaxpar.train.Plan", "jaxpar.train.plan"}
+    defined = {name.rpartition(".")[2] for name in incomplete - public}
+    assert defined == {"Plot", "DiffPlot", "StepPlot", "Plan", "plot"}
     assert report["exportedSymbolCounts"]["withKnownType"] > 150

@@ -279,7 +279,8 @@ class TensorBoard(Logger):
         self._messages: Any = import_for("to_tensorboard", "tensorboard.compat.proto.event_pb2", package)
         writer = import_for("to_tensorboard", "tensorboard.summary.writer.record_writer", package)
         self._writer: Any = writer.RecordWriter
-        self._place = self._file = self.directory = files.as_path(directory, "to_tensorboard: directory")
+        self.directory: Path = files.as_path(directory, "to_tensorboard: directory")
+        self._place = self._file = self.directory
 
     def _open(self, step: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
