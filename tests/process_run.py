@@ -8,6 +8,7 @@ What the processes have to agree on is asserted here; what the topologies have t
 import dataclasses
 import functools
 import os
+import resource
 import sys
 
 import jax
@@ -23,7 +24,7 @@ from jaxpar import checkpoint, data, distributed, kv, models, parallel, sparse, 
 from jaxpar._core import checks
 from jaxpar._devices import mesh
 from jaxpar._devices.mesh import split_over
-from jaxpar.checkpoint import _files
+from jaxpar.checkpoint import _arrays, _files
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -576,8 +577,26 @@ def failures(folder):
     kv.barrier("damaged")
     assert checkpoint.Manager(folder / "ends").restore_latest(state) is None
     check_unreadable(folder / "unreadable", state)
+    check_full_disk(folder / "full disk")
     found, _ = checkpoint.Manager(folder / "lost").restore_latest(new_state("sharded"))
     assert kv.to_params(found.store)["w"].tolist() == kv.to_params(again.store)["w"].tolist()
+
+
+def check_full_disk(directory):
+    """The shards of the last process do not fit on its disk: all raise, and the next save is complete."""
+    store = kv.from_params({"w": np.ones((1024, 1024), np.float32)}, kind="sharded", devices=jax.devices())
+    manager = checkpoint.Manager(directory)
+    timeout, limits = _arrays.TIMEOUT, resource.getrlimit(resource.RLIMIT_FSIZE)
+    _arrays.TIMEOUT = 3  # seconds for which the others wait
+    if kv.rank() == kv.num_workers() - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limits[1]))
+    manager.save(store)
+    raises(OSError, "could not", manager.wait)
+    _arrays.TIMEOUT = timeout
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    manager.save(store)
+    manager.close()
+    assert checkpoint.latest(directory) is not None
 
 
 def check_unreadable(directory, state):

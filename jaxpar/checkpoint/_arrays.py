@@ -86,8 +86,10 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
     # orbax v1, whose `save` is to be the one of orbax 1.0, makes all processes compare their paths on their devices, so
     # that one of several cannot save by itself. Its former API writes the same files, which v1 reads.
     first = min(processes)
+    # Each save has barriers of its own, by the name of its folder. orbax numbers those of one name. After a save that
+    # failed in one process the processes would count differently, and none of their later saves would end.
     among = ocp.options.MultiprocessingOptions(
-        primary_host=first, active_processes=processes, barrier_sync_key_prefix=f"jaxpar{first}-{len(processes)}"
+        primary_host=first, active_processes=processes, barrier_sync_key_prefix=f"jaxpar{first}-{path.parent.name}"
     )
     # Compression costs most of the time, and floating numbers hardly shrink.
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False, multiprocessing_options=among)

@@ -120,9 +120,12 @@ class Arrays:
             answer["boxes"] = [_hashes(shards) for shards in self.shards]
             self.shards = []
             self.wait()
-        except BaseException as error:
+        except Exception as error:
             answer = {"error": _reason(error)}
-            raise
+            raise OSError(
+                f"checkpoint: process {jax.process_index()} could not write its shards to {self.folder.parent} "
+                f"({_reason(error)}); earlier checkpoints are unchanged"
+            ) from error
         finally:
             files.replace(self.folder / f"{jax.process_index()}.json", json.dumps(answer).encode())
 
