@@ -127,9 +127,8 @@ class PlotOptions:
 def _plot(options: PlotOptions) -> None:
     from .. import viz
 
-    output = (
-        options.output and options.output.absolute()
-    )  # code of the user, which comes next, may change the directory
+    # Code of the user, which comes next, may change the directory.
+    output = options.output and options.output.absolute()
     fn, arrays, argnums, name = _request(options)
     try:
         target = viz.Plot.check_path(output or f"{name}.svg")
@@ -295,9 +294,8 @@ def _plan(options: PlanOptions) -> None:
     from .. import train
 
     choices = dict(map(_choice, options.choose))
-    output = (
-        options.output and options.output.absolute()
-    )  # code of the user, which comes next, may change the directory
+    # Code of the user, which comes next, may change the directory.
+    output = options.output and options.output.absolute()
     make = find_function(options.function)
     if len(options.on) == 1 and all(len(values) == 1 for values in choices.values()):
         plan: Any = train.plan(make, options.on[0], **{name: values[0] for name, values in choices.items()})

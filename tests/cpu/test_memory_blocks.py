@@ -67,7 +67,7 @@ def trained(engine, count=2):
 @pytest.mark.parametrize("engine", ["shard_map", "pmap", "jit"])
 def test_a_step_has_the_same_bits_in_blocks_and_xla_does_not_warn(engine, capfd, monkeypatch):
     step, state, found = trained(engine)
-    program, *_ = step.prepare(state, None)
+    program, *_ = step._prepare(state, None)
     assert None not in program._in_blocks.values()
     assert capfd.readouterr().err == ""
     monkeypatch.setattr(programs, "in_blocks", lambda jaxpr: None)
@@ -80,7 +80,7 @@ def test_programs_of_blocks_are_known_by_shapes_and_dtypes_and_are_not_kept_for_
     state, step = train.start({"w": jnp.ones(3)}, optax.sgd(0.1), loss, devices=jax.devices()[:2])
     for rows, dtype in [(2, np.float32), (2, np.int32), (4, np.float32), (6, np.float32), (2, np.float32)]:
         state, _ = step(state, {"x": np.ones((rows, 3), dtype)})
-    program, *_ = step.prepare(state, None)
+    program, *_ = step._prepare(state, None)
     assert list(program._in_blocks) == [(0, ((rows, 3), np.dtype("float32"))) for rows in (4, 6, 2)]
 
 
@@ -106,7 +106,7 @@ def test_xla_takes_several_blocks_in_place_of_one():
 @pytest.mark.slow
 def test_one_device_and_other_programs_around_a_step_take_memory_as_it_comes():
     step, state, _ = trained("shard_map", 1)
-    assert not step.prepare(state, None)[0]._in_blocks
+    assert not step._prepare(state, None)[0]._in_blocks
     step, state, _ = trained("shard_map")
     once, _ = step(state, {"x": np.ones((4, 3), np.float32)})
     step, state, _ = trained("shard_map")

@@ -36,7 +36,7 @@ def texts(many=False, **options):
     step, state, shapes = make(devices, **options)
     if many:
         shapes = {"x": jax.ShapeDtypeStruct((3, *shapes["x"].shape), np.float32)}
-    program, donated, rng = step.prepare(state, None)
+    program, donated, rng = step._prepare(state, None)
     run, along = (program.several if many else program.one), program.batches.shardings[many]
     batch = jax.device_put(jax.tree.map(jnp.zeros_like, shapes), along)
     span = map(program.number, (0, 3) if many else ())

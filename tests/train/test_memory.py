@@ -286,7 +286,7 @@ def test_a_program_is_freed_with_its_last_user(engine):
     """Not when the garbage collector finds it: until then 45 MB of programs had come together."""
     loss = lambda params, batch, rng: ((params["w"] * batch).mean(), {})  # noqa: E731
     state, step = train.start({"w": jnp.ones(())}, TX, loss, engine=engine, devices=DEVICES)
-    program, donated, rng = step.prepare(state, None)
+    program, donated, rng = step._prepare(state, None)
     step._programs = None  # which keeps it for the next call
     if engine != "jit":
         program.finish(donated, rng)  # of the steps of one device

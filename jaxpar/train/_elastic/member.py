@@ -206,7 +206,7 @@ class Member:
         # The result is what is computed, in short.
         batch = _to_host(next(self._run.batches(self._seed, 0)))
         local = place_state(_to_host(state), tuple(jax.local_devices()))
-        program, donated, rng = self._run.step.on(jax.local_devices()).prepare(local, None)
+        program, donated, rng = self._run.step.on(jax.local_devices())._prepare(local, None)
         texts = program.compile_own(donated, rng, batch)
         return describe(self._run, self._seed, state, texts, batch)
 

@@ -122,7 +122,7 @@ class TrainStep:
             elif has_mesh:
                 check_traced((state, batch), "train step")
             try:
-                program, donated, rng = self.prepare(state, user)
+                program, donated, rng = self._prepare(state, user)
                 new, metrics = program(donated, rng, batch, *span)
             except RuntimeError as error:
                 if "deleted" in str(error):
@@ -224,11 +224,11 @@ class TrainStep:
         with outside_mesh() as user:
             if not state.store.staleness and not carries(state.local):
                 return self._complete(without_types(state), user)
-            program, donated, rng = self.prepare(state, user)
+            program, donated, rng = self._prepare(state, user)
             assert isinstance(program, JointProgram)  # virtual shards leave nothing pending
             return program.finish(donated, rng)
 
-    def prepare(
+    def _prepare(
         self, state: TrainState, user: Mesh | None
     ) -> tuple[JointProgram | VirtualProgram, list[jax.Array], jax.Array]:
         """The program for a state, and what it takes of the complete state: the arrays to donate, and the `rng`."""
