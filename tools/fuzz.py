@@ -390,8 +390,13 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def _is_not_finite(leaf: Any) -> bool:
-    is_array = isinstance(leaf, (jax.Array, np.ndarray, float)) and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-    return is_array and np.size(leaf) > 0 and not bool(np.isfinite(np.asarray(leaf)).all())
+    if isinstance(leaf, float):
+        return not np.isfinite(leaf)
+    if not isinstance(leaf, (jax.Array, np.ndarray)) or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return False
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():  # a hostile one, passed on: whoever reads it is told
+        return False
+    return not bool(np.isfinite(np.asarray(leaf)).all())
 
 
 def contents(tree: Any) -> dict[str, Any]:
