@@ -26,12 +26,13 @@ from ._files import (
     CheckpointError as CheckpointError,
     adopt as _adopt,
     check_writable as _check_writable,
+    newest_first as _newest_first,
     of_step as _of_step,
     whole_copy as _whole_copy,
 )
 from ._leaves import StateHash as _StateHash
 from ._mxnet import load_mxnet as load_mxnet, to_bytes as _mxnet_bytes
-from ._run import DirectoryLock as _DirectoryLock
+from ._run import DirectoryLock as _DirectoryLock, Records as _Records
 from ._safetensors import export as export, load as load
 from ._save import (
     Found as Found,

@@ -5,7 +5,7 @@
         state/ ...      what orbax wrote, with the names of the params: orbax finds a checkpoint of its own here
         frozen/         a checkpoint of orbax with the params that are not trained
 
-    {"sha256": ..., "content": {"format": 2, "order": ..., "step": ..., "best": true, "info": {...},
+    {"sha256": ..., "content": {"format": 2, "order": ..., "step": ..., "best": true, "kept": true, "info": {...},
                                 "records": {"number", "at", "sha256"}, "files": {name: [size, sha256]},
                                 "frozen": what identifies the arrays in `frozen`,
                                 "leaves": [{"name", "words", "shape", "dtype", "array", "boxes": [[box, sha256]]}]}}
@@ -81,6 +81,7 @@ class Content(TypedDict, total=False):
     order: int  # of the checkpoints of a directory: the newest one has the highest
     step: int
     best: bool
+    kept: bool  # for good
     info: dict[str, Any]  # what the user or `fit` saves with the state
     records: Place
     frozen: str  # SHA-256 of the arrays that are not trained. `write` adds it
@@ -486,7 +487,8 @@ def _check(manifest: Any) -> None:
         return
     expect(_is_int(manifest["order"], 1), "wrong order")
     expect(_is_int(manifest.get("step", 0), -_MOST_INT), "wrong step")
-    expect(type(manifest.get("best", False)) is bool, "wrong best")
+    for name in ("best", "kept"):
+        expect(type(manifest.get(name, False)) is bool, f"wrong {name}")
     expect(type(manifest.get("info", {})) is dict, "wrong info")
     check_depth(manifest.get("info"))
     expect("frozen" not in manifest or _is_sha256(manifest["frozen"]), "wrong frozen")

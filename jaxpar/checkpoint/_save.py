@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -293,9 +293,10 @@ class Manager:
         info: dict[str, Any],
         *,
         best: bool = False,
+        kept: bool = False,
         records: Sequence[_run.Record] | None = None,
     ) -> None:
-        """As `save`. `records` are the records of the whole run. New records are written."""
+        """As `save`. One that is `kept` stays for good. `records` are those of the whole run. New ones are written."""
         self.wait()
         with processes.raise_together():
             step, leaves, arrays, together = _leaves.to_leaves(state, self._writes)
@@ -310,6 +311,8 @@ class Manager:
             content["info"] = info
             if best:
                 content["best"] = True
+            if kept:
+                content["kept"] = True
             if self._writes:
                 self._lock.acquire()
                 _files.remove_leftovers(self.directory)
@@ -446,12 +449,14 @@ class Manager:
         path = _files.free_path(self.directory, content.get("step"), content["order"])
         _files.write(path, content, arrays)
         self._note(path)
-        # The newest good ones stay, and the best one. A damaged one is not counted and not removed.
-        earlier = [(old, is_best(old, manifest)) for old, manifest in listed if old not in self._bad]
-        good = [(path, content.get("best", False)), *earlier]
-        best = next((path for path, is_best in good if is_best), None)
+        # The newest good ones stay, the best one, and those that are kept for good, of each step the newest. A damaged
+        # one is not counted and not removed.
+        good: list[tuple[Path, Mapping[str, Any]]] = [(path, content)]
+        good += [(old, manifest) for old, manifest in listed if old not in self._bad]
+        best = next((path for path, about in good if about.get("best")), None)
+        kept = {about.get("step"): path for path, about in reversed(good) if about.get("kept")}
         for path, _ in good[self.keep :]:
-            if path != best:
+            if path != best and path not in kept.values():
                 _files.remove(path)
 
 

@@ -57,6 +57,8 @@ from ._fit.lr_find import RateTest as RateTest, lr_find as lr_find
 from ._fit.progress import StepProgress as StepProgress, progress as progress
 from ._plan.child import PlannedCollective as PlannedCollective
 from ._plan.plan import Plan as Plan, PlanComparison as PlanComparison, compare_plans as compare_plans, plan as plan
+from ._runs.compare import Comparison as Comparison, compare as compare
+from ._runs.saved_run import SavedRun as SavedRun, open as open
 from ._step.loss import classification_loss as classification_loss
 from ._step.nonfinite import (
     DynamicLossScale as DynamicLossScale,

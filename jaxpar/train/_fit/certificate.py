@@ -22,7 +22,7 @@ from ..._devices import processes
 from .._callbacks.loggers import explain_errors
 from .._step.state import TrainState
 from .compile_cache import cpu_info
-from .identity import describe
+from .identity import describe, differences
 
 if TYPE_CHECKING:
     from .run import Run
@@ -115,15 +115,9 @@ def _other_run(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
     """In what a run differs from the one that began a certificate, in words. "" in nothing, or if that is not known."""
     if before is None:  # the file of an earlier jaxpar
         return ""
-    names = [name for name in now if name != "start" and name in before and before[name] != now[name]]
-    if before["start"][0] == now["start"][0] and before["start"] != now["start"]:
-        names.append("start")
-    known = {"data": "the data", "seed": "the seed", "loss": "the loss function", "step": "the options of the step"}
-    known |= {"model": "the shapes of the model", "optimizer": "the optimizer", "start": "the values at the start"}
-    words = [
-        known.get(name, f"{name.replace('_', ' ')}: {before[name]} in the file, {now[name]} now") for name in names
-    ]
-    return "; ".join(f"{each} differs" if name in known else each for name, each in zip(names, words, strict=True))
+    is_other_start = before["start"][0] == now["start"][0] and before["start"] != now["start"]
+    names = [name for name in now if name != "start" and name in before] + ["start"] * is_other_start
+    return differences(before, now, names)
 
 
 def _hole(run: dict[str, Any] | None, lines: dict[int, str], at: int) -> int | None:

@@ -66,6 +66,7 @@ def fit(
     resume: bool | Literal["auto"] = "auto",
     checkpoint_every: int | None = None,
     keep: int = 3,
+    keep_every: int | None = None,
     certificate: str | os.PathLike[str] | None = None,
     certificate_every: int = 100,
     metrics_file: str | os.PathLike[str] | None = None,
@@ -108,6 +109,8 @@ def fit(
             or if the run was interrupted at that step. False ignores checkpoints. True requires one.
         checkpoint_every: also save a checkpoint after every `checkpoint_every` steps.
         keep: the number of latest checkpoints that are kept.
+        keep_every: also save a checkpoint of the first state and after every `keep_every` steps, and keep these for
+            good. `train.open` computes any step of the run again from them.
         certificate: a file for hashes of the state, which `jaxpar verify` recomputes, see docs/same_bits.md. A resumed
             run continues the file and replaces the lines of repeated steps. The file of another run is refused.
         certificate_every: the number of steps between two hashes.
@@ -175,6 +178,7 @@ def fit(
         resume=resume,
         checkpoint_every=checkpoint_every,
         keep=keep,
+        keep_every=keep_every,
         certificate=certificate,
         certificate_every=certificate_every,
         metrics_file=metrics_file,
@@ -186,6 +190,8 @@ def fit(
     )
     with delayed():
         run = Run(state, step, train_data, options)
+    if run.left_out and distributed.is_elastic():
+        raise ValueError("fit: an elastic run leaves out no steps; give the step without .without(...)")
     return _fit_elastic(run, state) if distributed.is_elastic() else train(run, state)
 
 

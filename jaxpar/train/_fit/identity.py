@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import secrets
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -45,6 +46,23 @@ def describe(run: Run, state: TrainState) -> dict[str, Any]:
         "step": fingerprint(options, getattr(step, "nonfinite", "")),
         "batch_size": run.batch_size,
     }
+
+
+_SHOWN = {
+    **{"data": "the data", "seed": "the seed", "loss": "the loss function", "step": "the options of the step"},
+    **{"model": "the shapes of the model", "optimizer": "the optimizer", "start": "the values at the start"},
+}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[str]) -> str:
+    """In which of these a run differs from what a file says, in words. "" in none."""
+    return "; ".join(
+        f"{_SHOWN[name]} differs"
+        if name in _SHOWN
+        else f"{name.replace('_', ' ')}: {before[name]} in the file, {now[name]} now"
+        for name in names
+        if before[name] != now[name]
+    )
 
 
 def identity(run: Run, state: TrainState) -> str:

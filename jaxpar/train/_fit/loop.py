@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -27,7 +28,7 @@ from .._step.nonfinite import NonFiniteError, check_finite
 from .._step.state import TrainState
 from . import certificate
 from .clock import Clock
-from .identity import identity
+from .identity import describe, identity
 from .interrupt import Interrupts, delayed, describe_stop, finish_interrupted
 from .progress import BEHIND, Epoch, Progress, Trace
 from .run import Run
@@ -61,7 +62,11 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
                 training.certificate = certificate.begin(run, state)
             # After all that may refuse this call, so that the file of another run stays.
             with processes.raise_together():
-                if any(hasattr(callback, "on_run") for callback in callbacks.each):
+                if manager is not None:
+                    training.made_by = {**certificate.header_of(run.step, state), **describe(run, state)}
+                    training.made_by["steps_per_execution"] = run.per_program
+                has_name = manager is not None or any(hasattr(callback, "on_run") for callback in callbacks.each)
+                if has_name:
                     training.identity = training.identity or identity(run, state)
                     callbacks.call("on_run", training.identity, resumed)
                 callbacks.call("on_start", training.history)
@@ -71,6 +76,8 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
             with signals, opened.pop_all() as at_end:
                 # They end in the reverse order: the steps, `on_end`, the certificate, the checkpoints, the signals.
                 at_end.callback(callbacks.call, "on_end", training.history)
+                if run.keep_every is not None and not resumed:
+                    training.save(is_due=True)  # the first state, from which any step can be computed again
                 if open_steps is None:
                     steps = at_end.enter_context(contextlib.closing(own_steps(run, training.clock, training.state)))
                     train_loop(training, steps, signals, steps_behind=BEHIND)
@@ -140,7 +147,9 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
             is_epoch_over = clock.is_between_epochs
             is_evaluation_due = run.is_evaluation_due(clock.step)
             is_record_due = run.is_record_due(clock.step, clock.last, is_epoch_over)
-            is_save_due = run.checkpoint_every is not None and clock.step % run.checkpoint_every == 0
+            is_save_due = (run.checkpoint_every is not None and clock.step % run.checkpoint_every == 0) or (
+                training.is_kept
+            )
 
             # Metrics are read late. A record and a checkpoint have those of all steps, so they wait for the devices.
             training.read_metrics(0 if is_record_due or is_save_due else steps_behind)
@@ -254,6 +263,7 @@ class Training:
     certificate: certificate.Certificate | None = None
     best_state: TrainState | None = None  # a copy of the best state, where there are no checkpoints of it
     has_warned: bool = False  # that a loss was not finite
+    made_by: dict[str, Any] | None = None  # what decides the numbers of the run, as a checkpoint says it
 
     @classmethod
     def begin(
@@ -279,6 +289,12 @@ class Training:
         return training
 
     @property
+    def is_kept(self) -> bool:
+        """Whether the checkpoint of this step stays for good. That of the first state does, too."""
+        every = self.run.keep_every
+        return every is not None and (self.clock.step % every == 0 or self.clock.step == self.clock.first)
+
+    @property
     def is_recorded(self) -> bool:
         """Whether the history has a record of the last step."""
         return bool(self.history) and self.history[-1]["step"] == self.clock.step
@@ -290,11 +306,13 @@ class Training:
             now = time.perf_counter()
             clock.step_time, clock.read_at = (now - clock.read_at) / len(rows), now
             before = clock.step - epoch.num_unread - len(rows)  # the number of steps before these
-            if before == clock.began:  # the metrics of a step of the user's own are known only now
+            if (
+                before == clock.began and clock.began + 1 not in run.left_out
+            ):  # the metrics of a step of the user's own are known only now
                 callbacks.check_metrics(list(rows[0]), [], run.evaluation.parts)
             for step, metrics in enumerate(rows, before + 1):
-                is_skipped = run.skips and metrics["skipped"] > 0
-                if is_skipped and run.stops:
+                is_skipped = run.skips and metrics.get("skipped", 0.0) > 0
+                if is_skipped and run.stops and step not in run.left_out:
                     try:
                         check_finite(metrics, self.state)
                     except NonFiniteError as error:
@@ -388,8 +406,12 @@ class Training:
             epochs_over=clock.epochs_over if run.steps is None else None,
             epoch_began=clock.epoch_starts[-1] if run.steps is None else None,
             place=place,
+            made_by=self.made_by,
+            certificate=None if run.certificate is None else str(run.certificate),
+            left_out=sorted(run.left_out) or None,
+            forked_from=self.info.forked_from,
         )
-        self.manager._save(self.state, info.to_json(), best=is_best, records=history)
+        self.manager._save(self.state, info.to_json(), best=is_best, kept=self.is_kept, records=history)
 
     def written(self) -> Path | None:
         """Wait for the disk. Return what this run wrote or restored of the last step, in the process that writes."""

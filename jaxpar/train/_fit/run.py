@@ -32,27 +32,28 @@ _TAKEN = {*NO_METRICS, "test_loss", "test_accuracy"} - {"skipped"}
 class FitOptions:
     """The keyword arguments of `fit`, as they were given. Its docstring explains them."""
 
-    test_data: data.Dataset | None
-    apply_fn: Callable[..., jax.Array] | None
-    eval_data: Any
-    eval_fn: Callable[..., Any] | None
-    epochs: int | None
-    batch_size: int | None
-    max_steps: int | None
-    eval_every: int | None
-    progress: bool
-    checkpoint_dir: str | os.PathLike[str] | None
-    resume: bool | Literal["auto"]
-    checkpoint_every: int | None
-    keep: int
-    certificate: str | os.PathLike[str] | None
-    certificate_every: int
-    metrics_file: str | os.PathLike[str] | None
-    callbacks: Callback | WithMemory | Sequence[Callback | WithMemory]
-    on_step: OnStep | None
-    profile: Profile | None
-    steps_per_execution: int | Literal["auto"]
-    on_interrupt: Literal["auto", "return", "raise"]
+    test_data: data.Dataset | None = None
+    apply_fn: Callable[..., jax.Array] | None = None
+    eval_data: Any = None
+    eval_fn: Callable[..., Any] | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    max_steps: int | None = None
+    eval_every: int | None = None
+    progress: bool = True
+    checkpoint_dir: str | os.PathLike[str] | None = None
+    resume: bool | Literal["auto"] = "auto"
+    checkpoint_every: int | None = None
+    keep: int = 3
+    keep_every: int | None = None
+    certificate: str | os.PathLike[str] | None = None
+    certificate_every: int = 100
+    metrics_file: str | os.PathLike[str] | None = None
+    callbacks: Callback | WithMemory | Sequence[Callback | WithMemory] = ()
+    on_step: OnStep | None = None
+    profile: Profile | None = None
+    steps_per_execution: int | Literal["auto"] = "auto"
+    on_interrupt: Literal["auto", "return", "raise"] = "auto"
 
 
 class Run:
@@ -88,6 +89,8 @@ class Run:
         self.eval_every = _count(options.eval_every, "eval_every")
         checkpoint_every = _count(options.checkpoint_every, "checkpoint_every")
         self.checkpoint_every = None if self.checkpoint_dir is None else checkpoint_every
+        keep_every = _count(options.keep_every, "keep_every")
+        self.keep_every = None if self.checkpoint_dir is None else keep_every
         if self.epochs is None and max_steps is None:
             raise ValueError("fit: the end of the training is not known; give epochs= or max_steps=, or both")
         # For people: the arguments that end the run.
@@ -139,6 +142,7 @@ class Run:
         # Whether a step may leave its update out, and whether one that is not finite ends the run. A step of the user's
         # own does not say so.
         self.skips: bool = getattr(step, "skips", False)
+        self.left_out: frozenset[int] = getattr(step, "left_out", frozenset())
         self.stops: bool = getattr(step, "nonfinite", "ignore") == "stop"
 
     def is_epoch_over(self, steps: int) -> bool:

@@ -45,6 +45,11 @@ class RunInfo:
     epochs_over: int | None = None
     epoch_began: int | None = None
     place: list[Any] | None = None  # the position of each process in the data
+    # What decides the numbers of the run: versions, processor, devices; hashes of model, data, optimizer, loss, step.
+    made_by: dict[str, Any] | None = None
+    left_out: list[int] | None = None  # the steps without an update
+    certificate: str | None = None  # the file with the hashes of the run's states
+    forked_from: list[Any] | None = None  # the directory of another run, and the step after which this one left it
     history: list[Record] | None = None  # the records of the epochs that are over. `checkpoint.Manager` adds them
 
     def to_json(self) -> dict[str, Any]:
@@ -92,12 +97,17 @@ def _is_record(record: Any) -> bool:
 _IS_GOOD: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("first", "batch_size", "examples", "limit", "counted", "epochs_over", "epoch_began"), _is_count),
     **dict.fromkeys(("stopped", "interrupted"), lambda value: isinstance(value, bool)),
-    **dict.fromkeys(("run", "data"), lambda value: isinstance(value, str)),
+    **dict.fromkeys(("run", "data", "certificate"), lambda value: isinstance(value, str)),
     **dict.fromkeys(("rates", "sums"), _are_numbers),
     "seconds": _is_number,
     "ended_by": lambda value: isinstance(value, list) and all(isinstance(x, str) and x.split() for x in value),
     "callbacks": lambda value: isinstance(value, list) and all(map(is_saved_memory, value)),
     "place": lambda value: isinstance(value, list),
+    "made_by": lambda value: isinstance(value, dict),
+    "left_out": lambda value: isinstance(value, list) and all(map(_is_count, value)),
+    "forked_from": lambda value: (
+        isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_count(value[1])
+    ),
     "history": lambda value: isinstance(value, list) and all(map(_is_record, value)),
 }
 
@@ -147,6 +157,17 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
             f"fit: the checkpoint is from a run with batches of {info.batch_size} out of {info.examples or 'all'} "
             f"examples, but this run has {run.batch_size} out of {run.examples or 'all'}; give the same again, another "
             "checkpoint_dir, or resume=False"
+        )
+    left_out = set(info.left_out or [])
+    if lacking := sorted(left_out - run.left_out):
+        raise ValueError(
+            f"fit: the run in {run.checkpoint_dir} leaves out step {lacking[0]}, and this step does not; give "
+            f"step.without({sorted(left_out)}), or resume=False"
+        )
+    if late := sorted(number for number in run.left_out - left_out if number <= step):
+        raise ValueError(
+            f"fit: the run in {run.checkpoint_dir} is at step {step}, and made the update of step {late[0]}, which "
+            "this step leaves out; go on from an earlier state, as train.open(...).fork gives one, or give resume=False"
         )
     data._go_to(run.source, info.place)  # after what refuses the call, so that an iterator stays where it is
     if jax.process_index() == 0 and None not in (digest, info.data) and digest != info.data:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
@@ -54,7 +56,9 @@ class TrainStep:
 
     Attributes:
         engine, axis_name, devices, nonfinite, virtual_shards, mesh, loss_fn: as given to `make_train_step`.
-        skips: whether the step may skip an update. Then `metrics` has `skipped`.
+        left_out: the numbers of the steps that make no update, see `without`. The first step is 1.
+        like: the shapes of the state that `start` made with this step. None for a step of `make_train_step`.
+        skips: whether the step may skip an update. Then `metrics` may have `skipped`.
         device_step: the step of one device.
         global_step: the step of all devices under engine `jit`. None if this step cannot use engine `jit`.
     """
@@ -67,16 +71,23 @@ class TrainStep:
     nonfinite: str
     virtual_shards: int | None
     mesh: Mesh | None
+    left_out: frozenset[int] = frozenset()
+    like: TrainState | None = None
 
     def __post_init__(self) -> None:
         self.loss_fn: LossFn = self.device_step.loss_fn
-        self.skips: bool = self.device_step.guard is not None
         self._programs = Recent(self._make_program)  # by the structures of `Donated`
         self._returned: weakref.ref[TrainState] | None = None  # by the last call
+
+    @property
+    def skips(self) -> bool:
+        return self.device_step.guard is not None or bool(self.left_out)
 
     @allows_transfers
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step. `state` is donated: use the one returned."""
+        if self.left_out and int(state.step) + 1 in self.left_out:
+            return leave_out(state)
         return self._run(state, batch)
 
     @allows_transfers
@@ -110,7 +121,33 @@ class TrainStep:
             ([1.0, 0.25, 0.0625], 0.875)
         """
         first, end, _ = slice(first, end).indices(checks.batch_length(batches, "train step, many"))
+        if self.left_out:
+            begins = int(state.step) + 1
+            if inside := sorted(self.left_out & set(range(begins, begins + end - first))):
+                raise ValueError(f"train step, many: step {inside[0]} is left out; call the step for each batch there")
         return self._run(state, batches, first, end)
+
+    def without(self, steps: Iterable[int]) -> TrainStep:
+        """The same step, which makes no update in the steps of these numbers. The first step of a run is 1.
+
+        Such a step changes the number in the state and nothing else. The batches and random keys after it are those of
+        a run that makes all updates. Its metrics are a `loss` of NaN and `skipped`, 1.
+
+        Example:
+            >>> import jax.numpy as jnp, optax
+            >>> from jaxpar import train
+            >>> loss_fn = lambda params, batch, rng: (((params["w"] - batch) ** 2).mean(), {})
+            >>> state, step = train.start({"w": jnp.zeros(())}, optax.sgd(0.25), loss_fn)
+            >>> step = step.without([1])
+            >>> for _ in range(2):
+            ...     state, metrics = step(state, jnp.ones(8))
+            >>> int(state.step), float(state.params["w"])
+            (2, 0.5)
+        """
+        numbers = frozenset(checks.whole_number(n, "train step, without", "a step") for n in steps)
+        step = copy.copy(self)  # with the compiled programs
+        step.left_out = numbers
+        return step
 
     def _run(self, state: TrainState, batch: Batch, *span: int) -> tuple[TrainState, Metrics]:
         """One step, or several with the first and the end of the batches that they take."""
@@ -270,6 +307,13 @@ class TrainStep:
                 "mesh= and sharding="
             )
         return "jit", self.global_step
+
+
+def leave_out(state: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """A step without an update: the number of the step passes. The metrics are on the host."""
+    with outside_mesh():
+        state = dataclasses.replace(state, step=state.step + 1)
+    return state, {"loss": np.float32("nan"), "skipped": np.float32(1)}
 
 
 def _check_arrays(state: TrainState, batch: Batch) -> None:
@@ -592,4 +636,5 @@ def start(
     )
     if compression is not None:
         store = kv.set_gradient_compression(store, compression)
-    return create_state(store, rng, devices=devices, grad_transform=grad_transform, model_state=model_state), step
+    state = create_state(store, rng, devices=devices, grad_transform=grad_transform, model_state=model_state)
+    return state, dataclasses.replace(step, like=shapes_on(state, leaf_shardings(state)))

@@ -1,0 +1,545 @@
+"""A run that `fit` saved, as a value: any of its steps, the batch of a step, its metrics, a fork.
+
+A step is computed again from the last checkpoint before it, by what `fit` itself runs: the same step,
+the same source of data, the same random keys. So it has the bits of the run, where these can be had again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import html
+import itertools
+import os
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import checkpoint, data as data_room, kv, updaters
+from ..._core import checks, files
+from ..._core.arrays import PyTree
+from ..._core.text import plural
+from ..._core.transfers import allows_transfers
+from ..._core.updater import Updater
+from ..._devices import mesh, processes
+from ..._store.store import trained_keys
+from .._callbacks.fingerprint import fingerprint
+from .._callbacks.history import History, Record
+from .._fit import certificate
+from .._fit.clock import Clock
+from .._fit.identity import describe, differences
+from .._fit.progress import Epoch, Metrics
+from .._fit.run import FitOptions, Run, shuffle_key
+from .._fit.saved import RunInfo, has_good_info, template
+from .._fit.steps import own_steps
+from .._step.state import TrainState, check_is_state, leaf_shardings, shapes_on
+from .._step.train_step import TrainStep
+
+if TYPE_CHECKING:
+    import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedState:
+    """A checkpoint of a run."""
+
+    step: int
+    path: Path
+    info: RunInfo
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class SavedRun:
+    """A run in a directory. `train.open` makes it. Nothing is trained by looking at it, and nothing is written.
+
+    A run unpacks as what `fit` takes first: its last saved state, the step and the data. So
+    `fit(*run, epochs=20, checkpoint_dir=run.directory)` goes on with it.
+
+    Attributes:
+        directory: the directory of its checkpoints.
+        history: the records of its epochs, as `fit` returned them.
+        checkpoints: {step: path}, in the order of the steps.
+        left_out: the numbers of the steps that made no update.
+        forked_from: (directory, step) of the run that it left, or None.
+        made_by: what decided its numbers, as its last checkpoint says: versions, processor, devices, and short hashes
+            of the model's shapes, data, seed, optimizer, loss and step. Empty if an earlier jaxpar saved it.
+        step, data: as given to `train.open`. `step` leaves out what the run left out.
+    """
+
+    directory: Path
+    history: History
+    left_out: frozenset[int]
+    forked_from: tuple[str, int] | None
+    made_by: Mapping[str, Any]
+    step: TrainStep | None
+    data: Any
+    _saved: tuple[SavedState, ...]  # in the order of the steps
+    _like: TrainState | None  # a state of this run, for its structure and devices only
+    _certificate: Mapping[int, str]  # hashes of states, by step
+
+    @property
+    def checkpoints(self) -> dict[int, Path]:
+        return {saved.step: saved.path for saved in self._saved}
+
+    @property
+    def last_step(self) -> int:
+        """The number of the step of the last checkpoint."""
+        return self._saved[-1].step
+
+    @property
+    def not_exact(self) -> str:
+        """Why computed states may differ from those of the run in their last bits. "" if they have the same bits."""
+        if not self.made_by:
+            return "an earlier jaxpar saved it, and does not say what computed it"
+        if self._like is None:
+            return "no step was given"
+        return certificate.difference(dict(self.made_by), certificate.header_of(self.step, self._like))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.at(self.last_step), self.step, self.data))
+
+    @allows_transfers
+    def at(self, step: int) -> TrainState:
+        """The state after a step of the run, computed again from the last checkpoint before it.
+
+        Steps after the last checkpoint are those that the run would have made. If `fit` wrote a certificate, the states
+        on the way are compared with it.
+
+        Args:
+            step: the number of the step. The first step is 1, and 0 is the state that `fit` was given.
+
+        Raises:
+            ValueError: there is no good checkpoint at or before this step, or `train.open` was not given the step or
+                the data; the data cannot be read again; a state has other bits than the certificate says.
+
+        Example:
+            >>> import tempfile, numpy as np, optax
+            >>> import jax.numpy as jnp
+            >>> from jaxpar import train
+            >>> def loss_fn(params, batch, rng):
+            ...     return ((batch["x"] * params["w"] - batch["y"]) ** 2).mean(), {}
+            >>> data = {"x": np.ones(64, np.float32), "y": np.ones(64, np.float32)}
+            >>> directory = tempfile.mkdtemp()
+            >>> state, step = train.start({"w": jnp.zeros(())}, optax.sgd(0.25), loss_fn)
+            >>> state, history = train.fit(
+            ...     state, step, data, epochs=1, batch_size=8, progress=False, checkpoint_dir=directory, keep_every=4)
+            >>> run = train.open(directory, step, data)
+            >>> [float(run.at(n).params["w"]) for n in (0, 1, 2, 8)]
+            [0.0, 0.5, 0.75, 0.99609375]
+        """
+        number = checks.whole_number(step, "run.at", "the step", least=0)
+        state, saved = self._restored("run.at", number)
+        with contextlib.closing(self._compute("run.at", state, saved, number)) as made:
+            for _, computed, _, _ in made:
+                state = computed
+        return state
+
+    @allows_transfers
+    def batch(self, step: int) -> PyTree:
+        """The batch of a step, on the devices of the step. No step is made.
+
+        Raises:
+            ValueError: as of `at`.
+        """
+        number = checks.whole_number(step, "run.batch", "the step")
+        state, saved = self._restored("run.batch", number - 1)
+        return next(self._batches("run.batch", state, saved, number - 1))
+
+    @allows_transfers
+    def metrics(self, first: int, last: int) -> list[dict[str, float]]:
+        """The metrics of the steps from `first` to `last`, computed again, one dict for each step.
+
+        Returns:
+            Dicts of `step`, what the step reports, such as `loss`; `grad_norm`, the norm of the summed gradients that
+            the optimizer gets, over all trained params; and `update_norm`, that of the change of these params. A step
+            that was left out has no `grad_norm`.
+
+        Raises:
+            ValueError: as of `at`. TypeError: the step is the user's own function, whose gradients are not known.
+        """
+        first = checks.whole_number(first, "run.metrics", "first")
+        last = checks.whole_number(last, "run.metrics", "last", least=first)
+        state, saved = self._restored("run.metrics", first - 1)
+        step, _ = self._needed("run.metrics")
+        batches = self._batches("run.metrics", state, saved, saved.step)
+        rows: list[dict[str, float]] = []
+        for number in range(saved.step + 1, last + 1):
+            batch = next(batches)
+            if number < first:
+                state, _ = step(state, batch)
+                continue
+            norms = dict[str, float]()
+            if number not in self.left_out:
+                norms["grad_norm"] = _norm(gradients(step, state, batch, "run.metrics"))
+            before = _trained(state)  # copies, since the step takes the arrays of the state
+            state, metrics = step(state, batch)
+            changes = jax.tree.map(lambda new, old: new - old, _trained(state), before)
+            values = {name: float(value) for name, value in metrics.items() if not np.ndim(value)}
+            rows.append({"step": number, **values, **norms, "update_norm": _norm(changes)})
+        return rows
+
+    @allows_transfers
+    def fork(
+        self,
+        directory: str | os.PathLike[str],
+        at: int,
+        *,
+        optimizer: optax.GradientTransformation | Updater | None = None,
+        without: Iterable[int] = (),
+    ) -> SavedRun:
+        """Another run, which leaves this one after a step. `fit` trains it.
+
+            fork = run.fork("runs/lenet-b", at=1300, without=[1371])
+            state, history = train.fit(*fork, epochs=20, checkpoint_dir=fork.directory)
+
+        Args:
+            directory: a directory without checkpoints, for those of the fork. It gets the state after step `at`.
+            at: the number of the step.
+            optimizer: another optimizer, whose state begins anew. None: the same one goes on.
+            without: the numbers of later steps that make no update. What comes after such a step is as in a run that
+                makes all updates: the batches and the random keys stay where they are.
+
+        Raises:
+            FileExistsError: the directory has checkpoints.
+            ValueError: a step in `without` is not after `at`; and as of `at()`.
+        """
+        target = files.as_path(directory, "run.fork: directory")
+        number = checks.whole_number(at, "run.fork", "at", least=0)
+        left_out = sorted(checks.whole_number(n, "run.fork", "a step in without") for n in without)
+        if left_out and left_out[0] <= number:
+            raise ValueError(
+                f"run.fork: step {left_out[0]} in without is not after step {number}, where the fork begins; give an "
+                "earlier at="
+            )
+        with processes.raise_together():
+            listed, _ = checkpoint._newest_first(target)
+            if listed:
+                raise FileExistsError(f"run.fork: {target} has checkpoints already; give another directory")
+        step, _ = self._needed("run.fork")
+        state, saved = self._restored("run.fork", number)
+        info, clock, epoch = saved.info, None, Epoch()
+        epoch.sums.update(info.sums or {})
+        epoch.counted, epoch.seconds = info.counted or 0, info.seconds or 0.0
+        place = info.place
+        # The steps of an epoch that has no record yet count in its record, as in a run that was never stopped.
+        source = data_room.as_source(self.data)
+        with contextlib.closing(self._compute("run.fork", state, saved, number, source)) as made:
+            for clock, computed, metrics, rows in made:
+                state = computed
+                number_made = 1 if rows is None else len(rows)
+                if clock.is_between_epochs or clock.steps_of_epoch == number_made:
+                    epoch = Epoch()  # one that is over has its record, and one that begins has no sums yet
+                if not clock.is_between_epochs:
+                    epoch.unread.append((metrics, rows))
+                    for each in itertools.chain.from_iterable(epoch.read(0)):
+                        epoch.sums.update({"skipped": 1} if each.get("skipped", 0.0) > 0 else each)
+                        epoch.counted += 1
+                place = data_room._place_in(source)
+        if optimizer is not None:
+            state = dataclasses.replace(state, store=kv.set_optimizer(state.store, optimizer))
+        left_out = sorted({n for n in self.left_out if n <= number} | set(left_out))
+        step = step.without(left_out)
+        # Averages of optax and the guard's notes stay with the state. What describes the run is that of the fork.
+        state = step.complete(state)
+        step.like = shapes_on(state, leaf_shardings(state))
+        history = [record for record in self.history if record["step"] <= number and not record.get("interrupted")]
+        made_by = {**certificate.header_of(step, state), **describe(self._call(state, step, number + 1), state)}
+        ragged = info.epochs_over is not None and clock is not None
+        forked = dataclasses.replace(
+            info,
+            rates=updaters.learning_rates(state),
+            ended_by=None,
+            limit=None,
+            stopped=False,
+            interrupted=True,  # so that a call of `fit` with this very state goes on with this run
+            callbacks=info.callbacks if number == saved.step else None,
+            run=fingerprint(info.run, number, left_out, made_by),
+            sums=dict(epoch.sums) if epoch.counted else None,
+            counted=epoch.counted or None,
+            seconds=epoch.seconds if epoch.counted else None,
+            epochs_over=clock.epochs_over if ragged and clock is not None else info.epochs_over,
+            epoch_began=clock.epoch_starts[-1] if ragged and clock is not None else info.epoch_began,
+            place=place,
+            history=None,
+            made_by=made_by,
+            left_out=left_out or None,
+            forked_from=[str(self.directory), number],
+            certificate=None,
+        )
+        manager = checkpoint.Manager(target)
+        with contextlib.closing(manager):
+            manager._save(state, forked.to_json(), kept=True, records=history)
+        return open(target, step, self.data, state=state)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is known of the run without computing, in values of JSON."""
+        return {
+            "directory": str(self.directory),
+            "checkpoints": {step: str(path) for step, path in self.checkpoints.items()},
+            "left_out": sorted(self.left_out),
+            "forked_from": None if self.forked_from is None else list(self.forked_from),
+            "branches": [str(path) for path in self.branches],
+            "made_by": dict(self.made_by),
+            "history": [dict(record) for record in self.history],
+        }
+
+    @property
+    def branches(self) -> list[Path]:
+        """The forks of this run in the directories beside its own."""
+        found: list[Path] = []
+        for path in sorted(self.directory.parent.iterdir()):
+            if path.is_dir() and path != self.directory:
+                listed, _ = checkpoint._newest_first(path)
+                parents = [manifest.get("info", {}).get("forked_from") for _, manifest in listed]
+                if any(isinstance(parent, list) and parent[:1] == [str(self.directory)] for parent in parents):
+                    found.append(path)
+        return found
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        lines = "".join(f"<p>{html.escape(line)}</p>" for line in self._lines())
+        return f"<div>{lines}{self.history._repr_html_() if self.history else ''}</div>"
+
+    def _lines(self) -> list[str]:
+        steps = [saved.step for saved in self._saved]
+        shown = ", ".join(map(str, steps if len(steps) <= 8 else [*steps[:3], "...", *steps[-3:]]))
+        lines = [
+            f"run in {files.shown(self.directory)}: {plural(len(self.history), 'record')}, "
+            f"{plural(len(steps), 'checkpoint')} of step{'s' if len(steps) > 1 else ''} {shown}"
+        ]
+        if self.left_out:
+            lines.append(
+                f"left out: step{'s' if len(self.left_out) > 1 else ''} {', '.join(map(str, sorted(self.left_out)))}"
+            )
+        if self.forked_from is not None:
+            lines.append(f"forked from {self.forked_from[0]} after step {self.forked_from[1]}")
+        if branches := self.branches:
+            lines.append(f"branches: {', '.join(files.shown(path) for path in branches)}")
+        if self._like is not None:
+            why = self.not_exact
+            lines.append(f"computed states: to rounding ({why})" if why else "computed states: the bits of the run")
+        return lines
+
+    def _nearest(self, where: str, step: int) -> SavedState:
+        earlier = [saved for saved in self._saved if saved.step <= step]
+        if not earlier:
+            raise ValueError(
+                f"{where}: {files.shown(self.directory)} has no checkpoint at or before step {step}; its first one is "
+                f"of step {self._saved[0].step}. A run with fit(keep_every=...) keeps that of its first state"
+            )
+        return earlier[-1]
+
+    def _restored(self, where: str, step: int) -> tuple[TrainState, SavedState]:
+        """The state of the last good checkpoint at or before a step."""
+        if self._like is None:
+            raise ValueError(
+                f"{where}: what the run was made with is not in its checkpoints; give train.open(directory, step, "
+                "data), with the step that train.start made, or with state= beside one of make_train_step"
+            )
+        nearest, damage = self._nearest(where, step), ""
+        for saved in reversed(self._saved[: self._saved.index(nearest) + 1]):
+            try:
+                return checkpoint.restore(saved.path, self._like), saved
+            except checkpoint.CheckpointError as error:
+                damage = damage or str(error)
+        raise checkpoint.CheckpointError(damage)
+
+    def _needed(self, where: str) -> tuple[TrainStep, data_room.Source]:
+        if self.step is None or self.data is None:
+            raise ValueError(f"{where}: the step and the data are needed; give train.open(directory, step, data)")
+        return self.step, data_room.as_source(self.data)
+
+    def _go_to(self, where: str, source: data_room.Source, saved: SavedState) -> None:
+        """Set the data to where they were after a checkpoint. `ValueError` for what cannot go back."""
+        if saved.info.place is None and getattr(source, "is_read_once", False):
+            raise ValueError(
+                f"{where}: the data can be read only once, and nothing says where they were after step {saved.step}; "
+                "give fit an iterator with get_state and set_state, a list, or a function of the epoch"
+            )
+        data_room._go_to(source, saved.info.place)
+
+    def _batches(
+        self, where: str, state: TrainState, saved: SavedState, start: int, placed: bool = True
+    ) -> Iterator[PyTree]:
+        """The batches of the steps after `start`, which is not before the checkpoint, on the step's devices or one."""
+        step, source = self._needed(where)
+        self._go_to(where, source, saved)
+        # An iterator knows its place where a checkpoint was saved. All other data are asked for a batch by its number.
+        first = start if saved.info.place is None else saved.step
+        sharding = step.batch_sharding(state) if isinstance(step, TrainStep) else None
+        shards = getattr(step, "virtual_shards", None)
+        options = data_room._batch_options(source, state.store.devices, sharding, shards) if placed else {}
+        key, batch_size = shuffle_key(state.rng), saved.info.batch_size
+        batches = iter(source.batches(batch_size, rng=key, epochs=None, start=first, **options))
+        return itertools.islice(batches, start - first, None)
+
+    def _call(self, state: TrainState, step: TrainStep, last: int) -> Run:
+        """The call of `fit` that makes the steps up to `last`."""
+        info = self._saved[-1].info
+        per_program = (info.made_by or {}).get("steps_per_execution", "auto")
+        options = FitOptions(batch_size=info.batch_size, max_steps=max(last, 1), steps_per_execution=per_program)
+        return Run(state, step, self.data, options)
+
+    def _compute(
+        self, where: str, state: TrainState, saved: SavedState, last: int, source: data_room.Source | None = None
+    ) -> Generator[tuple[Clock, TrainState, Metrics, range | None]]:
+        """The steps after a checkpoint up to step `last`, as `fit` makes them: the clock, the state, its metrics."""
+        if saved.step == last:
+            return
+        step, _ = self._needed(where)
+        call = self._call(state, step, last)
+        if source is not None:
+            call.source = source
+        self._go_to(where, call.source, saved)
+        clock = Clock.resume(call, saved.info, saved.step)
+        clock.last = last
+        is_certified = bool(self._certificate) and not self.not_exact
+        with contextlib.closing(own_steps(call, clock, state)) as steps:
+            for state, metrics, rows in steps:
+                clock.step += 1 if rows is None else len(rows)
+                if call.is_epoch_over(clock.steps_of_epoch):
+                    clock.epoch_starts.append(clock.step)
+                if is_certified and clock.step in self._certificate:
+                    computed, certified = str(checkpoint._StateHash(state)), self._certificate[clock.step]
+                    if computed != certified:
+                        raise ValueError(
+                            f"{where}: the state after step {clock.step} has the hash {computed}, and the certificate "
+                            f"of the run says {certified}; the data or the program give other numbers than then. "
+                            "train.compare says where two runs part"
+                        )
+                yield clock, state, metrics, rows
+                if clock.step == last:
+                    return
+
+
+@allows_transfers
+def open(
+    directory: str | os.PathLike[str],
+    step: TrainStep | None = None,
+    data: Any = None,
+    *,
+    state: TrainState | None = None,
+) -> SavedRun:
+    """The run that `fit` saved in a directory, as a value. Nothing is trained or written.
+
+    Args:
+        directory: the `checkpoint_dir` of `fit`. With `fit(keep_every=n)` it has all that any step is computed from.
+        step: the step of the run, from `start` or `make_train_step`. None: only what is saved is known.
+        data: the data of the run, as given to `fit`. None: no step is computed.
+        state: a state of the same structure, whose values do not matter: for a step of `make_train_step`.
+
+    Returns:
+        A `SavedRun`: `run.at(n)`, `run.batch(n)`, `run.metrics(first, last)`, `run.fork(directory, at=n)`.
+
+    Raises:
+        FileNotFoundError: the directory has no checkpoint of `fit`.
+        ValueError: the step or the data are not those of the run. The message names what differs: the shapes of the
+            model, the optimizer, the loss function, the options of the step, or the data. Data that are not arrays are
+            known by what they give only.
+    """
+    path = files.as_path(directory, "train.open: directory")
+    listed, unreadable = checkpoint._newest_first(path)
+    saved = [
+        SavedState(manifest.get("step", 0), each, RunInfo.from_json(manifest["info"]))
+        for each, manifest in listed
+        if "first" in manifest.get("info", {}) and has_good_info(each, manifest)
+    ]
+    if not saved:
+        damage = f" ({next(iter(unreadable.values()))})" if unreadable else ""
+        raise FileNotFoundError(
+            f"train.open: {path} has no checkpoint of fit{damage}; give the checkpoint_dir of a call of fit"
+        )
+    newest = saved[0].info
+    # An earlier run in the same directory is another one. Of a step that was made twice the newest counts.
+    by_step = {each.step: each for each in reversed(saved) if each.info.run == newest.run}
+    newest_manifest = listed[[each for each, _ in listed].index(saved[0].path)][1]
+    history: list[Record] = newest_manifest["info"].get("history", [])
+    if (place := newest_manifest.get("records")) is not None:
+        history = checkpoint._Records(path).read(place)
+
+    left_out = frozenset(newest.left_out or [])
+    like = state
+    if step is not None:
+        if isinstance(step, TrainStep):
+            step = step.without(left_out)
+            if like is None and step.like is not None:
+                like = jax.tree.map(_zeros, step.like)
+        if like is not None:
+            check_is_state(like, "train.open")
+            like = template(like, step)
+    run = SavedRun(
+        directory=path,
+        history=History(history),
+        left_out=left_out,
+        forked_from=None if newest.forked_from is None else (newest.forked_from[0], newest.forked_from[1]),
+        made_by=newest.made_by or {},
+        step=step,
+        data=data,
+        _saved=tuple(by_step[number] for number in sorted(by_step)),
+        _like=like,
+        _certificate=_lines_of(newest.certificate),
+    )
+    if newest.made_by and step is not None and data is not None and like is not None:
+        call = run._call(like, step, 1)
+        now = describe(call, like)
+        # The seed is in the state. Hashes of functions are of Python's code, which differs between its versions.
+        names = ["model", "data", "optimizer", "loss", "step"]
+        if now["python"] != newest.made_by.get("python"):
+            names = ["model", "data"]
+        if now["data"] is None or newest.made_by.get("data") is None:
+            names.remove("data")
+        if why := differences(newest.made_by, now, names):
+            raise ValueError(f"train.open: {files.shown(path)} is from another run ({why}); give what fit was given")
+    return run
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.device_put(jnp.zeros(like.shape, like.dtype), like.sharding)
+
+
+def _lines_of(path: str | None) -> Mapping[int, str]:
+    """The hashes of a certificate that is still there."""
+    if path is None or not os.path.isfile(path):
+        return {}
+    return certificate.read(path)[1]
+
+
+def gradients(step: TrainStep, state: TrainState, batch: PyTree, where: str) -> PyTree:
+    """The summed gradients that the optimizer would get for a batch, in the structure of the params.
+
+    The state stays valid. It is the step itself, with a store that keeps what is pushed in place of an optimizer.
+    """
+    if not isinstance(step, TrainStep):
+        raise TypeError(f"{where}: the gradients of a step that is a function of your own are not known")
+    store = kv.set_updater(mesh.own_copies(state.store), updaters.assign)
+    probe = dataclasses.replace(mesh.own_copies(state), store=store)
+    probe, _ = step.without(())(probe, batch)
+    return _trained(probe)
+
+
+def _trained(state: TrainState) -> dict[str, jax.Array]:
+    """The trained params of a state by name."""
+    store, names = state.store, kv.names(state.store)
+    whole = dict(zip(store.values, jax.tree.leaves(kv.to_params(store)), strict=True))
+    return {names[key]: whole[key] for key in trained_keys(store)}
+
+
+@jax.jit
+def _sum_of_squares(tree: PyTree) -> jax.Array:
+    return sum(
+        (
+            jnp.sum(jnp.square(jnp.abs(x.astype(jnp.promote_types(x.dtype, jnp.float32)))))
+            for x in jax.tree.leaves(tree)
+        ),
+        jnp.float32(0),
+    )
+
+
+def _norm(tree: PyTree) -> float:
+    return float(jnp.sqrt(_sum_of_squares(tree)))
