@@ -290,8 +290,9 @@ class IterableSource:
         None if the number of the batch says it, and the iterator has no `get_state` and `set_state`.
         """
         place, period = self._reading.place, self._reading.period
-        if place is None:
-            return None
+        if place is None:  # nothing is read yet, but an iterator need not be at its beginning
+            state = _state_of(self.source) if self.is_read_once else {}
+            return {"batches": 0} | state if state else None
         is_usual = period and (place["pass"], place["before"]) == divmod(place["batches"], period)
         if is_usual or self.is_read_once:
             place = {name: value for name, value in place.items() if name not in ("pass", "before")}
