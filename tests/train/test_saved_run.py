@@ -1,0 +1,376 @@
+"""A run as a value: any step of it again, its batches, forks, and where two runs part."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpar import checkpoint, data, train
+
+BATCHES, SIZE = 11, 32  # in an epoch, and examples in a batch
+STEPS = 40
+
+
+def net_loss(params, batch, rng, statistics):
+    """A layer with statistics of the share, dropout, and a layer: what a step can depend on."""
+    x = batch["x"] @ params["in"]
+    mean = x.mean(0)
+    statistics = {"mean": 0.9 * statistics["mean"] + 0.1 * mean.astype(jnp.float32)}
+    x = jax.nn.relu(x - mean[None])
+    x = jnp.where(jax.random.bernoulli(rng, 0.8, x.shape), x / 0.8, 0)
+    error = ((x @ params["out"] - batch["y"]).astype(jnp.float32) ** 2).mean()
+    return error, {"error": jnp.sqrt(error)}, statistics
+
+
+def examples(seed=0):
+    draw = np.random.default_rng(seed)
+    x = draw.normal(size=(BATCHES * SIZE, 8)).astype(np.float32)
+    return {"x": x, "y": x[:, :2] + draw.normal(size=(len(x), 2)).astype(np.float32)}
+
+
+def of_epoch(epoch):
+    order = np.random.default_rng(epoch).permutation(BATCHES * SIZE).reshape(BATCHES, SIZE)
+    return [{name: x[rows] for name, x in examples().items()} for rows in order]
+
+
+def params():
+    draw = np.random.default_rng(1)
+    sizes = {"in": (8, 16), "out": (16, 2)}
+    return {name: jnp.asarray(draw.normal(0, 0.3, size), jnp.float32) for name, size in sizes.items()}
+
+
+def start(devices=1, tx=None, loss=net_loss, **options):
+    tx = optax.adam(optax.cosine_decay_schedule(1e-2, STEPS)) if tx is None else tx
+    where = {"devices": jax.devices()[:devices], "grad_transform": optax.ema(0.9)}
+    return train.start(params(), tx, loss, model_state={"mean": jnp.zeros(16)}, **where, **options)
+
+
+def fit(directory, state, step, source=None, steps=STEPS, **options):
+    """A run with a certificate of every step, and checkpoints of steps 0, 16, 32 and the ends of its epochs."""
+    options = {"certificate": directory / "certificate.jsonl", "certificate_every": 1, "keep_every": 16, **options}
+    source = examples() if source is None else source
+    return train.fit(
+        state, step, source, max_steps=steps, batch_size=SIZE, progress=False, checkpoint_dir=directory, **options
+    )
+
+
+def certified(directory):
+    return train._read_certificate(directory / "certificate.jsonl")[1]
+
+
+def hash_of(state):
+    return str(checkpoint._StateHash(state))
+
+
+OPTIONS = {
+    "plain": {},
+    "on four devices": {"devices": 4},
+    "virtual shards": {"devices": 4, "virtual_shards": 8},
+    "kind sharded": {"devices": 4, "kind": "sharded"},
+    "float16": {"loss_scale": "dynamic", "compute_dtype": jnp.float16, "accumulate": 2},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "on four devices" else pytest.mark.slow) for n in OPTIONS]
+)
+def test_any_step_has_the_bits_of_the_certificate(name, tmp_path):
+    state, step = start(**OPTIONS[name])
+    fit(tmp_path, state, step)
+    fresh, step = start(**OPTIONS[name])  # as in another session
+    run, lines = train.open(tmp_path, step, examples()), certified(tmp_path)
+    assert list(run.checkpoints)[:2] == [0, 16]
+    assert run.not_exact == ""
+    assert hash_of(run.at(0)) == hash_of(step.complete(fresh))
+    for number in (1, 9, 16, 23, 33, STEPS):
+        assert hash_of(run.at(number)) == lines[number], number
+
+
+def test_made_on_one_device_and_again_on_four_with_virtual_shards(tmp_path):
+    fit(tmp_path, *start(1, virtual_shards=8), steps=20)
+    run = train.open(tmp_path, start(4, virtual_shards=8)[1], examples())
+    assert run.not_exact == ""
+    assert hash_of(run.at(19)) == certified(tmp_path)[19]
+    # Without virtual shards other devices round otherwise, and the run says so.
+    run = train.open(tmp_path, start(4, virtual_shards=8)[1].on(jax.devices()[:2]), examples())
+    assert run.not_exact == ""
+
+
+def test_other_devices_without_virtual_shards_are_said(tmp_path):
+    fit(tmp_path, *start(1), steps=12)
+    run = train.open(tmp_path, start(4)[1], examples())
+    assert "devices: 1" in run.not_exact
+    assert "to rounding" in repr(run)
+
+
+class Seeking:
+    """An iterator over all epochs that can go back."""
+
+    def __init__(self):
+        self.number = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.number += 1
+        return of_epoch((self.number - 1) // BATCHES)[(self.number - 1) % BATCHES]
+
+    def get_state(self):
+        return {"number": self.number}
+
+    def set_state(self, state):
+        self.number = state["number"]
+
+
+SOURCES = {
+    "a list": lambda: of_epoch(0),
+    "a function of the epoch": lambda: data.from_iterable(of_epoch, steps_per_epoch=BATCHES),
+    "an iterator that seeks": lambda: data.from_iterable(Seeking(), steps_per_epoch=BATCHES),
+    "a data set": lambda: data.Dataset(*examples().values()),
+}
+
+
+def image_loss(params, batch, rng, statistics):
+    return net_loss(params, {"x": batch["image"], "y": batch["label"]}, rng, statistics)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "an iterator that seeks" else pytest.mark.slow) for n in SOURCES]
+)
+def test_data_of_every_kind(name, tmp_path):
+    loss = image_loss if name == "a data set" else net_loss
+    fit(tmp_path, *start(loss=loss), SOURCES[name]())
+    run, lines = train.open(tmp_path, start(loss=loss)[1], SOURCES[name]()), certified(tmp_path)
+    steps = [17, 25, 12, 40] if name == "an iterator that seeks" else [5, 17, 25, 12, 40]
+    assert [hash_of(run.at(number)) == lines[number] for number in steps] == [True] * len(steps)
+    # The batch of a step is the one that the step saw.
+    state = run.at(24)
+    state, _ = run.step(state, run.batch(25))
+    assert hash_of(state) == lines[25]
+
+
+def test_a_generator_cannot_go_back(tmp_path):
+    forever = lambda: data.from_iterable(  # noqa: E731
+        (batch for epoch in range(9) for batch in of_epoch(epoch)), steps_per_epoch=BATCHES
+    )
+    fit(tmp_path, *start(), forever(), steps=20)
+    run = train.open(tmp_path, start()[1], forever())
+    assert hash_of(run.at(16)) == certified(tmp_path)[16]  # a checkpoint
+    for ask in (lambda: run.at(17), lambda: run.batch(17), lambda: run.metrics(17, 18), lambda: run.fork("x", 17)):
+        with pytest.raises(ValueError, match=r"read only once.*get_state"):
+            ask()
+
+
+def test_metrics_are_those_of_the_steps(tmp_path):
+    seen = {}
+    fit(tmp_path, *start(4), steps=20, on_step=lambda number, metrics: seen.update({number: metrics}))
+    rows = train.open(tmp_path, start(4)[1], examples()).metrics(13, 18)
+    assert [row["step"] for row in rows] == list(range(13, 19))
+    for row in rows:
+        assert {name: row[name] for name in ("loss", "error")} == seen[row["step"]]
+
+    # By SGD without momentum, the change is the rate times the gradient.
+    by_sgd = lambda: train.start(params(), optax.sgd(0.25), plain_loss, devices=jax.devices()[:4])  # noqa: E731
+    directory = tmp_path / "sgd"
+    fit(directory, *by_sgd(), steps=3)
+    run = train.open(directory, by_sgd()[1], examples())
+    (row,) = run.metrics(2, 2)
+    batch, before = jax.device_get((run.batch(2), run.at(1).params))
+    norm = float(optax.tree_utils.tree_l2_norm(jax.grad(lambda p: plain_loss(p, batch, None)[0])(before)))
+    np.testing.assert_allclose([row["grad_norm"], row["update_norm"]], [norm, norm / 4], rtol=1e-5)
+
+
+def test_a_fork_is_a_run_that_skipped_the_batch(tmp_path):
+    fit(tmp_path / "a", *start(4))
+    run = train.open(tmp_path / "a", start(4)[1], examples())
+    fork = run.fork(tmp_path / "b", at=25, without=[30])
+    assert (list(fork.checkpoints), fork.left_out, fork.forked_from) == ([25], {30}, (str(tmp_path / "a"), 25))
+    _, history = fit(tmp_path / "b", *fork, certificate=None)
+
+    state, step = start(4)
+    expected, records = fit(tmp_path / "c", state, step.without([30]))
+    fork = train.open(tmp_path / "b", start(4)[1], examples())  # as in another session: the run knows what it left out
+    assert (fork.last_step, fork.left_out) == (STEPS, {30})
+    assert hash_of(fork.at(STEPS)) == hash_of(expected)
+    assert hash_of(fork.at(34)) == certified(tmp_path / "c")[34]
+    assert run.branches == [tmp_path / "b"]
+    numbers = lambda record: {n: record[n] for n in ("epoch", "step", "loss", "error")}  # noqa: E731
+    assert list(map(numbers, history)) == list(map(numbers, records))
+    (row,) = fork.metrics(30, 30)
+    assert (row["skipped"], row["update_norm"], "grad_norm" in row) == (1, 0, False)
+
+    found = train.compare(run, fork)
+    assert (found.first_step, found.is_rounding, found.why) == (30, False, "b leaves out step 30")
+
+
+def test_a_fork_with_another_optimizer(tmp_path):
+    fit(tmp_path / "a", *start(), steps=20)
+    run = train.open(tmp_path / "a", start()[1], examples())
+    fork = run.fork(tmp_path / "b", at=16, optimizer=optax.sgd(0.1))
+    state, _ = fit(tmp_path / "b", *fork, steps=18, certificate=None)
+    by_hand, step = start(tx=optax.sgd(0.1))
+    by_hand = dataclasses.replace(run.at(16), store=train.open(tmp_path / "b", fork.step, examples()).at(16).store)
+    for number in (17, 18):
+        by_hand, _ = step(by_hand, run.batch(number))
+    assert hash_of(state) == hash_of(by_hand)
+    assert train.compare(run, fork).why == "the optimizers differ"
+
+
+def test_what_another_run_is_refused_for(tmp_path):
+    fit(tmp_path, *start(), steps=4)
+    with pytest.raises(ValueError, match=r"another run.*the optimizer differs"):
+        train.open(tmp_path, start(tx=optax.sgd(0.1))[1], examples())
+    with pytest.raises(ValueError, match="the data differs"):
+        train.open(tmp_path, start()[1], examples(seed=1))
+    with pytest.raises(ValueError, match="the options of the step differs"):
+        train.open(tmp_path, start(accumulate=2)[1], examples())
+    with pytest.raises(ValueError, match="the loss function differs"):
+        train.open(tmp_path, start(loss=lambda *args: net_loss(*args))[1], examples())
+    with pytest.raises(FileNotFoundError, match="no checkpoint of fit"):
+        train.open(tmp_path / "nothing")
+
+
+def test_what_is_known_without_a_step(tmp_path):
+    _, history = fit(tmp_path, *start(), steps=12)
+    run = train.open(tmp_path)
+    assert run.history == history[:1]
+    assert run.to_dict()["checkpoints"].keys() == {0, 11, 12}
+    for ask in (lambda: run.at(3), lambda: run.batch(3)):
+        with pytest.raises(ValueError, match=r"train.open\(directory, step"):
+            ask()
+    # A step of make_train_step has no state of its own.
+    options = {"grad_transform": optax.ema(0.9)}
+    step = train.make_train_step(net_loss, **options)
+    with pytest.raises(ValueError, match="state="):
+        train.open(tmp_path, step, examples()).at(3)
+    run = train.open(tmp_path, step, examples(), state=start()[0])
+    assert hash_of(run.at(3)) == certified(tmp_path)[3]
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    fit(tmp_path, *start(), steps=20)
+    run = train.open(tmp_path, start()[1], examples())
+    (chunk, *_) = [p for p in run.checkpoints[16].rglob("*") if p.is_file() and "/d/" in str(p)]
+    chunk.write_bytes(bytes(len(chunk.read_bytes())))
+    assert hash_of(run.at(18)) == certified(tmp_path)[18]
+
+
+def test_other_numbers_than_the_certificates_are_refused(tmp_path):
+    """Data that are known only when they are read may be others than in the run."""
+    source = lambda shift: data.from_iterable(  # noqa: E731
+        lambda epoch: [{**b, "y": b["y"] + shift} for b in of_epoch(epoch)], steps_per_epoch=BATCHES
+    )
+    fit(tmp_path, *start(), source(0), steps=12)
+    with pytest.raises(ValueError, match=r"after step 1 has the hash .* certificate"):
+        train.open(tmp_path, start()[1], source(1)).at(3)
+
+
+# What a step leaves out.
+
+
+def test_a_step_that_is_left_out_changes_the_number_alone():
+    state, step = start(4)
+    batches = of_epoch(0)[:3]
+    step = step.without([2])
+    state, _ = step(state, batches[0])
+    before = jax.device_get((state.params, state.model_state))
+    state, metrics = step(state, batches[1])
+    assert (int(state.step), float(metrics["skipped"]), np.isnan(metrics["loss"])) == (2, 1, True)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get((state.params, state.model_state)))
+    state, metrics = step(state, batches[2])
+    assert "skipped" not in metrics
+    with pytest.raises(ValueError, match="step 5 is left out"):
+        step.without([5]).many(state, jax.tree.map(lambda *x: np.stack(x), *batches))
+
+
+def test_a_run_says_what_it_left_out(tmp_path):
+    state, step = start()
+    _, history = fit(tmp_path, state, step.without([3]), steps=8)
+    assert history[-1]["skipped"] == 1
+    assert np.isfinite(history[-1]["loss"])
+    with pytest.raises(ValueError, match=r"leaves out step 3, and this step does not.*without\(\[3\]\)"):
+        fit(tmp_path, *start(), steps=12)
+    state, step = start()
+    with pytest.raises(ValueError, match="made the update of step 5"):
+        fit(tmp_path, state, step.without([3, 5]), steps=12)
+    state, step = start()
+    state, _ = fit(tmp_path, state, step.without([3, 10]), steps=12)
+    assert train.open(tmp_path).left_out == {3, 10}
+
+
+# Two runs.
+
+
+def plain_loss(params, batch, rng):
+    return ((jax.nn.relu(batch["x"] @ params["in"]) @ params["out"] - batch["y"]) ** 2).mean(), {}
+
+
+def mean_for_sum(params, batch, rng):
+    """A bug that is there on four devices only: the mean of the shares in place of their sum."""
+    loss, aux = plain_loss(params, batch, rng)
+    return loss * (0.25 if len(batch["x"]) == SIZE // 4 else 1), aux
+
+
+def one_leaf_lost(params, batch, rng):
+    """On four devices, one leaf gets no gradient from most shares."""
+    counts = jax.lax.axis_index("data") == 0 if len(batch["x"]) == SIZE // 4 else True
+    out = jnp.where(counts, 1.0, 0.0) * params["out"] + jnp.where(counts, 0.0, 1.0) * jax.lax.stop_gradient(
+        params["out"]
+    )
+    return plain_loss({**params, "out": out}, batch, rng)
+
+
+@pytest.mark.parametrize("loss", [plain_loss, mean_for_sum, one_leaf_lost])
+def test_a_bug_is_told_from_rounding(loss, tmp_path):
+    runs = []
+    for count, loss_fn in ((1, plain_loss), (4, loss)):
+        state, step = train.start(params(), optax.adam(1e-2), loss_fn, devices=jax.devices()[:count])
+        fit(tmp_path / str(count), state, step, steps=20)
+        runs.append(train.open(tmp_path / str(count), step, examples()))
+    found = train.compare(*runs)
+    assert found.first_step == 1
+    assert found.is_rounding is (loss is plain_loss), found
+    worst = max(found.units.values())
+    assert worst < 10 if loss is plain_loss else worst > 1e4
+    if loss is one_leaf_lost:
+        assert found.units["out"] > 1e4
+    assert str(found)
+    assert found._repr_html_()
+
+
+def test_where_rounding_cannot_be_told(tmp_path):
+    runs = []
+    for count in (1, 4):
+        state, step = start(count)
+        fit(tmp_path / str(count), state, step, steps=4)
+        runs.append(train.open(tmp_path / str(count), step, examples()))
+    found = train.compare(*runs)
+    assert found.is_rounding is None
+    assert "virtual_shards" in found.why
+
+
+def test_other_batches_are_named(tmp_path):
+    runs = []
+    for name, shift in (("a", 0), ("b", 1)):
+        source = data.from_iterable(
+            lambda epoch, shift=shift: [{**b, "y": b["y"] + shift * (i == 6)} for i, b in enumerate(of_epoch(epoch))],
+            steps_per_epoch=BATCHES,
+        )
+        state, step = start()
+        fit(tmp_path / name, state, step, source, steps=14)
+        runs.append(train.open(tmp_path / name, step, source))
+    found = train.compare(*runs)
+    assert (found.first_step, found.is_rounding, found.why) == (7, False, "the batches of step 7 differ")
+
+
+def test_equal_runs_and_states(tmp_path):
+    fit(tmp_path, *start(), steps=14)
+    run = train.open(tmp_path, start()[1], examples())
+    found = train.compare(run, run)
+    assert (found.first_step, found.distances, found.largest) == (None, {}, None)
+    with pytest.raises(TypeError, match="two runs or two states"):
+        train.compare(run, run.at(3))
