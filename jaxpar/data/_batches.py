@@ -31,6 +31,7 @@ from .._devices import collectives, processes
 from .._devices.mesh import STORE_AXIS, auto_mesh, put, wait_before_collectives
 from .._devices.shardings import axes_of
 from .._devices.user_mesh import each_in_user_mesh, has_types, in_user_mesh, on_own_mesh, outside_mesh, with_sharding
+from ._elements import path_name
 
 Item = TypeVar("Item")
 
@@ -180,10 +181,6 @@ def check_sharding(sharding: object, where: str) -> NamedSharding:
 
 
 # Arrays in host memory, and batches of them on the devices.
-
-
-def path_name(path: KeyPath) -> str:
-    return repr(jax.tree_util.keystr(path, simple=True, separator="/")) if path else "an element"
 
 
 def convert_image(image: jax.Array, dtype: DTypeLike | None) -> jax.Array:

@@ -26,8 +26,9 @@ from .._devices import processes
 from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
-from ._batches import DatasetBatchOptions, batch_struct, path_name, placed_batch, split_rows
-from ._iterable import IterableSource, as_array, as_arrays, as_dict, from_iterable, join, length_of
+from ._batches import DatasetBatchOptions, batch_struct, placed_batch, split_rows
+from ._elements import as_array, as_arrays, as_dict, join, path_name
+from ._iterable import IterableSource, from_iterable, length_of
 
 Batch = dict[str, jax.Array]
 
@@ -355,7 +356,7 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     # Copies, since a loader may write the next element into the same memory.
     copies = [
         {name: each[name] if isinstance(each[name], jax.Array) else np.array(each[name]) for name in names}
-        for each in (as_dict(element, names) for element in elements)
+        for each in (as_dict(element, names, "data.collect") for element in elements)
     ]
     if (length := length_of(elements)) is not None and len(copies) < length:
         raise ValueError(
@@ -363,7 +364,7 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
         )
     if not copies:
         raise ValueError("data.collect: expected elements, got none")
-    arrays = join(copies, batched=batched)
+    arrays = join(copies, "data.collect", batched=batched)
     return Dataset(arrays["image"], arrays["label"])
 
 
