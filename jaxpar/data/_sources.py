@@ -326,14 +326,9 @@ def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None,
     >>> train.examples(1), valid.examples(1)
     (8, 2)
     """
-    source = given if isinstance(given, Dataset) else as_source(given)
-    split_source: Any = getattr(source, "split", None)
-    if split_source is None:
-        raise TypeError(
-            f"data.split: a {type(source).__name__} is a custom source, whose examples are unknown; split the data "
-            "that it reads"
-        )
-    return split_source(fraction, rng=rng, shuffle=shuffle)
+    # A source of the user's own need not have the method. Its examples are unknown.
+    source: Any = given if isinstance(given, Dataset) else as_source(given)
+    return source.split(fraction, rng=rng, shuffle=shuffle)
 
 
 def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
