@@ -12,8 +12,8 @@ import jax
 from ... import checkpoint, data, updaters
 from ..._core import files, text
 from ..._devices import mesh, processes, user_mesh
-from .._callbacks.callbacks import is_saved_memory
 from .._callbacks.history import Record
+from .._callbacks.memory import is_saved_memory
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from .digest import digest_of_data
