@@ -81,7 +81,7 @@ def _kind(leaf: Any) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
     return (leaf.dtype, leaf.shape) if isinstance(leaf, _ARRAYS) else None
 
 
-def _flatten(memory: PyTree) -> tuple[list[str], list[Any], jax.tree_util.PyTreeDef]:
+def _flatten(memory: PyTree) -> tuple[list[str], list[Any], Any]:
     """The path of each leaf, the leaves, and the structure. None is a leaf, since an array may take its place."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(memory, is_leaf=lambda value: value is None)
     return [jax.tree_util.keystr(path) for path, _ in leaves], [value for _, value in leaves], structure
