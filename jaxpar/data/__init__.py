@@ -11,8 +11,8 @@ A batch passes through these modules:
     _batches   the order of the examples, how devices share a batch, and batches that are streamed from the host, or
                gathered from a copy of the data set on each device
 
-`_iterable` reads loaders and data sets of other libraries, and converts their elements, and tables of pandas and
-polars, to arrays. `_prefetch` sends batches of any iterator ahead of their use.
+`_iterable` reads loaders and data sets of other libraries, and `_elements` converts their elements, and tables of
+pandas and polars, to arrays. `_prefetch` sends batches of any iterator ahead of their use.
 
 Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 """
@@ -29,12 +29,8 @@ from ._batches import (
     order_of as _order_of,
     plan_batches as _plan_batches,
 )
-from ._iterable import (
-    READ_ONCE as _READ_ONCE,
-    IterableSource as IterableSource,
-    as_arrays as _as_arrays,
-    from_iterable as from_iterable,
-)
+from ._elements import as_arrays as _as_arrays
+from ._iterable import READ_ONCE as _READ_ONCE, IterableSource as IterableSource, from_iterable as from_iterable
 from ._load import FASHION_MNIST_CLASSES as FASHION_MNIST_CLASSES, load as load
 from ._prefetch import prefetch as prefetch
 from ._sources import (

@@ -31,6 +31,7 @@ from .._devices import collectives, processes
 from .._devices.mesh import STORE_AXIS, auto_mesh, put, wait_before_collectives
 from .._devices.shardings import axes_of
 from .._devices.user_mesh import each_in_user_mesh, has_types, in_user_mesh, on_own_mesh, outside_mesh, with_sharding
+from ._elements import path_name
 
 Item = TypeVar("Item")
 
@@ -155,19 +156,6 @@ class Placement:
         return collectives.padded_rows(count, self.virtual_shards, self.num_shards)
 
 
-def _placement_of(user_sharding: NamedSharding, where: str) -> Placement:
-    spec, mesh = user_sharding.spec, user_sharding.mesh
-    if any(spec[1:]):  # images and labels have no other axis in common
-        raise ValueError(
-            f"{where}: the sharding of a batch splits its first axis only, got {spec}; reshard a batch by "
-            "jax.device_put, or give data.prefetch one for each array"
-        )
-    assert isinstance(mesh, Mesh)
-    sharding = NamedSharding(auto_mesh(mesh) if has_types(mesh) else mesh, P(*spec[:1] or (None,)))
-    num_shards = math.prod([mesh.shape[axis] for axis in axes_of(sharding.spec)])
-    return Placement(sharding, num_shards, None if sharding == user_sharding else user_sharding)
-
-
 def check_sharding(sharding: object, where: str) -> NamedSharding:
     """`sharding`, or that of a `PartitionSpec` over the mesh that the user has set. `TypeError` for anything else."""
     if isinstance(sharding, P) and not jax.sharding.get_mesh().empty:
@@ -180,10 +168,6 @@ def check_sharding(sharding: object, where: str) -> NamedSharding:
 
 
 # Arrays in host memory, and batches of them on the devices.
-
-
-def path_name(path: KeyPath) -> str:
-    return repr(jax.tree_util.keystr(path, simple=True, separator="/")) if path else "an element"
 
 
 def convert_image(image: jax.Array, dtype: DTypeLike | None) -> jax.Array:
@@ -342,7 +326,21 @@ def plan_batches(
     if sharding is not None and devices is not None:
         raise ValueError(f"{where}: give devices or a sharding, not both; a sharding has the devices of its mesh")
     if sharding is not None:
-        placement = _placement_of(check_sharding(sharding, where), where)
+        user_sharding = check_sharding(sharding, where)
+        spec, mesh = user_sharding.spec, user_sharding.mesh
+        assert isinstance(mesh, Mesh)
+        if any(spec[1:]):  # images and labels have no other axis in common
+            raise ValueError(
+                f"{where}: the sharding of a batch splits its first axis only, got {spec}; reshard a batch by "
+                "jax.device_put, or give data.prefetch one for each array"
+            )
+        # Batches are made over a mesh without axis types, and then get the sharding that was asked for.
+        own_sharding = NamedSharding(auto_mesh(mesh) if has_types(mesh) else mesh, P(*spec[:1] or (None,)))
+        placement = Placement(
+            own_sharding,
+            num_shards=math.prod([mesh.shape[axis] for axis in axes_of(own_sharding.spec)]),
+            user_sharding=None if own_sharding == user_sharding else user_sharding,
+        )
     elif devices is not None:
         checked = checks.devices(devices, where)
         placement = Placement(NamedSharding(Mesh(np.array(checked), (axis_name,)), P(axis_name)), len(checked))

@@ -1,10 +1,7 @@
-"""Data of other libraries: their loaders and data sets as training data, and their elements and tables as arrays.
+"""Loaders, data sets and iterators of other libraries as training data.
 
-Nothing of these libraries is imported. Tables are known by the module of their type. An element of a loader is a pytree
-of what NumPy or DLPack can read.
-
-Begin with `from_iterable`. `IterableSource._from` is the hard part: which batch of which pass comes next, and where a
-run would go on that stops behind it.
+Begin with `from_iterable`. `IterableSource.batches` sends to the devices what `_read_on` reads: which batch of which
+pass comes next, and where a run would go on that stops behind it. What an element is, `_elements` says.
 """
 
 from __future__ import annotations
@@ -12,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,44 +19,16 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from .._core import checks, host
-from .._core.arrays import Device, KeyPath, PyTree, check_plain
+from .._core.arrays import Device, KeyPath, PyTree
 from .._core.functions import takes
 from .._devices import processes
 from .._devices.collectives import PaddedBatch, pad_rows
 from .._devices.mesh import split_over
 from . import _batches
+from ._elements import as_dict, join, path_name
 
 _WHERE = "data.from_iterable"
 READ_ONCE = "an iterator can be read only once; give a list, a loader, or a function that returns an iterator"
-# Data that has no rows yet, or that can be read in several ways, by library and class.
-_ADVICE = {
-    ("polars", "LazyFrame"): "a LazyFrame of polars has no rows yet; write frame.collect()",
-    **dict.fromkeys(
-        (("datasets", "DatasetDict"), ("datasets", "IterableDatasetDict")),
-        "expected one split of a data set, got all of them; write dataset['train']",
-    ),
-    ("datasets", "Dataset"): (
-        "a data set of Hugging Face can be read in two ways; write "
-        "data.from_arrays(dataset.with_format('numpy')[:]) to have it in memory and shuffled, or "
-        "data.from_iterable(dataset.with_format('numpy'), batched=False) to read its rows one by one, in its order"
-    ),
-    ("datasets", "IterableDataset"): (
-        "a stream of Hugging Face gives single examples; write "
-        "data.from_iterable(dataset.with_format('numpy'), batched=False, steps_per_epoch=...)"
-    ),
-}
-
-
-class _Column(Protocol):
-    def to_numpy(self) -> np.ndarray: ...
-
-
-class _Frame(Protocol):
-    """What is used of a DataFrame of pandas or polars."""
-
-    @property
-    def columns(self) -> Iterable[Any]: ...
-    def __getitem__(self, name: Any, /) -> _Column: ...
 
 
 @dataclasses.dataclass
@@ -118,29 +87,33 @@ class IterableSource:
         """`ValueError` for a loader that will give batches of another size, and for epochs of different lengths in
         several processes.
         """
-        # A DataLoader of PyTorch says it before the first batch is read, or the last one is short.
         if self.steps_per_epoch == "all" and processes.count() > 1:
             raise ValueError(
                 f'{_WHERE}: steps_per_epoch="all" is for one process, since one of several processes could end an '
                 "epoch before the others; give the number of batches"
             )
+
+        # A DataLoader of PyTorch says the size of its batches before the first one is read, and whether the last one
+        # may be short. Found out by reading, that would end a run at the end of its first epoch.
         loader: Any = self.source
         size, drop_last = getattr(loader, "batch_size", 0), getattr(loader, "drop_last", None)
         if not self.batched or not checks.is_int(size) or not isinstance(drop_last, bool):
             return
-        number, name = processes.count(), type(loader).__name__
-        share = batch_size // number
+        num_processes, name = processes.count(), type(loader).__name__
+        share = batch_size // num_processes
         write = f"write {name}(..., batch_size={share}, drop_last=True)"
         if size != share:
-            of = f", of which each of {number} processes reads {share}" if number > 1 else ""
+            each = f", of which each of {num_processes} processes reads {share}" if num_processes > 1 else ""
             raise ValueError(
-                f"{_WHERE}: the {name} makes batches of {size}, but batch_size is {batch_size}{of}; {write}, or give "
-                f"batch_size={size * number} here"
+                f"{_WHERE}: the {name} makes batches of {size}, but batch_size is {batch_size}{each}; {write}, or give "
+                f"batch_size={size * num_processes} here"
             )
-        drawn_from: list[Any] = [getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
-        ends = self.steps_per_epoch is None and not drop_last  # whether its last batch is read, and may be short
-        if remainder := next((len(each) % size for each in drawn_from if ends and hasattr(each, "__len__")), 0):
-            raise ValueError(f"{_WHERE}: the last batch of the {name} would have {remainder} examples; {write}")
+        if self.steps_per_epoch is None and not drop_last:  # its last batch is read
+            # A sampler may draw a part of the data set, so its length comes first.
+            drawn_from: list[Any] = [getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
+            num_examples = next((len(examples) for examples in drawn_from if hasattr(examples, "__len__")), 0)
+            if remainder := num_examples % size:
+                raise ValueError(f"{_WHERE}: the last batch of the {name} would have {remainder} examples; {write}")
 
     def batches(
         self,
@@ -189,7 +162,7 @@ class IterableSource:
         sharding = _share_sharding(batch_size + padding, placement)
 
         first_lengths: dict[str, int] = {}  # of the arrays of the first batch
-        for number, batch in enumerate(self._from(start, epochs, steps, share), start):
+        for number, batch in enumerate(self._read_on(start, epochs, steps, share), start):
             lengths = _lengths(batch, share, number if steps is None else number % steps, first_lengths)
             if not first_lengths and len(set(lengths.values())) > 1:  # each array is cut by its own length
                 for name, n in lengths.items():
@@ -201,11 +174,12 @@ class IterableSource:
             batch = self.place(batch, sharding)
             yield batch if placement.virtual_shards is None else PaddedBatch(batch, placement.virtual_shards)
 
-    def _from(self, start: int, epochs: int | None, steps: int | None, share: int) -> Iterator[PyTree]:
+    def _read_on(self, start: int, epochs: int | None, steps: int | None, share: int) -> Iterator[PyTree]:
         """This process's host batches from batch `start` on, for epochs of so many steps, or of one pass each.
 
         A pass reads the source from its beginning to its end. It has at least as many batches as an epoch. What an
-        epoch leaves of it comes in the next epoch.
+        epoch leaves of it comes in the next epoch. With `steps_per_epoch="all"`, `steps` is None, and a pass is an
+        epoch.
         """
         # Where batch `start` is: the number of its pass, and how many batches of that pass come before it.
         state, self._reading.resume_from = self._reading.resume_from, None
@@ -214,75 +188,81 @@ class IterableSource:
         total = length if length is None or self.batched else length // share  # batches of a pass, by its length
         period = 0 if steps is None else max(steps, total or 0)
         if state and "pass" in state:
-            number, before = state["pass"], state["before"]
+            pass_number, num_skipped = state["pass"], state["before"]
         elif steps is None:
-            number, before = 0, start  # earlier passes are counted by reading them
+            pass_number, num_skipped = 0, start  # how long earlier passes are is known by reading them
         else:
-            number, before = divmod(start, period)
+            pass_number, num_skipped = divmod(start, period)
 
-        # Each turn is a pass. An epoch may end within one, so `at`, the batches of all epochs, says when to stop.
         end = None if steps is None or epochs is None else epochs * steps
-        at = start
-        while at != end and (steps is not None or epochs is None or number < epochs):
-            elements: Any = iter(self._epoch(number))
-            num_read = 0  # batches of this pass
-            # An iterator that is set to its place reads nothing twice. Any other one reads what came before, and drops
-            # it.
-            if state and before and not state.keys().isdisjoint(("json", "bytes")) and hasattr(elements, "set_state"):
-                _set_state(elements, state)
-                num_read = before
-            elif self.is_read_once:  # it goes on where the run before left it: nothing is read and dropped
-                num_read = before
-            state = None
-            # `num_read` counts all batches of the pass, `at` those that were given. Both grow together behind `before`.
+        num_given = start  # batches of all epochs, those before `start` too
+        while num_given != end and (steps is not None or epochs is None or pass_number < epochs):
+            # 1. A pass begins, behind the batches that came before `start`. An iterator that is set to its place reads
+            #    nothing twice. Nor does one that is read once: the run before left it there. Others read and drop them.
+            elements: Any = iter(self._epoch(pass_number))
             batches = self._host_batches(elements, share)
+            has_place = state is not None and not state.keys().isdisjoint(("json", "bytes"))
+            if state and num_skipped and has_place and hasattr(elements, "set_state"):
+                _set_state(elements, state)
+                num_read = num_skipped
+            elif self.is_read_once:
+                num_read = num_skipped
+            else:
+                num_read = sum(1 for _ in itertools.islice(batches, num_skipped))
+            state = None
+
             batch = next(batches, None)
             while batch is not None:
-                num_read += 1
-                if num_read <= before:
-                    batch = next(batches, None)
-                    continue
-                at += 1
-                place: dict[str, Any] = {"batches": at, "pass": number, "before": num_read}
-                # Where the pass may end with this batch, one is read ahead to know it.
+                num_read += 1  # batches of this pass
+                num_given += 1
+                place: dict[str, Any] = {"batches": num_given, "pass": pass_number, "before": num_read}
+                iterator = elements  # `get_state` asks it for its state, when that is wanted
+
+                # 2. Is it the last batch of its pass? Then a run that stops behind it goes on with the next pass. Only
+                #    reading the next batch tells, so that is done where the pass may end here. It moves the iterator,
+                #    whose state is therefore asked for now.
                 if steps is None:
                     may_end = True
                 elif self.steps_per_epoch is None:
                     may_end = num_read == total
                 else:
-                    may_end = at % steps == 0 and at != end and not self.is_read_once
-                # `get_state` asks `iterator` for its state when it is called. Reading ahead moves it, so then it is
-                # asked before.
-                following, error, iterator = None, None, elements
+                    may_end = num_given % steps == 0 and num_given != end and not self.is_read_once
+                following, error = None, None
                 if may_end:
                     place, iterator = place | _state_of(elements), None
                     try:
                         following = next(batches, None)
-                    except Exception as raised:  # after the batches before it
+                    except Exception as raised:
                         error = raised
                     if following is not None and self.steps_per_epoch is None:
-                        what = f"{_describe(self.source)} of length {length} has more batches in epoch {number}"
-                        error = ValueError(f"{_WHERE}: {what}; mend its length, or give steps_per_epoch=")
+                        error = ValueError(
+                            f"{_WHERE}: {_describe(self.source)} of length {length} has more batches in epoch "
+                            f"{pass_number}; mend its length, or give steps_per_epoch="
+                        )
                     if following is None and error is None and steps is None and num_read < (total or 0):
-                        error = _end_error(self.source, number, num_read, total)
-                # Written before the batch is given: a checkpoint of the step that trains on it says where to go on.
+                        error = _end_error(self.source, pass_number, num_read, total)
                 is_last = may_end and following is None and error is None
                 if is_last:
-                    place = {"batches": at, "pass": number + 1, "before": 0}
+                    place = {"batches": num_given, "pass": pass_number + 1, "before": 0}
+
+                # 3. The place is written before the batch is given: the checkpoint of the step that trains on it says
+                #    where to go on. An error of what comes next is raised behind that step.
                 self._reading.place, self._reading.iterator = place, iterator
                 self._reading.period, self._reading.is_last = period, is_last
                 yield batch
-                if at == end:
+                if num_given == end:
                     return
                 if error is not None:
                     raise error
                 batch = following if may_end else next(batches, None)
-            # The pass is over. What is read once, or has fewer batches than an epoch, cannot go on; others begin again.
+
+            # 4. The pass is over. What is read once, or has fewer batches than an epoch, cannot go on. Others begin
+            #    again.
             if self.is_read_once:
-                raise _end_error(self.source, at // (steps or 1), at % (steps or 1), steps)
+                raise _end_error(self.source, num_given // (steps or 1), num_given % (steps or 1), steps)
             if num_read < (steps or 1):
-                raise _end_error(self.source, number, num_read, steps)
-            number, before = number + 1, max(0, before - num_read)
+                raise _end_error(self.source, pass_number, num_read, steps)
+            pass_number, num_skipped = pass_number + 1, max(0, num_skipped - num_read)
 
     def get_state(self) -> dict[str, Any] | None:
         """The position after the last batch, as JSON.
@@ -321,7 +301,7 @@ class IterableSource:
         """The first batch of a list of batches. None for other sources, which are not read ahead."""
         if not self.batched or not isinstance(self.source, (list, tuple)) or not self.source:
             return None
-        return as_dict(self.source[0], self.names)
+        return as_dict(self.source[0], self.names, _WHERE)
 
     def place(self, batch: PyTree, sharding: NamedSharding | None) -> PyTree:
         """Send a host batch to the devices. Each process gives its own share."""
@@ -336,8 +316,10 @@ class IterableSource:
         most = self.steps_per_epoch if isinstance(self.steps_per_epoch, int) else None
         length, unit = length_of(self.source), "batches" if self.batched else "examples"
         if most is not None and length is not None and length > (most if self.batched else most * share):
-            what = f"{_describe(self.source)} has {length} {unit}, and steps_per_epoch={most} leaves out some"
-            raise ValueError(f"{_WHERE}: {what}; leave it out to evaluate all, or give a part of the data")
+            raise ValueError(
+                f"{_WHERE}: {_describe(self.source)} has {length} {unit}, and steps_per_epoch={most} leaves out some; "
+                "leave it out to evaluate all, or give a part of the data"
+            )
         batches = self._host_batches(iter(self._epoch(0)), share, drop_remainder=False)
         num_batches = num_examples = 0
         for batch in itertools.islice(batches, most):  # without a length it may be endless
@@ -348,8 +330,10 @@ class IterableSource:
             raise _end_error(self.source, 0, num_batches, most)
         num_read = num_batches if self.batched else num_examples
         if most is None and length is not None and num_read < length:
-            what = f"{_describe(self.source)} of length {length} ended after {num_read} {unit}"
-            raise ValueError(f"{_WHERE}: {what}; look for an error in it, such as an IndexError, or mend its length")
+            raise ValueError(
+                f"{_WHERE}: {_describe(self.source)} of length {length} ended after {num_read} {unit}; look for an "
+                "error in it, such as an IndexError, or mend its length"
+            )
 
     def split(
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
@@ -388,16 +372,22 @@ class IterableSource:
         if self.batched:
 
             def copied(path: KeyPath, leaf: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-                name = f"data.batches: {_batches.path_name(path)}"
+                name = f"data.batches: {path_name(path)}"
                 return leaf if isinstance(leaf, jax.Array) else host.own_copy(leaf, name)
 
             for element in elements:
-                yield jax.tree_util.tree_map_with_path(copied, as_dict(element, self.names))
+                yield jax.tree_util.tree_map_with_path(copied, as_dict(element, self.names, _WHERE))
             return
-        while examples := [_own_example(as_dict(e, self.names)) for e in itertools.islice(elements, share)]:
+
+        def own(leaf: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+            return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
+
+        while examples := [
+            jax.tree.map(own, as_dict(element, self.names, _WHERE)) for element in itertools.islice(elements, share)
+        ]:
             if len(examples) < share and drop_remainder:
                 return
-            yield join(examples)
+            yield join(examples, _WHERE)
 
 
 def from_iterable(
@@ -452,14 +442,17 @@ def from_iterable(
     """
     if isinstance(source, (str, bytes)):
         raise TypeError(f"{_WHERE}: {source!r} is a name, not data; write data.load({source!r})")
-    is_tuple_of_arrays = type(source) is tuple and all(hasattr(each, "dtype") for each in source)
-    if isinstance(source, dict) or hasattr(source, "dtype") or is_tuple_of_arrays:
+    is_tuple_of_arrays = type(source) is tuple and all(hasattr(array, "dtype") for array in source)
+    if isinstance(source, dict) or hasattr(source, "dtype") or is_tuple_of_arrays:  # its rows would be the elements
         kind = f"a tuple of {len(source)}" if isinstance(source, tuple) else f"{_describe(source)} of"
-        write = 'data.Dataset(images, labels) or data.from_arrays({"name": array})'
-        raise TypeError(f"{_WHERE}: {kind} arrays is data, not a loader; use {write}")
+        raise TypeError(
+            f"{_WHERE}: {kind} arrays is data, not a loader; use data.Dataset(images, labels) or "
+            'data.from_arrays({"name": array})'
+        )
     if not _is_function(source) and not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
-        expected = "an iterable, or a function of the epoch that returns one"
-        raise TypeError(f"{_WHERE}: expected {expected}; got {_describe(source)}")
+        raise TypeError(
+            f"{_WHERE}: expected an iterable, or a function of the epoch that returns one; got {_describe(source)}"
+        )
     if isinstance(steps_per_epoch, str):
         checks.choice(steps_per_epoch, _WHERE, "steps_per_epoch", ("all",))
         if isinstance(source, Iterator):
@@ -475,10 +468,6 @@ def _set_state(iterator: Any, state: dict[str, Any]) -> None:
 
 def _is_function(source: object) -> bool:
     return callable(source) and not isinstance(source, Iterable) and not hasattr(source, "__getitem__")
-
-
-def _own_example(example: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), example)
 
 
 def length_of(source: Any) -> int | None:
@@ -502,30 +491,36 @@ def _lengths(batch: PyTree, share: int, at: int, first: dict[str, int]) -> dict[
 
     `ValueError` unless the longest has this process's `share` of the examples, and all are as long as in the first.
     """
-    shapes = {_batches.path_name(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
+    shapes = {path_name(path): np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)}
     lengths = {name: shape[0] for name, shape in shapes.items() if shape}
     if lengths.keys() == shapes.keys() and max(lengths.values(), default=0) == share and lengths == (first or lengths):
         return lengths
     got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-    hint = "give batch_size= their size, or drop an incomplete last one (drop_last=True)"
-    hint += "; if an element is one example, give batched=False"
-    expected = f"{share} examples in each array"
     if len({*first.values()}) > 1:
-        expected = ", ".join(f"{name} of {n} rows" for name, n in first.items()) + ", as the first batch"
-        hint = "give all batches the same lengths"
-    elif not first and len({*lengths.values()}) > 1:
-        expected = f"{share} examples in its longest array"
-        hint = "give batch_size= the length of the longest array, and each array a first axis"
-    raise ValueError(f"{_WHERE}: batch {at} of the epoch should have {expected}, got {got}; {hint}")
+        expected = ", ".join(f"{name} of {n} rows" for name, n in first.items())
+        raise ValueError(
+            f"{_WHERE}: batch {at} of the epoch should have {expected}, as the first batch, got {got}; give all "
+            "batches the same lengths"
+        )
+    if not first and len({*lengths.values()}) > 1:
+        raise ValueError(
+            f"{_WHERE}: batch {at} of the epoch should have {share} examples in its longest array, got {got}; give "
+            "batch_size= the length of the longest array, and each array a first axis"
+        )
+    raise ValueError(
+        f"{_WHERE}: batch {at} of the epoch should have {share} examples in each array, got {got}; give batch_size= "
+        "their size, or drop an incomplete last one (drop_last=True); if an element is one example, give batched=False"
+    )
 
 
 def _end_error(source: object, epoch: int, num_read: int, steps: int | None) -> ValueError:
     """The error for an epoch that ends early."""
-    hint = READ_ONCE if isinstance(source, Iterator) else "give the right steps_per_epoch="
     if steps is None:
         return ValueError(f"{_WHERE}: {_describe(source)} has no batch in epoch {epoch}")
-    what = f"{_describe(source)} ended after {num_read} of the {steps} batches of epoch {epoch}"
-    return ValueError(f"{_WHERE}: {what}; {hint}")
+    advice = READ_ONCE if isinstance(source, Iterator) else "give the right steps_per_epoch="
+    return ValueError(
+        f"{_WHERE}: {_describe(source)} ended after {num_read} of the {steps} batches of epoch {epoch}; {advice}"
+    )
 
 
 def _describe(source: object) -> str:
@@ -563,117 +558,3 @@ def _share_sharding(rows: int, placement: _batches.Placement) -> NamedSharding |
     mesh: Any = placement.sharding.mesh
     checks.even_share(rows, mesh.size, _WHERE)
     return split_over(tuple(mesh.devices.flat))
-
-
-# Tables and elements as arrays.
-
-
-def as_arrays(table: PyTree, where: str) -> PyTree:
-    """A table as a dict of arrays: a DataFrame of pandas or polars, or a list of dicts with one example each."""
-    # All other data stays as it is. `TypeError` for a column that is no array of numbers, and for data that can be read
-    # in several ways: the message has a line for each.
-    if _is_of(table, "pandas", "DataFrame") or _is_of(table, "polars", "DataFrame"):
-        return _columns(table, where)
-    if _is_rows(table):
-        return join([as_dict(row, (), where) for row in table], where)
-    for (library, name), advice in _ADVICE.items():
-        if _is_of(table, library, name):
-            raise TypeError(f"{where}: {advice}")
-    return table
-
-
-def _is_of(value: object, library: str, name: str) -> bool:
-    """Whether this is an object of a library's class, or of one that is derived from it."""
-    return any(each.__name__ == name and each.__module__.split(".")[0] == library for each in type(value).__mro__)
-
-
-def _columns(frame: _Frame, where: str) -> dict[Any, np.ndarray]:
-    names = list(frame.columns)
-    if len(set(names)) < len(names):
-        raise ValueError(f"{where}: two columns of the DataFrame have one name, {names}; rename one of them")
-    columns = {name: frame[name].to_numpy() for name in names}
-    numbers = [name for name, column in columns.items() if column.dtype.kind in "biufc"]
-    if numbers != names:
-        not_numeric = [name for name in names if name not in numbers]
-        raise TypeError(
-            f"{where}: the columns {not_numeric} of the DataFrame are not numeric; write frame[{numbers}] for the "
-            "others, or turn them into numbers first"
-        )
-    return columns
-
-
-def _is_rows(elements: PyTree) -> bool:
-    """Whether this is a list of examples."""
-    # An array of a batch has an axis of examples, so no scalar is in one.
-    if not isinstance(elements, (list, tuple)) or not elements or not isinstance(elements[0], Mapping):
-        return False
-    leaves = jax.tree.leaves(elements[0], is_leaf=lambda leaf: isinstance(leaf, (list, str)))
-    return any(isinstance(leaf, (str, int, float)) or getattr(leaf, "ndim", None) == 0 for leaf in leaves)
-
-
-def as_dict(element: PyTree, names: tuple[str, ...], where: str = _WHERE) -> PyTree:
-    """An element as a pytree of arrays. A tuple or a list becomes a dict with these names."""
-    if isinstance(element, (tuple, list)) and not hasattr(element, "_fields"):
-        if len(element) != len(names):
-            raise ValueError(
-                f"{where}: an element is {checks.describe(element)}, but there are {len(names)} names {names}; give "
-                "names= one for each, or elements that are dicts"
-            )
-        element = dict(zip(names, element, strict=True))
-
-    def convert(path: KeyPath, leaf: object) -> np.ndarray | jax.Array:
-        return as_array(leaf, f"{where}: {_batches.path_name(path)}")
-
-    return jax.tree_util.tree_map_with_path(convert, element, is_leaf=lambda x: isinstance(x, (list, str)))
-
-
-def as_array(leaf: Any, name: str) -> np.ndarray | jax.Array:
-    """Convert a leaf to a NumPy or JAX array. `name` is for messages."""
-    check_plain(leaf, name)
-    if isinstance(leaf, (np.ndarray, jax.Array)):
-        array = leaf
-    else:
-        try:
-            array = np.asarray(leaf)  # it may share the memory of the leaf
-        except (TypeError, ValueError, RuntimeError):  # memory of an accelerator, a dtype that NumPy has not
-            leaf = leaf.contiguous() if hasattr(leaf, "contiguous") else leaf  # JAX takes no strided tensor of PyTorch
-            array = jnp.from_dlpack(leaf, copy=True) if hasattr(leaf, "__dlpack__") else np.empty(0, object)
-    if getattr(array.dtype, "kind", "O") in "OUSMm":  # random keys have no kind
-        raise TypeError(
-            f"{name} is a {type(leaf).__name__} of dtype {array.dtype}, which is not an array of numbers; leave it out "
-            "of the elements, or turn it into numbers there"
-        )
-    return array
-
-
-def join(trees: Sequence[PyTree], where: str = _WHERE, *, batched: bool = False) -> PyTree:
-    """Examples, or batches, leaf by leaf as one batch. Their shapes must agree."""
-
-    def join_leaves(path: KeyPath, *leaves: Any) -> np.ndarray:
-        shapes = {np.shape(leaf)[batched:] for leaf in leaves}
-        if len(shapes) > 1:
-            raise ValueError(
-                f"{where}: {_batches.path_name(path)} has examples of different shapes, {sorted(shapes)}, which make "
-                "no batch; pad, crop or resize them first"
-            )
-        arrays = [np.asarray(leaf) for leaf in leaves]
-        joined = np.concatenate(arrays) if batched else np.stack(arrays)
-        if joined.dtype == object:  # one of them has None or several arrays there
-            raise TypeError(f"{where}: {_batches.path_name(path)} is not an array of numbers in each example")
-        return joined
-
-    try:
-        return jax.tree_util.tree_map_with_path(join_leaves, *trees)
-    except (TypeError, ValueError):  # are the names of the arrays the reason?
-        names_of_each = [
-            {_batches.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in trees
-        ]
-        for number, names in enumerate(names_of_each):
-            for name in sorted(names ^ names_of_each[0]):
-                differs = (
-                    f"has {name}, which example 0 lacks" if name in names else f"has no {name}, which example 0 has"
-                )
-                raise ValueError(
-                    f"{where}: example {number} of {len(trees)} {differs}; give each the same arrays"
-                ) from None
-        raise

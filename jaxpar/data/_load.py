@@ -98,14 +98,14 @@ def _find(name: str, folder: Path, source: str) -> tuple[str, Path | None]:
     files_dir = os.environ.get("JAXPAR_DATA_DIR")
     if source == "files" and not files_dir:
         raise FileNotFoundError(f"source 'files': $JAXPAR_DATA_DIR is not set. {_advice(name)}")
-    folders = {"files": files.as_path(files_dir, "data.load: $JAXPAR_DATA_DIR")} if files_dir else {}
-    for origin, folder in {**folders, "debian": DEBIAN_DIR}.items():
+    idx_folders = {"files": files.as_path(files_dir, "data.load: $JAXPAR_DATA_DIR")} if files_dir else {}
+    for origin, idx_folder in {**idx_folders, "debian": DEBIAN_DIR}.items():
         if name == "fashion_mnist" and source in ("auto", origin):
-            missing = [file for file in OFFICIAL if not (folder / file).is_file()]
+            missing = [file for file in OFFICIAL if not (idx_folder / file).is_file()]
             if not missing:
-                return origin, folder
+                return origin, idx_folder
             if source == origin or len(missing) < len(OFFICIAL):  # some of them are there, so the folder was meant
-                raise FileNotFoundError(f"source {origin!r}: {folder} lacks {', '.join(missing)}. {_advice(name)}")
+                raise FileNotFoundError(f"source {origin!r}: {idx_folder} lacks {', '.join(missing)}. {_advice(name)}")
     return "download", None
 
 

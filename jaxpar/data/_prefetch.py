@@ -10,10 +10,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P, Sharding
 
 from .._core import checks, host
-from .._core.arrays import KeyPath, PyTree
+from .._core.arrays import PyTree
 from .._core.transfers import allows_transfers
 from .._devices import mesh, processes, user_mesh
-from ._batches import ahead, check_sharding, path_name
+from ._batches import ahead, check_sharding
 
 _WHERE = "data.prefetch"
 
@@ -72,22 +72,10 @@ def _to_devices(batch: PyTree, sharding: PyTree | None) -> PyTree:
     with user_mesh.outside_mesh():
         if sharding is None:
             return jax.device_put(batch)
-        try:
-            shardings = jax.tree.broadcast(sharding, batch)
-        except ValueError as error:
-            raise ValueError(f"{_WHERE}: sharding must have one for each array of a batch: {error}") from error
-        return jax.tree_util.tree_map_with_path(_put, batch, shardings)
+        return jax.tree.map(_put, batch, jax.tree.broadcast(sharding, batch))
 
 
-def _put(path: KeyPath, leaf: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
-    try:
-        if processes.count() == 1 or mesh.spans_processes(leaf):
-            return mesh.put(leaf, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
-    except ValueError as error:
-        of_each = ", of which each process gives the part of its own devices" if processes.count() > 1 else ""
-        raise ValueError(
-            f"{_WHERE}: {path_name(path)} {checks.describe(leaf)} cannot be laid out as {sharding.spec} over a mesh of "
-            f"{dict(sharding.mesh.shape)}{of_each}; use batches that its axes divide, or give a pytree of shardings, "
-            "one for each array"
-        ) from error
+def _put(leaf: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+    if processes.count() == 1 or mesh.spans_processes(leaf):
+        return mesh.put(leaf, sharding)
+    return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))

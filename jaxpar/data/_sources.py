@@ -26,8 +26,9 @@ from .._devices import processes
 from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import each_in_user_mesh
 from . import _batches
-from ._batches import DatasetBatchOptions, batch_struct, path_name, placed_batch, split_rows
-from ._iterable import IterableSource, as_array, as_arrays, as_dict, from_iterable, join, length_of
+from ._batches import DatasetBatchOptions, batch_struct, placed_batch, split_rows
+from ._elements import as_array, as_arrays, as_dict, join, path_name
+from ._iterable import IterableSource, from_iterable, length_of
 
 Batch = dict[str, jax.Array]
 
@@ -325,14 +326,9 @@ def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None,
     >>> train.examples(1), valid.examples(1)
     (8, 2)
     """
-    source = given if isinstance(given, Dataset) else as_source(given)
-    split_source: Any = getattr(source, "split", None)
-    if split_source is None:
-        raise TypeError(
-            f"data.split: a {type(source).__name__} is a custom source, whose examples are unknown; split the data "
-            "that it reads"
-        )
-    return split_source(fraction, rng=rng, shuffle=shuffle)
+    # A source of the user's own need not have the method. Its examples are unknown.
+    source: Any = given if isinstance(given, Dataset) else as_source(given)
+    return source.split(fraction, rng=rng, shuffle=shuffle)
 
 
 def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
@@ -355,7 +351,7 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
     # Copies, since a loader may write the next element into the same memory.
     copies = [
         {name: each[name] if isinstance(each[name], jax.Array) else np.array(each[name]) for name in names}
-        for each in (as_dict(element, names) for element in elements)
+        for each in (as_dict(element, names, "data.collect") for element in elements)
     ]
     if (length := length_of(elements)) is not None and len(copies) < length:
         raise ValueError(
@@ -363,7 +359,7 @@ def collect(elements: Iterable[Any], *, batched: bool = True) -> Dataset:
         )
     if not copies:
         raise ValueError("data.collect: expected elements, got none")
-    arrays = join(copies, batched=batched)
+    arrays = join(copies, "data.collect", batched=batched)
     return Dataset(arrays["image"], arrays["label"])
 
 

@@ -295,6 +295,3 @@ def test_a_split_of_what_has_no_elements_by_number():
         data.split(data.from_iterable(BATCHES, steps_per_epoch=3), 0.5)
     with pytest.raises(ValueError, match=r"data.split: 2\.0 of 20 examples leaves one of the two parts empty"):
         data.split(NUMBERS, 2.0)
-    own = type("Own", (), {"examples": lambda self, batch_size: 3, "batches": lambda self, batch_size, **_: iter(())})
-    with pytest.raises(TypeError, match=r"a Own is a custom source.*; split the data that it reads"):
-        data.split(own(), 0.5)

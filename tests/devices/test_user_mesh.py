@@ -427,7 +427,7 @@ def test_what_cannot_be_prefetched():
     both = {"tokens": NamedSharding(mesh, P("data", "model")), "length": NamedSharding(mesh, P("data"))}
     batch = next(data.prefetch([{"tokens": numbers(2, 4), "length": np.ones(2)}], both))
     assert [array.sharding for array in (batch["tokens"], batch["length"])] == [both["tokens"], both["length"]]
-    with pytest.raises(ValueError, match=r"'length' float32\[3\] cannot be laid out as .*\('data',\)"):
+    with pytest.raises(ValueError, match=r"'data'.* dimension size 3"):  # of JAX
         next(data.prefetch([{"tokens": numbers(2, 4), "length": np.ones(3)}], both))
     with pytest.raises(TypeError, match="sharding must be a NamedSharding"):
         data.prefetch([], DEVICES)

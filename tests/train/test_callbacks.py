@@ -15,7 +15,7 @@ from optax import contrib
 from world import STEP, TEST, TX, apply, crash_after, numbers, points, run_on, same, save_by_manager, start_classifier
 
 from jaxpar import checkpoint, kv, train, updaters
-from jaxpar.train._callbacks.callbacks import is_saved_memory, memory_from_json, memory_to_json
+from jaxpar.train._callbacks.memory import is_saved_memory, memory_from_json, memory_to_json
 from jaxpar.train._callbacks.monitors import default_monitor
 
 TRAIN = points(48)  # three steps of 16
@@ -307,9 +307,8 @@ def test_memories_as_json():
     back = memory_from_json(saved, mine)
     assert jax.tree.structure(back) == jax.tree.structure(mine)
     jax.tree.map(np.testing.assert_array_equal, back, mine)
-    words = r"the structure differs|shape or dtype of an array differs|found a plain value"
     for wrong in ({"a": 1}, {**mine, "c": np.zeros(1)}, {**mine, "b": (1, *mine["b"][1:])}):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match="differs"):
             memory_from_json(saved, wrong)
     with pytest.raises(TypeError, match=r"save the memory of mine, .*; got <object .* at \['a'\]"):
         memory_to_json({"a": object()}, "mine")
@@ -352,9 +351,9 @@ def test_what_is_no_callback():
             return memory
 
     for options, words in [
-        ({"callbacks": Half()}, r"Half has only init; a callback with a memory needs both init\(state\) and on_epoch"),
+        ({"callbacks": Half()}, r"must be a function of \(state, record\), .*Half.* object with init and on_epoch"),
         ({"callbacks": Odd()}, r"Odd has a memory, so its on_step must be a function of \(memory, step, metr"),
-        ({"on_step": Mine().on_step}, "Mine.on_step takes a memory, so fit must call it; leave out on_step="),
+        ({"on_step": Mine().on_step}, r"on_step must be .* \(step, metrics\), got on_step\(memory, step, metrics\)"),
         ({"callbacks": Bare()}, r"Bare.on_epoch must return \(memory, stop\), got"),
         ({"callbacks": Mine(more=object()), "checkpoint_dir": "never"}, r"save the memory of Mine.*\['more'\]"),
     ]:

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import itertools
 import types
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from ..._devices.mesh import is_donated
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 _MOST_BYTES = 1 << 16  # of an array. Of a larger one the shape says enough
 _MOST_DEPTH = 24
-_MOST_WORDS = 20_000  # so that an object that leads to half of a library takes no time
+_MOST_TEXTS = 20_000  # so that an object that leads to half of a library takes no time
 
 
 def fingerprint(*values: Any) -> str:
@@ -28,36 +28,38 @@ def fingerprint(*values: Any) -> str:
     It is the same in another process, where the same Python runs. What is beyond Python is not seen, such as a file
     that a function reads.
     """
-    found = hashlib.sha256()
-    for word in itertools.islice(_words(values, _MOST_DEPTH), _MOST_WORDS):
-        found.update(word.encode("utf-8", "surrogatepass") + b"\0")
-    return found.hexdigest()[:16]
+    hasher = hashlib.sha256()
+    for text in itertools.islice(_texts(values, _MOST_DEPTH), _MOST_TEXTS):
+        hasher.update(text.encode("utf-8", "surrogatepass") + b"\0")
+    return hasher.hexdigest()[:16]
 
 
-def _words(value: Any, left: int) -> Iterator[str]:
+def _texts(value: Any, depth_left: int) -> Iterator[str]:
+    """The type of a value, and its content or that of its members, depth first. No addresses and no order of sets."""
     kind = type(value)
     yield f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, _PLAIN):
         yield repr(value)
     elif isinstance(value, (np.ndarray, np.generic, jax.Array)):
         yield f"{value.dtype} {value.shape}"
-        is_known = not isinstance(value, jax.Array) or (value.is_fully_addressable and not is_donated(value))
-        if is_known and is_of_numbers(value) and value.nbytes <= _MOST_BYTES:
+        # An array of other processes, or one that a step took, has no numbers here.
+        is_here = not isinstance(value, jax.Array) or (value.is_fully_addressable and not is_donated(value))
+        if is_here and is_of_numbers(value) and value.nbytes <= _MOST_BYTES:
             yield np.asarray(value).tobytes().hex()
     elif isinstance(value, (type, types.ModuleType)):
         yield value.__name__
-    elif left:
-        if isinstance(value, Set):
-            parts: Any = sorted(" ".join(_words(each, left - 1)) for each in value)  # their order is another each time
+    elif depth_left:
+        if isinstance(value, Set):  # whose order differs from process to process
+            members: Iterable[Any] = sorted(" ".join(_texts(member, depth_left - 1)) for member in value)
         elif isinstance(value, Mapping):
-            parts = itertools.chain.from_iterable(value.items())
+            members = itertools.chain.from_iterable(value.items())
         else:
-            parts = value if isinstance(value, (tuple, list)) else _parts(value)
-        for part in parts:
-            yield from _words(part, left - 1)
+            members = value if isinstance(value, (tuple, list)) else _members(value)
+        for member in members:
+            yield from _texts(member, depth_left - 1)
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _members(value: Any) -> Iterator[Any]:
     """What a function or an object is made of."""
     if isinstance(value, types.FunctionType):
         yield from (value.__qualname__, value.__code__, value.__defaults__, value.__kwdefaults__)
@@ -67,8 +69,8 @@ def _parts(value: Any) -> Iterator[Any]:
             except ValueError:  # it is not bound yet
                 yield None
         # Of global names those that are numbers and texts, such as LEARNING_RATE.
-        names = {name: value.__globals__.get(name) for name in sorted(_names(value.__code__))}
-        yield {name: found for name, found in names.items() if found is not None and isinstance(found, _PLAIN)}
+        named = {name: value.__globals__.get(name) for name in sorted(_global_names(value.__code__))}
+        yield {name: content for name, content in named.items() if content is not None and isinstance(content, _PLAIN)}
     elif isinstance(value, types.CodeType):
         yield from (value.co_code, value.co_names, value.co_consts)
     elif isinstance(value, types.MethodType):
@@ -90,7 +92,7 @@ def _parts(value: Any) -> Iterator[Any]:
                 yield from (name, attribute)
 
 
-def _names(code: types.CodeType) -> set[str]:
+def _global_names(code: types.CodeType) -> set[str]:
     """The names of globals and attributes in a function, and in those that are written inside of it."""
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
+    return set(code.co_names).union(*map(_global_names, inner))

@@ -18,6 +18,7 @@ import jax
 
 from ..._core import files
 from ..._core.text import Table, describe, in_notebook, plural
+from .._step.state import TrainState
 
 Record = dict[str, Any]
 
@@ -220,7 +221,7 @@ class LivePlot:
         self._draws = in_notebook() and jax.process_index() == 0
         self._clear()
 
-    def __call__(self, state: Any, record: Record) -> None:
+    def __call__(self, state: TrainState, record: Record) -> None:
         """Add the record of an epoch: `callback(state, record)`."""
         self._records.append(record)
         self._add(line(record))

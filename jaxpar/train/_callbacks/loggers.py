@@ -23,6 +23,7 @@ import numpy as np
 
 from ..._core import checks, files
 from ..._core.text import say_news
+from .._step.state import TrainState
 from .history import SPEEDS, History, Record, import_for, metric_names
 
 PathLike = str | os.PathLike[str]
@@ -85,7 +86,7 @@ class Logger:
 
     # What `fit` calls.
 
-    def __call__(self, state: Any, record: Record) -> None:
+    def __call__(self, state: TrainState, record: Record) -> None:
         """Write the record of an epoch: `callback(state, record)`."""
         self.log(record["step"] if "step" in record else int(state.step), self._row(record))
 
@@ -284,27 +285,25 @@ class TensorBoard(Logger):
 
     def _open(self, step: int) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        now = time.time()
-        # TensorBoard reads the files in the order of their names.
-        before = [path.name for path in self.directory.glob("events.out.tfevents.*")]
-        name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{self._id or 'own'}-{step}"
-        self._file = self.directory / name
-        # A start at a step makes TensorBoard drop what earlier files have from that step on, those of other runs too.
-        start = {"wall_time": now, "step": step, "session_log": {"status": self._messages.SessionLog.START}}
-        goes_on = self._goes_on(before, step)
+        # Whether the run that begins at this step wrote all event files that are there.
+        matches = [_EVENTS.fullmatch(path.name) for path in self.directory.glob("events.out.tfevents.*")]
+        if self._id is None:  # a loop of the user's own: who begins later than the first goes on
+            first = min((int(match[2]) for match in matches if match), default=-1)
+            goes_on = None not in matches and first < step
+        else:  # None: a file of another program, or of an earlier jaxpar
+            goes_on = all(self._resumed if match is None else match[1] == self._id for match in matches)
         if not goes_on:
             say_news(
                 f"{self.directory} has the events of another run, which TensorBoard shows too; give each run its own"
             )
-        files.append(self._file, self._records({"file_version": "brain.Event:2"}, *([start] if goes_on else [])))
 
-    def _goes_on(self, names: Sequence[str], step: int) -> bool:
-        """Whether the run that begins at a step wrote all of these event files before."""
-        matches = [_EVENTS.fullmatch(name) for name in names]  # None: of another program, or of an earlier jaxpar
-        if self._id is None:  # a loop of the user's own: who begins later than the first goes on
-            first = min((int(match[2]) for match in matches if match), default=-1)
-            return None not in matches and first < step
-        return all(self._resumed if match is None else match[1] == self._id for match in matches)
+        # TensorBoard reads the files in the order of their names. A start at a step makes it drop what earlier files
+        # have from that step on, those of other runs too.
+        now = time.time()
+        name = f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{self._id or 'own'}-{step}"
+        self._file = self.directory / name
+        start = {"wall_time": now, "step": step, "session_log": {"status": self._messages.SessionLog.START}}
+        files.append(self._file, self._records({"file_version": "brain.Event:2"}, *([start] if goes_on else [])))
 
     def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
         summary = {"value": [{"tag": name, "simple_value": value} for name, value in metrics.items()]}
@@ -345,7 +344,7 @@ def to_wandb(project: str | None = None, **options: Any) -> WeightsAndBiases:
 class WeightsAndBiases(Logger):
     """What `to_wandb` returns."""
 
-    _is_theirs = False  # whether the user opened the run
+    _is_users = False  # whether the user opened the run
 
     def __init__(self, project: str | None, options: dict[str, Any]):
         self._wandb: Any = import_for("to_wandb", "wandb", "'jaxpar[wandb]'")
@@ -356,26 +355,26 @@ class WeightsAndBiases(Logger):
 
     def _open(self, step: int) -> None:
         # `wandb.init` gives back a run of the user's that is open, whatever the options say.
-        theirs = getattr(self._wandb, "run", None)
+        open_run = getattr(self._wandb, "run", None)
         options = {name: value for name, value in self._options.items() if value is not None}
-        self._is_theirs = theirs is not None and (not options or theirs.id == options.get("id"))
-        if self._is_theirs:
-            self.run = theirs
+        self._is_users = open_run is not None and (not options or open_run.id == options.get("id"))
+        if self._is_users:
+            self.run = open_run
             # It counts its steps itself, so those of `fit` are a metric of their own, and the axis of the others.
             for names in ("train/*", "test/*", "eval/*", f"{self._of_steps}*"):
                 self.run.define_metric(names, step_metric=_WANDB_AXIS)
-        elif theirs is None:
+        elif open_run is None:
             self.run = self._wandb.init(**self._options)
         else:
             self.run = self._wandb.init(**{"reinit": "create_new", **self._options})
-            if self.run is theirs:
+            if self.run is open_run:
                 raise RuntimeError(
-                    f"to_wandb: run {theirs.id} is open, and this wandb gave it back in place of a new one; call "
+                    f"to_wandb: run {open_run.id} is open, and this wandb gave it back in place of a new one; call "
                     "wandb.finish() before, or give no options"
                 )
 
     def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._is_theirs:
+        if self._is_users:
             self.run.log({**metrics, _WANDB_AXIS: step})
         elif step >= self.run.step:
             self.run.log({**metrics}, step=step)
@@ -383,7 +382,7 @@ class WeightsAndBiases(Logger):
             self._say_known(f"to_wandb: run {self.run.id}", step)
 
     def _close(self) -> None:
-        if not self._is_theirs:  # who opened it closes it
+        if not self._is_users:  # who opened it closes it
             self.run.finish()
         self.run = None
 
@@ -427,35 +426,32 @@ class MLflow(Logger):
         self._metric: Any = mlflow.entities.Metric
         self._experiment, self._new_name = experiment, run_name
         self.run_id: str | None = run_id
-        self._last: dict[str, int] | None = None  # step by name, of a run that was there before
+        # The last step that the run had of each metric, where the run was there before.
+        self._last_steps: dict[str, int] | None = None
 
     def _open(self, step: int) -> None:
         if self.run_id is None:
             experiment = "0"
             if self._experiment is not None:
-                known = self._client.get_experiment_by_name(self._experiment)
-                experiment = known.experiment_id if known else self._client.create_experiment(self._experiment)
+                existing = self._client.get_experiment_by_name(self._experiment)
+                experiment = existing.experiment_id if existing else self._client.create_experiment(self._experiment)
             self.run_id = self._client.create_run(experiment, run_name=self._new_name).info.run_id
         else:
             self._client.update_run(self.run_id, status="RUNNING")
-            self._last = {}
+            self._last_steps = {}
 
     def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        new = {name: value for name, value in metrics.items() if step > self._last_step(name)}
+        if self._last_steps is not None:
+            for name in metrics.keys() - self._last_steps.keys():
+                steps = [metric.step for metric in self._client.get_metric_history(self.run_id, name)]
+                self._last_steps[name] = max(steps, default=-1)
+        last_steps = self._last_steps or {}
+        new = {name: value for name, value in metrics.items() if step > last_steps.get(name, -1)}
         if len(new) < len(metrics):
             self._say_known(f"to_mlflow: run {self.run_id}", step)
         now = int(time.time() * 1000)
         if new:
             self._client.log_batch(self.run_id, [self._metric(name, value, now, step) for name, value in new.items()])
-
-    def _last_step(self, name: str) -> int:
-        """The last step that the run had of a metric before. -1 if there is none."""
-        if self._last is None:
-            return -1
-        if name not in self._last:
-            steps = [metric.step for metric in self._client.get_metric_history(self.run_id, name)]
-            self._last[name] = max(steps, default=-1)
-        return self._last[name]
 
     def _close(self) -> None:
         self._client.set_terminated(self.run_id)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ... import checkpoint, distributed
 from ..._core import files
+from .._step.state import TrainState
 from .history import Record
 
 
@@ -42,7 +43,7 @@ class RayReport:
         self._reported = -1  # the step of the last report
         self._missing: list[Record] = []  # records of earlier workers, which were not reported
 
-    def __call__(self, state: Any, record: Record) -> None:
+    def __call__(self, state: TrainState, record: Record) -> None:
         """`fit` reports the record when it has saved its checkpoint."""
 
     def before_resume(self, directory: Path) -> None:

@@ -18,6 +18,7 @@ import jax
 
 from ... import checkpoint
 from ..._core import files
+from ..._core.arrays import Device
 from ..._devices import processes
 from .._callbacks.loggers import explain_errors
 from .._step.state import TrainState
@@ -100,11 +101,14 @@ def _begin(path: Path, header: dict[str, Any], at: int) -> None:
         if content:
             before, lines = parse(content[: content.rfind(b"\n") + 1], path)  # a crash may have cut the last line
             if why := difference(before, header) or _other_run(before.get("run"), header["run"]):
-                what = f"fit: certificate {path} is from another run ({why})"
-                raise ValueError(f"{what}; give another file, or delete it")
+                raise ValueError(
+                    f"fit: certificate {path} is from another run ({why}); give another file, or delete it"
+                )
             if hole := _hole(before.get("run"), lines, at):
-                what = f"fit: certificate {path} has no line of step {hole}, and this run goes on after step {at}"
-                raise ValueError(f"{what}; give another file, which begins there")
+                raise ValueError(
+                    f"fit: certificate {path} has no line of step {hole}, and this run goes on after step {at}; give "
+                    "another file, which begins there"
+                )
             if "run" not in before or before["run"]["start"][0] <= at:
                 header = before
     text = json.dumps(header) + "\n" + "".join(_line(*item) for item in lines.items() if item[0] <= at)
@@ -132,7 +136,7 @@ def _line(step: int, state: str) -> str:
     return json.dumps({"step": step, "state": state}) + "\n"
 
 
-def header_of(step: Any, state: TrainState) -> dict[str, Any]:
+def header_of(step: object, state: TrainState) -> dict[str, Any]:
     """The settings that determine the bits of a run, as far as they are known."""
     devices = state.store.devices or tuple(jax.devices())
     return {
@@ -146,9 +150,9 @@ def header_of(step: Any, state: TrainState) -> dict[str, Any]:
 
 def difference(header: dict[str, Any], other: dict[str, Any]) -> str:
     """Why the bits of two runs may differ, in words. "" if they must be equal."""
-    free = () if header.get("virtual_shards") is None else _FOR_DEVICES
-    wrong = [name for name in other if name not in (*free, "run") and header.get(name) != other[name]]
-    return "; ".join(f"{name.replace('_', ' ')}: {header.get(name)} in the file, {other[name]} now" for name in wrong)
+    ignored = ("run",) if header.get("virtual_shards") is None else ("run", *_FOR_DEVICES)
+    names = [name for name in other if name not in ignored and header.get(name) != other[name]]
+    return "; ".join(f"{name.replace('_', ' ')}: {header.get(name)} in the file, {other[name]} now" for name in names)
 
 
 def read(path: str) -> tuple[dict[str, Any], dict[int, str]]:
@@ -171,14 +175,14 @@ def parse(content: bytes, path: str | Path) -> tuple[dict[str, Any], dict[int, s
         try:
             entry = json.loads(line)
             if number == 1:
-                header, good = entry, entry["certificate"] == _NUMBER and _is_good_run(entry.get("run"))
+                header, is_good = entry, entry["certificate"] == _NUMBER and _is_good_run(entry.get("run"))
             else:
                 step, state = entry["step"], entry["state"]
-                good = type(step) is int and step > last and isinstance(state, str)
+                is_good = type(step) is int and step > last and isinstance(state, str)
                 lines[step], last = state, step
         except (ValueError, KeyError, TypeError, RecursionError):
-            good = False
-        if not good:
+            is_good = False
+        if not is_good:
             what = "is not the header of a certificate" if number == 1 else "is not the hash of a later step"
             raise ValueError(f"{path}: line {number} {what}; give the file that fit(certificate=...) wrote")
     if not header:
@@ -193,12 +197,12 @@ def _is_good_run(run: Any) -> bool:
     return type(step) is int and isinstance(state, str) and type(run["every"]) is int and run["every"] > 0
 
 
-def _processor(device: Any) -> str:
+def _processor(device: Device) -> str:
     """The make of the processor that computes."""
     if device.platform != "cpu":
         return device.device_kind
     about = cpu_info()
-    known = set(about.get("flags", about.get("Features", "")).split())
-    vectors = next((name for name in _VECTORS if name in known), "")
+    features = set(about.get("flags", about.get("Features", "")).split())
+    vectors = next((name for name in _VECTORS if name in features), "")  # the widest
     model = about.get("model name") or platform.processor()
     return " ".join(filter(None, (platform.machine(), model, vectors)))

@@ -29,10 +29,8 @@ class Clock:
     def resume(cls, run: Run, info: RunInfo, step: int) -> Clock:
         """The clock at a step of a run that goes on, or begins."""
         if run.steps is None:
-            epochs_over, epoch_began = (
-                info.epochs_over or 0,
-                info.first if info.epoch_began is None else info.epoch_began,
-            )
+            epochs_over = info.epochs_over or 0
+            epoch_began = info.first if info.epoch_began is None else info.epoch_began
         else:
             epochs_over, steps_of_epoch = divmod(step - info.first, run.steps)
             epoch_began = step - steps_of_epoch

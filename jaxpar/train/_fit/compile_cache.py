@@ -37,9 +37,9 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Pa
         True
         >>> jax.config.update("jax_compilation_cache_dir", before)
     """
-    there = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    if there:
-        return Path(there)
+    users_own = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if users_own:
+        return Path(users_own)
     chosen = _own_directory() if directory is None else as_path(directory, "use_compilation_cache: directory")
     if chosen is None:
         return None
@@ -93,9 +93,9 @@ def _is_own_group(number: int) -> bool:
 def _processor() -> str:
     """A name for this kind of processor, of its model and its features."""
     about = cpu_info()
-    said = [about.get(name, "") for name in ("model name", "flags", "Features")]
-    words = [platform.machine(), platform.processor(), *said]
-    return f"{platform.machine()}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:12]}"
+    features = [about.get(name, "") for name in ("model name", "flags", "Features")]
+    texts = [platform.machine(), platform.processor(), *features]
+    return f"{platform.machine()}-{hashlib.sha256(' '.join(texts).encode()).hexdigest()[:12]}"
 
 
 def cpu_info() -> dict[str, str]:

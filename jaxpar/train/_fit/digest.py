@@ -21,23 +21,20 @@ def digest_of_data(source: data.Source, examples: int) -> str | None:
         arrays = source.source
     if arrays is None:
         return None
-    found = hashlib.sha256(str(examples).encode())
+    hasher = hashlib.sha256(str(examples).encode())
     leaves, structure = jax.tree.flatten(arrays)
-    found.update(str(structure).encode())
+    hasher.update(str(structure).encode())
     for leaf in leaves:
         array = np.asarray(leaf)
         if array.dtype.hasobject:
             return None
-        found.update(f"{array.dtype} {array.shape} ".encode())
-        for part in _parts(array):
-            found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()[:16]
-
-
-def _parts(array: np.ndarray) -> list[np.ndarray]:
-    """The whole array, or blocks of its rows, evenly spread, the first and the last one among them."""
-    if array.nbytes <= _WHOLE or not array.ndim:
-        return [array]
-    rows = max(1, _BLOCK * len(array) // array.nbytes)
-    starts = np.linspace(0, len(array) - rows, _WHOLE // _BLOCK, dtype=np.int64)
-    return [array[start : start + rows] for start in starts]
+        hasher.update(f"{array.dtype} {array.shape} ".encode())
+        blocks = [array]
+        if array.nbytes > _WHOLE and array.ndim:
+            # Blocks of its rows, evenly spread, the first and the last one among them.
+            rows = max(1, _BLOCK * len(array) // array.nbytes)
+            starts = np.linspace(0, len(array) - rows, _WHOLE // _BLOCK, dtype=np.int64)
+            blocks = [array[start : start + rows] for start in starts]
+        for block in blocks:
+            hasher.update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+    return hasher.hexdigest()[:16]

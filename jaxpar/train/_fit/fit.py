@@ -1,29 +1,24 @@
-"""`fit`: epochs of steps, with progress, metrics, callbacks and checkpoints. `verify`: certified steps again."""
+"""`fit`: epochs of steps, with progress, metrics, callbacks and checkpoints. Its options and what they do."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from ... import checkpoint, data, distributed
-from ..._core import checks, files
+from ... import data, distributed
 from ..._core.arguments import no_such_arguments
 from ..._core.transfers import allows_transfers
 from .._callbacks.callbacks import Callback, OnStep, WithMemory
 from .._callbacks.history import History
-from .._step.state import IN_STORE, TrainState, check_is_state
+from .._step.state import IN_STORE, TrainState
 from .._step.train_step import TrainStep
-from .certificate import difference, header_of
 from .interrupt import Interrupts, delayed, describe_stop, finish_interrupted
 from .loop import train
 from .progress import Profile
 from .run import FitOptions, Run
-from .saved import template
 
 _VALIDATION = (
     "for a classifier write test_data=data.Dataset(x, y), apply_fn=apply_fn; for other models eval_data=, eval_fn="
@@ -203,84 +198,9 @@ def _fit_elastic(run: Run, state: TrainState) -> tuple[TrainState, History]:
     if member.leads:
         return train(run, state, member.lead)
     signals = Interrupts()
-    state, history, at = member.follow(run.check(state), signals)
+    state, history, step = member.follow(run.check(state), signals)
     if signals.asked is None:
         return state, history
-    place = describe_stop(at, -(-(at - member.first) // (run.steps or 1)), run.epochs, None)
+    epoch = -(-(step - member.first) // (run.steps or 1))
+    place = describe_stop(step, epoch, run.epochs, saved=None)
     return finish_interrupted(signals.asked, state, history, place, run.on_interrupt)
-
-
-# A part of a certified run computed again, without a change of its files.
-
-
-@dataclasses.dataclass(frozen=True)
-class Verified:
-    """What a verification found."""
-
-    start: Path | None  # the checkpoint that it began at. None: the state that was given.
-    steps: list[int]  # the certified steps that were compared
-    differs: int | None  # the last of them, if it differs. None: all are the same.
-
-
-def verify(
-    path: str,
-    certified: tuple[dict[str, Any], dict[int, str]],
-    arguments: Any,
-    first: int | None = None,
-    last: int | None = None,
-) -> Verified:
-    """Compute certified steps again by these arguments of `fit`, and compare the hashes. Nothing is shown or written.
-
-    `certified` is what `certificate.read` found in the file, before code of the user ran.
-
-    It begins at the last checkpoint that is not after step `first`, or at the state that is given, and ends at step
-    `last` or at the last line. `ValueError` without such steps, and for another machine, version or program.
-    """
-    header, lines = certified
-    steps = [step for step in lines if (first or 0) <= step <= (last or step)]
-    if not steps:
-        known = f"its steps are {min(lines)} to {max(lines)}" if lines else "it has none"
-        asked = f"from {first or 0}" + (f" to {last}" if last else "")
-        raise ValueError(f"{path} has no step {asked}; {known}")
-    if not isinstance(arguments, dict):
-        raise TypeError(f"expected the arguments of fit in a dict, got {checks.describe(arguments)}")
-    needed = ("state", "step", "train_data")
-    for name in needed:
-        if name not in arguments:
-            raise TypeError(f"missing a required argument: {name!r}")
-    for name in arguments:
-        if name not in needed and name not in FitOptions.__dataclass_fields__:
-            raise TypeError(f"got an unexpected keyword argument {name!r}")
-    state, step, train_data = (arguments[name] for name in needed)
-    check_is_state(state, "verify")
-    if why := difference(header, header_of(step, state)):
-        raise ValueError(f"{path} is from another run ({why})")
-    state, start = _begin(state, step, arguments.get("checkpoint_dir"), first or 0, steps[0])
-    # Of the options these two may change bits: which examples a step has, and which program makes it.
-    options = {name: arguments[name] for name in ("batch_size", "steps_per_execution") if name in arguments}
-    done: list[int] = []
-    for at in steps:
-        if at > int(state.step):
-            state, _ = fit(state, step, train_data, max_steps=at - int(state.step), progress=False, **options)
-        done.append(at)
-        if str(checkpoint._StateHash(state)) != lines[at]:
-            return Verified(start, done, at)
-    return Verified(start, done, None)
-
-
-def _begin(
-    state: TrainState, step: TrainStep, checkpoint_dir: str | os.PathLike[str] | None, first: int, certified: int
-) -> tuple[TrainState, Path | None]:
-    """The last state at or before a step that is known, and its checkpoint."""
-    at = int(state.step)
-    if checkpoint_dir is not None:
-        directory = files.as_path(checkpoint_dir, "verify: checkpoint_dir")
-        good = checkpoint._newest_good(directory, set(), lambda _, body: at < body.get("step", 0) <= first)
-        if good is not None:
-            return checkpoint.restore(good.path, template(state, step)), good.path
-    if at > certified:
-        raise ValueError(
-            f"the state is at step {at}, after the first step to compare, {certified}; give an earlier state, or a "
-            "later --from"
-        )
-    return state, None

@@ -32,16 +32,17 @@ def describe(run: Run, state: TrainState) -> dict[str, Any]:
     shapes = [(jax.tree_util.keystr(path), tuple(x.shape), str(x.dtype)) for path, x in leaves]
     step, options = run.step, dict[str, Any]()
     if isinstance(step, TrainStep):  # else it is the user's own function
-        own = step.device_step
-        options = {field.name: getattr(own, field.name) for field in dataclasses.fields(own) if field.name != "loss_fn"}
+        of_device = step.device_step
+        names = [field.name for field in dataclasses.fields(of_device) if field.name != "loss_fn"]
+        options = {name: getattr(of_device, name) for name in names}
     rules = kv._rule_of_each(state.store)
-    known = all(rule is not None for rule in rules.values())
+    has_rules = all(rule is not None for rule in rules.values())
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),  # the hashes of functions are of its code
         "model": fingerprint(shapes),
         "data": digest_of_data(run.source, run.examples),
         "seed": fingerprint(np.asarray(jax.random.key_data(state.rng))),
-        "optimizer": fingerprint(rules if known else state.store.updater),
+        "optimizer": fingerprint(rules if has_rules else state.store.updater),
         "loss": fingerprint(step.loss_fn if isinstance(step, TrainStep) else step),
         "step": fingerprint(options, getattr(step, "nonfinite", "")),
         "batch_size": run.batch_size,
@@ -68,9 +69,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], names: Iterab
 def identity(run: Run, state: TrainState) -> str:
     """A name of the run: equal for two calls of `fit` that compute the same numbers, as far as that is known."""
     about = describe(run, state)
-    unknown = secrets.token_hex(8) if about["data"] is None else ""
+    unique = secrets.token_hex(8) if about["data"] is None else ""  # of unknown data no two runs are the same
     # Ensembles differ in their values alone. A vector is often a bias of zeros, and a random key has no numbers.
     values = [x for x in state.store.values.values() if not is_prng_key(x)]
     first = min([x for x in values if x.ndim > 1] or values, key=lambda x: x.size, default=None)
-    part = None if first is None else np.asarray(first.addressable_data(0)).reshape(-1)[:1024].astype(np.complex128)
-    return fingerprint(about, unknown, int(state.step), part)
+    numbers = None if first is None else np.asarray(first.addressable_data(0)).reshape(-1)[:1024].astype(np.complex128)
+    return fingerprint(about, unique, int(state.step), numbers)

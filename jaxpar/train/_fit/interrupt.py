@@ -8,17 +8,20 @@ import signal
 import sys
 import threading
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
 
 from ..._core import checks, process, text
+from ..._core.arrays import PyTree
 from ..._devices import processes
 
 _CONFIRM_AFTER = 2.0  # seconds after which an interrupt that waits for its step is confirmed
 _EXCHANGE_EVERY = 16  # steps after which several processes exchange their signals
 _OF_LOOPS = ("asyncio.runners", "ipykernel.ipkernel")
+State = TypeVar("State")
+Records = TypeVar("Records")
 _USUAL: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
@@ -47,7 +50,7 @@ class Interrupts(process.Signals):
                 signal.raise_signal(self.received[-1])
             self.asked = self.received[-1]
 
-    def should_stop(self, state: Any, step: int, epoch_over: bool) -> bool:
+    def should_stop(self, state: PyTree, step: int, epoch_over: bool) -> bool:
         """Whether to stop after a step. `state` is the one after it."""
         recorded = self.received[-1] if self.received else None
         # Where this service of jax is on, SIGTERM is jax's.
@@ -69,8 +72,8 @@ class Interrupts(process.Signals):
         if self._timer is not None:  # of the other signal
             self._timer.cancel()
         # The handler may have stopped the main thread inside a print, so another thread writes.
-        words = "interrupted: the training stops after the current step; a second interrupt stops it at once"
-        self._timer = threading.Timer(_CONFIRM_AFTER, text.say, (words,))
+        message = "interrupted: the training stops after the current step; a second interrupt stops it at once"
+        self._timer = threading.Timer(_CONFIRM_AFTER, text.say, (message,))
         self._timer.daemon = True
         self._timer.start()
 
@@ -93,22 +96,22 @@ def _is_usual(number: int, handler: Any) -> bool:
 
 
 def finish_interrupted(
-    number: int, state: Any, history: Any, where: str, on_interrupt: str, who: str = "fit"
-) -> tuple[Any, Any]:
-    """Return or raise as `fit` does after a signal. `where` says at which step it stopped and what was saved."""
+    number: int, state: State, history: Records, place: str, on_interrupt: str, who: str = "fit"
+) -> tuple[State, Records]:
+    """Return or raise as `fit` does after a signal. `place` says at which step it stopped and what was saved."""
     # "auto" returns in a notebook or at a prompt, where an exception would lose the state, and raises in a script.
     if number == signal.SIGTERM:
-        text.say(f"{who}: SIGTERM: stopped {where}")
+        text.say(f"{who}: SIGTERM: stopped {place}")
         sys.exit(128 + signal.SIGTERM)  # not `raise SystemExit`, which other processes would not learn of
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     is_at_prompt = hasattr(sys, "ps1") or shell is not None
     if on_interrupt == "raise" or (on_interrupt == "auto" and not is_at_prompt):
         # This very class: Python ends a script after a subclass as after an error, not as after Ctrl-C.
-        interrupt = KeyboardInterrupt(f"{who}: interrupted {where}")
+        interrupt = KeyboardInterrupt(f"{who}: interrupted {place}")
         interrupt.state, interrupt.history = state, history  # pyright: ignore[reportAttributeAccessIssue]
         raise interrupt
-    words = "" if history is None else "\nfit: returns the state and the history so far"
-    text.say(f"{who}: interrupted {where}{words}")
+    returns = "" if history is None else "\nfit: returns the state and the history so far"
+    text.say(f"{who}: interrupted {place}{returns}")
     return state, history
 
 
@@ -163,7 +166,7 @@ class Interruptible:
         """Whether a signal came and `should_stop` has returned True."""
         return self._signals.asked is not None
 
-    def should_stop(self, state: Any) -> bool:
+    def should_stop(self, state: PyTree) -> bool:
         """Whether to stop. Call it after each step, with the new state, in every process.
 
         With several processes, the processes exchange their signals at every sixteenth call, and all stop after the
@@ -180,5 +183,5 @@ class Interruptible:
         self._signals.__exit__(kind, *error)
         if kind is None and self._signals.asked is not None:
             step = getattr(self._state, "step", self._steps)
-            where = f"after step {int(step)}"
-            finish_interrupted(self._signals.asked, self._state, None, where, self._on_interrupt, "train")
+            place = f"after step {int(step)}"
+            finish_interrupted(self._signals.asked, self._state, None, place, self._on_interrupt, "train")

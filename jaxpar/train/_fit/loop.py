@@ -45,8 +45,11 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
     # What is open is closed too where this call is refused, or stopped before its steps.
     with contextlib.ExitStack() as opened:
         if run.checkpoint_dir is not None:
-            hint = lambda path: distributed.set_resume_hint(files.shown(path))  # noqa: E731
-            manager = checkpoint.Manager(run.checkpoint_dir, keep=run.keep, on_latest=hint)
+
+            def say_latest(path: Path) -> None:  # where a process is lost, the others say how to go on
+                distributed.set_resume_hint(files.shown(path))
+
+            manager = checkpoint.Manager(run.checkpoint_dir, keep=run.keep, on_latest=say_latest)
             opened.enter_context(contextlib.closing(manager))
 
         # Resume. A signal waits meanwhile, since one in the midst of tracing could leave JAX tracing.

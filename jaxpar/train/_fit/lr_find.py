@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from ... import data, updaters
@@ -17,6 +18,7 @@ from ..._core.transfers import allows_transfers
 from ..._devices import mesh, user_mesh
 from .._callbacks.history import new_figure, png, readable, save_figure
 from .._step.state import TrainState, check_is_state
+from .._step.train_step import TrainStep
 from .progress import BEHIND
 
 _WHERE = "train.lr_find"
@@ -59,8 +61,8 @@ class RateTest:
         return save_figure(figure, path, "lr_find, plot")
 
     def __repr__(self) -> str:
-        found = "none" if self.suggestion is None else f"{self.suggestion:.2e}"
-        return f"RateTest({len(self.rates)} rates from {self.rates[0]:.2e} to {self.rates[-1]:.2e}, suggestion {found})"
+        rate = "none" if self.suggestion is None else f"{self.suggestion:.2e}"
+        return f"RateTest({len(self.rates)} rates from {self.rates[0]:.2e} to {self.rates[-1]:.2e}, suggestion {rate})"
 
     def _repr_png_(self) -> bytes | None:
         try:
@@ -70,16 +72,16 @@ class RateTest:
 
     def _repr_html_(self) -> str:
         rows = [(f"{rate:.2e}", f"{loss:.4f}") for rate, loss in zip(self.rates, self.smoothed, strict=True)]
-        found = "no rate makes the loss fall" if self.suggestion is None else f"suggestion {self.suggestion:.2e}"
-        title, columns = f"learning rates: {found}", ("rate", "smoothed loss")
-        return text.Table(title, columns, rows, 20, "right", first=10)._repr_html_()
+        result = "no rate makes the loss fall" if self.suggestion is None else f"suggestion {self.suggestion:.2e}"
+        columns = ("rate", "smoothed loss")
+        return text.Table(f"learning rates: {result}", columns, rows, 20, "right", first=10)._repr_html_()
 
 
 @allows_transfers
 def lr_find(
     state: TrainState,
-    step: Any,
-    train_data: Any,
+    step: TrainStep,
+    train_data: data.Dataset | data.Source | Iterable[Any],
     *,
     batch_size: int | None = None,
     lowest: float = 1e-6,
@@ -127,12 +129,22 @@ def lr_find(
     batch_size = data._usual_batch_size(source) if batch_size is None else batch_size
     batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
     checks.whole_batch(source.examples(batch_size), batch_size, _WHERE)
+    # A copy, since the first step takes the state's memory. A rate that cannot be set is refused before work is spent.
     with user_mesh.outside_mesh():
-        own = updaters.set_learning_rate(mesh.own_copies(state), rates[0])  # refused before work is spent
-        where = data._batch_options(source, own.store.devices, None, getattr(step, "virtual_shards", None))
-        batches = source.batches(batch_size, rng=own.rng, epochs=None, **where)
+        copy = updaters.set_learning_rate(mesh.own_copies(state), rates[0])
+        options = data._batch_options(source, copy.store.devices, None, getattr(step, "virtual_shards", None))
+        batches = source.batches(batch_size, rng=copy.rng, epochs=None, **options)
+
+    def train(state: TrainState) -> Iterator[jax.Array]:
+        """The loss at each rate, which may still be computed."""
+        for rate, batch in zip(rates, batches, strict=False):
+            with user_mesh.outside_mesh():
+                state = updaters.set_learning_rate(state, rate)
+            state, metrics = step(state, batch)
+            yield metrics["loss"]
+
     losses, smoothed, mean = list[float](), list[float](), 0.0
-    for loss in map(float, data._ahead(_losses(own, step, batches, rates), BEHIND)):  # steps run ahead of the host
+    for loss in map(float, data._ahead(train(copy), BEHIND)):  # steps run ahead of the host
         losses.append(loss)
         mean = _SMOOTH * mean + (1 - _SMOOTH) * loss
         smoothed.append(mean / (1 - _SMOOTH ** len(losses)))  # without the bias of the first values
@@ -140,15 +152,6 @@ def lr_find(
         if not math.isfinite(loss) or (len(losses) > 5 and smoothed[-1] > least + (_TOO_MUCH - 1) * abs(least)):
             break
     return RateTest(tuple(rates[: len(losses)]), tuple(losses), tuple(smoothed), _steepest(rates, smoothed))
-
-
-def _losses(state: TrainState, step: Any, batches: Any, rates: Sequence[float]) -> Iterator[Any]:
-    """The loss at each rate, which may still be computed."""
-    for rate, batch in zip(rates, batches, strict=False):
-        with user_mesh.outside_mesh():
-            state = updaters.set_learning_rate(state, rate)
-        state, metrics = step(state, batch)
-        yield metrics["loss"]
 
 
 def _steepest(rates: Sequence[float], smoothed: Sequence[float]) -> float | None:
@@ -160,5 +163,5 @@ def _steepest(rates: Sequence[float], smoothed: Sequence[float]) -> float | None
     if finite[0] - finite[least] <= _ROUNDING * abs(finite[0]):
         return None
     slopes = np.gradient(np.asarray(finite), np.log(rates[: len(finite)]))[: least + 1]
-    found = int(np.argmin(slopes))
-    return float(rates[found]) if slopes[found] < 0 else None
+    steepest = int(np.argmin(slopes))
+    return float(rates[steepest]) if slopes[steepest] < 0 else None

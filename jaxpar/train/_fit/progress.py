@@ -22,6 +22,7 @@ from ..._core import checks, files
 from ..._core.text import in_notebook
 from ..._devices.mesh import is_donated
 from .._callbacks.history import number_text
+from .._step.state import TrainState
 
 BEHIND = 8  # steps whose metrics are not read yet, so that the host need not wait
 _MEASURE_EVERY = 1.0  # seconds after which the bar shows another learning rate
@@ -56,24 +57,24 @@ class Epoch:
     @property
     def num_unread(self) -> int:
         """The number of these other steps."""
-        return sum([1 if part is None else len(part) for _, part in self.unread])
+        return sum([1 if rows is None else len(rows) for _, rows in self.unread])
 
     def read(self, behind: int = BEHIND) -> Iterator[list[dict[str, float]]]:
         """The metrics of all steps except the last few, program by program. Waits for these steps."""
         while self.num_unread > behind:
-            metrics, part = self.unread.popleft()
-            axes = 0 if part is None else 1
-            arrays = {k: np.shape(v)[axes:] for k, v in metrics.items() if np.ndim(v) != axes}
+            metrics, rows = self.unread.popleft()
+            ndim = 0 if rows is None else 1  # of a metric that is a number in each step
+            arrays = {k: np.shape(v)[ndim:] for k, v in metrics.items() if np.ndim(v) != ndim}
             if arrays:
-                words = ", ".join(f"{k!r} of shape {shape}" for k, shape in arrays.items())
+                shapes = ", ".join(f"{k!r} of shape {shape}" for k, shape in arrays.items())
                 warnings.warn(
-                    f"fit: the history keeps only numbers, but aux of loss_fn has {words}; return a mean or another "
+                    f"fit: the history keeps only numbers, but aux of loss_fn has {shapes}; return a mean or another "
                     "number",
                     stacklevel=2,
                 )
             # All of them are copied at once: on a GPU each copy is waited for.
-            found = jax.device_get({k: v for k, v in metrics.items() if k not in arrays})
-            yield [{k: float(v if part is None else v[i]) for k, v in found.items()} for i in part or (0,)]
+            numbers = jax.device_get({k: v for k, v in metrics.items() if k not in arrays})
+            yield [{k: float(v if rows is None else v[i]) for k, v in numbers.items()} for i in rows or (0,)]
 
 
 class Progress:
@@ -118,10 +119,10 @@ class Progress:
     def step(self, metrics: dict[str, float], per_second: float = 0.0) -> None:
         """Count a step. The metrics may be of an earlier one."""
         if self.bar is not None:
-            words = {k: number_text(v) for k, v in {**metrics, **self.measured}.items()}
+            texts = {k: number_text(v) for k, v in {**metrics, **self.measured}.items()}
             if per_second:
-                words[f"{self._unit}/s"] = f"{per_second:,.0f}"
-            self.bar.set_postfix(words, refresh=False)
+                texts[f"{self._unit}/s"] = f"{per_second:,.0f}"
+            self.bar.set_postfix(texts, refresh=False)
             self.bar.update()
 
     def print(self, text: str) -> None:
@@ -162,14 +163,16 @@ class Trace:
         if isinstance(profile, tuple):
             directory, first, num = profile
             if first < 0 or num < 1 or first + num > steps:
-                has = f"this call has {steps} steps, counted from 0"
-                raise ValueError(f"fit: profile asks for {num} steps from step {first} on, but {has}")
+                raise ValueError(
+                    f"fit: profile asks for {num} steps from step {first} on, but this call has {steps} steps, counted "
+                    "from 0"
+                )
         else:  # in the steady state: compiled, and the device is fed ahead
             directory, first, num = profile, min(_FIRST_TRACED, max(0, steps - _NUM_TRACED)), _NUM_TRACED
         self._directory = os.fspath(directory)
         self._traced = range(began + first, began + first + num)
 
-    def step(self, at: int, state: Any) -> contextlib.AbstractContextManager[Any]:
+    def step(self, at: int, state: TrainState) -> contextlib.AbstractContextManager[object]:
         """A block for the step after `at` others. `state` is the one before it."""
         if self._traced is None:
             return contextlib.nullcontext()
@@ -181,7 +184,7 @@ class Trace:
             self.close(state)
         return jax.profiler.StepTraceAnnotation("train", step_num=at) if self._is_tracing else contextlib.nullcontext()
 
-    def close(self, state: Any) -> None:
+    def close(self, state: TrainState) -> None:
         """End a trace under way, when the state is computed."""
         if self._is_tracing:
             self._is_tracing = False

@@ -122,8 +122,9 @@ class Run:
             self.steps = self.examples // self.batch_size
         if isinstance(self.source, (data.DatasetSource, data.ArraySource)):
             data._agree_on_arrays(self.source.arrays, "fit: train_data")
-        words = f"{self.steps} of {self.batch_size} examples"
-        processes.agree("fit: every process must have as many batches in an epoch", words)
+        # One that has fewer would leave the others waiting in a collective.
+        batches = f"{self.steps} of {self.batch_size} examples"
+        processes.agree("fit: every process must have as many batches in an epoch", batches)
         self.num_steps: int = max_steps or sys.maxsize  # at most
         if self.steps is not None:
             self.num_steps = min((self.epochs or sys.maxsize) * self.steps, self.num_steps)
@@ -141,7 +142,7 @@ class Run:
         )
         # Whether a step may leave its update out, and whether one that is not finite ends the run. A step of the user's
         # own does not say so.
-        self.skips: bool = getattr(step, "skips", False)
+        self.skips: bool = getattr(step, "skips", False) or self.callbacks.undo is not None
         self.left_out: frozenset[int] = getattr(step, "left_out", frozenset())
         self.stops: bool = getattr(step, "nonfinite", "ignore") == "stop"
 
@@ -159,9 +160,9 @@ class Run:
         """Whether there is a record after this step. `max_steps` may end the run within an epoch, which has one too."""
         return is_epoch_over or self.is_evaluation_due(step) or step == last
 
-    def batches(self, rng: jax.Array, start: int, **where: Any) -> Iterator[data.Batch]:
-        """The batches after the first `start` steps, without an end, in host memory or where `where` says."""
-        return iter(self.source.batches(self.batch_size, rng=shuffle_key(rng), epochs=None, start=start, **where))
+    def batches(self, rng: jax.Array, start: int, **options: Any) -> Iterator[data.Batch]:
+        """The batches after the first `start` steps, without an end. `options`: as of `data._batch_options`."""
+        return iter(self.source.batches(self.batch_size, rng=shuffle_key(rng), epochs=None, start=start, **options))
 
     def check(self, state: TrainState) -> TrainState:
         """The state on the step's devices, checked with all that the run calls, as far as shapes are known."""
@@ -176,8 +177,8 @@ class Run:
                 *_, programs = self.step.parts(state, shapes)
                 metrics = list(programs[-1].traced.out_info[1])
         scores = self.evaluation.check(state)
-        own = "eval_" if "eval_" in self.evaluation.parts else ()
-        if taken := sorted([name for name in metrics if name in _TAKEN or name.startswith(own)]):
+        prefix = "eval_" if "eval_" in self.evaluation.parts else ()
+        if taken := sorted([name for name in metrics if name in _TAKEN or name.startswith(prefix)]):
             raise ValueError(f"fit: aux of loss_fn has {', '.join(taken)}, which fit records itself; rename that value")
         self.callbacks.check_metrics(metrics, scores, self.evaluation.parts)
         return state
@@ -189,15 +190,17 @@ def shuffle_key(rng: jax.Array) -> jax.Array:
         return jax.random.fold_in(rng, 0x5FFE1E)
 
 
-def _path(given: str | os.PathLike[str] | None, name: str) -> Path | None:
-    return None if given is None else files.as_path(given, f"fit: {name}")
+def _path(value: str | os.PathLike[str] | None, name: str) -> Path | None:
+    return None if value is None else files.as_path(value, f"fit: {name}")
 
 
-def _count(given: int | None, name: str) -> int | None:
-    return None if given is None else checks.whole_number(given, "fit", name)
+def _count(value: int | None, name: str) -> int | None:
+    return None if value is None else checks.whole_number(value, "fit", name)
 
 
-def _steps_per_program(asked: Any, step: Any, source: data.Source, state: TrainState) -> int | Literal["auto"]:
+def _steps_per_program(
+    asked: int | Literal["auto"], step: TrainStep, source: data.Source, state: TrainState
+) -> int | Literal["auto"]:
     if asked != "auto":
         asked = checks.whole_number(asked, "fit", "steps_per_execution")
     if asked == 1:

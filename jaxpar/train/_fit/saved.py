@@ -12,8 +12,8 @@ import jax
 from ... import checkpoint, data, updaters
 from ..._core import files, text
 from ..._devices import mesh, processes, user_mesh
-from .._callbacks.callbacks import is_saved_memory
 from .._callbacks.history import Record
+from .._callbacks.memory import is_saved_memory
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
 from .digest import digest_of_data
@@ -70,11 +70,11 @@ def has_good_info(path: Path, body: dict[str, Any]) -> bool:
         return True
     # The three that every version wrote, and of the others those that are there.
     names = {"first", "batch_size", "examples", *info}
-    wrong = [name for name, is_good in _IS_GOOD.items() if name in names and not is_good(info.get(name))]
-    if "first" not in wrong and info["first"] > body.get("step", 0):
-        wrong.append("first")
-    if wrong:
-        raise checkpoint.CheckpointError(f"{path} is damaged: wrong {' and '.join(wrong)} in the info of the run")
+    bad_names = [name for name, is_good in _IS_GOOD.items() if name in names and not is_good(info.get(name))]
+    if "first" not in bad_names and info["first"] > body.get("step", 0):
+        bad_names.append("first")
+    if bad_names:
+        raise checkpoint.CheckpointError(f"{path} is damaged: wrong {' and '.join(bad_names)} in the info of the run")
     return True
 
 
@@ -195,13 +195,12 @@ def template(state: TrainState, step: TrainStep) -> TrainState:
     return step.complete(state) if hasattr(step, "complete") else state
 
 
-def _say_other_rates(run: Run, given: dict[str, float], saved: dict[str, float], state: TrainState) -> None:
+def _say_other_rates(run: Run, new: dict[str, float], saved: dict[str, float], state: TrainState) -> None:
     """Say that a resumed run keeps the rate of its checkpoint, if `fit` is now given another rate than at first."""
     # Compares the rates given to the two calls of `fit`, because a callback may have changed the rate since.
-    if saved and given and saved != given:
+    if saved and new and saved != new:
         now, before, kept = (
-            ", ".join(f"{rate:g}" for rate in rates.values())
-            for rates in (given, saved, updaters.learning_rates(state))
+            ", ".join(f"{rate:g}" for rate in rates.values()) for rates in (new, saved, updaters.learning_rates(state))
         )
         text.say(
             f"fit: the given state has the learning rate {now}, but the run in {run.checkpoint_dir} began with "

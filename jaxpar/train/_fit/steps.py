@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Set
 from typing import Any
 
 import jax
@@ -23,8 +23,11 @@ StepResult = tuple[TrainState, Metrics, range | None]
 _AT_ONCE = 0.2  # seconds that the steps of one program take. Ctrl-C waits for them.
 
 
-def own_steps(run: Run, clock: Clock, state: TrainState) -> Generator[StepResult]:
-    """Make the steps after `state`, on the devices of this process or of all. `clock` is at the last one made."""
+def own_steps(run: Run, clock: Clock, state: TrainState, left_out: Set[int]) -> Generator[StepResult]:
+    """Make the steps after `state`, on the devices of this process or of all. `clock` is at the last one made.
+
+    The steps `left_out` make no update.
+    """
     # The numbers of the steps are known here, so that nobody need ask a state, and wait, which one comes next.
     step = run.step.without(()) if run.left_out else run.step
     # Batches go to all devices, or over those axes of a mesh that the step splits a batch over.
@@ -36,7 +39,7 @@ def own_steps(run: Run, clock: Clock, state: TrainState) -> Generator[StepResult
     groups = _batch_groups(run, clock.step, state, options)
     if groups is None:
         for batch in run.batches(state.rng, clock.step, **options):
-            state, metrics = leave_out(state) if clock.step + 1 in run.left_out else step(state, batch)
+            state, metrics = leave_out(state) if clock.step + 1 in left_out else step(state, batch)
             yield state, metrics, None
         raise RuntimeError(
             f"fit: {type(run.source).__name__}.batches ended after step {clock.step}, but the run goes on to step "
@@ -46,18 +49,20 @@ def own_steps(run: Run, clock: Clock, state: TrainState) -> Generator[StepResult
     # Where a program makes several. It must not step over a step after which something is due.
     hashes = None if run.certificate is None else run.certificate_every
     traced = None if run.profile is None else 1
-    periods = [every for every in (run.checkpoint_every, run.keep_every, run.eval_every, hashes, traced) if every]
+    copies = None if run.callbacks.undo is None else run.callbacks.undo.every
+    all_periods = (run.checkpoint_every, run.keep_every, run.eval_every, hashes, traced, copies)
+    periods = [every for every in all_periods if every]
     for batches, number in groups:
         done = 0
         while done < number:
             most = max(1, int(_AT_ONCE / clock.step_time)) if run.per_program == "auto" else run.per_program
             remaining = number - done, clock.last - clock.step, *[every - clock.step % every for every in periods]
-            if clock.step + 1 in run.left_out:
+            if clock.step + 1 in left_out:
                 state, metrics = leave_out(state)
                 yield state, metrics, None
                 done += 1
                 continue
-            until_left_out = [number - clock.step - 1 for number in run.left_out if number > clock.step]
+            until_left_out = [number - clock.step - 1 for number in left_out if number > clock.step]
             end = done + min(most, *remaining, *until_left_out)
             state, metrics = step.many(state, batches, done, end)
             yield state, metrics, range(done, end)
