@@ -31,6 +31,7 @@ from ._callbacks.loggers import (
 )
 from ._callbacks.monitors import EarlyStopping as EarlyStopping, KeepBest as KeepBest, LearningRate as LearningRate
 from ._callbacks.ray import to_ray as to_ray
+from ._callbacks.undo import Undo as Undo
 from ._evaluate.evaluate import evaluate as evaluate
 from ._evaluate.metrics import (
     Mean as Mean,

@@ -180,7 +180,8 @@ def test_metrics_are_those_of_the_steps(tmp_path):
     run = train.open(directory, by_sgd()[1], examples())
     (row,) = run.metrics(2, 2)
     batch, before = jax.device_get((run.batch(2), run.at(1).params))
-    norm = float(optax.tree_utils.tree_l2_norm(jax.grad(lambda p: plain_loss(p, batch, None)[0])(before)))
+    grads = jax.grad(lambda params: plain_loss(params, batch, None)[0])(before)
+    norm = np.linalg.norm(np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads)]))
     np.testing.assert_allclose([row["grad_norm"], row["update_norm"]], [norm, norm / 4], rtol=1e-5)
 
 
@@ -374,3 +375,87 @@ def test_equal_runs_and_states(tmp_path):
     assert (found.first_step, found.distances, found.largest) == (None, {}, None)
     with pytest.raises(TypeError, match="two runs or two states"):
         train.compare(run, run.at(3))
+
+
+# Spikes undo themselves.
+
+
+def spoiled(epoch):
+    """The batch of step 19 has a NaN, and the targets of step 30 are far off."""
+    batches = of_epoch(epoch)
+    for number, change in ((19, np.float32("nan")), (30, np.float32(100))):
+        if number - 1 in range(epoch * BATCHES, (epoch + 1) * BATCHES):
+            batch = batches[(number - 1) % BATCHES]
+            batch["y"] = batch["y"] + change
+    return batches
+
+
+class Spoiled(Seeking):
+    def __next__(self):
+        self.number += 1
+        return spoiled((self.number - 1) // BATCHES)[(self.number - 1) % BATCHES]
+
+
+UNDOES = {
+    "a function of the epoch": lambda: data.from_iterable(spoiled, steps_per_epoch=BATCHES),
+    "an iterator that seeks": lambda: data.from_iterable(Spoiled(), steps_per_epoch=BATCHES),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n[0] == "a" and "iterator" in n else pytest.param(n, marks=pytest.mark.slow) for n in UNDOES]
+)
+def test_spikes_are_undone(name, tmp_path, capsys):
+    seen = []
+    undo = train.Undo(window=10, every=8)
+    state, history = fit(
+        tmp_path / "a", *start(4), UNDOES[name](), callbacks=undo, on_step=lambda step, metrics: seen.append(step)
+    )
+    said = capsys.readouterr().out
+    assert "step 19 is left out: its loss is nan" in said
+    assert "step 30 is left out" in said
+    assert seen == list(range(1, STEPS + 1))  # each step once
+    assert [record["skipped"] for record in history] == [0, 1, 1, 0]
+
+    # It is the run that leaves these out from the start, in its certificate too.
+    given, step = start(4)
+    expected, records = fit(tmp_path / "b", given, step.without([19, 30]), UNDOES[name]())
+    assert hash_of(state) == hash_of(expected)
+    assert certified(tmp_path / "a") == certified(tmp_path / "b")
+    assert [record["loss"] for record in history] == [record["loss"] for record in records]
+    run = train.open(tmp_path / "a", start(4)[1], UNDOES[name]())
+    assert run.left_out == {19, 30}
+    assert hash_of(run.at(29)) == certified(tmp_path / "a")[29]
+    assert hash_of(run.at(33)) == certified(tmp_path / "a")[33]
+
+
+def test_a_resume_leaves_out_again_what_was_undone(tmp_path):
+    source = UNDOES["a function of the epoch"]
+    fit(tmp_path, *start(), source(), steps=24, callbacks=train.Undo(window=10))
+    state, _ = fit(tmp_path, *start(), source(), callbacks=train.Undo(window=10))
+    given, step = start()
+    expected, _ = fit(tmp_path / "b", given, step.without([19, 30]), source())
+    assert hash_of(state) == hash_of(expected)
+
+
+def test_more_spikes_than_are_allowed_end_the_run(tmp_path):
+    source = UNDOES["a function of the epoch"]
+    with pytest.raises(FloatingPointError, match="step 30 would be left out") as raised:
+        fit(tmp_path, *start(), source(), callbacks=train.Undo(most=1, window=10, every=8))
+    assert int(raised.value.state.step) == 24
+
+
+def test_what_undo_refuses(tmp_path):
+    generator = data.from_iterable((batch for batch in of_epoch(0)), steps_per_epoch=BATCHES)
+    with pytest.raises(ValueError, match=r"Undo.*read only once.*get_state"):
+        fit(tmp_path, *start(), generator, steps=4, callbacks=train.Undo())
+    with pytest.raises(ValueError, match=r"two train\.Undo"):
+        fit(tmp_path, *start(), steps=4, callbacks=[train.Undo(), train.Undo("nonfinite")])
+    with pytest.raises(ValueError, match="when"):
+        train.Undo("spikes")
+
+
+def test_a_function_says_what_is_left_out(tmp_path):
+    _, history = fit(tmp_path, *start(), steps=8, callbacks=train.Undo(lambda metrics: metrics["step"] == 5))
+    assert history[-1]["skipped"] == 1
+    assert train.open(tmp_path).left_out == {5}

@@ -28,8 +28,8 @@ class Spike(Exception):
 class Undo:
     """A callback of `fit` that goes back before a step whose loss spikes, leaves that step out, and goes on.
 
-    `fit` keeps a copy of a state on the devices. It computes the steps from there to the spike again, with the same bits,
-    makes no update in the step of the spike, and goes on with the next batch. So the run is the one of
+    `fit` keeps a copy of a state on the devices. It computes the steps from there to the spike again, with the same
+    bits, makes no update in the step of the spike, and goes on with the next batch. So the run is the one of
     `step.without([n])`. A line says what was left out, the record counts it under `skipped`, checkpoints and the
     certificate name it, and a resume leaves it out again.
 
@@ -102,8 +102,8 @@ class Undo:
             return
         if memory["left_out"] >= self.most:
             raise FloatingPointError(
-                f"fit: step {step} would be left out ({why}), but train.Undo leaves out at most {self.most} steps; look "
-                "at the data and the learning rate"
+                f"fit: step {step} would be left out ({why}), but train.Undo leaves out at most {self.most} steps; "
+                "look at the data and the learning rate"
             )
         raise Spike(step, why)
 

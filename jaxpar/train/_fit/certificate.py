@@ -3,6 +3,9 @@
 {"certificate": 1, "jax": "0.12.0", "jaxpar": "0.2.0", "processor": "x86_64 ...", "platform": "cpu", ...,
  "run": {"model": ..., "data": ..., "seed": ..., "start": [0, "8100..."], "every": 100, ...}}
 {"step": 100, "state": "85ffc70354b8bc7642208128a38005f1"}
+{"left_out": 137}
+
+A step that made no update has a line of its own, which may come before its turn.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import collections
 import json
 import platform
 import sys
+from collections.abc import Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,10 +53,16 @@ class Certificate:
         """Write the lines up to a step. Waits for their hashes."""
         while self._unwritten and self._unwritten[0][0] <= until:
             step, state_hash = self._unwritten.popleft()
-            line = _line(step, str(state_hash)).encode()
-            if jax.process_index() == 0:
-                with explain_errors(self._path, "the certificate"):
-                    files.append(self._path, line)
+            self._append(_line(step, str(state_hash)))
+
+    def _append(self, line: str) -> None:
+        if jax.process_index() == 0:
+            with explain_errors(self._path, "the certificate"):
+                files.append(self._path, line.encode())
+
+    def leave_out(self, step: int) -> None:
+        """Say that a step makes no update."""
+        self._append(_left_out_line(step))
 
     def go_back(self, step: int) -> None:
         """Write the hashes up to a step, and forget those of later steps."""
@@ -64,8 +74,10 @@ class Certificate:
         self._lock.release()
 
 
-def begin(run: Run, state: TrainState) -> Certificate | None:
+def begin(run: Run, state: TrainState, left_out: Set[int]) -> Certificate | None:
     """The certificate of a run, created or continued after the step of `state`. None where it has none.
+
+    It says of the steps `left_out` that they make no update.
 
     `ValueError` for the file of another run, or of one whose bits may differ from those of this run, for a file that
     lacks a line, and for other content. `OSError` while another run writes it.
@@ -85,14 +97,14 @@ def begin(run: Run, state: TrainState) -> Certificate | None:
                 with explain_errors(path, "the certificate"):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     lock.acquire()
-                    _begin(path, header, int(state.step))
+                    _begin(path, header, int(state.step), left_out)
             except BaseException:
                 lock.release()
                 raise
     return Certificate(path, run.certificate_every, lock)
 
 
-def _begin(path: Path, header: dict[str, Any], at: int) -> None:
+def _begin(path: Path, header: dict[str, Any], at: int, left_out: Set[int]) -> None:
     """Drop the lines of steps after `at`, because the run repeats them."""
     lines: dict[int, str] = {}
     if path.exists():
@@ -111,7 +123,9 @@ def _begin(path: Path, header: dict[str, Any], at: int) -> None:
                 )
             if "run" not in before or before["run"]["start"][0] <= at:
                 header = before
+    header = {name: value for name, value in header.items() if name != "left_out"}
     text = json.dumps(header) + "\n" + "".join(_line(*item) for item in lines.items() if item[0] <= at)
+    text += "".join(map(_left_out_line, sorted(left_out)))
     files.replace(path, text.encode())  # also an equal one, to see that it can be written
 
 
@@ -132,6 +146,10 @@ def _hole(run: dict[str, Any] | None, lines: dict[int, str], at: int) -> int | N
     return next((step for step in range(start - start % every + every, at + 1, every) if step not in lines), None)
 
 
+def _left_out_line(step: int) -> str:
+    return json.dumps({"left_out": step}) + "\n"
+
+
 def _line(step: int, state: str) -> str:
     return json.dumps({"step": step, "state": state}) + "\n"
 
@@ -150,7 +168,7 @@ def header_of(step: object, state: TrainState) -> dict[str, Any]:
 
 def difference(header: dict[str, Any], other: dict[str, Any]) -> str:
     """Why the bits of two runs may differ, in words. "" if they must be equal."""
-    ignored = ("run",) if header.get("virtual_shards") is None else ("run", *_FOR_DEVICES)
+    ignored = ("run", "left_out") if header.get("virtual_shards") is None else ("run", "left_out", *_FOR_DEVICES)
     names = [name for name in other if name not in ignored and header.get(name) != other[name]]
     return "; ".join(f"{name.replace('_', ' ')}: {header.get(name)} in the file, {other[name]} now" for name in names)
 
@@ -164,7 +182,10 @@ def read(path: str) -> tuple[dict[str, Any], dict[int, str]]:
 
 
 def parse(content: bytes, path: str | Path) -> tuple[dict[str, Any], dict[int, str]]:
-    """The header of a certificate, and the hash of each of its steps. `ValueError` for other content."""
+    """The header of a certificate, and the hash of each of its steps. `ValueError` for other content.
+
+    The header has the numbers of the steps that made no update as `left_out`, if there are any.
+    """
     header: dict[str, Any] = {}
     lines: dict[int, str] = {}
     last = 0
@@ -176,6 +197,9 @@ def parse(content: bytes, path: str | Path) -> tuple[dict[str, Any], dict[int, s
             entry = json.loads(line)
             if number == 1:
                 header, is_good = entry, entry["certificate"] == _NUMBER and _is_good_run(entry.get("run"))
+            elif "left_out" in entry:
+                is_good = type(entry["left_out"]) is int and entry["left_out"] > 0
+                header["left_out"] = [*header.get("left_out", []), entry["left_out"]]
             else:
                 step, state = entry["step"], entry["state"]
                 is_good = type(step) is int and step > last and isinstance(state, str)

@@ -185,8 +185,8 @@ def fit(
     )
     with delayed():
         run = Run(state, step, train_data, options)
-    if run.left_out and distributed.is_elastic():
-        raise ValueError("fit: an elastic run leaves out no steps; give the step without .without(...)")
+    if distributed.is_elastic() and (run.left_out or run.callbacks.undo is not None):
+        raise ValueError("fit: an elastic run leaves out no steps; leave out step.without(...) and train.Undo")
     return _fit_elastic(run, state) if distributed.is_elastic() else train(run, state)
 
 

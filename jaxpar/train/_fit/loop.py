@@ -12,7 +12,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..._core.text import say_news
 from ..._devices import mesh, processes, user_mesh
 from .._callbacks.callbacks import CallbackState
 from .._callbacks.history import History, Record, line
+from .._callbacks.undo import Spike
 from .._step.nonfinite import NonFiniteError, check_finite
 from .._step.state import TrainState
 from . import certificate
@@ -62,7 +63,7 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
                 processes.ask_first(manager._open)
             opened.callback(training.close_certificate)
             if run.certificate is not None or processes.count() > 1:  # several agree whether there is one
-                training.certificate = certificate.begin(run, state)
+                training.certificate = certificate.begin(run, state, training.left_out)
             # After all that may refuse this call, so that the file of another run stays.
             with processes.raise_together():
                 if manager is not None:
@@ -82,11 +83,12 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
                 if run.keep_every is not None and not resumed:
                     training.save(is_due=True)  # the first state, from which any step can be computed again
                 if open_steps is None:
-                    steps = at_end.enter_context(contextlib.closing(own_steps(run, training.clock, training.state)))
-                    train_loop(training, steps, signals, steps_behind=BEHIND)
+                    at_end.callback(training.close_steps)
+                    training.open_steps()
+                    train_loop(training, signals, steps_behind=BEHIND)
                 else:  # an elastic step is computed when it comes
-                    steps = at_end.enter_context(open_steps(training, signals))
-                    train_loop(training, steps, signals, steps_behind=0)
+                    training.steps = at_end.enter_context(open_steps(training, signals))
+                    train_loop(training, signals, steps_behind=0)
                 is_complete = signals.asked is None  # a signal may yet come while the last checkpoint is written
                 if is_complete and callbacks.restores_best:
                     training.restore_best()
@@ -107,7 +109,7 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
             raise
 
 
-def train_loop(training: Training, steps: Iterator[StepResult], signals: Interrupts, steps_behind: int) -> None:
+def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> None:
     """Make the steps of a run until its last one, or until a callback or a signal ends it.
 
     After each step come, in this order: its metrics, the evaluation, the record, the callbacks, the checkpoint, and the
@@ -117,13 +119,15 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
     run, clock, progress, trace = training.run, training.clock, training.progress, training.trace
     callbacks = run.callbacks
     # An epoch has sums and no record where its evaluation failed in an earlier call: it is evaluated before any step.
-    is_evaluation_missing = clock.is_between_epochs and training.epoch.counted > 0
-    if training.resumed and clock.step == clock.last and not is_evaluation_missing:
+    makes_no_step = clock.is_between_epochs and training.epoch.counted > 0
+    if training.resumed and clock.step == clock.last and not makes_no_step:
         _say_nothing_left(training)
     try:
         is_over = False
-        while not is_over and (is_evaluation_missing or clock.step < clock.last):
-            if not is_evaluation_missing:
+        if callbacks.undo is not None:
+            training.copy_state()
+        while not is_over and (makes_no_step or clock.step < clock.last):
+            if not makes_no_step:
                 # An epoch begins, or goes on after an evaluation. The seconds of training count from here.
                 if training.epoch.since is None:
                     if clock.is_between_epochs or clock.step == clock.began:
@@ -133,7 +137,7 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
 
                 # The next step, or a program of several, with its batch. The devices compute it behind the host.
                 with trace.step(clock.step, training.state):
-                    training.state, metrics, rows = next(steps)
+                    training.state, metrics, rows = next(training.steps)
                 if clock.step == clock.began:
                     progress.say_compiled()
                 clock.step += 1 if rows is None else len(rows)
@@ -146,7 +150,7 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
                     training.certificate.take(clock.step, training.state)
 
             # What is due after this step.
-            is_evaluation_missing = False
+            makes_no_step, last_made = False, clock.step
             is_epoch_over = clock.is_between_epochs
             is_evaluation_due = run.is_evaluation_due(clock.step)
             is_record_due = run.is_record_due(clock.step, clock.last, is_epoch_over)
@@ -154,8 +158,16 @@ def train_loop(training: Training, steps: Iterator[StepResult], signals: Interru
                 training.is_kept
             )
 
-            # Metrics are read late. A record and a checkpoint have those of all steps, so they wait for the devices.
-            training.read_metrics(0 if is_record_due or is_save_due else steps_behind)
+            # Metrics are read late. A record, a checkpoint and a copy for `Undo` have those of all steps, so they wait
+            # for the devices. Where that leaves out a step that was made before, the run is back after that step, and
+            # other things are due.
+            is_copy_due = training.is_copy_due
+            training.read_metrics(0 if is_record_due or is_save_due or is_copy_due else steps_behind)
+            if clock.step < last_made:
+                makes_no_step = True
+                continue
+            if is_copy_due:
+                training.copy_state()
 
             record, is_cut_short = None, False
             callback_state_before = training.callback_state
@@ -266,6 +278,10 @@ class Training:
     certificate: certificate.Certificate | None = None
     best_state: TrainState | None = None  # a copy of the best state, where there are no checkpoints of it
     has_warned: bool = False  # that a loss was not finite
+    left_out: frozenset[int] = frozenset()  # the numbers of the steps without an update
+    steps: Iterator[StepResult] = dataclasses.field(default_factory=lambda: iter(()))
+    # For `Undo`: a copy of a state that no bad step is in, its number, and where the data were.
+    good: tuple[TrainState, int, list[Any] | None] | None = None
     made_by: dict[str, Any] | None = None  # what decides the numbers of the run, as a checkpoint says it
 
     @classmethod
@@ -287,6 +303,7 @@ class Training:
             manager=manager,
             progress=Progress(run.progress, run.unit),
             trace=Trace(run.profile, clock.began, clock.last),
+            left_out=run.left_out | frozenset(info.left_out or ()),
         )
         training.progress.measured = run.callbacks.measure(state)
         return training
@@ -310,12 +327,23 @@ class Training:
             clock.step_time, clock.read_at = (now - clock.read_at) / len(rows), now
             before = clock.step - epoch.num_unread - len(rows)  # the number of steps before these
             if (
-                before == clock.began and clock.began + 1 not in run.left_out
+                before == clock.began and clock.began + 1 not in self.left_out
             ):  # the metrics of a step of the user's own are known only now
                 callbacks.check_metrics(list(rows[0]), [], run.evaluation.parts)
             for step, metrics in enumerate(rows, before + 1):
                 is_skipped = run.skips and metrics.get("skipped", 0.0) > 0
-                if is_skipped and run.stops and step not in run.left_out:
+                if not is_skipped:
+                    try:
+                        callbacks.check_step(self.callback_state, step, metrics)
+                    except Spike as spike:
+                        return self.undo(spike)
+                    except FloatingPointError:  # too many were left out: the caller gets the last copy
+                        assert self.good is not None
+                        self.state, at, _ = self.good
+                        clock.go_back(at)
+                        epoch.unread.clear()
+                        raise
+                if is_skipped and run.stops and step not in self.left_out:
                     try:
                         check_finite(metrics, self.state)
                     except NonFiniteError as error:
@@ -343,6 +371,63 @@ class Training:
                     self.callback_state = callbacks.after_step(self.callback_state, step, metrics)
         if self.certificate is not None:
             self.certificate.write(clock.step - epoch.num_unread)
+
+    def open_steps(self) -> None:
+        """Make the steps after the state."""
+        self.steps = own_steps(self.run, self.clock, self.state, self.left_out)
+
+    def close_steps(self) -> None:
+        if isinstance(self.steps, Generator):
+            self.steps.close()
+
+    @property
+    def is_copy_due(self) -> bool:
+        """Whether `Undo` wants a copy of the state after this step."""
+        undo = self.run.callbacks.undo
+        return undo is not None and self.clock.step % undo.every == 0
+
+    def copy_state(self) -> None:
+        """Keep a copy of the state to go back to."""
+        place = data._place_in(self.run.source)
+        if place is None and getattr(self.run.source, "is_read_once", False):
+            raise ValueError(
+                "fit: train.Undo goes back in the data, and these can be read only once; give an iterator with "
+                "get_state and set_state, a list, or a function of the epoch"
+            )
+        with user_mesh.outside_mesh():
+            self.good = mesh.own_copies(self.state), self.clock.step, place
+
+    def undo(self, spike: Spike) -> None:
+        """Go back before a step, compute the steps up to it again, and leave it out. The run is after it then.
+
+        The metrics of the steps before it were read, and their records and callbacks stay: they have the same bits.
+        """
+        run, clock = self.run, self.clock
+        assert self.good is not None
+        state, step, place = self.good
+        if jax.process_index() == 0:
+            say_news(f"step {spike.step} is left out: {spike}")
+        self.left_out |= {spike.step}
+        self.callback_state = run.callbacks.count_undone(self.callback_state)
+        self.epoch.unread.clear()
+        if self.certificate is not None:
+            self.certificate.go_back(spike.step - 1)
+        self.close_steps()
+        with user_mesh.outside_mesh():
+            self.state = mesh.own_copies(state)
+        clock.go_back(step)
+        data._go_to(run.source, place)
+        self.open_steps()
+        while clock.step < spike.step:
+            self.state, metrics, rows = next(self.steps)
+            clock.step += 1 if rows is None else len(rows)
+            if run.is_epoch_over(clock.steps_of_epoch):
+                clock.epoch_starts.append(clock.step)
+            if clock.step == spike.step:
+                self.epoch.unread.append((metrics, rows))
+        if self.certificate is not None:
+            self.certificate.leave_out(spike.step)
+            self.certificate.take(clock.step, self.state)
 
     def make_record(self, scores: dict[str, float], *, under_way: bool = False, interrupted: bool = False) -> Record:
         """What the steps of the epoch add up to so far. There is a key only for what has a value."""
@@ -411,7 +496,7 @@ class Training:
             place=place,
             made_by=self.made_by,
             certificate=None if run.certificate is None else str(run.certificate),
-            left_out=sorted(run.left_out) or None,
+            left_out=sorted(self.left_out) or None,
             forked_from=self.info.forked_from,
         )
         self.manager._save(self.state, info.to_json(), best=is_best, kept=self.is_kept, records=history)

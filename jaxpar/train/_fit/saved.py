@@ -159,7 +159,8 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
             "checkpoint_dir, or resume=False"
         )
     left_out = set(info.left_out or [])
-    if lacking := sorted(left_out - run.left_out):
+    # A step that `Undo` left out is in the checkpoint, and not in the step that the user gives.
+    if (lacking := sorted(left_out - run.left_out)) and run.callbacks.undo is None:
         raise ValueError(
             f"fit: the run in {run.checkpoint_dir} leaves out step {lacking[0]}, and this step does not; give "
             f"step.without({sorted(left_out)}), or resume=False"

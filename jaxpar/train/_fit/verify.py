@@ -9,6 +9,7 @@ from typing import Any
 from ... import checkpoint
 from ..._core import checks, files
 from .._step.state import check_is_state
+from .._step.train_step import TrainStep
 from .certificate import difference, header_of
 from .fit import fit
 from .run import FitOptions
@@ -59,6 +60,8 @@ def verify(
     check_is_state(state, "verify")
     if why := difference(header, header_of(step, state)):
         raise ValueError(f"{path} is from another run ({why})")
+    if "left_out" in header and isinstance(step, TrainStep):  # by `Undo`, which is no option of the step
+        step = step.without(step.left_out | {*header["left_out"]})
 
     # Begin at the newest good checkpoint that is not after `first`. Without one, at the state that is given.
     start = None

@@ -400,7 +400,7 @@ class SavedRun:
         clock = Clock.resume(call, saved.info, saved.step)
         clock.last = last
         is_certified = bool(self._certificate) and not self.not_exact
-        with contextlib.closing(own_steps(call, clock, state)) as steps:
+        with contextlib.closing(own_steps(call, clock, state, self.left_out)) as steps:
             for state, metrics, rows in steps:
                 clock.step += 1 if rows is None else len(rows)
                 if call.is_epoch_over(clock.steps_of_epoch):
