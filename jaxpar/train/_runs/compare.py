@@ -142,15 +142,12 @@ def compare(a: SavedRun | TrainState, b: SavedRun | TrainState) -> Comparison:
 
     # Then, step by step after the last one that is equal, the first that differs.
     if can_compute and low > 0:
-        first, last = steps[low - 1] + 1, first_step
-        while first < last:
-            middle = (first + last) // 2
-            distances = _distances(a.at(middle), b.at(middle))
-            if distances:
-                last, found = middle, distances
-            else:
-                first = middle + 1
-        first_step = last
+        both = zip(a._states_after(steps[low - 1]), b._states_after(steps[low - 1]), strict=False)
+        for (number, of_a), (_, of_b) in both:
+            if number == first_step or str(checkpoint._StateHash(of_a)) != str(checkpoint._StateHash(of_b)):
+                if distances := _distances(of_a, of_b):
+                    first_step, found = number, distances
+                    break
     first_leaf = next(iter(found))
 
     # Why: what the two steps are given, and then what they make of it.

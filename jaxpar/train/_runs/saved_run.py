@@ -379,6 +379,14 @@ class SavedRun:
         batches = iter(source.batches(batch_size, rng=key, epochs=None, start=first, **options))
         return itertools.islice(batches, start - first, None)
 
+    def _states_after(self, start: int) -> Iterator[tuple[int, TrainState]]:
+        """The steps after step `start`, one by one, and their states. The next one donates a state."""
+        state, step = self.at(start), self._needed("train.compare")[0]
+        nearest = self._nearest("train.compare", start)
+        for number, batch in enumerate(self._batches("train.compare", state, nearest, start), start + 1):
+            state, _ = step(state, batch)
+            yield number, state
+
     def _call(self, state: TrainState, step: TrainStep, last: int) -> Run:
         """The call of `fit` that makes the steps up to `last`."""
         info = self._saved[-1].info
