@@ -144,10 +144,11 @@ def compare(a: SavedRun | TrainState, b: SavedRun | TrainState) -> Comparison:
     if can_compute and low > 0:
         both = zip(a._states_after(steps[low - 1]), b._states_after(steps[low - 1]), strict=False)
         for (number, of_a), (_, of_b) in both:
-            if number == first_step or str(checkpoint._StateHash(of_a)) != str(checkpoint._StateHash(of_b)):
-                if distances := _distances(of_a, of_b):
-                    first_step, found = number, distances
-                    break
+            is_same = str(checkpoint._StateHash(of_a)) == str(checkpoint._StateHash(of_b))
+            distances = {} if is_same else _distances(of_a, of_b)
+            if distances or number == first_step:
+                first_step, found = number, distances or found
+                break
     first_leaf = next(iter(found))
 
     # Why: what the two steps are given, and then what they make of it.
