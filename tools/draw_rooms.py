@@ -21,6 +21,7 @@ SOURCE = ROOT / "jaxpar"
 LAYERS = [
     {"_cli": "python -m jaxpar"},
     {"mxnet": "MXNet's networks,\nrecords and names"},
+    {"train._runs": "a run\nas a value"},
     {"train._fit": "the loop: progress,\ncheckpoints, interrupts"},
     {"train._elastic": "steps while processes\ncome and go"},
     {"train._evaluate": "once over every example"},

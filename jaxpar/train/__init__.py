@@ -8,8 +8,8 @@
 `_step` is pure: a step takes a state and returns the next state. `_fit` is the loop, with all input and output. It
 calls `_evaluate`, which computes scores over all examples, and `_callbacks`, which show and store the records.
 `_elastic` runs the steps of an elastic run, in which processes may be lost and may join. `_plan` compiles a step for
-devices that do not exist. Each package imports only packages before it in this order: `_step`, `_plan`, `_callbacks`,
-`_evaluate`, `_elastic`, `_fit`.
+devices that do not exist. `_runs` opens what `_fit` saved, as a value. Each package imports only packages before it in
+this order: `_step`, `_plan`, `_callbacks`, `_evaluate`, `_elastic`, `_fit`, `_runs`.
 
 A call of `fit` goes through `_fit.run`, its checked arguments, `_fit.saved`, the checkpoint to resume from, and
 `_fit.loop`, whose `train_loop` is the loop from top to bottom.
