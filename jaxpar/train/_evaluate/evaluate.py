@@ -79,7 +79,7 @@ def evaluate(
     Raises:
         ValueError: there are no examples; a label is not a class of the model; a value has neither one row for each
             example nor is a pair.
-        TypeError: `data` has another type; a function has no hash or other arguments; labels are not integers. Shapes
+        TypeError: `data` has another type; a function takes other arguments; labels are not integers. Shapes
             are checked before any computation, those of a source by its first batch.
 
     Example:
@@ -190,7 +190,6 @@ def _pass(
     fn, name, batch = eval_fn, "eval_fn", "batch"
     if isinstance(eval_fn, Classification):
         fn, name, batch = checks.function(eval_fn.apply_fn, f"{where}: apply_fn"), "apply_fn", "images"
-    checks.hashable(fn, f"{where}: {name}")
     names = ("params", batch, "model_state")[: len(examples.model) + 1]
     check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
     return examples
