@@ -20,7 +20,7 @@ from ..._devices import mesh, user_mesh
 from ...data import _READ_ONCE, Dataset, IterableSource
 from .._step.loss import Mean
 from .._step.state import TrainState
-from .every_example import Pass, model_of
+from .every_example import EvalProgram, Pass, model_of
 from .metrics import ValuesError, as_values, sum_up
 
 EvalFn = Callable[..., Any]
@@ -139,10 +139,9 @@ class Evaluation:
             if isinstance(eval_fn, Classification):
                 check_classes("fit: test_data", eval_fn.apply_fn, model_of(state), data)
             with user_mesh.outside_mesh() as user:
-                examples = _pass("fit", state, eval_fn, data, self._batch_size, user)
-                if (shapes := examples.shapes()) is not None:
-                    sums = examples.trace(_sums, eval_fn, shapes, _check_twice)
-                    names += [prefix + name for name in sums.names]
+                program = _program_of("fit", state, eval_fn, data, self._batch_size, user)
+                if (shapes := program.examples.shapes()) is not None:
+                    names += [prefix + name for name in program.trace(shapes).names]
         return names
 
     def scores(self, state: TrainState) -> dict[str, float]:
@@ -150,9 +149,11 @@ class Evaluation:
         scores: dict[str, float] = {}
         for prefix, (eval_fn, data) in self.parts.items():
             for name, value in measure("fit", state, eval_fn, data, self._batch_size).items():
-                columns = {"": value} if not np.ndim(value) else {f"/{i}": x for i, x in enumerate(np.ravel(value))}
-                for suffix, x in columns.items():
-                    _add_score(scores, f"{prefix}{name}{suffix}", x)
+                if not np.ndim(value):
+                    _add_score(scores, f"{prefix}{name}", value)
+                    continue
+                for i, column in enumerate(np.ravel(value)):
+                    _add_score(scores, f"{prefix}{name}/{i}", column)
         return scores
 
 
@@ -171,28 +172,45 @@ class _Sums:
 def measure(where: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int) -> dict[str, Any]:
     """What `eval_fn` gives over every example: floats by name, and NumPy arrays for values with columns."""
     with user_mesh.outside_mesh() as user:
-        examples = _pass(where, state_or_params, eval_fn, source, batch_size, user)
-        ahead = 0 if mesh.can_hang(examples.devices) else _AHEAD
+        program = _program_of(where, state_or_params, eval_fn, source, batch_size, user)
+
+        # The sums over all batches, in host memory and float64. Metrics are merged.
         totals: dict[str, Any] = {}
-        for sums in examples.run(_sums, eval_fn, ahead, _check_twice):
-            _add(totals, sums)
+        for sums in program.run(ahead=0 if mesh.can_hang(program.examples.devices) else _AHEAD):
+            for name, value in zip(sums.names, sums.values, strict=True):
+                value = jax.tree.map(np.asarray, value)
+                if isinstance(value, Mean):
+                    before = totals.get(name, Mean(0, 0))
+                    total, weight = value.total.astype(np.float64), value.weight.astype(np.float64)
+                    totals[name] = Mean(before.total + total, before.weight + weight, value.finish)
+                else:
+                    totals[name] = totals[name].merge(value) if name in totals else value
+
+        # The scores: what a metric computes, or the mean, which is NaN where nothing counts.
         scores: dict[str, Any] = {}
-        for name, value in totals.items():
-            _add_score(scores, name, _computed(value))
+        for name, total in totals.items():
+            if isinstance(total, Mean):
+                with np.errstate(all="ignore"):
+                    mean = np.divide(total.total, total.weight)
+                    _add_score(scores, name, mean if total.finish is None else total.finish(mean))
+            else:
+                _add_score(scores, name, total.compute())
         return scores
 
 
-def _pass(
+def _program_of(
     where: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int, user: Mesh | None
-) -> Pass:
-    """The examples, for an `eval_fn` that takes what it is given."""
+) -> EvalProgram:
+    """The program of an `eval_fn`, which takes what it is given."""
     examples = Pass(where, state_or_params, source, batch_size, user)
-    fn, name, batch = eval_fn, "eval_fn", "batch"
+    has_state = len(examples.model) == 2
+    hint = ", since the state has a model_state" if has_state else ""
     if isinstance(eval_fn, Classification):
-        fn, name, batch = checks.function(eval_fn.apply_fn, f"{where}: apply_fn"), "apply_fn", "images"
-    names = ("params", batch, "model_state")[: len(examples.model) + 1]
-    check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
-    return examples
+        apply_fn = checks.function(eval_fn.apply_fn, f"{where}: apply_fn")
+        check_takes(apply_fn, ("params", "images", "model_state")[: 2 + has_state], f"{where}: apply_fn", hint)
+        return EvalProgram(examples, _sums, eval_fn)  # which is known to give a value for each example
+    check_takes(eval_fn, ("params", "batch", "model_state")[: 2 + has_state], f"{where}: eval_fn", hint)
+    return EvalProgram(examples, _sums, eval_fn, _check_twice)
 
 
 def _sums(call: Callable[[PyTree], Any], batch: PyTree) -> _Sums:
@@ -200,38 +218,15 @@ def _sums(call: Callable[[PyTree], Any], batch: PyTree) -> _Sums:
     return _Sums([sum_up(value) for value in values.values()], tuple(values))
 
 
-def _check_twice(examples: Pass, eval_fn: EvalFn, batch: PyTree) -> None:
+def _check_twice(program: EvalProgram, batch: PyTree) -> None:
     """`ValuesError` for a value whose first axis is only by chance as long as the batch: twice as many show it."""
-    if isinstance(eval_fn, Classification):  # which is known to return a row for each example
-        return
     twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
     try:
-        examples.jit(_sums, eval_fn).eval_shape(examples.leaves, twice, None)
+        program.jit().eval_shape(program.leaves, twice, None)
     except ValuesError:
         raise
     except Exception:  # a function for batches of one size
         return
-
-
-def _add(totals: dict[str, Any], sums: _Sums) -> None:
-    """Add the sums of one batch to those of all batches before it, in host memory and float64. Metrics are merged."""
-    for name, value in zip(sums.names, sums.values, strict=True):
-        value = jax.tree.map(np.asarray, value)
-        if isinstance(value, Mean):
-            before = totals.get(name, Mean(0, 0))
-            total, weight = value.total.astype(np.float64), value.weight.astype(np.float64)
-            totals[name] = Mean(before.total + total, before.weight + weight, value.finish)
-        else:
-            totals[name] = totals[name].merge(value) if name in totals else value
-
-
-def _computed(total: Any) -> Any:
-    """What a metric, or the sums of a `Mean`, come to. NaN where nothing counts."""
-    if not isinstance(total, Mean):
-        return total.compute()
-    with np.errstate(all="ignore"):
-        mean = np.divide(total.total, total.weight)
-        return mean if total.finish is None else total.finish(mean)
 
 
 def _add_score(scores: dict[str, Any], name: str, result: Any) -> None:
@@ -255,7 +250,7 @@ def _add_score(scores: dict[str, Any], name: str, result: Any) -> None:
 class Classification:
     """`eval_fn(params, batch) -> {"loss", "accuracy"}` of an `apply_fn`."""
 
-    apply_fn: Any  # a function, checked by `_pass`
+    apply_fn: Any  # a function, checked by `_program_of`
 
     def __call__(self, params: PyTree, batch: Mapping[str, jax.Array], *model_state: Any) -> dict[str, jax.Array]:
         logits = check_logits(self.apply_fn(params, batch["image"], *model_state), len(batch["image"]))

@@ -19,7 +19,7 @@ from ..._devices import processes, user_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.history import new_figure, readable, save_figure
 from .evaluate import check_classes, check_classified, check_logits
-from .every_example import Pass, with_axes
+from .every_example import EvalProgram, Pass, with_axes
 
 ApplyFn = Callable[..., Any]
 _MOST = 10  # rows of the table
@@ -166,15 +166,14 @@ def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> PyTree:
     # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
     of = _outputs if isinstance(examples.source, ArraySource) else _outputs_of_images
     checks.function(apply_fn, f"{name}: apply_fn")
-    of_batches = [jax.tree.map(np.asarray, outputs) for outputs in examples.run(of, apply_fn, ahead=1)]
+    of_batches = [jax.tree.map(np.asarray, outputs) for outputs in EvalProgram(examples, of, apply_fn).run(ahead=1)]
     return jax.tree.map(lambda *rows: np.concatenate(rows), *of_batches)
 
 
 def _outputs(call: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
     outputs, n = call(inputs), jax.tree.leaves(inputs)[0].shape[0]
-    for leaf in jax.tree.leaves(outputs):
-        if jnp.shape(leaf)[:1] != (n,):
-            shape = jnp.shape(leaf)
+    for shape in map(jnp.shape, jax.tree.leaves(outputs)):
+        if shape[:1] != (n,):
             raise ValueError(f"predict: apply_fn must return one row per example; got shape {shape} for a batch of {n}")
     return outputs
 
@@ -249,14 +248,12 @@ def plot_mistakes(
         most: the largest number of images.
 
     Raises:
-        ModuleNotFoundError: as of `plot_history`. ValueError: there are no mistakes, or images have another shape.
+        ModuleNotFoundError: as of `plot_history`. ValueError: there are no mistakes.
     """
     checks.whole_number(most, "plot_mistakes", "most")
     if not len(mistakes):
         raise ValueError("plot_mistakes: nothing to show: 0 mistakes")
     images = data.images[mistakes.indices[:most]]
-    if images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3, 4)):
-        raise ValueError(f"plot_mistakes: expected images of shape (n, height, width[, 1, 3 or 4]), got {images.shape}")
     classes = 1 + max(int(mistakes.predicted.max()), int(mistakes.labels.max()))
     names = _names("plot_mistakes", class_names, classes)
     rows = -(-len(images) // _COLUMNS)
