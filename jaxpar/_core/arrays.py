@@ -38,7 +38,8 @@ with jax.core.eval_context():
 
 def nbytes(value: Shaped) -> int:
     """Bytes of an array, or of anything with a shape and a dtype."""
-    return math.prod(value.shape) * np.dtype(value.dtype).itemsize
+    dtype: Any = value.dtype if is_prng_key(value) else np.dtype(value.dtype)  # that of random keys is none of NumPy
+    return math.prod(value.shape) * dtype.itemsize
 
 
 def tree_nbytes(tree: PyTree) -> int:
