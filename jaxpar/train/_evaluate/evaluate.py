@@ -115,18 +115,23 @@ class Evaluation:
         eval_fn: EvalFn | None,
         batch_size: int,
     ):
-        for pair in ({"test_data": test_data, "apply_fn": apply_fn}, {"eval_data": eval_data, "eval_fn": eval_fn}):
-            if [value is None for value in pair.values()].count(True) == 1:
-                hint = "a classifier is evaluated with test_data and apply_fn"
-                raise ValueError(f"fit: evaluation takes both {' and '.join(pair)}, got only one of them; {hint}")
+        for names, source, fn in (
+            ("test_data and apply_fn", test_data, apply_fn),
+            ("eval_data and eval_fn", eval_data, eval_fn),
+        ):
+            if (source is None) != (fn is None):
+                raise ValueError(
+                    f"fit: evaluation takes both {names}, got only one of them; a classifier is evaluated with "
+                    "test_data and apply_fn"
+                )
         self.parts: dict[str, tuple[Any, Any]] = {}  # `eval_fn` and data, by the beginning of the names of its scores
         self._batch_size = batch_size
         if test_data is not None:
             check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
             self.parts["test_"] = Classification(apply_fn), test_data
         if eval_data is not None:
+            # A second evaluation of an iterator would find nothing.
             batches = eval_data.source if isinstance(eval_data, IterableSource) else eval_data
-            # A second evaluation would find nothing.
             if hasattr(batches, "__next__") and getattr(eval_data, "steps_per_epoch", None) is None:
                 kind = type(batches).__name__
                 raise TypeError(f"fit: eval_data is read after each epoch, got a {kind}; {_READ_ONCE}")

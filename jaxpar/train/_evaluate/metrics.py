@@ -233,10 +233,12 @@ def _as_value(value: PyTree, n: int, where: str) -> PyTree:
         array = _array(value, where)
         if array.shape == (n,):
             return Mean(array, jnp.ones(n, jnp.float32))
-        hint = "a mean over the batch cannot be averaged exactly; leave out the mean; " if not array.ndim else ""
-        if array.shape[:1] == (n,):
-            hint = "take the mean over the other axes, or give the pair (values, ones_like(values)); "
-        raise ValuesError(f"{where} has shape {array.shape} for {n} examples; {hint}{_WANTED}")
+        advice = _WANTED
+        if not array.ndim:
+            advice = f"a mean over the batch cannot be averaged exactly; leave out the mean; {_WANTED}"
+        elif array.shape[:1] == (n,):
+            advice = f"take the mean over the other axes, or give the pair (values, ones_like(values)); {_WANTED}"
+        raise ValuesError(f"{where} has shape {array.shape} for {n} examples; {advice}")
     total, weight = (_array(array, where) for array in (value.total, value.weight))
     rows = total.shape == weight.shape and total.shape[:1] == (n,)
     if value.columns and not (rows and total.ndim == 2):
