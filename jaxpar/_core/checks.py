@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeGuard, get_args
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 

@@ -187,8 +187,10 @@ class Pass:
 
 def _as_eval_source(where: str, examples: Any) -> EvalSource:
     """A data set, arrays or batches as a source that gives every example."""
-    if isinstance(examples, (data.Dataset, data.DatasetSource, data.ArraySource, data.IterableSource)):
-        return data.as_source(examples)
+    if isinstance(examples, data.Dataset):
+        return data.DatasetSource(examples)
+    if isinstance(examples, (data.DatasetSource, data.ArraySource, data.IterableSource)):
+        return examples
     if isinstance(examples, data.Source):
         raise TypeError(
             f"{where}: expected a data.Dataset, arrays or batches, got {type(examples).__name__}, which may leave out "
