@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeGuard, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeGuard, get_args
 
 import jax
 import jax.core
@@ -25,6 +25,15 @@ _INT64 = 2**63 - 1
 
 
 # Keys of a store, and the values given for them.
+
+
+class Keyed(Protocol):
+    """What a store has: values by key, and the names of the keys where it was made of params."""
+
+    @property
+    def values(self) -> Mapping[int, object]: ...
+    @property
+    def paths(self) -> Sequence[tuple[int, str]]: ...
 
 
 class UnknownKeyError(KeyError):
@@ -46,7 +55,7 @@ def as_values(keys: Sequence[int], value: object, where: str, name: str = "value
     )
 
 
-def find_keys(key: Any, where: str, store: Any = None) -> tuple[list[int], bool]:
+def find_keys(key: Any, where: str, store: Keyed | None = None) -> tuple[list[int], bool]:
     """The keys that a call names, as Python ints, and whether it gave a list. A bool is no key.
 
     With a store, each key must be there. The keys may be names.
