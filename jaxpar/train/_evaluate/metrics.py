@@ -151,7 +151,7 @@ def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
         [1.0, 0.5, 1.0]
     """
     _check_labels(logits, labels, "per_class_accuracy")
-    of_class = jax.nn.one_hot(labels, logits.shape[-1], dtype=jnp.float32)
+    of_class = jax.nn.one_hot(labels, logits.shape[-1], dtype=jnp.float32)  # (n, classes)
     right = (logits.argmax(axis=-1) == labels)[:, None]
     return Mean(of_class * right, of_class, columns=True)
 
@@ -225,10 +225,13 @@ def _as_value(value: PyTree, n: int, where: str) -> PyTree:
     """A `Mean` of arrays, of which both have a row for each example or none has; or a metric as it is."""
     if _is_metric(value):
         return value
+    # Three values would be taken as a `Mean` with a final function.
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise TypeError(f"{where}: expected a pair (sum, weight), got {checks.describe(value)}; {_WANTED}")
         value = Mean(*value)
+
+    # One value for each example.
     if not isinstance(value, Mean):
         array = _array(value, where)
         if array.shape == (n,):
@@ -239,6 +242,8 @@ def _as_value(value: PyTree, n: int, where: str) -> PyTree:
         elif array.shape[:1] == (n,):
             advice = f"take the mean over the other axes, or give the pair (values, ones_like(values)); {_WANTED}"
         raise ValuesError(f"{where} has shape {array.shape} for {n} examples; {advice}")
+
+    # A sum and a weight. Were only one of them a scalar, it would count once a batch, and the other for each example.
     total, weight = (_array(array, where) for array in (value.total, value.weight))
     rows = total.shape == weight.shape and total.shape[:1] == (n,)
     if value.columns and not (rows and total.ndim == 2):

@@ -138,10 +138,12 @@ def mistakes(
     """
     if most is not None:
         checks.whole_number(most, "mistakes", "most", least=0)
-    logits = _logits("mistakes", state_or_params, apply_fn, data, batch_size)
+    logits = _logits("mistakes", state_or_params, apply_fn, data, batch_size)  # (n, classes)
     predicted = logits.argmax(axis=1).astype(np.int32)
+    # The softmax at the predicted class, whose logit is the largest: exp(0) / sum(exp(logits - largest)).
     probabilities = 1 / np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
     wrong = np.flatnonzero(predicted != data.labels)
+    # A stable sort keeps the order of the data among equals, so the result is the same everywhere.
     wrong = wrong[np.argsort(-probabilities[wrong], kind="stable")][:most]
     return Mistakes(wrong, predicted[wrong], data.labels[wrong], probabilities[wrong], len(data))
 
@@ -150,6 +152,7 @@ def _logits(name: str, state_or_params: PyTree, apply_fn: ApplyFn, data: Dataset
     """float32 (n, classes). All that can be known is checked before any work."""
     check_classified(data, name)
     examples = Pass(name, state_or_params, data, batch_size, None)
+    # The shape of the logits, traced without a computation.
     params, *model_state = examples.model
     image = jax.ShapeDtypeStruct((examples.size, *data.images.shape[1:]), jnp.float32)
     logits = jax.eval_shape(with_axes(apply_fn, examples.axes), params, image, *model_state)
@@ -210,6 +213,8 @@ def plot_confusion_matrix(
     if matrix.shape != (n, n):
         raise ValueError(f"plot_confusion_matrix: the matrix must be square, got shape {matrix.shape}")
     names = _names("plot_confusion_matrix", class_names, n)
+
+    # The colours are fractions of a row, so that rare classes are as visible as others.
     side = min(12.0, 3.5 + 0.45 * n)
     figure = new_figure(side + 0.8, side)
     figure.set_layout_engine("compressed")  # the matrix is square, and the other one cuts its labels
@@ -217,6 +222,8 @@ def plot_confusion_matrix(
     fractions = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
     image = axes.imshow(fractions, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, fraction=0.046, label="fraction of the class")
+
+    # The counts in the cells and the names beside them, as long as they can be read.
     if n <= _NUMBERED:
         for i, j in np.ndindex(n, n):
             colour = "white" if fractions[i, j] > 0.5 else "black" if matrix[i, j] else "0.75"
