@@ -1,4 +1,4 @@
-"""What an array is, whether it still has values, random keys as plain integers, and programs that are kept."""
+"""What an array is, random keys as plain integers, and programs that are kept."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ with jax.core.eval_context():
 
 def nbytes(value: Shaped) -> int:
     """Bytes of an array, or of anything with a shape and a dtype."""
-    return math.prod(value.shape) * np.dtype(value.dtype).itemsize
+    dtype: Any = value.dtype if is_prng_key(value) else np.dtype(value.dtype)  # that of random keys is none of NumPy
+    return math.prod(value.shape) * dtype.itemsize
 
 
 def tree_nbytes(tree: PyTree) -> int:
@@ -56,33 +57,22 @@ def is_traced(tree: PyTree) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def is_gone(leaf: object) -> bool:
-    """Whether an array has no values any more: it was deleted, or it left the traced function that made it."""
-    if isinstance(leaf, jax.core.Tracer):
-        return not is_tracing()
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
-
-
-def gone_error(value: jax.Array, where: str) -> Exception:
-    """What is raised for an array that `is_gone`: a `RuntimeError` if it was deleted, else a `TypeError` of JAX."""
-    this = f"{where}: this {value.dtype}[{','.join(map(str, value.shape))}]"
-    if is_traced(value):
-        hint = "return the value from that function, and use what the call returns"
-        return jax.errors.UnexpectedTracerError(f"{this} is a tracer of a jitted function that has ended; {hint}")
-    hint = "give what that function returned, or a copy made before (jnp.copy)"
-    return RuntimeError(f"{this} was deleted, as by donating it to a jitted function (donate_argnums); {hint}")
-
-
 def check_plain(value: object, where: str) -> None:
     """`TypeError` for an array of NumPy that says more than its numbers: a mask, a unit. The rest would be lost."""
     kind = type(value)
     if kind is np.ndarray or not isinstance(value, np.ndarray):
         return
-    named = f"{where}: expected plain numbers, got a {kind.__name__}, whose"
     if isinstance(value, np.ma.MaskedArray):
-        raise TypeError(f"{named} hidden numbers would count; fill them by .filled(0), or leave these rows out")
+        raise TypeError(
+            f"{where}: expected plain numbers, got a {kind.__name__}, whose hidden numbers would count; fill them by "
+            ".filled(0), or leave these rows out"
+        )
+    # Units and the like override NumPy's operations by one of these protocols.
     if any(getattr(kind, name) is not getattr(np.ndarray, name) for name in ("__array_ufunc__", "__array_function__")):
-        raise TypeError(f"{named} meaning beyond the numbers, such as a unit, would be lost; give np.asarray(array)")
+        raise TypeError(
+            f"{where}: expected plain numbers, got a {kind.__name__}, whose meaning beyond the numbers, such as a "
+            "unit, would be lost; give np.asarray(array)"
+        )
 
 
 def is_tracing() -> bool:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeGuard, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeGuard, get_args
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Device, PyTree, Shaped, Value, check_plain, gone_error, is_gone, is_of_numbers, is_prng_key
-from .host import in_kept_dtype, integers_fit as integers_fit
+from .arrays import Device, PyTree, Shaped, Value, check_plain, is_of_numbers, is_prng_key, is_tracing
+from .host import in_kept_dtype
 from .text import describe as describe, did_you_mean, shorten as shorten
 
 Engine = Literal["pmap", "shard_map"]
@@ -26,6 +27,15 @@ _INT64 = 2**63 - 1
 # Keys of a store, and the values given for them.
 
 
+class Keyed(Protocol):
+    """What a store has: values by key, and the names of the keys where it was made of params."""
+
+    @property
+    def values(self) -> Mapping[int, object]: ...
+    @property
+    def paths(self) -> Sequence[tuple[int, str]]: ...
+
+
 class UnknownKeyError(KeyError):
     """A key that was never initialised. A `KeyError` whose message is shown without quotes around it."""
 
@@ -33,26 +43,39 @@ class UnknownKeyError(KeyError):
         return str(self.args[0])
 
 
-def as_values(keys: Sequence[int], value: object, what: str, name: str = "value") -> list[Any]:
+def as_values(keys: Sequence[int], value: object, where: str, name: str = "value") -> list[Any]:
     """What was given for a list of keys: a list with a value for each."""
     is_list = isinstance(value, (list, tuple))
     if is_list and len(value) == len(keys):
         return list(value)
-    kind = ValueError if is_list else TypeError
-    wanted = f"a list with one entry for each of the {len(keys)} keys {shorten(keys)}"
-    raise kind(f"{what}: {name} must be {wanted}, a list itself where several devices push, got {describe(value)}")
+    error = ValueError if is_list else TypeError
+    raise error(
+        f"{where}: {name} must be a list with one entry for each of the {len(keys)} keys {shorten(keys)}, a list "
+        f"itself where several devices push, got {describe(value)}"
+    )
 
 
-def find_keys(key: Any, where: str, store: Any = None) -> tuple[list[int], bool]:
+def find_keys(key: Any, where: str, store: Keyed | None = None) -> tuple[list[int], bool]:
     """The keys that a call names, as Python ints, and whether it gave a list. A bool is no key.
 
-    With a store, each key must be there, and have a value that was not deleted. The keys may be names.
+    With a store, each key must be there. The keys may be names.
     """
     many = isinstance(key, (list, range))
     keys: Sequence[Any] = key if many else (key,)
+
+    # Names become numbers. The table of names is made only here, since a push by numbers needs none.
     if store is not None and store.paths and any(isinstance(k, str) for k in keys):
-        of_name = {name: k for k, name in store.paths}  # only now, since a push by numbers needs none
-        keys = [_of_name(k, of_name, where) if isinstance(k, str) else k for k in keys]
+        by_name = {name: k for k, name in store.paths}
+        for name in keys:
+            if isinstance(name, str) and name not in by_name:
+                near = difflib.get_close_matches(name, by_name, 3, 0.5)
+                near = near or [path for path in by_name if path.endswith(f"/{name}")][:3]
+                nearest = f"near are {', '.join(map(repr, near))}" if near else f"known are {shorten(list(by_name))}"
+                raise UnknownKeyError(
+                    f"{where}: no parameter is called {name!r}, {nearest}; kv.names(store) has them all"
+                )
+        keys = [by_name[k] if isinstance(k, str) else k for k in keys]
+
     for k in keys:
         if not is_int(k):
             hint = "; give a list of ints for several keys" if isinstance(k, tuple) else ""
@@ -61,18 +84,7 @@ def find_keys(key: Any, where: str, store: Any = None) -> tuple[list[int], bool]
         if store is not None and k not in store.values:
             content = f"the store holds {shorten(sorted(store.values))}" if store.values else "the store is empty"
             raise UnknownKeyError(f"{where}: key {k} was never initialised ({content}); call kv.init first")
-        if store is not None and is_gone(store.values[k]):
-            what = "the stored value was deleted, as by donating this store to a jitted function"
-            raise RuntimeError(f"{where}: key {k}: {what}; use the store that the function returned")
     return list(map(operator.index, keys)), many
-
-
-def _of_name(name: str, keys: dict[str, int], where: str) -> int:
-    if name in keys:
-        return keys[name]
-    near = difflib.get_close_matches(name, keys, 3, 0.5) or [n for n in keys if n.endswith(f"/{name}")][:3]
-    near = f"near are {', '.join(map(repr, near))}" if near else f"known are {shorten(list(keys))}"
-    raise UnknownKeyError(f"{where}: no parameter is called {name!r}, {near}; kv.names(store) has them all")
 
 
 # Arrays.
@@ -80,8 +92,12 @@ def _of_name(name: str, keys: dict[str, int], where: str) -> int:
 
 def array(value: Any, where: str) -> jax.Array:
     """`value` as a jax array with memory of its own. `TypeError` for what is no array of plain numbers."""
-    if is_gone(value):
-        raise gone_error(value, where)
+    # JAX refuses a deleted array wherever it is read. A tracer that has left its function could be stored in silence.
+    if isinstance(value, jax.core.Tracer) and not is_tracing():
+        raise jax.errors.UnexpectedTracerError(
+            f"{where}: {describe(value)} is a tracer of a jitted function that has ended; return the value from that "
+            "function, and use what the call returns"
+        )
     if isinstance(value, jax.Array):
         return value
     if isinstance(value, (list, tuple, str, bytes, dict)) or value is None:
@@ -125,50 +141,53 @@ def devices(value: object, where: str) -> tuple[Device, ...]:
     """The devices as a tuple, at least one and none twice. `TypeError` for no list of devices, such as their number."""
     chosen = device_list(value, where)
     if not chosen or len(set(chosen)) < len(chosen):
-        hint = "" if chosen else "; give at least one device"
-        raise ValueError(f"{where}: devices must be one or more different devices, got {list(chosen)}{hint}")
+        raise ValueError(f"{where}: devices must be one or more different devices, got {list(chosen)}")
     return chosen
 
 
 def device_list(value: Any, where: str) -> tuple[Device, ...]:
     """The devices as a tuple, which may have one twice. `TypeError` for anything else than devices."""
     value = value.ravel() if isinstance(value, np.ndarray) else value  # the devices of a mesh
-    many = isinstance(value, Iterable) and not isinstance(value, (str, jax.Array))
-    items = list(value) if many else [value]
-    if many and all(hasattr(item, "process_index") for item in items):
-        return tuple(items)
-    hint = f"; for the first {value} of them write jax.devices()[:{value}]" if is_int(value) else ""
-    hint = "; write [device] for one" if hasattr(value, "process_index") else hint
+    is_list = isinstance(value, Iterable) and not isinstance(value, (str, jax.Array))
+    items = tuple(value) if is_list else ()
+    if is_list and all(hasattr(item, "process_index") for item in items):
+        return items
+    hint = "; write [device] for one" if hasattr(value, "process_index") else ""
+    hint = f"; for the first {value} of them write jax.devices()[:{value}]" if is_int(value) else hint
     raise TypeError(f"{where}: devices must be a list of devices such as jax.devices(), got {value!r}{hint}")
 
 
-def check_own(devices: Iterable[Device], what: str) -> None:
+def check_own(devices: Iterable[Device], where: str) -> None:
     """`ValueError` for a device of another process, to which nothing can be sent. `TypeError` for what is no device."""
-    for d in device_list(devices, what):
+    for d in device_list(devices, where):
         if d.process_index != jax.process_index():
-            whose = f"{d} belongs to process {d.process_index} and this is process {jax.process_index()}"
-            raise ValueError(f"{what}: {whose}; give devices of this process, jax.local_devices()")
+            raise ValueError(
+                f"{where}: {d} belongs to process {d.process_index} and this is process {jax.process_index()}; give "
+                "devices of this process, jax.local_devices()"
+            )
 
 
-def batch_length(data: PyTree, what: str, axis: int = 0) -> int:
+def batch_length(data: PyTree, where: str, axis: int = 0) -> int:
     """The length of an axis that all arrays of a batch share: axis 1 where several batches are stacked."""
-    lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(data)}
-    if len(lengths) != 1 or () in lengths:
-        shapes = [tuple(np.shape(leaf)) for leaf in jax.tree.leaves(data)]
-        if not shapes:
-            raise ValueError(f"{what}: expected arrays with a row for each example, got none in {describe(data)}")
-        which = "second axis, the one after that of the steps" if axis else "first axis"
-        hint = "; write a list of numbers as np.array(numbers)" if () in shapes else ""
-        fault = f"the arrays of a batch must share the length of their {which}, got {shorten(shapes)}"
-        raise ValueError(f"{what}: {fault}{hint}")
-    return next(iter(lengths))[0]
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
+    lengths = {shape[axis : axis + 1] for shape in shapes}
+    if len(lengths) == 1 and () not in lengths:
+        return next(iter(lengths))[0]
+    if not shapes:
+        raise ValueError(f"{where}: expected arrays with a row for each example, got none in {describe(data)}")
+    which = "second axis, the one after that of the steps" if axis else "first axis"
+    hint = "; write a list of numbers as np.array(numbers)" if () in shapes else ""
+    raise ValueError(
+        f"{where}: the arrays of a batch must share the length of their {which}, got {shorten(shapes)}{hint}"
+    )
 
 
 def whole_batch(examples: int, batch_size: int, where: str, advice: str = "") -> None:
     """`ValueError` if there are fewer examples than a batch needs."""
     if examples < batch_size:
-        fault = f"{examples} examples make no whole batch of {batch_size}"
-        raise ValueError(f"{where}: {fault}; use a smaller batch_size{advice}")
+        raise ValueError(
+            f"{where}: {examples} examples make no whole batch of {batch_size}; use a smaller batch_size{advice}"
+        )
 
 
 def even_share(n: int, count: int, where: str, advice: str = "", of: str = "devices") -> int:
@@ -189,11 +208,12 @@ def is_int(value: object) -> TypeGuard[int]:
 
 def whole_number(value: object, where: str, name: str, least: int = 1, most: int = _INT64) -> int:
     """`value` as an int from `least` to `most`. A NumPy int is a number, a bool is none."""
-    if is_int(value) and least <= value <= most:
-        return operator.index(value)
     limits = f"of {least} or more" if most == _INT64 else f"from {least} to {most:,}"
-    kind = ValueError if is_int(value) else TypeError
-    raise kind(f"{where}: {name} must be an int {limits}, got {_quote(value)}")
+    if not is_int(value):
+        raise TypeError(f"{where}: {name} must be an int {limits}, got {describe(value)}")
+    if not least <= value <= most:
+        raise ValueError(f"{where}: {name} must be an int {limits}, got {describe(operator.index(value))}")
+    return operator.index(value)
 
 
 def number(value: Any, where: str, name: str, expected: str, allowed: Callable[[float], bool]) -> float:
@@ -201,21 +221,17 @@ def number(value: Any, where: str, name: str, expected: str, allowed: Callable[[
 
     `expected` are the words of the message, such as "a number above 0".
     """
-    is_number = isinstance(value, (numbers.Real, np.floating, np.integer)) and not isinstance(value, bool)
-    beyond = ""
-    try:
-        if is_number and allowed(float(value)):
-            return float(value)
-    except OverflowError:
-        beyond = ", beyond the range of floats"
-    kind = ValueError if is_number else TypeError
-    raise kind(f"{where}: {name} must be {expected}, got {_quote(value)}{beyond}")
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{where}: {name} must be {expected}, got {describe(value)}")
+    if not allowed(float(value)):
+        raise ValueError(f"{where}: {name} must be {expected}, got {describe(float(value))}")
+    return float(value)
 
 
 def text(value: object, where: str, name: str) -> str:
     """`value`, a string of Unicode. `TypeError` for anything else, `ValueError` for half a character."""
     if not isinstance(value, str):
-        raise TypeError(f"{where}: {name} must be a string, got {_quote(value)}")
+        raise TypeError(f"{where}: {name} must be a string, got {describe(value)}")
     if not value.isprintable():
         raise ValueError(f"{where}: {name} must be a string of characters that can be printed, got {value!r}")
     return value
@@ -226,8 +242,8 @@ def choice(value: object, where: str, name: str, options: Iterable[str]) -> str:
     options = list(options)
     if isinstance(value, str) and value in options:
         return value
-    got, near = _quote(value), did_you_mean(_quote(value), map(repr, options))
-    raise ValueError(f"{where}: unknown {name} {got}; known are {', '.join(options)}{near}")
+    near = did_you_mean(describe(value), map(repr, options))
+    raise ValueError(f"{where}: unknown {name} {describe(value)}; known are {', '.join(options)}{near}")
 
 
 # What belongs to a model.
@@ -243,21 +259,11 @@ def labels(array: jax.Array | np.ndarray, where: str) -> None:
     raise TypeError(f"{where}: labels must be integers of shape (n,), one an example, got {describe(array)}; {hint}")
 
 
-def hashable(value: Value, where: str) -> Value:
-    """`value`, for which a compiled program is kept; `TypeError` where it can change and so has no hash."""
-    try:
-        hash(value)
-    except TypeError:
-        unkept = f"{where}: {describe(value)} has no hash, so its compiled program cannot be kept"
-        raise TypeError(f"{unkept}; give a function that calls it") from None
-    return value
-
-
 def function(value: Value, where: str) -> Value:
-    """`value`, a function for which a compiled program is kept. Errors as of `hashable`."""
+    """`value`, a function. `TypeError` for anything else, as where the arguments are in another order."""
     if not callable(value):
         raise TypeError(f"{where}: expected a function, got {describe(value)}; look at the order of the arguments")
-    return hashable(value, where)
+    return value
 
 
 def random_key(rng: Any, where: str) -> jax.Array:
@@ -286,10 +292,3 @@ def arrays_of_numbers(tree: PyTree, where: str) -> None:
         check_plain(leaf, name)
         if not isinstance(leaf, jax.Array) and not is_of_numbers(leaf):
             raise TypeError(f"{name} must be an array of numbers, got {describe(leaf)}")
-
-
-# Words of messages.
-
-
-def _quote(value: object) -> str:
-    return repr(value) if isinstance(value, np.generic) else describe(value)

@@ -54,10 +54,10 @@ def as_local(value: Any, where: str) -> str:
     # its text is looked at first.
     is_text = isinstance(value, (str, bytes))
     is_object = isinstance(value, os.PathLike) or hasattr(value, "joinpath")
-    shown = os.fsdecode(value) if is_text else str(value) if is_object else ""
-    if (scheme := _SCHEME.match(shown)) is not None and scheme[1].lower() != "file":
+    written = os.fsdecode(value) if is_text else str(value) if is_object else ""
+    if (scheme := _SCHEME.match(written)) is not None and scheme[1].lower() != "file":
         raise ValueError(
-            f"{where} is {shown!r}, on another system ({scheme[1]}), and only local paths can be read and written; "
+            f"{where} is {written!r}, on another system ({scheme[1]}), and only local paths can be read and written; "
             "give a folder of a disk or mount of this machine, and copy to or from the other system before and after"
         )
     try:
@@ -68,7 +68,7 @@ def as_local(value: Any, where: str) -> str:
     if scheme is not None:
         address = urllib.parse.urlsplit(path.strip())
         if not is_text or address.netloc not in ("", "localhost"):
-            raise ValueError(f"{where} is {shown!r}, which names no file of this machine; give the path itself")
+            raise ValueError(f"{where} is {written!r}, which names no file of this machine; give the path itself")
         path = urllib.parse.unquote(address.path)
     if not path or "\0" in path:
         raise ValueError(f"{where} must not be empty or have a NUL in it, got {path!r}")

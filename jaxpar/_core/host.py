@@ -39,9 +39,10 @@ def own_copy(array: np.ndarray | np.generic, name: str) -> np.ndarray:
         with np.errstate(over="raise"):
             copy[...] = array
     except FloatingPointError:
-        largest = float(np.finfo(dtype).max)
-        fault = f"{array.dtype} numbers are stored as {dtype}, and some are beyond its largest, {largest:.3g}"
-        raise ValueError(f"{name}: {fault}; scale them, or set jax_enable_x64") from None
+        raise ValueError(
+            f"{name}: {array.dtype} numbers are stored as {dtype}, and some are beyond its largest, "
+            f"{float(np.finfo(dtype).max):.3g}; scale them, or set jax_enable_x64"
+        ) from None
     return copy
 
 
@@ -71,6 +72,7 @@ def integers_fit(
         return
     limits, least, most = np.iinfo(kept), int(array.min()), int(array.max())
     if not limits.min <= least <= most <= limits.max:
-        write = "number them from 0, by np.unique(array, return_inverse=True)[1]"
-        write += "" if dtype else ", or set jax_enable_x64"
-        raise ValueError(f"{name}: integers are stored as {kept}; these run from {least} to {most}; {write}")
+        raise ValueError(
+            f"{name}: integers are stored as {kept}; these run from {least} to {most}; number them from 0, by "
+            f"np.unique(array, return_inverse=True)[1]{'' if dtype else ', or set jax_enable_x64'}"
+        )

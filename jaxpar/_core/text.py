@@ -124,16 +124,19 @@ def did_you_mean(word: object, choices: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def plural(count: int, noun: str) -> str:
+    """A count and its noun: `1 key`, `1,200 keys`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+# Names of parameters, and texts that must fit where they are shown.
+
+
 def matches(path: str, pattern: str) -> bool:
     """Whether a pattern is of a parameter, or of a module around it."""
     keys, count = path.split("/"), pattern.count("/") + 1
     modules = ("/".join(keys[at : at + count]) for at in range(len(keys) - count + 1))
     return any(fnmatch.fnmatchcase(name, pattern) for name in (path, *modules))
-
-
-def plural(count: int, noun: str) -> str:
-    """A count and its noun: `1 key`, `1,200 keys`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def cut_middle(text: str, width: int) -> str:

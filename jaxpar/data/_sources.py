@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from .._core import checks
 from .._core.arguments import no_such_arguments
 from .._core.arrays import Device, PyTree, check_plain
+from .._core.host import integers_fit
 from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.mesh import STORE_AXIS
@@ -101,9 +102,9 @@ class Dataset:
         images, labels = np.asarray(self.images), np.asarray(self.labels)
         if images.ndim == 0 or labels.ndim == 0 or len(images) != len(labels):
             raise ValueError(f"a data set needs one label per image: images {images.shape}, labels {labels.shape}")
-        checks.integers_fit(images, "Dataset: images")
+        integers_fit(images, "Dataset: images")
         if np.issubdtype(labels.dtype, np.integer):
-            checks.integers_fit(labels, "Dataset: labels", np.int32)
+            integers_fit(labels, "Dataset: labels", np.int32)
             labels = labels.astype(np.int32, copy=False)
         object.__setattr__(self, "images", images)
         object.__setattr__(self, "labels", labels)
@@ -551,7 +552,7 @@ def from_arrays(arrays: PyTree, *, dtype: DTypeLike | None = jnp.float32) -> Arr
     )
     checks.batch_length(arrays, "data.from_arrays")
     for path, array in jax.tree_util.tree_leaves_with_path(arrays):
-        checks.integers_fit(array, f"data.from_arrays: {path_name(path)}")
+        integers_fit(array, f"data.from_arrays: {path_name(path)}")
     return ArraySource(arrays, dtype)
 
 

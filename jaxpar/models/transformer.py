@@ -133,7 +133,7 @@ def apply(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_a
         wanted = f"the shape (n, t) with t of at most {len(positions)} positions"
         raise ValueError(f"transformer.apply: tokens must have {wanted}, got {checks.describe(tokens)}")
     # Whole on the data axis, once for both uses: to look a token up in a part of the table costs more.
-    table_VxD = _of_share(_constrain(params["embedding"]["tokens"], model_axis, None), model_axis, None)
+    table_VxD = _copy_for_shard(_constrain(params["embedding"]["tokens"], model_axis, None), model_axis, None)
     positions_TxD = _constrain(positions, None, None)[: tokens.shape[1]]
     x_BxTxD = _constrain(table_VxD[tokens] + positions_TxD[None], data_axes, None, None)
 
@@ -203,11 +203,12 @@ def _constrain(x: jax.Array, *axes: Axes | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, P(*(tuple(n for n in entry if n in free) or None for entry in names)))
 
 
-def _of_share(x: jax.Array, *axes: Axes | None) -> jax.Array:
-    """A copy for each share of a batch that `vmap` maps over the mesh.
+def _copy_for_shard(x: jax.Array, *axes: Axes | None) -> jax.Array:
+    """A copy for each shard of a batch that `vmap` maps over the mesh.
 
-    A share adds the gradients of all uses of its copy. Of `x` itself the devices would sum those of each use.
+    A shard adds the gradients of all uses of its copy. Of `x` itself the devices would sum those of each use.
     """
+    # Zero times the number of the shard makes it another array in each of them.
     mapped = [name for name in _auto_axes() if _is_mapped(name) and jax.lax.axis_size(name) > 1]
     for name in mapped:
         x = x - (0 * jax.lax.axis_index(name)).astype(x.dtype)

@@ -24,7 +24,7 @@ NUMBERS = {
     "fraction": (lambda n: data.split(POINTS, n), (0.5, 1), [0, 4, -1, 1e308, -1e308, math.inf, math.nan, True]),
     "initial": (lambda n: train.DynamicLossScale(initial=n), (8,), [0, -1.0, 1e9, math.inf, math.nan, "8", True]),
     "period": (lambda n: train.DynamicLossScale(period=n), (1,), [0, -1, 1.5, math.inf, math.nan, True, 2**70]),
-    "factor": (lambda n: train.DynamicLossScale(factor=n), (1.5, 4), [1, 0.5, math.inf, math.nan, HUGE, True]),
+    "factor": (lambda n: train.DynamicLossScale(factor=n), (1.5, 4), [1, 0.5, math.inf, math.nan, True]),
     "least": (lambda n: train.DynamicLossScale(least=n), (1e-3,), [0, -1, math.inf, math.nan, 1e9]),
     "keep": (lambda n: checkpoint.Manager("unused", keep=n), (), [0, -1, 1.5, True, HUGE, None]),
 }

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +49,7 @@ def test_trees_and_numpy_arrays_are_split_too():
 def test_what_cannot_be_split(data, message):
     with pytest.raises(ValueError, match=message):
         parallel.split_and_load(data, jax.devices()[:4])
-    with pytest.raises(ValueError, match="at least one device"):
+    with pytest.raises(ValueError, match="one or more different devices, got \\[\\]"):
         parallel.split_and_load(data, [])
 
 
@@ -180,7 +179,7 @@ def test_shard_map_takes_no_other_axis_for_the_first(axes):
     ("n", "error"), [(0, ValueError), (np.int64(-1), ValueError), (2.0, TypeError), (True, TypeError), ("4", TypeError)]
 )
 def test_a_number_of_devices_is_a_positive_int(n, error):
-    with pytest.raises(error, match=re.escape(f"use_cpu_devices: n must be an int from 1 to 4,096, got {n!r}")):
+    with pytest.raises(error, match=rf"use_cpu_devices: n must be an int from 1 to 4,096, got '?{n}"):
         parallel.use_cpu_devices(n)
 
 

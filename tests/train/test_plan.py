@@ -56,13 +56,13 @@ def _checked(make, where, choices):
     try:
         return child.examine(make, where, choices, 0.75)
     except Exception as error:
-        raise ValueError(child._words(error)) from None
+        raise ValueError(child.in_one_line(error)) from None
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("v5x:2x4", "unknown accelerator 'v5x' in on='v5x:2x4'; did you mean v5"),
+        ("v5x:2x4", "unknown accelerator, on='v5x:2x4'; did you mean v5"),
         ("rtx:1", "known are v4, v5e"),
         ("v5e", "must have the number of chips, such as v5e:4x4"),
         ("v5e:0x4", "must have the number of chips"),
@@ -88,8 +88,8 @@ def test_a_step_in_place_of_make():
         for given in ((step,), (step, state), (step, "v5e:2x2")):
             with pytest.raises(TypeError, match=lines):
                 call(*given)
-        with pytest.raises(TypeError, match="on must name accelerators, such as 'v5e:2x4', got a TrainState"):
-            call(make, state)
+    with pytest.raises(ValueError, match="unknown accelerator, on=a TrainState; known are v4"):
+        train.plan(make, state)
     with pytest.raises(TypeError, match=r"make must be a function.*got a tuple of 3"):
         train.plan((step, state, batch))
 

@@ -319,3 +319,11 @@ def test_how_many_values_a_loss_function_must_return():
     three = train.make_train_step(lambda p, b, rng: (p["w"].sum(), {}, {}))
     with pytest.raises(TypeError, match=r"must return \(loss, aux\) .* got a tuple of 3; .*create_state\(model_state="):
         three(start(2), line())
+
+
+def test_a_state_with_random_keys_shows_its_bytes():
+    state = train.create_state(
+        kv.from_params({"w": jnp.ones(2)}), 0, model_state={"keys": jax.random.split(jax.random.key(0))}
+    )
+    for shown in (repr(state), state._repr_html_()):
+        assert "model_state: 1 array, 16 bytes" in shown

@@ -20,7 +20,7 @@ from ..._devices import mesh, user_mesh
 from ...data import _READ_ONCE, Dataset, IterableSource
 from .._step.loss import Mean
 from .._step.state import TrainState
-from .every_example import Pass, model_of
+from .every_example import EvalProgram, Pass, model_of
 from .metrics import ValuesError, as_values, sum_up
 
 EvalFn = Callable[..., Any]
@@ -79,7 +79,7 @@ def evaluate(
     Raises:
         ValueError: there are no examples; a label is not a class of the model; a value has neither one row for each
             example nor is a pair.
-        TypeError: `data` has another type; a function has no hash or other arguments; labels are not integers. Shapes
+        TypeError: `data` has another type; a function takes other arguments; labels are not integers. Shapes
             are checked before any computation, those of a source by its first batch.
 
     Example:
@@ -115,18 +115,23 @@ class Evaluation:
         eval_fn: EvalFn | None,
         batch_size: int,
     ):
-        for pair in ({"test_data": test_data, "apply_fn": apply_fn}, {"eval_data": eval_data, "eval_fn": eval_fn}):
-            if [value is None for value in pair.values()].count(True) == 1:
-                hint = "a classifier is evaluated with test_data and apply_fn"
-                raise ValueError(f"fit: evaluation takes both {' and '.join(pair)}, got only one of them; {hint}")
+        for names, source, fn in (
+            ("test_data and apply_fn", test_data, apply_fn),
+            ("eval_data and eval_fn", eval_data, eval_fn),
+        ):
+            if (source is None) != (fn is None):
+                raise ValueError(
+                    f"fit: evaluation takes both {names}, got only one of them; a classifier is evaluated with "
+                    "test_data and apply_fn"
+                )
         self.parts: dict[str, tuple[Any, Any]] = {}  # `eval_fn` and data, by the beginning of the names of its scores
         self._batch_size = batch_size
         if test_data is not None:
             check_classified(test_data, "fit: test_data", "; for other models give eval_data and eval_fn")
             self.parts["test_"] = Classification(apply_fn), test_data
         if eval_data is not None:
+            # A second evaluation of an iterator would find nothing.
             batches = eval_data.source if isinstance(eval_data, IterableSource) else eval_data
-            # A second evaluation would find nothing.
             if hasattr(batches, "__next__") and getattr(eval_data, "steps_per_epoch", None) is None:
                 kind = type(batches).__name__
                 raise TypeError(f"fit: eval_data is read after each epoch, got a {kind}; {_READ_ONCE}")
@@ -139,10 +144,9 @@ class Evaluation:
             if isinstance(eval_fn, Classification):
                 check_classes("fit: test_data", eval_fn.apply_fn, model_of(state), data)
             with user_mesh.outside_mesh() as user:
-                examples = _pass("fit", state, eval_fn, data, self._batch_size, user)
-                if (shapes := examples.shapes()) is not None:
-                    sums = examples.trace(_sums, eval_fn, shapes, _check_twice)
-                    names += [prefix + name for name in sums.names]
+                program = _program_of("fit", state, eval_fn, data, self._batch_size, user)
+                if (shapes := program.examples.shapes()) is not None:
+                    names += [prefix + name for name in program.trace(shapes).names]
         return names
 
     def scores(self, state: TrainState) -> dict[str, float]:
@@ -150,9 +154,11 @@ class Evaluation:
         scores: dict[str, float] = {}
         for prefix, (eval_fn, data) in self.parts.items():
             for name, value in measure("fit", state, eval_fn, data, self._batch_size).items():
-                columns = {"": value} if not np.ndim(value) else {f"/{i}": x for i, x in enumerate(np.ravel(value))}
-                for suffix, x in columns.items():
-                    _add_score(scores, f"{prefix}{name}{suffix}", x)
+                if not np.ndim(value):
+                    _add_score(scores, f"{prefix}{name}", value)
+                    continue
+                for i, column in enumerate(np.ravel(value)):
+                    _add_score(scores, f"{prefix}{name}/{i}", column)
         return scores
 
 
@@ -171,29 +177,45 @@ class _Sums:
 def measure(where: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int) -> dict[str, Any]:
     """What `eval_fn` gives over every example: floats by name, and NumPy arrays for values with columns."""
     with user_mesh.outside_mesh() as user:
-        examples = _pass(where, state_or_params, eval_fn, source, batch_size, user)
-        ahead = 0 if mesh.can_hang(examples.devices) else _AHEAD
+        program = _program_of(where, state_or_params, eval_fn, source, batch_size, user)
+
+        # The sums over all batches, in host memory and float64. Metrics are merged.
         totals: dict[str, Any] = {}
-        for sums in examples.run(_sums, eval_fn, ahead, _check_twice):
-            _add(totals, sums)
+        for sums in program.run(ahead=0 if mesh.can_hang(program.examples.devices) else _AHEAD):
+            for name, value in zip(sums.names, sums.values, strict=True):
+                value = jax.tree.map(np.asarray, value)
+                if isinstance(value, Mean):
+                    before = totals.get(name, Mean(0, 0))
+                    total, weight = value.total.astype(np.float64), value.weight.astype(np.float64)
+                    totals[name] = Mean(before.total + total, before.weight + weight, value.finish)
+                else:
+                    totals[name] = totals[name].merge(value) if name in totals else value
+
+        # The scores: what a metric computes, or the mean, which is NaN where nothing counts.
         scores: dict[str, Any] = {}
-        for name, value in totals.items():
-            _add_score(scores, name, _computed(value))
+        for name, total in totals.items():
+            if isinstance(total, Mean):
+                with np.errstate(all="ignore"):
+                    mean = np.divide(total.total, total.weight)
+                    _add_score(scores, name, mean if total.finish is None else total.finish(mean))
+            else:
+                _add_score(scores, name, total.compute())
         return scores
 
 
-def _pass(
+def _program_of(
     where: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int, user: Mesh | None
-) -> Pass:
-    """The examples, for an `eval_fn` that takes what it is given."""
+) -> EvalProgram:
+    """The program of an `eval_fn`, which takes what it is given."""
     examples = Pass(where, state_or_params, source, batch_size, user)
-    fn, name, batch = eval_fn, "eval_fn", "batch"
+    has_state = len(examples.model) == 2
+    hint = ", since the state has a model_state" if has_state else ""
     if isinstance(eval_fn, Classification):
-        fn, name, batch = checks.function(eval_fn.apply_fn, f"{where}: apply_fn"), "apply_fn", "images"
-    checks.hashable(fn, f"{where}: {name}")
-    names = ("params", batch, "model_state")[: len(examples.model) + 1]
-    check_takes(fn, names, f"{where}: {name}", "" if len(names) == 2 else ", since the state has a model_state")
-    return examples
+        apply_fn = checks.function(eval_fn.apply_fn, f"{where}: apply_fn")
+        check_takes(apply_fn, ("params", "images", "model_state")[: 2 + has_state], f"{where}: apply_fn", hint)
+        return EvalProgram(examples, _sums, eval_fn)  # which is known to give a value for each example
+    check_takes(eval_fn, ("params", "batch", "model_state")[: 2 + has_state], f"{where}: eval_fn", hint)
+    return EvalProgram(examples, _sums, eval_fn, _check_twice)
 
 
 def _sums(call: Callable[[PyTree], Any], batch: PyTree) -> _Sums:
@@ -201,38 +223,15 @@ def _sums(call: Callable[[PyTree], Any], batch: PyTree) -> _Sums:
     return _Sums([sum_up(value) for value in values.values()], tuple(values))
 
 
-def _check_twice(examples: Pass, eval_fn: EvalFn, batch: PyTree) -> None:
+def _check_twice(program: EvalProgram, batch: PyTree) -> None:
     """`ValuesError` for a value whose first axis is only by chance as long as the batch: twice as many show it."""
-    if isinstance(eval_fn, Classification):  # which is known to return a row for each example
-        return
     twice = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype), batch)
     try:
-        examples.jit(_sums, eval_fn).eval_shape(examples.leaves, twice, None)
+        program.jit().eval_shape(program.leaves, twice, None)
     except ValuesError:
         raise
     except Exception:  # a function for batches of one size
         return
-
-
-def _add(totals: dict[str, Any], sums: _Sums) -> None:
-    """Add the sums of one batch to those of all batches before it, in host memory and float64. Metrics are merged."""
-    for name, value in zip(sums.names, sums.values, strict=True):
-        value = jax.tree.map(np.asarray, value)
-        if isinstance(value, Mean):
-            before = totals.get(name, Mean(0, 0))
-            total, weight = value.total.astype(np.float64), value.weight.astype(np.float64)
-            totals[name] = Mean(before.total + total, before.weight + weight, value.finish)
-        else:
-            totals[name] = totals[name].merge(value) if name in totals else value
-
-
-def _computed(total: Any) -> Any:
-    """What a metric, or the sums of a `Mean`, come to. NaN where nothing counts."""
-    if not isinstance(total, Mean):
-        return total.compute()
-    with np.errstate(all="ignore"):
-        mean = np.divide(total.total, total.weight)
-        return mean if total.finish is None else total.finish(mean)
 
 
 def _add_score(scores: dict[str, Any], name: str, result: Any) -> None:
@@ -256,7 +255,7 @@ def _add_score(scores: dict[str, Any], name: str, result: Any) -> None:
 class Classification:
     """`eval_fn(params, batch) -> {"loss", "accuracy"}` of an `apply_fn`."""
 
-    apply_fn: Any  # a function, checked by `_pass`
+    apply_fn: Any  # a function, checked by `_program_of`
 
     def __call__(self, params: PyTree, batch: Mapping[str, jax.Array], *model_state: Any) -> dict[str, jax.Array]:
         logits = check_logits(self.apply_fn(params, batch["image"], *model_state), len(batch["image"]))

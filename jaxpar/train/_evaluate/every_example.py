@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,15 +26,22 @@ from ..._devices import processes, user_mesh
 from ..._devices.mesh import STORE_AXIS, copies_on, spans_processes, split_over, wait_before_collectives
 from .._step.state import TrainState, carries
 
-Check = Callable[["Pass", Any, Any], object]
 EvalSource = data.DatasetSource | data.ArraySource | data.IterableSource
-# `of(call, batch)`, where `call(batch)` is the user's function with the model: what a pass keeps of a batch.
-Of = Callable[[Callable[[PyTree], PyTree], PyTree], Any]
 EvalBatch = tuple[PyTree, int]  # arrays on the devices, and how many of their rows are examples: the first ones
+# `of(call, batch)`, where `call(batch)` is the user's function with the model: what is kept of a batch.
+Of = Callable[[Callable[[PyTree], PyTree], PyTree], Any]
+
+
+def model_of(state_or_params: PyTree) -> tuple[Any, ...]:
+    """(params to evaluate,), or (params, model_state) of a state that has one."""
+    if not isinstance(state_or_params, TrainState):
+        return (user_mesh.without_types(state_or_params),)
+    model_state = (state_or_params.model_state,) if carries(state_or_params.model_state) else ()
+    return user_mesh.without_types((state_or_params.eval_params, *model_state))
 
 
 class Pass:
-    """A pass over data of any origin, on the devices of a model's parameters. `where` begins messages.
+    """A pass over data of any origin, in batches on the devices of a model's parameters. `where` begins messages.
 
     An iterable is read inside of `user`, the user's mesh.
     """
@@ -42,15 +49,16 @@ class Pass:
     def __init__(self, where: str, state_or_params: Any, examples: Any, batch_size: int, user: Mesh | None):
         if user is None:
             user_mesh.check_traced(state_or_params, where)
-        self.model = model_of(state_or_params)
-        self.leaves, self.structure = jax.tree.flatten(self.model)
-        # The size counts the examples of all processes. Batches that a source gives stay as long as they are.
         self._where, self._user = where, user
+        self.model = model_of(state_or_params)
+        # The size counts the examples of all processes. Batches that a source gives stay as long as they are.
         self._batch_size = checks.whole_number(batch_size, where, "batch_size")
         # A data set or arrays, of which each process has all. Or batches, of which each reads its own share.
-        self.source: data.DatasetSource | data.ArraySource | data.IterableSource = _as_eval_source(where, examples)
-        if any(map(spans_processes, self.leaves)) and not isinstance(self.source, data.IterableSource):
+        self.source: EvalSource = _as_eval_source(where, examples)
+        if any(map(spans_processes, jax.tree.leaves(self.model))) and not isinstance(self.source, data.IterableSource):
             data._agree_on_arrays(self.source.arrays, where)  # all processes make this call
+
+        # The devices of the first parameter that is on a mesh. Without one JAX chooses the device.
         placed = (x.sharding for x in jax.tree.leaves(self.model[0]) if isinstance(x, jax.Array))
         mesh: Any = next((sharding.mesh for sharding in placed if isinstance(sharding, NamedSharding)), None)
         mesh = mesh if isinstance(mesh, Mesh) else None
@@ -60,14 +68,13 @@ class Pass:
         self.copies = copies_on(self.devices) if self.devices else None
         # The axes over which a function of a batch may sum: that of the step, and those of the mesh.
         self.axes = tuple(dict.fromkeys((STORE_AXIS, *(() if mesh is None else mesh.axis_names))))
+
         if not isinstance(self.source, data.IterableSource):
             count = self.source.examples(self._batch_size)
             if not count:
                 kind = "an empty data set" if isinstance(self.source, data.DatasetSource) else "empty arrays"
                 raise ValueError(f"{where}: expected examples, got {kind}")
             self.size = min(self._round_up(self._batch_size), count)  # of the first batch
-        self._program: Any = None  # see `trace`
-        self._result_shapes: Any = None
 
     def shapes(self) -> Any:
         """A whole batch as `jax.ShapeDtypeStruct`s. None if nothing is known before it is read."""
@@ -78,50 +85,6 @@ class Pass:
             return None
         return self.source.batch_shapes(checks.batch_length(first, self._where), first)
 
-    def trace(self, of: Of, fn: Callable[..., Any], batch: PyTree, check: Check | None = None) -> Any:
-        """The shapes of what `of(call, batch)` returns, where `call(batch)` calls `fn` with the model too.
-
-        The program of it, as it is for the first batch, is that of `run`. `check(self, fn, batch)` is called before a
-        new one is kept.
-        """
-        # What a function reads by name, as another function that a cell of a notebook has changed, counts too. So it is
-        # traced anew: JAX, and a key that is the function itself, know nothing of that.
-        if self._program is None:
-            key = of, fn, self.structure, self.copies, self.axes
-            try:
-                traced = self.jit(*key[:2]).trace(self.leaves, batch, None)
-                key += (traced.lower().as_text(),)
-                if check is not None and _programs(*key, make=False) is None:
-                    check(self, fn, batch)
-            except Exception as error:
-                error.add_note(f"eval_fn or apply_fn was traced for a batch {jax.tree.map(checks.describe, batch)}")
-                raise
-            self._program, self._result_shapes = _programs(*key), traced.out_info
-        return self._result_shapes
-
-    def jit(self, of: Of, fn: Callable[..., Any]) -> Any:
-        """What `trace` traces, a function of (leaves, batch, number of rows that are examples; None: all)."""
-        key = of, fn, self.structure, self.copies, self.axes
-        return jax.jit(functools.partial(_on_batch, *key), static_argnums=2)
-
-    def run(self, of: Of, fn: Callable[..., Any], ahead: int, check: Check | None = None) -> Iterator[Any]:
-        """What `of` returns for each batch, see `trace`.
-
-        `ahead` batches are started before one is given, so that the host need not wait.
-        """
-
-        def results() -> Iterator[Any]:
-            for batch, count in self.batches(lambda shapes: self.trace(of, fn, shapes, check)):
-                wait_before_collectives((self.leaves, batch), self.devices)
-                is_full = count == jax.tree.leaves(batch)[0].shape[0]
-                leaves = jax.tree.leaves(self._program(self.leaves, batch, None if is_full else count))
-                # With the functions of now in it: the program may be of an earlier call.
-                yield jax.tree.structure(self._result_shapes).unflatten(leaves)
-
-        for result in data._ahead(results(), ahead):
-            yield result
-            processes.note_progress()
-
     def batches(self, prepare: Callable[[Any], object]) -> Iterator[EvalBatch]:
         """Every example, in order. With several processes the batches of all of them side by side.
 
@@ -129,7 +92,7 @@ class Pass:
         """
         source = self.source
         if isinstance(source, data.IterableSource):
-            yield from self._of_stream(source, prepare)
+            yield from self._batches_of_stream(source, prepare)
             return
         prepare(self.shapes())
         size = self._round_up(self._batch_size)
@@ -139,11 +102,21 @@ class Pass:
         if remainder:
             yield self._placed(source, jax.tree.map(lambda x: x[full * size :], source.arrays), remainder)
 
-    def _of_stream(self, source: data.IterableSource, prepare: Callable[[Any], object]) -> Iterator[EvalBatch]:
+    def _batches_of_stream(self, source: data.IterableSource, prepare: Callable[[Any], object]) -> Iterator[EvalBatch]:
         """Each process reads its own batches. All agree on the sizes before a program is started."""
-        counts = self._local_devices()
+        # How many of the devices each process has.
+        counts = [self._count]
+        if processes.count() > 1:
+            owners = [d.process_index for d in self.devices]
+            counts = [owners.count(i) for i in range(processes.count())]
+            if not all(counts):
+                raise ValueError(
+                    f"{self._where}: the params must be on devices of all processes, or give a data.Dataset or arrays"
+                )
+
         batches, last = self._read(source), None
         while True:
+            # The next batch of each process. One whose data have ended takes part with no example.
             with processes.raise_together():  # an error in one process is raised in all
                 batch = next(batches, None)
             sizes = self._sizes(batch)
@@ -155,12 +128,14 @@ class Pass:
                 )
             last = batch if batch is not None else last
             prepare(source.batch_shapes(sum(sizes), last))
+
+            # On the devices. Each process places its own examples, if each device then has as many of them. Else the
+            # batches are gathered in host memory, and cut anew.
+            is_even = len({n / devices for n, devices in zip(sizes, counts, strict=True)}) == 1
             if len(counts) == 1:
                 yield self._placed(source, last, sizes[0])
-            elif (
-                len({n / devices for n, devices in zip(sizes, counts, strict=True)}) == 1 and sizes[0] % counts[0] == 0
-            ):
-                yield source.place(last, self._split), sum(sizes)  # each device has as many examples
+            elif is_even and sizes[0] % counts[0] == 0:
+                yield source.place(last, self._split), sum(sizes)
             else:
                 gathered = processes.gather_rows(last, sizes)
                 yield self._placed(data.ArraySource(gathered, source.dtype), gathered, sum(sizes))
@@ -168,13 +143,17 @@ class Pass:
             hint = data._READ_ONCE if source.is_read_once else "give at least one"
             raise processes.in_all(ValueError(f"{self._where}: expected examples, got no batch; {hint}"))
 
-    def _placed(self, source: EvalSource, batch: PyTree, count: int) -> EvalBatch:
-        """A batch of host memory with `count` examples, and copies of the last one where the devices need them."""
-        return source.place(_fill(batch, self._round_up(count) - count), self._split), count
-
-    def _round_up(self, n: int) -> int:
-        """The next number that the devices can share evenly."""
-        return -(-n // self._count) * self._count
+    def _read(self, source: data.IterableSource) -> Iterator[Any]:
+        """This process's batches in host memory, read inside of the user's mesh. Empty ones are left out."""
+        batches = source.every_batch(-(-self._batch_size // processes.count()))
+        while True:
+            with contextlib.nullcontext() if self._user is None else jax.set_mesh(self._user):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            batch = user_mesh.without_types(batch)
+            if checks.batch_length(batch, self._where):
+                yield batch
 
     def _sizes(self, batch: PyTree | None) -> list[int]:
         """How many examples each process has. `ValueError` where their batches are of different shapes."""
@@ -189,71 +168,110 @@ class Pass:
                 shapes = str(jax.tree.map(lambda x: f"{x.dtype}{list(np.shape(x)[1:])}", batch))
         of_processes = [json.loads(text) for text in processes.exchange(json.dumps([n, shapes]))]
         if len({shapes for _, shapes in of_processes if shapes}) > 1:
-            fault = f"all processes must have the same arrays, got {of_processes}"
-            raise processes.in_all(ValueError(f"{self._where}: {fault}"))
+            raise processes.in_all(
+                ValueError(f"{self._where}: all processes must have the same arrays, got {of_processes}")
+            )
         return [n for n, _ in of_processes]
 
-    def _local_devices(self) -> list[int]:
-        """How many of the devices each process has."""
-        if processes.count() == 1:
-            return [self._count]
-        owners = [d.process_index for d in self.devices]
-        counts = [owners.count(i) for i in range(processes.count())]
-        if not all(counts):
-            raise ValueError(
-                f"{self._where}: the params must be on devices of all processes, or give a data.Dataset or arrays"
-            )
-        return counts
+    def _placed(self, source: EvalSource, batch: PyTree, count: int) -> EvalBatch:
+        """A batch of host memory with `count` examples, and copies of the last one where the devices need them."""
+        copies = self._round_up(count) - count
+        if copies:
+            batch = jax.tree.map(lambda x: np.pad(x, [(0, copies)] + [(0, 0)] * (np.ndim(x) - 1), "edge"), batch)
+        return source.place(batch, self._split), count
 
-    def _read(self, source: data.IterableSource) -> Iterator[Any]:
-        """This process's batches in host memory, read inside of the user's mesh. Empty ones are left out."""
-        batches = source.every_batch(-(-self._batch_size // processes.count()))
-        while True:
-            with contextlib.nullcontext() if self._user is None else jax.set_mesh(self._user):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            batch = user_mesh.without_types(batch)
-            if checks.batch_length(batch, self._where):
-                yield batch
+    def _round_up(self, n: int) -> int:
+        """The next number that the devices can share evenly."""
+        return -(-n // self._count) * self._count
 
 
-def _fill(batch: PyTree, count: int) -> PyTree:
-    """The batch with so many copies of its last example behind it."""
-    if not count:
-        return batch
-    return jax.tree.map(lambda x: np.pad(x, np.array([(0, count), *[(0, 0)] * (np.ndim(x) - 1)]), "edge"), batch)
-
-
-def _as_eval_source(where: str, examples: Any) -> Any:
-    """A data set, arrays or batches as a `DatasetSource`, an `ArraySource` or an `IterableSource`."""
-    if isinstance(examples, (data.Dataset, data.DatasetSource, data.ArraySource, data.IterableSource)):
-        return data.as_source(examples)
+def _as_eval_source(where: str, examples: Any) -> EvalSource:
+    """A data set, arrays or batches as a source that gives every example."""
+    if isinstance(examples, data.Dataset):
+        return data.DatasetSource(examples)
+    if isinstance(examples, (data.DatasetSource, data.ArraySource, data.IterableSource)):
+        return examples
     if isinstance(examples, data.Source):
         raise TypeError(
             f"{where}: expected a data.Dataset, arrays or batches, got {type(examples).__name__}, which may leave out "
             "the last examples; give the arrays themselves, or what data.from_iterable takes"
         )
     examples = data._as_arrays(examples, where)
-    if _is_arrays(examples):
-        user_mesh.check_traced(examples, where)
-        examples = user_mesh.without_types(examples)
-        checks.batch_length(examples, where)
-        return data.from_arrays(examples)
-    if callable(examples) or isinstance(examples, Iterable) or hasattr(examples, "__getitem__"):
+
+    # Whether these are arrays or batches. A list is one of arrays only, otherwise it is one of batches.
+    def is_array(x: object) -> bool:
+        return hasattr(x, "dtype") and hasattr(x, "shape")
+
+    if isinstance(examples, list):
+        has_arrays = bool(examples) and all(map(is_array, examples))
+    else:
+        leaves = [] if isinstance(examples, Iterator) else jax.tree.leaves(examples)
+        has_arrays = bool(leaves) and (leaves[0] is not examples or is_array(examples))
+    if not has_arrays:
         return data.from_iterable(examples)
-    raise TypeError(
-        f"{where}: expected a data.Dataset, arrays with a common first axis, or batches; got "
-        f"{checks.describe(examples)}"
-    )
+    user_mesh.check_traced(examples, where)
+    examples = user_mesh.without_types(examples)
+    checks.batch_length(examples, where)
+    return data.from_arrays(examples)
 
 
-def model_of(state_or_params: PyTree) -> tuple[Any, ...]:
-    """(params to evaluate,), or (params, model_state) of a state that has one."""
-    if not isinstance(state_or_params, TrainState):
-        return (user_mesh.without_types(state_or_params),)
-    model_state = (state_or_params.model_state,) if carries(state_or_params.model_state) else ()
-    return user_mesh.without_types((state_or_params.eval_params, *model_state))
+# The compiled program of a function of a batch.
+
+
+class EvalProgram:
+    """What `of(call, batch)` gives for each batch of a pass, where `call(batch)` calls `fn` with the model too.
+
+    `check(program, batch)` is called before a new program is kept.
+    """
+
+    def __init__(
+        self,
+        examples: Pass,
+        of: Of,
+        fn: Callable[..., Any],
+        check: Callable[[EvalProgram, PyTree], object] | None = None,
+    ):
+        self.examples = examples
+        self.leaves, structure = jax.tree.flatten(examples.model)
+        self._key = of, fn, structure, examples.copies, examples.axes
+        self._check = check
+        self._compiled: Any = None  # see `trace`
+        self._result_shapes: Any = None
+
+    def jit(self) -> Any:
+        """A function of (leaves of the model, batch, number of rows that are examples; None: all)."""
+        return jax.jit(functools.partial(_on_batch, *self._key), static_argnums=2)
+
+    def trace(self, batch: PyTree) -> Any:
+        """The shapes of the result. The program, as it is for the first batch, is that of `run`."""
+        # What a function reads by name, as another function that a cell of a notebook has changed, counts too. So it is
+        # traced anew for each pass: JAX, and a key that is the function itself, know nothing of that.
+        if self._compiled is None:
+            try:
+                traced = self.jit().trace(self.leaves, batch, None)
+                key = *self._key, traced.lower().as_text()
+                if self._check is not None and _programs(*key, make=False) is None:
+                    self._check(self, batch)
+            except Exception as error:
+                error.add_note(f"eval_fn or apply_fn was traced for a batch {jax.tree.map(checks.describe, batch)}")
+                raise
+            self._compiled, self._result_shapes = _programs(*key), traced.out_info
+        return self._result_shapes
+
+    def run(self, ahead: int) -> Iterator[Any]:
+        """The result of each batch. `ahead` batches are started before one is given, so the host need not wait."""
+
+        def results() -> Iterator[Any]:
+            for batch, count in self.examples.batches(prepare=self.trace):
+                wait_before_collectives((self.leaves, batch), self.examples.devices)
+                is_full = count == jax.tree.leaves(batch)[0].shape[0]
+                leaves = jax.tree.leaves(self._compiled(self.leaves, batch, None if is_full else count))
+                # With the functions of now in it: the program may be of an earlier call.
+                yield jax.tree.structure(self._result_shapes).unflatten(leaves)
+
+        for result in data._ahead(results(), ahead):
+            yield result
+            processes.note_progress()
 
 
 def _on_batch(
@@ -299,17 +317,3 @@ def with_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., An
         return {name: returned[name] for name in names} if names else returned  # vmap sorts the names of a dict
 
     return call
-
-
-def _is_arrays(value: Any) -> bool:
-    """Whether this is a pytree of arrays. A list is one of arrays only, otherwise it is one of batches."""
-    if isinstance(value, Iterator):
-        return False
-    if isinstance(value, list):
-        return bool(value) and all(map(_is_array, value))
-    leaves = jax.tree.leaves(value)
-    return _is_array(value) or (bool(leaves) and leaves[0] is not value)
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "dtype") and hasattr(value, "shape")

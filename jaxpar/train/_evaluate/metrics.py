@@ -151,9 +151,7 @@ def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
         [1.0, 0.5, 1.0]
     """
     _check_labels(logits, labels, "per_class_accuracy")
-    if jnp.ndim(labels) != 1:
-        raise ValueError(f"per_class_accuracy: labels must be of shape (n,), got {jnp.shape(labels)}")
-    of_class = jax.nn.one_hot(labels, logits.shape[-1], dtype=jnp.float32)
+    of_class = jax.nn.one_hot(labels, logits.shape[-1], dtype=jnp.float32)  # (n, classes)
     right = (logits.argmax(axis=-1) == labels)[:, None]
     return Mean(of_class * right, of_class, columns=True)
 
@@ -209,9 +207,6 @@ def as_values(returned: PyTree, n: int) -> dict[str, Any]:
         return {"": returned}
     if not isinstance(returned, Mapping):
         raise TypeError(f"eval_fn must return a dict {{name: values}}, got {checks.describe(returned)}")
-    for name in returned:
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"eval_fn: the names that it returns must be strings, got {name!r}")
     return {name: _as_value(value, n, f"eval_fn: {name!r}") for name, value in returned.items()}
 
 
@@ -230,18 +225,25 @@ def _as_value(value: PyTree, n: int, where: str) -> PyTree:
     """A `Mean` of arrays, of which both have a row for each example or none has; or a metric as it is."""
     if _is_metric(value):
         return value
+    # Three values would be taken as a `Mean` with a final function.
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise TypeError(f"{where}: expected a pair (sum, weight), got {checks.describe(value)}; {_WANTED}")
         value = Mean(*value)
+
+    # One value for each example.
     if not isinstance(value, Mean):
         array = _array(value, where)
         if array.shape == (n,):
             return Mean(array, jnp.ones(n, jnp.float32))
-        hint = "a mean over the batch cannot be averaged exactly; leave out the mean; " if not array.ndim else ""
-        if array.shape[:1] == (n,):
-            hint = "take the mean over the other axes, or give the pair (values, ones_like(values)); "
-        raise ValuesError(f"{where} has shape {array.shape} for {n} examples; {hint}{_WANTED}")
+        advice = _WANTED
+        if not array.ndim:
+            advice = f"a mean over the batch cannot be averaged exactly; leave out the mean; {_WANTED}"
+        elif array.shape[:1] == (n,):
+            advice = f"take the mean over the other axes, or give the pair (values, ones_like(values)); {_WANTED}"
+        raise ValuesError(f"{where} has shape {array.shape} for {n} examples; {advice}")
+
+    # A sum and a weight. Were only one of them a scalar, it would count once a batch, and the other for each example.
     total, weight = (_array(array, where) for array in (value.total, value.weight))
     rows = total.shape == weight.shape and total.shape[:1] == (n,)
     if value.columns and not (rows and total.ndim == 2):
@@ -255,10 +257,7 @@ def _as_value(value: PyTree, n: int, where: str) -> PyTree:
 
 
 def _array(value: PyTree, where: str) -> jax.Array:
-    try:
-        array = jnp.asarray(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{where}: expected an array, got {checks.describe(value)}; {_WANTED}") from None
+    array = jnp.asarray(value)
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_) or jnp.iscomplexobj(array):
         raise TypeError(f"{where}: expected real numbers, got {checks.describe(array)}")
     return array

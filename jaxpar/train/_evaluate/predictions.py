@@ -19,7 +19,7 @@ from ..._devices import processes, user_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.history import new_figure, readable, save_figure
 from .evaluate import check_classes, check_classified, check_logits
-from .every_example import Pass, with_axes
+from .every_example import EvalProgram, Pass, with_axes
 
 ApplyFn = Callable[..., Any]
 _MOST = 10  # rows of the table
@@ -138,10 +138,12 @@ def mistakes(
     """
     if most is not None:
         checks.whole_number(most, "mistakes", "most", least=0)
-    logits = _logits("mistakes", state_or_params, apply_fn, data, batch_size)
+    logits = _logits("mistakes", state_or_params, apply_fn, data, batch_size)  # (n, classes)
     predicted = logits.argmax(axis=1).astype(np.int32)
+    # The softmax at the predicted class, whose logit is the largest: exp(0) / sum(exp(logits - largest)).
     probabilities = 1 / np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
     wrong = np.flatnonzero(predicted != data.labels)
+    # A stable sort keeps the order of the data among equals, so the result is the same everywhere.
     wrong = wrong[np.argsort(-probabilities[wrong], kind="stable")][:most]
     return Mistakes(wrong, predicted[wrong], data.labels[wrong], probabilities[wrong], len(data))
 
@@ -150,6 +152,7 @@ def _logits(name: str, state_or_params: PyTree, apply_fn: ApplyFn, data: Dataset
     """float32 (n, classes). All that can be known is checked before any work."""
     check_classified(data, name)
     examples = Pass(name, state_or_params, data, batch_size, None)
+    # The shape of the logits, traced without a computation.
     params, *model_state = examples.model
     image = jax.ShapeDtypeStruct((examples.size, *data.images.shape[1:]), jnp.float32)
     logits = jax.eval_shape(with_axes(apply_fn, examples.axes), params, image, *model_state)
@@ -166,15 +169,14 @@ def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> PyTree:
     # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
     of = _outputs if isinstance(examples.source, ArraySource) else _outputs_of_images
     checks.function(apply_fn, f"{name}: apply_fn")
-    of_batches = [jax.tree.map(np.asarray, outputs) for outputs in examples.run(of, apply_fn, ahead=1)]
+    of_batches = [jax.tree.map(np.asarray, outputs) for outputs in EvalProgram(examples, of, apply_fn).run(ahead=1)]
     return jax.tree.map(lambda *rows: np.concatenate(rows), *of_batches)
 
 
 def _outputs(call: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
     outputs, n = call(inputs), jax.tree.leaves(inputs)[0].shape[0]
-    for leaf in jax.tree.leaves(outputs):
-        if jnp.shape(leaf)[:1] != (n,):
-            shape = jnp.shape(leaf)
+    for shape in map(jnp.shape, jax.tree.leaves(outputs)):
+        if shape[:1] != (n,):
             raise ValueError(f"predict: apply_fn must return one row per example; got shape {shape} for a batch of {n}")
     return outputs
 
@@ -211,6 +213,8 @@ def plot_confusion_matrix(
     if matrix.shape != (n, n):
         raise ValueError(f"plot_confusion_matrix: the matrix must be square, got shape {matrix.shape}")
     names = _names("plot_confusion_matrix", class_names, n)
+
+    # The colours are fractions of a row, so that rare classes are as visible as others.
     side = min(12.0, 3.5 + 0.45 * n)
     figure = new_figure(side + 0.8, side)
     figure.set_layout_engine("compressed")  # the matrix is square, and the other one cuts its labels
@@ -218,6 +222,8 @@ def plot_confusion_matrix(
     fractions = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
     image = axes.imshow(fractions, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, fraction=0.046, label="fraction of the class")
+
+    # The counts in the cells and the names beside them, as long as they can be read.
     if n <= _NUMBERED:
         for i, j in np.ndindex(n, n):
             colour = "white" if fractions[i, j] > 0.5 else "black" if matrix[i, j] else "0.75"
@@ -249,14 +255,12 @@ def plot_mistakes(
         most: the largest number of images.
 
     Raises:
-        ModuleNotFoundError: as of `plot_history`. ValueError: there are no mistakes, or images have another shape.
+        ModuleNotFoundError: as of `plot_history`. ValueError: there are no mistakes.
     """
     checks.whole_number(most, "plot_mistakes", "most")
     if not len(mistakes):
         raise ValueError("plot_mistakes: nothing to show: 0 mistakes")
     images = data.images[mistakes.indices[:most]]
-    if images.ndim not in (3, 4) or (images.ndim == 4 and images.shape[3] not in (1, 3, 4)):
-        raise ValueError(f"plot_mistakes: expected images of shape (n, height, width[, 1, 3 or 4]), got {images.shape}")
     classes = 1 + max(int(mistakes.predicted.max()), int(mistakes.labels.max()))
     names = _names("plot_mistakes", class_names, classes)
     rows = -(-len(images) // _COLUMNS)

@@ -87,8 +87,8 @@ class Slice:
         self.name = str(name)  # such as "v5e:2x4"
         kind, colon, sizes = self.name.partition(":")
         if kind not in CHIPS:
-            hint = did_you_mean(kind, list(CHIPS)) or f"; known are {', '.join(CHIPS)}"
-            raise ValueError(f"{where}: unknown accelerator {kind!r} in on={name!r}{hint}")
+            hint = did_you_mean(kind, CHIPS) or f"; known are {', '.join(CHIPS)}"
+            raise ValueError(f"{where}: unknown accelerator, on={describe(name)}{hint}")
         self.kind, self.chip = kind, CHIPS[kind]
         self.is_gpu = bool(self.chip.numbers)
         flat = self.chip.most == 256
@@ -161,8 +161,9 @@ def ask(make: Callable[..., Any], target: Slice, choices: dict[str, Any]) -> tup
         pickler = importlib.import_module("cloudpickle" if importlib.util.find_spec("cloudpickle") else "pickle")
         request = pickler.dumps((make, target, choices, fraction, settings))
     except Exception as error:
-        fault = f"make or a choice cannot be sent to the process that compiles ({error})"
-        raise ValueError(f"train.plan: {fault}; {_BY_VALUE}") from None
+        raise ValueError(
+            f"train.plan: make or a choice cannot be sent to the process that compiles ({error}); {_BY_VALUE}"
+        ) from None
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "request").write_bytes(request)
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
@@ -203,8 +204,7 @@ def _answer(request: bytes) -> Any:
     try:
         make, target, choices, fraction, settings = pickle.loads(request)
     except Exception as error:
-        what = f"make cannot be loaded in {sys.executable}: {type(error).__name__}: {error}"
-        return ValueError(f"{what}; {_BY_VALUE}")
+        return ValueError(f"make cannot be loaded in {sys.executable}: {type(error).__name__}: {error}; {_BY_VALUE}")
     for name, value in settings.items():
         jax.config.update(name, value)
     if problem := _missing(target):
@@ -212,7 +212,7 @@ def _answer(request: bytes) -> Any:
     try:
         return examine(make, target, choices, fraction)
     except Exception as error:
-        return ValueError(_words(error))
+        return ValueError(in_one_line(error))
 
 
 def _missing(target: Slice) -> str:
@@ -224,8 +224,8 @@ def _missing(target: Slice) -> str:
     return f"{sys.executable} has no {compiler}{'' if target.is_gpu else ' (Linux on x86-64 only)'}; {_HINT}"
 
 
-def _words(error: Exception) -> str:
-    """An error of `make` or of the compiler in one line, with the user's line that it comes from."""
+def in_one_line(error: Exception) -> str:
+    """An error of `make` or of the compiler, with the user's line that it comes from."""
     users_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -265,6 +265,7 @@ def examine(make: Callable[..., Any], target: Slice, choices: dict[str, Any], fr
     """The fields of a `Plan`, and the step and network of its picture, or words why there is none."""
     from ... import viz  # who trains does not need it
 
+    # What is known before the compiler runs: the arrays of state and batch, and the operations.
     step, state, batch, stages = _construct(make, target.devices(), choices)
     devices = state.store.devices
     arguments = sorted(_arguments(state, batch), key=lambda argument: -argument["bytes"])
@@ -283,6 +284,8 @@ def examine(make: Callable[..., Any], target: Slice, choices: dict[str, Any], fr
         # Inside shard_map shapes are those of one device.
         "flops": flops // len(devices) if engine == "jit" else flops,
     }
+
+    # The compiled programs. The compiler of TPUs refuses one that does not fit, and says how much it needs.
     start = time.process_time()
     programs: list[Any] = []
     for stage in stages:
@@ -296,7 +299,21 @@ def examine(make: Callable[..., Any], target: Slice, choices: dict[str, Any], fr
             fields |= {"fits": False, "peak_bytes": peak, "compile_seconds": round(time.process_time() - start, 1)}
             return fields, "the program does not fit"
     fields["compile_seconds"] = round(time.process_time() - start, 1)
-    fields |= _sends(programs, stages, state, len(devices)) | _memory(programs, stages, target, fields)
+    fields |= _memory(programs, stages, target, fields)
+
+    # What the programs send, and the cycles that they take.
+    mesh = {str(name): size for name, size in state.step.sharding.mesh.shape.items()}
+    collectives: list[PlannedCollective] = []
+    cycles = 0
+    for compiled, stage in zip(programs, stages, strict=True):
+        program = viz._parse_program(compiled.as_text())
+        cycles += stage.runs * (viz._cycles_of(program) or 0)
+        for send in viz._sends_of(program, mesh, len(devices)):
+            runs = stage.runs * send.times
+            planned = PlannedCollective(send.kind, send.axes, send.sent, runs, send.is_overlapped, send.is_exact)
+            collectives.append(planned)
+    fields |= {"collectives": tuple(collectives), "cycles": cycles or None}
+
     if len(stages) > 1:
         return fields, "the step is several programs"
     return fields, _picture(step, state, batch, programs[0])
@@ -319,8 +336,8 @@ def _construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict
     state = jax.eval_shape(build)
     step, batch = kept
     if not set(state.store.devices) <= set(devices):
-        there = ", ".join(map(str, state.store.devices[:2]))
-        raise ValueError(f"make puts the state on {there}; give the store the devices that make gets as its argument")
+        shown = ", ".join(map(str, state.store.devices[:2]))
+        raise ValueError(f"make puts the state on {shown}; give the store the devices that make gets as its argument")
     return step, *step.parts(state, batch)
 
 
@@ -364,22 +381,6 @@ def _memory(programs: list[Any], stages: list[Any], target: Slice, fields: dict[
     # The compiler of TPUs has refused a program that does not fit.
     fits = peak <= fields["limit_bytes"] or (len(programs) == 1 and not target.is_gpu)
     return {"fits": fits, "peak_bytes": peak, **sizes}
-
-
-def _sends(programs: list[Any], stages: list[Any], state: PyTree, devices: int) -> dict[str, Any]:
-    from ... import viz
-
-    mesh = {str(name): size for name, size in state.step.sharding.mesh.shape.items()}
-    collectives: list[PlannedCollective] = []
-    cycles = 0
-    for compiled, stage in zip(programs, stages, strict=True):
-        program = viz._parse_program(compiled.as_text())
-        cycles += stage.runs * (viz._cycles_of(program) or 0)
-        for send in viz._sends_of(program, mesh, devices):
-            runs = stage.runs * send.times
-            planned = PlannedCollective(send.kind, send.axes, send.sent, runs, send.is_overlapped, send.is_exact)
-            collectives.append(planned)
-    return {"collectives": tuple(collectives), "cycles": cycles or None}
 
 
 def _picture(step: TrainStep, state: PyTree, batch: PyTree, compiled: jax.stages.Compiled) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..._core.text import Table, describe
@@ -182,19 +182,19 @@ def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
         ...     return step, train.create_state(store, 0), batch
         >>> print(train.plan(make, on="v5e:2x4"))  # doctest: +SKIP
     """
-    _check_make(make, on, "train.plan")
+    _check_make(make, "train.plan")
     fields, picture = ask(make, Slice(on, "train.plan"), choices)
     return Plan(**fields, _picture=picture)
 
 
-def _check_make(make: object, on: object, where: str) -> None:
+def _check_make(make: object, where: str) -> None:
     """`TypeError` for a step, which is on devices that are there, or for what else is no function."""
     if not callable(make) or isinstance(make, TrainStep):
-        came = "a train step" if isinstance(make, TrainStep) else describe(make)
-        hint = "put the lines that make the step, the state and the batch into a function of the devices"
-        raise TypeError(f"{where}: make must be a function, {_MAKE}, got {came}; {hint}: {where}(make, on='v5e:2x4')")
-    if not isinstance(on, str) and not (isinstance(on, Sequence) and all(isinstance(name, str) for name in on)):
-        raise TypeError(f"{where}: on must name accelerators, such as 'v5e:2x4', got {describe(on)}")
+        got = "a train step" if isinstance(make, TrainStep) else describe(make)
+        raise TypeError(
+            f"{where}: make must be a function, {_MAKE}, got {got}; put the lines that make the step, the state and "
+            f"the batch into a function of the devices: {where}(make, on='v5e:2x4')"
+        )
 
 
 def compare_plans(
@@ -214,13 +214,13 @@ def compare_plans(
         >>> from jaxpar import train
         >>> print(train.compare_plans(make, on=["v5e:2x4"], kind=["device", "sharded"]))  # doctest: +SKIP
     """
-    _check_make(make, on, "train.compare_plans")
+    _check_make(make, "train.compare_plans")
     slices = [on] if isinstance(on, str) else list(on)
     for name in slices:
         Slice(name, "train.compare_plans")  # its `ValueError` comes before any work
     for name, values in choices.items():
-        if isinstance(values, (str, Mapping)) or not isinstance(values, Sequence):
-            raise TypeError(f"train.compare_plans: {name} must be a list of values, got {describe(values)}")
+        if isinstance(values, str):  # else each letter would be a choice
+            raise TypeError(f"train.compare_plans: {name} must be a list of values, got {values!r}; write [{values!r}]")
     rows: list[tuple[str, dict[str, Any], Plan | str]] = []
     for name, *values in itertools.product(slices, *choices.values()):
         chosen = dict(zip(choices, values, strict=True))
@@ -236,20 +236,39 @@ def compare_plans(
 
 def _table_of(plan: Plan) -> Table:
     """The answer, and then what to try."""
-    verdict = "fits" if plan.fits else f"does NOT fit, by {_size(plan.peak_bytes - plan.limit_bytes)}"
-    rows = [("memory", f"{_size(plan.peak_bytes)} of {_size(plan.limit_bytes)} on each device{_parts(plan)}")]
-    rows += [
-        ("largest", f"{_size(argument['bytes'])}  {argument['name']}  {argument['shape']}")
-        for argument in plan.arguments[:3]
-    ]
+    # What the peak is made of. Of a program that its compiler refused only state and batch are known.
+    memory = f"{_size(plan.peak_bytes)} of {_size(plan.limit_bytes)} on each device"
+    memory += f": {_size(plan.argument_bytes)} state and batch"
+    if plan.temporary_bytes is not None and plan.donated_bytes is not None and plan.returned_bytes is not None:
+        kept = plan.argument_bytes + plan.returned_bytes - plan.donated_bytes
+        set_aside = plan.peak_bytes - kept - plan.temporary_bytes
+        memory += f", {_size(plan.temporary_bytes)} temporaries"
+        memory += f", {_size(set_aside)} that the compiler sets aside" if set_aside > plan.peak_bytes / 100 else ""
+    rows = [("memory", memory)]
+    for argument in plan.arguments[:3]:
+        rows.append(("largest", f"{_size(argument['bytes'])}  {argument['name']}  {argument['shape']}"))
     if plan.donated_bytes is not None and plan.returned_bytes is not None:
         rows.append(("donated", f"{_size(plan.donated_bytes)} of {_size(plan.returned_bytes)} that the step returns"))
-    rows += _sent(plan)
+
+    # What is sent: a row for each kind and axes of collectives.
+    groups: dict[tuple[str, tuple[str, ...]], list[PlannedCollective]] = {}
+    for collective in plan.collectives:
+        groups.setdefault((collective.kind, collective.axes), []).append(collective)
+    for (kind, axes), group in groups.items():
+        sent = sum(collective.bytes * collective.runs for collective in group)
+        hidden = sum(collective.bytes * collective.runs for collective in group if collective.overlapped)
+        runs, along = sum(collective.runs for collective in group), f" over {', '.join(axes)}" if axes else ""
+        beside = "all beside compute" if hidden == sent else f"{_size(hidden)} beside compute" if hidden else "alone"
+        least = "" if all(collective.is_exact for collective in group) else ", in a loop of unknown length at least"
+        rows.append((kind, f"{_size(sent)} sent by each device{along}, in {runs} a step{least}; {beside}"))
+
+    # What is computed, and what to try.
     cycles = "" if plan.cycles is None else f"; {plan.cycles:,} cycles estimated, without collectives"
     rows.append(("work", f"{plan.flops / 1e9:,.1f} GFLOP{cycles}"))
     rows.append(("compiled", f"in {plan.compile_seconds} s of CPU time"))
     if hint := _hint(plan):
         rows.append(("note" if plan.fits else "try", hint))
+    verdict = "fits" if plan.fits else f"does NOT fit, by {_size(plan.peak_bytes - plan.limit_bytes)}"
     return Table(f"{_name_of(plan)}: {verdict}", ("", ""), rows, most=100)
 
 
@@ -264,33 +283,6 @@ def _size(count: int) -> str:
         if count >= 0.995 * power:
             return f"{count / power:,.2f} {unit}"
     return f"{count / 1e3:,.1f} kB"
-
-
-def _parts(plan: Any) -> str:
-    """What the peak is made of."""
-    text = f": {_size(plan.argument_bytes)} state and batch"
-    if plan.temporary_bytes is None:
-        return text
-    kept = plan.argument_bytes + plan.returned_bytes - plan.donated_bytes
-    set_aside = plan.peak_bytes - kept - plan.temporary_bytes
-    more = f", {_size(set_aside)} that the compiler sets aside" if set_aside > plan.peak_bytes / 100 else ""
-    return f"{text}, {_size(plan.temporary_bytes)} temporaries{more}"
-
-
-def _sent(plan: Plan) -> Iterable[tuple[str, str]]:
-    """A row for each kind and axes of collectives."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
-    for collective in plan.collectives:
-        groups.setdefault((collective.kind, collective.axes), []).append(collective)
-    for (kind, axes), group in groups.items():
-        sent, hidden = (
-            sum(collective.bytes * collective.runs for collective in counted)
-            for counted in (group, [g for g in group if g.overlapped])
-        )
-        runs, along = sum(collective.runs for collective in group), f" over {', '.join(axes)}" if axes else ""
-        beside = "all beside compute" if hidden == sent else f"{_size(hidden)} beside compute" if hidden else "alone"
-        least = "" if all(collective.is_exact for collective in group) else ", in a loop of unknown length at least"
-        yield kind, f"{_size(sent)} sent by each device{along}, in {runs} a step{least}; {beside}"
 
 
 def _hint(plan: Plan) -> str:

@@ -114,18 +114,21 @@ class LocalSGD(DeviceStep):
         state = super().with_initial_parts(state)
         store = state.store
         if is_in_rows(store):
-            fault = f"with local_steps each device keeps all params, and kind {store.kind!r} gives it a part of them"
-            raise ValueError(f"train step: {fault}; use kind 'device' or 'dist_sync'")
+            raise ValueError(
+                f"train step: with local_steps each device keeps all params, and kind {store.kind!r} gives it a part "
+                "of them; use kind 'device' or 'dist_sync'"
+            )
         if store.staleness:
-            fault = f"local_steps and a store of staleness {store.staleness} cannot go together"
-            raise ValueError(f"train step: {fault}; use kind 'dist_sync', or staleness=0")
+            raise ValueError(
+                f"train step: local_steps and a store of staleness {store.staleness} cannot go together; use kind "
+                "'dist_sync', or staleness=0"
+            )
         params = tree_of(store, store.values)
         init = self.outer.init if self.outer is not None else lambda params: ()
         if carries(state.local):
             if jax.tree.structure(jax.eval_shape(init, params)) != jax.tree.structure(state.outer["state"]):
                 raise ValueError(f"train step: the state belongs to another outer_optimizer; {END_OF_ROUND}")
             return state
-        local = _local_part(store, trained_keys(store), state.transform)
         outer = {"state": init(params), "since": jnp.zeros((), jnp.int32)}
         devices = store.devices or ()
 
@@ -133,6 +136,8 @@ class LocalSGD(DeviceStep):
             """One copy for each device, along a new first axis."""
             return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (len(devices), *x.shape)), local)
 
+        # As a program, so that no device holds the copies of the others.
+        local = _local_part(store, trained_keys(store), state.transform)
         local = jax.jit(copies, out_shardings=split_over(devices))(local)
         return dataclasses.replace(state, local=local, outer=put_copy(outer, sharding_of(store)))
 

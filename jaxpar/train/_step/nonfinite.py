@@ -91,13 +91,12 @@ class NonFiniteError(FloatingPointError):
         self.step: int = step
         self.names: tuple[str, ...] = names
         self.state: TrainState = state
-        shown = ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        which = f"the loss and the gradients of {shown.removeprefix(repr('loss') + ', ')}"
-        if names[:1] != ("loss",):
-            which = f"the gradients of {shown}"
-        elif len(names) == 1:
-            which = "the loss"
-        super().__init__(f"train step {step} (the first is 0): not finite: {which}; {consequence}")
+        has_loss = names[:1] == ("loss",)
+        gradients, which = names[has_loss:], ["the loss"] * has_loss
+        if gradients:
+            more = f" and {len(gradients) - 8} more" if len(gradients) > 8 else ""
+            which.append(f"the gradients of {', '.join(map(repr, gradients[:8]))}{more}")
+        super().__init__(f"train step {step} (the first is 0): not finite: {' and '.join(which)}; {consequence}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +206,6 @@ def check_finite(metrics: Mapping[str, jax.Array | float], state: TrainState) ->
         0 ('loss', 'w') 1.0
     """
     check_is_state(state, "check_finite")
-    if "loss" not in metrics:
-        raise ValueError(f"check_finite: expected the metrics of a step, which have 'loss', got {list(metrics)}")
     if not carries(state.nonfinite):
         if not np.isfinite(float(metrics["loss"])):
             raise NonFiniteError(int(state.step) - 1, ("loss",), state, "its update was made")
@@ -218,16 +215,16 @@ def check_finite(metrics: Mapping[str, jax.Array | float], state: TrainState) ->
     noted = jax.device_get(state.nonfinite)
     if not noted["found"].any():
         return  # an overflow on the way to the right loss scale
-    known = ["loss", *_parameter_names(state.store)]
-    names = tuple(name for name, count in zip(known, noted["found"], strict=True) if count)
-    number, consequence = int(noted["step"]), "its update was left out"
-    if number == int(state.step):
-        # It stopped. A step on the state of the error trains on, so nothing is noted in it.
-        consequence = "no update was made since, and `state` of this error is the state before it"
-        found, step = state.nonfinite["found"], state.nonfinite["step"]
-        fresh = {**state.nonfinite, "found": jnp.zeros_like(found), "step": jnp.full_like(step, -1)}
-        state = dataclasses.replace(state, nonfinite=fresh)
-    raise NonFiniteError(number, names, state, consequence)
+    flagged = zip(("loss", *_parameter_names(state.store)), noted["found"], strict=True)
+    names = tuple(name for name, count in flagged if count)
+    bad_step = int(noted["step"])
+    if bad_step != int(state.step):
+        raise NonFiniteError(bad_step, names, state, "its update was left out")
+    # The run stopped there. A step on the state of the error trains on, so nothing is noted in it.
+    flags, step = state.nonfinite["found"], state.nonfinite["step"]
+    nonfinite = {**state.nonfinite, "found": jnp.zeros_like(flags), "step": jnp.full_like(step, -1)}
+    consequence = "no update was made since, and `state` of this error is the state before it"
+    raise NonFiniteError(bad_step, names, dataclasses.replace(state, nonfinite=nonfinite), consequence)
 
 
 def _parameter_names(store: KVStore) -> list[str]:

@@ -149,29 +149,29 @@ def check_even(batch: Batch, axis: int, shards: int, microbatches: int, cut: str
     Each array is cut by its own length. `TypeError` for a leaf that is no array of numbers.
     """
     checks.arrays_of_numbers(batch, "train step: batch")
-    lengths = {np.shape(leaf)[axis : axis + 1] for leaf in jax.tree.leaves(batch)}
-    if not lengths or () in lengths:
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    if not shapes or any(len(shape) <= axis for shape in shapes):
         checks.batch_length(batch, "train step", axis)  # raises
-    count = shards * microbatches
-    if len(lengths) > 1 and (count,) in lengths:
-        shapes = checks.shorten([tuple(np.shape(leaf)) for leaf in jax.tree.leaves(batch)])
-        rule = "must share the length of their first axis, or each have two or more rows in every share"
+    lengths, count = {shape[axis] for shape in shapes}, shards * microbatches
+    if len(lengths) > 1 and count in lengths:
         raise ValueError(
-            f"train step: the arrays of a batch {rule}, got {shapes}: in each of {count} shares one row of an array "
-            "would be broadcast, and so count for all rows of the others"
+            "train step: the arrays of a batch must share the length of their first axis, or each have two or more "
+            f"rows in every share, got {checks.shorten(shapes)}: in each of {count} shares one row of an array would "
+            "be broadcast, and so count for all rows of the others"
         )
-    for (n,) in sorted(lengths, reverse=True):
+    for n in sorted(lengths, reverse=True):
         if n % count == 0:
             continue
-        sizes = " or ".join(str(size) for size in (n // count * count, -(-n // count) * count) if size)
-        problem = f"cannot be {cut or f'divided by {shards} devices'}"
-        if n % shards == 0:
-            of_each = f"gives each of {shards} devices {n // shards} examples"
-            problem = f"{of_each}, which cannot be cut in accumulate={microbatches} microbatches"
         what = f"a batch of {n}"
         if len(lengths) > 1:
-            shapes = checks.shorten([tuple(np.shape(leaf)) for leaf in jax.tree.leaves(batch)])
-            what = f"each array is cut by its own length, but one of {n} rows, of arrays {shapes},"
+            what = f"each array is cut by its own length, but one of {n} rows, of arrays {checks.shorten(shapes)},"
+        problem = f"cannot be {cut or f'divided by {shards} devices'}"
+        if n % shards == 0:
+            problem = (
+                f"gives each of {shards} devices {n // shards} examples, which cannot be cut in "
+                f"accumulate={microbatches} microbatches"
+            )
+        sizes = " or ".join(str(size) for size in (n // count * count, -(-n // count) * count) if size)
         raise ValueError(f"train step: {what} {problem}; use a batch of {sizes}, or pad it")
 
 

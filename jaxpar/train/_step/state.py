@@ -189,9 +189,11 @@ def create_state(
         where = f"train.create_state: model_state{jax.tree_util.keystr(path)}"
         check_plain(leaf, where)
         if getattr(leaf, "dtype", None) == np.uint32 and leaf.shape == (2,):
-            # Shares get keys of their own by the type of a key. Raw keys would give all of them the same numbers.
-            hint = "give jax.random.wrap_key_data(key), or, if it is no key, another dtype or shape"
-            raise TypeError(f"{where}: uint32[2] is a raw random key, from which all devices draw the same; {hint}")
+            # Shards get keys of their own by the type of a key. Raw keys would give all of them the same numbers.
+            raise TypeError(
+                f"{where}: uint32[2] is a raw random key, from which all devices draw the same; give "
+                "jax.random.wrap_key_data(key), or, if it is no key, another dtype or shape"
+            )
     model_state = host.own_copies(model_state, "train.create_state: model_state")
     state = TrainState(store, jnp.zeros((), jnp.int32), rng, transform, model_state)
     return place_state(state, tuple(devices))
@@ -245,6 +247,8 @@ def leaf_shardings(state: TrainState) -> TrainState:
     """The state, whose store has devices, with the sharding of each leaf in place of the leaf."""
     devices, replicated = state.store.devices, stores.sharding_of(state.store)
     assert devices is not None
+    # In the store each leaf has the layout of its value. What is `local` has the devices as first axis. All else is
+    # replicated.
     store = jax.tree.map(functools.partial(stores.sharding_of, state.store), stores.layout_of_each(state.store))
     local = jax.tree.broadcast(split_over(devices), state.local)
     return dataclasses.replace(jax.tree.broadcast(replicated, state), store=store, local=local)
@@ -265,8 +269,10 @@ def check_is_state(state: object, where: str) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(f"{where}: expected a state, train.create_state(store, rng), got {checks.describe(state)}")
     if shape := np.shape(state.step):
-        hint = "take one of them, jax.tree.map(lambda x: x[0], state), or map over them, jax.vmap(step)(state, batches)"
-        raise ValueError(f"{where}: this is a stack of {shape[0]} states, as jax.vmap returns it; {hint}")
+        raise ValueError(
+            f"{where}: this is a stack of {shape[0]} states, as jax.vmap returns it; take one of them, "
+            "jax.tree.map(lambda x: x[0], state), or map over them, jax.vmap(step)(state, batches)"
+        )
 
 
 def carries(tree: PyTree) -> bool:
@@ -277,19 +283,22 @@ def carries(tree: PyTree) -> bool:
 def _average_local(template: TrainState, saved: portable.Saved, remarks: list[str]) -> portable.Saved:
     """What was saved of local steps, for the number of devices of the template."""
     saved = kv._with_wide_averages(template.local, saved, "local", remarks)
-    wanted = jax.tree.leaves(template.local)
-    local = {n: v for n, v in saved.items() if n.startswith("local/") and v[1].ndim}
-    if not wanted or not local:
+    leaves = jax.tree.leaves(template.local)
+    local = {name: v for name, v in saved.items() if name.startswith("local/") and v[1].ndim}
+    if not leaves or not local:
         return saved
-    count, before = wanted[0].shape[0], next(iter(local.values()))[1].shape[0]
-    if count == before:
+    count, saved_count = leaves[0].shape[0], next(iter(local.values()))[1].shape[0]
+    if count == saved_count:
         return saved
     remarks.append(
-        f"the state was saved within a round of local steps, with separate parameters and updater states on {before} "
-        f"devices; they were averaged for {count}"
+        "the state was saved within a round of local steps, with separate parameters and updater states on "
+        f"{saved_count} devices; they were averaged for {count}"
     )
-    new = {name: np.asarray(regroup_local(jnp.asarray(np.asarray(array)), count)) for name, (_, array) in local.items()}
-    return saved | {n: ({**local[n][0], "shape": list(array.shape)}, array) for n, array in new.items()}
+    averaged: portable.Saved = {}
+    for name, (record, array) in local.items():
+        new = np.asarray(regroup_local(jnp.asarray(np.asarray(array)), count))
+        averaged[name] = {**record, "shape": list(new.shape)}, new
+    return saved | averaged
 
 
 portable.ADAPTERS[TrainState] = _average_local

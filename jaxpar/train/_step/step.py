@@ -99,11 +99,11 @@ class DeviceStep:
 
         # The sum over the devices. With a staleness it is that of gradients from earlier steps, which wait in a queue,
         # and of which it is not known any more whether they are zeros.
-        due, pending, ready, zeros = grads, {}, None, shard.unread
+        pushed, pending, ready, zeros = grads, {}, None, shard.unread
         if store.staleness:
-            due, pending, ready = queue.rotate_queue(store, grads, one=True)
+            pushed, pending, ready = queue.rotate_queue(store, grads, one=True)
             zeros = frozenset[int]()
-        summed, residuals = self.sum_gradients(store, due, zeros)
+        summed, residuals = self.sum_gradients(store, pushed, zeros)
         metrics, model_state, flags = self.mean_over_devices(state, shard, grads, summed)
 
         # The update by the store's optimizer.
@@ -173,9 +173,9 @@ class DeviceStep:
                 sums, model_state = sums_and_state
                 i, batch = microbatch
                 keys_of_microbatch = self.map_shards(lambda key: jax.random.fold_in(key, i))(rng)
-                found = of_microbatch(batch, keys_of_microbatch, model_state)
-                sums = {k: total + found.grads[k].astype(total.dtype) for k, total in sums.items()}
-                return (sums, found.model_state), found.metrics
+                gradient = of_microbatch(batch, keys_of_microbatch, model_state)
+                sums = {k: total + gradient.grads[k].astype(total.dtype) for k, total in sums.items()}
+                return (sums, gradient.model_state), gradient.metrics
 
             zeros = {k: widen(jnp.zeros_like(leaves[k])) for k in keys}
             microbatches = jnp.arange(count), jax.tree.map(cut, batch)
@@ -302,15 +302,19 @@ class DeviceStep:
         """The summed gradients through `grad_transform`. Those of a sharded store are gathered for it."""
         tx, store = self.grad_transform, state.store
         params = stores.tree_of(store, dict(enumerate(jax.tree.leaves(params))))
-        whole = aggregate.gather(store, summed, self.axis_name)
-        grads = {k: whole[k] if k in whole else jnp.zeros_like(x) for k, x in stores.by_key(store, params).items()}
-        before, fresh = state.transform, jax.eval_shape(tx.init, params)
-        if jax.tree.structure(before) != jax.tree.structure(fresh):
-            if jax.tree.leaves(fresh):
-                hint = "give the same one to train.create_state(store, rng, grad_transform=...)"
-                raise ValueError(f"train step: the state was made for another grad_transform; {hint}")
-            before = tx.init(params)  # without arrays, which a state has as ()
-        updates, transform = tx.update(stores.tree_of(store, grads), before, params)
+        gathered = aggregate.gather(store, summed, self.axis_name)
+        # An optax transform takes gradients of all params. Those that this step leaves out are zeros.
+        by_key = stores.by_key(store, params)
+        grads = {k: gathered[k] if k in gathered else jnp.zeros_like(x) for k, x in by_key.items()}
+        old, initial = state.transform, jax.eval_shape(tx.init, params)
+        if jax.tree.structure(old) != jax.tree.structure(initial):
+            if jax.tree.leaves(initial):
+                raise ValueError(
+                    "train step: the state was made for another grad_transform; give the same one to "
+                    "train.create_state(store, rng, grad_transform=...)"
+                )
+            old = tx.init(params)  # without arrays, which a state has as ()
+        updates, transform = tx.update(stores.tree_of(store, grads), old, params)
         new = stores.by_key(store, updates)
         new = aggregate.own_parts(store, {k: new[k] for k in summed}, self.axis_name)
         return new, transform if jax.tree.leaves(transform) else ()
@@ -320,8 +324,10 @@ class DeviceStep:
     def with_initial_parts(self, state: TrainState) -> TrainState:
         """The state, which is on its devices, with the parts that this step keeps in it. Parts that it has stay."""
         if carries(state.local) and not self.has_local_part:
-            fault = "the state has separate parameters for each device, from a step with local_steps"
-            raise ValueError(f"train step: {fault}; {END_OF_ROUND}")
+            raise ValueError(
+                "train step: the state has separate parameters for each device, from a step with local_steps; "
+                f"{END_OF_ROUND}"
+            )
         missing: dict[str, PyTree] = {}
         if self.grad_transform is not None and not carries(state.transform):
             transform = self.grad_transform.init(trained_params(state.store))
@@ -338,10 +344,9 @@ class DeviceStep:
         for i in range(state.store.staleness):
             params = whole_params(state.store, self.axis_name)
             pending, ready = queue.pending_at(state.store, i)
-            due = {k: value.reshape(stores.shapes_of(state.store)[k]) for k, value in pending.items()}
-            store, transform = self.apply(
-                state, params, *self.sum_gradients(state.store, due, frozenset()), ready, None
-            )
+            pushed = {k: value.reshape(stores.shapes_of(state.store)[k]) for k, value in pending.items()}
+            summed, residuals = self.sum_gradients(state.store, pushed, zeros=frozenset())
+            store, transform = self.apply(state, params, summed, residuals, ready, None)
             state = dataclasses.replace(state, store=store, transform=transform)
         empty = jax.tree.map(jnp.zeros_like, state.store.pending)
         return dataclasses.replace(state, store=dataclasses.replace(state.store, pending=empty))

@@ -63,18 +63,23 @@ class VirtualStep(DeviceStep):
     def with_initial_parts(self, state: TrainState) -> TrainState:
         """As of any step. `ValueError` for a store that rounds by the number of devices."""
         store = state.store
-        reasons = {
-            "a compressor keeps a residual for each device; make the store without one": store.compressor is not None,
-            f"pending pushes of a store of staleness {store.staleness} belong to its devices; use kind 'dist_sync', or "
-            "staleness=0": bool(store.staleness),
-            f"in kind {store.kind!r} each device updates a share of a value, and rounding depends on its length; use "
-            "kind 'device'": is_in_rows(store),
-        }
-        for reason, is_so in reasons.items():
-            if is_so:
-                what = f"train step: virtual_shards={self.shards} gives the same bits on any number of devices"
-                raise ValueError(f"{what}, but {reason}")
-        return super().with_initial_parts(state)
+        if store.compressor is not None:
+            reason = "a compressor keeps a residual for each device; make the store without one"
+        elif store.staleness:
+            reason = (
+                f"pending pushes of a store of staleness {store.staleness} belong to its devices; use kind "
+                "'dist_sync', or staleness=0"
+            )
+        elif is_in_rows(store):
+            reason = (
+                f"in kind {store.kind!r} each device updates a share of a value, and rounding depends on its length; "
+                "use kind 'device'"
+            )
+        else:
+            return super().with_initial_parts(state)
+        raise ValueError(
+            f"train step: virtual_shards={self.shards} gives the same bits on any number of devices, but {reason}"
+        )
 
     def terms(self, state: TrainState, batch: Batch, number: jax.Array) -> tuple[Terms, Buffers]:
         """What shard `number` adds, and the other leaves of its model state."""
@@ -209,7 +214,7 @@ class VirtualProgram:
         batches = self._on_devices(self._batches.place(self._pad(batch)), split_over(self.devices))
         states, rngs = (self._on_devices(x, replicated) for x in (donated, rng))
         nodes_and_others = [self._nodes(d, states[d], rngs[d], batches[d]) for d in self._ranks]
-        totals, others = self._sums([nodes for nodes, _ in nodes_and_others], [rest for _, rest in nodes_and_others])
+        totals, others = self._sums(*zip(*nodes_and_others, strict=True))
         new = [self._update(states[d], rngs[d], totals[d], others[d]) for d in self._ranks]
 
         # The update was given the arrays of each device, and so the memory of the arrays over all of them.
@@ -239,7 +244,7 @@ class VirtualProgram:
         if many:
             raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
         deal = self._deal
-        # A device that is there needs no name, and the program is the one of any device.
+        # The gradient of a shard. A device that is there needs no name, and the program is the one of any device.
         first = None if self.devices[0] in jax.devices() else SingleDeviceSharding(self.devices[0])
         along, slots = split_over(self.devices), deal.slots * deal.devices
         padded = self._pad(batch)
@@ -249,11 +254,16 @@ class VirtualProgram:
         donated, rng, shard, number = _shapes_of((donated, rng, shard, np.int32(0)), first)
         term = self._term.trace(donated, rng, shard, number)
         node, others = _shapes_of(term.out_info, first)
+
+        # The exchange of what is left of all shards, and the update.
         totals = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=first) for x in node]
         rows = [_shapes_of(totals, along, deal.devices)] * deal.kept
+        exchanged = self._exchange.trace(rows, _shapes_of(others, along, deal.devices))
+
+        # What a device holds while each of them runs, and which is no argument of it: the state, the batch, and at most
+        # so many nodes that wait for their neighbours.
         of_state, of_batch, of_node = tree_nbytes(donated), deal.slots * tree_nbytes(shard), tree_nbytes(node)
         most = max(sum(1 - n for n in merges[:i]) for merges in deal.merges for i in range(len(merges)))
-        exchanged = self._exchange.trace(rows, _shapes_of(others, along, deal.devices))
         return shapes, [
             DeviceProgram(term, deal.slots, of_batch * (deal.slots > 1) + most * of_node),
             DeviceProgram(_add.trace(node, node), deal.slots - 1, of_state + of_batch + max(0, most - 1) * of_node),
@@ -290,8 +300,9 @@ class VirtualProgram:
         node, first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=device), shapes)
         return [node], first
 
-    def _sums(self, nodes: list[list[Buffers]], others: list[Buffers]) -> tuple[dict[Device, Buffers], ...]:
+    def _sums(self, nodes: tuple[list[Buffers], ...], others: tuple[Buffers, ...]) -> tuple[dict[Device, Buffers], ...]:
         """The sums over all devices, and the other leaves of device 0, on each device of this process."""
+        # Each device takes part with as many nodes as any of them has. What it lacks are zeros, which are never added.
         shapes = nodes[0][0]
         rows: list[Buffers] = []
         along = split_over(self.devices)
