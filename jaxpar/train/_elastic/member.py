@@ -167,11 +167,15 @@ class Member:
                 self._agree()
             self._load()
             made = self._group.run(self._at, self._make)
+
+            # Who was lost in it, and who joins after it.
             if self.leads and self._group.lost:
                 lost = ", ".join(map(str, self._group.lost))
                 say(f"process {lost} was lost in step {self._at + 1}; the others repeat it")
             if self.leads and self._group.joined:
                 say(f"process {', '.join(map(str, self._group.joined))} joins after step {self._at + 1}")
+
+            # It failed in a process, so it counts in none. The batch stays for the next try.
             if made is None:
                 continue
             self._batch = None
