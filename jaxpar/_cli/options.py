@@ -86,13 +86,13 @@ def path(text: str) -> Path:
 
 def _keywords(hint: Any) -> dict[str, Any]:
     """What `add_argument` is told of a field of this type."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):  # with None, where the option has no default
-        return _keywords(next(part for part in parts if part is not types.NoneType))
+        return _keywords(next(arg for arg in args if arg is not types.NoneType))
     if origin is Literal:
-        return {"choices": parts}
+        return {"choices": args}
     if origin is tuple:
-        return {**_keywords(parts[0]), "action": "append"}
+        return {**_keywords(args[0]), "action": "append"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     return {} if hint is str else {"type": path if hint is Path else hint}

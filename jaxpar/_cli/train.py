@@ -38,7 +38,15 @@ def run(options: TrainOptions, parser: argparse.ArgumentParser) -> int:
     recipe = RECIPES[options.recipe]
     distributed.initialize()  # one of several processes, under `launch` or a cluster's scheduler
     devices = _devices(options, parser)
-    _check_folders(options)
+
+    # A folder that cannot be written or made is an error now, not after an hour of work for it. Process 0 writes.
+    with processes.raise_together():
+        for name in ("output_dir", "checkpoint_dir", "tensorboard_dir", "profile_dir"):
+            folder = getattr(options, name)
+            if folder is not None and jax.process_index() == 0:
+                checkpoint._check_writable(folder, f"--{name.replace('_', '-')}")
+
+    # A program that hangs where it is read from the cache, with older jax and emulated devices, is not kept there.
     if options.compilation_cache and jax.process_count() == 1 and not can_hang(devices):
         train.use_compilation_cache()
     train_data, test_data = (
@@ -117,15 +125,6 @@ def _devices(options: TrainOptions, parser: argparse.ArgumentParser) -> list[Dev
         raise ValueError(f"--devices {options.devices}: there are only {len(devices)} ({devices[0].platform})")
     of_processes = [[d for d in devices if d.process_index == i] for i in range(jax.process_count())]
     return [d for of_process in of_processes for d in of_process[:per_process]]
-
-
-def _check_folders(options: TrainOptions) -> None:
-    """`OSError` for a folder of results that cannot be written or made, before any work is done for it."""
-    with processes.raise_together():
-        for name in ("output_dir", "checkpoint_dir", "tensorboard_dir", "profile_dir"):
-            folder = getattr(options, name)
-            if folder is not None and jax.process_index() == 0:  # which writes
-                checkpoint._check_writable(folder, f"--{name.replace('_', '-')}")
 
 
 def _about(options: TrainOptions, devices: list[Device]) -> str:
@@ -485,18 +484,21 @@ def words_of_file(file: Path, parser: argparse.ArgumentParser) -> list[str]:
     # A key is the name of an option without the two dashes, with `-` or `_` in it. A switch is true or false.
     try:
         with file.open("rb") as opened:
-            options = tomllib.load(opened)
+            values = tomllib.load(opened)
     except OSError as error:
         parser.error(f"--config {file} cannot be read: {error.strerror}")
     except (ValueError, RecursionError) as error:  # of an int of 5,000 digits too
         parser.error(f"--config {file} is not TOML: {error}")
-    arguments: list[str] = []
     actions = {
-        name[2:]: action
-        for name, action in parser._option_string_actions.items()
-        if name[:2] == "--" and action.dest not in ("help", "config")
+        flag[2:]: action
+        for flag, action in parser._option_string_actions.items()
+        if flag[:2] == "--" and action.dest not in ("help", "config")
     }
-    for name, value in options.items():
+
+    # What is wrong is said here, where the file can be named. The parser would speak of a command line that nobody
+    # wrote.
+    arguments: list[str] = []
+    for name, value in values.items():
         option = name.replace("_", "-")
         if option not in actions:
             near = did_you_mean(option, [name for name in actions if not name.startswith("no-")])
@@ -511,7 +513,7 @@ def words_of_file(file: Path, parser: argparse.ArgumentParser) -> list[str]:
             arguments.append(yes if value == (f"--{option}" == yes) else no)  # `no-remat = true` is `remat = false`
             continue
         try:
-            parser._check_value(action, parser._get_value(action, str(value)))  # here the file can be named
+            parser._check_value(action, parser._get_value(action, str(value)))
         except (argparse.ArgumentError, ValueError) as error:  # the latter: an int of 5,000 digits
             parser.error(f"{file}: {error}")
         arguments.append(f"--{option}={value}")

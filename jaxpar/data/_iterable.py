@@ -163,12 +163,15 @@ class IterableSource:
 
         first_lengths: dict[str, int] = {}  # of the arrays of the first batch
         for number, batch in enumerate(self._read_on(start, epochs, steps, share), start):
+            # A batch of another size would be a program of its own, and in one of several processes a hang.
             lengths = _lengths(batch, share, number if steps is None else number % steps, first_lengths)
             if not first_lengths and len(set(lengths.values())) > 1:  # each array is cut by its own length
                 for name, n in lengths.items():
                     num_shards = virtual_shards or placement.num_shards
                     checks.even_share(n * processes.count(), num_shards, f"{_WHERE}: {name}")
             first_lengths = first_lengths or lengths
+
+            # (share, ...) in host memory to (batch_size + padding, ...) on the devices.
             if padding:
                 batch = jax.tree.map(lambda x: pad_rows(x, placement.rows(len(x)) - len(x)), batch)
             batch = self.place(batch, sharding)

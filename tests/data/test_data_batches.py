@@ -241,9 +241,6 @@ def test_a_partition_spec_is_over_the_mesh_that_is_set():
         (batch,) = batches(make(4), 4, sharding=P("data"))
         (other,) = data.prefetch([np.zeros(4)], P("data"))
     assert batch["label"].sharding == other.sharding == NamedSharding(mesh, P("data"))
-    for read in (lambda: batches(make(4), 4, sharding=P("data")), lambda: data.prefetch([np.zeros(4)], P("data"))):
-        with pytest.raises(TypeError, match=r"a PartitionSpec needs a mesh, set by jax\.set_mesh"):
-            read()
 
 
 @pytest.mark.parametrize("size", [0, 2, 9])
@@ -270,59 +267,11 @@ def test_free_memory_is_what_the_device_says():
     assert _batches.free_bytes(jax.devices()[0]) > 0
 
 
-@pytest.mark.parametrize(
-    ("size", "batch_size", "options", "message"),
-    [
-        (40, 6, {"devices": 4}, "data.batches: a batch of 6 cannot be divided by 4 devices; use a batch of 4 or 8"),
-        (40, 2, {"devices": 4}, "a batch of 2 cannot be divided by 4 devices; use a batch of 4$"),
-        (42, 8, {"devices": 4, "drop_remainder": False}, "last batch would have 2 examples"),
-        (5, 8, {}, "data.batches: 5 examples make no whole batch of 8; use a smaller batch_size, or drop_rem"),
-        (0, 8, {"drop_remainder": False}, "data.batches: 0 examples make no whole batch"),
-        (40, 0, {}, "data.batches: batch_size must be an int of 1 or more, got 0"),
-        (40, 8, {"devices": 0}, "data.batches: devices must be one or more different devices"),
-        (40, 8, {"start": -1}, "data.batches: start must be an int of 0 or more, got -1"),
-        (40, 8, {"epochs": -1}, "epochs must be an int of 0 or more, got -1"),
-    ],
-)
-def test_what_cannot_be_is_said_before_the_first_batch(size, batch_size, options, message):
-    if "devices" in options:
-        options = {**options, "devices": jax.devices()[: options["devices"]]}
-    with pytest.raises(ValueError, match=message):
-        batches(make(size), batch_size, **options)
-
-
-def test_a_seed_is_no_key():
-    with pytest.raises(TypeError, match=r"rng must be a random key, such as jax.random.key\(0\); got int"):
-        batches(make(), 8, rng=0)
-
-
-def test_dataset_checks_and_prints():
+def test_dataset_prints():
     assert repr(make(5)) == "Dataset(5 images uint8 (3, 2, 1), labels int32, source='arrays')"
     assert make(5).labels.dtype == np.int32
     assert Dataset(np.zeros((2, 3)), [0.5, 1.5]).labels.dtype == np.float64
     assert len(Dataset(jnp.zeros((2, 3)), jnp.zeros(2, jnp.int8))) == 2
-    with pytest.raises(ValueError, match=r"one label per image: images \(3, 2\), labels \(2,\)"):
-        Dataset(np.zeros((3, 2)), np.zeros(2))
-
-
-TOO_LARGE = np.array([0, 2**32] * 4)
-
-
-@pytest.mark.parametrize(
-    ("read", "name"),
-    [
-        (lambda: Dataset(np.zeros((8, 2)), TOO_LARGE), "Dataset: labels"),
-        (lambda: Dataset(TOO_LARGE, np.zeros(8)), "Dataset: images"),
-        (lambda: data.from_arrays({"id": TOO_LARGE}), "data.from_arrays: 'id'"),
-        (lambda: data.from_arrays([{"id": int(each)} for each in TOO_LARGE]), "data.from_arrays: 'id'"),
-        (lambda: next(data.batches([{"id": TOO_LARGE}], 8)), "data.batches: 'id'"),
-        (lambda: next(data.batches([{"id": TOO_LARGE}], 8, devices=jax.devices()[:2])), "data.batches: 'id'"),
-        (lambda: next(data.prefetch([{"id": TOO_LARGE}])), r"data.prefetch: batch\['id'\]"),
-    ],
-)
-def test_integers_that_int32_cannot_hold(read, name):
-    with pytest.raises(ValueError, match=f"{name}: integers are stored as int32; these run from 0 to 4294967296"):
-        read()
 
 
 @pytest.mark.parametrize("values", [np.array([-(2**31), 2**31 - 1]), np.array([0, 2**32 - 1], np.uint64)])

@@ -563,19 +563,3 @@ def test_a_split_is_drawn_by_its_key_only():
     np.testing.assert_array_equal(first.labels, same.labels)
     assert first.labels.tolist() != other.labels.tolist()
     assert numbered(50).split(10, shuffle=False)[0].labels.tolist() == list(range(10))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((0.001,), ValueError, "0.001 of 50 examples leaves one of the two parts empty; give a fraction between 0 and"),
-        ((50,), ValueError, "50 of 50 examples"),
-        ((1.5,), ValueError, "1.5 of 50 examples"),
-        ((float("nan"),), ValueError, "fraction must be a number"),
-        (("0.5",), TypeError, "fraction must be a number.*got '0.5'"),
-        ((0.5, "a"), TypeError, "rng must be a random key.*, got 'a'"),
-    ],
-)
-def test_a_split_that_cannot_be(arguments, error, message):
-    with pytest.raises(error, match=message):
-        numbered(50).split(*arguments)

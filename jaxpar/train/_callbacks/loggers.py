@@ -172,8 +172,10 @@ class JsonLines(Logger):
         if self.path.exists() and not self.path.is_file() and not self.path.is_dir():  # /dev/stdout, a pipe
             files.append(self.path, _lines(records))
             return
+
+        # The lines that are there, and their steps. A crash may have cut the last one short.
         content = self.path.read_bytes() if self.path.is_file() else b""
-        lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)  # a crash may have cut the last one short
+        lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
         try:
             steps = [int(json.loads(line)["step"]) for line in lines]
         except (ValueError, KeyError, TypeError):
@@ -181,16 +183,19 @@ class JsonLines(Logger):
                 f"{self.path} has lines that are not JSON records with a step; choose another file, such as "
                 "metrics.jsonl"
             ) from None
-        # Of lines without an owner only their steps are known: who begins after the first of them goes on with them.
+
+        # Which of them are of this run. Of lines without an owner only their steps are known: who begins after the
+        # first of them goes on with them.
         goes_on = self._resumed or step > min(steps, default=step)
         owners = self._owners(lines)
-        is_ours = [goes_on if not owner or self._id is None else owner == self._id for owner in owners]
-        kept = [i for i, ours in enumerate(is_ours) if not ours or steps[i] < step]
-        if jax.process_index() == 0 and not all(is_ours):
+        is_own = [goes_on if not owner or self._id is None else owner == self._id for owner in owners]
+        kept = [i for i in range(len(lines)) if not is_own[i] or steps[i] < step]
+        if jax.process_index() == 0 and not all(is_own):
             say_news(f"{self.path} has the records of another run; those of this run follow them")
         elif len(kept) < len(lines) and not self._resumed and self._id is not None:
             count = len(lines) - len(kept)
             say_news(f"{self.path} has {count} records of an earlier call of this run, which are replaced")
+
         # First who owns what: after a crash in between it is right for all lines before the first that is dropped.
         if self._id is not None:
             self._write_owners([owners[i] for i in kept], [lines[i] for i in kept])
@@ -202,24 +207,25 @@ class JsonLines(Logger):
 
     def _owners(self, lines: Sequence[bytes]) -> list[str]:
         """The run that wrote each line. "" where that is not known."""
+        # The hidden file has [[position in bytes, run], ...], one for each place where the lines of a run begin.
         try:
-            owner_from = {int(at): str(run) for at, run in json.loads(self._owners_path.read_bytes())}
+            owner_from = {int(position): str(run) for position, run in json.loads(self._owners_path.read_bytes())}
         except (OSError, ValueError, TypeError, RecursionError):
             owner_from = {}
-        at, owner, owners = 0, "", list[str]()
+        position, owner, owners = 0, "", list[str]()
         for line in lines:
-            owner = owner_from.get(at, owner)
+            owner = owner_from.get(position, owner)
             owners.append(owner)
-            at += len(line)
+            position += len(line)
         return owners
 
     def _write_owners(self, owners: Sequence[str], lines: Sequence[bytes]) -> None:
         """Write where the lines of each run begin. What follows is of this run."""
-        at, begins = 0, list[tuple[int, str | None]]()
+        position, begins = 0, list[tuple[int, str | None]]()
         for owner, length in zip([*owners, self._id], [*map(len, lines), 0], strict=True):
             if not begins or begins[-1][1] != owner:
-                begins.append((at, owner))
-            at += length
+                begins.append((position, owner))
+            position += length
         files.replace(self._owners_path, json.dumps(begins).encode() + b"\n")
 
 

@@ -19,16 +19,18 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import jax
 import numpy as np
 
-from ... import distributed
-from ..._core.arrays import Device, without_keys
+from ... import data, distributed
+from ..._core.arrays import Device, PyTree, without_keys
 from ..._core.text import say, say_before_exit, say_news
 from ..._heartbeat.server import REFUSED
+from .._callbacks.callbacks import Callbacks
 from .._step.state import TrainState
+from .._step.train_step import TrainStep
 
 _JOIN = "join"  # the key in a block by which process 0 takes others in
 _POLL = 0.05  # seconds between two looks at a key
@@ -43,6 +45,31 @@ Devices = tuple[Device, ...]
 Offer = dict[str, Any]  # what process 0 says about the run, as JSON
 Prepared = TypeVar("Prepared")
 Result = TypeVar("Result")
+
+
+class Run(Protocol):
+    """What is read of a `train._fit.run.Run`, which is of a higher room."""
+
+    @property
+    def step(self) -> TrainStep: ...
+    @property
+    def source(self) -> data.Source: ...
+    @property
+    def callbacks(self) -> Callbacks: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def examples(self) -> int: ...
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def num_steps(self) -> int: ...
+    @property
+    def eval_every(self) -> int | None: ...
+    @property
+    def stops(self) -> bool: ...
+    def batches(self, rng: jax.Array, start: int) -> Iterator[PyTree]: ...
+    def is_record_due(self, step: int, last: int, is_epoch_over: bool) -> bool: ...
 
 
 class Group:
@@ -206,8 +233,10 @@ class Group:
         """The result in a tuple, where `work` succeeded in all members. With `invites` others may join after it."""
         self.lost, self.joined, made, error = [], [], None, None
         self._block = f"blocks/{self._number}/{self._tries}/{name}"
+        # The work. The block ends with a barrier. Behind it all members can read what one of them wrote before it: its
+        # error, or whom process 0 invites. Where a member was lost, the barrier raises in all others.
         try:
-            with self._live(self.devices):  # it ends with a barrier
+            with self._live(self.devices):
                 try:
                     made = (work(),)
                 except jax.errors.JaxRuntimeError as raised:
@@ -219,6 +248,7 @@ class Group:
             self.lost = sorted({d.process_index for d in failure.failed_devices})
             self._leave_out_lost()
             return None
+        # Nobody was lost. It succeeded in all, or in none.
         entries = self._board.entries(self._block)
         failed = _by_rank(entries)
         if made and not failed:
@@ -227,6 +257,7 @@ class Group:
                 self.joined = sorted(rank for rank, _ in new)
                 self.set_members({**self.starts, **dict(new)})
             return made
+        # As where one process was so slow that Gloo gave up. It is tried again, but not forever.
         self._failures += 1
         if self._failures == _MOST_TRIES:
             reasons = "; ".join(f"process {rank}: {why}" for rank, why in failed.items())
@@ -267,8 +298,8 @@ class Group:
                 "checkpoint"
             )
             sys.exit(distributed.LOST)
-        known = {d.id: d for d in jax.devices()}
-        devices = tuple(known[i] for i in terms["order"])
+        devices_by_id = {d.id: d for d in jax.devices()}
+        devices = tuple(devices_by_id[i] for i in terms["order"])
         return devices, terms["offer"], prepare(devices)
 
     def _next_order(self) -> Sequence[int] | None:
@@ -289,9 +320,8 @@ def _is_program(value: object) -> bool:
 
 def _is_terms(value: Any) -> bool:
     order, offer = value["order"], value["offer"]
-    known = {d.id for d in jax.devices()}
-    numbers = all(isinstance(offer[name], int) for name in ("at", "first", "last"))
-    return numbers and (order is None or {*order} <= known)
+    are_numbers = all(isinstance(offer[name], int) for name in ("at", "first", "last"))
+    return are_numbers and (order is None or {*order} <= {d.id for d in jax.devices()})
 
 
 # What a process would compute, in short. A process that comes back reads the script again, and the script may have been
@@ -300,7 +330,7 @@ def _is_terms(value: Any) -> bool:
 # rows hashed.
 
 
-def describe(run: Any, seed: jax.Array, state: TrainState, texts: Iterable[str], batch: Any) -> Program:
+def describe(run: Run, seed: jax.Array, state: TrainState, texts: Iterable[str], batch: PyTree) -> Program:
     """What decides the numbers of a run of `fit`, by names for people.
 
     `texts` are the programs of a device before compilation, `batch` is the first one of the run, in host memory.
@@ -328,7 +358,7 @@ def differences(program: Program, first: Program) -> str:
     )
 
 
-def digest(tree: Any) -> str:
+def digest(tree: PyTree) -> str:
     """A hash of the structure of a pytree, and of what is in it."""
     plain, _ = without_keys(tree)
     leaves, structure = jax.tree.flatten(plain)

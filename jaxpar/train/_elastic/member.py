@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from ... import data, distributed
-from ..._core.arrays import without_keys
+from ..._core.arrays import PyTree, without_keys
 from ..._core.process import daemon
 from ..._core.text import say, say_before_exit
 from ..._devices import mesh, processes
@@ -32,7 +32,8 @@ from .._callbacks.history import History
 from .._step.nonfinite import check_finite
 from .._step.state import TrainState, place_state
 from .._step.train_step import TrainStep
-from .group import Devices, Group, Offer, Program, describe, digest
+from .._step.virtual import VirtualProgram
+from .group import Devices, Group, Offer, Program, Run, describe, digest
 
 STUCK_AFTER = 10.0  # seconds, or JAXPAR_STUCK_TIMEOUT
 _EVERY = 0.5  # seconds between two looks
@@ -80,7 +81,7 @@ class Signals(Protocol):
 class Member:
     """The steps of this process in an elastic run. `ValueError` for a run that cannot go on after a loss."""
 
-    def __init__(self, run: Any, state: TrainState):
+    def __init__(self, run: Run, state: TrainState):
         processes.check_first_fit()
         check_can_go_on(run, state)
         self._run, self._seed = run, state.rng
@@ -166,7 +167,15 @@ class Member:
                 self._agree()
             self._load()
             made = self._group.run(self._at, self._make)
-            self._say_change()
+
+            # Who was lost in it, and who joins after it.
+            if self.leads and self._group.lost:
+                lost = ", ".join(map(str, self._group.lost))
+                say(f"process {lost} was lost in step {self._at + 1}; the others repeat it")
+            if self.leads and self._group.joined:
+                say(f"process {', '.join(map(str, self._group.joined))} joins after step {self._at + 1}")
+
+            # It failed in a process, so it counts in none. The batch stays for the next try.
             if made is None:
                 continue
             self._batch = None
@@ -180,7 +189,7 @@ class Member:
 
     def _is_turn(self) -> bool:
         """Whether process 0 says after this step if the run goes on: after each record, and now and then."""
-        is_epoch_over = (self._at - self.first) % self._run.steps == 0
+        is_epoch_over = (self._at - self.first) % (self._run.steps or 1) == 0
         return self._run.is_record_due(self._at, self._last, is_epoch_over) or self._at % _TELL_EVERY == 0
 
     def _hear(self, place: int | str) -> dict[str, Any]:
@@ -207,6 +216,7 @@ class Member:
         batch = _to_host(next(self._run.batches(self._seed, 0)))
         local = place_state(_to_host(state), tuple(jax.local_devices()))
         program, donated, rng = self._run.step.on(jax.local_devices())._prepare(local, None)
+        assert isinstance(program, VirtualProgram)  # see `check_can_go_on`
         texts = program.compile_own(donated, rng, batch)
         return describe(self._run, self._seed, state, texts, batch)
 
@@ -240,42 +250,32 @@ class Member:
         place = {"at": self._at, "first": self.first, "last": self._last}
         return {**place, "history": self._history, "batch": digest(self._batch)}
 
-    def _say_change(self) -> None:
-        """Say in process 0 who was lost in a step, and who joins after it."""
-        step = self._at + 1
-        for ranks, what in (
-            (self._group.lost, f"was lost in step {step}; the others repeat it"),
-            (self._group.joined, f"joins after step {step}"),
-        ):
-            if self.leads and ranks:
-                say(f"process {', '.join(map(str, ranks))} {what}")
 
-
-def check_can_go_on(run: Any, state: TrainState) -> None:
+def check_can_go_on(run: Run, state: TrainState) -> None:
     """`ValueError` for a run that cannot continue after a loss."""
     if getattr(run.step, "virtual_shards", None) is None:
-        fault = (
-            "in an elastic run the number of devices changes, so the step needs virtual_shards=; write "
+        raise ValueError(
+            "fit: in an elastic run the number of devices changes, so the step needs virtual_shards=; write "
             "train.make_train_step(loss_fn, virtual_shards=8)"
         )
-    elif isinstance(run.source, data.IterableSource):
-        fault = "an elastic run repeats steps, and an iterable cannot give a batch again; give a data.Dataset or arrays"
-    elif run.callbacks.restores_best:
-        fault = (
-            "an elastic run calls callbacks in process 0 only, so the other processes cannot restore the best state; "
-            "in place of train.EarlyStopping(restore_best=True) use train.KeepBest and checkpoint.best"
+    if isinstance(run.source, data.IterableSource):
+        raise ValueError(
+            "fit: an elastic run repeats steps, and an iterable cannot give a batch again; give a data.Dataset or "
+            "arrays"
         )
-    elif not all(getattr(leaf, "is_fully_replicated", True) for leaf in jax.tree.leaves(state)):
-        fault = (
-            f"in kind {state.store.kind!r} the values of a lost process are lost too; use kind 'device', or initialize "
-            "without elastic=True: then a loss ends all processes, and they resume from a checkpoint"
+    if run.callbacks.restores_best:
+        raise ValueError(
+            "fit: an elastic run calls callbacks in process 0 only, so the other processes cannot restore the best "
+            "state; in place of train.EarlyStopping(restore_best=True) use train.KeepBest and checkpoint.best"
         )
-    else:
-        return
-    raise ValueError(f"fit: {fault}")
+    if not all(getattr(leaf, "is_fully_replicated", True) for leaf in jax.tree.leaves(state)):
+        raise ValueError(
+            f"fit: in kind {state.store.kind!r} the values of a lost process are lost too; use kind 'device', or "
+            "initialize without elastic=True: then a loss ends all processes, and they resume from a checkpoint"
+        )
 
 
-def _to_host(tree: Any) -> Any:
+def _to_host(tree: PyTree) -> Any:
     """A pytree whose arrays are copies in host memory. A step takes the memory that NumPy shares with a CPU device."""
     plain, restore = without_keys(tree)
     return restore(jax.tree.map(lambda leaf: np.array(mesh.to_host(leaf)), plain))

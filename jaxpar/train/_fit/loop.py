@@ -95,14 +95,15 @@ def train(run: Run, state: TrainState, open_steps: OpenSteps | None = None) -> t
 
             if signals.asked is None:
                 return training.state, training.history
+
+            # A signal ended the run, or came behind its last step: then the same call on this state trains on.
             clock = training.clock
             path = None if run.checkpoint_dir is None else checkpoint._of_step(run.checkpoint_dir, clock.step)
             saved = None if path is None else files.shown(path)
             place = describe_stop(clock.step, clock.epoch, run.epochs, saved)
-            if is_complete:  # the same call on this state trains on
-                place = f"after the last step, {clock.step}; the run is complete" + (
-                    f", saved in {saved}" if saved else ""
-                )
+            if is_complete:
+                saved_in = f", saved in {saved}" if saved else ""
+                place = f"after the last step, {clock.step}; the run is complete{saved_in}"
             return finish_interrupted(signals.asked, training.state, training.history, place, run.on_interrupt)
         except BaseException as error:
             _attach_state(error, training)
