@@ -34,9 +34,9 @@ import reprlib
 import secrets
 import shutil
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import jax
 import numpy as np
@@ -62,7 +62,6 @@ _WHOLE = "whole"  # in the unfinished directory, what becomes the checkpoint
 _ASK_EVERY = 0.01  # seconds
 _UNFINISHED = ".unfinished-"
 _OWNED = re.compile(re.escape(_UNFINISHED) + "(.+)-[0-9a-f]{8}")
-_T = TypeVar("_T")
 Manifest = dict[str, Any]  # one that `_check` let pass, as above
 _OLD = 7 * 24 * 3600  # seconds without a change, after which what nobody is known to write was left by somebody
 
@@ -95,30 +94,62 @@ class Found(NamedTuple):
 
 
 class Arrays:
-    """The arrays of a state on their way to the disk. In several processes all make it, one after the other."""
+    """The arrays of a state on their way to the disk. All processes make it, in the same order of saves.
 
-    # The arrays of one process are written by `write`, beside the training. Those which are split over processes are
-    # written together, and orbax has what it needs of them when this is made.
-    def __init__(self, directory: Path, records: list[LeafRecord], arrays: Sequence[Any], together: bool):
-        self.records, self.together, self.folder = records, together, directory
-        self.arrays = list(arrays)
+    orbax writes them from when this is made on, beside the training. Then the state may be donated.
+    """
+
+    # Either all processes write, each what it has, or the first one does, which every process has all of.
+    # `target` is what an error names: the path of the checkpoint, or its directory where that is not known yet.
+    def __init__(self, directory: Path, target: Path, records: list[LeafRecord], arrays: Sequence[Any], together: bool):
+        self.records, self.together = records, together
+        self.folder = directory  # of an unfinished checkpoint
+        first = jax.process_index() == 0
+        if not together and not first:
+            arrays = [np.empty(0)] * len(records)
+        # Frozen arrays are written by `write`, if the directory does not have them yet.
+        is_frozen = [not together and record.get("frozen", False) for record in records]
+        self.frozen = {r["array"]: x for r, x, frozen in zip(records, arrays, is_frozen, strict=True) if frozen}
+        to_write = {
+            record["array"]: array
+            for record, array, frozen in zip(records, arrays, is_frozen, strict=True)
+            if array.size and not frozen  # orbax refuses arrays without elements
+        }
+        # The first process writes what all processes have.
+        self.shards = [_arrays.shards(x) if first or isinstance(x, jax.Array) else [] for x in arrays]
+        self.wait: Callable[[], None] = lambda: None
+        with processes.raise_together():
+            try:
+                if first:
+                    self.folder = directory / _make_unfinished(directory)
+            except OSError as error:
+                raise _not_written(target, error) from error
         if together:
-            name = processes.ask_first(lambda: _make_unfinished(directory), OSError)
-            self.folder = directory / name
-            first = jax.process_index() == 0  # writes what all have
-            self.shards = [_arrays.shards(x) if first or isinstance(x, jax.Array) else [] for x in arrays]
+            self.folder = directory / processes.ask_first(lambda: self.folder.name, OSError)
+        try:
             with processes.raise_together():
-                names = [record["array"] for record in records]
-                to_write = {name: array for name, array in zip(names, arrays, strict=True) if array.size}
-                self.wait = _arrays.write(self.folder / _WHOLE, to_write, set(range(jax.process_count())))
-            self.arrays = []
+                if to_write:
+                    writers = set(range(jax.process_count())) if together else {jax.process_index()}
+                    try:
+                        self.wait = _arrays.write(self.folder / _WHOLE, to_write, writers)
+                    except OSError as error:
+                        raise _not_written(target, error) from error
+        except BaseException:
+            if first:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def hashes(self) -> list[list[Any]]:
+        """`[box, SHA-256]` of each shard of this process, for each array. orbax writes meanwhile."""
+        hashes = [[[box, _arrays.sha256(data)] for box, data in shards if data.size] for shards in self.shards]
+        self.shards = []
+        return hashes
 
     def write_own(self) -> None:
         """Wait until this process has written its shards, and leave their hashes, or why it failed, in a file."""
         answer: dict[str, Any] = {}
         try:
-            answer["boxes"] = [_hashes(shards) for shards in self.shards]
-            self.shards = []
+            answer["boxes"] = self.hashes()
             self.wait()
         except Exception as error:
             answer = {"error": _reason(error)}
@@ -145,33 +176,28 @@ class Arrays:
         return boxes
 
 
-def _hashes(shards: list[tuple[list[list[int]], np.ndarray]]) -> list[Any]:
-    return [[box, _arrays.sha256(data)] for box, data in shards if data.size]
-
-
 def write(path: Path, content: Content, arrays: Arrays) -> None:
     """Write a checkpoint, whole or not at all. `OSError` where it cannot be written."""
-    records, unfinished = arrays.records, arrays.folder
+    whole = arrays.folder / _WHOLE
     try:
+        # The hashes of all shards. orbax has written them after this.
         if arrays.together:
             arrays.write_own()
             boxes = arrays.boxes()
         else:
-            unfinished = path.parent / _make_unfinished(path.parent)
-            boxes = [_hashes(_arrays.shards(array)) for array in arrays.arrays]
-        whole = unfinished / _WHOLE
-        records = [record | {"boxes": of_one} for record, of_one in zip(records, boxes, strict=True)]
+            boxes = arrays.hashes()
+            arrays.wait()
+        records = [record | {"boxes": of_one} for record, of_one in zip(arrays.records, boxes, strict=True)]
 
-        # The arrays of this process. Equal frozen ones are on disk once.
-        if not arrays.together:
-            trained, frozen = _trained_and_frozen(records, arrays.arrays)
-            _write_arrays(whole, trained)
-            whole.mkdir(exist_ok=True)
-            if frozen:
-                of_frozen = [[record["array"], record["boxes"]] for record in records if record.get("frozen")]
-                content = {**content, "frozen": hashlib.sha256(json.dumps(of_frozen).encode()).hexdigest()}
-                if not _link_frozen(path.parent, whole, content["frozen"]):
-                    _write_arrays(whole / _FROZEN, frozen)
+        # Equal frozen arrays are on disk once.
+        whole.mkdir(exist_ok=True)
+        if arrays.frozen:
+            of_frozen = [[record["array"], record["boxes"]] for record in records if record.get("frozen")]
+            content = {**content, "frozen": hashlib.sha256(json.dumps(of_frozen).encode()).hexdigest()}
+            if not _link_frozen(path.parent, whole, content["frozen"]):
+                with_elements = {name: array for name, array in arrays.frozen.items() if array.size}
+                if with_elements:
+                    _arrays.write(whole / _FROZEN, with_elements, {jax.process_index()})()
 
         # The manifest. What would be refused is not written.
         manifest = {"format": FORMAT, "leaves": records, "files": _fingerprints(whole), **content}
@@ -187,13 +213,16 @@ def write(path: Path, content: Content, arrays: Arrays) -> None:
         os.rename(whole, path)
         flush_to_disk(path.parent)
     except Exception as error:
-        raise OSError(
-            f"checkpoint: {path} could not be written ({_reason(error)}); it was removed, and earlier checkpoints are "
-            "unchanged"
-        ) from error
+        raise _not_written(path, error) from error
     finally:
-        if unfinished != path.parent:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(arrays.folder, ignore_errors=True)
+
+
+def _not_written(path: Path, error: Exception) -> OSError:
+    return OSError(
+        f"checkpoint: {path} could not be written ({_reason(error)}); it was removed, and earlier checkpoints are "
+        "unchanged"
+    )
 
 
 def as_checkpoint(path: str | os.PathLike[str] | None) -> Path:
@@ -414,15 +443,6 @@ def _reason(error: BaseException) -> str:
     return reason if len(reason) < 200 else reason[:200] + "..."
 
 
-def _trained_and_frozen(records: list[LeafRecord], values: Sequence[_T]) -> tuple[dict[str, _T], dict[str, _T]]:
-    """What belongs to trained leaves and to frozen ones, by the names of their arrays."""
-    trained: dict[str, _T] = {}
-    frozen: dict[str, _T] = {}
-    for record, value in zip(records, values, strict=True):
-        (frozen if record.get("frozen", False) else trained)[record["array"]] = value
-    return trained, frozen
-
-
 def _link_frozen(directory: Path, unfinished: Path, sha256: str) -> bool:
     """Link the frozen arrays of another checkpoint in the directory, if one has the same, undamaged."""
     for path, manifest in newest_first(directory)[0]:
@@ -437,12 +457,6 @@ def _link_frozen(directory: Path, unfinished: Path, sha256: str) -> bool:
             return True
         shutil.rmtree(unfinished / _FROZEN, ignore_errors=True)
     return False
-
-
-def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write arrays by this process alone. Those without elements are not written, because orbax refuses them."""
-    if arrays := {name: array for name, array in arrays.items() if array.size}:
-        _arrays.write(path, arrays, {jax.process_index()})()
 
 
 # The manifest.

@@ -47,17 +47,18 @@ def save(path: PathLike, state: PyTree) -> None:
     with processes.raise_together():
         if writes and os.path.lexists(path):
             raise FileExistsError(f"checkpoint.save: {path} exists already; choose another path, or remove it first")
+    content: Content = {}
     with processes.raise_together():
         step, records, arrays, together = _leaves.to_leaves(state, writes)
         if writes:
+            content = {} if step is None else {"step": step}
+            listed, _ = _files.newest_first(path.parent)
+            content["order"] = 1 + max((manifest["order"] for _, manifest in listed), default=0)
             _files.remove_leftovers(path.parent, abandoned=False)
-    writing = _files.Arrays(path.parent, records, arrays, together)
+    writing = _files.Arrays(path.parent, path, records, arrays, together)
     del arrays
     with processes.raise_together():
         if writes:
-            content: Content = {} if step is None else {"step": step}
-            listed, _ = _files.newest_first(path.parent)
-            content["order"] = 1 + max((manifest["order"] for _, manifest in listed), default=0)
             _files.write(path, content, writing)
         elif together:
             writing.write_own()
@@ -313,7 +314,7 @@ class Manager:
             if self._writes:
                 self._lock.acquire()
                 _files.remove_leftovers(self.directory)
-        unwritten = _files.Arrays(self.directory, leaves, arrays, together)
+        unwritten = _files.Arrays(self.directory, self.directory, leaves, arrays, together)
         del arrays
         with processes.raise_together():
             self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
