@@ -288,6 +288,7 @@ class Manager:
         self._lock.acquire()
         _files.remove_leftovers(self.directory)
 
+    @allows_transfers  # orbax fetches the arrays
     def _save(
         self,
         state: PyTree,
