@@ -91,16 +91,21 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
     among = ocp.options.MultiprocessingOptions(
         primary_host=first, active_processes=processes, barrier_sync_key_prefix=f"jaxpar{first}-{path.parent.name}"
     )
+    tree: dict[str, Any] = {}  # {"a/b": x} as {"a": {"b": x}}
+    for name, array in arrays.items():
+        *folders, last = name.split("/")
+        functools.reduce(lambda node, folder: node.setdefault(folder, {}), folders, tree)[last] = array
+
     # Compression costs most of the time, and floating numbers hardly shrink.
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False, multiprocessing_options=among)
     composite = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=among), state=handler
     )
     stack = contextlib.ExitStack()
-    name = stack.enter_context(in_utf8(path))
+    path_in_utf8 = stack.enter_context(in_utf8(path))
     orbax = stack.enter_context(ocp.AsyncCheckpointer(composite, timeout_secs=TIMEOUT, multiprocessing_options=among))
     try:
-        orbax.save(name, args=ocp.args.Composite(state=ocp.args.PyTreeSave(_nested(arrays))))
+        orbax.save(path_in_utf8, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
     except BaseException:
         stack.close()
         raise
@@ -112,24 +117,16 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
     return wait
 
 
-def _nested(arrays: dict[str, Any]) -> dict[str, Any]:
-    """`{"a/b": x}` as `{"a": {"b": x}}`."""
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *above, last = name.split("/")
-        functools.reduce(lambda node, part: node.setdefault(part, {}), above, tree)[last] = array
-    return tree
-
-
 def unique_names(names: Sequence[str]) -> list[str]:
     """Names under which orbax keeps all these arrays: it joins the parts by a dot, and would write one over another."""
     # A name is also changed where it is the beginning of another, and where it has an empty part or is no Unicode.
     unique, used, folders = list[str](), set[str](), set[str]()
     for name in names:
-        text = "/".join(part or "_" for part in name.encode(errors="replace").decode().replace("\0", "?").split("/"))
+        unicode = name.encode(errors="replace").decode().replace("\0", "?")
+        text = "/".join(folder or "_" for folder in unicode.split("/"))
 
         def is_taken(dotted: str) -> bool:
-            return dotted in folders or any(part in used for part in _beginnings(dotted))
+            return dotted in folders or any(beginning in used for beginning in _beginnings(dotted))
 
         if is_taken(text.replace("/", ".")):
             text = text.replace("/", "_").replace(".", "_")
@@ -143,7 +140,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def _beginnings(dotted: str) -> list[str]:
-    return list(itertools.accumulate(dotted.split("."), lambda above, part: f"{above}.{part}"))
+    return list(itertools.accumulate(dotted.split("."), lambda above, name: f"{above}.{name}"))
 
 
 @contextlib.contextmanager
@@ -254,9 +251,9 @@ def _open(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any])
     base = {"driver": "file", "path": f"{folder}/"}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
     array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True).result()
-    found = tuple(array.shape), array.dtype.numpy_dtype
-    if found != (shape, dtype):
-        raise CheckpointError(f"it is {found[1]}{list(found[0])}, and in the manifest {dtype}{list(shape)}")
+    on_disk = tuple(array.shape), array.dtype.numpy_dtype
+    if on_disk != (shape, dtype):
+        raise CheckpointError(f"it is {on_disk[1]}{list(on_disk[0])}, and in the manifest {dtype}{list(shape)}")
     return array
 
 
@@ -281,8 +278,8 @@ def check_boxes(boxes: Sequence[Box], shape: Sequence[int]) -> None:
 
 
 def _overlap(a: Box, b: Box) -> Box | None:
-    both = [(max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True)]
-    return both if all(start < stop for start, stop in both) else None
+    common = [(max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True)]
+    return common if all(start < stop for start, stop in common) else None
 
 
 def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:

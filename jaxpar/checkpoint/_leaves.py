@@ -36,8 +36,8 @@ _HASHED = ("name", "shape", "dtype", "impl")  # what the hash takes of the recor
 def to_leaves(tree: PyTree, keep: bool = True) -> tuple[int | None, list[LeafRecord], list[Any], bool]:
     """The step of a state that has one, for each leaf a record and an array, and whether all processes write these.
 
-    Where no array is split over processes, there are no arrays without `keep`. The arrays of devices are given to orbax
-    before the state may be donated. What orbax is not given at once is a copy in host memory.
+    Where no array is split over processes, there are no arrays without `keep`. Those on devices are not copied here:
+    orbax is given them before the state may be donated, see `_files.Arrays`.
     """
     slots, arrays = slots_of(tree), list[Any]()
     plain, _ = without_keys([slot.leaf for slot in slots])
@@ -50,28 +50,36 @@ def to_leaves(tree: PyTree, keep: bool = True) -> tuple[int | None, list[LeafRec
             stored = _arrays.stored_dtype(np.dtype(dtype))
         except ValueError as error:
             raise TypeError(f"checkpoint: {slot.words}: {error}") from None
+        if not keep and not together:
+            continue
         if _is_split_over_processes(leaf):
             arrays.append(leaf if stored == leaf.dtype else leaf.astype(stored))
             record |= {"rows": list(leaf.shape)} if slot.rows else {}
-        elif not together and keep and isinstance(leaf, jax.Array) and _is_taken_by_orbax(slot, leaf, stored):
+            continue
+
+        # In a run of one process orbax takes an array from its devices, without a copy, if it is stored as it is there.
+        # In several processes it refuses what is not split over them. Frozen params are written only if they are new,
+        # which their hash must say first.
+        is_known = isinstance(leaf, jax.Array) and (
+            leaf.is_fully_replicated or isinstance(leaf.sharding, (NamedSharding, SingleDeviceSharding))
+        )
+        is_as_stored = is_known and not slot.rows and leaf.dtype == stored and not record.get("frozen")
+        if is_as_stored and jax.process_count() == 1:
             arrays.append(leaf.addressable_data(0) if leaf.is_fully_replicated else leaf)
-        elif keep or together:
-            # A copy, since the memory of an array on a CPU device is shared. Explicit, for `jax.transfer_guard`.
-            array = np.array(jax.device_get(mesh.to_host(leaf)))
-            array = array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array
-            of_key = array.shape if "impl" in record else slot.shape
-            is_other = array.dtype.newbyteorder("=") != stored
-            array = array.view(stored) if is_other else array.astype(stored, copy=False)
-            arrays.append(np.ascontiguousarray(array).reshape(of_key))
+            continue
+
+        # In host memory. The user may change an array of NumPy meanwhile. The memory of a CPU device is shared, and jax
+        # keeps it for us where the state is donated. Explicit, for `jax.transfer_guard`.
+        array = np.asarray(jax.device_get(mesh.to_host(leaf)))
+        array = array.copy() if isinstance(leaf, np.ndarray) else array
+        array = array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array
+        of_key = array.shape if "impl" in record else slot.shape
+        is_other = array.dtype.newbyteorder("=") != stored
+        array = array.view(stored) if is_other else array.astype(stored, copy=False)
+        arrays.append(np.ascontiguousarray(array).reshape(of_key))
     step = getattr(tree, "step", None)
     step = None if step is None or np.ndim(step) else int(jax.device_get(step))
     return step, records, arrays, together
-
-
-def _is_taken_by_orbax(slot: SavedArray, leaf: jax.Array, stored: np.dtype[Any]) -> bool:
-    """Whether orbax can write an array from its devices, as it is. Frozen ones are written only if they are new."""
-    is_known = isinstance(leaf.sharding, (NamedSharding, SingleDeviceSharding)) or leaf.is_fully_replicated
-    return is_known and leaf.dtype == stored and not slot.rows and not slot.record().get("frozen", False)
 
 
 def _is_split_over_processes(leaf: object) -> TypeGuard[jax.Array]:
