@@ -68,7 +68,7 @@ def shards(array: jax.Array | np.ndarray) -> list[tuple[list[list[int]], np.ndar
         return [([[0, n] for n in array.shape], array)]
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
     boxes = [[list(s.indices(n)[:2]) for s, n in zip(shard.index, array.shape, strict=True)] for shard in shards]
-    return [(box, np.asarray(shard.data)) for box, shard in zip(boxes, shards, strict=True)]
+    return [(box, jax.device_get(shard.data)) for box, shard in zip(boxes, shards, strict=True)]
 
 
 def sha256(array: np.ndarray) -> str:
@@ -91,16 +91,21 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
     among = ocp.options.MultiprocessingOptions(
         primary_host=first, active_processes=processes, barrier_sync_key_prefix=f"jaxpar{first}-{path.parent.name}"
     )
+    tree: dict[str, Any] = {}  # {"a/b": x} as {"a": {"b": x}}
+    for name, array in arrays.items():
+        *folders, last = name.split("/")
+        functools.reduce(lambda node, folder: node.setdefault(folder, {}), folders, tree)[last] = array
+
     # Compression costs most of the time, and floating numbers hardly shrink.
     handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False, multiprocessing_options=among)
     composite = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=among), state=handler
     )
     stack = contextlib.ExitStack()
-    name = stack.enter_context(in_utf8(path))
+    path_in_utf8 = stack.enter_context(in_utf8(path))
     orbax = stack.enter_context(ocp.AsyncCheckpointer(composite, timeout_secs=TIMEOUT, multiprocessing_options=among))
     try:
-        orbax.save(name, args=ocp.args.Composite(state=ocp.args.PyTreeSave(_nested(arrays))))
+        orbax.save(path_in_utf8, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
     except BaseException:
         stack.close()
         raise
@@ -112,24 +117,16 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
     return wait
 
 
-def _nested(arrays: dict[str, Any]) -> dict[str, Any]:
-    """`{"a/b": x}` as `{"a": {"b": x}}`."""
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *above, last = name.split("/")
-        functools.reduce(lambda node, part: node.setdefault(part, {}), above, tree)[last] = array
-    return tree
-
-
 def unique_names(names: Sequence[str]) -> list[str]:
     """Names under which orbax keeps all these arrays: it joins the parts by a dot, and would write one over another."""
     # A name is also changed where it is the beginning of another, and where it has an empty part or is no Unicode.
     unique, used, folders = list[str](), set[str](), set[str]()
     for name in names:
-        text = "/".join(part or "_" for part in name.encode(errors="replace").decode().replace("\0", "?").split("/"))
+        unicode = name.encode(errors="replace").decode().replace("\0", "?")
+        text = "/".join(folder or "_" for folder in unicode.split("/"))
 
         def is_taken(dotted: str) -> bool:
-            return dotted in folders or any(part in used for part in _beginnings(dotted))
+            return dotted in folders or any(beginning in used for beginning in _beginnings(dotted))
 
         if is_taken(text.replace("/", ".")):
             text = text.replace("/", "_").replace(".", "_")
@@ -143,7 +140,7 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def _beginnings(dotted: str) -> list[str]:
-    return list(itertools.accumulate(dotted.split("."), lambda above, part: f"{above}.{part}"))
+    return list(itertools.accumulate(dotted.split("."), lambda above, name: f"{above}.{name}"))
 
 
 @contextlib.contextmanager
@@ -171,65 +168,78 @@ class Stored:
         check_boxes([box for box, _ in self._boxes], self._on_disk)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self.read([[[0, n] for n in self.shape]])[0].astype(dtype or self.dtype, copy=False)
+        ((_, array),) = self.read([[[0, n] for n in self.shape]])
+        return array.astype(dtype or self.dtype, copy=False)
 
     def astype(self, dtype: Any) -> np.ndarray:
         return self.__array__(dtype)
 
     def verify(self) -> None:
-        """Read all of it, one box at a time."""
-        for _ in self._read_saved([[[0, n] for n in self._on_disk]]):
-            pass
+        """Read all of it, one saved box at a time."""
+        for box, _ in self._boxes:
+            for _ in self._read([box]):
+                pass
 
-    def read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
-        """What is in each box, in arrays of their own."""
+    def read(self, boxes: Sequence[Box]) -> Generator[tuple[int, np.ndarray]]:
+        """The number of each box and what is in it, in arrays of their own, each as soon as it is read and verified."""
         if self._rows is None:
-            return self._read(boxes)
+            yield from self._read(boxes)
+            return
+        # The array is on disk as flat rows. Of these the rows of the box's first axis are read, and then cut.
         step = math.prod(self.shape[1:])
         ranges = [(box[0][0] * step, box[0][1] * step) if box else (0, 1) for box in boxes]
-        found = [
-            flat.reshape(-1, *self.shape[1:]) if self.shape else flat.reshape(()) for flat in self.read_flat(ranges)
-        ]
-        within = [(slice(None), *(slice(*part) for part in box[1:])) if box else () for box in boxes]
-        return [np.ascontiguousarray(array[inner]) for array, inner in zip(found, within, strict=True)]
+        for i, flat in self.read_flat(ranges):
+            array = flat.reshape(-1, *self.shape[1:]) if self.shape else flat.reshape(())
+            within = (slice(None), *(slice(*ends) for ends in boxes[i][1:])) if boxes[i] else ()
+            yield i, np.ascontiguousarray(array[within])
 
-    def read_flat(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """The elements from a start to a stop, in the order of a flat array."""
-        # The rows, along the first axis, in which they are.
+    def read_flat(self, ranges: Sequence[tuple[int, int]]) -> Generator[tuple[int, np.ndarray]]:
+        """As `read`, of the elements from a start to a stop, in the order of a flat array."""
+        # The rows, along the first axis on disk, in which they are.
         step = math.prod(self._on_disk[1:]) or 1
         boxes = [
             [[a // step, -(-b // step)], *([0, n] for n in self._on_disk[1:])][: len(self._on_disk)] for a, b in ranges
         ]
-        found = self._read(boxes)
-        return [
-            rows.reshape(-1)[a - a // step * step :][: max(b - a, 0)]
-            for rows, (a, b) in zip(found, ranges, strict=True)
-        ]
+        for i, rows in self._read(boxes):
+            start, stop = ranges[i]
+            yield i, rows.reshape(-1)[start - start // step * step :][: max(stop - start, 0)]
 
-    def _read(self, boxes: Sequence[Box]) -> list[np.ndarray]:
-        arrays = [np.empty([max(b - a, 0) for a, b in box], self.dtype) for box in boxes]
-        for saved, data in self._read_saved(boxes):
-            for box, array in zip(boxes, arrays, strict=True):
-                if (both := _overlap(saved, box)) is not None:
-                    array[_slices(both, box)] = data[_slices(both, saved)]
-        return arrays
-
-    def _read_saved(self, boxes: Sequence[Box]) -> Generator[tuple[Box, np.ndarray]]:
-        """The saved boxes that overlap any of the boxes, and their content, verified."""
-        needed = [(s, h) for s, h in self._boxes if any(_overlap(s, box) is not None for box in boxes)]
-        if not needed:
-            return
+    def _read(self, boxes: Sequence[Box]) -> Generator[tuple[int, np.ndarray]]:
+        """As `read`, of boxes of the array on disk."""
+        # Each saved box is read once, whole, since it has one hash. No more than one is in memory beside what is asked
+        # for, and what is complete goes to the caller at once: of a large state nothing else fits.
+        needed = [{k for k, (saved, _) in enumerate(self._boxes) if _overlap(saved, box) is not None} for box in boxes]
+        arrays: dict[int, np.ndarray] = {}
         name, words = self._record["array"], self._record["words"]
         try:
+            for i, saved_boxes in enumerate(needed):
+                if not saved_boxes:  # no elements
+                    yield i, np.empty([max(b - a, 0) for a, b in boxes[i]], self.dtype)
+            if not any(needed):
+                return
             with in_utf8(self._folder / STATE) as folder:
                 array = _open(folder, name, self._on_disk, stored_dtype(self.dtype))
-                for box, expected in needed:
-                    data = array[tuple(slice(*part) for part in box)].read().result()
+                for k, (saved, expected) in enumerate(self._boxes):
+                    users = [i for i, saved_boxes in enumerate(needed) if k in saved_boxes]
+                    if not users:
+                        continue
+                    data = array[tuple(slice(*ends) for ends in saved)].read().result()
                     if sha256(data) != expected:
                         raise CheckpointError(
-                            f"it does not have the checksum it was saved with, in {[*map(list, box)]}"
+                            f"it does not have the checksum it was saved with, in {[*map(list, saved)]}"
                         )
-                    yield box, data.view(self.dtype) if self.dtype.name in _STORED_AS else data
+                    data = data.view(self.dtype) if self.dtype.name in _STORED_AS else data
+                    for i in users:
+                        if i not in arrays:
+                            arrays[i] = np.empty([b - a for a, b in boxes[i]], self.dtype)
+                        common = _overlap(saved, boxes[i])
+                        assert common is not None
+                        arrays[i][_slices(common, boxes[i])] = data[_slices(common, saved)]
+                        needed[i].remove(k)
+                    del data
+                    for i in users:
+                        if not needed[i]:
+                            yield i, arrays.pop(i)
         except Exception as error:
             reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
             raise CheckpointError(f"{self._folder} is damaged: {words} ({name}): {reason}") from error
@@ -241,9 +251,9 @@ def _open(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any])
     base = {"driver": "file", "path": f"{folder}/"}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{name.replace('/', '.')}/"}
     array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True, read=True).result()
-    found = tuple(array.shape), array.dtype.numpy_dtype
-    if found != (shape, dtype):
-        raise CheckpointError(f"it is {found[1]}{list(found[0])}, and in the manifest {dtype}{list(shape)}")
+    on_disk = tuple(array.shape), array.dtype.numpy_dtype
+    if on_disk != (shape, dtype):
+        raise CheckpointError(f"it is {on_disk[1]}{list(on_disk[0])}, and in the manifest {dtype}{list(shape)}")
     return array
 
 
@@ -268,8 +278,8 @@ def check_boxes(boxes: Sequence[Box], shape: Sequence[int]) -> None:
 
 
 def _overlap(a: Box, b: Box) -> Box | None:
-    both = [(max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True)]
-    return both if all(start < stop for start, stop in both) else None
+    common = [(max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True)]
+    return common if all(start < stop for start, stop in common) else None
 
 
 def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:

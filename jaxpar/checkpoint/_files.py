@@ -34,9 +34,9 @@ import reprlib
 import secrets
 import shutil
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import numpy as np
@@ -58,11 +58,10 @@ _MOST_DEPTH = 100  # of lists and objects in each other; Python's reader of JSON
 _MOST_INT = 1 << 62
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FROZEN = "frozen"
-_WHOLE = "whole"  # in the unfinished directory, what becomes the checkpoint
+_COMPLETE = "whole"  # in the unfinished directory, what becomes the checkpoint
 _ASK_EVERY = 0.01  # seconds
 _UNFINISHED = ".unfinished-"
 _OWNED = re.compile(re.escape(_UNFINISHED) + "(.+)-[0-9a-f]{8}")
-_T = TypeVar("_T")
 Manifest = dict[str, Any]  # one that `_check` let pass, as above
 _OLD = 7 * 24 * 3600  # seconds without a change, after which what nobody is known to write was left by somebody
 
@@ -96,30 +95,59 @@ class Found(NamedTuple):
 
 
 class Arrays:
-    """The arrays of a state on their way to the disk. In several processes all make it, one after the other."""
+    """The arrays of a state on their way to the disk. All processes make it, in the same order of saves.
 
-    # The arrays of one process are written by `write`, beside the training. Those which are split over processes are
-    # written together, and orbax has what it needs of them when this is made.
-    def __init__(self, directory: Path, records: list[LeafRecord], arrays: Sequence[Any], together: bool):
-        self.records, self.together, self.folder = records, together, directory
-        self.arrays = list(arrays)
-        if together:
-            name = processes.ask_first(lambda: _make_unfinished(directory), OSError)
-            self.folder = directory / name
-            first = jax.process_index() == 0  # writes what all have
-            self.shards = [_arrays.shards(x) if first or isinstance(x, jax.Array) else [] for x in arrays]
-            with processes.raise_together():
-                names = [record["array"] for record in records]
-                to_write = {name: array for name, array in zip(names, arrays, strict=True) if array.size}
-                self.wait = _arrays.write(self.folder / _WHOLE, to_write, set(range(jax.process_count())))
-            self.arrays = []
+    orbax writes them from when this is made on, beside the training. Then the state may be donated.
+    """
+
+    # Either all processes write, each what it has, or the first one does, which every process has all of.
+    # `target` is what an error names: the path of the checkpoint, or its directory where that is not known yet.
+    def __init__(self, directory: Path, target: Path, records: list[LeafRecord], arrays: Sequence[Any], together: bool):
+        self.records, self.together = records, together
+        self.folder = _unfinished_path(directory)
+        first = jax.process_index() == 0
+        if not first and not together:
+            arrays = [np.empty(0)] * len(records)  # nothing of it is written here
+        # The first process writes what all have. The data stay though their arrays are donated.
+        self.shards = [_arrays.shards(x) if first or isinstance(x, jax.Array) else [] for x in arrays]
+
+        # Frozen arrays of one process are written by `write`, if the directory does not have them yet. orbax refuses
+        # arrays without elements.
+        self.frozen: dict[str, np.ndarray] = {}
+        to_write: dict[str, Any] = {}
+        for record, array in zip(records, arrays, strict=True):
+            if record.get("frozen") and not together:
+                self.frozen[record["array"]] = array
+            elif array.size:
+                to_write[record["array"]] = array
+
+        self.wait: Callable[[], None] = lambda: None
+        try:
+            with processes.raise_together(), _as_not_written(target):
+                if first:
+                    self.folder.mkdir(parents=True)
+            if together:
+                self.folder = directory / processes.ask_first(lambda: self.folder.name)
+            with processes.raise_together(), _as_not_written(target):
+                if to_write:
+                    writers = set(range(jax.process_count())) if together else {jax.process_index()}
+                    self.wait = _arrays.write(self.folder / _COMPLETE, to_write, writers)
+        except BaseException:
+            if first:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def hashes(self) -> list[list[Any]]:
+        """`[box, SHA-256]` of each shard of this process, for each array. orbax writes meanwhile."""
+        hashes = [[[box, _arrays.sha256(data)] for box, data in shards if data.size] for shards in self.shards]
+        self.shards = []
+        return hashes
 
     def write_own(self) -> None:
         """Wait until this process has written its shards, and leave their hashes, or why it failed, in a file."""
         answer: dict[str, Any] = {}
         try:
-            answer["boxes"] = [_hashes(shards) for shards in self.shards]
-            self.shards = []
+            answer["boxes"] = self.hashes()
             self.wait()
         except Exception as error:
             answer = {"error": _reason(error)}
@@ -141,60 +169,61 @@ class Arrays:
                 time.sleep(_ASK_EVERY)
             answer = json.loads(path.read_bytes())
             expect("error" not in answer, f"process {process_index}: {answer.get('error')}")
-            for of_all, of_one in zip(boxes, answer["boxes"], strict=True):
-                of_all += of_one
+            for boxes_of_array, of_process in zip(boxes, answer["boxes"], strict=True):
+                boxes_of_array += of_process
         return boxes
-
-
-def _hashes(shards: list[tuple[list[list[int]], np.ndarray]]) -> list[Any]:
-    return [[box, _arrays.sha256(data)] for box, data in shards if data.size]
 
 
 def write(path: Path, content: Content, arrays: Arrays) -> None:
     """Write a checkpoint, whole or not at all. `OSError` where it cannot be written."""
-    records, unfinished = arrays.records, arrays.folder
-    try:
+    complete = arrays.folder / _COMPLETE
+    with contextlib.ExitStack() as block:
+        block.callback(shutil.rmtree, arrays.folder, ignore_errors=True)
+        block.enter_context(_as_not_written(path))
+        # The hashes of all shards. orbax has written them after this.
         if arrays.together:
             arrays.write_own()
             boxes = arrays.boxes()
         else:
-            unfinished = path.parent / _make_unfinished(path.parent)
-            boxes = [_hashes(_arrays.shards(array)) for array in arrays.arrays]
-        whole = unfinished / _WHOLE
-        records = [record | {"boxes": of_one} for record, of_one in zip(records, boxes, strict=True)]
+            boxes = arrays.hashes()
+            arrays.wait()
+        records = [record | {"boxes": hashes} for record, hashes in zip(arrays.records, boxes, strict=True)]
 
-        # The arrays of this process. Equal frozen ones are on disk once.
-        if not arrays.together:
-            trained, frozen = _trained_and_frozen(records, arrays.arrays)
-            _write_arrays(whole, trained)
-            whole.mkdir(exist_ok=True)
-            if frozen:
-                of_frozen = [[record["array"], record["boxes"]] for record in records if record.get("frozen")]
-                content = {**content, "frozen": hashlib.sha256(json.dumps(of_frozen).encode()).hexdigest()}
-                if not _link_frozen(path.parent, whole, content["frozen"]):
-                    _write_arrays(whole / _FROZEN, frozen)
+        # Equal frozen arrays are on disk once.
+        complete.mkdir(exist_ok=True)
+        if arrays.frozen:
+            of_frozen = [[record["array"], record["boxes"]] for record in records if record.get("frozen")]
+            content = {**content, "frozen": hashlib.sha256(json.dumps(of_frozen).encode()).hexdigest()}
+            if not _link_frozen(path.parent, complete, content["frozen"]):
+                with_elements = {name: array for name, array in arrays.frozen.items() if array.size}
+                if with_elements:
+                    _arrays.write(complete / _FROZEN, with_elements, {jax.process_index()})()
 
         # The manifest. What would be refused is not written.
-        manifest = {"format": FORMAT, "leaves": records, "files": _fingerprints(whole), **content}
+        manifest = {"format": FORMAT, "leaves": records, "files": _fingerprints(complete), **content}
         _check(manifest)
         outer = {"sha256": digest(manifest), "content": manifest}
         text_of_manifest = json.dumps(outer)  # ASCII
         size = len(text_of_manifest)
         expect(size <= MOST_BYTES, f"the manifest has {size} bytes, more than {MOST_BYTES}; save less info with it")
-        (whole / MANIFEST).write_text(text_of_manifest if size > _LINES else json.dumps(outer, indent=1))
+        (complete / MANIFEST).write_text(text_of_manifest if size > _LINES else json.dumps(outer, indent=1))
 
         # The name comes last, when all is on disk.
-        _flush_all(whole)
-        os.rename(whole, path)
+        _flush_all(complete)
+        os.rename(complete, path)
         flush_to_disk(path.parent)
+
+
+@contextlib.contextmanager
+def _as_not_written(path: Path) -> Generator[None]:
+    """A block whose exceptions become an `OSError` that names a checkpoint."""
+    try:
+        yield
     except Exception as error:
         raise OSError(
             f"checkpoint: {path} could not be written ({_reason(error)}); it was removed, and earlier checkpoints are "
             "unchanged"
         ) from error
-    finally:
-        if unfinished != path.parent:
-            shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def as_checkpoint(path: str | os.PathLike[str] | None) -> Path:
@@ -204,10 +233,10 @@ def as_checkpoint(path: str | os.PathLike[str] | None) -> Path:
     return files.as_path(path, "checkpoint.restore: path")
 
 
-def read(path: Path, whole: bool = True) -> Found:
+def read(path: Path, *, verified: bool = True) -> Found:
     """The checkpoint at a path. It raises what `restore` raises.
 
-    With `whole` all arrays are verified here. Without it each is when it is read.
+    Without `verified` an array is compared with its hashes when it is read, and not here.
     """
     try:
         path.stat()
@@ -217,32 +246,8 @@ def read(path: Path, whole: bool = True) -> Found:
     except OSError as error:
         raise CheckpointError(f"{path} is unreadable: {error.strerror or error}") from error
     manifest = load(path)
-    if manifest["format"] == 1:
-        return Found(path, manifest, _format1.read(path, manifest))
-    _check_files(path, manifest)
-    found = Found(path, manifest, _stored(path, manifest))
-    if whole:
-        for array in found.arrays:
-            cast(Stored, array).verify()
-    return found
 
-
-def verify(path: Path) -> None:
-    """Read and compare all that a checkpoint has. A `CheckpointError` names what differs."""
-    read(path)
-
-
-def _stored(path: Path, manifest: Manifest) -> list[Stored]:
-    try:
-        is_apart = ["frozen" in manifest and record.get("frozen", False) for record in manifest["leaves"]]
-        folders = [path / _FROZEN if apart else path for apart in is_apart]
-        return [Stored(*each) for each in zip(folders, manifest["leaves"], strict=True)]
-    except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {MANIFEST}: {_reason(error)}") from error
-
-
-def _check_files(path: Path, manifest: Manifest) -> None:
-    """Compare the files with what the manifest says. A `CheckpointError` names the one that differs."""
+    # The files: those of orbax with the arrays have a size only in format 2, since each array has hashes of its own.
     for name, (size, sha256) in manifest["files"].items():
         try:
             if sha256:
@@ -258,6 +263,24 @@ def _check_files(path: Path, manifest: Manifest) -> None:
     for entry in path.rglob("*"):
         if not os.path.isfile(entry) and not os.path.isdir(entry):  # orbax would wait for a pipe
             raise CheckpointError(f"{path} is damaged: {entry.relative_to(path)} is neither a file nor a directory")
+
+    # The arrays. Those of format 1 are read here, since only their files have hashes.
+    if manifest["format"] == 1:
+        return Found(path, manifest, _format1.read(path, manifest))
+    arrays = _stored(path, manifest)
+    for array in arrays if verified else ():
+        array.verify()
+    return Found(path, manifest, arrays)
+
+
+def _stored(path: Path, manifest: Manifest) -> list[Stored]:
+    try:
+        return [
+            Stored(path / _FROZEN if "frozen" in manifest and record.get("frozen") else path, record)
+            for record in manifest["leaves"]
+        ]
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: {MANIFEST}: {_reason(error)}") from error
 
 
 def newest_first(directory: Path) -> tuple[list[tuple[Path, Manifest]], dict[Path, str]]:
@@ -317,14 +340,14 @@ def remove_leftovers(directory: Path, abandoned: bool = True) -> None:
                     shutil.rmtree(path, ignore_errors=True)
 
 
-def check_writable(directory: Path, where: str) -> None:
-    """`OSError` where a directory cannot be written or made. Nothing is written. `where` begins the message."""
+def check_writable(directory: Path, caller: str) -> None:
+    """`OSError` where a directory cannot be written or made. Nothing is written. `caller` begins the message."""
     nearest = directory.absolute()  # of the directory and its parents, the first one that exists
     while not os.path.lexists(nearest):
         nearest = nearest.parent
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         reason = os.strerror(errno.EACCES if nearest.is_dir() else errno.ENOTDIR)
-        raise OSError(f"{where}: nothing can be written to {directory} ({reason}); choose another directory")
+        raise OSError(f"{caller}: nothing can be written to {directory} ({reason}); choose another directory")
 
 
 @contextlib.contextmanager
@@ -365,7 +388,7 @@ def _has_copy(directory: Path, manifest: Manifest) -> bool:
     for path, other in newest_first(directory)[0]:
         if digest(other) == digest(manifest):
             with contextlib.suppress(CheckpointError):
-                verify(path)
+                read(path)
                 return True
     return False
 
@@ -377,17 +400,15 @@ def _link_or_copy(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-def _make_unfinished(directory: Path) -> str:
-    """A new directory that names this process, for a checkpoint to be written. Its name."""
-    name = f"{_UNFINISHED}{process.tag()}-{secrets.token_hex(4)}"
-    (directory / name).mkdir(parents=True)
-    return name
+def _unfinished_path(directory: Path) -> Path:
+    """A path in a directory that names this process, for what is not finished yet."""
+    return directory / f"{_UNFINISHED}{process.tag()}-{secrets.token_hex(4)}"
 
 
 @contextlib.contextmanager
 def _unfinished(directory: Path) -> Generator[Path]:
-    """A block with a path in a directory that names this process. What is there at its end is removed."""
-    path = directory / f"{_UNFINISHED}{process.tag()}-{secrets.token_hex(4)}"
+    """A block with such a path. What is there at its end is removed."""
+    path = _unfinished_path(directory)
     try:
         yield path
     finally:
@@ -405,23 +426,14 @@ def _fingerprints(directory: Path) -> dict[str, list[Any]]:
     for file in sorted(directory.rglob("*")):
         if file.is_file():
             size = file.stat().st_size
-            known = (size, "") if file.parent.name == "d" else files.fingerprint(file, size)
-            fingerprints[file.relative_to(directory).as_posix()] = list(known)
+            _, sha256 = (size, "") if file.parent.name == "d" else files.fingerprint(file, size)
+            fingerprints[file.relative_to(directory).as_posix()] = [size, sha256]
     return fingerprints
 
 
 def _reason(error: BaseException) -> str:
     reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
     return reason if len(reason) < 200 else reason[:200] + "..."
-
-
-def _trained_and_frozen(records: list[LeafRecord], values: Sequence[_T]) -> tuple[dict[str, _T], dict[str, _T]]:
-    """What belongs to trained leaves and to frozen ones, by the names of their arrays."""
-    trained: dict[str, _T] = {}
-    frozen: dict[str, _T] = {}
-    for record, value in zip(records, values, strict=True):
-        (frozen if record.get("frozen", False) else trained)[record["array"]] = value
-    return trained, frozen
 
 
 def _link_frozen(directory: Path, unfinished: Path, sha256: str) -> bool:
@@ -438,12 +450,6 @@ def _link_frozen(directory: Path, unfinished: Path, sha256: str) -> bool:
             return True
         shutil.rmtree(unfinished / _FROZEN, ignore_errors=True)
     return False
-
-
-def _write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Write arrays by this process alone. Those without elements are not written, because orbax refuses them."""
-    if arrays := {name: array for name, array in arrays.items() if array.size}:
-        _arrays.write(path, arrays, {jax.process_index()})()
 
 
 # The manifest.
@@ -507,24 +513,25 @@ def _check(manifest: Any) -> None:
         expect(type(record.get("frozen", False)) is bool, f"wrong leaf {i}: frozen")
         shape = record["shape"]
         expect(type(shape) is list and all(_is_int(n, 0) for n in shape), f"wrong leaf {i}: shape")
-        if manifest["format"] > 1:
-            _check_array(record)
-    arrays = [record["array"] for record in manifest["leaves"]] if manifest["format"] > 1 else []
+    if manifest["format"] == 1:
+        return
+
+    # The arrays of format 2: where each is, and the hash of each of its boxes.
+    arrays = [record["array"] for record in manifest["leaves"]]
     expect(len(set(arrays)) == len(arrays), "two leaves have the same array")
-
-
-def _check_array(record: LeafRecord) -> None:
-    expect(type(record["array"]) is str and bool(record["array"]), "wrong array")
-    shape, _ = _arrays.layout(record)
-    if "rows" in record:
-        rows, width = record["rows"]
-        expect(_is_int(rows, 1) and _is_int(width, 0), "wrong rows")
-        expect(math.prod(shape) <= rows * width, "the rows are fewer than the elements")
-        shape = rows, width
-    for box, sha256 in record["boxes"]:
-        expect(all(_is_int(n, 0) for part in box for n in part) and all(len(part) == 2 for part in box), "wrong box")
-        expect(_is_sha256(sha256), "wrong boxes")
-    _arrays.check_boxes([box for box, _ in record["boxes"]], shape)
+    for record in manifest["leaves"]:
+        expect(type(record["array"]) is str and bool(record["array"]), "wrong array")
+        shape, _ = _arrays.layout(record)
+        if "rows" in record:
+            rows, width = record["rows"]
+            expect(_is_int(rows, 1) and _is_int(width, 0), "wrong rows")
+            expect(math.prod(shape) <= rows * width, "the rows are fewer than the elements")
+            shape = rows, width
+        for box, sha256 in record["boxes"]:
+            expect(all(_is_int(n, 0) for ends in box for n in ends), "wrong box")
+            expect(all(len(ends) == 2 for ends in box), "wrong box")
+            expect(_is_sha256(sha256), "wrong boxes")
+        _arrays.check_boxes([box for box, _ in record["boxes"]], shape)
 
 
 def check_place(place: Any) -> None:

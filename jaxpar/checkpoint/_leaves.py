@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.typing import ArrayLike
 
 from .._core import checks
@@ -35,8 +36,8 @@ _HASHED = ("name", "shape", "dtype", "impl")  # what the hash takes of the recor
 def to_leaves(tree: PyTree, keep: bool = True) -> tuple[int | None, list[LeafRecord], list[Any], bool]:
     """The step of a state that has one, for each leaf a record and an array, and whether all processes write these.
 
-    Where no array is split over processes, the arrays are copies in host memory, so that the state can be donated right
-    after, and without `keep` there are none. Else they are what each process gives to orbax.
+    Where no array is split over processes, there are no arrays without `keep`. Those on devices are not copied here:
+    orbax is given them before the state may be donated, see `_files.Arrays`.
     """
     slots, arrays = slots_of(tree), list[Any]()
     plain, _ = without_keys([slot.leaf for slot in slots])
@@ -49,17 +50,33 @@ def to_leaves(tree: PyTree, keep: bool = True) -> tuple[int | None, list[LeafRec
             stored = _arrays.stored_dtype(np.dtype(dtype))
         except ValueError as error:
             raise TypeError(f"checkpoint: {slot.words}: {error}") from None
+        if not keep and not together:
+            continue
         if _is_split_over_processes(leaf):
             arrays.append(leaf if stored == leaf.dtype else leaf.astype(stored))
             record |= {"rows": list(leaf.shape)} if slot.rows else {}
-        elif keep or together:
-            # A copy, since the memory of an array on a CPU device is shared. Explicit, for `jax.transfer_guard`.
-            array = np.array(jax.device_get(mesh.to_host(leaf)))
-            array = array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array
-            of_key = array.shape if "impl" in record else slot.shape
-            is_other = array.dtype.newbyteorder("=") != stored
-            array = array.view(stored) if is_other else array.astype(stored, copy=False)
-            arrays.append(np.ascontiguousarray(array).reshape(of_key))
+            continue
+
+        # In a run of one process orbax takes an array from its devices, without a copy, if it is stored as it is there.
+        # In several processes it refuses what is not split over them. Frozen params are written only if they are new,
+        # which their hash must say first.
+        is_known = isinstance(leaf, jax.Array) and (
+            leaf.is_fully_replicated or isinstance(leaf.sharding, (NamedSharding, SingleDeviceSharding))
+        )
+        is_as_stored = is_known and not slot.rows and leaf.dtype == stored and not record.get("frozen")
+        if is_as_stored and jax.process_count() == 1:
+            arrays.append(leaf.addressable_data(0) if leaf.is_fully_replicated else leaf)
+            continue
+
+        # In host memory. The user may change an array of NumPy meanwhile. The memory of a CPU device is shared, and jax
+        # keeps it for us where the state is donated. Explicit, for `jax.transfer_guard`.
+        array = np.asarray(jax.device_get(mesh.to_host(leaf)))
+        array = array.copy() if isinstance(leaf, np.ndarray) else array
+        array = array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array
+        of_key = array.shape if "impl" in record else slot.shape
+        is_other = array.dtype.newbyteorder("=") != stored
+        array = array.view(stored) if is_other else array.astype(stored, copy=False)
+        arrays.append(np.ascontiguousarray(array).reshape(of_key))
     step = getattr(tree, "step", None)
     step = None if step is None or np.ndim(step) else int(jax.device_get(step))
     return step, records, arrays, together
@@ -141,20 +158,23 @@ def _restore_shards(slot: SavedArray, array: Stored, sharding: jax.sharding.Shar
     """An array that is split over devices. Each process reads what its own devices need."""
     shape = tuple(slot.leaf.shape)
     indices = sharding.addressable_devices_indices_map(shape)
+    devices = list(indices)
     boxes = [[s.indices(n)[:2] for s, n in zip(index or (), shape, strict=True)] for index in indices.values()]
+    # What is read goes to its device at once, so that the host never has a whole leaf. Each shard is an array of its
+    # own, since jax shares memory between CPU devices and NumPy where it can.
+    placed: dict[int, jax.Array] = {}
     if slot.rows:  # flat, padded, a row for each device
         width, size = shape[1], math.prod(slot.shape)
         ranges = [(min(box[0][0] * width, size), min(box[0][1] * width, size)) for box in boxes]
-        shards = list[np.ndarray]()
-        for flat, box in zip(array.read_flat(ranges), boxes, strict=True):
-            rows = np.zeros((box[0][1] - box[0][0]) * width, flat.dtype)
+        for i, flat in array.read_flat(ranges):
+            rows = np.zeros((boxes[i][0][1] - boxes[i][0][0]) * width, flat.dtype)
             rows[: flat.size] = flat
-            shards.append(rows.reshape(-1, width)[:, slice(*box[1])])
+            placed[i] = jax.device_put(rows.reshape(-1, width)[:, slice(*boxes[i][1])], devices[i])
     else:
-        shards = array.read(boxes)
-    # Arrays of their own, since jax shares memory between CPU devices and NumPy where it can.
-    placed = [jax.device_put(shard, device) for shard, device in zip(shards, indices, strict=True)]
-    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+        for i, shard in array.read(boxes):
+            placed[i] = jax.device_put(shard, devices[i])
+            del shard
+    return jax.make_array_from_single_device_arrays(shape, sharding, [placed[i] for i in range(len(devices))])
 
 
 def _compare(slots: list[SavedArray], records: list[LeafRecord]) -> None:

@@ -100,10 +100,10 @@ def load(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         content = file.read()
     try:
         # safetensors' own reader for NumPy knows no bfloat16 and no float8.
-        found = {
+        arrays = {
             name: np.frombuffer(bytes(entry["data"]), jnp.dtype(_DTYPES[entry["dtype"]])).reshape(entry["shape"])
             for name, entry in deserialize(content)
         }
     except Exception as error:
         raise CheckpointError(f"{source} is not a good .safetensors file ({error})") from error
-    return {name: found[name].copy() for name in sorted(found)}
+    return {name: arrays[name].copy() for name in sorted(arrays)}

@@ -47,17 +47,18 @@ def save(path: PathLike, state: PyTree) -> None:
     with processes.raise_together():
         if writes and os.path.lexists(path):
             raise FileExistsError(f"checkpoint.save: {path} exists already; choose another path, or remove it first")
+    content: Content = {}
     with processes.raise_together():
         step, records, arrays, together = _leaves.to_leaves(state, writes)
         if writes:
+            content = {} if step is None else {"step": step}
+            listed, _ = _files.newest_first(path.parent)
+            content["order"] = 1 + max((manifest["order"] for _, manifest in listed), default=0)
             _files.remove_leftovers(path.parent, abandoned=False)
-    writing = _files.Arrays(path.parent, records, arrays, together)
+    writing = _files.Arrays(path.parent, path, records, arrays, together)
     del arrays
     with processes.raise_together():
         if writes:
-            content: Content = {} if step is None else {"step": step}
-            listed, _ = _files.newest_first(path.parent)
-            content["order"] = 1 + max((manifest["order"] for _, manifest in listed), default=0)
             _files.write(path, content, writing)
         elif together:
             writing.write_own()
@@ -93,11 +94,11 @@ def restore(path: PathLike, like: Tree) -> Tree:
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(like)]
     if all(sharding is None or sharding.is_fully_addressable for sharding in shardings):
-        return fill(_files.read(_files.as_checkpoint(path), whole=False), like)
+        return fill(_files.read(_files.as_checkpoint(path), verified=False), like)
     # Leaves of several processes: all of them restore the one checkpoint that the first process was given.
     chosen = Path(processes.ask_first(lambda: str(_files.as_checkpoint(path))))
     with processes.raise_together(CheckpointError):
-        saved = _files.read(chosen, whole=False)
+        saved = _files.read(chosen, verified=False)
     processes.agree(f"checkpoint.restore: {chosen} is not the same checkpoint everywhere", _files.digest(saved.body))
     with processes.raise_together(CheckpointError):
         state = fill(saved, like)
@@ -169,11 +170,11 @@ def is_best(path: Path, manifest: Manifest) -> bool:
 
 
 def newest_good(
-    directory: Path, bad: set[Path], condition: Condition = lambda path, manifest: True, whole: bool = True
+    directory: Path, bad: set[Path], condition: Condition = lambda path, manifest: True, verified: bool = True
 ) -> Found | None:
     """The newest good checkpoint. Newer ones are named on standard error, put into `bad` and passed over.
 
-    Without `whole` its arrays are not read yet, and may turn out to be damaged.
+    Without `verified` its arrays are not read yet, and may turn out to be damaged.
 
     One without the `condition` is passed over unread, and named only if that raises a `CheckpointError`.
     """
@@ -184,7 +185,7 @@ def newest_good(
             if path not in bad:
                 try:
                     if condition(path, manifest):
-                        good = _files.read(path, whole)
+                        good = _files.read(path, verified=verified)
                         break
                 except (CheckpointError, FileNotFoundError) as error:
                     failed[path] = f"{error}; looking for an earlier one"
@@ -287,6 +288,7 @@ class Manager:
         self._lock.acquire()
         _files.remove_leftovers(self.directory)
 
+    @allows_transfers  # orbax fetches the arrays
     def _save(
         self,
         state: PyTree,
@@ -314,9 +316,8 @@ class Manager:
             if kept:
                 content["kept"] = True
             if self._writes:
-                self._lock.acquire()
-                _files.remove_leftovers(self.directory)
-        unwritten = _files.Arrays(self.directory, leaves, arrays, together)
+                self._open()
+        unwritten = _files.Arrays(self.directory, self.directory, leaves, arrays, together)
         del arrays
         with processes.raise_together():
             self._pool = self._pool or concurrent.futures.ThreadPoolExecutor(1, "jaxpar-checkpoint")
@@ -356,7 +357,7 @@ class Manager:
             chosen: Found | None = None
             with processes.raise_together(CheckpointError):
                 if self._writes or processes.count() == 1:
-                    chosen = newest_good(self.directory, self._bad, condition, whole=False)
+                    chosen = newest_good(self.directory, self._bad, condition, verified=False)
             name = json.loads(processes.exchange(json.dumps(None if chosen is None else chosen.path.name))[0])
             if name is None and refused and processes.count() > 1:
                 raise CheckpointError(f"{refused}; and there is no earlier checkpoint that all processes can read")
@@ -365,13 +366,20 @@ class Manager:
             path, why, misfit, state = self.directory / name, "", None, None
             template = like() if template is None else template
             try:
-                chosen = chosen or _files.read(path, whole=False)
+                chosen = chosen or _files.read(path, verified=False)
                 state = fill(chosen, template)
             except _Misfit as error:
                 misfit = error
             except (CheckpointError, FileNotFoundError) as error:
                 why = str(error)
-            refused = _first_difference(path, chosen, why)
+            # Which process cannot read it, and why. "" where all read the same.
+            refused, digest = "", None if chosen is None else _files.digest(chosen.body)
+            answers = [json.loads(answer) for answer in processes.exchange(json.dumps([digest, why]))]
+            for process, (its_digest, its_reason) in enumerate(answers):
+                if its_reason or its_digest != answers[0][0]:
+                    reason = its_reason or f"{path} is another checkpoint than in process 0"
+                    refused = f"process {process}: {reason}" if len(answers) > 1 else reason
+                    break
             if chosen is not None and not refused:
                 break
             self._bad.add(path)
@@ -383,18 +391,17 @@ class Manager:
         assert state is not None
         info = chosen.body.get("info", {})
         if (place := chosen.body.get("records")) is not None:
-            info = {**info, "history": self._read_records(chosen.path, place, info.get("history", []))}
+            # All records of the run, or the last ones, which the checkpoint has itself, where the others are lost.
+            history = info.get("history", [])
+            try:
+                history = processes.ask_first(lambda: self._records.read(place), CheckpointError)
+            except CheckpointError as error:
+                if self._writes and len(history) < place["number"]:
+                    path, number = chosen.path, place["number"]
+                    say(f"{error}; {path} is restored with the last {len(history)} of its {number} records")
+            info = {**info, "history": history}
         self._note(chosen.path)
         return state, info
-
-    def _read_records(self, path: Path, place: _files.Place, last: list[_run.Record]) -> list[_run.Record]:
-        """The records up to a checkpoint, or the `last` ones, which it holds itself, where the others are lost."""
-        try:
-            return processes.ask_first(lambda: self._records.read(place), CheckpointError)
-        except CheckpointError as error:
-            if self._writes and len(last) < place["number"]:
-                say(f"{error}; {path} is restored with the last {len(last)} of its {place['number']} records")
-            return last
 
     def wait(self) -> None:
         """Wait until all saved checkpoints are on disk. Raises `OSError` if one could not be written."""
@@ -458,14 +465,3 @@ class Manager:
         for path, _ in good[self.keep :]:
             if path != best and path not in kept.values():
                 _files.remove(path)
-
-
-def _first_difference(path: Path, chosen: Found | None, why: str) -> str:
-    """Which process cannot read the checkpoint that process 0 chose, and why. "" where all read the same."""
-    digest = None if chosen is None else _files.digest(chosen.body)
-    answers = [json.loads(answer) for answer in processes.exchange(json.dumps([digest, why]))]
-    for process, (digest_there, reason) in enumerate(answers):
-        if reason or digest_there != answers[0][0]:
-            where = f"process {process}: " if len(answers) > 1 else ""
-            return f"{where}{reason or f'{path} is another checkpoint than in process 0'}"
-    return ""

@@ -141,12 +141,25 @@ def initialize(
                 "instead of jax.distributed.initialize"
             )
         return _attach(num_processes, process_id)
-    joining, heartbeat = _find_timeouts(initialization_timeout, heartbeat_timeout, elastic)
+
+    # The settings: of the arguments, or else of the environment.
+    if initialization_timeout is None:
+        initialization_timeout = float(os.environ.get("JAXPAR_INITIALIZATION_TIMEOUT") or 60)
+    if heartbeat_timeout is None:
+        usual = ELASTIC_TIMEOUT if elastic else HEARTBEAT_TIMEOUT
+        heartbeat_timeout = float(os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or usual)
+    if not 0 < initialization_timeout <= MOST_SECONDS or not 2 <= heartbeat_timeout <= MOST_SECONDS:
+        raise ValueError(
+            f"{_WHERE}: initialization_timeout must be above 0 and heartbeat_timeout 2 seconds or more, got "
+            f"{initialization_timeout:g} and {heartbeat_timeout:g}; both at most {MOST_SECONDS:.0f}, a week"
+        )
     cluster = _environment.find(coordinator, num_processes, process_id)
     by_hand = any(x is not None for x in (coordinator, num_processes, process_id))
     is_known = isinstance(cluster, _environment.Cluster)
     if cluster is None or (is_known and cluster.num_processes == 1 and not cluster.server and not by_hand):
         return
+
+    # What jax must be told before it starts its devices.
     if is_jax_used():
         raise RuntimeError(
             f"{_WHERE}: JAX runs already and cannot become one of several processes now; call it before anything else "
@@ -162,35 +175,22 @@ def initialize(
         cluster, monitor = _environment.meet_by_ray(_environment.ray_worker()), False
     options: dict[str, Any] = {
         "local_device_ids": local_device_ids,
-        "initialization_timeout": max(1, round(joining)),
+        "initialization_timeout": max(1, round(initialization_timeout)),
         # jax's own watch ends a process with a stack trace, also after a stop of all (Ctrl-Z, a paused container). 100
         # seconds are its default.
-        "heartbeat_timeout_seconds": _elastic.NEVER if monitor else round(max(100, heartbeat)),
+        "heartbeat_timeout_seconds": _elastic.NEVER if monitor else round(max(100, heartbeat_timeout)),
     }
     if elastic:
-        options |= _elastic.configure(heartbeat)
+        options |= _elastic.configure(heartbeat_timeout)
+
+    # The processes meet. Of some clusters only jax knows where: then jax starts before the heartbeats.
     if isinstance(cluster, str):
-        _start_by_jax(cluster, options, heartbeat, monitor)
+        _start_by_jax(cluster, options, heartbeat_timeout, monitor)
     else:
-        _start(cluster, options, heartbeat, joining, monitor)
+        _start(cluster, options, heartbeat_timeout, initialization_timeout, monitor)
         if cluster.source == _environment.RAY_TRAIN:
             _say_ray_watches(cluster.num_processes, cluster.process_id, "jax runs")
     this.is_joined = True
-
-
-def _find_timeouts(initialization: float | None, heartbeat: float | None, elastic: bool) -> tuple[float, float]:
-    """Both timeouts in seconds. None reads the environment."""
-    if initialization is None:
-        initialization = float(os.environ.get("JAXPAR_INITIALIZATION_TIMEOUT") or 60)
-    if heartbeat is None:
-        usual = ELASTIC_TIMEOUT if elastic else HEARTBEAT_TIMEOUT
-        heartbeat = float(os.environ.get("JAXPAR_HEARTBEAT_TIMEOUT") or usual)
-    if not 0 < initialization <= MOST_SECONDS or not 2 <= heartbeat <= MOST_SECONDS:
-        raise ValueError(
-            f"{_WHERE}: initialization_timeout must be above 0 and heartbeat_timeout 2 seconds or more, got "
-            f"{initialization:g} and {heartbeat:g}; both at most {MOST_SECONDS:.0f}, a week"
-        )
-    return initialization, heartbeat
 
 
 def _attach(num_processes: int | None, process_id: int | None) -> None:
@@ -415,7 +415,15 @@ def join_others(cluster: _environment.Cluster, heartbeat_timeout: float, join_ti
             danger = "any program that reaches this host's network can take part in the heartbeats of this run and end"
             hint = f"set {SECRET} to one random text in all processes, or write it to ~/.config/jaxpar/secret"
             say_news(f"{danger} it; to prevent that, {hint} (chmod 600)")
-        listener = _listen(host, ports)
+        for free_port in ports:
+            with contextlib.suppress(OSError):
+                listener = socket.create_server(("127.0.0.1" if is_loopback(host) else "", free_port))
+                break
+        else:
+            raise RuntimeError(
+                f"{_WHERE}: the heartbeat server takes one of the ports {min(ports)} to {max(ports)} on this host, and "
+                "none is free; choose another port for the coordinator"
+            )
         addresses = [("127.0.0.1", listener.getsockname()[1])]
         on_leave = (lambda rank, why: say(f"process {rank} was lost: {why}; the others continue")) if elastic else None
         server = HeartbeatServer(listener, **run, size=size, join_timeout=join_timeout, on_leave=on_leave)
@@ -423,16 +431,6 @@ def join_others(cluster: _environment.Cluster, heartbeat_timeout: float, join_ti
     if elastic:
         client.forget = functools.partial(_elastic.forget, cluster.coordinator, size)
     return _join_run(client, addresses, join_timeout, absent)
-
-
-def _listen(host: str, ports: list[int]) -> socket.socket:
-    for port in ports:
-        with contextlib.suppress(OSError):
-            return socket.create_server(("127.0.0.1" if is_loopback(host) else "", port))
-    raise RuntimeError(
-        f"{_WHERE}: the heartbeat server takes one of the ports {min(ports)} to {max(ports)} on this host, and none is "
-        "free; choose another port for the coordinator"
-    )
 
 
 def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> HeartbeatClient:

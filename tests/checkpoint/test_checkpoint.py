@@ -504,6 +504,37 @@ def test_a_full_disk(tmp_path, full_disk):
     assert manager.restore_latest(large)[1] == {"n": 3}
 
 
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory is Linux's")
+def test_memory_for_a_save_and_a_restore(tmp_path):
+    """A save of what devices have copies nothing, and a restore has its shards and a few saved ones beside them."""
+
+    def resident(key):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) / 1024 for line in file if line.startswith(key))
+
+    devices = NamedSharding(jax.make_mesh((8,), ("x",), devices=jax.devices()[:8]), P("x"))
+    mib = 256  # eight shards of 32 MiB: smaller ones glibc does not give back at once
+    one_shard = np.arange(mib << 15, dtype=np.float32)
+    shards = [jax.device_put(one_shard + i, device) for i, device in enumerate(devices.mesh.devices)]
+    w = jax.make_array_from_single_device_arrays((8 * one_shard.size,), devices, shards)
+    for name, call, most in (
+        ("save", lambda: checkpoint.save(tmp_path / "a", w), 0.5 * mib),
+        (
+            "restore",
+            lambda: checkpoint.restore(tmp_path / "a", jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=devices)),
+            1.6 * mib,
+        ),
+    ):
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak starts again
+        before = resident("VmRSS")
+        result = call()
+        assert resident("VmHWM") - before < most, name
+    assert all(
+        np.array_equal(x.data, y.data) for x, y in zip(result.addressable_shards, w.addressable_shards, strict=True)
+    )
+
+
 def test_no_directory_to_write_to(tmp_path):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):

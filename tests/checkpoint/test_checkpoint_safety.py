@@ -51,11 +51,11 @@ def tree(directory):
 
 @pytest.mark.slow
 def test_who_looks_while_a_run_writes_harms_nothing(tmp_path, monkeypatch):
-    write, looks = _files._write_arrays, []
+    flush, looks = _files._flush_all, []
     directory, metrics = tmp_path / "run", tmp_path / "metrics.jsonl"
 
-    def look(path, arrays):
-        write(path, arrays)
+    def look(path):
+        flush(path)
         before = tree(directory), metrics.read_text()
         assert any(name.startswith(".unfinished-") for name in os.listdir(directory))
         checkpoint.Manager(directory).close()
@@ -70,7 +70,7 @@ def test_who_looks_while_a_run_writes_harms_nothing(tmp_path, monkeypatch):
         assert (tree(directory), metrics.read_text()) == before
         looks.append(found)
 
-    monkeypatch.setattr(_files, "_write_arrays", look)
+    monkeypatch.setattr(_files, "_flush_all", look)
     state, _ = run(directory, checkpoint_every=1, metrics_file=metrics, epochs=1)
     monkeypatch.undo()
     assert looks == [None, *(directory / f"step_0000000{n}" for n in (1, 2))]

@@ -270,14 +270,14 @@ def test_a_full_disk_under_the_checkpoints(tmp_path, monkeypatch):
     """Only that `fit` says it, keeps what there is and hands over the state; test_checkpoint.py has the rest."""
     from jaxpar.checkpoint import _files
 
-    def full(path, arrays):
+    def full(path):
         saved.append(path)
         if len(saved) == 2:
             raise OSError(28, "No space left on device")
-        write(path, arrays)
+        flush(path)
 
-    saved, write = [], _files._write_arrays
-    monkeypatch.setattr(_files, "_write_arrays", full)
+    saved, flush = [], _files._flush_all
+    monkeypatch.setattr(_files, "_flush_all", full)
     with pytest.raises(OSError, match=r"step_00000006 could not be written \(No space left on device\)") as raised:
         run(epochs=3, checkpoint_dir=tmp_path)
     assert int(raised.value.state.step) == 9
