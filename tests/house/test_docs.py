@@ -38,7 +38,7 @@ NAMES = (
     "seeing_a_run training tutorial viz your_model"
 )
 LONG = tuple(f"docs/{name}.md" for name in NAMES.split())
-EXAMPLES = 512
+EXAMPLES = 256
 needs_data = pytest.mark.skipif(
     not DEBIAN_DIR.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
 )
