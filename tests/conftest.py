@@ -130,6 +130,12 @@ def pytest_addoption(parser):
     parser.addoption("--half", type=int, choices=(0, 1), help=help)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Where the core alone runs, the other files need not be read."""
+    is_other = collection_path.match("test_*.py") and collection_path.stem not in CORE
+    return True if is_other and config.option.markexpr.startswith("core and ") else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Give the tests the markers above, and leave out what the options leave to another run.

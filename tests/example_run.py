@@ -1,9 +1,9 @@
 """Run a script of examples/ and print its last `state` as a digest and a few numbers, for tests/house/test_examples.py.
 
-python example_run.py SCRIPT [KILL_AFTER]
+python example_run.py SCRIPT [EPOCHS [KILL_AFTER]]
 
-With KILL_AFTER the process kills itself after so many records of `fit`, or checkpoints of a loop of its own, as soon as
-a checkpoint is complete.
+With EPOCHS a call of `fit` has so many epochs at most. With KILL_AFTER the process kills itself after so many records
+of `fit`, or checkpoints of a loop of its own, as soon as a checkpoint is complete.
 """
 
 import functools
@@ -20,6 +20,17 @@ import jax
 import numpy as np
 
 import jaxpar as jp
+
+
+def at_most(epochs):
+    """Epochs of each later call of `fit`."""
+    fit = jp.train.fit
+
+    @functools.wraps(fit)
+    def shorter(*args, **options):
+        return fit(*args, **{**options, "epochs": min(epochs, options["epochs"])})
+
+    jp.train.fit = shorter
 
 
 def kill_after(number):
@@ -63,7 +74,9 @@ def digest(params):
     return hashed.hexdigest()
 
 
-def main(script, number=None):
+def main(script, epochs=None, number=None):
+    if epochs is not None:
+        at_most(int(epochs))
     if number is not None:
         kill_after(int(number))
     found = runpy.run_path(script)

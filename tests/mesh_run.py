@@ -304,7 +304,7 @@ def on_the_mesh(mesh):
 
 
 STEPS = {engine: train.make_train_step(CLASSIFIED, engine=engine) for engine in ("pmap", "shard_map", "jit")}
-NUMBERED = {"explicit2d": ("pmap", "jit"), "explicit": ("shard_map", "jit"), "auto2d": ("pmap", "jit")}
+NUMBERED = {"explicit": ("pmap", "jit"), "auto": ("shard_map", "jit")}
 
 
 def steps(name, mesh, batch):
@@ -325,9 +325,8 @@ def inside(folder):
     rows = sparse.RowSparse(np.arange(2), np.ones((2, 2), np.float32), (6, 2))  # inside, jnp spreads over the mesh
     pushed = whole(pushes(rows))
     for name, mesh in (
-        ("explicit", mesh_of(4, kind=EXPLICIT)),
-        ("explicit2d", mesh_of(2, 2, kind=EXPLICIT, across="model")),
-        ("auto2d", mesh_of(2, 2)),
+        ("explicit", mesh_of(2, 2, kind=EXPLICIT, across="model")),
+        ("auto", mesh_of(2, 2)),
     ):
         sharding = NamedSharding(mesh, P("data"))
         taken = batches(sharding, sharding)

@@ -37,6 +37,7 @@ def linear(params, images):
 
 
 LENET, LINEAR = train.classification_loss(models.lenet.apply), train.classification_loss(linear)
+SMALL_STEP, ADAM = train.make_train_step(LINEAR), optax.adam(0.01)  # of all small runs, so that they share programs
 
 
 def counted(params, batch, rng):
@@ -217,7 +218,7 @@ def new_state(kind, compression=None, lenet=False):
     if lenet:
         params, tx = models.lenet.init(rng), optax.sgd(0.1, momentum=0.9)
     else:
-        params, tx = {"w": jax.random.normal(rng, (64, 10)) * 0.1, "b": jnp.zeros(10)}, optax.adam(0.01)
+        params, tx = {"w": jax.random.normal(rng, (64, 10)) * 0.1, "b": jnp.zeros(10)}, ADAM
     spec = compression or {"type": "none"}
     made = kv.set_gradient_compression(kv.from_params(params, kind=kind, optimizer=tx), spec)
     return train.create_state(made, 3 + kv.rank())
@@ -446,9 +447,8 @@ def check_batches():
 
 
 def small_run(directory, **options):
-    step = train.make_train_step(LINEAR)
     state = new_state("sharded", TWO_BIT)
-    return train.fit(state, step, images(8, 24), epochs=2, batch_size=8, checkpoint_dir=directory, **options)
+    return train.fit(state, SMALL_STEP, images(8, 24), epochs=2, batch_size=8, checkpoint_dir=directory, **options)
 
 
 def keep(file, state, history):

@@ -88,7 +88,7 @@ def is_called(function, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", mostly_slow(range(200), 0, 1, most=20))
+@pytest.mark.parametrize("seed", mostly_slow(range(200), 0, 1, most=10))
 def test_random_loops(cell, seed):
     sizes = [1, 2, 7, 19], [1, 2, 3, 9, 16, 37], [1, 2, 5, 16, 31, 32, 33, 70, 130]
     rng = np.random.default_rng(seed)

@@ -1,9 +1,9 @@
 """Loading: each source, what is refused, and what is left on the disk. All on the real files."""
 
 import contextlib
-import dataclasses
 import gzip
 import http.server
+import importlib
 import json
 import os
 import shutil
@@ -74,35 +74,6 @@ def debian():
         pytest.skip("Debian's package dataset-fashion-mnist is not installed")
 
 
-@dataclasses.dataclass
-class Written:
-    folder: Path  # the data_dir
-    train: data.Dataset
-    left: set  # the folders that a killed process left
-    beside: set  # those that the other process was writing when this one began
-    other: tuple  # its exit status, standard output and standard error
-
-
-@pytest.fixture(scope="module")
-def written(debian, tmp_path_factory):
-    """A data_dir that two processes wrote Debian's files into at once, after a third one was killed while it wrote."""
-    folder = tmp_path_factory.mktemp("tfds")
-    killed = start_loading(folder)
-    left = wait_for_writing(folder, killed)
-    killed.kill()
-    killed.communicate()
-    assert not (folder / "fashion_mnist" / "3.0.1").exists()
-    other = start_loading(folder)
-    try:
-        beside = wait_for_writing(folder, other, left) - left
-        train = data.load("fashion_mnist", "train", data_dir=folder, source="debian", verbose=False)
-        printed = other.communicate(timeout=120)
-    finally:
-        other.kill()
-        other.communicate()
-    return Written(folder, train, left, beside, (other.returncode, *printed))
-
-
 @pytest.fixture(scope="module")
 def prepared(debian):
     """The user's own data_dir, which the pages and the notebooks read too, and the training set in it."""
@@ -150,27 +121,34 @@ def test_it_is_fashion_mnist(prepared):
     check_it_is_fashion_mnist(prepared[1])
 
 
-@pytest.mark.slow  # writes the whole data set
-def test_debians_files_become_fashion_mnist(written):
-    assert written.train.source == "debian"
-    check_it_is_fashion_mnist(written.train)
-
-
-@pytest.mark.slow
-def test_a_killed_process_and_two_at_once_leave_a_sound_data_set(written):
-    assert len(written.left) == 1, "the process was killed before or after it wrote"
-    assert len(written.beside) == 1, "the other process was not writing when this one began"
-    status, printed, errors = written.other
-    assert (status, printed.splitlines()[-1]) == (0, "10"), errors
-    assert "source: debian" in printed
-    assert len(data.load(split="test", data_dir=written.folder, source="prepared", verbose=False)) == 10000
-
-
-@pytest.mark.slow  # writes the whole data set
-def test_plain_tfds_reads_what_was_written(written):
+@pytest.mark.slow  # writes the whole data set twice
+def test_debians_files_become_fashion_mnist(debian, tmp_path):
+    """Two processes write them at once, after a third one was killed while it wrote."""
     import tensorflow_datasets as tfds
 
-    folder, train = written.folder, written.train
+    folder = tmp_path / "tfds"
+    killed = start_loading(folder)
+    left = wait_for_writing(folder, killed)
+    killed.kill()
+    killed.communicate()
+    assert len(left) == 1, "the process was killed before or after it wrote"
+    assert not (folder / "fashion_mnist" / "3.0.1").exists()
+    other = start_loading(folder)
+    try:
+        beside = wait_for_writing(folder, other, left) - left
+        train = data.load("fashion_mnist", "train", data_dir=folder, source="debian", verbose=False)
+        printed, errors = other.communicate(timeout=120)
+    finally:
+        other.kill()
+        other.communicate()
+    assert len(beside) == 1, "the other process was not writing when this one began"
+    assert (other.returncode, printed.splitlines()[-1]) == (0, "10"), errors
+    assert "source: debian" in printed
+    assert len(data.load(split="test", data_dir=folder, source="prepared", verbose=False)) == 10000
+    assert train.source == "debian"
+    check_it_is_fashion_mnist(train)
+
+    # Plain TFDS reads what was written.
     source = tfds.data_source("fashion_mnist", split="train", download=False, data_dir=folder)
     assert len(source) == 60000
     for index in (0, 1, 59999):
@@ -181,7 +159,7 @@ def test_plain_tfds_reads_what_was_written(written):
     assert info["moduleName"] == "tensorflow_datasets.image_classification.mnist"
     assert int(info["downloadSize"]) == 30878645  # of the official files, as TFDS lists them
     assert os.listdir(folder) == ["fashion_mnist"]
-    assert sorted(os.listdir(folder / "fashion_mnist")) == ["3.0.1", *(path.name for path in written.left)]
+    assert sorted(os.listdir(folder / "fashion_mnist")) == ["3.0.1", *(path.name for path in left)]
     names = tfds.builder("fashion_mnist", data_dir=folder).info.features["label"].names
     assert tuple(names) == data.FASHION_MNIST_CLASSES
 
@@ -511,8 +489,12 @@ def test_the_download_keeps_the_official_checksums(web, no_debian, tmp_path):
     assert not (tmp_path / "new" / "fashion_mnist" / "3.0.1").exists()
 
 
-@pytest.mark.slow  # writes the whole data set once more
-def test_the_download_is_the_same_data_set(web, no_debian, tmp_path, prepared):
+@pytest.mark.slow
+def test_the_download_is_the_same_data_set(web, no_debian, tmp_path, prepared, monkeypatch):
+    """The test set; of the training set 1,000 images are written, which test_debians_files_... compares whole."""
+    mnist, read_idx = importlib.import_module(_load._builder_class("fashion_mnist").__module__), _load.read_idx
+    monkeypatch.setattr(mnist, "_TRAIN_EXAMPLES", 1000)
+    monkeypatch.setattr(_load, "read_idx", lambda path: (found := read_idx(path))[: {60000: 1000}.get(len(found))])
     test = data.load(split="test", data_dir=tmp_path / "new", verbose=False)
     assert test.source == "download"
     expected = data.load(split="test", data_dir=prepared[0], verbose=False)

@@ -63,7 +63,7 @@ def attack(address, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "number"), [(False, 10_000), (True, 1000)])
+@pytest.mark.parametrize(("launcher", "number"), [(False, 2000), (True, 500)])
 def test_processes_that_train_beside_an_attack(tmp_path, undisturbed, launcher, number):
     program, port = write(tmp_path, TRAINING)[2], free_port()
     if launcher:

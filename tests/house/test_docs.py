@@ -1,7 +1,7 @@
 """Every Python block of the documentation runs as it stands, page by page, and every link leads somewhere.
 
 A page is one namespace, its ```python blocks run in their order, in an empty directory. Data sets are cut to their
-first 512 examples (a page says `epochs=5` and means it, but not here), and a page sees eight emulated devices. A
+first 256 examples (a page says `epochs=5` and means it, but not here), and a page sees eight emulated devices. A
 block with `<!-- not run: why -->` in the line before it is not run. What an ```output block
 holds is what the Python block before it printed.
 """
@@ -38,7 +38,7 @@ NAMES = (
     "seeing_a_run training tutorial viz your_model"
 )
 LONG = tuple(f"docs/{name}.md" for name in NAMES.split())
-EXAMPLES = 512
+EXAMPLES = 256
 needs_data = pytest.mark.skipif(
     not DEBIAN_DIR.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
 )

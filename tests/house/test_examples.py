@@ -16,7 +16,8 @@ from launched import environment
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 RUN = ROOT / "tests/example_run.py"
-KILL_AFTER = {"sweep": 15}  # in its second run; the others within their first
+EPOCHS = 4  # at most, of each call of `fit`: what a script learns is for its readers
+KILL_AFTER = {"sweep": 6}  # in its second run; the others within their first
 # Their noise belongs to a share of the batch, and the shares are fixed.
 SAME_BITS = {"vae", "actor_critic", "sweep"}
 
@@ -24,7 +25,7 @@ SAME_BITS = {"vae", "actor_critic", "sweep"}
 def run(script, folder, devices, *kill_after):
     folder.mkdir(exist_ok=True)
     env = environment(JAX_NUM_CPU_DEVICES=str(devices))
-    command = [sys.executable, str(RUN), str(script), *map(str, kill_after)]
+    command = [sys.executable, str(RUN), str(script), str(EPOCHS), *map(str, kill_after)]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 

@@ -30,8 +30,30 @@ LONG = "02 03 04 05 06 07 08 09".split()
 KINDS = [path for path in NOTEBOOKS if path.stem[:2] in ("02", "06", "07", "08", "09")]
 # Fewer examples than a reader trains on, in cells that write a script.
 SHORTER = {
-    "02": {"train[:10240]": "train[:2560]", "checkpoint_every=20": "checkpoint_every=5", "step == 65": "step == 15"},
-    "05": {"train[:5120]": "train[:1024]"},
+    "02": {
+        "train[:2048]": "train[:768]",
+        "test[:1000]": "test[:256]",
+        "train[:10240]": "train[:640]",
+        "images, epochs=epochs, batch_size=256": "images, epochs=epochs, batch_size=64",
+        "checkpoint_every=20": "checkpoint_every=5",
+        "step == 65": "step == 15",
+    },
+    "03": {"train[:2048]": "train[:512]", "test[:1000]": "test[:256]"},
+    "05": {
+        "train[:5120]": "train[:256]",
+        "batch_size=256,\\n": "batch_size=64,\\n",
+        "[:2560]": "[:512]",
+        "epochs=2, batch_size=256": "epochs=2, batch_size=32",
+    },
+    "06": {
+        "65 * 2048": "65 * 832",
+        "windows[:1792]": "windows[:768]",
+        "windows[1792:]": "windows[768:]",
+        "windows[1800": "windows[800",
+        "step == 45": "step == 20",
+        "checkpoint_every=20": "checkpoint_every=8",
+    },
+    "09": {"0, 20000)": "0, 2560)", "20000, 22000)": "20000, 20500)", "60, 1060)": "60, 560)"},
 }
 RUN = [pytest.param(p, marks=pytest.mark.slow if p.stem[:2] in LONG else ()) for p in NOTEBOOKS]
 
