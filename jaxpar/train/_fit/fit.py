@@ -14,6 +14,7 @@ from ... import checkpoint, data, distributed
 from ..._core import checks, files
 from ..._core.arguments import no_such_arguments
 from ..._core.transfers import allows_transfers
+from ..._store.mxnet_names import TRAINING_ARGUMENTS
 from .._callbacks.callbacks import Callback, OnStep, WithMemory
 from .._callbacks.history import History
 from .._step.state import IN_STORE, TrainState, check_is_state
@@ -31,6 +32,7 @@ _VALIDATION = (
 _CALLBACK = "write callbacks=train.EarlyStopping(patience=3)"
 _WEIGHTS = 'in loss_fn write w = weights[batch["label"]] and return ((w * losses).sum(), w.sum()), {}'
 _HINTS = {
+    **TRAINING_ARGUMENTS,
     "callback": "write callbacks=, with a function or a list of functions",
     **dict.fromkeys(("early_stopping", "patience"), _CALLBACK),
     **dict.fromkeys(("validation_data", "val_data", "valid_data"), _VALIDATION),
