@@ -261,6 +261,52 @@ def test_take_says_where_an_index_is_out_of_bounds():
     assert jnp.isnan(found[1:]).all()
 
 
+# The mean and the variance of what is drawn: MXNet's beta is a scale, and its lam is a rate of an exponential.
+DRAWN = [
+    ("_random_uniform", {"low": -1.0, "high": 3.0}, [], 1, 16 / 12),
+    ("_random_normal", {"loc": 2.0, "scale": 3.0}, [], 2, 9),
+    ("_random_gamma", {"alpha": 2.0, "beta": 3.0}, [], 6, 18),
+    ("_random_exponential", {"lam": 2.0}, [], 0.5, 0.25),
+    ("_random_poisson", {"lam": 4.0}, [], 4, 4),
+    ("_random_negative_binomial", {"k": 3, "p": 0.4}, [], 4.5, 4.5 / 0.4),
+    ("_random_generalized_negative_binomial", {"mu": 2.0, "alpha": 0.5}, [], 2, 4),
+    ("_random_randint", {"low": 0, "high": 5}, [], 2, 2),
+    ("_sample_gamma", {}, [2.0, 3.0], 6, 18),
+    ("_sample_normal", {}, [2.0, 3.0], 2, 9),
+    ("_sample_multinomial", {}, [0.0, 0.5, 0.0, 0.5], 2, 1),
+]
+
+
+def test_what_is_drawn():
+    count = 4000
+
+    @jax.jit
+    def draw(key):
+        return [
+            mxnet.operator(name)(
+                *([jnp.array([n]) for n in numbers] if "multi" not in name else [jnp.array([numbers])]),
+                shape=(count,),
+                rng=jax.random.fold_in(key, i),
+                **attrs,
+            )
+            for i, (name, attrs, numbers, *_) in enumerate(DRAWN)
+        ] + [mxnet.operator("_random_normal_like")(jnp.zeros((count, 1)), loc=1.0, rng=key)]
+
+    *found, like = draw(jax.random.key(0))
+    for (name, _, numbers, mean, variance), values in zip(DRAWN, found, strict=True):
+        assert values.shape == ((1, count) if numbers else (count,)), name
+        assert abs(values.mean() - mean) < 5 * (variance / count) ** 0.5, name
+        assert 0.8 < values.astype(float).var() / variance < 1.25, name
+    assert (like.shape, abs(like.mean() - 1) < 0.1) == ((count, 1), True)
+    drawn, log_probs = mxnet.operator("_sample_multinomial")(
+        jnp.array([0.25, 0.75]), get_prob=True, rng=jax.random.key(0)
+    )
+    np.testing.assert_allclose(log_probs, np.log([0.25, 0.75])[drawn], rtol=1e-6)
+    assert sorted(mxnet.operator("_shuffle")(jnp.arange(9), rng=jax.random.key(0)).tolist()) == list(range(9))
+    with pytest.raises(ValueError, match="needs rng="):
+        mxnet.operator("_random_uniform")(shape=(2,), rng=None)
+
+
 # ---- Operators in float16 beside MXNet 1.9.1 on a CPU, and the dtype of what a network gives.
 
 

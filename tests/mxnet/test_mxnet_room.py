@@ -1,6 +1,8 @@
 """`jp.mxnet`: one room for those who come from MXNet, whose names stay where they were too."""
 
 import re
+import sys
+from pathlib import Path
 
 import jax
 import optax
@@ -78,3 +80,11 @@ def test_what_the_lines_name_is_there():
             assert hasattr(getattr(jp, room), name), hint
     assert not any(hasattr(mxnet, name) for name in _elsewhere.NAMES)
     assert not any(hasattr(mxnet.Model, name) for name in _elsewhere.METHODS)
+
+
+def test_the_page_of_operators_is_written(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "tools"))
+    import mxnet_operators
+
+    assert mxnet_operators.PAGE.read_text() == mxnet_operators.page(), "run python tools/mxnet_operators.py"
+    assert sys.modules.pop("mxnet_operators") is mxnet_operators
