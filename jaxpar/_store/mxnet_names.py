@@ -31,6 +31,27 @@ ARGUMENTS = {
     "row_id": "call it row_ids",
 }
 
+# Of `Module.fit` and `gluon.Trainer`, for the functions of `train`.
+TRAINING_ARGUMENTS = {
+    "num_epoch": "write epochs= in train.fit",
+    "begin_epoch": "leave it out: train.fit(checkpoint_dir=) goes on where a run ended",
+    "eval_data": "write test_data= in train.fit",
+    "eval_metric": "return the metrics in the dict of loss_fn",
+    **dict.fromkeys(
+        ("batch_end_callback", "epoch_end_callback", "eval_end_callback", "eval_batch_end_callback"),
+        "write callbacks= in train.fit",
+    ),
+    "optimizer_params": "give them to the optimizer: mxnet.sgd(0.1, momentum=0.9)",
+    **dict.fromkeys(("ctx", "context"), "write devices=jax.devices() in train.start"),
+    "arg_params": "give params as the first argument of train.start",
+    "aux_params": "write model_state= in train.start",
+    **dict.fromkeys(("initializer", "allow_missing", "force_init", "force_rebind"), "leave it out: give params"),
+    "compression_params": "call it compression, of train.start",
+    "update_on_kvstore": "leave it out: the store always has the updater",
+    "monitor": "leave it out: mxnet.load_symbol(file).compare(outputs) names the first layer that differs",
+    "sparse_row_id_fn": "leave it out: kv.row_sparse_pull reads some rows",
+}
+
 _RETURNS = {
     "store": "init push flush place set_updater set_optimizer set_gradient_compression",
     "value": "pull row_sparse_pull",

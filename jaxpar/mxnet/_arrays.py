@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -291,3 +292,190 @@ def sequence_reverse(
 ) -> jax.Array:
     step, length = _steps(data, sequence_length, axis)
     return jnp.take_along_axis(data, jnp.where(step < length, length - 1 - step, step), axis)
+
+
+def arange_like(
+    data: jax.Array, *, start: float = 0.0, step: float = 1.0, repeat: int = 1, axis: int | None = None
+) -> jax.Array:
+    """Numbers in the shape of the data, or along one of its axes. Each comes `repeat` times."""
+    shape = data.shape if axis is None else (data.shape[axis],)
+    return (start + step * (jnp.arange(math.prod(shape)) // repeat)).astype(data.dtype).reshape(shape)
+
+
+def linspace(*, start: float, stop: float, num: int, endpoint: bool = True, dtype: str | None = None) -> jax.Array:
+    if not 0 <= num <= _MOST_ELEMENTS:
+        raise ValueError(f"_linspace: num must be 0 to {_MOST_ELEMENTS}, got {num}")
+    return jnp.linspace(start, stop, num, endpoint, dtype=jax.dtypes.canonicalize_dtype(dtype or "float32"))
+
+
+def eye(*, N: int, M: int = 0, k: int = 0, dtype: str = "float32") -> jax.Array:
+    if N * (M or N) > _MOST_ELEMENTS:
+        raise ValueError(f"_eye: a matrix of {N} rows and {M or N} columns is too large")
+    return jnp.eye(N, M or N, k, jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _order(data: jax.Array, axis: int, is_ascend: bool) -> jax.Array:
+    """The places of values in order. Equal ones stay in their order."""
+    return jnp.argsort(data, axis, stable=True, descending=not is_ascend)
+
+
+def sort(data: jax.Array, *, axis: int | None = -1, is_ascend: bool = True) -> jax.Array:
+    data, axis = (data.ravel(), 0) if axis is None else (data, axis)
+    return jnp.take_along_axis(data, _order(lax.stop_gradient(data), axis, is_ascend), axis)
+
+
+def argsort(data: jax.Array, *, axis: int | None = -1, is_ascend: bool = True, dtype: str = "float32") -> jax.Array:
+    data, axis = (data.ravel(), 0) if axis is None else (data, axis)
+    return _order(data, axis, is_ascend).astype(jax.dtypes.canonicalize_dtype(dtype))
+
+
+def topk(
+    data: jax.Array,
+    *,
+    axis: int | None = -1,
+    k: int = 1,
+    ret_typ: str = "indices",
+    is_ascend: bool = False,
+    dtype: str = "float32",
+) -> Any:
+    """The k largest or smallest values along an axis, all of them for k = 0; where they are; both; or a mask."""
+    if ret_typ not in ("value", "indices", "mask", "both"):
+        raise ValueError(f"topk: ret_typ must be value, indices, mask or both, got {ret_typ!r}")
+    shape = data.shape
+    data, axis = (data.ravel(), 0) if axis is None else (data, axis)
+    count = k if k > 0 else data.shape[axis]
+    order = lax.slice_in_dim(_order(lax.stop_gradient(data), axis, is_ascend), 0, count, axis=axis)
+    if ret_typ == "mask":
+        return jnp.put_along_axis(jnp.zeros_like(data), order, 1, axis, inplace=False).reshape(shape)
+    values = jnp.take_along_axis(data, order, axis)
+    indices = order.astype(jax.dtypes.canonicalize_dtype(dtype))
+    return {"value": values, "indices": indices, "both": (values, indices)}[ret_typ]
+
+
+def split_v2(
+    data: jax.Array, *, indices: tuple[int, ...], axis: int = 1, squeeze_axis: bool = False, sections: int = 0
+) -> tuple[jax.Array, ...]:
+    """Equal sections, or what begins at each index."""
+    arrays = jnp.split(data, sections if sections > 0 else list(indices)[1:], axis)
+    return tuple(array.squeeze(axis) for array in arrays) if squeeze_axis else tuple(arrays)
+
+
+def scatter_nd(data: jax.Array, indices: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+    """Zeros with the data at these places. Of several at one place one is there, and all have its gradient."""
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise ValueError(f"scatter_nd: an array of shape {shape} is too large")
+    places = tuple(indices.astype(jnp.int32))
+    out = jnp.zeros(shape, data.dtype).at[places].set(lax.stop_gradient(data))
+    # 0, with the gradient of the place for each value that was written to it.
+    return out + jnp.zeros(shape, data.dtype).at[places].add(data - lax.stop_gradient(data))
+
+
+def slice_assign(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    begin: tuple[int | None, ...],
+    end: tuple[int | None, ...],
+    step: tuple[int | None, ...] = (),
+) -> jax.Array:
+    steps = step or (None,) * len(begin)
+    return lhs.at[tuple(slice(b, e, s) for b, e, s in zip(begin, end, steps, strict=True))].set(rhs)
+
+
+def slice_assign_scalar(
+    data: jax.Array,
+    *,
+    begin: tuple[int | None, ...],
+    end: tuple[int | None, ...],
+    step: tuple[int | None, ...] = (),
+    scalar: float = 0.0,
+) -> jax.Array:
+    return slice_assign(data, jnp.asarray(scalar, data.dtype), begin=begin, end=end, step=step)
+
+
+def depth_to_space(data: jax.Array, *, block_size: int) -> jax.Array:
+    batch, channels, height, width = data.shape
+    blocks = data.reshape(batch, block_size, block_size, channels // block_size**2, height, width)
+    return blocks.transpose(0, 3, 4, 1, 5, 2).reshape(batch, -1, height * block_size, width * block_size)
+
+
+def space_to_depth(data: jax.Array, *, block_size: int) -> jax.Array:
+    batch, channels, height, width = data.shape
+    blocks = data.reshape(batch, channels, height // block_size, block_size, width // block_size, block_size)
+    return blocks.transpose(0, 3, 5, 1, 2, 4).reshape(batch, -1, height // block_size, width // block_size)
+
+
+def cumsum(a: jax.Array, *, axis: int | None = None, dtype: str | None = None) -> jax.Array:
+    return jnp.cumsum(a, axis, None if dtype in (None, "None") else jax.dtypes.canonicalize_dtype(dtype))
+
+
+def diag(data: jax.Array, *, k: int = 0, axis1: int = 0, axis2: int = 1) -> jax.Array:
+    return jnp.diag(data, k) if data.ndim == 1 else jnp.diagonal(data, k, axis1, axis2)
+
+
+def moments(
+    data: jax.Array, *, axes: tuple[int, ...] | None = None, keepdims: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    return _with_axis(data.mean(axes, keepdims=keepdims)), _with_axis(data.var(axes, keepdims=keepdims))
+
+
+def khatri_rao(*args: jax.Array) -> jax.Array:
+    """The products of all rows, column by column."""
+    out = args[0]
+    for matrix in args[1:]:
+        out = (out[:, None] * matrix[None]).reshape(-1, out.shape[1])
+    return out
+
+
+def index_array(data: jax.Array, *, axes: tuple[int, ...] | None = None) -> jax.Array:
+    """The places of the elements, in the last axis."""
+    places = jnp.indices(data.shape)
+    return jnp.stack([places[axis] for axis in (range(data.ndim) if axes is None else axes)], -1)
+
+
+def histogram(
+    data: jax.Array,
+    bins: jax.Array | None = None,
+    *,
+    bin_cnt: int | None = None,
+    range: tuple[float, ...] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    counts, edges = jnp.histogram(data, bin_cnt if bins is None else bins, range)
+    return counts.astype(jnp.int32), edges.astype(data.dtype)
+
+
+# Attention of gluon-nlp: queries, keys and values of all heads are interleaved in one array.
+
+
+def _heads(array: jax.Array, heads: int, kinds: int) -> list[jax.Array]:
+    """Of (steps, batch, heads * kinds * features) the kinds, each (batch * heads, steps, features)."""
+    steps, batch, _ = array.shape
+    split = array.reshape(steps, batch, heads, kinds, -1).transpose(3, 1, 2, 0, 4)
+    return list(split.reshape(kinds, batch * heads, steps, -1))
+
+
+def _scores(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    return queries / math.sqrt(queries.shape[-1]) @ keys.swapaxes(1, 2)
+
+
+def _attended(attention: jax.Array, values: jax.Array, heads: int) -> jax.Array:
+    out = attention @ values  # (batch * heads, steps, features)
+    steps = out.shape[1]
+    return out.reshape(-1, heads, steps, out.shape[2]).transpose(2, 0, 1, 3).reshape(steps, -1, heads * out.shape[2])
+
+
+def selfatt_qk(queries_keys_values: jax.Array, *, heads: int) -> jax.Array:
+    queries, keys, _ = _heads(queries_keys_values, heads, 3)
+    return _scores(queries, keys)
+
+
+def selfatt_valatt(queries_keys_values: jax.Array, attention: jax.Array, *, heads: int) -> jax.Array:
+    return _attended(attention, _heads(queries_keys_values, heads, 3)[2], heads)
+
+
+def encdec_qk(queries: jax.Array, keys_values: jax.Array, *, heads: int) -> jax.Array:
+    return _scores(_heads(queries, heads, 1)[0], _heads(keys_values, heads, 2)[0])
+
+
+def encdec_valatt(keys_values: jax.Array, attention: jax.Array, *, heads: int) -> jax.Array:
+    return _attended(attention, _heads(keys_values, heads, 2)[1], heads)

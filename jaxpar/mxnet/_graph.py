@@ -160,7 +160,13 @@ def parse(text: str, form: str, what: str) -> Any:
         return int(match[1])
     if form.startswith("float") and _NUMBER.fullmatch(text):
         return float(text)
-    if form.startswith("tuple") and (integers := _tuple(text, "int | None" in form)) is not None:
+    if form.startswith("tuple[float") and (numbers := _float_tuple(text)) is not None:
+        return numbers
+    if (
+        form.startswith("tuple")
+        and "float" not in form
+        and (integers := _tuple(text, "int | None" in form)) is not None
+    ):
         return integers
     if form.startswith(("bool", "int", "float", "tuple")):
         raise ValueError(f"{what} must be of the form {form}, got {text[:100]!r}")
@@ -180,6 +186,16 @@ def _tuple(text: str, holes: bool) -> tuple[int | None, ...] | None:
             return None
         integers.append(int(match[1]) if match else None)
     return tuple(integers) if len(integers) <= _MOST_NUMBERS else None
+
+
+def _float_tuple(text: str) -> tuple[float, ...] | None:
+    """The numbers of "(0.5, 1)", "[0.5, 1]" or "0.5". None: it is no such text."""
+    inner = text[1:-1] if text[:1] + text[-1:] in ("()", "[]") else text
+    items = [item.strip() for item in inner.split(",", _MOST_NUMBERS)]
+    if items[-1] == "":
+        items.pop()
+    is_sound = len(items) <= _MOST_NUMBERS and all(_NUMBER.fullmatch(item) for item in items)
+    return tuple(float(item) for item in items) if is_sound else None
 
 
 # The operators of the nodes, and the roles of the variables.

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 
 
 def _with_gradient(
@@ -131,3 +132,62 @@ def softmax_cross_entropy(data: jax.Array, label: jax.Array) -> jax.Array:
     """The sum over the batch, as an array of one number."""
     rows = jax.nn.log_softmax(data, -1)
     return -jnp.take_along_axis(rows, label.astype(jnp.int32)[:, None], 1, mode="clip").sum().reshape(1)
+
+
+def svm_output(
+    data: jax.Array,
+    label: jax.Array | None = None,
+    *,
+    margin: float = 1.0,
+    regularization_coefficient: float = 1.0,
+    use_linear: bool = False,
+) -> jax.Array:
+    """Scores, with the gradient of a hinge loss of each class, or of its square."""
+
+    def backward(out: jax.Array, label: jax.Array, gradient: jax.Array) -> jax.Array:
+        sign = jnp.where(jax.nn.one_hot(label.astype(jnp.int32), out.shape[1]) > 0, -1, 1)
+        missing = jnp.maximum(margin + sign * out, 0)  # to the margin, of the own class and of the others
+        slope = jnp.where(missing > 0, 1, 0) if use_linear else 2 * missing
+        return regularization_coefficient * sign * slope
+
+    return _with_gradient(_same, backward, data, label)
+
+
+def ctc_loss(
+    data: jax.Array,
+    label: jax.Array,
+    data_lengths: jax.Array | None = None,
+    label_lengths: jax.Array | None = None,
+    *,
+    use_data_lengths: bool = False,
+    use_label_lengths: bool = False,
+    blank_label: str = "first",
+) -> jax.Array:
+    """The loss of each sequence of (steps, batch, classes), which are no probabilities yet. Labels are (batch, labels).
+
+    Without lengths the first 0 ends a label where the blank is class 0, and the first -1 where it is the last class.
+    """
+    if blank_label not in ("first", "last"):
+        raise ValueError(f"CTCLoss: blank_label must be first or last, got {blank_label!r}")
+    if use_label_lengths and not use_data_lengths:
+        label_lengths = data_lengths  # it is the third array then
+    steps, _, classes = data.shape
+    label = label.astype(jnp.int32)
+    if use_label_lengths and label_lengths is not None:
+        is_label = jnp.arange(label.shape[1])[None] < label_lengths[:, None]
+    else:
+        is_label = jnp.cumprod(label != (0 if blank_label == "first" else -1), 1) > 0
+    is_step = jnp.ones((data.shape[1], steps), bool)
+    if use_data_lengths and data_lengths is not None:
+        is_step = jnp.arange(steps)[None] < data_lengths[:, None]
+    losses = optax.ctc_loss(
+        data.swapaxes(0, 1).astype(jnp.float32),
+        (~is_step).astype(jnp.float32),
+        jnp.where(is_label, label, 0),
+        (~is_label).astype(jnp.float32),
+        blank_id=0 if blank_label == "first" else classes - 1,
+    )
+    # As in MXNet, a label that is too long for its steps has no loss, and no gradient.
+    repeats = ((label[:, 1:] == label[:, :-1]) & is_label[:, 1:]).sum(1)
+    is_possible = is_label.sum(1) + repeats <= is_step.sum(1)
+    return jnp.where(is_possible, losses, 0).astype(data.dtype)

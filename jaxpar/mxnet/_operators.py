@@ -19,7 +19,15 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from . import _arrays as arrays, _layers as layers, _losses as losses
+from . import (
+    _arrays as arrays,
+    _boxes as boxes,
+    _images as images,
+    _layers as layers,
+    _linear_algebra as linear_algebra,
+    _losses as losses,
+    _random as random,
+)
 
 _BY_MODEL = frozenset(("train", "rng"))  # keywords that the model gives itself
 A = TypeVar("A", jax.Array, np.ndarray)
@@ -44,6 +52,7 @@ class Operator:
     # that gives None: such images have to be turned into MXNet's layout before.
     last: Last | None = None
     back: Back | None = None  # None: the shapes of its arrays do not follow from those of its outputs
+    outputs: Callable[[Mapping[str, Any]], int] = lambda attrs: 1  # how many it gives, of all attributes
 
     @functools.cached_property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -95,6 +104,19 @@ def _rnn_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
     count = layers.parameter_count(attrs["mode"], data[2], hidden, depth, directions)
     state = (depth * directions, data[1], hidden)
     return {"parameters": (count,), "state": state, "state_cell": state}
+
+
+def _deformable_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
+    channels = data[1] // attrs.get("num_group", 1)
+    return {"weight": (attrs["num_filter"], channels, *attrs["kernel"]), "bias": (attrs["num_filter"],)}
+
+
+def _rnn_outputs(attrs: Mapping[str, Any]) -> int:
+    return (3 if attrs["mode"] == "lstm" else 2) if attrs["state_outputs"] else 1
+
+
+def _and_statistics(attrs: Mapping[str, Any]) -> int:
+    return 3 if attrs["output_mean_var"] else 1
 
 
 # The shapes of labels, as MXNet infers them: first from what is predicted, then back to the variable
@@ -224,9 +246,16 @@ def _softmax(function: Callable[..., jax.Array], sign: float = 1) -> Callable[..
         dtype: str | None = None,
         use_length: bool | None = False,
     ) -> jax.Array:
-        if use_length:
-            raise ValueError("softmax: use_length is not supported")
-        out = function(sign * data / temperature if temperature else sign * data, axis)
+        if use_length and function is jax.nn.log_softmax:
+            raise ValueError("log_softmax: use_length is not supported")
+        data = sign * data / temperature if temperature else sign * data
+        if use_length and length is not None:
+            # Behind its length a sequence has no probability.
+            inside = jnp.expand_dims(length, axis) > lax.broadcasted_iota(jnp.int32, data.shape, axis % data.ndim)
+            data = jnp.where(inside, data, jnp.finfo(data.dtype).min)
+            out = jnp.where(inside, function(data, axis), 0)
+        else:
+            out = function(data, axis)
         return out.astype(jax.dtypes.canonicalize_dtype(dtype)) if dtype else out
 
     return softmax
@@ -249,11 +278,17 @@ def _smooth_l1(data: jax.Array, *, scalar: float = 1.0) -> jax.Array:
     return jnp.where(jnp.abs(data) > 1 / square, jnp.abs(data) - 0.5 / square, 0.5 * square * data * data)
 
 
-def _row(fn: Callable[..., Any], last: Last | None = None, back: Back | None = None, **forms: str) -> Operator:
+def _row(
+    fn: Callable[..., Any],
+    last: Last | None = None,
+    back: Back | None = None,
+    outputs: Callable[[Mapping[str, Any]], int] = lambda attrs: 1,
+    **forms: str,
+) -> Operator:
     """An operator in one line. Its attributes are read as `forms` say, and else as their defaults are."""
     attributes = [p for p in inspect.signature(fn).parameters.values() if p.kind == p.KEYWORD_ONLY]
     fn.__annotations__ = {p.name: type(p.default).__name__ for p in attributes} | forms
-    return Operator(fn, last=last, back=back)
+    return Operator(fn, last=last, back=back, outputs=outputs)
 
 
 def _typed(function: Callable[..., Any], *values: Any) -> jax.Array:
@@ -314,6 +349,32 @@ def _minimum(a: Any, b: Any) -> jax.Array:
     return jnp.where((a <= b) | jnp.isnan(a), a, b)
 
 
+def _straight(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """A function whose gradient is passed on as it is."""
+    return lambda x: lax.stop_gradient(function(x)) + (x - lax.stop_gradient(x))
+
+
+def _amp_cast(data: jax.Array, *, dtype: str) -> jax.Array:
+    """Only of floating arrays."""
+    is_floating = jnp.issubdtype(data.dtype, jnp.floating)
+    return data.astype(jax.dtypes.canonicalize_dtype(dtype)) if is_floating else data
+
+
+def _amp_multicast(*data: jax.Array, num_outputs: int, cast_narrow: bool = False) -> tuple[jax.Array, ...]:
+    """All in the widest dtype of the arrays, or in the narrowest one."""
+    choose = min if cast_narrow else max
+    dtype = choose((x.dtype for x in data), key=lambda dtype: jnp.finfo(dtype).bits)
+    return tuple(x.astype(dtype) for x in data)
+
+
+def _index_copy(old_tensor: jax.Array, index_vector: jax.Array, new_tensor: jax.Array) -> jax.Array:
+    return old_tensor.at[index_vector.astype(jnp.int32)].set(new_tensor)
+
+
+def _whole(values: ArrayLike) -> jax.Array:
+    return jnp.asarray(values, jax.dtypes.canonicalize_dtype("int64"))
+
+
 _UNARY: dict[str, Callable[[Any], jax.Array]] = {
     **{n: getattr(jnp, n) for n in "sign ceil floor trunc square sqrt exp log log10 log2 log1p expm1".split()},
     **{n: getattr(jnp, n) for n in "sin cos tan sinh cosh tanh arcsin arccos arctan arcsinh arccosh arctanh".split()},
@@ -328,7 +389,13 @@ _UNARY: dict[str, Callable[[Any], jax.Array]] = {
     "sigmoid": lambda x: jax.nn.sigmoid(x * 1.0),
     "softsign": jax.nn.soft_sign,
     "erf": jax.scipy.special.erf,
+    "erfinv": jax.scipy.special.erfinv,
+    "gamma": jax.scipy.special.gamma,
     "gammaln": jax.scipy.special.gammaln,
+    "logical_not": lambda x: x == 0,
+    "_contrib_round_ste": _straight(_round),
+    "_contrib_sign_ste": _straight(jnp.sign),
+    "_copyto _CrossDeviceCopy": jnp.asarray,
     "BlockGrad stop_gradient": lax.stop_gradient,
     "identity _copy": jnp.asarray,
     "make_loss": losses.make_loss,
@@ -336,7 +403,7 @@ _UNARY: dict[str, Callable[[Any], jax.Array]] = {
 
 # name: (function, names before 1.0, names with a number)
 ARITHMETIC: dict[str, tuple[Callable[[Any, Any], jax.Array], str, str]] = {
-    "add": (jnp.add, "elemwise_add broadcast_plus _plus _Plus _add", "_plus_scalar _PlusScalar"),
+    "add": (jnp.add, "elemwise_add broadcast_plus _plus _Plus _add _grad_add", "_plus_scalar _PlusScalar"),
     "sub": (jnp.subtract, "elemwise_sub broadcast_minus _minus _Minus _sub", "_minus_scalar _MinusScalar"),
     "mul": (jnp.multiply, "elemwise_mul _mul _Mul", "_mul_scalar _MulScalar"),
     "div": (_divide, "elemwise_div _div _Div", "_div_scalar _DivScalar"),
@@ -344,10 +411,14 @@ ARITHMETIC: dict[str, tuple[Callable[[Any, Any], jax.Array], str, str]] = {
     "power": (jnp.power, "_power _Power _pow", "_power_scalar _PowerScalar"),
     "maximum": (_maximum, "_maximum _Maximum", "_maximum_scalar _MaximumScalar"),
     "minimum": (_minimum, "_minimum _Minimum", "_minimum_scalar _MinimumScalar"),
-    "hypot": (jnp.hypot, "_hypot", "_hypot_scalar"),
+    "hypot": (jnp.hypot, "_hypot _Hypot", "_hypot_scalar _HypotScalar"),
     **{
-        n: (getattr(jnp, n.replace("lesser", "less")), f"_{n}", f"_{n}_scalar")
-        for n in "equal not_equal greater greater_equal lesser lesser_equal logical_and logical_or".split()
+        n: (
+            getattr(jnp, n.replace("lesser", "less")),
+            f"_{n} _{n.title()}",
+            f"_{n}_scalar _{n.title().replace('_', '')}Scalar",
+        )
+        for n in "equal not_equal greater greater_equal lesser lesser_equal logical_and logical_or logical_xor".split()
     },
 }
 _REVERSED: dict[str, Callable[[Any, Any], jax.Array]] = {
@@ -366,30 +437,72 @@ _REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
     "min min_axis": arrays.extreme(jnp.min),
 }
 
+# name: (the logarithm of the density, the names of the arrays)
+_STATS = jax.scipy.stats
+_DENSITIES: dict[str, tuple[Callable[..., jax.Array], str]] = {
+    "uniform": (lambda x, low, high: _STATS.uniform.logpdf(x, low, high - low), "low high"),
+    "normal": (_STATS.norm.logpdf, "mu sigma"),
+    "gamma": (lambda x, alpha, beta: _STATS.gamma.logpdf(x * beta, alpha) + jnp.log(beta), "alpha beta"),
+    "exponential": (lambda x, lam: jnp.log(lam) - lam * x, "lam"),
+    "poisson": (_STATS.poisson.logpmf, "lam"),
+}
+
+
+def _random_outputs(attrs: Mapping[str, Any]) -> int:
+    return 2 if attrs.get("get_prob") else 1
+
+
 _NAMED: dict[str, Operator] = {
     "Convolution Convolution_v1": Operator(layers.convolution, _convolution_shapes, last=_last_layout),
     "Deconvolution": Operator(layers.deconvolution, _deconvolution_shapes),
     "FullyConnected": Operator(layers.fully_connected, _dense_shapes),
     "BatchNorm BatchNorm_v1 CuDNNBatchNorm": Operator(
-        layers.batch_norm, _channels(1), state=("moving_mean", "moving_var"), last=_axis("axis", 1)
+        layers.batch_norm,
+        _channels(1),
+        state=("moving_mean", "moving_var"),
+        last=_axis("axis", 1),
+        outputs=_and_statistics,
+    ),
+    "_contrib_SyncBatchNorm": Operator(
+        layers.sync_batch_norm, _channels(1), state=("moving_mean", "moving_var"), outputs=_and_statistics
+    ),
+    "_contrib_BatchNormWithReLU": Operator(
+        layers.batch_norm_with_relu,
+        _channels(1),
+        state=("moving_mean", "moving_var"),
+        last=_axis("axis", 1),
+        outputs=_and_statistics,
     ),
     "Pooling Pooling_v1": Operator(layers.pooling, last=_last_layout),
     "Dropout": Operator(layers.dropout),
     "Activation": Operator(layers.activation, last=_same),
-    "LeakyReLU": Operator(layers.leaky_relu, _channels(1), last=_last_leaky),
+    "LeakyReLU": Operator(
+        layers.leaky_relu,
+        _channels(1),
+        last=_last_leaky,
+        outputs=lambda attrs: 2 if attrs["act_type"] == "rrelu" else 1,
+    ),
     "L2Normalization": Operator(layers.l2_normalization),
     "LRN": Operator(layers.lrn),
-    "LayerNorm": Operator(layers.layer_norm, _channels(-1)),
+    "LayerNorm": Operator(layers.layer_norm, _channels(-1), outputs=_and_statistics),
     "InstanceNorm": Operator(layers.instance_norm, _channels(1)),
-    "GroupNorm": Operator(layers.group_norm, lambda _, a: dict.fromkeys(("gamma", "beta"), (a.get("num_groups", 1),))),
+    "GroupNorm": Operator(
+        layers.group_norm,
+        lambda _, a: dict.fromkeys(("gamma", "beta"), (a.get("num_groups", 1),)),
+        outputs=_and_statistics,
+    ),
     "UpSampling": Operator(layers.up_sampling),
-    "RNN": Operator(layers.rnn, _rnn_shapes),
-    "Embedding": Operator(arrays.embedding, lambda _, a: {"weight": (a["input_dim"], a["output_dim"])}),
+    "RNN": Operator(layers.rnn, _rnn_shapes, outputs=_rnn_outputs),
+    "Embedding _contrib_SparseEmbedding": Operator(
+        arrays.embedding, lambda _, a: {"weight": (a["input_dim"], a["output_dim"])}
+    ),
     "SoftmaxOutput Softmax": Operator(losses.softmax_output, labels=_label_of_softmax),
     "LinearRegressionOutput": Operator(losses.linear_regression, labels=_label_of_regression),
     "LogisticRegressionOutput": Operator(losses.logistic_regression, labels=_label_of_regression),
     "MAERegressionOutput": Operator(losses.mae_regression, labels=_label_of_regression),
     "MakeLoss": Operator(losses.make_loss),
+    "SVMOutput": Operator(losses.svm_output, labels=lambda data, _: data[:1]),
+    "CTCLoss ctc_loss _contrib_CTCLoss _contrib_ctc_loss": Operator(losses.ctc_loss),
     "softmax_cross_entropy": Operator(losses.softmax_cross_entropy),
     "softmax": Operator(_softmax(jax.nn.softmax), last=_axis("axis", -1)),
     "softmin": Operator(_softmax(jax.nn.softmax, -1), last=_axis("axis", -1)),
@@ -422,7 +535,15 @@ _NAMED: dict[str, Operator] = {
     "slice crop": Operator(arrays.slice_),
     "slice_axis": Operator(arrays.slice_axis, last=_axis("axis", 0)),
     "slice_like": Operator(arrays.slice_like),
-    "SliceChannel split": Operator(arrays.slice_channel, last=_last_split, back=_back_of_one(_back_split)),
+    "SliceChannel split": Operator(
+        arrays.slice_channel,
+        last=_last_split,
+        back=_back_of_one(_back_split),
+        outputs=lambda attrs: attrs["num_outputs"],
+    ),
+    "_split_v2": Operator(
+        arrays.split_v2, outputs=lambda attrs: attrs["sections"] if attrs["sections"] > 0 else len(attrs["indices"])
+    ),
     "Crop": Operator(arrays.crop),
     "Cast cast": _row(
         lambda data, *, dtype: data.astype(jax.dtypes.canonicalize_dtype(dtype)), _same, _back_same, dtype="str"
@@ -443,6 +564,105 @@ _NAMED: dict[str, Operator] = {
     "_ones": Operator(arrays.filled(1.0)),
     "_full": Operator(arrays.filled(None)),
     "_arange": Operator(arrays.arange),
+    "_linspace": Operator(arrays.linspace),
+    "_eye": Operator(arrays.eye),
+    "_contrib_arange_like": Operator(arrays.arange_like),
+    "cast_storage": _row(lambda data, *, stype: data, _same, _back_same, stype="str"),
+    "amp_cast": _row(_amp_cast, _same, _back_same, dtype="str"),
+    "amp_multicast": Operator(_amp_multicast, last=_same, outputs=lambda attrs: attrs["num_outputs"]),
+    "sort": Operator(arrays.sort),
+    "argsort": Operator(arrays.argsort),
+    "topk": Operator(arrays.topk, outputs=lambda attrs: 2 if attrs["ret_typ"] == "both" else 1),
+    "argmax_channel": _row(lambda data: data.argmax(1).astype(data.dtype)),
+    "batch_take": _row(lambda a, indices: arrays.pick(a, indices)),
+    "shape_array": _row(lambda data: _whole(data.shape)),
+    "size_array": _row(lambda data: _whole([data.size])),
+    "scatter_nd": Operator(arrays.scatter_nd),
+    "_slice_assign _crop_assign": Operator(arrays.slice_assign),
+    "_slice_assign_scalar _crop_assign_scalar": Operator(arrays.slice_assign_scalar),
+    "depth_to_space": Operator(arrays.depth_to_space),
+    "space_to_depth": Operator(arrays.space_to_depth),
+    "cumsum _np_cumsum": Operator(arrays.cumsum),
+    "diag": Operator(arrays.diag),
+    "moments": Operator(arrays.moments, outputs=lambda attrs: 2),
+    "khatri_rao": Operator(arrays.khatri_rao),
+    "_ravel_multi_index ravel_multi_index": _row(
+        lambda data, *, shape: jnp.ravel_multi_index(tuple(data.astype(int)), shape, mode="wrap").astype(data.dtype),
+        shape="tuple",
+    ),
+    "_unravel_index unravel_index": _row(
+        lambda data, *, shape: jnp.stack(jnp.unravel_index(data.astype(int), shape)).astype(data.dtype), shape="tuple"
+    ),
+    "_histogram": Operator(arrays.histogram, outputs=lambda attrs: 2),
+    "_identity_with_attr_like_rhs": _row(lambda lhs, rhs: lhs),
+    "_contrib_index_array": Operator(arrays.index_array),
+    "_contrib_index_copy": _row(_index_copy),
+    "_contrib_allclose": _row(
+        lambda a, b, *, rtol=1e-5, atol=1e-8, equal_nan=True: jnp.allclose(a, b, rtol, atol, equal_nan).astype(
+            jnp.float32
+        )
+    ),
+    "_contrib_div_sqrt_dim": _row(lambda data: data / math.sqrt(data.shape[-1])),
+    "_contrib_quadratic": _row(lambda data, *, a=0.0, b=0.0, c=0.0: a * data**2 + b * data + c, _same, _back_same),
+    "_contrib_gradientmultiplier": _row(
+        lambda data, *, scalar=1.0, is_int=True: lax.stop_gradient(data) + scalar * (data - lax.stop_gradient(data)),
+        _same,
+        _back_same,
+    ),
+    "_contrib_interleaved_matmul_selfatt_qk": Operator(arrays.selfatt_qk),
+    "_contrib_interleaved_matmul_selfatt_valatt": Operator(arrays.selfatt_valatt),
+    "_contrib_interleaved_matmul_encdec_qk": Operator(arrays.encdec_qk),
+    "_contrib_interleaved_matmul_encdec_valatt": Operator(arrays.encdec_valatt),
+    "_contrib_AdaptiveAvgPooling2D": Operator(images.adaptive_avg_pooling),
+    "_contrib_BilinearResize2D": Operator(images.bilinear_resize),
+    "GridGenerator": Operator(images.grid_generator),
+    "BilinearSampler": Operator(images.bilinear_sampler),
+    "SpatialTransformer": Operator(images.spatial_transformer),
+    "Correlation": Operator(images.correlation),
+    "im2col": Operator(images.im2col),
+    "col2im": Operator(images.col2im),
+    "_contrib_DeformableConvolution": Operator(images.deformable_convolution, _deformable_shapes),
+    "_image_to_tensor": Operator(images.to_tensor),
+    "_image_normalize": Operator(images.image_normalize),
+    "_image_flip_left_right": _row(lambda data: jnp.flip(data, -2)),
+    "_image_crop": _row(
+        lambda data, *, x, y, width, height: data[..., y : y + height, x : x + width, :],
+        **dict.fromkeys(("x", "y", "width", "height"), "int"),
+    ),
+    "_contrib_box_iou": Operator(boxes.box_iou),
+    "_contrib_box_nms _contrib_box_non_maximum_suppression": Operator(boxes.box_nms),
+    "_contrib_bipartite_matching": Operator(boxes.bipartite_matching, outputs=lambda attrs: 2),
+    "_contrib_box_decode": Operator(boxes.box_decode),
+    "_contrib_box_encode": Operator(boxes.box_encode, outputs=lambda attrs: 2),
+    "_contrib_MultiBoxPrior": Operator(boxes.multibox_prior),
+    "_contrib_MultiBoxDetection": Operator(boxes.multibox_detection),
+    "_contrib_MultiBoxTarget": Operator(boxes.multibox_target, outputs=lambda attrs: 3),
+    "_contrib_Proposal _contrib_MultiProposal": Operator(
+        boxes.proposal, outputs=lambda attrs: 2 if attrs["output_score"] else 1
+    ),
+    "_contrib_ROIAlign": Operator(boxes.roi_align),
+    "ROIPooling": Operator(boxes.roi_pooling),
+    **{
+        f"_linalg_{name} linalg_{name}": Operator(function, outputs=lambda attrs, count=count: count)
+        for name, function, count in (
+            *((name, getattr(linear_algebra, name), 1) for name in "gemm gemm2 syrk trmm trsm potri".split()),
+            *(
+                (name, getattr(linear_algebra, name), 1)
+                for name in "sumlogdiag makediag extracttrian maketrian".split()
+            ),
+            *((name, getattr(linear_algebra, name), 2) for name in ("gelqf", "syevd")),
+        )
+    },
+    "_linalg_potrf linalg_potrf": _row(lambda a: jnp.linalg.cholesky(a)),
+    "_linalg_inverse linalg_inverse": _row(lambda a: jnp.linalg.inv(a)),
+    "_linalg_det linalg_det": _row(lambda a: jnp.linalg.det(a)),
+    "_linalg_slogdet linalg_slogdet": _row(lambda a: tuple(jnp.linalg.slogdet(a)), outputs=lambda attrs: 2),
+    "_linalg_extractdiag linalg_extractdiag": _row(lambda a, *, offset=0: jnp.diagonal(a, offset, -2, -1)),
+    **{names: Operator(function, outputs=_random_outputs) for names, function in random.OPERATORS.items()},
+    **{
+        f"_random_pdf_{name} random_pdf_{name}": Operator(random.density(function, arrays_of))
+        for name, (function, arrays_of) in _DENSITIES.items()
+    },
     "SequenceMask": Operator(arrays.sequence_mask),
     "SequenceLast": Operator(arrays.sequence_last),
     "SequenceReverse": Operator(arrays.sequence_reverse),

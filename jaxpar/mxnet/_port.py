@@ -319,7 +319,8 @@ def _lines_of(
         else:
             count = 0
         if isinstance(form, str):
-            outputs = tuple((number, place) for place in range(count or _count(node.op, call.attrs)))
+            count = count or min(call.operator.outputs(call.attrs), _MOST_OUTPUTS)
+            outputs = tuple((number, place) for place in range(count))
             lines.append(Line(form, tuple(call.inputs), outputs, tuple(call.slots), node.op))
         else:
             same[number, 0] = form
@@ -333,15 +334,6 @@ def _lines_of(
         if not (node := nodes[number]).is_variable:
             raise CheckpointError(f"the symbol is damaged: {node} has no output {place}")
     return lines, heads, rare
-
-
-def _count(op: str, attrs: Mapping[str, Any]) -> int:
-    """How many values a node gives."""
-    if op in ("SliceChannel", "split"):
-        return min(attrs["num_outputs"], _MOST_OUTPUTS)
-    if op == "RNN" and attrs["state_outputs"]:
-        return 3 if attrs["mode"] == "lstm" else 2
-    return 3 if attrs.get("output_mean_var") else 2 if attrs.get("act_type") == "rrelu" else 1
 
 
 class _Call:

@@ -19,9 +19,10 @@ import os
 import re
 import struct
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Unpack, overload
+from typing import Any, BinaryIO, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -269,6 +270,7 @@ def image_record_source(
     scale: float = 1.0,
     layout: str = "NHWC",
     preprocess_threads: int = 4,
+    on_bad: Literal["raise", "skip"] = "raise",
 ) -> ImageRecordSource:
     """Training data out of a `.rec`, with the options of `mx.io.ImageRecordIter`.
 
@@ -294,6 +296,8 @@ def image_record_source(
         mean_r, mean_g, mean_b, std_r, std_g, std_b, scale: see above. Pixels are from 0 to 255. Grey images have r.
         layout: of a batch, "NHWC", or "NCHW" for networks that `load_symbol` gives.
         preprocess_threads: how many images are decoded at once.
+        on_bad: "skip" leaves out records that are damaged or no whole image. All images are decoded once to find them,
+            before anything else, and a warning says how many they are; `source.skipped` has their numbers.
 
     Returns:
         A `data.Source`: batches `{"image", "label"}`, both float32.
@@ -339,10 +343,33 @@ def image_record_source(
     # Two columns that look like arrays in host memory. `data` asks them for rows when it makes a batch, so nothing is
     # read before, and each process reads what its own devices get.
     form = _Form(records, image, width, threads)
-    rows = np.arange(len(records))
+    rows, skipped = np.arange(len(records)), ()
+    if checks.choice(on_bad, _WHERE, "on_bad", ("raise", "skip")) == "skip":
+        is_sound = _sound(records, channels, threads)
+        rows, skipped = rows[is_sound], tuple(rows[~is_sound].tolist())
+        if skipped:
+            numbers = ", ".join(map(str, skipped[:10])) + ", ..." * (len(skipped) > 10)
+            warnings.warn(
+                f"{_WHERE}: {len(skipped)} of {len(records)} records of {records.path} are left out: {numbers}",
+                stacklevel=3,
+            )
     images = _Column("image", tuple(sizes) if channels_first else (*sizes[1:], channels), rows, form)
     labels = _Column("label", (width,) if width > 1 else (), rows, form)
-    return ImageRecordSource({"image": images, "label": labels}, jnp.float32, batch_size, shuffle)
+    return ImageRecordSource({"image": images, "label": labels}, jnp.float32, batch_size, shuffle, skipped)
+
+
+def _sound(records: RecordFile, channels: int, threads: int) -> np.ndarray:
+    """Which records are images, bool (records,). Labels and sizes that do not fit are no damage, but a mistake."""
+
+    def is_sound(number: int) -> bool:
+        try:
+            _decoded(f"record {number}", records.unpack(number).content, channels)
+        except CheckpointError:
+            return False
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        return np.fromiter(pool.map(is_sound, range(len(records))), bool, len(records))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -351,10 +378,12 @@ class ImageRecordSource(data.ArraySource):
 
     Attributes:
         batch_size, shuffle: as given.
+        skipped: the numbers of the records that `on_bad="skip"` left out.
     """
 
     batch_size: int
     shuffle: bool
+    skipped: tuple[int, ...] = ()
 
     def batches(self, batch_size: int, **options: Unpack[data._BatchOptions]) -> Iterator[dict[str, jax.Array]]:
         """Batches on the devices. The options are those of `data.batches`, without `resident`."""
@@ -550,7 +579,8 @@ def _decoded(name: str, content: bytes, channels: int) -> np.ndarray:
     except Exception as error:  # Pillow raises errors of many kinds at damaged images
         reason = str(error).partition(" <_io.")[0]  # without the name of a buffer
         raise CheckpointError(
-            f"{name}: expected an image, JPEG or PNG, got {len(content)} bytes, of which Pillow says: {reason}"
+            f"{name}: expected an image, JPEG or PNG, got {len(content)} bytes, of which Pillow says: {reason}; "
+            'on_bad="skip" of image_record_source leaves such records out'
         ) from error
     return pixels.reshape(*pixels.shape[:2], channels)
 

@@ -11,16 +11,18 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._core import checks, files
+from .._core.arguments import no_such_arguments
 from .._core.files import CheckpointError
 from ..checkpoint import _mxnet_bytes, load_mxnet
 from . import _operators as ops
+from ._elsewhere import ARGUMENTS, FILE_ARGUMENTS, METHODS
 from ._graph import (
     Difference,
     Graph,
@@ -75,6 +77,13 @@ class Model:
     def __repr__(self) -> str:
         return f"Model({len(self._operators)} operators, inputs {self.inputs}, outputs {self.outputs})"
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> object:
+            hint = f"; {METHODS[name]}" if name in METHODS else ""
+            raise AttributeError(f"a Model has no attribute {name!r}{hint}")
+
+    @no_such_arguments(ARGUMENTS)
     def apply(
         self,
         params: Mapping[str, Any],
@@ -428,6 +437,7 @@ class Model:
         return jax.ShapeDtypeStruct(shapes[variable.name], jnp.float32)
 
 
+@no_such_arguments(FILE_ARGUMENTS)
 def load_symbol(
     symbol_file: str | os.PathLike[str],
     params_file: str | os.PathLike[str] | None = None,
@@ -505,6 +515,7 @@ def load_symbol(
     )
 
 
+@no_such_arguments(FILE_ARGUMENTS)
 def load_checkpoint(
     prefix: str | os.PathLike[str],
     epoch: int,

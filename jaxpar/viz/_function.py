@@ -88,6 +88,14 @@ def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     return names + [f"arg{number}" for number in range(len(names), count)]
 
 
+# Options of MXNet's plot_network and print_summary.
+_OF_MXNET = {
+    "save_format": 'the picture is shown as it is; .render("plot", format="pdf") writes a file',
+    **dict.fromkeys(("shape", "dtype"), "give arrays as arguments, or jax.ShapeDtypeStruct(shape, dtype)"),
+    **dict.fromkeys(("symbol", "line_length", "positions"), "leave it out"),
+}
+
+
 def _check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     """`TypeError` for an argument that the function does not take, which may be a misspelt option."""
     parameters = _parameters(fn)
@@ -95,7 +103,8 @@ def _check_keywords(fn: Callable[..., Any], kwargs: dict[str, Any]) -> None:
         return
     for name in kwargs.keys() - {p.name for p in parameters}:
         of = getattr(fn, "__name__", type(fn).__name__)
-        raise TypeError(f"viz: {of} has no argument {name!r}{did_you_mean(name, _OPTIONS)}")
+        hint = f"; {_OF_MXNET[name]}" if name in _OF_MXNET else did_you_mean(name, _OPTIONS)
+        raise TypeError(f"viz: {of} has no argument {name!r}{hint}")
 
 
 def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -177,7 +186,8 @@ def check_trace(
 ) -> None:
     """Check the options of `trace`, and that `fn` is a function. `count` is the number of positional arguments."""
     if not callable(fn):
-        raise TypeError(f"{what}: expected a function and then its arguments, got {checks.describe(fn)} first")
+        hint = "; write its apply, then params and inputs" if callable(getattr(fn, "apply", None)) else ""
+        raise TypeError(f"{what}: expected a function and then its arguments, got {checks.describe(fn)} first{hint}")
     argnums(params_argnums, count, what)
     if depth is not None:
         checks.whole_number(depth, what, "depth", least=0)

@@ -1,4 +1,7 @@
-"""What MXNet 1.9.1 gave for operators and networks, recorded by tools/record_mxnet_symbols.py, and symbols by hand."""
+"""What MXNet 1.9.1 gave for operators and networks, and symbols by hand.
+
+tools/record_mxnet_symbols.py recorded the networks and the first operators, tools/record_mxnet_operators.py the others.
+"""
 
 import functools
 import gzip
@@ -15,6 +18,8 @@ from mxnet_rule import rule as rule
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 CASES = json.loads(gzip.decompress((REFERENCE / "mxnet_symbols.json.gz").read_bytes()))["cases"]
+MORE = json.loads(gzip.decompress((REFERENCE / "mxnet_operators.json.gz").read_bytes()))
+CASES |= MORE["cases"]
 
 
 @functools.cache
@@ -25,6 +30,13 @@ def recorded():
         for key in arrays.files:
             name, _, what = key.partition("/")
             found.setdefault(name, {})[what] = arrays[key]
+    with np.load(REFERENCE / "mxnet_operators.npz", allow_pickle=False) as numbers:
+        left = dict(numbers)
+    for key, shape, dtype in MORE["places"]:
+        name, _, what = key.partition("/")
+        size = int(np.prod(shape))
+        found.setdefault(name, {})[what] = left[dtype][:size].reshape(shape)
+        left[dtype] = left[dtype][size:]
     return found
 
 

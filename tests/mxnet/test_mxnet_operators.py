@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from symbols import CASES, REFERENCE, apply, arrays_of, node, recorded, rule, symbol_of, write
+from symbols import CASES, MORE, REFERENCE, apply, arrays_of, node, recorded, rule, symbol_of, write
+from world import mostly_slow
 
 from jaxpar import mxnet
 
-OPERATORS = [name for name in CASES if "eval0" in recorded()[name] and not name.startswith("zoo")]
+EVALUATED = [name for name in CASES if "eval0" in recorded()[name] and not name.startswith("zoo")]
+OPERATORS = [name for name in EVALUATED if name not in MORE["cases"]]
+ALONE = [name for name in MORE["cases"] if not name.endswith(" behind")]
+BEHIND = [name for name in MORE["cases"] if name.endswith(" behind")]
 
 
 # Where MXNet 1.9.1 is wrong, and what is not compared therefore. The gradients here are tested below.
@@ -20,6 +24,7 @@ WRONG = {
     "activation softmax": "grad",  # of more than two axes: backward it takes all of them for one
     "leaky rrelu": "eval1",  # memory that nothing was written to
 }
+HALF_WRONG = ()
 
 
 def close(found, expected, what):
@@ -48,6 +53,22 @@ def weighted(name, outs):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("names", in_dozens(OPERATORS), ids=lambda names: names[0])
 def test_they_compute_what_mxnet_computes(names, tmp_path):
+    compare(names, tmp_path)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("names", in_dozens(ALONE), ids=lambda names: names[0])
+def test_the_other_operators(names, tmp_path):
+    compare(names, tmp_path)
+
+
+@pytest.mark.parametrize("names", mostly_slow(in_dozens(BEHIND), most=2), ids=lambda names: names[0])
+def test_the_other_operators_behind_another_operator(names, tmp_path):
+    compare(names, tmp_path)
+
+
+def compare(names, tmp_path):
+    """Outputs of an evaluation and of a step, gradients and running statistics beside MXNet's."""
     models = {name: mxnet.load_symbol(write(tmp_path, name)) for name in names}
     cases = {name: split(name) for name in names}
 
@@ -160,7 +181,7 @@ REFUSED = [
     ("take", [Z, [1.0]], {"mode": "nearest"}, "mode must be clip or wrap, of take also raise, got 'nearest'"),
     ("pick", [jnp.ones((2, 2)), [1.0, 1]], {"mode": "raise"}, "mode must be clip or wrap"),
     ("norm", [Z], {"ord": 3}, "ord must be 1 or 2, got 3"),
-    ("softmax", [jnp.ones((2, 3)), [2, 3]], {"axis": 1, "use_length": True}, "use_length is not supported"),
+    ("log_softmax", [jnp.ones((2, 3)), [2, 3]], {"axis": 1, "use_length": True}, "use_length is not supported"),
     ("_arange", [], {"start": 2.0, "stop": None, "infer_range": True}, "infer_range=True is not supported"),
     ("RNN", [jnp.ones((1, 1, 1)), jnp.ones(8), jnp.ones((1, 1, 1))],
      {"mode": "elman", "state_size": 1, "num_layers": 1, **RANDOM}, "mode one of rnn_relu, .*; got 'elman'"),
@@ -240,11 +261,58 @@ def test_take_says_where_an_index_is_out_of_bounds():
     assert jnp.isnan(found[1:]).all()
 
 
+# The mean and the variance of what is drawn: MXNet's beta is a scale, and its lam is a rate of an exponential.
+DRAWN = [
+    ("_random_uniform", {"low": -1.0, "high": 3.0}, [], 1, 16 / 12),
+    ("_random_normal", {"loc": 2.0, "scale": 3.0}, [], 2, 9),
+    ("_random_gamma", {"alpha": 2.0, "beta": 3.0}, [], 6, 18),
+    ("_random_exponential", {"lam": 2.0}, [], 0.5, 0.25),
+    ("_random_poisson", {"lam": 4.0}, [], 4, 4),
+    ("_random_negative_binomial", {"k": 3, "p": 0.4}, [], 4.5, 4.5 / 0.4),
+    ("_random_generalized_negative_binomial", {"mu": 2.0, "alpha": 0.5}, [], 2, 4),
+    ("_random_randint", {"low": 0, "high": 5}, [], 2, 2),
+    ("_sample_gamma", {}, [2.0, 3.0], 6, 18),
+    ("_sample_normal", {}, [2.0, 3.0], 2, 9),
+    ("_sample_multinomial", {}, [0.0, 0.5, 0.0, 0.5], 2, 1),
+]
+
+
+def test_what_is_drawn():
+    count = 4000
+
+    @jax.jit
+    def draw(key):
+        return [
+            mxnet.operator(name)(
+                *([jnp.array([n]) for n in numbers] if "multi" not in name else [jnp.array([numbers])]),
+                shape=(count,),
+                rng=jax.random.fold_in(key, i),
+                **attrs,
+            )
+            for i, (name, attrs, numbers, *_) in enumerate(DRAWN)
+        ] + [mxnet.operator("_random_normal_like")(jnp.zeros((count, 1)), loc=1.0, rng=key)]
+
+    *found, like = draw(jax.random.key(0))
+    for (name, _, numbers, mean, variance), values in zip(DRAWN, found, strict=True):
+        assert values.shape == ((1, count) if numbers else (count,)), name
+        assert abs(values.mean() - mean) < 5 * (variance / count) ** 0.5, name
+        assert 0.8 < values.astype(float).var() / variance < 1.25, name
+    assert (like.shape, abs(like.mean() - 1) < 0.1) == ((count, 1), True)
+    drawn, log_probs = mxnet.operator("_sample_multinomial")(
+        jnp.array([0.25, 0.75]), get_prob=True, rng=jax.random.key(0)
+    )
+    np.testing.assert_allclose(log_probs, np.log([0.25, 0.75])[drawn], rtol=1e-6)
+    assert sorted(mxnet.operator("_shuffle")(jnp.arange(9), rng=jax.random.key(0)).tolist()) == list(range(9))
+    with pytest.raises(ValueError, match="needs rng="):
+        mxnet.operator("_random_uniform")(shape=(2,), rng=None)
+
+
 # ---- Operators in float16 beside MXNet 1.9.1 on a CPU, and the dtype of what a network gives.
 
 
 RECORDED = np.load(REFERENCE / "mxnet_float16.npz", allow_pickle=False)
 COMPUTED = [name for name in OPERATORS if f"{name}/out0" in RECORDED and name not in ("dropout", *WRONG)]
+OTHERS = [name for name in MORE["cases"] if "half out0" in recorded()[name] and name not in HALF_WRONG]
 # Their result is float32 by themselves.
 SINGLE = ("argmax", "shape cast", "argmin", "shape arange", "shape zeros", "embedding", "one hot")
 
@@ -262,8 +330,14 @@ def near_in_float16(found, expected, what):
     np.testing.assert_allclose(np.float32(found), np.float32(expected), rtol=0, atol=4e-3 * scale, err_msg=what)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("names", in_dozens(COMPUTED), ids=lambda names: names[0])
+def in_float16(name, what):
+    """What MXNet gives."""
+    return RECORDED[f"{name}/{what}"] if name in OPERATORS else recorded()[name][f"half {what}"]
+
+
+@pytest.mark.parametrize(
+    "names", mostly_slow(in_dozens(COMPUTED) + in_dozens(OTHERS), in_dozens(COMPUTED)[0]), ids=lambda names: names[0]
+)
 def test_they_compute_in_float16_what_mxnet_computes(names, tmp_path):
     models = {name: mxnet.load_symbol(write(tmp_path, name)) for name in names}
     cases = {name: given(name, "float16") for name in names}
@@ -281,9 +355,9 @@ def test_they_compute_in_float16_what_mxnet_computes(names, tmp_path):
     grads, found = gradients(floats)
     for name in names:
         for i, out in enumerate(found[name]):
-            near_in_float16(out, RECORDED[f"{name}/out{i}"], f"{name}: output {i}")
+            near_in_float16(out, in_float16(name, f"out{i}"), f"{name}: output {i}")
         for n, grad in grads[name].items() if "out0" in recorded()[name] else ():
-            near_in_float16(grad, RECORDED[f"{name}/grad {n}"], f"{name}: gradient of {n}")
+            near_in_float16(grad, in_float16(name, f"grad {n}"), f"{name}: gradient of {n}")
 
 
 def test_what_mxnet_cannot_compute_in_float16_on_a_cpu():

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from random_symbols import NAMES, SHAPE, random_symbol
-from symbols import CASES, node, parts_of, save, symbol_of, write
+from symbols import CASES, MORE, node, parts_of, save, symbol_of, write
+from world import mostly_slow
 
 from jaxpar import checkpoint, mxnet, viz
 from jaxpar.__main__ import main
@@ -347,12 +348,14 @@ def test_statistics_of_other_names(tmp_path):
 
 
 OPERATORS = [name for name in CASES if " " in name and not name.startswith(("zoo", "lenet", "fact", "rnn"))]
+OPERATORS = [name for name in OPERATORS if name not in MORE["cases"]]
+ALONE = [name for name in MORE["cases"] if not name.endswith(" behind")]
+PARTS = [part[i::4] for part in (OPERATORS, ALONE) for i in range(4)]
 
 
-@pytest.mark.parametrize("part", range(4))
-@pytest.mark.slow
-def test_every_operator(part, tmp_path):
-    for name in OPERATORS[part::4]:
+@pytest.mark.parametrize("names", mostly_slow(PARTS, most=5), ids=lambda names: names[0])
+def test_every_operator(names, tmp_path):
+    for name in names:
         symbol = write(tmp_path, name)
         model = mxnet.load_symbol(symbol)
         arrays, state, inputs = parts_of(name, model.inputs)

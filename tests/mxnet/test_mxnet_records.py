@@ -313,11 +313,11 @@ def test_parts_and_other_dtypes(source):
     assert "image float32 (21, 22, 3), label float32 ()" in repr(rest)
 
 
-def of(tmp_path, *contents, label=(0, 1.0)):
+def of(tmp_path, *contents, label=(0, 1.0), **options):
     """A source of one record for each content."""
     records = [part(0, struct.pack("<IfQQ", *label, i, 0) + content) for i, content in enumerate(contents)]
     (tmp_path / "x.rec").write_bytes(b"".join(records))
-    return mxnet.image_record_source(tmp_path / "x.rec", 1, data_shape=(3, 8, 8))
+    return mxnet.image_record_source(tmp_path / "x.rec", 1, data_shape=(3, 8, 8), **options)
 
 
 def png(array, form="PNG"):
@@ -332,7 +332,7 @@ def test_records_that_are_no_such_images(tmp_path):
     deep = png(np.zeros((8, 8), np.uint16))
     cut = png(np.random.RandomState(0).randint(0, 256, (20, 20, 3)).astype(np.uint8), "JPEG")[:-60]
     script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n"  # Pillow would run Ghostscript
-    refused = {b"": "got 0 bytes, of which Pillow says: cannot identify image file$"}
+    refused = {b"": "got 0 bytes, of which Pillow says: cannot identify image file; on_bad="}
     refused |= {deep: "more than 8 bits", cut: "truncated", script: "cannot"}
     for content, words in refused.items():
         with pytest.raises(checkpoint.CheckpointError, match=f"x.rec: record 1: expected an image.*{words}"):
@@ -341,6 +341,36 @@ def test_records_that_are_no_such_images(tmp_path):
         list(data.batches(of(tmp_path, good, png(np.zeros((8, 7, 3), np.uint8)))))
     with pytest.raises(checkpoint.CheckpointError, match="record 0 has 2 labels, label_width is 1"):
         list(data.batches(of(tmp_path, bytes(8) + good, label=(2, 0))))
+
+
+def test_bad_records_are_left_out(tmp_path):
+    """Those that are cut, empty or damaged in the .rec, for any number of devices. What is no damage is an error."""
+    image = np.random.RandomState(0).randint(0, 256, (20, 20, 3)).astype(np.uint8)
+    good, cut = png(image, "JPEG"), png(image, "JPEG")[:-60]
+    contents = (good, cut, good, b"", good)
+    with pytest.warns(UserWarning, match=r"2 of 5 records of .*x\.rec are left out: 1, 3$"):
+        source = of(tmp_path, *contents, on_bad="skip")
+    assert (len(source), source.skipped) == (3, (1, 3))
+    assert source.arrays["image"][:].shape == (3, 8, 8, 3)
+    for devices in jax.devices()[:1], jax.devices()[:2]:
+        assert len(list(data.batches(source, 2, rng=jax.random.key(0), devices=devices))) == 1
+    assert data.split(source, 1, rng=jax.random.key(0))[0].skipped == (1, 3)
+
+    # Damage of the .rec itself, which is found by the .idx.
+    content = (tmp_path / "x.rec").read_bytes()
+    places = [content.index(MAGIC)]
+    while (at := content.find(MAGIC, places[-1] + 4)) >= 0:
+        places.append(at)
+    (tmp_path / "x.idx").write_text("".join(f"{i}\t{place}\n" for i, place in enumerate(places)))
+    (tmp_path / "x.rec").write_bytes(content[: places[2]] + b"RIFF" + content[places[2] + 4 :])
+    with pytest.warns(UserWarning, match=r"3 of 5 records .* left out: 1, 2, 3"):
+        mxnet.image_record_source(tmp_path / "x.rec", 1, data_shape=(3, 8, 8), idx=tmp_path / "x.idx", on_bad="skip")
+    with pytest.raises(checkpoint.CheckpointError, match="record 0 has 2 labels"):
+        list(data.batches(of(tmp_path, bytes(8) + good, label=(2, 0), on_bad="skip")))
+    with pytest.raises(ValueError, match="too small for a crop"):
+        list(data.batches(of(tmp_path, png(image[:7]), on_bad="skip")))
+    with pytest.raises(ValueError, match="on_bad"):
+        of(tmp_path, good, on_bad="ignore")
 
 
 def test_damaged_images(tmp_path):

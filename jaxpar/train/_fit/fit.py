@@ -11,6 +11,7 @@ import jax
 from ... import data, distributed
 from ..._core.arguments import no_such_arguments
 from ..._core.transfers import allows_transfers
+from ..._store.mxnet_names import TRAINING_ARGUMENTS
 from .._callbacks.callbacks import Callback, OnStep, WithMemory
 from .._callbacks.history import History
 from .._step.state import IN_STORE, TrainState
@@ -26,6 +27,7 @@ _VALIDATION = (
 _CALLBACK = "write callbacks=train.EarlyStopping(patience=3)"
 _WEIGHTS = 'in loss_fn write w = weights[batch["label"]] and return ((w * losses).sum(), w.sum()), {}'
 _HINTS = {
+    **TRAINING_ARGUMENTS,
     "callback": "write callbacks=, with a function or a list of functions",
     **dict.fromkeys(("early_stopping", "patience"), _CALLBACK),
     **dict.fromkeys(("validation_data", "val_data", "valid_data"), _VALIDATION),

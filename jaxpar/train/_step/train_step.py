@@ -24,6 +24,7 @@ from ..._core.updater import Updater
 from ..._devices import processes
 from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
+from ..._store.mxnet_names import TRAINING_ARGUMENTS
 from ..._store.store import is_split, mesh_of_values
 from .local_sgd import LocalSGD
 from .loss import Batch, LossFn, Metrics, check_loss_fn
@@ -520,7 +521,8 @@ def _check_together(
 _START_HINTS = {
     **kv._NOT_TRAINED,
     **{name: hint for name, hint in _HINTS.items() if name not in ("kind", "compression", "staleness", "optimizer")},
-    "kvstore": "call it kind",
+    **TRAINING_ARGUMENTS,
+    "kvstore": 'call it kind: kind="device". In place of None write jax.grad and optax, without a store',
     **dict.fromkeys(("tx", "learning_rate", "lr"), "give the optimizer as the second argument: optax.sgd(0.1)"),
     "updater": "give it to kv.from_params, and make the state by train.create_state and the step by make_train_step",
 }

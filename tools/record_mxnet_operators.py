@@ -1,0 +1,479 @@
+"""What MXNet 1.9.1 gives for the operators beside those of record_mxnet_symbols.py, alone and behind another operator.
+
+Like record_mxnet_symbols.py it runs in MXNet's environment, and writes what tests/mxnet/test_mxnet_operators.py reads:
+
+    .venv-mxnet/bin/python tools/record_mxnet_operators.py tests/reference
+
+Each case is recorded twice: as it is, and with three quarters of its arrays (" behind"), for some gradients of MXNet
+are wrong only where an array is another operator's output. mxnet_operators.npz has them in float32, and in float16 what
+MXNet computes in it.
+"""
+
+import gzip
+import json
+import os
+import pathlib
+import sys
+
+os.environ["MXNET_SUBGRAPH_BACKEND"] = "NONE"  # else several operators are computed as one
+
+import mxnet as mx
+import numpy as np
+from mxnet import sym
+from mxnet_rule import rule
+
+FOLDER = pathlib.Path(sys.argv[1])
+ONLY = sys.argv[2:]  # to look at some cases; nothing is written then
+CASES, ARRAYS = {}, {}
+
+
+def executor_of(name, symbol, has_grads, dtype=np.float32):
+    """An executor of a case, whose arrays follow the rule."""
+    case = CASES[name]
+    types, _, _ = symbol.infer_type(**dict.fromkeys(case["inputs"], dtype))
+    of = dict(zip(symbol.list_arguments(), types))  # noqa: B905, Python 3.8
+    made = {
+        n: mx.nd.array(rule(f"{name}/{n}", tuple(s), k), dtype=of.get(n, np.float32))
+        for n, (s, k) in case["arrays"].items()
+    }
+    names = symbol.list_arguments()
+    wanted = {n: "write" if has_grads and case["arrays"][n][1][0] != "i" else "null" for n in names}
+    grads = {n: mx.nd.zeros(made[n].shape, dtype=made[n].dtype) for n in names if wanted[n] == "write"}
+    return symbol.bind(mx.cpu(), {n: made[n] for n in names}, grads, wanted, {n: made[n] for n in case["aux"]})
+
+
+def record(name, symbol, given, has_grads):
+    shapes = {n: g[0] if g and isinstance(g[0], tuple) else g for n, g in given.items()}
+    kinds = {n: g[1] for n, g in given.items() if g and isinstance(g[0], tuple)}
+    arguments, _, states = symbol.infer_shape(**shapes)
+    aux = symbol.list_auxiliary_states()
+    known = {**dict(zip(symbol.list_arguments(), arguments)), **dict(zip(aux, states))}  # noqa: B905
+    arrays = {n: [list(s), kinds.get(n) or ("u" if n in aux else "n")] for n, s in known.items()}
+    inputs = [n for n in symbol.list_inputs() if n in shapes]
+    CASES[name] = {"symbol": symbol.tojson(), "arrays": arrays, "aux": aux, "inputs": inputs}
+    executor = executor_of(name, symbol, has_grads)
+    for i, out in enumerate(executor.forward(is_train=False)):
+        ARRAYS[f"{name}/eval{i}"] = out.asnumpy()
+    if has_grads:
+        ARRAYS.update({f"{name}/{what}": value for what, value in trained(name, executor).items()})
+        try:
+            found = trained(name, executor_of(name, symbol, True, np.float16))
+            ARRAYS.update({f"{name}/half {what}": value for what, value in found.items()})
+        except (mx.base.MXNetError, TypeError) as error:
+            print("no float16", name, str(error).strip().splitlines()[-1][:100])
+
+
+def trained(name, executor):
+    outs = executor.forward(is_train=True)
+    found = {f"out{i}": out.asnumpy() for i, out in enumerate(outs)}
+    executor.backward([mx.nd.array(rule(f"{name}/head{i}", o.shape, "n"), dtype=o.dtype) for i, o in enumerate(outs)])
+    found.update({"grad " + n: grad.asnumpy() for n, grad in executor.grad_dict.items() if grad is not None})
+    found.update({"aux " + n: value.asnumpy() for n, value in executor.aux_dict.items()})
+    return found
+
+
+def case(name, make, grads=True, behind=True, **given):
+    """`make(**variables)` is a symbol. `given` has a shape, or (shape, kind), of each input."""
+    if ONLY and not any(name.startswith(word) for word in ONLY):
+        return
+    is_whole = {n: g and isinstance(g[0], tuple) and g[1][0] == "i" for n, g in given.items()}
+    for key in ("", " behind") if behind and not all(is_whole.values()) else ("",):
+        variables = {n: sym.var(n) if is_whole[n] or not key else sym.var(n) * 0.75 for n in given}
+        try:
+            symbol = make(**variables)
+            record(name + key, sym.Group(list(symbol)) if len(symbol.list_outputs()) > 1 else symbol, given, grads)
+        except mx.base.MXNetError as error:
+            CASES.pop(name + key, None)
+            print("no", name + key, str(error).strip().splitlines()[-1][:300])
+
+
+def attributes(name, function, first, cases, **given):
+    """Cases of one operator: {key: attributes}, and which inputs it takes, in this order."""
+    for key, more in cases.items():
+        case(f"{name} {key}", lambda more=more, **v: function(*(v[n] for n in first.split()), **more), **given)
+
+
+def whole(x):
+    return sym.cast(x, dtype="int32")
+
+
+def amp_and_elementwise():
+    c = sym.contrib
+    # Whole numbers, for XLA leaves a cast to float16 and back out, and rounds nothing.
+    cast = lambda x: sym.amp_cast(sym.amp_cast(x, dtype="float16") / 4, dtype="float32")  # noqa: E731
+    case("amp cast", cast, grads=False, x=((3, 4), "i9"))
+    case("amp cast to itself", lambda x: sym.amp_cast(x, dtype="float32"), x=(3, 4))
+    many = lambda x, y: sym.amp_multicast(x, y, num_outputs=2)  # noqa: E731
+    case("amp multicast", many, x=(3, 4), y=(2,))
+    narrow = lambda x, y: sym.amp_multicast(x, y, num_outputs=2, cast_narrow=True)  # noqa: E731
+    case("amp multicast narrow", narrow, x=(3, 4), y=(2,))
+    for name in ("erfinv",):
+        case("unary " + name, lambda x: sym.erfinv(sym.tanh(x)), x=(3, 4))
+    case("unary gamma", lambda x: sym.gamma(x), x=((3, 4), "u"))
+    case("unary logical_not", lambda x: sym.logical_not(x), grads=False, x=((3, 4), "i2"))
+    case("broadcast logical_xor", sym.broadcast_logical_xor, grads=False, lhs=((4, 3), "i2"), rhs=((4, 1), "i2"))
+    case("scalar logical_xor", lambda x: sym.Symbol.__ne__(x, 0), grads=False, x=((4, 3), "i2"))
+    case("unary arccos", lambda x: sym.arccos(sym.tanh(x)), x=(3, 4))
+    case("unary arcsin", lambda x: sym.arcsin(sym.tanh(x)), x=(3, 4))
+    case("unary arccosh", lambda x: sym.arccosh(x + 1), x=((3, 4), "u"))
+    case("unary arctanh", lambda x: sym.arctanh(sym.tanh(x)), x=(3, 4))
+    case("unary degrees", lambda x: sym.degrees(x), x=(3, 4))
+    case("unary radians", lambda x: sym.radians(x), x=(3, 4))
+    case("softmax length", lambda x, n: sym.softmax(x, whole(n) + 1, use_length=True), x=(2, 3, 4), n=((2, 3), "i4"))
+    case(
+        "softmax length axis",
+        lambda x, n: sym.softmax(x, whole(n) + 1, use_length=True, axis=1, temperature=2.0),
+        x=(2, 3, 4),
+        n=((2, 4), "i3"),
+    )
+    case("div_sqrt_dim", c.div_sqrt_dim, data=(2, 3, 5))
+    attributes("quadratic", c.quadratic, "x", {"default": {}, "set": {"a": 2, "b": -1, "c": 0.5}}, x=(3, 4))
+    attributes("gradientmultiplier", c.gradientmultiplier, "x", {"default": {}, "set": {"scalar": -0.5}}, x=(3, 4))
+    case("round_ste", c.round_ste, data=(3, 4))
+    case("sign_ste", c.sign_ste, data=(3, 4))
+    case("grad_add", lambda x, y: sym._internal._grad_add(x, y), grads=False, x=(3, 4), y=(3, 4))
+    case("like rhs", lambda x, y: sym._internal._identity_with_attr_like_rhs(x, y), x=(3, 4), y=(3, 4))
+    attributes(
+        "moments", sym.moments, "x", {"axes": {"axes": (0, 2)}, "keep": {"axes": 1, "keepdims": True}}, x=(3, 2, 4)
+    )
+    attributes("moments", sym.moments, "x", {"all": {"axes": (0, 1, 2)}}, x=(3, 2, 4))
+    attributes("SVMOutput", sym.SVMOutput, "x y", {
+        "default": {}, "set": {"margin": 0.5, "regularization_coefficient": 0.3}, "linear": {"use_linear": True},
+    }, x=(4, 5), y=((4,), "i5"))  # fmt: skip
+
+
+def arrays():
+    s = (2, 3, 4)
+    i = sym._internal
+    attributes("depth to space", sym.depth_to_space, "x", {"two": {"block_size": 2}}, x=(2, 8, 3, 2))
+    attributes("space to depth", sym.space_to_depth, "x", {"two": {"block_size": 2}}, x=(2, 2, 4, 6))
+    attributes("cumsum", sym.cumsum, "a", {"default": {}, "axis": {"axis": 1}}, a=s)
+    attributes("diag", sym.diag, "x", {
+        "default": {}, "k": {"k": 1}, "axes": {"k": -1, "axis1": 1, "axis2": 2},
+    }, x=(3, 4, 2))  # fmt: skip
+    attributes("diag vector", sym.diag, "x", {"default": {}, "k": {"k": -2}}, x=(3,))
+    for key, more in {"default": {}, "axis": {"axis": 1, "is_ascend": False}, "all": {"axis": None}}.items():
+        case("sort " + key, lambda x, more=more: sym.sort(x, **more), grads=key != "default", x=s)
+        case("argsort " + key, lambda x, more=more: sym.argsort(x, **more), grads=False, x=s)
+    case("argsort dtype", lambda x: sym.argsort(x, dtype="int32"), grads=False, x=s)
+    case("argsort ties", lambda x: sym.argsort(x), grads=False, x=((4, 9), "i3"))
+    for key, more in {
+        "indices": {"k": 2}, "default": {}, "value": {"k": 3, "ret_typ": "value", "axis": 1},
+        "both": {"k": 2, "ret_typ": "both", "is_ascend": True}, "mask": {"k": 2, "ret_typ": "mask"},
+        "all": {"k": 5, "axis": None, "ret_typ": "value"}, "zero": {"k": 0, "ret_typ": "value"},
+        "int32": {"k": 2, "dtype": "int32", "ret_typ": "both"},
+        "mask ascend": {"k": 1, "ret_typ": "mask", "is_ascend": True, "axis": 0},
+    }.items():  # fmt: skip
+        grads = more.get("ret_typ") in ("value", "both")
+        case("topk " + key, lambda x, more=more: sym.topk(x, **more), grads=grads, x=s)
+    case("topk ties", lambda x: sym.topk(x, k=4), grads=False, x=((4, 9), "i3"))
+    case("argmax_channel", sym.argmax_channel, grads=False, data=(3, 4))
+    case(
+        "batch_take", lambda a, indices: sym.batch_take(a, whole(indices)), grads=False, a=(3, 4), indices=((3,), "i4")
+    )
+    case("shape_array", lambda x: sym.shape_array(x), grads=False, x=s)
+    case("size_array", lambda x: sym.size_array(x), grads=False, x=s)
+    case("scatter_nd", lambda x, i: sym.scatter_nd(x, i, shape=(4, 3)), x=(5,), i=((2, 5), "i3"))
+    for key, more in {"sections": {"sections": 2, "axis": 2}, "indices": {"indices": (0, 1), "axis": 1}}.items():
+        case("split_v2 " + key, lambda x, more=more: i._split_v2(x, **{"indices": (), **more}), x=s)
+    case("split_v2 squeeze", lambda x: i._split_v2(x, indices=(), sections=3, axis=1, squeeze_axis=True), x=s)
+    for key, more in {"default": {}, "wide": {"M": 5, "k": 1}}.items():
+        case(
+            "eye " + key,
+            lambda x, more=more: sym.broadcast_add(sym.eye(3, **more), sym.reshape(sym.sum(x), shape=(1, 1))),
+            x=(3,),
+        )
+    case("linspace", lambda x: sym.linspace(1, 2, 5) + sym.linspace(0, 2, 5, endpoint=False) + x, x=(5,))
+    case("arange like", lambda x: sym.contrib.arange_like(x, start=2, step=0.5), grads=False, x=(2, 3))
+    case("arange like axis", lambda x: sym.contrib.arange_like(x, axis=1), grads=False, x=(2, 3))
+    case("arange like repeat", lambda x: sym.contrib.arange_like(x, repeat=2), grads=False, x=(2, 4))
+    case("khatri_rao", lambda x, y: sym.khatri_rao(x, y), grads=False, x=(2, 3), y=(4, 3))
+    case("ravel", lambda x: sym.ravel_multi_index(x, shape=(3, 4)), grads=False, x=((2, 5), "i3"))
+    case("unravel", lambda x: sym.unravel_index(x, shape=(3, 4)), grads=False, x=((5,), "i12"))
+    attributes("im2col", sym.im2col, "x", {
+        "default": {"kernel": (2, 3)}, "set": {"kernel": (2, 2), "stride": (2, 1), "dilate": (1, 2), "pad": (1, 0)},
+    }, x=(2, 3, 5, 6))  # fmt: skip
+    attributes("col2im", sym.col2im, "x", {"default": {"output_size": (4, 4), "kernel": (2, 2)}}, x=(2, 12, 9))
+    more = {"output_size": (4, 5), "kernel": (2, 2), "stride": (2, 1), "dilate": (1, 2), "pad": (1, 0)}
+    case("col2im set", lambda x: sym.col2im(x, **more), x=(2, 12, 9))
+    case(
+        "slice assign",
+        lambda x, y: i._slice_assign(x, y, begin=(0, 1), end=(2, 4), step=(1, 2)),
+        grads=False,
+        x=(3, 4),
+        y=(2, 2),
+    )
+    case(
+        "slice assign scalar",
+        lambda x: i._slice_assign_scalar(x, scalar=2, begin=(0, 1), end=(2, 3)),
+        grads=False,
+        x=(3, 4),
+    )
+    case("index_array", lambda x: sym.contrib.index_array(x), grads=False, x=(2, 3))
+    case("index_array axes", lambda x: sym.contrib.index_array(x, axes=(1, 0)), grads=False, x=(2, 3, 2))
+    case("index_copy", lambda x, i, y: sym.contrib.index_copy(x, i, y), x=(5, 3), i=((1,), "i5"), y=(1, 3))
+    case("allclose", lambda x, y: sym.contrib.allclose(x, y, atol=1.0), grads=False, x=(2, 2), y=(2, 2))
+    case("cast_storage", lambda x: sym.cast_storage(x, stype="default"), x=(2, 3))
+    e = sym.contrib.SparseEmbedding
+    case("SparseEmbedding", lambda i: e(i, input_dim=5, output_dim=3, name="e"), grads=False, i=((2, 4), "i7"))
+    sparse = lambda i: sym.Embedding(i, input_dim=5, output_dim=3, name="e", sparse_grad=False)  # noqa: E731
+    case("embedding wide", sparse, i=((2, 4), "i7"))
+    case("histogram", lambda x: i._histogram(x, bin_cnt=4, range=(-1.0, 2.0)), grads=False, x=(5, 5))
+
+
+def attention():
+    c = sym.contrib
+    case("selfatt qk", lambda x: c.interleaved_matmul_selfatt_qk(x, heads=2), x=(3, 2, 24))
+    va = lambda x, a: c.interleaved_matmul_selfatt_valatt(x, a, heads=2)  # noqa: E731
+    case("selfatt valatt", va, x=(3, 2, 24), a=(4, 3, 3))
+    case("encdec qk", lambda q, kv: c.interleaved_matmul_encdec_qk(q, kv, heads=2), q=(3, 2, 8), kv=(5, 2, 16))
+    va = lambda kv, a: c.interleaved_matmul_encdec_valatt(kv, a, heads=2)  # noqa: E731
+    case("encdec valatt", va, kv=(5, 2, 16), a=(4, 3, 5))
+
+
+def ctc():
+    for key, more in {"first": {}, "last": {"blank_label": "last"}}.items():
+        case(
+            "ctc " + key,
+            lambda x, y, more=more: sym.CTCLoss(x, y + (0 if more else 1), **more),
+            x=(6, 2, 4),
+            y=((2, 3), "i3"),
+        )
+    ties = lambda x, y: sym.CTCLoss(x, y + 1)  # noqa: E731
+    case("ctc repeated", ties, x=(7, 3, 3), y=((3, 2), "i2"))
+    lengths = lambda x, y, n: sym.CTCLoss(x, y + 1, n + 5, use_data_lengths=True)  # noqa: E731
+    case("ctc data lengths", lengths, x=(7, 3, 4), y=((3, 2), "i3"), n=((3,), "i3"))
+    lengths = lambda x, y, m: sym.CTCLoss(x, y + 1, label_lengths=m + 1, use_label_lengths=True)  # noqa: E731
+    case("ctc label lengths", lengths, x=(7, 3, 4), y=((3, 3), "i3"), m=((3,), "i3"))
+
+    def both(x, y, n, m):
+        return sym.CTCLoss(x, y, n + 5, m + 1, use_data_lengths=True, use_label_lengths=True, blank_label="last")
+
+    case("ctc impossible", lambda x, y: sym.CTCLoss(x, y + 1), grads=False, x=(3, 2, 4), y=((2, 3), "i2"))
+    case("ctc both lengths", both, x=(7, 3, 4), y=((3, 3), "i3"), n=((3,), "i3"), m=((3,), "i3"))
+
+
+def images():
+    c = sym.contrib
+    x = (2, 3, 5, 7)
+    attributes("adaptive pool", c.AdaptiveAvgPooling2D, "x", {
+        "default": {}, "one": {"output_size": 2}, "two": {"output_size": (3, 4)}, "larger": {"output_size": (7, 9)},
+    }, x=x)  # fmt: skip
+    attributes("resize", c.BilinearResize2D, "x", {
+        "size": {"height": 8, "width": 4}, "default": {},
+        "not aligned": {"height": 8, "width": 4, "align_corners": False},
+        "scale": {"scale_height": 2.0, "scale_width": 1.5},
+        "odd": {"mode": "odd_scale", "scale_height": 2.0, "scale_width": 0.5},
+        "scale not aligned": {"scale_height": 0.5, "scale_width": 3.0, "align_corners": False},
+        **{mode: {"mode": mode} for mode in ("to_even_down", "to_even_up", "to_odd_down", "to_odd_up")},
+    }, x=x)  # fmt: skip
+    case("resize like", lambda x, y: c.BilinearResize2D(x, y, mode="like"), x=x, y=(2, 1, 4, 9))
+    case("grid affine", lambda x: sym.GridGenerator(x, transform_type="affine", target_shape=(3, 4)), x=(2, 6))
+    case("grid warp", lambda x: sym.GridGenerator(x, transform_type="warp"), x=(2, 2, 3, 4))
+    case("sampler", lambda x, g: sym.BilinearSampler(x, g), x=x, g=(2, 2, 4, 3))
+    spatial = {"transform_type": "affine", "sampler_type": "bilinear"}
+    case("transformer", lambda x, y: sym.SpatialTransformer(x, y, target_shape=(4, 3), **spatial), x=x, y=(2, 6))
+    for key, more in {
+        "default": {}, "set": {"kernel_size": 3, "max_displacement": 2, "stride1": 2, "stride2": 2, "pad_size": 2},
+        "difference": {"is_multiply": False, "max_displacement": 2, "pad_size": 2},
+    }.items():  # fmt: skip
+        case(
+            "correlation " + key, lambda x, y, more=more: sym.Correlation(x, y, **more), x=(1, 2, 6, 7), y=(1, 2, 6, 7)
+        )
+    norm = lambda x: c.SyncBatchNorm(x, key="k", name="b", fix_gamma=False, momentum=0.7)  # noqa: E731
+    case("sync norm", norm, x=(3, 4, 5, 2))
+    case("sync norm default", lambda x: c.SyncBatchNorm(x, key="k", name="b"), x=(3, 4, 5, 2))
+    case("norm relu", lambda x: c.BatchNormWithReLU(x, name="b", fix_gamma=False), x=(3, 4, 5, 2))
+    offsets = {"kernel": (3, 3), "num_filter": 4, "name": "d"}
+    attributes("deformable", c.DeformableConvolution, "x o", {"plain": offsets}, x=(1, 4, 6, 5), o=(1, 18, 4, 3))
+    more = {**offsets, "stride": (2, 1), "pad": (1, 1), "dilate": (1, 2), "num_group": 2, "num_deformable_group": 2}
+    attributes(
+        "deformable",
+        c.DeformableConvolution,
+        "x o",
+        {"set": {**more, "no_bias": True}},
+        x=(2, 4, 6, 5),
+        o=(2, 36, 3, 3),
+    )
+    im = sym.image
+    case("to tensor", lambda x: im.to_tensor(x * 100), x=((4, 5, 3), "u"), grads=False)
+    case("to tensor batch", lambda x: im.to_tensor(x * 100), x=((2, 4, 5, 3), "u"), grads=False)
+    case("image normalize", lambda x: im.normalize(x, mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7)), x=(3, 4, 5))
+    case("image normalize batch", lambda x: im.normalize(x, mean=(0.1,), std=(0.5,)), x=(2, 3, 4, 5))
+    case("image crop", lambda x: im.crop(x, x=1, y=2, width=3, height=2), x=(5, 6, 3))
+    case("image flip", lambda x: im.flip_left_right(x), x=(5, 6, 3), grads=False)
+
+
+def boxes():
+    c = sym.contrib
+    two = {"lhs": ((2, 3, 4), "b1"), "rhs": ((5, 4), "b1")}
+    for form in ("corner", "center"):
+        case("iou " + form, lambda lhs, rhs, f=form: c.box_iou(lhs, rhs, format=f), grads=False, **two)
+    b = ((2, 9, 6), "b1")
+    for key, more in {
+        "default": {}, "ids": {"id_index": 0, "overlap_thresh": 0.3}, "force": {"id_index": 0, "force_suppress": True},
+        "topk": {"topk": 4, "valid_thresh": 0.2}, "background": {"id_index": 0, "background_id": 1},
+        "center": {"in_format": "center", "out_format": "corner", "overlap_thresh": 0.2},
+        "to center": {"out_format": "center"},
+    }.items():  # fmt: skip
+        case("nms " + key, lambda x, more=more: c.box_nms(x, **more), behind="id_index" not in more, x=b)
+    case("nms negative", lambda x: c.box_nms(x - 0.5, valid_thresh=-1, out_format="center"), x=b)
+    case("nms none", lambda x: c.box_nms(x, valid_thresh=2), x=b)
+    case("nms flat", lambda x: c.box_nms(x, coord_start=1, score_index=0, overlap_thresh=0.1), x=((7, 5), "b1"))
+    case("matching", lambda x: c.bipartite_matching(x, threshold=0.1), grads=False, x=((2, 3, 4), "u"))
+    more = {"threshold": 1.2, "is_ascend": True, "topk": 2}
+    case("matching set", lambda x: c.bipartite_matching(x, **more), grads=False, x=((2, 5, 4), "u"))
+    d = {"x": (2, 5, 4), "a": ((1, 5, 4), "b1")}
+    case("decode", lambda x, a: c.box_decode(x, a), grads=False, **d)
+    more = {"std0": 0.1, "std1": 0.1, "std2": 0.2, "std3": 0.2, "clip": 0.1, "format": "corner"}
+    case("decode set", lambda x, a: c.box_decode(x, a, **more), grads=False, **d)
+
+    def encode(s, m, a, r, mean, std):
+        return c.box_encode(s * 2 - 1, m, a, r, mean, std)
+
+    case("encode", encode, grads=False, behind=False, s=((2, 5), "i2"), m=((2, 5), "i3"), a=((2, 5, 4), "b1"),
+         r=((2, 3, 4), "b1"), mean=(4,), std=((4,), "u"))  # fmt: skip
+    r, x = ((3, 5), "b9"), (2, 8, 10, 9)
+    for key, more in {
+        "default": {}, "ratio": {"sample_ratio": 2}, "aligned": {"aligned": True, "spatial_scale": 0.5},
+        "sensitive": {"position_sensitive": True, "pooled_size": (2, 2), "sample_ratio": 2},
+    }.items():  # fmt: skip
+        more = {"pooled_size": (2, 3), "spatial_scale": 1.0, **more}
+        case("roi align " + key, lambda x, r, more=more: c.ROIAlign(x, r, **more), x=x, r=r, behind=False)
+    case(
+        "roi pooling", lambda x, r: sym.ROIPooling(x, r, pooled_size=(2, 3), spatial_scale=1.0), x=x, r=r, behind=False
+    )
+    case(
+        "roi pooling scale",
+        lambda x, r: sym.ROIPooling(x, r, pooled_size=(3, 2), spatial_scale=0.5),
+        x=x,
+        r=r,
+        behind=False,
+    )
+    for key, more in {
+        "default": {}, "set": {"sizes": (0.5, 0.25), "ratios": (1, 2, 0.5), "clip": True},
+        "steps": {"steps": (0.3, 0.2), "offsets": (0.1, 0.7)},
+    }.items():  # fmt: skip
+        case("prior " + key, lambda x, more=more: c.MultiBoxPrior(x, **more), grads=False, x=(1, 2, 3, 4))
+    d = {"p": ((2, 3, 8), "u"), "d": ((2, 32), "w9"), "a": ((1, 8, 4), "b0.5")}
+    for key, more in {
+        "default": {}, "set": {"clip": False, "threshold": 0.3, "nms_threshold": 0.2, "nms_topk": 5},
+        "force": {"force_suppress": True, "nms_threshold": 0.1, "variances": (0.2, 0.2, 0.1, 0.1)},
+        "background": {"background_id": 1, "threshold": 0.4},
+    }.items():  # fmt: skip
+        make = lambda p, d, a, more=more: c.MultiBoxDetection(sym.softmax(p * 4, axis=1), d, a, **more)  # noqa: E731
+        case("detection " + key, make, grads=False, **d)
+    t = {"a": ((1, 8, 4), "b0.5"), "t": ((2, 3, 5), "b0.5"), "p": ((2, 3, 8), "n")}
+    for key, more in {
+        "default": {}, "overlap": {"overlap_threshold": 0.2, "variances": (0.2, 0.2, 0.1, 0.1)},
+        "mining": {"negative_mining_ratio": 1, "negative_mining_thresh": 0.4, "ignore_label": -2},
+        "least": {"negative_mining_ratio": 1, "minimum_negative_samples": 4},
+    }.items():  # fmt: skip
+        case("target " + key, lambda a, t, p, more=more: c.MultiBoxTarget(a, t, p, **more), grads=False, **t)
+
+    def padded(a, t, p):
+        """Labels of which the last ones are padding, and an image without any."""
+        first = sym.slice_axis(sym.slice_axis(t, axis=0, begin=0, end=1), axis=1, begin=0, end=2)
+        none = sym.zeros((1, 2, 5)) - 1
+        labels = sym.concat(sym.concat(first, none, dim=1), sym.zeros((1, 4, 5)) - 1, dim=0)
+        return c.MultiBoxTarget(a, labels, p)
+
+    case("target padded", padded, grads=False, **t)
+
+    def proposal(p, b, function, more):
+        stride = more.get("feature_stride", 16)
+        size = [sym._internal._full(shape=(1, 1), value=float(n)) for n in (4 * stride, 3 * stride, 1)]
+        return function(sym.sigmoid(p), b, sym.concat(*size, dim=1), **more)
+
+    for name in ("Proposal", "MultiProposal"):
+        more = {
+            "scales": (1, 2),
+            "ratios": (0.5, 1, 2),
+            "rpn_pre_nms_top_n": 40,
+            "rpn_post_nms_top_n": 9,
+            "rpn_min_size": 4,
+        }
+        function = getattr(c, name)
+        for key, extra in {
+            "": {}, " set": {"threshold": 0.4, "feature_stride": 8, "output_score": True}, " iou": {"iou_loss": True},
+        }.items():  # fmt: skip
+            case(name + key, lambda p, b, m={**more, **extra}, f=function: proposal(p, b, f, m),
+                 grads=False, behind=False, p=(1, 12, 4, 3), b=((1, 24, 4, 3), "w4"))  # fmt: skip
+
+
+def linear_algebra():
+    la, spd = sym.linalg, ((2, 3, 3), "s")
+    s = (2, 3, 4)
+    case("gemm", lambda x, y, z: la.gemm(x, y, z), x=s, y=(2, 4, 5), z=(2, 3, 5))
+    more = {"transpose_a": True, "transpose_b": True, "alpha": 0.5, "beta": 2.0}
+    case("gemm set", lambda x, y, z: la.gemm(x, y, z, **more), x=(2, 4, 3), y=(2, 5, 4), z=(2, 3, 5))
+    case("gemm2", lambda x, y: la.gemm2(x, y), x=s, y=(2, 4, 5))
+    more = {"transpose_a": True, "transpose_b": True, "alpha": 0.5}
+    case("gemm2 set", lambda x, y: la.gemm2(x, y, **more), x=(2, 4, 3), y=(2, 5, 4))
+    case("gemm2 axis", lambda x, y: la.gemm2(x, y, axis=0), x=(3, 2, 4), y=(4, 2, 5))
+    case("potrf", la.potrf, A=spd)
+    case("potri", lambda x: la.potri(la.potrf(x)), x=spd)
+    for key, more in {"default": {}, "set": {"transpose": True, "alpha": 2.0}, "upper": {"lower": False}}.items():
+        for name in ("trmm", "trsm"):
+            op = getattr(la, name)
+            case(f"{name} {key}", lambda A, B, op=op, more=more: op(A, B, **more), A=spd, B=(2, 3, 4))
+            case(
+                f"{name} right {key}",
+                lambda A, B, op=op, more=more: op(A, B, rightside=True, **more),
+                A=spd,
+                B=(2, 4, 3),
+            )
+    case("sumlogdiag", la.sumlogdiag, A=spd)
+    attributes("syrk", la.syrk, "x", {"default": {}, "set": {"transpose": True, "alpha": 0.5}}, x=s)
+    case("inverse", la.inverse, A=spd)
+    case("det", la.det, A=(2, 3, 3))
+    case("slogdet", la.slogdet, A=(2, 3, 3))
+    attributes("extractdiag", la.extractdiag, "x", {"default": {}, "set": {"offset": 1}}, x=(2, 4, 4))
+    attributes("makediag", la.makediag, "x", {"default": {}, "set": {"offset": -1}}, x=s)
+    attributes(
+        "extracttrian",
+        la.extracttrian,
+        "x",
+        {"default": {}, "set": {"offset": 1, "lower": False}, "less": {"offset": -1}},
+        x=(2, 4, 4),
+    )
+    attributes(
+        "maketrian", la.maketrian, "x", {"default": {}, "set": {"lower": False}, "less": {"offset": -1}}, x=(2, 6)
+    )
+    case("gelqf", lambda x: la.gelqf(x), x=s)
+    case("syevd", lambda x: la.syevd(x)[1], x=spd)
+
+
+def densities():
+    for name, args in (("normal", ("mu", "sigma")), ("gamma", ("alpha", "beta")), ("exponential", ("lam",)),
+                       ("poisson", ("lam",)), ("uniform", ("low", "high"))):  # fmt: skip
+        function = getattr(sym, "random_pdf_" + name)
+        kind = "i4" if name == "poisson" else "u"
+        for key, more in {"": {}, " log": {"is_log": True}}.items():
+            given = dict.fromkeys(args, ((2,), "u"))
+
+            def make(x, function=function, more=more, name=name, args=args, **v):
+                values = [v[n] for n in args]
+                if name == "uniform":
+                    values = [values[0] - 1.5, values[1] + 1]
+                return function(x, *values, **more)
+
+            case(f"pdf {name}{key}", make, x=((2, 3), kind), **given)
+
+
+def main():
+    for part in (amp_and_elementwise, arrays, attention, ctc, images, boxes, linear_algebra, densities):
+        part()
+    if not ONLY:
+        # One array of all numbers of a dtype: in a file of many arrays each takes more bytes than its few numbers.
+        places = [[key, list(a.shape), str(a.dtype)] for key, a in ARRAYS.items()]
+        numbers = {dtype: [a.ravel() for a in ARRAYS.values() if str(a.dtype) == dtype] for _, _, dtype in places}
+        numbers = {dtype: np.concatenate(arrays) for dtype, arrays in numbers.items()}
+        content = json.dumps({"version": mx.__version__, "cases": CASES, "places": places}, sort_keys=True).encode()
+        (FOLDER / "mxnet_operators.json.gz").write_bytes(gzip.compress(content, 9, mtime=0))
+        np.savez_compressed(str(FOLDER / "mxnet_operators.npz"), **numbers)
+    print(len(CASES), "cases")
+
+
+if __name__ == "__main__":
+    main()
