@@ -224,10 +224,10 @@ def _fold_sent(cells: Cells, targets: dict[int, Cell]) -> tuple[set[int], set[in
 
 
 def attach_views(cells: Cells) -> None:
-    """Add each view to the cell that reads it, or to its operand's."""
+    """Add each view that is in no cell to the cell that reads it, or to its operand's."""
     raw, readers = cells.raw, _readers(cells.raw)
     for eqn in reversed(raw.eqns):
-        if not eqn.view:
+        if not eqn.view or cells.owner[eqn.id] is not None:
             continue
         near = [cells.owner[n] for n in readers.get(eqn.outs[0], ()) if raw.eqns[n].backward == eqn.backward]
         owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .._scopes import Path
+from .costs import FOLDED
 from .source import Frame
 
 
@@ -32,6 +33,7 @@ class Value:
     state: bool = False  # whether it is a weight that no optimizer trains
     group: str = ""  # of an argument: the name of the tree that it is a leaf of
     captured: bool = False  # whether the function captured it
+    folded: bool = False  # whether it is one number that XLA computes while it compiles
 
     @property
     def argument(self) -> str:
@@ -138,6 +140,9 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
         return
     if eqn.prim in _NEUTRAL and _computes_nothing(raw, eqn):
         eqn.flops = 0
+    elif eqn.prim in FOLDED and all(raw.of(value).folded for value in eqn.ins):
+        eqn.flops = 0
+        raw.values[eqn.outs[0]].folded = True
     if _is_view(raw, eqn):
         eqn.view = True
         for out in eqn.outs:
@@ -163,8 +168,12 @@ def mark_constant(raw: Raw, eqn: Eqn) -> None:
 def _is_view(raw: Raw, eqn: Eqn) -> bool:
     if eqn.prim in _PICKS and raw.of(eqn.ins[0]).dtype.startswith("key<"):
         return True  # one of several random keys
+    if eqn.prim in ("slice", "split") and raw.of(eqn.ins[0]).folded:
+        return True  # the same number
     if eqn.prim == "slice" or eqn.prim == "dynamic_slice":
-        return raw.weight_of(eqn.ins[0]) is not None and not eqn.backward
+        # Where the place is computed, the result depends on more than on the param.
+        is_fixed = all(raw.of(value).kind in ("literal", "const") for value in eqn.ins[1:])
+        return raw.weight_of(eqn.ins[0]) is not None and is_fixed and not eqn.backward
     if eqn.prim == "reduce_sum" and math.prod(eqn.in_shapes[0]) == math.prod(eqn.out_shape):
         return True  # over axes of length 1
     if eqn.prim not in _VIEWS or not eqn.ins:
