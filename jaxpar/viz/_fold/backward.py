@@ -233,6 +233,11 @@ def attach_views(cells: Cells) -> None:
         owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])
         if owner is not None and raw.eqns[owner.eqns[0]].backward == eqn.backward:
             cells.add(eqn.id, owner)
+        elif raw.of(eqn.outs[0]).kind == "const":  # a mask that only gradients read is computed for them
+            near = [cells.owner[n] for n in readers.get(eqn.outs[0], ())]
+            if (owner := next((cell for cell in near if cell is not None), None)) is not None:
+                eqn.backward = True
+                cells.add(eqn.id, owner)
 
 
 def _readers(raw: Raw) -> dict[int, list[int]]:

@@ -85,8 +85,6 @@ _ELEMENTWISE = frozenset(
     "clamp square bitcast_convert_type convert_element_type rem population_count clz real imag complex shift_left "
     "shift_right_logical shift_right_arithmetic eq_to le_to lt_to reduce_precision exp2 reciprocal mulhi".split()
 )
-# XLA computes these while it compiles, where all operands are literal numbers or arrays of one number.
-FOLDED = (_ELEMENTWISE | {"select_n", "integer_pow", "logistic"}) - {"floor", "ceil", "is_finite"}
 _REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor".split())
 # What XLA writes out as other operations: FLOPs for an element, as jax 0.12 counts them. 0.10 counts 53 for lgamma,
 # 73 for digamma, 5 for asin and 1 for the absolute value of a complex number.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 
 from .._scopes import Path, Scope
 from .bind import Argument
@@ -95,7 +96,7 @@ def read(
     reader.walk(closed.jaxpr, env, Context())
     reader.raw.outputs = [reader.value_of(env, atom) for atom in closed.jaxpr.outvars]
     reader.raw.output_names = list(output_names)
-    drop_dead(reader.raw, reader.carried)
+    drop_dead(reader.raw)
     mark_residuals(reader.raw)
     return reader.raw
 
@@ -109,7 +110,6 @@ class _Reader:
         self.has_weights = has_weights  # among the arguments
         self.constants: dict[int, int] = {}  # the id of a captured array: its value
         self.sources = Sources()
-        self.carried: set[int] = set()  # values that a loop needs although nothing reads them
         self.calls = itertools.count()
         self.clusters = Counter[Path]()
 
@@ -127,7 +127,8 @@ class _Reader:
         """The number of the value of a variable or literal."""
         if isinstance(atom, jex.Literal):
             number = self.new_value(atom.aval, "literal", literal=atom.val)
-            self.raw.values[number].folded = self.raw.values[number].shape == ()
+            if np.ndim(atom.val) == 0 and not self.raw.values[number].dtype.startswith(("key", "token")):
+                self.raw.values[number].number = np.asarray(atom.val)
             return number
         return env[atom]
 
@@ -245,7 +246,6 @@ class _Reader:
         results = self.write_out(region.body, operands, context)
         if region.condition is not None:
             self.add_condition(region.condition, results, context.times)
-        self.carried.update(results[number] for number in carried)
         ends = ((operands[region.carry_at + number], results[number]) for number in carried)
         self.raw.carries += [(first, last, context.scope) for first, last in ends]
         for var, value in zip(eqn.outvars, results, strict=True):
