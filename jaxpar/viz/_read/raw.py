@@ -232,12 +232,12 @@ def _wrapped_index(raw: Raw, eqn: Eqn) -> int | None:
 
 def drop_dead(raw: Raw) -> None:
     """Drop the equations that no result needs, also in a later pass, and of which not even the gradient is needed."""
-    # What a loop hands on is needed where its next pass or what is behind the loop needs what it begins with.
+    # What a loop hands on is needed where its next pass reads it.
     live, count_before = set[int]().union(*(raw.shown(value) for value in raw.outputs)), -1
     while count_before < len(live):
         count_before = len(live)
         for first, last, _ in raw.carries:
-            live.update(raw.shown(last) if raw.root(first) in live else ())
+            live.update(raw.shown(last) if first in live else ())
         for eqn in reversed(raw.eqns):
             if _is_needed(raw, eqn, live) and not (eqn.view and raw.of(eqn.outs[0]).kind != "const"):
                 for value in _live_operands(eqn, live):
