@@ -315,7 +315,7 @@ def dependencies(closed, everything=False):
             outs = results(body, [*consts, *carry, *rest])
             new = [before | after for before, after in zip(carry, outs, strict=False)]
             if new == carry:
-                return [*carry, *outs[len(carry) :]]
+                return outs
             carry = new
 
     def of_equation(eqn, ins):
@@ -373,8 +373,8 @@ def written_out(closed):
             return carried
         if name == "cond":
             outs = [run(branch, ins[1:]) for branch in params["branches"]]
-            also.extend(itertools.chain(*outs))
-            return outs[0]
+            also.extend(itertools.chain(ins[:1], *outs))
+            return lax.optimization_barrier(outs[0])
         body = next((params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params), None)
         if body is not None and len(getattr(body, "jaxpr", body).invars) == len(ins) :
             return run(body, ins)

@@ -250,6 +250,7 @@ class _Reader:
         self.raw.carries += [(first, last, context.scope) for first, last in ends]
         for var, value in zip(eqn.outvars, results, strict=True):
             env[var] = self.new_value(var.aval, root=value)
+            self.raw.values[env[var]].crosses = int(self.changes_shape(env[var]))
 
     def add_condition(self, condition: Jaxpr, results: Sequence[int], times: int) -> None:
         """Add the cost of the condition of a loop to what the loop computes. It is not drawn."""
@@ -292,10 +293,15 @@ class _Reader:
         inner: dict[Any, int] = {}
         for var, value in zip(jaxpr.invars, args, strict=True):
             inner[var] = self.new_value(var.aval, root=value)
+            self.raw.values[inner[var]].crosses = -int(self.changes_shape(inner[var]))
         if hasattr(body, "consts"):
             self.add_constants(inner, body)
         self.walk(jaxpr, inner, context)
         return [self.value_of(inner, atom) for atom in jaxpr.outvars]
+
+    def changes_shape(self, value: int) -> bool:
+        """Whether a value has another shape than what it shows."""
+        return self.raw.values[value].shape != self.raw.values[self.raw.values[value].root].shape
 
     def in_cluster(self, context: Context, scope: Scope | None) -> Context:
         """The context inside a cluster. A second one of this name gets a number, "scan ×4 (2)"."""

@@ -34,6 +34,8 @@ class Value:
     state: bool = False  # whether it is a weight that no optimizer trains
     group: str = ""  # of an argument: the name of the tree that it is a leaf of
     captured: bool = False  # whether the function captured it
+    # of what goes into a loop or a map over devices, -1, and of what comes out, 1, where its shape changes there
+    crosses: int = 0
     number: Any = None  # what it is everywhere, where XLA knows that while it compiles
 
     @property
@@ -115,6 +117,18 @@ class Raw:
         while self.values[chain[-1]].root != chain[-1]:
             chain.append(self.values[chain[-1]].root)
         return chain
+
+    def outside(self, value: int) -> int:
+        """What a value is where it was made: its root, or what comes out of the loop of its root.
+
+        A pass that reads what another pass left reads no more than that.
+        """
+        entered = 0
+        for shown in self.shown(value):
+            entered -= self.values[shown].crosses
+            if entered < 0:
+                return shown
+        return self.root(value)
 
     def of(self, value: int) -> Value:
         """The value behind a view."""
