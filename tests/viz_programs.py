@@ -56,7 +56,7 @@ LAYERS = {
     "convolution": lambda w, x: jnp.convolve(x, w[0], mode="same"),
     "largest": lambda w, x: jnp.maximum(x, w[0]) - jnp.max(w @ x),
     "power": lambda w, x: x**3 + jnp.exp2(w[3]) * x**-2,
-    "logsumexp": lambda w, x: x - jax.nn.logsumexp(w + x, axis=1),
+    "logsumexp": lambda w, x: x - jax.nn.logsumexp(w + x[None], axis=1),
     "cast": lambda w, x: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32),
     "frozen": lambda w, x: lax.stop_gradient(x) * w[0] + jnp.round(x),
     "outer": lambda w, x: jnp.einsum("i,ij,k->jk", x, w, jnp.cos(x)).sum(0),

@@ -115,6 +115,54 @@ def test_layers_that_are_closed_stand_after_what_they_read():
         assert all(edge.carry or place[edge.source] < place[edge.target] for edge in graph.edges)
 
 
+def test_params_that_only_other_layers_than_the_differentiated_ones_read_are_params():
+    """They were taken for the state of an optimizer."""
+
+    def fn(p, x):
+        return jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["a"])))(x) @ p["b"]
+
+    assert faults_of(fn, PARAMS, X) == []
+    assert viz.trace(fn, PARAMS, X).total_params == 2 * 16**2
+
+
+def test_an_array_out_of_a_loop_is_that_of_all_passes():
+    def fn(w, x):
+        _, ys = lax.scan(lambda c, _: (jnp.tanh(c @ w), jnp.sin(c)), x, None, length=20)
+        return ys @ w
+
+    def shapes(fn, *args):
+        return {(edge.source, edge.target): edge.shape for edge in viz.trace(fn, *args).edges}
+
+    x = Spec((3, 4), f32)
+    assert shapes(fn, W, x)["sin0", "fullyconnected1"] == (20, 3, 4)
+    # What another loop reads of it pass by pass is what a pass made.
+    twice = shapes(lambda w, x: lax.scan(lambda c, y: (c + jnp.cos(y @ w), None), x, fn(w, x))[0], W, x)
+    assert twice["sin0", "fullyconnected1"] == (20, 3, 4)
+    mapped = shapes(lambda w, xs: lax.map(jnp.tanh, lax.map(jnp.sin, xs)) @ w, W, Spec((5, 4), f32))
+    assert mapped["sin0", "tanh0"] == (4,)
+    assert mapped["tanh0", "fullyconnected0"] == (5, 4)
+
+
+def test_what_jax_casts_before_it_returns_has_the_dtype_of_the_result():
+    graph = viz.trace(lambda w, i: jax.nn.one_hot(i, 4) * w[None], V, Spec((5,), i32))
+    assert (graph.layers[0].dtype, graph.edges[-1].dtype) == ("float32", "float32")
+
+
+def test_what_each_copy_of_a_block_hands_on_to_its_next_pass_is_one_array():
+    def fn(layers, x):
+        def body(states, _):
+            y, new = x, []
+            for layer, state in zip(layers, states, strict=True):
+                y = jnp.tanh(y @ layer["a"] + state @ layer["c"])
+                new.append(y)
+            return new, y
+
+        return lax.scan(body, [x] * 6, None, length=3)[1]
+
+    graph = viz.trace(fn, [{"a": W, "c": W}] * 6, V)
+    assert [edge.arrays for edge in graph.edges if edge.carry] == [1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_random_programs(seed):

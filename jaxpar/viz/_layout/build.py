@@ -273,13 +273,15 @@ def set_sizes(net: Net) -> None:
     numbers = {kind: [n for n, v in enumerate(raw.values) if v.kind == kind] for kind in ("weight", "input")}
     used = {weight for draft in net.drafts for weight in draft.weights}
     state = {weight for weight in used if raw.values[weight].state}
-    net.state = loose & used - state
+    # A new value of an optimizer's state is returned. What is read beside gradients and stays is a param.
+    names = dict(zip(raw.output_names, raw.outputs, strict=True))
+    net.state = {weight for weight in loose & used - state if _results(raw, names, weight)}
     params = used - net.state - state
     unused = [raw.values[number] for number in numbers["weight"] if number not in used]
     net.sizes = Sizes(
         params=_bytes(raw, params),
         inputs=_bytes(raw, set(numbers["input"]) - loose),
-        optimizer=_bytes(raw, loose - state),
+        optimizer=_bytes(raw, loose - state - params),
         forward=sum(_output(net, draft) for draft in net.layers if not draft.op.endswith(BACKWARD)),
         backward=sum(_output(net, draft) for draft in net.layers if draft.op.endswith(BACKWARD)),
         trained=frozenset(raw.values[weight].name for weight in trained(raw, params)),

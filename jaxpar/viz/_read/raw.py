@@ -167,12 +167,13 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
     """Decide whether an equation is a view, and of which value. One without results shows none."""
     if not eqn.outs:
         return
-    if eqn.prim in _NEUTRAL and _computes_nothing(raw, eqn):
+    numbers = [raw.of(value).number for value in eqn.ins]
+    if eqn.prim in _NEUTRAL and _computes_nothing(eqn, numbers):
         eqn.flops = 0
-    elif eqn.prim in _FOLDED and all(number is not None for number in _numbers(raw, eqn)):
+    if eqn.prim in _FOLDED and all(number is not None for number in numbers):
         eqn.flops = 0
         with np.errstate(all="ignore"):
-            raw.values[eqn.outs[0]].number = _FOLDED[eqn.prim](*_numbers(raw, eqn))
+            raw.values[eqn.outs[0]].number = _FOLDED[eqn.prim](*numbers)
     if _is_view(raw, eqn):
         eqn.view = True
         if raw.of(eqn.ins[0]).number is not None:
@@ -213,16 +214,10 @@ def _is_view(raw: Raw, eqn: Eqn) -> bool:
     return eqn.prim != "reshape" or not _flattens(eqn)
 
 
-def _computes_nothing(raw: Raw, eqn: Eqn) -> bool:
-    """Whether it adds a literal 0, or multiplies by a literal 1."""
+def _computes_nothing(eqn: Eqn, numbers: list[Any]) -> bool:
+    """Whether it adds 0, or multiplies by 1, given the operands that are one number everywhere."""
     neutral, *places = _NEUTRAL[eqn.prim]
-    numbers = _numbers(raw, eqn)
     return any(numbers[at] is not None and bool(numbers[at] == neutral) for at in places)
-
-
-def _numbers(raw: Raw, eqn: Eqn) -> list[Any]:
-    """What each operand is everywhere, or None."""
-    return [raw.of(value).number for value in eqn.ins]
 
 
 def _flattens(eqn: Eqn) -> bool:
