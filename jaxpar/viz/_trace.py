@@ -147,6 +147,7 @@ def _layers(raw: Raw, calls: Sequence[Call], patterns: Sequence[Pattern | Rule])
     attach_residuals(cells)
     attach_views(cells)
     fold_backward(cells)
+    attach_views(cells)  # again, those of gradients
     break_cycles(cells)
     return cells
 

@@ -224,15 +224,20 @@ def _fold_sent(cells: Cells, targets: dict[int, Cell]) -> tuple[set[int], set[in
 
 
 def attach_views(cells: Cells) -> None:
-    """Add each view to the cell that reads it, or to its operand's."""
+    """Add each view that is in no cell to the cell that reads it, or to its operand's."""
     raw, readers = cells.raw, _readers(cells.raw)
     for eqn in reversed(raw.eqns):
-        if not eqn.view:
+        if not eqn.view or cells.owner[eqn.id] is not None:
             continue
         near = [cells.owner[n] for n in readers.get(eqn.outs[0], ()) if raw.eqns[n].backward == eqn.backward]
         owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])
         if owner is not None and raw.eqns[owner.eqns[0]].backward == eqn.backward:
             cells.add(eqn.id, owner)
+        elif raw.of(eqn.outs[0]).kind == "const":  # a mask that only gradients read is computed for them
+            near = [cells.owner[n] for n in readers.get(eqn.outs[0], ())]
+            if (owner := next((cell for cell in near if cell is not None), None)) is not None:
+                eqn.backward = True
+                cells.add(eqn.id, owner)
 
 
 def _readers(raw: Raw) -> dict[int, list[int]]:

@@ -334,6 +334,7 @@ def _singles(cells: Cells, victim: Cell) -> list[Cell]:
     made: list[Cell] = []
     for eqn in eqns:
         if not eqn.view:
+            eqn.residual = False  # it is a step of its own now, with a result of its own
             op, detail = label_of(cells.raw, eqn)
             made.append(cells.new([eqn.id, *views], op + suffix, detail))
             made[-1].forward, views = forward, []

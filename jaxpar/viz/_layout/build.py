@@ -33,9 +33,10 @@ def build(cells: Cells) -> Net:
     # Layers come after all that they read, and as near to the order of the trace as that allows.
     first = {cell.id: next((e.id for e in cells.eqns(cell) if not e.view), cell.eqns[0]) for cell in cells}
     ordered = [cells.cells[number] for number in order(sources_of(cells), first.__getitem__)]
-    updated = updates(cells)
+    updated, casts = updates(cells), _casts(raw)
     for cell in ordered:
         draft = _draft(cells, cell, len(by_cell))
+        draft.value = casts.get(draft.value, draft.value)
         if count := updated.get(cell.id):
             draft.detail = plural(count, "array")
             draft.name = draft.op if count > 1 else draft.name  # not what the names of its parameters begin with
@@ -45,7 +46,7 @@ def build(cells: Cells) -> Net:
         by_cell[cell.id].forward = by_cell.get(cell.forward.id) if cell.forward is not None else None
 
     carries, behind_loops = carry_edges(cells, by_cell)
-    edges = _edges(cells, by_cell) | behind_loops
+    edges = _edges(cells, by_cell, casts) | behind_loops
     for name, output in zip(raw.output_names, raw.outputs, strict=True):
         owner = cells.producer(raw.root(output))
         if owner is not None:
@@ -71,18 +72,35 @@ def build(cells: Cells) -> Net:
     return net
 
 
-def _edges(cells: Cells, by_cell: dict[int, Draft]) -> dict[tuple[int, int, int], None]:
+def _edges(cells: Cells, by_cell: dict[int, Draft], casts: dict[int, int]) -> dict[tuple[int, int, int], None]:
     """The edges between the drafts, in the order of the trace."""
     raw = cells.raw
     edges: dict[tuple[int, int, int], None] = {}
     for cell in cells:
+        read = {value: raw.root(value) for eqn in cells.eqns(cell) if not eqn.view for value in eqn.ins}
         for root in cells.inputs(cell):
             source = cells.producer(root)
             if source is not None and source is not cell:
-                edges[by_cell[source.id].at, by_cell[cell.id].at, root] = None
+                for value in (value for value, shown in read.items() if shown == root):
+                    outside = raw.outside(value)
+                    given = casts.get(root, root) if outside == root else outside
+                    edges[by_cell[source.id].at, by_cell[cell.id].at, given] = None
             elif raw.values[root].kind == "input":
                 edges[root - len(raw.values), by_cell[cell.id].at, root] = None
     return edges
+
+
+def _casts(raw: Raw) -> dict[int, int]:
+    """The values that a function of JAX casts before it returns them, and what it returns: of `one_hot`, no bools."""
+    casts: dict[int, int] = {}
+    for eqn in raw.eqns:
+        root = raw.root(eqn.ins[0]) if eqn.view and eqn.prim == "convert_element_type" else None
+        maker = raw.values[root].producer if root is not None else None
+        if root is not None and maker is not None and raw.values[root].shape == eqn.out_shape:
+            calls = [next((f.call for f in reversed(each.stack) if f.call < 0), 0) for each in (eqn, raw.eqns[maker])]
+            if calls[0] == calls[1] < 0:
+                casts[root] = eqn.outs[0]
+    return casts
 
 
 def _draft(cells: Cells, cell: Cell, at: int) -> Draft:
@@ -255,13 +273,15 @@ def set_sizes(net: Net) -> None:
     numbers = {kind: [n for n, v in enumerate(raw.values) if v.kind == kind] for kind in ("weight", "input")}
     used = {weight for draft in net.drafts for weight in draft.weights}
     state = {weight for weight in used if raw.values[weight].state}
-    net.state = loose & used - state
+    # A new value of an optimizer's state is returned. What is read beside gradients and stays is a param.
+    names = dict(zip(raw.output_names, raw.outputs, strict=True))
+    net.state = {weight for weight in loose & used - state if _results(raw, names, weight)}
     params = used - net.state - state
     unused = [raw.values[number] for number in numbers["weight"] if number not in used]
     net.sizes = Sizes(
         params=_bytes(raw, params),
         inputs=_bytes(raw, set(numbers["input"]) - loose),
-        optimizer=_bytes(raw, loose - state),
+        optimizer=_bytes(raw, loose - state - params),
         forward=sum(_output(net, draft) for draft in net.layers if not draft.op.endswith(BACKWARD)),
         backward=sum(_output(net, draft) for draft in net.layers if draft.op.endswith(BACKWARD)),
         trained=frozenset(raw.values[weight].name for weight in trained(raw, params)),

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from .._graph import BACKWARD
 from .._scopes import Path, Scope, unique
-from .._searches import circles, connected, order
+from .._searches import circles, connected
 from .net import Draft, Net, name_kinds, shared_name, shared_scope
 
 _Closing = tuple[tuple[Path, bool], list[Draft]]  # the scope that closes, whether these are gradients, and drafts of it
@@ -31,7 +31,7 @@ def collapse_scopes(net: Net, depth: int) -> None:
         if len(draft.scope) > depth:
             groups.setdefault((draft.scope[: depth + 1], draft.forward is not None), []).append(draft)
     sources = net.sources()
-    ordered = _ordered(net, sources) if groups else []
+    ordered = net.ordered() if groups else []
     merged: list[tuple[list[Draft], Draft]] = []
     for (path, is_backward), group in _without_circles(ordered, sources, list(groups.items())):
         if len(group) > 1:
@@ -63,13 +63,6 @@ def _without_circles(ordered: list[Draft], sources: dict[int, set[int]], closing
         for draft in group:
             cut.setdefault((group[0].at, level.get(draft.at, 0)), (key, []))[1].append(draft)
     return list(cut.values())
-
-
-def _ordered(net: Net, sources: dict[int, set[int]]) -> list[Draft]:
-    """Drafts after all that they read."""
-    by_at = {draft.at: draft for draft in net.drafts}
-    rank = {at: number for number, at in enumerate(by_at)}
-    return [by_at[at] for at in order({at: sources.get(at, set[int]()) for at in by_at}, rank.__getitem__)]
 
 
 def _sum(group: list[Draft], op: str, scope: Path) -> Draft:
@@ -114,7 +107,7 @@ def _is_too_much(net: Net, most: int) -> bool:
 
 def _cut(net: Net, most: int) -> None:
     """Merge neighbours, whatever they are. Only gradients that no layer owns come here, or very few nodes."""
-    ordered = [draft for draft in _ordered(net, net.sources()) if draft.op != "input"]
+    ordered = [draft for draft in net.ordered() if draft.op != "input"]
     cuts = [number * len(ordered) // most for number in range(most + 1)]
     stretches = [ordered[start:end] for start, end in itertools.pairwise(cuts) if end - start > 1]
     groups = ((stretch, name_part(items_of(net, stretch, 0))) for stretch in stretches)

@@ -16,6 +16,7 @@ from .._read.bind import RANDOM
 from .._read.costs import is_uncounted
 from .._read.raw import Raw, Value
 from .._scopes import Path, Scope, common_prefix
+from .._searches import order
 
 _NUMBER = re.compile(r"([._\- ]?\d+)")
 _WORDS = re.compile(r"[^\W\d_]+|\d+|.")  # words, numbers and what is between them
@@ -104,10 +105,17 @@ class Net:
             sources.setdefault(target, set()).add(source)
         return sources
 
+    def ordered(self) -> list[Draft]:
+        """The drafts after all that they read."""
+        by_at, sources = {draft.at: draft for draft in self.drafts}, self.sources()
+        rank = {at: number for number, at in enumerate(by_at)}
+        return [by_at[at] for at in order({at: sources.get(at, set[int]()) for at in by_at}, rank.__getitem__)]
+
     def merge(self, groups: list[tuple[list[Draft], Draft]]) -> None:
         """Replace each group of drafts by one. Edges inside a group vanish."""
         self.drafts = sorted([*self.drafts, *(new for _, new in groups)], key=lambda draft: draft.at)
         self.substitute({draft.at: new for group, new in groups for draft in group})
+        self.drafts = self.ordered()  # one stands where its first stood, which may be before what the others read
 
     def substitute(self, into: dict[int, Draft]) -> None:
         """Drop drafts for what they become, and send their edges there. Loops vanish."""

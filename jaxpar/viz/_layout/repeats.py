@@ -218,6 +218,13 @@ class _Pass:
             source, target = self.copy_of.get(edge[0]), self.copy_of.get(edge[1])
             if source is not None and target is not None and source[0] == target[0] and source[1] != target[1]:
                 del self.net.edges[edge]
+        # What each copy hands on to its own next pass is one array of the block.
+        own = [carry for carry in self.net.carries if self.copy_of.get(carry[0], 0) == self.copy_of.get(carry[1], 1)]
+        first = {carry[:2] for carry in own if self.copy_of[carry[0]][1] == 0}
+        for carry in own:
+            kept = tuple(self.into[end].at if end in self.into else end for end in carry[:2])
+            if kept != carry[:2] and kept in first:
+                del self.net.carries[carry]
         self.net.substitute(self.into)
 
 

@@ -105,7 +105,7 @@ _FREE = frozenset(
     # exp and the like, which XLA counts apart
     "exp expm1 log log1p sin cos tan atan tanh sqrt rsqrt cbrt pow atan2 erf "
     # data that moves
-    "slice dynamic_slice dynamic_update_slice gather scatter concatenate pad reshape broadcast_in_dim transpose "
+    "slice dynamic_slice dynamic_update_slice concatenate pad reshape broadcast_in_dim transpose "
     "squeeze expand_dims stack unstack rev iota copy copy_p split tile stop_gradient "
     "optimization_barrier device_put sharding_constraint layout_constraint mesh_cast reshard pvary pcast pbroadcast "
     "core_pmap name empty empty2 full zeros_like instantiate_zeros create_token dce_sink lu_pivots_to_permutation "
@@ -213,6 +213,23 @@ def _select(params: _Params, ins: _Avals, outs: _Avals) -> int:
     return size(outs[0]) * (1 if dtype_name(ins[0]) == "bool" else 2 * (cases - 1))
 
 
+def _gather(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    """Where places outside give a filling, each index is compared with both ends, and each result picked."""
+    if getattr(params["mode"], "name", "") != "FILL_OR_DROP":
+        return 0
+    indices, places = size(ins[1]), math.prod(ins[1].shape[:-1])
+    return 3 * indices + max(0, indices - places) + size(outs[0])
+
+
+def _scatter(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    """One operation for each update, and one for each index that is brought between both ends."""
+    return size(ins[2]) + _scatter_set(params, ins, outs)
+
+
+def _scatter_set(params: _Params, ins: _Avals, outs: _Avals) -> int:
+    return size(ins[1]) if getattr(params["mode"], "name", "") == "CLIP" else 0
+
+
 def _integer_pow(params: _Params, ins: _Avals, outs: _Avals) -> int:
     power = abs(params["y"])
     products = max(0, power.bit_length() - 1 + power.bit_count() - 1)
@@ -284,9 +301,10 @@ _FORMULAS: dict[str, _Formula] = {
     "select_n": _select,
     "integer_pow": _integer_pow,
     "polynomial": lambda params, ins, outs: 2 * max(0, len(ins) - 2) * size(outs[0]),
+    "gather": _gather,
+    "scatter": _scatter_set,
     **dict.fromkeys(
-        ("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "scatter_add"),
-        lambda params, ins, outs: size(ins[2]),
+        ("scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max", "scatter_add"), _scatter
     ),
     "addupdate": lambda params, ins, outs: size(ins[1]),
     # one operation for each element that a device gets, on any number of devices

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
+import numpy as np
 
 from .._scopes import Path, Scope
 from .bind import Argument
@@ -95,7 +96,7 @@ def read(
     reader.walk(closed.jaxpr, env, Context())
     reader.raw.outputs = [reader.value_of(env, atom) for atom in closed.jaxpr.outvars]
     reader.raw.output_names = list(output_names)
-    drop_dead(reader.raw, reader.carried)
+    drop_dead(reader.raw)
     mark_residuals(reader.raw)
     return reader.raw
 
@@ -109,7 +110,6 @@ class _Reader:
         self.has_weights = has_weights  # among the arguments
         self.constants: dict[int, int] = {}  # the id of a captured array: its value
         self.sources = Sources()
-        self.carried: set[int] = set()  # values that a loop needs although nothing reads them
         self.calls = itertools.count()
         self.clusters = Counter[Path]()
 
@@ -126,7 +126,10 @@ class _Reader:
     def value_of(self, env: dict[Any, int], atom: object) -> int:
         """The number of the value of a variable or literal."""
         if isinstance(atom, jex.Literal):
-            return self.new_value(atom.aval, "literal", literal=atom.val)
+            number = self.new_value(atom.aval, "literal", literal=atom.val)
+            if np.ndim(atom.val) == 0 and not self.raw.values[number].dtype.startswith(("key", "token")):
+                self.raw.values[number].number = np.asarray(atom.val)
+            return number
         return env[atom]
 
     def add_argument(self, aval: object, argument: Argument) -> int:
@@ -234,17 +237,20 @@ class _Reader:
         context = self.in_cluster(context, region.scope)
         context = context._replace(times=context.times * region.times)
         args = [self.value_of(env, atom) for atom in eqn.invars]
-        carried = {region.carry_at + number for number in region.carried}
-        read = [self.carried_value(value) if at in carried else value for at, value in enumerate(args)]
-        operands = read if region.operands is None else [read[number] for number in region.operands]
+        operands = args if region.operands is None else [args[number] for number in region.operands]
+        counters = counters_of(region)
+        carried = [number for number in range(region.carried) if number not in counters]
+        for number in range(region.carried):
+            at = region.carry_at + number
+            operands[at] = self.counter(operands[at]) if number in counters else self.carried_value(operands[at])
         results = self.write_out(region.body, operands, context)
         if region.condition is not None:
             self.add_condition(region.condition, results, context.times)
-        self.carried.update(results[number] for number in region.carried)
-        ends = ((read[region.carry_at + number], results[number]) for number in region.carried)
+        ends = ((operands[region.carry_at + number], results[number]) for number in carried)
         self.raw.carries += [(first, last, context.scope) for first, last in ends]
         for var, value in zip(eqn.outvars, results, strict=True):
             env[var] = self.new_value(var.aval, root=value)
+            self.raw.values[env[var]].crosses = int(self.changes_shape(env[var]))
 
     def add_condition(self, condition: Jaxpr, results: Sequence[int], times: int) -> None:
         """Add the cost of the condition of a loop to what the loop computes. It is not drawn."""
@@ -255,12 +261,18 @@ class _Reader:
             self.raw.eqns[max(made)].flops += cost * times
 
     def carried_value(self, value: int) -> int:
-        """What a pass of a loop reads. It is no constant, even if the loop begins with one. A counter is, not drawn."""
-        first = self.raw.values[value]
-        counts = first.shape == () and first.dtype.startswith(("int", "uint"))
-        constant = not counts and self.raw.of(value).kind in ("const", "literal")
-        number = len(self.raw.values)
-        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root=number if constant else value))
+        """What a pass of a loop reads. It is no constant, even if the loop begins with one."""
+        first, number = self.raw.values[value], len(self.raw.values)
+        root = number if self.raw.of(value).kind in ("const", "literal") else value
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root=root))
+        return number
+
+    def counter(self, value: int) -> int:
+        """The number of a pass. It is a constant that is not drawn, but not the one that the loop begins with."""
+        first, number = self.raw.values[value], len(self.raw.values)
+        constant = self.raw.of(value).kind in ("const", "literal")
+        kind, root = ("const", number) if constant else ("op", value)
+        self.raw.values.append(Value(first.shape, first.dtype, first.bytes, kind, root=root))
         return number
 
     def add_branches(self, eqn: jex.JaxprEqn, env: dict[Any, int], context: Context) -> None:
@@ -281,10 +293,15 @@ class _Reader:
         inner: dict[Any, int] = {}
         for var, value in zip(jaxpr.invars, args, strict=True):
             inner[var] = self.new_value(var.aval, root=value)
+            self.raw.values[inner[var]].crosses = -int(self.changes_shape(inner[var]))
         if hasattr(body, "consts"):
             self.add_constants(inner, body)
         self.walk(jaxpr, inner, context)
         return [self.value_of(inner, atom) for atom in jaxpr.outvars]
+
+    def changes_shape(self, value: int) -> bool:
+        """Whether a value has another shape than what it shows."""
+        return self.raw.values[value].shape != self.raw.values[self.raw.values[value].root].shape
 
     def in_cluster(self, context: Context, scope: Scope | None) -> Context:
         """The context inside a cluster. A second one of this name gets a number, "scan ×4 (2)"."""
@@ -303,9 +320,9 @@ class Region:
     scope: Scope | None  # of its cluster. None for no cluster.
     body: Jaxpr
     times: int = 1  # how often it runs, as far as that is known
-    carried: Sequence[int] = ()  # the results that the next pass reads, by position
+    carried: int = 0  # how many of the results the next pass reads. They come first.
     operands: Sequence[int] | None = None  # the positions of those that the body has. None for all.
-    carry_at: int = 0  # the operand that is the first of these in the first pass
+    carry_at: int = 0  # which operand of the body is the first of these
     condition: Any = None  # the jaxpr that says whether there is another pass
 
 
@@ -316,19 +333,33 @@ def _scan(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
     else:  # jax 0.12 has them as a tree
         first, carried = map(len, eqn.params["ft_in"].unpack()[:2])
     return Region(
-        Scope("scan", "region", length), eqn.params["jaxpr"], times=length, carried=range(carried), carry_at=first
+        Scope("scan", "region", length), eqn.params["jaxpr"], times=length, carried=carried, carry_at=first
     )
 
 
 def _while(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
-    """One pass and one condition, as XLA counts it. The condition is not drawn, nor are counters."""
-    body = eqn.params["body_jaxpr"]
-    carried = [n for n, var in enumerate(body.jaxpr.outvars) if getattr(var.aval, "shape", ()) != ()]
-    skip = eqn.params["cond_nconsts"]
-    carry_at = skip + eqn.params["body_nconsts"]
-    condition = eqn.params["cond_jaxpr"]
-    operands = range(skip, len(eqn.invars))
+    """One pass and one condition, as XLA counts it. The condition is not drawn."""
+    body, condition = eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]
+    operands = range(eqn.params["cond_nconsts"], len(eqn.invars))
+    carried, carry_at = len(body.jaxpr.outvars), eqn.params["body_nconsts"]
     return Region(Scope("while", "region"), body, 1, carried, operands, carry_at, condition)
+
+
+def counters_of(region: Region) -> set[int]:
+    """Which carried values only count passes: whole numbers that come from themselves and literals alone."""
+    jaxpr = getattr(region.body, "jaxpr", region.body)
+    inputs = jaxpr.invars[region.carry_at : region.carry_at + region.carried]
+    whole = [n for n, var in enumerate(inputs) if var.aval.shape == () and dtype_name(var.aval).startswith(("int", "u"))]
+    counters, count_before = set(whole), -1
+    while len(counters) != count_before:
+        # Ids, since literals cannot be hashed.
+        counting = {id(inputs[number]) for number in counters}
+        for eqn in jaxpr.eqns if counters else ():
+            if eqn.invars and all(isinstance(atom, jex.Literal) or id(atom) in counting for atom in eqn.invars):
+                counting.update(map(id, eqn.outvars))
+        count_before, ends = len(counters), jaxpr.outvars
+        counters = {n for n in counters if isinstance(ends[n], jex.Literal) or id(ends[n]) in counting}
+    return counters
 
 
 def _shard_map(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:

@@ -7,6 +7,8 @@ What differentiation alone computes is marked, so that it is not taken for a lay
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +34,9 @@ class Value:
     state: bool = False  # whether it is a weight that no optimizer trains
     group: str = ""  # of an argument: the name of the tree that it is a leaf of
     captured: bool = False  # whether the function captured it
+    # of what goes into a loop or a map over devices, -1, and of what comes out, 1, where its shape changes there
+    crosses: int = 0
+    number: Any = None  # what it is everywhere, where XLA knows that while it compiles
 
     @property
     def argument(self) -> str:
@@ -106,6 +111,25 @@ class Raw:
             value = self.values[value].root
         return value
 
+    def shown(self, value: int) -> list[int]:
+        """A value and those that it shows, up to its root."""
+        chain = [value]
+        while self.values[chain[-1]].root != chain[-1]:
+            chain.append(self.values[chain[-1]].root)
+        return chain
+
+    def outside(self, value: int) -> int:
+        """What a value is where it was made: its root, or what comes out of the loop of its root.
+
+        A pass that reads what another pass left reads no more than that.
+        """
+        entered = 0
+        for shown in self.shown(value):
+            entered -= self.values[shown].crosses
+            if entered < 0:
+                return shown
+        return self.root(value)
+
     def of(self, value: int) -> Value:
         """The value behind a view."""
         return self.values[self.root(value)]
@@ -129,6 +153,13 @@ _VIEWS = frozenset(
 
 # The operand of these with which nothing is computed, and its places. XLA drops such steps, and does not count them.
 _NEUTRAL = {"add": (0, 0, 1), "add_any": (0, 0, 1), "sub": (0, 1), "mul": (1, 0, 1)}
+# What XLA computes while it compiles, where each operand is one number everywhere.
+_FOLDED: dict[str, Callable[..., Any]] = {
+    "add": operator.add, "add_any": operator.add, "sub": operator.sub, "mul": operator.mul, "div": np.true_divide, "max": np.maximum,
+    "neg": operator.neg, "square": np.square, "min": np.minimum, "gt": operator.gt,
+    "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
+    "select_n": lambda which, *cases: cases[int(which)],
+}  # fmt: skip
 _PICKS = frozenset("slice dynamic_slice gather unstack squeeze".split())
 
 
@@ -136,10 +167,17 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
     """Decide whether an equation is a view, and of which value. One without results shows none."""
     if not eqn.outs:
         return
-    if eqn.prim in _NEUTRAL and _computes_nothing(raw, eqn):
+    numbers = [raw.of(value).number for value in eqn.ins]
+    if eqn.prim in _NEUTRAL and _computes_nothing(eqn, numbers):
         eqn.flops = 0
+    if eqn.prim in _FOLDED and all(number is not None for number in numbers):
+        eqn.flops = 0
+        with np.errstate(all="ignore"):
+            raw.values[eqn.outs[0]].number = _FOLDED[eqn.prim](*numbers)
     if _is_view(raw, eqn):
         eqn.view = True
+        if raw.of(eqn.ins[0]).number is not None:
+            eqn.flops = 0
         for out in eqn.outs:
             raw.values[out].root = eqn.ins[0]
     elif (index := _wrapped_index(raw, eqn)) is not None:
@@ -163,8 +201,12 @@ def mark_constant(raw: Raw, eqn: Eqn) -> None:
 def _is_view(raw: Raw, eqn: Eqn) -> bool:
     if eqn.prim in _PICKS and raw.of(eqn.ins[0]).dtype.startswith("key<"):
         return True  # one of several random keys
+    if eqn.prim in ("slice", "split") and raw.of(eqn.ins[0]).number is not None:
+        return True  # the same number
     if eqn.prim == "slice" or eqn.prim == "dynamic_slice":
-        return raw.weight_of(eqn.ins[0]) is not None and not eqn.backward
+        # Where the place is computed, the result depends on more than on the param.
+        is_fixed = all(raw.of(value).kind in ("literal", "const") for value in eqn.ins[1:])
+        return raw.weight_of(eqn.ins[0]) is not None and is_fixed and not eqn.backward
     if eqn.prim == "reduce_sum" and math.prod(eqn.in_shapes[0]) == math.prod(eqn.out_shape):
         return True  # over axes of length 1
     if eqn.prim not in _VIEWS or not eqn.ins:
@@ -172,11 +214,10 @@ def _is_view(raw: Raw, eqn: Eqn) -> bool:
     return eqn.prim != "reshape" or not _flattens(eqn)
 
 
-def _computes_nothing(raw: Raw, eqn: Eqn) -> bool:
-    """Whether it adds a literal 0, or multiplies by a literal 1."""
+def _computes_nothing(eqn: Eqn, numbers: list[Any]) -> bool:
+    """Whether it adds 0, or multiplies by 1, given the operands that are one number everywhere."""
     neutral, *places = _NEUTRAL[eqn.prim]
-    shown = [raw.of(eqn.ins[at]) for at in places]
-    return any(v.kind == "literal" and np.ndim(v.literal) == 0 and bool(v.literal == neutral) for v in shown)
+    return any(numbers[at] is not None and bool(numbers[at] == neutral) for at in places)
 
 
 def _flattens(eqn: Eqn) -> bool:
@@ -198,28 +239,47 @@ def _wrapped_index(raw: Raw, eqn: Eqn) -> int | None:
     return eqn.ins[1] if same and raw.of(lt.ins[1]).kind == "literal" else None
 
 
-def drop_dead(raw: Raw, carried: set[int]) -> None:
-    """Drop the equations that no result needs, no loop carries, and of which not even the gradient is needed."""
-    live = {raw.root(value) for value in (*raw.outputs, *carried)}
+def drop_dead(raw: Raw) -> None:
+    """Drop the equations that no result needs, also in a later pass, and of which not even the gradient is needed."""
+    # What a loop hands on is needed where its next pass reads it.
+    live, count_before = set[int]().union(*(raw.shown(value) for value in raw.outputs)), -1
+    while count_before < len(live):
+        count_before = len(live)
+        for first, last, _ in raw.carries:
+            live.update(raw.shown(last) if first in live else ())
+        for eqn in reversed(raw.eqns):
+            if _is_needed(raw, eqn, live) and not (eqn.view and raw.of(eqn.outs[0]).kind != "const"):
+                for value in _live_operands(eqn, live):
+                    live.update(raw.shown(value))
     differentiated = {number for eqn in raw.eqns if eqn.backward for number in raw.above(eqn)}
     differentiated -= {eqn.position for eqn in raw.eqns if eqn.again}
-    # From the end, so that what is needed makes needed what it reads. A forward equation whose gradient is computed
-    # stays, for nothing: the gradient belongs to its layer.
+    # A forward equation whose gradient is computed stays, for nothing: the gradient belongs to its layer.
     keep: list[Eqn] = []
-    for eqn in reversed(raw.eqns):
-        needed = any(out in live for out in eqn.outs) or (eqn.view and raw.root(eqn.outs[0]) in live)
-        eqn.dead = not needed
-        if needed and (not eqn.view or raw.of(eqn.outs[0]).kind == "const"):
-            live.update(raw.root(value) for value in eqn.ins)
-        if needed or (not eqn.backward and not eqn.view and eqn.position in differentiated):
-            eqn.flops = 0 if eqn.dead else eqn.flops
+    for eqn in raw.eqns:
+        eqn.dead = not _is_needed(raw, eqn, live)
+        if not eqn.dead or (not eqn.backward and not eqn.view and eqn.position in differentiated):
+            eqn.flops = eqn.flops if any(out in live for out in eqn.outs) else 0
+            if eqn.prim == "cond" and not (eqn.view or eqn.dead):
+                eqn.ins, eqn.outs = _live_operands(eqn, live), tuple(out for out in eqn.outs if out in live)
             keep.append(eqn)
-    raw.eqns = keep[::-1]
+    raw.eqns = keep
     numbers = {eqn.id: number for number, eqn in enumerate(raw.eqns)}
     for value in raw.values:
         value.producer = numbers.get(value.producer) if value.producer is not None else None
     for eqn in raw.eqns:
         eqn.id = numbers[eqn.id]
+
+
+def _is_needed(raw: Raw, eqn: Eqn, live: set[int]) -> bool:
+    return any(out in live for out in eqn.outs) or (eqn.view and raw.root(eqn.outs[0]) in live)
+
+
+def _live_operands(eqn: Eqn, live: set[int]) -> tuple[int, ...]:
+    """The operands that what is needed comes from. Of each branch of a `cond`, only the results that are needed."""
+    if eqn.prim != "cond" or eqn.view:
+        return eqn.ins
+    picked = [out in live for out in eqn.outs]
+    return (eqn.ins[0], *(value for at, value in enumerate(eqn.ins[1:]) if picked[at % len(picked)]))
 
 
 def mark_residuals(raw: Raw) -> None:

@@ -1,0 +1,177 @@
+"""Any function that JAX can trace: the gradients of gradients, loops, branches and places that are computed."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from viz_models import Spec, f32, i32, xla_flops
+from viz_programs import PARAMS, X, faults_of, program
+
+from jaxpar import viz
+
+def u(p, x):
+    return (jnp.tanh(x @ p["a"]) @ p["b"])[0]
+
+
+def gradient_of_a_squared_gradient(p, x):
+    return jax.grad(lambda p: jnp.sum(jax.grad(u, 1)(p, x) ** 2))(p)
+
+
+def gradient_penalty(p, x):
+    return jax.grad(lambda p: u(p, x) + 10 * (jnp.linalg.norm(jax.grad(u, 1)(p, x / 2)) - 1) ** 2)(p)
+
+
+def inner_steps(p, x):
+    def step(p):
+        g = jax.grad(lambda p: u(p, x) ** 2)(p)
+        return {name: p[name] - 0.1 * g[name] for name in p}
+
+    return jax.grad(lambda p: u(step(step(p)), 2 * x) ** 2)(p)
+
+
+@pytest.mark.parametrize("fn", [gradient_of_a_squared_gradient, gradient_penalty, inner_steps])
+def test_gradients_of_gradients(fn):
+    assert faults_of(fn, PARAMS, X) == []
+
+
+def ways(fn, *args, **options):
+    """The edges of a graph with those of its params."""
+    graph = viz.trace(fn, *args, **options)
+    return {(edge.source, edge.target) for edge in (*graph.edges, *graph.weight_edges)}
+
+
+W, V = Spec((4, 4), f32), Spec((4,), f32)
+
+
+def test_a_computed_place_in_a_param_is_a_dependency():
+    """It was part of the param: the index did not reach the picture."""
+    assert ways(lambda w, i: w[i] * 2, W, Spec((), i32)) == {("i", "dynamic_slice0"), ("w", "dynamic_slice0")}
+    graph = viz.trace(lambda w, x: w[jnp.argmax(x)] * 2, W, V)
+    assert graph.layers[0].op == "argmax"
+
+
+def test_a_place_that_a_loop_counts_is_part_of_the_param():
+    graph = viz.trace(lambda w, x: lax.fori_loop(0, 4, lambda i, c: jnp.tanh(c * w[i]), x), W, V)
+    assert [node.op for node in graph.layers] == ["mul", "Activation"]
+
+
+@pytest.mark.parametrize("first, step", [(0, lambda i, c: c + i), (1, lambda i, c: c * i)])
+def test_a_counter_is_not_the_number_that_it_begins_with(first, step):
+    """`c + i` was left out, since i begins with 0."""
+    graph = viz.trace(lambda w, x: lax.fori_loop(first, first + 5, step, x @ w), W, V)
+    assert graph.total_flops == 2 * 16 + 5 * (4 + 1)  # and a conversion
+
+
+def test_a_number_that_a_while_loop_carries_is_a_dependency():
+    def fn(p, x, y):
+        def body(carry):
+            x, scale, count = carry
+            return x * scale, scale + y[0], count + 1
+
+        return lax.while_loop(lambda carry: carry[2] < 4, body, (x, p[0], 0))[0]
+
+    assert ("y", "body0") in ways(fn, V, V, V, params_argnums=None)
+
+
+def test_what_no_later_pass_needs_costs_nothing():
+    def passes(hands_on):
+        def body(carry, _):
+            x, unused = carry
+            return (jnp.tanh(x), x @ hands_on), None
+
+        return lambda w, x: lax.scan(body, (x, x), None, length=3)[0][0]
+
+    graph = viz.trace(lambda w, x: passes(w)(w, x), W, V)
+    assert (graph.total_flops, graph.total_params) == (0, 0)
+
+
+def test_of_a_branch_only_the_results_that_are_needed_cost():
+    def fn(w, x, flag):
+        return lax.cond(flag, lambda: (x @ w, x + 1), lambda: (x @ (w * 2), x + 2))[1]
+
+    graph = viz.trace(fn, W, V, Spec((), jnp.bool_))
+    assert (graph.total_flops, graph.total_params) == (1 + 2 * 4, 0)  # the flag becomes a number
+
+
+def test_a_mask_that_only_gradients_read_counts():
+    def fn(x):
+        return jax.jacrev(lambda x: jnp.square(x) * 3)(x)
+
+    assert viz.trace(fn, V).total_flops == xla_flops(fn, V)
+
+
+def test_the_casts_of_a_gradient_count():
+    def fn(w, x):
+        return jax.grad(lambda w: jnp.sum(x @ w.astype(jnp.bfloat16).astype(f32) * x))(w)
+
+    assert viz.trace(fn, W, V).total_flops == 2 * 16 + 16 + 16
+
+
+def test_layers_that_are_closed_stand_after_what_they_read():
+    fn, _ = program(153)
+    for most in (200, 40, 8):
+        graph = viz.trace(fn, PARAMS, X, max_nodes=most)
+        place = {node.name: at for at, node in enumerate(graph.nodes)}
+        assert all(edge.carry or place[edge.source] < place[edge.target] for edge in graph.edges)
+
+
+def test_params_that_only_other_layers_than_the_differentiated_ones_read_are_params():
+    """They were taken for the state of an optimizer."""
+
+    def fn(p, x):
+        return jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["a"])))(x) @ p["b"]
+
+    assert faults_of(fn, PARAMS, X) == []
+    assert viz.trace(fn, PARAMS, X).total_params == 2 * 16**2
+
+
+def test_an_array_out_of_a_loop_is_that_of_all_passes():
+    def fn(w, x):
+        _, ys = lax.scan(lambda c, _: (jnp.tanh(c @ w), jnp.sin(c)), x, None, length=20)
+        return ys @ w
+
+    def shapes(fn, *args):
+        return {(edge.source, edge.target): edge.shape for edge in viz.trace(fn, *args).edges}
+
+    x = Spec((3, 4), f32)
+    assert shapes(fn, W, x)["sin0", "fullyconnected1"] == (20, 3, 4)
+    # What another loop reads of it pass by pass is what a pass made.
+    twice = shapes(lambda w, x: lax.scan(lambda c, y: (c + jnp.cos(y @ w), None), x, fn(w, x))[0], W, x)
+    assert twice["sin0", "fullyconnected1"] == (20, 3, 4)
+    mapped = shapes(lambda w, xs: lax.map(jnp.tanh, lax.map(jnp.sin, xs)) @ w, W, Spec((5, 4), f32))
+    assert mapped["sin0", "tanh0"] == (4,)
+    assert mapped["tanh0", "fullyconnected0"] == (5, 4)
+
+
+def test_what_jax_casts_before_it_returns_has_the_dtype_of_the_result():
+    graph = viz.trace(lambda w, i: jax.nn.one_hot(i, 4) * w[None], V, Spec((5,), i32))
+    assert (graph.layers[0].dtype, graph.edges[-1].dtype) == ("float32", "float32")
+
+
+def test_what_each_copy_of_a_block_hands_on_to_its_next_pass_is_one_array():
+    def fn(layers, x):
+        def body(states, _):
+            y, new = x, []
+            for layer, state in zip(layers, states, strict=True):
+                y = jnp.tanh(y @ layer["a"] + state @ layer["c"])
+                new.append(y)
+            return new, y
+
+        return lax.scan(body, [x] * 6, None, length=3)[1]
+
+    graph = viz.trace(fn, [{"a": W, "c": W}] * 6, V)
+    assert [edge.arrays for edge in graph.edges if edge.carry] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_random_programs(seed):
+    """Two thousand of them before a release: `python tests/viz_programs.py`."""
+    fn, made = program(seed)
+    try:
+        jax.eval_shape(fn, PARAMS, X)
+    except (ValueError, NotImplementedError) as error:
+        pytest.skip(f"jax does not differentiate it: {error}")
+    assert faults_of(fn, PARAMS, X) == [], made
+
+
