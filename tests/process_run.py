@@ -539,6 +539,9 @@ def failures(folder):
     again = checkpoint.restore(good if rank == 0 else None, new_state("device"))
     assert kv.to_params(again.store)["w"].tolist() == kv.to_params(state.store)["w"].tolist()
     raises(FileNotFoundError, "there is nothing at", lambda: checkpoint.restore(folder / "nothing", state))
+    local = {"w": jnp.arange(3.0), "key": jax.random.key(rank), "list": np.arange(2)}  # on the devices of each process
+    checkpoint.save(folder / "local", local)
+    assert checkpoint.restore(folder / "local", local)["w"].tolist() == [0.0, 1.0, 2.0]
     manager = checkpoint.Manager(folder / "lost")
     manager.save(state)
     manager.wait()

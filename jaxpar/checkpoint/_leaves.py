@@ -28,6 +28,7 @@ from . import _arrays
 from ._arrays import LeafRecord, Stored
 
 _SCALARS = (bool, int, float, complex)
+_SHARDINGS = (NamedSharding, SingleDeviceSharding)  # which orbax knows. That of `jax.pmap` it does not
 _BITS = 128  # of the hash
 _HASHED = ("name", "shape", "dtype", "impl")  # what the hash takes of the record of an array
 
@@ -60,11 +61,8 @@ def to_leaves(tree: PyTree, keep: bool = True) -> tuple[int | None, list[LeafRec
         # In a run of one process orbax takes an array from its devices, without a copy, if it is stored as it is there.
         # In several processes it refuses what is not split over them. Frozen params are written only if they are new,
         # which their hash must say first.
-        is_known = isinstance(leaf, jax.Array) and (
-            leaf.is_fully_replicated or isinstance(leaf.sharding, (NamedSharding, SingleDeviceSharding))
-        )
-        is_as_stored = is_known and not slot.rows and leaf.dtype == stored and not record.get("frozen")
-        if is_as_stored and jax.process_count() == 1:
+        is_as_stored = dtype == stored and not slot.rows and not record.get("frozen") and jax.process_count() == 1
+        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, _SHARDINGS) and is_as_stored:
             arrays.append(leaf.addressable_data(0) if leaf.is_fully_replicated else leaf)
             continue
 

@@ -160,11 +160,11 @@ def test_a_save_by_hand_removes_what_one_that_was_killed_left(tmp_path):
 def test_a_checkpoint_that_is_rotated_away_while_it_is_read(tmp_path, monkeypatch, capsys):
     new, load = two(tmp_path), _files.read
 
-    def read(path, whole):
+    def read(path, verified):
         if new.exists():
             shutil.rmtree(new)
             checkpoint.save(tmp_path / "newer", {"w": jnp.full(3, 3.0), "n": np.int32(3)})
-        return load(path, whole)
+        return load(path, verified=verified)
 
     monkeypatch.setattr(_files, "read", read)
     assert checkpoint.latest(tmp_path) == tmp_path / "newer"
