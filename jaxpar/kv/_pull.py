@@ -164,8 +164,7 @@ def _on_each(values: Sequence[jax.Array], devices: tuple[Device, ...], copy_pres
     present = {i for i, v in enumerate(values) if v.is_fully_replicated and wanted <= v.sharding.device_set}
     copies = {i: _by_device(values[i]) for i in present}
     absent = [i for i in range(len(values)) if i not in present]
-    for start in range(0, len(absent), mesh.MOST):
-        group = absent[start : start + mesh.MOST]
+    for group in mesh.for_programs(absent):
         # Every process must call this for values that span them: then each has all of them.
         to_send = [values[i] for i in group]
         to_send = [jnp.asarray(mesh.to_host(v)) if mesh.spans_processes(v) else v for v in to_send]
