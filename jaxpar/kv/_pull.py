@@ -29,9 +29,6 @@ from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
 from .._store.store import KVStore
 from ._create import init
 
-# The end of a message about too many arguments: MXNet writes to out=.
-RETURNED = "; the values are returned, there is no out="
-
 
 @overload
 def pull(
