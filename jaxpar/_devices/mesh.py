@@ -210,9 +210,9 @@ def is_donated(state: PyTree) -> bool:
 def check_not_donated(state: PyTree, where: str) -> None:
     """`RuntimeError` for a state that was donated to a step."""
     if is_donated(state):
-        hint = "state, metrics = step(state, batch). To keep old params, copy them before: jax.device_get(state.params)"
         raise RuntimeError(
-            f"{where}: this state was donated to a step; use the state that it returned: {hint}"
+            f"{where}: this state was donated to a step; use the state that it returned: state, metrics = step(state, "
+            "batch). To keep old params, copy them before: jax.device_get(state.params)"
         ) from None
 
 

@@ -144,8 +144,10 @@ def axis_size(axis_name: str, what: str) -> int:
     try:
         return lax.axis_size(axis_name)
     except NameError:
-        no_axis = f"no pmap or shard_map around this call has the axis axis_name={axis_name!r}"
-        raise NameError(f"{what}: {no_axis}; leave it out for values outside of them") from None
+        raise NameError(
+            f"{what}: no pmap or shard_map around this call has the axis axis_name={axis_name!r}; leave it out for "
+            "values outside of them"
+        ) from None
 
 
 def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
@@ -454,8 +456,10 @@ def check_shares(store: KVStore, values: Mapping[int, Shaped], where: str) -> No
     paths = dict(store.paths)
     for k, value in values.items():
         if is_prng_key(value) and k not in store.frozen:
-            fault = "kind 'sharded' cuts no random keys; leave them out, or use kind='device'"
-            raise TypeError(f"{where}: key {k} ({paths.get(k, str(k))!r}): {fault}")
+            raise TypeError(
+                f"{where}: key {k} ({paths.get(k, str(k))!r}): kind 'sharded' cuts no random keys; leave them out, or "
+                "use kind='device'"
+            )
     if isinstance(store.updater, TreeOptimizer):
         updaters._check_elementwise_tree(store.updater, stores.tree_of(store, values), stores.shards(store), where)
     if isinstance(store.updater, Updater):

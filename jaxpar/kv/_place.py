@@ -83,8 +83,10 @@ def place(
         if target is None:
             raise ValueError("kv.place: give devices or mesh")
         if stores.is_split(store) and target != store.devices:
-            hint = "write kv.place(store, mesh=mesh, sharding=rule)"
-            raise ValueError(f"kv.place: the values are split over a mesh with other devices; {hint}")
+            raise ValueError(
+                "kv.place: the values are split over a mesh with other devices; write kv.place(store, mesh=mesh, "
+                "sharding=rule)"
+            )
         rows = {k: dataclasses.replace(layout, count=len(target)) for k, layout in stores.rows_of(store).items()}
         layouts = tuple({**dict(store.layouts), **rows}.items())
 

@@ -305,8 +305,10 @@ def row_sparse_pull(
     for k, ids in zip(keys, wanted, strict=True):
         if len(ids) not in (1, count):
             where = "no devices=" if devices is None else plural(count, "device")
-            expected = "expected one array of ids, or one for each device"
-            raise ValueError(f"kv.row_sparse_pull: key {k}: {expected}, got {len(ids)} lists of ids and {where}")
+            raise ValueError(
+                f"kv.row_sparse_pull: key {k}: expected one array of ids, or one for each device, got {len(ids)} lists "
+                f"of ids and {where}"
+            )
     # A table that spans processes is gathered whole first, in all of them. One array of ids is for all devices.
     pulled = list[Any]()
     for value, ids in zip(map(mesh.to_host, pull_whole(store, keys, None)), wanted, strict=True):

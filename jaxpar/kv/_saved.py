@@ -273,8 +273,10 @@ def _check_rules(template: KVStore, saved: dict[int, Saved], remarks: list[str])
         record, _ = saved[k][""]
         differences.add(difference := updaters._difference_of_rules(rule, record.get("rule")))
         if difference == "rule":
-            hint = "restore with that one, then jax.tree.unflatten(jax.tree.structure(new), jax.tree.leaves(restored))"
-            raise ValueError(f"{record['words']}: it was saved with another optimizer than that of `like`; {hint}")
+            raise ValueError(
+                f"{record['words']}: it was saved with another optimizer than that of `like`; restore with that one, "
+                "then jax.tree.unflatten(jax.tree.structure(new), jax.tree.leaves(restored))"
+            )
     if "numbers" in differences:
         remarks.append(
             "the optimizer has other numbers (learning rate, schedule, decay) than were saved; they apply now"

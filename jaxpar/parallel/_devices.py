@@ -61,8 +61,10 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         devices = jax.devices()
         if len(devices) == n and devices[0].platform == "cpu":
             return
-        runs = f"use_cpu_devices({n}): JAX runs already, on {len(devices)} {devices[0].platform} device(s)"
-        raise RuntimeError(f"{runs}; restart the Python process (or the kernel) and call this first") from None
+        raise RuntimeError(
+            f"use_cpu_devices({n}): JAX runs already, on {len(devices)} {devices[0].platform} device(s); restart the "
+            "Python process (or the kernel) and call this first"
+        ) from None
     if keep_memory and not keep_freed_memory():
         warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
 
@@ -170,8 +172,10 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     """
     if not isinstance(values, (list, tuple)) or not values:
         kind = ValueError if isinstance(values, (list, tuple)) else TypeError
-        hint = "inside pmap or shard_map write jax.lax.psum(value, axis_name)"
-        raise kind(f"allreduce: values must be a list of arrays, one a device, got {checks.describe(values)}; {hint}")
+        raise kind(
+            f"allreduce: values must be a list of arrays, one a device, got {checks.describe(values)}; inside pmap or "
+            "shard_map write jax.lax.psum(value, axis_name)"
+        )
     arrays = [checks.array(v, f"allreduce: value {i}") for i, v in enumerate(values)]
     for i, array in enumerate(arrays):
         checks.check_own(array.devices(), f"allreduce: value {i}")

@@ -200,8 +200,9 @@ def _number(where: str, name: str, value: object, expected: str = _AT_LEAST_ZERO
 
 def _factors(where: str, name: str, factors: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
     if factors is not None and not all(isinstance(key, numbers.Integral) for key in factors):
-        hint = "multipliers(names, patterns) makes one"
-        raise TypeError(f"{where}: {name} maps keys to factors, got {factors!r}; {hint}")
+        raise TypeError(
+            f"{where}: {name} maps keys to factors, got {factors!r}; multipliers(names, patterns) makes one"
+        )
     return tuple(sorted((int(key), _number(where, name, value)) for key, value in (factors or {}).items()))
 
 

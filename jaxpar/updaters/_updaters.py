@@ -155,8 +155,9 @@ def _check_takes(fn: Any, names: tuple[str, ...], what: str, hint: str = "") -> 
     with contextlib.suppress(TypeError, ValueError):  # a function that Python cannot inspect
         first = next(iter(inspect.signature(fn).parameters), "")
     if first == "learning_rate":
-        called = f"{what} is called with ({', '.join(names)})"
-        raise TypeError(f"{called}, but {shown} makes one; call it first, {shown}(0.1)")
+        raise TypeError(
+            f"{what} is called with ({', '.join(names)}), but {shown} makes one; call it first, {shown}(0.1)"
+        )
     check_takes(fn, names, what, hint)
 
 
@@ -220,9 +221,10 @@ class TreeOptimizer:
             message = str(error).strip().partition("\n")[0]
             if "pytree structure error" not in message:
                 raise
-            fault = "the labels or the mask of this optimizer have another structure than the params"
-            hint = "name all params, those that frozen= leaves out too, or give a function of the params"
-            raise ValueError(f"optimizer: {fault} ({message}); {hint}") from None
+            raise ValueError(
+                "optimizer: the labels or the mask of this optimizer have another structure than the params "
+                f"({message}); name all params, those that frozen= leaves out too, or give a function of the params"
+            ) from None
         return Lookahead(state, params) if isinstance(state, optax.LookaheadState) else state
 
     def update(
@@ -250,8 +252,10 @@ class TreeOptimizer:
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
                 raise
-            hint = "a training step gives value=, the loss, and grad=, and a push gives neither"
-            raise TypeError(f"this optimizer needs more than gradients ({error}); {hint}") from error
+            raise TypeError(
+                f"this optimizer needs more than gradients ({error}); a training step gives value=, the loss, and "
+                "grad=, and a push gives neither"
+            ) from error
         new: Params = optax.apply_updates(seen, updates)
         return (new.fast, Lookahead(inner, new.slow)) if isinstance(state, Lookahead) else (new, inner)
 
@@ -448,8 +452,10 @@ def set_learning_rate(state: AnyState, learning_rate: float | jax.Array) -> AnyS
 
     state = jax.tree_util.tree_map_with_path(replace, state)
     if not paths:
-        hint = "make the optimizer with rate_in_state=True, or by optax.inject_hyperparams"
-        raise ValueError(f"set_learning_rate: this state has no learning rate; {hint}")
+        raise ValueError(
+            "set_learning_rate: this state has no learning rate; make the optimizer with rate_in_state=True, or by "
+            "optax.inject_hyperparams"
+        )
     return state
 
 
