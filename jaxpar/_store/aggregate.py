@@ -206,6 +206,7 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
         stacked = {k: jnp.stack(pushed[k]) for k in keys}
         held_residuals = residuals_for(store, dict.fromkeys(keys, count))
         # The positions become a mapped axis, so `reduce` compresses and sums them as it would devices.
+        # (count, *shape) of each key in, and one sum of each out: of rows (count, chunk), one for each device.
         summed, new = jax.vmap(
             lambda values, own_residuals: reduce(dataclasses.replace(store, residuals=own_residuals), values, POSITION),
             axis_name=POSITION,

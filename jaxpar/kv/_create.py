@@ -137,6 +137,7 @@ def init(store: KVStore, key: int | Sequence[int], value: PyTree) -> KVStore:
         raise ValueError(
             f"kv.init: keys {checks.shorten(keys)}: the store takes no more keys, because {reason}; make a second store"
         )
+    # A key that is there already would lose its value and its updater's state.
     twice = [k for k, count in Counter([*store.values, *keys]).items() if count > 1]
     if twice:
         raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")

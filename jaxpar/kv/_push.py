@@ -147,8 +147,8 @@ def push(store: KVStore, key: Key | Keys, value: PyTree, *, axis_name: str | Non
                 names = ", ".join(repr(stores.names(store)[k]) for k in sorted(refused)[:3])
                 raise ValueError(
                     f"kv.push: keys {checks.shorten(sorted(refused))} ({names}): {fault}, and the optimizer of this "
-                    "store sees the whole pytree; push whole gradients of all floating params at once, or make the "
-                    "store with updater=jp.updaters.from_optax(tx), which keeps one state a key"
+                    "store sees the whole pytree; push whole gradients of all floating params that are not frozen at "
+                    "once, or make the store with updater=jp.updaters.from_optax(tx), which keeps one state a key"
                 )
     if not pushed:
         return store
@@ -385,7 +385,7 @@ def _run(
     updater: Updater,
     compressor: compression.Compressor | None,
     entries: Mapping[int, Entry],
-    over: Mesh | None,
+    devices_mesh: Mesh | None,
 ) -> dict[int, Updated]:
     """What one program computes from entries that are where it runs."""
     # Where the updater does not look at keys, they are counted from 0: pushes of other keys in the same shapes, dtypes
@@ -395,7 +395,7 @@ def _run(
     if layouts:
         layouts = {n: layouts[k] for n, k in zip(keys, entries, strict=True)}
     setting = dataclasses.replace(setting, keys=keys, layouts=tuple(layouts.items()))
-    updated = aggregate.program(updater, compressor)(setting, list(entries.values()), over)
+    updated = aggregate.program(updater, compressor)(setting, list(entries.values()), devices_mesh)
     return dict(zip(entries, updated, strict=True))
 
 
@@ -453,26 +453,26 @@ def _push_rows(
 ) -> Changes:
     """What a push of rows changes, `across` all processes or in this one. It makes no residuals."""
     # What takes no rows is refused before any row is added.
-    apart, dense = "keep this table in a separate store", "push dense values, or use kind 'dist_sync'"
-    for is_refused, reason in (
-        (stores.is_split(store), f"values are split over a mesh and take no RowSparse; {apart} without mesh="),
-        (stores.is_in_rows(store), f"a store of kind {store.kind!r} takes none; use kind 'device' or 'local'"),
-        (store.compressor, f"gradient compression does not take a RowSparse, as in MXNet; {apart}"),
-        (store.staleness, f"a store of staleness {store.staleness} cannot delay it; {dense}"),
-    ):
-        if is_refused:
-            raise ValueError(f"kv.push: a RowSparse for keys {sorted(pushed)}: {reason}")
+    apart, reason = "keep this table in a separate store", ""
+    if stores.is_split(store):
+        reason = f"values are split over a mesh and take no RowSparse; {apart} without mesh="
+    elif stores.is_in_rows(store):
+        reason = f"a store of kind {store.kind!r} takes none; use kind 'device' or 'local'"
+    elif store.compressor is not None:
+        reason = f"gradient compression does not take a RowSparse, as in MXNet; {apart}"
+    elif store.staleness:
+        reason = f"a store of staleness {store.staleness} cannot delay it; push dense values, or use kind 'dist_sync'"
+    if reason:
+        raise ValueError(f"kv.push: a RowSparse for keys {sorted(pushed)}: {reason}")
     for key in pushed:
-        try:
-            updaters._check_rows(store.updater, key)
-        except ValueError as error:
-            raise ValueError(f"kv.push: key {key}: {error}") from None
+        updaters._check_rows(store.updater, key)
 
     changes = Changes({}, {})
     for key, rows in pushed.items():
         stored, state = store.values[key], store.updater_state[key]
         run = functools.partial(aggregate.add_rows, store.updater)
         if not is_tracing():
+            # Rows go to the table, which stays where it is: it may be much larger.
             rows = [_sum_over_processes(rows, stored.dtype)] if across else rows
             rows = put(rows, stored.sharding)
             run = _compiled(store.updater) if isinstance(store.updater, Updater) else run

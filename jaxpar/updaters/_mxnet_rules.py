@@ -86,15 +86,18 @@ class Optimizer:
         decay = self.wd * self.program_of(key)[1]
         if decay and not self.takes_decay:
             raise ValueError(
-                f"{self.name} takes no RowSparse with weight decay, as in MXNet, and that of this key is "
-                f"{decay}; write wd=0 or wd_mult={{{key}: 0}}, or push dense values"
+                f"kv.push: key {key}: {self.name} takes no RowSparse with weight decay, as in MXNet, and that of this "
+                f"key is {decay}; write wd=0 or wd_mult={{{key}: 0}}, or push dense values"
             )
 
     def __call__(
         self, key: int, pushed: Array, state: State, stored: Array, num_updates: Array | None = None
     ) -> tuple[Array, State]:
+        # The rule computes in float32 or wider. A narrower value has a wide copy in the state, if the user wants one.
         wide = _wide(stored.dtype)
         gradient = pushed.astype(wide) * self.rescale_grad
+
+        # The rate is in the state, or of a schedule, or a number. Each key has a factor of it, and one of the decay.
         of_rate, of_decay = self.program_of(key)
         rate = self.learning_rate
         if self.rate_in_state:
@@ -109,6 +112,7 @@ class Optimizer:
                     "write jnp.where(count < 100, 0.1, 0.01) in place of if"
                 ) from error
         rate = jnp.asarray(rate * of_rate, wide)
+
         value = _master(state["master"], stored) if "master" in state else stored.astype(wide)
         push = Push(gradient, value, state, rate, self.wd * of_decay, self.clip_gradient)
         value, slots = self.rule(push, **dict(self.options))
@@ -223,6 +227,9 @@ class Push(NamedTuple):
     def decayed(self) -> Array:
         """The gradient with the decay, clipped together."""
         return self.clip(self.gradient + self.decay * self.value)
+
+
+# The rules. The table at the top of `_mxnet` has their formulas.
 
 
 def sgd(push: Push, *, momentum: float) -> tuple[Array, State]:

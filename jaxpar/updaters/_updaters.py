@@ -151,6 +151,7 @@ def check_updater(updater: object, where: str) -> None:
 
 
 def _check_takes(fn: Any, names: tuple[str, ...], what: str, hint: str = "") -> None:
+    # `optax.sgd` in place of `optax.sgd(0.1)` is the likely mistake.
     shown, first = getattr(fn, "__name__", type(fn).__name__), ""
     with contextlib.suppress(TypeError, ValueError):  # a function that Python cannot inspect
         first = next(iter(inspect.signature(fn).parameters), "")
