@@ -189,7 +189,7 @@ def check_rows(updater: object, key: int) -> None:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Placeholder:
     """Stands in a pytree for a param. It has no leaves, so functions that map over the params copy it."""
 
     key: int
@@ -272,15 +272,15 @@ class TreeOptimizer:
         structure = jax.tree.structure(params)
         owners: list[int | None] = []
 
-        def note(place: _Place | jax.ShapeDtypeStruct, subtree: PyTree) -> None:
-            owners.extend([place.key if isinstance(place, _Place) else None] * len(jax.tree.leaves(subtree)))
-            if not isinstance(place, _Place) and place.shape != subtree.shape:
+        def note(owner: _Placeholder | jax.ShapeDtypeStruct, subtree: PyTree) -> None:
+            owners.extend([owner.key if isinstance(owner, _Placeholder) else None] * len(jax.tree.leaves(subtree)))
+            if not isinstance(owner, _Placeholder) and owner.shape != subtree.shape:
                 raise UnknownOwners(f"its state has an array for several params together, of shape {subtree.shape}")
 
         state = jax.eval_shape(self.init, params)
         try:
-            places = jax.eval_shape(self.init, structure.unflatten(map(_Place, range(structure.num_leaves))))
-            jax.tree.map(note, places, state, is_leaf=lambda x: isinstance(x, _Place))
+            marked = jax.eval_shape(self.init, structure.unflatten(map(_Placeholder, range(structure.num_leaves))))
+            jax.tree.map(note, marked, state, is_leaf=lambda x: isinstance(x, _Placeholder))
         except UnknownOwners:
             raise
         except Exception as error:  # any error is the optimizer's own
