@@ -20,7 +20,7 @@ copy, and so does a program that is given NumPy arrays, which are views of this 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import jax
@@ -32,6 +32,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from .._core.arrays import Device, PyTree, Tree, is_prng_key, is_traced, is_tracing, without_keys
 
 Result = TypeVar("Result")
+Item = TypeVar("Item")
 
 STORE_AXIS = "data"
 # Arrays of one program. XLA compiles a kernel for each, so a program for thousands of them would take minutes.
@@ -63,6 +64,11 @@ def copies_on(devices: tuple[Device, ...]) -> NamedSharding:
 def split_over(devices: tuple[Device, ...]) -> NamedSharding:
     """The sharding that gives each device an equal part along the first axis."""
     return NamedSharding(copies_on(devices).mesh, PartitionSpec(STORE_AXIS))
+
+
+def for_programs(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """The items in pieces, of which each is for one program."""
+    return (items[start : start + MOST] for start in range(0, len(items), MOST))
 
 
 def are_on(tree: PyTree, devices: Sequence[Device]) -> bool:
@@ -204,9 +210,9 @@ def is_donated(state: PyTree) -> bool:
 def check_not_donated(state: PyTree, where: str) -> None:
     """`RuntimeError` for a state that was donated to a step."""
     if is_donated(state):
-        hint = "state, metrics = step(state, batch). To keep old params, copy them before: jax.device_get(state.params)"
         raise RuntimeError(
-            f"{where}: this state was donated to a step; use the state that it returned: {hint}"
+            f"{where}: this state was donated to a step; use the state that it returned: state, metrics = step(state, "
+            "batch). To keep old params, copy them before: jax.device_get(state.params)"
         ) from None
 
 
@@ -250,8 +256,7 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
             small.setdefault(array.sharding, []).append(i)
     for sharding, places in small.items():
         program = _copy_program(None if isinstance(sharding, SingleDeviceSharding) else sharding)
-        for start in range(0, len(places), MOST):
-            batch = places[start : start + MOST]
+        for batch in for_programs(places):
             copies |= zip(batch, program([arrays[i] for i in batch]), strict=True)
     return [copies[i] for i in range(len(arrays))]
 

@@ -111,8 +111,9 @@ def elastic_fit() -> Generator[None]:
 def refuse_elastic(where: str) -> None:
     """`RuntimeError` in an elastic run, for a call that needs all processes at once."""
     if elastic_run.is_on and not elastic_run.is_fitting:
-        fault = "in an elastic run only `train.fit` computes over all processes"
-        raise RuntimeError(f"{where}: {fault}; initialize without elastic=True")
+        raise RuntimeError(
+            f"{where}: in an elastic run only `train.fit` computes over all processes; initialize without elastic=True"
+        )
 
 
 @functools.cache

@@ -45,8 +45,10 @@ class FullyShardedRule:
         """Split one more dimension of a valid spec, over axes that the spec does not use."""
         for name in self.axes:
             if name not in mesh.shape:
-                missing = f"axis {name!r}, which the {describe_mesh(mesh)} lacks"
-                raise ValueError(f"parallel.fsdp: {path!r} of shape {shape} cannot be split over {missing}")
+                raise ValueError(
+                    f"parallel.fsdp: {path!r} of shape {shape} cannot be split over axis {name!r}, which the "
+                    f"{describe_mesh(mesh)} lacks"
+                )
         used = axes_of(spec)
         axes = tuple(name for name in self.axes if name not in used)
         if not axes:
@@ -221,8 +223,9 @@ def check_rule_paths(rule: object, paths: Sequence[str]) -> None:
 
 def _check_chosen(chosen: object, what: str) -> None:
     if not isinstance(chosen, PartitionSpec) and not callable(chosen):
-        wanted = "a PartitionSpec or a rule"
-        raise TypeError(f"parallel.sharding_rules: {what} must have {wanted}, got {checks.describe(chosen)}")
+        raise TypeError(
+            f"parallel.sharding_rules: {what} must have a PartitionSpec or a rule, got {checks.describe(chosen)}"
+        )
 
 
 # Whether a spec fits a shape and a mesh.
@@ -347,13 +350,17 @@ def _sharding(
             spec = _REPLICATED if metadata is None else metadata
             return checked(spec, path, shape, mesh, f"{where}, metadata of Flax")
     elif not isinstance(chosen, (PartitionSpec, NamedSharding)):
-        wanted = "a rule, a PartitionSpec, a NamedSharding or None"
-        raise TypeError(f"{where}: sharding for {path!r} must be {wanted}, got {checks.describe(chosen)}")
+        raise TypeError(
+            f"{where}: sharding for {path!r} must be a rule, a PartitionSpec, a NamedSharding or None, got "
+            f"{checks.describe(chosen)}"
+        )
     if isinstance(chosen, PartitionSpec):
         return checked(chosen, path, shape, mesh, where)
     if not isinstance(chosen, NamedSharding) or not _is_same_mesh(chosen.mesh, mesh):
-        fault = f"{path!r} of shape {shape} has the sharding {chosen}, which is not on the {describe_mesh(mesh)}"
-        raise ValueError(f"{where}: {fault}; give that mesh, or a rule or a PartitionSpec")
+        raise ValueError(
+            f"{where}: {path!r} of shape {shape} has the sharding {chosen}, which is not on the {describe_mesh(mesh)}; "
+            "give that mesh, or a rule or a PartitionSpec"
+        )
     on_mesh = checked(chosen.spec, path, shape, mesh, where)
     return chosen if chosen.mesh == mesh else on_mesh  # the axes of its mesh may be of other types
 

@@ -129,9 +129,10 @@ def check_traced(tree: PyTree, where: str) -> None:
         if isinstance(leaf, jax.core.Tracer):
             mesh = jax.typeof(leaf).sharding.mesh
             if not mesh.empty and mesh != around:
-                fault = f"a value of shape {leaf.shape} is on another mesh than that around this jit"
-                hint = "make the store inside of jax.set_mesh, or kv.place it there before the jit"
-                raise ValueError(f"{where}: {fault}: expected {around}, got {mesh}; {hint}")
+                raise ValueError(
+                    f"{where}: a value of shape {leaf.shape} is on another mesh than that around this jit: expected "
+                    f"{around}, got {mesh}; make the store inside of jax.set_mesh, or kv.place it there before the jit"
+                )
 
 
 def is_split(value: object) -> bool:

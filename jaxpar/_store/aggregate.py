@@ -144,19 +144,25 @@ def axis_size(axis_name: str, what: str) -> int:
     try:
         return lax.axis_size(axis_name)
     except NameError:
-        no_axis = f"no pmap or shard_map around this call has the axis axis_name={axis_name!r}"
-        raise NameError(f"{what}: {no_axis}; leave it out for values outside of them") from None
+        raise NameError(
+            f"{what}: no pmap or shard_map around this call has the axis axis_name={axis_name!r}; leave it out for "
+            "values outside of them"
+        ) from None
 
 
 def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict[int, Any]]:
     """The sum of each value over the axis, or this device's (chunk,) of it in kind `sharded`. And its new residuals."""
     kind = stores.KINDS[store.kind]
     if stores.is_split(store):  # a mapped axis would give a device parts of them that fit no push
-        hint = 'push without axis_name, or train by make_train_step(loss_fn, engine="jit")'
-        raise ValueError(f"kv.push: values of this store are split over a mesh in their own shapes; {hint}")
+        raise ValueError(
+            "kv.push: values of this store are split over a mesh in their own shapes; push without axis_name, or train "
+            'by make_train_step(loss_fn, engine="jit")'
+        )
     if stores.is_in_rows(store) and lax.axis_size(axis_name) != stores.shards(store):
-        has = f"the axis {axis_name!r} has {lax.axis_size(axis_name)} devices"
-        raise ValueError(f"kv.push: {has}, but this {store.kind!r} store was made for {stores.shards(store)}")
+        raise ValueError(
+            f"kv.push: the axis {axis_name!r} has {lax.axis_size(axis_name)} devices, but this {store.kind!r} store "
+            f"was made for {stores.shards(store)}"
+        )
     # Values that compress travel as packed bits in buckets of their own, all others plain.
     small = compressed_keys(store, pushed)
     plain, packed = [k for k in pushed if k not in small], [k for k in pushed if k in small]
@@ -193,11 +199,14 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
     for count in sorted({len(pushed[k]) for k in small}):
         keys = [k for k in pushed if k in small and len(pushed[k]) == count]
         if stores.is_in_rows(store) and count != stores.shards(store):
-            wanted = f"push one value for each of its {stores.shards(store)} devices, got {count}"
-            raise ValueError(f"kv.push: keys {checks.shorten(keys)} are compressed in a {store.kind!r} store; {wanted}")
+            raise ValueError(
+                f"kv.push: keys {checks.shorten(keys)} are compressed in a {store.kind!r} store; push one value for "
+                f"each of its {stores.shards(store)} devices, got {count}"
+            )
         stacked = {k: jnp.stack(pushed[k]) for k in keys}
         held_residuals = residuals_for(store, dict.fromkeys(keys, count))
         # The positions become a mapped axis, so `reduce` compresses and sums them as it would devices.
+        # (count, *shape) of each key in, and one sum of each out: of rows (count, chunk), one for each device.
         summed, new = jax.vmap(
             lambda values, own_residuals: reduce(dataclasses.replace(store, residuals=own_residuals), values, POSITION),
             axis_name=POSITION,
@@ -249,8 +258,10 @@ def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
     for k, residual in residuals.items():
         count_before = jax.tree.leaves(residual)[0].shape[0]
         if count_before != counts[k]:
-            was = f"key {k} is compressed and was pushed with {count_before} values before, now with {counts[k]}"
-            raise ValueError(f"kv.push: {was}; kv.set_gradient_compression starts the residuals anew")
+            raise ValueError(
+                f"kv.push: key {k} is compressed and was pushed with {count_before} values before, now with "
+                f"{counts[k]}; kv.set_gradient_compression starts the residuals anew"
+            )
     for count in set(counts.values()):
         keys = [k for k in counts if k not in residuals and counts[k] == count]
         residuals |= start_residuals(store, keys, count)
@@ -376,6 +387,7 @@ def _update_rows(store: KVStore, key: int, rows: Layout, pushed: jax.Array, num_
 
 
 def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Changes:
+    """The changes by an optimizer that sees the whole pytree."""
     # A param without a gradient is left as it is, and its part of the state too. The optimizer sees zeros for it.
     left = {k: jnp.zeros_like(store.values[k]) for k in stores.trained_keys(store) if k not in grads}
     run = functools.partial(store.updater.update, value=loss)
@@ -384,25 +396,25 @@ def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Chang
         run = jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))
     before = store.optimizer_state
     params, state = run(stores.tree_of(store, {**grads, **left}), before, stores.tree_of(store, store.values))
-    if jax.tree.structure(state) != jax.tree.structure(before):  # it could not be stored
-        both = f"expected {jax.tree.structure(before)}, got {jax.tree.structure(state)}"
-        raise TypeError(f"kv.push: the optimizer's update returns a state of another structure than its init: {both}")
-    values = {k: v for k, v in stores.by_key(store, params).items() if k not in left}
-    return Changes(values, dict.fromkeys(values, ()), optimizer_state=_keep(store, left, state) if left else state)
-
-
-def _keep(store: KVStore, keys: Iterable[int], state: PyTree) -> PyTree:
-    """The new state, with the old one for what belongs to these params."""
-    keys = set(keys)
-    try:
-        owners = stores.owners(store)
-    except updaters._UnknownOwners as error:
-        called = ", ".join(repr(stores.names(store)[k]) for k in sorted(keys)[:8])
-        kept = f'unused="skip" keeps {called} and their state, but which part of it is theirs is unknown: {error}'
-        raise ValueError(f"train step: {kept}; give frozen=, or updater=jp.updaters.from_optax(tx)") from error
     leaves, structure = jax.tree.flatten(state)
-    owned_leaves = zip(owners, leaves, jax.tree.leaves(store.optimizer_state), strict=True)
-    return structure.unflatten(old if k in keys else new for k, new, old in owned_leaves)
+    if structure != jax.tree.structure(before):  # it could not be stored
+        raise TypeError(
+            "kv.push: the optimizer's update returns a state of another structure than its init: expected "
+            f"{jax.tree.structure(before)}, got {structure}"
+        )
+    if left:
+        try:
+            owners = stores.owners(store)
+        except updaters._UnknownOwners as error:
+            names = ", ".join(repr(stores.names(store)[k]) for k in sorted(left)[:8])
+            raise ValueError(
+                f'train step: unused="skip" keeps {names} and their state, but which part of it is theirs is unknown: '
+                f"{error}; give frozen=, or updater=jp.updaters.from_optax(tx)"
+            ) from error
+        owned_leaves = zip(owners, leaves, jax.tree.leaves(before), strict=True)
+        state = structure.unflatten([old if k in left else new for k, new, old in owned_leaves])
+    values = {k: v for k, v in stores.by_key(store, params).items() if k not in left}
+    return Changes(values, dict.fromkeys(values, ()), optimizer_state=state)
 
 
 # Rows of a table.
@@ -417,6 +429,7 @@ def add_rows(
     stored: jax.Array,
     num_updates: jax.Array | None,
 ) -> Pair:
+    """The value and the state of a key after a push of these rows, summed over the mapped axis if there is one."""
     # With the default updater the rows replace the whole value, as in MXNet: the other rows become 0. Any other updater
     # sees the rows that are pushed, of the stored value and of its own state. Some of MXNet's optimizers update the
     # whole table instead, as MXNet does.
@@ -444,8 +457,10 @@ def check_shares(store: KVStore, values: Mapping[int, Shaped], where: str) -> No
     paths = dict(store.paths)
     for k, value in values.items():
         if is_prng_key(value) and k not in store.frozen:
-            fault = "kind 'sharded' cuts no random keys; leave them out, or use kind='device'"
-            raise TypeError(f"{where}: key {k} ({paths.get(k, str(k))!r}): {fault}")
+            raise TypeError(
+                f"{where}: key {k} ({paths.get(k, str(k))!r}): kind 'sharded' cuts no random keys; leave them out, or "
+                "use kind='device'"
+            )
     if isinstance(store.updater, TreeOptimizer):
         updaters._check_elementwise_tree(store.updater, stores.tree_of(store, values), stores.shards(store), where)
     if isinstance(store.updater, Updater):

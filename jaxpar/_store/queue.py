@@ -49,7 +49,7 @@ def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> Ch
         new = {k: combine(values) for k, values in aggregate.as_stored(store, pushed).items()}
     else:
         new = {k: _stack(store, k, values) for k, values in pushed.items()}
-    oldest, pending, ready = rotate_queue(store, new, one=axis_name is not None)
+    oldest, pending, ready = rotate_queue(store, new, of_one_device=axis_name is not None)
     changes = _apply(store, oldest, ready, axis_name, send)._replace(pending=pending)
     return changes if is_tracing() else _beside_pending(store, changes)
 
@@ -75,34 +75,38 @@ def _apply(store: KVStore, oldest: Arrays, ready: Mapping[int, Any], axis_name: 
     return where_ready(store, changes, ready, lists, axis_name)
 
 
-def rotate_queue(store: KVStore, new: Arrays, *, one: bool) -> tuple[Arrays, dict[int, PendingPushes], dict[int, Any]]:
+def rotate_queue(
+    store: KVStore, new: Arrays, *, of_one_device: bool
+) -> tuple[Arrays, dict[int, PendingPushes], dict[int, Any]]:
     """The oldest value of each key, the queues with the new ones in their place, and whether each was ever pushed."""
-    # With `one` the new values are those of one device, inside a mapped axis. There the first axis of the queues, the
-    # devices, has length 1 (`shard_map`) or is gone (`pmap`).
+    # Inside a mapped axis the new values are those of one device. There the first axis of the queues, the devices, has
+    # length 1 (`shard_map`) or is gone (`pmap`).
     oldest_values, pending, ready = {}, {}, {}
     for k, value in new.items():
         value = value.astype(store.values[k].dtype)
-        stacked = value[None] if one else value
+        stacked = value[None] if of_one_device else value
         queue = store.pending.get(k) or _empty(stacked, store.staleness)
         oldest = queue.values[0]
-        if one and oldest.size != value.size:
-            both = f"values {oldest.shape} are pending, and each device pushes {value.shape}"
-            raise ValueError(f"kv.push: key {k}: {both}; spread the store by kv.place, or call kv.flush first")
-        oldest_values[k] = oldest.reshape(value.shape) if one else oldest
-        joined = value.reshape(oldest.shape) if one else value
-        count, ready[k] = _count_push(queue.count, store.staleness)
-        pending[k] = PendingPushes((*queue.values[1:], joined), count)
+        if of_one_device and oldest.size != value.size:
+            raise ValueError(
+                f"kv.push: key {k}: values {oldest.shape} are pending, and each device pushes {value.shape}; spread "
+                "the store by kv.place, or call kv.flush first"
+            )
+        oldest_values[k] = oldest.reshape(value.shape) if of_one_device else oldest
+        newest = value.reshape(oldest.shape) if of_one_device else value
+
+        # One push more. A value comes out of the queue only if the queue was full.
+        count = queue.count
+        if is_tracing():
+            ready[k] = count == store.staleness
+            count = jnp.minimum(count + 1, store.staleness)
+        else:
+            pushed_before = int(to_host(count))  # ready at once, since no program of a push at the prompt computes it
+            ready[k] = pushed_before == store.staleness
+            if not ready[k]:
+                count = jax.device_put(np.int32(pushed_before + 1), count.sharding if count.committed else None)
+        pending[k] = PendingPushes((*queue.values[1:], newest), count)
     return oldest_values, pending, ready
-
-
-def _count_push(count: jax.Array, most: int) -> tuple[jax.Array, Any]:
-    """The count after one push more, and whether the queue was full."""
-    if is_tracing():
-        return jnp.minimum(count + 1, most), count == most
-    pushed_before = int(to_host(count))  # ready at once, since no program of a push at the prompt computes it
-    if pushed_before == most:
-        return count, True
-    return jax.device_put(np.int32(pushed_before + 1), count.sharding if count.committed else None), False
 
 
 def where_ready(

@@ -476,14 +476,15 @@ def _rows(store: KVStore) -> Iterator[tuple[str, ...]]:
             continue
         shape = ",".join(map(str, layouts[key].shape if key in layouts else value.shape))
         name += " (frozen)" if key in store.frozen else ""
-        yield str(key), name, f"{value.dtype}[{shape}]", f"{nbytes(value):,}", _place(value)
+        yield str(key), name, f"{value.dtype}[{shape}]", f"{nbytes(value):,}", _devices_of(value)
 
 
-def _place(value: object) -> str:
+def _devices_of(value: object) -> str:
+    """The devices of a value in a few words, and whether each has a copy or a shard."""
     if is_traced(value) or not isinstance(value, jax.Array):
         return "traced"
     devices = sorted(value.sharding.device_set, key=lambda d: d.id)
-    place = ", ".join(f"{d.platform}:{d.id}" for d in devices[:8]) + (", ..." if len(devices) > 8 else "")
+    names = ", ".join(f"{d.platform}:{d.id}" for d in devices[:8]) + (", ..." if len(devices) > 8 else "")
     if len(devices) == 1:
-        return place
-    return f"a copy on {place}" if value.sharding.is_fully_replicated else f"spread over {place}"
+        return names
+    return f"a copy on {names}" if value.sharding.is_fully_replicated else f"spread over {names}"

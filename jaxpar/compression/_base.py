@@ -19,7 +19,7 @@ import numpy as np
 from .._core.arrays import PyTree
 from .._devices import collectives
 
-if TYPE_CHECKING:  # so that `answers` leaves it to NumPy to say what is no dtype
+if TYPE_CHECKING:
     from jax.typing import ArrayLike, DTypeLike
 
 Shape = tuple[int, ...]
@@ -63,8 +63,10 @@ class Compressor(Protocol):
             TypeError: the dtype is not floating.
         """
         if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-            got = f"got dtype {jnp.dtype(dtype).name}; push this key uncompressed"
-            raise TypeError(f"compression {self.name!r} takes floating values, {got}")
+            raise TypeError(
+                f"compression {self.name!r} takes floating values, got dtype {jnp.dtype(dtype).name}; push this key "
+                "uncompressed"
+            )
         return {"residual": jnp.zeros(shape, jnp.float32)}
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:

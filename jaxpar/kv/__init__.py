@@ -10,8 +10,8 @@
 Outside `jit`, a push takes arrays or lists of arrays on any devices. Inside `pmap` or `shard_map`, with `axis_name`, a
 push takes this device's share and sums over that axis.
 
-docs/architecture.md says which modules a push passes through. `_place` has a store on other devices: moved there, or
-restored from a checkpoint.
+docs/architecture.md says which modules a push passes through. `_place` has a store on other devices, and
+`_saved` a store in a checkpoint.
 """
 
 from .._store.store import _KIND_NAMES as _KIND_NAMES, KINDS as KINDS, KVStore as KVStore, names as names
@@ -31,11 +31,10 @@ from ._params import (
     from_params as from_params,
     to_params as to_params,
 )
-from ._place import (
-    _with_wide_averages as _with_wide_averages,
-    partition_specs as partition_specs,
-    place as place,
-    rule_of_each as _rule_of_each,  # noqa: F401  # pyright: ignore[reportUnusedImport]
-)
+from ._place import partition_specs as partition_specs, place as place
 from ._pull import broadcast as broadcast, pull as pull, row_sparse_pull as row_sparse_pull
 from ._push import flush as flush, push as push, pushpull as pushpull
+from ._saved import (
+    rule_of_each as _rule_of_each,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    with_wide_averages as _with_wide_averages,  # noqa: F401  # pyright: ignore[reportUnusedImport]
+)

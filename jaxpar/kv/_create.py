@@ -1,7 +1,7 @@
 """The beginning of a store: an empty one, its keys, its updater and compression. Which process this is.
 
 Each function gives a new store. Begin with `create` and `init`. An optimizer of `from_params` sees the whole pytree and
-has one state, see `_with_tree_optimizer`; any other updater has a state for each key.
+has one state, see `set_optimizer`; any other updater has a state for each key.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def create(
         KVStore(kind='device', updater=assign, empty)
     """
     if kind in OTHER_KINDS:
-        known = f"known are {', '.join(stores.KINDS)}"
-        raise ValueError(f"kv.create: unknown kind {kind!r}; {known}; {OTHER_KINDS[kind]}")
+        kinds = ", ".join(stores.KINDS)
+        raise ValueError(f"kv.create: unknown kind {kind!r}; known are {kinds}; {OTHER_KINDS[kind]}")
     kind = checks.choice(KIND_ALIASES.get(kind, kind), "kv.create", "kind", stores.KINDS)
     traits = stores.KINDS[kind]
     if staleness is None:
@@ -133,9 +133,11 @@ def init(store: KVStore, key: int | Sequence[int], value: PyTree) -> KVStore:
     first_values = checks.as_values(keys, value, "kv.init") if many else [value]
     has_tree_optimizer = isinstance(store.updater, updaters._TreeOptimizer)
     if has_tree_optimizer or (stores.is_split(store) and not set(keys) <= dict(store.layouts).keys()):
-        fault = "its optimizer sees all params" if has_tree_optimizer else "its values are split over a mesh"
-        full = f"the store takes no more keys, because {fault}"
-        raise ValueError(f"kv.init: keys {checks.shorten(keys)}: {full}; make a second store")
+        reason = "its optimizer sees all params" if has_tree_optimizer else "its values are split over a mesh"
+        raise ValueError(
+            f"kv.init: keys {checks.shorten(keys)}: the store takes no more keys, because {reason}; make a second store"
+        )
+    # A key that is there already would lose its value and its updater's state.
     twice = [k for k, count in Counter([*store.values, *keys]).items() if count > 1]
     if twice:
         raise ValueError(f"kv.init: key {twice[0]} is initialised already; push changes its value")
@@ -239,33 +241,35 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | updaters.Up
         return set_updater(store, tx)
     checks.find_keys([*store.values], "kv.set_optimizer", store)
     checks.transform(tx, "kv.set_optimizer")
-    if store.treedef is not None:
-        return _with_tree_optimizer(store, tx)
-    if updaters._couples_keys(tx):
-        fault = "tx computes the update of one key from the gradients of others"
-        hint = "use kv.from_params(params, optimizer=tx), or make_train_step(grad_transform=tx)"
-        hint += "; updaters.from_optax(tx) in place of tx takes each key by itself"
-        raise ValueError(f"kv.set_optimizer: {fault}; {hint}")
-    return set_updater(store, updaters.from_optax(tx))
+    if store.treedef is None:
+        if updaters._couples_keys(tx):
+            raise ValueError(
+                "kv.set_optimizer: tx computes the update of one key from the gradients of others; use "
+                "kv.from_params(params, optimizer=tx), or make_train_step(grad_transform=tx); updaters.from_optax(tx) "
+                "in place of tx takes each key by itself"
+            )
+        return set_updater(store, updaters.from_optax(tx))
 
-
-def _with_tree_optimizer(store: KVStore, tx: optax.GradientTransformation) -> KVStore:
-    """The store, made by `from_params`, with this transform and its state before the first update."""
-    where, optimizer = "kv.set_optimizer", updaters._TreeOptimizer(tx)
+    # A store of `from_params` gets an optimizer of the whole pytree, which may be given shares, and knows no loss where
+    # a push is late.
+    optimizer = updaters._TreeOptimizer(tx)
     store = dataclasses.replace(store, updater=optimizer, updater_state=dict.fromkeys(store.values, ()))
-    aggregate.check_shares(store, stores.specs_of(store), where)
-    if store.staleness and optimizer.reads_loss(stores.tree_of(store, stores.specs_of(store))):
-        raise ValueError(f"{where}: this optimizer reads the loss, which a late push lacks; use staleness=0")
+    specs = stores.specs_of(store)
+    aggregate.check_shares(store, specs, "kv.set_optimizer")
+    if store.staleness and optimizer.reads_loss(stores.tree_of(store, specs)):
+        raise ValueError("kv.set_optimizer: this optimizer reads the loss, which a late push lacks; use staleness=0")
     # No program can have values that are committed to different devices.
     trained = {k: store.values[k] for k in stores.trained_keys(store)}
-    places = {frozenset(v.sharding.device_set): k for k, v in trained.items() if not is_traced(v) and v.committed}
-    if len(places) > 1:
-        one, other = [repr(stores.names(store)[k]) for k in sorted(places.values())[:2]]
-        raise ValueError(f"{where}: params {one} and {other} are on different devices; give kv.from_params devices=")
+    key_at = {frozenset(v.sharding.device_set): k for k, v in trained.items() if not is_traced(v) and v.committed}
+    if len(key_at) > 1:
+        names = " and ".join(repr(stores.names(store)[k]) for k in sorted(key_at.values())[:2])
+        raise ValueError(f"kv.set_optimizer: params {names} are on different devices; give kv.from_params devices=")
+
+    # Its state before the first update. A leaf with the shape of a param lies as that param does, so that the update
+    # moves nothing between devices.
     store = dataclasses.replace(store, optimizer_state=optimizer.init(stores.tree_of(store, store.values)))
     if store.devices is None or is_traced(store.optimizer_state):
         return store
-    # A leaf with the shape of a param lies as that param does, so that the update moves nothing between devices.
     homes = jax.tree.map(lambda layout: stores.home(store, layout), stores.state_layouts(store))
     return dataclasses.replace(store, optimizer_state=jax.tree.map(put, store.optimizer_state, homes))
 
@@ -294,8 +298,10 @@ def set_gradient_compression(store: KVStore, spec: Mapping[str, Any]) -> KVStore
     """
     compressor = compression.make(spec)
     if stores.is_split(store) and compressor is not None:
-        fault = "values are split over a mesh, and the compiler sums their gradients"
-        raise ValueError(f"kv.set_gradient_compression: {fault}; use kind 'device' without sharding= and mesh=")
+        raise ValueError(
+            "kv.set_gradient_compression: values are split over a mesh, and the compiler sums their gradients; use "
+            "kind 'device' without sharding= and mesh="
+        )
     return dataclasses.replace(store, compressor=compressor, residuals={})
 
 

@@ -29,9 +29,6 @@ from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
 from .._store.store import KVStore
 from ._create import init
 
-# The end of a message about too many arguments: MXNet writes to out=.
-RETURNED = "; the values are returned, there is no out="
-
 
 @overload
 def pull(
@@ -161,11 +158,11 @@ def _on_each(values: Sequence[jax.Array], devices: tuple[Device, ...], copy_pres
         shared = [i for i, v in enumerate(values) if v.is_fully_replicated and wanted & v.sharding.device_set]
         new = dict(zip(shared, mesh.donatable([values[i] for i in shared]), strict=True))
         values = [new.get(i, v) for i, v in enumerate(values)]
+    # A value that has a copy on each of the devices is not sent. The others are, many in one go.
     present = {i for i, v in enumerate(values) if v.is_fully_replicated and wanted <= v.sharding.device_set}
     copies = {i: _by_device(values[i]) for i in present}
     absent = [i for i in range(len(values)) if i not in present]
-    for start in range(0, len(absent), mesh.MOST):
-        group = absent[start : start + mesh.MOST]
+    for group in mesh.for_programs(absent):
         # Every process must call this for values that span them: then each has all of them.
         to_send = [values[i] for i in group]
         to_send = [jnp.asarray(mesh.to_host(v)) if mesh.spans_processes(v) else v for v in to_send]
@@ -197,6 +194,7 @@ def _send_in_buckets(values: list[jax.Array], devices: set[Device]) -> dict[Devi
     """Copies on each device of values that are all on one other."""
     # Positions in the buckets are counted from 0, so that the programs depend on sizes only.
     source, shapes, groups = values[0].sharding, tuple(v.shape for v in values), collectives.plan(values)
+    # In one memory NumPy joins them, which no device has to wait for. Else one program does, and one transfer a device.
     shared = mesh.one_memory({*devices, *source.device_set})
     flat = collectives.pack([np.asarray(v) for v in values], groups, xp=np) if shared else _pack(values, groups)
     sent = dict.fromkeys(devices & source.device_set, values)
@@ -304,13 +302,16 @@ def row_sparse_pull(
     checks.check_own(() if devices is None or is_tracing() else devices, "kv.row_sparse_pull")
     ids_of_keys = row_ids if many and _is_list_of_arrays(row_ids) else [row_ids] * len(keys)
     checks.as_values(keys, ids_of_keys, "kv.row_sparse_pull", "row_ids")
+    # The ids of each key: one array for all devices, or one for each.
     count = 1 if devices is None else len(devices)
     wanted = [list(ids) if _is_list_of_arrays(ids) else [ids] for ids in ids_of_keys]
     for k, ids in zip(keys, wanted, strict=True):
         if len(ids) not in (1, count):
             where = "no devices=" if devices is None else plural(count, "device")
-            expected = "expected one array of ids, or one for each device"
-            raise ValueError(f"kv.row_sparse_pull: key {k}: {expected}, got {len(ids)} lists of ids and {where}")
+            raise ValueError(
+                f"kv.row_sparse_pull: key {k}: expected one array of ids, or one for each device, got {len(ids)} lists "
+                f"of ids and {where}"
+            )
     # A table that spans processes is gathered whole first, in all of them. One array of ids is for all devices.
     pulled = list[Any]()
     for value, ids in zip(map(mesh.to_host, pull_whole(store, keys, None)), wanted, strict=True):

@@ -1,10 +1,10 @@
-"""A push, from top to bottom: the verbs, what is pushed, sums and update at the prompt, programs, rows of tables.
+"""A push, from top to bottom: what is pushed, who sums it, the sums and the update, and the programs that compute them.
 
-A push is checked, summed within the process, summed over the processes, and the updater updates by the sums. Inside of
-a user's `jit` that is `_store.aggregate.push`, pure functions of arrays. At the prompt the same functions run as
-compiled programs. Is there one value of each key on each of the same several devices? Then one program over these
-devices sums and updates. Otherwise, and for kind `local`, the values are sent to where the stored ones are, and one
-program there does.
+`push` checks, and asks `_send_of` for the function that sums and updates. Inside of a user's `jit` that is
+`_store.aggregate.push`, pure functions of arrays. At the prompt the same functions run as compiled programs, in this
+process (`_push_here`) or in all (`_push_across`). `_compute` says on which devices: is there one value of each key on
+each of the same several devices, then one program over these devices sums and updates. Otherwise, and for kind `local`,
+the values are sent to where the stored ones are, and one program there does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, cast, overload
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P, Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from .. import compression, sparse, updaters
 from .._core import checks
@@ -38,9 +38,8 @@ from ._create import signature
 from ._pull import pull
 
 Devices = tuple[Device, ...]
-# It is given a program and entries, and runs it where it belongs.
-Program = Callable[[Sequence[Entry], Any], list[Updated]]  # the last argument is the mesh, or None
-Way = Callable[[Program, Mapping[int, Entry]], list[Updated]]
+# A program of a push. It is given the entries of some keys, and the mesh over whose devices they are, or None.
+Run = Callable[[Mapping[int, Entry], Mesh | None], dict[int, Updated]]
 
 
 @no_such_arguments(MXNET_ARGUMENTS)
@@ -89,28 +88,77 @@ def push(store: KVStore, key: Key | Keys, value: PyTree, *, axis_name: str | Non
         again. Pass `check_vma=False`, or mark the params with `jax.lax.pcast(params, axis_name, to="varying")`, as
         `train.make_train_step` does.
     """
-    # What is pushed, and by which function its sums and the update are computed. All is checked before any work.
-    pushed = _request(store, key, value)
+    # All is checked before any work, so a wrong call leaves no process waiting for the others.
+    # 1. The values of each key: one for each device, and those of a key that is given again.
+    stores.check_is_store(store, "kv.push")
+    keys, many = checks.find_keys(key, "kv.push", store)
+    if frozen := [k for k in keys if k in store.frozen]:
+        name = stores.names(store)[frozen[0]]
+        raise ValueError(f"kv.push: key {frozen[0]} ({name!r}) is frozen; push the others only")
+    values_of_keys, layouts = checks.as_values(keys, value, "kv.push") if many else [value], stores.rows_of(store)
+    pushed: dict[int, list[Any]] = {}
+    for k, values in zip(keys, values_of_keys, strict=True):
+        where, checked = f"kv.push: value for key {k}", pushed.setdefault(k, [])
+        shape = layouts[k].shape if k in layouts else store.values[k].shape
+        for v in values if isinstance(values, (list, tuple)) else [values]:
+            if isinstance(v, sparse.RowSparse):
+                for leaf in (v.indices, v.values):
+                    checks.array(leaf, f"kv.push: rows for key {k}")
+            else:
+                v = checks.array(v, where)
+            checks.storable(v, shape, store.values[k].dtype, where)
+            checked.append(v)
+        if len({isinstance(v, sparse.RowSparse) for v in checked}) > 1:
+            raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
+    pushed = {k: pushed[k] for k in sorted(pushed) if pushed[k]}  # an empty list pushes nothing
+    rows = {k: values for k, values in pushed.items() if isinstance(values[0], sparse.RowSparse)}
+    dense = {k: values for k, values in pushed.items() if k not in rows}
+
+    # 2. Who sums. With other keys in one of the processes all would wait forever, so they compare what they push, also
+    #    where this one pushes nothing.
     send = _send_of(store, axis_name, "kv.push")
-    if send is _push_across:  # also where this process pushes nothing: others may wait for it
-        _agree(store, pushed)
+    if send is _push_across:
+        for k, values in pushed.items():
+            if any(spans_processes(leaf) for leaf in jax.tree.leaves(values)):
+                raise ValueError(
+                    f"kv.push: key {k}: this value is on devices of several processes; push value.addressable_data(i), "
+                    "or inside shard_map with axis_name"
+                )
+        specs = {k: jax.ShapeDtypeStruct(values[0].shape, store.values[k].dtype) for k, values in pushed.items()}
+        same = f"kv.push: kind {store.kind!r}: every process must push the same keys, in the same shapes"
+        processes.agree(same, signature(specs) + (f", of keys {list(rows)} rows" if rows else ""))
     elif axis_name is None and jax.process_count() > 1:
         for k in pushed:
             if spans_processes(store.values[k]):
-                where = f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes"
-                raise ValueError(f"{where}; push inside shard_map with axis_name, or use kind 'dist_sync'")
+                raise ValueError(
+                    f"kv.push: key {k}: this store of kind {store.kind!r} is on devices of several processes; push "
+                    "inside shard_map with axis_name, or use kind 'dist_sync'"
+                )
+
+    # 3. An optimizer that sees the whole pytree needs the gradients of all trained params at once, and whole ones.
     if isinstance(store.updater, TreeOptimizer):
-        _check_tree(store, pushed)
+        trained = set(stores.trained_keys(store))
+        for refused, fault in (
+            (rows.keys(), "a RowSparse is only some rows of a value"),
+            (trained - pushed.keys(), "nothing is pushed to them"),
+            (pushed.keys() - trained, "they are not floating, so they have no gradient"),
+        ):
+            if refused:
+                names = ", ".join(repr(stores.names(store)[k]) for k in sorted(refused)[:3])
+                raise ValueError(
+                    f"kv.push: keys {checks.shorten(sorted(refused))} ({names}): {fault}, and the optimizer of this "
+                    "store sees the whole pytree; push whole gradients of all floating params that are not frozen at "
+                    "once, or make the store with updater=jp.updaters.from_optax(tx), which keeps one state a key"
+                )
     if not pushed:
         return store
-    rows = {k: vs for k, vs in pushed.items() if isinstance(vs[0], sparse.RowSparse)}
-    dense = {k: vs for k, vs in pushed.items() if k not in rows}
 
-    # A schedule of MXNet's asks for the updates of all keys, also of those that another program updates.
+    # 4. The sums and the updates. A schedule of MXNet's asks for the updates of all keys, also of those that another
+    #    program updates, so they are counted once. With staleness, what was pushed before is sent, and this waits.
     num_updates, changes = aggregate.num_updates(store, pushed), Changes()
     if rows:
         changes |= _push_rows(store, rows, num_updates, axis_name, across=send is _push_across)
-    if dense and store.staleness:  # what was pushed before is sent, and this waits
+    if dense and store.staleness:
         changes |= queue.push(store, dense, axis_name, send)
     elif dense:
         changes |= send(store, dense, num_updates)
@@ -191,51 +239,7 @@ def pushpull(
     return store, read(store, key, devices=devices, axis_name=axis_name)
 
 
-# What is pushed, and who sums it.
-
-
-def _request(store: KVStore, key: Key | Keys, value: PyTree) -> dict[int, list[Any]]:
-    """The values of each key, checked, in ascending order of the keys. Keys with no value are left out."""
-    stores.check_is_store(store, "kv.push")
-    keys, many = checks.find_keys(key, "kv.push", store)
-    if still := [k for k in keys if k in store.frozen]:
-        raise ValueError(f"kv.push: key {still[0]} ({stores.names(store)[still[0]]!r}) is frozen; push the others only")
-    values_of_keys, rows_of = checks.as_values(keys, value, "kv.push") if many else [value], stores.rows_of(store)
-    # One list a key: a value for each device, and the values of a key that is given again.
-    pushed: dict[int, list[Any]] = {}
-    for k, values in zip(keys, values_of_keys, strict=True):
-        where, checked = f"kv.push: value for key {k}", pushed.setdefault(k, [])
-        shape = rows_of[k].shape if k in rows_of else store.values[k].shape
-        for v in values if isinstance(values, (list, tuple)) else [values]:
-            if isinstance(v, sparse.RowSparse):
-                for leaf in (v.indices, v.values):
-                    checks.array(leaf, f"kv.push: rows for key {k}")
-            else:
-                v = checks.array(v, where)
-            checks.storable(v, shape, store.values[k].dtype, where)
-            checked.append(v)
-        if len({isinstance(v, sparse.RowSparse) for v in checked}) > 1:
-            raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
-    return {k: pushed[k] for k in sorted(pushed) if pushed[k]}
-
-
-def _check_tree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
-    """An optimizer that sees the whole pytree needs all gradients at once, and whole ones."""
-    trained = set(stores.trained_keys(store))
-    rows = {k for k, values in pushed.items() if isinstance(values[0], sparse.RowSparse)}
-    if not rows and trained == pushed.keys():
-        return
-    needs_all = "the optimizer of this store sees the whole pytree"
-    per_key = "make the store with updater=jp.updaters.from_optax(tx), which keeps one state a key"
-    also = ", and without mesh= and sharding=" if stores.is_split(store) else ""
-    for keys, fault in (
-        (rows, f"a RowSparse is a part of a value, and {needs_all}; {per_key}{also}"),
-        (trained - pushed.keys(), f"nothing is pushed to them, and {needs_all}; push all at once, or {per_key}"),
-        (pushed.keys() - trained, "they are not floating, so they have no gradient; push the floating ones only"),
-    ):
-        if keys:
-            called = ", ".join(repr(stores.names(store)[k]) for k in sorted(keys)[:3])
-            raise ValueError(f"kv.push: keys {checks.shorten(sorted(keys))} ({called}): {fault}")
+# Who sums.
 
 
 def _send_of(store: KVStore, axis_name: str | None, where: str) -> queue.Send:
@@ -265,26 +269,41 @@ def _users_level() -> int:
     return level
 
 
-def _agree(store: KVStore, pushed: dict[int, list[Any]]) -> None:
-    """Compare what the processes push. With other keys in one of them, all would wait forever."""
-    for k, values in pushed.items():
-        if any(spans_processes(leaf) for leaf in jax.tree.leaves(values)):
-            where = f"kv.push: key {k}: this value is on devices of several processes"
-            raise ValueError(f"{where}; push value.addressable_data(i), or inside shard_map with axis_name")
-    where = f"kv.push: kind {store.kind!r}: every process must push the same keys, in the same shapes"
-    specs = {k: jax.ShapeDtypeStruct(vs[0].shape, store.values[k].dtype) for k, vs in pushed.items()}
-    rows = [k for k, vs in pushed.items() if isinstance(vs[0], sparse.RowSparse)]
-    processes.agree(where, signature(specs) + (f", of keys {rows} rows" if rows else ""))
-
-
 # A push at the prompt: sum within the process, sum over the processes, update.
 
 
 def _push_here(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
     """Sum within this process and update: what a push by one process changes."""
-    counts = {k: len(pushed[k]) for k in aggregate.compressed_keys(store, pushed)}
-    residuals = aggregate.residuals_for(store, counts)
-    return _sum_and_update(store, pushed, num_updates, store.compressor, residuals)
+    residuals = aggregate.residuals_for(store, {k: len(pushed[k]) for k in aggregate.compressed_keys(store, pushed)})
+    states = store.updater_state
+    entries = {
+        k: Entry(store.values[k], states[k], values, residuals.get(k), num_updates.get(k))
+        for k, values in pushed.items()
+    }
+    homes: dict[int, Sharding] = {k: store.values[k].sharding for k in pushed}
+    if stores.is_in_rows(store):
+        homes = dict.fromkeys(pushed, stores.sharding_of(store))
+    setting = Setting(store.kind, store.limits, store.devices, store.layouts)
+
+    # An `Updater` is a part of the programs that sum.
+    if isinstance(store.updater, Updater):
+        return _compute(setting, store.updater, store.compressor, entries, homes)
+
+    # A Python function, and an optimizer that sees the whole pytree, run where the sums are. A stored value that is
+    # there already may be uncommitted, and stays so.
+    summed = _compute(setting, assign, store.compressor, entries, homes)
+    sums = summed.values
+    moved = {k: put(store.values[k], v.sharding) for k, v in sums.items() if store.values[k].sharding != v.sharding}
+    store = dataclasses.replace(store, values=store.values | moved)
+    if not isinstance(store.updater, TreeOptimizer):
+        return aggregate.update(store, sums, {})._replace(residuals=summed.residuals)
+    optimizer_state, sharding = store.optimizer_state, next(iter(sums.values())).sharding
+    if not store.layouts and any(leaf.sharding != sharding for leaf in jax.tree.leaves(optimizer_state)):
+        optimizer_state = put(optimizer_state, sharding)
+    # Without what the program does not read, since JAX keeps the structure of what it was called with forever.
+    bare = {"updater": None, "compressor": None, "updater_state": {}, "residuals": {}, "pending": {}}
+    taken = dataclasses.replace(store, optimizer_state=optimizer_state, **bare)
+    return aggregate.tree_program(store.updater)(taken, sums)._replace(residuals=summed.residuals)
 
 
 def _push_across(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
@@ -305,51 +324,13 @@ def _push_across(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
     compressed = aggregate.compressed_keys(store, pushed)
     residuals = aggregate.residuals_for(store, dict.fromkeys(compressed, len(leaders)))
     entries = {k: Entry(assemble([stored[k]], copies_on(leaders)), (), [sums[k]], residuals.get(k)) for k in pushed}
-    setting = Setting(store.kind, store.limits)
-    over_leaders = functools.partial(_over_devices, leaders, in_rows=False)
-    across = mesh.run_by_itself(_run, over_leaders, setting, assign, store.compressor, entries)
+    run = functools.partial(_run, Setting(store.kind, store.limits), assign, store.compressor)
+    across = mesh.run_by_itself(_over_devices, run, leaders, False, entries)
 
-    # 3. The update, the same in every process. Nothing is left to compress.
-    totals = {k: [put(total.addressable_data(0), store.values[k].sharding)] for k, total in across.values.items()}
-    changes = _sum_and_update(store, totals, num_updates, None, {})
-    return changes._replace(residuals=across.residuals)
-
-
-def _sum_and_update(
-    store: KVStore,
-    pushed: Lists,
-    num_updates: Arrays,
-    compressor: compression.Compressor | None,
-    residuals: Mapping[int, PyTree],
-) -> Changes:
-    """The changes by the sums of the lists. An `Updater` is a part of the programs that sum."""
-    is_updater, states = isinstance(store.updater, Updater), store.updater_state
-    entries = {
-        k: Entry(store.values[k], states[k], values, residuals.get(k), num_updates.get(k))
-        for k, values in pushed.items()
-    }
-    homes: dict[int, Sharding] = {k: store.values[k].sharding for k in pushed}
-    if stores.is_in_rows(store):
-        homes = dict.fromkeys(pushed, stores.sharding_of(store))
-    setting = Setting(store.kind, store.limits, store.devices, store.layouts)
-    summed = _compute(setting, store.updater if is_updater else assign, compressor, entries, homes)
-    if is_updater:
-        return summed
-
-    # A Python function, and an optimizer that sees the whole pytree, run where the sums are.
-    # What is there already may be uncommitted, and stays so.
-    sums = summed.values
-    moved = {k: put(store.values[k], v.sharding) for k, v in sums.items() if store.values[k].sharding != v.sharding}
-    store = dataclasses.replace(store, values=store.values | moved)
-    if not isinstance(store.updater, TreeOptimizer):
-        return aggregate.update(store, sums, {})._replace(residuals=summed.residuals)
-    optimizer_state, sharding = store.optimizer_state, next(iter(sums.values())).sharding
-    if not store.layouts and any(leaf.sharding != sharding for leaf in jax.tree.leaves(optimizer_state)):
-        optimizer_state = put(optimizer_state, sharding)
-    # Without what the program does not read, since JAX keeps the structure of what it was called with forever.
-    bare = {"updater": None, "compressor": None, "updater_state": {}, "residuals": {}, "pending": {}}
-    taken = dataclasses.replace(store, optimizer_state=optimizer_state, **bare)
-    return aggregate.tree_program(store.updater)(taken, sums)._replace(residuals=summed.residuals)
+    # 3. The update, the same in every process, where the values are. Nothing is left to compress.
+    totals = {k: [put(total.value.addressable_data(0), store.values[k].sharding)] for k, total in across.items()}
+    changes = _push_here(dataclasses.replace(store, compressor=None), totals, num_updates)
+    return changes._replace(residuals={k: across[k].residual for k in residuals})
 
 
 # Which programs compute it, and on which devices.
@@ -365,41 +346,48 @@ def _compute(
     """The sums and updates of some keys, by programs over the devices that push, or at the homes of stored values."""
     if not entries:
         return Changes()
-    kind, layouts = stores.KINDS[setting.kind], dict(setting.layouts)
-    is_split = any(layout.sharding is not None for layout in layouts.values())
+    kind = stores.KINDS[setting.kind]
+    is_split = any(layout.sharding is not None for _, layout in setting.layouts)
+    run = functools.partial(_run, setting, updater, compressor)
+    updated: dict[int, Updated] = {}
+
+    # One value of each key on each device, where the stored ones are too: each device sums its part, in place.
     devices = mesh.one_on_each([entry.pushed for entry in entries.values()])
-    ways: list[tuple[Way, list[int]]]
     if devices is not None and not is_split and not kind.on_one_device and setting.devices in (None, devices):
         # Of a large value each device has a copy. In one memory one device does the work of all.
-        large = {k for k, entry in entries.items() if entry.stored.nbytes >= mesh.LARGE and entry.residual is None}
-        if kind.in_rows or not mesh.one_memory(devices):
-            large = set[int]()
-        ways = [
-            (functools.partial(_on_first, devices), [k for k in entries if k in large]),
-            (functools.partial(_over_devices, devices, in_rows=kind.in_rows), [k for k in entries if k not in large]),
-        ]
+        large, small = list[int](), list[int]()
+        shares_memory = not kind.in_rows and mesh.one_memory(devices)
+        for k, entry in entries.items():
+            is_large = shares_memory and entry.stored.nbytes >= mesh.LARGE and entry.residual is None
+            (large if is_large else small).append(k)
+        for keys in mesh.for_programs(large):
+            updated |= _on_first(run, devices, {k: entries[k] for k in keys})
+        for keys in mesh.for_programs(small):
+            updated |= _over_devices(run, devices, kind.in_rows, {k: entries[k] for k in keys})
     else:
-        # Where values are split over a mesh their shardings differ, and one program over the mesh has all keys.
+        # Keys that are at the same place share a program. Where values are split over a mesh their shardings differ,
+        # and one program over the mesh has all keys.
         keys_at: dict[Sharding | None, list[int]] = {}
         for k in entries:
             keys_at.setdefault(None if is_split else homes[k], []).append(k)
-        ways = [(functools.partial(_at_home, devices, homes), keys) for keys in keys_at.values()]
-    changes = Changes()
-    for way, keys in ways:
-        for start in range(0, len(keys), mesh.MOST):
-            of_program = {k: entries[k] for k in keys[start : start + mesh.MOST]}
-            changes |= _run(way, setting, updater, compressor, of_program)
-    return changes
+        for keys_there in keys_at.values():
+            for keys in mesh.for_programs(keys_there):
+                updated |= _at_home(run, devices, homes, {k: entries[k] for k in keys})
+    return Changes(
+        {k: new.value for k, new in updated.items()},
+        {k: new.state for k, new in updated.items()},
+        {k: new.residual for k, new in updated.items() if new.residual is not None},
+    )
 
 
 def _run(
-    way: Way,
     setting: Setting,
     updater: Updater,
     compressor: compression.Compressor | None,
     entries: Mapping[int, Entry],
-) -> Changes:
-    """What one program computes."""
+    devices_mesh: Mesh | None,
+) -> dict[int, Updated]:
+    """What one program computes from entries that are where it runs."""
     # Where the updater does not look at keys, they are counted from 0: pushes of other keys in the same shapes, dtypes
     # and layouts then share a program.
     sees_keys = updater not in (assign, accumulate) and getattr(updater.update, "uses_key", True)
@@ -407,54 +395,49 @@ def _run(
     if layouts:
         layouts = {n: layouts[k] for n, k in zip(keys, entries, strict=True)}
     setting = dataclasses.replace(setting, keys=keys, layouts=tuple(layouts.items()))
-    run = functools.partial(aggregate.program(updater, compressor), setting)
-    results = dict(zip(entries, way(run, entries), strict=True))
-    return Changes(
-        {k: updated.value for k, updated in results.items()},
-        {k: updated.state for k, updated in results.items()},
-        {k: updated.residual for k, updated in results.items() if updated.residual is not None},
-    )
+    updated = aggregate.program(updater, compressor)(setting, list(entries.values()), devices_mesh)
+    return dict(zip(entries, updated, strict=True))
 
 
-def _over_devices(devices: Devices, run: Program, entries: Mapping[int, Entry], *, in_rows: bool) -> list[Updated]:
+def _over_devices(run: Run, devices: Devices, in_rows: bool, entries: Mapping[int, Entry]) -> dict[int, Updated]:
     """A program over these devices sums what each of them pushed. Those of this process have one value of each key."""
     along = split_over(devices)
     stored_and_state = {k: (entry.stored, entry.state) for k, entry in entries.items()}
     if not in_rows:  # rows are there already
         stored_and_state = put(stored_and_state, copies_on(devices))
     residuals = put({k: entry.residual for k, entry in entries.items()}, along)
-    taken: list[Entry] = []
+    taken: dict[int, Entry] = {}
     for k, entry in entries.items():
         stored, state = stored_and_state[k]
         dtype = stored.dtype
         # The arrays of the devices become one array over them, without a copy. Buckets are made inside of the program.
         values = [v if v.dtype == dtype else v.astype(dtype) for v in entry.pushed]
         pushed = [assemble([v if v.ndim else v.reshape(1) for v in values], along)]
-        taken.append(Entry(stored, state, pushed, residuals[k], entry.num_updates))
+        taken[k] = Entry(stored, state, pushed, residuals[k], entry.num_updates)
     mesh.wait_before_collectives(taken, devices)
-    return run(taken, along.mesh)
+    return run(taken, mesh.mesh_of(devices))
 
 
 def _at_home(
-    devices: Devices | None, homes: Mapping[int, Sharding], run: Program, entries: Mapping[int, Entry]
-) -> list[Updated]:
+    run: Run, devices: Devices | None, homes: Mapping[int, Sharding], entries: Mapping[int, Entry]
+) -> dict[int, Updated]:
     """A program where the stored values are sums what is sent there. `devices`: those that push one value each."""
     home = homes[next(iter(entries))]
     # A program takes NumPy's views of one memory without a copy, and faster than arrays that are put on its device.
     if devices and isinstance(home, SingleDeviceSharding) and mesh.one_memory({*devices, *home.device_set}):
-        views: Any = [entry._replace(pushed=[np.asarray(v) for v in entry.pushed]) for entry in entries.values()]
+        views: Any = {k: entry._replace(pushed=[np.asarray(v) for v in entry.pushed]) for k, entry in entries.items()}
         with jax.default_device(*home.device_set):
             return run(views, None)
-    sent = [entry._replace(pushed=mesh.share_or_put(entry.pushed, homes[k])) for k, entry in entries.items()]
+    sent = {k: entry._replace(pushed=mesh.share_or_put(entry.pushed, homes[k])) for k, entry in entries.items()}
     return run(sent, None)
 
 
-def _on_first(devices: Devices, run: Program, entries: Mapping[int, Entry]) -> list[Updated]:
+def _on_first(run: Run, devices: Devices, entries: Mapping[int, Entry]) -> dict[int, Updated]:
     """The first device sums and updates in a memory that all of them share. The others share its results."""
     first = SingleDeviceSharding(devices[0])
     moved = put({k: (entry.stored, entry.state) for k, entry in entries.items()}, first)
     on_first = {k: entry._replace(stored=moved[k][0], state=moved[k][1]) for k, entry in entries.items()}
-    leaves, structure = jax.tree.flatten(_at_home(devices, dict.fromkeys(on_first, first), run, on_first))
+    leaves, structure = jax.tree.flatten(_at_home(run, devices, dict.fromkeys(on_first, first), on_first))
     return structure.unflatten(mesh.share_or_put(leaves, copies_on(devices)))
 
 
@@ -470,26 +453,26 @@ def _push_rows(
 ) -> Changes:
     """What a push of rows changes, `across` all processes or in this one. It makes no residuals."""
     # What takes no rows is refused before any row is added.
-    apart, dense = "keep this table in a separate store", "push dense values, or use kind 'dist_sync'"
-    for is_refused, reason in (
-        (stores.is_split(store), f"values are split over a mesh and take no RowSparse; {apart} without mesh="),
-        (stores.is_in_rows(store), f"a store of kind {store.kind!r} takes none; use kind 'device' or 'local'"),
-        (store.compressor, f"gradient compression does not take a RowSparse, as in MXNet; {apart}"),
-        (store.staleness, f"a store of staleness {store.staleness} cannot delay it; {dense}"),
-    ):
-        if is_refused:
-            raise ValueError(f"kv.push: a RowSparse for keys {sorted(pushed)}: {reason}")
+    apart, reason = "keep this table in a separate store", ""
+    if stores.is_split(store):
+        reason = f"values are split over a mesh and take no RowSparse; {apart} without mesh="
+    elif stores.is_in_rows(store):
+        reason = f"a store of kind {store.kind!r} takes none; use kind 'device' or 'local'"
+    elif store.compressor is not None:
+        reason = f"gradient compression does not take a RowSparse, as in MXNet; {apart}"
+    elif store.staleness:
+        reason = f"a store of staleness {store.staleness} cannot delay it; push dense values, or use kind 'dist_sync'"
+    if reason:
+        raise ValueError(f"kv.push: a RowSparse for keys {sorted(pushed)}: {reason}")
     for key in pushed:
-        try:
-            updaters._check_rows(store.updater, key)
-        except ValueError as error:
-            raise ValueError(f"kv.push: key {key}: {error}") from None
+        updaters._check_rows(store.updater, key)
 
     changes = Changes({}, {})
     for key, rows in pushed.items():
         stored, state = store.values[key], store.updater_state[key]
         run = functools.partial(aggregate.add_rows, store.updater)
         if not is_tracing():
+            # Rows go to the table, which stays where it is: it may be much larger.
             rows = [_sum_over_processes(rows, stored.dtype)] if across else rows
             rows = put(rows, stored.sharding)
             run = _compiled(store.updater) if isinstance(store.updater, Updater) else run

@@ -21,7 +21,6 @@ from .. import kv
 from .._core import checks, host
 from .._core.arrays import Device, PyTree, Recent, forget
 from .._core.process import keep_freed_memory
-from .._core.text import plural
 from .._core.transfers import allows_transfers
 from .._devices.mesh import copies_on, put_copy, wait_before_collectives
 from .._devices.user_mesh import in_user_mesh
@@ -62,8 +61,10 @@ def use_cpu_devices(n: int, *, keep_memory: bool = False) -> None:
         devices = jax.devices()
         if len(devices) == n and devices[0].platform == "cpu":
             return
-        runs = f"use_cpu_devices({n}): JAX runs already, on {len(devices)} {devices[0].platform} device(s)"
-        raise RuntimeError(f"{runs}; restart the Python process (or the kernel) and call this first") from None
+        raise RuntimeError(
+            f"use_cpu_devices({n}): JAX runs already, on {len(devices)} {devices[0].platform} device(s); restart the "
+            "Python process (or the kernel) and call this first"
+        ) from None
     if keep_memory and not keep_freed_memory():
         warnings.warn("use_cpu_devices: keep_memory needs the GNU C library; nothing is kept", RuntimeWarning, 2)
 
@@ -123,8 +124,6 @@ def copy_to(params: PyTree, device: Device) -> PyTree:
         >>> copy_to({"w": jnp.ones(2)}, jax.devices()[0])["w"].tolist()
         [1.0, 1.0]
     """
-    if not hasattr(device, "process_index"):
-        raise TypeError(f"copy_to: device must be one such as jax.devices()[0], got {checks.describe(device)}")
     checks.check_own([device], "copy_to")
     return put_copy(host.own_copies(params, "copy_to: params"), SingleDeviceSharding(device))
 
@@ -173,13 +172,14 @@ def allreduce(values: Sequence[Any]) -> list[jax.Array]:
     """
     if not isinstance(values, (list, tuple)) or not values:
         kind = ValueError if isinstance(values, (list, tuple)) else TypeError
-        hint = "inside pmap or shard_map write jax.lax.psum(value, axis_name)"
-        raise kind(f"allreduce: values must be a list of arrays, one a device, got {checks.describe(values)}; {hint}")
+        raise kind(
+            f"allreduce: values must be a list of arrays, one a device, got {checks.describe(values)}; inside pmap or "
+            "shard_map write jax.lax.psum(value, axis_name)"
+        )
     arrays = [checks.array(v, f"allreduce: value {i}") for i, v in enumerate(values)]
     for i, array in enumerate(arrays):
         checks.check_own(array.devices(), f"allreduce: value {i}")
-        if array.shape != arrays[0].shape:
-            raise ValueError(f"allreduce: value {i}: expected shape {arrays[0].shape}, got {array.shape}")
+        # A push would cast to the first dtype. Of shapes it says itself which is wrong.
         if array.dtype != arrays[0].dtype:
             raise TypeError(f"allreduce: value {i}: expected dtype {arrays[0].dtype}, got {array.dtype}")
     # A store of this one sum, so that it is a push like any other: the same programs, the same bits.
@@ -232,8 +232,6 @@ def spmd(
         >>> total(jnp.array([1.0, 2.0])).tolist()
         [3.0, 3.0]
     """
-    if not callable(fn):
-        raise TypeError(f"spmd: expected the function of one device, got {checks.describe(fn)}")
     checks.choice(engine, "spmd", "engine", checks.ENGINES)
     chosen = checks.devices(jax.local_devices() if devices is None else devices, "spmd")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
@@ -254,7 +252,16 @@ def spmd(
     def call(*args: PyTree) -> PyTree:
         if max(donate, default=-1) >= len(args):  # jax sees *args, so it would donate nothing and say nothing
             raise ValueError(f"spmd: donate_argnums has {max(donate)}, but the call has {len(args)} arguments")
-        _check_entries(args, in_axes, local_count)
+        # Of 8 entries for 4 devices a `shard_map` would give each device the first of its two, without a word, and
+        # `pmap` takes 2 entries for 4 devices. Jax itself says what is wrong with a tuple of axes of another length.
+        axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        for i, (arg, axis) in enumerate(zip(args, axes, strict=False)):
+            for leaf in jax.tree.leaves(arg) if axis == 0 else ():
+                if np.shape(leaf)[:1] != (local_count,):
+                    raise ValueError(
+                        f"spmd: argument {i} must have one entry for each of the {local_count} devices, got shape "
+                        f"{np.shape(leaf)}; reshape it to ({local_count}, n // {local_count}, ...)"
+                    )
         args = host.own_copies(args, "spmd: args")
         wait_before_collectives(args, chosen)
         return compiled(*args)
@@ -267,7 +274,7 @@ def _pmap(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]
     # JAX forgets this function together with `run`. The user's own may be in other calls of `jax.pmap`.
     @functools.wraps(fn)
     def mapped(*args: PyTree) -> PyTree:
-        return _with_axes(fn(*args), options["out_axes"])
+        return fn(*args)
 
     run = jax.pmap(mapped, **options)
     weakref.finalize(run, forget, mapped).atexit = False
@@ -289,7 +296,7 @@ def _shard_map(
     def run(*args: PyTree) -> PyTree:
         # `shard_map` gives each device (1, ...) of a stacked argument, and `fn` is for one device, as with `pmap`.
         def body(*args: PyTree) -> PyTree:
-            out = _with_axes(fn(*_map_stacked(lambda x: x[0], args, in_axes)), out_axes)
+            out = fn(*_map_stacked(lambda x: x[0], args, in_axes))
             return _map_stacked(lambda x: jnp.asarray(x)[None], out, out_axes)
 
         return jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*args)
@@ -298,8 +305,7 @@ def _shard_map(
     if not mesh.is_multi_process:
         return compiled
 
-    # As `pmap`, each process gives and gets the entries of its own devices. `jit` takes arrays over all of them.
-
+    # As with `pmap`, each process gives and gets the entries of its own devices. `jit` takes arrays over all of them.
     def of_this_process(*args: PyTree) -> PyTree:
         from jax.experimental import multihost_utils
 
@@ -309,20 +315,13 @@ def _shard_map(
     return of_this_process
 
 
-def _with_axes(out: PyTree, out_axes: PyTree) -> PyTree:
-    """What a function returned. `ValueError` unless a tuple of axes has one for each result."""
-    if not isinstance(out_axes, tuple) or (isinstance(out, tuple) and len(out) == len(out_axes)):
-        return out
-    results = plural(len(out), "result") if isinstance(out, tuple) else checks.describe(out)
-    has = f"out_axes={out_axes} is for {plural(len(out_axes), 'result')}, and the function returns {results}"
-    raise ValueError(f"spmd: {has}; give out_axes one entry for each result, or one number or None for all")
-
-
 def _map_stacked(change: Callable[[jax.Array], jax.Array], tree: PyTree, axes: PyTree) -> PyTree:
-    """The tree with `change` applied to the leaves that have axis 0."""
-    if isinstance(axes, tuple) and isinstance(tree, tuple):
-        return tuple(_map_stacked(change, t, a) for t, a in zip(tree, axes, strict=True))
-    return tree if axes is None else jax.tree.map(change, tree)
+    """The tree with `change` applied to the leaves that have axis 0. `axes` may be a prefix of it."""
+
+    def map_part(axis: int | None, subtree: PyTree) -> PyTree:
+        return subtree if axis is None else jax.tree.map(change, subtree)
+
+    return jax.tree.map(map_part, axes, tree, is_leaf=lambda axis: axis is None)
 
 
 def _specs(axes: PyTree, axis_name: str) -> PyTree:
@@ -330,19 +329,7 @@ def _specs(axes: PyTree, axis_name: str) -> PyTree:
     if isinstance(axes, tuple):
         return tuple(_specs(a, axis_name) for a in axes)
     if axes not in (0, None):
-        hint = "use engine='pmap'"
-        raise ValueError(f"spmd: engine 'shard_map' takes axes 0 and None, got {checks.describe(axes)}; {hint}")
+        raise ValueError(
+            f"spmd: engine 'shard_map' takes axes 0 and None, got {checks.describe(axes)}; use engine='pmap'"
+        )
     return P() if axes is None else P(axis_name)
-
-
-def _check_entries(args: tuple[PyTree, ...], in_axes: PyTree, count: int) -> None:
-    """`ValueError` unless each argument with axis 0 has an entry for each of `count` devices."""
-    axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-    if len(axes) != len(args):
-        has = f"in_axes={in_axes} is for {plural(len(axes), 'argument')}, and the call has {len(args)}"
-        raise ValueError(f"spmd: {has}; give in_axes one entry for each argument, or one number or None for all")
-    for i, (arg, axis) in enumerate(zip(args, axes, strict=True)):
-        for leaf in jax.tree.leaves(arg) if axis == 0 else ():
-            if np.shape(leaf)[:1] != (count,):
-                wanted = f"spmd: argument {i} must have one entry for each of the {count} devices"
-                raise ValueError(f"{wanted}, got shape {np.shape(leaf)}; reshape it to ({count}, n // {count}, ...)")

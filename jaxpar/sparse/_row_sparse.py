@@ -65,8 +65,10 @@ class RowSparse:
             raise ValueError(f"RowSparse: indices must have one axis, got shape {indices.shape}")
         expected = (indices.shape[0], *shape[1:])
         if values.shape != expected:
-            rows = f"{indices.shape[0]} rows of a table of shape {shape}"
-            raise ValueError(f"RowSparse: {rows} need values of shape {expected}, got {values.shape}")
+            raise ValueError(
+                f"RowSparse: {indices.shape[0]} rows of a table of shape {shape} need values of shape {expected}, got "
+                f"{values.shape}"
+            )
         _check_range(indices, shape[0], "RowSparse: row", last=shape[0])
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "indices", _as_array(indices).astype(jnp.int32))

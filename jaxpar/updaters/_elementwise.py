@@ -141,15 +141,20 @@ def _trace(updater: Updater, keys: Sequence[int], value: PyTree, with_update: bo
 
 def _difference(of_value: _Traces | Exception, of_share: _Traces | Exception) -> str | None:
     """How the two differ, in words. `NotElementwise` if one of them breaks the rule."""
+    # 1. It runs on both.
     for traces, name in ((of_value, "the whole value"), (of_share, "a share of it")):
         if isinstance(traces, Exception):
             return f"the updater fails on {name} only ({first_line(traces)})"
     assert isinstance(of_value, _Traces)
     assert isinstance(of_share, _Traces)
+
+    # 2. The states have the same leaves: scalars, or one number for each element.
     specs = jax.tree.leaves(of_value.value)
     forms = f"{checks.describe(specs[0]) if len(specs) == 1 else 'whole values'} and for a share of it"
     if reason := _other_state(of_value, of_share):
         return f"the updater is not the same for {forms}: {reason}"
+
+    # 3. `init`, then `update`, are the same program of elements.
     values = [Extent.ELEMENTS] * len(specs)
     reason = _other_program(read(of_value.init, values), read(of_share.init, values))
     if reason is None and of_value.update is not None and of_share.update is not None:

@@ -78,6 +78,8 @@ def dependence(fn: Callable[..., PyTree], *args: PyTree) -> Callable[..., PyTree
 
 def _dependence(jaxpr: Jaxpr, marks: Sequence[Marks]) -> list[Marks]:
     def equation(eqn: Eqn, operands: list[Marks]) -> list[Marks]:
+        # From what is known most exactly to what is known least: of an operation that is not listed here, such as a
+        # matrix product or a loop, everything depends on everything.
         name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.outvars]
         if not any(operand.any() for operand in operands):
             return list(map(_unmarked, shapes))
@@ -91,7 +93,7 @@ def _dependence(jaxpr: Jaxpr, marks: Sequence[Marks]) -> list[Marks]:
             return operands
         if name in ELEMENTWISE:
             return [functools.reduce(np.logical_or, operands, _unmarked(shapes[0]))]
-        if name in _MOVES:
+        if name in _MOVES:  # marks move as the elements do, so the operation itself moves them
             with outside_mesh(), jax.ensure_compile_time_eval():
                 moved = eqn.primitive.bind(*map(jnp.asarray, operands), **eqn.params)
             return list(map(np.asarray, moved if eqn.primitive.multiple_results else [moved]))

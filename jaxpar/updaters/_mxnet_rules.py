@@ -44,7 +44,7 @@ Rule = Callable[..., tuple[Array, State]]  # of a `Push` and the options, gives 
 class Optimizer:
     """An optimizer with its options: the `update` of its updater. Equal options make equal ones."""
 
-    where: str
+    name: str  # that of its function, for messages
     rule: Rule
     slots: tuple[str, ...]  # the arrays of its state in the shape of the value
     options: tuple[tuple[str, float], ...]  # of the rule
@@ -86,22 +86,33 @@ class Optimizer:
         decay = self.wd * self.program_of(key)[1]
         if decay and not self.takes_decay:
             raise ValueError(
-                f"{self.where} takes no RowSparse with weight decay, as in MXNet, and that of this key is "
-                f"{decay}; write wd=0 or wd_mult={{{key}: 0}}, or push dense values"
+                f"kv.push: key {key}: {self.name} takes no RowSparse with weight decay, as in MXNet, and that of this "
+                f"key is {decay}; write wd=0 or wd_mult={{{key}: 0}}, or push dense values"
             )
 
     def __call__(
         self, key: int, pushed: Array, state: State, stored: Array, num_updates: Array | None = None
     ) -> tuple[Array, State]:
+        # The rule computes in float32 or wider. A narrower value has a wide copy in the state, if the user wants one.
         wide = _wide(stored.dtype)
         gradient = pushed.astype(wide) * self.rescale_grad
+
+        # The rate is in the state, or of a schedule, or a number. Each key has a factor of it, and one of the decay.
         of_rate, of_decay = self.program_of(key)
         rate = self.learning_rate
         if self.rate_in_state:
             rate = state["learning_rate"]
         elif callable(rate):
-            rate = _scheduled(self.where, rate, state["count"] if num_updates is None else num_updates)
+            try:
+                rate = rate(state["count"] if num_updates is None else num_updates)
+            except jax.errors.TracerBoolConversionError as error:
+                schedule = getattr(self.learning_rate, "__name__", type(self.learning_rate).__name__)
+                raise TypeError(
+                    f"{self.name}: the schedule {schedule} tests the count in Python, which a compiled step cannot; "
+                    "write jnp.where(count < 100, 0.1, 0.01) in place of if"
+                ) from error
         rate = jnp.asarray(rate * of_rate, wide)
+
         value = _master(state["master"], stored) if "master" in state else stored.astype(wide)
         push = Push(gradient, value, state, rate, self.wd * of_decay, self.clip_gradient)
         value, slots = self.rule(push, **dict(self.options))
@@ -113,15 +124,6 @@ class Optimizer:
         return value.astype(stored.dtype), state
 
 
-def _scheduled(where: str, schedule: Callable[[Array], ArrayLike], count: Array) -> ArrayLike:
-    try:
-        return schedule(count)
-    except jax.errors.TracerBoolConversionError as error:
-        name = getattr(schedule, "__name__", type(schedule).__name__)
-        fault = f"{where}: the schedule {name} tests the count in Python, which a compiled step cannot"
-        raise TypeError(f"{fault}; write jnp.where(count < 100, 0.1, 0.01) in place of if") from error
-
-
 @dataclasses.dataclass(frozen=True)
 class _Init:
     optimizer: Optimizer
@@ -130,11 +132,15 @@ class _Init:
     def __call__(self, key: int, value: Array | None = None) -> State:
         optimizer = self.optimizer
         if value is None:  # optax gives the params
-            fault = f"{optimizer.where} is an updater with a state for each key, and no part of an optax transform"
-            raise TypeError(f"{fault}; give it alone as optimizer=, or an optimizer of optax here")
+            raise TypeError(
+                f"{optimizer.name} is an updater with a state for each key, and no part of an optax transform; give it "
+                "alone as optimizer=, or an optimizer of optax here"
+            )
         if not jnp.issubdtype(value.dtype, jnp.floating):
-            hint = "cast it before kv.init, or use an updater for this key"
-            raise TypeError(f"key {key}: an optimizer needs a floating value, got {value.dtype}; {hint}")
+            raise TypeError(
+                f"key {key}: an optimizer needs a floating value, got {value.dtype}; cast it before kv.init, or use an "
+                "updater for this key"
+            )
         wide = _wide(value.dtype)
         state = {slot: jnp.zeros(value.shape, wide) for slot in optimizer.slots}
         if optimizer.multi_precision and value.dtype != wide:
@@ -198,8 +204,9 @@ def _number(where: str, name: str, value: object, expected: str = _AT_LEAST_ZERO
 
 def _factors(where: str, name: str, factors: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
     if factors is not None and not all(isinstance(key, numbers.Integral) for key in factors):
-        hint = "multipliers(names, patterns) makes one"
-        raise TypeError(f"{where}: {name} maps keys to factors, got {factors!r}; {hint}")
+        raise TypeError(
+            f"{where}: {name} maps keys to factors, got {factors!r}; multipliers(names, patterns) makes one"
+        )
     return tuple(sorted((int(key), _number(where, name, value)) for key, value in (factors or {}).items()))
 
 
@@ -220,6 +227,9 @@ class Push(NamedTuple):
     def decayed(self) -> Array:
         """The gradient with the decay, clipped together."""
         return self.clip(self.gradient + self.decay * self.value)
+
+
+# The rules. The table at the top of `_mxnet` has their formulas.
 
 
 def sgd(push: Push, *, momentum: float) -> tuple[Array, State]:

@@ -111,15 +111,18 @@ def _results(jaxpr: Jaxpr, arguments: Sequence[_Name], constants: Sequence[_Name
 
 
 def _equation(eqn: Eqn, operands: list[_Name]) -> list[_Name]:
+    # What only moves or casts a number is no operation of the rule: another jax may leave it out.
     kind, count = eqn.primitive.name, len(eqn.outvars)
     if kind in _SAME and count == 1:
         return operands[:1]
+    # A call is what is in it. A loop or branches are one operation, named by all programs in it.
     inner = [
         _results(program, _last(operands, len(program.invars)), [_Name(None, None)] * len(program.constvars))
         for program, _ in programs(eqn)
     ]
     if kind in CALLS:
         return inner[0]
+    # What is computed of hyperparameters alone is one too, so another schedule is the same rule.
     rules, exacts = [name.rule for name in operands], [name.exact for name in operands]
     is_hyperparameter = not any(rules)
     if kind in _IN_ANY_ORDER:

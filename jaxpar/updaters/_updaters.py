@@ -151,12 +151,14 @@ def check_updater(updater: object, where: str) -> None:
 
 
 def _check_takes(fn: Any, names: tuple[str, ...], what: str, hint: str = "") -> None:
+    # `optax.sgd` in place of `optax.sgd(0.1)` is the likely mistake.
     shown, first = getattr(fn, "__name__", type(fn).__name__), ""
     with contextlib.suppress(TypeError, ValueError):  # a function that Python cannot inspect
         first = next(iter(inspect.signature(fn).parameters), "")
     if first == "learning_rate":
-        called = f"{what} is called with ({', '.join(names)})"
-        raise TypeError(f"{called}, but {shown} makes one; call it first, {shown}(0.1)")
+        raise TypeError(
+            f"{what} is called with ({', '.join(names)}), but {shown} makes one; call it first, {shown}(0.1)"
+        )
     check_takes(fn, names, what, hint)
 
 
@@ -187,7 +189,7 @@ def check_rows(updater: object, key: int) -> None:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Placeholder:
     """Stands in a pytree for a param. It has no leaves, so functions that map over the params copy it."""
 
     key: int
@@ -220,9 +222,10 @@ class TreeOptimizer:
             message = str(error).strip().partition("\n")[0]
             if "pytree structure error" not in message:
                 raise
-            fault = "the labels or the mask of this optimizer have another structure than the params"
-            hint = "name all params, those that frozen= leaves out too, or give a function of the params"
-            raise ValueError(f"optimizer: {fault} ({message}); {hint}") from None
+            raise ValueError(
+                "optimizer: the labels or the mask of this optimizer have another structure than the params "
+                f"({message}); name all params, those that frozen= leaves out too, or give a function of the params"
+            ) from None
         return Lookahead(state, params) if isinstance(state, optax.LookaheadState) else state
 
     def update(
@@ -250,8 +253,10 @@ class TreeOptimizer:
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
                 raise
-            hint = "a training step gives value=, the loss, and grad=, and a push gives neither"
-            raise TypeError(f"this optimizer needs more than gradients ({error}); {hint}") from error
+            raise TypeError(
+                f"this optimizer needs more than gradients ({error}); a training step gives value=, the loss, and "
+                "grad=, and a push gives neither"
+            ) from error
         new: Params = optax.apply_updates(seen, updates)
         return (new.fast, Lookahead(inner, new.slow)) if isinstance(state, Lookahead) else (new, inner)
 
@@ -267,15 +272,15 @@ class TreeOptimizer:
         structure = jax.tree.structure(params)
         owners: list[int | None] = []
 
-        def note(place: _Place | jax.ShapeDtypeStruct, subtree: PyTree) -> None:
-            owners.extend([place.key if isinstance(place, _Place) else None] * len(jax.tree.leaves(subtree)))
-            if not isinstance(place, _Place) and place.shape != subtree.shape:
+        def note(owner: _Placeholder | jax.ShapeDtypeStruct, subtree: PyTree) -> None:
+            owners.extend([owner.key if isinstance(owner, _Placeholder) else None] * len(jax.tree.leaves(subtree)))
+            if not isinstance(owner, _Placeholder) and owner.shape != subtree.shape:
                 raise UnknownOwners(f"its state has an array for several params together, of shape {subtree.shape}")
 
         state = jax.eval_shape(self.init, params)
         try:
-            places = jax.eval_shape(self.init, structure.unflatten(map(_Place, range(structure.num_leaves))))
-            jax.tree.map(note, places, state, is_leaf=lambda x: isinstance(x, _Place))
+            marked = jax.eval_shape(self.init, structure.unflatten(map(_Placeholder, range(structure.num_leaves))))
+            jax.tree.map(note, marked, state, is_leaf=lambda x: isinstance(x, _Placeholder))
         except UnknownOwners:
             raise
         except Exception as error:  # any error is the optimizer's own
@@ -448,8 +453,10 @@ def set_learning_rate(state: AnyState, learning_rate: float | jax.Array) -> AnyS
 
     state = jax.tree_util.tree_map_with_path(replace, state)
     if not paths:
-        hint = "make the optimizer with rate_in_state=True, or by optax.inject_hyperparams"
-        raise ValueError(f"set_learning_rate: this state has no learning rate; {hint}")
+        raise ValueError(
+            "set_learning_rate: this state has no learning rate; make the optimizer with rate_in_state=True, or by "
+            "optax.inject_hyperparams"
+        )
     return state
 
 

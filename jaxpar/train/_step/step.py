@@ -101,7 +101,7 @@ class DeviceStep:
         # and of which it is not known any more whether they are zeros.
         pushed, pending, ready, zeros = grads, {}, None, shard.unread
         if store.staleness:
-            pushed, pending, ready = queue.rotate_queue(store, grads, one=True)
+            pushed, pending, ready = queue.rotate_queue(store, grads, of_one_device=True)
             zeros = frozenset[int]()
         summed, residuals = self.sum_gradients(store, pushed, zeros)
         metrics, model_state, flags = self.mean_over_devices(state, shard, grads, summed)

@@ -1,0 +1,300 @@
+"""A store in a checkpoint: what `checkpoint` asks of it, as a `NodeFormat`.
+
+`slots` says what is saved, then `adapt` and `complete` restore into a template. A value of a store of kind `sharded` is
+saved whole, so a store of any kind on any number of devices can restore it. Residuals belong to the devices that
+pushed. For another number of devices they start again. Pending pushes are regrouped for the new devices, with the same
+sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import updaters
+from .._core import checks
+from .._core.arrays import PyTree
+from .._core.portable import FORMATS, NodeFormat, Saved, SavedArray, describe_record, join_names, path_name
+from .._devices.mesh import copies_on, put, split_over
+from .._store import aggregate, queue, store as stores
+from .._store.store import Form, KVStore
+
+_ROLES = {"residuals": "residual", "pending": "pending"}  # of what belongs to the devices that pushed
+
+
+def slots(store: KVStore, prefix: str) -> list[SavedArray]:
+    """What is saved of each leaf of the store."""
+    names, rules, saved = stores.names(store), rule_of_each(store), list[SavedArray]()
+    layouts = jax.tree.leaves(stores.layout_of_each(store))
+    for (path, leaf), layout in zip(jax.tree_util.tree_leaves_with_path(store), layouts, strict=True):
+        field, name, frozen = path[0].name, path_name(path), False
+        description, rule, array = name, None, name
+        if field != "optimizer_state":
+            k = path[1].key
+            param = names.get(k, str(k))
+            # What orbax and people find: `params/conv1/kernel`. A variable of NNX has its array in `value`.
+            array = join_names("params" if field == "values" else field, param.removesuffix("/value"))
+            array = join_names(array, path_name(path[2:]))
+            key = f"key {k} ({param!r})" if param != str(k) else f"key {k}"
+            description = f"{key}: {name}"
+            if field == "values":
+                description, rule, frozen = f"{key}: value", rules.get(k), k in store.frozen
+        # Rows are saved in the full shape, which any number of devices can cut anew.
+        shape, in_rows = (layout.shape, True) if layout.form is Form.ROWS else (leaf.shape, False)
+        role, array = _ROLES.get(field), join_names(prefix.removesuffix("store").removesuffix("/"), array)
+        saved.append(SavedArray(join_names(prefix, name), description, leaf, shape, in_rows, role, rule, frozen, array))
+    return saved
+
+
+def rule_of_each(store: KVStore) -> dict[int, str | None]:
+    """What identifies the computation by which a push updates each key. None where that is not known."""
+    specs = stores.specs_of(store)
+    if not isinstance(store.updater, updaters._TreeOptimizer):
+        return updaters._rule_of_each(store.updater, None, tuple(specs), tuple(specs.values()))
+    keys, structure = stores.trained_keys(store), jax.tree.structure(stores.tree_of(store, specs))
+    return updaters._rule_of_each(store.updater, structure, tuple(keys), tuple([specs[k] for k in keys]))
+
+
+# What was saved, under the names that the template's optimizer has. `checkpoint` then fills the template's values and
+# states by these names.
+
+
+def adapt(template: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved:
+    """What was saved, with the optimizer's states of the params that are trained now, in the form that they have now.
+
+    What a step here cannot make fit stays as it is. The comparison with `like` then says what is missing.
+    """
+    saved = with_wide_averages(template.optimizer_state, saved, join_names(prefix, "optimizer_state"), remarks)
+    saved = _with_frozen_as_now(template, saved, prefix, remarks)
+    return _with_joined_states(template, saved, prefix, remarks)
+
+
+def with_wide_averages(optimizer_state: PyTree, saved: Saved, prefix: str, remarks: list[str]) -> Saved:
+    """What was saved, with averages of params in float32 that were kept in the narrower dtype of the params."""
+
+    def is_average(node: object) -> bool:
+        return isinstance(node, updaters._AverageState)
+
+    widened: Saved = {}
+    for path, node in jax.tree_util.tree_leaves_with_path(optimizer_state, is_leaf=is_average):
+        if not is_average(node):
+            continue
+        for inner, leaf in jax.tree_util.tree_leaves_with_path(node.average):
+            name = join_names(join_names(prefix, path_name(path)), join_names("average", path_name(inner)))
+            record, array = saved.get(name, ({}, np.zeros(())))
+            if leaf.dtype == np.float32 and record.get("dtype") in ("bfloat16", "float16"):
+                widened[name] = {**record, "dtype": "float32"}, array.astype(np.float32)
+    if widened:
+        remarks.append("the averages of params were saved in 16 bits, and are kept in float32 now")
+    return {**saved, **widened}
+
+
+def _with_frozen_as_now(template: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved:
+    """What was saved by a run that froze other params than the template does.
+
+    The states of params that are frozen now are left out. Params that are trained again get a first state.
+    """
+    # Which states does the template have, and which were saved? If these are the same, the frozen params are too.
+    fields = tuple(join_names(prefix, field) + "/" for field in ("optimizer_state", "updater_state"))
+    states_now = {slot.name: slot for slot in slots(template, prefix) if slot.name.startswith(fields)}
+    states_then = {name for name in saved if name.startswith(fields)}
+    has_states = isinstance(template.updater, (updaters._TreeOptimizer, updaters.Updater))
+    if states_now.keys() == states_then or not has_states:
+        return saved
+
+    def first_state(store: KVStore, values: Mapping[int, Any]) -> dict[str, Any]:
+        """The updater's state before the first update of these values, by the store's field that has it."""
+        if isinstance(store.updater, updaters._TreeOptimizer):
+            return {"optimizer_state": store.updater.init(stores.tree_of(store, values))}
+        return {"updater_state": {k: store.updater.init(k, v) for k, v in values.items()}}
+
+    # Which params were frozen then? If nothing were frozen, each array of the optimizer's state would have an owner.
+    # Those whose arrays were not saved were frozen.
+    all_trained = dataclasses.replace(template, frozen=())
+    all_states = jax.eval_shape(functools.partial(first_state, all_trained), stores.specs_of(template))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(all_states)]
+    try:
+        keys = stores.owners(all_trained) if "optimizer_state" in all_states else [path[1].key for path in paths]
+    except updaters._UnknownOwners:
+        return saved
+    owner = dict(zip([join_names(prefix, path_name(path)) for path in paths], keys, strict=True))
+    frozen_then = {owner[name] for name in owner.keys() - states_then}
+    values = join_names(prefix, "values")
+    if not states_then <= owner.keys() or not saved.keys() >= {f"{values}/{k}" for k in template.values}:
+        return saved  # of another model
+    if None in frozen_then or any(owner[name] in frozen_then for name in states_then):
+        return saved  # of another optimizer: a state of no single param is missing, or a part of one param's state
+
+    # Was it the same optimizer? The rule of a param that an optimizer of the whole pytree updates depends on which
+    # others are trained. So it is compared with those frozen that were then. `complete` would compare it again, with
+    # what is frozen now, so the records lose their rules.
+    then = dataclasses.replace(template, frozen=tuple(sorted(k for k in frozen_then if k is not None)))
+    _check_rules(then, by_key(saved, values, template), remarks)
+    adapted = {name: entry for name, entry in saved.items() if name in states_now or name not in states_then}
+    for k in template.values:
+        record, array = saved[f"{values}/{k}"]
+        adapted[f"{values}/{k}"] = {field: x for field, x in record.items() if field != "rule"}, array
+
+    # A param that is trained again begins from its saved value with the state of a first update.
+    thawed = states_now.keys() - states_then
+    trained = {
+        k: jnp.asarray(np.asarray(saved[f"{values}/{k}"][1])) for k in template.values if k not in template.frozen
+    }
+    for path, leaf in jax.tree_util.tree_leaves_with_path(first_state(template, trained)):
+        name = join_names(prefix, path_name(path))
+        if name in thawed:
+            adapted[name] = states_now[name].record(), np.asarray(leaf)
+    if thawed:
+        names = ", ".join(repr(stores.names(template)[k]) for k in sorted({owner[name] or 0 for name in thawed}))
+        remarks.append(f"{names}: frozen in the checkpoint, so the optimizer's state of these params starts anew")
+    return adapted
+
+
+def _with_joined_states(template: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved:
+    """What was saved with one optimizer state a key, for a store whose optimizer has one state for the whole pytree."""
+    before = join_names(prefix, "updater_state") + "/"
+    old = {name.removeprefix(before): entry for name, entry in saved.items() if name.startswith(before)}
+    after = join_names(prefix, "optimizer_state") + "/"
+    new_slots = [slot for slot in slots(template, prefix) if slot.name.startswith(after)]
+    if not isinstance(template.updater, updaters._TreeOptimizer) or not old or not new_slots:
+        return saved
+
+    # Each leaf of the new state is that of one key, or, as a count, is in the states of all keys. So there are the
+    # names `key/leaf` of one old leaf for each of the former, and of one a key for each of the latter, both in order.
+    specs, trained = stores.specs_of(template), stores.trained_keys(template)
+    of_param, of_none = dict[int, Any](), list[Any]()
+    try:
+        for k in trained:
+            leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(template.updater.init, specs[k]))
+            owned = [
+                (join_names(str(k), path_name(path)), owner is not None)
+                for (path, _), owner in zip(leaves, template.updater.owners(specs[k]), strict=True)
+            ]
+            of_param[k] = iter([name for name, has_owner in owned if has_owner])
+            of_none.append(iter([name for name, has_owner in owned if not has_owner]))
+        made_of = [[next(n) for n in of_none] if k is None else [next(of_param[k])] for k in stores.owners(template)]
+    except (updaters._UnknownOwners, StopIteration):
+        return saved
+    trained_keys = {str(k) for k in trained}
+    trained_names = {name for name in old if name.partition("/")[0] in trained_keys}
+    if {name for names in made_of for name in names} != trained_names:
+        return saved
+
+    joined: Saved = {}
+    for slot, names in zip(new_slots, made_of, strict=True):
+        record, array = old[names[0]]
+        if not all(np.array_equal(old[name][1], array) for name in names):
+            return saved  # counts that differ cannot become one
+        joined[slot.name] = {**record, "name": slot.name, "words": slot.words}, array
+    remarks.append("the optimizer's state was saved for each key, and was joined into one for all params")
+    others_saved = {name: entry for name, entry in saved.items() if not name.startswith(before)}
+    for record, _ in others_saved.values():
+        record.pop("rule", None)  # it was that of a single key
+    return others_saved | joined
+
+
+# What is restored beside values and states: whatever belongs to the devices that pushed.
+
+
+def complete(store: KVStore, template: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> KVStore:
+    """The store with residuals and pending pushes, for the devices of `template`."""
+    _check_rules(template, by_key(saved, join_names(prefix, "values"), template), remarks)
+
+    # A residual is what one compressor left out on one device. It is taken up where both are as before. Else it starts
+    # anew, and what was left out is lost, so the user is told.
+    saved_residuals = by_key(saved, join_names(prefix, "residuals"), template)
+    if saved_residuals and store.compressor is None:
+        record = next(iter(next(iter(saved_residuals.values())).values()))[0]
+        raise ValueError(
+            f"{record['words']}: found {describe_record(record)}, but the store of `like` compresses nothing; use "
+            "kv.set_gradient_compression on it"
+        )
+    residuals, restarted = dict[int, Any](), list[int]()
+    for k in sorted({*template.residuals, *saved_residuals}):
+        arrays = {name: np.asarray(array) for name, (_, array) in saved_residuals.get(k, {}).items()}
+        # For as many devices as the template has it for, else as the store has, else as it was saved for.
+        leaves = jax.tree.leaves(template.residuals.get(k))
+        saved_for = next((array.shape[0] for array in arrays.values() if array.ndim), 1)
+        count = leaves[0].shape[0] if leaves else len(store.devices) if store.devices else max(1, saved_for)
+        initial = aggregate.start_residuals(store, [k], count)[k]
+        forms, expected = ({name: (x.shape, x.dtype) for name, x in state.items()} for state in (arrays, initial))
+        if forms != expected:
+            arrays = jax.tree.map(np.asarray, initial)
+            restarted.append(k)
+        sharding = leaves[0].sharding if leaves else split_over(store.devices) if store.devices else None
+        residuals[k] = put(arrays, sharding)
+    if restarted:
+        remarks.append(
+            f"residuals of keys {checks.shorten(restarted)} start anew: other devices, or another compressor"
+        )
+
+    # Pending pushes: a count, and as many values as the staleness, each with a row for each device that pushed.
+    saved_pending = by_key(saved, join_names(prefix, "pending"), template)
+    pending: dict[int, queue.PendingPushes] = {}
+    for k in sorted({*template.pending, *saved_pending}):
+        count, along, everywhere = None, None, None  # as many devices as before, anywhere
+        if queued := template.pending.get(k):
+            count, along, everywhere = queued.values[0].shape[0], queued.values[0].sharding, queued.count.sharding
+        elif store.devices:
+            count, along, everywhere = len(store.devices), split_over(store.devices), copies_on(store.devices)
+        if k not in saved_pending:
+            pushes = queue.start(store, k, count or 1)
+        else:
+            record = next(iter(saved_pending[k].values()))[0]
+            key, staleness = record["words"].partition(":")[0], len(saved_pending[k]) - 1
+            if staleness != store.staleness:
+                raise ValueError(
+                    f"{key}: values wait for {staleness} pushes, but the store of `like` has staleness "
+                    f"{store.staleness}; make it with staleness={staleness}, or call kv.flush before saving"
+                )
+            arrays = {name: np.asarray(array) for name, (_, array) in saved_pending[k].items()}
+            rows = max((a.shape[0] for a in arrays.values() if a.ndim), default=0)
+            value = (rows, *stores.shapes_of(store)[k]), store.values[k].dtype
+            expected = {"count": ((), np.dtype("int32")), **{f"values/{i}": value for i in range(staleness)}}
+            if not rows or {name: (a.shape, a.dtype) for name, a in arrays.items()} != expected:
+                raise ValueError(f"{key}: expected a count, and pending values with a row for each device")
+            count_pushed, *values = [jnp.asarray(arrays[name]) for name in expected]
+            pushes = queue.PendingPushes(tuple(values), count_pushed)
+            pushes = pushes if count is None else queue.regroup(pushes, count)
+        pending[k] = queue.PendingPushes(put(pushes.values, along), put(pushes.count, everywhere))
+    return dataclasses.replace(store, residuals=residuals, pending=pending)
+
+
+def _check_rules(template: KVStore, saved: dict[int, Saved], remarks: list[str]) -> None:
+    """`ValueError` where a value was updated by another rule than that of the template. Other numbers are said."""
+    differences = set[str]()
+    for k, rule in rule_of_each(template).items():
+        record, _ = saved[k][""]
+        differences.add(difference := updaters._difference_of_rules(rule, record.get("rule")))
+        if difference == "rule":
+            raise ValueError(
+                f"{record['words']}: it was saved with another optimizer than that of `like`; restore with that one, "
+                "then jax.tree.unflatten(jax.tree.structure(new), jax.tree.leaves(restored))"
+            )
+    if "numbers" in differences:
+        remarks.append(
+            "the optimizer has other numbers (learning rate, schedule, decay) than were saved; they apply now"
+        )
+
+
+def by_key(saved: Saved, prefix: str, store: KVStore) -> dict[int, Saved]:
+    """What was saved below a prefix, for each key of the store. The names are what follows the key."""
+    keys, saved_of = {str(k): k for k in store.values}, dict[int, Saved]()
+    for name, (record, array) in saved.items():
+        if name.startswith(prefix + "/"):
+            key, _, leaf_name = name.removeprefix(prefix + "/").partition("/")
+            if key not in keys:
+                raise ValueError(f"{record['words']}: found {name!r}, but the store of `like` has no such key")
+            saved_of.setdefault(keys[key], {})[leaf_name] = record, array
+    return saved_of
+
+
+# Without what belongs to the devices that pushed, which `complete` restores.
+_bare = functools.partial(dataclasses.replace, residuals={}, pending={})
+FORMATS[KVStore] = NodeFormat(slots, _bare, complete, adapt)
