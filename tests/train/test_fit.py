@@ -262,9 +262,9 @@ def test_a_live_plot_in_a_notebook(monkeypatch, capsys):
         return types.SimpleNamespace(update=lambda content, raw: shown.append(content))
 
     monkeypatch.setattr("IPython.display.display", display)
-    monkeypatch.setattr("jaxpar.train._callbacks.history.in_notebook", lambda: True)
-    monkeypatch.setattr("jaxpar.train._callbacks.history._EVERY", 0.0)
-    monkeypatch.setattr("jaxpar.train._callbacks.history._SHARE", 1e9)
+    monkeypatch.setattr("jaxpar.train._callbacks.figures.in_notebook", lambda: True)
+    monkeypatch.setattr("jaxpar.train._callbacks.figures._EVERY", 0.0)
+    monkeypatch.setattr("jaxpar.train._callbacks.figures._SHARE", 1e9)
     figures, plot_now = [], train.LivePlot._plot
     monkeypatch.setattr(train.LivePlot, "_plot", lambda plot: figures.append(plot_now(plot)) or figures[-1])
     plot = train.LivePlot()
@@ -283,7 +283,7 @@ def test_a_live_plot_in_a_notebook(monkeypatch, capsys):
     assert len(figures[-1].axes[0].get_lines()[-1].get_xdata()) == 3
     assert capsys.readouterr().out == ""
     shown.clear()
-    monkeypatch.setattr("jaxpar.train._callbacks.history._EVERY", 1000.0)
+    monkeypatch.setattr("jaxpar.train._callbacks.figures._EVERY", 1000.0)
     seen = []
     run(callbacks=plot, on_step=plot.on_step)  # as it had to be given before
     run(callbacks=[plot], on_step=lambda step, metrics: seen.append(step) or plot.on_step(step, metrics))
@@ -294,7 +294,7 @@ def test_a_live_plot_in_a_notebook(monkeypatch, capsys):
 
 
 def test_a_live_plot_elsewhere_draws_nothing(capsys, monkeypatch):
-    monkeypatch.setattr("jaxpar.train._callbacks.history.LivePlot._plot", lambda self: pytest.fail("it draws"))
+    monkeypatch.setattr("jaxpar.train._callbacks.figures.LivePlot._plot", lambda self: pytest.fail("it draws"))
     _, history = run(callbacks=train.LivePlot(), progress=True)
     assert capsys.readouterr().out.splitlines() == [line(record, 2) for record in history]
 

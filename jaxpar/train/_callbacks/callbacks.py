@@ -15,8 +15,9 @@ from ..._core import checks, text
 from ..._core.functions import check_takes
 from ..._devices import processes
 from .._step.state import TrainState
+from .figures import LivePlot
 from .fingerprint import fingerprint
-from .history import LivePlot, Record
+from .history import Record
 from .loggers import JsonLines, MetricsFile
 from .memory import memory_from_json, memory_to_json
 from .monitors import EarlyStopping, KeepBest, Monitor, default_monitor, raise_unknown

@@ -17,7 +17,7 @@ from ..._core.arrays import PyTree
 from ..._core.transfers import allows_transfers
 from ..._devices import processes, user_mesh
 from ...data import ArraySource, Dataset, IterableSource
-from .._callbacks.history import new_figure, readable, save_figure
+from .._callbacks.figures import new_figure, readable, save_figure
 from .evaluate import check_classes, check_classified, check_logits
 from .every_example import EvalProgram, Pass, with_axes
 

@@ -16,7 +16,7 @@ from ... import data, updaters
 from ..._core import checks, text
 from ..._core.transfers import allows_transfers
 from ..._devices import mesh, user_mesh
-from .._callbacks.history import new_figure, png, readable, save_figure
+from .._callbacks.figures import new_figure, png, readable, save_figure
 from .._step.state import TrainState, check_is_state
 from .._step.train_step import TrainStep
 from .progress import BEHIND
