@@ -9,6 +9,7 @@ from viz_programs import PARAMS, X, faults_of, program
 
 from jaxpar import viz
 
+
 def u(p, x):
     return (jnp.tanh(x @ p["a"]) @ p["b"])[0]
 
@@ -55,7 +56,7 @@ def test_a_place_that_a_loop_counts_is_part_of_the_param():
     assert [node.op for node in graph.layers] == ["mul", "Activation"]
 
 
-@pytest.mark.parametrize("first, step", [(0, lambda i, c: c + i), (1, lambda i, c: c * i)])
+@pytest.mark.parametrize(("first", "step"), [(0, lambda i, c: c + i), (1, lambda i, c: c * i)])
 def test_a_counter_is_not_the_number_that_it_begins_with(first, step):
     """`c + i` was left out, since i begins with 0."""
     graph = viz.trace(lambda w, x: lax.fori_loop(first, first + 5, step, x @ w), W, V)
@@ -76,7 +77,7 @@ def test_a_number_that_a_while_loop_carries_is_a_dependency():
 def test_what_no_later_pass_needs_costs_nothing():
     def passes(hands_on):
         def body(carry, _):
-            x, unused = carry
+            x, _ = carry
             return (jnp.tanh(x), x @ hands_on), None
 
         return lambda w, x: lax.scan(body, (x, x), None, length=3)[0][0]
@@ -163,6 +164,44 @@ def test_what_each_copy_of_a_block_hands_on_to_its_next_pass_is_one_array():
     assert [edge.arrays for edge in graph.edges if edge.carry] == [1]
 
 
+ADAPTER = {"q": {"w": Spec((4, 6), f32), "a": Spec((4, 2), f32), "b": Spec((2, 6), f32)}}
+NORMALIZED = {"v": Spec((4, 6), f32), "g": Spec((6,), f32)}
+COMPLEX = {"re": Spec((4, 6), f32), "im": Spec((4, 6), f32)}
+KERNEL = {"conv": {"kernel": Spec((3, 3, 3, 8), f32)}}
+
+
+def standardized(p, x):
+    k = p["conv"]["kernel"]
+    k = (k - k.mean((0, 1, 2), keepdims=True)) / (k.std((0, 1, 2), keepdims=True) + 1e-5)
+    return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+MADE = {
+    "an adapter": (lambda p, x: x @ (p["q"]["w"] + p["q"]["a"] @ p["q"]["b"]), ADAPTER, "q"),
+    "a normalized weight": (lambda p, x: x @ (p["v"] / jnp.linalg.norm(p["v"]) * p["g"][None]), NORMALIZED, "v"),
+    "a complex weight": (lambda p, x: x @ lax.complex(p["re"], p["im"]), COMPLEX, "re"),
+    "a standardized kernel": (standardized, KERNEL, "conv"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_of_params_alone_is_a_param(name):
+    fn, p, layer = MADE[name]
+    graph = viz.trace(fn, p, Spec((2, 5, 5, 3), f32) if p is KERNEL else Spec((3, 4), f32))
+    assert [(node.name, node.kind in ("FullyConnected", "Convolution")) for node in graph.layers] == [(layer, True)]
+    assert graph.total_params == sum(leaf.size for leaf in jax.tree.leaves(p))
+
+
+def test_what_is_made_of_gradients_is_no_param():
+    def fn(p, x):
+        attack = jnp.sign(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["a"])))(x)) * p["b"][0]
+        return attack @ p["a"]
+
+    layers = [node.op for node in viz.trace(fn, PARAMS, X).layers]
+    assert layers[-1] == "FullyConnected"
+    assert "mul" in layers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(60))
 def test_random_programs(seed):
@@ -173,5 +212,3 @@ def test_random_programs(seed):
     except (ValueError, NotImplementedError) as error:
         pytest.skip(f"jax does not differentiate it: {error}")
     assert faults_of(fn, PARAMS, X) == [], made
-
-

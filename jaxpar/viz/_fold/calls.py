@@ -326,6 +326,13 @@ def _helper_name(frame: Frame) -> str:
     return f"{frame.package}.{'update' if plain == 'update_fn' else plain}"
 
 
+_NOT_ELEMENTWISE = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin sort top_k gather dynamic_slice "
+    "dynamic_update_slice scatter scatter-add scatter-mul scatter-min scatter-max cumsum cumprod cummax cummin "
+    "cumlogsumexp dot_general fft".split()
+)
+
+
 def fold_statements(cells: Cells) -> None:
     """Make one cell of three or more connected steps of one line."""
 
@@ -338,8 +345,12 @@ def fold_statements(cells: Cells) -> None:
     for _, run in runs(cells, line, lambda cell, run: _begins_again(cells, cell, run)):
         for connected in components(cells, run):
             if len(connected) >= 3:
-                names = list(dict.fromkeys(cell.op for cell in connected))
-                cells.fold(connected, "Elementwise", ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
+                # The dearest step that is not done to each element by itself names the box: a sum, a gather.
+                others = [cell for cell in connected if cells.prims(cell) & _NOT_ELEMENTWISE]
+                dearest = max(others, key=lambda cell: sum(eqn.flops for eqn in cells.eqns(cell)), default=None)
+                op = "Elementwise" if dearest is None else dearest.op
+                names = [name for name in dict.fromkeys(cell.op for cell in connected) if name != op]
+                cells.fold(connected, op, ", ".join(names[:3]) + (", ..." if len(names) > 3 else ""))
 
 
 def fold_siblings(cells: Cells) -> None:

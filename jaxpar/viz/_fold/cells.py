@@ -207,9 +207,12 @@ class Cells:
         users = self.users(cell)
         if len(users) != 1 or any(out in self._results for eqn in self.eqns(cell) for out in eqn.outs):
             return None
-        scopes = (self.raw.eqns[each.eqns[0]].scope for each in (cell, users[0]))
-        loops, loops_of_user = ([name for name in scope if name.startswith(_LOOPS)] for scope in scopes)
-        return users[0] if loops == loops_of_user else None
+        return users[0] if self.are_in_one_loop(cell, users[0]) else None
+
+    def are_in_one_loop(self, *cells: Cell) -> bool:
+        """Whether these cells run as often, and on the same devices."""
+        scopes = (self.raw.eqns[cell.eqns[0]].scope for cell in cells)
+        return len({tuple(name for name in scope if name.startswith(_LOOPS)) for scope in scopes}) == 1
 
     def output(self, cell: Cell) -> int:
         """The value that a cell is known by.

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from .._read.raw import Eqn
 from .cells import Cell, Cells
 from .templates import Fold
-from .terms import bias, by, divides_by, is_convex, is_scale, joined_weights, number, single, squared, tail, takes_scale
+from .terms import bias, by, divides_by, is_convex, is_scale, made_of_params, number, single, squared, tail, takes_scale
 
 _BIASED = ("add", "Convolution", "Deconvolution", "FullyConnected", "MatMul")
 
@@ -32,7 +32,7 @@ def convolution(cells: Cells, cell: Cell) -> Fold | None:
     detail += f", {groups} groups" if groups > 1 else ""
     apart = eqn.params["rhs_dilation"]
     detail += f", dilated {_stride(apart)}" if any(step > 1 for step in apart) else ""
-    members = (*_padding(cells, cell, eqn), cell, *bias(cells, cell))
+    members = (*_padding(cells, cell, eqn), *made_of_params(cells, eqn.ins[1], cell), cell, *bias(cells, cell))
     return Fold(members, "Deconvolution" if dilated else "Convolution", detail)
 
 
@@ -52,21 +52,20 @@ def _stride(strides: Iterable[int]) -> str:
 
 
 def fully_connected(cells: Cells, cell: Cell) -> Fold | None:
-    """A product with a parameter, or with several in one array, and its bias. Other products are "MatMul"."""
+    """A product with a parameter, or what is made of parameters, and its bias. Other products are "MatMul"."""
     eqn = single(cells, cell)
     if eqn is None:
         return None
-    joined = [joined_weights(cells, value, cell) for value in eqn.ins]
-    pairs = zip(eqn.ins, joined, strict=True)
-    weights = [cells.raw.weight_of(value) is not None or joint is not None for value, joint in pairs]
+    made = [made_of_params(cells, value, cell) for value in eqn.ins]
+    pairs = zip(eqn.ins, made, strict=True)
+    weights = [cells.raw.weight_of(value) is not None or bool(makers) for value, makers in pairs]
     if sum(weights) != 1:
         return Fold((cell,), "MatMul")
     side = weights.index(True)
     contracted, batched = eqn.params["dimension_numbers"]
     fixed = {*contracted[side], *batched[side]}
     features = math.prod(d for axis, d in enumerate(eqn.in_shapes[side]) if axis not in fixed)
-    joints = [joint for joint in joined if joint is not None]
-    return Fold((*joints, cell, *bias(cells, cell)), "FullyConnected", str(features))
+    return Fold((*made[0], *made[1], cell, *bias(cells, cell)), "FullyConnected", str(features))
 
 
 def late_bias(cells: Cells, cell: Cell) -> Fold | None:

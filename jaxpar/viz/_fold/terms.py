@@ -64,17 +64,42 @@ def bias(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
         return ()
     if any(cells.raw.weight_of(value) is not None for value in eqn.ins):
         return (user,)
-    joined = next((joint for value in eqn.ins if (joint := joined_weights(cells, value, user)) is not None), None)
-    return (joined, user) if joined is not None else ()
+    made = next((made for value in eqn.ins if (made := made_of_params(cells, value, user))), ())
+    return (*made, user) if made else ()
 
 
-def joined_weights(cells: Cells, value: int, reader: Cell) -> Cell | None:
-    """The cell that only joins parameters along an axis to this value, for one reader. Else None."""
-    cell = cells.producer(value)
-    eqn = single(cells, cell) if cell is not None else None
-    if cell is None or eqn is None or eqn.prim != "concatenate" or cells.sole_user(cell) is not reader:
-        return None
-    return cell if all(cells.raw.weight_of(operand) is not None for operand in eqn.ins) else None
+_ARITHMETIC = 24  # cells of the arithmetic of a param, above which it is a network of its own
+
+
+def made_of_params(cells: Cells, value: int, reader: Cell) -> tuple[Cell, ...]:
+    """The cells that make a value of params and constants alone, for one reader: an adapter, a normalized weight."""
+    made: dict[int, Cell] = {}
+    todo, has_params = [cells.producer(value)], False
+    while todo:
+        cell = todo.pop()
+        if cell is None or cell.id in made:
+            continue
+        made[cell.id] = cell
+        read = [cells.raw.values[root] for root in cells.inputs(cell)]
+        params = {value.shape for value in read if value.kind == "weight"}
+        for value in read:
+            # What a loop carries has no producer. A gradient is that of a param only where the param is updated by it.
+            is_carried = value.kind == "op" and value.producer is None
+            is_gradient = value.producer is not None and cells.raw.eqns[value.producer].backward
+            if value.kind == "input" or is_carried or (is_gradient and value.shape not in params):
+                return ()
+        if cell.op in COLLECTIVES or cell.op == "cond" or len(made) > _ARITHMETIC:
+            return ()
+        has_params |= bool(params)
+        todo += cells.sources(cell)
+    # Nothing else reads what they make, also not in another loop.
+    for cell in made.values():
+        outs = [out for eqn in cells.eqns(cell) for out in eqn.outs]
+        if cells.is_backward(cell) or any(map(cells.is_returned, outs)) or not cells.are_in_one_loop(cell, reader):
+            return ()
+        if any(user.id not in made and user is not reader for user in cells.users(cell)):
+            return ()
+    return tuple(made.values()) if has_params else ()
 
 
 def tail(cells: Cells, cell: Cell, ops: frozenset[str]) -> tuple[Cell, ...]:

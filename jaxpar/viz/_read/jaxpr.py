@@ -332,9 +332,7 @@ def _scan(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
         first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
     else:  # jax 0.12 has them as a tree
         first, carried = map(len, eqn.params["ft_in"].unpack()[:2])
-    return Region(
-        Scope("scan", "region", length), eqn.params["jaxpr"], times=length, carried=carried, carry_at=first
-    )
+    return Region(Scope("scan", "region", length), eqn.params["jaxpr"], times=length, carried=carried, carry_at=first)
 
 
 def _while(eqn: jex.JaxprEqn, stack: tuple[Frame, ...]) -> Region:
@@ -349,7 +347,9 @@ def counters_of(region: Region) -> set[int]:
     """Which carried values only count passes: whole numbers that come from themselves and literals alone."""
     jaxpr = getattr(region.body, "jaxpr", region.body)
     inputs = jaxpr.invars[region.carry_at : region.carry_at + region.carried]
-    whole = [n for n, var in enumerate(inputs) if var.aval.shape == () and dtype_name(var.aval).startswith(("int", "u"))]
+    whole = [
+        n for n, var in enumerate(inputs) if var.aval.shape == () and dtype_name(var.aval).startswith(("int", "u"))
+    ]
     counters, count_before = set(whole), -1
     while len(counters) != count_before:
         # Ids, since literals cannot be hashed.

@@ -155,8 +155,8 @@ _VIEWS = frozenset(
 _NEUTRAL = {"add": (0, 0, 1), "add_any": (0, 0, 1), "sub": (0, 1), "mul": (1, 0, 1)}
 # What XLA computes while it compiles, where each operand is one number everywhere.
 _FOLDED: dict[str, Callable[..., Any]] = {
-    "add": operator.add, "add_any": operator.add, "sub": operator.sub, "mul": operator.mul, "div": np.true_divide, "max": np.maximum,
-    "neg": operator.neg, "square": np.square, "min": np.minimum, "gt": operator.gt,
+    "add": operator.add, "add_any": operator.add, "sub": operator.sub, "mul": operator.mul, "div": np.true_divide,
+    "neg": operator.neg, "square": np.square, "max": np.maximum, "min": np.minimum, "gt": operator.gt,
     "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
     "select_n": lambda which, *cases: cases[int(which)],
 }  # fmt: skip
