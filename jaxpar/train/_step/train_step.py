@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
 from ..._core import checks
-from ..._core.arguments import no_such_arguments
+from ..._core.arguments import no_such_arguments, renamed_arguments
 from ..._core.arrays import Device, PyTree, Recent
 from ..._core.transfers import allows_transfers
 from ..._core.updater import Updater
@@ -23,6 +23,7 @@ from ..._devices import processes
 from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
 from ..._store.store import is_split, mesh_of_values
+from . import modules
 from .local_sgd import LocalSGD
 from .loss import Batch, LossFn, Metrics, check_loss_fn
 from .nonfinite import DynamicLossScale, Guard
@@ -295,7 +296,7 @@ _HINTS = {
     **dict.fromkeys(("clip_norm", "max_grad_norm"), "give grad_transform=optax.clip_by_global_norm(1.0)"),
     "apply_fn": "write loss_fn=train.classification_loss(apply_fn)",
     "batch_size": "give it to train.fit",
-    "has_aux": "loss_fn always returns (loss, aux), where aux is a dict",
+    "has_aux": "loss_fn returns the loss, or (loss, aux) where aux is a dict",
 }
 
 
@@ -482,15 +483,18 @@ _START_HINTS = {
 }
 
 
+@renamed_arguments(params="model")
 @no_such_arguments(_START_HINTS)
 @allows_transfers
 def start(
-    params: Any,
-    optimizer: optax.GradientTransformation | Updater,
+    model: Any,
+    optimizer: optax.GradientTransformation | Updater | Any,
     loss_fn: LossFn,
     *,
     rng: jax.Array | int = 0,
     model_state: Any = (),
+    wrt: Any = None,
+    sync_batch_norm: bool = True,
     kind: str = "device",
     devices: Sequence[Device] | None = None,
     mesh: Mesh | None = None,
@@ -516,12 +520,20 @@ def start(
     It calls `kv.from_params`, `create_state` and `make_train_step`, which say more about their options and errors.
 
     Args:
-        params: any pytree of arrays. The arrays are copied.
-        optimizer: an optax transform, or an optimizer of `jp.updaters`.
-        loss_fn: `loss_fn(params, batch, rng) -> (loss, aux)`, or with `model_state`,
-            `loss_fn(params, batch, rng, model_state) -> (loss, aux, new_model_state)`.
+        model: an `nnx.Module` or an `eqx.Module`, whole; or params, any pytree of arrays. The arrays are copied, and the
+            module stays as it is. It is trained in its mode. `state.model` is the trained module in evaluation mode.
+        optimizer: an optax transform, an optimizer of `jp.updaters`, or an `nnx.Optimizer`, whose `tx` and `wrt` are
+            taken.
+        loss_fn: `loss_fn(model, batch)`, `loss_fn(model, batch, rng)`, or with `model_state`,
+            `loss_fn(model, batch, rng, model_state)`. It returns the loss, or (loss, aux), or with `model_state` (loss,
+            aux, new model state). Of a module it gets the module, else the params.
         rng: a random key, or an int seed.
-        model_state: a pytree of arrays that the model updates without gradients, such as running means.
+        model_state: a pytree of arrays that the model updates without gradients, such as running means, or the
+            `eqx.nn.State` of a module. An `nnx.Module` has its own.
+        wrt: of a module, what is trained: a filter of Flax such as `nnx.LoRAParam`, or of Equinox. All else is frozen.
+            None: each `nnx.Param`, or each floating array.
+        sync_batch_norm: whether each batch norm of a module takes the statistics of the whole batch, over all devices.
+            With False each device takes those of its share. With `accumulate`, they are of one microbatch.
         kind: as in `kv.create`. "device" keeps params and optimizer state on every device, "sharded" a part on each.
         devices: the training devices. None: all of them.
         mesh: a `jax.sharding.Mesh`, in place of `devices`.
@@ -563,6 +575,39 @@ def start(
         >>> float(metrics["loss"]), float(state.params["w"])
         (1.0, 0.5)
     """
+    # An optimizer of Flax refers to a transform. What it has learned would be lost.
+    if (nnx := modules.nnx()) and isinstance(optimizer, nnx.Optimizer):
+        if updates := int(optimizer.step[...]):
+            hint = "give optimizer.tx to begin with a new state"
+            raise ValueError(f"train.start: this nnx.Optimizer has made {updates} updates, which would be lost; {hint}")
+        wrt = optimizer.wrt if wrt is None and isinstance(model, nnx.Module) and optimizer.wrt != nnx.Param else wrt
+        optimizer = optimizer.tx
+
+    # A whole module becomes params, a model state and a loss of these.
+    module, params = (), model
+    if parts := modules.take_apart(model, wrt, axis_name if isinstance(axis_name, str) else tuple(axis_name)):
+        module, params, state_of_module, frozen_by_wrt = parts
+        check_loss_fn(loss_fn, "train.start")
+        if isinstance(module, modules.OfNnx):
+            if carries(model_state):
+                raise ValueError("train.start: leave out model_state=, since an nnx.Module has its own")
+            model_state = state_of_module
+        if frozen_by_wrt is not None and frozen is not None:
+            raise ValueError("train.start: wrt= says what is trained, and frozen= what is not; give one of them")
+        frozen = frozen if frozen_by_wrt is None else frozen_by_wrt
+        reasons = {f"virtual_shards={virtual_shards}": virtual_shards, f"local_steps={local_steps}": local_steps}
+        reason = next((words for words, value in reasons.items() if value is not None), None)
+        if not sync_batch_norm:
+            module = dataclasses.replace(module, axes=None)
+        elif reason and module.has_unsynced_norms(params, model_state):
+            raise ValueError(
+                f"train.start: with {reason} a batch norm has the statistics of one share of the batch, since shares "
+                "know nothing of each other; write sync_batch_norm=False, or leave it out"
+            )
+        loss_fn = modules.ModuleLoss(loss_fn, module)
+    elif wrt is not None:
+        raise ValueError("train.start: wrt= is for a whole nnx.Module or eqx.Module; of params give frozen=")
+
     step = make_train_step(
         loss_fn,
         engine=engine,
@@ -592,4 +637,5 @@ def start(
     )
     if compression is not None:
         store = kv.set_gradient_compression(store, compression)
-    return create_state(store, rng, devices=devices, grad_transform=grad_transform, model_state=model_state), step
+    state = create_state(store, rng, devices=devices, grad_transform=grad_transform, model_state=model_state)
+    return dataclasses.replace(state, module=module), step

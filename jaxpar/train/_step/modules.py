@@ -1,0 +1,282 @@
+"""Whole modules of Flax NNX and Equinox: taken apart for a step, and put together for a loss function.
+
+A step knows pytrees only. So `take_apart` splits a module once into params, a model state and all else, which is static,
+and `ModuleLoss` makes of a loss function of the module one of these parts. What a library needs for that is one class
+here, `OfNnx` and `OfEquinox`. Both are pytrees without leaves, so that a state has them beside its arrays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._core.arrays import PyTree, is_prng_key
+from .loss import Batch, run_loss
+from .state import carries
+
+# Whoever has a module of a library has imported it.
+
+
+def nnx() -> Any:
+    return sys.modules.get("flax.nnx")
+
+
+def equinox() -> Any:
+    return sys.modules.get("equinox")
+
+
+class Constant(NamedTuple):
+    """An array or random keys as a static value, which becomes a constant of a program."""
+
+    data: bytes
+    shape: tuple[int, ...]
+    dtype: str
+    impl: str | None  # of keys
+
+    @classmethod
+    def of(cls, x: Any) -> Constant:
+        impl = str(jax.random.key_impl(x)) if is_prng_key(x) else None
+        x = np.asarray(x if impl is None else jax.random.key_data(x))
+        return cls(x.tobytes(), x.shape, str(x.dtype), impl)
+
+    def array(self) -> jax.Array:
+        x = jnp.asarray(np.frombuffer(self.data, self.dtype).reshape(self.shape))
+        return x if self.impl is None else jax.random.wrap_key_data(x, impl=self.impl)
+
+
+class Parts(NamedTuple):
+    """A module taken apart."""
+
+    module: OfNnx | OfEquinox  # what puts it together
+    params: PyTree
+    model_state: PyTree  # what a call of the module may change, or ()
+    frozen: PyTree  # for each param whether `wrt` leaves it out. None without `wrt`.
+
+
+Axes = str | tuple[str, ...]
+
+
+def take_apart(model: Any, wrt: Any = None, axes: Axes | None = None) -> Parts | None:
+    """The parts of an `nnx.Module` or `eqx.Module`. None for what is no module, or has arrays alone.
+
+    With `axes`, each batch norm that has no axes of devices yet has its statistics over these when it is trained.
+    """
+    if nnx() and isinstance(model, nnx().Module):
+        return OfNnx.take_apart(model, wrt, axes)
+    # A module of arrays alone is its own params, as those are that `eqx.partition` gives.
+    if equinox() and isinstance(model, equinox().Module) and not all(map(_is_array, jax.tree.leaves(model))):
+        return OfEquinox.take_apart(model, wrt, axes)
+    return None
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class OfNnx:
+    """An `nnx.Module` without the arrays of a state.
+
+    All `nnx.Param`s are params. Random streams are static: each share and step draws from their keys and its own key, so
+    that a resumed run draws the same. All else is model state: running statistics, caches, counters, raw arrays.
+    """
+
+    graph: Any  # an `nnx.GraphDef`
+    streams: tuple[Constant, ...]
+    structure_of_streams: Any
+    wrt: Any
+    axes: Axes | None
+
+    @classmethod
+    def take_apart(cls, model: Any, wrt: Any, axes: Axes | None) -> Parts:
+        model = nnx().clone(model)
+        nnx().pop(model, nnx().Intermediate)  # what `sow` left
+        graph, streams, params, rest = nnx().split(model, *cls._filters(wrt))
+        frozen = None if wrt is None else _frozen(params, nnx().state(model, wrt), wrt)
+        leaves, structure = jax.tree.flatten(streams)
+        flags = [getattr(layer, name, None) for layer in cls._layers(model) for name in _MODES_OF_NNX]
+        _warn_of_evaluation_mode(flags, "model.train()")
+        return Parts(cls(graph, tuple(map(Constant.of, leaves)), structure, wrt, axes), params, _or_none(rest), frozen)
+
+    @staticmethod
+    def _filters(wrt: Any) -> tuple[Any, ...]:
+        """Random streams; params, of which `wrt` chooses the trained ones, or which it adds to; all else."""
+        return nnx().RngState, nnx().Param if wrt is None else nnx().Any(nnx().Param, wrt), ...
+
+    @staticmethod
+    def _layers(model: Any) -> list[Any]:
+        return [node for _, node in nnx().iter_graph(model) if isinstance(node, nnx().Module)]
+
+    @staticmethod
+    def _norms(model: Any) -> list[Any]:
+        """Each batch norm that is trained by the statistics of a batch and has no axes of devices."""
+        norms = [layer for layer in OfNnx._layers(model) if isinstance(layer, nnx().BatchNorm)]
+        return [norm for norm in norms if norm.axis_name is None and not norm.use_running_average]
+
+    def _join(self, params: PyTree, model_state: PyTree, rng: jax.Array | None) -> Any:
+        """The module, with streams for the key of a share and a step, or with those that it came with."""
+        streams = [stream.array() for stream in self.streams]
+        if rng is not None:
+            bits = jax.random.bits(rng, (2,))
+            streams = [_drawn(x, bits) if is_prng_key(x) else jnp.zeros_like(x) for x in streams]
+        rest = (model_state,) if carries(model_state) else ()
+        return nnx().merge(self.graph, params, self.structure_of_streams.unflatten(streams), *rest, copy=True)
+
+    def evaluated(self, params: PyTree, model_state: PyTree) -> Any:
+        """The module in evaluation mode."""
+        model = self._join(params, model_state, None)
+        model.eval()
+        return model
+
+    def arguments(self, params: PyTree, model_state: PyTree) -> tuple[Any, ...]:
+        """What a function of the module is given for its evaluation, beside the batch."""
+        return (Unjoined(params, model_state, self),)
+
+    def has_unsynced_norms(self, params: PyTree, model_state: PyTree) -> bool:
+        return bool(self._norms(self._join(params, model_state, None)))
+
+    def loss(
+        self, loss_fn: Callable[..., Any], params: PyTree, batch: Batch, rng: jax.Array, model_state: PyTree, step: Any
+    ) -> tuple[Any, dict[str, Any], PyTree]:
+        """(loss, aux, new model state) of a share."""
+        model = self._join(params, model_state, jax.random.fold_in(rng, _OF_STREAMS))
+        for norm in self._norms(model):
+            norm.axis_name = self.axes
+        loss, aux, _ = run_loss(loss_fn, (model, batch, rng), step)
+        nnx().pop(model, nnx().Intermediate)
+        return loss, aux, _or_none(nnx().split(model, *self._filters(self.wrt))[3])
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class OfEquinox:
+    """An `eqx.Module` without the arrays of a state.
+
+    All arrays are params. Random keys, functions and other leaves are static. The `eqx.nn.State` of a module is given
+    beside it, as `model_state`.
+    """
+
+    leaves: tuple[Any, ...]
+    structure: Any
+    axes: Axes | None
+
+    @classmethod
+    def take_apart(cls, model: Any, wrt: Any, axes: Axes | None) -> Parts:
+        params, others = equinox().partition(model, lambda x: _is_array(x) and not is_prng_key(x))
+        frozen = None if wrt is None else _frozen(params, equinox().filter(model, wrt), wrt)
+        flags = [layer.inference for layer in _with(model, lambda x: isinstance(getattr(x, "inference", None), bool))]
+        _warn_of_evaluation_mode(flags, "model = eqx.nn.inference_mode(model, False)")
+        leaves, structure = jax.tree.flatten(others)
+        leaves = [Constant.of(x) if is_prng_key(x) else x for x in leaves]
+        return Parts(cls(tuple(leaves), structure, axes), params, (), frozen)
+
+    def _join(self, params: PyTree) -> Any:
+        others = self.structure.unflatten([x.array() if isinstance(x, Constant) else x for x in self.leaves])
+        return equinox().combine(params, others)
+
+    def _is_unsynced_norm(self, layer: Any) -> bool:
+        is_trained = isinstance(layer, equinox().nn.BatchNorm) and layer.inference is False
+        return is_trained and not set(_as_tuple(self.axes or ())) & set(_as_tuple(layer.axis_name))
+
+    def evaluated(self, params: PyTree, model_state: PyTree) -> Any:
+        """The module in evaluation mode."""
+        return equinox().nn.inference_mode(self._join(params))
+
+    def arguments(self, params: PyTree, model_state: PyTree) -> tuple[Any, ...]:
+        """What a function of the module is given for its evaluation, beside the batch."""
+        model = Unjoined(params, (), self)
+        return (model, model_state) if carries(model_state) else (model,)
+
+    def has_unsynced_norms(self, params: PyTree, model_state: PyTree) -> bool:
+        return bool(_with(self._join(params), self._is_unsynced_norm))
+
+    def loss(
+        self, loss_fn: Callable[..., Any], params: PyTree, batch: Batch, rng: jax.Array, model_state: PyTree, step: Any
+    ) -> tuple[Any, dict[str, Any], PyTree]:
+        """(loss, aux, new model state) of a share."""
+
+        def synced(layer: Any) -> Any:
+            if self.axes is None or not self._is_unsynced_norm(layer):
+                return layer
+            axes = (*_as_tuple(layer.axis_name), *_as_tuple(self.axes))
+            return equinox().tree_at(lambda norm: norm.axis_name, layer, axes)
+
+        model = jax.tree.map(synced, self._join(params), is_leaf=self._is_unsynced_norm)
+        state = (model_state,) if carries(model_state) else ()
+        return run_loss(loss_fn, (model, batch, rng, *state), step)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleLoss:
+    """A loss function of a module as one of its parts."""
+
+    loss_fn: Callable[..., Any]
+    module: OfNnx | OfEquinox
+
+    def __call__(self, params: PyTree, batch: Batch, rng: jax.Array, *model_state: PyTree, step: jax.Array) -> Any:
+        state = model_state[0] if model_state else ()
+        loss, aux, new = self.module.loss(self.loss_fn, params, batch, rng, state, step)
+        return (loss, aux, new) if model_state else (loss, aux)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unjoined:
+    """A module in parts, which can be arguments of a program."""
+
+    params: PyTree
+    model_state: PyTree
+    module: OfNnx | OfEquinox = dataclasses.field(metadata={"static": True})
+
+
+def joined(*arguments: Any) -> tuple[Any, ...]:
+    """The arguments of a function, with a module in evaluation mode where one is `Unjoined`."""
+    return tuple(x.module.evaluated(x.params, x.model_state) if isinstance(x, Unjoined) else x for x in arguments)
+
+
+_OF_STREAMS = 2**32 - 1  # what draws streams out of the key of a share. Microbatches and users count from 0.
+_MODES_OF_NNX = ("deterministic", "use_running_average")
+
+
+def _drawn(keys: jax.Array, bits: jax.Array) -> jax.Array:
+    """Keys that follow from these and from the bits."""
+    flat = keys.reshape(-1)
+    for i in range(len(bits)):
+        flat = jax.vmap(jax.random.fold_in, (0, None))(flat, bits[i])
+    return flat.reshape(keys.shape)
+
+
+def _frozen(params: PyTree, trained: PyTree, wrt: Any) -> PyTree:
+    """For each param whether it is none of the trained ones."""
+    paths = {path for path, _ in jax.tree_util.tree_leaves_with_path(trained)}
+    if not paths:
+        raise ValueError(f"train.start: wrt={wrt!r} chooses no array of the model, so nothing would be trained")
+    return jax.tree_util.tree_map_with_path(lambda path, _: path not in paths, params)
+
+
+def _warn_of_evaluation_mode(flags: list[Any], hint: str) -> None:
+    flags = [flag for flag in flags if isinstance(flag, bool)]
+    if flags and all(flags):
+        what = "it trains without dropout and with the running statistics of batch norm"
+        warnings.warn(f"train.start: the model is in evaluation mode, so {what}; before it, {hint}", stacklevel=1)
+
+
+def _with(model: Any, is_such: Callable[[Any], bool]) -> list[Any]:
+    """The layers of an `eqx.Module` of which this is true."""
+    return [layer for layer in jax.tree.leaves(model, is_leaf=is_such) if is_such(layer)]
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def _as_tuple(axes: Any) -> tuple[Any, ...]:
+    return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+
+
+def _or_none(model_state: PyTree) -> PyTree:
+    return model_state if jax.tree.leaves(model_state) else ()
