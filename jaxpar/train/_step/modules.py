@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +57,7 @@ class Parts(NamedTuple):
     params: PyTree
     model_state: PyTree  # what a call of the module may change, or ()
     frozen: PyTree  # for each param whether `wrt` leaves it out. None without `wrt`.
+    is_in_evaluation_mode: bool  # all of its layers that have a mode, if some have
 
 
 Axes = str | tuple[str, ...]
@@ -85,6 +85,8 @@ class OfNnx:
     that a resumed run draws the same. All else is model state: running statistics, caches, counters, raw arrays.
     """
 
+    to_train: ClassVar[str] = "model.train()"
+
     graph: Any  # an `nnx.GraphDef`
     streams: tuple[Constant, ...]
     structure_of_streams: Any
@@ -99,8 +101,8 @@ class OfNnx:
         frozen = None if wrt is None else _frozen(params, nnx().state(model, wrt), wrt)
         leaves, structure = jax.tree.flatten(streams)
         flags = [getattr(layer, name, None) for layer in cls._layers(model) for name in _MODES_OF_NNX]
-        _warn_of_evaluation_mode(flags, "model.train()")
-        return Parts(cls(graph, tuple(map(Constant.of, leaves)), structure, wrt, axes), params, _or_none(rest), frozen)
+        module = cls(graph, tuple(map(Constant.of, leaves)), structure, wrt, axes)
+        return Parts(module, params, _or_none(rest), frozen, _are_all_on(flags))
 
     @staticmethod
     def _filters(wrt: Any) -> tuple[Any, ...]:
@@ -160,6 +162,8 @@ class OfEquinox:
     beside it, as `model_state`.
     """
 
+    to_train: ClassVar[str] = "eqx.nn.inference_mode(model, False)"
+
     leaves: tuple[Any, ...]
     structure: Any
     axes: Axes | None
@@ -169,10 +173,9 @@ class OfEquinox:
         params, others = equinox().partition(model, lambda x: _is_array(x) and not is_prng_key(x))
         frozen = None if wrt is None else _frozen(params, equinox().filter(model, wrt), wrt)
         flags = [layer.inference for layer in _with(model, lambda x: isinstance(getattr(x, "inference", None), bool))]
-        _warn_of_evaluation_mode(flags, "model = eqx.nn.inference_mode(model, False)")
         leaves, structure = jax.tree.flatten(others)
         leaves = [Constant.of(x) if is_prng_key(x) else x for x in leaves]
-        return Parts(cls(tuple(leaves), structure, axes), params, (), frozen)
+        return Parts(cls(tuple(leaves), structure, axes), params, (), frozen, _are_all_on(flags))
 
     def _join(self, params: PyTree) -> Any:
         others = self.structure.unflatten([x.array() if isinstance(x, Constant) else x for x in self.leaves])
@@ -258,11 +261,10 @@ def _frozen(params: PyTree, trained: PyTree, wrt: Any) -> PyTree:
     return jax.tree_util.tree_map_with_path(lambda path, _: path not in paths, params)
 
 
-def _warn_of_evaluation_mode(flags: list[Any], hint: str) -> None:
+def _are_all_on(flags: list[Any]) -> bool:
+    """Whether there are flags, and all of them are on. Some modes are None until they are set."""
     flags = [flag for flag in flags if isinstance(flag, bool)]
-    if flags and all(flags):
-        what = "it trains without dropout and with the running statistics of batch norm"
-        warnings.warn(f"train.start: the model is in evaluation mode, so {what}; before it, {hint}", stacklevel=1)
+    return bool(flags) and all(flags)
 
 
 def _with(model: Any, is_such: Callable[[Any], bool]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -586,7 +587,7 @@ def start(
     # A whole module becomes params, a model state and a loss of these.
     module, params = (), model
     if parts := modules.take_apart(model, wrt, axis_name if isinstance(axis_name, str) else tuple(axis_name)):
-        module, params, state_of_module, frozen_by_wrt = parts
+        module, params, state_of_module, frozen_by_wrt, is_in_evaluation_mode = parts
         check_loss_fn(loss_fn, "train.start")
         if isinstance(module, modules.OfNnx):
             if carries(model_state):
@@ -604,6 +605,10 @@ def start(
                 f"train.start: with {reason} a batch norm has the statistics of one share of the batch, since shares "
                 "know nothing of each other; write sync_batch_norm=False, or leave it out"
             )
+        if is_in_evaluation_mode:
+            what = "it trains without dropout and with the running statistics of batch norm"
+            hint = f"give it as {module.to_train} makes it"
+            warnings.warn(f"train.start: the model is in evaluation mode, so {what}; {hint}", stacklevel=1)
         loss_fn = modules.ModuleLoss(loss_fn, module)
     elif wrt is not None:
         raise ValueError("train.start: wrt= is for a whole nnx.Module or eqx.Module; of params give frozen=")
