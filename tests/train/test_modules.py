@@ -1,4 +1,4 @@
-"""Whole modules of Flax NNX and Equinox: a step over several devices is that of the library itself on the whole batch."""
+"""Whole modules of Flax NNX and Equinox: a step over several devices is that of the library on the whole batch."""
 
 import functools
 import re
@@ -161,15 +161,15 @@ def test_a_module_of_flax_is_trained_as_flax_trains_it(what):
 
 
 EVERYWHERE = {
-    "jit": dict(engine="jit"),
-    "sharded": dict(kind="sharded"),
-    "pmap": dict(engine="pmap"),
-    "a mesh": dict(mesh="data", sharding=parallel.fsdp("data", min_size=1)),
-    "two axes": dict(mesh=("data", "more"), axis_name=("data", "more")),
-    "another axis": dict(axis_name="shares"),
-    "remat": dict(remat=True),
-    "float16": dict(loss_scale=1024.0),
-    "a guard": dict(nonfinite="skip"),
+    "jit": {"engine": "jit"},
+    "sharded": {"kind": "sharded"},
+    "pmap": {"engine": "pmap"},
+    "a mesh": {"mesh": "data", "sharding": parallel.fsdp("data", min_size=1)},
+    "two axes": {"mesh": ("data", "more"), "axis_name": ("data", "more")},
+    "another axis": {"axis_name": "shares"},
+    "remat": {"remat": True},
+    "float16": {"loss_scale": 1024.0},
+    "a guard": {"nonfinite": "skip"},
 }
 
 
@@ -218,9 +218,7 @@ class Masks(nnx.Module):
         return jnp.stack([mask @ 0.5 ** jnp.arange(1.0, 25.0) for mask in masks])
 
 
-@pytest.mark.parametrize(
-    "options", [{}, *mostly_slow([dict(engine="jit"), dict(accumulate=2), dict(virtual_shards=4)])]
-)
+@pytest.mark.parametrize("options", [{}, *mostly_slow([{"engine": "jit"}, {"accumulate": 2}, {"virtual_shards": 4}])])
 def test_dropout_differs_by_device_layer_and_step(options):
     def loss_fn(model, batch):
         mine = model()
@@ -244,7 +242,7 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path):
     """Dropout and batch norm, over virtual shards, on other numbers of devices."""
 
     def run(count, steps, saved=None):
-        options = dict(devices=jax.devices()[:count], virtual_shards=4, sync_batch_norm=False)
+        options = {"devices": jax.devices()[:count], "virtual_shards": 4, "sync_batch_norm": False}
         state, step = train.start(Normed(nnx.Rngs(0), rate=0.5), optax.adam(0.01), cross_entropy, **options)
         state = checkpoint.restore(saved, step.complete(state)) if saved else state
         for batch in BATCHES[int(state.step) : steps]:
@@ -291,7 +289,7 @@ class EqxNet(eqx.Module):
 
 
 def of_batch(model, x, state, rng=None):
-    over = dict(in_axes=(0, None, None if rng is None else 0), out_axes=(0, None), axis_name="batch")
+    over = {"in_axes": (0, None, None if rng is None else 0), "out_axes": (0, None), "axis_name": "batch"}
     return jax.vmap(model, **over)(x, state, None if rng is None else jax.random.split(rng, len(x)))
 
 
@@ -321,7 +319,7 @@ def by_equinox():
     return eqx.filter(model, eqx.is_inexact_array), state, float(value)
 
 
-@pytest.mark.parametrize("options", mostly_slow([dict(count=4), dict(count=1), dict(engine="jit")], dict(count=4)))
+@pytest.mark.parametrize("options", mostly_slow([{"count": 4}, {"count": 1}, {"engine": "jit"}], {"count": 4}))
 def test_a_module_of_equinox_is_trained_as_equinox_trains_it(options):
     options = dict(options)
     want, want_state, want_loss = by_equinox()
@@ -358,8 +356,8 @@ def test_a_filter_of_equinox_says_what_is_trained():
 
 
 def test_fit_evaluate_and_predict_take_a_function_of_the_module(tmp_path):
-    options = dict(devices=jax.devices()[:2])
-    run = dict(batch_size=16, progress=False, eval_data=ALL, checkpoint_dir=tmp_path)
+    options = {"devices": jax.devices()[:2]}
+    run = {"batch_size": 16, "progress": False, "eval_data": ALL, "checkpoint_dir": tmp_path}
     run["eval_fn"] = lambda model, batch: {"right": model(batch["x"]).argmax(1) == batch["y"]}
     state, step = train.start(Normed(nnx.Rngs(0), rate=0.5), optax.adam(0.05), cross_entropy, **options)
     state, _ = train.fit(state, step, ALL, epochs=1, **run)
@@ -401,13 +399,13 @@ def eqx_model():
 
 
 REFUSED = {
-    "virtual shards": (Normed, dict(virtual_shards=4), r"virtual_shards=4 .* one share .*sync_batch_norm=False"),
-    "local steps": (Normed, dict(local_steps=2), r"local_steps=2 .* one share .*sync_batch_norm=False"),
-    "two states": (Normed, dict(model_state={"a": jnp.ones(1)}), "leave out model_state="),
-    "wrt and frozen": (Adapted, dict(wrt=nnx.LoRAParam, frozen="base"), "give one of them"),
-    "nothing trained": (Normed, dict(wrt=nnx.LoRAParam), "wrt=.*LoRAParam.* chooses no array"),
-    "params": (lambda rngs: {"w": jnp.ones(2)}, dict(wrt=nnx.Param), "wrt= is for a whole"),
-    "equinox, nothing trained": (lambda rngs: eqx_model(), dict(wrt=lambda leaf: False), "chooses no array"),
+    "virtual shards": (Normed, {"virtual_shards": 4}, r"virtual_shards=4 .* one share .*sync_batch_norm=False"),
+    "local steps": (Normed, {"local_steps": 2}, r"local_steps=2 .* one share .*sync_batch_norm=False"),
+    "two states": (Normed, {"model_state": {"a": jnp.ones(1)}}, "leave out model_state="),
+    "wrt and frozen": (Adapted, {"wrt": nnx.LoRAParam, "frozen": "base"}, "give one of them"),
+    "nothing trained": (Normed, {"wrt": nnx.LoRAParam}, "wrt=.*LoRAParam.* chooses no array"),
+    "params": (lambda rngs: {"w": jnp.ones(2)}, {"wrt": nnx.Param}, "wrt= is for a whole"),
+    "equinox, nothing trained": (lambda rngs: eqx_model(), {"wrt": lambda leaf: False}, "chooses no array"),
 }
 
 

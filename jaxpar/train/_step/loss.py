@@ -80,7 +80,7 @@ def check_loss_takes(loss_fn: Any, has_state: bool) -> int:
 
 
 def _positions(loss_fn: Any, counts: tuple[int, ...], what: str, hint: str) -> int:
-    """The first of these numbers of arguments that fits the function. `TypeError` with the first one where none does."""
+    """The first of these numbers of arguments that fits the function. `TypeError` where none does."""
     errors: list[TypeError] = []
     for count in counts:
         try:

@@ -1,8 +1,8 @@
 """Whole modules of Flax NNX and Equinox: taken apart for a step, and put together for a loss function.
 
-A step knows pytrees only. So `take_apart` splits a module once into params, a model state and all else, which is static,
-and `ModuleLoss` makes of a loss function of the module one of these parts. What a library needs for that is one class
-here, `OfNnx` and `OfEquinox`. Both are pytrees without leaves, so that a state has them beside its arrays.
+A step knows pytrees only. So `take_apart` splits a module once into params, a model state and all else, which is
+static, and `ModuleLoss` makes of a loss function of the module one of these parts. What a library needs for that is one
+class here, `OfNnx` and `OfEquinox`. Both are pytrees without leaves, so that a state has them beside its arrays.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def take_apart(model: Any, wrt: Any = None, axes: Axes | None = None) -> Parts |
 class OfNnx:
     """An `nnx.Module` without the arrays of a state.
 
-    All `nnx.Param`s are params. Random streams are static: each share and step draws from their keys and its own key, so
-    that a resumed run draws the same. All else is model state: running statistics, caches, counters, raw arrays.
+    All `nnx.Param`s are params. Random streams are static: each share and step draws from their keys and its own key,
+    so that a resumed run draws the same. All else is model state: running statistics, caches, counters, raw arrays.
     """
 
     to_train: ClassVar[str] = "model.train()"

@@ -521,8 +521,8 @@ def start(
     It calls `kv.from_params`, `create_state` and `make_train_step`, which say more about their options and errors.
 
     Args:
-        model: an `nnx.Module` or an `eqx.Module`, whole; or params, any pytree of arrays. The arrays are copied, and the
-            module stays as it is. It is trained in its mode. `state.model` is the trained module in evaluation mode.
+        model: an `nnx.Module` or an `eqx.Module`, whole; or params, any pytree of arrays. The arrays are copied. A
+            module is trained in its mode, and `state.model` is the trained one in evaluation mode.
         optimizer: an optax transform, an optimizer of `jp.updaters`, or an `nnx.Optimizer`, whose `tx` and `wrt` are
             taken.
         loss_fn: `loss_fn(model, batch)`, `loss_fn(model, batch, rng)`, or with `model_state`,
