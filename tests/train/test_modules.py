@@ -426,3 +426,58 @@ def test_a_module_is_trained_in_its_mode():
         train.start(model, TX, cross_entropy)
     with pytest.warns(UserWarning, match="inference_mode"):
         train.start(eqx.nn.inference_mode(eqx.nn.make_with_state(EqxNet)(jax.random.key(0))[0]), TX, eqx_loss)
+
+
+class Growing(nnx.Module):
+    def __init__(self, rngs):
+        self.out = nnx.Linear(8, 3, rngs=rngs)
+
+    def __call__(self, x):
+        self.last = nnx.Variable(x)
+        return self.out(x)
+
+
+def test_a_variable_that_a_call_makes_is_not_lost_in_silence():
+    state, step = train.start(Growing(nnx.Rngs(0)), TX, cross_entropy)
+    with pytest.raises(ValueError, match=r"a call of the model makes or removes 'last'"):
+        step(state, BATCHES[0])
+
+
+# What a loss function may leave out, of a module and of params.
+
+
+def squares(params, x):
+    return (x @ params["w"]) ** 2
+
+
+LOSSES = {
+    "a scalar": lambda params, batch: squares(params, batch[0]).mean(),
+    "with aux": lambda params, batch: (squares(params, batch[0]).mean(), {"a": 1.0}),
+    "with a key": lambda params, batch, rng: squares(params, batch[0]).mean(),
+    "with the step": lambda params, batch, step: squares(params, batch[0]).mean() + 0 * step,
+    "with both": lambda params, batch, rng, *, step: squares(params, batch[0]).mean() + 0 * step,
+    "a mean": lambda params, batch: train.Mean(each := squares(params, batch[0]), jnp.ones_like(each)),
+    "a sum and a weight": lambda params, batch: ((squares(params, batch[0]).sum(), float(len(batch[0]))), {}),
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("what", LOSSES)
+def test_a_loss_may_leave_out_what_it_does_not_use(what):
+    """Of data in a tuple, too."""
+    state, step = train.start({"w": jnp.ones(8)}, TX, LOSSES[what], devices=jax.devices()[:2])
+    arrays = (BATCHES[0]["x"], BATCHES[0]["y"])
+    state, history = train.fit(state, step, arrays, epochs=1, batch_size=16, progress=False)
+    want = np.mean(BATCHES[0]["x"].sum(1) ** 2)
+    assert history[0]["loss"] == pytest.approx(want, rel=1e-5)
+    grad = (2 * BATCHES[0]["x"] * BATCHES[0]["x"].sum(1, keepdims=True)).mean(0)
+    np.testing.assert_allclose(state.params["w"], 1 - 0.1 * grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", mostly_slow(["device", "sharded"], "sharded"))
+def test_the_optimizers_state_is_where_one_looks_for_it(kind):
+    tx = optax.adam(0.1)
+    state, step = train.start({"w": jnp.ones(6)}, tx, lambda params, batch: (params["w"] ** 2).mean(), kind=kind)
+    state, _ = step(state, BATCHES[0])
+    _, want = tx.update({"w": jnp.ones(6) / 3}, tx.init({"w": jnp.ones(6)}))
+    close(state.opt_state, want)

@@ -83,6 +83,7 @@ class OfNnx:
 
     All `nnx.Param`s are params. Random streams are static: each share and step draws from their keys and its own key,
     so that a resumed run draws the same. All else is model state: running statistics, caches, counters, raw arrays.
+    What a call writes into a param is dropped, since params change by the optimizer alone.
     """
 
     to_train: ClassVar[str] = "model.train()"
@@ -150,7 +151,14 @@ class OfNnx:
             norm.axis_name = self.axes
         loss, aux, _ = run_loss(loss_fn, (model, batch, rng), step)
         nnx().pop(model, nnx().Intermediate)
-        return loss, aux, _or_none(nnx().split(model, *self._filters(self.wrt))[3])
+        new = nnx().split(model, *self._filters(self.wrt))[3]
+        before, after = (dict(nnx().to_flat_state(rest)) for rest in (model_state or nnx().State({}), new))
+        if changed := ["/".join(map(str, path)) for path in before.keys() ^ after.keys()]:
+            raise ValueError(
+                f"train step: a call of the model makes or removes {', '.join(map(repr, sorted(changed)))}, which a "
+                "state must have from the start; make all variables when the module is made"
+            )
+        return loss, aux, _or_none(new)
 
 
 @jax.tree_util.register_static
