@@ -350,6 +350,12 @@ def test_a_filter_of_equinox_says_what_is_trained():
     np.testing.assert_array_equal(new.layers[0].weight, model.layers[0].weight)
     assert np.abs(new.layers[1].weight - model.layers[1].weight).max() > 1e-3
     assert new.activation is model.activation
+    line = eqx.nn.Linear(8, 3, key=jax.random.key(0))  # of arrays alone
+    new, _ = trained(line, loss_fn, wrt=eqx.tree_at(lambda m: m.bias, jax.tree.map(lambda _: False, line), True))
+    np.testing.assert_array_equal(new.weight, line.weight)
+    assert np.abs(new.bias - line.bias).max() > 1e-3
+    new, _ = trained(line, loss_fn)
+    assert isinstance(new, eqx.nn.Linear)
 
 
 # Both, in `fit` and around it.
@@ -394,17 +400,23 @@ def test_an_optimizer_of_flax_brings_its_transform_and_its_filter():
         train.start(model, used, cross_entropy)
 
 
+class WithKey(nnx.Module):
+    def __init__(self, rngs):
+        self.out, self.key = nnx.Linear(8, 3, rngs=rngs), jax.random.key(1)
+
+
 def eqx_model():
     return eqx.nn.MLP(8, 3, width_size=8, depth=1, key=jax.random.key(0))
 
 
 REFUSED = {
-    "virtual shards": (Normed, {"virtual_shards": 4}, r"virtual_shards=4 .* one share .*sync_batch_norm=False"),
-    "local steps": (Normed, {"local_steps": 2}, r"local_steps=2 .* one share .*sync_batch_norm=False"),
+    "virtual shards": (Normed, {"virtual_shards": 4}, r"virtual_shards= .* one share .*sync_batch_norm=False"),
+    "local steps": (Normed, {"local_steps": 2}, r"local_steps= .* one share .*sync_batch_norm=False"),
     "two states": (Normed, {"model_state": {"a": jnp.ones(1)}}, "leave out model_state="),
     "wrt and frozen": (Adapted, {"wrt": nnx.LoRAParam, "frozen": "base"}, "give one of them"),
     "nothing trained": (Normed, {"wrt": nnx.LoRAParam}, "wrt=.*LoRAParam.* chooses no array"),
-    "params": (lambda rngs: {"w": jnp.ones(2)}, {"wrt": nnx.Param}, "wrt= is for a whole"),
+    "a key": (WithKey, {}, "random key in 'key'.*nnx.Rngs"),
+    "params": (lambda rngs: {"w": jnp.ones(2)}, {"wrt": nnx.Param}, "is for a whole"),
     "equinox, nothing trained": (lambda rngs: eqx_model(), {"wrt": lambda leaf: False}, "chooses no array"),
 }
 

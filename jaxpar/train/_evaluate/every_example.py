@@ -251,13 +251,13 @@ def _as_eval_source(where: str, examples: Any) -> Any:
 
 def model_of(state_or_params: PyTree) -> tuple[Any, ...]:
     """(params to evaluate,), or (params, model_state) of a state that has one. A whole module is in place of params."""
-    if isinstance(state_or_params, TrainState):
-        state = state_or_params
+    module: Any = ()
+    if isinstance(state := state_or_params, TrainState):
         params, model_state, module = state.eval_params, state.model_state, state.module
     elif parts := take_apart(state_or_params):
         params, model_state, module = parts.params, parts.model_state, parts.module
     else:
-        params, model_state, module = state_or_params, (), ()
+        params, model_state = state_or_params, ()
     params, model_state = user_mesh.without_types((params, model_state))
     if carries(module):
         return module.arguments(params, model_state)

@@ -71,9 +71,20 @@ def take_apart(model: Any, wrt: Any = None, axes: Axes | None = None) -> Parts |
     if nnx() and isinstance(model, nnx().Module):
         return OfNnx.take_apart(model, wrt, axes)
     # A module of arrays alone is its own params, as those are that `eqx.partition` gives.
-    if equinox() and isinstance(model, equinox().Module) and not all(map(_is_array, jax.tree.leaves(model))):
+    is_of_arrays = wrt is None and all(map(_is_param, jax.tree.leaves(model)))
+    if equinox() and isinstance(model, equinox().Module) and not is_of_arrays:
         return OfEquinox.take_apart(model, wrt, axes)
     return None
+
+
+def transform_of(optimizer: Any, wrt: Any) -> tuple[Any, Any]:
+    """The transform of an `nnx.Optimizer` and what it trains, or the optimizer that it was."""
+    if not nnx() or not isinstance(optimizer, nnx().Optimizer):
+        return optimizer, wrt
+    if updates := int(optimizer.step[...]):  # its state would be lost
+        hint = "give optimizer.tx to begin with a new state"
+        raise ValueError(f"train.start: this nnx.Optimizer has made {updates} updates, which would be lost; {hint}")
+    return optimizer.tx, optimizer.wrt if wrt is None and optimizer.wrt is not nnx().Param else wrt
 
 
 @jax.tree_util.register_static
@@ -99,6 +110,10 @@ class OfNnx:
         model = nnx().clone(model)
         nnx().pop(model, nnx().Intermediate)  # what `sow` left
         graph, streams, params, rest = nnx().split(model, *cls._filters(wrt))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(rest):
+            if is_prng_key(leaf):  # each share would draw other numbers, and the module may mean one key for all
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise ValueError(f"train.start: the model has a random key in {name!r}; make it a stream, as nnx.Rngs")
         frozen = None if wrt is None else _frozen(params, nnx().state(model, wrt), wrt)
         leaves, structure = jax.tree.flatten(streams)
         flags = [getattr(layer, name, None) for layer in cls._layers(model) for name in _MODES_OF_NNX]
@@ -178,7 +193,7 @@ class OfEquinox:
 
     @classmethod
     def take_apart(cls, model: Any, wrt: Any, axes: Axes | None) -> Parts:
-        params, others = equinox().partition(model, lambda x: _is_array(x) and not is_prng_key(x))
+        params, others = equinox().partition(model, _is_param)
         frozen = None if wrt is None else _frozen(params, equinox().filter(model, wrt), wrt)
         flags = [layer.inference for layer in _with(model, lambda x: isinstance(getattr(x, "inference", None), bool))]
         leaves, structure = jax.tree.flatten(others)
@@ -280,8 +295,9 @@ def _with(model: Any, is_such: Callable[[Any], bool]) -> list[Any]:
     return [layer for layer in jax.tree.leaves(model, is_leaf=is_such) if is_such(layer)]
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+def _is_param(x: Any) -> bool:
+    """Whether a leaf of an `eqx.Module` is an array of numbers."""
+    return isinstance(x, (jax.Array, np.ndarray, np.generic)) and not is_prng_key(x)
 
 
 def _as_tuple(axes: Any) -> tuple[Any, ...]:

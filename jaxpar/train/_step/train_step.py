@@ -489,7 +489,7 @@ _START_HINTS = {
 @allows_transfers
 def start(
     model: Any,
-    optimizer: optax.GradientTransformation | Updater | Any,
+    optimizer: optax.GradientTransformation | Updater | Any,  # or an `nnx.Optimizer`
     loss_fn: LossFn,
     *,
     rng: jax.Array | int = 0,
@@ -576,16 +576,10 @@ def start(
         >>> float(metrics["loss"]), float(state.params["w"])
         (1.0, 0.5)
     """
-    # An optimizer of Flax refers to a transform. What it has learned would be lost.
-    if (nnx := modules.nnx()) and isinstance(optimizer, nnx.Optimizer):
-        if updates := int(optimizer.step[...]):
-            hint = "give optimizer.tx to begin with a new state"
-            raise ValueError(f"train.start: this nnx.Optimizer has made {updates} updates, which would be lost; {hint}")
-        wrt = optimizer.wrt if wrt is None and isinstance(model, nnx.Module) and optimizer.wrt != nnx.Param else wrt
-        optimizer = optimizer.tx
+    optimizer, wrt = modules.transform_of(optimizer, wrt)
 
     # A whole module becomes params, a model state and a loss of these.
-    module, params = (), model
+    module, params, loss = (), model, loss_fn
     if parts := modules.take_apart(model, wrt, axis_name if isinstance(axis_name, str) else tuple(axis_name)):
         module, params, state_of_module, frozen_by_wrt, is_in_evaluation_mode = parts
         check_loss_fn(loss_fn, "train.start")
@@ -596,25 +590,25 @@ def start(
         if frozen_by_wrt is not None and frozen is not None:
             raise ValueError("train.start: wrt= says what is trained, and frozen= what is not; give one of them")
         frozen = frozen if frozen_by_wrt is None else frozen_by_wrt
-        reasons = {f"virtual_shards={virtual_shards}": virtual_shards, f"local_steps={local_steps}": local_steps}
-        reason = next((words for words, value in reasons.items() if value is not None), None)
         if not sync_batch_norm:
             module = dataclasses.replace(module, axes=None)
-        elif reason and module.has_unsynced_norms(params, model_state):
-            raise ValueError(
-                f"train.start: with {reason} a batch norm has the statistics of one share of the batch, since shares "
-                "know nothing of each other; write sync_batch_norm=False, or leave it out"
-            )
+        elif virtual_shards or local_steps:
+            apart = "virtual_shards" if virtual_shards else "local_steps"
+            if module.has_unsynced_norms(params, model_state):
+                raise ValueError(
+                    f"train.start: with {apart}= a batch norm has the statistics of one share of the batch, since "
+                    f"shares know nothing of each other; write sync_batch_norm=False, or leave out {apart}="
+                )
         if is_in_evaluation_mode:
             what = "it trains without dropout and with the running statistics of batch norm"
-            hint = f"give it as {module.to_train} makes it"
+            hint = f"to train it in the other mode, first call {module.to_train}"
             warnings.warn(f"train.start: the model is in evaluation mode, so {what}; {hint}", stacklevel=1)
-        loss_fn = modules.ModuleLoss(loss_fn, module)
+        loss: Any = modules.ModuleLoss(loss_fn, module)
     elif wrt is not None:
-        raise ValueError("train.start: wrt= is for a whole nnx.Module or eqx.Module; of params give frozen=")
+        raise ValueError(f"train.start: wrt={wrt!r} is for a whole nnx.Module or eqx.Module; of params give frozen=")
 
     step = make_train_step(
-        loss_fn,
+        loss,
         engine=engine,
         devices=devices,
         mesh=mesh if engine in ("auto", "jit") else None,  # the other engines take the devices of the state
