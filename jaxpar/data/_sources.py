@@ -192,8 +192,9 @@ def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> i
 def as_source(given: Any) -> Source:
     """Convert data to a `Source`.
 
-    A `Source` is returned unchanged. A `Dataset` becomes a `DatasetSource`. `from_arrays` takes a dict of arrays, a
-    DataFrame of pandas or polars, and a list of dicts with one example each. `from_iterable` takes all other data.
+    A `Source` is returned unchanged. A `Dataset` becomes a `DatasetSource`. `from_arrays` takes a dict or a tuple of
+    arrays, a DataFrame of pandas or polars, and a list of dicts with one example each. `from_iterable` takes all other
+    data.
 
     >>> import numpy as np
     >>> as_source(Dataset(np.zeros((6, 2)), np.arange(6))).examples(batch_size=2)
@@ -202,7 +203,7 @@ def as_source(given: Any) -> Source:
     if isinstance(given, Dataset):
         return DatasetSource(given)
     given = as_arrays(given, "data.as_source")
-    if isinstance(given, dict):
+    if isinstance(given, dict) or (type(given) is tuple and all(hasattr(each, "dtype") for each in given)):
         return from_arrays(given)
     return given if isinstance(given, Source) else from_iterable(given)
 

@@ -92,7 +92,7 @@ def from_params(
 
     Raises:
         TypeError: a leaf is not an array, or is a `RowSparse`; or no optimizer may change it, such as a running mean or
-            a stream in a whole module of Flax NNX or Equinox. Give the params of the module alone.
+            a stream in a whole module of Flax NNX or Equinox, which is for `train.start`.
         ValueError: both an optimizer and an updater are given; two leaves have the same name, or are the same array;
             the kind cannot apply the optimizer, see `kv.set_optimizer`; a pattern of `frozen` matches no param, or its
             bools do not fit the params; all floating params are frozen.
@@ -113,7 +113,7 @@ def from_params(
     _check_params(params)
     # A RowSparse has two leaves, and its row numbers would become a param.
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, RowSparse))
-    paths = [path_name(path) for path, _ in leaves]
+    paths = [_name(path) for path, _ in leaves]
     _check_apart(leaves, paths)
     untrained = _untrained(params)
     _check_trained(untrained, paths, range(len(paths)) if frozen is not None else ())
@@ -134,6 +134,12 @@ def from_params(
     if optimizer is not None:
         return set_optimizer(store, optimizer)
     return store if updater is None else set_updater(store, updater)
+
+
+def _name(path: KeyPath) -> str:
+    """`hidden/kernel`. A variable of Flax NNX has its array in an attribute `value`, which says nothing."""
+    is_of_variable = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+    return path_name(path[:-1] if is_of_variable else path)
 
 
 def _frozen_keys(frozen: Frozen, params: PyTree, names: Sequence[str], values: Sequence[jax.Array]) -> tuple[int, ...]:
@@ -190,8 +196,9 @@ class _Untrained(NamedTuple):
     may_be_frozen: bool = True
 
 
-_BY_NNX = "give the params alone: graph, params, rest = nnx.split(model, nnx.Param, ...), and rest as model_state="
-_BY_EQUINOX = "give the arrays alone: params, static = eqx.partition(model, eqx.is_inexact_array)"
+_WHOLE = "train.start(model, optimizer, loss_fn) takes a whole module; into a store go its params alone: "
+_BY_NNX = _WHOLE + "nnx.state(model, nnx.Param)"
+_BY_EQUINOX = _WHOLE + "eqx.filter(model, eqx.is_inexact_array)"
 _BY_STATE = "make the module by model, state = eqx.nn.make_with_state(Module)(...), and give state as model_state="
 _BY_LINEN = 'give variables["params"] as params, and the other collections as model_state='
 _COLLECTIONS = {"batch_stats", "cache", "intermediates", "perturbations"}  # of Flax Linen, beside "params"
@@ -333,8 +340,7 @@ def _leaf(leaf: object, path: str) -> jax.Array:
     except jax.errors.UnexpectedTracerError:
         raise
     except TypeError as error:
-        hint = "; first take the arrays out of the model: eqx.partition(model, eqx.is_inexact_array) in"
-        raise TypeError(f"{error}{hint} Equinox, nnx.split(model, nnx.Param) in Flax NNX") from None
+        raise TypeError(f"{error}; params are arrays alone, and train.start takes whole modules too") from None
 
 
 @allows_transfers

@@ -132,6 +132,7 @@ HARMLESS = {
     "viz._read.source": {"os", "sys"},  # where Python's own files are
     "_core.arrays": {"sys"},  # sys.modules
     "kv._params": {"sys"},  # sys.modules
+    "train._step.modules": {"sys"},  # sys.modules
     "kv._push": {"sys"},  # the frames between a warning and the user
 }
 

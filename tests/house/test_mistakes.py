@@ -293,8 +293,8 @@ MISTAKES = {
         "a model for params": (
             T,
             lambda: kv.from_params(apply),
-            ["expected an array", "eqx.partition", "nnx.split"],
-            "Give the arrays of the model only, see [your model](your_model.md).",
+            ["expected an array", "params are arrays alone", "train.start takes whole modules"],
+            "A store takes params. `train.start` takes [a whole module](your_model.md) too.",
         ),
         "masks of the trained part": (
             V,
@@ -394,11 +394,11 @@ MISTAKES = {
             ["classification_loss: labels", "(n,)", "labels.astype(int)"],
             "`labels.astype(int)`",
         ),
-        "a loss of two arguments": (
+        "a loss of one argument": (
             T,
-            lambda: make_step(lambda params, batch: (0.0, {})),
-            ["(params, batch, rng)", "got <lambda>(params, batch)"],
-            "`def loss_fn(params, batch, rng)`. `rng` may stay unused.",
+            lambda: make_step(lambda params: (0.0, {})),
+            ["(params, batch, rng)", "got <lambda>(params)"],
+            "`def loss_fn(params, batch, rng)`. `rng` may be left out.",
         ),
         "a loss of each example": (
             T,
@@ -406,11 +406,11 @@ MISTAKES = {
             ["the loss must be a scalar, the mean over the examples"],
             "Return `losses.mean()`.",
         ),
-        "a loss without aux": (
+        "a loss with a value that has no name": (
             T,
-            lambda: step_of(lambda p, b, r: total(p)),
-            ["must return (loss, aux)", "a dict"],
-            "`return loss, {}`",
+            lambda: step_of(lambda p, b: (total(p), total(p))),
+            ["must return loss or (loss, aux)", "a dict"],
+            '`return loss, {"penalty": penalty}`',
         ),
         "a gradient for a loss": (
             T,

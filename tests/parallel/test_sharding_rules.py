@@ -273,7 +273,7 @@ def test_metadata_of_linen():
     rule = parallel.sharding_rules({"params/kernel/value": P("model")})
     assert jax.tree.leaves(specs(parallel.shardings_of(params, rule, MESH))) == [P(), P("model")]
     store = kv.from_params(params)
-    assert kv.names(store) == {0: "params/bias", 1: "params/kernel/value"}
+    assert kv.names(store) == {0: "params/bias", 1: "params/kernel"}
     assert linen.get_partition_spec(kv.to_params(store)) == given
     wrong = linen_params(linen.with_partitioning, ("data", "modle"))
     with pytest.raises(ValueError, match=r"metadata of Flax: 'params/kernel/value' .* no axis 'modle'"):

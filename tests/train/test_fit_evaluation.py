@@ -130,7 +130,11 @@ def logits(params, images):
         ({"test_data": POINTS, "apply_fn": lambda p: 0}, TypeError, r"apply_fn must be a function of \(params, images"),
         ({"test_data": NARROW, "apply_fn": logits}, TypeError, "dot_general"),
         ({"step": lambda p, b, r, s: 0.0}, TypeError, r"loss_fn must be a function of \(params, batch, rng\), got <l"),
-        ({"step": lambda p, b, r: predictions(p, b).mean()}, TypeError, r"must return \(loss, aux\) with aux a dict"),
+        (
+            {"step": lambda p, b: (predictions(p, b).mean(), 1.0)},
+            TypeError,
+            r"return loss or \(loss, aux\) with aux a dict",
+        ),
         ({"step": lambda p, b, r: (predictions(p, b), {})}, TypeError, "the loss must be a scalar"),
         ({"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"seconds": 1.0})}, ValueError, "has seconds, which"),
         ({"step": lambda p, b, r: (loss_fn(p, b, r)[0], {"eval_mse": 1.0})}, ValueError, "has eval_mse, which"),

@@ -48,7 +48,8 @@ def test_a_start_has_every_option_of_the_three_with_the_same_default():
     own = {name: (p.default, p.annotation) for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     frozen = own.pop("frozen"), options.pop("frozen")
     assert {default for default, _ in frozen} == {None}
-    assert own == {"rng": (0, "jax.Array | int"), "compression": (None, "dict[str, Any] | None"), **options}
+    options |= {"rng": (0, "jax.Array | int"), "compression": (None, "dict[str, Any] | None")}
+    assert own == {"wrt": (None, "Any"), "sync_batch_norm": (True, "bool"), **options}  # of a whole module
 
 
 @pytest.mark.slow

@@ -220,7 +220,7 @@ LOCAL = "local_steps must be an int of 1 or more, got "
         ({"virtual_shards": 8, "local_steps": 2}, ValueError, "local_steps= updates each device separately"),
         ({"virtual_shards": 8, "engine": "jit"}, ValueError, "the compiler chooses them"),
         ({"virtual_shards": 0}, ValueError, "virtual_shards"),
-        ({"loss_fn": lambda params, batch, step: None}, TypeError, r"\(params, batch, rng\), and then step, got"),
+        ({"loss_fn": lambda params, step: None}, TypeError, r"\(params, batch, rng\), and then step, got"),
     ],
 )
 def test_options_that_are_refused(options, error, message):

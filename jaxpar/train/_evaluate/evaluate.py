@@ -19,6 +19,7 @@ from ..._core.transfers import allows_transfers
 from ..._devices import mesh, user_mesh
 from ...data import _READ_ONCE, Dataset, IterableSource
 from .._step.loss import Mean
+from .._step.modules import joined
 from .._step.state import TrainState
 from .every_example import EvalProgram, Pass, model_of
 from .metrics import ValuesError, as_values, sum_up
@@ -292,7 +293,7 @@ def check_classes(where: str, apply_fn: Any, model: tuple[PyTree, ...], dataset:
     image = jax.ShapeDtypeStruct((1, *dataset.images.shape[1:]), jnp.float32)
     with user_mesh.outside_mesh():
         try:
-            *rows, count = jax.eval_shape(lambda *args: apply_fn(*args), params, image, *model_state).shape
+            *rows, count = jax.eval_shape(lambda *args: apply_fn(*joined(*args)), params, image, *model_state).shape
         except Exception:  # what is wrong is said where `apply_fn` is called
             return
     low, high = int(np.min(dataset.labels)), int(np.max(dataset.labels))

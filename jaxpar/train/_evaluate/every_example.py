@@ -24,6 +24,7 @@ from ..._core import checks
 from ..._core.arrays import Device, PyTree, Recent
 from ..._devices import processes, user_mesh
 from ..._devices.mesh import STORE_AXIS, copies_on, spans_processes, split_over, wait_before_collectives
+from .._step.modules import joined, take_apart
 from .._step.state import TrainState, carries
 
 EvalSource = data.DatasetSource | data.ArraySource | data.IterableSource
@@ -33,11 +34,18 @@ Of = Callable[[Callable[[PyTree], PyTree], PyTree], Any]
 
 
 def model_of(state_or_params: PyTree) -> tuple[Any, ...]:
-    """(params to evaluate,), or (params, model_state) of a state that has one."""
-    if not isinstance(state_or_params, TrainState):
-        return (user_mesh.without_types(state_or_params),)
-    model_state = (state_or_params.model_state,) if carries(state_or_params.model_state) else ()
-    return user_mesh.without_types((state_or_params.eval_params, *model_state))
+    """(params to evaluate,), or (params, model_state) of a state that has one. A whole module is in place of params."""
+    module: Any = ()
+    if isinstance(state := state_or_params, TrainState):
+        params, model_state, module = state.eval_params, state.model_state, state.module
+    elif parts := take_apart(state_or_params):
+        params, model_state, module = parts.params, parts.model_state, parts.module
+    else:
+        params, model_state = state_or_params, ()
+    params, model_state = user_mesh.without_types((params, model_state))
+    if carries(module):
+        return module.arguments(params, model_state)
+    return (params, model_state) if carries(model_state) else (params,)
 
 
 class Pass:
@@ -299,6 +307,7 @@ def with_axes(fn: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., An
     # A batch is whole here, as if one device had it. So each axis has one part, and the sum over it is the sum itself.
 
     def call(*args: Any) -> Any:
+        args = joined(*args)
         try:
             return fn(*args)
         except NameError as error:

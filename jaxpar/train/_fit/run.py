@@ -20,6 +20,7 @@ from .._callbacks.callbacks import Callback, Callbacks, OnStep, WithMemory
 from .._callbacks.history import NO_METRICS
 from .._evaluate.evaluate import Evaluation, check_classes
 from .._step.loss import ClassificationLoss, check_loss_takes
+from .._step.modules import ModuleLoss
 from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
 from .progress import Profile, as_profile
@@ -132,10 +133,13 @@ class Run:
         # Where the run is to end, for the one that a callback ends earlier: in steps, or in epochs of unknown length.
         self.limit: int = self.num_steps if self.steps is not None else min(self.epochs or sys.maxsize, self.num_steps)
         loss_fn = getattr(step, "loss_fn", None)
+        of_module = isinstance(loss_fn, ModuleLoss)
+        loss_fn = loss_fn.loss_fn if of_module else loss_fn
         if isinstance(loss_fn, ClassificationLoss) and isinstance(self.source, data.DatasetSource):
             specs = specs_of(state.store)  # the state may be donated
             params = state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])
-            check_classes("fit: train_data", loss_fn.apply_fn, (params,), self.source.dataset)
+            model = state.module.arguments(params, state.model_state) if of_module else (params,)
+            check_classes("fit: train_data", loss_fn.apply_fn, model, self.source.dataset)
         # How many steps one compiled program makes. "auto": as many as take a fifth of a second.
         self.per_program: int | Literal["auto"] = _steps_per_program(
             options.steps_per_execution, step, self.source, state

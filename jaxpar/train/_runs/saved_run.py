@@ -221,7 +221,9 @@ class SavedRun:
                 raise FileExistsError(f"run.fork: {target} has checkpoints already; give another directory")
         step, _ = self._needed("run.fork")
         if not isinstance(step, TrainStep):
-            raise TypeError("run.fork: the step is a function of your own; only one of make_train_step leaves out steps")
+            raise TypeError(
+                "run.fork: the step is a function of your own; only one of make_train_step leaves out steps"
+            )
         state, saved = self._restored("run.fork", number)
         info, clock, epoch = saved.info, None, Epoch()
         epoch.sums.update(info.sums or {})

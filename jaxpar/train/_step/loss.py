@@ -6,7 +6,6 @@ the sums. So the same few functions serve every engine.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -55,7 +54,8 @@ Metrics = dict[str, jax.Array]
 ShardMetrics = dict[str, jax.Array | Mean]  # of a shard, or their sums over shards
 Loss = jax.Array | tuple[Any, Any] | Mean  # the mean over the examples, or (sum, weight)
 LossFn = (  # with a model state, or without
-    Callable[[Any, Any, jax.Array], tuple[Loss, dict[str, Any]]]
+    Callable[[Any, Any], Loss | tuple[Loss, dict[str, Any]]]
+    | Callable[[Any, Any, jax.Array], Loss | tuple[Loss, dict[str, Any]]]
     | Callable[[Any, Any, jax.Array, Any], tuple[Loss, dict[str, Any], Any]]
 )
 
@@ -65,20 +65,30 @@ _NO_GRAD = "; the step differentiates loss_fn itself, so leave out jax.grad"
 
 def check_loss_fn(loss_fn: Any, where: str) -> None:
     """`TypeError` unless it takes the arguments of a loss, with a model state or without."""
-    what, hint = f"{where}: loss_fn", "; rng is for dropout, and may stay unused"
-    try:
-        check_takes(loss_fn, LOSS_ARGUMENTS[:3], what, hint, also=("step",))
-    except TypeError:
-        with contextlib.suppress(TypeError):
-            return check_takes(loss_fn, LOSS_ARGUMENTS, what, also=("step",))
-        raise
+    _positions(loss_fn, (3, 2, 4), f"{where}: loss_fn", "; rng and what follows may be left out")
 
 
-def check_loss_takes(loss_fn: Any, has_state: bool) -> None:
-    """`TypeError` unless it takes what a step gives it. An argument that is named `step` may come after that."""
+def check_loss_takes(loss_fn: Any, has_state: bool) -> int:
+    """How many arguments a step gives it by position. `TypeError` where it takes others.
+
+    An argument that is named `step` may come after them.
+    """
+    if has_state:
+        return _positions(loss_fn, (4,), "train step: loss_fn", ", since the state has a model_state")
     hint = "; give the state one, train.create_state(store, rng, model_state=...)"
-    hint = ", since the state has a model_state" if has_state else hint
-    check_takes(loss_fn, LOSS_ARGUMENTS[: 3 + has_state], "train step: loss_fn", hint, also=("step",))
+    return _positions(loss_fn, (3, 2), "train step: loss_fn", hint)
+
+
+def _positions(loss_fn: Any, counts: tuple[int, ...], what: str, hint: str) -> int:
+    """The first of these numbers of arguments that fits the function. `TypeError` where none does."""
+    errors: list[TypeError] = []
+    for count in counts:
+        try:
+            check_takes(loss_fn, LOSS_ARGUMENTS[:count], what, hint, also=("step",))
+            return count
+        except TypeError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def call_loss(
@@ -86,21 +96,31 @@ def call_loss(
 ) -> tuple[ShardMetrics, PyTree]:
     """Call a loss function and check what it returns: (metrics, new model state)."""
     has_state = carries(model_state)
-    check_loss_takes(loss_fn, has_state)
-    arguments = (params, batch, rng, model_state) if has_state else (params, batch, rng)
+    loss, aux, new_state = run_loss(loss_fn, (params, batch, rng, *((model_state,) if has_state else ())), step)
+    if aux.get("loss", loss) is not loss:
+        raise ValueError("train step: aux of loss_fn has another 'loss', which the step reports itself; rename it")
+    metrics = {**jax.tree_util.tree_map_with_path(_aux, aux, is_leaf=is_pair), "loss": _loss(loss)}
+    return metrics, _same_structure(new_state, model_state) if has_state else ()
+
+
+def run_loss(
+    loss_fn: Callable[..., Any], arguments: tuple[Any, ...], step: jax.Array
+) -> tuple[Any, dict[str, Any], PyTree]:
+    """What a loss function gives for (params, batch, rng) or those and a model state: (loss, aux, new model state)."""
+    has_state = len(arguments) == 4
+    arguments = arguments[: check_loss_takes(loss_fn, has_state)]
     result = loss_fn(*arguments, **({"step": step} if has_parameter(loss_fn, "step") else {}))
+    if not has_state and (isinstance(result, Mean) or is_number(result)):
+        return result, {}, ()
     wanted = ("loss", "aux", "new_model_state") if has_state else ("loss", "aux")
     if not (isinstance(result, tuple) and len(result) == len(wanted) and isinstance(result[1], dict)):
         names, hint = ", ".join(LOSS_ARGUMENTS[: len(arguments)]), _NO_GRAD if isinstance(result, dict) else ""
         if isinstance(result, tuple) and len(result) == 3 and not has_state:
             hint = "; a state made with create_state(model_state=...) is needed to return a third value"
-        pair = f"({', '.join(wanted)}) with aux a dict, which may be empty"
+        either = "" if has_state else "loss or "
+        pair = f"{either}({', '.join(wanted)}) with aux a dict, which may be empty"
         raise TypeError(f"train step: loss_fn({names}) must return {pair}; got {checks.describe(result)}{hint}")
-    loss, aux = result[:2]
-    if aux.get("loss", loss) is not loss:
-        raise ValueError("train step: aux of loss_fn has another 'loss', which the step reports itself; rename it")
-    metrics = {**jax.tree_util.tree_map_with_path(_aux, aux, is_leaf=is_pair), "loss": _loss(loss)}
-    return metrics, _same_structure(result[2], model_state) if has_state else ()
+    return *result[:2], result[2] if has_state else ()
 
 
 def _aux(path: KeyPath, value: Any) -> Any:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import distributed, kv
+from ... import distributed, kv, updaters
 from ..._core import checks, host, portable
 from ..._core.arrays import Device, PyTree, check_plain, is_traced, tree_nbytes
 from ..._core.text import plural
@@ -48,6 +48,7 @@ class TrainState:
             `since`, int32, counts the updates of each device since the last agreement.
         local: `{"values", "updater_state", "optimizer_state", "transform"}` of a step with `local_steps`, else ().
             The first axis runs over the devices.
+        module: what puts a whole module together again, without arrays, or ().
     """
 
     store: kv.KVStore
@@ -59,6 +60,23 @@ class TrainState:
     nonfinite: Any = ()
     outer: Any = ()
     local: Any = ()
+    module: Any = ()
+
+    @property
+    def model(self) -> Any:
+        """The module that was given to `train.start`, in evaluation mode, or the params if these were given.
+
+        It has the values of `eval_params` and `model_state`, which the next step donates.
+        """
+        params = self.eval_params
+        return self.module.evaluated(params, self.model_state) if carries(self.module) else params
+
+    @property
+    def opt_state(self) -> Any:
+        """The state of the optimizer. Of an optimizer of `jp.updaters`, it is a dict with that of each key."""
+        check_not_donated(self.store, "state.opt_state")
+        has_one = isinstance(self.store.updater, updaters._TreeOptimizer)
+        return stores.whole_state(self.store) if has_one else self.store.updater_state
 
     @property
     def params(self) -> Any:
@@ -110,6 +128,7 @@ class Donated(NamedTuple):
     nonfinite: PyTree
     outer: PyTree
     local: PyTree
+    module: PyTree
 
     @classmethod
     def of(cls, state: TrainState) -> Donated:
@@ -122,6 +141,7 @@ class Donated(NamedTuple):
             state.nonfinite,
             state.outer,
             state.local,
+            state.module,
         )
 
     def with_rng(self, rng: jax.Array) -> TrainState:
@@ -135,6 +155,7 @@ class Donated(NamedTuple):
             self.nonfinite,
             self.outer,
             self.local,
+            self.module,
         )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from ... import kv
 from ..._core import checks
-from ..._core.arguments import no_such_arguments
+from ..._core.arguments import no_such_arguments, renamed_arguments
 from ..._core.arrays import Device, PyTree, Recent
 from ..._core.transfers import allows_transfers
 from ..._core.updater import Updater
@@ -26,6 +27,7 @@ from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
 from ..._store.mxnet_names import TRAINING_ARGUMENTS
 from ..._store.store import is_split, mesh_of_values
+from . import modules
 from .local_sgd import LocalSGD
 from .loss import Batch, LossFn, Metrics, check_loss_fn
 from .nonfinite import DynamicLossScale, Guard
@@ -340,7 +342,7 @@ _HINTS = {
     **dict.fromkeys(("clip_norm", "max_grad_norm"), "give grad_transform=optax.clip_by_global_norm(1.0)"),
     "apply_fn": "write loss_fn=train.classification_loss(apply_fn)",
     "batch_size": "give it to train.fit",
-    "has_aux": "loss_fn always returns (loss, aux), where aux is a dict",
+    "has_aux": "loss_fn returns the loss, or (loss, aux) where aux is a dict",
 }
 
 
@@ -528,15 +530,18 @@ _START_HINTS = {
 }
 
 
+@renamed_arguments(params="model")
 @no_such_arguments(_START_HINTS)
 @allows_transfers
 def start(
-    params: Any,
-    optimizer: optax.GradientTransformation | Updater,
+    model: Any,
+    optimizer: optax.GradientTransformation | Updater | Any,  # or an `nnx.Optimizer`
     loss_fn: LossFn,
     *,
     rng: jax.Array | int = 0,
     model_state: Any = (),
+    wrt: Any = None,
+    sync_batch_norm: bool = True,
     kind: str = "device",
     devices: Sequence[Device] | None = None,
     mesh: Mesh | None = None,
@@ -562,12 +567,20 @@ def start(
     It calls `kv.from_params`, `create_state` and `make_train_step`, which say more about their options and errors.
 
     Args:
-        params: any pytree of arrays. The arrays are copied.
-        optimizer: an optax transform, or an optimizer of `jp.updaters`.
-        loss_fn: `loss_fn(params, batch, rng) -> (loss, aux)`, or with `model_state`,
-            `loss_fn(params, batch, rng, model_state) -> (loss, aux, new_model_state)`.
+        model: an `nnx.Module` or an `eqx.Module`, whole; or params, any pytree of arrays. The arrays are copied. A
+            module is trained in its mode, and `state.model` is the trained one in evaluation mode.
+        optimizer: an optax transform, an optimizer of `jp.updaters`, or an `nnx.Optimizer`, whose `tx` and `wrt` are
+            taken.
+        loss_fn: `loss_fn(model, batch)`, `loss_fn(model, batch, rng)`, or with `model_state`,
+            `loss_fn(model, batch, rng, model_state)`. It returns the loss, or (loss, aux), or with `model_state` (loss,
+            aux, new model state). Of a module it gets the module, else the params.
         rng: a random key, or an int seed.
-        model_state: a pytree of arrays that the model updates without gradients, such as running means.
+        model_state: a pytree of arrays that the model updates without gradients, such as running means, or the
+            `eqx.nn.State` of a module. An `nnx.Module` has its own.
+        wrt: of a module, what is trained: a filter of Flax such as `nnx.LoRAParam`, or of Equinox. All else is frozen.
+            None: each `nnx.Param`, or each floating array.
+        sync_batch_norm: whether each batch norm of a module takes the statistics of the whole batch, over all devices.
+            With False each device takes those of its share. With `accumulate`, they are of one microbatch.
         kind: as in `kv.create`. "device" keeps params and optimizer state on every device, "sharded" a part on each.
         devices: the training devices. None: all of them.
         mesh: a `jax.sharding.Mesh`, in place of `devices`.
@@ -609,8 +622,39 @@ def start(
         >>> float(metrics["loss"]), float(state.params["w"])
         (1.0, 0.5)
     """
+    optimizer, wrt = modules.transform_of(optimizer, wrt)
+
+    # A whole module becomes params, a model state and a loss of these.
+    module, params, loss = (), model, loss_fn
+    if parts := modules.take_apart(model, wrt, axis_name if isinstance(axis_name, str) else tuple(axis_name)):
+        module, params, state_of_module, frozen_by_wrt, is_in_evaluation_mode = parts
+        check_loss_fn(loss_fn, "train.start")
+        if isinstance(module, modules.OfNnx):
+            if carries(model_state):
+                raise ValueError("train.start: leave out model_state=, since an nnx.Module has its own")
+            model_state = state_of_module
+        if frozen_by_wrt is not None and frozen is not None:
+            raise ValueError("train.start: wrt= says what is trained, and frozen= what is not; give one of them")
+        frozen = frozen if frozen_by_wrt is None else frozen_by_wrt
+        if not sync_batch_norm:
+            module = dataclasses.replace(module, axes=None)
+        elif virtual_shards or local_steps:
+            apart = "virtual_shards" if virtual_shards else "local_steps"
+            if module.has_unsynced_norms(params, model_state):
+                raise ValueError(
+                    f"train.start: with {apart}= a batch norm has the statistics of one share of the batch, since "
+                    f"shares know nothing of each other; write sync_batch_norm=False, or leave out {apart}="
+                )
+        if is_in_evaluation_mode:
+            what = "it trains without dropout and with the running statistics of batch norm"
+            hint = f"to train it in the other mode, first call {module.to_train}"
+            warnings.warn(f"train.start: the model is in evaluation mode, so {what}; {hint}", stacklevel=1)
+        loss: Any = modules.ModuleLoss(loss_fn, module)
+    elif wrt is not None:
+        raise ValueError(f"train.start: wrt={wrt!r} is for a whole nnx.Module or eqx.Module; of params give frozen=")
+
     step = make_train_step(
-        loss_fn,
+        loss,
         engine=engine,
         devices=devices,
         mesh=mesh if engine in ("auto", "jit") else None,  # the other engines take the devices of the state
@@ -639,4 +683,5 @@ def start(
     if compression is not None:
         store = kv.set_gradient_compression(store, compression)
     state = create_state(store, rng, devices=devices, grad_transform=grad_transform, model_state=model_state)
+    state = dataclasses.replace(state, module=module)
     return state, dataclasses.replace(step, like=shapes_on(state, leaf_shardings(state)))
