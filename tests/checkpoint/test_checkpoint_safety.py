@@ -19,7 +19,7 @@ from hypothesis import given, settings, strategies as st
 from launched import python
 from world import points, run_on, same
 
-from jaxpar import checkpoint, kv
+from jaxpar import checkpoint, kv, train
 from jaxpar.checkpoint import _files
 from jaxpar.train._fit.saved import RunInfo, has_good_info
 
@@ -313,6 +313,16 @@ def entry(path, value):
         body[last] = value
 
     return change
+
+
+def test_names_that_earlier_releases_gave_params_of_nnx_are_known(tmp_path):
+    state = train.create_state(kv.from_params({"a": {"kernel": jnp.arange(3.0)}}, optimizer=optax.sgd(0.1)), 0)
+    checkpoint.save(tmp_path / "a", state)
+    change = lambda body: json.loads(json.dumps(body).replace("('a/kernel')", "('a/kernel/value')"))  # noqa: E731
+    forge(tmp_path / "a", change)
+    assert "('a/kernel/value')" in (tmp_path / "a" / "jaxpar.json").read_text()
+    restored = checkpoint.restore(tmp_path / "a", jax.tree.map(jnp.zeros_like, state))
+    np.testing.assert_array_equal(restored.params["a"]["kernel"], [0, 1, 2])
 
 
 def nested(depth):
