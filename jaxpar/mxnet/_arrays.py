@@ -440,7 +440,7 @@ def histogram(
     bin_cnt: int | None = None,
     range: tuple[float, ...] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    counts, edges = jnp.histogram(data, bin_cnt if bins is None else bins, range)
+    counts, edges = jnp.histogram(data, bin_cnt or 10 if bins is None else bins, range)
     return counts.astype(jnp.int32), edges.astype(data.dtype)
 
 

@@ -35,7 +35,7 @@ _AXIS_OF_ARGMAX = 905  # the version since which an axis of -1 is the last one
 _IGNORED = frozenset(
     "cudnn_tune cudnn_off cudnn_algo_verbose cudnn_algo_fwd cudnn_algo_bwd_data cudnn_algo_bwd_filter workspace"
     " sparse_grad ctx ctx_group force_mirroring mirror_stage num_args key_var_num_args"
-    " lstm_state_clip_nan min_calib_range max_calib_range out".split()
+    " lstm_state_clip_nan min_calib_range max_calib_range out ndev key".split()
 )
 
 

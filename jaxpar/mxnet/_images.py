@@ -13,11 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+_MOST_WEIGHTS = 2**26  # of a matrix that is made of sizes alone
+_MOST_DISPLACEMENTS = 10_000
+
+
+def _check_sizes(name: str, old: tuple[int, ...], new: tuple[int, ...]) -> None:
+    """`ValueError` for what a damaged file says, before a matrix of (new, old) asks for all memory."""
+    if not all(m > 0 and n * m <= _MOST_WEIGHTS for n, m in zip(old, new, strict=True)):
+        raise ValueError(f"{name}: an image of {old} cannot become one of {new}")
+
 
 def adaptive_avg_pooling(data: jax.Array, *, output_size: tuple[int, ...] = ()) -> jax.Array:
     """Means over equal windows, which overlap where the sizes do not divide."""
     sizes = output_size or (1,)
     sizes = sizes * 2 if len(sizes) == 1 else sizes
+    _check_sizes("AdaptiveAvgPooling2D", data.shape[2:], sizes)
 
     def weights(old: int, new: int) -> np.ndarray:
         first, end = np.arange(new) * old // new, -(-(np.arange(new) + 1) * old // new)
@@ -50,7 +60,8 @@ def bilinear_resize(
             case "to_even_down" | "to_even_up" | "to_odd_down" | "to_odd_up":
                 is_right = n % 2 == ("odd" in mode)
                 return n if is_right else n + (1 if mode.endswith("up") else -1)
-        raise ValueError(f"BilinearResize2D: mode {mode!r} is unknown")
+            case _:
+                raise ValueError(f"BilinearResize2D: mode {mode!r} is unknown")
 
     def weights(old: int, new: int) -> np.ndarray:
         """(new, old): what each place has of the two places between which it lies."""
@@ -66,6 +77,7 @@ def bilinear_resize(
     of_like = data.shape if like is None else like.shape
     new_height = new_size(data.shape[2], height, scale_height, of_like[2])
     new_width = new_size(data.shape[3], width, scale_width, of_like[3])
+    _check_sizes("BilinearResize2D", data.shape[2:], (new_height, new_width))
     rows, columns = weights(data.shape[2], new_height), weights(data.shape[3], new_width)
     return jnp.einsum("nchw,yh,xw->ncyx", data, rows.astype(data.dtype), columns.astype(data.dtype))
 
@@ -131,6 +143,8 @@ def correlation(
     border = max_displacement + (kernel_size - 1) // 2
     sizes = [-(-(n - 2 * border) // stride1) for n in first.shape[2:]]
     reach = max_displacement // stride2
+    if (2 * reach + 1) ** 2 > _MOST_DISPLACEMENTS:
+        raise ValueError(f"Correlation: max_displacement {max_displacement} by steps of {stride2} are too many places")
     steps = [i * stride2 for i in range(-reach, reach + 1)]
 
     def window(image: jax.Array, dy: int, dx: int) -> jax.Array:

@@ -6,6 +6,7 @@ given by keyword, and their types say how the strings of a symbol file are read.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -195,59 +196,12 @@ def batch_norm(
     return ((out, mean, inverse) if output_mean_var else out), (running[0], running[1])
 
 
-def sync_batch_norm(
-    data: jax.Array,
-    gamma: jax.Array,
-    beta: jax.Array,
-    moving_mean: jax.Array,
-    moving_var: jax.Array,
-    *,
-    eps: float = 1e-3,
-    momentum: float = 0.9,
-    fix_gamma: bool = True,
-    use_global_stats: bool = False,
-    output_mean_var: bool = False,
-    ndev: int = 1,
-    key: str,
-    train: bool,
-) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-    """BatchNorm. Which devices share a batch is said where the network is trained, not by `ndev` and `key`."""
-    options = {"eps": eps, "momentum": momentum, "fix_gamma": fix_gamma, "use_global_stats": use_global_stats}
-    return batch_norm(
-        data, gamma, beta, moving_mean, moving_var, output_mean_var=output_mean_var, train=train, **options
-    )
-
-
-def batch_norm_with_relu(
-    data: jax.Array,
-    gamma: jax.Array,
-    beta: jax.Array,
-    moving_mean: jax.Array,
-    moving_var: jax.Array,
-    *,
-    eps: float = 1e-3,
-    momentum: float = 0.9,
-    fix_gamma: bool = True,
-    use_global_stats: bool = False,
-    output_mean_var: bool = False,
-    axis: int = 1,
-    train: bool,
-) -> tuple[Any, tuple[jax.Array, jax.Array]]:
-    out, new = batch_norm(
-        data,
-        gamma,
-        beta,
-        moving_mean,
-        moving_var,
-        eps=eps,
-        momentum=momentum,
-        fix_gamma=fix_gamma,
-        use_global_stats=use_global_stats,
-        output_mean_var=output_mean_var,
-        axis=axis,
-        train=train,
-    )
-    return ((jax.nn.relu(out[0]), *out[1:]) if output_mean_var else jax.nn.relu(out)), new
+@functools.wraps(batch_norm)
+def batch_norm_with_relu(*arrays: jax.Array, **attributes: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+    outputs, running = batch_norm(*arrays, **attributes)
+    if isinstance(outputs, tuple):
+        return (jax.nn.relu(outputs[0]), *outputs[1:]), running
+    return jax.nn.relu(outputs), running
 
 
 def pooling(

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+_MOST_ROWS = 2**13  # of a matrix whose size an attribute says
+
 
 def _transposed(x: jax.Array, yes: bool = True) -> jax.Array:
     return x.swapaxes(-1, -2) if yes else x
@@ -124,5 +126,7 @@ def extracttrian(a: jax.Array, *, offset: int = 0, lower: bool = True) -> jax.Ar
 
 def maketrian(a: jax.Array, *, offset: int = 0, lower: bool = True) -> jax.Array:
     size = (math.isqrt(8 * a.shape[-1] + 1) - 1) // 2 + abs(offset)
+    if size > _MOST_ROWS:
+        raise ValueError(f"linalg_maketrian: a matrix of {size} rows is too large")
     rows, columns = _places(size, offset, lower)
     return jnp.zeros((*a.shape[:-1], size, size), a.dtype).at[..., rows, columns].set(a)

@@ -456,15 +456,12 @@ _NAMED: dict[str, Operator] = {
     "Convolution Convolution_v1": Operator(layers.convolution, _convolution_shapes, last=_last_layout),
     "Deconvolution": Operator(layers.deconvolution, _deconvolution_shapes),
     "FullyConnected": Operator(layers.fully_connected, _dense_shapes),
-    "BatchNorm BatchNorm_v1 CuDNNBatchNorm": Operator(
+    "BatchNorm BatchNorm_v1 CuDNNBatchNorm _contrib_SyncBatchNorm": Operator(
         layers.batch_norm,
         _channels(1),
         state=("moving_mean", "moving_var"),
         last=_axis("axis", 1),
         outputs=_and_statistics,
-    ),
-    "_contrib_SyncBatchNorm": Operator(
-        layers.sync_batch_norm, _channels(1), state=("moving_mean", "moving_var"), outputs=_and_statistics
     ),
     "_contrib_BatchNormWithReLU": Operator(
         layers.batch_norm_with_relu,
@@ -576,7 +573,7 @@ _NAMED: dict[str, Operator] = {
     "argmax_channel": _row(lambda data: data.argmax(1).astype(data.dtype)),
     "batch_take": _row(lambda a, indices: arrays.pick(a, indices)),
     "shape_array": _row(lambda data: _whole(data.shape)),
-    "size_array": _row(lambda data: _whole([data.size])),
+    "size_array": _row(lambda data: _whole(np.array([data.size]))),
     "scatter_nd": Operator(arrays.scatter_nd),
     "_slice_assign _crop_assign": Operator(arrays.slice_assign),
     "_slice_assign_scalar _crop_assign_scalar": Operator(arrays.slice_assign_scalar),

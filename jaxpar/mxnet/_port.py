@@ -377,41 +377,53 @@ class _Call:
         return between.join(self.value(place) for place in range(len(self.refs)))
 
     def layer(self, function: str, endings: str = "", without: tuple[str, ...] = (), by: str = "") -> str | None:
-        """A call of a function of `_port_layers`, by the name of its arrays, `without` attributes that say nothing.
+        """A call of a layer of `_port_layers`. None where it cannot say what the node does, which is a rare one then.
 
-        None where it lacks an attribute, or where its arrays have other endings than these.
+        Args:
+            endings: of the names of its arrays.
+            without: attributes that say nothing here.
+            by: what the layer is told so.
         """
-        parameters = inspect.signature(getattr(_port_layers, function)).parameters
-        ends = [end for end in endings.split() if not (end == "bias" and self.attrs["no_bias"])]
-        stem = (self.arrays[1] or "").removesuffix(f"_{ends[0]}") if len(self.arrays) > 1 else ""
-        named = self.arrays[1:] == [f"{stem}_{end}" for end in ends]
-        if not named or not parameters.keys() >= self.non_default.keys() - {*without}:
+        # A layer has one name for its arrays: "conv1" for "conv1_weight" and "conv1_bias".
+        expected = [ending for ending in endings.split() if not (ending == "bias" and self.attrs["no_bias"])]
+        weights = self.arrays[1:]
+        name = (weights[0] or "").removesuffix(f"_{expected[0]}") if weights else ""
+        if weights != [f"{name}_{ending}" for ending in expected]:
             return None
-        no_attributes: dict[str, tuple[str, Any]] = {
-            "name": ("name", stem),
-            "key": ("index", self.number),
-            "by": ("value", by),
-        }
-        # Arguments in the order of the function. Those by position are always written, the others where they differ
-        # from the function's default. What is one number for all axes of an image is written once.
+        # And it must have all attributes that the file sets.
+        parameters = inspect.signature(getattr(_port_layers, function)).parameters
+        if not parameters.keys() >= self.non_default.keys() - {*without}:
+            return None
+
+        # Its arguments, in its own order. Each text but the first begins with a comma, for a slot that has its default
+        # is left out with its comma.
         text = ""
+        value: Any
         for key, parameter in parameters.items():
-            if key in ("net", "x"):
-                text += f", {self.value() if key == 'x' else key}"
-                continue
-            size = key.startswith("num_") or key.endswith("_dim")
-            if key in no_attributes:
-                kind, value = no_attributes[key]
-            else:
-                kind, value = "size" if size else "value", self.attrs[key]
-            if key in _OF_IMAGES and len(set(value)) < 2 and (value or parameter.default is not parameter.empty):
-                value = value[0] if value else parameter.default
+            match key:
+                case "net":
+                    text += ", net"
+                    continue
+                case "x":
+                    text += f", {self.value()}"
+                    continue
+                case "name":
+                    kind, value = "name", name
+                case "key":  # of the random numbers of this node
+                    kind, value = "index", self.number
+                case "by":
+                    kind, value = "value", by
+                case _:
+                    is_size = key.startswith("num_") or key.endswith("_dim")
+                    kind, value = "size" if is_size else "value", self.attrs[key]
+            has_default = parameter.default is not parameter.empty
+            if key in _OF_IMAGES and len(set(value)) < 2 and (value or has_default):
+                value = value[0] if value else parameter.default  # one number for all axes is written once
             if parameter.kind == parameter.POSITIONAL_OR_KEYWORD:
                 text += f", {self.slot(kind, key, value)}"
             else:
-                usual = KEYWORD if parameter.default is parameter.empty else parameter.default
-                text += self.slot(kind, key, value, usual)
-        return f"{function}({text[2:]})"
+                text += self.slot(kind, key, value, parameter.default if has_default else KEYWORD)
+        return f"{function}({text.removeprefix(', ')})"
 
 
 _Form = str | Value | None  # None: the operator of jaxpar is called

@@ -24,7 +24,8 @@ WRONG = {
     "activation softmax": "grad",  # of more than two axes: backward it takes all of them for one
     "leaky rrelu": "eval1",  # memory that nothing was written to
 }
-HALF_WRONG = ()
+# In float16 MXNet rounds in between, and is less exact than these.
+HALF_ROUGH = ("roi align sensitive", "pdf gamma log", "pdf gamma log behind")
 
 
 def close(found, expected, what):
@@ -181,6 +182,18 @@ REFUSED = [
     ("take", [Z, [1.0]], {"mode": "nearest"}, "mode must be clip or wrap, of take also raise, got 'nearest'"),
     ("pick", [jnp.ones((2, 2)), [1.0, 1]], {"mode": "raise"}, "mode must be clip or wrap"),
     ("norm", [Z], {"ord": 3}, "ord must be 1 or 2, got 3"),
+    ("topk", [Z], {"ret_typ": "values"}, "ret_typ must be value, indices, mask or both, got 'values'"),
+    ("CTCLoss", [jnp.ones((2, 1, 3)), [[1.0]]], {"blank_label": "0"}, "blank_label must be first or last, got '0'"),
+    ("_contrib_box_iou", [jnp.ones((1, 4))] * 2, {"format": "xywh"}, "must be corner or center, got 'xywh'"),
+    ("GridGenerator", [jnp.ones((1, 6))], {"transform_type": "flow"}, "must be affine or warp, got 'flow'"),
+    ("_contrib_BilinearResize2D", [IMAGE], {"mode": "even"}, "mode 'even' is unknown"),
+    ("_contrib_BilinearResize2D", [IMAGE], {"height": 10**9, "width": 1}, r"cannot become one of \(1000000000, 1\)"),
+    ("_contrib_AdaptiveAvgPooling2D", [IMAGE], {"output_size": (10**9,)}, "cannot become one of"),
+    ("Correlation", [IMAGE] * 2, {"max_displacement": 10**6}, "1000000 by steps of 1 are too many places"),
+    ("linalg_maketrian", [jnp.ones((1, 3))], {"offset": 10**9}, "rows is too large"),
+    ("_eye", [], {"N": 10**6}, "1000000 rows and 1000000 columns is too large"),
+    ("_linspace", [], {"start": 0.0, "stop": 1.0, "num": 10**9}, "num must be 0 to"),
+    ("scatter_nd", [[1.0], [[0.0]]], {"shape": (10**9,)}, "is too large"),
     ("log_softmax", [jnp.ones((2, 3)), [2, 3]], {"axis": 1, "use_length": True}, "use_length is not supported"),
     ("_arange", [], {"start": 2.0, "stop": None, "infer_range": True}, "infer_range=True is not supported"),
     ("RNN", [jnp.ones((1, 1, 1)), jnp.ones(8), jnp.ones((1, 1, 1))],
@@ -312,7 +325,7 @@ def test_what_is_drawn():
 
 RECORDED = np.load(REFERENCE / "mxnet_float16.npz", allow_pickle=False)
 COMPUTED = [name for name in OPERATORS if f"{name}/out0" in RECORDED and name not in ("dropout", *WRONG)]
-OTHERS = [name for name in MORE["cases"] if "half out0" in recorded()[name] and name not in HALF_WRONG]
+OTHERS = [name for name in MORE["cases"] if "half out0" in recorded()[name] and name not in HALF_ROUGH]
 # Their result is float32 by themselves.
 SINGLE = ("argmax", "shape cast", "argmin", "shape arange", "shape zeros", "embedding", "one hot")
 
