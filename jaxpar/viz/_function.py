@@ -31,7 +31,7 @@ from ._fold.calls import Call
 from ._fold.templates import Pattern, Rule
 from ._graph import FAILS_AT
 from ._read import jaxpr
-from ._read.bind import Bound, bind, called_method
+from ._read.bind import Bound, bind, called_method, is_linen, linen_variables
 from ._read.costs import Jaxpr
 from ._read.raw import Raw
 from ._read.source import is_users
@@ -52,6 +52,8 @@ def read(
 
     `attached` names an attribute of the error where `fn` raises, and gives what it is of the equations before.
     """
+    if is_linen(fn):  # called by its `apply`, whose params come first
+        fn, args, params_argnums = cast(Any, fn).apply, (linen_variables(fn, args, kwargs), *args), 0
     _check_keywords(fn, kwargs)
     bound = bind(fn, args, kwargs, _argument_names(fn, len(args)), argnums(params_argnums, len(args)))
     for array, argument in zip(bound.arrays, bound.arguments, strict=True):

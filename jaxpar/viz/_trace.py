@@ -53,7 +53,7 @@ def trace(
 
     Args:
         fn: any function that JAX can trace, also jitted, mapped over devices, or a gradient; or a module of Flax NNX,
-            Equinox or Keras, whose arrays are the parameters.
+            Equinox or Keras, whose arrays are the parameters; or one of Flax Linen, whose `init` says what they are.
         args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree, or NNX and Equinox modules. Other values
             (strings, flags, functions, numbers) are static.
         params_argnums: the positional arguments with parameters: an int, or several. Negative numbers count from the

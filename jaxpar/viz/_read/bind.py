@@ -143,6 +143,25 @@ def is_module(value: object) -> bool:
     return is_node(value) or is_equinox(value)
 
 
+def is_linen(value: object) -> bool:
+    """Whether this is a module of Flax Linen, which has no arrays of its own."""
+    return _has_base(value, "flax.linen.", ("Module",))
+
+
+def linen_variables(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The shapes of what `init` of a Linen module makes for these arguments. Nothing is computed."""
+    leaves, tree = jax.tree.flatten((tuple(args), dict(kwargs)))
+
+    def init(key: Any, arrays: Sequence[Any]) -> Any:
+        given = iter(arrays)
+        traced = [next(given) if is_array(leaf) else leaf for leaf in leaves]
+        positional, keywords = tree.unflatten(traced)
+        return module.init({"params": key, "dropout": key}, *positional, **keywords)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.eval_shape(init, key, [leaf for leaf in leaves if is_array(leaf)])
+
+
 def called_method(fn: object) -> tuple[Any, int]:
     """The method that `apply` of Flax Linen or a model of Keras runs, or None, and how many arguments come before."""
     owner: Any = getattr(fn, "__self__", fn)
