@@ -185,7 +185,9 @@ class Pass:
         """A batch of host memory with `count` examples, and copies of the last one where the devices need them."""
         copies = self._round_up(count) - count
         if copies:
-            batch = jax.tree.map(lambda x: np.pad(x, [(0, copies)] + [(0, 0)] * (np.ndim(x) - 1), "edge"), batch)
+            batch = jax.tree.map(
+                lambda x: np.pad(x, np.array([(0, copies), *[(0, 0)] * (np.ndim(x) - 1)]), "edge"), batch
+            )
         return source.place(batch, self._split), count
 
     def _round_up(self, n: int) -> int:

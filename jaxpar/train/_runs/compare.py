@@ -197,7 +197,9 @@ def _units(a: SavedRun, b: SavedRun, state: TrainState, batch: PyTree) -> tuple[
     with tempfile.TemporaryDirectory() as folder:  # a checkpoint goes onto any devices and into any kind of store
         path = Path(folder) / "state"
         checkpoint.save(path, state)
-        of_b = _host(gradients(b.step, checkpoint.restore(path, b._like), batch, "train.compare"))
+        in_b = checkpoint.restore(path, b._like)
+    assert in_b is not None
+    of_b = _host(gradients(b.step, in_b, batch, "train.compare"))
     of_a = _host(gradients(a.step, state, batch, "train.compare"))
     noise = dict.fromkeys(of_a, 0.0)
     for seed in range(_ORDERS):
