@@ -16,16 +16,16 @@ from launched import environment
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 RUN = ROOT / "tests/example_run.py"
-EPOCHS = 4  # at most, of each call of `fit`: what a script learns is for its readers
 KILL_AFTER = {"sweep": 6}  # in its second run; the others within their first
 # Their noise belongs to a share of the batch, and the shares are fixed.
 SAME_BITS = {"vae", "actor_critic", "sweep"}
 
 
-def run(script, folder, devices, *kill_after):
+def run(script, folder, devices, *kill_after, epochs=4):
+    """With so many epochs at most of each call of `fit`: what a script learns is for its readers."""
     folder.mkdir(exist_ok=True)
     env = environment(JAX_NUM_CPU_DEVICES=str(devices))
-    command = [sys.executable, str(RUN), str(script), str(EPOCHS), *map(str, kill_after)]
+    command = [sys.executable, str(RUN), str(script), str(epochs), *map(str, kill_after)]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
 
 
@@ -42,7 +42,7 @@ KILLED = ("vae", "simclr", "sweep")
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if s.stem not in KILLED], ids=lambda path: path.stem)
 def test_a_script_runs(script, tmp_path):
-    printed, found = result(run(script, tmp_path / "four", 4))
+    printed, found = result(run(script, tmp_path / "four", 4, epochs=2))
     assert printed
     assert found["devices"] == 4
     assert np.isfinite(found["numbers"]).all()
