@@ -81,12 +81,12 @@ def made_of_params(cells: Cells, value: int, reader: Cell) -> tuple[Cell, ...]:
             continue
         made[cell.id] = cell
         read = [cells.raw.values[root] for root in cells.inputs(cell)]
-        params = {value.shape for value in read if value.kind == "weight"}
-        for value in read:
+        params = {shown.shape for shown in read if shown.kind == "weight"}
+        for shown in read:
             # What a loop carries has no producer. A gradient is that of a param only where the param is updated by it.
-            is_carried = value.kind == "op" and value.producer is None
-            is_gradient = value.producer is not None and cells.raw.eqns[value.producer].backward
-            if value.kind == "input" or is_carried or (is_gradient and value.shape not in params):
+            is_carried = shown.kind == "op" and shown.producer is None
+            is_gradient = shown.producer is not None and cells.raw.eqns[shown.producer].backward
+            if shown.kind == "input" or is_carried or (is_gradient and shown.shape not in params):
                 return ()
         if cell.op in COLLECTIVES or cell.op == "cond" or len(made) > _ARITHMETIC:
             return ()
