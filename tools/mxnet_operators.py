@@ -96,7 +96,7 @@ def write_names():
         check_call(_LIB.NNGetOpInfo(handle, *places))
         found[py_str(own.value)].append(name)
     content = {"version": mx.__version__, "operators": found, "symbol": sorted(mx.symbol.__all__)}
-    NAMES.write_text(json.dumps(content, sort_keys=True, indent=0) + "\n")
+    NAMES.write_text(json.dumps(content, sort_keys=True) + "\n")
 
 
 def matches(name, patterns):
