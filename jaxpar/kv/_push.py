@@ -138,6 +138,7 @@ def push(store: KVStore, key: Key | Keys, value: PyTree, *, axis_name: str | Non
     # 3. An optimizer that sees the whole pytree needs the gradients of all trained params at once, and whole ones.
     if isinstance(store.updater, TreeOptimizer):
         trained = set(stores.trained_keys(store))
+        but = ", but without mesh= and sharding=" if rows and stores.is_split(store) else ""
         for refused, fault in (
             (rows.keys(), "a RowSparse is only some rows of a value"),
             (trained - pushed.keys(), "nothing is pushed to them"),
@@ -148,7 +149,7 @@ def push(store: KVStore, key: Key | Keys, value: PyTree, *, axis_name: str | Non
                 raise ValueError(
                     f"kv.push: keys {checks.shorten(sorted(refused))} ({names}): {fault}, and the optimizer of this "
                     "store sees the whole pytree; push whole gradients of all floating params that are not frozen at "
-                    "once, or make the store with updater=jp.updaters.from_optax(tx), which keeps one state a key"
+                    f"once, or make the store with updater=jp.updaters.from_optax(tx), one state a key{but}"
                 )
     if not pushed:
         return store

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import optax
 
 
 def _with_gradient(
@@ -180,6 +179,8 @@ def ctc_loss(
     is_step = jnp.ones((data.shape[1], steps), bool)
     if use_data_lengths and data_lengths is not None:
         is_step = jnp.arange(steps)[None] < data_lengths[:, None]
+    import optax  # `import jaxpar` loads nothing but jax
+
     losses = optax.ctc_loss(
         data.swapaxes(0, 1).astype(jnp.float32),
         (~is_step).astype(jnp.float32),

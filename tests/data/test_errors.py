@@ -173,7 +173,6 @@ REFUSED = {
     # Sources.
     "a number": (T, lambda: data.as_source(3), ["iterable", "a int"]),
     "a name": (T, lambda: data.as_source("mnist"), ["'mnist'", "data.load('mnist')"]),
-    "a tuple of arrays": (T, lambda: data.as_source((X, Y)), ["tuple of 2", "data.from_arrays"]),
     "no steps": (V, lambda: data.from_iterable(LOADER, steps_per_epoch=0), ["steps_per_epoch", "got 0"]),
     "a word for steps": (V, lambda: data.from_iterable(LOADER, steps_per_epoch="every"), ["steps_per_epoch 'every'"]),
     "epochs of what is read once": (

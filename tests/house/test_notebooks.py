@@ -25,7 +25,7 @@ def _text(notebook):
 
 # Most of a minute each: notebooks 02 and 03 compile many programs, the others start and kill processes. 04 draws big
 # networks; tests/viz and docs/viz.md have its calls.
-LONG = "02 03 04 05 06 07 08 09".split()
+LONG = "02 03 04 05 06 07 08 09 10".split()
 # Each trains by code of a user, on 1 and 4 devices, and goes on after a kill.
 KINDS = [path for path in NOTEBOOKS if path.stem[:2] in ("02", "06", "07", "08", "09")]
 # Fewer examples than a reader trains on, in cells that write a script.
@@ -53,6 +53,7 @@ SHORTER = {
         "step == 45": "step == 20",
         "checkpoint_every=20": "checkpoint_every=8",
     },
+    "10": {"test[:2000]": "test[:256]"},
     "09": {"0, 20000)": "0, 2560)", "20000, 22000)": "20000, 20500)", "60, 1060)": "60, 560)"},
 }
 RUN = [pytest.param(p, marks=pytest.mark.slow if p.stem[:2] in LONG else ()) for p in NOTEBOOKS]

@@ -2,7 +2,7 @@
 
 Two right runs on other numbers of devices part after a step, and soon are as far apart as a right one and a wrong one.
 So curves and last states do not tell a bug from rounding. One step from the same state does: its gradients differ by as
-much as those of the same rows in another order, or by far more.
+much as rounding may do, or by far more.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ... import checkpoint, kv
@@ -25,7 +26,7 @@ from ..._devices.mesh import to_host
 from .._step.state import TrainState
 from .saved_run import SavedRun, gradients
 
-_ORDERS = 3  # of the rows of a batch, whose gradients say what rounding does
+_SEEDS = 3  # of changes that say what rounding does to a gradient
 # Right steps on other devices are at 0 to 3, and a mean in place of a sum, or a share twice, at 300,000 and more.
 _MOST_UNITS = 30.0
 # A step whose gradient depends on the order of the rows by more than this, relatively, has dropout or statistics of a
@@ -43,8 +44,8 @@ class Comparison:
             equal, or two states were compared.
         first_leaf: the first leaf that differs there, params before the state of the optimizer. None: none does.
         distances: {leaf: norm of the difference over the norm}, of the leaves that differ there.
-        units: {param: distance of its gradients}, of one step from the same state and batch, in units of what another
-            order of the rows does. Empty if that could not be computed.
+        units: {param: distance of its gradients}, of one step from the same state and batch, in units of what
+            rounding may do. Empty if that could not be computed.
         is_rounding: whether the difference is rounding. None: that cannot be told, and `why` says the reason.
         why: what the comparison rests on, in a sentence.
     """
@@ -191,7 +192,10 @@ def compare(a: SavedRun | TrainState, b: SavedRun | TrainState) -> Comparison:
 
 
 def _units(a: SavedRun, b: SavedRun, state: TrainState, batch: PyTree) -> tuple[dict[str, float], float]:
-    """How far the gradients of two steps are apart, {param: distance in units of rounding}, and the largest unit."""
+    """How far the gradients of two steps are apart, {param: distance in units of rounding}.
+
+    Also by how much another order of the rows changes them at most, relatively.
+    """
     assert a.step is not None
     assert b.step is not None
     with tempfile.TemporaryDirectory() as folder:  # a checkpoint goes onto any devices and into any kind of store
@@ -201,17 +205,35 @@ def _units(a: SavedRun, b: SavedRun, state: TrainState, batch: PyTree) -> tuple[
     assert in_b is not None
     of_b = _host(gradients(b.step, in_b, batch, "train.compare"))
     of_a = _host(gradients(a.step, state, batch, "train.compare"))
-    noise = dict.fromkeys(of_a, 0.0)
-    for seed in range(_ORDERS):
+
+    # What rounding may do, from three seeds: the rows in another order; and params and inputs that differ by the last
+    # bit of their largest number, since a program that rounds otherwise is as one that got such numbers. The second
+    # counts where a little decides much, as between equal numbers of a pooling.
+    order_noise, noise = 0.0, dict.fromkeys(of_a, 0.0)
+    for seed in range(_SEEDS):
+        draw = np.random.default_rng(seed)
 
         def shuffled(rows: np.ndarray, seed: int = seed) -> np.ndarray:
             return rows[np.random.default_rng(seed).permutation(len(rows))]
 
-        other = _host(gradients(a.step, state, jax.tree.map(shuffled, batch), "train.compare"))
-        noise = {name: max(noise[name], _distance(of_a[name], other[name])) for name in of_a}
-    least = float(np.finfo(np.float32).eps) / 2  # a leaf may round in no other order, and in another program
-    units = {name: _distance(of_a[name], of_b[name]) / max(noise[name], least) for name in of_a}
-    return units, max(noise.values(), default=0.0)
+        def nudged(x: np.ndarray, draw: np.random.Generator = draw) -> np.ndarray:
+            if not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
+                return x
+            return (x + float(jnp.finfo(x.dtype).eps) * np.abs(x).max() * draw.choice([-1, 1], x.shape)).astype(x.dtype)
+
+        params = {k: jax.device_put(nudged(np.asarray(to_host(v))), v.sharding) for k, v in state.store.values.items()}
+        near = dataclasses.replace(state, store=dataclasses.replace(state.store, values=params))
+        for is_order, changed, rows in (
+            (True, state, jax.tree.map(shuffled, batch)),
+            (False, near, jax.tree.map(nudged, batch)),
+        ):
+            other = _host(gradients(a.step, changed, rows, "train.compare"))
+            distances = {name: _distance(of_a[name], other[name]) for name in of_a}
+            noise = {name: max(noise[name], distance) for name, distance in distances.items()}
+            if is_order:
+                order_noise = max(order_noise, *distances.values())
+    least = float(np.finfo(np.float32).eps) / 2  # a leaf may round in none of these, and in another program
+    return {name: _distance(of_a[name], of_b[name]) / max(noise[name], least) for name in of_a}, order_noise
 
 
 def _host(tree: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
