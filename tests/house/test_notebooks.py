@@ -53,7 +53,12 @@ SHORTER = {
         "step == 45": "step == 20",
         "checkpoint_every=20": "checkpoint_every=8",
     },
-    "10": {"test[:2000]": "test[:256]"},
+    "10": {
+        "train[:4096]": "train[:512]",
+        "test[:2000]": "test[:256]",
+        "BAD = 300": "BAD = 42",
+        "keep_every=100": "keep_every=20",
+    },
     "09": {"0, 20000)": "0, 2560)", "20000, 22000)": "20000, 20500)", "60, 1060)": "60, 560)"},
 }
 RUN = [pytest.param(p, marks=pytest.mark.slow if p.stem[:2] in LONG else ()) for p in NOTEBOOKS]

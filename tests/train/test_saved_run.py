@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar import checkpoint, data, train
+from jaxpar import checkpoint, data, models, train
 
 BATCHES, SIZE = 11, 32  # in an epoch, and examples in a batch
 STEPS = 40
@@ -89,6 +89,7 @@ def test_any_step_has_the_bits_of_the_certificate(name, tmp_path):
         assert hash_of(run.at(number)) == lines[number], number
 
 
+@pytest.mark.slow
 def test_made_on_one_device_and_again_on_four_with_virtual_shards(tmp_path):
     fit(tmp_path, *start(1, virtual_shards=8), steps=20)
     run = train.open(tmp_path, start(4, virtual_shards=8)[1], examples())
@@ -165,6 +166,7 @@ def test_a_generator_cannot_go_back(tmp_path):
             ask()
 
 
+@pytest.mark.slow
 def test_metrics_are_those_of_the_steps(tmp_path):
     seen = {}
     fit(tmp_path, *start(4), steps=20, on_step=lambda number, metrics: seen.update({number: metrics}))
@@ -208,6 +210,7 @@ def test_a_fork_is_a_run_that_skipped_the_batch(tmp_path):
     assert (found.first_step, found.is_rounding, found.why) == (30, False, "b leaves out step 30")
 
 
+@pytest.mark.slow
 def test_a_fork_with_another_optimizer(tmp_path):
     fit(tmp_path / "a", *start(), steps=20)
     run = train.open(tmp_path / "a", start()[1], examples())
@@ -325,7 +328,7 @@ def one_leaf_lost(params, batch, rng):
     return plain_loss({**params, "out": out}, batch, rng)
 
 
-@pytest.mark.parametrize("loss", [plain_loss, mean_for_sum, one_leaf_lost])
+@pytest.mark.parametrize("loss", [plain_loss, mean_for_sum, pytest.param(one_leaf_lost, marks=pytest.mark.slow)])
 def test_a_bug_is_told_from_rounding(loss, tmp_path):
     runs = []
     for count, loss_fn in ((1, plain_loss), (4, loss)):
@@ -343,6 +346,26 @@ def test_a_bug_is_told_from_rounding(loss, tmp_path):
     assert found._repr_html_()
 
 
+@pytest.mark.slow
+def test_what_a_last_bit_decides_is_rounding(tmp_path):
+    """Images with a black border have equal numbers in the windows of LeNet's pooling."""
+    draw = np.random.default_rng(0)
+    images = np.zeros((64, 28, 28, 1), np.float32)
+    images[:, 8:20, 8:20] = draw.random((64, 12, 12, 1), np.float32)
+    dataset = data.Dataset(images, draw.integers(0, 10, 64))
+    runs = []
+    for count in (1, 4):
+        loss_fn = train.classification_loss(models.lenet.apply)
+        state, step = train.start(
+            models.lenet.init(jax.random.key(0)), optax.adam(1e-3), loss_fn, devices=jax.devices()[:count]
+        )
+        fit(tmp_path / str(count), state, step, dataset, steps=4)
+        runs.append(train.open(tmp_path / str(count), step, dataset))
+    found = train.compare(*runs)
+    assert found.is_rounding is True, found
+
+
+@pytest.mark.slow
 def test_where_rounding_cannot_be_told(tmp_path):
     runs = []
     for count in (1, 4):
@@ -429,6 +452,7 @@ def test_spikes_are_undone(name, tmp_path, capsys):
     assert hash_of(run.at(33)) == certified(tmp_path / "a")[33]
 
 
+@pytest.mark.slow
 def test_a_resume_leaves_out_again_what_was_undone(tmp_path):
     source = UNDOES["a function of the epoch"]
     fit(tmp_path, *start(), source(), steps=24, callbacks=train.Undo(window=10))
@@ -438,6 +462,7 @@ def test_a_resume_leaves_out_again_what_was_undone(tmp_path):
     assert hash_of(state) == hash_of(expected)
 
 
+@pytest.mark.slow
 def test_more_spikes_than_are_allowed_end_the_run(tmp_path):
     source = UNDOES["a function of the epoch"]
     with pytest.raises(FloatingPointError, match="step 30 would be left out") as raised:
