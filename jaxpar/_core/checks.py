@@ -58,7 +58,7 @@ def as_values(keys: Sequence[int], value: object, where: str, name: str = "value
 def find_keys(key: Any, where: str, store: Keyed | None = None) -> tuple[list[int], bool]:
     """The keys that a call names, as Python ints, and whether it gave a list. A bool is no key.
 
-    With a store, each key must be there. The keys may be names.
+    With a store, each key must be there, with a value that was not deleted. The keys may be names.
     """
     many = isinstance(key, (list, range))
     keys: Sequence[Any] = key if many else (key,)
@@ -84,7 +84,16 @@ def find_keys(key: Any, where: str, store: Keyed | None = None) -> tuple[list[in
         if store is not None and k not in store.values:
             content = f"the store holds {shorten(sorted(store.values))}" if store.values else "the store is empty"
             raise UnknownKeyError(f"{where}: key {k} was never initialised ({content}); call kv.init first")
+        if store is not None and _is_deleted(store.values[k]):
+            raise RuntimeError(
+                f"{where}: key {k}: the stored value was deleted, as by donating this store to a jitted function; use "
+                "the store that the function returned"
+            )
     return list(map(operator.index, keys)), many
+
+
+def _is_deleted(value: object) -> bool:
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted()
 
 
 # Arrays.

@@ -168,15 +168,19 @@ def test_tracers_that_live_are_taken():
     assert jax.vmap(jax.grad(lambda x: inner(x).sum()))(jnp.ones(2)).tolist() == [3, 3]
 
 
-def test_a_donated_store_has_no_values():
+def test_a_donated_store_says_which_one_to_use():
     store = kv.from_params({"w": jnp.ones(2)}, optimizer=optax.sgd(1.0))
     jax.jit(lambda s: kv.push(s, 0, jnp.ones(2)), donate_argnums=0)(store)
-    for call in (
-        lambda: kv.pull(store, 0),
-        lambda: kv.push(store, 0, jnp.ones(2)),
-        lambda: kv.row_sparse_pull(store, 0, [0]),
-        lambda: kv.to_params(store),
-        lambda: kv.place(store, DEVICES),
-    ):
-        with pytest.raises(RuntimeError, match="deleted"):
+    words = "key 0: the stored value was deleted, as by donating this store .* the store that the function returned"
+    calls = {
+        "kv.pull": lambda: kv.pull(store, 0),
+        "kv.push": lambda: kv.push(store, 0, jnp.ones(2)),
+        "kv.row_sparse_pull": lambda: kv.row_sparse_pull(store, 0, [0]),
+        "kv.to_params": lambda: kv.to_params(store),
+        "kv.place": lambda: kv.place(store, DEVICES),
+        "kv.set_updater": lambda: kv.set_updater(store, updaters.accumulate),
+        "kv.set_optimizer": lambda: kv.set_optimizer(store, optax.adam(0.1)),
+    }
+    for where, call in calls.items():
+        with pytest.raises(RuntimeError, match=f"{where}: {words}"):
             call()
