@@ -192,6 +192,7 @@ def test_batch_norm_is_of_the_whole_batch_on_every_engine(where):
     close(arrays(new), arrays(normed_by_nnx()), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_batch_norm_of_each_share_is_what_the_parts_give_by_hand():
     graph, params, streams, rest = nnx.split(Normed(nnx.Rngs(0)), nnx.Param, nnx.RngState, ...)
 
@@ -238,6 +239,7 @@ def test_dropout_differs_by_device_layer_and_step(options):
     np.testing.assert_array_equal(*keys)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path):
     """Dropout and batch norm, over virtual shards, on other numbers of devices."""
 

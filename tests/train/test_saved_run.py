@@ -100,6 +100,7 @@ def test_made_on_one_device_and_again_on_four_with_virtual_shards(tmp_path):
     assert run.not_exact == ""
 
 
+@pytest.mark.slow
 def test_other_devices_without_virtual_shards_are_said(tmp_path):
     fit(tmp_path, *start(1), steps=12)
     run = train.open(tmp_path, start(4)[1], examples())
@@ -255,6 +256,7 @@ def test_what_is_known_without_a_step(tmp_path):
     assert hash_of(run.at(3)) == certified(tmp_path)[3]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     fit(tmp_path, *start(), steps=20)
     run = train.open(tmp_path, start()[1], examples())
@@ -377,6 +379,7 @@ def test_where_rounding_cannot_be_told(tmp_path):
     assert "virtual_shards" in found.why
 
 
+@pytest.mark.slow
 def test_other_batches_are_named(tmp_path):
     runs = []
     for name, shift in (("a", 0), ("b", 1)):
@@ -391,6 +394,7 @@ def test_other_batches_are_named(tmp_path):
     assert (found.first_step, found.is_rounding, found.why) == (7, False, "the batches of step 7 differ")
 
 
+@pytest.mark.slow
 def test_equal_runs_and_states(tmp_path):
     fit(tmp_path, *start(), steps=14)
     run = train.open(tmp_path, start()[1], examples())
@@ -480,6 +484,7 @@ def test_what_undo_refuses(tmp_path):
         train.Undo("spikes")
 
 
+@pytest.mark.slow
 def test_a_function_says_what_is_left_out(tmp_path):
     _, history = fit(tmp_path, *start(), steps=8, callbacks=train.Undo(lambda metrics: metrics["step"] == 5))
     assert history[-1]["skipped"] == 1
