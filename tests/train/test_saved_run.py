@@ -1,6 +1,10 @@
 """A run as a value: any step of it again, its batches, forks, and where two runs part."""
 
 import dataclasses
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -454,6 +458,34 @@ def test_spikes_are_undone(name, tmp_path, capsys):
     assert run.left_out == {19, 30}
     assert hash_of(run.at(29)) == certified(tmp_path / "a")[29]
     assert hash_of(run.at(33)) == certified(tmp_path / "a")[33]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = sys.argv[3:]
+import test_saved_run as runs
+from jaxpar import train
+kill = lambda number, metrics: number == int(sys.argv[2]) and os.kill(os.getpid(), signal.SIGKILL)
+source = runs.UNDOES["a function of the epoch"]()
+runs.fit(Path(sys.argv[1]), *runs.start(), source, callbacks=train.Undo(window=10, every=8), on_step=kill)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_undoes_the_same_steps(tmp_path):
+    """By SIGKILL: before a spike, after it was undone, and late. The last call is not killed."""
+    tests = Path(__file__).parents[1]
+    for kill in (14, 21, 29, 38, 0):
+        arguments = (str(tmp_path / "a"), str(kill), str(tests), str(tests / "train"))
+        done = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, text=True)
+        assert done.returncode == (-signal.SIGKILL if kill else 0), done.stderr
+    given, step = start()
+    expected, _ = fit(tmp_path / "b", given, step.without([19, 30]), UNDOES["a function of the epoch"]())
+    run = train.open(tmp_path / "a", start()[1], UNDOES["a function of the epoch"]())
+    assert run.left_out == {19, 30}
+    assert hash_of(run.at(STEPS)) == hash_of(expected)
+    assert certified(tmp_path / "a") == certified(tmp_path / "b")
 
 
 @pytest.mark.slow
