@@ -76,6 +76,15 @@ def path_name(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def param_name(path: KeyPath) -> str:
+    """The name of a param: `hidden/kernel`.
+
+    A variable of Flax NNX, and a box of Linen, has its array in an attribute `value`, which says nothing.
+    """
+    is_of_variable = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+    return path_name(path[:-1] if is_of_variable else path)
+
+
 def join_names(prefix: str, name: str) -> str:
     """Two parts of a name, of which either may be empty, with a slash between them."""
     return f"{prefix}/{name}" if prefix and name else prefix or name

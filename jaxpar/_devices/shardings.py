@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._core import checks
 from .._core.arrays import PyTree, is_traced
-from .._core.portable import path_name
+from .._core.portable import param_name
 from .._core.text import describe
 
 Shape = tuple[int, ...]
@@ -168,7 +168,7 @@ def sharding_rules(
 
     A pattern must match the whole path of a parameter, as `kv.names` gives it: `"decoder/attention/kernel"`.
     `*` matches any text, also `/`. `?` matches one character, and `[ab]` matches `a` or `b`. The first matching pattern
-    decides. The names of Flax NNX, and of boxed parameters of Linen, end in `/value`: `"*/kernel/value"`.
+    decides.
 
     Args:
         patterns: a dict from patterns to a `PartitionSpec` or to another rule.
@@ -321,7 +321,7 @@ def shardings_of(params: PyTree, sharding: PyTree, mesh: AnyMesh, *, where: str 
     check_is_mesh(mesh, where)
     # A prefix: each choice is for all parameters below its place, and None is a choice too, so it must count as a leaf.
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    names, metadata = [path_name(path) for path, _ in leaves], specs_in(params)
+    names, metadata = [param_name(path) for path, _ in leaves], specs_in(params)
     choices, prefix = jax.tree.flatten(sharding, is_leaf=lambda node: node is None)
     try:
         subtrees = prefix.flatten_up_to(params)

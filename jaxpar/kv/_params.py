@@ -21,7 +21,7 @@ from .. import updaters
 from .._core import checks, text
 from .._core.arguments import no_such_arguments
 from .._core.arrays import Device, KeyPath, PyTree, is_traced
-from .._core.portable import path_name
+from .._core.portable import param_name
 from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.mesh import mesh_of
@@ -113,7 +113,7 @@ def from_params(
     _check_params(params)
     # A RowSparse has two leaves, and its row numbers would become a param.
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, RowSparse))
-    paths = [_name(path) for path, _ in leaves]
+    paths = [param_name(path) for path, _ in leaves]
     _check_apart(leaves, paths)
     untrained = _untrained(params)
     _check_trained(untrained, paths, range(len(paths)) if frozen is not None else ())
@@ -134,12 +134,6 @@ def from_params(
     if optimizer is not None:
         return set_optimizer(store, optimizer)
     return store if updater is None else set_updater(store, updater)
-
-
-def _name(path: KeyPath) -> str:
-    """`hidden/kernel`. A variable of Flax NNX has its array in an attribute `value`, which says nothing."""
-    is_of_variable = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
-    return path_name(path[:-1] if is_of_variable else path)
 
 
 def _frozen_keys(frozen: Frozen, params: PyTree, names: Sequence[str], values: Sequence[jax.Array]) -> tuple[int, ...]:

@@ -485,6 +485,10 @@ def test_a_forged_info_of_a_run_is_passed_over(tmp_path, capsys):
         "counted": [-1],
         "seconds": ["x"],
         "rates": [[], {"learning_rate": "x"}],
+        "made_by": [[]],
+        "left_out": [3, [-1]],
+        "certificate": [3],
+        "forked_from": [["x"], ["x", -1]],
     }
     assert wrong.keys() == {field.name for field in dataclasses.fields(RunInfo)}
     for name, values in wrong.items():

@@ -270,13 +270,13 @@ def test_metadata_of_linen():
     assert specs(parallel.shardings_of(plain, given, MESH)) == {"params": {"kernel": P("data", "model"), "bias": P()}}
     assert specs(parallel.shardings_of(params, given, MESH)) == {"params": kernel}
     # A rule decides by itself. The path of a boxed parameter ends in what the box calls it.
-    rule = parallel.sharding_rules({"params/kernel/value": P("model")})
+    rule = parallel.sharding_rules({"params/kernel": P("model")})
     assert jax.tree.leaves(specs(parallel.shardings_of(params, rule, MESH))) == [P(), P("model")]
     store = kv.from_params(params)
     assert kv.names(store) == {0: "params/bias", 1: "params/kernel"}
     assert linen.get_partition_spec(kv.to_params(store)) == given
     wrong = linen_params(linen.with_partitioning, ("data", "modle"))
-    with pytest.raises(ValueError, match=r"metadata of Flax: 'params/kernel/value' .* no axis 'modle'"):
+    with pytest.raises(ValueError, match=r"metadata of Flax: 'params/kernel' .* no axis 'modle'"):
         parallel.shardings_of(wrong, None, MESH)
 
 

@@ -58,6 +58,7 @@ class Undo:
         >>> state, step = train.start({"w": jnp.zeros(())}, optax.sgd(0.25), loss_fn)
         >>> state, history = train.fit(
         ...     state, step, batches, epochs=1, batch_size=8, progress=False, callbacks=train.Undo("nonfinite"))
+        jaxpar: step 3 is left out: its loss is nan
         >>> float(state.params["w"]), history[0]["skipped"]
         (0.875, 1)
     """

@@ -56,9 +56,13 @@ def fully_connected(cells: Cells, cell: Cell) -> Fold | None:
     eqn = single(cells, cell)
     if eqn is None:
         return None
-    made = [made_of_params(cells, value, cell) for value in eqn.ins]
-    pairs = zip(eqn.ins, made, strict=True)
-    weights = [cells.raw.weight_of(value) is not None or bool(makers) for value, makers in pairs]
+    # Beside a param, the other operand is what the layer is given, though params and constants alone may make it, as in
+    # the embedding of the number of a pass.
+    weights = [cells.raw.weight_of(value) is not None for value in eqn.ins]
+    made: list[tuple[Cell, ...]] = [() for _ in eqn.ins]
+    if not any(weights):
+        made = [made_of_params(cells, value, cell) for value in eqn.ins]
+        weights = [bool(makers) for makers in made]
     if sum(weights) != 1:
         return Fold((cell,), "MatMul")
     side = weights.index(True)
