@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import hashlib
 import itertools
 import math
@@ -27,6 +28,7 @@ import numpy as np
 from .._core.files import CheckpointError
 
 STATE = "state"  # what orbax calls the pytree in its directory, see `write`
+_WRITTEN = "manifest.ocdbt"  # in it, where the arrays of all processes are
 TIMEOUT = 600  # seconds after which a process no longer waits for the others, where one of them failed
 # What orbax refuses, and as which it is stored.
 _STORED_AS = {"uint4": np.dtype(np.uint8), "uint2": np.dtype(np.uint8)}
@@ -102,10 +104,10 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
         composite_options=ocp.CompositeOptions(multiprocessing_options=among), state=handler
     )
     stack = contextlib.ExitStack()
-    path_in_utf8 = stack.enter_context(in_utf8(path))
+    orbax_path = stack.enter_context(name_for_orbax(path))
     orbax = stack.enter_context(ocp.AsyncCheckpointer(composite, timeout_secs=TIMEOUT, multiprocessing_options=among))
     try:
-        orbax.save(path_in_utf8, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
+        orbax.save(orbax_path, args=ocp.args.Composite(state=ocp.args.PyTreeSave(tree)))
     except BaseException:
         stack.close()
         raise
@@ -113,6 +115,8 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
     def wait() -> None:
         with stack:
             orbax.wait_until_finished()
+        if jax.process_index() == first and not (path / STATE / _WRITTEN).is_file():
+            raise OSError(f"{path}: orbax has written no arrays")  # which it does not say itself
 
     return wait
 
@@ -144,11 +148,15 @@ def _beginnings(dotted: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def in_utf8(path: Path) -> Generator[Path]:
-    """A name of a path that orbax takes, which are those in UTF-8."""
-    path = path.absolute()
+def name_for_orbax(path: Path) -> Generator[Path]:
+    """A name of a path that orbax and tensorstore take: in UTF-8, without "..", and no pattern of `glob`.
+
+    For such a pattern as `[lr=0.1]` orbax would find none of the files that it has written, and say nothing.
+    """
+    path = Path(os.path.realpath(path.parent), path.name)  # behind a link ".." leads elsewhere than its text says
+    text = str(path)
     with contextlib.ExitStack() as stack:
-        if os.fsencode(path).decode(errors="ignore") != str(path):
+        if os.fsencode(path).decode(errors="ignore") != text or glob.has_magic(text) or "\\" in text:
             link = Path(stack.enter_context(tempfile.TemporaryDirectory()), "link")
             link.symlink_to(path.parent, target_is_directory=True)
             path = link / path.name
@@ -217,7 +225,7 @@ class Stored:
                     yield i, np.empty([max(b - a, 0) for a, b in boxes[i]], self.dtype)
             if not any(needed):
                 return
-            with in_utf8(self._folder / STATE) as folder:
+            with name_for_orbax(self._folder / STATE) as folder:
                 array = _open(folder, name, self._on_disk, stored_dtype(self.dtype))
                 for k, (saved, expected) in enumerate(self._boxes):
                     users = [i for i, saved_boxes in enumerate(needed) if k in saved_boxes]

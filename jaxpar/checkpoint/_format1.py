@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from .._core.files import CheckpointError
-from ._arrays import Layout, in_utf8, layout
+from ._arrays import Layout, layout, name_for_orbax
 
 _ARRAYS, _FROZEN = "arrays", "frozen"
 
@@ -51,7 +51,7 @@ def _restore(path: Path, layouts: dict[str, Layout]) -> dict[str, np.ndarray]:
     expected = {name: layout for name, layout in layouts.items() if 0 not in layout[0]}
     if expected:
         handler = ocp.PyTreeCheckpointHandler()
-        with in_utf8(path) as name_of_path, ocp.Checkpointer(handler, multiprocessing_options=options) as orbax:
+        with name_for_orbax(path) as name_of_path, ocp.Checkpointer(handler, multiprocessing_options=options) as orbax:
             stored = orbax.metadata(name_of_path).item_metadata.tree
             for name, (shape, dtype) in expected.items():
                 on_disk = tuple(stored[name].shape), np.dtype(stored[name].dtype)

@@ -1,5 +1,6 @@
 """Checkpoints: what goes in comes out, on other devices too; what is damaged is refused; a killed run goes on."""
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -7,6 +8,7 @@ import pickle
 import shutil
 import signal
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,7 @@ from world import close
 
 from jaxpar import checkpoint, data, kv, train, updaters
 from jaxpar._core import portable
-from jaxpar.checkpoint import _files
+from jaxpar.checkpoint import _arrays, _files
 
 PARAMS = {"dense": {"bias": np.zeros(3, np.float32), "weight": np.linspace(-1, 1, 15, dtype=np.float32).reshape(5, 3)}}
 
@@ -653,6 +655,29 @@ def test_a_killed_run_goes_on_to_the_last_bit(tmp_path, kind, capsys):
     same(state, expected)
     assert world.numbers(history) == world.numbers(records)
     assert places[1].read_bytes() == certificate
+
+
+def test_paths_that_people_and_their_tools_give(tmp_path, monkeypatch):
+    """From a folder of notebooks up, through a link, and folders that are called by options."""
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "far" / "away").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "notebooks")
+    Path("link").symlink_to(tmp_path / "far" / "away")
+    for path in ("../runs/a", "gone/../b", "link/../c", "lr=[0.1]/d", "all*/e?", "back\\slash/f", "a b/%20/g"):
+        checkpoint.save(path, {"w": jnp.arange(3.0)})
+        assert checkpoint.restore(path, {"w": jnp.zeros(3)})["w"].tolist() == [0, 1, 2], path
+        assert checkpoint.latest(Path(path).parent) is not None, path
+    assert (tmp_path / "far" / "c").is_dir()
+    world.save_by_manager("../[x]", {"w": jnp.ones(3)}, best=True)
+    assert checkpoint.restore(checkpoint.best("../[x]"), {"w": jnp.zeros(3)})["w"].tolist() == [1, 1, 1]
+
+
+def test_a_save_of_which_orbax_writes_nothing_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(_arrays, "name_for_orbax", contextlib.nullcontext)
+    (tmp_path / "[a]").mkdir()
+    with pytest.raises(OSError, match="orbax has written no arrays"):
+        checkpoint.save(tmp_path / "[a]" / "b", {"w": jnp.ones(3)})
+    assert not list((tmp_path / "[a]").iterdir())
 
 
 def test_names_that_are_not_unicode(tmp_path):
