@@ -23,6 +23,7 @@
 # pyright: reportUnusedImport=false
 # Names for other rooms have an underscore, so that Tab shows the API only.
 from ._files import (
+    MANIFEST as _MANIFEST,
     CheckpointError as CheckpointError,
     adopt as _adopt,
     check_writable as _check_writable,

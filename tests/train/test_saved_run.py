@@ -1,9 +1,12 @@
 """A run as a value: any step of it again, its batches, forks, and where two runs part."""
 
 import dataclasses
+import hashlib
+import json
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -216,6 +219,64 @@ def test_a_fork_is_a_run_that_skipped_the_batch(tmp_path):
 
 
 @pytest.mark.slow
+def test_two_runs_over_one_iterator_are_compared_one_after_the_other(tmp_path):
+    source = SOURCES["an iterator that seeks"]()
+    fit(tmp_path / "a", *start(), source)
+    run = train.open(tmp_path / "a", start()[1], source)
+    fork = run.fork(tmp_path / "b", at=20, without=[24])
+    fit(tmp_path / "b", *fork, certificate=None)
+    found = train.compare(run, train.open(tmp_path / "b", fork.step, source))
+    assert (found.first_step, found.why) == (24, "b leaves out step 24")
+
+
+def with_unused(params, batch, rng):
+    """The loss of `plain_loss` of params that have one leaf more."""
+    return plain_loss({name: params[name] for name in ("in", "out")}, batch, rng)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_gradients_are_no_params(kind, tmp_path):
+    """Where a step leaves params alone, a store that keeps what is pushed still has them."""
+    rows = {}
+    for unused in ("warn", "skip"):
+
+        def make(unused=unused):
+            given, where = {**params(), "other": jnp.full(3, 100.0)}, {"devices": jax.devices()[:2], "kind": kind}
+            return train.start(given, optax.sgd(0.1), with_unused, unused=unused, **where)
+
+        with warnings.catch_warnings(action="ignore"):
+            fit(tmp_path / unused, *make(), steps=3)
+            (rows[unused],) = train.open(tmp_path / unused, make()[1], examples()).metrics(2, 2)
+    assert rows["warn"] == rows["skip"]
+
+    # A gradient that is not finite has no norm, though the step keeps the params.
+    source = data.from_iterable(spoiled, steps_per_epoch=BATCHES)
+    make = lambda **options: train.start(params(), optax.sgd(0.01), plain_loss, kind=kind, **options)  # noqa: E731
+    fit(tmp_path / "nan", *make(nonfinite="skip"), source, steps=21)
+    before, bad, after = train.open(tmp_path / "nan", make(nonfinite="skip")[1], source).metrics(18, 20)
+    assert np.isnan(bad["grad_norm"])
+    assert (bad["skipped"], bad["update_norm"]) == (1, 0)
+    assert np.isfinite([before["grad_norm"], after["grad_norm"]]).all()
+
+
+@pytest.mark.slow
+def test_late_updates_have_no_gradient_of_their_step(tmp_path):
+    make = lambda: train.start(params(), optax.sgd(0.1), plain_loss, kind="dist_async")  # noqa: E731
+    fit(tmp_path, *make(), steps=4)
+    assert "grad_norm" not in train.open(tmp_path, make()[1], examples()).metrics(3, 3)[0]
+
+
+def test_the_learning_rate_of_a_record_counts_updates(tmp_path):
+    schedule = optax.linear_schedule(1.0, 0.0, 100)
+    loss = lambda params, batch, rng: (0 * params["in"].sum() + 0 * params["out"].sum(), {})  # noqa: E731
+    state, step = train.start(params(), optax.inject_hyperparams(optax.sgd)(schedule), loss)
+    step = step.without([2, 5])
+    state, history = fit(tmp_path, state, step, steps=8, callbacks=train.LearningRate(schedule))
+    assert history[-1]["learning_rate"] == pytest.approx(train.LearningRate().measure(state)["learning_rate"])
+
+
+@pytest.mark.slow
 def test_a_fork_with_another_optimizer(tmp_path):
     fit(tmp_path / "a", *start(), steps=20)
     run = train.open(tmp_path / "a", start()[1], examples())
@@ -261,12 +322,22 @@ def test_what_is_known_without_a_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+def test_damage_is_passed_over(tmp_path):
     fit(tmp_path, *start(), steps=20)
     run = train.open(tmp_path, start()[1], examples())
     (chunk, *_) = [p for p in run.checkpoints[16].rglob("*") if p.is_file() and "/d/" in str(p)]
     chunk.write_bytes(bytes(len(chunk.read_bytes())))
     assert hash_of(run.at(18)) == certified(tmp_path)[18]
+
+    # Of the last checkpoint what it says of the run, and the records of all.
+    (tmp_path / "records.jsonl").write_text("")
+    assert train.open(tmp_path).history == run.history
+    manifest = run.checkpoints[20] / "jaxpar.json"
+    content = json.loads(manifest.read_text())["content"]
+    content["info"]["batch_size"] = "32"
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    manifest.write_text(json.dumps({"sha256": digest, "content": content}))
+    assert train.open(tmp_path).last_step == 16
 
 
 def test_other_numbers_than_the_certificates_are_refused(tmp_path):
@@ -514,6 +585,9 @@ def test_what_undo_refuses(tmp_path):
         fit(tmp_path, *start(), steps=4, callbacks=[train.Undo(), train.Undo("nonfinite")])
     with pytest.raises(ValueError, match="when"):
         train.Undo("spikes")
+    own = lambda state, batch: (dataclasses.replace(state, step=state.step + 1), {"error": 0.0})  # noqa: E731
+    with pytest.raises(ValueError, match=r"looks at the loss, and the metrics of a step are \['error'\]"):
+        train.fit(start()[0], own, examples(), max_steps=3, progress=False, callbacks=train.Undo())
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from .fingerprint import fingerprint
 from .history import Record
 from .loggers import JsonLines, MetricsFile
 from .memory import memory_from_json, memory_to_json
-from .monitors import EarlyStopping, KeepBest, Monitor, default_monitor, raise_unknown
+from .monitors import EarlyStopping, KeepBest, LearningRate, Monitor, default_monitor, raise_unknown
 from .undo import Undo
 
 Callback = Callable[[TrainState, Record], Any]
@@ -171,9 +171,10 @@ class Callbacks:
         new[at] = {**new[at], "left_out": new[at]["left_out"] + 1}
         return tuple(new)
 
-    def measure(self, state: TrainState) -> dict[str, float]:
-        """What callbacks such as `LearningRate` add to the record of a state."""
-        return {name: value for measured in self.call("measure", state) for name, value in measured.items()}
+    def measure(self, state: TrainState, left_out: int) -> dict[str, float]:
+        """What `LearningRate` adds to the record of a state, so many of whose steps were left out."""
+        rates = [callback.measure(state, left_out) for callback in self.each if isinstance(callback, LearningRate)]
+        return {name: value for measured in rates for name, value in measured.items()}
 
     def after_record(
         self, callback_state: CallbackState, state: TrainState, record: Record

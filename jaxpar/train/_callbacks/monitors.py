@@ -188,15 +188,18 @@ class LearningRate:
     def __call__(self, state: TrainState, record: Record) -> None:
         """`fit` has put the rate in the record already."""
 
-    def measure(self, state: TrainState) -> dict[str, float]:
-        """The rates of the last step, {name in the record: rate}."""
+    def measure(self, state: TrainState, left_out: int = 0) -> dict[str, float]:
+        """The rates of the last step, {name in the record: rate}.
+
+        `left_out` is the number of steps without an update that the state does not count, see `TrainStep.without`.
+        """
         if self.schedule is None:
             return _rates(state)
         if not callable(self.schedule):
             return {_NAME: float(self.schedule)}
         skipped = state.nonfinite["skipped"] if isinstance(state.nonfinite, dict) else 0  # steps without an update
         with outside_mesh():
-            return {_NAME: float(self.schedule(max(0, int(state.step) - int(skipped) - 1)))}
+            return {_NAME: float(self.schedule(max(0, int(state.step) - int(skipped) - left_out - 1)))}
 
 
 def _rates(state: TrainState) -> dict[str, float]:

@@ -37,7 +37,7 @@ class Undo:
         when: "spike": a loss that is not finite, or is far above those of the last steps: by more than `deviations`
             standard deviations above their median, estimated from the median absolute deviation. "nonfinite": only a
             loss that is not finite. A function `when(metrics) -> bool` of the metrics of a step, floats, with its
-            number as `step`.
+            number as `step`. It must say the same in all processes.
         most: the number of steps that are left out at most. After one more, `fit` raises an error.
         window: the number of last steps that a loss is compared with. In many steps a loss falls, and the fall would
             count as a deviation. While there are fewer than half of them, only a loss that is not finite is a spike.
@@ -83,6 +83,8 @@ class Undo:
 
     def check(self, memory: Memory, step: int, metrics: dict[str, float]) -> None:
         """`Spike` if this step is to be left out, `FloatingPointError` if too many were."""
+        if "loss" not in metrics and not callable(self.when):
+            raise ValueError(f"fit: train.Undo looks at the loss, and the metrics of a step are {list(metrics)}")
         loss, why = metrics.get("loss", math.nan), ""
         if callable(self.when):
             if bool(self.when({**metrics, "step": step})):
@@ -110,7 +112,7 @@ class Undo:
 
     def on_step(self, memory: Memory, step: int, metrics: dict[str, float]) -> Memory:
         """The memory after a step that stays, or that was left out."""
-        if metrics.get("skipped", 0.0) > 0:
+        if metrics.get("skipped", 0.0) > 0 or "loss" not in metrics:
             return memory
         return {**memory, "losses": np.append(memory["losses"][1:], metrics["loss"])}
 

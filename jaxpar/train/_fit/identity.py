@@ -17,7 +17,6 @@ from ..._store.store import specs_of
 from .._callbacks.fingerprint import fingerprint
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
-from .digest import digest_of_data
 
 if TYPE_CHECKING:
     from .run import Run
@@ -40,7 +39,7 @@ def describe(run: Run, state: TrainState) -> dict[str, Any]:
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),  # the hashes of functions are of its code
         "model": fingerprint(shapes),
-        "data": digest_of_data(run.source, run.examples),
+        "data": run.data_digest,
         "seed": fingerprint(np.asarray(jax.random.key_data(state.rng))),
         "optimizer": fingerprint(rules if has_rules else state.store.updater),
         "loss": fingerprint(step.loss_fn if isinstance(step, TrainStep) else step),

@@ -176,7 +176,7 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
                 training.epoch.pause()
                 # Evaluate. After an error the next call evaluates again.
                 try:
-                    scores = {**run.evaluation.scores(training.state), **callbacks.measure(training.state)}
+                    scores = {**run.evaluation.scores(training.state), **training.measured()}
                 except Exception as error:
                     # Other processes may still evaluate, and would not take part in a save.
                     if is_epoch_over and processes.is_in_all(error):
@@ -241,7 +241,7 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
             else:
                 # At the end of `max_steps` an earlier call evaluated, and its checkpoint does not have the record.
                 scores = run.evaluation.scores(training.state) if clock.step == clock.last else {}
-                scores = {**scores, **callbacks.measure(training.state)}
+                scores = {**scores, **training.measured()}
                 training.history.append(training.make_record(scores, interrupted=True))
     except NonFiniteError as error:
         if not run.stops:  # a callback has raised it, and the run is where it was
@@ -306,7 +306,7 @@ class Training:
             trace=Trace(run.profile, clock.began, clock.last),
             left_out=run.left_out | frozenset(info.left_out or ()),
         )
-        training.progress.measured = run.callbacks.measure(state)
+        training.progress.measured = training.measured()
         return training
 
     @property
@@ -366,12 +366,17 @@ class Training:
                 epoch.counted += 1
                 # Seldom, since to measure waits for the state.
                 if self.progress.is_measure_due:
-                    self.progress.show_measured(callbacks.measure(self.state))
+                    self.progress.show_measured(self.measured())
                 self.progress.step(metrics, epoch.counted * run.batch_size / epoch.elapsed())
                 if self.callback_state or callbacks.on_step is not None:
                     self.callback_state = callbacks.after_step(self.callback_state, step, metrics)
         if self.certificate is not None:
             self.certificate.write(clock.step - epoch.num_unread)
+
+    def measured(self) -> dict[str, float]:
+        """The learning rates of the last step, where a callback asks for them."""
+        left_out = sum(number <= self.clock.step for number in self.left_out)
+        return self.run.callbacks.measure(self.state, left_out)
 
     def open_steps(self) -> None:
         """Make the steps after the state."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from .._step.loss import ClassificationLoss, check_loss_takes
 from .._step.modules import ModuleLoss
 from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
+from .digest import digest_of_data
 from .progress import Profile, as_profile
 
 # What `fit` itself puts into records. The metric `skipped` is the step's own.
@@ -149,6 +151,11 @@ class Run:
         self.skips: bool = getattr(step, "skips", False) or self.callbacks.undo is not None
         self.left_out: frozenset[int] = getattr(step, "left_out", frozenset())
         self.stops: bool = getattr(step, "nonfinite", "ignore") == "stop"
+
+    @functools.cached_property
+    def data_digest(self) -> str | None:
+        """A hash of the data, which is read once. None for data that are not known before."""
+        return digest_of_data(self.source, self.examples)
 
     def is_epoch_over(self, steps: int) -> bool:
         """Whether an epoch is over after so many steps of it."""

@@ -16,7 +16,6 @@ from .._callbacks.history import Record
 from .._callbacks.memory import is_saved_memory
 from .._step.state import TrainState
 from .._step.train_step import TrainStep
-from .digest import digest_of_data
 from .run import Run
 
 
@@ -132,7 +131,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
     # The run of the given state, which a call of `fit` that failed may have donated: then a checkpoint is the only way.
     given_step = None if mesh.is_donated(state) else int(state.step)
     rates = {} if given_step is None or manager is None else updaters.learning_rates(state)
-    digest = None if manager is None else digest_of_data(run.source, run.examples)
+    digest = None if manager is None else run.data_digest
     new = RunInfo(given_step or 0, run.batch_size, run.examples, rates, data=digest)
     if saved is None:
         if given_step is None:

@@ -24,7 +24,7 @@ from ..._core.text import Table, describe
 from ..._core.transfers import allows_transfers
 from ..._devices.mesh import to_host
 from .._step.state import TrainState
-from .saved_run import SavedRun, gradients
+from .saved_run import SavedRun, gradients_of
 
 _SEEDS = 3  # of changes that say what rounding does to a gradient
 # Right steps on other devices are at 0 to 3, and a mean in place of a sum, or a share twice, at 300,000 and more.
@@ -143,13 +143,12 @@ def compare(a: SavedRun | TrainState, b: SavedRun | TrainState) -> Comparison:
 
     # Then, step by step after the last one that is equal, the first that differs.
     if can_compute and low > 0:
-        both = zip(a._states_after(steps[low - 1]), b._states_after(steps[low - 1]), strict=False)
-        for (number, of_a), (_, of_b) in both:
-            is_same = str(checkpoint._StateHash(of_a)) == str(checkpoint._StateHash(of_b))
-            distances = {} if is_same else _distances(of_a, of_b)
-            if distances or number == first_step:
-                first_step, found = number, distances or found
-                break
+        # One run after the other, since both may read one iterator.
+        start = steps[low - 1]
+        pairs = zip(a._hashes(start, first_step), b._hashes(start, first_step), strict=True)
+        number = start + next((i for i, (of_a, of_b) in enumerate(pairs, 1) if of_a != of_b), first_step - start)
+        if number < first_step and (distances := _distances(a.at(number), b.at(number))):
+            first_step, found = number, distances
     first_leaf = next(iter(found))
 
     # Why: what the two steps are given, and then what they make of it.
@@ -169,9 +168,11 @@ def compare(a: SavedRun | TrainState, b: SavedRun | TrainState) -> Comparison:
     if a.made_by.get("optimizer") != b.made_by.get("optimizer"):
         return Comparison(first_step, first_leaf, found, {}, False, "the optimizers differ")
     try:
-        units, noise = _units(a, b, state, batch)
+        units, noise, unknown = _units(a, b, state, batch)
     except checkpoint.CheckpointError as error:  # the state of one run does not fit the other
         return Comparison(first_step, first_leaf, found, {}, None, str(error))
+    if unknown:
+        return Comparison(first_step, first_leaf, found, {}, None, f"{unknown} in step {number}")
     if noise > _MOST_ROUNDING:
         why = (
             f"the gradients of step {number} change by {noise:.1e} with the order of the rows, as dropout and "
@@ -191,10 +192,10 @@ def compare(a: SavedRun | TrainState, b: SavedRun | TrainState) -> Comparison:
     )
 
 
-def _units(a: SavedRun, b: SavedRun, state: TrainState, batch: PyTree) -> tuple[dict[str, float], float]:
+def _units(a: SavedRun, b: SavedRun, state: TrainState, batch: PyTree) -> tuple[dict[str, float], float, str]:
     """How far the gradients of two steps are apart, {param: distance in units of rounding}.
 
-    Also by how much another order of the rows changes them at most, relatively.
+    Also by how much another order of the rows changes them at most, relatively, and why nothing is known, or "".
     """
     assert a.step is not None
     assert b.step is not None
@@ -203,8 +204,14 @@ def _units(a: SavedRun, b: SavedRun, state: TrainState, batch: PyTree) -> tuple[
         checkpoint.save(path, state)
         in_b = checkpoint.restore(path, b._like)
     assert in_b is not None
-    of_b = _host(gradients(b.step, in_b, batch, "train.compare"))
-    of_a = _host(gradients(a.step, state, batch, "train.compare"))
+    by_a, by_b = gradients_of(a.step, state), gradients_of(b.step, in_b)
+    if by_a is None or by_b is None:
+        return {}, 0.0, "an update is not by the gradient of a known step alone"
+    of_a, of_b = _host(by_a(state, batch)), _host(by_b(in_b, batch))
+    if of_a.keys() != of_b.keys():
+        return {}, 0.0, "the two train other params"
+    if not all(np.isfinite(x.astype(np.complex128)).all() for x in (*of_a.values(), *of_b.values())):
+        return {}, 0.0, "the gradients are not finite"
 
     # What rounding may do, from three seeds: the rows in another order; and params and inputs that differ by the last
     # bit of their largest number, since a program that rounds otherwise is as one that got such numbers. The second
@@ -227,13 +234,13 @@ def _units(a: SavedRun, b: SavedRun, state: TrainState, batch: PyTree) -> tuple[
             (True, state, jax.tree.map(shuffled, batch)),
             (False, near, jax.tree.map(nudged, batch)),
         ):
-            other = _host(gradients(a.step, changed, rows, "train.compare"))
+            other = _host(by_a(changed, rows))
             distances = {name: _distance(of_a[name], other[name]) for name in of_a}
             noise = {name: max(noise[name], distance) for name, distance in distances.items()}
             if is_order:
                 order_noise = max(order_noise, *distances.values())
     least = float(np.finfo(np.float32).eps) / 2  # a leaf may round in none of these, and in another program
-    return {name: _distance(of_a[name], of_b[name]) / max(noise[name], least) for name in of_a}, order_noise
+    return {name: _distance(of_a[name], of_b[name]) / max(noise[name], least) for name in of_a}, order_noise, ""
 
 
 def _host(tree: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:

@@ -11,7 +11,8 @@ import dataclasses
 import html
 import itertools
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from .._fit.progress import Epoch, Metrics
 from .._fit.run import FitOptions, Run, shuffle_key
 from .._fit.saved import RunInfo, has_good_info, template
 from .._fit.steps import own_steps
-from .._step.state import TrainState, check_is_state, leaf_shardings, shapes_on
+from .._step.state import TrainState, carries, check_is_state, leaf_shardings, shapes_on
 from .._step.train_step import TrainStep
 
 if TYPE_CHECKING:
@@ -155,17 +156,20 @@ class SavedRun:
 
         Returns:
             Dicts of `step`, what the step reports, such as `loss`; `grad_norm`, the norm of the summed gradients that
-            the optimizer gets, over all trained params; and `update_norm`, that of the change of these params. A step
-            that was left out has no `grad_norm`.
+            the optimizer gets, over all trained params; and `update_norm`, that of the change of these params.
+            `grad_norm` is NaN where the step skipped its update. There is none of a step that was left out, of a step
+            that is a function of your own, and with `staleness` or `local_steps`, whose updates are not by the gradient
+            of one step.
 
         Raises:
-            ValueError: as of `at`. TypeError: the step is the user's own function, whose gradients are not known.
+            ValueError: as of `at`.
         """
         first = checks.whole_number(first, "run.metrics", "first")
         last = checks.whole_number(last, "run.metrics", "last", least=first)
         state, saved = self._restored("run.metrics", first - 1)
         step, _ = self._needed("run.metrics")
         batches = self._batches("run.metrics", state, saved, saved.step)
+        gradients = gradients_of(step, state)
         rows: list[dict[str, float]] = []
         for number in range(saved.step + 1, last + 1):
             batch = next(batches)
@@ -173,8 +177,8 @@ class SavedRun:
                 state, _ = step(state, batch)
                 continue
             norms = dict[str, float]()
-            if number not in self.left_out:
-                norms["grad_norm"] = _norm(gradients(step, state, batch, "run.metrics"))
+            if number not in self.left_out and gradients is not None:
+                norms["grad_norm"] = _norm(gradients(state, batch))
             before = _trained(state)  # copies, since the step takes the arrays of the state
             state, metrics = step(state, batch)
             changes = jax.tree.map(lambda new, old: new - old, _trained(state), before)
@@ -294,14 +298,15 @@ class SavedRun:
     @property
     def branches(self) -> list[Path]:
         """The forks of this run in the directories beside its own."""
-        found: list[Path] = []
-        for path in sorted(self.directory.parent.iterdir()):
-            if path.is_dir() and path != self.directory:
-                listed, _ = checkpoint._newest_first(path)
-                parents = [manifest.get("info", {}).get("forked_from") for _, manifest in listed]
-                if any(isinstance(parent, list) and parent[:1] == [str(self.directory)] for parent in parents):
-                    found.append(path)
-        return found
+        # Beside them may be anything, so only what has a manifest is looked at.
+        manifests = self.directory.parent.glob(f"*/*/{checkpoint._MANIFEST}")
+        branches: list[Path] = []
+        for path in sorted({manifest.parents[1] for manifest in manifests} - {self.directory}):
+            listed, _ = checkpoint._newest_first(path)
+            parents = [manifest.get("info", {}).get("forked_from") for _, manifest in listed]
+            if any(isinstance(parent, list) and parent[:1] == [str(self.directory)] for parent in parents):
+                branches.append(path)
+        return branches
 
     def __repr__(self) -> str:
         return "\n".join(self._lines())
@@ -383,13 +388,15 @@ class SavedRun:
         batches = iter(source.batches(batch_size, rng=key, epochs=None, start=first, **options))
         return itertools.islice(batches, start - first, None)
 
-    def _states_after(self, start: int) -> Iterator[tuple[int, TrainState]]:
-        """The steps after step `start`, one by one, and their states. The next one donates a state."""
+    def _hashes(self, start: int, end: int) -> list[str]:
+        """The hashes of the states after the steps from `start` + 1 to `end`, made one by one."""
         state, step = self.at(start), self._needed("train.compare")[0]
-        nearest = self._nearest("train.compare", start)
-        for number, batch in enumerate(self._batches("train.compare", state, nearest, start), start + 1):
+        batches = self._batches("train.compare", state, self._nearest("train.compare", start), start)
+        hashes: list[str] = []
+        for batch in itertools.islice(batches, end - start):
             state, _ = step(state, batch)
-            yield number, state
+            hashes.append(str(checkpoint._StateHash(state)))
+        return hashes
 
     def _call(self, state: TrainState, step: TrainStep, last: int) -> Run:
         """The call of `fit` that makes the steps up to `last`."""
@@ -457,23 +464,25 @@ def open(
     """
     path = files.as_path(directory, "train.open: directory")
     listed, unreadable = checkpoint._newest_first(path)
-    saved = [
-        SavedState(manifest.get("step", 0), each, RunInfo.from_json(manifest["info"]))
-        for each, manifest in listed
-        if "first" in manifest.get("info", {}) and has_good_info(each, manifest)
-    ]
+    saved, damages = list[SavedState](), list(unreadable.values())
+    for each, manifest in listed:
+        try:
+            if "first" in manifest.get("info", {}) and has_good_info(each, manifest):
+                saved.append(SavedState(manifest.get("step", 0), each, RunInfo.from_json(manifest["info"])))
+        except checkpoint.CheckpointError as error:  # `fit` passes over it too
+            damages.append(str(error))
     if not saved:
-        damage = f" ({next(iter(unreadable.values()))})" if unreadable else ""
+        damage = f" ({damages[0]})" if damages else ""
         raise FileNotFoundError(
             f"train.open: {path} has no checkpoint of fit{damage}; give the checkpoint_dir of a call of fit"
         )
     newest = saved[0].info
     # An earlier run in the same directory is another one. Of a step that was made twice the newest counts.
     by_step = {each.step: each for each in reversed(saved) if each.info.run == newest.run}
-    newest_manifest = listed[[each for each, _ in listed].index(saved[0].path)][1]
-    history: list[Record] = newest_manifest["info"].get("history", [])
-    if (place := newest_manifest.get("records")) is not None:
-        history = checkpoint._Records(path).read(place)
+    history: list[Record] = newest.history or []
+    if (place := dict(listed)[saved[0].path].get("records")) is not None:
+        with contextlib.suppress(checkpoint.CheckpointError):  # the checkpoint has its last records itself
+            history = checkpoint._Records(path).read(place)
 
     left_out = frozenset(newest.left_out or [])
     like = state
@@ -522,17 +531,39 @@ def _lines_of(path: str | None) -> Mapping[int, str]:
     return certificate.read(path)[1]
 
 
-def gradients(step: TrainStep, state: TrainState, batch: PyTree, where: str) -> PyTree:
-    """The summed gradients that the optimizer would get for a batch, in the structure of the params.
+Gradients = Callable[[TrainState, PyTree], dict[str, jax.Array]]
 
-    The state stays valid. It is the step itself, with a store that keeps what is pushed in place of an optimizer.
+
+def gradients_of(step: TrainStep, state: TrainState) -> Gradients | None:
+    """A function of (state, batch): the summed gradients that the optimizer would get, by the names of the params.
+
+    They are NaN where the step would skip its update, since they overflow or are not finite. The state stays valid.
+    None for a function of the user's own, and where an update is not by the gradient of its own step alone.
     """
-    if not isinstance(step, TrainStep):
-        raise TypeError(f"{where}: the gradients of a step that is a function of your own are not known")
-    store = kv.set_updater(mesh.own_copies(state.store), updaters.assign)
-    probe = dataclasses.replace(mesh.own_copies(state), store=store)
-    probe, _ = step.without(())(probe, batch)
-    return _trained(probe)
+    if not isinstance(step, TrainStep) or state.store.staleness or carries(state.local):
+        return None
+    # It is the step itself, with a store that keeps what is pushed in place of an optimizer. What the loss does not
+    # depend on has zeros there, also where the step would leave it alone.
+    probe_step = step.without(())
+    if step.device_step.unused == "skip":
+        whole = step.global_step
+        probe_step = dataclasses.replace(
+            probe_step,
+            device_step=dataclasses.replace(step.device_step, unused="warn"),
+            global_step=None if whole is None else dataclasses.replace(whole, unused="warn"),
+        )
+
+    def gradients(state: TrainState, batch: PyTree) -> dict[str, jax.Array]:
+        store = kv.set_updater(mesh.own_copies(state.store), updaters.assign)
+        probe = dataclasses.replace(mesh.own_copies(state), store=store)
+        with warnings.catch_warnings(action="ignore"):  # the run has warned
+            probe, metrics = probe_step(probe, batch)
+        grads = _trained(probe)
+        if float(metrics.get("skipped", 0.0)) > 0:  # the params are as before
+            return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), grads)
+        return grads
+
+    return gradients
 
 
 def _trained(state: TrainState) -> dict[str, jax.Array]:
