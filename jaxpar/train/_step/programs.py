@@ -176,26 +176,36 @@ def check_even(batch: Batch, axis: int, shards: int, microbatches: int, cut: str
 
 
 class JointProgram:
-    """One step, or several, as one compiled program of all devices, for states of one structure."""
+    """One step, several steps, and the end of training, as programs of all devices, for states of one structure.
+
+    Attributes:
+        batches: how a batch is cut, and where it goes.
+        one: `train_step(donated, rng, batch) -> (donated, metrics)`, compiled.
+        several: `train_steps(donated, rng, batches, first, end) -> (donated, metrics of each batch)`, compiled.
+        number: an int, on the devices.
+    """
 
     # A program takes the arrays of a `Donated` in a list, and the structure by closure: JAX (0.10 to 0.12) keeps the
     # structures of arguments forever, and that of a store refers to its optimizer. It costs the host little: a program
     # that returns its 15 arrays took 74 us with the pytree, and 76 us with the list, flattened before and unflattened
     # after it. The `rng` never changes, and a program takes as long to return a random key as five arrays.
+    #
+    # Nor does a function that is compiled refer to `self`: in such a circle the garbage collector alone would free it.
 
     def __init__(self, step: DeviceStep, run: Engine, structure: Structure):
+        # 1. Where states and batches are. A batch is cut along the axes of the step, of which only engine `jit` may
+        #    have several. A stack of batches has their number as first axis.
         store = structure.unflatten(range(structure.num_leaves)).store
-        self._everywhere = sharding_of(store)
-        devices, mesh, axes = store.devices, self._everywhere.mesh, step.axes or (STORE_AXIS,)
+        everywhere, platform = sharding_of(store), store.devices[0].platform
+        mesh, axes = everywhere.mesh, step.axes or (STORE_AXIS,)
         along: Any = axes[0] if len(axes) == 1 else axes
         shards = math.prod([mesh.shape[name] for name in axes])
         shardings = NamedSharding(mesh, P(along)), NamedSharding(mesh, P(None, along))
-        self.batches = Batches(devices, shards, step.accumulate, shardings)
-        self._step, self._structure, self._platform = step, structure, devices[0].platform
-        self.number = functools.lru_cache(maxsize=64)(functools.partial(_number, self._everywhere))
-        step_of_platform, check_batch = dataclasses.replace(step, platform=self._platform), self.batches.check
+        self.batches = Batches(store.devices, shards, step.accumulate, shardings)
+        self._structure, self._everywhere = structure, everywhere
+        step_of_platform, check_batch = dataclasses.replace(step, platform=platform), self.batches.check
 
-        # It does not refer to the program, which would then be freed by the garbage collector only.
+        # 2. One step.
         def train_step(donated: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Metrics]:
             check_batch(batch)
             state = structure.unflatten(donated).with_rng(rng)
@@ -206,40 +216,10 @@ class JointProgram:
             leaves, shardings = jax.tree.leaves(Donated.of(new)), jax.tree.leaves(Donated.of(shardings))
             return jax.tree.map(lax.with_sharding_constraint, leaves, shardings), metrics
 
-        self._traced = jax.jit(train_step, inline=True)  # so it is traced once, for all that follows
-        self._fast = functools.partial(for_platform, platform=self._platform, mesh=mesh, axes=step.axes)
-        self.one = jax.jit(jax.jit(self._fast(self._traced), inline=True), donate_argnums=0)
-        # One device takes half as much memory again for its blocks, several take hardly more.
-        self._has_blocks = self._platform == "cpu" and IS_KEPT and len(mesh.local_devices or ()) > 1
-        # The program in blocks for batches of these shapes and dtypes, or None, by the first state.
-        self._in_blocks: dict[Any, Any] = {}
+        # The loss is a user's Python, and slow to trace. As a `jit` of its own the step is traced once, for all below.
+        traced_step = jax.jit(train_step, inline=True)
 
-    def __call__(
-        self, donated: list[jax.Array], rng: jax.Array, batch: Batch, *span: int
-    ) -> tuple[TrainState, Metrics]:
-        """One step, or those of `batch[first:end]`, `span` being these two numbers."""
-        batch = self.batches.place(batch, axis=1 if span else 0)
-        wait_before_collectives((donated, batch), self.batches.devices)
-        run: Any = self.several if span else self.one
-        args = (donated, rng, batch, *map(self.number, span))
-        if self._has_blocks:
-            shapes = (len(span), *[(x.shape, x.dtype) for x in jax.tree.leaves(batch)])
-            if shapes not in self._in_blocks:
-                if len(self._in_blocks) == _MOST_SHAPES:
-                    del self._in_blocks[next(iter(self._in_blocks))]  # the one made first
-                options = in_blocks(run.trace(*args).jaxpr)
-                compiled = jax.jit(run.__wrapped__, donate_argnums=0, compiler_options=options)
-                self._in_blocks[shapes] = compiled if options else None
-            if self._in_blocks[shapes] and not is_tracing():  # JAX takes no options inside of another `jit`
-                run = self._in_blocks[shapes]
-        new, metrics = run(*args)
-        return self._structure.unflatten(new).with_rng(rng), metrics
-
-    @functools.cached_property
-    def several(self) -> Any:
-        """`train_steps(donated, rng, batches, first, end) -> (donated, metrics of each batch)`."""
-        step = self._traced
-
+        # 3. The steps of `batches[first:end]`, in a loop. The metrics are stacked, with zeros where no step was.
         def train_steps(
             donated: list[jax.Array], rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array
         ) -> tuple[list[jax.Array], Metrics]:
@@ -247,15 +227,62 @@ class JointProgram:
                 return jax.tree.map(functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False), batches)
 
             def body(i: Any, carry: tuple[list[jax.Array], Metrics]) -> tuple[list[jax.Array], Metrics]:
-                donated, metrics = step(carry[0], rng, batch(i))
+                donated, metrics = traced_step(carry[0], rng, batch(i))
                 return donated, jax.tree.map(lambda x, row: x.at[i].set(row), carry[1], metrics)
 
-            _, metrics = jax.eval_shape(lambda: step(donated, rng, batch(0)))  # of tracers, so nothing is traced anew
+            _, metrics = jax.eval_shape(lambda: traced_step(donated, rng, batch(0)))  # tracers: no new trace
             number = jax.tree.leaves(batches)[0].shape[0]
             rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
             return lax.fori_loop(first, end, body, (donated, rows))
 
-        return jax.jit(jax.jit(self._fast(train_steps), inline=True), donate_argnums=0)
+        # 4. Both compiled, on CPUs with faster formulas than XLA's. A call may compile the inner `jit` once more, with
+        #    other options, which then traces nothing anew.
+        def compiled(function: Callable[..., Any]) -> Any:
+            fast = for_platform(function, platform, mesh, step.axes)
+            return jax.jit(jax.jit(fast, inline=True), donate_argnums=0)
+
+        self.one, self.several = compiled(traced_step), compiled(train_steps)
+
+        # The first and the end that `several` is given are kept on the devices, so that a call sends nothing.
+        @functools.lru_cache(maxsize=64)
+        def number(i: int) -> jax.Array:
+            with jax.ensure_compile_time_eval():  # a number also while a user's `jit` is traced
+                return put_copy(jnp.int32(i), everywhere)
+
+        self.number = number
+
+        # On CPUs the C library keeps blocks of memory from step to step, if no value of the program needs a larger one.
+        # With a block for each value one device takes half as much memory again, several take hardly more.
+        self._has_blocks = platform == "cpu" and IS_KEPT and len(mesh.local_devices or ()) > 1
+        self._in_blocks: dict[Any, Any] = {}  # the program to run, by the shapes of a batch
+
+        # 5. The end of training.
+        def finish(donated: list[jax.Array], rng: jax.Array) -> list[jax.Array]:
+            state = structure.unflatten(donated).with_rng(rng)
+            return jax.tree.leaves(Donated.of(finish_by_shard_map(step, leaf_shardings(state), state)))
+
+        self._finish = jax.jit(finish)  # donates nothing
+
+    def __call__(
+        self, donated: list[jax.Array], rng: jax.Array, batch: Batch, *span: int
+    ) -> tuple[TrainState, Metrics]:
+        """One step, or those of `batch[first:end]`, `span` being these two numbers."""
+        batch = self.batches.place(batch, axis=1 if span else 0)
+        wait_before_collectives((donated, batch), self.batches.devices)
+        run, args = self.several if span else self.one, (donated, rng, batch, *map(self.number, span))
+        # The shapes of a batch decide how large the values of its program are, and so whether they are put in blocks. A
+        # `jit` has one set of options, so a program with blocks is another `jit`. It is chosen once for these shapes.
+        if self._has_blocks and not is_tracing():  # JAX takes no options inside of another `jit`
+            shapes = (len(span), *[(x.shape, x.dtype) for x in jax.tree.leaves(batch)])
+            if shapes not in self._in_blocks:
+                if len(self._in_blocks) == _MOST_SHAPES:
+                    del self._in_blocks[next(iter(self._in_blocks))]  # the one made first
+                options = in_blocks(run.trace(*args).jaxpr)
+                with_blocks = jax.jit(run.__wrapped__, donate_argnums=0, compiler_options=options)
+                self._in_blocks[shapes] = with_blocks if options else run
+            run = self._in_blocks[shapes]
+        new, metrics = run(*args)
+        return self._structure.unflatten(new).with_rng(rng), metrics
 
     def parts(
         self, donated: list[Any], rng: Any, batch: Batch, many: bool = False
@@ -272,19 +299,3 @@ class JointProgram:
         """The state with nothing pending. The old state stays valid."""
         wait_before_collectives(donated, self.batches.devices)
         return self._structure.unflatten(self._finish(donated, rng)).with_rng(rng)
-
-    @functools.cached_property
-    def _finish(self) -> Any:
-        step, structure = self._step, self._structure
-
-        def finish(donated: list[jax.Array], rng: jax.Array) -> list[jax.Array]:
-            state = structure.unflatten(donated).with_rng(rng)
-            return jax.tree.leaves(Donated.of(finish_by_shard_map(step, leaf_shardings(state), state)))
-
-        return jax.jit(finish)
-
-
-def _number(everywhere: NamedSharding, i: int) -> jax.Array:
-    """The int on the devices, so that a call needs nothing from the host."""
-    with jax.ensure_compile_time_eval():
-        return put_copy(jnp.int32(i), everywhere)
