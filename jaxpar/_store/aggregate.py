@@ -169,12 +169,15 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
     sums = kind.reduce([pushed[k] for k in plain], axis_name, store.limits)
     summed, residuals = dict(zip(plain, sums, strict=True)), dict[int, Any]()
     if packed:
-        states, stored_states = _own_residuals(store, packed, axis_name)
-        values, states_before = [pushed[k] for k in packed], [states[k] for k in packed]
-        sums, new_states = kind.reduce_compressed(store.compressor, values, states_before, axis_name, store.limits)
+        # A compressor takes and gives what one device has, (*shape). The store may hold that as (1, *shape).
+        held = held_residuals(store, packed, axis_name)
+        specs = jax.eval_shape(lambda: _first_residuals(store, packed, lax.axis_size(axis_name), 0))
+        before = [jax.tree.map(lambda x, spec: x.reshape(spec.shape), held[k], specs[k]) for k in packed]
+        values = [pushed[k] for k in packed]
+        sums, after = kind.reduce_compressed(store.compressor, values, before, axis_name, store.limits)
         summed |= zip(packed, sums, strict=True)
-        for k, state in zip(packed, new_states, strict=True):
-            residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, stored_states[k])
+        for k, state in zip(packed, after, strict=True):
+            residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, held[k])
     return {k: summed[k] for k in pushed}, residuals
 
 
@@ -236,7 +239,11 @@ def own_parts(store: KVStore, values: Arrays, axis_name: str) -> Arrays:
     return {k: collectives.own_chunk(v, axis_name) for k, v in values.items()}
 
 
-# Residuals.
+# Residuals: what a compressor left out of the values of a key, and will add to the next one.
+#
+# That of one device is a pytree of arrays (*shape), as the compressor makes it. A store has those of all its devices,
+# (devices, *shape). Inside of a mapped axis a device sees of these its own: as (1, *shape) under `shard_map`, and as
+# (*shape) under `pmap` and `vmap`. A store has none of a key before the first push.
 
 
 def compressed_keys(store: KVStore, keys: Iterable[int]) -> set[int]:
@@ -247,13 +254,8 @@ def compressed_keys(store: KVStore, keys: Iterable[int]) -> set[int]:
     return {k for k in keys if k not in store.frozen and store.compressor.pays(shapes[k], store.values[k].dtype)}
 
 
-def start_residuals(store: KVStore, keys: list[int], count: int) -> dict[int, Any]:
-    """The states of these keys for `count` devices, the devices as first axis."""
-    return jax.vmap(functools.partial(_start_on_device, store, keys, count))(jnp.arange(count)) if keys else {}
-
-
 def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
-    """The states of as many pushed values of each key as `counts` says."""
+    """The residuals before a push of as many values of each key as `counts` says, (count, *shape)."""
     residuals = {k: store.residuals[k] for k in counts if k in store.residuals}
     for k, residual in residuals.items():
         count_before = jax.tree.leaves(residual)[0].shape[0]
@@ -268,39 +270,39 @@ def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
     return residuals
 
 
-def held_residual(store: KVStore, key: int, axis_name: str) -> Any:
-    """This device's state of a key before a push, as the store holds it or will hold it."""
-    return _own_residuals(store, [key], axis_name)[1][key]
+def held_residuals(store: KVStore, keys: list[int], axis_name: str) -> dict[int, Any]:
+    """This device's residuals before a push, as the store holds them: (1, *shape) or (*shape), see above."""
+    first = _first_residuals(store, keys, lax.axis_size(axis_name), lax.axis_index(axis_name))
+    return {k: store.residuals.get(k, jax.tree.map(lambda leaf: leaf[None], first[k])) for k in keys}
 
 
-def _own_residuals(store: KVStore, keys: list[int], axis_name: str) -> tuple[dict[int, Any], dict[int, Any]]:
-    """This device's states in the compressor's shapes, and the same as the store holds them."""
-    # Under `shard_map` the first axis, the devices, is there with length 1. Under `pmap` it is gone.
-    initial = _start_on_device(store, keys, lax.axis_size(axis_name), lax.axis_index(axis_name))
-    new = {k: jax.tree.map(lambda leaf: leaf[None], f) for k, f in initial.items()}
-    stored = {k: store.residuals.get(k, new[k]) for k in keys}
-    return {k: jax.tree.map(lambda x, f: x.reshape(f.shape), stored[k], f) for k, f in initial.items()}, stored
+def start_residuals(store: KVStore, keys: list[int], count: int) -> dict[int, Any]:
+    """The residuals of these keys on `count` devices before the first push, (count, *shape)."""
+    return jax.vmap(functools.partial(_first_residuals, store, keys, count))(jnp.arange(count)) if keys else {}
 
 
-def _start_on_device(store: KVStore, keys: list[int], count: int, device: jax.typing.ArrayLike) -> dict[int, Any]:
-    """What the compressor remembers for these keys on one of `count` devices before the first push."""
-    # Where rows are compressed one by one, each of them has a state of its own.
-    compressor, shapes, states = store.compressor, stores.shapes_of(store), dict[int, Any]()
-    assert compressor is not None
+def _first_residuals(store: KVStore, keys: list[int], count: int, device: jax.typing.ArrayLike) -> dict[int, Any]:
+    """The residuals of these keys on one of `count` devices before the first push, (*shape)."""
+    compressor, shapes, residuals = store.compressor, stores.shapes_of(store), dict[int, Any]()
+    if compressor is None:
+        return residuals
+    # Rows are compressed one by one, for the devices that will have them, so each has a residual. A linear compressor
+    # sums whole values.
     rows = {} if compressor.linear else stores.rows_of(store)
     for k in keys:
-        # The seed separates the random streams of keys and devices.
+        # Rounding at random needs other numbers for each key and device: seed = key * 0x9E3779B1 + device, mod 2^32. A
+        # factor near 2^32 / 1.618 keeps the seeds of keys apart by more than there are devices.
         seed = jnp.uint32(k % (1 << 32)) * jnp.uint32(0x9E3779B1) + jnp.asarray(device, jnp.uint32)
         dtype = store.values[k].dtype
         if k in rows:
             seeds = seed * jnp.uint32(rows[k].count) + jnp.arange(rows[k].count, dtype=jnp.uint32)
             init = functools.partial(compressor.init, (rows[k].chunk,), dtype)
-            states[k] = jax.vmap(lambda seed, init=init: init(seed=seed))(seeds)
+            residuals[k] = jax.vmap(lambda seed, init=init: init(seed=seed))(seeds)
         else:
-            states[k] = compressor.init(shapes[k], dtype, seed=seed)
+            residuals[k] = compressor.init(shapes[k], dtype, seed=seed)
             if compressor.two_way:  # each device owns a share of a value, whose sum it compresses too
-                states[k] = {**states[k], **start_owner(shapes[k], count)}
-    return states
+                residuals[k] = {**residuals[k], **start_owner(shapes[k], count)}
+    return residuals
 
 
 # The update by the sums.
@@ -335,16 +337,18 @@ def num_updates(store: KVStore, keys: Iterable[int], ready: Mapping[int, jax.Arr
     if not (isinstance(store.updater, Updater) and getattr(store.updater.update, "takes_num_updates", False)):
         return {}
     counts: dict[int, Any] = {k: state["count"] for k, state in store.updater_state.items() if k not in store.frozen}
-    larger: Any = jnp.maximum
-    number: Any = jnp.asarray
+    maximum: Any = jnp.maximum
+    as_number: Any = jnp.asarray
     if not is_tracing():
-        # By NumPy, since JAX keeps what it once copied for that. So a push waits for the counts of the last push only.
-        counts, larger, number = {k: int(np.asarray(count)) for k, count in counts.items()}, max, np.int32
-    largest, numbers = functools.reduce(larger, counts.values()), dict[int, jax.Array]()
+        # On the host, where a schedule costs no program. By NumPy, since JAX keeps what it once copied for that: so a
+        # push waits for the counts of the last push only.
+        counts = {k: int(np.asarray(count)) for k, count in counts.items()}
+        maximum, as_number = max, np.int32
     # As MXNet, which updates one key after the other: each one is counted before its schedule is asked.
+    largest, numbers = functools.reduce(maximum, counts.values()), dict[int, jax.Array]()
     for k in sorted(keys):
-        largest = larger(largest, counts[k] + (1 if ready is None else ready[k]))
-        numbers[k] = number(largest - 1)
+        largest = maximum(largest, counts[k] + (1 if ready is None else ready[k]))
+        numbers[k] = as_number(largest - 1)
     return numbers
 
 

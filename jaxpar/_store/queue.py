@@ -117,7 +117,7 @@ def where_ready(
     def residual(k: int) -> Any:
         if axis_name is None:
             return aggregate.residuals_for(store, {k: len(lists[k])})[k]
-        return aggregate.held_residual(store, k, axis_name)
+        return aggregate.held_residuals(store, [k], axis_name)[k]
 
     optimizer_state = changes.optimizer_state
     if optimizer_state is not None:  # of the whole pytree, whose keys are pushed at once, so they are ready at once

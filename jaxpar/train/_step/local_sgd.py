@@ -99,8 +99,8 @@ class LocalSGD(DeviceStep):
 
         def go_on(state: TrainState) -> tuple[Arrays, dict[int, PyTree], PyTree, PyTree]:
             store = state.store
-            compressed = aggregate.compressed_keys(store, keys)
-            residuals = {k: aggregate.held_residual(store, k, self.axis_name) for k in compressed}
+            compressed = sorted(aggregate.compressed_keys(store, keys))
+            residuals = aggregate.held_residuals(store, compressed, self.axis_name)
             return {k: store.values[k] for k in keys}, residuals, state.outer, state.local
 
         values, residuals, outer, local = lax.cond(is_over, agree, go_on, state)
