@@ -1,7 +1,12 @@
 """Sums over devices of compressed values: bucket, encode, exchange, decode and add.
 
-Elementwise compressors encode whole buckets. The others encode value by value, and their payloads share buckets. Only
-payloads are sent between devices.
+A compressor makes codes of a value, and a payload of them, which decodes to the value that the sum takes. Only payloads
+are sent between devices. What the codes are decides how they are summed:
+
+- `1bit`, `2bit`, `bf16`: a code for each element. Whole buckets are encoded, and cut anywhere. See `_sum_codes`.
+- `int8`, `topk`: a payload for each value. Payloads share buckets. See `_sum_payloads`.
+- `int3`: the sum is coded too, on its way back. See `_two_way`.
+- `powersgd`: the codes are numbers that are summed as any others. See `_linear`.
 
 Each of N devices owns 1/N of what is summed. It gets the codes of its share from all, decodes and adds them in the
 order of the devices, and its sum goes to all. Four ways give the same sums, and the bytes decide:
@@ -118,31 +123,58 @@ def _linear(compressor: LinearCompressor, values: Arrays, states: States, axis_n
     return [total for total, _ in results], [state for _, state in results]
 
 
-# The exchange of payloads.
+# Values that are encoded one by one, and what they send.
 
 
 def _sum_payloads(
     compressor: Compressor, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
 ) -> list[jax.Array]:
     """The sums over the axis of what each device encoded as these payloads. Of `values`, shapes and dtypes are used."""
-    # The values of one way share collectives, so they are summed way by way and put back in their order.
-    count = lax.axis_size(axis_name)
-    ways = [_way_of_value(compressor, p, v, count) for p, v in zip(payloads, values, strict=True)]
+    # 1. The way of each value: that of the fewest bytes of the whole, of which a device sends (N-1)/N. The values of
+    #    one way share collectives, so they are summed way by way and put back in their order.
+    count, by_way = lax.axis_size(axis_name), dict[str, list[int]]()
+    for i, (payload, value) in enumerate(zip(payloads, values, strict=True)):
+        chunk = collectives.chunk_size(value.size, count)
+        cost = {"gather": count * tree_nbytes(payload), "dense": count * 2 * _FLOAT32 * chunk}
+        if isinstance(compressor, Int8):  # whose payloads can be cut
+            rows = jax.eval_shape(functools.partial(compressor.cut, shape=value.shape, count=count), payload)
+            cost["owners"] = tree_nbytes(rows) + count * chunk * value.dtype.itemsize
+        by_way.setdefault(min(cost, key=cost.__getitem__), []).append(i)
+
     sums = dict[int, jax.Array]()
-    for way in ("gather", "owners", "dense"):
-        if not (chosen := [i for i, w in enumerate(ways) if w == way]):
-            continue
-        to_send, templates = [payloads[i] for i in chosen], [values[i] for i in chosen]
-        if way == "owners" and isinstance(compressor, Int8):
-            totals = _sum_by_owners(compressor, to_send, templates, axis_name, limits)
-        elif way == "gather":
-            gathered = _exchange(to_send, functools.partial(collectives.gather_stack, axis_name=axis_name), 0, limits)
-            totals = [decode_sum(compressor, p, v.shape, v.dtype) for p, v in zip(gathered, templates, strict=True)]
-        else:  # in float32, so that the sum is rounded to the dtype of the value once
-            dense = [compressor.decode(p, v.shape, "float32") for p, v in zip(to_send, templates, strict=True)]
-            totals = collectives.allreduce(dense, axis_name, limits, _sum_dense)
-            totals = [s.astype(v.dtype) for s, v in zip(totals, templates, strict=True)]
+
+    # 2. `gather`: every device gets all payloads, and decodes and adds them.
+    if chosen := by_way.get("gather"):
+        to_all = functools.partial(collectives.gather_stack, axis_name=axis_name)
+        gathered = _exchange([payloads[i] for i in chosen], to_all, 0, limits)
+        for i, of_all in zip(chosen, gathered, strict=True):
+            sums[i] = decode_sum(compressor, of_all, values[i].shape, values[i].dtype)
+
+    # 3. `owners`: row i of each payload goes to device i, which gets (devices, ...): the rows of all devices for its
+    #    share, which it decodes and adds.
+    if chosen := by_way.get("owners"):
+        int8, owner = cast(Int8, compressor), lax.axis_index(axis_name)
+        rows = [int8.cut(payloads[i], values[i].shape, count) for i in chosen]
+        received = _exchange(rows, functools.partial(_to_owners, axis_name=axis_name), 1, limits)
+
+        def sum_of_rows(of_all: Payload) -> jax.Array:
+            lines = jax.tree.map(lambda x: collectives.in_lines(x.reshape(count, -1)), of_all)
+
+            def decode(device: ArrayLike) -> jax.Array:
+                row = jax.tree.map(lambda x, line: line[device].reshape(x.shape[1:]), of_all, lines)
+                return int8.decode_row(row, owner)
+
+            return collectives.sum_by_loop(decode, count)
+
+        shares = [sum_of_rows(of_all).astype(values[i].dtype) for i, of_all in zip(chosen, received, strict=True)]
+        totals = collectives.all_gather(shares, [values[i].shape for i in chosen], axis_name, limits)
         sums |= zip(chosen, totals, strict=True)
+
+    # 4. `dense`: decoded before they are sent, and in float32, so that a sum is rounded to the dtype of the value once.
+    if chosen := by_way.get("dense"):
+        dense = [compressor.decode(payloads[i], values[i].shape, "float32") for i in chosen]
+        totals = collectives.allreduce(dense, axis_name, limits, _sum_dense)
+        sums |= {i: total.astype(values[i].dtype) for i, total in zip(chosen, totals, strict=True)}
     return [sums[i] for i in range(len(values))]
 
 
@@ -176,19 +208,19 @@ class _InPlanes:
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         codes, state = self.of.quantize(value.reshape(-1), state)
-        return {"codes": _pack(self.of, jnp.pad(codes, (0, -codes.size % self.of.per_word)))}, state
+        return {"codes": _to_words(self.of, jnp.pad(codes, (0, -codes.size % self.of.per_word)))}, state
 
     def decode(self, payload: Payload, shape: collectives.Shape, dtype: DTypeLike) -> jax.Array:
-        return in_order(_unpack(self.of, payload["codes"]))[: math.prod(shape)].reshape(shape).astype(dtype)
+        return in_order(_from_words(self.of, payload["codes"]))[: math.prod(shape)].reshape(shape).astype(dtype)
 
 
-def _pack(compressor: ElementCompressor, codes: jax.Array) -> jax.Array:
+def _to_words(compressor: ElementCompressor, codes: jax.Array) -> jax.Array:
     """Codes (..., n) in words (..., n / per_word)."""
     per_word = compressor.per_word
     return codes if per_word == 1 else _base.pack_planes(codes.astype(jnp.uint32), 32 // per_word)
 
 
-def _unpack(compressor: ElementCompressor, packed: jax.Array) -> jax.Array:
+def _from_words(compressor: ElementCompressor, packed: jax.Array) -> jax.Array:
     """The float32 elements of words in lines, for `in_order`."""
     per_word = compressor.per_word
     return compressor.dequantize(packed if per_word == 1 else _base.unpack_planes(packed.reshape(-1), 32 // per_word))
@@ -201,13 +233,13 @@ def _sum_codes(compressor: ElementCompressor, codes: Arrays, axis_name: str, lim
     # Buckets are planned by the words that are sent.
     sent = [jax.ShapeDtypeStruct((c.size // per_word,), c.dtype if per_word == 1 else "uint32") for c in padded]
     groups = collectives.plan(sent, limits)
-    sums = [_sum_of_codes(compressor, bucket, axis_name) for bucket in collectives.pack(padded, groups)]
+    sums = [_sum_bucket(compressor, bucket, axis_name) for bucket in collectives.pack(padded, groups)]
     sums = collectives.unpack(sums, [c.shape for c in padded], groups)
     return [total[: c.size] for total, c in zip(sums, codes, strict=True)]
 
 
-def _sum_of_codes(compressor: ElementCompressor, codes: jax.Array, axis_name: str) -> jax.Array:
-    """The same for the codes of some words, in the way that sends least."""
+def _sum_bucket(compressor: ElementCompressor, codes: jax.Array, axis_name: str) -> jax.Array:
+    """The flat float32 sum over the axis of what the codes of one bucket stand for, in the way that sends least."""
     # All ways give the same float32 sums. Sizes and the number of devices are known when this is traced, so only one
     # way is in the program.
     count, per_word, size = lax.axis_size(axis_name), compressor.per_word, codes.size
@@ -222,27 +254,25 @@ def _sum_of_codes(compressor: ElementCompressor, codes: jax.Array, axis_name: st
     if way == "dense":
         return _sum_dense(compressor.dequantize(codes), axis_name)
     if way == "gather":
-        received = collectives.gather_stack(_pack(compressor, codes), axis_name)
+        received = collectives.gather_stack(_to_words(compressor, codes), axis_name)
     else:
         chunk = chunk_of(size, per_word, grid, count)
         rows = jnp.pad(codes, (0, count * chunk - size)).reshape(count, chunk)
-        received = _to_owners(_pack(compressor, rows), axis_name)
+        received = _to_owners(_to_words(compressor, rows), axis_name)
     # One device after another, so the order of the additions is that of the devices whatever the way was.
     lines = collectives.in_lines(received)
     with jax.named_scope("decode and sum"):
-        total = collectives.sum_by_loop(lambda i: _unpack(compressor, lines[i]), count)
-    return in_order(total) if way == "gather" else _gather_share(grid, total, axis_name)[:size]
-
-
-def _gather_share(grid: Grid | None, share: jax.Array, axis_name: str) -> jax.Array:
-    """The shares of all owners one after another. A share has the shape in which it was computed."""
+        total = collectives.sum_by_loop(lambda i: _from_words(compressor, lines[i]), count)
+    if way == "gather":
+        return in_order(total)
+    # The sums of all owners one after another: as codes of their own, where these are shorter than the numbers.
     if grid is None or grid.bits >= 8 * _FLOAT32:
-        return collectives.gather_stack(in_order(share), axis_name).reshape(-1)
+        return collectives.gather_stack(in_order(total), axis_name).reshape(-1)[:size]
     with jax.named_scope("encode the sum"):
-        packed = _base.pack_planes(in_order(grid.encode(share)), grid.bits)
+        packed = _base.pack_planes(in_order(grid.encode(total)), grid.bits)
     packed = collectives.gather_stack(packed, axis_name)
     with jax.named_scope("decode the sums"):
-        return in_order(grid.decode(_base.unpack_planes(packed, grid.bits)))
+        return in_order(grid.decode(_base.unpack_planes(packed, grid.bits)))[:size]
 
 
 def _sum_dense(value: jax.Array, axis_name: str) -> jax.Array:
@@ -273,40 +303,6 @@ def chunk_of(size: int, per_word: int, grid: Grid | None, count: int) -> int:
     return unit * collectives.chunk_size(size, unit * count)
 
 
-# Values that are encoded one by one.
-
-
-def _way_of_value(compressor: Compressor, payload: Payload, value: jax.Array, count: int) -> str:
-    chunk = collectives.chunk_size(value.size, count)
-    cost = {
-        "gather": count * tree_nbytes(payload),
-        "dense": count * 2 * _FLOAT32 * chunk,
-    }
-    if isinstance(compressor, Int8):
-        rows = jax.eval_shape(functools.partial(compressor.cut, shape=value.shape, count=count), payload)
-        cost["owners"] = tree_nbytes(rows) + count * chunk * value.dtype.itemsize
-    return min(cost, key=cost.__getitem__)
-
-
-def _sum_by_owners(
-    compressor: Int8, payloads: Payloads, values: Arrays, axis_name: str, limits: BucketLimits
-) -> list[jax.Array]:
-    count, owner = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    # Row i of each payload goes to device i, which gets (devices, ...): the rows of all devices for its share.
-    rows = [compressor.cut(p, v.shape, count) for p, v in zip(payloads, values, strict=True)]
-    received = _exchange(rows, functools.partial(_to_owners, axis_name=axis_name), 1, limits)
-
-    def decode(of_all: Payload, lines: Payload, i: ArrayLike) -> jax.Array:
-        return compressor.decode_row(jax.tree.map(lambda x, line: line[i].reshape(x.shape[1:]), of_all, lines), owner)
-
-    def total(of_all: Payload) -> jax.Array:
-        lines = jax.tree.map(lambda x: collectives.in_lines(x.reshape(count, -1)), of_all)
-        return collectives.sum_by_loop(functools.partial(decode, of_all, lines), count)
-
-    shares = [total(of_all).astype(v.dtype) for of_all, v in zip(received, values, strict=True)]
-    return collectives.all_gather(shares, [v.shape for v in values], axis_name, limits)
-
-
 # Values that are compressed on the way to the owner of a share, and their sums on the way back: `Int3`.
 #
 # All devices use one scale for each value, from the largest magnitude, so the owner adds integers. The owner codes its
@@ -333,7 +329,12 @@ def _two_way(values: Arrays, states: States, axis_name: str, limits: BucketLimit
 
     # And back: the owner codes its sum, by a scale that is equal for all shares of a value.
     codes, owner_residuals, steps = _code(totals, axis_name)
-    gathered = _gather_shares(codes, axis_name, limits)
+    groups = _plan([jnp.broadcast_to(c, (count, c.size)) for c in codes], limits)
+    buckets: list[jax.Array] = []
+    for bucket in collectives.pack(codes, groups):
+        packed = collectives.gather_stack(_base.pack_codes(bucket), axis_name)
+        buckets.append(in_order(_base.unpack_codes(packed).astype(jnp.int8), 1)[:, : bucket.size])
+    gathered = collectives.unpack(buckets, [c.shape for c in codes], groups, axis=1)  # each (devices, chunk)
     sums = [
         (collectives.from_rows(rows, v.shape) * step).astype(v.dtype)
         for rows, step, v in zip(gathered, steps, values, strict=True)
@@ -369,17 +370,6 @@ def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.
         total = _base.unpack_codes(received).sum(0, dtype=jnp.int32).astype(jnp.float32)
         shares.append(in_order(total)[: bucket.shape[1]])
     return collectives.unpack(shares, [r.shape[1:] for r in rows], groups)
-
-
-def _gather_shares(shares: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
-    """The rows (devices, chunk) of codes, from every device's (chunk,)."""
-    count = lax.axis_size(axis_name)
-    groups = _plan([jnp.broadcast_to(s, (count, s.size)) for s in shares], limits)
-    gathered: list[jax.Array] = []
-    for bucket in collectives.pack(shares, groups):
-        packed = collectives.gather_stack(_base.pack_codes(bucket), axis_name)
-        gathered.append(in_order(_base.unpack_codes(packed).astype(jnp.int8), 1)[:, : bucket.size])
-    return collectives.unpack(gathered, [s.shape for s in shares], groups, axis=1)
 
 
 def _plan(rows: Arrays, limits: BucketLimits) -> collectives.Groups:

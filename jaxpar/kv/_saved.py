@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -100,58 +100,63 @@ def _with_frozen_as_now(template: KVStore, saved: Saved, prefix: str, remarks: l
 
     The states of params that are frozen now are left out. Params that are trained again get a first state.
     """
-    # Which states does the template have, and which were saved? If these are the same, the frozen params are too.
     fields = tuple(join_names(prefix, field) + "/" for field in ("optimizer_state", "updater_state"))
     states_now = {slot.name: slot for slot in slots(template, prefix) if slot.name.startswith(fields)}
-    states_then = {name for name in saved if name.startswith(fields)}
-    has_states = isinstance(template.updater, (updaters._TreeOptimizer, updaters.Updater))
-    if states_now.keys() == states_then or not has_states:
+    states_saved = {name for name in saved if name.startswith(fields)}
+    is_tree = isinstance(template.updater, updaters._TreeOptimizer)
+    if states_now.keys() == states_saved or not (is_tree or isinstance(template.updater, updaters.Updater)):
         return saved
 
-    def first_state(store: KVStore, values: Mapping[int, Any]) -> dict[str, Any]:
-        """The updater's state before the first update of these values, by the store's field that has it."""
-        if isinstance(store.updater, updaters._TreeOptimizer):
+    def first_state(frozen: Iterable[int], values: Mapping[int, Any]) -> dict[str, Any]:
+        """The updater's state before the first update, if these keys are frozen, by the store's field that has it."""
+        store = dataclasses.replace(template, frozen=tuple(sorted(frozen)))
+        if is_tree:
             return {"optimizer_state": store.updater.init(stores.tree_of(store, values))}
-        return {"updater_state": {k: store.updater.init(k, v) for k, v in values.items()}}
+        return {"updater_state": {k: store.updater.init(k, v) for k, v in values.items() if k not in store.frozen}}
 
-    # Which params were frozen then? If nothing were frozen, each array of the optimizer's state would have an owner.
-    # Those whose arrays were not saved were frozen.
-    all_trained = dataclasses.replace(template, frozen=())
-    all_states = jax.eval_shape(functools.partial(first_state, all_trained), stores.specs_of(template))
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(all_states)]
-    try:
-        keys = stores.owners(all_trained) if "optimizer_state" in all_states else [path[1].key for path in paths]
-    except updaters._UnknownOwners:
-        return saved
-    owner = dict(zip([join_names(prefix, path_name(path)) for path in paths], keys, strict=True))
-    frozen_then = {owner[name] for name in owner.keys() - states_then}
+    def named(state: PyTree) -> dict[str, Any]:
+        """The arrays of such a state, by the names under which they are saved."""
+        return {join_names(prefix, path_name(path)): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+
+    # 1. Which params were frozen then? Those of which no state was saved, although they would have one.
+    specs = stores.specs_of(template)
+    if is_tree:
+        all_trained = dataclasses.replace(template, frozen=())
+        try:
+            owners = stores.owners(all_trained)
+        except updaters._UnknownOwners:
+            return saved
+        names = named(jax.eval_shape(functools.partial(first_state, ()), specs))
+        frozen_then = {k for k, name in zip(owners, names, strict=True) if k is not None and name not in states_saved}
+    else:
+        before = join_names(prefix, "updater_state") + "/"
+        keys_saved = {name.removeprefix(before).partition("/")[0] for name in states_saved}
+        with_state = [k for k in specs if k in template.frozen or jax.tree.leaves(template.updater_state[k])]
+        frozen_then = {k for k in with_state if str(k) not in keys_saved}
+
+    # 2. Was it this model, and an optimizer with such a state? Then, with these frozen, it has what was saved.
     values = join_names(prefix, "values")
-    if not states_then <= owner.keys() or not saved.keys() >= {f"{values}/{k}" for k in template.values}:
-        return saved  # of another model
-    if None in frozen_then or any(owner[name] in frozen_then for name in states_then):
-        return saved  # of another optimizer: a state of no single param is missing, or a part of one param's state
+    states_then = named(jax.eval_shape(functools.partial(first_state, frozen_then), specs))
+    if states_then.keys() != states_saved or not saved.keys() >= {f"{values}/{k}" for k in specs}:
+        return saved
 
-    # Was it the same optimizer? The rule of a param that an optimizer of the whole pytree updates depends on which
-    # others are trained. So it is compared with those frozen that were then. `complete` would compare it again, with
-    # what is frozen now, so the records lose their rules.
-    then = dataclasses.replace(template, frozen=tuple(sorted(k for k in frozen_then if k is not None)))
+    # 3. Was it the same optimizer? The rule of a param that an optimizer of the whole pytree updates depends on which
+    #    others are trained. So it is compared with those frozen that were then. `complete` would compare it again, with
+    #    what is frozen now, so the records lose their rules.
+    then = dataclasses.replace(template, frozen=tuple(sorted(frozen_then)))
     _check_rules(then, by_key(saved, values, template), remarks)
-    adapted = {name: entry for name, entry in saved.items() if name in states_now or name not in states_then}
-    for k in template.values:
+    adapted = {name: entry for name, entry in saved.items() if name in states_now or name not in states_saved}
+    for k in specs:
         record, array = saved[f"{values}/{k}"]
         adapted[f"{values}/{k}"] = {field: x for field, x in record.items() if field != "rule"}, array
 
-    # A param that is trained again begins from its saved value with the state of a first update.
-    thawed = states_now.keys() - states_then
-    trained = {
-        k: jnp.asarray(np.asarray(saved[f"{values}/{k}"][1])) for k in template.values if k not in template.frozen
-    }
-    for path, leaf in jax.tree_util.tree_leaves_with_path(first_state(template, trained)):
-        name = join_names(prefix, path_name(path))
-        if name in thawed:
+    # 4. A param that is trained again begins from its saved value with the state of a first update.
+    trained = {k: jnp.asarray(np.asarray(saved[f"{values}/{k}"][1])) for k in specs if k not in template.frozen}
+    for name, leaf in named(first_state(template.frozen, trained)).items():
+        if name not in states_saved:
             adapted[name] = states_now[name].record(), np.asarray(leaf)
-    if thawed:
-        names = ", ".join(repr(stores.names(template)[k]) for k in sorted({owner[name] or 0 for name in thawed}))
+    if thawed := frozen_then.difference(template.frozen):
+        names = ", ".join(repr(stores.names(template)[k]) for k in sorted(thawed))
         remarks.append(f"{names}: frozen in the checkpoint, so the optimizer's state of these params starts anew")
     return adapted
 

@@ -261,6 +261,19 @@ def test_a_checkpoint_goes_to_a_run_that_freezes_others(tx, kind, tmp_path, caps
     assert states_of(third, "student/out") == []
 
 
+def test_a_checkpoint_goes_to_a_store_that_freezes_others_beside_integers(tmp_path):
+    params = {"a": np.ones(2, np.float32), "b": np.full(3, 2, np.float32), "n": np.arange(3)}
+
+    def store(*frozen):
+        return kv.from_params(params, optimizer=updaters.mxnet_adam(0.1), frozen=frozen)
+
+    few = kv.push(store("n", "b"), "a", np.ones(2, np.float32))
+    checkpoint.save(tmp_path / "few", few)
+    more = checkpoint.restore(tmp_path / "few", store("n"))
+    assert_equal(jax.device_get(more.updater_state[0]), jax.device_get(few.updater_state[0]))
+    assert_equal(jax.device_get(more.updater_state[1]), jax.device_get(store("n").updater_state[1]))
+
+
 def test_another_optimizer_is_refused_beside_other_frozen_params(tmp_path):
     checkpoint.save(tmp_path / "a", train.start(INIT, optax.adamw(0.05), loss_fn, frozen="teacher")[0])
     for tx, words in ((optax.sgd(0.1, momentum=0.9), "optimizer"), (optax.nadamw(0.05), "another optimizer")):
