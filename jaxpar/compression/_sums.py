@@ -305,11 +305,13 @@ def chunk_of(size: int, per_word: int, grid: Grid | None, count: int) -> int:
 
 # Values that are compressed on the way to the owner of a share, and their sums on the way back: `Int3`.
 #
-# All devices use one scale for each value, from the largest magnitude, so the owner adds integers. The owner codes its
-# sum in the same way and keeps the rest in a residual.
+# Of a value g with the residual r, device d sends q = round((g + r) / s) from -3 to 3 and keeps g + r - q s. The step s
+# is a third of the largest |g + r| on any device, so the owner of a share adds integers. It has t = s (q of device 0 +
+# q of device 1 + ...) + o, with a residual o of its own. It sends p = round(t / u), where u is made of all shares as s
+# is, and keeps t - p u. The sum is p u, the same on every device.
 
 _OWNER = "owner_residual"  # float32 (chunk,) in the state of a value: what its owner did not send back
-_SHORT = 8  # words
+_SHORT = 8  # words of a row. Of a shorter one, what a bucket adds to fill its last word counts
 
 
 def start_owner(shape: collectives.Shape, count: int) -> State:
@@ -373,7 +375,10 @@ def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.
 
 
 def _plan(rows: Arrays, limits: BucketLimits) -> collectives.Groups:
-    """Which rows travel together, by the bytes of their bits. Short ones do, since a bucket ends with a whole word."""
+    """Which rows (devices, chunk) of codes travel together."""
+    # Planned by the words that are sent. Each bucket ends with a whole word on every device, so short rows are joined
+    # even where those of all devices are large: they are counted as those of one.
     sizes = [_base.words(r.shape[1:], PLANE) for r in rows]
-    lead = [r.shape[0] if size >= _SHORT else 1 for r, size in zip(rows, sizes, strict=True)]
-    return collectives.plan([jax.ShapeDtypeStruct(shape, "uint32") for shape in zip(lead, sizes, strict=True)], limits)
+    devices = [r.shape[0] if size >= _SHORT else 1 for r, size in zip(rows, sizes, strict=True)]
+    sent = [jax.ShapeDtypeStruct(shape, "uint32") for shape in zip(devices, sizes, strict=True)]
+    return collectives.plan(sent, limits)
