@@ -7,7 +7,6 @@ need. Rules made alike are equal and have one hash, so that a program that is ke
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import difflib
 import fnmatch
@@ -252,28 +251,19 @@ def checked(spec: object, path: str, shape: Shape, mesh: AnyMesh, where: str) ->
     what = f"{where}: {path!r} of shape {shape}"
     if not isinstance(spec, PartitionSpec):
         raise TypeError(f"{what}: expected a PartitionSpec, got {spec!r}")
-    if problem := _problem(spec, shape, mesh.shape):
-        raise ValueError(f"{what} cannot be split as {spec} on the {describe_mesh(mesh)}: {problem}")
-    return NamedSharding(mesh, spec)
-
-
-def _problem(spec: PartitionSpec, shape: Shape, sizes: Mapping[str, int]) -> str:
-    """The problem and its remedy, or ""."""
-    if spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in tuple(spec):
-        return "a stored array needs a full layout; name axes or None for each dimension"
-    names = axes_of(spec)
-    if unknown := [name for name in names if name not in sizes]:
-        return f"the mesh has no axis {unknown[0]!r}; its axes are {', '.join(map(repr, sizes))}"
-    if twice := [name for name, count in collections.Counter(names).items() if count > 1]:
-        return f"axis {twice[0]!r} is used twice; one axis can split one dimension"
+    problem = ""
     if len(spec) > len(shape):
-        return f"it has {len(spec)} entries for {len(shape)} dimensions; give at most one for each"
-    for i, (length, entry) in enumerate(zip(shape, spec, strict=False)):
-        shards = math.prod(sizes[name] for name in _axes(entry))
-        if length % shards:
-            padded = -(-length // shards) * shards
-            return f"dimension {i} of {length} cannot be divided by {shards}; pad it to {padded} or put None there"
-    return ""
+        problem = f"it has {len(spec)} entries for {len(shape)} dimensions"
+    elif spec.unreduced or spec.reduced or PartitionSpec.UNCONSTRAINED in tuple(spec):  # jax would take it
+        problem = "a stored array needs a full layout; name axes or None for each dimension"
+    else:
+        try:  # jax says which axis is not there or is used twice, and which dimension it does not divide
+            sharding = NamedSharding(mesh, spec)
+            sharding.shard_shape(shape)
+            return sharding
+        except Exception as error:  # of an axis that is used twice it is no ValueError
+            problem = str(error)
+    raise ValueError(f"{what} cannot be split as {spec} on the {describe_mesh(mesh)}: {problem}")
 
 
 def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -114,18 +114,19 @@ def test_then_uses_the_axes_that_are_left():
 @pytest.mark.parametrize(
     ("spec", "shape", "problem"),
     [
-        (P("data"), (7, 4), "dimension 0 of 7 cannot be divided by 2; pad it to 8 or put None there"),
-        (P(None, ("data", "model")), (7, 4), "dimension 1 of 4 cannot be divided by 8; pad it to 8"),
+        (P("data"), (7, 4), "axis 0 is partitioned 2 times, but the dimension size is 7"),
+        (P(None, ("data", "model")), (7, 4), "axis 1 is partitioned 8 times, but the dimension size is 4"),
         (P("data", None), (8,), "it has 2 entries for 1 dimensions"),
-        (P("date"), (8, 8), "the mesh has no axis 'date'; its axes are 'data', 'model'"),
-        (P("data", "data"), (8, 8), "axis 'data' is used twice"),
-        (P(("model", "data"), "data"), (8, 8), "axis 'data' is used twice"),
+        (P("date"), (8, 8), "date of P('date',) is not found in mesh: ('data', 'model')"),
+        (P("data", "data"), (8, 8), "duplicate entries for `data`"),
+        (P(("model", "data"), "data"), (8, 8), "duplicate entries for `data`"),
         (P(P.UNCONSTRAINED), (8, 8), "a stored array needs a full layout"),
         (P(unreduced={"data"}), (8, 8), "a stored array needs a full layout"),
     ],
 )
 def test_a_spec_that_does_not_fit(spec, shape, problem):
-    where = re.escape(f"'dense/w' of shape {shape} cannot be split as {spec} on the mesh (data=2, model=4): {problem}")
+    where = re.escape(f"'dense/w' of shape {shape} cannot be split as {spec} on the mesh (data=2, model=4): ")
+    where += f".*{re.escape(problem)}"
     for rule in (parallel.sharding_rules({"*/w": spec}), parallel.sharding_rules({}, default=spec)):
         with pytest.raises(ValueError, match=where):
             rule("dense/w", shape, MESH)
@@ -288,7 +289,7 @@ def test_logical_names_of_linen():
     assert jax.tree.leaves(specs(parallel.shardings_of(own, None, MESH))) == [P(), P("data", "model")]
     with linen.logical_axis_rules([("mlp", "model")]):
         assert jax.tree.leaves(specs(parallel.shardings_of(bare, None, MESH))) == [P(), P(None, "model")]
-    with pytest.raises(ValueError, match="no axis 'embed'"):
+    with pytest.raises(ValueError, match="embed of .* is not found in mesh"):
         parallel.shardings_of(bare, None, MESH)
 
 
