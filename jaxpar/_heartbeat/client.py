@@ -19,7 +19,7 @@ import threading
 import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 from .._core.process import daemon
@@ -275,7 +275,7 @@ def watch_end(client: HeartbeatClient) -> None:
     |---|---|
     | the main program is over | `at_exit`: a goodbye, so that the closed connection is no loss |
     | an exception that nobody catches | `on_exception` says which |
-    | `sys.exit` with a status | the launcher, which sees it. Without one, `at_exit` |
+    | `sys.exit` or `raise SystemExit` with a status | the launcher, which sees it. Without one, `at_exit` |
     | a signal, `os._exit`, a crash | the launcher. Without one, the connection that closes |
     | frozen, or its host is gone | nobody: the heartbeats end |
     """
@@ -283,21 +283,45 @@ def watch_end(client: HeartbeatClient) -> None:
     # process in a collective.
     show, process = sys.excepthook, os.getpid()
 
-    class Exit(SystemExit):
-        """What `sys.exit` raises here. Python reads its `code` if nobody catches it, and ends with that status."""
+    def is_in_run() -> bool:
+        # In another thread an exit ends that thread only, and a fork is no process of the run.
+        return threading.current_thread() is threading.main_thread() and os.getpid() == process
 
-        @property
-        def code(self) -> str | int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-            status: str | int | None = self.args[0]
-            frame = inspect.currentframe()
-            if frame is not None and frame.f_back is None:  # no code runs any more, so it is Python that reads it
-                client.status = status & 0xFF if isinstance(status, int) else int(status is not None)
-            return status
+    def note(status: object) -> None:
+        client.status = status & 0xFF if isinstance(status, int) else int(status is not None)
 
-    def sys_exit(status: str | int | None = None, /) -> None:
-        # In another thread it ends that thread only, and a fork is no process of the run.
-        is_main = threading.current_thread() is threading.main_thread() and os.getpid() == process
-        raise Exit(status) if is_main else SystemExit(status)
+    # Python calls no hook where a SystemExit ends the program. From 3.12 on `sys.monitoring` says what leaves the
+    # outermost frame. 3 and 4 are the numbers that Python leaves to tools such as this one.
+    tool = None
+    if sys.version_info >= (3, 12):
+        tool = next((number for number in (4, 3) if sys.monitoring.get_tool(number) is None), None)
+    if sys.version_info >= (3, 12) and tool is not None:
+
+        def on_unwind(code: CodeType, offset: int, error: BaseException) -> None:
+            if isinstance(error, SystemExit) and is_in_run():
+                frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+                if frame.f_back is None:
+                    note(error.code)
+
+        sys.monitoring.use_tool_id(tool, "jaxpar")
+        sys.monitoring.register_callback(tool, sys.monitoring.events.PY_UNWIND, on_unwind)
+        sys.monitoring.set_events(tool, sys.monitoring.events.PY_UNWIND)
+    else:
+
+        class Exit(SystemExit):
+            """What `sys.exit` raises here. Python reads its `code` if nobody catches it: then no frame is left."""
+
+            @property
+            def code(self) -> str | int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+                frame = inspect.currentframe()
+                if frame is not None and frame.f_back is None:
+                    note(self.args[0])
+                return self.args[0]
+
+        def sys_exit(status: str | int | None = None, /) -> None:
+            raise Exit(status) if is_in_run() else SystemExit(status)
+
+        sys.exit = sys_exit
 
     def on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if os.getpid() != process or hasattr(sys, "ps1"):  # at a prompt the process goes on
@@ -324,7 +348,7 @@ def watch_end(client: HeartbeatClient) -> None:
             client.server.wait_for_peers(_LAST_MESSAGE_TIME + INTERRUPT_GRACE * (client.status in INTERRUPTED))
         os._exit(client.status)
 
-    sys.excepthook, sys.exit = on_exception, sys_exit
+    sys.excepthook = on_exception
     atexit.register(at_exit)
 
 

@@ -15,6 +15,7 @@ ASLEEP = "time.sleep(60)"
 ENDS = {
     "sys.exit(3)": (3, "status 3"),
     "print('the last line')": (0, None),
+    "raise SystemExit(6)": (6, "status 6" if sys.version_info >= (3, 12) else None),
     "raise ValueError('three\\nlines')": (1, "ValueError: three lines"),
     f"os.kill(os.getpid(), signal.SIGKILL); {ASLEEP}": (-signal.SIGKILL, CLOSED),
     f"os.kill(os.getpid(), signal.SIGSTOP); {ASLEEP}": (None, "no heartbeat for 5 seconds: it is frozen, or its host"),
@@ -31,6 +32,7 @@ ENDS = {
 # An exit that somebody catches ends nothing, as a notebook's kernel does.
 CAUGHT = (
     "try: sys.exit(4)\nexcept SystemExit: pass",
+    "def end(): raise SystemExit(4)\ntry: end()\nexcept SystemExit: pass",
     "try: sys.exit(4)\nexcept SystemExit as error: sys.kept, sys.status = error, error.code",
     "thread = threading.Thread(target=lambda: sys.exit(3)); thread.start(); thread.join()",
     "if not os.fork(): sys.exit(4)\nos.wait()",
@@ -44,7 +46,7 @@ def table(rows, quick):
     return [row if i < quick else pytest.param(row, marks=pytest.mark.slow) for i, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("source", [*table(ENDS, 3), *table(CAUGHT, 1)])
+@pytest.mark.parametrize("source", [*table(ENDS, 4), *table(CAUGHT, 1)])
 def test_without_a_launcher(tmp_path, source):
     """The server is here, and the process that ends is the only one."""
     status, why = ENDS.get(source, (0, None))
@@ -69,7 +71,7 @@ def test_without_a_launcher(tmp_path, source):
         else:
             _, err = process.communicate(timeout=LIMIT)
             assert process.returncode == status
-            assert ("Traceback" in err) == source.startswith("raise ")
+            assert ("Traceback" in err) == (source.startswith("raise ") and "SystemExit" not in source)
     finally:
         process.kill()
         process.communicate()
@@ -82,6 +84,7 @@ def test_without_a_launcher(tmp_path, source):
 def test_with_the_launcher(tmp_path, source):
     """It sees the status of a process. So what is said of a loss does not depend on what the process could say."""
     status, why = ENDS[source]
+    why = f"status {status}" if status and not why else why
     if status is None:
         pytest.skip("test_launch has a process that is frozen")
     if status < 0:

@@ -102,7 +102,7 @@ def finish_interrupted(
     # "auto" returns in a notebook or at a prompt, where an exception would lose the state, and raises in a script.
     if number == signal.SIGTERM:
         text.say(f"{who}: SIGTERM: stopped {place}")
-        sys.exit(128 + signal.SIGTERM)  # not `raise SystemExit`, which other processes would not learn of
+        sys.exit(128 + signal.SIGTERM)  # not `raise SystemExit`, of which others do not learn on Python 3.11
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     is_at_prompt = hasattr(sys, "ps1") or shell is not None
     if on_interrupt == "raise" or (on_interrupt == "auto" and not is_at_prompt):
