@@ -8,7 +8,7 @@
 
 Needs uv (pip install uv), but for --pythons; what comes after -- goes to pytest. The wheel and the sdist are built
 once. In each environment: install the wheel, train an epoch, run README's script; install the sdist in its place, and
-do both again; then run the tests of the sdist on the wheel. `oldest` takes the lowest version that pyproject.toml
+do both again; then run the tests of a copy of this checkout on the wheel. `oldest` takes the lowest version that pyproject.toml
 allows of each dependency, and of each package that the tests need; of what those need in turn, the newest. The log
 lists what was installed.
 """
@@ -18,13 +18,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-VERSIONS = ("3.11", "3.12", "3.13")
+VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 TRAIN = ["-m", "jaxpar", "train", "--epochs", "1", "--devices", "2", "--batch-size", "512", "--no-progress"]
 
 
@@ -102,9 +101,15 @@ def check(folder, name, python, dist, tests):
     """Goes through the steps; returns the line for the table, and whether all went well."""
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     sources = folder / f"{name}-sources"
-    with tarfile.open(sdist) as archive:
-        archive.extractall(sources, filter="data")
-    (sources,) = sources.iterdir()
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    for file in filter(None, listed.stdout.decode().split("\0")):
+        (sources / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / file, sources / file)
     start, step = time.monotonic(), "make the environment"
     try:
         place = Environment(folder, name, python)
