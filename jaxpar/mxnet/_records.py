@@ -218,6 +218,7 @@ def load_list(path: str | os.PathLike[str]) -> list[tuple[int, np.ndarray, str]]
 # Images of records as training data: what MXNet's ImageRecordIter does, as a source of `train.fit`.
 
 _WHERE = "mxnet.image_record_source"
+_JPEG, _END_OF_JPEG = b"\xff\xd8", b"\xff\xd9"
 _MOST_PARTS = 256  # of batches, one for each device, of which labels are kept until they are asked for
 # The number of an example, and what was drawn for it.
 _ROW = np.dtype([("row", np.int64), ("top", np.float32), ("left", np.float32), ("mirror", np.float32)])
@@ -270,7 +271,7 @@ def image_record_source(
     scale: float = 1.0,
     layout: str = "NHWC",
     preprocess_threads: int = 4,
-    on_bad: Literal["raise", "skip"] = "raise",
+    on_bad: Literal["raise", "skip", "decode"] = "raise",
 ) -> ImageRecordSource:
     """Training data out of a `.rec`, with the options of `mx.io.ImageRecordIter`.
 
@@ -297,7 +298,9 @@ def image_record_source(
         layout: of a batch, "NHWC", or "NCHW" for networks that `load_symbol` gives.
         preprocess_threads: how many images are decoded at once.
         on_bad: "skip" leaves out records that are damaged or no whole image. All images are decoded once to find them,
-            before anything else, and a warning says how many they are; `source.skipped` has their numbers.
+            before anything else, and a warning says how many they are; `source.skipped` has their numbers, and each
+            record of `fit` their count as `bad_records`. "decode" keeps JPEG files that were cut: what is missing of
+            them is grey. MXNet repeats the last row there.
 
     Returns:
         A `data.Source`: batches `{"image", "label"}`, both float32.
@@ -339,37 +342,46 @@ def image_record_source(
         mean=mean,
         factor=np.float32(scale) / std,
         channels_first=channels_first,
+        takes_cut=on_bad == "decode",
     )
     # Two columns that look like arrays in host memory. `data` asks them for rows when it makes a batch, so nothing is
     # read before, and each process reads what its own devices get.
     form = _Form(records, image, width, threads)
     rows, skipped = np.arange(len(records)), ()
-    if checks.choice(on_bad, _WHERE, "on_bad", ("raise", "skip")) == "skip":
-        is_sound = _sound(records, channels, threads)
-        rows, skipped = rows[is_sound], tuple(rows[~is_sound].tolist())
-        if skipped:
-            numbers = ", ".join(map(str, skipped[:10])) + ", ..." * (len(skipped) > 10)
-            warnings.warn(
-                f"{_WHERE}: {len(skipped)} of {len(records)} records of {records.path} are left out: {numbers}",
-                stacklevel=3,
-            )
+    if checks.choice(on_bad, _WHERE, "on_bad", ("raise", "skip", "decode")) != "raise":
+        is_whole, is_cut = _sound(records, channels, threads)
+        is_kept = is_whole | is_cut if on_bad == "decode" else is_whole
+        skipped = tuple(rows[~is_kept].tolist())
+        cut = tuple(rows[is_cut & is_kept].tolist())
+        rows = rows[is_kept]
+        for numbers, what in ((skipped, "are left out"), (cut, "are cut, and grey where nothing could be decoded")):
+            if numbers:
+                shown = ", ".join(map(str, numbers[:10])) + ", ..." * (len(numbers) > 10)
+                text = f"{_WHERE}: {len(numbers)} of {len(records)} records of {records.path} {what}: {shown}"
+                warnings.warn(text, stacklevel=3)
     images = _Column("image", tuple(sizes) if channels_first else (*sizes[1:], channels), rows, form)
     labels = _Column("label", (width,) if width > 1 else (), rows, form)
     return ImageRecordSource({"image": images, "label": labels}, jnp.float32, batch_size, shuffle, skipped)
 
 
-def _sound(records: RecordFile, channels: int, threads: int) -> np.ndarray:
-    """Which records are images, bool (records,). Labels and sizes that do not fit are no damage, but a mistake."""
+def _sound(records: RecordFile, channels: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which records are whole images, and which are images that were cut, bool (records,) each.
 
-    def is_sound(number: int) -> bool:
-        try:
-            _decoded(f"record {number}", records.unpack(number).content, channels)
-        except CheckpointError:
-            return False
-        return True
+    Labels and sizes that do not fit are no damage, but a mistake.
+    """
+
+    def state(number: int) -> tuple[bool, bool]:
+        for takes_cut in (False, True):
+            try:
+                _decoded(f"record {number}", records.unpack(number).content, channels, takes_cut)
+            except CheckpointError:
+                continue
+            return not takes_cut, takes_cut
+        return False, False
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        return np.fromiter(pool.map(is_sound, range(len(records))), bool, len(records))
+        states = np.array([*pool.map(state, range(len(records)))], bool).reshape(-1, 2)
+    return states[:, 0], states[:, 1]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -378,7 +390,7 @@ class ImageRecordSource(data.ArraySource):
 
     Attributes:
         batch_size, shuffle: as given.
-        skipped: the numbers of the records that `on_bad="skip"` left out.
+        skipped: the numbers of the records that `on_bad` left out.
     """
 
     batch_size: int
@@ -534,10 +546,11 @@ def _image(
     mean: np.ndarray,
     factor: np.ndarray,
     channels_first: bool,
+    takes_cut: bool,
 ) -> np.ndarray:
     """A record as an image, float32. `drawn` are three numbers from 0 and below 1, or nothing."""
     # (height, width, channels), in whole numbers until the last step, as in MXNet: else other bits would come out.
-    pixels = _decoded(name, content, size[2])
+    pixels = _decoded(name, content, size[2], takes_cut)
     old = new = pixels.shape[:2]
     if resize > 0:
         new = tuple(resize * n // min(old) for n in old)
@@ -565,10 +578,13 @@ def _image(
     return out.transpose(2, 0, 1) if channels_first else out
 
 
-def _decoded(name: str, content: bytes, channels: int) -> np.ndarray:
+def _decoded(name: str, content: bytes, channels: int, takes_cut: bool) -> np.ndarray:
     """uint8 (height, width, channels)."""
     from PIL import Image, ImageOps
 
+    # Behind a marker of its end, a JPEG file that was cut is decoded as far as it goes. In a whole one the marker is
+    # behind the end, where nothing is read.
+    content += _END_OF_JPEG if takes_cut and content.startswith(_JPEG) else b""
     try:
         # Further formats are left out, since Pillow has programs run for some.
         with Image.open(io.BytesIO(content), formats=("JPEG", "PNG", "BMP")) as image:
@@ -580,7 +596,7 @@ def _decoded(name: str, content: bytes, channels: int) -> np.ndarray:
         reason = str(error).partition(" <_io.")[0]  # without the name of a buffer
         raise CheckpointError(
             f"{name}: expected an image, JPEG or PNG, got {len(content)} bytes, of which Pillow says: {reason}; "
-            'on_bad="skip" of image_record_source leaves such records out'
+            'on_bad="skip" of image_record_source leaves such records out, on_bad="decode" keeps those that were cut'
         ) from error
     return pixels.reshape(*pixels.shape[:2], channels)
 

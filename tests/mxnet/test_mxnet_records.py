@@ -373,6 +373,27 @@ def test_bad_records_are_left_out(tmp_path):
         of(tmp_path, good, on_bad="ignore")
 
 
+def test_what_is_there_of_a_jpeg_that_was_cut(tmp_path):
+    """The rest is grey. A PNG that was cut is left out, and `fit` counts what was left out."""
+    image = Image.fromarray(np.random.RandomState(0).randint(0, 256, (8, 2, 3)).astype(np.uint8)).resize((64, 64))
+    jpeg, lossless = png(np.asarray(image), "JPEG"), png(np.asarray(image))
+    contents = (jpeg, jpeg[: len(jpeg) * 2 // 3], lossless[:-40], jpeg[:99])
+    options = dict(resize=8, on_bad="decode")
+    with pytest.warns() as warned:
+        source = of(tmp_path, *contents, **options)
+    texts = [str(warning.message) for warning in warned]
+    assert [text.partition(" of 4 records")[0][-1] for text in texts] == ["2", "1"]
+    assert "are left out: 2, 3" in texts[0]
+    assert "are cut, and grey where nothing could be decoded: 1" in texts[1]
+    whole, cut = source.arrays["image"][:]
+    assert np.array_equal(whole[:2], cut[:2])
+    assert (cut[-2:] == 128).all()
+    loss_fn = lambda params, batch: params["w"] * batch["label"].mean()  # noqa: E731
+    state, step = train.start({"w": np.zeros(())}, optax.sgd(0.1), loss_fn, devices=jax.devices()[:1])
+    _, history = train.fit(state, step, source, epochs=1, batch_size=2, progress=False)
+    assert history[0]["bad_records"] == 2
+
+
 def test_damaged_images(tmp_path):
     """No change of bytes ends in an error of another kind, or never."""
     random = np.random.RandomState(0)

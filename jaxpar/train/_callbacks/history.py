@@ -12,7 +12,7 @@ from ..._core.text import Table, describe, plural
 Record = dict[str, Any]
 
 SPEEDS = {"images_per_second": "images/s", "examples_per_second": "examples/s"}
-NO_METRICS = ("epoch", "step", "seconds", *SPEEDS, "skipped", "interrupted", "under_way")  # what else a record has
+NO_METRICS = ("epoch", "step", "seconds", *SPEEDS, "skipped", "bad_records", "interrupted", "under_way")  # no metrics
 
 _MOST_ROWS = 40  # of the table
 

@@ -75,7 +75,7 @@ class Logger:
 
     def _row(self, record: Record) -> Mapping[str, Any]:
         """The numbers of a record, by names such as `train/loss`."""
-        also = [name for name in ("seconds", "skipped", *SPEEDS) if record.get(name) is not None]
+        also = [name for name in ("seconds", "skipped", "bad_records", *SPEEDS) if record.get(name) is not None]
         return {tag(name): float(record[name]) for name in (*metric_names(record), *also)}
 
     def _say_known(self, run: str, step: int) -> None:

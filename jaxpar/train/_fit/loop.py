@@ -442,11 +442,13 @@ class Training:
         skipped = int(sums.pop("skipped", 0)) if run.skips else 0
         updates = epoch.counted - skipped
         means = {name: value / updates for name, value in sums.items()} if updates else {"loss": float("nan")}
+        bad_records = len(getattr(run.source, "skipped", ()))  # that `mxnet.image_record_source` left out
         return {
             **{"epoch": self.clock.epoch, "step": self.clock.step},
             **{name: means[name] for name in ("loss", "accuracy") if name in means},  # before the others
             **means,
             **({"skipped": skipped} if run.skips else {}),
+            **({"bad_records": bad_records} if bad_records else {}),
             **scores,
             **{"seconds": seconds, f"{run.unit}_per_second": epoch.counted * run.batch_size / seconds},
             **({"under_way": True} if under_way else {}),
