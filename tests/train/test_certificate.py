@@ -125,10 +125,10 @@ def test_steps_that_do_not_count_have_no_line(tmp_path):
 def test_one_program_is_compiled_beside_the_step(tmp_path, caplog):
     """The step is the program that it is without a certificate."""
     train.fit(**arguments())
-    _leaves._sums.clear_cache()
+    _leaves.hash_sums.clear_cache()
     with jax.log_compiles():
         run(tmp_path / "a")
-    assert re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text) == ["_sums"]
+    assert re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text) == ["hash_sums"]
 
 
 # Files

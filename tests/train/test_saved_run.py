@@ -65,7 +65,8 @@ def fit(directory, state, step, source=None, steps=STEPS, **options):
 
 
 def certified(directory):
-    return train._read_certificate(directory / "certificate.jsonl")[1]
+    lines = train._read_certificate(directory / "certificate.jsonl")[1]
+    return {step: line["state"] for step, line in lines.items()}
 
 
 def hash_of(state):
