@@ -458,7 +458,9 @@ class VerifyOptions:
     devices: int | None = option(
         None, "compute on so many emulated CPU devices (default: on all)", type=number(int, 1), metavar="N"
     )
-    blame: bool = option(False, "name the step, the virtual shard and the leaf that were wrong first", action="store_true")
+    blame: bool = option(
+        False, "name the step, the virtual shard and the leaf that were wrong first", action="store_true"
+    )
 
 
 def _verify(options: VerifyOptions) -> None:

@@ -68,7 +68,7 @@ class Certificate:
         """A step for which there is a line, with hashes of its virtual shards for `take`."""
         if step.virtual_shards is None:
             return step(state, batch)
-        # A shard that differs is at fault if the params that it was given are right. The line before this one may say it.
+        # A shard that differs is at fault if it was given the right params, which the line of the step before says too.
         before = None if self.every == 1 else checkpoint._StateHash((state.store.values, state.model_state))
         state, metrics, hashes = step._with_hashes(state, batch)
         self._of_shards = number, (before, hashes)

@@ -39,11 +39,15 @@ class Fault:
     why: str
 
     def __str__(self) -> str:
-        steps = f"step {self.last_step}" if self.first_step == self.last_step else (
-            f"one of the steps {self.first_step} to {self.last_step}"
+        steps = (
+            f"step {self.last_step}"
+            if self.first_step == self.last_step
+            else (f"one of the steps {self.first_step} to {self.last_step}")
         )
         shown = [*self.leaves[:_SHOWN], *(["..."] if len(self.leaves) > _SHOWN else [])]
-        shards = f", shard{'s' if len(self.shards) > 1 else ''} {', '.join(map(str, self.shards))}" if self.shards else ""
+        shards = (
+            f", shard{'s' if len(self.shards) > 1 else ''} {', '.join(map(str, self.shards))}" if self.shards else ""
+        )
         leaves = f", {', '.join(shown)}" if shown else ""
         return f"first wrong: {steps}{shards}{leaves} ({self.why})"
 
@@ -193,13 +197,13 @@ def compute_again(
             again.write(certified_step)
             compared.append(certified_step)
             if found[-1]["state"] != lines[certified_step]["state"]:
-                fault = _fault(lines[certified_step], found[-1], right, again.names)
+                fault = fault_of(lines[certified_step], found[-1], right, again.names)
                 return Verified(start, compared, certified_step, fault)
             right = certified_step
     return Verified(start, compared, None)
 
 
-def _fault(line: Entry, now: Entry, right: int, names: dict[str, list[str]]) -> Fault:
+def fault_of(line: Entry, now: Entry, right: int, names: dict[str, list[str]]) -> Fault:
     """Where a line of a certificate differs from what was computed now, after the step `right`."""
     step = line["step"]
     of_leaves, of_shards, of_gradient, before = (

@@ -57,7 +57,6 @@ Buffers = list[jax.Array]
 Terms = tuple[Arrays, ShardMetrics, list[tuple[jax.Array, ...]], jax.Array | None]
 
 
-
 @dataclasses.dataclass(frozen=True)
 class ShardHashes:
     """Hashes of what the shards of a step add up, and of their sums. The devices may still compute them."""
@@ -66,6 +65,7 @@ class ShardHashes:
     sums: jax.Array  # (names, 2): of the sums over all shards
     of_slots: jax.Array  # (slots of all devices, dtypes, 2): of each shard
     count: int  # of shards, the first ones in `of_slots`
+
 
 _ONE_A_DTYPE = collectives.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
 _SEVERAL = "the host starts several programs for each step with virtual_shards"
@@ -186,7 +186,12 @@ def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tupl
         grads, metrics, of_model_state, flags = structure_of_terms.unflatten(range(len(shapes)))
         names_of_keys = kv.names(structure.unflatten(range(structure.num_leaves)).store)
         # A leaf of each tree is the number of what has its path.
-        trees = {names_of_keys[key]: i for key, i in grads.items()}, metrics, {"model_state": of_model_state}, {"flags": flags}
+        trees = (
+            {names_of_keys[key]: i for key, i in grads.items()},
+            metrics,
+            {"model_state": of_model_state},
+            {"flags": flags},
+        )
         paths = itertools.chain.from_iterable(map(jax.tree_util.tree_leaves_with_path, trees))
         numbers = {i: jax.tree_util.keystr(path, simple=True, separator="/") for path, i in paths}
         return tuple(numbers[i] for i in range(len(shapes)))
@@ -206,7 +211,9 @@ class VirtualProgram:
         self.devices: tuple[Device, ...] = numbers.store.devices or ()
         self._structure = structure
         bare = numbers._replace(store=dataclasses.replace(numbers.store, devices=None))
-        self._term, self._update, self._hash_totals, self._names = step.programs(jax.tree.structure(bare), self.devices[0].platform)
+        self._term, self._update, self._hash_totals, self._names = step.programs(
+            jax.tree.structure(bare), self.devices[0].platform
+        )
         self._deal = collectives.Deal(step.shards, len(self.devices))
         self._ranks = {d: i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()}
         self._exchange = exchange(self._deal, mesh_of(self.devices))
@@ -238,7 +245,12 @@ class VirtualProgram:
         return jax.tree.map(pad, without_types(batch))
 
     def __call__(
-        self, donated: list[jax.Array], rng: jax.Array, batch: Batch, *span: int, hashes: list[ShardHashes] | None = None
+        self,
+        donated: list[jax.Array],
+        rng: jax.Array,
+        batch: Batch,
+        *span: int,
+        hashes: list[ShardHashes] | None = None,
     ) -> tuple[TrainState, Metrics]:
         """One step. A list gets hashes of what it added up."""
         if span:
