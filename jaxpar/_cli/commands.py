@@ -458,6 +458,9 @@ class VerifyOptions:
     devices: int | None = option(
         None, "compute on so many emulated CPU devices (default: on all)", type=number(int, 1), metavar="N"
     )
+    blame: bool = option(
+        False, "name the step, the virtual shard and the leaf that were wrong first", action="store_true"
+    )
 
 
 def _verify(options: VerifyOptions) -> None:
@@ -467,9 +470,8 @@ def _verify(options: VerifyOptions) -> None:
         if options.devices is not None:
             parallel.use_cpu_devices(options.devices)
         certified = train._read_certificate(options.certificate)
-        result = train._verify(
-            options.certificate, certified, find_function(options.function)(), options.first, options.last
-        )
+        arguments = find_function(options.function)()
+        result = train._verify(options.certificate, certified, arguments, options.first, options.last)
     except Exception as error:  # whatever the user's function raises
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         raise ValueError(f"{kind}{error}") from error
@@ -477,6 +479,7 @@ def _verify(options: VerifyOptions) -> None:
     if isinstance(start, Path) and start.is_relative_to(Path.cwd()):
         start = start.relative_to(Path.cwd())
     if result.differs is not None:
-        raise RuntimeError(f"step {result.differs} differs from {options.certificate}; started at {start}")
+        fault = f"; {result.fault}" if options.blame else ""
+        raise RuntimeError(f"step {result.differs} differs from {options.certificate}; started at {start}{fault}")
     steps = f"{len(result.steps)} certified steps, {result.steps[0]} to {result.steps[-1]}"
     print(f"{options.certificate}: {steps}, are the same; started at {start}")

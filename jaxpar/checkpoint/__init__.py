@@ -31,7 +31,7 @@ from ._files import (
     of_step as _of_step,
     whole_copy as _whole_copy,
 )
-from ._leaves import StateHash as _StateHash
+from ._leaves import StateHash as _StateHash, hash_sums as _hash_sums
 from ._mxnet import load_mxnet as load_mxnet, to_bytes as _mxnet_bytes
 from ._run import DirectoryLock as _DirectoryLock, Records as _Records
 from ._safetensors import export as export, load as load

@@ -223,14 +223,19 @@ class StateHash:
                 mesh.wait_before_collectives(chosen, tuple(chosen[0].sharding.device_set))
             # Of a flat leaf the padding does not count.
             sizes = tuple([math.prod(slots[i].shape) if slots[i].rows else None for i in numbers])
-            self.groups.append((numbers, _sums(chosen, sizes)))
+            self.groups.append((numbers, hash_sums(chosen, sizes)))
+
+    @functools.cached_property
+    def sums(self) -> np.ndarray:
+        """(arrays, 2): two sums of the mixed words of each array. Waits for the devices."""
+        found = np.zeros((len(self.records), 2), np.uint32)
+        for numbers, sums_of_group in self.groups:
+            found[numbers] = np.asarray(mesh.to_host(sums_of_group))
+        return found
 
     def __str__(self) -> str:
-        sums = np.zeros((len(self.records), 2), np.uint32)
-        for numbers, sums_of_group in self.groups:
-            sums[numbers] = np.asarray(mesh.to_host(sums_of_group))
         records = [{name: r[name] for name in _HASHED if name in r} for r in self.records]
-        digest = hashlib.sha256(json.dumps([records, sums.tolist()], sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps([records, self.sums.tolist()], sort_keys=True).encode())
         return digest.hexdigest()[: _BITS // 4]
 
 
@@ -243,7 +248,7 @@ def _one_replica(leaf: ArrayLike) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _sums(leaves: Sequence[jax.Array], sizes: tuple[int | None, ...]) -> jax.Array:
+def hash_sums(leaves: Sequence[jax.Array], sizes: tuple[int | None, ...]) -> jax.Array:
     """(leaves, 2): two sums of the mixed words of each array."""
     return jnp.stack([_sums_of(leaf, size) for leaf, size in zip(leaves, sizes, strict=True)])
 

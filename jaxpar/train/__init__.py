@@ -52,7 +52,12 @@ from ._fit.fit import fit as fit
 from ._fit.interrupt import Interruptible as Interruptible, interruptible as interruptible
 from ._fit.lr_find import RateTest as RateTest, lr_find as lr_find
 from ._fit.progress import StepProgress as StepProgress, progress as progress
-from ._fit.verify import verify as _verify  # noqa: F401
+from ._fit.verify import (
+    Fault as Fault,
+    Verified as Verified,
+    compute_again as _verify,  # noqa: F401
+    verify as verify,
+)
 from ._plan.child import PlannedCollective as PlannedCollective
 from ._plan.plan import Plan as Plan, PlanComparison as PlanComparison, compare_plans as compare_plans, plan as plan
 from ._runs.compare import Comparison as Comparison, compare as compare

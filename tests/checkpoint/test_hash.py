@@ -155,7 +155,7 @@ def test_a_few_words_come_to_the_host():
 @pytest.mark.parametrize("spec", [P("a"), P(None, "b"), P("a", "b"), P(("a", "b"))], ids=str)
 def test_devices_exchange_sums_only(spec):
     split = jax.device_put(jnp.zeros((64, 64)), NamedSharding(MESH, spec))
-    program = _leaves._sums.lower([split], (None,)).compile().as_text()
+    program = _leaves.hash_sums.lower([split], (None,)).compile().as_text()
     shapes = re.findall(r"= \(?(\w+\[[\d,]*\])\S* (?:all-|collective-|reduce-scatter)", program)
     assert shapes
     assert {math.prod(map(int, shape[4:-1].split(","))) for shape in shapes} <= {2, 4}

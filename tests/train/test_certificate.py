@@ -1,5 +1,6 @@
 """The certificate of a run: the same for the same bits, cut and continued as the run is, and verified."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -18,6 +19,8 @@ from jaxpar import checkpoint, data, train
 from jaxpar.checkpoint import _leaves
 from jaxpar.train._fit import certificate
 from jaxpar.train._fit.digest import digest_of_data
+from jaxpar.train._fit.verify import fault_of
+from jaxpar.train._step import virtual as virtual_step
 
 EVERY = 5
 HEADER = {*"certificate jax jaxpar processor platform devices processes virtual_shards engine kind run".split()}
@@ -125,10 +128,10 @@ def test_steps_that_do_not_count_have_no_line(tmp_path):
 def test_one_program_is_compiled_beside_the_step(tmp_path, caplog):
     """The step is the program that it is without a certificate."""
     train.fit(**arguments())
-    _leaves._sums.clear_cache()
+    _leaves.hash_sums.clear_cache()
     with jax.log_compiles():
         run(tmp_path / "a")
-    assert re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text) == ["_sums"]
+    assert re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text) == ["hash_sums"]
 
 
 # Files
@@ -358,6 +361,13 @@ def test_verify_of_changed_certificates(folder, capsys, edit, status, said):
     assert said in found[1]
 
 
+def test_the_command_names_what_was_wrong(folder, capsys):
+    status, said = verify(capsys, "run.jsonl", "other_rate", "--from", "12", "--blame")
+    assert status == 1
+    assert "first wrong: one of the steps 13 to 15, store/values/" in said
+    assert "no shard can be named" in said
+
+
 def test_verify_without_a_file(folder, capsys):
     words = "jaxpar verify: absent.jsonl cannot be read (No such file or directory)\n"
     assert verify(capsys, "absent.jsonl", "same") == (2, words)
@@ -384,3 +394,105 @@ def test_a_checkpoint_of_other_bits_is_found(folder, capsys):
     checkpoint.save("points/step_00000012", dataclasses.replace(state, store=changed))
     assert verify(capsys, "run.jsonl", "same", "--from", "13")[0] == 1
     assert verify(capsys, "run.jsonl", "same", "--from", "11")[0] == 0
+
+
+# Blame
+
+
+@contextlib.contextmanager
+def flipped(number, shard, element):
+    """One bit of what a shard adds in a step is wrong, in steps that are made and first called here."""
+    make = virtual_step._programs_of
+
+    def programs_of(step, structure, platform):
+        term, *others = make(step, structure, platform)
+        about = structure.unflatten(range(structure.num_leaves))
+
+        def wrong_term(leaves, rng, batch, of_shard):
+            (buffer,), not_added = term(leaves, rng, batch, of_shard)
+            if (int(leaves[about.step]) + 1, int(of_shard)) == (number, shard):
+                words = np.array(buffer).view(np.uint32)
+                words[0, element] ^= np.uint32(1 << 21)
+                buffer = jax.device_put(words.view(np.float32), buffer.device)
+            return [buffer], not_added
+
+        wrong_term.trace = term.trace
+        return wrong_term, *others
+
+    virtual_step._programs_of = programs_of
+    try:
+        yield
+    finally:
+        virtual_step._programs_of = make
+
+
+def sharded(count, every=1, **options):
+    return arguments(count, **{"virtual_shards": 4, "tx": optax.sgd(0.1), "certificate_every": every, **options})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("every", "number", "said"),
+    [
+        (1, 7, "step 7, shard 3, w (the other shards are right"),
+        (5, 10, "step 10, shard 3, w (the other shards are right"),
+        (5, 7, "one of the steps 6 to 9 (the params were wrong before step 10"),
+    ],
+)
+def test_a_wrong_bit_is_named_on_another_number_of_devices(tmp_path, every, number, said):
+    """That of element 1, the first of `w`. A right run has no fault."""
+    with flipped(number, 3, 1):
+        wrong = {**sharded(2, every), "step": train.make_train_step(squares, virtual_shards=4)}
+        train.fit(**wrong, max_steps=12, certificate=tmp_path / "wrong")
+    found = train.verify(tmp_path / "wrong", sharded(1, every))
+    assert found.differs == -(-number // every) * every
+    assert f"first wrong: {said}" in str(found.fault)
+    train.fit(**sharded(1, every), max_steps=12, certificate=tmp_path / "right")
+    found = train.verify(tmp_path / "right", sharded(1, every))
+    assert (found.steps[-1], found.differs, found.fault) == (12 // every * every, None, None)
+
+
+NAMES = {"leaves": ["store/values/b", "store/values/w", "step"], "gradient": ["b", "w", "loss"]}
+LINE = {
+    "step": 4,
+    "state": "0",
+    "leaves": "AAAABBBBCCCC",
+    "before": "DDDD",
+    "shards": "EEEEFFFF",
+    "gradient": "GGGGHHHHIIII",
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "now", "right", "fault"),
+    [
+        (LINE, {"leaves": "AAAAxBBBCCCC", "shards": "EEEExFFF", "gradient": "GGGGxHHHIIII"}, 3, "step 4, shard 1, w"),
+        (LINE, {"leaves": "xAAAxBBBCCCC", "shards": "EEEExFFF"}, 2, "step 4, shard 1, store/values/b, store/values/w"),
+        (
+            LINE,
+            {"shards": "xEEExFFF", "gradient": "xGGGxHHHxIII"},
+            3,
+            "step 4, shards 0, 1, b, w, loss (all shards differ",
+        ),
+        (LINE, {"gradient": "GGGGxHHHIIII"}, 2, "step 4, w (all shards are right, and their sum is wrong"),
+        (LINE, {"leaves": "AAAAxBBBCCCC"}, 3, "step 4, store/values/w (the gradient is right; the update"),
+        (LINE, {"leaves": "AAAAxBBBCCCC"}, 2, "one of the steps 3 to 4, store/values/w (the gradient is right"),
+        (
+            LINE,
+            {"before": "xDDD", "shards": "xEEExFFF"},
+            1,
+            "one of the steps 2 to 3 (the params were wrong before step 4",
+        ),
+        (LINE, {"leaves": "AAAAxBBBCCCC"}, 4, "step 4, store/values/w (the state that was begun with differs"),
+        ({"step": 4, "state": "0"}, {}, 3, "step 4 (the certificate has no hashes of leaves"),
+        (
+            {"step": 4, "state": "0", "leaves": "AAAABBBBCCCC"},
+            {"leaves": "AAAAxBBBCCCC"},
+            3,
+            "step 4, store/values/w (no shard",
+        ),
+        ({**LINE, "leaves": "AAAA"}, {}, 3, "step 4 (the certificate has no hashes of leaves"),
+    ],
+)
+def test_what_can_be_told_and_what_not(line, now, right, fault):
+    assert str(fault_of(line, {**LINE, **now}, right, NAMES)).startswith(f"first wrong: {fault}")

@@ -16,6 +16,7 @@ import optax
 import pytest
 
 from jaxpar import checkpoint, data, models, train
+from jaxpar.train._callbacks import undo as undo_module
 
 BATCHES, SIZE = 11, 32  # in an epoch, and examples in a batch
 STEPS = 40
@@ -65,7 +66,8 @@ def fit(directory, state, step, source=None, steps=STEPS, **options):
 
 
 def certified(directory):
-    return train._read_certificate(directory / "certificate.jsonl")[1]
+    lines = train._read_certificate(directory / "certificate.jsonl")[1]
+    return {step: line["state"] for step, line in lines.items()}
 
 
 def hash_of(state):
@@ -575,6 +577,23 @@ def test_more_spikes_than_are_allowed_end_the_run(tmp_path):
     with pytest.raises(FloatingPointError, match="step 30 would be left out") as raised:
         fit(tmp_path, *start(), source(), callbacks=train.Undo(most=1, window=10, every=8))
     assert int(raised.value.state.step) == 24
+
+
+def test_a_norm_of_the_gradient_is_a_spike_too():
+    """Where the step has one: batch norm hides images times 100 from the loss."""
+    undo = train.Undo(window=10)
+    memory = undo.init(None)
+    for number in range(1, 11):
+        metrics = {"loss": 1 + number % 3, "grad_norm": 2 + number % 2}
+        undo.check(memory, number, metrics)
+        memory = undo.on_step(memory, number, metrics)
+    for norm, words in ((500.0, "its grad_norm is 500.0000, and of the 10 steps"), (np.nan, "its grad_norm is nan")):
+        with pytest.raises(undo_module.Spike, match=words):
+            undo.check(memory, 11, {"loss": 1.0, "grad_norm": norm})
+        dataclasses.replace(undo, when="nonfinite").check(memory, 11, {"loss": 1.0, "grad_norm": norm})
+    with pytest.raises(undo_module.Spike, match="its loss is 500"):
+        undo.check(memory, 11, {"loss": 500.0})
+    undo.check(memory, 11, {"loss": 1.0})
 
 
 def test_what_undo_refuses(tmp_path):

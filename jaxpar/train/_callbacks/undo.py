@@ -1,4 +1,4 @@
-"""A callback of `fit` that leaves out the steps whose loss spikes."""
+"""A callback of `fit` that leaves out the steps whose loss or gradient spikes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..._core import checks
 from .history import Record, number_text
 
 Memory = dict[str, Any]
+_NAMES = "loss", "grad_norm"  # of the metrics that a spike is seen in
 _DEVIATION = 1.4826  # of a normal distribution, in units of its median absolute deviation
 
 
@@ -35,13 +36,14 @@ class Undo:
 
     Args:
         when: "spike": a loss that is not finite, or is far above those of the last steps: by more than `deviations`
-            standard deviations above their median, estimated from the median absolute deviation. "nonfinite": only a
-            loss that is not finite. A function `when(metrics) -> bool` of the metrics of a step, floats, with its
-            number as `step`. It must say the same in all processes.
+            standard deviations above their median, estimated from the median absolute deviation. If the metrics of the
+            step have `grad_norm`, it is judged in the same way. "nonfinite": only a loss that is not finite. A function
+            `when(metrics) -> bool` of the metrics of a step, floats, with its number as `step`. It must say the same in
+            all processes.
         most: the number of steps that are left out at most. After one more, `fit` raises an error.
-        window: the number of last steps that a loss is compared with. In many steps a loss falls, and the fall would
-            count as a deviation. While there are fewer than half of them, only a loss that is not finite is a spike.
-        deviations: how far above the median a loss may be.
+        window: the number of last steps that a loss or a norm is compared with. In many steps a loss falls, and the
+            fall would count as a deviation. With fewer than half of them, only what is not finite is a spike.
+        deviations: how far above the median a loss or a norm may be.
         every: the number of steps between two copies of the state. A spike costs so many steps at most.
 
     Raises:
@@ -78,8 +80,8 @@ class Undo:
         checks.number(self.deviations, "train.Undo", "deviations", "a number above 0", lambda x: 0 < x < math.inf)
 
     def init(self, state: Any) -> Memory:
-        """No losses yet."""
-        return {"losses": np.full(self.window, np.nan), "left_out": 0}
+        """No losses and norms yet."""
+        return {**{name: np.full(self.window, np.nan) for name in _NAMES}, "left_out": 0}
 
     def check(self, memory: Memory, step: int, metrics: dict[str, float]) -> None:
         """`Spike` if this step is to be left out, `FloatingPointError` if too many were."""
@@ -89,18 +91,11 @@ class Undo:
         if callable(self.when):
             if bool(self.when({**metrics, "step": step})):
                 why = f"train.Undo's when is True of it (loss {number_text(loss)})"
-        elif not math.isfinite(loss):
-            why = f"its loss is {loss}"
-        elif self.when == "spike":
-            losses = memory["losses"][~np.isnan(memory["losses"])]
-            if 2 * len(losses) >= self.window:
-                median = float(np.median(losses))
-                deviation = _DEVIATION * float(np.median(np.abs(losses - median)))
-                if loss > median + self.deviations * deviation:
-                    why = (
-                        f"its loss is {number_text(loss)}, and of the {len(losses)} steps before it the median is "
-                        f"{number_text(median)} and the deviation {number_text(deviation)}"
-                    )
+        elif self.when == "nonfinite":
+            why = "" if math.isfinite(loss) else f"its loss is {loss}"
+        else:
+            whys = [self._of_a_spike(name, memory[name], metrics[name]) for name in _NAMES if name in metrics]
+            why = next(filter(None, whys), "")
         if not why:
             return
         if memory["left_out"] >= self.most:
@@ -110,11 +105,27 @@ class Undo:
             )
         raise Spike(step, why)
 
+    def _of_a_spike(self, name: str, last: np.ndarray, value: float) -> str:
+        """Why a value is a spike after those of the last steps, in words. "" if it is none."""
+        if not math.isfinite(value):
+            return f"its {name} is {value}"
+        last = last[~np.isnan(last)]
+        if 2 * len(last) < self.window:
+            return ""
+        median = float(np.median(last))
+        deviation = _DEVIATION * float(np.median(np.abs(last - median)))
+        if value <= median + self.deviations * deviation:
+            return ""
+        return (
+            f"its {name} is {number_text(value)}, and of the {len(last)} steps before it the median is "
+            f"{number_text(median)} and the deviation {number_text(deviation)}"
+        )
+
     def on_step(self, memory: Memory, step: int, metrics: dict[str, float]) -> Memory:
         """The memory after a step that stays, or that was left out."""
-        if metrics.get("skipped", 0.0) > 0 or "loss" not in metrics:
+        if metrics.get("skipped", 0.0) > 0:
             return memory
-        return {**memory, "losses": np.append(memory["losses"][1:], metrics["loss"])}
+        return {**memory, **{name: np.append(memory[name][1:], metrics[name]) for name in _NAMES if name in metrics}}
 
     def on_epoch(self, memory: Memory, state: Any, record: Record) -> tuple[Memory, bool]:
         """The memory as it is, and no stop."""

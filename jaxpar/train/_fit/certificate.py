@@ -2,67 +2,103 @@
 
 {"certificate": 1, "jax": "0.12.0", "jaxpar": "0.2.0", "processor": "x86_64 ...", "platform": "cpu", ...,
  "run": {"model": ..., "data": ..., "seed": ..., "start": [0, "8100..."], "every": 100, ...}}
-{"step": 100, "state": "85ffc70354b8bc7642208128a38005f1"}
+{"step": 100, "state": "85ffc70354b8bc7642208128a38005f1", "leaves": "x5Z1...", "shards": "5Sg0...", "gradient": ...}
 {"left_out": 137}
 
+The hash of the state says whether a step is right. The others, 24 bits each, say where it is wrong: those of the leaves
+of the state; with virtual shards those of what each shard adds, and of the sums of the leaves of the gradient; and
+where not each step has a line, that of the params `before` the step.
 A step that made no update has a line of its own, which may come before its turn.
 """
 
 from __future__ import annotations
 
+import base64
 import collections
 import json
+import os
 import platform
 import sys
-from collections.abc import Set
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from ... import checkpoint
 from ..._core import files
-from ..._core.arrays import Device
-from ..._devices import processes
+from ..._core.arrays import Device, PyTree
+from ..._devices import mesh, processes
 from .._callbacks.loggers import explain_errors
 from .._step.state import TrainState
+from .._step.train_step import TrainStep
+from .._step.virtual import ShardHashes
 from .compile_cache import cpu_info
 from .identity import describe, differences
+from .progress import Metrics
 
 if TYPE_CHECKING:
     from .run import Run
 
 _NUMBER = 1  # of the format
+_PARTS = "leaves", "shards", "gradient", "before"
 _FOR_DEVICES = ("devices", "processes", "engine", "kind")  # with virtual shards they do not change bits
 _VECTORS = ("avx512f", "avx2", "avx", "sve", "asimd")
 
 
-class Certificate:
-    """The certificate that `fit` writes. Process 0 writes, and every process computes."""
+Entry = dict[str, Any]  # a line about a step
+_OfShards = tuple[checkpoint._StateHash | None, ShardHashes]
 
-    def __init__(self, path: Path, every: int, lock: checkpoint._DirectoryLock):
-        self._path, self._every, self._lock = path, every, lock
-        self._unwritten: collections.deque[tuple[int, checkpoint._StateHash]] = collections.deque()
+
+class Certificate:
+    """The lines of a certificate, which the devices may still compute. Every process computes them."""
+
+    def __init__(self, every: int, write: Callable[[Entry], Any], close: Callable[[], None] = lambda: None):
+        self.every, self._write, self._close = every, write, close
+        self._unwritten: collections.deque[tuple[int, checkpoint._StateHash, _OfShards | None]] = collections.deque()
+        self._of_shards: tuple[int, _OfShards | None] = 0, None
+        self.names: dict[str, list[str]] = {}  # of the hashes of the leaves and of the gradient
+
+    def is_due(self, step: int) -> bool:
+        """Whether there is a line after this step."""
+        return step % self.every == 0
+
+    def make_step(self, number: int, step: TrainStep, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """A step for which there is a line, with hashes of its virtual shards for `take`."""
+        if step.virtual_shards is None:
+            return step(state, batch)
+        # A shard that differs is at fault if it was given the right params, which the line of the step before says too.
+        before = None if self.every == 1 else checkpoint._StateHash((state.store.values, state.model_state))
+        state, metrics, hashes = step._with_hashes(state, batch)
+        self._of_shards = number, (before, hashes)
+        return state, metrics
 
     def take(self, step: int, state: TrainState) -> None:
         """Start to compute the hash of a state, if a line is due after this step."""
-        if step % self._every == 0:
-            self._unwritten.append((step, checkpoint._StateHash(state)))
+        if self.is_due(step):
+            number, of_shards = self._of_shards
+            self._unwritten.append((step, checkpoint._StateHash(state), of_shards if number == step else None))
 
     def write(self, until: int) -> None:
         """Write the lines up to a step. Waits for their hashes."""
         while self._unwritten and self._unwritten[0][0] <= until:
-            step, state_hash = self._unwritten.popleft()
-            self._append(_line(step, str(state_hash)))
-
-    def _append(self, line: str) -> None:
-        if jax.process_index() == 0:
-            with explain_errors(self._path, "the certificate"):
-                files.append(self._path, line.encode())
+            step, state, of_shards = self._unwritten.popleft()
+            entry = {"step": step, "state": str(state), "leaves": _short(state.sums)}
+            self.names["leaves"] = [record["name"] for record in state.records]
+            if of_shards is not None:
+                before, hashes = of_shards
+                if before is not None:
+                    entry["before"] = _short(before.sums.sum(axis=0, dtype=np.uint32)[None])
+                self.names["gradient"] = list(hashes.names)
+                of_slots = np.asarray(mesh.to_host(hashes.of_slots))[: hashes.count]
+                entry["shards"] = _short(of_slots.sum(axis=1, dtype=np.uint32))
+                entry["gradient"] = _short(np.asarray(hashes.sums))
+            self._write(entry)
 
     def leave_out(self, step: int) -> None:
         """Say that a step makes no update."""
-        self._append(_left_out_line(step))
+        self._write({"left_out": step})
 
     def go_back(self, step: int) -> None:
         """Write the hashes up to a step, and forget those of later steps."""
@@ -71,7 +107,7 @@ class Certificate:
 
     def close(self) -> None:
         """Let another run write the file."""
-        self._lock.release()
+        self._close()
 
 
 def begin(run: Run, state: TrainState, left_out: Set[int]) -> Certificate | None:
@@ -101,12 +137,18 @@ def begin(run: Run, state: TrainState, left_out: Set[int]) -> Certificate | None
             except BaseException:
                 lock.release()
                 raise
-    return Certificate(path, run.certificate_every, lock)
+
+    def write(entry: Entry) -> None:
+        if jax.process_index() == 0:
+            with explain_errors(path, "the certificate"):
+                files.append(path, _line(entry).encode())
+
+    return Certificate(run.certificate_every, write, lock.release)
 
 
 def _begin(path: Path, header: dict[str, Any], at: int, left_out: Set[int]) -> None:
     """Drop the lines of steps after `at`, because the run repeats them."""
-    lines: dict[int, str] = {}
+    lines: dict[int, Entry] = {}
     if path.exists():
         with files.opened(path) as file:
             content = file.read()
@@ -124,8 +166,8 @@ def _begin(path: Path, header: dict[str, Any], at: int, left_out: Set[int]) -> N
             if "run" not in before or before["run"]["start"][0] <= at:
                 header = before
     header = {name: value for name, value in header.items() if name != "left_out"}
-    text = json.dumps(header) + "\n" + "".join(_line(*item) for item in lines.items() if item[0] <= at)
-    text += "".join(map(_left_out_line, sorted(left_out)))
+    entries = [entry for step, entry in lines.items() if step <= at]
+    text = "".join(map(_line, [header, *entries, *({"left_out": step} for step in sorted(left_out))]))
     files.replace(path, text.encode())  # also an equal one, to see that it can be written
 
 
@@ -138,7 +180,7 @@ def _other_run(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
     return differences(before, now, names)
 
 
-def _hole(run: dict[str, Any] | None, lines: dict[int, str], at: int) -> int | None:
+def _hole(run: dict[str, Any] | None, lines: dict[int, Entry], at: int) -> int | None:
     """The first step up to `at` of which a certificate should have a line, and has none."""
     if run is None:
         return None
@@ -146,12 +188,22 @@ def _hole(run: dict[str, Any] | None, lines: dict[int, str], at: int) -> int | N
     return next((step for step in range(start - start % every + every, at + 1, every) if step not in lines), None)
 
 
-def _left_out_line(step: int) -> str:
-    return json.dumps({"left_out": step}) + "\n"
+def _line(entry: Entry) -> str:
+    return json.dumps(entry) + "\n"
 
 
-def _line(step: int, state: str) -> str:
-    return json.dumps({"step": step, "state": state}) + "\n"
+def _short(sums: np.ndarray) -> str:
+    """24 bits of each of several hashes, as four characters."""
+    low = np.ascontiguousarray(sums[:, 0], "<u4").view(np.uint8).reshape(-1, 4)[:, :3]
+    return base64.b64encode(low.tobytes()).decode()
+
+
+def which_differ(a: Entry, b: Entry, name: str) -> list[int] | None:
+    """The numbers of the hashes of this name that differ. None if they are not in both."""
+    in_a, in_b = a.get(name), b.get(name)
+    if in_a is None or in_b is None or len(in_a) != len(in_b):
+        return None
+    return [i for i in range(len(in_a) // 4) if in_a[4 * i : 4 * i + 4] != in_b[4 * i : 4 * i + 4]]
 
 
 def header_of(step: object, state: TrainState) -> dict[str, Any]:
@@ -173,21 +225,21 @@ def difference(header: dict[str, Any], other: dict[str, Any]) -> str:
     return "; ".join(f"{name.replace('_', ' ')}: {header.get(name)} in the file, {other[name]} now" for name in names)
 
 
-def read(path: str) -> tuple[dict[str, Any], dict[int, str]]:
-    """The header and the hashes of a certificate. `ValueError` where it cannot be read."""
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[int, Entry]]:
+    """The header and the lines of a certificate. `ValueError` where it cannot be read."""
     try:
         return parse(files.as_path(path, "the certificate").read_bytes(), path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
 
 
-def parse(content: bytes, path: str | Path) -> tuple[dict[str, Any], dict[int, str]]:
-    """The header of a certificate, and the hash of each of its steps. `ValueError` for other content.
+def parse(content: bytes, path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[int, Entry]]:
+    """The header of a certificate, and the line of each of its steps. `ValueError` for other content.
 
     The header has the numbers of the steps that made no update as `left_out`, if there are any.
     """
     header: dict[str, Any] = {}
-    lines: dict[int, str] = {}
+    lines: dict[int, Entry] = {}
     last = 0
     text = content.decode("utf-8", "replace")
     if text and not text.endswith("\n"):
@@ -203,7 +255,8 @@ def parse(content: bytes, path: str | Path) -> tuple[dict[str, Any], dict[int, s
             else:
                 step, state = entry["step"], entry["state"]
                 is_good = type(step) is int and step > last and isinstance(state, str)
-                lines[step], last = state, step
+                is_good = is_good and all(isinstance(entry.get(name, ""), str) for name in _PARTS)
+                lines[step], last = entry, step
         except (ValueError, KeyError, TypeError, RecursionError):
             is_good = False
         if not is_good:

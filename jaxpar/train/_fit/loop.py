@@ -380,7 +380,7 @@ class Training:
 
     def open_steps(self) -> None:
         """Make the steps after the state."""
-        self.steps = own_steps(self.run, self.clock, self.state, self.left_out)
+        self.steps = own_steps(self.run, self.clock, self.state, self.left_out, self.certificate)
 
     def close_steps(self) -> None:
         if isinstance(self.steps, Generator):

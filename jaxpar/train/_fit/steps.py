@@ -12,6 +12,7 @@ from ... import data
 from ..._cpu import is_slow_in_a_loop
 from .._step.state import TrainState
 from .._step.train_step import TrainStep, leave_out
+from .certificate import Certificate
 from .clock import Clock
 from .progress import Metrics
 from .run import Run, shuffle_key
@@ -23,10 +24,12 @@ StepResult = tuple[TrainState, Metrics, range | None]
 _AT_ONCE = 0.2  # seconds that the steps of one program take. Ctrl-C waits for them.
 
 
-def own_steps(run: Run, clock: Clock, state: TrainState, left_out: Set[int]) -> Generator[StepResult]:
+def own_steps(
+    run: Run, clock: Clock, state: TrainState, left_out: Set[int], certificate: Certificate | None = None
+) -> Generator[StepResult]:
     """Make the steps after `state`, on the devices of this process or of all. `clock` is at the last one made.
 
-    The steps `left_out` make no update.
+    The steps `left_out` make no update. A certificate gets hashes of the virtual shards of a step that is due.
     """
     # The numbers of the steps are known here, so that nobody need ask a state, and wait, which one comes next.
     step = run.step.without(()) if run.left_out else run.step
@@ -39,7 +42,13 @@ def own_steps(run: Run, clock: Clock, state: TrainState, left_out: Set[int]) -> 
     groups = _batch_groups(run, clock.step, state, options)
     if groups is None:
         for batch in run.batches(state.rng, clock.step, **options):
-            state, metrics = leave_out(state) if clock.step + 1 in left_out else step(state, batch)
+            number = clock.step + 1
+            if number in left_out:
+                state, metrics = leave_out(state)
+            elif certificate is not None and certificate.is_due(number) and isinstance(step, TrainStep):
+                state, metrics = certificate.make_step(number, step, state, batch)
+            else:
+                state, metrics = step(state, batch)
             yield state, metrics, None
         raise RuntimeError(
             f"fit: {type(run.source).__name__}.batches ended after step {clock.step}, but the run goes on to step "
@@ -47,7 +56,7 @@ def own_steps(run: Run, clock: Clock, state: TrainState, left_out: Set[int]) -> 
         )
 
     # Where a program makes several. It must not step over a step after which something is due.
-    hashes = None if run.certificate is None else run.certificate_every
+    hashes = None if certificate is None else certificate.every
     traced = None if run.profile is None else 1
     copies = None if run.callbacks.undo is None else run.callbacks.undo.every
     all_periods = (run.checkpoint_every, run.keep_every, run.eval_every, hashes, traced, copies)

@@ -2,43 +2,125 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import os
 from pathlib import Path
 from typing import Any
 
-from ... import checkpoint
+from ... import checkpoint, data
 from ..._core import checks, files
+from ..._core.transfers import allows_transfers
 from .._step.state import check_is_state
 from .._step.train_step import TrainStep
-from .certificate import difference, header_of
-from .fit import fit
-from .run import FitOptions
-from .saved import template
+from .certificate import Certificate, Entry, difference, header_of, read, which_differ
+from .clock import Clock
+from .run import FitOptions, Run
+from .saved import RunInfo, has_good_info, template
+from .steps import own_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """Where a run left its certificate.
+
+    Attributes:
+        first_step, last_step: the wrong step is one of these. They are equal where it is known.
+        shards: the numbers of the virtual shards whose gradient was wrong. Empty: none, or that is not known.
+        leaves: the names of what was wrong first: params by their gradients, or leaves of the state. Empty: not known.
+        why: what this rests on, and what cannot be told, in a sentence.
+    """
+
+    first_step: int
+    last_step: int
+    shards: tuple[int, ...]
+    leaves: tuple[str, ...]
+    why: str
+
+    def __str__(self) -> str:
+        steps = (
+            f"step {self.last_step}"
+            if self.first_step == self.last_step
+            else (f"one of the steps {self.first_step} to {self.last_step}")
+        )
+        shown = [*self.leaves[:_SHOWN], *(["..."] if len(self.leaves) > _SHOWN else [])]
+        shards = (
+            f", shard{'s' if len(self.shards) > 1 else ''} {', '.join(map(str, self.shards))}" if self.shards else ""
+        )
+        leaves = f", {', '.join(shown)}" if shown else ""
+        return f"first wrong: {steps}{shards}{leaves} ({self.why})"
+
+
+_SHOWN = 4  # leaves
 
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What a verification found."""
+    """What a verification found.
 
-    start: Path | None  # the checkpoint that it began at. None: the state that was given.
-    steps: list[int]  # the certified steps that were compared
-    differs: int | None  # the last of them, if it differs. None: all are the same.
+    Attributes:
+        start: the checkpoint that it began at. None: the state that was given.
+        steps: the certified steps that were compared.
+        differs: the last of them, if it differs. None: all are the same.
+        fault: which step, virtual shard and leaf was wrong first. None: all are the same.
+    """
+
+    start: Path | None
+    steps: list[int]
+    differs: int | None
+    fault: Fault | None = None
 
 
+@allows_transfers
 def verify(
-    path: str,
-    certified: tuple[dict[str, Any], dict[int, str]],
+    certificate: str | os.PathLike[str],
+    arguments: dict[str, Any],
+    *,
+    first: int | None = None,
+    last: int | None = None,
+) -> Verified:
+    """Compute certified steps of a run again, and compare them. Nothing is written.
+
+    It begins at the last checkpoint that is not after step `first`, or at the state that is given, and ends at the
+    first difference, at step `last` or at the last line. With virtual shards it may run on any number of devices.
+
+    Args:
+        certificate: the file that `fit(certificate=...)` wrote.
+        arguments: the arguments of `fit`. Its state is donated.
+        first, last: the first and the last step to compare. None: those of the file.
+
+    Raises:
+        ValueError: the file cannot be read; it has no such steps; it is of another machine, version or program; the
+            data can be read only once.
+
+    Example:
+        >>> import tempfile, numpy as np, optax
+        >>> import jax.numpy as jnp
+        >>> from jaxpar import train
+        >>> def loss_fn(params, batch, rng):
+        ...     return ((batch["x"] * params["w"] - batch["y"]) ** 2).mean(), {}
+        >>> data = {"x": np.ones(64, np.float32), "y": np.ones(64, np.float32)}
+        >>> path = tempfile.mkdtemp() + "/run.jsonl"
+        >>> def arguments():
+        ...     state, step = train.start({"w": jnp.zeros(())}, optax.sgd(0.25), loss_fn)
+        ...     return {"state": state, "step": step, "train_data": data, "batch_size": 8}
+        >>> state, history = train.fit(
+        ...     **arguments(), epochs=1, progress=False, certificate=path, certificate_every=2)
+        >>> train.verify(path, arguments(), last=6).steps
+        [2, 4, 6]
+    """
+    return compute_again(certificate, read(certificate), arguments, first, last)
+
+
+def compute_again(
+    path: str | os.PathLike[str],
+    certified: tuple[dict[str, Any], dict[int, Entry]],
     arguments: Any,
     first: int | None = None,
     last: int | None = None,
 ) -> Verified:
-    """Compute certified steps again by these arguments of `fit`, and compare the hashes. Nothing is shown or written.
-
-    `certified` is what `certificate.read` found in the file, before code of the user ran.
-
-    It begins at the last checkpoint that is not after step `first`, or at the state that is given, and ends at step
-    `last` or at the last line. `ValueError` without such steps, and for another machine, version or program.
-    """
+    """As `verify`. `certified` is what `certificate.read` found in the file, before code of the user ran."""
     header, lines = certified
     steps = [step for step in lines if (first or 0) <= step <= (last or step)]
     if not steps:
@@ -60,33 +142,98 @@ def verify(
     check_is_state(state, "verify")
     if why := difference(header, header_of(step, state)):
         raise ValueError(f"{path} is from another run ({why})")
-    if "left_out" in header and isinstance(step, TrainStep):  # by `Undo`, which is no option of the step
-        step = step.without(step.left_out | {*header["left_out"]})
+    left_out = frozenset(header.get("left_out", ()))  # by `Undo`, which is no option of the step
+    if isinstance(step, TrainStep):
+        left_out |= step.left_out
 
     # Begin at the newest good checkpoint that is not after `first`. Without one, at the state that is given.
-    start = None
+    start, info = None, None
     given_step, checkpoint_dir = int(state.step), arguments.get("checkpoint_dir")
     if checkpoint_dir is not None:
         directory = files.as_path(checkpoint_dir, "verify: checkpoint_dir")
         good = checkpoint._newest_good(
-            directory, set(), lambda _, body: given_step < body.get("step", 0) <= (first or 0)
+            directory,
+            set(),
+            lambda path, body: given_step < body.get("step", 0) <= (first or 0) and has_good_info(path, body),
         )
         if good is not None:
             state, start = checkpoint.restore(good.path, template(state, step)), good.path
-    if start is None and given_step > steps[0]:
+            info = RunInfo.from_json(good.body["info"]) if "first" in good.body.get("info", {}) else None
+    begin = int(state.step)
+    if begin > steps[0]:
         raise ValueError(
-            f"the state is at step {given_step}, after the first step to compare, {steps[0]}; give an earlier state, "
+            f"the state is at step {begin}, after the first step to compare, {steps[0]}; give an earlier state, "
             "or a later --from"
         )
 
     # Of the options these two may change bits: which examples a step has, and which program makes it.
     options = {name: arguments[name] for name in ("batch_size", "steps_per_execution") if name in arguments}
+    call = Run(state, step, train_data, FitOptions(max_steps=max(1, steps[-1] - begin), progress=False, **options))
+    state = call.check(state)
+    place = None if info is None else info.place
+    if start is not None and place is None and getattr(call.source, "is_read_once", False):
+        raise ValueError(
+            f"the data can be read only once, and nothing says where they were after step {begin}; give an iterator "
+            "with get_state and set_state, a list, or a function of the epoch"
+        )
+    data._go_to(call.source, place)
+    clock = Clock.resume(call, info or RunInfo(begin, call.batch_size, call.examples), begin)
+    clock.last = steps[-1]
+
+    found: list[Entry] = []
+    again = Certificate(math.gcd(*steps), found.append)
     compared: list[int] = []
-    for certified_step in steps:
-        num_steps = certified_step - int(state.step)
-        if num_steps > 0:
-            state, _ = fit(state, step, train_data, max_steps=num_steps, progress=False, **options)
-        compared.append(certified_step)
-        if str(checkpoint._StateHash(state)) != lines[certified_step]:
-            return Verified(start, compared, differs=certified_step)
-    return Verified(start, compared, differs=None)
+    right = begin  # the last step that is known to be right, as far as the start is
+    with contextlib.closing(own_steps(call, clock, state, left_out, again)) as made:
+        while len(compared) < len(steps):
+            # A state at a certified step may be the first one, which no step is made for.
+            certified_step = steps[len(compared)]
+            while clock.step < certified_step:
+                state, _, rows = next(made)
+                clock.step += 1 if rows is None else len(rows)
+                if call.is_epoch_over(clock.steps_of_epoch):
+                    clock.epoch_starts.append(clock.step)
+            again.take(certified_step, state)
+            again.write(certified_step)
+            compared.append(certified_step)
+            if found[-1]["state"] != lines[certified_step]["state"]:
+                fault = fault_of(lines[certified_step], found[-1], right, again.names)
+                return Verified(start, compared, certified_step, fault)
+            right = certified_step
+    return Verified(start, compared, None)
+
+
+def fault_of(line: Entry, now: Entry, right: int, names: dict[str, list[str]]) -> Fault:
+    """Where a line of a certificate differs from what was computed now, after the step `right`."""
+    step = line["step"]
+    of_leaves, of_shards, of_gradient, before = (
+        which_differ(line, now, name) for name in ("leaves", "shards", "gradient", "before")
+    )
+    if of_leaves is None:
+        return Fault(right + 1, step, (), (), "the certificate has no hashes of leaves; an earlier jaxpar wrote it")
+    leaves = tuple(names["leaves"][i] for i in of_leaves)
+    if right == step:
+        return Fault(step, step, (), leaves, "the state that was begun with differs")
+    first = right + 1
+    if of_shards is None or of_gradient is None:
+        why = (
+            "no shard can be named: without virtual shards a gradient has other bits on other devices, and the "
+            "certificate of an elastic run has hashes of leaves only"
+        )
+        return Fault(first, step, (), leaves, why + _ONLY_SOME * (first != step))
+    gradient = tuple(names["gradient"][i] for i in of_gradient)
+    if before:
+        return Fault(first, step - 1, (), (), f"the params were wrong before step {step}" + _ONLY_SOME)
+    # The params were right. Shards that differ were computed wrongly.
+    if of_shards:
+        why = "the other shards are right, and so were the params"
+        if len(of_shards) == len(line["shards"]) // 4:
+            why = "all shards differ: other data or another program; or the params changed after their hash was taken"
+        return Fault(step, step, tuple(of_shards), gradient or leaves, why)
+    if gradient:
+        return Fault(step, step, (), gradient, "all shards are right, and their sum is wrong")
+    why = "the gradient is right; the update, or the state of the optimizer before it, is wrong"
+    return Fault(first, step, (), leaves, why + _ONLY_SOME * (first != step))
+
+
+_ONLY_SOME = "; steps without a line are between, and certificate_every=1 tells these apart"

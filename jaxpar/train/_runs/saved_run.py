@@ -528,7 +528,7 @@ def _lines_of(path: str | None) -> Mapping[int, str]:
     """The hashes of a certificate that is still there."""
     if path is None or not os.path.isfile(path):
         return {}
-    return certificate.read(path)[1]
+    return {step: entry["state"] for step, entry in certificate.read(path)[1].items()}
 
 
 Gradients = Callable[[TrainState, PyTree], dict[str, jax.Array]]

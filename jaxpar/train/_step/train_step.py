@@ -44,7 +44,7 @@ from .state import (
     shapes_on,
 )
 from .step import DeviceStep, GlobalStep, check_axes
-from .virtual import VirtualProgram, VirtualStep
+from .virtual import ShardHashes, VirtualProgram, VirtualStep
 
 if TYPE_CHECKING:
     import optax
@@ -152,7 +152,13 @@ class TrainStep:
         step.left_out = numbers
         return step
 
-    def _run(self, state: TrainState, batch: Batch, *span: int) -> tuple[TrainState, Metrics]:
+    def _with_hashes(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, ShardHashes]:
+        """One step, and hashes of what its virtual shards add up."""
+        hashes: list[ShardHashes] = []
+        new, metrics = self._run(state, batch, hashes=hashes)
+        return new, metrics, hashes[0]
+
+    def _run(self, state: TrainState, batch: Batch, *span: int, **options: Any) -> tuple[TrainState, Metrics]:
         """One step, or several with the first and the end of the batches that they take."""
         processes.refuse_elastic("train step")
         has_mesh = not jax.sharding.get_abstract_mesh().empty
@@ -163,7 +169,7 @@ class TrainStep:
                 check_traced((state, batch), "train step")
             try:
                 program, donated, rng = self._prepare(state, user)
-                new, metrics = program(donated, rng, batch, *span)
+                new, metrics = program(donated, rng, batch, *span, **options)
             except RuntimeError as error:
                 if "deleted" in str(error):
                     _check_arrays(state, batch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -18,10 +19,20 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
+from ... import checkpoint, kv
 from ..._core.arrays import Device, PyTree, Recent, is_traced, tree_nbytes, without_keys
 from ..._cpu import for_platform
 from ..._devices import collectives
-from ..._devices.mesh import STORE_AXIS, assemble, copies_on, mesh_of, put, split_over, wait_before_collectives
+from ..._devices.mesh import (
+    STORE_AXIS,
+    assemble,
+    copies_on,
+    mesh_of,
+    put,
+    spans_processes,
+    split_over,
+    wait_before_collectives,
+)
 from ..._devices.user_mesh import without_types
 from ..._store.store import is_in_rows
 from .loss import (
@@ -44,6 +55,17 @@ Buffers = list[jax.Array]
 # What is added up over the shards, in float32 or wider: the gradient for each key, that of a mean divided by V; `loss`
 # and `aux`; the terms of the floating leaves of the model state; the flags of what is not finite, or None.
 Terms = tuple[Arrays, ShardMetrics, list[tuple[jax.Array, ...]], jax.Array | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardHashes:
+    """Hashes of what the shards of a step add up, and of their sums. The devices may still compute them."""
+
+    names: tuple[str, ...]  # of what is added up: the gradients by param, the metrics, the model state
+    sums: jax.Array  # (names, 2): of the sums over all shards
+    of_slots: jax.Array  # (slots of all devices, dtypes, 2): of each shard
+    count: int  # of shards, the first ones in `of_slots`
+
 
 _ONE_A_DTYPE = collectives.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
 _SEVERAL = "the host starts several programs for each step with virtual_shards"
@@ -127,12 +149,13 @@ class VirtualStep(DeviceStep):
         return self.guard(state, new, metrics, flags)
 
 
-def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tuple[Any, Any]:
+def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tuple[Any, Any, Any, Any]:
     """The programs for states of one structure, on whatever device of a platform: the gradient of a shard, the update.
 
     `term(donated, rng, batch, number) -> (buffers, others)`: what shard `number` adds, an array (1, n) for each dtype,
     and the leaves of its model state that are not added. `update(donated, rng, totals, others) -> (donated, metrics)`.
     `donated` are the arrays of a `Donated` in a list, whose memory only `update` takes over.
+    `hashes(totals)`: the sums that are the hashes of all that is added up, and `names()` of these.
     """
     step = dataclasses.replace(step, platform=platform)
     layout: list[Any] = []  # of the terms in buffers, known when `term` was traced
@@ -153,7 +176,27 @@ def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tupl
         new, metrics = step.update(structure.unflatten(donated).with_rng(rng), terms, others)
         return jax.tree.leaves(Donated.of(new)), metrics
 
-    return jax.jit(for_platform(term, platform)), jax.jit(update, donate_argnums=0)
+    def hashes(totals: Buffers) -> jax.Array:
+        shapes, _, groups = layout
+        return checkpoint._hash_sums(collectives.unpack(totals, shapes, groups), (None,) * len(shapes))
+
+    @functools.cache
+    def names() -> tuple[str, ...]:
+        shapes, structure_of_terms, _ = layout
+        grads, metrics, of_model_state, flags = structure_of_terms.unflatten(range(len(shapes)))
+        names_of_keys = kv.names(structure.unflatten(range(structure.num_leaves)).store)
+        # A leaf of each tree is the number of what has its path.
+        trees = (
+            {names_of_keys[key]: i for key, i in grads.items()},
+            metrics,
+            {"model_state": of_model_state},
+            {"flags": flags},
+        )
+        paths = itertools.chain.from_iterable(map(jax.tree_util.tree_leaves_with_path, trees))
+        numbers = {i: jax.tree_util.keystr(path, simple=True, separator="/") for path, i in paths}
+        return tuple(numbers[i] for i in range(len(shapes)))
+
+    return jax.jit(for_platform(term, platform)), jax.jit(update, donate_argnums=0), jax.jit(hashes), names
 
 
 class VirtualProgram:
@@ -168,7 +211,9 @@ class VirtualProgram:
         self.devices: tuple[Device, ...] = numbers.store.devices or ()
         self._structure = structure
         bare = numbers._replace(store=dataclasses.replace(numbers.store, devices=None))
-        self._term, self._update = step.programs(jax.tree.structure(bare), self.devices[0].platform)
+        self._term, self._update, self._hash_totals, self._names = step.programs(
+            jax.tree.structure(bare), self.devices[0].platform
+        )
         self._deal = collectives.Deal(step.shards, len(self.devices))
         self._ranks = {d: i for i, d in enumerate(self.devices) if d.process_index == jax.process_index()}
         self._exchange = exchange(self._deal, mesh_of(self.devices))
@@ -200,9 +245,14 @@ class VirtualProgram:
         return jax.tree.map(pad, without_types(batch))
 
     def __call__(
-        self, donated: list[jax.Array], rng: jax.Array, batch: Batch, *span: int
+        self,
+        donated: list[jax.Array],
+        rng: jax.Array,
+        batch: Batch,
+        *span: int,
+        hashes: list[ShardHashes] | None = None,
     ) -> tuple[TrainState, Metrics]:
-        """One step."""
+        """One step. A list gets hashes of what it added up."""
         if span:
             raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
         if is_traced((donated, rng, batch)):
@@ -213,8 +263,14 @@ class VirtualProgram:
         replicated = copies_on(self.devices)
         batches = self._on_devices(self._batches.place(self._pad(batch)), split_over(self.devices))
         states, rngs = (self._on_devices(x, replicated) for x in (donated, rng))
-        nodes_and_others = [self._nodes(d, states[d], rngs[d], batches[d]) for d in self._ranks]
+        of_shards: dict[Device, list[jax.Array]] | None = None if hashes is None else {d: [] for d in self._ranks}
+        nodes_and_others = [
+            self._nodes(d, states[d], rngs[d], batches[d], None if of_shards is None else of_shards[d])
+            for d in self._ranks
+        ]
         totals, others = self._sums(*zip(*nodes_and_others, strict=True))
+        if hashes is not None and of_shards is not None:
+            hashes.append(self._hashes(of_shards, totals))
         new = [self._update(states[d], rngs[d], totals[d], others[d]) for d in self._ranks]
 
         # The update was given the arrays of each device, and so the memory of the arrays over all of them.
@@ -279,9 +335,17 @@ class VirtualProgram:
         return {d: structure.unflatten([piece[d] for piece in pieces]) for d in self._ranks}
 
     def _nodes(
-        self, device: Device, donated: list[jax.Array], rng: jax.Array, batch: Batch
+        self,
+        device: Device,
+        donated: list[jax.Array],
+        rng: jax.Array,
+        batch: Batch,
+        hashes: list[jax.Array] | None = None,
     ) -> tuple[list[Buffers], Buffers]:
-        """The nodes of the shards of a device, and the other leaves of the model state of its first one."""
+        """The nodes of the shards of a device, and the other leaves of the model state of its first one.
+
+        A list gets a hash of each shard.
+        """
         deal, rank = self._deal, self._ranks[device]
         nodes: list[Buffers] = []
         first: Buffers = []
@@ -289,6 +353,8 @@ class VirtualProgram:
             shard = batch if deal.slots == 1 else _slice(batch, np.int32(i), deal.slots)
             node, others = self._term(donated, rng, shard, np.int32(deal.range_of(rank)[0] + i))
             first = first or others
+            if hashes is not None:
+                hashes.append(checkpoint._hash_sums(node, (None,) * len(node)))
             for _ in range(merges):
                 node = _add(nodes.pop(), node)
             nodes.append(node)
@@ -299,6 +365,20 @@ class VirtualProgram:
         shapes = jax.eval_shape(self._term, donated, rng, shard, np.int32(0))
         node, first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=device), shapes)
         return [node], first
+
+    def _hashes(self, of_shards: dict[Device, list[jax.Array]], totals: dict[Device, Buffers]) -> ShardHashes:
+        """The hashes of all shards, which other processes may have computed, and of their sums."""
+        device, slots = next(iter(self._ranks)), self._deal.slots
+        # A slot without a shard has zeros.
+        no_shard = np.zeros((len(totals[device]), 2), np.uint32)
+        pieces = [
+            jnp.stack([*found, *[jax.device_put(no_shard, d)] * (slots - len(found))]) for d, found in of_shards.items()
+        ]
+        of_slots = assemble(pieces, split_over(self.devices))
+        if spans_processes(of_slots):
+            wait_before_collectives(of_slots, self.devices)
+            of_slots = jax.jit(lambda x: x, out_shardings=copies_on(self.devices))(of_slots)
+        return ShardHashes(self._names(), self._hash_totals(totals[device]), of_slots, self._deal.terms)
 
     def _sums(self, nodes: tuple[list[Buffers], ...], others: tuple[Buffers, ...]) -> tuple[dict[Device, Buffers], ...]:
         """The sums over all devices, and the other leaves of device 0, on each device of this process."""
