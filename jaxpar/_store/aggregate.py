@@ -445,6 +445,49 @@ def add_rows(
     return sparse.lazy_update(update, total, state, stored, coalesced=True)
 
 
+def with_rows(store: KVStore, rows: Mapping[int, sparse.RowSparse]) -> KVStore:
+    """The store with these rows in place of their tables, in the values and in the updater's states."""
+    return _map_tables(store, {k: functools.partial(_read_rows, r) for k, r in rows.items()}, store)
+
+
+def with_tables(store: KVStore, updated: KVStore, rows: Mapping[int, sparse.RowSparse]) -> KVStore:
+    """What `with_rows` gave of a store, after an update, with the tables in place again."""
+    # All reads come before all writes. A read after a scatter would cost a copy of the table.
+    leaves, structure = jax.tree.flatten(updated)
+    updated = structure.unflatten(lax.optimization_barrier(leaves))
+    return _map_tables(store, {k: functools.partial(_write_rows, r) for k, r in rows.items()}, updated)
+
+
+def _read_rows(rows: sparse.RowSparse, table: jax.Array, _: jax.Array) -> jax.Array:
+    return sparse._read(table, rows.indices)
+
+
+def _write_rows(rows: sparse.RowSparse, table: jax.Array, new: jax.Array) -> jax.Array:
+    return sparse._write(table, rows.indices, new)
+
+
+def _map_tables(store: KVStore, functions: Mapping[int, Any], updated: KVStore) -> KVStore:
+    """`updated`, with `fn(table, its leaf in updated)` of each of these tables and of each leaf of its state."""
+    shapes = {k: store.values[k].shape for k in functions}
+
+    def of_key(k: int, old: PyTree, new: PyTree) -> PyTree:
+        return jax.tree.map(lambda x, y: functions[k](x, y) if x.shape == shapes[k] else y, old, new)
+
+    values = {k: functions[k](store.values[k], updated.values[k]) for k in functions}
+    states = {k: of_key(k, store.updater_state[k], updated.updater_state[k]) for k in functions}
+    optimizer_state = updated.optimizer_state
+    if isinstance(store.updater, TreeOptimizer):
+        leaves, structure = jax.tree.flatten(store.optimizer_state)
+        all_leaves = zip(stores.owners(store), leaves, jax.tree.leaves(optimizer_state), strict=True)
+        optimizer_state = structure.unflatten([of_key(k, x, y) if k in functions else y for k, x, y in all_leaves])
+    return dataclasses.replace(
+        updated,
+        values=updated.values | values,
+        updater_state=updated.updater_state | states,
+        optimizer_state=optimizer_state,
+    )
+
+
 def cast_rows(rows: list[sparse.RowSparse], dtype: np.dtype[Any]) -> list[sparse.RowSparse]:
     return [sparse.RowSparse(r.indices, r.values.astype(dtype), r.shape) for r in rows]
 
