@@ -5,6 +5,8 @@ added. `value_and_grad` traces that program, and evaluates it with such sums kep
 as it stands, so the rows are those of the dense gradient, whatever the loss does before and after it looks them up.
 Where the gradient of a table is anything else than such a sum, the loss does not only look up rows, and that is an
 error.
+
+A table may be a `Shards`, of which each device has a part. Then a lookup sends ids and rows between the devices.
 """
 
 from __future__ import annotations
@@ -15,13 +17,44 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]  # jax 0.12: an alias
 
+from ... import sparse
 from ..._core.arrays import PyTree
+from ..._devices import collectives
+from ..._store import aggregate
 from ...sparse import RowSparse
 
 _CALLS = frozenset("jit pjit closed_call core_call remat remat2 checkpoint".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """A table that is flat and cut into one chunk for each device, inside of the mapped axis."""
+
+    chunk: jax.Array
+    shape: tuple[int, ...]
+    axis_name: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.chunk.dtype
+
+    def dense(self) -> jax.Array:
+        return collectives.from_rows(lax.all_gather(self.chunk, self.axis_name), self.shape)
+
+    def astype(self, dtype: Any) -> Shards:
+        return dataclasses.replace(self, chunk=self.chunk.astype(dtype))
+
+    def take(self, ids: jax.Array) -> jax.Array:
+        """The rows of these ids (m,), all of them in the table. Devices send ids and rows."""
+        # Each device gives the elements that it has of the rows of all devices, and zeros, and gets the sum of its own.
+        of_all = lax.all_gather(ids, self.axis_name, tiled=True)
+        elements = sparse._read(self.chunk, aggregate.own_elements(of_all, self.shape, self.axis_name))
+        own = lax.psum_scatter(elements, self.axis_name, tiled=True)
+        return own.reshape(ids.size, *self.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +73,9 @@ class _Sum:
 
 
 def value_and_grad(
-    loss_fn: Callable[[list[jax.Array]], tuple[jax.Array, PyTree]], params: list[jax.Array], tables: Mapping[int, str]
+    loss_fn: Callable[[list[jax.Array]], tuple[jax.Array, PyTree]],
+    params: Sequence[jax.Array | Shards],
+    tables: Mapping[int, str],
 ) -> tuple[tuple[jax.Array, PyTree], list[Any]]:
     """`jax.value_and_grad(loss_fn, has_aux=True)(params)` with a `RowSparse` for the gradient of each table.
 
@@ -49,7 +84,7 @@ def value_and_grad(
 
     Args:
         loss_fn: `loss_fn(params) -> (loss, aux)`.
-        params: the arrays.
+        params: the arrays. A table may be a `Shards`.
         tables: the name of each table by its position in `params`.
 
     Raises:
@@ -62,7 +97,8 @@ def value_and_grad(
         >>> rows.indices.tolist(), rows.values.shape, dense.tolist()
         ([2, 0, 2], (3, 2), [3.0, 3.0])
     """
-    closed, shapes = jax.make_jaxpr(jax.value_and_grad(loss_fn, has_aux=True), return_shape=True)(params)
+    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Shards) else x for x in params]
+    closed, shapes = jax.make_jaxpr(jax.value_and_grad(loss_fn, has_aux=True), return_shape=True)(specs)
     results = _evaluate(closed.jaxpr, closed.consts, params, {params[i].shape for i in tables})
     first = len(results) - len(params)  # of the gradients, which come last
     for i, name in tables.items():
@@ -78,10 +114,10 @@ def value_and_grad(
     # A result that is a constant comes as a number of Python or NumPy, which has no dtype of its own.
     leaves, structure = jax.tree.flatten(shapes)
     arrays = [
-        x if x is None or isinstance(x, RowSparse) else jnp.asarray(x.dense() if isinstance(x, _Sum) else x, leaf.dtype)
+        x if x is None or isinstance(x, RowSparse) else jnp.asarray(_dense(x), leaf.dtype)
         for x, leaf in zip(results, leaves, strict=True)
     ]
-    value, _ = structure.unflatten([*arrays[:first], *params])
+    value, _ = structure.unflatten([*arrays[:first], *specs])
     return value, arrays[first:]
 
 
@@ -92,7 +128,10 @@ def _maker(jaxpr: Jaxpr, i: int) -> str:
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], shapes: Set[tuple[int, ...]]) -> list[Any]:
-    """The results of a program. Sums of rows of these shapes stay a `_Sum` as long as that is possible."""
+    """The results of a program. Sums of rows of these shapes stay a `_Sum` as long as that is possible.
+
+    A `Shards` among the arguments stays one.
+    """
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
 
     def read(atom: Any) -> Any:
@@ -100,17 +139,22 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], sha
 
     for eqn in jaxpr.eqns:
         operands = list(map(read, eqn.invars))
-        makes_sum = any(v.aval.shape in shapes for v in eqn.outvars if hasattr(v.aval, "shape"))
-        results = _sums(eqn, operands, shapes) if makes_sum else None
+        is_of_table = any(v.aval.shape in shapes for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
+        results = _of_table(eqn, operands, shapes) if is_of_table else None
         env |= zip(eqn.outvars, _arrays(eqn, operands) if results is None else results, strict=True)
     return list(map(read, jaxpr.outvars))
 
 
-def _sums(eqn: Any, operands: list[Any], shapes: Set[tuple[int, ...]]) -> list[Any] | None:
-    """The results of an equation, some of which are a `_Sum`. None: it has none."""
+def _of_table(eqn: Any, operands: list[Any], shapes: Set[tuple[int, ...]]) -> list[Any] | None:
+    """The results of an equation that takes or makes a `_Sum` or a `Shards`. None: it takes and makes arrays."""
     name, first = eqn.primitive.name, operands[0] if operands else None
     if name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal) and not first:
         return [_Sum(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)]
+    if name == "convert_element_type" and isinstance(first, Shards):
+        return [first.astype(eqn.params["new_dtype"])]
+    if name == "gather" and isinstance(first, Shards):
+        taken = _rows_taken(eqn, first, operands[1])
+        return None if taken is None else [taken]
     if name == "convert_element_type" and isinstance(first, _Sum):
         dtype = eqn.params["new_dtype"]
         return [_Sum(first.shape, dtype, tuple((ids, rows.astype(dtype)) for ids, rows in first.terms))]
@@ -123,7 +167,7 @@ def _sums(eqn: Any, operands: list[Any], shapes: Set[tuple[int, ...]]) -> list[A
         inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if eqn.params.get("prevent_cse"):
             # Or XLA would find that what is computed again was computed before. A table is not computed.
-            computed = [not isinstance(x, _Sum) and x.shape not in shapes for x in operands]
+            computed = [np.shape(x) not in shapes if hasattr(x, "dtype") else False for x in operands]
             operands = [lax.optimization_barrier(x) if c else x for x, c in zip(operands, computed, strict=True)]
         return _evaluate(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, shapes)
     return None
@@ -132,27 +176,81 @@ def _sums(eqn: Any, operands: list[Any], shapes: Set[tuple[int, ...]]) -> list[A
 def _rows_added(eqn: Any, table: _Sum, indices: jax.Array, updates: jax.Array) -> tuple[jax.Array, jax.Array] | None:
     """The ids and the rows that a scatter adds to a table. None where it adds anything else than whole rows."""
     numbers, mode = eqn.params["dimension_numbers"], eqn.params["mode"]
-    of_ids, window = numbers.scatter_dims_to_operand_dims, numbers.update_window_dims
+    window = numbers.update_window_dims
     sizes = [updates.shape[axis] for axis in window]
-    one_row = [1, *table.shape[1:]][len(numbers.inserted_window_dims) :]
-    # Where a row begins in the other axes is clipped to 0, the one place where there is room for it.
-    is_at_start = of_ids == (0,) or mode == lax.GatherScatterMode.CLIP
-    if numbers.inserted_window_dims not in ((), (0,)) or sizes != one_row or 0 not in of_ids or not is_at_start:
+    ids = _ids(
+        indices,
+        table.shape,
+        mode,
+        sizes,
+        numbers.inserted_window_dims,
+        numbers.scatter_dims_to_operand_dims,
+        numbers.operand_batching_dims,
+    )
+    if ids is None:
         return None
-    if numbers.operand_batching_dims:
-        return None
-    count = table.shape[0]
-    ids = indices[..., of_ids.index(0)].reshape(-1)
-    ids = ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
-    is_within = (ids >= 0) & (ids < count)
-    ids = jnp.clip(ids, 0, count - 1) if mode == lax.GatherScatterMode.CLIP else jnp.where(is_within, ids, count)
     others = [axis for axis in range(updates.ndim) if axis not in window]
-    rows = updates.transpose(*others, *window).reshape(-1, *table.shape[1:])
-    return ids.astype(jnp.int32), rows
+    return ids.reshape(-1), updates.transpose(*others, *window).reshape(-1, *table.shape[1:])
+
+
+def _rows_taken(eqn: Any, table: Shards, indices: jax.Array) -> jax.Array | None:
+    """What a gather takes of a table. None where it takes anything else than whole rows."""
+    numbers, mode, fill = (eqn.params[name] for name in ("dimension_numbers", "mode", "fill_value"))
+    sizes = [n for axis, n in enumerate(eqn.params["slice_sizes"]) if axis not in numbers.collapsed_slice_dims]
+    count, whole = table.shape[0], eqn.params["slice_sizes"] == (1, *table.shape[1:])
+    ids = _ids(
+        indices,
+        table.shape,
+        mode,
+        sizes,
+        numbers.collapsed_slice_dims,
+        numbers.start_index_map,
+        numbers.operand_batching_dims,
+    )
+    if ids is None or not whole:
+        return None
+    # Beyond the table JAX fills in NaN, or another value, if it was asked to, and else takes the first or the last row.
+    is_within = ids < count
+    if mode != lax.GatherScatterMode.FILL_OR_DROP:
+        ids = jnp.clip(_row_numbers(indices, numbers.start_index_map), 0, count - 1).astype(jnp.int32)
+    rows = table.take(jnp.clip(ids, 0, count - 1).reshape(-1))
+    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+        rows = jnp.where(is_within.reshape(-1, *[1] * (rows.ndim - 1)), rows, jnp.nan if fill is None else fill)
+    rows = rows.astype(table.dtype).reshape(*ids.shape, *sizes)
+    return jnp.moveaxis(rows, range(ids.ndim, rows.ndim), numbers.offset_dims)
+
+
+def _row_numbers(indices: jax.Array, of_axes: tuple[int, ...]) -> jax.Array:
+    ids = indices[..., of_axes.index(0)]
+    return ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
+
+
+def _ids(
+    indices: jax.Array,
+    shape: tuple[int, ...],
+    mode: Any,
+    window: Sequence[int],
+    left_out: tuple[int, ...],
+    of_axes: tuple[int, ...],
+    batching: tuple[int, ...],
+) -> jax.Array | None:
+    """The ids of a gather or a scatter, int32, with the length of the table for those beyond it.
+
+    None where it is not of whole rows. `window`: what there is of each axis of the table but those that are `left_out`.
+    """
+    count, one_row = shape[0], [1, *shape[1:]][len(left_out) :]
+    # Where a row begins in the other axes is clipped to 0, the one place where there is room for it.
+    is_at_start = of_axes == (0,) or mode == lax.GatherScatterMode.CLIP
+    if left_out not in ((), (0,)) or list(window) != one_row or 0 not in of_axes or not is_at_start or batching:
+        return None
+    ids = _row_numbers(indices, of_axes)
+    if mode == lax.GatherScatterMode.CLIP:
+        ids = jnp.clip(ids, 0, count - 1)
+    return jnp.where((ids >= 0) & (ids < count), ids, count).astype(jnp.int32)
 
 
 def _dense(x: Any) -> Any:
-    return x.dense() if isinstance(x, _Sum) else x
+    return x.dense() if isinstance(x, _Sum | Shards) else x
 
 
 def _arrays(eqn: Any, operands: list[Any]) -> list[Any]:

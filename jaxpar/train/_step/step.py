@@ -93,7 +93,7 @@ class DeviceStep:
         store, axis = state.store, self.axis_name
 
         # The loss and the gradient of this device's shard, which has a random key and a model state of its own.
-        params = whole_params(store, axis)
+        params = whole_params(store, axis, self.tables(store))
         number = lax.axis_index(axis)
         model_state = with_own_streams(state.model_state, number)
         shard = self.gradient(state, params, batch, shard_rng(state, number), model_state)
@@ -134,6 +134,10 @@ class DeviceStep:
         """
         leaves, structure = jax.tree.flatten(params)
         tables = self.tables(state.store)
+        if stores.is_in_rows(state.store):
+            layouts = stores.rows_of(state.store)
+            for k in tables:
+                leaves[k] = lookups.Shards(leaves[k].reshape(-1), layouts[k].shape, self.axis_name)
         keys = stores.trained_keys(state.store)
         scale = state.loss_scale["scale"] if isinstance(self.scaling, DynamicLossScale) else self.scaling
         read: set[int] = set()  # the keys of the params that the loss depends on, known when it is traced
@@ -329,12 +333,11 @@ class DeviceStep:
         """The store and the transform's state after the update by these sums, unchanged where not `ready`."""
         # Of a row-sparse table, the update sees the rows with a gradient alone.
         if rows:
-            store = aggregate.with_rows(state.store, rows)
-            params = whole_params(store, self.axis_name)
-            summed = summed | {k: r.values for k, r in rows.items()}
+            store, values = aggregate.with_rows(state.store, rows, self.axis_name)
+            params = None if stores.is_in_rows(store) else whole_params(store, self.axis_name)
             state_of_rows = dataclasses.replace(state, store=store)
-            store, transform = self.apply(state_of_rows, params, summed, residuals, ready, loss)
-            return aggregate.with_tables(state.store, store, rows), transform
+            store, transform = self.apply(state_of_rows, params, summed | values, residuals, ready, loss)
+            return aggregate.with_tables(state.store, store, rows, self.axis_name), transform
 
         transform = state.transform
         if self.grad_transform is not None:
@@ -431,8 +434,10 @@ def check_tables(store: kv.KVStore, tables: dict[int, str], grad_transform: Any)
     where, reason = f"train step: row_sparse={list(tables.values())}", None
     if untrained := [name for k, name in tables.items() if k not in trained or not specs[k].shape]:
         reason = f"{untrained} are frozen, or are no floating tables"
-    elif stores.is_split(store) or stores.is_in_rows(store):
-        reason = f"kind {store.kind!r}, mesh= and sharding= split the params over the devices; use kind 'device'"
+    elif stores.is_split(store):
+        reason = "the params are split over a mesh in their own shapes; use kind 'device' without mesh= and sharding="
+    elif stores.is_in_rows(store) and grad_transform is not None:
+        reason = f"kind {store.kind!r} gives grad_transform= whole gradients; use kind 'device'"
     elif store.compressor is not None:
         reason = "gradient compression sends no rows; leave it out"
     elif store.staleness:
