@@ -497,7 +497,7 @@ def own_elements(ids: jax.Array, shape: collectives.Shape, axis_name: str) -> ja
     distance = ids - row[device]
     is_near = (distance >= 0) & (distance <= chunk // width + 1) & (ids < shape[0])
     first = jnp.where(is_near, distance, 0) * width - column[device]
-    elements = first[:, None] + jnp.arange(width, dtype=jnp.int32)
+    elements = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     is_own = is_near[:, None] & (elements >= 0) & (elements < chunk)
     return jnp.where(is_own, elements, chunk).reshape(-1)
 
