@@ -15,7 +15,7 @@ import numpy as np
 
 from .arrays import Device, PyTree, Shaped, Value, check_plain, is_of_numbers, is_prng_key, is_tracing
 from .host import in_kept_dtype
-from .text import describe as describe, did_you_mean, shorten as shorten
+from .text import describe as describe, did_you_mean, matches, shorten as shorten
 
 Engine = Literal["pmap", "shard_map"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
@@ -301,3 +301,13 @@ def arrays_of_numbers(tree: PyTree, where: str) -> None:
         check_plain(leaf, name)
         if not isinstance(leaf, jax.Array) and not is_of_numbers(leaf):
             raise TypeError(f"{name} must be an array of numbers, got {describe(leaf)}")
+
+
+def matched(patterns: Sequence[str], names: Sequence[str], where: str) -> list[bool]:
+    """Which of the names of params match one of the patterns. `ValueError` for a pattern that matches none."""
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            known = {subtree for name in names for subtree in (name, name.rpartition("/")[0])}
+            hint = did_you_mean(pattern, known) or f"; some are {shorten(names, 4)}"
+            raise ValueError(f"{where}={pattern!r} matches no param{hint}")
+    return [any(matches(name, pattern) for pattern in patterns) for name in names]

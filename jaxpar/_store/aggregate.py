@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -447,6 +448,87 @@ def add_rows(
     if not updaters._is_lazy(updater, state):
         return update(sparse.to_dense(total), state, stored)
     return sparse.lazy_update(update, total, state, stored, coalesced=True)
+
+
+def with_rows(store: KVStore, rows: Mapping[int, sparse.RowSparse], axis_name: str) -> tuple[KVStore, Arrays]:
+    """The store with these rows in place of their tables, in the values and in the updater's states; and their values.
+
+    In a store of kind `sharded`, they are the elements of the rows, as its updater sees elements of a table.
+    """
+
+    def read(k: int, table: jax.Array, _: jax.Array) -> jax.Array:
+        flat, indices = _as_table(store, k, table, rows[k], axis_name)
+        return _as_stored(store, table, sparse._read(flat, indices))
+
+    taken = _map_tables(store, rows, read, store)
+    return taken, {k: r.values.reshape(taken.values[k].shape) for k, r in rows.items()}
+
+
+def with_tables(store: KVStore, updated: KVStore, rows: Mapping[int, sparse.RowSparse], axis_name: str) -> KVStore:
+    """What `with_rows` gave of a store, after an update, with the tables in place again."""
+    # All reads come before all writes. A read after a scatter would cost a copy of the table.
+    leaves, structure = jax.tree.flatten(updated)
+    updated = structure.unflatten(lax.optimization_barrier(leaves))
+
+    def write(k: int, table: jax.Array, new: jax.Array) -> jax.Array:
+        flat, indices = _as_table(store, k, table, rows[k], axis_name)
+        return sparse._write(flat, indices, new.reshape(*indices.shape, *flat.shape[1:])).reshape(table.shape)
+
+    return _map_tables(store, rows, write, updated)
+
+
+def _as_table(
+    store: KVStore, key: int, stored: jax.Array, rows: sparse.RowSparse, axis_name: str
+) -> tuple[jax.Array, jax.Array]:
+    """What a device stores of a table, and where these rows are in it."""
+    if not stores.is_in_rows(store):
+        return stored, rows.indices
+    return stored.reshape(-1), own_elements(rows.indices, rows.shape, axis_name)
+
+
+def _as_stored(store: KVStore, table: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows, or their elements with the axis of the devices if the table has it."""
+    return rows.reshape(*table.shape[:-1], -1) if stores.is_in_rows(store) else rows
+
+
+def own_elements(ids: jax.Array, shape: collectives.Shape, axis_name: str) -> jax.Array:
+    """The elements of these rows, by their numbers in this device's (chunk,) of the table. Beyond it for all others."""
+    devices, width = lax.axis_size(axis_name), math.prod(shape[1:])
+    chunk = collectives.chunk_size(math.prod(shape), devices)
+    # A chunk begins somewhere in a row. Numbers of elements of the whole table may be too large for int32.
+    row, column = (jnp.asarray(x, jnp.int32) for x in np.divmod(np.arange(devices, dtype=np.int64) * chunk, width))
+    device = lax.axis_index(axis_name)
+    distance = ids - row[device]
+    is_near = (distance >= 0) & (distance <= chunk // width + 1) & (ids < shape[0])
+    first = jnp.where(is_near, distance, 0) * width - column[device]
+    elements = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    is_own = is_near[:, None] & (elements >= 0) & (elements < chunk)
+    return jnp.where(is_own, elements, chunk).reshape(-1)
+
+
+def _map_tables(
+    store: KVStore, keys: Iterable[int], fn: Callable[[int, jax.Array, jax.Array], jax.Array], updated: KVStore
+) -> KVStore:
+    """`updated`, with `fn(key, leaf of store, leaf of updated)` for the values of these keys and what is by row."""
+    keys = set(keys)
+
+    def of_state(k: int, old: PyTree, new: PyTree) -> PyTree:
+        shape = store.values[k].shape
+        return jax.tree.map(lambda x, y: fn(k, x, y) if x.shape == shape else y, old, new)
+
+    values = {k: fn(k, store.values[k], updated.values[k]) for k in keys}
+    states = {k: of_state(k, store.updater_state[k], updated.updater_state[k]) for k in keys}
+    optimizer_state = updated.optimizer_state
+    if isinstance(store.updater, TreeOptimizer):
+        leaves, structure = jax.tree.flatten(store.optimizer_state)
+        owned = zip(stores.owners(store), leaves, jax.tree.leaves(optimizer_state), strict=True)
+        optimizer_state = structure.unflatten([y if k not in keys else of_state(k, x, y) for k, x, y in owned])
+    return dataclasses.replace(
+        updated,
+        values=updated.values | values,
+        updater_state=updated.updater_state | states,
+        optimizer_state=optimizer_state,
+    )
 
 
 def cast_rows(rows: list[sparse.RowSparse], dtype: np.dtype[Any]) -> list[sparse.RowSparse]:

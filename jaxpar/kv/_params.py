@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from .. import updaters
-from .._core import checks, text
+from .._core import checks
 from .._core.arguments import no_such_arguments
 from .._core.arrays import Device, KeyPath, PyTree, is_traced
 from .._core.portable import param_name
@@ -141,12 +141,7 @@ def _frozen_keys(frozen: Frozen, params: PyTree, names: Sequence[str], values: S
     if frozen is None:
         return ()
     if isinstance(patterns, (list, tuple)) and all(isinstance(pattern, str) for pattern in patterns):
-        for pattern in patterns:
-            if not any(text.matches(name, pattern) for name in names):
-                known = {subtree for name in names for subtree in (name, name.rpartition("/")[0])}
-                hint = text.did_you_mean(pattern, known) or f"; some are {checks.shorten(names, 4)}"
-                raise ValueError(f"{where}={pattern!r} matches no param{hint}")
-        flags = [any(text.matches(name, pattern) for pattern in patterns) for name in names]
+        flags = checks.matched(patterns, names, where)
     elif callable(frozen) and jax.tree_util.all_leaves([frozen]):  # a module of Equinox is a pytree, and callable
         flags = [frozen(name, value) for name, value in zip(names, values, strict=True)]
     else:  # each bool of a prefix is for all leaves below it

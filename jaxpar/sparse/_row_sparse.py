@@ -330,30 +330,38 @@ def lazy_update(
     rows = _with_values(rows, rows.values.astype(stored.dtype))
     if not coalesced:
         rows = _coalesce(rows, rows.indices.shape[0])
-    # All different: each row of padding gets an index of its own beyond the table.
-    count, m = rows.shape[0], rows.indices.shape[0]
-    indices = jnp.where(rows.indices < count, rows.indices, count + np.arange(m, dtype=np.int32))
 
     def by_row(leaf: jax.Array) -> bool:
         return np.shape(leaf) == stored.shape
 
     def gather(leaf: jax.Array) -> jax.Array:
-        return _gather(jnp.asarray(leaf), indices) if by_row(leaf) else leaf
+        return read(leaf, rows.indices) if by_row(leaf) else leaf
 
     def scatter(leaf: jax.Array, new: jax.Array) -> jax.Array:
         if by_row(leaf) and np.shape(new) != rows.values.shape:
             raise ValueError(f"lazy_update: the update got rows of {rows.values.shape}, gave {np.shape(new)}")
-        if not by_row(leaf):
-            return new
-        # The indices are all different. A table that is split over a user's mesh stays so.
-        leaf = jnp.asarray(leaf)
-        split = jax.typeof(leaf).sharding.spec if is_split(leaf) else None
-        return leaf.at[indices].set(new.astype(leaf.dtype), mode="drop", unique_indices=True, out_sharding=split)
+        return write(leaf, rows.indices, new) if by_row(leaf) else new
 
     new = update(rows.values, jax.tree.map(gather, state), gather(stored))
     # All reads come before all writes. A read after a scatter would cost a copy of the table.
     new_rows, new_state = jax.lax.optimization_barrier(new)
     return scatter(stored, new_rows), jax.tree.map(scatter, state, new_state)
+
+
+def read(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """Rows of a table, zeros for padding."""
+    return _gather(jnp.asarray(table), indices)
+
+
+def write(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """The table with new rows, whose indices are sorted and unique."""
+    # All different: each row of padding gets an index of its own beyond the table.
+    count, m = table.shape[0], indices.shape[0]
+    indices = jnp.where(indices < count, indices, count + np.arange(m, dtype=np.int32))
+    # A table that is split over a user's mesh stays so.
+    table = jnp.asarray(table)
+    split = jax.typeof(table).sharding.spec if is_split(table) else None
+    return table.at[indices].set(rows.astype(table.dtype), mode="drop", unique_indices=True, out_sharding=split)
 
 
 def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, PyTree]]:

@@ -8,6 +8,7 @@ Updaters made of the same parts are equal, so a store with the same `tx` object 
     _updaters    `assign`, `accumulate`, updaters from functions or optax transforms, an optax transform of all params
     _mxnet       the optimizers of MXNet to the bit, such as `mxnet_sgd`; _mxnet_rules has their formulas
     _elementwise whether an update may be made for a share of a value
+    _lazy        whether an optimizer of all params may be given rows of a table
     _rules       a digest of what an update computes, by which a checkpoint knows its optimizer again
     _jaxprs      how these read the program of an update
 """
@@ -19,6 +20,7 @@ from ._elementwise import (
     check_elementwise as _check_elementwise,
     check_elementwise_tree as _check_elementwise_tree,
 )
+from ._lazy import lazy_fault as _lazy_fault, transform_fault as _transform_fault
 from ._mxnet import (
     multipliers as multipliers,
     mxnet_adagrad as mxnet_adagrad,

@@ -8,6 +8,7 @@ A call of a step goes one way:
     step         what one device does: gradient, sum over the devices, update, new state (`GlobalStep`: of all devices,
                  for `jit`; `local_sgd`: rounds of local steps)
     loss         what a loss function takes and gives, and its means over the devices
+    lookups      the gradient of a table as the rows that a loss looks up
     modules      whole modules of Flax NNX and Equinox as params, model state and a loss of these
     nonfinite    whether the update is made, and the scale of the loss
     virtual      with `virtual_shards`: the programs of one device, and the step of all out of them

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -220,10 +220,10 @@ def create_state(
     return place_state(state, tuple(devices))
 
 
-def whole_params(store: kv.KVStore, axis_name: str) -> PyTree:
-    """The params inside of a program. Those that are cut into rows are gathered over the mapped axis."""
+def whole_params(store: kv.KVStore, axis_name: str, but: Container[int] = ()) -> PyTree:
+    """The params inside of a program. Those that are cut into rows are gathered over the mapped axis, `but` these."""
     rows = stores.rows_of(store) if stores.is_in_rows(store) else {}
-    chunks = {k: store.values[k].reshape(-1) for k, _ in store.paths if k in rows}
+    chunks = {k: store.values[k].reshape(-1) for k, _ in store.paths if k in rows and k not in but}
     values = {**store.values, **(aggregate.gather(store, chunks, axis_name) if chunks else {})}
     return store.treedef.unflatten([values[k] for k, _ in store.paths])
 

@@ -15,7 +15,8 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -23,12 +24,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from ... import kv
+from ... import kv, sparse, updaters
+from ..._core import checks
 from ..._core.arrays import PyTree, is_prng_key, without_keys
 from ..._cpu import fast_loops
 from ..._devices import collectives
 from ..._devices.mesh import put_copy
 from ..._store import aggregate, queue, store as stores
+from ...sparse import RowSparse
+from . import lookups
 from .loss import (
     Batch,
     Mean,
@@ -46,6 +50,7 @@ from .nonfinite import DynamicLossScale, Guard, nonfinite_flags
 from .state import TrainState, carries, trained_params, whole_params
 
 Arrays = dict[int, jax.Array]  # by the keys of the store
+Rows = Mapping[int, RowSparse]
 
 END_OF_ROUND = "end the round with that step's finish(state), then continue with train.create_state(state.store, rng)"
 _LIMITS = collectives.BucketLimits()  # of what is summed beside the gradients: metrics, model state, flags
@@ -62,6 +67,7 @@ class ShardGradient(NamedTuple):
     metrics: ShardMetrics
     model_state: PyTree  # the new one, or ()
     unread: frozenset[int] = frozenset()  # the keys of gradients that are zeros, since the loss does not depend on them
+    rows: Rows = MappingProxyType({})  # the gradients of row-sparse tables, which `grads` has not
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,6 +83,7 @@ class DeviceStep:
     scaling: float | DynamicLossScale | None = None  # the loss scale
     guard: Guard | None = None  # decides whether the update is made. None: always.
     unused: str = "warn"
+    row_sparse: tuple[str, ...] = ()  # patterns of names
     platform: str = ""  # of the devices, which a program knows
     axes: tuple[str, ...] = ()  # of a mesh, which arrays of a batch have as first axes. For `GlobalStep` only.
 
@@ -86,7 +93,7 @@ class DeviceStep:
         store, axis = state.store, self.axis_name
 
         # The loss and the gradient of this device's shard, which has a random key and a model state of its own.
-        params = whole_params(store, axis)
+        params = whole_params(store, axis, self.tables(store))
         number = lax.axis_index(axis)
         model_state = with_own_streams(state.model_state, number)
         shard = self.gradient(state, params, batch, shard_rng(state, number), model_state)
@@ -96,6 +103,7 @@ class DeviceStep:
         loss = shard.metrics["loss"]
         divisor = self.add_up(state, [loss.weight])[0] if isinstance(loss, Mean) else lax.axis_size(axis)
         grads = {k: divide(g, divisor) for k, g in shard.grads.items()}
+        rows = divide_rows(shard.rows, divisor)
 
         # The sum over the devices. With a staleness it is that of gradients from earlier steps, which wait in a queue,
         # and of which it is not known any more whether they are zeros.
@@ -104,10 +112,11 @@ class DeviceStep:
             pushed, pending, ready = queue.rotate_queue(store, grads, of_one_device=True)
             zeros = frozenset[int]()
         summed, residuals = self.sum_gradients(store, pushed, zeros)
-        metrics, model_state, flags = self.mean_over_devices(state, shard, grads, summed)
+        pushed_rows = {k: r.values for k, r in rows.items()}
+        metrics, model_state, flags = self.mean_over_devices(state, shard, grads | pushed_rows, summed)
 
         # The update by the store's optimizer.
-        store, transform = self.apply(state, params, summed, residuals, ready, metrics["loss"])
+        store, transform = self.apply(state, params, summed, residuals, ready, metrics["loss"], self.sum_rows(rows))
         store = dataclasses.replace(store, pending={**store.pending, **pending})
         new = dataclasses.replace(state, step=state.step + 1, store=store, transform=transform, model_state=model_state)
 
@@ -124,6 +133,11 @@ class DeviceStep:
         With `axes` it is that of the sum over all shards, which batch, `rng` and model state have as first axes.
         """
         leaves, structure = jax.tree.flatten(params)
+        tables = self.tables(state.store)
+        if stores.is_in_rows(state.store):
+            layouts = stores.rows_of(state.store)
+            for k in tables:
+                leaves[k] = lookups.Shards(leaves[k].reshape(-1), layouts[k].shape, self.axis_name)
         keys = stores.trained_keys(state.store)
         scale = state.loss_scale["scale"] if isinstance(self.scaling, DynamicLossScale) else self.scaling
         read: set[int] = set()  # the keys of the params that the loss depends on, known when it is traced
@@ -153,8 +167,14 @@ class DeviceStep:
             if self.remat is not False:
                 scaled_loss = jax.checkpoint(scaled_loss, policy=None if self.remat is True else self.remat)
             trained = [leaves[k] for k in keys]
-            (_, (metrics, new_state)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
-            return ShardGradient(dict(zip(keys, grads, strict=True)), metrics, new_state)
+            if not tables:
+                (_, (metrics, new_state)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
+                return ShardGradient(dict(zip(keys, grads, strict=True)), metrics, new_state)
+            names = {i: tables[k] for i, k in enumerate(keys) if k in tables}
+            (_, (metrics, new_state)), grads = lookups.value_and_grad(scaled_loss, trained, names)
+            by_key = dict(zip(keys, grads, strict=True))
+            rows = {k: by_key.pop(k) for k in tables}
+            return ShardGradient(by_key, metrics, new_state, rows={k: r for k, r in rows.items() if r is not None})
 
         # That of all microbatches is their mean, or the sum of sums. They run one after the other, so memory holds the
         # activations of one. The sums are in float32 or wider.
@@ -169,26 +189,37 @@ class DeviceStep:
 
             def add(
                 sums_and_state: tuple[Arrays, PyTree], microbatch: tuple[jax.Array, Batch]
-            ) -> tuple[tuple[Arrays, PyTree], ShardMetrics]:
+            ) -> tuple[tuple[Arrays, PyTree], tuple[ShardMetrics, Rows]]:
                 sums, model_state = sums_and_state
                 i, batch = microbatch
                 keys_of_microbatch = self.map_shards(lambda key: jax.random.fold_in(key, i))(rng)
                 gradient = of_microbatch(batch, keys_of_microbatch, model_state)
                 sums = {k: total + gradient.grads[k].astype(total.dtype) for k, total in sums.items()}
-                return (sums, gradient.model_state), gradient.metrics
+                return (sums, gradient.model_state), (gradient.metrics, gradient.rows)
 
-            zeros = {k: widen(jnp.zeros_like(leaves[k])) for k in keys}
+            zeros = {k: widen(jnp.zeros_like(leaves[k])) for k in keys if k not in tables}
             microbatches = jnp.arange(count), jax.tree.map(cut, batch)
-            (sums, model_state), metrics = lax.scan(add, (zeros, model_state), microbatches)
+            (sums, model_state), (metrics, stacks) = lax.scan(add, (zeros, model_state), microbatches)
             divisor = 1 if isinstance(metrics["loss"], Mean) else count
             grads = {k: (total / divisor).astype(leaves[k].dtype) for k, total in sums.items()}
-            shard = ShardGradient(grads, over_microbatches(metrics, count), model_state)
+            # The rows of all microbatches, one after the other.
+            rows = {
+                k: RowSparse(r.indices.reshape(-1), r.values.reshape(-1, *r.shape[1:]), r.shape)
+                for k, r in stacks.items()
+            }
+            rows = divide_rows(rows, divisor)
+            shard = ShardGradient(grads, over_microbatches(metrics, count), model_state, rows=rows)
 
         # Without the loss scale.
-        grads = shard.grads if scale is None else {k: divide(g, scale) for k, g in shard.grads.items()}
+        if scale is not None:
+            grads = {k: divide(g, scale) for k, g in shard.grads.items()}
+            shard = shard._replace(grads=grads, rows=divide_rows(shard.rows, scale))
+        grads = shard.grads
 
         # Params that the loss does not depend on have no gradient, or zeros.
         unread = frozenset(grads) - read
+        if self.unused != "skip" and (idle := [name for k, name in tables.items() if k not in shard.rows]):
+            raise ValueError(f"train step: the loss looks up no rows of {idle}; leave them out of row_sparse=")
         if self.unused == "skip":
             return shard._replace(grads={k: g for k, g in grads.items() if k in read})
         if unread:
@@ -247,6 +278,18 @@ class DeviceStep:
             sums |= aggregate.own_parts(store, {k: grads[k] for k in zeros}, self.axis_name)
         return sums, residuals
 
+    def sum_rows(self, rows: Rows) -> Rows:
+        """The sums over the devices of rows, sorted and unique. Devices send rows alone."""
+        count = lax.axis_size(self.axis_name)
+
+        def total(rows: RowSparse) -> RowSparse:
+            size = min(count * rows.indices.shape[0], rows.shape[0])
+            if count == 1:
+                return sparse.coalesce(rows, size=size)
+            return sparse.allreduce(rows, self.axis_name, size=size)
+
+        return {k: total(r) for k, r in rows.items()}
+
     def mean_over_devices(
         self, state: TrainState, shard: ShardGradient, grads: Arrays, summed: Arrays
     ) -> tuple[Metrics, PyTree, jax.Array | None]:
@@ -285,8 +328,17 @@ class DeviceStep:
         residuals: dict[int, Any],
         ready: dict[int, jax.Array] | None,
         loss: jax.Array | None,
+        rows: Rows = MappingProxyType({}),
     ) -> tuple[kv.KVStore, PyTree]:
         """The store and the transform's state after the update by these sums, unchanged where not `ready`."""
+        # Of a row-sparse table, the update sees the rows with a gradient alone.
+        if rows:
+            store, values = aggregate.with_rows(state.store, rows, self.axis_name)
+            params = None if stores.is_in_rows(store) else whole_params(store, self.axis_name)
+            state_of_rows = dataclasses.replace(state, store=store)
+            store, transform = self.apply(state_of_rows, params, summed | values, residuals, ready, loss)
+            return aggregate.with_tables(state.store, store, rows, self.axis_name), transform
+
         transform = state.transform
         if self.grad_transform is not None:
             summed, transform = self.transform_gradients(state, params, summed)
@@ -319,6 +371,14 @@ class DeviceStep:
         new = aggregate.own_parts(store, {k: new[k] for k in summed}, self.axis_name)
         return new, transform if jax.tree.leaves(transform) else ()
 
+    def tables(self, store: kv.KVStore) -> dict[int, str]:
+        """The names of the row-sparse params, by their keys."""
+        if not self.row_sparse:
+            return {}
+        names = dict(store.paths)
+        flags = checks.matched(self.row_sparse, list(names.values()), "train step: row_sparse")
+        return {k: name for (k, name), flag in zip(names.items(), flags, strict=True) if flag}
+
     # The beginning and the end of training.
 
     def with_initial_parts(self, state: TrainState) -> TrainState:
@@ -328,6 +388,8 @@ class DeviceStep:
                 "train step: the state has separate parameters for each device, from a step with local_steps; "
                 f"{END_OF_ROUND}"
             )
+        if tables := self.tables(state.store):
+            check_tables(state.store, tables, self.grad_transform)
         missing: dict[str, PyTree] = {}
         if self.grad_transform is not None and not carries(state.transform):
             transform = self.grad_transform.init(trained_params(state.store))
@@ -360,6 +422,43 @@ def shard_rng(state: TrainState, number: int | jax.Array) -> jax.Array:
 def divide(grad: jax.Array, divisor: Any) -> jax.Array:
     """The gradient divided in float32 or wider, in its own dtype."""
     return (widen(grad) / divisor).astype(grad.dtype)
+
+
+def divide_rows(rows: Rows, divisor: Any) -> dict[int, RowSparse]:
+    return {k: RowSparse(r.indices, divide(r.values, divisor), r.shape) for k, r in rows.items()}
+
+
+def check_tables(store: kv.KVStore, tables: dict[int, str], grad_transform: Any) -> None:
+    """`ValueError` where these params cannot be updated by rows as they would be whole."""
+    trained, specs = stores.trained_keys(store), stores.specs_of(store)
+    where, reason = f"train step: row_sparse={list(tables.values())}", None
+    if untrained := [name for k, name in tables.items() if k not in trained or not specs[k].shape]:
+        reason = f"{untrained} are frozen, or are no floating tables"
+    elif stores.is_split(store):
+        reason = "the params are split over a mesh in their own shapes; use kind 'device' without mesh= and sharding="
+    elif stores.is_in_rows(store) and grad_transform is not None:
+        reason = f"kind {store.kind!r} gives grad_transform= whole gradients; use kind 'device'"
+    elif store.compressor is not None:
+        reason = "gradient compression sends no rows; leave it out"
+    elif store.staleness:
+        reason = f"a store of staleness {store.staleness} delays no rows; use kind 'dist_sync', or staleness=0"
+    elif isinstance(store.updater, updaters.Updater) and store.updater != updaters.assign:
+        for k, name in tables.items():
+            updaters._check_rows(store.updater, k)
+            if not updaters._is_lazy(store.updater, store.updater_state[k]):
+                reason = f"this optimizer updates all rows of {name!r} at each step"
+    elif not isinstance(store.updater, updaters._TreeOptimizer):
+        reason = "an update of rows needs an optimizer; give one of optax, or of jp.updaters"
+    if reason is None:
+        params, positions = stores.tree_of(store, specs), [trained.index(k) for k in tables]
+        if isinstance(store.updater, updaters._TreeOptimizer):
+            fault = updaters._lazy_fault(store.updater, params, positions)
+            reason = fault and f"the optimizer cannot update some rows alone: {fault}"
+        if reason is None and grad_transform is not None:
+            fault = updaters._transform_fault(grad_transform, params, positions)
+            reason = fault and f"grad_transform cannot be given some rows alone: {fault}"
+    if reason is not None:
+        raise ValueError(f"{where}: {reason}; or leave out row_sparse=")
 
 
 # JAX makes the gradient of a param that the loss does not depend on as zeros, which look like any others in the

@@ -370,6 +370,7 @@ def make_train_step(
     outer_optimizer: optax.GradientTransformation | None = None,
     unused: Literal["warn", "skip"] = "warn",
     virtual_shards: int | None = None,
+    row_sparse: str | Sequence[str] | None = None,
 ) -> TrainStep:
     """Make a data-parallel training step.
 
@@ -425,6 +426,10 @@ def make_train_step(
             The batch is cut into V fixed shards. `loss_fn` sees one shard, with an `rng` for that shard, and means are
             over the shards. V must divide every batch. The number of devices need not divide V. What it costs, and the
             options that it refuses, are in docs/same_bits.md.
+        row_sparse: the params whose gradients are rows: a pattern of names, or several. They are tables that `loss_fn`
+            uses only to look up rows, `params["users"][ids]`. Devices send the rows that are looked up, and the
+            optimizer updates these rows alone and their part of its state. Any other use of a table, and optimizers
+            that treat rows together, are errors. docs/training.md says more.
 
     Returns:
         `step(state, batch) -> (state, metrics)`, compiled once for each shape of a batch. `batch` is the global
@@ -466,7 +471,8 @@ def make_train_step(
     if not isinstance(remat, bool) and not callable(remat):
         raise ValueError(f"{where}: remat must be True, False or a policy of jax.checkpoint_policies, got {remat!r}")
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    _check_together(engine, mesh, devices, axes, local_steps, outer_optimizer, virtual_shards)
+    tables = (row_sparse,) if isinstance(row_sparse, str) else tuple(row_sparse or ())
+    _check_together(engine, mesh, devices, axes, local_steps, outer_optimizer, virtual_shards, tables)
     chosen = None if devices is None else checks.devices(devices, where)
     scaling = DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else loss_scale
     if not isinstance(scaling, DynamicLossScale | None):
@@ -483,6 +489,7 @@ def make_train_step(
         "scaling": scaling,
         "guard": Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None,
         "unused": unused,
+        "row_sparse": tables,
     }
     global_step = None
     if virtual_shards is not None:
@@ -502,6 +509,7 @@ def _check_together(
     local_steps: int | None,
     outer_optimizer: optax.GradientTransformation | None,
     virtual_shards: int | None,
+    tables: tuple[str, ...],
 ) -> None:
     """`ValueError` for options of which one leaves no place for another."""
     where = "make_train_step"
@@ -519,6 +527,11 @@ def _check_together(
         raise ValueError(f"{where}: {fixed}, and {by_compiler}")
     if local_steps is not None and is_jit:
         raise ValueError(f"{where}: {local}, and {by_compiler}")
+    if tables and (is_jit or virtual_shards is not None or local_steps is not None):
+        raise ValueError(
+            f"{where}: row_sparse={list(tables)} needs engine 'shard_map' or 'pmap', and neither mesh=, "
+            "virtual_shards= nor local_steps=; leave out one of them"
+        )
     if outer_optimizer is not None and local_steps is None:
         raise ValueError(f"{where}: outer_optimizer needs local_steps=, which is None")
     if mesh is not None:
@@ -567,6 +580,7 @@ def start(
     outer_optimizer: optax.GradientTransformation | None = None,
     unused: Literal["warn", "skip"] = "warn",
     virtual_shards: int | None = None,
+    row_sparse: str | Sequence[str] | None = None,
 ) -> tuple[TrainState, TrainStep]:
     """Make the first state and the step for `fit`.
 
@@ -611,6 +625,8 @@ def start(
         outer_optimizer: with `local_steps`, an optax transform for the mean of the devices' changes.
         unused: whether a param that the loss does not depend on is warned of and updated, or skipped.
         virtual_shards: the number of fixed shards of a batch, for bit-equal results on any number of devices.
+        row_sparse: the tables whose gradients are the rows that the loss looks up, `params["users"][ids]`: a pattern of
+            names, or several. Only these rows are sent and updated.
 
     Returns:
         (state, step), for `train.fit(state, step, data, ...)` or `state, metrics = step(state, batch)`.
@@ -675,6 +691,7 @@ def start(
         outer_optimizer=outer_optimizer,
         unused=unused,
         virtual_shards=virtual_shards,
+        row_sparse=row_sparse,
     )
     store = kv.from_params(
         params,
