@@ -19,14 +19,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ... import kv
 from ..._core import checks
 from ..._core.arguments import no_such_arguments, renamed_arguments
-from ..._core.arrays import Device, PyTree, Recent
+from ..._core.arrays import Device, PyTree, Recent, tree_nbytes
+from ..._core.text import Table
 from ..._core.transfers import allows_transfers
 from ..._core.updater import Updater
 from ..._devices import processes
 from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
 from ..._store.mxnet_names import TRAINING_ARGUMENTS
-from ..._store.store import is_split, mesh_of_values
+from ..._store.aggregate import compressed_keys
+from ..._store.store import is_split, mesh_of_values, specs_of, trained_keys
 from . import modules
 from .local_sgd import LocalSGD
 from .loss import Batch, LossFn, Metrics, check_loss_fn
@@ -85,6 +87,71 @@ class TrainStep:
     @property
     def skips(self) -> bool:
         return self.device_step.guard is not None or bool(self.left_out)
+
+    def __repr__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table()._repr_html_()
+
+    def __dir__(self) -> list[str]:
+        """What users call and read. Tab lists no parts of other rooms, which can be read all the same."""
+        return sorted({*super().__dir__()} - {"device_step", "global_step", "parts", "like"})
+
+    def _table(self) -> Table:
+        """How the step runs and with which options, as far as that is known without a state."""
+        step, store = self.device_step, None if self.like is None else self.like.store
+        loss_fn = self.loss_fn.loss_fn if isinstance(self.loss_fn, modules.ModuleLoss) else self.loss_fn
+        rows = [("loss_fn", getattr(loss_fn, "__name__", type(loss_fn).__name__))]
+
+        engine = self.engine if store is None else self._engine_and_step(store)[0]
+        chosen_by = "" if engine == self.engine else f", chosen by {self.engine!r}"
+        rows.append(("engine", "auto, chosen by the first state" if engine == "auto" else f"{engine}{chosen_by}"))
+
+        devices = self.devices or (None if store is None else store.devices)
+        mesh = mesh_of_values(store) if store is not None and is_split(store) else self.mesh
+        if mesh is not None:
+            sizes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+            rows.append(("devices", f"{mesh.size} of a mesh, {sizes}"))
+        else:
+            rows.append(("devices", f"{len(devices)} x {devices[0].device_kind}" if devices else "those of the state"))
+
+        # What differs from the defaults.
+        local = step if isinstance(step, LocalSGD) else None
+        options: dict[str, Any] = {
+            "accumulate": step.accumulate,
+            "compute_dtype": step.compute_dtype and jnp.dtype(step.compute_dtype).name,
+            "remat": step.remat if isinstance(step.remat, bool) else getattr(step.remat, "__name__", "a policy"),
+            "grad_transform": step.grad_transform is not None,
+            "nonfinite": self.nonfinite,
+            "loss_scale": "dynamic" if isinstance(step.scaling, DynamicLossScale) else step.scaling,
+            "local_steps": local and local.steps,
+            "outer_optimizer": local is not None and local.outer is not None,
+            "unused": step.unused,
+            "virtual_shards": self.virtual_shards,
+            "left out": ", ".join(map(str, sorted(self.left_out)[:8])) + ", ..." * (len(self.left_out) > 8),
+        }
+        usual = {"accumulate": 1, "nonfinite": "ignore", "unused": "warn"}
+        for name, value in options.items():
+            if value and value != usual.get(name):
+                rows.append((name, "given" if value is True and name != "remat" else str(value)))
+
+        # What is sent of the gradients, around a ring. Under engine `jit` the compiler decides, and `train.plan` tells.
+        if store is not None and devices and engine != "jit":
+            specs, keys = specs_of(store), trained_keys(store)
+            gradients = f"{tree_nbytes([specs[key] for key in keys]):,} bytes"
+            if compressor := store.compressor:
+                compressed = compressed_keys(store, keys)
+                payload = sum(compressor.wire_bytes(specs[key].shape, specs[key].dtype) for key in compressed)
+                payload += tree_nbytes([specs[key] for key in keys if key not in compressed])
+                gradients += f", {payload:,} as compression {compressor.name!r} sends them"
+            elif self.virtual_shards is None:
+                held = tree_nbytes([store.values[key] for key in keys])  # with the padding of kind `sharded`
+                sent = 2 * (len(devices) - 1) * held // len(devices)
+                often = f"once in {local.steps} steps" if local else "a step"
+                gradients += f", of which each device sends {sent:,} {often}"
+            rows.append(("gradients", gradients))
+        return Table("TrainStep", ("", ""), rows)
 
     @allows_transfers
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
