@@ -26,8 +26,8 @@ from ..._core.updater import Updater
 from ..._devices import processes
 from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
-from ..._store.mxnet_names import TRAINING_ARGUMENTS
 from ..._store.aggregate import compressed_keys
+from ..._store.mxnet_names import TRAINING_ARGUMENTS
 from ..._store.store import is_split, mesh_of_values, specs_of, trained_keys
 from . import modules
 from .local_sgd import LocalSGD
