@@ -58,6 +58,8 @@ class LocalSGD(DeviceStep):
 
         # Metrics and model state are those of all devices, at every step.
         metrics, model_state, flags = self.mean_over_devices(state, shard, grads, {})
+        norms = self.norms(own.store, store, grads)
+        metrics = self.with_norms(metrics, lax.pmean(norms, axis) if norms else {})
 
         # The end of a round.
         local = _reshape_as(state.local, _local_part(store, list(state.local["values"]), transform))

@@ -77,6 +77,7 @@ class DeviceStep:
     scaling: float | DynamicLossScale | None = None  # the loss scale
     guard: Guard | None = None  # decides whether the update is made. None: always.
     unused: str = "warn"
+    record: tuple[str, ...] = ()
     platform: str = ""  # of the devices, which a program knows
     axes: tuple[str, ...] = ()  # of a mesh, which arrays of a batch have as first axes. For `GlobalStep` only.
 
@@ -109,6 +110,7 @@ class DeviceStep:
         # The update by the store's optimizer.
         store, transform = self.apply(state, params, summed, residuals, ready, metrics["loss"])
         store = dataclasses.replace(store, pending={**store.pending, **pending})
+        metrics = self.with_norms(metrics, self.norms(state.store, store, summed))
         new = dataclasses.replace(state, step=state.step + 1, store=store, transform=transform, model_state=model_state)
 
         # The guard, which may keep the old state.
@@ -298,6 +300,26 @@ class DeviceStep:
                 transform = queue.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
         return stores.with_changes(state.store, changes), transform
 
+    def norms(self, old: kv.KVStore, new: kv.KVStore, summed: Arrays) -> Metrics:
+        """What `record` asks for: the norms of the summed gradients and of the change of the trained params."""
+        keys = stores.trained_keys(old)
+        arrays = {"grad_norm": summed, "update_norm": {k: new.values[k] - old.values[k] for k in keys}}
+
+        def norm(by_key: Arrays) -> jax.Array:
+            # In kind `sharded` each device has a part of each value.
+            squares = [jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in by_key.values()]
+            total = sum(squares, jnp.float32(0))
+            return jnp.sqrt(lax.psum(total, self.axis_name) if stores.is_in_rows(old) else total)
+
+        return {name: norm(arrays[name]) for name in self.record}
+
+    def with_norms(self, metrics: Metrics, norms: Metrics) -> Metrics:
+        if taken := metrics.keys() & norms.keys():
+            raise ValueError(
+                f"train step: aux of loss_fn has {min(taken)!r}, which record= reports; rename one of them"
+            )
+        return {**metrics, **norms}
+
     def transform_gradients(self, state: TrainState, params: PyTree, summed: Arrays) -> tuple[Arrays, PyTree]:
         """The summed gradients through `grad_transform`. Those of a sharded store are gathered for it."""
         tx, store = self.grad_transform, state.store
@@ -437,6 +459,7 @@ class GlobalStep(DeviceStep):
 
         # The update. Leaves of the model state that have no mean are those of the first shard.
         store, transform = self.apply(state, params, grads, {}, None, metrics["loss"])
+        metrics = self.with_norms(metrics, self.norms(state.store, store, grads))
         sums = [tuple(x.sum(axes) for x in terms) for terms in model_state_terms(total.model_state, count)]
         first = jax.tree.map(lambda x: x[(0,) * len(axes)], total.model_state)
         model_state = model_state_mean(first, sums, count)

@@ -129,6 +129,7 @@ class TrainStep:
             "outer_optimizer": local is not None and local.outer is not None,
             "unused": step.unused,
             "virtual_shards": self.virtual_shards,
+            "record": ", ".join(step.record),
             "left out": ", ".join(map(str, sorted(self.left_out)[:8])) + ", ..." * (len(self.left_out) > 8),
         }
         usual = {"accumulate": 1, "nonfinite": "ignore", "unused": "warn"}
@@ -431,6 +432,7 @@ def make_train_step(
     outer_optimizer: optax.GradientTransformation | None = None,
     unused: Literal["warn", "skip"] = "warn",
     virtual_shards: int | None = None,
+    record: str | Sequence[str] = (),
 ) -> TrainStep:
     """Make a data-parallel training step.
 
@@ -486,6 +488,9 @@ def make_train_step(
             The batch is cut into V fixed shards. `loss_fn` sees one shard, with an `rng` for that shard, and means are
             over the shards. V must divide every batch. The number of devices need not divide V. What it costs, and the
             options that it refuses, are in docs/same_bits.md.
+        record: "grad_norm", "update_norm" or both: the step reports them as metrics, in the same program. The first is
+            the norm of the summed gradients before `grad_transform`, the second that of the change of the trained
+            params. With `local_steps` they are means over the devices, of each one's own gradients and updates.
 
     Returns:
         `step(state, batch) -> (state, metrics)`, compiled once for each shape of a batch. `batch` is the global
@@ -516,6 +521,12 @@ def make_train_step(
     checks.choice(nonfinite, where, "nonfinite", ("ignore", "skip", "stop"))
     checks.choice(unused, where, "unused", ("warn", "skip"))
     checks.whole_number(accumulate, where, "accumulate")
+    record = (record,) if isinstance(record, str) else tuple(record)
+    if unknown := [name for name in record if name not in ("grad_norm", "update_norm")]:
+        raise ValueError(
+            f"{where}: record may have 'grad_norm' and 'update_norm', got {unknown[0]!r}; train.LearningRate() as a "
+            "callback of fit records the learning rate"
+        )
     for name, count in (("local_steps", local_steps), ("virtual_shards", virtual_shards)):
         if count is not None:
             checks.whole_number(count, where, name)
@@ -544,6 +555,7 @@ def make_train_step(
         "scaling": scaling,
         "guard": Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None,
         "unused": unused,
+        "record": record,
     }
     global_step = None
     if virtual_shards is not None:
@@ -628,6 +640,7 @@ def start(
     outer_optimizer: optax.GradientTransformation | None = None,
     unused: Literal["warn", "skip"] = "warn",
     virtual_shards: int | None = None,
+    record: str | Sequence[str] = (),
 ) -> tuple[TrainState, TrainStep]:
     """Make the first state and the step for `fit`.
 
@@ -672,6 +685,7 @@ def start(
         outer_optimizer: with `local_steps`, an optax transform for the mean of the devices' changes.
         unused: whether a param that the loss does not depend on is warned of and updated, or skipped.
         virtual_shards: the number of fixed shards of a batch, for bit-equal results on any number of devices.
+        record: "grad_norm", "update_norm" or both: norms that the step reports as metrics.
 
     Returns:
         (state, step), for `train.fit(state, step, data, ...)` or `state, metrics = step(state, batch)`.
@@ -736,6 +750,7 @@ def start(
         outer_optimizer=outer_optimizer,
         unused=unused,
         virtual_shards=virtual_shards,
+        record=record,
     )
     store = kv.from_params(
         params,

@@ -115,6 +115,7 @@ class VirtualStep(DeviceStep):
         # The update.
         params = whole_params(state.store, self.axis_name)
         store, transform = self.apply(state, params, summed, {}, None, metrics["loss"])
+        metrics = self.with_norms(metrics, self.norms(state.store, store, summed))
         plain, restore = without_keys(state.model_state)
         not_added = iter(others)
         plain = jax.tree.map(lambda x: x if is_floating(x) else next(not_added), plain)
