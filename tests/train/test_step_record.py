@@ -69,7 +69,7 @@ def test_norms_are_in_the_records_and_before_the_transform():
 
 
 def test_what_record_refuses():
-    with pytest.raises(ValueError, match="'lr'; .*LearningRate"):
+    with pytest.raises(ValueError, match=r"'lr'; train.LearningRate"):
         train.make_train_step(squares, record=("lr", "grad_norm"))
     own = lambda params, batch, rng: (squares(params, batch, rng)[0], {"grad_norm": 1.0})  # noqa: E731
     state, step = train.start(PARAMS, optax.sgd(RATE), own, record="grad_norm")
