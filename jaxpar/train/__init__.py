@@ -54,6 +54,7 @@ from ._fit.lr_find import RateTest as RateTest, lr_find as lr_find
 from ._fit.progress import StepProgress as StepProgress, progress as progress
 from ._fit.verify import verify as _verify  # noqa: F401
 from ._plan.child import PlannedCollective as PlannedCollective
+from ._plan.largest import largest_batch as largest_batch
 from ._plan.plan import Plan as Plan, PlanComparison as PlanComparison, compare_plans as compare_plans, plan as plan
 from ._runs.compare import Comparison as Comparison, compare as compare
 from ._runs.saved_run import SavedRun as SavedRun, open as open
