@@ -193,6 +193,11 @@ class KVStore:
 
         __iter__ = None  # `for` would ask for items
 
+    def __dir__(self) -> list[str]:
+        """What Tab lists: all but how the store is laid out, which can be read all the same."""
+        inner = {"limits", "paths", "treedef", "pending", "residuals", "optimizer_state", "layouts"}
+        return sorted({*super().__dir__()} - inner)
+
     def __repr__(self) -> str:
         return str(self._table())
 

@@ -266,6 +266,24 @@ class Manager:
             if self._writes:
                 _files.check_writable(self.directory, "checkpoint.Manager")
 
+    def __repr__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table()._repr_html_()
+
+    def _table(self) -> text.Table:
+        """The checkpoints of the directory, the newest first. Those that cannot be read, too."""
+        readable, unreadable = _files.newest_first(self.directory)
+        rows: list[tuple[str, str]] = []
+        for path, manifest in readable:
+            words = [f"step {manifest['step']}"] if "step" in manifest else []
+            words += [word for word in ("best", "kept") if manifest.get(word)]
+            rows.append((path.name, ", ".join(words)))
+        rows += [(path.name, "cannot be read") for path in unreadable]
+        count = text.plural(len(rows), "checkpoint")
+        return text.Table(f"Manager({files.shown(self.directory)}, keep={self.keep}): {count}", ("name", ""), rows)
+
     def save(self, state: PyTree, info: dict[str, Any] | None = None, *, best: bool = False) -> None:
         """Copy the state, and write the copy in the background.
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import threading
 import types
 import warnings
 
@@ -108,6 +109,35 @@ def test_a_bar_in_a_terminal(capsys, monkeypatch):
     bar.close()
     assert "2/4" in capsys.readouterr().out
 
+    # While XLA compiles, a thread draws the bar, so that its clock runs.
+    drawn = threading.Event()
+    monkeypatch.setattr("jaxpar.train._fit.progress._TICK", 0.01)
+    bar.start(4, "epoch 1", 0, compiles=True)
+    bar.bar.refresh = drawn.set
+    assert drawn.wait(60)
+    bar.close()
+
+
+def test_thousands_of_epochs_are_a_line_for_some_of_them_or_one_bar(capsys, monkeypatch):
+    run(progress=2, epochs=5)
+    assert [text.partition("  ")[0] for text in capsys.readouterr().out.splitlines()] == [
+        "epoch 2/5",
+        "epoch 4/5",
+        "epoch 5/5",
+    ]
+    monkeypatch.setattr("jaxpar.train._fit.progress.in_notebook", lambda: True)
+    bar = Progress(True)
+    bar.start(4, "epoch 1/3", 0)
+    for to_come in (11, 10):
+        bar.step({"loss": 1.0}, 0.0, to_come)
+    assert "run left=00:0" in bar.bar.postfix  # beside what is left of the epoch
+    bar.close()
+    capsys.readouterr()
+    run(progress="bar", epochs=5)
+    out = capsys.readouterr().out
+    assert "/15 [" in out  # of three steps in each of five epochs
+    assert "loss 1." not in out  # no line of an epoch
+
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
@@ -117,8 +147,8 @@ def test_a_bar_in_a_terminal(capsys, monkeypatch):
         ({"apply_fn": apply}, ValueError, "both test_data and apply_fn"),
         ({"keep": 0}, ValueError, "keep must be an int of 1 or more, got 0"),
         ({"checkpoint_every": 0}, ValueError, "checkpoint_every must be an int of 1 or more"),
-        ({"progress": "plot"}, ValueError, "progress must be True or False, got 'plot'"),
-        ({"progress": "bar"}, ValueError, "progress must be True or False, got 'bar'"),
+        ({"progress": "plot"}, ValueError, "progress must be True, False, 'bar' .*, got 'plot'"),
+        ({"progress": -1}, ValueError, "progress must be True, False, 'bar' .*, got -1"),
         ({"callback": print}, TypeError, "fit: there is no argument 'callback'; write callbacks=, with a function"),
         ({"callbacks": 3}, TypeError, r"a callback must be a function of \(state, record\), got 3"),
         ({"callbacks": ["a"]}, TypeError, r"a callback must be a function of \(state, record\), got 'a'"),

@@ -83,8 +83,9 @@ def test_ctrl_c_at_a_prompt_returns_and_the_same_call_goes_on(tmp_path, capsys, 
     state, history = run(start(), epochs=4, checkpoint_dir=tmp_path, on_step=at(35, signal.SIGINT))
     assert int(state.step) == 40
     assert [r["step"] for r in history] == [20, 40]  # an interrupt between two epochs leaves none unfinished
-    err = capsys.readouterr().err
-    assert f"interrupted after step 40, in epoch 2 of 4; saved in {tmp_path}/step_00000040\nfit: returns" in err
+    out, err = capsys.readouterr()
+    assert f"interrupted after step 40, in epoch 2 of 4; saved in {tmp_path}/step_00000040\nfit: returns" in out
+    assert err == ""  # which a notebook shows in red
     state, history = run(state, epochs=4, checkpoint_dir=tmp_path)
     same(state, whole[0])  # the run is finished, not followed by four epochs more
     assert losses(history) == losses(whole[1])
@@ -125,7 +126,7 @@ def test_an_interrupt_that_must_wait_is_confirmed(capsys, monkeypatch):
             time.sleep(0.5)
 
     run(start(), epochs=1, on_step=on_step, on_interrupt="return")
-    assert "interrupted: the training stops after the current step" in capsys.readouterr().err
+    assert "interrupted: the training stops after the current step" in capsys.readouterr().out
 
 
 def test_others_keep_their_handlers():
@@ -158,7 +159,7 @@ def test_a_signal_after_the_last_step_is_not_lost(number, at_prompt, saves, monk
         monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
         state, history = run(start(), **options)
         assert (int(state.step), len(history)) == (20, 1)
-        assert f"fit: interrupted {words}\n" in capsys.readouterr().err
+        assert f"fit: interrupted {words}\n" in capsys.readouterr().out
         return
     with pytest.raises((SystemExit, KeyboardInterrupt)) as raised:
         run(start(), **options)

@@ -457,6 +457,50 @@ def test_a_variable_that_a_call_makes_is_not_lost_in_silence():
         step(state, BATCHES[0])
 
 
+class Writing(nnx.Module):
+    def __init__(self, rngs):
+        self.out, self.scale = nnx.Linear(8, 3, rngs=rngs), nnx.Param(jnp.ones(()))
+
+    def __call__(self, x):
+        self.scale[...] *= 2
+        return self.out(x) * self.scale[...]
+
+
+def test_what_a_call_writes_into_a_param_is_not_dropped_in_silence():
+    state, step = train.start(Writing(nnx.Rngs(0)), TX, cross_entropy)
+    with pytest.raises(ValueError, match=r"writes into the params 'scale'.* nnx.clone\(model\)"):
+        step(state, BATCHES[0])
+    dropped = lambda model, batch: cross_entropy(nnx.clone(model), batch)  # noqa: E731
+    state, step = train.start(Writing(nnx.Rngs(0)), optax.sgd(0.0), dropped)
+    state, _ = step(state, BATCHES[0])
+    assert float(state.model.scale[...]) == 1.0
+
+
+# Several modules in a dict or a list.
+
+SEVERAL = {
+    "of flax": lambda: {"first": Normed(nnx.Rngs(0)), "second": nnx.Linear(8, 3, rngs=nnx.Rngs(1))},
+    "of equinox": lambda: {"first": eqx.nn.MLP(8, 3, 8, 1, key=jax.random.key(0)), "second": [eqx.nn.Dropout(0.5)]},
+}
+
+
+@pytest.mark.parametrize("library", SEVERAL)
+def test_modules_in_a_dict_are_trained_as_one(library):
+    def loss_fn(models, batch):
+        run = models["first"] if library == "of flax" else jax.vmap(models["first"])
+        return optax.softmax_cross_entropy_with_integer_labels(run(batch["x"]), batch["y"]).mean()
+
+    state, step = train.start(SEVERAL[library](), TX, loss_fn, devices=jax.devices()[:2], unused="skip")
+    new, metrics = step(state, BATCHES[0])
+    assert float(step(new, BATCHES[0])[1]["loss"]) < float(metrics["loss"])
+
+
+def test_modules_of_two_libraries_are_params_or_refused():
+    both = {"flax": nnx.BatchNorm(8, rngs=nnx.Rngs(0)), "equinox": eqx.nn.Linear(8, 3, key=jax.random.key(0))}
+    with pytest.raises(TypeError, match="'flax/mean' of params is of type BatchStat, which cannot be trained"):
+        train.start(both, TX, cross_entropy)
+
+
 # What a loss function may leave out, of a module and of params.
 
 

@@ -341,3 +341,26 @@ def test_with_the_compiler(on, choices):
     # All that the state has is donated, except its key.
     split = 8 if "kind" in choices or "fsdp" in choices else 1
     assert plan["donated_bytes"] >= 3 * 4 * 64 * 64 // split
+
+
+def test_the_largest_batch_is_the_last_one_that_fits_by_its_program():
+    def of(devices, batch_size, rows=None, **options):
+        store = kv.from_params({"w": jnp.zeros(64)}, optimizer=optax.sgd(0.1), devices=devices)
+        step = train.make_train_step(lambda params, batch: jnp.square(batch @ params["w"]).mean(), **options)
+        return step, train.create_state(store, 0), jax.ShapeDtypeStruct((rows or batch_size, 64), jnp.float32)
+
+    devices = jax.devices()[:1]
+
+    def peak(size):
+        *_, (stage,) = child.construct(of, tuple(devices), {"batch_size": size})
+        return child.peak_bytes(stage.traced.lower().compile(), stage)
+
+    limit = peak(1024) + 1000
+    assert train.largest_batch(of, limit, devices=devices, multiple_of=512) == 1024
+    assert limit < peak(1536)
+    with pytest.raises(ValueError, match=r"a step of 4 examples needs .* the limit is 100;"):  # 2 times accumulate
+        train.largest_batch(of, 100, devices=jax.devices()[:2], accumulate=2)
+    with pytest.raises(ValueError, match=r"cpu.* does not say how much memory it has; give limit= in bytes"):
+        train.largest_batch(of)
+    with pytest.raises(ValueError, match="must return a batch of 1 examples"):
+        train.largest_batch(of, 1e9, devices=devices, rows=7)

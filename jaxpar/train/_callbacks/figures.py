@@ -125,6 +125,9 @@ class LivePlot:
         self._draws = in_notebook() and jax.process_index() == 0
         self._clear()
 
+    def __repr__(self) -> str:
+        return f"LivePlot({'draws in this notebook' if self._draws else 'draws nothing outside of a notebook'})"
+
     def __call__(self, state: TrainState, record: Record) -> None:
         """Add the record of an epoch: `callback(state, record)`."""
         self._records.append(record)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
+from ..._core import checks
 from ..._core.text import Table, describe, plural
+from .directions import Mode, resolve_mode
 
 Record = dict[str, Any]
 
@@ -19,6 +21,30 @@ _MOST_ROWS = 40  # of the table
 
 class History(list[Record]):
     """A list with one dict for each epoch. Notebooks show it as a table."""
+
+    def best(self, metric: str, mode: Mode = "auto") -> Record:
+        """The record with the best value of a metric, the first of several. NaN is never the best.
+
+        Args:
+            metric: its name in the records.
+            mode: as in `EarlyStopping`: "auto" decides by the name, if that is certain.
+
+        Raises:
+            ValueError: no record has a number of this name, or the name does not tell what is better.
+
+        Example:
+            >>> history = History([{"epoch": 1, "eval_error": 0.3}, {"epoch": 2, "eval_error": 0.2}])
+            >>> history.best("eval_error")["epoch"]
+            2
+        """
+        checks.choice(mode, "history.best", "mode", get_args(Mode))
+        values = [(record[metric], record) for record in self if metric in metric_names(record)]
+        values = [(value, record) for value, record in values if not math.isnan(value)]
+        if not values:
+            known = dict.fromkeys(name for record in self for name in metric_names(record))
+            raise ValueError(f"history.best: no record has a number {metric!r}; known are {', '.join(known) or 'none'}")
+        choose = min if resolve_mode(metric, mode, "history.best") == "min" else max
+        return choose(values, key=lambda pair: pair[0])[1]
 
     def _repr_html_(self) -> str:
         """Only what some epoch has. A long history shows the first and the last epochs."""

@@ -1,23 +1,22 @@
 """Callbacks of one number: when to stop, which checkpoint is the best, and the learning rate in the records.
 
-Which metric of a record is monitored, and in which direction it is better, is in the second half.
+Which metric is monitored where none is named is at the end, and in which direction one is better in `directions`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from ... import updaters
 from ..._core import checks
 from ..._devices.user_mesh import outside_mesh
 from .._step.state import TrainState
+from .directions import Mode, direction_of, resolve_mode
 from .history import Record, metric_names
 
-Mode = Literal["auto", "min", "max"]
 Memory = dict[str, Any]
 _NOTHING: Memory = {"monitor": None, "mode": None, "best": None}
 _NAME = "learning_rate"
@@ -33,7 +32,7 @@ class Monitor:
         where = f"train.{type(self).__name__}"
         checks.choice(self.mode, where, "mode", get_args(Mode))
         if self.monitor is not None:
-            _resolve_mode(checks.text(self.monitor, where, "monitor"), self.mode, where)
+            resolve_mode(checks.text(self.monitor, where, "monitor"), self.mode, where)
         elif self.mode != "auto":
             raise ValueError(f"{where}: mode={self.mode!r} needs the name of a metric; give monitor= too")
 
@@ -41,7 +40,7 @@ class Monitor:
         """The memory with the best value so far, and whether this record has it."""
         where = f"train.{type(self).__name__}"
         name = self.monitor or memory["monitor"] or default_monitor(record)
-        mode = _resolve_mode(name, self.mode, where)
+        mode = resolve_mode(name, self.mode, where)
         # A memory of another metric begins anew. That happens if a run is resumed with another `monitor`.
         if (name, mode) != (memory["monitor"], memory["mode"]):
             counts = dict.fromkeys(memory.keys() & {"without", "step"}, 0)
@@ -218,68 +217,18 @@ def _rates(state: TrainState) -> dict[str, float]:
     return {f"{_NAME}_{name or i}": rate for i, (name, rate) in enumerate(zip(names, rates.values(), strict=True))}
 
 
-# The metric. A direction is guessed only where each word of a name is known: one that is not may turn it round, as in
-# "neg_loss", "loss_improvement" or "brier_score".
+# The metric that is monitored where none is named.
 
-_UP = frozenset(
-    "acc accuracy auc auroc auprc precision recall f1 r2 bleu rouge iou miou dice ndcg mrr top psnr ssim likelihood "
-    "correct map reward".split()
-)
-_DOWN = frozenset(
-    "loss losses error errors err perplexity ppl mse rmse mae mape nll bpc wer cer divergence fid regret".split()
-)
-_NEUTRAL = frozenset(
-    "eval test train training val valid validation dev holdout own my main total sum mean avg average median running "
-    "smoothed ema batch epoch step macro micro weighted balanced binary categorical class classification regression "
-    "segmentation reconstruction aux auxiliary word token character char sequence pixel masked squared absolute root "
-    "log softmax sigmoid cross entropy kl l1 l2 huber at k rate score exact sample".split()
-)
-_WORDS = re.compile(r"[a-z0-9]+([_/. @-][a-z0-9]+)*")  # no sign before a word, and no formula
 _FIRST = ("eval_loss", "test_loss")
-
-
-def _resolve_mode(monitor: str, mode: Mode, where: str) -> str:
-    """ "min" or "max". `ValueError` if the name of the metric does not tell which."""
-    direction = _direction(monitor) if mode == "auto" else mode
-    if direction is None:
-        raise ValueError(
-            f"{where}: the name {monitor!r} does not tell whether more or less is better; give mode='min' or mode='max'"
-        )
-    return direction
 
 
 def default_monitor(record: Record) -> str:
     """The metric that is monitored by default: one of the evaluation if the record has one, else the loss."""
     names = metric_names(record)
-    with_direction = [n for n in names if n.startswith(("eval_", "test_")) and _direction(n)]
+    with_direction = [n for n in names if n.startswith(("eval_", "test_")) and direction_of(n)]
     return next((name for name in _FIRST if name in names), with_direction[0] if with_direction else "loss")
 
 
 def raise_unknown(monitor: str, names: Iterable[str], where: str) -> NoReturn:
     """`ValueError` for a metric that the record lacks."""
     raise ValueError(f"{where}: unknown metric {monitor!r}; known are {', '.join(sorted(names)) or 'none'}")
-
-
-def _direction(name: str) -> str | None:
-    """ "min" or "max" where the name of a metric tells it for certain: "eval_loss", "top5_accuracy", "crossEntropy"."""
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    if _WORDS.fullmatch(name) is None:
-        return None
-    directions: set[str] = set()
-    words: list[str] = []
-    for word in re.split(r"[^a-z0-9]", name):
-        is_known = word in _UP | _DOWN | _NEUTRAL
-        words += [word] if is_known else re.findall(r"[a-z]+|[0-9]+", word)  # top5
-    for i, word in enumerate(words):
-        if word.isdecimal():  # recall_at_5 and loss_0, but not 1-acc
-            if i + 1 < len(words) and words[max(i - 1, 0)] not in ("top", "at"):
-                return None
-        elif word in _UP:
-            directions.add("max")
-        elif word in _DOWN or (word == "entropy" and words[i - 1] == "cross"):
-            directions.add("min")
-        elif word not in _NEUTRAL:
-            return None
-    if len(directions) != 1 or ("score" in words and "min" in directions):
-        return None
-    return directions.pop()

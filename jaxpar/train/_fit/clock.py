@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ class Clock:
         is_over = info.stopped or (run.steps is None and run.epochs is not None and epochs_over >= run.epochs)
         last = step if is_over else max(step, info.first + run.num_steps)
         return cls(info.first, step, step, last, [*[info.first] * epochs_over, epoch_began])
+
+    @property
+    def steps_of_run(self) -> int | None:
+        """The number of all steps of the run. None where it ends with the data."""
+        return None if self.last >= sys.maxsize else self.last - self.first
 
     @property
     def is_between_epochs(self) -> bool:

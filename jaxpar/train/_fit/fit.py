@@ -58,7 +58,7 @@ def fit(
     batch_size: int | None = None,
     max_steps: int | None = None,
     eval_every: int | None = None,
-    progress: bool = True,
+    progress: bool | int | Literal["bar"] = True,
     checkpoint_dir: str | os.PathLike[str] | None = None,
     resume: bool | Literal["auto"] = "auto",
     checkpoint_every: int | None = None,
@@ -100,7 +100,9 @@ def fit(
             same call with more steps resumes from the checkpoint and gives the numbers of an uninterrupted run.
         eval_every: also evaluate after every `eval_every` steps. Such a record has `under_way` True and the means over
             the steps of its epoch so far. Callbacks get it, and the history keeps it.
-        progress: show a tqdm bar in a terminal or notebook, and print a line for each epoch.
+        progress: show a tqdm bar for each epoch in a terminal or notebook, and print a line for each epoch. For
+            thousands of epochs: 100 prints a line for each 100th epoch and the last one, and "bar" shows one bar for
+            the whole run and no lines.
         checkpoint_dir: the directory for checkpoints, one after each epoch.
         resume: "auto" resumes from the latest checkpoint in `checkpoint_dir` if its step is after the step of `state`,
             or if the run was interrupted at that step. False ignores checkpoints. True requires one.

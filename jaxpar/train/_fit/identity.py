@@ -34,8 +34,9 @@ def describe(run: Run, state: TrainState) -> dict[str, Any]:
         of_device = step.device_step
         names = [field.name for field in dataclasses.fields(of_device) if field.name != "loss_fn"]
         options = {name: getattr(of_device, name) for name in names}
-        if not of_device.row_sparse:  # as before there was this option
-            del options["row_sparse"]
+        for name in ("record", "row_sparse"):  # as a step was described before it had this option
+            if not options[name]:
+                del options[name]
     rules = kv._rule_of_each(state.store)
     has_rules = all(rule is not None for rule in rules.values())
     return {

@@ -73,7 +73,7 @@ class Interrupts(process.Signals):
             self._timer.cancel()
         # The handler may have stopped the main thread inside a print, so another thread writes.
         message = "interrupted: the training stops after the current step; a second interrupt stops it at once"
-        self._timer = threading.Timer(_CONFIRM_AFTER, text.say, (message,))
+        self._timer = threading.Timer(_CONFIRM_AFTER, text.say_news, (message,))
         self._timer.daemon = True
         self._timer.start()
 
@@ -111,7 +111,7 @@ def finish_interrupted(
         interrupt.state, interrupt.history = state, history  # pyright: ignore[reportAttributeAccessIssue]
         raise interrupt
     returns = "" if history is None else "\nfit: returns the state and the history so far"
-    text.say(f"{who}: interrupted {place}{returns}")
+    text.say_news(f"{who}: interrupted {place}{returns}")
     return state, history
 
 

@@ -133,7 +133,10 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
                 if training.epoch.since is None:
                     if clock.is_between_epochs or clock.step == clock.began:
                         title = f"epoch {clock.next_epoch}" + (f"/{run.epochs}" if run.epochs else "")
-                        progress.start(run.steps, title, clock.steps_of_epoch, compiles=clock.step == clock.began)
+                        total, done = run.steps, clock.steps_of_epoch
+                        if progress.is_of_run:
+                            total, done = clock.steps_of_run, clock.step - clock.first
+                        progress.start(total, title, done, compiles=clock.step == clock.began)
                     training.epoch.since = clock.read_at = time.perf_counter()
 
                 # The next step, or a program of several, with its batch. The devices compute it behind the host.
@@ -187,9 +190,9 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
                 is_cut_short = not is_epoch_over and not is_evaluation_due
                 under_way = not is_epoch_over and is_evaluation_due
                 record = training.make_record(scores, under_way=under_way, interrupted=is_cut_short)
-                if is_epoch_over:
+                if is_epoch_over and not progress.is_of_run:
                     progress.close()
-                if progress.is_shown:
+                if progress.is_line_due(clock.epoch if is_epoch_over else None, run.epochs):
                     place = "" if is_epoch_over else f"step {clock.step}  "
                     progress.print(place + line(record, run.epochs))
                 training.history.append(record)
@@ -367,7 +370,9 @@ class Training:
                 # Seldom, since to measure waits for the state.
                 if self.progress.is_measure_due:
                     self.progress.show_measured(self.measured())
-                self.progress.step(metrics, epoch.counted * run.batch_size / epoch.elapsed())
+                has_more = clock.steps_of_run is not None and clock.last > clock.epoch_starts[-1] + (run.steps or 0)
+                to_come = clock.last - step if has_more else None
+                self.progress.step(metrics, epoch.counted * run.batch_size / epoch.elapsed(), to_come)
                 if self.callback_state or callbacks.on_step is not None:
                     self.callback_state = callbacks.after_step(self.callback_state, step, metrics)
         if self.certificate is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import itertools
 import math
@@ -64,17 +65,16 @@ class RateTest:
         rate = "none" if self.suggestion is None else f"{self.suggestion:.2e}"
         return f"RateTest({len(self.rates)} rates from {self.rates[0]:.2e} to {self.rates[-1]:.2e}, suggestion {rate})"
 
-    def _repr_png_(self) -> bytes | None:
-        try:
-            return png(self.plot())
-        except ModuleNotFoundError:
-            return None
-
     def _repr_html_(self) -> str:
         rows = [(f"{rate:.2e}", f"{loss:.4f}") for rate, loss in zip(self.rates, self.smoothed, strict=True)]
         result = "no rate makes the loss fall" if self.suggestion is None else f"suggestion {self.suggestion:.2e}"
         columns = ("rate", "smoothed loss")
-        return text.Table(f"learning rates: {result}", columns, rows, 20, "right", first=10)._repr_html_()
+        table = text.Table(f"learning rates: {result}", columns, rows, 20, "right", first=10)._repr_html_()
+        try:  # within the HTML, since a notebook that has this shows no picture of another kind
+            curve = base64.b64encode(png(self.plot())).decode()
+        except ModuleNotFoundError:
+            return table
+        return f'<div><img alt="loss over learning rate" src="data:image/png;base64,{curve}">{table}</div>'
 
 
 @allows_transfers

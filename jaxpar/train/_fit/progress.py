@@ -10,24 +10,27 @@ import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from ..._core import checks, files
+from ..._core import checks, files, process
 from ..._core.text import in_notebook
 from ..._devices.mesh import is_donated
 from .._callbacks.history import number_text
 from .._step.state import TrainState
 
 BEHIND = 8  # steps whose metrics are not read yet, so that the host need not wait
+_TICK = 0.5  # seconds between two pictures of a bar while XLA compiles
 _MEASURE_EVERY = 1.0  # seconds after which the bar shows another learning rate
 
 Metrics = dict[str, jax.Array]
+Show = bool | int | Literal["bar"]
 Profile = str | os.PathLike[str] | tuple[str | os.PathLike[str], int, int]
 
 _FIRST_TRACED, _NUM_TRACED = 10, 5
@@ -80,13 +83,18 @@ class Epoch:
 class Progress:
     """Bars that count steps, in a terminal or a notebook, and lines above them. Elsewhere there are lines only.
 
-    Of several processes only the first shows something. `unit` is what the data consists of: "images" or "examples".
+    Of several processes only the first shows something. `show` and `unit` are `progress` of `fit` and what the data
+    consists of: "images" or "examples".
     """
 
-    def __init__(self, show: bool, unit: str = "examples"):
+    def __init__(self, show: Show, unit: str = "examples"):
         self.is_shown: bool = bool(show) and jax.process_index() == 0
+        self.is_of_run: bool = show == "bar"  # one bar for all epochs, without a line for each
+        self._every = 1 if isinstance(show, str) else int(show)  # epochs of which there is one line
         self._unit = unit
         self.bar: Any = None  # of tqdm
+        self._compiled = threading.Event()  # the first step, or the bar is closed
+        self._first_read: tuple[float, int] | None = None  # when the first step was read, and how many were to come
         self.measured: dict[str, float] = {}  # what is shown beside the metrics of a step, such as the learning rate
         self._measured_at = 0.0
 
@@ -103,27 +111,51 @@ class Progress:
 
     def start(self, total: int | None, title: str, done: int, compiles: bool = False) -> None:
         """Begin a bar of which `done` steps were made before. `compiles`: it says that XLA compiles the first step."""
-        if self.is_shown and (sys.stdout.isatty() or in_notebook()):
+        if self.bar is not None:  # that of the run
+            self.bar.set_description(title)
+        elif self.is_shown and (sys.stdout.isatty() or in_notebook()):
             with warnings.catch_warnings(action="ignore"):  # without ipywidgets tqdm shows its plain bar
                 from tqdm.auto import tqdm
             self.bar = tqdm(total=total, initial=done, desc=title, unit="step", file=sys.stdout, leave=False)
             if compiles:
                 has_dots = "utf" in (getattr(sys.stdout, "encoding", None) or "").lower()
                 self.bar.set_postfix_str("compiling…" if has_dots else "compiling...")
+                # XLA compiles in one call, and a bar shows the time when it is drawn. So a thread draws it.
+                self._compiled.clear()
+                process.daemon("jaxpar-clock", self._run_clock, "the bar shows no time until the first step").start()
+
+    def _run_clock(self) -> None:
+        while not self._compiled.wait(_TICK):
+            if (bar := self.bar) is not None:
+                bar.refresh()
 
     def say_compiled(self) -> None:
         """The first step was started, and its metrics are not read yet."""
+        self._compiled.set()
         if self.bar is not None:
             self.bar.set_postfix_str("")
 
-    def step(self, metrics: dict[str, float], per_second: float = 0.0) -> None:
-        """Count a step. The metrics may be of an earlier one."""
+    def step(self, metrics: dict[str, float], per_second: float = 0.0, to_come: int | None = None) -> None:
+        """Count a step. The metrics may be of an earlier one. `to_come` is the number of later steps of the run."""
         if self.bar is not None:
             texts = {k: number_text(v) for k, v in {**metrics, **self.measured}.items()}
             if per_second:
                 texts[f"{self._unit}/s"] = f"{per_second:,.0f}"
+            # The time left of the run, evaluations included, by the steps since the first one, which was compiled. That
+            # of the bar itself is beside it.
+            now = time.perf_counter()
+            if to_come is not None and self._first_read is None:
+                self._first_read = now, to_come
+            elif to_come is not None and self._first_read is not None and not self.is_of_run:
+                began, at_first = self._first_read
+                seconds = (now - began) / max(1, at_first - to_come) * to_come
+                texts["run left"] = self.bar.format_interval(seconds)
             self.bar.set_postfix(texts, refresh=False)
             self.bar.update()
+
+    def is_line_due(self, epoch: int | None, epochs: int | None) -> bool:
+        """Whether there is a line for the record of an epoch, which is the last of so many, or within one: None."""
+        return self.is_shown and not self.is_of_run and (epoch in (None, epochs) or epoch % self._every == 0)
 
     def print(self, text: str) -> None:
         """Print a line, above the bar where there is one. Call it if `is_shown`."""
@@ -133,6 +165,7 @@ class Progress:
             print(text, flush=True)
 
     def close(self) -> None:
+        self._compiled.set()
         if self.bar is not None:
             self.bar.total = self.bar.n  # a notebook keeps a bar that is not full, in red
             self.bar.close()

@@ -25,7 +25,7 @@ from .._step.modules import ModuleLoss
 from .._step.state import TrainState, carries, check_is_state
 from .._step.train_step import TrainStep
 from .digest import digest_of_data
-from .progress import Profile, as_profile
+from .progress import Profile, Show, as_profile
 
 # What `fit` itself puts into records. The metric `skipped` is the step's own.
 _TAKEN = {*NO_METRICS, "test_loss", "test_accuracy"} - {"skipped"}
@@ -43,7 +43,7 @@ class FitOptions:
     batch_size: int | None = None
     max_steps: int | None = None
     eval_every: int | None = None
-    progress: bool = True
+    progress: Show = True
     checkpoint_dir: str | os.PathLike[str] | None = None
     resume: bool | Literal["auto"] = "auto"
     checkpoint_every: int | None = None
@@ -102,8 +102,12 @@ class Run:
         self.on_interrupt = options.on_interrupt
         checks.choice(options.on_interrupt, "fit", "on_interrupt", ("auto", "return", "raise"))
         self.progress = options.progress
-        if options.progress not in (True, False):
-            raise ValueError(f"fit: progress must be True or False, got {options.progress!r}")
+        is_number = isinstance(options.progress, int) and options.progress > 0
+        if options.progress not in (True, False, "bar") and not is_number:
+            raise ValueError(
+                "fit: progress must be True, False, 'bar' for one bar of the whole run, or n for a line after every n "
+                f"epochs, got {options.progress!r}"
+            )
         self.resume = options.resume
         if options.resume not in ("auto", True, False):
             raise ValueError(f"fit: resume must be 'auto', True or False, got {options.resume!r}")

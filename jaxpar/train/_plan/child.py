@@ -29,6 +29,7 @@ import numpy as np
 from ..._core.arrays import PyTree
 from ..._core.text import describe, did_you_mean
 from ..._devices.shardings import axes_of
+from .._step.programs import DeviceProgram
 from .._step.train_step import TrainStep
 
 _FLAT = ("1x1", "2x2", "2x4", "4x2", "4x4", "4x8", "8x4", "8x8", "8x16", "16x8", "16x16")
@@ -266,7 +267,7 @@ def examine(make: Callable[..., Any], target: Slice, choices: dict[str, Any], fr
     from ... import viz  # who trains does not need it
 
     # What is known before the compiler runs: the arrays of state and batch, and the operations.
-    step, state, batch, stages = _construct(make, target.devices(), choices)
+    step, state, batch, stages = construct(make, target.devices(), choices)
     devices = state.store.devices
     arguments = sorted(_arguments(state, batch), key=lambda argument: -argument["bytes"])
     engine, _ = step._engine_and_step(state.store)
@@ -319,7 +320,7 @@ def examine(make: Callable[..., Any], target: Slice, choices: dict[str, Any], fr
     return fields, _picture(step, state, batch, programs[0])
 
 
-def _construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict[str, Any]) -> Any:
+def construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict[str, Any]) -> Any:
     """The step, the shapes of state and batch on the devices, and the programs that it runs."""
     kept: list[Any] = []
 
@@ -363,15 +364,18 @@ def _split_axes(leaf: Any) -> list[str]:
     return [name for name in axes_of(leaf.sharding.spec) if sizes[name] > 1]
 
 
+def peak_bytes(program: jax.stages.Compiled, stage: DeviceProgram) -> int:
+    """What a device needs at once while it runs a program."""
+    memory: Any = program.memory_analysis()
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    # The peak of a TPU's program has what collectives set aside, that of a GPU's lacks what results do not share.
+    needed = max(kept + memory.temp_size_in_bytes, getattr(memory, "peak_memory_in_bytes", 0))
+    return needed + stage.other_bytes
+
+
 def _memory(programs: list[Any], stages: list[Any], target: Slice, fields: dict[str, Any]) -> dict[str, Any]:
     """What a device needs at once. The last program, the update if there are several, returns what the step returns."""
-    last, peak = programs[-1].memory_analysis(), 0
-    for program, stage in zip(programs, stages, strict=True):
-        memory = program.memory_analysis()
-        kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        # The peak of a TPU's program has what collectives set aside, that of a GPU's lacks what results do not share.
-        needed = max(kept + memory.temp_size_in_bytes, getattr(memory, "peak_memory_in_bytes", 0))
-        peak = max(peak, needed + stage.other_bytes)
+    last, peak = programs[-1].memory_analysis(), max(map(peak_bytes, programs, stages))
     sizes = {"donated_bytes": last.alias_size_in_bytes, "returned_bytes": last.output_size_in_bytes}
     if len(programs) == 1:
         sizes |= {"argument_bytes": last.argument_size_in_bytes, "temporary_bytes": last.temp_size_in_bytes}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ... import viz
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """What a training step would be on accelerators, by their compiler. Nothing of it was measured on a chip.
 
@@ -62,7 +62,7 @@ class Plan:
     temporary_bytes: int | None = None
     cycles: int | None = None
     collectives: tuple[PlannedCollective, ...] = ()
-    _picture: Any = dataclasses.field(default=None, repr=False, compare=False)
+    _picture: Any = dataclasses.field(default=None, compare=False)
 
     @property
     def sent_bytes(self) -> dict[str, int]:
@@ -91,7 +91,7 @@ class Plan:
             raise ValueError(f"train.plan: no picture: {self._picture}")
         return viz._plot_drawn(*self._picture, title=f"{_name_of(self)}")
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return str(_table_of(self))
 
     def _repr_html_(self) -> str:
@@ -107,7 +107,7 @@ class Plan:
         return f"<div>{table}{picture[picture.find('<svg') :]}</div>"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PlanComparison:
     """Plans over several choices. It prints as a table.
 
@@ -140,7 +140,7 @@ class PlanComparison:
         rows = (plan.to_dict() if isinstance(plan, Plan) else {"error": plan} for _, _, plan in self.rows)
         return [{**a, **b} for a, b in zip(heads, rows, strict=True)]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return str(_comparison_of(self))
 
     def _repr_html_(self) -> str:

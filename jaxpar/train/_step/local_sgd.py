@@ -58,6 +58,8 @@ class LocalSGD(DeviceStep):
 
         # Metrics and model state are those of all devices, at every step.
         metrics, model_state, flags = self.mean_over_devices(state, shard, grads, {})
+        norms = self.norms(own.store, store, grads)
+        norms = lax.pmean(norms, axis) if norms else {}
 
         # The end of a round.
         local = _reshape_as(state.local, _local_part(store, list(state.local["values"]), transform))
@@ -66,10 +68,7 @@ class LocalSGD(DeviceStep):
         new = self._end_round(new, since == self.steps)
         new = dataclasses.replace(new, step=state.step + 1, model_state=model_state)
 
-        # The guard, which may keep the old state.
-        if self.guard is None or flags is None:  # there are flags where there is a guard
-            return new, metrics
-        return self.guard(state, new, metrics, flags)
+        return self.finish_step(state, new, metrics, flags, norms)
 
     def apply_pending(self, state: TrainState) -> TrainState:
         """The state after the unfinished round was ended early."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -66,13 +66,21 @@ Axes = str | tuple[str, ...]
 def take_apart(model: Any, wrt: Any = None, axes: Axes | None = None) -> Parts | None:
     """The parts of an `nnx.Module` or `eqx.Module`. None for what is no module, or has arrays alone.
 
-    With `axes`, each batch norm that has no axes of devices yet has its statistics over these when it is trained.
+    A dict or a list of NNX's modules is an `nnx.Dict` or `nnx.List`. Modules of Equinox may be in any pytree. With
+    `axes`, each batch norm that has no axes of devices yet has its statistics over these when it is trained.
     """
-    if nnx() and isinstance(model, nnx().Module):
+    has_nnx = nnx() is not None and bool(_with(model, lambda x: isinstance(x, nnx().Module)))
+    has_equinox = equinox() is not None and bool(_with(model, lambda x: isinstance(x, equinox().Module)))
+    if has_nnx and type(model) in (dict, list):
+        several = model.values() if isinstance(model, dict) else model
+        if all(isinstance(each, nnx().Module) for each in several):
+            model = nnx().Dict(model) if isinstance(model, dict) else nnx().List(model)
+    if has_nnx and isinstance(model, nnx().Module):
         return OfNnx.take_apart(model, wrt, axes)
-    # A module of arrays alone is its own params, as those are that `eqx.partition` gives.
+    # Arrays alone are params as they are, as those that `eqx.partition` gives. What has modules of both libraries goes
+    # into a store if it has no other variables.
     is_of_arrays = wrt is None and all(map(_is_param, jax.tree.leaves(model)))
-    if equinox() and isinstance(model, equinox().Module) and not is_of_arrays:
+    if has_equinox and not has_nnx and not is_of_arrays:
         return OfEquinox.take_apart(model, wrt, axes)
     return None
 
@@ -94,7 +102,7 @@ class OfNnx:
 
     All `nnx.Param`s are params. Random streams are static: each share and step draws from their keys and its own key,
     so that a resumed run draws the same. All else is model state: running statistics, caches, counters, raw arrays.
-    What a call writes into a param is dropped, since params change by the optimizer alone.
+    A call that writes into a param is refused, since params change by the optimizer alone.
     """
 
     to_train: ClassVar[str] = "model.train()"
@@ -166,11 +174,19 @@ class OfNnx:
             norm.axis_name = self.axes
         loss, aux, _ = run_loss(loss_fn, (model, batch, rng), step)
         nnx().pop(model, nnx().Intermediate)
-        new = nnx().split(model, *self._filters(self.wrt))[3]
-        before, after = (dict(nnx().to_flat_state(rest)) for rest in (model_state or nnx().State({}), new))
-        if changed := ["/".join(map(str, path)) for path in before.keys() ^ after.keys()]:
+        _, _, params_after, new = nnx().split(model, *self._filters(self.wrt))
+        before, after = (dict(nnx().to_flat_state(state)) for state in (params, params_after))
+        # What was not written is the very array that it was.
+        if written := [path for path in before if after[path][...] is not before[path][...]]:
             raise ValueError(
-                f"train step: a call of the model makes or removes {', '.join(map(repr, sorted(changed)))}, which a "
+                f"train step: a call of the model writes into the params {_named(written)}, which change by the "
+                "optimizer alone; make what a call changes a variable of another type, such as nnx.BatchStat, which is "
+                "kept as model state, or drop what it writes, by nnx.clone(model) in loss_fn"
+            )
+        before, after = (dict(nnx().to_flat_state(rest)) for rest in (model_state or nnx().State({}), new))
+        if changed := before.keys() ^ after.keys():
+            raise ValueError(
+                f"train step: a call of the model makes or removes {_named(changed)}, which a "
                 "state must have from the start; make all variables when the module is made"
             )
         return loss, aux, _or_none(new)
@@ -291,7 +307,7 @@ def _are_all_on(flags: list[Any]) -> bool:
 
 
 def _with(model: Any, is_such: Callable[[Any], bool]) -> list[Any]:
-    """The layers of an `eqx.Module` of which this is true."""
+    """The layers of a model, or the model itself, of which this is true."""
     return [layer for layer in jax.tree.leaves(model, is_leaf=is_such) if is_such(layer)]
 
 
@@ -302,6 +318,11 @@ def _is_param(x: Any) -> bool:
 
 def _as_tuple(axes: Any) -> tuple[Any, ...]:
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+
+
+def _named(paths: Iterable[tuple[Any, ...]]) -> str:
+    """The names of variables, for people."""
+    return ", ".join(sorted(repr("/".join(map(str, path))) for path in paths))
 
 
 def _or_none(model_state: PyTree) -> PyTree:

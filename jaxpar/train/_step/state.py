@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import importlib
+import importlib.util
+import warnings
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -93,13 +96,25 @@ class TrainState:
         check_not_donated(self.store.values, "state.eval_params")
         return kv.eval_params(self.store, copy=False)
 
+    def __dir__(self) -> list[str]:
+        """What Tab lists: all but the parts that a step keeps for itself, which can be read all the same."""
+        return sorted({*super().__dir__()} - {"transform", "nonfinite", "outer", "local", "module"})
+
     def __repr__(self) -> str:
         first, *others = self._lines()
         return "\n".join([first, repr(self.store), *others])
 
     def _repr_html_(self) -> str:
         first, *others = [f"<p>{html.escape(line)}</p>" for line in self._lines()]
-        return f"<div>{first}{self.store._repr_html_()}{''.join(others)}</div>"
+        parts = [first, self.store._repr_html_(), *others]
+        # Flax brings treescope. It reads the values, which one of several processes cannot do alone.
+        is_readable = processes.count() == 1 and not is_donated(self) and not is_traced(self)
+        if is_readable and importlib.util.find_spec("treescope"):
+            with warnings.catch_warnings(action="ignore"):  # it looks at old names of NumPy
+                treescope: Any = importlib.import_module("treescope")
+                tree = treescope.render_to_html(self.params, ignore_exceptions=True)
+            parts.append(f"<details><summary>params</summary>{tree}</details>")
+        return f"<div>{''.join(parts)}</div>"
 
     def _lines(self) -> list[str]:
         """A line about the state, and one about each part next to the store that holds arrays."""

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -84,6 +84,7 @@ class DeviceStep:
     guard: Guard | None = None  # decides whether the update is made. None: always.
     unused: str = "warn"
     row_sparse: tuple[str, ...] = ()  # patterns of names
+    record: tuple[str, ...] = ()
     platform: str = ""  # of the devices, which a program knows
     axes: tuple[str, ...] = ()  # of a mesh, which arrays of a batch have as first axes. For `GlobalStep` only.
 
@@ -116,14 +117,13 @@ class DeviceStep:
         metrics, model_state, flags = self.mean_over_devices(state, shard, grads | pushed_rows, summed)
 
         # The update by the store's optimizer.
-        store, transform = self.apply(state, params, summed, residuals, ready, metrics["loss"], self.sum_rows(rows))
+        summed_rows = self.sum_rows(rows)
+        store, transform = self.apply(state, params, summed, residuals, ready, metrics["loss"], summed_rows)
         store = dataclasses.replace(store, pending={**store.pending, **pending})
+        norms = self.norms(state.store, store, summed, summed_rows)
         new = dataclasses.replace(state, step=state.step + 1, store=store, transform=transform, model_state=model_state)
 
-        # The guard, which may keep the old state.
-        if self.guard is None or flags is None:  # there are flags where there is a guard
-            return new, metrics
-        return self.guard(state, new, metrics, flags)
+        return self.finish_step(state, new, metrics, flags, norms)
 
     def gradient(
         self, state: TrainState, params: PyTree, batch: Batch, rng: jax.Array, model_state: PyTree
@@ -350,6 +350,39 @@ class DeviceStep:
                 transform = queue.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
         return stores.with_changes(state.store, changes), transform
 
+    def norms(self, old: kv.KVStore, new: kv.KVStore, summed: Arrays, rows: Rows = MappingProxyType({})) -> Metrics:
+        """What `record` asks for: the norms of the summed gradients and of the change of the trained params."""
+
+        def squares(arrays: Iterable[jax.Array]) -> jax.Array:
+            return sum((jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in arrays), jnp.float32(0))
+
+        def add_parts(total: jax.Array) -> jax.Array:
+            # In kind `sharded` each device has a part of each value, and all have all summed rows.
+            return lax.psum(total, self.axis_name) if stores.is_in_rows(old) else total
+
+        norms = {}
+        if "grad_norm" in self.record:
+            of_rows = squares(r.values for r in rows.values())
+            norms["grad_norm"] = jnp.sqrt(add_parts(squares(summed.values())) + of_rows)
+        if "update_norm" in self.record:
+            changes = (widen(new.values[k]) - widen(old.values[k]) for k in stores.trained_keys(old))
+            norms["update_norm"] = jnp.sqrt(add_parts(squares(changes)))
+        return norms
+
+    def finish_step(
+        self, old: TrainState, new: TrainState, metrics: Metrics, flags: jax.Array | None, norms: Metrics
+    ) -> tuple[TrainState, Metrics]:
+        """The state after the guard, which may keep the old one, and all metrics."""
+        if self.guard is not None and flags is not None:  # there are flags where there is a guard
+            new, metrics = self.guard(old, new, metrics, flags)
+            if "update_norm" in norms:
+                norms = {**norms, "update_norm": jnp.where(metrics["skipped"] > 0, 0, norms["update_norm"])}
+        if taken := metrics.keys() & norms.keys():
+            raise ValueError(
+                f"train step: aux of loss_fn has {min(taken)!r}, which record= reports; rename one of them"
+            )
+        return new, {**metrics, **norms}
+
     def transform_gradients(self, state: TrainState, params: PyTree, summed: Arrays) -> tuple[Arrays, PyTree]:
         """The summed gradients through `grad_transform`. Those of a sharded store are gathered for it."""
         tx, store = self.grad_transform, state.store
@@ -536,15 +569,17 @@ class GlobalStep(DeviceStep):
 
         # The update. Leaves of the model state that have no mean are those of the first shard.
         store, transform = self.apply(state, params, grads, {}, None, metrics["loss"])
+        norms = self.norms(state.store, store, grads)
         sums = [tuple(x.sum(axes) for x in terms) for terms in model_state_terms(total.model_state, count)]
         first = jax.tree.map(lambda x: x[(0,) * len(axes)], total.model_state)
         model_state = model_state_mean(first, sums, count)
         new = dataclasses.replace(state, step=state.step + 1, store=store, transform=transform, model_state=model_state)
 
         # The guard, which may keep the old state.
-        if self.guard is None:
-            return new, metrics
-        return self.guard(state, new, metrics, nonfinite_flags(state.store, metrics["loss"], grads, {}))
+        flags = None
+        if self.guard is not None:
+            flags = nonfinite_flags(state.store, metrics["loss"], grads, {})
+        return self.finish_step(state, new, metrics, flags, norms)
 
     def with_initial_parts(self, state: TrainState) -> TrainState:
         check_axes(self.axes, stores.mesh_of_values(state.store), "train step")

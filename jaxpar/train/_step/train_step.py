@@ -19,14 +19,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from ... import kv
 from ..._core import checks
 from ..._core.arguments import no_such_arguments, renamed_arguments
-from ..._core.arrays import Device, PyTree, Recent
+from ..._core.arrays import Device, PyTree, Recent, tree_nbytes
+from ..._core.text import Table
 from ..._core.transfers import allows_transfers
 from ..._core.updater import Updater
 from ..._devices import processes
 from ..._devices.mesh import auto_mesh, check_not_donated, is_donated, mesh_of
 from ..._devices.user_mesh import check_traced, outside_mesh, with_types, without_types
+from ..._store.aggregate import compressed_keys
 from ..._store.mxnet_names import TRAINING_ARGUMENTS
-from ..._store.store import is_split, mesh_of_values
+from ..._store.store import is_split, mesh_of_values, specs_of, trained_keys
 from . import modules
 from .local_sgd import LocalSGD
 from .loss import Batch, LossFn, Metrics, check_loss_fn
@@ -85,6 +87,73 @@ class TrainStep:
     @property
     def skips(self) -> bool:
         return self.device_step.guard is not None or bool(self.left_out)
+
+    def __repr__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table()._repr_html_()
+
+    def __dir__(self) -> list[str]:
+        """What users call and read. Tab lists no parts of other rooms, which can be read all the same."""
+        return sorted({*super().__dir__()} - {"device_step", "global_step", "parts", "like"})
+
+    def _table(self) -> Table:
+        """How the step runs and with which options, as far as that is known without a state."""
+        step, store = self.device_step, None if self.like is None else self.like.store
+        loss_fn = self.loss_fn.loss_fn if isinstance(self.loss_fn, modules.ModuleLoss) else self.loss_fn
+        rows = [("loss_fn", getattr(loss_fn, "__name__", type(loss_fn).__name__))]
+
+        engine = self.engine if store is None else self._engine_and_step(store)[0]
+        chosen_by = "" if engine == self.engine else f", chosen by {self.engine!r}"
+        rows.append(("engine", "auto, chosen by the first state" if engine == "auto" else f"{engine}{chosen_by}"))
+
+        devices = self.devices or (None if store is None else store.devices)
+        mesh = mesh_of_values(store) if store is not None and is_split(store) else self.mesh
+        if mesh is not None:
+            sizes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
+            rows.append(("devices", f"{mesh.size} of a mesh, {sizes}"))
+        else:
+            rows.append(("devices", f"{len(devices)} x {devices[0].device_kind}" if devices else "those of the state"))
+
+        # What differs from the defaults.
+        local = step if isinstance(step, LocalSGD) else None
+        options: dict[str, Any] = {
+            "accumulate": step.accumulate,
+            "compute_dtype": step.compute_dtype and jnp.dtype(step.compute_dtype).name,
+            "remat": step.remat if isinstance(step.remat, bool) else getattr(step.remat, "__name__", "a policy"),
+            "grad_transform": step.grad_transform is not None,
+            "nonfinite": self.nonfinite,
+            "loss_scale": "dynamic" if isinstance(step.scaling, DynamicLossScale) else step.scaling,
+            "local_steps": local and local.steps,
+            "outer_optimizer": local is not None and local.outer is not None,
+            "unused": step.unused,
+            "virtual_shards": self.virtual_shards,
+            "row_sparse": ", ".join(step.row_sparse),
+            "record": ", ".join(step.record),
+            "left out": ", ".join(map(str, sorted(self.left_out)[:8])) + ", ..." * (len(self.left_out) > 8),
+        }
+        usual = {"accumulate": 1, "nonfinite": "ignore", "unused": "warn"}
+        for name, value in options.items():
+            if value and value != usual.get(name):
+                rows.append((name, "given" if value is True and name != "remat" else str(value)))
+
+        # What is sent of the gradients, around a ring. Under engine `jit` the compiler decides, and `train.plan` tells.
+        if store is not None and devices and engine != "jit":
+            specs, keys = specs_of(store), trained_keys(store)
+            gradients = f"{tree_nbytes([specs[key] for key in keys]):,} bytes"
+            if compressor := store.compressor:
+                compressed = compressed_keys(store, keys)
+                payload = sum(compressor.wire_bytes(specs[key].shape, specs[key].dtype) for key in compressed)
+                payload += tree_nbytes([specs[key] for key in keys if key not in compressed])
+                gradients += f", {payload:,} as compression {compressor.name!r} sends them"
+            elif self.virtual_shards is None:
+                held = tree_nbytes([store.values[key] for key in keys])  # with the padding of kind `sharded`
+                sent = 2 * (len(devices) - 1) * held // len(devices)
+                often = f"once in {local.steps} steps" if local else "a step"
+                gradients += f", of which each device sends {sent:,} {often}"
+            rows.append(("gradients", gradients))
+        return Table("TrainStep", ("", ""), rows)
 
     @allows_transfers
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -371,6 +440,7 @@ def make_train_step(
     unused: Literal["warn", "skip"] = "warn",
     virtual_shards: int | None = None,
     row_sparse: str | Sequence[str] | None = None,
+    record: str | Sequence[str] = (),
 ) -> TrainStep:
     """Make a data-parallel training step.
 
@@ -430,6 +500,9 @@ def make_train_step(
             uses only to look up rows, `params["users"][ids]`. Devices send the rows that are looked up, and the
             optimizer updates these rows alone and their part of its state. Any other use of a table, and optimizers
             that treat rows together, are errors. docs/training.md says more.
+        record: "grad_norm", "update_norm" or both: the step reports them as metrics, in the same program. The first is
+            the norm of the summed gradients before `grad_transform`, the second that of the change of the trained
+            params. With `local_steps` they are means over the devices, of each one's own gradients and updates.
 
     Returns:
         `step(state, batch) -> (state, metrics)`, compiled once for each shape of a batch. `batch` is the global
@@ -460,6 +533,12 @@ def make_train_step(
     checks.choice(nonfinite, where, "nonfinite", ("ignore", "skip", "stop"))
     checks.choice(unused, where, "unused", ("warn", "skip"))
     checks.whole_number(accumulate, where, "accumulate")
+    record = (record,) if isinstance(record, str) else tuple(record)
+    if unknown := [name for name in record if name not in ("grad_norm", "update_norm")]:
+        raise ValueError(
+            f"{where}: record may have 'grad_norm' and 'update_norm', got {unknown[0]!r}; train.LearningRate() as a "
+            "callback of fit records the learning rate"
+        )
     for name, count in (("local_steps", local_steps), ("virtual_shards", virtual_shards)):
         if count is not None:
             checks.whole_number(count, where, name)
@@ -490,6 +569,7 @@ def make_train_step(
         "guard": Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None,
         "unused": unused,
         "row_sparse": tables,
+        "record": record,
     }
     global_step = None
     if virtual_shards is not None:
@@ -581,6 +661,7 @@ def start(
     unused: Literal["warn", "skip"] = "warn",
     virtual_shards: int | None = None,
     row_sparse: str | Sequence[str] | None = None,
+    record: str | Sequence[str] = (),
 ) -> tuple[TrainState, TrainStep]:
     """Make the first state and the step for `fit`.
 
@@ -627,6 +708,7 @@ def start(
         virtual_shards: the number of fixed shards of a batch, for bit-equal results on any number of devices.
         row_sparse: the tables whose gradients are the rows that the loss looks up, `params["users"][ids]`: a pattern of
             names, or several. Only these rows are sent and updated.
+        record: "grad_norm", "update_norm" or both: norms that the step reports as metrics.
 
     Returns:
         (state, step), for `train.fit(state, step, data, ...)` or `state, metrics = step(state, batch)`.
@@ -692,6 +774,7 @@ def start(
         unused=unused,
         virtual_shards=virtual_shards,
         row_sparse=row_sparse,
+        record=record,
     )
     store = kv.from_params(
         params,

@@ -1,0 +1,77 @@
+"""`record=`: the norms that a step reports, under every engine, kind and option, against their definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from world import line, squares
+
+from jaxpar import data, train
+
+RATE = 0.25
+NORMS = ("grad_norm", "update_norm")
+PARAMS = {"w": jnp.arange(3.0), "b": jnp.float32(0.5)}
+
+
+def gradient(batch):
+    return jax.tree.leaves(jax.jit(jax.grad(lambda p, b: squares(p, b, None)[0]))(PARAMS, batch))
+
+
+def norm(leaves):
+    return np.sqrt(sum(np.square(np.asarray(x, np.float64)).sum() for x in leaves))
+
+
+CASES = [
+    {"engine": "pmap", "kind": "sharded", "accumulate": 2},
+    {"engine": "jit", "nonfinite": "skip"},
+    {"virtual_shards": 4},
+    {"local_steps": 1},
+    {"engine": "shard_map", "kind": "device", "loss_scale": "dynamic"},
+    {"engine": "shard_map", "kind": "local", "unused": "skip"},
+    {"engine": "jit", "kind": "sharded", "loss_scale": 8.0},
+    {"mesh": True},
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_the_norms_of_gradients_and_updates(options):
+    where = {"devices": jax.devices()[:4]}
+    if options.get("mesh"):
+        where = {"mesh": jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])}
+        where["sharding"] = jax.sharding.PartitionSpec()
+    options = {name: value for name, value in options.items() if name != "mesh"}
+    state, step = train.start(PARAMS, optax.sgd(RATE), squares, record=NORMS, **where, **options)
+    batch = line()
+    want = norm(gradient(batch))
+    if "local_steps" in options:  # the mean over the devices
+        shares = [{name: x[i : i + 4] for name, x in batch.items()} for i in range(0, 16, 4)]
+        want = np.mean([norm(gradient(share)) for share in shares])
+    _, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["grad_norm"], want, rtol=1e-5)
+    np.testing.assert_allclose(metrics["update_norm"], RATE * want, rtol=1e-5)  # of local steps before they agree
+
+
+def test_norms_are_in_the_records_and_before_the_transform():
+    clip = optax.clip_by_global_norm(0.01)
+    devices = jax.devices()[:2]
+    options = {"record": NORMS, "grad_transform": clip, "devices": devices}
+    state, step = train.start(PARAMS, optax.sgd(RATE), squares, frozen="b", **options)
+    seen = []
+    given = data.from_iterable([line()] * 2, steps_per_epoch=2)
+    _, (record,) = train.fit(
+        state, step, given, epochs=1, batch_size=16, progress=False, on_step=lambda n, metrics: seen.append(metrics)
+    )
+    np.testing.assert_allclose(seen[0]["grad_norm"], norm(gradient(line())[1:]), rtol=1e-5)  # of the trained ones
+    np.testing.assert_allclose(seen[0]["update_norm"], RATE * 0.01, rtol=1e-4)
+    np.testing.assert_allclose(record["grad_norm"], np.mean([each["grad_norm"] for each in seen]), rtol=1e-6)
+
+
+def test_what_record_refuses():
+    with pytest.raises(ValueError, match=r"'lr'; train.LearningRate"):
+        train.make_train_step(squares, record=("lr", "grad_norm"))
+    own = lambda params, batch, rng: (squares(params, batch, rng)[0], {"grad_norm": 1.0})  # noqa: E731
+    state, step = train.start(PARAMS, optax.sgd(RATE), own, record="grad_norm")
+    with pytest.raises(ValueError, match="aux of loss_fn has 'grad_norm', which record= reports"):
+        step(state, line())
