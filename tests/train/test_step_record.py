@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from world import line, squares
+from world import line, mostly_slow, squares
 
 from jaxpar import data, train
 
@@ -51,6 +51,32 @@ def test_the_norms_of_gradients_and_updates(options):
     _, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["grad_norm"], want, rtol=1e-5)
     np.testing.assert_allclose(metrics["update_norm"], RATE * want, rtol=1e-5)  # of local steps before they agree
+
+
+@pytest.mark.parametrize("options", [{}, *mostly_slow([{"virtual_shards": 4}, {"engine": "jit"}, {"local_steps": 2}])])
+def test_a_step_that_is_skipped_changes_nothing(options):
+    state, step = train.start(PARAMS, optax.sgd(RATE), squares, record=NORMS, nonfinite="skip", **options)
+    batch = line()
+    _, metrics = step(state, {**batch, "y": batch["y"] * np.nan})
+    assert np.isnan(metrics["grad_norm"])
+    assert metrics["update_norm"] == 0
+
+
+@pytest.mark.parametrize("kind", ["device", "sharded"])
+def test_rows_are_part_of_the_norms(kind):
+    """Each device has all summed rows, and in kind `sharded` a part of all else."""
+
+    def loss_fn(params, batch):
+        return jnp.mean(params["table"][batch["id"]] * batch["x"][:, None] * params["w"][None])
+
+    params = {"table": jnp.arange(20.0).reshape(10, 2), "w": jnp.array([1.0, 2.0])}
+    batch = {"id": np.array([1, 7, 7, 1, 3, 9, 1, 0]), "x": np.arange(8, dtype=np.float32)}
+    want = norm(jax.tree.leaves(jax.jit(jax.grad(loss_fn))(params, batch)))
+    options = {"devices": jax.devices()[:4], "kind": kind, "row_sparse": "table"}
+    state, step = train.start(params, optax.sgd(RATE), loss_fn, record=NORMS, **options)
+    _, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["grad_norm"], want, rtol=1e-5)
+    np.testing.assert_allclose(metrics["update_norm"], RATE * want, rtol=1e-5)
 
 
 def test_norms_are_in_the_records_and_before_the_transform():
