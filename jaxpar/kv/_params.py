@@ -104,26 +104,62 @@ def from_params(
         >>> kv.names(store)
         {0: 'b', 1: 'w'}
     """
+    # 1. What is no params, or says two things at once.
     if mesh is not None and devices is not None:
         raise ValueError("kv.from_params: give mesh= or devices=, not both")
     if mesh is not None:
         check_is_mesh(mesh, "kv.from_params")
     if optimizer is not None and updater is not None:
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
-    _check_params(params)
-    # A RowSparse has two leaves, and its row numbers would become a param.
+    if params is None:
+        raise ValueError("kv.from_params: params is None, so there is nothing to train; give a pytree of arrays")
+    advice = ""
+    if isinstance(params, KVStore):
+        advice = "its params are kv.to_params(store)"
+    elif isinstance(getattr(params, "store", None), KVStore):
+        advice = "its params are state.params"
+    elif type(params).__name__ == "LookaheadParams":
+        advice = "give the fast params alone: the store makes the slow ones, and kv.eval_params has them"
+    elif hasattr(params, "params") and hasattr(params, "opt_state"):
+        advice = "its optimizer would be trained too; give its .params"
+    if advice:
+        raise TypeError(f"kv.from_params: expected params, got a {type(params).__name__}; {advice}")
+
+    # 2. The leaves, with names. A key of a dict with a slash can make a name that is there. The store would train the
+    #    two places of one array apart, and the user may mean one param. A `RowSparse` counts as a leaf, since it has
+    #    two, of which the row numbers would become a param.
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, RowSparse))
-    paths = [param_name(path) for path, _ in leaves]
-    _check_apart(leaves, paths)
+    names = [param_name(path) for path, _ in leaves]
+    path_of_name, name_of_array = dict[str, KeyPath](), dict[int, str]()
+    for name, (path, leaf) in zip(names, leaves, strict=True):
+        if name in path_of_name:
+            two = " and ".join(map(jax.tree_util.keystr, (path_of_name[name], path)))
+            raise ValueError(f"kv.from_params: the leaves {two} of params have the same name, {name!r}; rename one")
+        path_of_name[name] = path
+        first = name_of_array.setdefault(id(leaf), name) if isinstance(leaf, (jax.Array, np.ndarray)) else name
+        if first != name:
+            raise ValueError(f"kv.from_params: leaves {first!r} and {name!r} are one array; keep one, or jnp.copy it")
     untrained = _untrained(params)
-    _check_trained(untrained, paths, range(len(paths)) if frozen is not None else ())
-    # Before the first use of JAX, since a kind `dist_*` joins the other processes.
+    _check_trained(untrained, names, range(len(names)) if frozen is not None else ())
+
+    # 3. The store, before the first use of JAX, since a kind `dist_*` joins the other processes. Then its arrays.
     store = create(kind, devices=devices, staleness=staleness)
-    store = dataclasses.replace(store, paths=tuple(enumerate(paths)), treedef=treedef)
-    values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
-    store = dataclasses.replace(store, frozen=_frozen_keys(frozen, params, paths, values))
-    _check_trained(untrained, paths, store.frozen)
-    # The mesh decides how `init` lays out the values, and `init` how the optimizer's state lies. So in this order.
+    values = list[jax.Array]()
+    for name, (_, leaf) in zip(names, leaves, strict=True):
+        where = f"kv.from_params: leaf {name!r} of params"
+        if isinstance(leaf, RowSparse):
+            raise TypeError(f"{where} is a RowSparse; give sparse.to_dense(value)")
+        try:
+            values.append(checks.array(leaf, where))
+        except jax.errors.UnexpectedTracerError:  # a `TypeError` with advice of its own
+            raise
+        except TypeError as error:
+            raise TypeError(f"{error}; params are arrays alone, and train.start takes whole modules too") from None
+    frozen_keys = _frozen_keys(frozen, params, names, values)
+    _check_trained(untrained, names, frozen_keys)
+    store = dataclasses.replace(store, paths=tuple(enumerate(names)), treedef=treedef, frozen=frozen_keys)
+
+    # 4. The mesh decides how `init` lays out the values, and `init` how the optimizer's state lies. So in this order.
     chosen = mesh if mesh is not None else _mesh_for(store, values, sharding, optimizer)
     if chosen is not None:
         if sharding is None and stores.KINDS[store.kind].in_rows and not _split_shardings(values):
@@ -161,21 +197,6 @@ def _frozen_keys(frozen: Frozen, params: PyTree, names: Sequence[str], values: S
     if not any(jnp.issubdtype(v.dtype, jnp.inexact) and not f for v, f in zip(values, flags, strict=True)):
         raise ValueError(f"{where} leaves no floating param to train; freeze fewer params")
     return tuple(k for k, flag in enumerate(flags) if flag)
-
-
-def _check_params(params: PyTree) -> None:
-    """`TypeError` or `ValueError` for what holds no parameters."""
-    if isinstance(params, KVStore) or isinstance(getattr(params, "store", None), KVStore):
-        own = "kv.to_params(store)" if isinstance(params, KVStore) else "state.params"
-        raise TypeError(f"kv.from_params: expected params, got a {type(params).__name__}; its params are {own}")
-    if type(params).__name__ == "LookaheadParams":
-        own = "the store makes the slow ones, and kv.eval_params has them"
-        raise TypeError(f"kv.from_params: expected params, got LookaheadParams; give the fast params alone: {own}")
-    if hasattr(params, "params") and hasattr(params, "opt_state"):
-        own = f"a {type(params).__name__}, whose optimizer would be trained too; give its .params"
-        raise TypeError(f"kv.from_params: expected params, got {own}")
-    if params is None:
-        raise ValueError("kv.from_params: params is None, so there is nothing to train; give a pytree of arrays")
 
 
 # A whole module is a pytree, and not all of its leaves are params. Trained as params, a running mean would stay at its
@@ -308,33 +329,6 @@ def _split_shardings(values: Sequence[jax.Array]) -> list[NamedSharding]:
     """The shardings of params that come split over devices."""
     shardings = [v.sharding for v in values if not is_traced(v)]
     return [s for s in shardings if isinstance(s, NamedSharding) and not s.is_fully_replicated]
-
-
-def _check_apart(leaves: Sequence[tuple[KeyPath, object]], names: Sequence[str]) -> None:
-    """`ValueError` for two leaves (path, leaf) of one name, or for one array at two places."""
-    # A key of a dict with a slash can make a name that is there. The store would train the two places of an array
-    # apart, and the user may mean one param.
-    named: dict[str, KeyPath] = {}
-    placed: dict[int, str] = {}
-    for (path, leaf), name in zip(leaves, names, strict=True):
-        if name in named:
-            both = " and ".join(map(jax.tree_util.keystr, (named[name], path)))
-            raise ValueError(f"kv.from_params: the leaves {both} of params have the same name, {name!r}; rename one")
-        named[name] = path
-        first = placed.setdefault(id(leaf), name) if isinstance(leaf, (jax.Array, np.ndarray)) else name
-        if first != name:
-            raise ValueError(f"kv.from_params: leaves {first!r} and {name!r} are one array; keep one, or jnp.copy it")
-
-
-def _leaf(leaf: object, path: str) -> jax.Array:
-    if isinstance(leaf, RowSparse):
-        raise TypeError(f"kv.from_params: leaf {path!r} of params is a RowSparse; give sparse.to_dense(value)")
-    try:
-        return checks.array(leaf, f"kv.from_params: leaf {path!r} of params")
-    except jax.errors.UnexpectedTracerError:
-        raise
-    except TypeError as error:
-        raise TypeError(f"{error}; params are arrays alone, and train.start takes whole modules too") from None
 
 
 @allows_transfers
