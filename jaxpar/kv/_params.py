@@ -221,59 +221,54 @@ _COLLECTIONS = {"batch_stats", "cache", "intermediates", "perturbations"}  # of 
 
 def _untrained(params: PyTree) -> list[_Untrained | None]:
     """For each leaf of params what it is, if it is certain that no optimizer may change it."""
-    # Whoever has a module of a library has imported it.
+    # Whoever has a module of a library has imported it. Nothing is an instance of `()`.
     nnx: Any = sys.modules.get("flax.nnx")
     equinox: Any = sys.modules.get("equinox")
     variable = nnx.Variable if nnx else ()
     of_nnx: Any = (nnx.Module, nnx.State) if nnx else ()
     module = equinox.Module if equinox else ()
     kept_apart: Any = (equinox.nn.State, equinox.nn.StateIndex) if equinox else ()
-    reasons: list[_Untrained | None] = []
-
-    def add(node: PyTree, why: _Untrained | None) -> None:
-        reasons.extend(why for _ in jax.tree.leaves(node))
-
-    def add_variable(node: object) -> None:
-        why = _Untrained(f"of type {type(node).__name__}", _BY_NNX, not isinstance(node, nnx.RngState))
-        add(node, None if isinstance(node, nnx.Param) else why)
 
     def is_known(node: object) -> bool:
         return isinstance(node, (variable, of_nnx, module, kept_apart, RowSparse)) or _is_mean_of_haiku(node)
 
-    # The outermost node that a library knows decides for all leaves below it. Each adds as many reasons as it has
-    # leaves, since the caller reads them beside those of `jax.tree.flatten`.
+    def is_member(node: object) -> bool:
+        return isinstance(node, (variable, kept_apart, RowSparse))
+
+    reasons: list[_Untrained | None] = []
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_known):
-        first = getattr(path[0], "key", None) if path else None
-        if isinstance(node, RowSparse):
-            reasons.append(None)  # one leaf, which is refused by its own words
-        elif isinstance(node, variable):
-            add_variable(node)
-        elif isinstance(node, of_nnx):
-            members = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, variable))
-            # A state may be of bare arrays, as out of a file. In a module these are no params.
-            is_mixed = isinstance(node, nnx.Module) or any(isinstance(member, variable) for member in members)
-            for member in members:
-                if isinstance(member, variable):
-                    add_variable(member)
-                else:
-                    add(member, _Untrained("no nnx.Param", _BY_NNX) if is_mixed else None)
-        elif isinstance(node, kept_apart):
-            add(node, _Untrained("a running value of Equinox", _BY_STATE))
-        elif isinstance(node, module):
-            for member in jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, kept_apart)):
-                if isinstance(member, kept_apart):
-                    add(member, _Untrained("a running value of Equinox", _BY_STATE))
-                else:
-                    is_array = hasattr(member, "dtype")
-                    add(
-                        member, None if is_array else _Untrained(f"no array but {checks.describe(member)}", _BY_EQUINOX)
-                    )
-        elif _is_mean_of_haiku(node):
-            add(node, _Untrained("a running mean of Haiku", "give the state of its init as model_state="))
-        elif isinstance(params, Mapping) and "params" in params and first in _COLLECTIONS:
-            add(node, _Untrained(f"in the collection {first!r} of Flax", _BY_LINEN))
-        else:
-            add(node, None)
+        # 1. The members of a module, each of which may be another thing. Elsewhere the outermost node that a library
+        #    knows decides for all leaves below it. A state of NNX may be of bare arrays, as out of a file, which may
+        #    well be params. Beside variables, and in a module, they are none.
+        members: list[Any] = [node]
+        in_nnx = in_equinox = False
+        if isinstance(node, of_nnx):
+            members = jax.tree.leaves(node, is_leaf=is_member)
+            in_nnx = isinstance(node, nnx.Module) or any(isinstance(member, variable) for member in members)
+        elif isinstance(node, module) and not isinstance(node, kept_apart):
+            members, in_equinox = jax.tree.leaves(node, is_leaf=is_member), True
+
+        # 2. What each member is.
+        collection = getattr(path[0], "key", None) if path else None
+        for member in members:
+            why = None
+            if isinstance(member, variable):
+                if not isinstance(member, nnx.Param):
+                    is_stream = isinstance(member, nnx.RngState)
+                    why = _Untrained(f"of type {type(member).__name__}", _BY_NNX, may_be_frozen=not is_stream)
+            elif in_nnx:
+                why = _Untrained("no nnx.Param", _BY_NNX)
+            elif isinstance(member, kept_apart):
+                why = _Untrained("a running value of Equinox", _BY_STATE)
+            elif in_equinox:
+                if not hasattr(member, "dtype"):
+                    why = _Untrained(f"no array but {checks.describe(member)}", _BY_EQUINOX)
+            elif _is_mean_of_haiku(member):
+                why = _Untrained("a running mean of Haiku", "give the state of its init as model_state=")
+            elif isinstance(params, Mapping) and "params" in params and collection in _COLLECTIONS:
+                why = _Untrained(f"in the collection {collection!r} of Flax", _BY_LINEN)
+            # The caller reads the reasons beside its leaves, of which a `RowSparse` is one.
+            reasons += [why] * (1 if isinstance(member, RowSparse) else len(jax.tree.leaves(member)))
     return reasons
 
 
