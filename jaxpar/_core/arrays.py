@@ -57,6 +57,11 @@ def is_traced(tree: PyTree) -> bool:
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
+def is_deleted(value: object) -> bool:
+    """Whether this is an array whose memory is gone, as after it was donated. A tracer never is."""
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted()
+
+
 def check_plain(value: object, where: str) -> None:
     """`TypeError` for an array of NumPy that says more than its numbers: a mask, a unit. The rest would be lost."""
     kind = type(value)

@@ -13,7 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from .arrays import Device, PyTree, Shaped, Value, check_plain, is_of_numbers, is_prng_key, is_tracing
+from .arrays import Device, PyTree, Shaped, Value, check_plain, is_deleted, is_of_numbers, is_prng_key, is_tracing
 from .host import in_kept_dtype
 from .text import describe as describe, did_you_mean, matches, shorten as shorten
 
@@ -84,16 +84,12 @@ def find_keys(key: Any, where: str, store: Keyed | None = None) -> tuple[list[in
         if store is not None and k not in store.values:
             content = f"the store holds {shorten(sorted(store.values))}" if store.values else "the store is empty"
             raise UnknownKeyError(f"{where}: key {k} was never initialised ({content}); call kv.init first")
-        if store is not None and _is_deleted(store.values[k]):
+        if store is not None and is_deleted(store.values[k]):
             raise RuntimeError(
                 f"{where}: key {k}: the stored value was deleted, as by donating this store to a jitted function; use "
                 "the store that the function returned"
             )
     return list(map(operator.index, keys)), many
-
-
-def _is_deleted(value: object) -> bool:
-    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted()
 
 
 # Arrays.

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from .._core.arrays import Device, PyTree, Tree, is_prng_key, is_traced, is_tracing, without_keys
+from .._core.arrays import Device, PyTree, Tree, is_deleted, is_prng_key, is_traced, is_tracing, without_keys
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -105,19 +105,38 @@ def spans_processes(leaf: object) -> TypeGuard[jax.Array]:
 
 def put(tree: PyTree, sharding: Sharding | None) -> PyTree:
     """Arrays with that sharding, as `jax.device_put`, over the devices of several processes too."""
-    # Nothing is sent between processes. Each process fills the part of its own devices, so every process must give the
-    # same arrays. An array that already spans processes is resharded by a program over its devices. Inside a traced
-    # function arrays have no values, and the devices need not exist.
+    # 1. What is there already. `jax.device_put` would take 10 µs for each of these arrays. One on a single device it
+    #    may commit.
     leaves = jax.tree.leaves(tree)
-    # `jax.device_put` would take 10 µs for each array that is there already. One on a single device it may commit.
     if isinstance(sharding, NamedSharding) and {getattr(leaf, "sharding", None) for leaf in leaves} <= {sharding}:
         return tree
-    if jax.process_count() > 1:
-        local = is_tracing() or sharding is None or sharding.is_fully_addressable
-        if not local or any(map(spans_processes, leaves)):
-            plain, restore = without_keys(tree)
-            return restore(jax.tree.map(lambda leaf: _put(leaf, sharding), plain))
-    return jax.device_put(tree, sharding)
+
+    # 2. Within this process, as jax does it. Inside a traced function arrays have no values, and the devices need not
+    #    exist.
+    if jax.process_count() == 1:
+        return jax.device_put(tree, sharding)
+    stays_here = is_tracing() or sharding is None or sharding.is_fully_addressable
+    if stays_here and not any(map(spans_processes, leaves)):
+        return jax.device_put(tree, sharding)
+
+    # 3. Over processes nothing is sent: each of them fills the part of its own devices, so every process must give the
+    #    same arrays. An array that already spans processes is resharded by a program over its devices.
+    def over_processes(leaf: Any) -> jax.Array:
+        if spans_processes(leaf):
+            if sharding is not None and leaf.sharding.device_set == sharding.device_set:
+                return jax.device_put(leaf, sharding)  # in any order of the devices
+            leaf = to_host(leaf)
+        if sharding is None or sharding.is_fully_addressable:
+            return jax.device_put(leaf, sharding)
+        if not sharding.addressable_devices:
+            devices = sorted(map(str, sharding.device_set))
+            raise ValueError(f"the given devices all belong to other processes: {devices}")
+        leaf = np.asarray(leaf)
+        # np.array: jax shares memory between CPU devices and NumPy where it can, and each device needs its own.
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.array(leaf[index]))
+
+    plain, restore = without_keys(tree)
+    return restore(jax.tree.map(over_processes, plain))
 
 
 def put_copy(tree: PyTree, sharding: Sharding) -> PyTree:
@@ -135,20 +154,6 @@ def to_host(leaf: Any) -> Any:
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(leaf, tiled=True)
-
-
-def _put(leaf: Any, sharding: Sharding | None) -> jax.Array:
-    if spans_processes(leaf):
-        if sharding is not None and leaf.sharding.device_set == sharding.device_set:
-            return jax.device_put(leaf, sharding)  # in any order of the devices
-        leaf = to_host(leaf)
-    if sharding is None or sharding.is_fully_addressable:
-        return jax.device_put(leaf, sharding)
-    if not sharding.addressable_devices:
-        raise ValueError(f"the given devices all belong to other processes: {sorted(map(str, sharding.device_set))}")
-    leaf = np.asarray(leaf)
-    # np.array: jax shares memory between CPU devices and NumPy where it can, and each device needs its own.
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.array(leaf[index]))
 
 
 # Emulated devices.
@@ -204,7 +209,7 @@ def share_or_put(arrays: Sequence[jax.Array], sharding: Sharding) -> list[jax.Ar
 
 
 def is_donated(state: PyTree) -> bool:
-    return any(map(_is_deleted, jax.tree.leaves(state)))
+    return any(map(is_deleted, jax.tree.leaves(state)))
 
 
 def check_not_donated(state: PyTree, where: str) -> None:
@@ -219,11 +224,7 @@ def check_not_donated(state: PyTree, where: str) -> None:
 def zeros_if_donated(state: Tree) -> Tree:
     """The pytree with zeros in place of donated arrays, as a template to restore a checkpoint into."""
     # Random keys need `device_put`.
-    return jax.tree.map(lambda x: jax.device_put(jnp.zeros_like(x), x.sharding) if _is_deleted(x) else x, state)
-
-
-def _is_deleted(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+    return jax.tree.map(lambda x: jax.device_put(jnp.zeros_like(x), x.sharding) if is_deleted(x) else x, state)
 
 
 def own_copies(tree: Tree) -> Tree:
@@ -251,7 +252,12 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         if several and spans_processes(array):
             copies[i] = jax.device_put(array, array.sharding, may_alias=False)
         elif array.nbytes >= LARGE and _can_share(array):
-            copies[i] = _shared(array)
+            view = np.asarray(array)  # of the same memory, which it keeps alive
+            if array.committed:
+                copies[i] = jax.device_put(view, array.sharding)
+            else:
+                with jax.default_device(*array.sharding.device_set):
+                    copies[i] = jnp.asarray(view)
         else:
             small.setdefault(array.sharding, []).append(i)
     for sharding, places in small.items():
@@ -263,14 +269,6 @@ def donatable(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _can_share(array: jax.Array) -> bool:
     return not is_prng_key(array) and array.is_fully_replicated and one_memory(array.sharding.device_set)
-
-
-def _shared(array: jax.Array) -> jax.Array:
-    view = np.asarray(array)
-    if array.committed:
-        return jax.device_put(view, array.sharding)
-    with jax.default_device(*array.sharding.device_set):
-        return jnp.asarray(view)
 
 
 @functools.lru_cache(maxsize=64)

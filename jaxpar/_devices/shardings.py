@@ -197,12 +197,13 @@ def sharding_rules(
         raise TypeError(
             f"parallel.sharding_rules: patterns must be a dict, {{pattern: spec}}, got {describe(patterns)}"
         )
-    for pattern, chosen in patterns.items():
-        if not isinstance(pattern, str):
-            raise TypeError(f"parallel.sharding_rules: a pattern must be a str, got {pattern!r}")
-        _check_chosen(chosen, f"pattern {pattern!r}")
     default = _REPLICATED if default is None else default
-    _check_chosen(default, "default")
+    for pattern, chosen in [*patterns.items(), ("default", default)]:
+        if not isinstance(pattern, str) or not (isinstance(chosen, PartitionSpec) or callable(chosen)):
+            raise TypeError(
+                "parallel.sharding_rules: a pattern is a str, and it and default= have a PartitionSpec or a rule, got "
+                f"{pattern!r}: {describe(chosen)}"
+            )
     if then is not None and not isinstance(then, FullyShardedRule):
         raise TypeError(f"parallel.sharding_rules: then must be made by parallel.fsdp, got {checks.describe(then)}")
     return NameRules(tuple(patterns.items()), default, then)
@@ -218,13 +219,6 @@ def check_rule_paths(rule: object, paths: Sequence[str]) -> None:
             raise ValueError(f"parallel.sharding_rules: pattern {pattern!r} {rule.why_idle(i, paths)}")
         check_rule_paths(chosen, [path for path, match in zip(paths, matches, strict=True) if match == i])
     check_rule_paths(rule.default, [path for path, match in zip(paths, matches, strict=True) if match is None])
-
-
-def _check_chosen(chosen: object, what: str) -> None:
-    if not isinstance(chosen, PartitionSpec) and not callable(chosen):
-        raise TypeError(
-            f"parallel.sharding_rules: {what} must have a PartitionSpec or a rule, got {checks.describe(chosen)}"
-        )
 
 
 # Whether a spec fits a shape and a mesh.

@@ -160,9 +160,10 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
             'by make_train_step(loss_fn, engine="jit")'
         )
     if stores.is_in_rows(store) and lax.axis_size(axis_name) != stores.shards(store):
+        each = "list of compressed values" if axis_name == POSITION else f"axis {axis_name!r}"
         raise ValueError(
-            f"kv.push: the axis {axis_name!r} has {lax.axis_size(axis_name)} devices, but this {store.kind!r} store "
-            f"was made for {stores.shards(store)}"
+            f"kv.push: the {each} has {lax.axis_size(axis_name)} devices, but this {store.kind!r} store was made for "
+            f"{stores.shards(store)}; push one value for each of them"
         )
     # Values that compress travel as packed bits in buckets of their own, all others plain.
     small = compressed_keys(store, pushed)
@@ -202,11 +203,6 @@ def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any
     residuals: dict[int, Any] = {}
     for count in sorted({len(pushed[k]) for k in small}):
         keys = [k for k in pushed if k in small and len(pushed[k]) == count]
-        if stores.is_in_rows(store) and count != stores.shards(store):
-            raise ValueError(
-                f"kv.push: keys {checks.shorten(keys)} are compressed in a {store.kind!r} store; push one value for "
-                f"each of its {stores.shards(store)} devices, got {count}"
-            )
         stacked = {k: jnp.stack(pushed[k]) for k in keys}
         held_residuals = residuals_for(store, dict.fromkeys(keys, count))
         # The positions become a mapped axis, so `reduce` compresses and sums them as it would devices.

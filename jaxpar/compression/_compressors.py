@@ -478,14 +478,8 @@ def make(spec: Mapping[str, Any]) -> Compressor | LinearCompressor | None:
     if not isinstance(spec, Mapping):
         raise TypeError(f'compression: the specification must be a dict, such as {{"type": "2bit"}}, got {spec!r}')
     parameters = dict(spec)
-    if "type" not in parameters:
-        raise ValueError(f"compression: the specification has no 'type'; known are {', '.join(TYPES)}")
-    name = checks.choice(parameters.pop("type"), "compression", "type", TYPES)
-    if name == "none" and parameters:
-        raise ValueError(f"compression 'none' takes no parameters, got {', '.join(map(repr, parameters))}")
-    if name == "none":
-        return None
-    fields = [field.name for field in dataclasses.fields(_TYPES[name])]
+    name = checks.choice(parameters.pop("type", None), "compression", "type", TYPES)
+    fields = [field.name for field in dataclasses.fields(_TYPES[name])] if name != "none" else []
     for parameter in parameters:
-        checks.choice(parameter, f"compression {name!r}", "parameter", fields)
-    return _TYPES[name](**parameters)
+        checks.choice(parameter, f"compression {name!r}", "parameter", fields or ["none at all"])
+    return _TYPES[name](**parameters) if name != "none" else None

@@ -258,13 +258,6 @@ def set_optimizer(store: KVStore, tx: optax.GradientTransformation | updaters.Up
     aggregate.check_shares(store, specs, "kv.set_optimizer")
     if store.staleness and optimizer.reads_loss(stores.tree_of(store, specs)):
         raise ValueError("kv.set_optimizer: this optimizer reads the loss, which a late push lacks; use staleness=0")
-    # No program can have values that are committed to different devices.
-    trained = {k: store.values[k] for k in stores.trained_keys(store)}
-    key_at = {frozenset(v.sharding.device_set): k for k, v in trained.items() if not is_traced(v) and v.committed}
-    if len(key_at) > 1:
-        names = " and ".join(repr(stores.names(store)[k]) for k in sorted(key_at.values())[:2])
-        raise ValueError(f"kv.set_optimizer: params {names} are on different devices; give kv.from_params devices=")
-
     # Its state before the first update. A leaf with the shape of a param lies as that param does, so that the update
     # moves nothing between devices.
     store = dataclasses.replace(store, optimizer_state=optimizer.init(stores.tree_of(store, store.values)))

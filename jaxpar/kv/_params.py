@@ -104,26 +104,62 @@ def from_params(
         >>> kv.names(store)
         {0: 'b', 1: 'w'}
     """
+    # 1. What is no params, or says two things at once.
     if mesh is not None and devices is not None:
         raise ValueError("kv.from_params: give mesh= or devices=, not both")
     if mesh is not None:
         check_is_mesh(mesh, "kv.from_params")
     if optimizer is not None and updater is not None:
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
-    _check_params(params)
-    # A RowSparse has two leaves, and its row numbers would become a param.
+    if params is None:
+        raise ValueError("kv.from_params: params is None, so there is nothing to train; give a pytree of arrays")
+    advice = ""
+    if isinstance(params, KVStore):
+        advice = "its params are kv.to_params(store)"
+    elif isinstance(getattr(params, "store", None), KVStore):
+        advice = "its params are state.params"
+    elif type(params).__name__ == "LookaheadParams":
+        advice = "give the fast params alone: the store makes the slow ones, and kv.eval_params has them"
+    elif hasattr(params, "params") and hasattr(params, "opt_state"):
+        advice = "its optimizer would be trained too; give its .params"
+    if advice:
+        raise TypeError(f"kv.from_params: expected params, got a {type(params).__name__}; {advice}")
+
+    # 2. The leaves, with names. A key of a dict with a slash can make a name that is there. The store would train the
+    #    two places of one array apart, and the user may mean one param. A `RowSparse` counts as a leaf, since it has
+    #    two, of which the row numbers would become a param.
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, RowSparse))
-    paths = [param_name(path) for path, _ in leaves]
-    _check_apart(leaves, paths)
+    names = [param_name(path) for path, _ in leaves]
+    path_of_name, name_of_array = dict[str, KeyPath](), dict[int, str]()
+    for name, (path, leaf) in zip(names, leaves, strict=True):
+        if name in path_of_name:
+            two = " and ".join(map(jax.tree_util.keystr, (path_of_name[name], path)))
+            raise ValueError(f"kv.from_params: the leaves {two} of params have the same name, {name!r}; rename one")
+        path_of_name[name] = path
+        first = name_of_array.setdefault(id(leaf), name) if isinstance(leaf, (jax.Array, np.ndarray)) else name
+        if first != name:
+            raise ValueError(f"kv.from_params: leaves {first!r} and {name!r} are one array; keep one, or jnp.copy it")
     untrained = _untrained(params)
-    _check_trained(untrained, paths, range(len(paths)) if frozen is not None else ())
-    # Before the first use of JAX, since a kind `dist_*` joins the other processes.
+    _check_trained(untrained, names, range(len(names)) if frozen is not None else ())
+
+    # 3. The store, before the first use of JAX, since a kind `dist_*` joins the other processes. Then its arrays.
     store = create(kind, devices=devices, staleness=staleness)
-    store = dataclasses.replace(store, paths=tuple(enumerate(paths)), treedef=treedef)
-    values = [_leaf(leaf, path) for path, (_, leaf) in zip(paths, leaves, strict=True)]
-    store = dataclasses.replace(store, frozen=_frozen_keys(frozen, params, paths, values))
-    _check_trained(untrained, paths, store.frozen)
-    # The mesh decides how `init` lays out the values, and `init` how the optimizer's state lies. So in this order.
+    values = list[jax.Array]()
+    for name, (_, leaf) in zip(names, leaves, strict=True):
+        where = f"kv.from_params: leaf {name!r} of params"
+        if isinstance(leaf, RowSparse):
+            raise TypeError(f"{where} is a RowSparse; give sparse.to_dense(value)")
+        try:
+            values.append(checks.array(leaf, where))
+        except jax.errors.UnexpectedTracerError:  # a `TypeError` with advice of its own
+            raise
+        except TypeError as error:
+            raise TypeError(f"{error}; params are arrays alone, and train.start takes whole modules too") from None
+    frozen_keys = _frozen_keys(frozen, params, names, values)
+    _check_trained(untrained, names, frozen_keys)
+    store = dataclasses.replace(store, paths=tuple(enumerate(names)), treedef=treedef, frozen=frozen_keys)
+
+    # 4. The mesh decides how `init` lays out the values, and `init` how the optimizer's state lies. So in this order.
     chosen = mesh if mesh is not None else _mesh_for(store, values, sharding, optimizer)
     if chosen is not None:
         if sharding is None and stores.KINDS[store.kind].in_rows and not _split_shardings(values):
@@ -158,21 +194,6 @@ def _frozen_keys(frozen: Frozen, params: PyTree, names: Sequence[str], values: S
     return tuple(k for k, flag in enumerate(flags) if flag)
 
 
-def _check_params(params: PyTree) -> None:
-    """`TypeError` or `ValueError` for what holds no parameters."""
-    if isinstance(params, KVStore) or isinstance(getattr(params, "store", None), KVStore):
-        own = "kv.to_params(store)" if isinstance(params, KVStore) else "state.params"
-        raise TypeError(f"kv.from_params: expected params, got a {type(params).__name__}; its params are {own}")
-    if type(params).__name__ == "LookaheadParams":
-        own = "the store makes the slow ones, and kv.eval_params has them"
-        raise TypeError(f"kv.from_params: expected params, got LookaheadParams; give the fast params alone: {own}")
-    if hasattr(params, "params") and hasattr(params, "opt_state"):
-        own = f"a {type(params).__name__}, whose optimizer would be trained too; give its .params"
-        raise TypeError(f"kv.from_params: expected params, got {own}")
-    if params is None:
-        raise ValueError("kv.from_params: params is None, so there is nothing to train; give a pytree of arrays")
-
-
 # A whole module is a pytree, and not all of its leaves are params. Trained as params, a running mean would stay at its
 # start, weight decay would shrink it, and a stream of random numbers would give the same ones at each step.
 
@@ -195,59 +216,54 @@ _COLLECTIONS = {"batch_stats", "cache", "intermediates", "perturbations"}  # of 
 
 def _untrained(params: PyTree) -> list[_Untrained | None]:
     """For each leaf of params what it is, if it is certain that no optimizer may change it."""
-    # Whoever has a module of a library has imported it.
+    # Whoever has a module of a library has imported it. Nothing is an instance of `()`.
     nnx: Any = sys.modules.get("flax.nnx")
     equinox: Any = sys.modules.get("equinox")
     variable = nnx.Variable if nnx else ()
     of_nnx: Any = (nnx.Module, nnx.State) if nnx else ()
     module = equinox.Module if equinox else ()
     kept_apart: Any = (equinox.nn.State, equinox.nn.StateIndex) if equinox else ()
-    reasons: list[_Untrained | None] = []
-
-    def add(node: PyTree, why: _Untrained | None) -> None:
-        reasons.extend(why for _ in jax.tree.leaves(node))
-
-    def add_variable(node: object) -> None:
-        why = _Untrained(f"of type {type(node).__name__}", _BY_NNX, not isinstance(node, nnx.RngState))
-        add(node, None if isinstance(node, nnx.Param) else why)
 
     def is_known(node: object) -> bool:
         return isinstance(node, (variable, of_nnx, module, kept_apart, RowSparse)) or _is_mean_of_haiku(node)
 
-    # The outermost node that a library knows decides for all leaves below it. Each adds as many reasons as it has
-    # leaves, since the caller reads them beside those of `jax.tree.flatten`.
+    def is_member(node: object) -> bool:
+        return isinstance(node, (variable, kept_apart, RowSparse))
+
+    reasons: list[_Untrained | None] = []
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_known):
-        first = getattr(path[0], "key", None) if path else None
-        if isinstance(node, RowSparse):
-            reasons.append(None)  # one leaf, which is refused by its own words
-        elif isinstance(node, variable):
-            add_variable(node)
-        elif isinstance(node, of_nnx):
-            members = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, variable))
-            # A state may be of bare arrays, as out of a file. In a module these are no params.
-            is_mixed = isinstance(node, nnx.Module) or any(isinstance(member, variable) for member in members)
-            for member in members:
-                if isinstance(member, variable):
-                    add_variable(member)
-                else:
-                    add(member, _Untrained("no nnx.Param", _BY_NNX) if is_mixed else None)
-        elif isinstance(node, kept_apart):
-            add(node, _Untrained("a running value of Equinox", _BY_STATE))
-        elif isinstance(node, module):
-            for member in jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, kept_apart)):
-                if isinstance(member, kept_apart):
-                    add(member, _Untrained("a running value of Equinox", _BY_STATE))
-                else:
-                    is_array = hasattr(member, "dtype")
-                    add(
-                        member, None if is_array else _Untrained(f"no array but {checks.describe(member)}", _BY_EQUINOX)
-                    )
-        elif _is_mean_of_haiku(node):
-            add(node, _Untrained("a running mean of Haiku", "give the state of its init as model_state="))
-        elif isinstance(params, Mapping) and "params" in params and first in _COLLECTIONS:
-            add(node, _Untrained(f"in the collection {first!r} of Flax", _BY_LINEN))
-        else:
-            add(node, None)
+        # 1. The members of a module, each of which may be another thing. Elsewhere the outermost node that a library
+        #    knows decides for all leaves below it. A state of NNX may be of bare arrays, as out of a file, which may
+        #    well be params. Beside variables, and in a module, they are none.
+        members: list[Any] = [node]
+        in_nnx = in_equinox = False
+        if isinstance(node, of_nnx):
+            members = jax.tree.leaves(node, is_leaf=is_member)
+            in_nnx = isinstance(node, nnx.Module) or any(isinstance(member, variable) for member in members)
+        elif isinstance(node, module) and not isinstance(node, kept_apart):
+            members, in_equinox = jax.tree.leaves(node, is_leaf=is_member), True
+
+        # 2. What each member is.
+        collection = getattr(path[0], "key", None) if path else None
+        for member in members:
+            why = None
+            if isinstance(member, variable):
+                if not isinstance(member, nnx.Param):
+                    is_stream = isinstance(member, nnx.RngState)
+                    why = _Untrained(f"of type {type(member).__name__}", _BY_NNX, may_be_frozen=not is_stream)
+            elif in_nnx:
+                why = _Untrained("no nnx.Param", _BY_NNX)
+            elif isinstance(member, kept_apart):
+                why = _Untrained("a running value of Equinox", _BY_STATE)
+            elif in_equinox:
+                if not hasattr(member, "dtype"):
+                    why = _Untrained(f"no array but {checks.describe(member)}", _BY_EQUINOX)
+            elif _is_mean_of_haiku(member):
+                why = _Untrained("a running mean of Haiku", "give the state of its init as model_state=")
+            elif isinstance(params, Mapping) and "params" in params and collection in _COLLECTIONS:
+                why = _Untrained(f"in the collection {collection!r} of Flax", _BY_LINEN)
+            # The caller reads the reasons beside its leaves, of which a `RowSparse` is one.
+            reasons += [why] * (1 if isinstance(member, RowSparse) else len(jax.tree.leaves(member)))
     return reasons
 
 
@@ -303,33 +319,6 @@ def _split_shardings(values: Sequence[jax.Array]) -> list[NamedSharding]:
     """The shardings of params that come split over devices."""
     shardings = [v.sharding for v in values if not is_traced(v)]
     return [s for s in shardings if isinstance(s, NamedSharding) and not s.is_fully_replicated]
-
-
-def _check_apart(leaves: Sequence[tuple[KeyPath, object]], names: Sequence[str]) -> None:
-    """`ValueError` for two leaves (path, leaf) of one name, or for one array at two places."""
-    # A key of a dict with a slash can make a name that is there. The store would train the two places of an array
-    # apart, and the user may mean one param.
-    named: dict[str, KeyPath] = {}
-    placed: dict[int, str] = {}
-    for (path, leaf), name in zip(leaves, names, strict=True):
-        if name in named:
-            both = " and ".join(map(jax.tree_util.keystr, (named[name], path)))
-            raise ValueError(f"kv.from_params: the leaves {both} of params have the same name, {name!r}; rename one")
-        named[name] = path
-        first = placed.setdefault(id(leaf), name) if isinstance(leaf, (jax.Array, np.ndarray)) else name
-        if first != name:
-            raise ValueError(f"kv.from_params: leaves {first!r} and {name!r} are one array; keep one, or jnp.copy it")
-
-
-def _leaf(leaf: object, path: str) -> jax.Array:
-    if isinstance(leaf, RowSparse):
-        raise TypeError(f"kv.from_params: leaf {path!r} of params is a RowSparse; give sparse.to_dense(value)")
-    try:
-        return checks.array(leaf, f"kv.from_params: leaf {path!r} of params")
-    except jax.errors.UnexpectedTracerError:
-        raise
-    except TypeError as error:
-        raise TypeError(f"{error}; params are arrays alone, and train.start takes whole modules too") from None
 
 
 @allows_transfers

@@ -2,9 +2,12 @@
 
 `push` checks, and asks `_send_of` for the function that sums and updates. Inside of a user's `jit` that is
 `_store.aggregate.push`, pure functions of arrays. At the prompt the same functions run as compiled programs, in this
-process (`_push_here`) or in all (`_push_across`). `_compute` says on which devices: is there one value of each key on
-each of the same several devices, then one program over these devices sums and updates. Otherwise, and for kind `local`,
-the values are sent to where the stored ones are, and one program there does.
+process (`_push_here`) or in all (`_push_across`). `_compute` says on which devices:
+
+    what is pushed                                             where a program sums and updates
+    one value of each key on each of the same several devices  over these devices             `_over_devices`
+    the same, of large values in one memory (emulated CPUs)    on the first of them           `_on_first`
+    anything else, or kind `local`, or a store over a mesh     where the stored values are    `_at_home`
 """
 
 from __future__ import annotations

@@ -151,8 +151,19 @@ def _difference(of_value: _Traces | Exception, of_share: _Traces | Exception) ->
     # 2. The states have the same leaves: scalars, or one number for each element.
     specs = jax.tree.leaves(of_value.value)
     forms = f"{checks.describe(specs[0]) if len(specs) == 1 else 'whole values'} and for a share of it"
-    if reason := _other_state(of_value, of_share):
-        return f"the updater is not the same for {forms}: {reason}"
+    not_same = f"the updater is not the same for {forms}"
+    if jax.tree.structure(of_value.state) != jax.tree.structure(of_share.state):
+        return f"{not_same}: its state has another structure"
+    shapes = {(a.shape, b.shape) for a, b in zip(specs, jax.tree.leaves(of_share.value), strict=True)}
+    for a, b in zip(*map(jax.tree.leaves, (of_value.state, of_share.state)), strict=True):
+        is_scalar = not a.shape and not b.shape
+        if a.dtype != b.dtype or not (is_scalar or (a.shape, b.shape) in shapes):
+            leaves = " and ".join(map(checks.describe, (a, b)))
+            return f"{not_same}: its state has {leaves}, and must have scalars or one number for each element"
+    for traces in (of_value, of_share) if of_share.update is not None else ():
+        (old, before), (new, after) = map(jax.tree.flatten, (traces.state, traces.out[1]))
+        if before != after or [*map(np.shape, old)] != [*map(np.shape, new)]:
+            return f"{not_same}: an update changes the structure or the shapes of its state"
 
     # 3. `init`, then `update`, are the same program of elements.
     values = [Extent.ELEMENTS] * len(specs)
@@ -162,23 +173,6 @@ def _difference(of_value: _Traces | Exception, of_share: _Traces | Exception) ->
         extents = [*values, *state, *values]  # of the arguments: pushed, state, stored
         reason = _other_program(read(of_value.update, extents), read(of_share.update, extents))
     return None if reason is None else f"the updater is not the same program for {forms}: {reason}"
-
-
-def _other_state(of_value: _Traces, of_share: _Traces) -> str | None:
-    """How the states differ, before an update and after it."""
-    if jax.tree.structure(of_value.state) != jax.tree.structure(of_share.state):
-        return "its state has another structure"
-    shapes = {(a.shape, b.shape) for a, b in zip(*map(jax.tree.leaves, (of_value.value, of_share.value)), strict=True)}
-    for a, b in zip(*map(jax.tree.leaves, (of_value.state, of_share.state)), strict=True):
-        is_scalar = not a.shape and not b.shape
-        if a.dtype != b.dtype or not (is_scalar or (a.shape, b.shape) in shapes):
-            leaves = " and ".join(map(checks.describe, (a, b)))
-            return f"its state has {leaves}, and must have scalars or one number for each element"
-    for traces in (of_value, of_share) if of_share.update is not None else ():
-        (old, before), (new, after) = map(jax.tree.flatten, (traces.state, traces.out[1]))
-        if before != after or [*map(np.shape, old)] != [*map(np.shape, new)]:
-            return "an update changes the structure or the shapes of its state"
-    return None
 
 
 def _other_program(of_value: list[Line], of_share: list[Line]) -> str | None:
@@ -250,26 +244,24 @@ class _Reader:
             return self._cond(eqn, operands)
         extent = max((operand.extent for operand in operands), default=Extent.SCALAR)
         if extent == Extent.ELEMENTS:
-            self._check(eqn, operands)
-        # Shapes are part of the line only where they are not those of the value.
+            # Each element of the results must depend on the same element of the value only.
+            if name not in ELEMENTWISE:
+                raise NotElementwise(f"{name!r} combines elements of the value")
+            if any(operand.extent == Extent.ARRAY for operand in operands):
+                raise NotElementwise(f"{name!r} takes an array that is not made of the value")
+            pairs = zip(eqn.invars, operands, strict=True)
+            shapes_of_value = {v.aval.shape for v, operand in pairs if operand.extent == Extent.ELEMENTS}
+            if {v.aval.shape for v in eqn.outvars} != shapes_of_value:
+                raise NotElementwise(f"{name!r} changes the shape of the value")
+        # Shapes are part of the line only where they are not those of the value. Parameters are where they change what
+        # is computed.
         extents, shapes = [extent] * len(eqn.outvars), ()
         if name not in ELEMENTWISE or extent == Extent.ARRAY:
             extents = [Extent.ARRAY if v.aval.shape else Extent.SCALAR for v in eqn.outvars]
             shapes = tuple(str(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        self.lines.append((name, _parameters(eqn), [operand.name for operand in operands], shapes))
+        parameters = [(key, _parameter(x)) for key, x in sorted(eqn.params.items()) if key not in _NO_ARITHMETIC]
+        self.lines.append((name, parameters, [operand.name for operand in operands], shapes))
         return self._results(extents)
-
-    def _check(self, eqn: Eqn, operands: list[_Result]) -> None:
-        """`NotElementwise` unless each element of the results depends on the same element of the value only."""
-        name = eqn.primitive.name
-        if name not in ELEMENTWISE:
-            raise NotElementwise(f"{name!r} combines elements of the value")
-        if any(operand.extent == Extent.ARRAY for operand in operands):
-            raise NotElementwise(f"{name!r} takes an array that is not made of the value")
-        pairs = zip(eqn.invars, operands, strict=True)
-        shapes = {v.aval.shape for v, operand in pairs if operand.extent == Extent.ELEMENTS}
-        if {v.aval.shape for v in eqn.outvars} != shapes:
-            raise NotElementwise(f"{name!r} changes the shape of the value")
 
     def _cond(self, eqn: Eqn, operands: list[_Result]) -> list[_Result]:
         """Each branch is read by itself. A result is what it may be in any of them."""
@@ -303,11 +295,6 @@ def _constant(value: ArrayLike) -> _Result:
         array = jax.random.key_data(array)
     name = ("constant", str(array.dtype), shape, np.asarray(array).tobytes())
     return _Result(name, Extent.ARRAY if shape else Extent.SCALAR)
-
-
-def _parameters(eqn: Eqn) -> list[tuple[str, object]]:
-    """The parameters of an equation that change what it computes."""
-    return [(name, _parameter(value)) for name, value in sorted(eqn.params.items()) if name not in _NO_ARITHMETIC]
 
 
 def _parameter(value: object) -> object:

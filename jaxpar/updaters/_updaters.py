@@ -44,6 +44,11 @@ assign: Updater = Updater(_no_state, _assign)
 accumulate: Updater = Updater(_no_state, _accumulate)
 
 
+# The functions of an updater are frozen dataclasses, not closures: those made of one transform are equal, so a push
+# finds its program also with an updater that was made again. With `uses_key = False` pushes of other keys in the same
+# shapes share a program.
+
+
 @dataclasses.dataclass(frozen=True)
 class _Stateless:
     fn: UpdateFn

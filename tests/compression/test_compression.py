@@ -541,10 +541,10 @@ KNOWN = "known are none, 1bit, 2bit, bf16, int3, int8, powersgd, topk"
     [
         ("2bit", TypeError, """the specification must be a dict, such as {"type": "2bit"}, got '2bit'"""),
         ({"type": "3bit"}, ValueError, f"compression: unknown type '3bit'; {KNOWN}; did you mean '2bit'?"),
-        ({"threshold": 0.5}, ValueError, f"compression: the specification has no 'type'; {KNOWN}"),
+        ({"threshold": 0.5}, ValueError, f"compression: unknown type None; {KNOWN}"),
         ({"type": ["2bit"]}, ValueError, f"unknown type a list of 1; {KNOWN}"),
         ({"type": "2bit", "treshold": 1}, ValueError, "'treshold'; known are threshold; did you mean 'threshold'?"),
-        ({"type": "none", "ratio": 1}, ValueError, "compression 'none' takes no parameters, got 'ratio'"),
+        ({"type": "none", "ratio": 1}, ValueError, "compression 'none': unknown parameter 'ratio'"),
         ({"type": "2bit", "threshold": 0}, ValueError, "'2bit': threshold must be a finite float32 > 0, got 0"),
         ({"type": "2bit", "threshold": -0.5}, ValueError, "threshold must be a finite float32 > 0, got -0.5"),
         ({"type": "2bit", "threshold": 1e-60}, ValueError, "threshold must be a finite float32 > 0, got 1e-60"),

@@ -113,6 +113,16 @@ def test_updater_and_devices():
     np.testing.assert_array_equal(kv.to_params(kv.push(store, 0, X))["w"], 2 * X)
 
 
+def test_params_on_different_devices_meet_where_their_gradients_are():
+    devices = jax.devices()[:2]
+    params = {name: jax.device_put(jnp.ones(2), device) for name, device in zip("ab", devices, strict=True)}
+    store = kv.from_params(params, optimizer=optax.sgd(0.25))
+    with pytest.raises(ValueError, match="incompatible devices"):
+        kv.push(store, ["a", "b"], list(params.values()))
+    store = kv.push(store, ["a", "b"], [put([x, x], devices) for x in params.values()])
+    assert [x.tolist() for x in kv.to_params(store).values()] == [[0.5, 0.5]] * 2
+
+
 def test_under_jit():
     @jax.jit
     def run(params):
