@@ -276,7 +276,9 @@ class _Run:
         return Child(rank, slot, self._args.command, env, self.output)
 
     def _turn(self) -> None:
-        # Before its messages are read: a process that has ended may have reported why, which says more than its status.
+        """Look once at the processes, at their messages and at signals."""
+        # Who has ended is found before the messages are read: such a process may have reported why, which says more
+        # than its status.
         failed = [child for child in self.children if child.poll() and child.status]
         self.server.turn(0.0 if failed else _POLL_INTERVAL)
         self._handle_signals()
@@ -347,11 +349,13 @@ class _Run:
             self._send_signal(signal.SIGKILL)
 
     def _end_others(self, failed: Child, why: str, from_server: bool = False) -> None:
-        # Processes with a heartbeat client get a report and end by themselves. The others get SIGTERM.
+        """End all after the first failure. Later ones are its consequences."""
         if self.first is not None:
             return
         self.first = failed
-        # Where one was interrupted the others may have been, too; one that waits for it cannot end by itself.
+
+        # The report. Processes with a heartbeat client end by themselves then. Where one was interrupted the others may
+        # have been, too, and get some seconds to end in order; one that waits for it in a collective cannot.
         is_interrupt = self._is_interrupted or failed.status in INTERRUPTED
         wait = min(INTERRUPT_GRACE, self._args.grace) if is_interrupt else 0.0
         reported = "the run is being ended" if self._is_interrupted else why
@@ -359,12 +363,14 @@ class _Run:
             self.server.report_interrupt(failed.rank, reported, wait)
         else:
             self._timers.enter(0, 0, lambda: self.server.report(failed.rank, reported))
-        if self._is_interrupted:
+        if self._is_interrupted:  # `_handle_signals` ends them
             return
         self.output.say(f"process {failed.rank} (pid {failed.process.pid}) failed: {why}; ending the others")
+
+        # Signals, for those that do not end so: one that is frozen, those without a client, and at last all.
         connected = set(self.server.peers)
         if from_server and failed.rank in connected and not self.server.peers[failed.rank].is_leaving:
-            failed.send_signal(signal.SIGKILL)  # frozen
+            failed.send_signal(signal.SIGKILL)
         for other in self.children:
             if other.rank not in connected and not wait:
                 other.send_signal(signal.SIGTERM)

@@ -45,10 +45,35 @@ class NoCellError(Exception):
 def fused(eqn: JaxprEqn) -> JaxprEqn | None:
     """The equation of a scan with a `recurrent.loop` in its place, or None where the scan is no loop of a cell."""
     constants, carried = scan_sizes(eqn.params)
-    if not _may_be(eqn, carried):
-        return None
-    # Only traced here: `NoCellError` says that the scan stays, before anything of it is changed.
     body, length = eqn.params["jaxpr"], eqn.params["length"]
+    # 1. What can be seen without reading the body. A GRU carries h, an LSTM h and c. The kernels go forward from the
+    #    first step.
+    if not kernels.are_loaded():
+        return None
+    if carried not in (1, 2) or eqn.params["reverse"] or length < 2 or body.effects or body.consts or eqn.effects:
+        return None
+    inside = getattr(body, "jaxpr", body)
+    states = inside.outvars[:carried]
+    if len(inside.outvars) != len(eqn.outvars) or any(isinstance(x, Literal) for x in states):
+        return None
+    # h and c are float32, (*batch, width), of one shape, for which a kernel is faster: it lays out the weight once a
+    # call.
+    shape = states[0].aval.shape
+    if not shape or 0 in shape or not all(isinstance(size, int) for size in shape):
+        return None
+    if any(x.aval.dtype != _FLOAT32 or x.aval.shape != shape for x in states):
+        return None
+    *batch, width = shape
+    if width > _NARROW and length * math.prod(batch) < _FEWEST:
+        return None
+    # The kernels take the axes of the batch as one: a reshape of what explicit axes split, see `primitive`.
+    avals: list[Any] = [x.aval for x in eqn.invars if hasattr(x.aval, "sharding")]
+    if any(AxisType.Explicit in aval.sharding.mesh.axis_types for aval in avals):
+        return None
+    if any(name in str(inside) for name in _DRAWS):
+        return None
+
+    # 2. The loop is only traced here: `NoCellError` says that the scan stays, before anything of it is changed.
 
     def loop(*operands: Any) -> list[Any]:
         first = constants + carried
@@ -58,7 +83,8 @@ def fused(eqn: JaxprEqn) -> JaxprEqn | None:
         program = jax.make_jaxpr(jax.jit(loop))(*(x.aval for x in eqn.invars))
     except NoCellError:
         return None
-    # The call of the inner `jit` is the one equation. It takes the scan's operands and gives its results, so that it
+
+    # 3. The call of the inner `jit` is the one equation. It takes the scan's operands and gives its results, so that it
     # can stand in the scan's place, if it is also of the same types (`vma`: the axes of a `shard_map` that it varies
     # along).
     (call,) = program.eqns
@@ -77,38 +103,6 @@ def scan_sizes(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carried, _ = params["ft_in"].unpack()
     return len(constants), len(carried)
-
-
-def _may_be(eqn: JaxprEqn, carried: int) -> bool:
-    body, length = eqn.params["jaxpr"], eqn.params["length"]
-    if not kernels.are_loaded():
-        return False
-    # A GRU carries h, an LSTM h and c. The kernels go forward from the first step.
-    if carried not in (1, 2) or eqn.params["reverse"] or length == 0 or body.effects or body.consts or eqn.effects:
-        return False
-    inside = getattr(body, "jaxpr", body)
-    states = inside.outvars[:carried]
-    if len(inside.outvars) != len(eqn.outvars) or any(isinstance(x, Literal) for x in states):
-        return False
-    # h and c are float32, (*batch, width), and of one shape.
-    avals = [x.aval for x in states]
-    if not _is_faster(length, avals[0].shape):
-        return False
-    if any(x.dtype != _FLOAT32 or x.shape != avals[0].shape or not x.shape or 0 in x.shape for x in avals):
-        return False
-    # The kernels take the axes of the batch as one: a reshape of what explicit axes split, see `primitive`.
-    operands: list[Any] = [x.aval for x in eqn.invars if hasattr(x.aval, "sharding")]
-    if any(AxisType.Explicit in aval.sharding.mesh.axis_types for aval in operands):
-        return False
-    return not any(name in str(inside) for name in _DRAWS)
-
-
-def _is_faster(steps: int, shape: tuple[int, ...]) -> bool:
-    """Whether a kernel is faster than the scan, by the shape of the state. It lays out the weight once a call."""
-    if not shape or not all(isinstance(size, int) for size in shape) or steps < 2:
-        return False
-    *batch, width = shape
-    return width <= _NARROW or steps * math.prod(batch) >= _FEWEST
 
 
 def _varying_alike(operands: Sequence[Any]) -> list[Any]:

@@ -61,6 +61,7 @@ def convolve(lhs: jax.Array, rhs: jax.Array, *, place: primitive.Place, **params
     if has_formulas(lhs, rhs, params):
         if lhs.dtype != jnp.float32:
             return _convolve_halves(lhs, rhs, params, place)
+        # The kernel first where there is one, unless a formula is faster. What neither has is left to XLA.
         ways = [_by_formula]
         if kernels.can_call(place):
             ways.insert(1 if _is_faster_by_formula(lhs, rhs, params) else 0, _by_kernel)
@@ -73,6 +74,7 @@ def convolve(lhs: jax.Array, rhs: jax.Array, *, place: primitive.Place, **params
 
 def _convolve_halves(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], place: primitive.Place) -> jax.Array:
     """The same of half precision, with sums in float32: by a kernel of bfloat16, or as float32, as XLA's own is too."""
+    # A kernel of bfloat16 pays only on processors that multiply it faster than float32. Groups are computed as float32.
     is_whole = params["feature_group_count"] == params["batch_group_count"] == 1
     if lhs.dtype == jnp.bfloat16 and is_whole and kernels.can_call(place) and kernels.multiply_bfloat16():
         result = _by_kernel(lhs, rhs, params, place)
@@ -84,6 +86,8 @@ def _convolve_halves(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], pla
 
 def _is_faster_by_formula(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> bool:
     """Whether a formula is faster than a kernel, if there is one."""
+    # By two rules: results so few that a convolution is one product of matrices, and windows of 3 x 3, whose tiles take
+    # fewer multiplications than the kernel and pay from so many of them for each number that is copied.
     numbers = params["dimension_numbers"]
     problem = filter_gradient(lhs, rhs, params)
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
@@ -130,6 +134,7 @@ def _by_formula(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any], place: p
 def _gradient_of_filter(
     lhs: jax.Array, rhs: jax.Array, numbers: lax.ConvDimensionNumbers, problem: ConvProblem, place: primitive.Place
 ) -> jax.Array | None:
+    # N x spatial x C and N x spatial x O. Only shapes at first: where no formula pays, nothing is transposed.
     operands = (lhs, numbers.lhs_spec), (rhs, numbers.rhs_spec)
     images, cotangent = operands[::-1] if problem.is_turned else operands
     (examples, *sizes, channels), (*_, features) = shape_summed_first(*images), shape_summed_first(*cotangent)
@@ -148,6 +153,8 @@ def _gradient_of_filter(
 def _is_faster_by_product(images: Sizes, features: int, problem: ConvProblem, place: primitive.Place) -> bool:
     """Whether the gradient of the filter is, for images of this shape."""
     places = math.prod(problem.window)
+    # Whatever the sizes: in a loop, where XLA's own goes number by number, where images are enlarged, where nothing is
+    # copied (1 x 1), and in three dimensions.
     if place.is_in_loop or problem.is_turned or places == 1 or len(problem.window) > 2:
         return True
     sums = places * images[-1]  # products for an output
@@ -155,6 +162,7 @@ def _is_faster_by_product(images: Sizes, features: int, problem: ConvProblem, pl
         return True
     if len(problem.window) == 1 or places > _WINDOW:
         return False
+    # Else products pay for the copies that they need, if there are enough of them.
     copied = products.numbers_copied(images, features, problem)
     operations = 2 * math.prod(problem.results) * features * sums
     limit = _SHARED if place.is_shared else _ALONE
@@ -172,6 +180,7 @@ def _forward(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Arra
     *window, channels, features = (rhs.shape[axis] for axis in (*spatial, inner, out))
     if not 1 < math.prod(window) <= _FORWARD_WINDOW:
         return None
+    # Tiles of 3 x 3 windows, or one product of few results by all that is under their windows.
     results, is_dilated = result_sizes(lhs, rhs, params), {*params["lhs_dilation"]} != {1}
     if window == [3, 3] and not is_dilated and winograd.pays(lhs.shape[0], results, channels, features):
         in_memory = lax.transpose(rhs, (*spatial, *sorted((inner, out))))  # nothing is moved
@@ -191,6 +200,7 @@ def _forward_in_loop(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> 
     window = weight.shape[:-2]
     if math.prod(window) > MOST_PLACES:
         return None
+    # N x spatial x C with its zeros, so that the window never leaves it. By columns copies less and needs strides of 1.
     x = products.pad(channels_last(lhs, numbers.lhs_spec), _edges(params))
     strides, dilation = tuple(params["window_strides"]), tuple(params["rhs_dilation"])
     if len(window) == 2 and {*strides, *dilation} == {1} and window[1] > 1:
@@ -213,6 +223,7 @@ def _convolve_in_loop(lhs: jax.Array, rhs: jax.Array, *, place: primitive.Place,
     place = place._replace(is_in_loop=True)
     if kernels.can_call(place):
         return convolve(lhs, rhs, place=place, **params)
+    # As a function with a name, by which `is_slow_in_a_loop` finds it in the text of a program.
 
     def convolution(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return convolve(lhs, rhs, place=place, **params)

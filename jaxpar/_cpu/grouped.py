@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -70,30 +70,26 @@ def _depthwise(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Ar
     channels, _, *window = (rhs.shape[axis] for axis in numbers.rhs_spec)
     if channels != lhs.shape[numbers.lhs_spec[1]] or math.prod(window) > MOST_PLACES:
         return None
+    spatial = numbers.lhs_spec[2:]
     edges = [(0, 0, 0)] * lhs.ndim
-    for axis, (low, high), between in zip(numbers.lhs_spec[2:], params["padding"], params["lhs_dilation"], strict=True):
+    for axis, (low, high), between in zip(spatial, params["padding"], params["lhs_dilation"], strict=True):
         edges[axis] = (low, high, between - 1)
     padded = lax.pad(lhs, jnp.zeros((), lhs.dtype), edges)
-    of_places = _dilated_views(padded, window, params)
+    # A weight for each channel at each place of the window: places x C. Images keep their order of axes.
     weights = lax.transpose(rhs, (*numbers.rhs_spec[2:], numbers.rhs_spec[1], numbers.rhs_spec[0]))
     total = None
-    for view, weight in zip(of_places, weights.reshape(-1, channels), strict=True):
-        term = view * lax.broadcast_in_dim(weight, view.shape, (numbers.lhs_spec[1],))
-        total = term if total is None else total + term
-    assert total is not None
-    return reorder(total, numbers.lhs_spec, numbers.out_spec)
-
-
-def _dilated_views(padded: jax.Array, window: list[int], params: dict[str, Any]) -> Iterator[jax.Array]:
-    spatial = params["dimension_numbers"].lhs_spec[2:]
-    for place in product(*map(range, window)):
+    for place, weight in zip(product(*map(range, window)), weights.reshape(-1, channels), strict=True):
+        # The entry of the images that each result has at this place.
         view = padded
         for axis, at, size, dilation, stride in zip(
             spatial, place, window, params["rhs_dilation"], params["window_strides"], strict=True
         ):
             end = padded.shape[axis] - (size - 1 - at) * dilation
             view = lax.slice_in_dim(view, at * dilation, end, stride, axis)
-        yield view
+        term = view * lax.broadcast_in_dim(weight, view.shape, (numbers.lhs_spec[1],))
+        total = term if total is None else total + term
+    assert total is not None
+    return reorder(total, numbers.lhs_spec, numbers.out_spec)
 
 
 def _filter_of_depthwise(
@@ -104,8 +100,18 @@ def _filter_of_depthwise(
         return None
     images, cotangent = summed_axis_first(lhs, numbers.lhs_spec), summed_axis_first(rhs, numbers.rhs_spec)
     channels, (high, *sides) = images.shape[-1], problem.results
+    # The images from the first entry under the window to the last one.
+    edges = [(0, 0, 0)] * images.ndim
+    for axis, (size, window, stride, dilation, low) in enumerate(
+        zip(problem.results, problem.window, problem.strides, problem.dilation, problem.low, strict=True), start=1
+    ):
+        length = (size - 1) * stride + (window - 1) * dilation + 1
+        edges[axis] = (low, length - low - images.shape[axis], 0)
+    padded = lax.pad(images, jnp.zeros((), images.dtype), edges)
+
+    # For a place of the window: the products of images and cotangent, N x results x C, summed to C. So many rows are
+    # added as whole arrays first, since XLA's own sum goes number by number.
     rows = max(n for n in range(1, _MOST_ROWS + 1) if high % n == 0)
-    padded = _padded(images, problem)
 
     def at(place: tuple[int, ...]) -> jax.Array:
         starts = [k * dilation for k, dilation in zip(place, problem.dilation, strict=True)]
@@ -121,14 +127,3 @@ def _filter_of_depthwise(
 
     sums = jnp.stack([at(place) for place in np.ndindex(*problem.window)])
     return as_result(sums.reshape(*problem.window, 1, channels), numbers.out_spec)
-
-
-def _padded(images: jax.Array, problem: ConvProblem) -> jax.Array:
-    """The images from the first entry under the window to the last one."""
-    edges = [(0, 0, 0)] * images.ndim
-    for axis, (size, window, stride, dilation, low) in enumerate(
-        zip(problem.results, problem.window, problem.strides, problem.dilation, problem.low, strict=True), start=1
-    ):
-        length = (size - 1) * stride + (window - 1) * dilation + 1
-        edges[axis] = (low, length - low - images.shape[axis], 0)
-    return lax.pad(images, jnp.zeros((), images.dtype), edges)

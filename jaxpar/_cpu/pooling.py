@@ -307,27 +307,23 @@ def _views(
     """For each place of the window the entry that each window has there."""
     window = tuple(window_shape)
     steps = (1,) * len(window) if strides is None else tuple(strides)
-    _check(name, inputs.shape, window, steps)
-    first = inputs.ndim - 1 - len(window)
+    first, pairs = inputs.ndim - 1 - len(window), len(window) if isinstance(padding, str) else len(padding)
+    if first < 0 or not len(window) == len(steps) == pairs > 0 or min(*window, *steps) < 1:
+        raise ValueError(
+            f"{name}: inputs must be (..., {len(window)} spatial dimensions, features), window_shape and strides "
+            f"positive and as many, and padding a word or as many pairs, got inputs of {inputs.shape}, window_shape "
+            f"{window}, strides {steps}, padding {padding!r}"
+        )
+    if math.prod(window) > MOST_PLACES:  # each is a slice of the program, which would take minutes to compile
+        raise ValueError(
+            f"{name}: a window of {window} has more than {MOST_PLACES} entries; take jax.lax.reduce_window, or the "
+            f"{'maximum' if name == 'max_pool' else 'mean'} over the axes where it is the whole image"
+        )
     spatial = inputs.shape[first:-1]
     pads = lax.padtype_to_pads(spatial, window, steps, padding) if isinstance(padding, str) else padding
-    if len(pads) != len(window):
-        raise ValueError(f"{name}: padding must have a pair for each of the {len(window)} dimensions, got {padding!r}")
+    # Axes before and after the spatial ones have windows of one entry.
     windows = Windows((*(1,) * first, *window, 1), (*(1,) * first, *steps, 1), (*((0, 0),) * first, *pads, (0, 0)))
     for size, length, (low, high) in zip(window, spatial, pads, strict=True):
         if isinstance(length, int) and size > low + length + high:
             raise ValueError(f"{name}: a window of {window} is larger than inputs of {inputs.shape} with their padding")
     return list(views(inputs, windows, fill))
-
-
-def _check(name: str, shape: tuple[int, ...], window: tuple[int, ...], steps: tuple[int, ...]) -> None:
-    if len(shape) < len(window) + 1 or len(steps) != len(window) or not window or min(*window, *steps) < 1:
-        raise ValueError(
-            f"{name}: inputs must be (..., {len(window)} spatial dimensions, features), and window_shape and strides "
-            f"positive and as many, got inputs of {shape}, window_shape {window}, strides {steps}"
-        )
-    if math.prod(window) > MOST_PLACES:
-        raise ValueError(
-            f"{name}: a window of {window} has more than {MOST_PLACES} entries; take jax.lax.reduce_window, or the "
-            f"{'maximum' if name == 'max_pool' else 'mean'} over the axes where it is the whole image"
-        )

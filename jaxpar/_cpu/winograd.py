@@ -53,13 +53,18 @@ def convolution(x: jax.Array, w: jax.Array, edges: Sequence[tuple[int, int]], is
     With `is_turned`, the window is 3 x 3 x O x C, as that of a gradient of images is. It is not transposed in memory.
     """
     features, summed = (w.shape[2], 1) if is_turned else (w.shape[3], 0)
+    # A tile has 2 x 2 results. Where a size is odd, there is one row or column more, which is cut off at the end.
     high, wide = (size + low + up - 2 for size, (low, up) in zip(x.shape[1:3], edges, strict=True))
     x = _pad(x, [(low, up + size % 2) for (low, up), size in zip(edges, (high, wide), strict=True)])
+    # W w W' and I x I', by the place [a][b] in the tile: C x O, and N x tiles x tiles x C.
     windows = [_of_window(row) for row in _of_window(w)]
     images = _of_tiles(_in_memory(x))
+    # A product for each of the 16 places: (N * tiles * tiles) x C by C x O. It sums over the channels.
     shape = (*images[0][0].shape[:3], features)
     numbers = ((1,), (summed,)), ((), ())
     products = [[lax.dot_general(_matrix(images[a][b]), windows[a][b], numbers) for b in range(4)] for a in range(4)]
+    # R (...) R': along the columns, then along the rows. The 2 x 2 results of a tile stand beside each other then, as
+    # N x tiles x 2 x tiles x 2 x O.
     of_columns = zip(*(_combine(_OF_RESULT, column) for column in zip(*products, strict=True)), strict=True)
     tiles = [_combine(_OF_RESULT, row) for row in of_columns]
     y = jnp.stack([jnp.stack([place.reshape(shape) for place in row], 3) for row in tiles], 2)
@@ -68,10 +73,12 @@ def convolution(x: jax.Array, w: jax.Array, edges: Sequence[tuple[int, int]], is
 
 def gradient(images: jax.Array, cotangent: jax.Array, problem: ConvProblem) -> jax.Array:
     """The gradient of the window, 3 x 3 x C x O, from N x H x W x C and the cotangent of the result, N x H x W x O."""
+    # What lies under the window, for an even number of results: a further result has a cotangent of zero.
     for axis, (low, size) in enumerate(zip(problem.low, problem.results, strict=True), start=1):
         images = entries_from(images, axis, -low, size + size % 2 + 2)
     cotangent = _pad(cotangent, [(0, size % 2) for size in cotangent.shape[1:3]])
     of_images, of_results = _of_tiles(_in_memory(images)), _of_places(_in_memory(cotangent))
+    # For each of the 16 places C x O, summed over images and tiles. Then W' (...) W, along the columns and the rows.
     sums = [[_sum(of_images[a][b], of_results[a][b]) for b in range(4)] for a in range(4)]
     of_columns = zip(*(_to_window(column) for column in zip(*sums, strict=True)), strict=True)
     return _in_memory(jnp.stack([jnp.stack(_to_window(row)) for row in of_columns]))

@@ -110,19 +110,16 @@ def parse(line: bytes, types: Types) -> Message:
     if not isinstance(message, dict) or not any({name, *more} == message.keys() for name, more in types.items()):
         raise ValueError(f"a message is one of: {', '.join(types)}; each with its own fields")
     for name, value in message.items():
-        if not _is_valid(name, value):
+        if name in _TEXTS:
+            is_text = isinstance(value, str) and len(value) <= _TEXTS[name] and value.isprintable()
+            is_valid = is_text or (value is None and name == "hint")
+        else:
+            kinds = (int, float) if name == "timeout" else (int,)
+            low, high = _NUMBERS.get(name, (1, 1))
+            is_valid = type(value) in kinds and low <= value <= high  # false for NaN, and for a bool
+        if not is_valid:
             raise ValueError(f"the value of {name} is out of range, or of another type")
     return message
-
-
-def _is_valid(name: str, value: Any) -> bool:
-    if name in _TEXTS:
-        if value is None:
-            return name == "hint"
-        return isinstance(value, str) and len(value) <= _TEXTS[name] and value.isprintable()
-    kinds = (int, float) if name == "timeout" else (int,)
-    low, high = _NUMBERS.get(name, (1, 1))
-    return type(value) in kinds and low <= value <= high  # false for NaN, and for a bool
 
 
 def clean(name: str, text: str) -> str:
@@ -396,6 +393,8 @@ class HeartbeatServer:
     def check(self) -> None:
         """Send heartbeats, and report processes that are silent or did not join."""
         now = self._clock.tick()
+
+        # Once a second: a heartbeat, and as many new connections as a second may bring.
         if now - self._last_heartbeat >= INTERVAL:
             self._last_heartbeat = now
             self._send_hint()
@@ -403,18 +402,32 @@ class HeartbeatServer:
             if self._may_accept <= 0:
                 self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
             self._may_accept = 4 * self._most_pending
+
+        # Connections: one that flooded is read again, and one that never said who it is makes room.
         for peer in [*self._pending, *self.peers.values()]:
             if peer.is_paused and not peer.connection.is_flooding:
                 self._watch(peer)
         for peer in [peer for peer in self._pending if now - peer.last_message > _HELLO_TIMEOUT]:
             self._drop(peer)
+
+        # Losses: who is silent, and who was interrupted some seconds ago.
         for rank, peer in list(self.peers.items()):
             if not peer.is_leaving and now - peer.last_message > self.heartbeat_timeout:
                 why = f"no heartbeat for {self.heartbeat_timeout:g} seconds: it is frozen, or its host is gone"
                 self.report(rank, why)
         if self._interrupt is not None and now > self._interrupt[0]:
             self.report(*self._interrupt[1:])
-        self._check_join_timeout(now)
+
+        # Where some did not join in time, all are refused. Each gets the same reason.
+        limit = max([self.join_timeout, *(peer.timeout for peer in self.peers.values())])
+        if self._is_joining and self._first_join is not None and now - self._first_join > limit:
+            missing = [rank for rank in range(self.size) if rank not in self.peers]
+            names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            plural = "es" if len(missing) > 1 else ""
+            absent = f"process{plural} {names} of {self.size} did not come within {limit:g} seconds"
+            self._refused = "; ".join([absent, *self._faults])
+            self._is_joining = False
+            self._send_all(refused=self._refused)
 
     def report(self, rank: int, why: str) -> None:
         """Report to every process that `rank` is lost, the first one only. If the others can continue, forget it."""
@@ -637,16 +650,3 @@ class HeartbeatServer:
     def _record_fault(self, why: str) -> None:
         if why not in self._faults and len(self._faults) < 3:  # a hostile peer may cause many
             self._faults.append(why)
-
-    def _check_join_timeout(self, now: float) -> None:
-        """Refuse all processes where some did not join in time. Each gets the same reason."""
-        limit = max([self.join_timeout, *(peer.timeout for peer in self.peers.values())])
-        if not self._is_joining or self._first_join is None or now - self._first_join <= limit:
-            return
-        missing = [rank for rank in range(self.size) if rank not in self.peers]
-        names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        plural = "es" if len(missing) > 1 else ""
-        absent = f"process{plural} {names} of {self.size} did not come within {limit:g} seconds"
-        self._refused = "; ".join([absent, *self._faults])
-        self._is_joining = False
-        self._send_all(refused=self._refused)

@@ -10,6 +10,7 @@ Reading goes through tensorstore, on which orbax stands: so a box is read once, 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import glob
@@ -214,22 +215,24 @@ class Stored:
 
     def _read(self, boxes: Sequence[Box]) -> Generator[tuple[int, np.ndarray]]:
         """As `read`, of boxes of the array on disk."""
-        # Each saved box is read once, whole, since it has one hash. No more than one is in memory beside what is asked
-        # for, and what is complete goes to the caller at once: of a large state nothing else fits.
-        needed = [{k for k, (saved, _) in enumerate(self._boxes) if _overlap(saved, box) is not None} for box in boxes]
-        arrays: dict[int, np.ndarray] = {}
         name, words = self._record["array"], self._record["words"]
+        wanted = [tuple(map(tuple, box)) for box in boxes]
+        # Which of the wanted boxes have a part of each saved one, and how many such parts each of them still lacks.
+        users = [[i for i, box in enumerate(wanted) if _overlap(saved, box) is not None] for saved, _ in self._boxes]
+        missing = collections.Counter(itertools.chain.from_iterable(users))
+        arrays: dict[int, np.ndarray] = {}
         try:
-            for i, saved_boxes in enumerate(needed):
-                if not saved_boxes:  # no elements
-                    yield i, np.empty([max(b - a, 0) for a, b in boxes[i]], self.dtype)
-            if not any(needed):
+            for i, box in enumerate(wanted):
+                if not missing[i]:  # it has no elements
+                    yield i, np.empty([max(b - a, 0) for a, b in box], self.dtype)
+            if not any(users):
                 return
             with name_for_orbax(self._folder / STATE) as folder:
                 array = _open(folder, name, self._on_disk, stored_dtype(self.dtype))
-                for k, (saved, expected) in enumerate(self._boxes):
-                    users = [i for i, saved_boxes in enumerate(needed) if k in saved_boxes]
-                    if not users:
+                # Each saved box is read once, whole, since it has one hash. No more than one is in memory beside what
+                # is asked for, and what is complete goes to the caller at once: of a large state nothing else fits.
+                for (saved, expected), users_of_box in zip(self._boxes, users, strict=True):
+                    if not users_of_box:
                         continue
                     data = array[tuple(slice(*ends) for ends in saved)].read().result()
                     if sha256(data) != expected:
@@ -237,16 +240,19 @@ class Stored:
                             f"it does not have the checksum it was saved with, in {[*map(list, saved)]}"
                         )
                     data = data.view(self.dtype) if self.dtype.name in _STORED_AS else data
-                    for i in users:
+                    for i in users_of_box:
+                        missing[i] -= 1
+                        if wanted[i] == saved and users_of_box == [i] and data.dtype == self.dtype:
+                            arrays[i] = data  # as it is, without a copy
+                            continue
                         if i not in arrays:
-                            arrays[i] = np.empty([b - a for a, b in boxes[i]], self.dtype)
-                        common = _overlap(saved, boxes[i])
+                            arrays[i] = np.empty([b - a for a, b in wanted[i]], self.dtype)
+                        common = _overlap(saved, wanted[i])
                         assert common is not None
-                        arrays[i][_slices(common, boxes[i])] = data[_slices(common, saved)]
-                        needed[i].remove(k)
+                        arrays[i][_slices(common, wanted[i])] = data[_slices(common, saved)]
                     del data
-                    for i in users:
-                        if not needed[i]:
+                    for i in users_of_box:
+                        if not missing[i]:
                             yield i, arrays.pop(i)
         except Exception as error:
             reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]

@@ -100,27 +100,29 @@ class Arrays:
     orbax writes them from when this is made on, beside the training. Then the state may be donated.
     """
 
-    # Either all processes write, each what it has, or the first one does, which every process has all of.
-    # `target` is what an error names: the path of the checkpoint, or its directory where that is not known yet.
+    # `together`: each process has shards of the arrays and writes these. Else the first process has all of each array,
+    # and the others write nothing. `target` is what an error names: the path of the checkpoint, or its directory where
+    # that is not known yet.
     def __init__(self, directory: Path, target: Path, records: list[LeafRecord], arrays: Sequence[Any], together: bool):
         self.records, self.together = records, together
-        self.folder = _unfinished_path(directory)
         first = jax.process_index() == 0
-        if not first and not together:
-            arrays = [np.empty(0)] * len(records)  # nothing of it is written here
-        # The first process writes what all have. The data stay though their arrays are donated.
-        self.shards = [_arrays.shards(x) if first or isinstance(x, jax.Array) else [] for x in arrays]
 
-        # Frozen arrays of one process are written by `write`, if the directory does not have them yet. orbax refuses
-        # arrays without elements.
+        # What this process hashes, and what it gives to orbax, which refuses arrays without elements. `write` writes
+        # frozen arrays of one process itself, if the directory does not have them yet.
+        self.shards: list[list[tuple[list[list[int]], np.ndarray]]] = []
         self.frozen: dict[str, np.ndarray] = {}
-        to_write: dict[str, Any] = {}
-        for record, array in zip(records, arrays, strict=True):
-            if record.get("frozen") and not together:
-                self.frozen[record["array"]] = array
-            elif array.size:
-                to_write[record["array"]] = array
+        to_orbax: dict[str, Any] = {}
+        if first or together:
+            for record, array in zip(records, arrays, strict=True):
+                # An array of NumPy is the same in all processes, and the first one writes it.
+                self.shards.append(_arrays.shards(array) if first or isinstance(array, jax.Array) else [])
+                if record.get("frozen") and not together:
+                    self.frozen[record["array"]] = array
+                elif array.size:
+                    to_orbax[record["array"]] = array
 
+        # All write into the folder of the first process.
+        self.folder = _unfinished_path(directory)
         self.wait: Callable[[], None] = lambda: None
         try:
             with processes.raise_together(), _as_not_written(target):
@@ -129,9 +131,9 @@ class Arrays:
             if together:
                 self.folder = directory / processes.ask_first(lambda: self.folder.name)
             with processes.raise_together(), _as_not_written(target):
-                if to_write:
+                if to_orbax:
                     writers = set(range(jax.process_count())) if together else {jax.process_index()}
-                    self.wait = _arrays.write(self.folder / _COMPLETE, to_write, writers)
+                    self.wait = _arrays.write(self.folder / _COMPLETE, to_orbax, writers)
         except BaseException:
             if first:
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -159,7 +161,7 @@ class Arrays:
             files.replace(self.folder / f"{jax.process_index()}.json", json.dumps(answer).encode())
 
     def boxes(self) -> list[list[Any]]:
-        """The boxes and hashes of each array, of all processes, when all of them have written."""
+        """`[box, SHA-256]` of the shards of all processes, for each array, once all of them have written."""
         boxes: list[list[Any]] = [[] for _ in self.records]
         end = time.monotonic() + 2 * _arrays.TIMEOUT
         for process_index in range(jax.process_count()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import hashlib
 import json
 import math
@@ -170,8 +171,11 @@ def _restore_shards(slot: SavedArray, array: Stored, sharding: jax.sharding.Shar
             placed[i] = jax.device_put(rows.reshape(-1, width)[:, slice(*boxes[i][1])], devices[i])
     else:
         for i, shard in array.read(boxes):
-            placed[i] = jax.device_put(shard, devices[i])
+            placed[i] = jax.block_until_ready(jax.device_put(shard, devices[i]))
+            # jax lets go of what it has copied in a hook of the garbage collector. Until then the next shard is read,
+            # and the host has one more than it needs.
             del shard
+            gc.collect(0)
     return jax.make_array_from_single_device_arrays(shape, sharding, [placed[i] for i in range(len(devices))])
 
 

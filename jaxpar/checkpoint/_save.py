@@ -368,10 +368,11 @@ class Manager:
     ) -> tuple[Tree, dict[str, Any]] | None:
         """As `restore_latest`, of those with the `condition`, see `newest_good`. `like` is made if there is one."""
         self.wait()
-        refused, self._bad = "", set()  # what could not be read before may be readable now
+        self._bad = set()  # what could not be read before may be readable now
+        refused = ""  # which process could not read the last one that was tried, and why
         template: Tree | None = None
-        # The first process chooses. Where any process cannot read what it needs of it, all look for an earlier one.
         while True:
+            # 1. The first process chooses the newest one whose manifest and files are good.
             chosen: Found | None = None
             with processes.raise_together(CheckpointError):
                 if self._writes or processes.count() == 1:
@@ -381,18 +382,22 @@ class Manager:
                 raise CheckpointError(f"{refused}; and there is no earlier checkpoint that all processes can read")
             if name is None:
                 return None
-            path, why, misfit, state = self.directory / name, "", None, None
-            template = like() if template is None else template
+
+            # 2. Each process reads what it needs of it, and verifies that. A state of another model is no damage: an
+            #    earlier checkpoint would not fit either.
+            path, template = self.directory / name, like() if template is None else template
+            unreadable, misfit, state = "", None, None
             try:
                 chosen = chosen or _files.read(path, verified=False)
                 state = fill(chosen, template)
             except _Misfit as error:
                 misfit = error
             except (CheckpointError, FileNotFoundError) as error:
-                why = str(error)
-            # Which process cannot read it, and why. "" where all read the same.
+                unreadable = str(error)
+
+            # 3. All take it, or all look for an earlier one: where a process cannot read it, or reads another one.
             refused, digest = "", None if chosen is None else _files.digest(chosen.body)
-            answers = [json.loads(answer) for answer in processes.exchange(json.dumps([digest, why]))]
+            answers = [json.loads(answer) for answer in processes.exchange(json.dumps([digest, unreadable]))]
             for process, (its_digest, its_reason) in enumerate(answers):
                 if its_reason or its_digest != answers[0][0]:
                     reason = its_reason or f"{path} is another checkpoint than in process 0"

@@ -75,7 +75,23 @@ def find(
             return None
     source = "the arguments" if arguments else "JAX_COORDINATOR_ADDRESS"
     settings = {"source": source, "coordinator": env.get("JAX_COORDINATOR_ADDRESS"), **from_env, **arguments}
-    return _cluster(settings, env)
+
+    # They are complete, and each is what it must be.
+    if missing := [name for name in _NEEDED if settings.get(name) in (None, "")]:
+        got = {name: settings[name] for name in _NEEDED if name not in missing}
+        raise ValueError(
+            f"{_WHERE}: coordinator, num_processes and process_id belong together, got {got} from "
+            f"{settings['source']}; missing: {', '.join(missing)} (or JAXPAR_COORDINATOR, "
+            "JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID in the environment)"
+        )
+    address, size, rank = (settings[name] for name in _NEEDED)
+    if not isinstance(address, str) or not re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}", address):
+        raise ValueError(f"{_WHERE}: the coordinator must be 'host:port', got {address!r}")
+    size = whole_number(size, _WHERE, "num_processes")
+    rank = whole_number(rank, _WHERE, "process_id", 0, size - 1)
+    job = settings.get("job") or env.get("JAXPAR_JOB") or address
+    checked: Settings = {**settings, "num_processes": size, "process_id": rank, "job": job}
+    return Cluster(**checked)
 
 
 def _jaxpar(env: Mapping[str, str]) -> Settings:
@@ -169,25 +185,6 @@ def _only_jax(env: Mapping[str, str]) -> str | None:
     chips = (chip for pattern in ("accel[0-9]*", "vfio/[0-9]*") for chip in Path("/dev").glob(pattern))
     is_tpu = "TPU_WORKER_HOSTNAMES" in env or any(chips)
     return "Cloud TPU" if is_tpu and importlib.util.find_spec("libtpu") else None
-
-
-def _cluster(settings: Settings, env: Mapping[str, str]) -> Cluster:
-    """The settings of a process, after all checks."""
-    if missing := [name for name in _NEEDED if settings.get(name) in (None, "")]:
-        got = {name: settings[name] for name in _NEEDED if name not in missing}
-        raise ValueError(
-            f"{_WHERE}: coordinator, num_processes and process_id belong together, got {got} from "
-            f"{settings['source']}; missing: {', '.join(missing)} (or JAXPAR_COORDINATOR, "
-            "JAXPAR_NUM_PROCESSES, JAXPAR_PROCESS_ID in the environment)"
-        )
-    address, size, rank = (settings[name] for name in _NEEDED)
-    if not isinstance(address, str) or not re.fullmatch(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}", address):
-        raise ValueError(f"{_WHERE}: the coordinator must be 'host:port', got {address!r}")
-    size = whole_number(size, _WHERE, "num_processes")
-    rank = whole_number(rank, _WHERE, "process_id", 0, size - 1)
-    job = settings.get("job") or env.get("JAXPAR_JOB") or address
-    checked: Settings = {**settings, "num_processes": size, "process_id": rank, "job": job}
-    return Cluster(**checked)
 
 
 def _int(env: Mapping[str, str], *names: str) -> int | None:

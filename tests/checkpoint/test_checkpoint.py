@@ -524,14 +524,14 @@ def test_memory_for_a_save_and_a_restore(tmp_path):
         (
             "restore",
             lambda: checkpoint.restore(tmp_path / "a", jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=devices)),
-            1.6 * mib,
+            1.4 * mib,
         ),
     ):
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # the peak starts again
         before = resident("VmRSS")
         result = call()
-        assert resident("VmHWM") - before < most, name
+        assert resident("VmHWM") - before < most, (name, resident("VmHWM") - before)
     assert all(
         np.array_equal(x.data, y.data) for x, y in zip(result.addressable_shards, w.addressable_shards, strict=True)
     )

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -144,6 +144,12 @@ def to_jsonl(path: PathLike) -> JsonLines:
     return JsonLines(path)
 
 
+class _Line(NamedTuple):
+    text: bytes
+    step: int
+    owner: str  # the run that wrote it. "" where that is not known
+
+
 class JsonLines(Logger):
     """What `to_jsonl` returns."""
 
@@ -173,11 +179,21 @@ class JsonLines(Logger):
             files.append(self.path, _lines(records))
             return
 
-        # The lines that are there, and their steps. A crash may have cut the last one short.
+        # The lines that are there, each with its step and the run that wrote it. A crash may have cut the last one. A
+        # hidden file has [[position in bytes, run], ...], one for each place where the lines of a run begin.
+        owners_path = self.path.with_name(f".{self.path.name}.runs")
         content = self.path.read_bytes() if self.path.is_file() else b""
-        lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
         try:
-            steps = [int(json.loads(line)["step"]) for line in lines]
+            owner_from = {int(position): str(run) for position, run in json.loads(owners_path.read_bytes())}
+        except (OSError, ValueError, TypeError, RecursionError):  # then who wrote the lines is not known
+            owner_from = {}
+        lines: list[_Line] = []
+        position, owner = 0, ""
+        try:
+            for line in content[: content.rfind(b"\n") + 1].splitlines(keepends=True):
+                owner = owner_from.get(position, owner)
+                lines.append(_Line(line, int(json.loads(line)["step"]), owner))
+                position += len(line)
         except (ValueError, KeyError, TypeError):
             raise ValueError(
                 f"{self.path} has lines that are not JSON records with a step; choose another file, such as "
@@ -186,47 +202,29 @@ class JsonLines(Logger):
 
         # Which of them are of this run. Of lines without an owner only their steps are known: who begins after the
         # first of them goes on with them.
-        goes_on = self._resumed or step > min(steps, default=step)
-        owners = self._owners(lines)
-        is_own = [goes_on if not owner or self._id is None else owner == self._id for owner in owners]
-        kept = [i for i in range(len(lines)) if not is_own[i] or steps[i] < step]
-        if jax.process_index() == 0 and not all(is_own):
+        goes_on = self._resumed or step > min((line.step for line in lines), default=step)
+
+        def is_own(line: _Line) -> bool:
+            return goes_on if not line.owner or self._id is None else line.owner == self._id
+
+        kept = [line for line in lines if not is_own(line) or line.step < step]
+        if jax.process_index() == 0 and not all(map(is_own, lines)):
             say_news(f"{self.path} has the records of another run; those of this run follow them")
         elif len(kept) < len(lines) and not self._resumed and self._id is not None:
             count = len(lines) - len(kept)
             say_news(f"{self.path} has {count} records of an earlier call of this run, which are replaced")
 
-        # First who owns what: after a crash in between it is right for all lines before the first that is dropped.
+        # First who owns what: after a crash in between it is right for all lines before the first that is dropped. What
+        # follows the lines that are kept is of this run.
         if self._id is not None:
-            self._write_owners([owners[i] for i in kept], [lines[i] for i in kept])
-        files.replace(self.path, b"".join(lines[i] for i in kept) + _lines(records))
-
-    @property
-    def _owners_path(self) -> Path:
-        return self.path.with_name(f".{self.path.name}.runs")
-
-    def _owners(self, lines: Sequence[bytes]) -> list[str]:
-        """The run that wrote each line. "" where that is not known."""
-        # The hidden file has [[position in bytes, run], ...], one for each place where the lines of a run begin.
-        try:
-            owner_from = {int(position): str(run) for position, run in json.loads(self._owners_path.read_bytes())}
-        except (OSError, ValueError, TypeError, RecursionError):
-            owner_from = {}
-        position, owner, owners = 0, "", list[str]()
-        for line in lines:
-            owner = owner_from.get(position, owner)
-            owners.append(owner)
-            position += len(line)
-        return owners
-
-    def _write_owners(self, owners: Sequence[str], lines: Sequence[bytes]) -> None:
-        """Write where the lines of each run begin. What follows is of this run."""
-        position, begins = 0, list[tuple[int, str | None]]()
-        for owner, length in zip([*owners, self._id], [*map(len, lines), 0], strict=True):
-            if not begins or begins[-1][1] != owner:
-                begins.append((position, owner))
-            position += length
-        files.replace(self._owners_path, json.dumps(begins).encode() + b"\n")
+            begins: list[tuple[int, str]] = []
+            position = 0
+            for line in [*kept, _Line(b"", step, self._id)]:
+                if not begins or begins[-1][1] != line.owner:
+                    begins.append((position, line.owner))
+                position += len(line.text)
+            files.replace(owners_path, json.dumps(begins).encode() + b"\n")
+        files.replace(self.path, b"".join(line.text for line in kept) + _lines(records))
 
 
 class MetricsFile(JsonLines):

@@ -11,7 +11,6 @@ key-value store, and process 0 takes it in after a step.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import os
@@ -129,18 +128,10 @@ class Group:
         `offer()` is what process 0 says about the run. `prepare(devices)` gets the devices of all, in an order that no
         group had, and uses no collectives. `take(devices, offer, prepared)` may use them.
         """
-        # So that all begin to connect at once, what takes time before belongs in `prepare`.
         if not self.starts:
             self._join()
         while not self.agrees:
-            self._tries += 1
-            if self.is_first:
-                self._board.set("members", [self._number, list(self.starts.items())])
-                self._board.set("program", self._program)
-            before = len(distributed._losses())
-            if (settled := self._in_all("agree", lambda: self._settle(offer, prepare))) is not None:
-                with self._connecting(settled[0][0], before):
-                    self.agrees = self._in_all("take", functools.partial(take, *settled[0])) is not None
+            self.agrees = self._try_to_agree(offer, prepare, take)
             if self.is_first and self.lost:
                 who = ", ".join(map(str, self.lost))
                 say(f"process {who} was lost while the processes connected; the others connect again")
@@ -185,16 +176,56 @@ class Group:
         self._number, self._tries, self.agrees = self._number + 1 if number is None else number, 0, False
         self._were.update(starts.values())
 
-    def _connecting(self, devices: Devices, before: int) -> contextlib.AbstractContextManager[None]:
-        """A block in which the members connect. They give up where one fails, or was lost after so many losses."""
-        if not self.is_first:
-            return contextlib.nullcontext()
+    def _try_to_agree(
+        self,
+        offer: Callable[[], Offer],
+        prepare: Callable[[Devices], Prepared],
+        take: Callable[[Devices, Offer, Prepared], None],
+    ) -> bool:
+        """One attempt of `agree`. False where a member failed or was lost."""
+        # The number of the attempt is in the key, so that nobody reads what was said in an earlier one.
+        self._tries += 1
+        terms_key = f"terms/{self._number}/{self._tries}"
+        if self.is_first:
+            self._board.set("members", [self._number, list(self.starts.items())])
+            self._board.set("program", self._program)
         members, losses = set(self.starts), distributed._losses()
-        return distributed._connecting(
-            self._board.client,
-            [d.id for d in devices],
-            lambda: not members.isdisjoint(losses[before:]) or self.has_failed(),
-        )
+        num_losses = len(losses)
+
+        # 1. Process 0 says where the run is and in which order the devices compute, and each process prepares. After
+        #    that all begin to connect at once, so what takes time before belongs in `prepare`.
+        def settle() -> tuple[Devices, Offer, Prepared]:
+            if self.is_first:
+                terms: Any = {"order": self._next_order(), "offer": offer()}
+                self._board.set(terms_key, terms)
+            else:
+                terms = self._board.wait(terms_key, _is_terms)
+            if terms["order"] is None:  # as after a loss without elastic: all start again from a checkpoint
+                say(
+                    f"fit: Gloo accepts each order of {len(self.devices)} devices once, and processes that left and "
+                    "joined have used up all orders; start each process with more emulated devices (jaxpar launch "
+                    f"--devices 2). This process ends with status {distributed.LOST}, so that all start again from a "
+                    "checkpoint"
+                )
+                sys.exit(distributed.LOST)
+            devices_by_id = {d.id: d for d in jax.devices()}
+            devices = tuple(devices_by_id[i] for i in terms["order"])
+            return devices, terms["offer"], prepare(devices)
+
+        settled = self._in_all("agree", settle)
+        if settled is None:
+            return False
+        ((devices, offered, prepared),) = settled
+
+        # 2. They connect by their first collectives. Gloo waits long for a process that was lost meanwhile or has
+        #    failed. Process 0, which learns of both, ends that wait for all.
+        def is_in_vain() -> bool:
+            return not members.isdisjoint(losses[num_losses:]) or self.has_failed()
+
+        ids = [d.id for d in devices]
+        connecting = distributed._connecting(self._board.client, ids, is_in_vain)
+        with connecting if self.is_first else contextlib.nullcontext():
+            return self._in_all("take", lambda: take(devices, offered, prepared)) is not None
 
     def _join(self) -> None:
         """Say that this process is ready, and wait until it is a member. Where the run is over, the process ends."""
@@ -279,28 +310,6 @@ class Group:
         if living.get(self._rank) != self.starts[self._rank]:
             distributed._end_left_behind()
         self.set_members({rank: start for rank, start in self.starts.items() if living.get(rank) == start})
-
-    def _settle(
-        self, offer: Callable[[], Offer], prepare: Callable[[Devices], Prepared]
-    ) -> tuple[Devices, Offer, Prepared]:
-        """The devices and the offer of process 0, which the others read, and what this process has prepared."""
-        name = f"terms/{self._number}/{self._tries}"
-        if self.is_first:
-            terms: Any = {"order": self._next_order(), "offer": offer()}
-            self._board.set(name, terms)
-        else:
-            terms = self._board.wait(name, _is_terms)
-        if terms["order"] is None:  # as after a loss without elastic: all start again from a checkpoint
-            say(
-                f"fit: Gloo accepts each order of {len(self.devices)} devices once, and processes that left and "
-                "joined have used up all orders; start each process with more emulated devices (jaxpar launch "
-                f"--devices 2). This process ends with status {distributed.LOST}, so that all start again from a "
-                "checkpoint"
-            )
-            sys.exit(distributed.LOST)
-        devices_by_id = {d.id: d for d in jax.devices()}
-        devices = tuple(devices_by_id[i] for i in terms["order"])
-        return devices, terms["offer"], prepare(devices)
 
     def _next_order(self) -> Sequence[int] | None:
         """The ids of the devices in an order that no group had. None where all were used."""
