@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
-# The newest Python that jaxpar supports and this machine can start; PYTHON=/path/to/python chooses another.
+# The newest Python that this machine can start, 3.14 last: there not all tests have run. PYTHON=/path/to/python chooses.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' >/dev/null 2>&1 \
 	&& { echo $$p; break; }; done)
