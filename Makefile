@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 
-# The newest Python that jaxpar supports and this machine can start; PYTHON=/path/to/python chooses another.
+# The newest Python that this machine can start, 3.14 last: there not all tests have run. PYTHON=/path/to/python chooses.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3.14 python3; do \
 	$$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' >/dev/null 2>&1 \
 	&& { echo $$p; break; }; done)
@@ -18,9 +18,9 @@ MUTANTS_ARGS ?=
 PART ?=
 # Where the tests keep compiled programs from one run to the next. CI starts without any. PROGRAMS= turns it off.
 PROGRAMS ?= $(if $(CI),,$(abspath $(VENV))/.programs)
-test test-slow test-core: export JAXPAR_TEST_PROGRAMS = $(PROGRAMS)
+test coverage test-slow test-core: export JAXPAR_TEST_PROGRAMS = $(PROGRAMS)
 # Tests start many processes, and each would compile all sources anew.
-test test-slow test-core: export PYTHONDONTWRITEBYTECODE =
+test coverage test-slow test-core: export PYTHONDONTWRITEBYTECODE =
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,10 @@ train: $(READY) $(KERNELS)  ## train LeNet on the real Fashion-MNIST over 4 devi
 
 test: $(READY) $(KERNELS)  ## run the tests, notebook 01 too; PYTEST_ARGS='-k kv' to choose
 	$(BIN)/python -m pytest $(PYTEST_ARGS) $(PART)
+
+coverage: $(READY) $(KERNELS)  ## the same tests, and which lines of jaxpar they run, in htmlcov/
+	$(call install,coverage)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) $(PART) --cov --cov-report=html --cov-report=term:skip-covered
 
 # XLA_FLAGS set and empty: the code that users get, where tests/conftest.py would choose what compiles faster.
 test-core: $(READY) $(KERNELS)  ## the store, the step and what they stand on, with XLA as users have it
@@ -122,6 +126,6 @@ constraints: $(READY)  # write constraints.txt again: versions only, for every s
 		--quiet -o constraints.txt --upgrade pyproject.toml
 
 clean:  ## remove what make made
-	rm -rf $(VENV) runs build dist site .pytest_cache .ruff_cache docs/.ruff_cache .hypothesis
+	rm -rf $(VENV) runs build dist site htmlcov .coverage .pytest_cache .ruff_cache docs/.ruff_cache .hypothesis
 
-.PHONY: help setup debian train test test-core test-slow plan-env notebooks lab lab-test docs-test lint docs matrix dist bench mutants mxnet constraints clean
+.PHONY: help setup debian train test coverage test-core test-slow plan-env notebooks lab lab-test docs-test lint docs matrix dist bench mutants mxnet constraints clean

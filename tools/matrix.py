@@ -8,9 +8,9 @@
 
 Needs uv (pip install uv), but for --pythons; what comes after -- goes to pytest. The wheel and the sdist are built
 once. In each environment: install the wheel, train an epoch, run README's script; install the sdist in its place, and
-do both again; then run the tests of a copy of this checkout on the wheel. `oldest` takes the lowest version that pyproject.toml
-allows of each dependency, and of each package that the tests need; of what those need in turn, the newest. The log
-lists what was installed.
+do both again; then run the tests of a copy of this checkout on the wheel. `oldest` takes the lowest version that
+pyproject.toml allows of each dependency, and of each package that the tests need; of what those need in turn, the
+newest. The log lists what was installed.
 """
 
 import argparse
@@ -100,16 +100,13 @@ def steps(place, wheel, sdist, sources, oldest, tests):
 def check(folder, name, python, dist, tests):
     """Goes through the steps; returns the line for the table, and whether all went well."""
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
-    sources = folder / f"{name}-sources"
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
-    for file in filter(None, listed.stdout.decode().split("\0")):
-        (sources / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / file, sources / file)
+    sources = ROOT if tests is None else folder / f"{name}-sources"  # tests may write where they are
+    if tests is not None:
+        listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True).stdout.decode()
+        for file in filter(None, listed.split("\0")):
+            (sources / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, sources / file)
     start, step = time.monotonic(), "make the environment"
     try:
         place = Environment(folder, name, python)

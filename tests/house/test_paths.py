@@ -6,6 +6,7 @@ import pathlib
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
 from world import STEP, TEST, apply, crash_after, numbers, points, same, start_classifier
@@ -98,12 +99,13 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", OTHER)
 @pytest.mark.parametrize("taker", TAKERS)
 def test_what_is_no_path_of_this_machine_is_refused_by_all(folder, taker, path):
-    if taker == "use_compilation_cache":
-        import jax
-
-        jax.config.update("jax_compilation_cache_dir", None)
-    with pytest.raises(ValueError, match=OTHER[path]):
-        TAKERS[taker](path)
+    cache = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)  # where there is one, use_compilation_cache looks at no path
+    try:
+        with pytest.raises(ValueError, match=OTHER[path]):
+            TAKERS[taker](path)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", cache)
     assert os.listdir(folder) == []
 
 
