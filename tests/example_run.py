@@ -1,4 +1,4 @@
-"""Run a script of examples/ and print its last `state` as a digest and a few numbers, for tests/house/test_examples.py.
+"""Run a script of examples/ and print its last `state` or `store` as a digest and a few numbers, for tests/house/test_examples.py.
 
 python example_run.py SCRIPT [EPOCHS [KILL_AFTER]]
 
@@ -80,7 +80,10 @@ def main(script, epochs=None, number=None):
     if number is not None:
         kill_after(int(number))
     found = runpy.run_path(script)
-    params = {k: s.params for k, s in found["states"].items()} if "states" in found else found["state"].params
+    if "store" in found:
+        params = jp.kv.to_params(found["store"])
+    else:
+        params = {k: s.params for k, s in found["states"].items()} if "states" in found else found["state"].params
     print(json.dumps({"devices": len(jax.devices()), "digest": digest(params), "numbers": numbers(params)}))
 
 

@@ -301,7 +301,8 @@ def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str]]:
                 continue
             if slot in operator.state:
                 statistics[name] = None
-            if place and slot in _WEIGHTS:
+            # UpSampling takes a weight if it is bilinear, and else any number of images.
+            if place and slot in _WEIGHTS and attrs.get("sample_type") != "nearest":
                 weights.add(name)
                 kernels |= {name} if slot == "weight" and operator.last and operator.last(attrs) else set()
     return list(statistics), weights, kernels

@@ -393,7 +393,9 @@ def group_norm(
 
 
 def up_sampling(
-    *data: jax.Array,
+    data: jax.Array,
+    weight: jax.Array | None = None,
+    *more: jax.Array,
     scale: int,
     sample_type: str,
     num_filter: int = 0,
@@ -407,17 +409,18 @@ def up_sampling(
         )
     if sample_type == "bilinear":
         return deconvolution(
-            data[0],
-            data[1],
+            data,
+            weight,
             kernel=(2 * scale - scale % 2,) * 2,
-            num_filter=data[0].shape[1],
+            num_filter=data.shape[1],
             stride=(scale, scale),
             pad=(math.ceil((scale - 1) / 2),) * 2,
-            num_group=data[0].shape[1],
+            num_group=data.shape[1],
         )
-    # All become as large as the first one does, whatever their own sizes.
-    height = data[0].shape[2] * scale
-    grown = [x.repeat(height // x.shape[2], 2).repeat(height // x.shape[2], 3) for x in data]
+    # All become as large as the first one does, whatever their own sizes. The second one is no weight then.
+    height = data.shape[2] * scale
+    images = [data, *([] if weight is None else [weight]), *more]
+    grown = [x.repeat(height // x.shape[2], 2).repeat(height // x.shape[2], 3) for x in images]
     return sum(grown[1:], grown[0]) if multi_input_mode == "sum" else jnp.concatenate(grown, 1)
 
 

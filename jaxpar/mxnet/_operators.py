@@ -90,6 +90,11 @@ def _dense_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
     return {"weight": (attrs["num_hidden"], inputs), "bias": (attrs["num_hidden"],)}
 
 
+def _up_sampling_shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
+    size = 2 * attrs["scale"] - attrs["scale"] % 2
+    return {"weight": (data[1], 1, size, size)} if attrs["sample_type"] == "bilinear" else {}
+
+
 def _channels(axis: int) -> Shapes:
     def shapes(data: Shape, attrs: Mapping[str, Any]) -> Mapping[str, Shape]:
         channels = (data[attrs.get("axis", axis)],)
@@ -488,7 +493,7 @@ _NAMED: dict[str, Operator] = {
         lambda _, a: dict.fromkeys(("gamma", "beta"), (a.get("num_groups", 1),)),
         outputs=_and_statistics,
     ),
-    "UpSampling": Operator(layers.up_sampling),
+    "UpSampling": Operator(layers.up_sampling, _up_sampling_shapes),
     "RNN": Operator(layers.rnn, _rnn_shapes, outputs=_rnn_outputs),
     "Embedding _contrib_SparseEmbedding": Operator(
         arrays.embedding, lambda _, a: {"weight": (a["input_dim"], a["output_dim"])}

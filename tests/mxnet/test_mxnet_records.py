@@ -378,9 +378,8 @@ def test_what_is_there_of_a_jpeg_that_was_cut(tmp_path):
     image = Image.fromarray(np.random.RandomState(0).randint(0, 256, (8, 2, 3)).astype(np.uint8)).resize((64, 64))
     jpeg, lossless = png(np.asarray(image), "JPEG"), png(np.asarray(image))
     contents = (jpeg, jpeg[: len(jpeg) * 2 // 3], lossless[:-40], jpeg[:99])
-    options = dict(resize=8, on_bad="decode")
     with pytest.warns() as warned:
-        source = of(tmp_path, *contents, **options)
+        source = of(tmp_path, *contents, resize=8, on_bad="decode")
     texts = [str(warning.message) for warning in warned]
     assert [text.partition(" of 4 records")[0][-1] for text in texts] == ["2", "1"]
     assert "are left out: 2, 3" in texts[0]

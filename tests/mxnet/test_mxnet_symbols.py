@@ -78,6 +78,20 @@ def test_shapes_without_params(tmp_path):
     assert shapes["softmax_label"] == (2,)  # as MXNet's infer_shape
 
 
+def test_up_sampling_takes_a_weight_or_images(tmp_path):
+    """As MXNet, it infers the shape of the weight, which is trained. Without one, what it takes are inputs."""
+    nodes = [node("null", "x"), node("null", "y")]
+    attrs = {"scale": 3, "num_args": 2}
+    bilinear = node("UpSampling", "up", 0, 1, sample_type="bilinear", num_filter=4, **attrs)
+    model = mxnet.load_symbol(symbol_of(tmp_path, *nodes, bilinear))
+    assert model.inputs == ("x",)
+    assert model.shapes(x=(2, 4, 5, 5)) == {"x": (2, 4, 5, 5), "y": (4, 1, 5, 5)}
+    model = mxnet.load_symbol(
+        symbol_of(tmp_path, *nodes, node("UpSampling", "up", 0, 1, sample_type="nearest", **attrs))
+    )
+    assert model.inputs == ("x", "y")
+
+
 @pytest.mark.parametrize("key", ["attr", "param", "attrs"])
 def test_attributes_of_every_version(key, tmp_path):
     model = mxnet.load_symbol(dense(tmp_path, key=key))
