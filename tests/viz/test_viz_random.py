@@ -94,6 +94,19 @@ def test_of_a_branch_only_the_results_that_are_needed_cost():
     assert (graph.total_flops, graph.total_params) == (1 + 2 * 4, 0)  # the flag becomes a number
 
 
+CHOICES = {
+    "a branch under vmap": lambda w, x: jax.vmap(lambda x: lax.cond(x[0] > 0, lambda: x @ w, lambda: x * 2))(x[None]),
+    "equal cases": lambda w, x: lax.select_n(jnp.argmax(x), x, x * 0, x + 1, x + 1, lax.stop_gradient(x), x),
+    "equal numbers": lambda w, x: lax.select_n(jnp.argmax(x), x, *[jnp.zeros(4)] * 3) + w[0],
+    "an array and its transpose": lambda w, x: lax.select_n(w > 0, w, w.T),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_choice_between_equal_cases_costs_nothing(name):
+    assert viz.trace(CHOICES[name], W, V).total_flops == xla_flops(CHOICES[name], W, V)
+
+
 def test_a_mask_that_only_gradients_read_counts():
     def fn(x):
         return jax.jacrev(lambda x: jnp.square(x) * 3)(x)

@@ -208,9 +208,10 @@ def _valid_positions(
 
 
 def _select(params: _Params, ins: _Avals, outs: _Avals) -> int:
-    """Several cases are picked one by one, by comparisons."""
-    cases = len(ins) - 1
-    return size(outs[0]) * (1 if dtype_name(ins[0]) == "bool" else 2 * (cases - 1))
+    """Several cases are picked two by two, each time by a comparison of the number, which is one or one an element."""
+    if dtype_name(ins[0]) == "bool":
+        return size(outs[0])
+    return (len(ins) - 2) * (size(outs[0]) + size(ins[0]))
 
 
 def _gather(params: _Params, ins: _Avals, outs: _Avals) -> int:

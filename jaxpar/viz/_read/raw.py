@@ -170,22 +170,51 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
     numbers = [raw.of(value).number for value in eqn.ins]
     if eqn.prim in _NEUTRAL and _computes_nothing(eqn, numbers):
         eqn.flops = 0
+    if eqn.prim in ("empty", "empty2"):
+        raw.values[eqn.outs[0]].number = np.zeros(())  # what a branch leaves open, which jax fills with zeros
     if eqn.prim in _FOLDED and all(number is not None for number in numbers):
         eqn.flops = 0
         with np.errstate(all="ignore"):
             raw.values[eqn.outs[0]].number = _FOLDED[eqn.prim](*numbers)
+    cases = [_case(raw, value) for value in eqn.ins[1:]] if eqn.prim == "select_n" else []
+    if len(cases) > 1:
+        eqn.flops = eqn.flops // (len(cases) - 1) * _forks(cases)
     if _is_view(raw, eqn):
         eqn.view = True
         if raw.of(eqn.ins[0]).number is not None:
             eqn.flops = 0
         for out in eqn.outs:
             raw.values[out].root = eqn.ins[0]
+    elif cases and len(set(cases)) == 1:
+        # A `cond` under `vmap` hides from each branch by `stop_gradient` what it is not for.
+        eqn.view = True
+        raw.values[eqn.outs[0]].root = eqn.ins[1]
     elif (index := _wrapped_index(raw, eqn)) is not None:
         eqn.view = True
         eqn.flops *= 3  # the test and the sum that it picks from are not drawn
         raw.values[eqn.outs[0]].root = index
     else:
         mark_constant(raw, eqn)
+
+
+def _case(raw: Raw, value: int) -> object:
+    """What two equal cases of a choice have in common: their number, or the array that `stop_gradient` was given.
+
+    Other views, such as a transpose, are other arrays.
+    """
+    if (number := raw.of(value).number) is not None:
+        return "number", number.item()
+    while (made := raw.values[value].producer) is not None and raw.eqns[made].prim == "stop_gradient":
+        value = raw.eqns[made].ins[0]
+    return value
+
+
+def _forks(cases: list[object]) -> int:
+    """How many choices between two jax makes of one between several. XLA drops those between equal cases."""
+    if len(set(cases)) == 1:
+        return 0
+    middle = len(cases) // 2
+    return 1 + _forks(cases[:middle]) + _forks(cases[middle:])
 
 
 def mark_constant(raw: Raw, eqn: Eqn) -> None:
