@@ -3,11 +3,13 @@
 import dataclasses
 import hashlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -211,6 +213,12 @@ def test_a_fork_is_a_run_that_skipped_the_batch(tmp_path):
     assert hash_of(fork.at(STEPS)) == hash_of(expected)
     assert hash_of(fork.at(34)) == certified(tmp_path / "c")[34]
     assert run.branches == [tmp_path / "b"]
+    picture = ElementTree.fromstring(run._repr_html_())[0]
+    titles = [title.text for title in picture.iter("title")]
+    assert [title for title in titles if "checkpoint" in title] == [f"checkpoint of step {n}" for n in run.checkpoints]
+    assert "b leaves after step 25" in titles
+    assert len(picture.find("polyline").get("points").split()) == len(run.history)
+    assert "step 30 is left out" in fork._repr_html_()
     numbers = lambda record: {n: record[n] for n in ("epoch", "step", "loss", "error")}  # noqa: E731
     assert list(map(numbers, history)) == list(map(numbers, records))
     (row,) = fork.metrics(30, 30)
@@ -559,6 +567,73 @@ def test_a_run_that_is_killed_again_and_again_undoes_the_same_steps(tmp_path):
     assert run.left_out == {19, 30}
     assert hash_of(run.at(STEPS)) == hash_of(expected)
     assert certified(tmp_path / "a") == certified(tmp_path / "b")
+
+
+KILLED_CALL = """
+import os, signal, sys, threading
+from pathlib import Path
+sys.path[:0] = sys.argv[4:]
+import test_saved_run as runs
+from jaxpar import train
+folder, step = Path(sys.argv[1]), runs.start()[1]
+run = train.open(folder / "a", step, runs.examples())
+run.at(18)  # compiles
+threading.Timer(float(sys.argv[3]), lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+if sys.argv[2] == "fork":
+    run.fork(folder / "b", at=24, without=[30])
+else:
+    train.verify(folder / "a" / "certificate.jsonl", runs.arguments(folder / "a"))
+threading.Event().wait()
+"""
+
+
+def arguments(directory):
+    state, step = start()
+    return {
+        **{"state": state, "step": step, "train_data": examples(), "batch_size": SIZE},
+        **{"checkpoint_dir": directory, "certificate": directory / "certificate.jsonl"},
+    }
+
+
+@pytest.mark.slow
+def test_fork_and_verify_that_are_killed_lose_nothing(tmp_path):
+    """By SIGKILL after a random time within the call, or soon after it."""
+    fit(tmp_path / "a", *start())
+    contents = lambda: {p: p.read_bytes() for p in (tmp_path / "a").rglob("*") if p.is_file()}  # noqa: E731
+    before, tests = contents(), Path(__file__).parents[1]
+    draw = np.random.default_rng(0)
+    for call, longest in (("fork", 0.4), ("fork", 0.4), ("fork", 2), ("verify", 2)):
+        options = (str(tmp_path), call, str(draw.uniform(0, longest)), str(tests), str(tests / "train"))
+        done = subprocess.run([sys.executable, "-c", KILLED_CALL, *options], capture_output=True, text=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert contents() == before
+        if call == "fork":
+            try:
+                fork = train.open(tmp_path / "a", start()[1], examples()).fork(tmp_path / "b", at=24, without=[30])
+            except FileExistsError:  # it was whole
+                fork = train.open(tmp_path / "b", start()[1], examples())
+            assert (fork.left_out, fork.forked_from) == ({30}, (str(tmp_path / "a"), 24))
+            assert hash_of(fork.at(24)) == certified(tmp_path / "a")[24]
+            shutil.rmtree(tmp_path / "b")
+    found = train.verify(tmp_path / "a" / "certificate.jsonl", arguments(tmp_path / "a"))
+    assert (len(found.steps), found.differs) == (STEPS, None)
+
+
+@pytest.mark.slow
+def test_verify_refuses_what_cannot_go_back(tmp_path):
+    forever = lambda: data.from_iterable(  # noqa: E731
+        (batch for epoch in range(9) for batch in of_epoch(epoch)), steps_per_epoch=BATCHES
+    )
+    for source in (forever, SOURCES["an iterator that seeks"]):
+        directory = tmp_path / source.__name__ / str(source is forever)
+        fit(directory, *start(), source(), steps=20)
+        again = {**arguments(directory), "train_data": source()}
+        if source is forever:
+            with pytest.raises(ValueError, match=r"read only once.*get_state"):
+                train.verify(directory / "certificate.jsonl", again, first=18)
+        else:
+            found = train.verify(directory / "certificate.jsonl", again, first=18)
+            assert (found.start.name, found.steps, found.differs) == ("step_00000016", [18, 19, 20], None)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import html
 import itertools
+import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -298,22 +299,86 @@ class SavedRun:
     @property
     def branches(self) -> list[Path]:
         """The forks of this run in the directories beside its own."""
+        return list(self._branches())
+
+    def _branches(self) -> dict[Path, int]:
+        """The forks, with the steps after which they left."""
         # Beside them may be anything, so only what has a manifest is looked at.
         manifests = self.directory.parent.glob(f"*/*/{checkpoint._MANIFEST}")
-        branches: list[Path] = []
+        branches = dict[Path, int]()
         for path in sorted({manifest.parents[1] for manifest in manifests} - {self.directory}):
             listed, _ = checkpoint._newest_first(path)
-            parents = [manifest.get("info", {}).get("forked_from") for _, manifest in listed]
-            if any(isinstance(parent, list) and parent[:1] == [str(self.directory)] for parent in parents):
-                branches.append(path)
+            for _, manifest in listed:
+                match manifest.get("info", {}).get("forked_from"):
+                    case [str(parent), int(step)] if parent == str(self.directory):
+                        branches[path] = step
         return branches
 
     def __repr__(self) -> str:
         return "\n".join(self._lines())
 
     def _repr_html_(self) -> str:
-        lines = "".join(f"<p>{html.escape(line)}</p>" for line in self._lines())
-        return f"<div>{lines}{self.history._repr_html_() if self.history else ''}</div>"
+        made_by = ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name, value in self.made_by.items() if name != "certificate"
+        )
+        lines = [*self._lines(), *([f"made by: {made_by}"] if made_by else [])]
+        text = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+        return f"<div>{self._picture()}{text}{self.history._repr_html_() if self.history else ''}</div>"
+
+    def _picture(self) -> str:
+        """The curve of the loss as SVG, over marks of the checkpoints, of the steps left out and of the branches."""
+        losses = [
+            (record["step"], record["loss"]) for record in self.history if math.isfinite(record.get("loss", math.nan))
+        ]
+        least, most = min((y for _, y in losses), default=0.0), max((y for _, y in losses), default=0.0)
+        last = max([self.last_step, *(step for step, _ in losses), 1])
+        left, width, top, height = 8, 464, 22, 96
+
+        def x(step: int) -> str:
+            return f"{left + width * step / last:.1f}"
+
+        def y(loss: float) -> str:
+            return f"{top + height * (most - loss) / ((most - least) or 1):.1f}"
+
+        def mark(step: int, begin: int, end: int, look: str, words: str) -> str:
+            place = f'x1="{x(step)}" x2="{x(step)}" y1="{begin}" y2="{end}"'
+            return f"<line {place} {look}><title>{html.escape(words)}</title></line>"
+
+        bottom = top + height
+        points = " ".join(f"{x(step)},{y(loss)}" for step, loss in losses)
+        dots = [
+            f'<circle cx="{x(step)}" cy="{y(loss)}" r="2"><title>step {step}: {loss:.4g}</title></circle>'
+            for step, loss in losses
+        ]
+        parts = [
+            f'<polyline points="{points}" fill="none" stroke="#4878a8" stroke-width="1.5"/>',
+            f'<g fill="#4878a8">{"".join(dots)}</g>',
+            *(
+                mark(n, bottom + 8, bottom + 18, 'stroke="currentColor"', f"checkpoint of step {n}")
+                for n in self.checkpoints
+            ),
+            *(mark(n, top, bottom, 'stroke="#c44"', f"step {n} is left out") for n in sorted(self.left_out)),
+        ]
+        for path, step in self._branches().items():
+            parts.append(
+                mark(
+                    step,
+                    top,
+                    bottom + 18,
+                    'stroke="#2a2" stroke-dasharray="3"',
+                    f"{path.name} leaves after step {step}",
+                )
+            )
+            parts.append(f'<text x="{x(step)}" y="{top + 10}" fill="#2a2">{html.escape(path.name)}</text>')
+        words = (
+            f"loss {most:.4g} to {least:.4g}, steps 0 to {last}; marks below: checkpoints"
+            if losses
+            else f"steps 0 to {last}"
+        )
+        return (
+            f'<svg viewBox="0 0 {width + 2 * left} {bottom + 22}" width="{width + 2 * left}" font-size="11" '
+            f'font-family="sans-serif"><text x="{left}" y="12" fill="currentColor">{words}</text>{"".join(parts)}</svg>'
+        )
 
     def _lines(self) -> list[str]:
         steps = [saved.step for saved in self._saved]
