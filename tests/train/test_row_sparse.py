@@ -215,10 +215,9 @@ def test_rows_have_the_gradients_of_jax():
 
 
 def test_any_other_use_of_a_table_is_refused():
-    for name, fn in OTHERWISE.items():  # which are traced only
+    for fn in OTHERWISE.values():  # which are traced only
         with pytest.raises(ValueError, match=r"row_sparse='t': .* look rows up by params\['t'\]\[ids\]"):
             jax.eval_shape(lambda fn=fn: of_rows(fn))
-            pytest.fail(name)
 
 
 def test_a_table_of_which_no_row_is_looked_up_is_refused():
@@ -261,7 +260,7 @@ def test_a_run_is_resumed_on_another_number_of_devices(tmp_path, kind):
     data = {name: np.concatenate([batch(i)[name] for i in range(4)]) for name in batch()}
 
     def run(count, epochs, **options):
-        options |= {"batch_size": SIZE, "shuffle": False, "progress": False, "epochs": epochs}
+        options |= {"batch_size": SIZE, "progress": False, "epochs": epochs}
         return train.fit(*start(count, kind=kind), data, **options)
 
     expected, _ = run(4, 2)
