@@ -240,6 +240,7 @@ REFUSED = {
     "clip in the optimizer": ({"tx": optax.chain(optax.clip_by_global_norm(1.0), adam())}, "grad_transform="),
     "trust ratio": ({"tx": optax.lamb(0.1)}, "depends on other rows"),
     "sums of steps": ({"tx": optax.apply_every(3)}, "more of a table than moments"),
+    "random numbers": ({"tx": optax.chain(adam(), optax.add_noise(0.1, 0.5, key=jax.random.key(0)))}, "random"),
     "average": ({"tx": optax.chain(adam(), updaters.average_params(0.9))}, "average"),
     "mean of rows": ({"grad_transform": optax.clip_by_block_rms(1.0)}, "grad_transform"),
     "transform with a state": ({"grad_transform": optax.trace(0.9)}, "keeps a state"),
@@ -270,6 +271,8 @@ def test_a_run_is_resumed_on_another_number_of_devices(tmp_path, kind):
     close((state.params, state.opt_state), (expected.params, expected.opt_state))
     opened = train.open(tmp_path, step=start(2, kind=kind)[1], data=data)
     close(opened.at(8).params, state.params)
+    grads, _ = gradients(jax.device_get(opened.at(6).params), jax.device_get(opened.batch(7)))
+    close(opened.metrics(7, 7)[0]["grad_norm"], np.sqrt(sum((g**2).sum() for g in grads.values())))
 
 
 @pytest.mark.slow
