@@ -55,7 +55,11 @@ def lazy_fault(optimizer: TreeOptimizer, params: PyTree, tables: Sequence[int]) 
         for leaf, owner in [(leaf, next(owners)) for leaf in jax.tree.leaves(node)]:
             if owner is None and (leaf.ndim or is_prng_key(leaf)):
                 return "its state has arrays of no param, as the key of random numbers for all rows"
-            if owner in tables and not (isinstance(node, moments) and leaf.shape == leaves[owner].shape):
+            if (
+                owner is not None
+                and owner in tables
+                and not (isinstance(node, moments) and leaf.shape == leaves[owner].shape)
+            ):
                 known = ", ".join(t.__name__ for t in moments)
                 return f"its state has more of a table than moments of its rows ({known})"
 

@@ -157,6 +157,7 @@ def test_devices_send_rows_alone(kind):
     assert max(sent) <= 8 * 8 * 4
 
 
+@pytest.mark.slow
 def test_an_mxnet_optimizer_updates_rows_as_a_push_of_rows_does():
     state, step = start(1, updaters.mxnet_adam(0.1))
     state, _ = step(state, batch(1))
