@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._core.arrays import PyTree, Shaped
+from .._core.arrays import PyTree, Shaped, is_prng_key
 from .._devices.user_mesh import outside_mesh
 from ._jaxprs import dependence
 from ._updaters import TreeOptimizer, UnknownOwners, averages, first_line
@@ -53,7 +53,13 @@ def lazy_fault(optimizer: TreeOptimizer, params: PyTree, tables: Sequence[int]) 
         return f"which part of its state belongs to which param is unknown: {error}"
     for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, moments)):
         for leaf, owner in [(leaf, next(owners)) for leaf in jax.tree.leaves(node)]:
-            if owner in tables and not (isinstance(node, moments) and leaf.shape == leaves[owner].shape):
+            if owner is None and (leaf.ndim or is_prng_key(leaf)):
+                return "its state has arrays of no param, as the key of random numbers for all rows"
+            if (
+                owner is not None
+                and owner in tables
+                and not (isinstance(node, moments) and leaf.shape == leaves[owner].shape)
+            ):
                 known = ", ".join(t.__name__ for t in moments)
                 return f"its state has more of a table than moments of its rows ({known})"
 

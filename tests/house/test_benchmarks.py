@@ -28,6 +28,7 @@ RUN_BEFORE_A_RELEASE = {
     "row_sparse": [],
     "shapes": [],
     "small_steps": [],
+    "tables": [],
     "train_step": ["--no-mxnet"],
     "xla_options": [],
 }

@@ -608,14 +608,14 @@ def gradients_of(step: TrainStep, state: TrainState) -> Gradients | None:
     if not isinstance(step, TrainStep) or state.store.staleness or carries(state.local):
         return None
     # It is the step itself, with a store that keeps what is pushed in place of an optimizer. What the loss does not
-    # depend on has zeros there, also where the step would leave it alone.
+    # depend on has zeros there, also where the step would leave it alone, as have rows that it does not look up.
     probe_step = step.without(())
-    if step.device_step.unused == "skip":
+    if step.device_step.unused == "skip" or step.device_step.row_sparse:
         whole = step.global_step
         probe_step = dataclasses.replace(
             probe_step,
-            device_step=dataclasses.replace(step.device_step, unused="warn"),
-            global_step=None if whole is None else dataclasses.replace(whole, unused="warn"),
+            device_step=dataclasses.replace(step.device_step, unused="warn", row_sparse=()),
+            global_step=None if whole is None else dataclasses.replace(whole, unused="warn", row_sparse=()),
         )
 
     def gradients(state: TrainState, batch: PyTree) -> dict[str, jax.Array]:

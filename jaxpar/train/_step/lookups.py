@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -137,17 +138,19 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], sha
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else env[atom]
 
-    for eqn in jaxpr.eqns:
+    eqns: list[Any] = jaxpr.eqns  # JAX gives their avals no type that has a shape
+    for eqn in eqns:
         operands = list(map(read, eqn.invars))
         is_of_table = any(v.aval.shape in shapes for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
         results = _of_table(eqn, operands, shapes) if is_of_table else None
-        env |= zip(eqn.outvars, _arrays(eqn, operands) if results is None else results, strict=True)
+        env |= zip(eqn.outvars, _arrays(jaxpr, eqn, operands) if results is None else results, strict=True)
     return list(map(read, jaxpr.outvars))
 
 
 def _of_table(eqn: Any, operands: list[Any], shapes: Set[tuple[int, ...]]) -> list[Any] | None:
     """The results of an equation that takes or makes a `_Sum` or a `Shards`. None: it takes and makes arrays."""
-    name, first = eqn.primitive.name, operands[0] if operands else None
+    name: str = eqn.primitive.name
+    first: Any = operands[0] if operands else None
     if name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal) and not first:
         return [_Sum(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)]
     if name == "convert_element_type" and isinstance(first, Shards):
@@ -253,10 +256,9 @@ def _dense(x: Any) -> Any:
     return x.dense() if isinstance(x, _Sum | Shards) else x
 
 
-def _arrays(eqn: Any, operands: list[Any]) -> list[Any]:
+def _arrays(jaxpr: Jaxpr, eqn: Any, operands: list[Any]) -> list[Any]:
     """The results of an equation of arrays."""
-    bound = eqn.primitive.get_bind_params(eqn.params)
-    functions, params = bound if isinstance(bound, tuple) else ((), bound)  # jax 0.12 has functions among the params
-    with eqn.ctx.manager:
-        results = eqn.primitive.bind(*functions, *map(_dense, operands), **params)
-    return results if eqn.primitive.multiple_results else [results]
+    # As a program of one equation, which keeps the names of the scopes that it is in.
+    known = {v: _dense(x) for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)}
+    program = jaxpr.replace(constvars=[*known], invars=[], outvars=eqn.outvars, eqns=[eqn])
+    return jax.core.eval_jaxpr(program, [*known.values()])

@@ -16,7 +16,6 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -52,6 +51,8 @@ from .state import TrainState, carries, trained_params, whole_params
 Arrays = dict[int, jax.Array]  # by the keys of the store
 Rows = Mapping[int, RowSparse]
 
+_NO_ROWS: dict[int, RowSparse] = {}  # a pytree, as the rows of a gradient are
+
 END_OF_ROUND = "end the round with that step's finish(state), then continue with train.create_state(state.store, rng)"
 _LIMITS = collectives.BucketLimits()  # of what is summed beside the gradients: metrics, model state, flags
 
@@ -67,7 +68,7 @@ class ShardGradient(NamedTuple):
     metrics: ShardMetrics
     model_state: PyTree  # the new one, or ()
     unread: frozenset[int] = frozenset()  # the keys of gradients that are zeros, since the loss does not depend on them
-    rows: Rows = MappingProxyType({})  # the gradients of row-sparse tables, which `grads` has not
+    rows: Rows = _NO_ROWS  # the gradients of row-sparse tables, which `grads` has not
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -328,7 +329,7 @@ class DeviceStep:
         residuals: dict[int, Any],
         ready: dict[int, jax.Array] | None,
         loss: jax.Array | None,
-        rows: Rows = MappingProxyType({}),
+        rows: Rows = _NO_ROWS,
     ) -> tuple[kv.KVStore, PyTree]:
         """The store and the transform's state after the update by these sums, unchanged where not `ready`."""
         # Of a row-sparse table, the update sees the rows with a gradient alone.
@@ -350,7 +351,7 @@ class DeviceStep:
                 transform = queue.select(jnp.stack(list(ready.values())).any(), transform, state.transform)
         return stores.with_changes(state.store, changes), transform
 
-    def norms(self, old: kv.KVStore, new: kv.KVStore, summed: Arrays, rows: Rows = MappingProxyType({})) -> Metrics:
+    def norms(self, old: kv.KVStore, new: kv.KVStore, summed: Arrays, rows: Rows = _NO_ROWS) -> Metrics:
         """What `record` asks for: the norms of the summed gradients and of the change of the trained params."""
 
         def squares(arrays: Iterable[jax.Array]) -> jax.Array:
