@@ -29,9 +29,9 @@ def largest_batch(
     """The largest batch whose step fits the memory of these devices.
 
     Steps are compiled for batches of growing size, and nothing is run. A step fits if its compiler says that state,
-    batch, results and temporaries need no more than the limit at once, as `train.plan` reports. It does not know of other
-    arrays on the devices, such as data that `fit` keeps there or batches that are sent ahead. The answer is within a
-    sixteenth of the true one, and takes a dozen compilations, each as long as the first step of a run.
+    batch, results and temporaries need no more than the limit at once, as `train.plan` reports. It does not know of
+    other arrays on the devices, such as data that `fit` keeps there or batches that are sent ahead. The answer is
+    within a sixteenth of the true one, and takes a dozen compilations, each as long as the first step of a run.
 
     Args:
         make: `make(devices, batch_size=..., **choices) -> (step, state, batch)`, as for `train.plan`. It is evaluated
