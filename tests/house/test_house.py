@@ -247,6 +247,26 @@ def test_who_needs_no_mxnet_pictures_or_launcher_loads_none():
         assert not {f"jaxpar.{name}" for name in absent.split()} & {*loaded.split()}
 
 
+def test_who_reads_and_writes_no_files_needs_no_libraries_of_files():
+    """No room loads one at import, and the store, a picture and `fit` without files run where there is none."""
+    printed_by("""
+        import sys
+        for name in ("tensorflow_datasets", "orbax", "tensorstore", "PIL", "pyarrow", "tqdm", "matplotlib"):
+            sys.modules[name] = None  # `import` raises
+        import jax, jax.numpy as jnp, numpy as np, optax
+        import jaxpar as jp
+        for room in jp._MODULES:
+            getattr(jp, room)
+        store = jp.kv.push(jp.kv.init(jp.kv.create(), 3, jnp.ones(2)), 3, jnp.ones(2))
+        assert jp.kv.pull(store, 3).tolist() == [1.0, 1.0]
+        loss_fn = lambda params, batch: ((batch["x"] @ params["w"]) ** 2).mean()
+        assert "tanh" in jp.viz.plot_network(jnp.tanh, jnp.ones(2)).source
+        state, step = jp.train.start({"w": jnp.ones(2)}, optax.sgd(0.1), loss_fn)
+        state, history = jp.train.fit(state, step, {"x": np.ones((8, 2), np.float32)}, epochs=1, batch_size=8)
+        assert history[0]["loss"] == 4.0
+    """)
+
+
 class Finder(doctest.DocTestFinder):
     """Finds the examples of decorated functions too."""
 

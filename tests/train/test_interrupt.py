@@ -439,7 +439,7 @@ def test_an_interrupt_before_the_first_step_leaves_nothing_open(where, tmp_path,
 
 
 def test_a_second_interrupt_at_the_very_end_brings_the_state_along(monkeypatch):
-    monkeypatch.setattr(interrupt.text, "say", lambda words: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(interrupt.text, "say_news", lambda words: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt) as raised:
         run(start(), epochs=4, on_step=at(25, signal.SIGINT), on_interrupt="return")
     assert int(raised.value.state.step) == raised.value.history[-1]["step"] > 25

@@ -140,7 +140,7 @@ def test_an_interrupt_waits_for_the_end_of_the_block(number, monkeypatch, capsys
         return
     assert str(raised.value) == "train: interrupted after step 4"
     loop(on_interrupt="return")
-    assert capsys.readouterr().err == "jaxpar: train: interrupted after step 4\n"
+    assert capsys.readouterr() == ("jaxpar: train: interrupted after step 4\n", "")
     with pytest.raises(ValueError, match="unknown on_interrupt 'stop'"):
         train.interruptible("stop")
 

@@ -370,8 +370,8 @@ class Training:
                 # Seldom, since to measure waits for the state.
                 if self.progress.is_measure_due:
                     self.progress.show_measured(self.measured())
-                has_more = clock.steps_of_run is not None and clock.last > clock.epoch_starts[-1] + (run.steps or 0)
-                to_come = clock.last - step if has_more else None
+                # The bar of one epoch shows the time left by itself.
+                to_come = clock.last - step if (clock.steps_of_run or 0) > (run.steps or 0) else None
                 self.progress.step(metrics, epoch.counted * run.batch_size / epoch.elapsed(), to_come)
                 if self.callback_state or callbacks.on_step is not None:
                     self.callback_state = callbacks.after_step(self.callback_state, step, metrics)

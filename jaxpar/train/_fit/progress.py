@@ -112,7 +112,7 @@ class Progress:
     def start(self, total: int | None, title: str, done: int, compiles: bool = False) -> None:
         """Begin a bar of which `done` steps were made before. `compiles`: it says that XLA compiles the first step."""
         if self.bar is not None:  # that of the run
-            self.bar.set_description(title)
+            self.bar.set_description(title, refresh=False)
         elif self.is_shown and (sys.stdout.isatty() or in_notebook()):
             with warnings.catch_warnings(action="ignore"):  # without ipywidgets tqdm shows its plain bar
                 from tqdm.auto import tqdm

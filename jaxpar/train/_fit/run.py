@@ -101,7 +101,7 @@ class Run:
         self.limits = " or ".join(name for name, number in ends.items() if number is not None)
         self.on_interrupt = options.on_interrupt
         checks.choice(options.on_interrupt, "fit", "on_interrupt", ("auto", "return", "raise"))
-        self.progress = options.progress
+        self.progress: Show = options.progress
         is_number = isinstance(options.progress, int) and options.progress > 0
         if options.progress not in (True, False, "bar") and not is_number:
             raise ValueError(

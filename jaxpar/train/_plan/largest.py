@@ -29,9 +29,9 @@ def largest_batch(
     """The largest batch whose step fits the memory of these devices.
 
     Steps are compiled for batches of growing size, and nothing is run. A step fits if its compiler says that state,
-    batch, results and temporaries need no more than the limit at once, as `train.plan` reports. It does not know of other
-    arrays on the devices, such as data that `fit` keeps there or batches that are sent ahead. The answer is within a
-    sixteenth of the true one, and takes a dozen compilations, each as long as the first step of a run.
+    batch, results and temporaries need no more than the limit at once, as `train.plan` reports. It does not know of
+    other arrays on the devices, such as data that `fit` keeps there or batches that are sent ahead. The answer is
+    within a sixteenth of the true one, and takes a dozen compilations, each as long as the first step of a run.
 
     Args:
         make: `make(devices, batch_size=..., **choices) -> (step, state, batch)`, as for `train.plan`. It is evaluated
@@ -59,8 +59,10 @@ def largest_batch(
     checks.number(limit, _WHERE, "limit", "a part of the memory or a number of bytes", lambda x: x > 0)
     most_bytes = int(limit)
     if limit <= 1:
-        found = [(device.memory_stats() or {}).get("bytes_limit") for device in chosen]
-        if None in found:
+        # Of the devices of this process, which alone can be asked.
+        stats = [device.memory_stats() or {} for device in chosen if device.process_index == jax.process_index()]
+        found: list[int] = [of_device["bytes_limit"] for of_device in stats if "bytes_limit" in of_device]
+        if not found:
             raise ValueError(f"{_WHERE}: {chosen[0]} does not say how much memory it has; give limit= in bytes")
         most_bytes = int(limit * min(found))
 

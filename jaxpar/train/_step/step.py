@@ -196,7 +196,7 @@ class DeviceStep:
                 keys_of_microbatch = self.map_shards(lambda key: jax.random.fold_in(key, i))(rng)
                 gradient = of_microbatch(batch, keys_of_microbatch, model_state)
                 sums = {k: total + gradient.grads[k].astype(total.dtype) for k, total in sums.items()}
-                return (sums, gradient.model_state), (gradient.metrics, dict(gradient.rows))
+                return (sums, gradient.model_state), (gradient.metrics, gradient.rows)
 
             zeros = {k: widen(jnp.zeros_like(leaves[k])) for k in keys if k not in tables}
             microbatches = jnp.arange(count), jax.tree.map(cut, batch)
