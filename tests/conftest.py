@@ -63,6 +63,13 @@ def engine(request):
     return request.param
 
 
+def pytest_collection_finish(session):
+    """What is there before the first test stays. Python would look through it, and through what is traced, all the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
+
+
 @pytest.fixture
 def quick_collections():
     """`gc.collect` looks at what the test made alone; of older objects there are millions, half a second each time."""
