@@ -64,7 +64,7 @@ def engine(request):
 
 
 def pytest_collection_finish(session):
-    """What is there before the first test stays: Python need not look through it, nor so often through what is traced."""
+    """What is there before the first test stays: Python need not look through it, nor so often through the rest."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
