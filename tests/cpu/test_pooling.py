@@ -122,7 +122,7 @@ def test_mistakes():
         models.avg_pool(images((1, 9, 9, 1)), (9, 9))
     with pytest.raises(ValueError, match=r"max_pool: a window of \(1, 8\) is larger than inputs of \(2, 6, 6, 3\)"):
         models.max_pool(x, (1, 8))
-    with pytest.raises(ValueError, match="max_pool: .*padding a word or as many pairs"):
+    with pytest.raises(ValueError, match=r"max_pool: .*padding a word or as many pairs"):
         models.max_pool(x, (2, 2), (2, 2), ((0, 0),))
 
 
