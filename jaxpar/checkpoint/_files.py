@@ -114,12 +114,12 @@ class Arrays:
         to_orbax: dict[str, Any] = {}
         if first or together:
             for record, array in zip(records, arrays, strict=True):
-                # An array of NumPy is the same in all processes, and the first one writes it.
-                self.shards.append(_arrays.shards(array) if first or isinstance(array, jax.Array) else [])
                 if record.get("frozen") and not together:
                     self.frozen[record["array"]] = array
                 elif array.size:
                     to_orbax[record["array"]] = array
+                # An array of NumPy is the same in all processes, and the first one writes it.
+                self.shards.append(_arrays.shards(array) if first or isinstance(array, jax.Array) else [])
 
         # All write into the folder of the first process.
         self.folder = _unfinished_path(directory)
