@@ -242,6 +242,7 @@ REFUSED = {
     "trust ratio": ({"tx": optax.lamb(0.1)}, "depends on other rows"),
     "sums of steps": ({"tx": optax.apply_every(3)}, "more of a table than moments"),
     "random numbers": ({"tx": optax.chain(adam(), optax.add_noise(0.1, 0.5, key=jax.random.key(0)))}, "random"),
+    "an updater of optax": ({"tx": updaters.from_optax(optax.lamb(0.1))}, "optimizer of optax"),
     "average": ({"tx": optax.chain(adam(), updaters.average_params(0.9))}, "average"),
     "mean of rows": ({"grad_transform": optax.clip_by_block_rms(1.0)}, "grad_transform"),
     "transform with a state": ({"grad_transform": optax.trace(0.9)}, "keeps a state"),

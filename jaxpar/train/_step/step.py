@@ -476,13 +476,13 @@ def check_tables(store: kv.KVStore, tables: dict[int, str], grad_transform: Any)
         reason = "gradient compression sends no rows; leave it out"
     elif store.staleness:
         reason = f"a store of staleness {store.staleness} delays no rows; use kind 'dist_sync', or staleness=0"
-    elif isinstance(store.updater, updaters.Updater) and store.updater != updaters.assign:
+    elif hasattr(getattr(store.updater, "update", None), "is_lazy"):  # one of MXNet's
         for k, name in tables.items():
             updaters._check_rows(store.updater, k)
             if not updaters._is_lazy(store.updater, store.updater_state[k]):
                 reason = f"this optimizer updates all rows of {name!r} at each step"
     elif not isinstance(store.updater, updaters._TreeOptimizer):
-        reason = "an update of rows needs an optimizer; give one of optax, or of jp.updaters"
+        reason = "an update of rows needs an optimizer of optax, or one of MXNet's in jp.updaters"
     if reason is None:
         params, positions = stores.tree_of(store, specs), [trained.index(k) for k in tables]
         if isinstance(store.updater, updaters._TreeOptimizer):
