@@ -312,6 +312,8 @@ class SavedRun:
                 match manifest.get("info", {}).get("forked_from"):
                     case [str(parent), int(step)] if parent == str(self.directory):
                         branches[path] = step
+                    case _:
+                        pass
         return branches
 
     def __repr__(self) -> str:
