@@ -1,4 +1,6 @@
-"""Run a script of examples/ and print its last `state` or `store` as a digest and a few numbers, for tests/house/test_examples.py.
+"""Run a script of examples/ and print its last `state`, or `store`, for tests/house/test_examples.py.
+
+It prints a digest and a few numbers.
 
 python example_run.py SCRIPT [EPOCHS [KILL_AFTER]]
 
