@@ -3,6 +3,9 @@
 It runs where MXNet does, see tools/record_mxnet_symbols.py, and needs nothing of jaxpar:
 
     mxnet38/bin/python tools/mxnet_models_there.py FOLDER [NAME ...]
+    mxnet38/bin/python tools/mxnet_models_there.py tests/reference --record
+
+The second form writes what tests/mxnet/test_mxnet_models.py needs of a few networks, and makes all arrays by `rule`.
 
 The networks are those of MXNet's examples, written again as small as their operators allow, and one of each family of
 Gluon's model zoo, of gluoncv and of gluonnlp where these are installed. For each the folder gets
@@ -14,11 +17,13 @@ For the step dropout is off, for its random numbers are MXNet's own: NAME-train-
 gradient is that of the loss layers, or of the sum of the outputs times `head` where there are none.
 """
 
+import gzip
 import json
 import math
 import os
 import pathlib
 import sys
+import tempfile
 import traceback
 
 os.environ["MXNET_SUBGRAPH_BACKEND"] = "NONE"
@@ -33,6 +38,7 @@ LR = 0.05
 LOSSES = ("SoftmaxOutput", "Softmax", "SVMOutput", "MakeLoss", "make_loss")  # and those of regression
 IMAGE, LABEL = (2, 3, 64, 64), ((2,), "i4")
 TRAINED = ("weight", "bias", "gamma", "beta", "alpha", "running_mean", "running_var", "state")
+RECORDED = ("unet", "attention", "deep_speech", "noise_contrastive", "capsule")
 NETWORKS = {}
 
 
@@ -961,6 +967,26 @@ def numbers(name, symbol, shapes, folder, arrays=None, training=True):
         found.update({f"out{i}": o.asnumpy() for i, o in enumerate(outs)})
         found.update({f"head{i}": h for i, h in enumerate(heads)})
     np.savez(folder / f"{name}.npz", **found)
+    kinds = {n: given[n][1] if n in given else kind_of(n, shape) for n, shape in of.items()}
+    return symbol, {n: [list(shape), kinds[n]] for n, shape in of.items()}, found
+
+
+def record(folder):
+    """A few networks as one file of symbols and shapes, and one of numbers. Of params after the step their sums."""
+    cases, kept = {}, {}
+    for name in RECORDED:
+        function, shapes = NETWORKS[name]
+        with tempfile.TemporaryDirectory() as scratch, mx.name.NameManager():
+            symbol, arrays, found = numbers(name, function(), shapes, pathlib.Path(scratch))
+        aux = symbol.list_auxiliary_states()
+        cases[name] = {"symbol": symbol.tojson(), "arrays": arrays, "aux": aux, "inputs": list(shapes)}
+        for key, value in found.items():
+            if key.startswith("eval"):
+                kept[f"{name}/{key}"] = value
+            if key.startswith("param "):
+                kept[f"{name}/{key}"] = np.array([value.sum(dtype=float), np.abs(value).sum(dtype=float)])
+    (folder / "mxnet_models.json.gz").write_bytes(gzip.compress(json.dumps({"cases": cases}).encode(), mtime=0))
+    np.savez_compressed(folder / "mxnet_models.npz", **kept)
 
 
 def export(name, net, *inputs, folder, training=True):
@@ -1074,4 +1100,7 @@ def attempt(name, run):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    if sys.argv[2:] == ["--record"]:
+        record(pathlib.Path(sys.argv[1]))
+    else:
+        main(sys.argv[1], sys.argv[2:])

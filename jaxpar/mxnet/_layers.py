@@ -408,6 +408,8 @@ def up_sampling(
             f"got {sample_type!r} and {multi_input_mode!r}"
         )
     if sample_type == "bilinear":
+        if weight is None:
+            raise ValueError("UpSampling: sample_type bilinear takes an image and a weight, got the image alone")
         return deconvolution(
             data,
             weight,

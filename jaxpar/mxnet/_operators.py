@@ -306,7 +306,8 @@ def _typed(function: Callable[..., Any], *values: Any) -> jax.Array:
 
 
 def _unary(function: Callable[[Any], Any]) -> Operator:
-    return _row(lambda data: _typed(function, data), _same, _back_same)
+    """These have no attributes. As in MXNet, those of a file are ignored, such as the dtype of zeros_like."""
+    return _row(lambda data, **ignored: _typed(function, data), _same, _back_same)
 
 
 def _binary(function: Callable[[Any, Any], Any], back: Back | None = None) -> Operator:

@@ -78,6 +78,14 @@ def test_shapes_without_params(tmp_path):
     assert shapes["softmax_label"] == (2,)  # as MXNet's infer_shape
 
 
+def test_attributes_that_mxnet_ignores(tmp_path):
+    """gluoncv's CenterNet gives zeros_like a dtype."""
+    path = symbol_of(tmp_path, node("null", "x"), node("zeros_like", "z", 0, dtype="int64"))
+    out = mxnet.load_symbol(path).apply({}, jnp.ones(2))
+    assert (out.tolist(), out.dtype) == ([0, 0], np.float32)
+    assert "mx_zeros_like(data" not in mxnet.port(path)
+
+
 def test_up_sampling_takes_a_weight_or_images(tmp_path):
     """As MXNet, it infers the shape of the weight, which is trained. Without one, what it takes are inputs."""
     nodes = [node("null", "x"), node("null", "y")]
