@@ -61,7 +61,7 @@ def softmax_output(
         rows = (math.prod(data.shape[:-1]), data.shape[-1], 1)
 
     def forward(x: jax.Array) -> jax.Array:
-        return jax.nn.softmax(x.reshape(rows), 1).reshape(x.shape)
+        return jax.nn.softmax(x, 1 if multi_output else -1 if preserve_shape else tuple(range(1, x.ndim)))
 
     def backward(out: jax.Array, label: jax.Array, gradient: jax.Array) -> jax.Array:
         if label.shape == out.shape:  # a probability of each class

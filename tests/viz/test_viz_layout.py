@@ -12,6 +12,7 @@ import viz_models as m
 from test_viz_trace import check
 
 from jaxpar import viz
+from jaxpar.mxnet._losses import softmax_output
 from jaxpar.viz._draw import style
 from jaxpar.viz._draw.style import join_sign
 from jaxpar.viz._function import read
@@ -572,3 +573,14 @@ def test_gradients_of_copies_are_closed_with_them():
         assert {node.repeat for node in inside if not node.is_backward} == {6}
         assert {node.repeat for node in inside if node.is_backward} <= {5, 6}
         assert all(node.repeat > 1 for node in graph.layers if node.weights and node.op != "mul")
+
+
+@pytest.mark.parametrize("options", [{}, {"multi_output": True}, {"preserve_shape": True}])
+def test_an_output_of_mxnet_has_the_shape_of_its_data(options):
+    """It was that of the rows inside, 4x15x1."""
+
+    def fn(w, x, label):
+        return softmax_output(x @ w, label, **options)
+
+    graph = viz.trace(fn, m.Spec((5, 5), m.f32), m.Spec((4, 3, 5), m.f32), m.Spec((4,), m.f32))
+    assert [node.shape for node in graph.layers] == [(4, 3, 5)] * 2

@@ -506,3 +506,17 @@ def test_a_module_whose_name_begins_like_a_loop_is_a_module(name):
     assert "dashed" not in frame
     (loop,) = [line for line in plot.source.splitlines() if 'label="scan ×3"' in line]
     assert "dashed" in loop
+
+
+def test_a_scale_beside_modules_has_its_own_name():
+    """It was called "layers", and a gate beside `q` was called as the module of both."""
+
+    def fn(params, x):
+        for layer in params["layers"]:
+            x = x + jnp.tanh(x @ layer["up"]["w"]) @ layer["down"]["w"] * layer["gamma"][None]
+        return x * jax.nn.sigmoid(x @ params["mix"]["q"]) * params["mix"]["scale"][None]
+
+    w, v = m.Spec((4, 4), m.f32), m.Spec((4,), m.f32)
+    layers = [{"up": {"w": w}, "down": {"w": w}, "gamma": v} for _ in range(3)]
+    graph = viz.trace(fn, {"layers": layers, "mix": {"q": w, "scale": v}}, w)
+    assert [node.name for node in graph.layers if node.params] == ["up", "down", "gamma", "q", "scale"]

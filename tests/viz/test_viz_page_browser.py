@@ -210,12 +210,34 @@ def test_nothing_overflows(show, name, width):
     assert inside or page.evaluate("page.scale") == 0.04
 
 
-def test_the_first_level_fits_the_width(show):
+def test_the_first_view_is_one_screen(show):
     for name in ("lenet", "gradient", "resnet", "nested", "transformer gradient"):
-        page = show(plotted(name), width=1000)
-        assert page.evaluate("view.scrollWidth <= view.clientWidth")
-        assert page.evaluate("page.scale") >= 0.75
+        page = show(plotted(name))
+        assert page.evaluate("view.scrollWidth <= view.clientWidth && view.scrollHeight <= view.clientHeight")
+        assert page.evaluate("page.scale") >= 0.6
         assert 3 <= boxes(page) <= 60
+
+
+def test_arrow_keys_go_from_box_to_box(show):
+    page = show(plotted("lenet"))
+    assert page.locator("#svg [tabindex='0']").count() == 1  # one stop of the tab key
+    focused = "document.activeElement.getAttribute('aria-label')"
+    box(page, "conv1").focus()
+    name = page.evaluate(focused)
+    assert ", from x" in name
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate(focused) == name
+    assert page.locator("#svg [tabindex='0']").count() == 1
+
+
+def test_print_has_the_whole_picture_on_one_page(show):
+    page = show(plotted("resnet"))
+    page.select_option("#level", "all")
+    page.emulate_media(media="print")
+    assert page.evaluate("svg.getBoundingClientRect().width <= innerWidth")
+    assert page.evaluate("svg.getBoundingClientRect().height <= innerHeight")
+    assert not page.locator(".tools").is_visible()
 
 
 def test_texts_fit_their_boxes(show):

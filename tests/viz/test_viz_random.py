@@ -205,6 +205,17 @@ def test_what_is_made_of_params_alone_is_a_param(name):
     assert graph.total_params == sum(leaf.size for leaf in jax.tree.leaves(p))
 
 
+def test_layers_of_a_constant_are_no_bias():
+    """The two layers of a time that is fixed vanished in the bias of the one that they are added to."""
+
+    def fn(p, x):
+        time = jnp.tanh(jnp.sin(jnp.arange(16.0)) @ p["a"]) @ p["b"]
+        return jnp.tanh(x @ p["c"] + time)
+
+    graph = viz.trace(fn, {**PARAMS, "c": PARAMS["a"]}, X)
+    assert [node.op for node in graph.layers].count("FullyConnected") == 3
+
+
 def test_what_is_made_of_gradients_is_no_param():
     def fn(p, x):
         attack = jnp.sign(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["a"])))(x)) * p["b"][0]

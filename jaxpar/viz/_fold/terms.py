@@ -65,7 +65,9 @@ def bias(cells: Cells, cell: Cell) -> tuple[Cell, ...]:
     if any(cells.raw.weight_of(value) is not None for value in eqn.ins):
         return (user,)
     made = next((made for value in eqn.ins if (made := made_of_params(cells, value, user))), ())
-    return (*made, user) if made else ()
+    # A constant that went through layers, such as a time, is no bias: its layers are drawn.
+    has_layers = any(cells.prims(cell) & {"dot_general", "conv_general_dilated"} for cell in made)
+    return (*made, user) if made and not has_layers else ()
 
 
 _ARITHMETIC = 24  # cells of the arithmetic of a param, above which it is a network of its own

@@ -15,7 +15,7 @@ from .._fold.cells import Cell, Cells, after_gradients
 from .._read.bind import RANDOM
 from .._read.source import Frame
 from .._scopes import Path, Scope, common_prefix, main_prefix
-from .net import Draft, Net, name_of_weights
+from .net import GENERIC, Draft, Net, name_of_weights
 
 _Path = tuple[str, ...]  # of parameters
 
@@ -235,13 +235,17 @@ def set_paths(net: Net) -> None:
     """Write the path of each layer: its modules and its own name. A module of one layer is the layer."""
     members: dict[Path, int] = {}
     forward = [draft for draft in net.layers if draft.forward is None]
+    # What holds modules, or params that name their layers, such as the matrices of an attention, is not one layer.
+    every = [value.path for value in net.raw.values if value.kind == "weight" and value.path]
+    modules = {path[:depth] for path in every for depth in range(1, len(path) - 1)}
+    modules |= {path[:-1] for path in every if len(path) > 1 and path[-1] not in GENERIC}
     for draft in forward:
         for depth in range(1, len(draft.scope) + 1):
             members[draft.scope[:depth]] = members.get(draft.scope[:depth], 0) + 1
     for draft in forward:
         scope = draft.scope
         weights = () if draft.tied else draft.weights
-        name = name_of_weights([path for weight in weights if (path := net.raw.values[weight].path)])
+        name = name_of_weights([path for weight in weights if (path := net.raw.values[weight].path)], modules)
         if scope and members[scope] == 1 and not scope[-1].is_region:
             name, draft.scope = scope[-1].name, scope[:-1]
         if name:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from .._graph import BACKWARD, Edge, Graph, Node, Sizes
@@ -192,11 +192,15 @@ def _unique(wanted: str, base: str, taken: set[str], numbers: dict[str, int]) ->
             return name
 
 
-def name_of_weights(paths: list[tuple[str, ...]]) -> str:
+def name_of_weights(paths: list[tuple[str, ...]], modules: Container[tuple[str, ...]] = ()) -> str:
     """A name for a layer with these weights: that of the weight, or of the module around "kernel" and "bias".
+
+    `modules` hold more than one layer. A "gamma" in such a one is called "gamma".
 
     >>> name_of_weights([("conv1", "weight"), ("conv1", "bias")]), name_of_weights([("attn", "q")])
     ('conv1', 'q')
+    >>> name_of_weights([("block", "gamma")], [("block",)])
+    'gamma'
     >>> name_of_weights([("lstm", "hi", "kernel"), ("lstm", "hf", "kernel")])
     'hi, hf'
     """
@@ -207,6 +211,8 @@ def name_of_weights(paths: list[tuple[str, ...]]) -> str:
     if len(inner) > 1 and all(len(path) == len(around) + 2 and path[-1] in GENERIC for path in paths):
         joined = ", ".join(inner)  # modules whose parameters are used together
         return joined if len(joined) <= _LONG else around[-1] if around else ""
+    if len(paths) == 1 and around in modules:
+        return paths[0][-1]
     if {path[-1] for path in paths} <= GENERIC or any(path[:-1] != around for path in paths):
         return around[-1] if around else ""
     stems = {path[-1].rstrip("0123456789") for path in paths}

@@ -58,7 +58,14 @@ function stick(bars, left, top) {
 }
 
 function button(label, isOpen) {
-  return { role: "button", tabindex: 0, "aria-label": label, ...(isOpen === null ? {} : { "aria-expanded": isOpen }) };
+  return { role: "button", tabindex: -1, "aria-label": label, ...(isOpen === null ? {} : { "aria-expanded": isOpen }) };
+}
+
+// What a node reads and what reads it, for those who do not see the lines.
+function neighbours(net, item) {
+  const names = (nodes) => [...new Set(nodes)].map((node) => net.nodes[node].tip.split("\n")[0]).join(", ");
+  const [from, to] = [names(net.sources[item]), names(net.readers[item])];
+  return (from && `, from ${from}`) + (to && `, to ${to}`);
 }
 
 function hint(text) {
@@ -78,7 +85,7 @@ function closed(net, item, x, y, groups) {
   const isBlock = item >= net.root;
   const it = isBlock ? net.blocks[item - net.root] : net.nodes[item];
   const group = make("g", { class: `box ${it.kind}`, transform: `translate(${x} ${y})`, "data-item": item });
-  const label = isBlock ? `Open ${it.label}, ${it.texts[1][0]}` : it.tip.split("\n")[0];
+  const label = isBlock ? `Open ${it.label}, ${it.texts[1][0]}` : it.tip.split("\n")[0] + neighbours(net, item);
   for (const [key, value] of Object.entries(button(label, isBlock ? false : null))) group.setAttribute(key, value);
   if (isBlock) groups.frames.append(make("rect", { x: x + 3, y: y - 3, width: w, height: h, rx: 8, class: "behind" }));
   if (it.oval) group.append(make("ellipse", { cx: w / 2, cy: h / 2, rx: w / 2, ry: h / 2, fill: it.fill }));

@@ -63,11 +63,14 @@ view.addEventListener("wheel", (event) => {
 
 view.addEventListener("scroll", settle, { passive: true });
 
+const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+
 svg.addEventListener("keydown", (event) => {
-  const item = itemOf(event);
-  if (item === null || !["Enter", " "].includes(event.key)) return;
+  const item = itemOf(event), way = ARROWS[event.key];
+  if (item === null || event.ctrlKey || event.metaKey || event.altKey || !(way || ["Enter", " "].includes(event.key))) return;
   event.preventDefault();
-  act(item);
+  if (way) go(event.target.closest("[data-item]"), ...way);
+  else act(item);
 });
 
 const KEYS = {

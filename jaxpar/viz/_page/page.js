@@ -3,6 +3,7 @@
 
 const net = read(JSON.parse(document.getElementById("data").textContent));
 const $ = (id) => document.getElementById(id);
+const LEAST = 0.6; // the scale at which words can still be read
 const view = $("view"), svg = $("svg"), panel = $("panel");
 const page = { open: new Set(), flipped: net.direction === "up", scale: 1, size: { w: 1, h: 1 }, drawn: { w: 1, h: 1 }, found: [], at: -1 };
 
@@ -18,7 +19,28 @@ function redraw(anchor) {
     const after = rectangle(anchor);
     view.scrollBy(after.left - before.left, net.sideways || !page.flipped ? after.top - before.top : after.bottom - before.bottom);
   }
-  if (focused !== undefined) element(focused)?.focus({ preventScroll: true });
+  const stop = element(focused) ?? svg.querySelector("[data-item]");
+  stop?.setAttribute("tabindex", 0);
+  if (focused !== undefined) stop?.focus({ preventScroll: true });
+}
+
+// An arrow key goes to the next box that way. Only the box with the focus is a stop of the tab key.
+function go(from, dx, dy) {
+  const middle = (box) => {
+    const { left, top, width, height } = box.getBoundingClientRect();
+    return [left + width / 2, top + height / 2];
+  };
+  const [x, y] = middle(from);
+  const far = (box) => {
+    const [bx, by] = middle(box), along = (bx - x) * dx + (by - y) * dy, aside = Math.abs((bx - x) * dy) + Math.abs((by - y) * dx);
+    return along > 1 ? along + 2 * aside : Infinity;
+  };
+  const boxes = [...svg.querySelectorAll("[data-item]")].filter((box) => box !== from && far(box) < Infinity);
+  if (!boxes.length) return;
+  const next = boxes.reduce((best, box) => (far(box) < far(best) ? box : best));
+  from.setAttribute("tabindex", -1);
+  next.setAttribute("tabindex", 0);
+  next.focus();
 }
 
 function element(item) {
@@ -51,12 +73,12 @@ function settle() {
   stick(svg.querySelectorAll(".bar"), left, top);
 }
 
-// "whole": all of it is in the view. "width": it is as wide as the view at most, and as small only where that helps.
+// "whole": all of it is in the view. "width": it is as wide as the view at most, and all of it where that can be read.
 function fit(what) {
   const wide = (view.clientWidth - 2) / page.size.w, high = (view.clientHeight - 2) / page.size.h;
   page.fitted = what;
-  const whole = Math.min(1, wide, high), across = Math.min(1, Math.max(0.6, net.sideways ? high : wide));
-  zoom(what === "whole" || whole > 0.75 * across ? whole : across, undefined, undefined, true);
+  const whole = Math.min(1, wide, high), across = Math.min(1, Math.max(LEAST, net.sideways ? high : wide));
+  zoom(what === "whole" || whole >= LEAST ? whole : across, undefined, undefined, true);
 }
 
 function show(open, anchor) {
@@ -77,7 +99,9 @@ function announce(text) {
 
 function startOpen() {
   if (net.depth !== null) return upTo(net, net.depth);
-  return firstLevel(net, Math.max(net.sideways ? 480 : 340, (net.sideways ? view.clientHeight : view.clientWidth) / 0.8), page.flipped);
+  // Beside a narrow or low view the picture may be scrolled.
+  const room = { w: Math.max(340, view.clientWidth - 2) / LEAST - 2 * PAD, h: Math.max(480, view.clientHeight - 2) / LEAST - PAD };
+  return firstLevel(net, room, page.flipped);
 }
 
 function setLevel(value) {

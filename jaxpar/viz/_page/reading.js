@@ -55,13 +55,13 @@ function upTo(net, depth) {
   return new Set(allBlocks(net).filter((block) => level(net, block) <= depth));
 }
 
-// As many levels as a reader can take in at once, and single blocks where that leaves next to nothing.
-function firstLevel(net, width, flipped) {
+// As many levels as fit into the room, in points, and single blocks where that leaves next to nothing.
+function firstLevel(net, room, flipped) {
   const items = (block) => net.blocks[block - net.root].items.length;
   const fits = (open) => {
     if ([...open].reduce((sum, block) => sum + items(block) - 1, items(net.root)) > MOST_BOXES) return false;
     const { w, h } = place(net, net.root, open, flipped);
-    return (net.sideways ? h : w) <= width;
+    return w <= room.w && h <= room.h;
   };
   let open = new Set(), depth = 1;
   while (depth <= deepest(net) && fits(upTo(net, depth))) open = upTo(net, depth++);
