@@ -212,7 +212,9 @@ def test_compression_reaches_the_store(calls):
 def test_a_step_that_cannot_be_cached_is_compiled_without_a_word(calls):
     command_line.main(["train", "--devices=1"])
     assert calls["cache"]
-    warnings.warn("Error writing persistent compilation cache entry for 'jit_train_steps'", stacklevel=1)  # an error here
+    warnings.warn(
+        "Error writing persistent compilation cache entry for 'jit_train_steps'", stacklevel=1
+    )  # an error here
 
 
 def test_clipping_reaches_what_it_is_for(calls):
