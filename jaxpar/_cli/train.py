@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import math
 import tomllib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -49,6 +50,8 @@ def run(options: TrainOptions, parser: argparse.ArgumentParser) -> int:
     # A program that hangs where it is read from the cache, with older jax and emulated devices, is not kept there.
     if options.compilation_cache and jax.process_count() == 1 and not can_hang(devices):
         train.use_compilation_cache()
+        # XLA cannot write a program whose memory is in blocks (`_cpu/replace.py`). It is compiled in each run.
+        warnings.filterwarnings("ignore", "Error writing persistent compilation cache entry")
     train_data, test_data = (
         data.load(options.dataset, split, data_dir=options.data_dir, verbose=options.progress)
         for split in ("train", "test")

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import re
 import tomllib
+import warnings
 from pathlib import Path
 from typing import Literal
 
@@ -208,7 +209,15 @@ def test_compression_reaches_the_store(calls):
     assert calls["store"].compressor.threshold == 0.25
 
 
-def test_clipping_and_the_cache_reach_what_they_are_for(calls):
+def test_a_step_that_cannot_be_cached_is_compiled_without_a_word(calls):
+    command_line.main(["train", "--devices=1"])
+    assert calls["cache"]
+    warnings.warn(
+        "Error writing persistent compilation cache entry for 'jit_train_steps'", stacklevel=1
+    )  # an error here
+
+
+def test_clipping_reaches_what_it_is_for(calls):
     command_line.main(["train", "--clip-norm=0.5"])
     clipped, _ = calls["step"]["grad_transform"].update({"w": jnp.ones(4)}, optax.EmptyState())
     assert float(jnp.linalg.norm(clipped["w"])) == pytest.approx(0.5)
