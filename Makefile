@@ -14,7 +14,7 @@ TRAIN_ARGS ?=
 PYTEST_ARGS ?= -n 2 --dist worksteal
 LAB_ARGS ?=
 MUTANTS_ARGS ?=
-# For CI, which leaves to another call what that runs anyway: --without core, --without once, --half 0, --half 1, or -m.
+# For CI, which leaves to another call what that runs anyway: --without core, --without once, --share, or -m.
 PART ?=
 # Where the tests keep compiled programs from one run to the next. CI starts without any. PROGRAMS= turns it off.
 PROGRAMS ?= $(if $(CI),,$(abspath $(VENV))/.programs)

@@ -133,8 +133,8 @@ ONCE = re.compile(
 def pytest_addoption(parser):
     help = "leave out the tests with this marker, which CI runs elsewhere"
     parser.addoption("--without", choices=("core", "once"), action="append", default=[], help=help)
-    help = "0 or 1: of the numeric tests of the second row every other one, so that two Pythons share them"
-    parser.addoption("--half", type=int, choices=(0, 1), help=help)
+    help = "of the numeric tests of the second row, one in four on the newest Python, and the others on the oldest"
+    parser.addoption("--share", choices=("newest", "oldest"), help=help)
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -169,11 +169,11 @@ def pytest_collection_modifyitems(config, items):
     elsewhere = set()
     for mark in config.getoption("without"):
         elsewhere |= {item for item in items if item.get_closest_marker(mark)}
-    half = config.getoption("half")
-    if half is not None:
+    share = config.getoption("share")
+    if share is not None:
         # By a hash of the name: of a table of two engines every second case has the same one, and a table may have
         # other cases on another version of jax.
         numeric = {item for item in items if item.get_closest_marker("slow") and item.get_closest_marker("numeric")}
-        elsewhere |= {item for item in numeric if zlib.crc32(item.nodeid.encode()) % 2 != half}
+        elsewhere |= {i for i in numeric if (zlib.crc32(i.nodeid.encode()) % 4 == 0) != (share == "newest")}
     config.hook.pytest_deselected(items=elsewhere)
     items[:] = [item for item in items if item not in elsewhere]

@@ -68,7 +68,7 @@ def test_a_step_for_other_devices_is_left_as_it_is(monkeypatch):
     """A GPU's program is lax's own, in a loop too, and the loss is traced once for both."""
     platforms, traced = [], []
 
-    def for_gpus(function, platform, **_):
+    def for_gpus(function, platform, *_):
         platforms.append(platform)
         assert for_platform(function, "gpu") is function
         return function

@@ -290,6 +290,7 @@ DRAWN = [
 ]
 
 
+@pytest.mark.slow
 def test_what_is_drawn():
     count = 4000
 

@@ -549,4 +549,5 @@ def test_the_attributes_of_the_definition_are_those_of_the_step():
     assert fields == {
         *("loss_fn", "axis_name", "accumulate", "compute_dtype", "remat", "platform"),
         *("grad_transform", "scaling", "guard", "unused", "axes"),
+        *("row_sparse", "record"),
     }

@@ -121,6 +121,7 @@ def test_the_casts_of_a_gradient_count():
     assert viz.trace(fn, W, V).total_flops == 2 * 16 + 16 + 16
 
 
+@pytest.mark.slow
 def test_layers_that_are_closed_stand_after_what_they_read():
     fn, _ = program(153)
     for most in (200, 40, 8):
