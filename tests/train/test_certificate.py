@@ -452,6 +452,15 @@ def test_a_wrong_bit_is_named_on_another_number_of_devices(tmp_path, every, numb
     assert (found.steps[-1], found.differs, found.fault) == (12 // every * every, None, None)
 
 
+def test_a_step_before_those_that_are_asked_for_is_named(tmp_path):
+    with flipped(6, 3, 1):
+        wrong = {**sharded(2, 1), "step": train.make_train_step(squares, virtual_shards=4)}
+        train.fit(**wrong, max_steps=9, certificate=tmp_path / "wrong")
+    found = train.verify(tmp_path / "wrong", sharded(1, 1), first=9)
+    assert (found.steps, found.differs) == ([], 6)
+    assert "first wrong: step 6, shard 3, w" in str(found.fault)
+
+
 NAMES = {"leaves": ["store/values/b", "store/values/w", "step"], "gradient": ["b", "w", "loss"]}
 LINE = {
     "step": 4,

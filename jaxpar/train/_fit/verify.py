@@ -61,8 +61,8 @@ class Verified:
 
     Attributes:
         start: the checkpoint that it began at. None: the state that was given.
-        steps: the certified steps that were compared.
-        differs: the last of them, if it differs. None: all are the same.
+        steps: the certified steps that were compared, of those that were asked for.
+        differs: the first step that differs. It may be before those that were asked for. None: all are the same.
         fault: which step, virtual shard and leaf was wrong first. None: all are the same.
     """
 
@@ -83,7 +83,8 @@ def verify(
     """Compute certified steps of a run again, and compare them. Nothing is written.
 
     It begins at the last checkpoint that is not after step `first`, or at the state that is given, and ends at the
-    first difference, at step `last` or at the last line. With virtual shards it may run on any number of devices.
+    first difference, at step `last` or at the last line. A line between the beginning and `first` is compared too, so
+    that a difference has the right step. With virtual shards it may run on any number of devices.
 
     Args:
         certificate: the file that `fit(certificate=...)` wrote.
@@ -180,14 +181,15 @@ def compute_again(
     clock = Clock.resume(call, info or RunInfo(begin, call.batch_size, call.examples), begin)
     clock.last = steps[-1]
 
+    # All lines from the beginning on are compared, also those before `first`: what differs there is what was wrong first.
+    on_the_way = [step for step in lines if begin <= step <= steps[-1]]
     found: list[Entry] = []
-    again = Certificate(math.gcd(*steps), found.append)
+    again = Certificate(math.gcd(*on_the_way), found.append)
     compared: list[int] = []
     right = begin  # the last step that is known to be right, as far as the start is
     with contextlib.closing(own_steps(call, clock, state, left_out, again)) as made:
-        while len(compared) < len(steps):
+        for certified_step in on_the_way:
             # A state at a certified step may be the first one, which no step is made for.
-            certified_step = steps[len(compared)]
             while clock.step < certified_step:
                 state, _, rows = next(made)
                 clock.step += 1 if rows is None else len(rows)
@@ -195,7 +197,8 @@ def compute_again(
                     clock.epoch_starts.append(clock.step)
             again.take(certified_step, state)
             again.write(certified_step)
-            compared.append(certified_step)
+            if certified_step in steps:
+                compared.append(certified_step)
             if found[-1]["state"] != lines[certified_step]["state"]:
                 fault = fault_of(lines[certified_step], found[-1], right, again.names)
                 return Verified(start, compared, certified_step, fault)
