@@ -270,11 +270,18 @@ def test_gradients_are_no_params(kind, tmp_path):
     assert np.isfinite([before["grad_norm"], after["grad_norm"]]).all()
 
 
-@pytest.mark.slow
-def test_late_updates_have_no_gradient_of_their_step(tmp_path):
-    make = lambda: train.start(params(), optax.sgd(0.1), plain_loss, kind="dist_async")  # noqa: E731
-    fit(tmp_path, *make(), steps=4)
-    assert "grad_norm" not in train.open(tmp_path, make()[1], examples()).metrics(3, 3)[0]
+CLIP = optax.clip_by_global_norm(0.1)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("options", [{"local_steps": 2}, {"grad_transform": CLIP}, {"kind": "dist_async"}], ids=list)
+def test_norms_are_those_that_a_step_records(options, tmp_path):
+    make = lambda **more: train.start(params(), optax.sgd(0.1), plain_loss, **options, **more)  # noqa: E731
+    seen = []
+    fit(tmp_path / "a", *make(record="grad_norm"), steps=4, on_step=lambda n, metrics: seen.append(metrics))
+    fit(tmp_path / "b", *make(), steps=4)
+    norms = [row["grad_norm"] for row in train.open(tmp_path / "b", make()[1], examples()).metrics(1, 4)]
+    np.testing.assert_allclose(norms, [metrics["grad_norm"] for metrics in seen], rtol=1e-6)
 
 
 def test_the_learning_rate_of_a_record_counts_updates(tmp_path):

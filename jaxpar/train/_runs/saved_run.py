@@ -156,11 +156,9 @@ class SavedRun:
         """The metrics of the steps from `first` to `last`, computed again, one dict for each step.
 
         Returns:
-            Dicts of `step`, what the step reports, such as `loss`; `grad_norm`, the norm of the summed gradients that
-            the optimizer gets, over all trained params; and `update_norm`, that of the change of these params.
-            `grad_norm` is NaN where the step skipped its update. There is none of a step that was left out, of a step
-            that is a function of your own, and with `staleness` or `local_steps`, whose updates are not by the gradient
-            of one step.
+            Dicts of `step`, what the step reports, such as `loss`; `grad_norm`, as `record=` of `make_train_step` has
+            it; and `update_norm`, the norm of the change of the trained params. There is no `grad_norm` of a step that
+            was left out, and of one that is a function of your own.
 
         Raises:
             ValueError: as of `at`.
@@ -170,21 +168,22 @@ class SavedRun:
         state, saved = self._restored("run.metrics", first - 1)
         step, _ = self._needed("run.metrics")
         batches = self._batches("run.metrics", state, saved, saved.step)
-        gradients = gradients_of(step, state)
+        # The norm is by a step beside that of the run, whose program stays as it is, and so its bits.
+        norm_step = with_options(step, record=("grad_norm",)) if isinstance(step, TrainStep) else None
         rows: list[dict[str, float]] = []
         for number in range(saved.step + 1, last + 1):
             batch = next(batches)
             if number < first:
                 state, _ = step(state, batch)
                 continue
-            norms = dict[str, float]()
-            if number not in self.left_out and gradients is not None:
-                norms["grad_norm"] = _norm(gradients(state, batch))
-            before = _trained(state)  # copies, since the step takes the arrays of the state
+            before, kept = _trained(state), mesh.own_copies(state)  # copies, since a step takes the arrays of the state
             state, metrics = step(state, batch)
             changes = jax.tree.map(lambda new, old: new - old, _trained(state), before)
             values = {name: float(value) for name, value in metrics.items() if not np.ndim(value)}
-            rows.append({"step": number, **values, **norms, "update_norm": _norm(changes)})
+            if norm_step is not None and number not in self.left_out and "grad_norm" not in values:
+                with warnings.catch_warnings(action="ignore"):  # the run has warned
+                    values["grad_norm"] = float(norm_step(kept, batch)[1]["grad_norm"])
+            rows.append({"step": number, "update_norm": _norm(changes), **values})
         return rows
 
     @allows_transfers
@@ -601,6 +600,16 @@ def _lines_of(path: str | None) -> Mapping[int, str]:
 Gradients = Callable[[TrainState, PyTree], dict[str, jax.Array]]
 
 
+def with_options(step: TrainStep, **options: Any) -> TrainStep:
+    """The same step with other options of what each device does, which leaves no step out."""
+    whole = step.global_step
+    return dataclasses.replace(
+        step.without(()),
+        device_step=dataclasses.replace(step.device_step, **options),
+        global_step=None if whole is None else dataclasses.replace(whole, **options),
+    )
+
+
 def gradients_of(step: TrainStep, state: TrainState) -> Gradients | None:
     """A function of (state, batch): the summed gradients that the optimizer would get, by the names of the params.
 
@@ -611,14 +620,7 @@ def gradients_of(step: TrainStep, state: TrainState) -> Gradients | None:
         return None
     # It is the step itself, with a store that keeps what is pushed in place of an optimizer. What the loss does not
     # depend on has zeros there, also where the step would leave it alone, as have rows that it does not look up.
-    probe_step = step.without(())
-    if step.device_step.unused == "skip" or step.device_step.row_sparse:
-        whole = step.global_step
-        probe_step = dataclasses.replace(
-            probe_step,
-            device_step=dataclasses.replace(step.device_step, unused="warn", row_sparse=()),
-            global_step=None if whole is None else dataclasses.replace(whole, unused="warn", row_sparse=()),
-        )
+    probe_step = with_options(step, unused="warn", row_sparse=(), record=())
 
     def gradients(state: TrainState, batch: PyTree) -> dict[str, jax.Array]:
         store = kv.set_updater(mesh.own_copies(state.store), updaters.assign)
