@@ -183,7 +183,8 @@ class SavedRun:
             if norm_step is not None and number not in self.left_out and "grad_norm" not in values:
                 with warnings.catch_warnings(action="ignore"):  # the run has warned
                     values["grad_norm"] = float(norm_step(kept, batch)[1]["grad_norm"])
-            rows.append({"step": number, "update_norm": _norm(changes), **values})
+            values.setdefault("update_norm", _norm(changes))
+            rows.append({"step": number, **values})
         return rows
 
     @allows_transfers
@@ -332,6 +333,8 @@ class SavedRun:
             (record["step"], record["loss"]) for record in self.history if math.isfinite(record.get("loss", math.nan))
         ]
         least, most = min((y for _, y in losses), default=0.0), max((y for _, y in losses), default=0.0)
+        # A spike that is drawn to its size leaves nothing of the rest.
+        scale = math.log if least > 0 and most > 20 * least else float
         last = max([self.last_step, *(step for step, _ in losses), 1])
         left, width, top, height = 8, 464, 22, 96
 
@@ -339,7 +342,8 @@ class SavedRun:
             return f"{left + width * step / last:.1f}"
 
         def y(loss: float) -> str:
-            return f"{top + height * (most - loss) / ((most - least) or 1):.1f}"
+            share = (scale(most) - scale(loss)) / ((scale(most) - scale(least)) or 1)
+            return f"{top + height * share:.1f}"
 
         def mark(step: int, begin: int, end: int, look: str, words: str) -> str:
             place = f'x1="{x(step)}" x2="{x(step)}" y1="{begin}" y2="{end}"'
@@ -372,7 +376,8 @@ class SavedRun:
             )
             parts.append(f'<text x="{x(step)}" y="{top + 10}" fill="#2a2">{html.escape(path.name)}</text>')
         words = (
-            f"loss {most:.4g} to {least:.4g}, steps 0 to {last}; marks below: checkpoints"
+            f"loss {most:.4g} to {least:.4g}{', by its logarithm' * (scale is math.log)}, steps 0 to {last}; marks "
+            "below: checkpoints"
             if losses
             else f"steps 0 to {last}"
         )
