@@ -447,7 +447,8 @@ class Training:
         skipped = int(sums.pop("skipped", 0)) if run.skips else 0
         updates = epoch.counted - skipped
         means = {name: value / updates for name, value in sums.items()} if updates else {"loss": float("nan")}
-        bad_records = len(getattr(run.source, "skipped", ()))  # that `mxnet.image_record_source` left out
+        left_out = getattr(run.source, "skipped", ())  # the records that `mxnet.image_record_source` could not decode
+        bad_records = len(left_out) if isinstance(left_out, tuple) else 0  # a source of the user's has what it likes
         return {
             **{"epoch": self.clock.epoch, "step": self.clock.step},
             **{name: means[name] for name in ("loss", "accuracy") if name in means},  # before the others

@@ -181,7 +181,7 @@ def compute_again(
     clock = Clock.resume(call, info or RunInfo(begin, call.batch_size, call.examples), begin)
     clock.last = steps[-1]
 
-    # All lines from the beginning on are compared, also those before `first`: what differs there is what was wrong first.
+    # All lines from the beginning on are compared, also those before `first`: what differs there was wrong first.
     on_the_way = [step for step in lines if begin <= step <= steps[-1]]
     found: list[Entry] = []
     again = Certificate(math.gcd(*on_the_way), found.append)
