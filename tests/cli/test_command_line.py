@@ -210,11 +210,11 @@ def test_compression_reaches_the_store(calls):
 
 
 def test_a_step_that_cannot_be_cached_is_compiled_without_a_word(calls):
+    if train_command.can_hang(jax.devices()):
+        pytest.skip("on emulated devices this jax may hang with programs of the cache, so it is off")
     command_line.main(["train", "--devices=1"])
     assert calls["cache"]
-    warnings.warn(
-        "Error writing persistent compilation cache entry for 'jit_train_steps'", stacklevel=1
-    )  # an error here
+    warnings.warn("Error writing persistent compilation cache entry for 'jit_train_steps'", stacklevel=1)  # no error
 
 
 def test_clipping_reaches_what_it_is_for(calls):

@@ -224,7 +224,7 @@ def test_arrow_keys_go_from_box_to_box(show):
     focused = "document.activeElement.getAttribute('aria-label')"
     box(page, "conv1").focus()
     name = page.evaluate(focused)
-    assert ", from x" in name
+    assert ", from images: input, to relu0" in name
     page.keyboard.press("ArrowUp")
     page.keyboard.press("ArrowDown")
     assert page.evaluate(focused) == name

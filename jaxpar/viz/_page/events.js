@@ -63,6 +63,14 @@ view.addEventListener("wheel", (event) => {
 
 view.addEventListener("scroll", settle, { passive: true });
 
+// The box that had the focus last is the one stop of the tab key.
+svg.addEventListener("focusin", (event) => {
+  const box = event.target.closest("[data-item]");
+  if (!box) return;
+  for (const other of svg.querySelectorAll("[data-item][tabindex='0']")) other.setAttribute("tabindex", -1);
+  box.setAttribute("tabindex", 0);
+});
+
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 svg.addEventListener("keydown", (event) => {

@@ -24,7 +24,7 @@ function redraw(anchor) {
   if (focused !== undefined) stop?.focus({ preventScroll: true });
 }
 
-// An arrow key goes to the next box that way. Only the box with the focus is a stop of the tab key.
+// An arrow key goes to the next box that way.
 function go(from, dx, dy) {
   const middle = (box) => {
     const { left, top, width, height } = box.getBoundingClientRect();
@@ -38,8 +38,6 @@ function go(from, dx, dy) {
   const boxes = [...svg.querySelectorAll("[data-item]")].filter((box) => box !== from && far(box) < Infinity);
   if (!boxes.length) return;
   const next = boxes.reduce((best, box) => (far(box) < far(best) ? box : best));
-  from.setAttribute("tabindex", -1);
-  next.setAttribute("tabindex", 0);
   next.focus();
 }
 
