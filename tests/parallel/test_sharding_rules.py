@@ -277,7 +277,7 @@ def test_metadata_of_linen():
     assert kv.names(store) == {0: "params/bias", 1: "params/kernel"}
     assert linen.get_partition_spec(kv.to_params(store)) == given
     wrong = linen_params(linen.with_partitioning, ("data", "modle"))
-    with pytest.raises(ValueError, match=r"metadata of Flax: 'params/kernel' .* no axis 'modle'"):
+    with pytest.raises(ValueError, match=r"metadata of Flax: 'params/kernel' .*modle"):
         parallel.shardings_of(wrong, None, MESH)
 
 

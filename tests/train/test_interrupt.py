@@ -259,7 +259,7 @@ def test_ctrl_c_in_processes(tmp_path):
             process.wait_for(step)
             process.process.send_signal(signal.SIGINT)
         # It sleeps in the callback of a step for 1000 seconds: the first Ctrl-C waits for it, the second does not.
-        for line in started[2].process.stderr:
+        for line in started[2].process.stdout:
             if "second interrupt" in line:
                 break
         started[2].process.send_signal(signal.SIGINT)

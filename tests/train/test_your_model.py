@@ -205,7 +205,7 @@ WHOLE = {
     "equinox, its state": (lambda: eqx.nn.make_with_state(EqxNet)(KEY), "running value of Equinox|norm"),
     "a training state": (
         lambda: TrainState.create(apply_fn=print, params={"w": jnp.ones(2)}, tx=optax.adam(0.1)),
-        "got a TrainState, .*give its .params",
+        "got a TrainState; .*give its .params",
     ),
 }
 

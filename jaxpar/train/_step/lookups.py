@@ -93,7 +93,7 @@ def value_and_grad(
 
     Example:
         >>> def loss_fn(params):
-        ...     return (params[0][jnp.array([2, 0, 2])] * params[1]).sum(), ()
+        ...     return (params[0][jnp.array([2, 0, 2])] @ params[1]).sum(), ()
         >>> _, (rows, dense) = value_and_grad(loss_fn, [jnp.ones((1000, 2)), jnp.ones(2)], {0: "table"})
         >>> rows.indices.tolist(), rows.values.shape, dense.tolist()
         ([2, 0, 2], (3, 2), [3.0, 3.0])

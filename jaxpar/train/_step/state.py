@@ -107,8 +107,10 @@ class TrainState:
     def _repr_html_(self) -> str:
         first, *others = [f"<p>{html.escape(line)}</p>" for line in self._lines()]
         parts = [first, self.store._repr_html_(), *others]
-        # Flax brings treescope. It reads the values, which one of several processes cannot do alone.
+        # Flax brings treescope. It reads the values, which one of several processes cannot do alone. A stack of states,
+        # as `jax.vmap` makes one, has no params of its own.
         is_readable = processes.count() == 1 and not is_donated(self) and not is_traced(self)
+        is_readable = is_readable and np.ndim(self.step) == 0
         if is_readable and importlib.util.find_spec("treescope"):
             with warnings.catch_warnings(action="ignore"):  # it looks at old names of NumPy
                 treescope: Any = importlib.import_module("treescope")
