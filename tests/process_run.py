@@ -36,6 +36,10 @@ def linear(params, images):
     return images.reshape(images.shape[0], -1) @ params["w"] + params["b"][None]
 
 
+def looked_up(params, batch):
+    return ((params["table"][batch["id"]] @ params["w"] - batch["x"]) ** 2).mean()
+
+
 LENET, LINEAR = train.classification_loss(models.lenet.apply), train.classification_loss(linear)
 SMALL_STEP, ADAM = train.make_train_step(LINEAR), optax.adam(0.01)  # of all small runs, so that they share programs
 
@@ -258,6 +262,13 @@ def training(folder):
         state, history = train.fit(new_state(kind), step, images(8, 24), **options)
         assert history[-1]["loss"] == pytest.approx(history[-1]["nats"], rel=1e-6)
         found |= numbers(f"counted {kind}", state) | {f"counted {kind}": np.float32(history[-1]["loss"])}
+    # A table by its rows. The processes look up other rows, and one row several times.
+    pairs = {"id": np.arange(24, dtype=np.int32) * 7 % 10, "x": np.linspace(0, 1, 24, dtype=np.float32)}
+    for kind in ("dist_sync", "sharded"):
+        params = {"table": jnp.linspace(0.0, 1.0, 20).reshape(10, 2), "w": jnp.ones(2)}
+        state, step = train.start(params, optax.sgd(0.05), looked_up, kind=kind, row_sparse="table")
+        state, history = train.fit(state, step, pairs, epochs=2, batch_size=8, progress=False)
+        found |= numbers(f"rows {kind}", state) | {f"rows {kind}": np.float32(history[-1]["loss"])}
     check_batches()
     if kv.num_workers() > 1:
         check_refused()

@@ -129,7 +129,7 @@ def reduce_scatter(values: Sequence[jax.Array], axis_name: str, limits: BucketLi
     shards = lax.axis_size(axis_name)
     rows = [to_rows(v, shards) for v in values]
     groups = plan(rows, limits)
-    chunks = [_scatter_sum(bucket, axis_name) for bucket in pack(rows, groups, axis=1)]
+    chunks = [scatter_sum(bucket, axis_name) for bucket in pack(rows, groups, axis=1)]
     return unpack(chunks, [r.shape[1:] for r in rows], groups)
 
 
@@ -224,7 +224,7 @@ def in_lines(rows: jax.Array) -> jax.Array:
     return rows.reshape(count, chunk // width if width else 1, width)
 
 
-def _scatter_sum(rows: jax.Array, axis_name: str) -> jax.Array:
+def scatter_sum(rows: jax.Array, axis_name: str) -> jax.Array:
     """This device's row of the sum over the axis."""
     if AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types:
         # JAX 0.12 compiles no reduce-scatter over one axis of a mesh where another is Explicit.

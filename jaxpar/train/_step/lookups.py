@@ -54,7 +54,7 @@ class Shards:
         # Each device gives the elements that it has of the rows of all devices, and zeros, and gets the sum of its own.
         of_all = lax.all_gather(ids, self.axis_name, tiled=True)
         elements = sparse._read(self.chunk, aggregate.own_elements(of_all, self.shape, self.axis_name))
-        own = lax.psum_scatter(elements, self.axis_name, tiled=True)
+        own = collectives.scatter_sum(elements.reshape(lax.axis_size(self.axis_name), -1), self.axis_name)
         return own.reshape(ids.size, *self.shape[1:])
 
 
