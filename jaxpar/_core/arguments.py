@@ -16,15 +16,15 @@ def renamed_arguments(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]
     """A decorator: old names of arguments work, and warn at the line of the caller. Written old="new"."""
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        where = _public_name(fn)
+        caller = _public_name(fn)
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True  # IPython and pytest leave this frame out of a traceback
             for old in names.keys() & kwargs.keys():
                 if (new := names[old]) in kwargs:
-                    raise TypeError(f"{where}: {old}= is now called {new}=; give only {new}=")
-                warnings.warn(f"{where}: {old}= is now called {new}=", DeprecationWarning, stacklevel=2)
+                    raise TypeError(f"{caller}: {old}= is now called {new}=; give only {new}=")
+                warnings.warn(f"{caller}: {old}= is now called {new}=", DeprecationWarning, stacklevel=2)
                 kwargs[new] = kwargs.pop(old)
             return fn(*args, **kwargs)
 
@@ -40,13 +40,13 @@ def no_such_arguments(hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Ca
     """
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
-        where, wrong = _public_name(fn), hints.keys() - inspect.signature(fn).parameters.keys()
+        caller, wrong = _public_name(fn), hints.keys() - inspect.signature(fn).parameters.keys()
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True  # IPython and pytest leave this frame out of a traceback
             for name in wrong & kwargs.keys():
-                raise TypeError(f"{where}: there is no argument {name!r}; {hints[name]}")
+                raise TypeError(f"{caller}: there is no argument {name!r}; {hints[name]}")
             return fn(*args, **kwargs)
 
         return call

@@ -62,20 +62,20 @@ def is_deleted(value: object) -> bool:
     return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted()
 
 
-def check_plain(value: object, where: str) -> None:
+def check_plain(value: object, caller: str) -> None:
     """`TypeError` for an array of NumPy that says more than its numbers: a mask, a unit. The rest would be lost."""
     kind = type(value)
     if kind is np.ndarray or not isinstance(value, np.ndarray):
         return
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
-            f"{where}: expected plain numbers, got a {kind.__name__}, whose hidden numbers would count; fill them by "
+            f"{caller}: expected plain numbers, got a {kind.__name__}, whose hidden numbers would count; fill them by "
             ".filled(0), or leave these rows out"
         )
     # Units and the like override NumPy's operations by one of these protocols.
     if any(getattr(kind, name) is not getattr(np.ndarray, name) for name in ("__array_ufunc__", "__array_function__")):
         raise TypeError(
-            f"{where}: expected plain numbers, got a {kind.__name__}, whose meaning beyond the numbers, such as a "
+            f"{caller}: expected plain numbers, got a {kind.__name__}, whose meaning beyond the numbers, such as a "
             "unit, would be lost; give np.asarray(array)"
         )
 

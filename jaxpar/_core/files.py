@@ -30,12 +30,12 @@ _SCHEME = re.compile(r"\s*(?:\w[\w+.-]*::)*([A-Za-z][A-Za-z0-9+.-]+):/")
 _VARIABLE = re.compile(r"\$(?:\w+|\{)")
 
 
-def as_path(path: Any, where: str) -> Path:
+def as_path(path: Any, what: str) -> Path:
     """The absolute path that a user means, so that a later change of the working directory does not move it.
 
     `TypeError` for what is no path, `ValueError` as of `as_local`.
     """
-    return Path(as_local(path, where)).absolute()
+    return Path(as_local(path, what)).absolute()
 
 
 def shown(path: Path) -> str:
@@ -44,7 +44,7 @@ def shown(path: Path) -> str:
     return str(path.relative_to(directory) if path.is_relative_to(directory) else path)
 
 
-def as_local(value: Any, where: str) -> str:
+def as_local(value: Any, what: str) -> str:
     """A path on this machine as text, with `~` as the home directory. A relative one stays relative.
 
     `file:///x` is /x. `ValueError` for a path on another system, such as `s3://bucket/x`, for one with a variable of
@@ -57,30 +57,30 @@ def as_local(value: Any, where: str) -> str:
     written = os.fsdecode(value) if is_text else str(value) if is_object else ""
     if (scheme := _SCHEME.match(written)) is not None and scheme[1].lower() != "file":
         raise ValueError(
-            f"{where} is {written!r}, on another system ({scheme[1]}), and only local paths can be read and written; "
+            f"{what} is {written!r}, on another system ({scheme[1]}), and only local paths can be read and written; "
             "give a folder of a disk or mount of this machine, and copy to or from the other system before and after"
         )
     try:
         path = os.fsdecode(value)
     except TypeError:
         got = value if isinstance(value, (int, float)) else f"a {type(value).__name__}"
-        raise TypeError(f"{where} must be a path, a string or a pathlib.Path, got {got}") from None
+        raise TypeError(f"{what} must be a path, a string or a pathlib.Path, got {got}") from None
     if scheme is not None:
         address = urllib.parse.urlsplit(path.strip())
         if not is_text or address.netloc not in ("", "localhost"):
-            raise ValueError(f"{where} is {written!r}, which names no file of this machine; give the path itself")
+            raise ValueError(f"{what} is {written!r}, which names no file of this machine; give the path itself")
         path = urllib.parse.unquote(address.path)
     if not path or "\0" in path:
-        raise ValueError(f"{where} must not be empty or have a NUL in it, got {path!r}")
+        raise ValueError(f"{what} must not be empty or have a NUL in it, got {path!r}")
     if (variable := _VARIABLE.search(path)) is not None:
         raise ValueError(
-            f"{where} is {path!r}, and Python does not replace {path[variable.start() :].split(os.sep)[0]} as a shell "
+            f"{what} is {path!r}, and Python does not replace {path[variable.start() :].split(os.sep)[0]} as a shell "
             "does; give os.path.expandvars(path)"
         )
     home = os.path.expanduser(path)
     if home.startswith("~"):
         who = home.split(os.sep)[0]
-        raise ValueError(f"{where} is {path!r}, and there is no home directory {who}; a folder of that name is ./{who}")
+        raise ValueError(f"{what} is {path!r}, and there is no home directory {who}; a folder of that name is ./{who}")
     return home
 
 

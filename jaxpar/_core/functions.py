@@ -24,10 +24,8 @@ def check_takes(fn: object, names: Sequence[str], what: str, hint: str = "", als
     `what` and `hint` begin and end the message. `also`: arguments that follow by keyword where the function has them.
     """
     expected = f"{what} must be a function of ({', '.join(names)})"
-    if not callable(fn):
-        raise TypeError(f"{expected}, got {describe(fn)}{hint}")
-    also = [name for name in also if has_parameter(fn, name)]
-    bound = _bind(fn, names, also)
+    also = [name for name in also if callable(fn) and has_parameter(fn, name)]
+    bound = _bind(fn, names, also) if callable(fn) else None
     if bound is None:
         after = f", and then {', '.join(also)}" if also else ""
         raise TypeError(f"{expected}{after}, got {_shown(fn)}{hint}")
@@ -62,5 +60,7 @@ def _bind(
         return None
 
 
-def _shown(fn: Callable[..., object]) -> str:
+def _shown(fn: object) -> str:
+    if not callable(fn):
+        return describe(fn)
     return f"{getattr(fn, '__name__', type(fn).__name__)}{inspect.signature(fn, follow_wrapped=False)}"

@@ -46,12 +46,12 @@ def own_copy(array: np.ndarray | np.generic, name: str) -> np.ndarray:
     return copy
 
 
-def own_copies(tree: Tree, where: str) -> Tree:
+def own_copies(tree: Tree, caller: str) -> Tree:
     """The pytree with such copies of its arrays of NumPy. All else stays."""
 
     def copied(path: KeyPath, leaf: object) -> object:
         is_host = isinstance(leaf, (np.ndarray, np.generic))
-        return own_copy(leaf, where + jax.tree_util.keystr(path)) if is_host else leaf
+        return own_copy(leaf, caller + jax.tree_util.keystr(path)) if is_host else leaf
 
     return jax.tree_util.tree_map_with_path(copied, tree)
 

@@ -9,11 +9,16 @@ full, one of
 
 with f, i, g, o, z, r, q each an `Affine` of h, up to the order of operands. Anything else stays the scan that it was: a
 further carried array or operation, another activation, another dtype than float32, a scan in reverse.
+
+Read it in this order: `fused` looks at a scan from outside, `_loop` makes the loop, `_evaluate` turns the body into
+symbols, `_lstm` and `_gru` recognize the cell in these. Wherever the body is none of both, `_require` raises
+`NoCellError`, which `fused` catches.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
@@ -30,7 +35,8 @@ from .primitive import Program
 _FLOAT32 = jnp.dtype("float32")
 _PROGRAMS = ("jit", "pjit", "closed_call", "core_call")
 _SAME = ("pvary", "pcast", "copy", "copy_p")
-# Measured: from so many rows of states on, all steps together, a wide weight is used often enough.
+# A kernel lays out the weight once a call. Measured: that pays for a state of at most `_NARROW` columns, and for a
+# wider one if the weight is used for `_FEWEST` rows of states or more, all steps together.
 _NARROW, _FEWEST = 64, 96
 # What draws random numbers. Drawn for all steps at once, keys of `rbg` give other numbers.
 _DRAWS = ("random_bits", "rng_bit_generator", "rng_uniform")
@@ -40,6 +46,12 @@ _PRECISIONS = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HI
 
 class NoCellError(Exception):
     """The body is no cell that a loop computes."""
+
+
+def _require(is_so: bool) -> None:
+    """`NoCellError` unless it is so."""
+    if not is_so:
+        raise NoCellError
 
 
 def fused(eqn: JaxprEqn) -> JaxprEqn | None:
@@ -208,17 +220,16 @@ def _loop(
     carried, values_of_steps = results[: len(states)], iter(of_step)
     last = [of_all[i][-1] for i in range(len(states))]
     stacked = [
-        next(values_of_steps) if isinstance(x, Known) else of_all[_place(x, carried)] for x in results[len(states) :]
+        next(values_of_steps) if isinstance(x, Known) else of_all[_index_of(x, carried)] for x in results[len(states) :]
     ]
     return [*last, *stacked]
 
 
-def _place(x: object, values: Sequence[Any]) -> int:
-    """Which of the values it is."""
-    for i, value in enumerate(values):
-        if value is x:
-            return i
-    raise NoCellError
+def _index_of(symbol: object, symbols: Sequence[Any]) -> int:
+    """The index of this very object. Equal symbols may be other values."""
+    indices = [i for i, other in enumerate(symbols) if other is symbol]
+    _require(bool(indices))
+    return indices[0]
 
 
 @dataclasses.dataclass
@@ -253,25 +264,23 @@ def _joined(columns: list[Columns]) -> Any:
 
 
 def _lstm(results: list[Any]) -> Cell:
-    for h, c in ((0, 1), (1, 0)):
-        try:
-            return _lstm_with(results, h, c)
-        except NoCellError:
-            continue
-    raise NoCellError
+    """The cell that gives these results. A user's own cell may carry (h, c) or (c, h)."""
+    try:
+        return _lstm_with(results, 0, 1)
+    except NoCellError:
+        return _lstm_with(results, 1, 0)
 
 
 def _lstm_with(results: list[Any], h: int, c: int) -> Cell:
     # From the result backwards: h' = out * tanh(c'), of the very c' that is carried on, and c' = kept + added.
     new_h, new_c = results[h], results[c]
-    out, squashed = _two(new_h, "mul", lambda x: _is(x, "tanh"))[::-1]
-    if squashed.operands[0] is not new_c:
-        raise NoCellError
-    kept, added = _two(new_c, "add", lambda x: _is(x, "mul") and any(_is_carried(y, c) for y in x.operands))
-    forget = _two(kept, "mul", lambda x: _is_carried(x, c))[1]
-    update, into = _two(added, "mul", lambda x: _is(x, "tanh"))
+    squashed, out = _operands(new_h, "mul", lambda x: _is(x, "tanh"))
+    _require(squashed.operands[0] is new_c)
+    kept, added = _operands(new_c, "add", lambda x: _is(x, "mul") and any(_is_carried(y, c) for y in x.operands))
+    _, forget = _operands(kept, "mul", lambda x: _is_carried(x, c))
+    update, write = _operands(added, "mul", lambda x: _is(x, "tanh"))
     gates = [
-        _gate(into, "logistic", h),
+        _gate(write, "logistic", h),
         _gate(forget, "logistic", h),
         _gate(update, "tanh", h),
         _gate(out, "logistic", h),
@@ -283,16 +292,14 @@ def _lstm_with(results: list[Any], h: int, c: int) -> Cell:
 def _gru(results: list[Any]) -> Cell:
     (new_h,) = results[:1]
     # From the result backwards: h' = kept + added, with kept = z h and added = (1 - z) new.
-    kept, added = _two(new_h, "add", lambda x: _is(x, "mul") and any(_is_carried(y, 0) for y in x.operands))
-    z = _two(kept, "mul", lambda x: _is_carried(x, 0))[1]
-    new, share = _two(added, "mul", lambda x: _is(x, "tanh"))
-    if not _is(share, "sub") or share.operands[1] is not z or not _is_one(share.operands[0]):
-        raise NoCellError
+    kept, added = _operands(new_h, "add", lambda x: _is(x, "mul") and any(_is_carried(y, 0) for y in x.operands))
+    _, z = _operands(kept, "mul", lambda x: _is_carried(x, 0))
+    new, complement = _operands(added, "mul", lambda x: _is(x, "tanh"))
+    _require(_is(complement, "sub") and complement.operands[1] is z and _is_one(complement.operands[0]))
     # new = tanh(x + r q): r multiplies the product of h, and not h. The kernel takes one bias of q for all steps.
-    product, x = _two(new.operands[0], "add", lambda x: _is(x, "mul"))
-    r, q = _two(product, "mul", lambda x: _is(x, "logistic"))
-    if not isinstance(x, Known) or not isinstance(q, Affine) or (q.offset is not None and not q.offset.is_constant):
-        raise NoCellError
+    product, x = _operands(new.operands[0], "add", lambda x: _is(x, "mul"))
+    r, q = _operands(product, "mul", lambda x: _is(x, "logistic"))
+    _require(isinstance(x, Known) and isinstance(q, Affine) and (q.offset is None or q.offset.is_constant))
     gates = [_gate(r, "logistic", 0), _gate(z, "logistic", 0), q]
     _check(gates, new_h, results[1:], (new_h,))
     # So the columns of n are x alone, and the bias of q is an operand of its own.
@@ -302,17 +309,16 @@ def _gru(results: list[Any]) -> Cell:
 
 
 def _check(gates: list[Affine], new_h: Formula, outputs: Sequence[Any], states: tuple[Any, ...]) -> None:
-    """Whether the gates are as wide as the state, and the other results are known, or states."""
-    if any(gate.shape != new_h.shape or gate.weight.array.shape[0] != new_h.shape[-1] for gate in gates):
-        raise NoCellError
+    """`NoCellError` unless the gates are as wide as the state, and the other results are known, or states."""
+    for gate in gates:
+        _require(gate.shape == new_h.shape and gate.weight.array.shape[0] == new_h.shape[-1])
     for x in outputs:
-        if not isinstance(x, Known):
-            _place(x, states)
+        _require(isinstance(x, Known) or any(x is state for state in states))
 
 
-def _gate(x: object, activation: str, h: int) -> Affine:
-    if not _is(x, activation) or not isinstance(x.operands[0], Affine) or x.operands[0].carry != h:
-        raise NoCellError
+def _gate(x: Any, activation: str, h: int) -> Affine:
+    """What the activation of a gate is applied to."""
+    _require(_is(x, activation) and isinstance(x.operands[0], Affine) and x.operands[0].carry == h)
     return x.operands[0]
 
 
@@ -328,13 +334,11 @@ def _is_one(x: object) -> bool:
     return isinstance(x, Known) and isinstance(x.value, Literal) and x.value.val == 1
 
 
-def _two(x: object, operation: str, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:
+def _operands(x: Any, operation: str, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:
     """The operands of an operation of two, that for which `is_first` holds before the other."""
-    if not _is(x, operation):
-        raise NoCellError
+    _require(_is(x, operation))
     a, b = x.operands
-    if is_first(a) == is_first(b):
-        raise NoCellError
+    _require(is_first(a) != is_first(b))
     return (a, b) if is_first(a) else (b, a)
 
 
@@ -360,17 +364,17 @@ def _results(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [Known(x, is_constant) for x in _computed(eqn, operands)]
     if name in _PROGRAMS:
         inside: Program = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
-        if inside.consts:
-            raise NoCellError
+        _require(not inside.consts)
         return _evaluate(inside, operands)
     # From here on a state is among the operands. The kernels compute in float32, so another dtype is no cell.
     avals: list[Any] = [x.aval for x in (*eqn.invars, *eqn.outvars)]
-    if any(aval.dtype != _FLOAT32 for aval in avals):
-        raise NoCellError
+    _require(all(aval.dtype == _FLOAT32 for aval in avals))
     if name in _SAME or (name == "convert_element_type" and params["sharding"] is None):
         return operands
     if name == "split":
-        return _parts(operands[0], params["axis"], params["sizes"])
+        x, ends = operands[0], list(itertools.accumulate(map(int, params["sizes"])))
+        _require(isinstance(x, Affine) and params["axis"] == len(x.shape) - 1)
+        return [_cut(x, end - int(size), int(size)) for end, size in zip(ends, params["sizes"], strict=True)]
     # What stays affine in h: slices, the product with a weight, and sums with known values. All others are formulas.
     shape = avals[len(eqn.invars)].shape
     if name == "slice":
@@ -379,10 +383,9 @@ def _results(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [_product(operands[0], operands[1], params, shape)]
     if name == "add" and any(isinstance(x, Affine) for x in operands):
         return [_sum(operands[0], operands[1], shape)]
-    is_known = name in ("logistic", "tanh") and params.get("accuracy") is None
-    if is_known or name in ("add", "sub", "mul"):
-        return [Formula(name, tuple(operands), shape)]
-    raise NoCellError
+    is_activation = name in ("logistic", "tanh") and params.get("accuracy") is None
+    _require(is_activation or name in ("add", "sub", "mul"))
+    return [Formula(name, tuple(operands), shape)]
 
 
 def _computed(eqn: JaxprEqn, operands: Sequence[Known]) -> list[Any]:
@@ -403,19 +406,11 @@ def _array(x: Known) -> Any:
     return jnp.asarray(value.val, aval.dtype)
 
 
-def _parts(x: object, axis: int, sizes: Sequence[int]) -> list[Affine]:
-    if not isinstance(x, Affine) or axis != len(x.shape) - 1:
-        raise NoCellError
-    starts = [sum(map(int, sizes[:i])) for i in range(len(sizes))]
-    return [_cut(x, start, int(size)) for start, size in zip(starts, sizes, strict=True)]
-
-
-def _slice(x: object, params: dict[str, Any]) -> Affine:
+def _slice(x: Any, params: dict[str, Any]) -> Affine:
+    """Some columns of all rows."""
     starts, limits, strides = params["start_indices"], params["limit_indices"], params["strides"]
-    if not isinstance(x, Affine) or (strides is not None and {*strides} != {1}):
-        raise NoCellError
-    if any(starts[:-1]) or tuple(limits[:-1]) != x.shape[:-1]:
-        raise NoCellError
+    _require(isinstance(x, Affine) and (strides is None or {*strides} == {1}))
+    _require(not any(starts[:-1]) and tuple(limits[:-1]) == x.shape[:-1])
     return _cut(x, starts[-1], limits[-1] - starts[-1])
 
 
@@ -424,22 +419,15 @@ def _cut(x: Affine, first: int, count: int) -> Affine:
     return Affine(x.carry, x.weight.cut(first, count), offset, (*x.shape[:-1], count))
 
 
-def _product(x: object, weight: object, params: dict[str, Any], shape: tuple[int, ...]) -> Affine:
+def _product(x: Any, weight: Any, params: dict[str, Any], shape: tuple[int, ...]) -> Affine:
     """h times a weight that is the same at all steps, over the last axis of h."""
-    if (
-        not isinstance(x, Carried)
-        or not isinstance(weight, Known)
-        or not weight.is_constant
-        or len(weight.value.shape) != 2
-    ):
-        raise NoCellError
+    _require(isinstance(x, Carried) and isinstance(weight, Known) and weight.is_constant)
+    _require(len(weight.value.shape) == 2)
     (contracted, weight_over), (batch, _) = params["dimension_numbers"]
     precision = params["precision"]
     precisions = precision if isinstance(precision, tuple) else (precision,)
-    if tuple(contracted) != (len(x.shape) - 1,) or batch or any(p not in _PRECISIONS for p in precisions):
-        raise NoCellError
-    if params["preferred_element_type"] not in (None, _FLOAT32):
-        raise NoCellError
+    _require(tuple(contracted) == (len(x.shape) - 1,) and not batch)
+    _require(all(p in _PRECISIONS for p in precisions) and params["preferred_element_type"] in (None, _FLOAT32))
     value = weight.value if tuple(weight_over) == (0,) else weight.value.T
     return Affine(x.number, Columns(value, 0, value.shape[1], True), None, shape)
 
@@ -447,8 +435,7 @@ def _product(x: object, weight: object, params: dict[str, Any], shape: tuple[int
 def _sum(a: Any, b: Any, shape: tuple[int, ...]) -> Affine:
     """An affine value with a known one added."""
     x, constant_term = (a, b) if isinstance(a, Affine) else (b, a)
-    if not isinstance(constant_term, Known) or x.shape != shape:
-        raise NoCellError
+    _require(isinstance(constant_term, Known) and x.shape == shape)
     added = jnp.broadcast_to(_array(constant_term), shape)
     constant = constant_term.is_constant
     if x.offset is not None:

@@ -307,13 +307,7 @@ def _views(
     """For each place of the window the entry that each window has there."""
     window = tuple(window_shape)
     steps = (1,) * len(window) if strides is None else tuple(strides)
-    first, pairs = inputs.ndim - 1 - len(window), len(window) if isinstance(padding, str) else len(padding)
-    if first < 0 or not len(window) == len(steps) == pairs > 0 or min(*window, *steps) < 1:
-        raise ValueError(
-            f"{name}: inputs must be (..., {len(window)} spatial dimensions, features), window_shape and strides "
-            f"positive and as many, and padding a word or as many pairs, got inputs of {inputs.shape}, window_shape "
-            f"{window}, strides {steps}, padding {padding!r}"
-        )
+    first = inputs.ndim - 1 - len(window)  # the first spatial axis
     if math.prod(window) > MOST_PLACES:  # each is a slice of the program, which would take minutes to compile
         raise ValueError(
             f"{name}: a window of {window} has more than {MOST_PLACES} entries; take jax.lax.reduce_window, or the "
@@ -324,6 +318,7 @@ def _views(
     # Axes before and after the spatial ones have windows of one entry.
     windows = Windows((*(1,) * first, *window, 1), (*(1,) * first, *steps, 1), (*((0, 0),) * first, *pads, (0, 0)))
     for size, length, (low, high) in zip(window, spatial, pads, strict=True):
+        # lax would give an array without elements, and the mean of it later is NaN.
         if isinstance(length, int) and size > low + length + high:
             raise ValueError(f"{name}: a window of {window} is larger than inputs of {inputs.shape} with their padding")
     return list(views(inputs, windows, fill))

@@ -212,11 +212,11 @@ def is_donated(state: PyTree) -> bool:
     return any(map(is_deleted, jax.tree.leaves(state)))
 
 
-def check_not_donated(state: PyTree, where: str) -> None:
+def check_not_donated(state: PyTree, caller: str) -> None:
     """`RuntimeError` for a state that was donated to a step."""
     if is_donated(state):
         raise RuntimeError(
-            f"{where}: this state was donated to a step; use the state that it returned: state, metrics = step(state, "
+            f"{caller}: this state was donated to a step; use the state that it returned: state, metrics = step(state, "
             "batch). To keep old params, copy them before: jax.device_get(state.params)"
         ) from None
 

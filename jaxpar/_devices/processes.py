@@ -108,11 +108,11 @@ def elastic_fit() -> Generator[None]:
         elastic_run.is_fitting = False
 
 
-def refuse_elastic(where: str) -> None:
+def refuse_elastic(caller: str) -> None:
     """`RuntimeError` in an elastic run, for a call that needs all processes at once."""
     if elastic_run.is_on and not elastic_run.is_fitting:
         raise RuntimeError(
-            f"{where}: in an elastic run only `train.fit` computes over all processes; initialize without elastic=True"
+            f"{caller}: in an elastic run only `train.fit` computes over all processes; initialize without elastic=True"
         )
 
 

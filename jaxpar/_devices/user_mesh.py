@@ -122,7 +122,7 @@ def with_types(tree: Tree, mesh: Mesh) -> Tree:
 # Traced values inside of a user's mesh, where axes of the type Explicit are a part of the type of a value.
 
 
-def check_traced(tree: PyTree, where: str) -> None:
+def check_traced(tree: PyTree, caller: str) -> None:
     """`ValueError` for a traced value of another mesh than the one that is set around the program."""
     around = jax.sharding.get_abstract_mesh()
     for leaf in jax.tree.leaves(tree) if has_types(around) else ():
@@ -130,7 +130,7 @@ def check_traced(tree: PyTree, where: str) -> None:
             mesh = jax.typeof(leaf).sharding.mesh
             if not mesh.empty and mesh != around:
                 raise ValueError(
-                    f"{where}: a value of shape {leaf.shape} is on another mesh than that around this jit: expected "
+                    f"{caller}: a value of shape {leaf.shape} is on another mesh than that around this jit: expected "
                     f"{around}, got {mesh}; make the store inside of jax.set_mesh, or kv.place it there before the jit"
                 )
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 from .. import sparse, updaters
 from .._core import checks
-from .._core.arrays import Device, PyTree, Recent, Shaped, is_prng_key, is_tracing
+from .._core.arrays import Device, PyTree, Recent, Shaped, is_tracing
 from .._devices import collectives
 from .._devices.mesh import STORE_AXIS
 from .._devices.user_mesh import split_like, unsplit
@@ -359,11 +359,11 @@ def update_one(
         new, state = updater.update(key, pushed, state, stored)
     else:
         new = updater(key, pushed, stored)
-    where = f"kv.push: the updater's result for key {key}"
+    what = f"kv.push: the updater's result for key {key}"
     if new is None:
-        raise TypeError(f"{where} is None; an updater returns the new value, it cannot change `stored` in place")
-    value = checks.array(new, where)
-    checks.storable(value, stored.shape, stored.dtype, where)
+        raise TypeError(f"{what} is None; an updater returns the new value, it cannot change `stored` in place")
+    value = checks.array(new, what)
+    checks.storable(value, stored.shape, stored.dtype, what)
     return value.astype(stored.dtype), state
 
 
@@ -531,24 +531,17 @@ def cast_rows(rows: list[sparse.RowSparse], dtype: np.dtype[Any]) -> list[sparse
     return [sparse.RowSparse(r.indices, r.values.astype(dtype), r.shape) for r in rows]
 
 
-def check_shares(store: KVStore, values: Mapping[int, Shaped], where: str) -> None:
+def check_shares(store: KVStore, values: Mapping[int, Shaped], caller: str) -> None:
     """`ValueError` if values are cut into rows and the updater is not elementwise for one of these whole values."""
     # A plain function is checked when it is traced: to trace it here would run its Python once more.
     if not stores.is_in_rows(store):
         return
-    paths = dict(store.paths)
-    for k, value in values.items():
-        if is_prng_key(value) and k not in store.frozen:
-            raise TypeError(
-                f"{where}: key {k} ({paths.get(k, str(k))!r}): kind 'sharded' cuts no random keys; leave them out, or "
-                "use kind='device'"
-            )
     if isinstance(store.updater, TreeOptimizer):
-        updaters._check_elementwise_tree(store.updater, stores.tree_of(store, values), stores.shards(store), where)
+        updaters._check_elementwise_tree(store.updater, stores.tree_of(store, values), stores.shards(store), caller)
     if isinstance(store.updater, Updater):
         spec, shards, forms = jax.ShapeDtypeStruct, stores.shards(store), dict[int, Any]()
         for k, v in values.items():
             if k not in store.frozen:
                 chunk = Layout(Form.ROWS, v.shape, shards).chunk
                 forms[k] = spec(v.shape, v.dtype), spec((chunk,), v.dtype), spec((shards, chunk), v.dtype)
-        updaters._check_elementwise(store.updater, forms, paths, where)
+        updaters._check_elementwise(store.updater, forms, dict(store.paths), caller)

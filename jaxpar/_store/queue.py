@@ -23,7 +23,8 @@ from .._devices.mesh import are_on, assemble, copies_on, one_on_each, spans_proc
 from . import aggregate
 from .store import Arrays, Changes, KVStore, Lists, shapes_of, with_changes
 
-Send = Callable[[KVStore, Lists, Arrays], Changes]  # of lists, and `aggregate.num_updates` of their keys
+# What a push without a delay changes, by lists of values and `aggregate.num_updates` of their keys.
+Apply = Callable[[KVStore, Lists, Arrays], Changes]
 
 
 class PendingPushes(NamedTuple):
@@ -42,36 +43,39 @@ def start(store: KVStore, key: int, count: int) -> PendingPushes:
     return _empty(row, store.staleness)
 
 
-def push(store: KVStore, pushed: Lists, axis_name: str | None, send: Send) -> Changes:
-    """What a push changes: `send`, the push without a delay, gets the values that are due."""
+def push(store: KVStore, pushed: Lists, axis_name: str | None, apply: Apply) -> Changes:
+    """What a push changes. `apply` gets the values that have waited long enough."""
     if is_tracing():
         combine = jnp.stack if axis_name is None else aggregate.add
         new = {k: combine(values) for k, values in aggregate.as_stored(store, pushed).items()}
     else:
         new = {k: _stack(store, k, values) for k, values in pushed.items()}
     oldest, pending, ready = rotate_queue(store, new, of_one_device=axis_name is not None)
-    changes = _apply(store, oldest, ready, axis_name, send)._replace(pending=pending)
+    changes = _apply_ready(store, oldest, ready, axis_name, apply)._replace(pending=pending)
     return changes if is_tracing() else _beside_pending(store, changes)
 
 
-def flush(store: KVStore, axis_name: str | None, send: Send) -> KVStore:
+def flush(store: KVStore, axis_name: str | None, apply: Apply) -> KVStore:
     """The store after all pending pushes, the oldest first."""
     store = dataclasses.replace(store, pending=dict(sorted(store.pending.items())))  # as a push has its keys
     for i in range(store.staleness):
         oldest, ready = pending_at(store, i)
-        store = with_changes(store, _apply(store, oldest, ready, axis_name, send))
+        store = with_changes(store, _apply_ready(store, oldest, ready, axis_name, apply))
     changes = Changes(pending=jax.tree.map(jnp.zeros_like, store.pending))
     return with_changes(store, changes if is_tracing() else _beside_pending(store, changes))
 
 
-def _apply(store: KVStore, oldest: Arrays, ready: Mapping[int, Any], axis_name: str | None, send: Send) -> Changes:
+def _apply_ready(
+    store: KVStore, oldest: Arrays, ready: Mapping[int, Any], axis_name: str | None, apply: Apply
+) -> Changes:
     """The changes by the values that are ready. At the prompt it is known which are, and nothing has to be masked."""
     now, shapes = dataclasses.replace(store, staleness=0, pending={}), shapes_of(store)
     if not is_tracing():
         lists = {k: _unstack(value) for k, value in oldest.items() if ready[k]}
-        return send(now, lists, aggregate.num_updates(now, lists)) if lists else Changes()
+        return apply(now, lists, aggregate.num_updates(now, lists)) if lists else Changes()
     lists = {k: list(v) if axis_name is None else [v.reshape(shapes[k])] for k, v in oldest.items()}
-    changes = send(now, lists, aggregate.num_updates(now, lists, ready))
+    # Under `jit` the values are applied in any case, and what is not ready is put back afterwards.
+    changes = apply(now, lists, aggregate.num_updates(now, lists, ready))
     return where_ready(store, changes, ready, lists, axis_name)
 
 

@@ -240,11 +240,11 @@ def with_changes(store: KVStore, changes: Changes) -> KVStore:
     return dataclasses.replace(store, **new, optimizer_state=store.optimizer_state if state is None else state)
 
 
-def check_is_store(store: object, where: str) -> None:
+def check_is_store(store: object, caller: str) -> None:
     """`TypeError` for anything else than a store, such as the params or the state."""
     if not isinstance(store, KVStore):
         within = "; give its .store" if isinstance(getattr(store, "store", None), KVStore) else ""
-        raise TypeError(f"{where}: store must be a KVStore, as kv.create makes, got {describe(store)}{within}")
+        raise TypeError(f"{caller}: store must be a KVStore, as kv.create makes, got {describe(store)}{within}")
 
 
 def names(store: KVStore) -> dict[int, str]:

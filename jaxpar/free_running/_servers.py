@@ -51,17 +51,14 @@ _LEAST = (2, 59)  # the first Ray whose own start asks for a token. Others let e
 
 def _get_ray() -> ModuleType:
     """The module `ray`. Ray is started on this machine if it does not run."""
-    needs = "jaxpar.free_running needs Ray"
-    try:
-        ray = importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError(f'{needs}, which is not installed; pip install "jaxpar[ray]" adds it') from error
+    ray = importlib.import_module("ray")
     if ray.is_initialized():
         return ray
     if tuple(int(number) for number in re.findall(r"\d+", ray.__version__)[:2]) < _LEAST:
-        newer = f"{_LEAST[0]}.{_LEAST[1]} or newer, which asks every connection for a token"
-        hint = f'{ray.__version__} is installed, and pip install -U "jaxpar[ray]" brings a newer one'
-        raise ImportError(f"{needs} {newer}; {hint}")
+        raise ImportError(
+            f"jaxpar.free_running needs Ray {_LEAST[0]}.{_LEAST[1]} or newer, which asks every connection for a token; "
+            f'{ray.__version__} is installed, and pip install -U "jaxpar[ray]" brings a newer one'
+        )
     with warnings.catch_warnings(), _on_loopback(ray):
         warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # it starts other programs, without JAX
         ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")

@@ -25,7 +25,6 @@ from .._core.portable import param_name
 from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.mesh import mesh_of
-from .._devices.shardings import check_is_mesh
 from .._devices.user_mesh import in_user_mesh
 from .._store import store as stores
 from .._store.mxnet_names import ARGUMENTS as MXNET_ARGUMENTS
@@ -107,8 +106,6 @@ def from_params(
     # 1. What is no params, or says two things at once.
     if mesh is not None and devices is not None:
         raise ValueError("kv.from_params: give mesh= or devices=, not both")
-    if mesh is not None:
-        check_is_mesh(mesh, "kv.from_params")
     if optimizer is not None and updater is not None:
         raise ValueError("kv.from_params: give an optimizer or an updater, not both")
     if params is None:
@@ -146,11 +143,11 @@ def from_params(
     store = create(kind, devices=devices, staleness=staleness)
     values = list[jax.Array]()
     for name, (_, leaf) in zip(names, leaves, strict=True):
-        where = f"kv.from_params: leaf {name!r} of params"
+        what = f"kv.from_params: leaf {name!r} of params"
         if isinstance(leaf, RowSparse):
-            raise TypeError(f"{where} is a RowSparse; give sparse.to_dense(value)")
+            raise TypeError(f"{what} is a RowSparse; give sparse.to_dense(value)")
         try:
-            values.append(checks.array(leaf, where))
+            values.append(checks.array(leaf, what))
         except jax.errors.UnexpectedTracerError:  # a `TypeError` with advice of its own
             raise
         except TypeError as error:
@@ -173,24 +170,22 @@ def from_params(
 
 
 def _frozen_keys(frozen: Frozen, params: PyTree, names: Sequence[str], values: Sequence[jax.Array]) -> tuple[int, ...]:
-    where, patterns = "kv.from_params: frozen", [frozen] if isinstance(frozen, str) else frozen
+    what, patterns = "kv.from_params: frozen", [frozen] if isinstance(frozen, str) else frozen
     if frozen is None:
         return ()
     if isinstance(patterns, (list, tuple)) and all(isinstance(pattern, str) for pattern in patterns):
-        flags = checks.matched(patterns, names, where)
+        flags = checks.matched(patterns, names, what)
     elif callable(frozen) and jax.tree_util.all_leaves([frozen]):  # a module of Equinox is a pytree, and callable
         flags = [frozen(name, value) for name, value in zip(names, values, strict=True)]
     else:  # each bool of a prefix is for all leaves below it
-        try:
-            flag_tree = jax.tree.map(lambda flag, subtree: jax.tree.map(lambda _: flag, subtree), frozen, params)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{where} must have the structure of the params, or its beginning: {error}") from None
-        flags = jax.tree.leaves(flag_tree)
+        flags = jax.tree.leaves(
+            jax.tree.map(lambda flag, subtree: jax.tree.map(lambda _: flag, subtree), frozen, params)
+        )
     for name, flag in zip(names, flags, strict=True):
         if not isinstance(flag, (bool, np.bool_)):
-            raise TypeError(f"{where} must give True or False for each param, got {checks.describe(flag)} for {name!r}")
+            raise TypeError(f"{what} must give True or False for each param, got {checks.describe(flag)} for {name!r}")
     if not any(jnp.issubdtype(v.dtype, jnp.inexact) and not f for v, f in zip(values, flags, strict=True)):
-        raise ValueError(f"{where} leaves no floating param to train; freeze fewer params")
+        raise ValueError(f"{what} leaves no floating param to train; freeze fewer params")
     return tuple(k for k, flag in enumerate(flags) if flag)
 
 

@@ -16,7 +16,7 @@ from .._core.arrays import Device, PyTree
 from .._core.transfers import allows_transfers
 from .._devices import processes
 from .._devices.mesh import auto_mesh, put_copy, split_over, to_host
-from .._devices.shardings import ShardingRule, check_is_mesh, fsdp, shardings_of
+from .._devices.shardings import ShardingRule, fsdp, shardings_of
 from .._devices.user_mesh import in_user_mesh
 from .._store import aggregate, queue, store as stores
 from .._store.store import Form, KVStore, Layout, Layouts
@@ -72,7 +72,6 @@ def place(
         mesh = stores.mesh_of_values(store)
     # Where the store goes, and how each of its values lies there.
     if mesh is not None:
-        check_is_mesh(mesh, "kv.place")
         specs, target = stores.specs_of(store), tuple(mesh.devices.flat)
         spec_tree = specs if store.treedef is None else store.treedef.unflatten([specs[k] for k, _ in store.paths])
         if sharding is None:
@@ -139,7 +138,7 @@ def default_rule(store: KVStore, mesh: Mesh) -> ShardingRule:
 
 
 def split_layouts(
-    store: KVStore, keys: Iterable[int], params: PyTree, mesh: Mesh, sharding: PyTree, where: str
+    store: KVStore, keys: Iterable[int], params: PyTree, mesh: Mesh, sharding: PyTree, caller: str
 ) -> Layouts:
     """The layouts of a pytree of params that is split over a mesh, for the keys of its leaves."""
     kind, fault = stores.KINDS[store.kind], ""
@@ -151,7 +150,7 @@ def split_layouts(
         fault = "a compressor needs the gradient of each device; use engine 'pmap' or 'shard_map'"
     if fault:
         raise ValueError(f"a store whose values are split over a mesh: {fault}")
-    shardings = jax.tree.leaves(shardings_of(params, sharding, auto_mesh(mesh), where=where))
+    shardings = jax.tree.leaves(shardings_of(params, sharding, auto_mesh(mesh), where=caller))
     return tuple((k, Layout(Form.SPLIT, sharding=s)) for k, s in zip(keys, shardings, strict=True))
 
 

@@ -307,10 +307,10 @@ def row_sparse_pull(
     wanted = [list(ids) if _is_list_of_arrays(ids) else [ids] for ids in ids_of_keys]
     for k, ids in zip(keys, wanted, strict=True):
         if len(ids) not in (1, count):
-            where = "no devices=" if devices is None else plural(count, "device")
+            count_of_devices = "no devices=" if devices is None else plural(count, "device")
             raise ValueError(
                 f"kv.row_sparse_pull: key {k}: expected one array of ids, or one for each device, got {len(ids)} lists "
-                f"of ids and {where}"
+                f"of ids and {count_of_devices}"
             )
     # A table that spans processes is gathered whole first, in all of them. One array of ids is for all devices.
     pulled = list[Any]()

@@ -1,8 +1,14 @@
-"""A push, from top to bottom: what is pushed, who sums it, the sums and the update, and the programs that compute them.
+"""A push, from top to bottom: check -> sum within the process -> sum over the processes -> update.
 
-`push` checks, and asks `_send_of` for the function that sums and updates. Inside of a user's `jit` that is
-`_store.aggregate.push`, pure functions of arrays. At the prompt the same functions run as compiled programs, in this
-process (`_push_here`) or in all (`_push_across`). `_compute` says on which devices:
+`push` checks, and asks `_apply_of` for the function that sums and updates:
+
+- Inside of a user's `jit`: `_store.aggregate.push`, pure functions of arrays. All below are programs of the same ones.
+- At the prompt, in one process: `_apply_in_process`. One program sums and updates. An updater that cannot be a part of
+  it, as a Python function, runs after it.
+- At the prompt, in several processes: `_apply_over_processes`. Each process sums its own values on its leader, its
+  first device. The leaders sum over the processes. Then each process updates its own copy of the store.
+
+`_sum_and_update` says on which devices a program runs:
 
     what is pushed                                             where a program sums and updates
     one value of each key on each of the same several devices  over these devices             `_over_devices`
@@ -101,15 +107,15 @@ def push(store: KVStore, key: Key | Keys, value: PyTree, *, axis_name: str | Non
     values_of_keys, layouts = checks.as_values(keys, value, "kv.push") if many else [value], stores.rows_of(store)
     pushed: dict[int, list[Any]] = {}
     for k, values in zip(keys, values_of_keys, strict=True):
-        where, checked = f"kv.push: value for key {k}", pushed.setdefault(k, [])
+        what, checked = f"kv.push: value for key {k}", pushed.setdefault(k, [])
         shape = layouts[k].shape if k in layouts else store.values[k].shape
         for v in values if isinstance(values, (list, tuple)) else [values]:
             if isinstance(v, sparse.RowSparse):
                 for leaf in (v.indices, v.values):
                     checks.array(leaf, f"kv.push: rows for key {k}")
             else:
-                v = checks.array(v, where)
-            checks.storable(v, shape, store.values[k].dtype, where)
+                v = checks.array(v, what)
+            checks.storable(v, shape, store.values[k].dtype, what)
             checked.append(v)
         if len({isinstance(v, sparse.RowSparse) for v in checked}) > 1:
             raise TypeError(f"kv.push: key {k}: RowSparse and dense values cannot be pushed together")
@@ -119,8 +125,8 @@ def push(store: KVStore, key: Key | Keys, value: PyTree, *, axis_name: str | Non
 
     # 2. Who sums. With other keys in one of the processes all would wait forever, so they compare what they push, also
     #    where this one pushes nothing.
-    send = _send_of(store, axis_name, "kv.push")
-    if send is _push_across:
+    apply = _apply_of(store, axis_name, "kv.push")
+    if apply is _apply_over_processes:
         for k, values in pushed.items():
             if any(spans_processes(leaf) for leaf in jax.tree.leaves(values)):
                 raise ValueError(
@@ -161,11 +167,11 @@ def push(store: KVStore, key: Key | Keys, value: PyTree, *, axis_name: str | Non
     #    program updates, so they are counted once. With staleness, what was pushed before is sent, and this waits.
     num_updates, changes = aggregate.num_updates(store, pushed), Changes()
     if rows:
-        changes |= _push_rows(store, rows, num_updates, axis_name, across=send is _push_across)
+        changes |= _push_rows(store, rows, num_updates, axis_name, over_processes=apply is _apply_over_processes)
     if dense and store.staleness:
-        changes |= queue.push(store, dense, axis_name, send)
+        changes |= queue.push(store, dense, axis_name, apply)
     elif dense:
-        changes |= send(store, dense, num_updates)
+        changes |= apply(store, dense, num_updates)
     return stores.with_changes(store, changes)
 
 
@@ -190,7 +196,7 @@ def flush(store: KVStore, *, axis_name: str | None = None) -> KVStore:
     """
     if not store.pending:
         return store
-    return queue.flush(store, axis_name, _send_of(store, axis_name, "kv.flush"))
+    return queue.flush(store, axis_name, _apply_of(store, axis_name, "kv.flush"))
 
 
 @overload
@@ -246,38 +252,37 @@ def pushpull(
 # Who sums.
 
 
-def _send_of(store: KVStore, axis_name: str | None, where: str) -> queue.Send:
+def _apply_of(store: KVStore, axis_name: str | None, caller: str) -> queue.Apply:
     """The function that sums lists and updates by the sums: in a traced function, in this process, or in all."""
     kind, axes = stores.KINDS[store.kind], jax.sharding.get_abstract_mesh().manual_axes
     if axis_name is not None:
-        aggregate.axis_size(axis_name, where)
+        aggregate.axis_size(axis_name, caller)
     if not is_tracing():
         if not kind.over_processes or jax.process_count() == 1:
-            return _push_here
-        processes.refuse_elastic(f"{where}: kind {store.kind!r}")
-        return _push_across
+            return _apply_in_process
+        processes.refuse_elastic(f"{caller}: kind {store.kind!r}")
+        return _apply_over_processes
     if axis_name is None and axes and not kind.on_one_device:  # it is allowed, but rarely meant
+        # `push` is called through decorators, and by `pushpull`. So the line of the user is in the first frame that is
+        # not of jaxpar.
+        level, frame = 1, sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__", "").startswith("jaxpar."):
+            level, frame = level + 1, frame.f_back
         warnings.warn(
-            f"{where}: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
+            f"{caller}: inside a pmap or shard_map over {', '.join(map(repr, axes))}, without axis_name, nothing is "
             f"summed over the devices; give axis_name={axes[0]!r}, or use kind='local' for a separate store on each",
-            stacklevel=_users_level(),
+            stacklevel=level,
         )
     return functools.partial(aggregate.push, axis_name=axis_name)
-
-
-def _users_level() -> int:
-    """The `stacklevel` by which a warning of the caller is shown at the line of the user."""
-    level, frame = 1, sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("jaxpar."):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 # A push at the prompt: sum within the process, sum over the processes, update.
 
 
-def _push_here(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
+def _apply_in_process(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
     """Sum within this process and update: what a push by one process changes."""
+    # 1. Each key with all that its sum and its update need. A compressed key has a residual for each pushed value. A
+    #    program gives its results where the stored values are, and those in rows are over all devices of the store.
     residuals = aggregate.residuals_for(store, {k: len(pushed[k]) for k in aggregate.compressed_keys(store, pushed)})
     states = store.updater_state
     entries = {
@@ -289,18 +294,19 @@ def _push_here(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
         homes = dict.fromkeys(pushed, stores.sharding_of(store))
     setting = Setting(store.kind, store.limits, store.devices, store.layouts)
 
-    # An `Updater` is a part of the programs that sum.
+    # 2. An `Updater` is a part of the programs that sum.
     if isinstance(store.updater, Updater):
-        return _compute(setting, store.updater, store.compressor, entries, homes)
+        return _sum_and_update(setting, store.updater, store.compressor, entries, homes)
 
-    # A Python function, and an optimizer that sees the whole pytree, run where the sums are. A stored value that is
-    # there already may be uncommitted, and stays so.
-    summed = _compute(setting, assign, store.compressor, entries, homes)
+    # 3. A Python function, and an optimizer that sees the whole pytree, run where the sums are: `assign` gives the sums
+    #    themselves. A stored value that is there already may be uncommitted, and stays so.
+    summed = _sum_and_update(setting, assign, store.compressor, entries, homes)
     sums = summed.values
     moved = {k: put(store.values[k], v.sharding) for k, v in sums.items() if store.values[k].sharding != v.sharding}
     store = dataclasses.replace(store, values=store.values | moved)
     if not isinstance(store.updater, TreeOptimizer):
         return aggregate.update(store, sums, {})._replace(residuals=summed.residuals)
+    # One program updates all params, so its arrays must be on the same devices. A store over a mesh has them there.
     optimizer_state, sharding = store.optimizer_state, next(iter(sums.values())).sharding
     if not store.layouts and any(leaf.sharding != sharding for leaf in jax.tree.leaves(optimizer_state)):
         optimizer_state = put(optimizer_state, sharding)
@@ -310,7 +316,7 @@ def _push_here(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
     return aggregate.tree_program(store.updater)(taken, sums)._replace(residuals=summed.residuals)
 
 
-def _push_across(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
+def _apply_over_processes(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
     """Sum within each process, then over the processes, then update: what a push by all processes changes."""
     leaders = processes.leaders()
     own_leader = SingleDeviceSharding(leaders[jax.process_index()])
@@ -320,27 +326,29 @@ def _push_across(store: KVStore, pushed: Lists, num_updates: Arrays) -> Changes:
     # 1. Within this process, if it has several values of a key: gathered on its leader, or by an all-reduce.
     several = {k: Entry(stored[k], (), values) for k, values in pushed.items() if len(values) > 1}
     setting = Setting(stores.KINDS[store.kind].within_process, store.limits)
-    within = _compute(setting, assign, None, several, dict.fromkeys(several, own_leader)).values
+    within = _sum_and_update(setting, assign, None, several, dict.fromkeys(several, own_leader)).values
     # Of a sum that is on each device, JAX takes the copy that is there already.
     sums = {k: jax.device_put(within[k] if k in within else pushed[k][0], own_leader) for k in pushed}
 
     # 2. Over the leaders of the processes: all that is sent between them, in buckets, compressed if the store says so.
+    #    The residuals (processes, *shape) are over the leaders too: what a process did not send stays with it.
     compressed = aggregate.compressed_keys(store, pushed)
     residuals = aggregate.residuals_for(store, dict.fromkeys(compressed, len(leaders)))
     entries = {k: Entry(assemble([stored[k]], copies_on(leaders)), (), [sums[k]], residuals.get(k)) for k in pushed}
-    run = functools.partial(_run, Setting(store.kind, store.limits), assign, store.compressor)
+    run = functools.partial(_run_program, Setting(store.kind, store.limits), assign, store.compressor)
     across = mesh.run_by_itself(_over_devices, run, leaders, False, entries)
 
-    # 3. The update, the same in every process, where the values are. Nothing is left to compress.
+    # 3. The update, the same in every process, where the values are: as by a push of one value, which is the sum. It
+    #    was compressed on its way here, so now it must not be.
     totals = {k: [put(total.value.addressable_data(0), store.values[k].sharding)] for k, total in across.items()}
-    changes = _push_here(dataclasses.replace(store, compressor=None), totals, num_updates)
+    changes = _apply_in_process(dataclasses.replace(store, compressor=None), totals, num_updates)
     return changes._replace(residuals={k: across[k].residual for k in residuals})
 
 
 # Which programs compute it, and on which devices.
 
 
-def _compute(
+def _sum_and_update(
     setting: Setting,
     updater: Updater,
     compressor: compression.Compressor | None,
@@ -352,13 +360,14 @@ def _compute(
         return Changes()
     kind = stores.KINDS[setting.kind]
     is_split = any(layout.sharding is not None for _, layout in setting.layouts)
-    run = functools.partial(_run, setting, updater, compressor)
+    run = functools.partial(_run_program, setting, updater, compressor)
     updated: dict[int, Updated] = {}
 
     # One value of each key on each device, where the stored ones are too: each device sums its part, in place.
     devices = mesh.one_on_each([entry.pushed for entry in entries.values()])
     if devices is not None and not is_split and not kind.on_one_device and setting.devices in (None, devices):
-        # Of a large value each device has a copy. In one memory one device does the work of all.
+        # Of a large value each device has a copy. In one memory one device does the work of all. A value that is
+        # compressed has a residual on each device, so it is summed there.
         large, small = list[int](), list[int]()
         shares_memory = not kind.in_rows and mesh.one_memory(devices)
         for k, entry in entries.items():
@@ -384,7 +393,7 @@ def _compute(
     )
 
 
-def _run(
+def _run_program(
     setting: Setting,
     updater: Updater,
     compressor: compression.Compressor | None,
@@ -414,7 +423,8 @@ def _over_devices(run: Run, devices: Devices, in_rows: bool, entries: Mapping[in
     for k, entry in entries.items():
         stored, state = stored_and_state[k]
         dtype = stored.dtype
-        # The arrays of the devices become one array over them, without a copy. Buckets are made inside of the program.
+        # The arrays of the devices become one array over them, (devices * n, ...) of (n, ...) each, without a copy.
+        # One without axes could not be split, so it becomes (1,). Buckets are made inside of the program.
         values = [v if v.dtype == dtype else v.astype(dtype) for v in entry.pushed]
         pushed = [assemble([v if v.ndim else v.reshape(1) for v in values], along)]
         taken[k] = Entry(stored, state, pushed, residuals[k], entry.num_updates)
@@ -453,9 +463,9 @@ def _push_rows(
     pushed: dict[int, list[sparse.RowSparse]],
     num_updates: Arrays,
     axis_name: str | None,
-    across: bool,
+    over_processes: bool,
 ) -> Changes:
-    """What a push of rows changes, `across` all processes or in this one. It makes no residuals."""
+    """What a push of rows changes. It makes no residuals."""
     # What takes no rows is refused before any row is added.
     apart, reason = "keep this table in a separate store", ""
     if stores.is_split(store):
@@ -477,7 +487,7 @@ def _push_rows(
         run = functools.partial(aggregate.add_rows, store.updater)
         if not is_tracing():
             # Rows go to the table, which stays where it is: it may be much larger.
-            rows = [_sum_over_processes(rows, stored.dtype)] if across else rows
+            rows = [_sum_over_processes(rows, stored.dtype)] if over_processes else rows
             rows = put(rows, stored.sharding)
             run = _compiled(store.updater) if isinstance(store.updater, Updater) else run
         changes.values[key], changes.updater_state[key] = run(key, axis_name, rows, state, stored, num_updates.get(key))

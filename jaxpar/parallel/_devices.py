@@ -217,15 +217,14 @@ def spmd(
         in_axes: 0 (an entry for each device) or None (the same value for all), for all arguments or as a tuple with one
             for each argument.
         out_axes: the same for the results. None returns one result, which must be equal on all devices.
-        donate_argnums: the numbers of the donated arguments, from 0.
+        donate_argnums: the numbers of the donated arguments, from 0. One that a call does not have donates nothing.
 
     Returns:
         A compiled function of the stacked arguments. It raises `ValueError` if the first axis of an argument is not the
-        number of this process's devices, or if a donated argument is missing.
+        number of this process's devices.
 
     Raises:
-        ValueError: the engine is unknown; `devices` is empty or repeats a device; `donate_argnums` has a negative
-            number.
+        ValueError: the engine is unknown; `devices` is empty or repeats a device.
 
     Example:
         >>> total = spmd(lambda x: jax.lax.psum(x, "i"), axis_name="i", devices=jax.devices()[:2])
@@ -235,8 +234,6 @@ def spmd(
     checks.choice(engine, "spmd", "engine", checks.ENGINES)
     chosen = checks.devices(jax.local_devices() if devices is None else devices, "spmd")
     donate = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    if min(donate, default=0) < 0:
-        raise ValueError(f"spmd: donate_argnums counts arguments from 0, got {donate_argnums}")
     options: dict[str, Any] = {
         "axis_name": axis_name,
         "devices": chosen,
@@ -250,8 +247,6 @@ def spmd(
     @in_user_mesh
     @functools.wraps(fn)
     def call(*args: PyTree) -> PyTree:
-        if max(donate, default=-1) >= len(args):  # jax sees *args, so it would donate nothing and say nothing
-            raise ValueError(f"spmd: donate_argnums has {max(donate)}, but the call has {len(args)} arguments")
         # Of 8 entries for 4 devices a `shard_map` would give each device the first of its two, without a word, and
         # `pmap` takes 2 entries for 4 devices. Jax itself says what is wrong with a tuple of axes of another length.
         axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)

@@ -185,10 +185,10 @@ def from_dense(array: jax.Array, row_ids: Ids | None = None) -> RowSparse:
 
     Args:
         array: the table, at least one axis.
-        row_ids: as for `take`. None takes all nonzero rows, which is impossible under `jit`.
+        row_ids: as for `take`. None takes all nonzero rows, whose number is unknown under `jit`: JAX raises there.
 
     Raises:
-        ValueError: as for `take`, or `row_ids` is None under `jit`.
+        ValueError: as for `take`.
 
     Example:
         >>> from_dense(jnp.array([[0.0, 0.0], [1.0, 0.0], [0.0, 0.0]])).indices.tolist()
@@ -198,8 +198,6 @@ def from_dense(array: jax.Array, row_ids: Ids | None = None) -> RowSparse:
         return take(array, row_ids)
     check_plain(array, "sparse.from_dense: array")
     array = _as_array(array)
-    if not _is_known(array):
-        raise ValueError("from_dense: which rows are not zero is unknown under jit; give row_ids")
     return take(array, np.flatnonzero(np.asarray((array != 0).any(tuple(range(1, array.ndim))))))
 
 

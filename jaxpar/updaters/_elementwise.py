@@ -47,7 +47,7 @@ _TOGETHER = 256
 Forms = tuple[Spec, Spec, Spec | None]  # the whole value, a flat share of it, the rows that `init` gets
 
 
-def check_elementwise_tree(optimizer: TreeOptimizer, params: Params, shards: int, where: str) -> None:
+def check_elementwise_tree(optimizer: TreeOptimizer, params: Params, shards: int, caller: str) -> None:
     """`ValueError` unless an optimizer of the whole pytree may be given shares of params of these shapes."""
 
     def cut(rows: tuple[int, ...]) -> Params:
@@ -59,11 +59,11 @@ def check_elementwise_tree(optimizer: TreeOptimizer, params: Params, shards: int
     updater = Updater(lambda key, value: optimizer.init(value), update)
     reason = fault(updater, [0], params, cut(()), cut((shards,)), judges_all=True)
     if reason is not None:
-        raise ValueError(f"{where}: {reason}; {_ADVICE}")
+        raise ValueError(f"{caller}: {reason}; {_ADVICE}")
 
 
 def check_elementwise(
-    updater: Updater, values: Mapping[int, Forms], names: Mapping[int, str], where: str, advice: str = _ADVICE
+    updater: Updater, values: Mapping[int, Forms], names: Mapping[int, str], caller: str, advice: str = _ADVICE
 ) -> None:
     """`ValueError` unless the updater may be given the shares of all values. The message ends in `advice`."""
     if updater in (assign, accumulate):
@@ -82,7 +82,7 @@ def check_elementwise(
                 reason = fault(updater, [key], *forms)
                 if reason is not None:
                     name = f" ({names[key]!r})" if key in names else ""
-                    raise ValueError(f"{where}: key {key}{name}: {reason}; {advice}")
+                    raise ValueError(f"{caller}: key {key}{name}: {reason}; {advice}")
 
 
 def fault(

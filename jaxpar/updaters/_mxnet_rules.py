@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypedDict
 
@@ -168,46 +168,41 @@ def make(
 ) -> Updater:
     """The updater of the optimizer `function`. `common` are the options that all share, which are checked here."""
     check_names(function, common, Options.__annotations__)
-    where, rate_in_state = function.__name__, bool(common.get("rate_in_state", False))
-    if callable(learning_rate) and rate_in_state:
-        raise TypeError(f"{where}: rate_in_state takes a number to start with, got a schedule")
-    if not callable(learning_rate):
+    caller, rate_in_state = function.__name__, bool(common.get("rate_in_state", False))
+    if rate_in_state or not callable(learning_rate):
         rate = 0.01 if learning_rate is None else learning_rate
-        learning_rate = _number(where, "learning_rate", rate, f"{_AT_LEAST_ZERO} or a schedule")
+        expected = f"{_AT_LEAST_ZERO}{' with rate_in_state' if rate_in_state else ' or a schedule'}"
+        learning_rate = _number(caller, "learning_rate", rate, expected)
     limit = common.get("clip_gradient")
     optimizer = Optimizer(
-        where,
+        caller,
         rule,
         slots,
-        options=tuple((name, _number(where, name, value)) for name, value in options.items()),
+        options=tuple((name, _number(caller, name, value)) for name, value in options.items()),
         is_counted=is_counted or callable(learning_rate),
         lazy=lazy,
         lazy_with_master=lazy_with_master,
         takes_decay=takes_decay,
         learning_rate=learning_rate,
-        wd=_number(where, "wd", wd),
-        rescale_grad=checks.number(common.get("rescale_grad", 1.0), where, "rescale_grad", "a number", lambda _: True),
-        clip_gradient=None if limit is None else _number(where, "clip_gradient", limit) or None,
-        lr_mult=_factors(where, "lr_mult", common.get("lr_mult")),
-        wd_mult=_factors(where, "wd_mult", common.get("wd_mult")),
+        wd=_number(caller, "wd", wd),
+        rescale_grad=checks.number(common.get("rescale_grad", 1.0), caller, "rescale_grad", "a number", lambda _: True),
+        clip_gradient=None if limit is None else _number(caller, "clip_gradient", limit) or None,
+        lr_mult=_factors(caller, "lr_mult", common.get("lr_mult")),
+        wd_mult=_factors(caller, "wd_mult", common.get("wd_mult")),
         multi_precision=bool(common.get("multi_precision", False)),
-        begin_num_update=checks.whole_number(common.get("begin_num_update", 0), where, "begin_num_update", 0),
+        begin_num_update=checks.whole_number(common.get("begin_num_update", 0), caller, "begin_num_update", 0),
         rate_in_state=rate_in_state,
     )
     return Updater(_Init(optimizer), optimizer)
 
 
-def _number(where: str, name: str, value: object, expected: str = _AT_LEAST_ZERO) -> float:
+def _number(caller: str, name: str, value: object, expected: str = _AT_LEAST_ZERO) -> float:
     """`value` as a float that is not negative."""
-    return checks.number(value, where, name, expected, lambda n: n >= 0)
+    return checks.number(value, caller, name, expected, lambda n: n >= 0)
 
 
-def _factors(where: str, name: str, factors: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
-    if factors is not None and not all(isinstance(key, numbers.Integral) for key in factors):
-        raise TypeError(
-            f"{where}: {name} maps keys to factors, got {factors!r}; multipliers(names, patterns) makes one"
-        )
-    return tuple(sorted((int(key), _number(where, name, value)) for key, value in (factors or {}).items()))
+def _factors(caller: str, name: str, factors: Mapping[int, float] | None) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted((operator.index(key), _number(caller, name, value)) for key, value in (factors or {}).items()))
 
 
 class Push(NamedTuple):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import inspect
 import itertools
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -72,7 +70,7 @@ def stateless(fn: UpdateFn) -> Updater:
         >>> updater.update(3, jnp.ones(2), (), jnp.ones(2))[0].tolist()
         [3.0, 3.0]
     """
-    _check_takes(fn, _PLAIN, "updaters.stateless: the function", _OTHERS)
+    check_takes(fn, _PLAIN, "updaters.stateless: the function", _OTHERS)
     return Updater(_no_state, _Stateless(fn))
 
 
@@ -144,27 +142,15 @@ _PLAIN = ("key", "pushed", "stored")
 _OTHERS = "; one with a state is jp.updaters.Updater(init, update), and kv.set_optimizer takes an optax transform"
 
 
-def check_updater(updater: object, where: str) -> None:
+def check_updater(updater: object, caller: str) -> None:
     """`TypeError` for what is no updater, or for a function that does not take the arguments of a push."""
     # A function that Python cannot inspect is taken.
     if isinstance(updater, Updater):
-        _check_takes(updater.init, ("key", "value"), f"{where}: Updater.init")
+        check_takes(updater.init, ("key", "value"), f"{caller}: Updater.init")
         hint = "; one without a state is jp.updaters.stateless(fn)"
-        _check_takes(updater.update, ("key", "pushed", "state", "stored"), f"{where}: Updater.update", hint)
+        check_takes(updater.update, ("key", "pushed", "state", "stored"), f"{caller}: Updater.update", hint)
     else:
-        _check_takes(updater, _PLAIN, f"{where}: an updater", _OTHERS)
-
-
-def _check_takes(fn: Any, names: tuple[str, ...], what: str, hint: str = "") -> None:
-    # `optax.sgd` in place of `optax.sgd(0.1)` is the likely mistake.
-    shown, first = getattr(fn, "__name__", type(fn).__name__), ""
-    with contextlib.suppress(TypeError, ValueError):  # a function that Python cannot inspect
-        first = next(iter(inspect.signature(fn).parameters), "")
-    if first == "learning_rate":
-        raise TypeError(
-            f"{what} is called with ({', '.join(names)}), but {shown} makes one; call it first, {shown}(0.1)"
-        )
-    check_takes(fn, names, what, hint)
+        check_takes(updater, _PLAIN, f"{caller}: an updater", _OTHERS)
 
 
 def program_of(updater: Updater, key: int) -> Hashable:
@@ -248,20 +234,12 @@ class TreeOptimizer:
             tx = optax.with_extra_args_support(tx)
         loss_and_grads = {} if value is None else {"value": value, "grad": grads}
         try:
-            try:
-                updates, inner = tx.update(grads, inner, seen, **loss_and_grads)
-            except TypeError as error:
-                if value is None or "unexpected keyword argument" not in str(error):
-                    raise
-                # `optax.contrib.sam` takes no other arguments, although its type says that it does.
-                updates, inner = tx.update(grads, inner, seen)
+            updates, inner = tx.update(grads, inner, seen, **loss_and_grads)
         except TypeError as error:
-            if "required keyword-only argument" not in str(error):
+            if value is None or "unexpected keyword argument" not in str(error):
                 raise
-            raise TypeError(
-                f"this optimizer needs more than gradients ({error}); a training step gives value=, the loss, and "
-                "grad=, and a push gives neither"
-            ) from error
+            # `optax.contrib.sam` takes no other arguments, although its type says that it does.
+            updates, inner = tx.update(grads, inner, seen)
         new: Params = optax.apply_updates(seen, updates)
         return (new.fast, Lookahead(inner, new.slow)) if isinstance(state, Lookahead) else (new, inner)
 

@@ -108,7 +108,7 @@ def program_text(shapes, spec=None):
         return lambda *args: texts.append(run.lower(*args).as_text()) or run(*args)
 
     with unittest.mock.patch.object(aggregate, "program", program):
-        _push._push_here(store, {k: [jax.device_put(jnp.ones(shapes[k]), d) for d in devices] for k in keys}, {})
+        _push._apply_in_process(store, {k: [jax.device_put(jnp.ones(shapes[k]), d) for d in devices] for k in keys}, {})
     (text,) = texts
     return text
 

@@ -133,7 +133,7 @@ def test_options_of_the_command_line(folder, capsys, words):
 
 def test_what_a_path_means(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder / "home"))
-    path = functools.partial(files.as_path, where="f: x")
+    path = functools.partial(files.as_path, what="f: x")
     assert path("a") == path(pathlib.Path("a")) == path(b"a") == folder / "a"
     assert path("~/a") == path(pathlib.Path("~/a")) == folder / "home" / "a"
     assert path("./~a") == folder / "~a"

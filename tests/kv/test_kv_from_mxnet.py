@@ -105,8 +105,6 @@ UPDATERS = {
     "three": (lambda: updaters.Updater(NOTHING, plain), r"Updater.update .*\(key, pushed, state, stored\).*stateless"),
     "init": (lambda: updaters.Updater(lambda value: (), with_state), r"Updater.init must be .* of \(key, value\)"),
     "stateless": (lambda: updaters.stateless(with_state), r"updaters.stateless: .* must be a function of .*, got "),
-    "not_called": (lambda: updaters.mxnet_sgd, r"call it first, mxnet_sgd\(0.1\)"),
-    "optax_not_called": (lambda: optax.sgd, r"call it first, sgd\(0.1\)"),
 }
 
 

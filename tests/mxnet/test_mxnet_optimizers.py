@@ -229,8 +229,11 @@ WRONG = {
         (lambda: mxnet.sgd(sym=object()), r"updaters.multipliers\(names, patterns\) makes them"),
         (lambda: mxnet.adagrad(epsilon=1e-3, eps=1e-4), "mxnet_adagrad: eps is another name of epsilon; give one of"),
         (lambda: mxnet.rmsprop(gamma1=0.8, gamma=0.7), "gamma is another name of gamma1"),
-        (lambda: mxnet.sgd(0.1, lr_mult={"bias": 2.0}), "lr_mult maps keys to factors"),
-        (lambda: mxnet.sgd(halved, rate_in_state=True), "takes a number to start with"),
+        (lambda: mxnet.sgd(0.1, lr_mult={"bias": 2.0}), "'str' object cannot be interpreted as an integer"),
+        (
+            lambda: mxnet.sgd(halved, rate_in_state=True),
+            "learning_rate must be a number of 0 or more with rate_in_state",
+        ),
         (lambda: jitted(mxnet.sgd(branching)), "mxnet_sgd: the schedule branching tests the count .* write jnp.where"),
         (lambda: mxnet.sgd(0.1).init(3, jnp.ones(2, int)), "key 3: an optimizer needs a floating"),
     ],

@@ -175,8 +175,6 @@ def test_from_dense():
     np.testing.assert_array_equal(sparse.to_dense(sparse.from_dense(table)), table)
     assert sparse.from_dense(table, [4, 0]).indices.tolist() == [0, 4]
     assert sparse.from_dense(jnp.array([0.0, 2.0])).indices.tolist() == [1]
-    with pytest.raises(ValueError, match="unknown under jit; give row_ids"):
-        jax.jit(sparse.from_dense)(table)
 
 
 @pytest.mark.parametrize(

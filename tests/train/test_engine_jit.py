@@ -295,11 +295,8 @@ def test_refusals(call, words):
         call()
 
 
-def test_a_mesh_and_what_is_none():
+def test_a_sharding_on_the_mesh_of_the_store():
     assert kv.place(table(), sharding=P(None, "model")).values[0].sharding.spec == P(None, "model")
-    for place in (lambda: kv.place(table(), mesh="data"), lambda: kv.from_params(W, mesh="data")):
-        with pytest.raises(TypeError, match=r"mesh must be a jax\.sharding\.Mesh, .*got"):
-            place()
 
 
 @pytest.mark.slow

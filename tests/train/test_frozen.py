@@ -166,13 +166,12 @@ def test_nothing_may_be_frozen(frozen):
     [
         ("techer", ValueError, "'techer' matches no param; did you mean teacher?"),
         (["teacher", "head"], ValueError, "'head' matches no param"),
-        ({"teacher": True}, ValueError, "must have the structure of the params"),
         ({"student": 0, "teacher": 1}, TypeError, "must give True or False for each param, got 0 for 'student/in'"),
         (lambda name, leaf: None, TypeError, "must give True or False"),
         (True, ValueError, "leaves no floating param to train"),
         ("*", ValueError, "leaves no floating param to train"),
     ],
-    ids=range(7),
+    ids=range(6),
 )
 def test_what_says_nothing_of_the_params_is_refused(frozen, kind, words):
     with pytest.raises(kind, match=re.escape(words)):
@@ -387,7 +386,9 @@ def test_a_grad_transform_sees_the_floating_params_only(engine, kind, transform,
 @pytest.mark.parametrize("tx", [optax.contrib.sophia(0.1), optax.lbfgs(0.1)], ids=["sophia", "lbfgs"])
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_an_optimizer_that_needs_the_loss_as_a_function_says_so_in_every_kind(kind, tx):
-    with pytest.raises((TypeError, ValueError), match=r"obj_fn must be provided|needs more than gradients .*value_fn"):
+    with pytest.raises(
+        (TypeError, ValueError), match=r"obj_fn must be provided|required keyword-only arguments?.*value_fn"
+    ):
         step_of()(start(8, kind, tx), line())
     with pytest.raises(ValueError, match=r"the updater fails .*(obj_fn|value_fn)"):
         kv.set_optimizer(kv.from_params({"w": jnp.ones(3)}, kind="sharded"), tx)
