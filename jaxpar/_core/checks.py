@@ -1,4 +1,8 @@
-"""Checks of what users give. Each message names the key or argument, what was expected, what came, and what to do."""
+"""Checks of what users give. Each message names the key or argument, what was expected, what came, and what to do.
+
+`caller` begins the message: the function that the user called, as "kv.push", and more where one of its arguments has
+several parts, as "kv.push: value for key 3".
+"""
 
 from __future__ import annotations
 

@@ -311,8 +311,8 @@ def _sharding(
         return checked(chosen, path, shape, mesh, caller)
     if not isinstance(chosen, NamedSharding) or not _is_same_mesh(chosen.mesh, mesh):
         raise ValueError(
-            f"{caller}: {path!r} of shape {shape} has the sharding {chosen}, which is not on the {describe_mesh(mesh)}; "
-            "give that mesh, or a rule, a PartitionSpec or None"
+            f"{caller}: {path!r} of shape {shape} has the sharding {chosen}, which is not on the "
+            f"{describe_mesh(mesh)}; give that mesh, or a rule, a PartitionSpec or None"
         )
     on_mesh = checked(chosen.spec, path, shape, mesh, caller)
     return chosen if chosen.mesh == mesh else on_mesh  # the axes of its mesh may be of other types

@@ -29,9 +29,9 @@ Payload = dict[str, jax.Array]
 PLANE = 32  # codes that fill words of any number of bits, see `pack_planes`
 BITS = 3  # of a code from -3 to 3
 _LARGEST = 3
-_LINE = 128
+_LINE = 128  # numbers that a TPU computes on at once
 _FLOAT = 32  # bits
-_SMALLEST = -126  # the exponent of the smallest normal float32
+_SMALLEST = -126  # the exponent of the smallest normal float32. What is smaller may be flushed to 0
 
 
 class Compressor(Protocol):
@@ -112,6 +112,7 @@ class InWords(ElementCompressor, Protocol):
 
     def encode(self, value: jax.Array, state: State) -> tuple[Payload, State]:
         codes, state = self.quantize(value, state)
+        # The codes of a word have no bit in common, so their sum is their union.
         lanes = pad(codes.astype(jnp.uint32), self.per_word).reshape(-1, self.per_word)  # (words, codes of a word)
         return {"codes": (lanes << self._shifts()).sum(-1, dtype=jnp.uint32)}, state
 
@@ -190,9 +191,16 @@ def pad(values: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(flat, (0, -flat.size % multiple))
 
 
-# Any number of bits. A code is cut in digits of as many bits as divide both it and a word. A plane has one digit of
-# each code. A TPU computes on lines of 128 numbers, and no shape may end with the 16 or 32 codes of a word. So digit k
-# of 128 words beside each other is that of 128 codes beside each other.
+# Any number of bits. A code is cut in digits of as many bits as divide both it and a word, so that no digit is in two
+# words. A plane has one digit of each code:
+#
+#     bits of a code   digit     a word has   so
+#     2                2 bits    16 digits    16 codes fill one word: one plane
+#     3                1 bit     32 digits    32 codes fill three words: plane p has bit p of each code
+#     12               4 bits    8 digits     8 codes fill three words
+#
+# The codes of a word are not beside each other: a TPU computes on lines of 128 numbers, and no shape may end with the
+# 16 or 32 codes of a word. So a block is a line of words, and digit k of its words has codes beside each other.
 
 
 def pack_planes(codes: jax.Array, bits: int) -> jax.Array:
@@ -202,10 +210,11 @@ def pack_planes(codes: jax.Array, bits: int) -> jax.Array:
     """
     digit, per_word, planes = _digits(bits)
     line = _line(codes.shape[-1] // per_word)
-    split = codes.reshape(*codes.shape[:-1], -1, 1, per_word, line)
-    if planes > 1:
+    split = codes.reshape(*codes.shape[:-1], -1, 1, per_word, line)  # (..., blocks, 1, digits of a word, line)
+    if planes > 1:  # (..., blocks, planes, digits of a word, line)
         split = split >> _shifts(split, -3, planes, digit) & np.uint32(2**digit - 1)
-    return in_order((split << _shifts(split, -2, per_word, digit)).sum(-2, dtype=jnp.uint32), codes.ndim - 1)
+    words = (split << _shifts(split, -2, per_word, digit)).sum(-2, dtype=jnp.uint32)  # (..., blocks, planes, line)
+    return in_order(words, codes.ndim - 1)
 
 
 def unpack_planes(packed: jax.Array, bits: int) -> jax.Array:
@@ -214,8 +223,9 @@ def unpack_planes(packed: jax.Array, bits: int) -> jax.Array:
     line = _line(packed.shape[-1] // planes)
     split = packed.reshape(*packed.shape[:-1], -1, planes, line)
     shifts, mask = _shifts(split, -2, per_word, digit), np.uint32(2**digit - 1)
-    terms = [(split[..., i, None, :] >> shifts & mask) << np.uint32(i * digit) for i in range(planes)]
-    return functools.reduce(operator.or_, terms)
+    # Of each plane the digits of the codes, (..., blocks, digits of a word, line), at their place in the code.
+    digits = [(split[..., p, None, :] >> shifts & mask) << np.uint32(p * digit) for p in range(planes)]
+    return functools.reduce(operator.or_, digits)
 
 
 def in_order(values: jax.Array, lead: int = 0) -> jax.Array:
@@ -231,7 +241,7 @@ def _digits(bits: int) -> tuple[int, int, int]:
 
 
 def _line(size: int) -> int:
-    """The last axis for planes of so many words."""
+    """The last axis for planes of so many words: whole lines, or all of them as one."""
     return _LINE if size % _LINE == 0 and size else max(size, 1)
 
 
@@ -253,6 +263,8 @@ def largest_step(values: jax.Array) -> jax.Array:
 
 def split_codes(wanted: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(int32 codes from -3 to 3, the residual). A value of zeros, or of subnormal steps, stays in the residual."""
+    # XLA may flush a subnormal scale to 0, and the quotient would be infinite. Of a value that is not finite the scale is
+    # infinite, and codes * scale is NaN, in the sum and in the residual.
     none = scale < np.finfo(np.float32).tiny
     quotient = jnp.where(none, np.float32(0), wanted / jnp.where(none, np.float32(1), scale))
     codes = jnp.clip(jnp.round(quotient), -_LARGEST, _LARGEST)
@@ -299,11 +311,16 @@ class Grid:
     Such a sum is k * step, where k is from -count to count. If k * step is no float32, the order of the additions
     decides on the last bits. Then the code of a sum has its distance from k * step too. So every sum comes back bit
     for bit.
+
+    With step 0.5 and 4 devices a sum is one of -2, -1.5, ... 2: a code of 9, in 4 bits. With 0.1 the float32 sums of
+    0.1 + 0.1 + 0.1 and of 0.1 + 0.1 - 0.1 + ... may be off by some units of the last digit of the step, in either
+    direction. A code has a place for each of these distances: code = index of k * places + place.
     """
 
     def __init__(self, step: float, count: int, stride: int = 1):
         """`step`: a float32 number above 0. `stride`: 2 where no number is 0, so that every other k only occurs."""
         self._step, self._count, self._stride = np.float32(step), count, stride
+        # step = digits * 2**unit, where digits is odd: a float32 has 24 binary digits.
         mantissa, exponent = math.frexp(float(self._step))
         digits, unit = int(mantissa * 2**24), exponent - 24
         while digits % 2 == 0:
@@ -311,8 +328,9 @@ class Grid:
         # The step as the sum of two numbers of 12 digits, whose multiples are exact, and the unit of its last digit.
         upper, lower = math.ldexp(digits >> 12 << 12, unit), math.ldexp(digits & 0xFFF, unit)
         self._scaled = np.float32(upper), np.float32(lower), np.float32(2.0**unit)
+        # No codes where a unit is subnormal, a sum is infinite, or k has more digits than a float32.
         is_beyond = unit < _SMALLEST or count * float(self._step) > float(np.finfo(np.float32).max) or count >= 1 << 24
-        self._slack = 0 if is_beyond else _largest_error(digits, count)
+        self._slack = 0 if is_beyond else _largest_error(digits, count)  # units that a sum may be off, either way
         self._places = 2 * self._slack + 1  # the codes for each k
         steps = 2 * count // stride + 1
         # The bits of a code. 32 means float32 numbers without codes.
@@ -324,7 +342,7 @@ class Grid:
         """The uint32 code of each float32 sum."""
         upper, lower, unit = self._scaled
         k = jnp.round(total / self._step)
-        # Each result is a float32 number, so nothing is rounded.
+        # Each result is a float32 number, so nothing is rounded. `total - k * step` would be.
         distance = ((total - k * upper) - k * lower) / unit
         place = (distance + self._slack).astype(jnp.uint32)
         index = ((k + self._count) / self._stride).astype(jnp.uint32)

@@ -162,46 +162,56 @@ def _with_frozen_as_now(template: KVStore, saved: Saved, prefix: str, remarks: l
 
 
 def _with_joined_states(template: KVStore, saved: Saved, prefix: str, remarks: list[str]) -> Saved:
-    """What was saved with one optimizer state a key, for a store whose optimizer has one state for the whole pytree."""
-    before = join_names(prefix, "updater_state") + "/"
-    old = {name.removeprefix(before): entry for name, entry in saved.items() if name.startswith(before)}
-    after = join_names(prefix, "optimizer_state") + "/"
-    new_slots = [slot for slot in slots(template, prefix) if slot.name.startswith(after)]
-    if not isinstance(template.updater, updaters._TreeOptimizer) or not old or not new_slots:
+    """What was saved with one optimizer state a key, for a store whose optimizer has one state for the whole pytree.
+
+    So `{"0": (count, mean of 0), "1": (count, mean of 1)}` becomes `(count, {0: mean of 0, 1: mean of 1})`. A
+    store made with `updater=from_optax(tx)` has the former.
+    """
+    of_keys, of_tree = (join_names(prefix, field) + "/" for field in ("updater_state", "optimizer_state"))
+    key_leaves = {name.removeprefix(of_keys): entry for name, entry in saved.items() if name.startswith(of_keys)}
+    tree_slots = [slot for slot in slots(template, prefix) if slot.name.startswith(of_tree)]
+    if not isinstance(template.updater, updaters._TreeOptimizer) or not key_leaves or not tree_slots:
         return saved
 
-    # Each leaf of the new state is that of one key, or, as a count, is in the states of all keys. So there are the
-    # names `key/leaf` of one old leaf for each of the former, and of one a key for each of the latter, both in order.
+    # 1. Which leaves would this optimizer have in the state of each key? By the names `key/leaf`: those that belong to
+    #    the param of the key, as a mean does, and those that belong to none, as a count does.
     specs, trained = stores.specs_of(template), stores.trained_keys(template)
-    of_param, of_none = dict[int, Any](), list[Any]()
+    leaves_of_param, leaves_of_none = dict[int, list[str]](), dict[int, list[str]]()
     try:
         for k in trained:
             leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(template.updater.init, specs[k]))
-            owned = [
-                (join_names(str(k), path_name(path)), owner is not None)
-                for (path, _), owner in zip(leaves, template.updater.owners(specs[k]), strict=True)
-            ]
-            of_param[k] = iter([name for name, has_owner in owned if has_owner])
-            of_none.append(iter([name for name, has_owner in owned if not has_owner]))
-        made_of = [[next(n) for n in of_none] if k is None else [next(of_param[k])] for k in stores.owners(template)]
-    except (updaters._UnknownOwners, StopIteration):
-        return saved
-    trained_keys = {str(k) for k in trained}
-    trained_names = {name for name in old if name.partition("/")[0] in trained_keys}
-    if {name for names in made_of for name in names} != trained_names:
+            leaf_names = [join_names(str(k), path_name(path)) for path, _ in leaves]
+            owners = template.updater.owners(specs[k])
+            leaves_of_param[k] = [name for name, owner in zip(leaf_names, owners, strict=True) if owner is not None]
+            leaves_of_none[k] = [name for name, owner in zip(leaf_names, owners, strict=True) if owner is None]
+        owner_of_each = stores.owners(template)
+    except updaters._UnknownOwners:
         return saved
 
+    # 2. Of which of these is each leaf of the one state made? `init` makes both in one order, so each takes the next.
+    try:
+        sources = [
+            [leaves_of_none[k].pop(0) for k in trained] if owner is None else [leaves_of_param[owner].pop(0)]
+            for owner in owner_of_each
+        ]
+    except IndexError:
+        return saved  # it has leaves that the states of single keys have not
+    trained_names = {name for name in key_leaves if name.partition("/")[0] in set(map(str, trained))}
+    if {name for names in sources for name in names} != trained_names:
+        return saved  # another optimizer was saved
+
+    # 3. A mean goes over as it is. A count is in the states of all keys, and can become one if it is the same in all.
     joined: Saved = {}
-    for slot, names in zip(new_slots, made_of, strict=True):
-        record, array = old[names[0]]
-        if not all(np.array_equal(old[name][1], array) for name in names):
-            return saved  # counts that differ cannot become one
+    for slot, names in zip(tree_slots, sources, strict=True):
+        record, array = key_leaves[names[0]]
+        if not all(np.array_equal(key_leaves[name][1], array) for name in names):
+            return saved
         joined[slot.name] = {**record, "name": slot.name, "words": slot.words}, array
     remarks.append("the optimizer's state was saved for each key, and was joined into one for all params")
-    others_saved = {name: entry for name, entry in saved.items() if not name.startswith(before)}
-    for record, _ in others_saved.values():
+    adapted = {name: entry for name, entry in saved.items() if not name.startswith(of_keys)}
+    for record, _ in adapted.values():
         record.pop("rule", None)  # it was that of a single key
-    return others_saved | joined
+    return adapted | joined
 
 
 # What is restored beside values and states: whatever belongs to the devices that pushed.
