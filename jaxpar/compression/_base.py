@@ -263,8 +263,8 @@ def largest_step(values: jax.Array) -> jax.Array:
 
 def split_codes(wanted: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(int32 codes from -3 to 3, the residual). A value of zeros, or of subnormal steps, stays in the residual."""
-    # XLA may flush a subnormal scale to 0, and the quotient would be infinite. Of a value that is not finite the scale is
-    # infinite, and codes * scale is NaN, in the sum and in the residual.
+    # XLA may flush a subnormal scale to 0, and the quotient would be infinite. Of a value that is not finite the scale
+    # is infinite, and codes * scale is NaN, in the sum and in the residual.
     none = scale < np.finfo(np.float32).tiny
     quotient = jnp.where(none, np.float32(0), wanted / jnp.where(none, np.float32(1), scale))
     codes = jnp.clip(jnp.round(quotient), -_LARGEST, _LARGEST)
