@@ -137,10 +137,8 @@ def storable(value: Shaped, shape: tuple[int, ...], stored: np.dtype[Any], calle
         if jnp.issubdtype(dtype, family) and jnp.issubdtype(stored, family):
             return
     integral = jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
-    if integral and not jnp.issubdtype(stored, jnp.integer):
+    if (integral and not jnp.issubdtype(stored, jnp.integer)) or not np.can_cast(dtype, stored, "safe"):
         raise TypeError(f"{caller}: expected dtype {stored}, got {dtype}; use value.astype({str(stored)!r})")
-    if not np.can_cast(dtype, stored, "safe"):
-        raise TypeError(f"{caller}: dtype {dtype} cannot be cast safely to the stored {stored}")
 
 
 # Devices and batches.
@@ -219,9 +217,9 @@ def whole_number(value: object, caller: str, name: str, least: int = 1, most: in
     """`value` as an int from `least` to `most`. A NumPy int is a number, a bool is none."""
     if is_int(value) and least <= value <= most:
         return operator.index(value)
-    error, came = (ValueError, operator.index(value)) if is_int(value) else (TypeError, value)
+    error, shown = (ValueError, operator.index(value)) if is_int(value) else (TypeError, value)
     limits = f"of {least} or more" if most == _INT64 else f"from {least} to {most:,}"
-    raise error(f"{caller}: {name} must be an int {limits}, got {describe(came)}")
+    raise error(f"{caller}: {name} must be an int {limits}, got {describe(shown)}")
 
 
 def number(value: Any, caller: str, name: str, expected: str, allowed: Callable[[float], bool]) -> float:
@@ -232,8 +230,8 @@ def number(value: Any, caller: str, name: str, expected: str, allowed: Callable[
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if is_number and allowed(float(value)):
         return float(value)
-    error, came = (ValueError, float(value)) if is_number else (TypeError, value)
-    raise error(f"{caller}: {name} must be {expected}, got {describe(came)}")
+    error, shown = (ValueError, float(value)) if is_number else (TypeError, value)
+    raise error(f"{caller}: {name} must be {expected}, got {describe(shown)}")
 
 
 def text(value: object, caller: str, name: str) -> str:
@@ -306,7 +304,7 @@ def matched(patterns: Sequence[str], names: Sequence[str], caller: str) -> list[
     """Which of the names of params match one of the patterns. `ValueError` for a pattern that matches none."""
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
-            known = {subtree for name in names for subtree in (name, name.rpartition("/")[0])}
-            hint = did_you_mean(pattern, known) or f"; some are {shorten(names, 4)}"
+            subtrees = {subtree for name in names for subtree in (name, name.rpartition("/")[0])}
+            hint = did_you_mean(pattern, subtrees) or f"; some are {shorten(names, 4)}"
             raise ValueError(f"{caller}={pattern!r} matches no param{hint}")
     return [any(matches(name, pattern) for pattern in patterns) for name in names]

@@ -295,7 +295,9 @@ def _gru(results: list[Any]) -> Cell:
     kept, added = _operands(new_h, "add", lambda x: _is(x, "mul") and any(_is_carried(y, 0) for y in x.operands))
     _, z = _operands(kept, "mul", lambda x: _is_carried(x, 0))
     new, complement = _operands(added, "mul", lambda x: _is(x, "tanh"))
-    _require(_is(complement, "sub") and complement.operands[1] is z and _is_one(complement.operands[0]))
+    _require(_is(complement, "sub") and complement.operands[1] is z)
+    minuend = complement.operands[0]
+    _require(isinstance(minuend, Known) and isinstance(minuend.value, Literal) and minuend.value.val == 1)
     # new = tanh(x + r q): r multiplies the product of h, and not h. The kernel takes one bias of q for all steps.
     product, x = _operands(new.operands[0], "add", lambda x: _is(x, "mul"))
     r, q = _operands(product, "mul", lambda x: _is(x, "logistic"))
@@ -328,10 +330,6 @@ def _is(x: object, operation: str) -> TypeGuard[Formula]:
 
 def _is_carried(x: object, number: int) -> bool:
     return isinstance(x, Carried) and x.number == number
-
-
-def _is_one(x: object) -> bool:
-    return isinstance(x, Known) and isinstance(x.value, Literal) and x.value.val == 1
 
 
 def _operands(x: Any, operation: str, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:

@@ -186,7 +186,8 @@ def _shifts(x_WxHxN: jax.Array, window: tuple[int, ...]) -> dict[tuple[int, int]
 def _column_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
     """The derivative as matrix products, which JAX turns into one product for the gradient of the weights."""
     x, weight, bias = primals
-    t_x, t_weight, t_bias = (None if _is_zero(t) else t for t in tangents)
+    # None for what is not differentiated, as images: what it would add is left out.
+    t_x, t_weight, t_bias = (None if isinstance(t, jax.custom_derivatives.SymbolicZero) else t for t in tangents)
     result = _column(x, weight, bias)
     masks = jnp.stack([z > 0 for z in _before_relu(x, weight, bias)])
     t = jnp.zeros(masks.shape, x.dtype)
@@ -201,7 +202,3 @@ def _column_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tu
     if t_x is not None:
         t += jnp.stack(_before_relu(t_x, weight, jnp.zeros_like(bias)))
     return result, jnp.where(masks, t, 0).sum(0) / 4
-
-
-def _is_zero(tangent: object) -> bool:
-    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)

@@ -81,13 +81,13 @@ def _tangents(*args: Any, cell: str) -> Arrays:
     return list(jax.jvp(lambda *x: _loop(*x, cell=cell, keep=False), args[:count], args[-count:])[1])
 
 
-def _transposed(*args: Any, cell: str, given: tuple[bool, ...]) -> Arrays:
-    """The cotangents of the operands. `given` says which results have a cotangent: these stand last."""
+def _transposed(*args: Any, cell: str, has_cotangent: tuple[bool, ...]) -> Arrays:
+    """The cotangents of the operands. `has_cotangent` says which results have a cotangent: these stand last."""
     operands = args[: OPERANDS[cell]]
     results, vjp = jax.vjp(lambda *x: _loop(*x, cell=cell, keep=False), *operands)
-    last = iter(args[len(args) - sum(given) :])
+    last = iter(args[len(args) - sum(has_cotangent) :])
     return list(
-        vjp([next(last) if is_given else jnp.zeros_like(x) for x, is_given in zip(results, given, strict=True)])
+        vjp([next(last) if is_there else jnp.zeros_like(x) for x, is_there in zip(results, has_cotangent, strict=True)])
     )
 
 
@@ -104,7 +104,7 @@ def _loop_kernel(*operands: Any, cell: str, keep: bool) -> Arrays:
     return [y.reshape(steps, *batch, -1) for y in (results if keep else results[:-1])]
 
 
-def _transposed_kernel(*args: Any, cell: str, given: tuple[bool, ...]) -> Arrays:
+def _transposed_kernel(*args: Any, cell: str, has_cotangent: tuple[bool, ...]) -> Arrays:
     # `args`: the operands, the results and gates of the loop, and a cotangent of each result that has one.
     x, w, first, second, *residuals = args
     steps, batch, (width, columns) = x.shape[0], x.shape[1:-1], w.shape
@@ -112,7 +112,7 @@ def _transposed_kernel(*args: Any, cell: str, given: tuple[bool, ...]) -> Arrays
     results, gates, last = residuals[: RESULTS[cell]], residuals[RESULTS[cell]], iter(residuals[RESULTS[cell] + 1 :])
     states, cells = _flat(results[0], batch, 1), _flat(results[-1], batch, 1)
     # A result without a cotangent has an empty one, which the kernel takes for zeros (`Given` in recurrent.cc).
-    cotangents = [_flat(next(last), batch, 1) if x else jnp.zeros(0, jnp.float32) for x in given]
+    cotangents = [_flat(next(last), batch, 1) if x else jnp.zeros(0, jnp.float32) for x in has_cotangent]
     h = _flat(first if cell == "lstm" else second, batch, 0)
     columns_shape, state_shape = (steps, count, columns), (count, width)
     gates = _flat(gates, batch, 1)
@@ -211,7 +211,7 @@ def _tangents_transposed(cotangents: Sequence[Any], *args: Any, cell: str) -> Ar
     fixed, linear = args[:-count], args[-count:]
     has_cotangent = tuple(not isinstance(x, ad.Zero) for x in cotangents)
     last = [x for x in cotangents if not isinstance(x, ad.Zero)]
-    transposed = transposed_p.bind(*fixed, *last, cell=cell, given=has_cotangent)
+    transposed = transposed_p.bind(*fixed, *last, cell=cell, has_cotangent=has_cotangent)
     transposed = [y if ad.is_undefined_primal(x) else None for x, y in zip(linear, transposed, strict=True)]
     return [None] * len(fixed) + transposed
 

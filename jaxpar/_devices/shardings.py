@@ -213,7 +213,8 @@ def describe_mesh(mesh: AnyMesh) -> str:
 
 def axes_of(spec: PartitionSpec) -> list[str]:
     """The mesh axes that a spec names, in its order."""
-    return [name for entry in spec for name in _axes(entry)]
+    entries = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    return [name for entry in entries for name in entry]
 
 
 def checked(spec: object, path: str, shape: Shape, mesh: AnyMesh, caller: str) -> NamedSharding:
@@ -234,11 +235,6 @@ def checked(spec: object, path: str, shape: Shape, mesh: AnyMesh, caller: str) -
         except Exception as error:  # of an axis that is used twice it is no ValueError
             problem = str(error)
     raise ValueError(f"{what} cannot be split as {spec} on the {describe_mesh(mesh)}: {problem}")
-
-
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes that split one dimension."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 # The shardings of a pytree of parameters.

@@ -172,14 +172,14 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
     summed, residuals = dict(zip(plain, sums, strict=True)), dict[int, Any]()
     if packed:
         # A compressor takes and gives what one device has, (*shape). The store may hold that as (1, *shape).
-        held = held_residuals(store, packed, axis_name)
+        old_residuals = held_residuals(store, packed, axis_name)
         specs = jax.eval_shape(lambda: _first_residuals(store, packed, lax.axis_size(axis_name), 0))
-        before = [jax.tree.map(lambda x, spec: x.reshape(spec.shape), held[k], specs[k]) for k in packed]
+        before = [jax.tree.map(lambda x, spec: x.reshape(spec.shape), old_residuals[k], specs[k]) for k in packed]
         values = [pushed[k] for k in packed]
         sums, after = kind.reduce_compressed(store.compressor, values, before, axis_name, store.limits)
         summed |= zip(packed, sums, strict=True)
         for k, state in zip(packed, after, strict=True):
-            residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, held[k])
+            residuals[k] = jax.tree.map(lambda new, old: new.reshape(old.shape), state, old_residuals[k])
     return {k: summed[k] for k in pushed}, residuals
 
 
@@ -319,7 +319,7 @@ def update(
     pairs: dict[int, Pair] = {}
     for k in keys:
         if k in rows:
-            pairs[k] = _update_rows(store, k, rows[k], pushed[k], num_updates.get(k))
+            pairs[k] = _update_shares(store, k, rows[k], pushed[k], num_updates.get(k))
         else:
             pairs[k] = update_one(updater, k, pushed[k], states[k], store.values[k], num_updates.get(k))
     return Changes({k: new for k, (new, _) in pairs.items()}, {k: state for k, (_, state) in pairs.items()})
@@ -367,8 +367,8 @@ def update_one(
     return value.astype(stored.dtype), state
 
 
-def _update_rows(store: KVStore, key: int, rows: Layout, pushed: jax.Array, num_updates: jax.Array | None) -> Pair:
-    """As `update_one`, of a value that is held in these rows. An `Updater` gets each row as a flat share."""
+def _update_shares(store: KVStore, key: int, rows: Layout, pushed: jax.Array, num_updates: jax.Array | None) -> Pair:
+    """As `update_one`, of a value of kind `sharded`, one row a device. An `Updater` gets each as a flat share."""
     # A plain function gets the whole value if all rows are here. Elsewhere it must be elementwise.
     updater, state, stored = store.updater, store.updater_state[key], store.values[key]
     if not isinstance(updater, Updater):
@@ -421,7 +421,7 @@ def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Chang
 # Rows of a table.
 
 
-def add_rows(
+def update_by_rows(
     updater: Updater | UpdateFn,
     key: int,
     axis_name: str | None,
@@ -453,8 +453,10 @@ def with_rows(store: KVStore, rows: Mapping[int, sparse.RowSparse], axis_name: s
     """
 
     def read(k: int, table: jax.Array, _: jax.Array) -> jax.Array:
-        flat, indices = _as_table(store, k, table, rows[k], axis_name)
-        return _as_stored(store, table, sparse._read(flat, indices))
+        flat, indices = _as_table(store, table, rows[k], axis_name)
+        taken = sparse._read(flat, indices)
+        # Of a table that is cut: elements, with the axis of the devices in front if the table has it.
+        return taken.reshape(*table.shape[:-1], -1) if stores.is_in_rows(store) else taken
 
     taken = _map_tables(store, rows, read, store)
     return taken, {k: r.values.reshape(taken.values[k].shape) for k, r in rows.items()}
@@ -467,24 +469,17 @@ def with_tables(store: KVStore, updated: KVStore, rows: Mapping[int, sparse.RowS
     updated = structure.unflatten(lax.optimization_barrier(leaves))
 
     def write(k: int, table: jax.Array, new: jax.Array) -> jax.Array:
-        flat, indices = _as_table(store, k, table, rows[k], axis_name)
+        flat, indices = _as_table(store, table, rows[k], axis_name)
         return sparse._write(flat, indices, new.reshape(*indices.shape, *flat.shape[1:])).reshape(table.shape)
 
     return _map_tables(store, rows, write, updated)
 
 
-def _as_table(
-    store: KVStore, key: int, stored: jax.Array, rows: sparse.RowSparse, axis_name: str
-) -> tuple[jax.Array, jax.Array]:
-    """What a device stores of a table, and where these rows are in it."""
+def _as_table(store: KVStore, stored: jax.Array, rows: sparse.RowSparse, axis_name: str) -> tuple[jax.Array, jax.Array]:
+    """What a device stores of a table, and the indices of these rows, or of their elements, in it."""
     if not stores.is_in_rows(store):
         return stored, rows.indices
     return stored.reshape(-1), own_elements(rows.indices, rows.shape, axis_name)
-
-
-def _as_stored(store: KVStore, table: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows, or their elements with the axis of the devices if the table has it."""
-    return rows.reshape(*table.shape[:-1], -1) if stores.is_in_rows(store) else rows
 
 
 def own_elements(ids: jax.Array, shape: collectives.Shape, axis_name: str) -> jax.Array:

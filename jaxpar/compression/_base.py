@@ -213,8 +213,8 @@ def pack_planes(codes: jax.Array, bits: int) -> jax.Array:
     split = codes.reshape(*codes.shape[:-1], -1, 1, per_word, line)  # (..., blocks, 1, digits of a word, line)
     if planes > 1:  # (..., blocks, planes, digits of a word, line)
         split = split >> _shifts(split, -3, planes, digit) & np.uint32(2**digit - 1)
-    words = (split << _shifts(split, -2, per_word, digit)).sum(-2, dtype=jnp.uint32)  # (..., blocks, planes, line)
-    return in_order(words, codes.ndim - 1)
+    packed = (split << _shifts(split, -2, per_word, digit)).sum(-2, dtype=jnp.uint32)  # (..., blocks, planes, line)
+    return in_order(packed, codes.ndim - 1)
 
 
 def unpack_planes(packed: jax.Array, bits: int) -> jax.Array:

@@ -420,7 +420,10 @@ class PowerSGD(LinearCompressor):
         residual = (m - _product(p, q.T)).reshape(value.shape)
         q = psum(q)
         total = _product(p, q.T).reshape(value.shape).astype(value.dtype)
-        return total, {**state, "residual": residual, "q": _next_q(q, state["q"])}
+        # The next push begins with this q. A column that became zero, by a zero gradient, would stay zero forever: it
+        # keeps its direction.
+        vanished = jnp.abs(q).max(0, keepdims=True) < np.finfo(np.float32).tiny
+        return total, {**state, "residual": residual, "q": jnp.where(vanished, state["q"], _scale(q))}
 
     def wire_bytes(self, shape: Shape, dtype: DTypeLike) -> int:
         rows, columns = _matrix(shape)
@@ -445,12 +448,6 @@ def _scale(columns: jax.Array) -> jax.Array:
     """Each column divided by its largest magnitude, so that the squares of gradients of 1e-20 do not underflow."""
     size = jnp.abs(columns).max(0, keepdims=True)
     return columns / jnp.where(size < np.finfo(np.float32).tiny, np.float32(1), size)
-
-
-def _next_q(q: jax.Array, before: jax.Array) -> jax.Array:
-    """The first `q` of the next push. A column that became zero, by a zero gradient, keeps its direction."""
-    vanished = jnp.abs(q).max(0, keepdims=True) < np.finfo(np.float32).tiny
-    return jnp.where(vanished, before, _scale(q))
 
 
 _TYPES: dict[str, Any] = {c.name: c for c in (OneBit, TwoBit, BFloat16, Int3, Int8, PowerSGD, TopK)}

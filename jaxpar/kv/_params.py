@@ -276,8 +276,8 @@ def _check_trained(untrained: Sequence[_Untrained | None], names: Sequence[str],
     ]
     if wrong:
         (name, why), more = wrong[0], len(wrong) - 1
-        others = f", as {more} more are not" if more else ""
-        is_not = f"leaf {name!r} of params is {why.what}, which cannot be trained{others}"
+        as_others = f", as {more} more are not" if more else ""
+        is_not = f"leaf {name!r} of params is {why.what}, which cannot be trained{as_others}"
         raise TypeError(f"kv.from_params: {is_not}; {why.hint}")
 
 

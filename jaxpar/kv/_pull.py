@@ -180,29 +180,31 @@ def _send(values: list[jax.Array], devices: set[Device]) -> list[dict[Device, ja
     groups: collectives.Groups = tuple((i,) for i in range(len(values)))
     if isinstance(source, SingleDeviceSharding) and all(v.sharding == source for v in values):
         groups = collectives.plan(values)
-    # The small ones first: the large ones may still be computed. And those stay out of programs, which copy.
-    small = [i for group in groups if len(group) > 1 for i in group]
-    sent = _send_in_buckets([values[i] for i in small], devices) if small else {}
-    copies = {i: {device: of_device[n] for device, of_device in sent.items()} for n, i in enumerate(small)}
+
+    # 1. The small ones first, in buckets: the large ones may still be computed. Positions in the buckets are counted
+    #    from 0, so that the programs depend on sizes only.
+    copies: dict[int, dict[Device, jax.Array]] = {}
+    if small := [i for group in groups if len(group) > 1 for i in group]:
+        of_small = [values[i] for i in small]
+        shapes, buckets = tuple(v.shape for v in of_small), collectives.plan(of_small)
+        # In one memory NumPy joins them, which no device has to wait for. Else one program does, and one transfer a
+        # device.
+        shared = mesh.one_memory({*devices, *source.device_set})
+        flat = (
+            collectives.pack([np.asarray(v) for v in of_small], buckets, xp=np) if shared else _pack(of_small, buckets)
+        )
+        sent = dict.fromkeys(devices & source.device_set, of_small)
+        for device in devices - source.device_set:
+            with jax.default_device(device):
+                on_device = flat if shared else jax.device_put(flat, SingleDeviceSharding(device))
+                sent[device] = _unpack(on_device, shapes, buckets)
+        copies |= {i: {device: arrays[n] for device, arrays in sent.items()} for n, i in enumerate(small)}
+
+    # 2. The large ones stay out of programs, which would copy them once more.
     alone = [g[0] for g in groups if len(g) == 1]
     large = mesh.share_or_put([values[i] for i in alone], mesh.copies_on(tuple(devices)))
     copies |= zip(alone, map(_by_device, large), strict=True)
     return [copies[i] for i in range(len(values))]
-
-
-def _send_in_buckets(values: list[jax.Array], devices: set[Device]) -> dict[Device, list[jax.Array]]:
-    """Copies on each device of values that are all on one other."""
-    # Positions in the buckets are counted from 0, so that the programs depend on sizes only.
-    source, shapes, groups = values[0].sharding, tuple(v.shape for v in values), collectives.plan(values)
-    # In one memory NumPy joins them, which no device has to wait for. Else one program does, and one transfer a device.
-    shared = mesh.one_memory({*devices, *source.device_set})
-    flat = collectives.pack([np.asarray(v) for v in values], groups, xp=np) if shared else _pack(values, groups)
-    sent = dict.fromkeys(devices & source.device_set, values)
-    for device in devices - source.device_set:
-        on_device = SingleDeviceSharding(device)
-        with jax.default_device(device):
-            sent[device] = _unpack(flat if shared else jax.device_put(flat, on_device), shapes, groups)
-    return sent
 
 
 _pack = jax.jit(collectives.pack, static_argnums=1)

@@ -484,7 +484,7 @@ def _push_rows(
     changes = Changes({}, {})
     for key, rows in pushed.items():
         stored, state = store.values[key], store.updater_state[key]
-        run = functools.partial(aggregate.add_rows, store.updater)
+        run = functools.partial(aggregate.update_by_rows, store.updater)
         if not is_tracing():
             # Rows go to the table, which stays where it is: it may be much larger.
             rows = [_sum_over_processes(rows, stored.dtype)] if over_processes else rows
@@ -494,7 +494,7 @@ def _push_rows(
     return changes
 
 
-_compiled = Recent(lambda updater: jax.jit(functools.partial(aggregate.add_rows, updater), static_argnums=(0, 1)))
+_compiled = Recent(lambda updater: jax.jit(functools.partial(aggregate.update_by_rows, updater), static_argnums=(0, 1)))
 
 
 def _sum_over_processes(rows: list[sparse.RowSparse], dtype: np.dtype[Any]) -> sparse.RowSparse:

@@ -60,8 +60,8 @@ def lazy_fault(optimizer: TreeOptimizer, params: PyTree, tables: Sequence[int]) 
                 and owner in tables
                 and not (isinstance(node, moments) and leaf.shape == leaves[owner].shape)
             ):
-                known = ", ".join(t.__name__ for t in moments)
-                return f"its state has more of a table than moments of its rows ({known})"
+                accepted = ", ".join(t.__name__ for t in moments)
+                return f"its state has more of a table than moments of its rows ({accepted})"
 
     # The elements of all rows but the first are marked. What a step leaves marked in the state marks more in the next.
     specs = structure.unflatten(_small(leaves, tables, _ROWS))
@@ -73,10 +73,10 @@ def lazy_fault(optimizer: TreeOptimizer, params: PyTree, tables: Sequence[int]) 
     for i in tables:
         marks = [np.zeros(leaf.shape, bool) for leaf in jax.tree.leaves(specs)]
         marks[i][1:] = True
-        others = structure.unflatten(marks)
+        marked_rows = structure.unflatten(marks)
         before: PyTree = jax.tree.map(lambda x: np.zeros(x.shape, bool), state)
         while True:
-            new, after = step(others, before, others, np.False_)
+            new, after = step(marked_rows, before, marked_rows, np.False_)
             if any((marks[0] if j == i else marks).any() for j, marks in enumerate(jax.tree.leaves(new))):
                 return "what it makes of a row depends on other rows; clip_by_global_norm goes into grad_transform="
             after = jax.tree.map(np.logical_or, before, after)
@@ -104,11 +104,16 @@ def transform_fault(tx: optax.GradientTransformation, params: PyTree, tables: Se
                 grads[i][_ROWS:] = 0
 
             def of_rows(rows: int, grads: Sequence[np.ndarray] = grads) -> list[np.ndarray]:
-                given = [
+                grads_and_params = [
                     structure.unflatten([jnp.asarray(x[:rows] if i in tables else x) for i, x in enumerate(arrays)])
                     for arrays in (grads, numbers)
                 ]
-                return [np.asarray(x) for x in jax.tree.leaves(tx.update(given[0], tx.init(given[1]), given[1])[0])]
+                return [
+                    np.asarray(x)
+                    for x in jax.tree.leaves(
+                        tx.update(grads_and_params[0], tx.init(grads_and_params[1]), grads_and_params[1])[0]
+                    )
+                ]
 
             try:
                 few, more = of_rows(_ROWS), of_rows(2 * _ROWS)

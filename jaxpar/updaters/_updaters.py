@@ -338,8 +338,6 @@ def average_params(decay: float) -> optax.GradientTransformation:
         return AverageState(jnp.zeros((), jnp.int32), jax.tree.map(_at_least_float32, params))
 
     def update(updates: Grads, state: AverageState, params: Params = None) -> tuple[Grads, AverageState]:
-        if params is None:
-            raise ValueError("average_params: the update needs params")
         new = optax.apply_updates(params, updates)
 
         def mean(a: jax.Array, p: jax.Array) -> jax.Array:

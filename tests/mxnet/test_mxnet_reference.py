@@ -200,7 +200,7 @@ ROWS = [
 @pytest.mark.parametrize(("name", "form", "lazy"), ROWS)
 def test_pushes_of_rows_from_two_devices(name, form, lazy, monkeypatch):
     # To compile the push takes longer than to run it. test_kv_sparse.py has the compiled ones.
-    monkeypatch.setattr(_push, "_compiled", lambda updater: functools.partial(aggregate.add_rows, updater))
+    monkeypatch.setattr(_push, "_compiled", lambda updater: functools.partial(aggregate.update_by_rows, updater))
     (options, numbers), dtype = longest(name, form, lazy), form.split()[1]
     store = kv.init(kv.create("device"), 1, jnp.asarray(RECORDED["weights"][1], dtype))
     store = kv.set_updater(store, make(name, options, form))
