@@ -341,7 +341,8 @@ def num_updates(store: KVStore, keys: Iterable[int], ready: Mapping[int, jax.Arr
         # push waits for the counts of the last push only.
         counts = {k: int(np.asarray(count)) for k, count in counts.items()}
         maximum, as_number = max, np.int32
-    # As MXNet, which updates one key after the other: each one is counted before its schedule is asked.
+    # As MXNet, which updates one key after the other: each one is counted before its schedule is asked. MXNet asks with
+    # the number of this update, from 1 on, and a schedule here is of the earlier ones: one less.
     largest, numbers = functools.reduce(maximum, counts.values()), dict[int, jax.Array]()
     for k in sorted(keys):
         largest = maximum(largest, counts[k] + (1 if ready is None else ready[k]))

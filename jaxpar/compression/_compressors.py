@@ -173,6 +173,8 @@ class Int8(_Rounded):
         scales = jnp.where(scales < np.finfo(np.float32).tiny, np.float32(0), scales)
         quotient = wanted / jnp.where(scales == 0, np.float32(1), scales)[:, None]
         quotient = jnp.where(scales[:, None] == 0, np.float32(0), quotient)
+        # The rounding: floor(x + 1/2) is the nearest integer. With a random dither it is the upper one as often as the
+        # fraction of x says, so that the mean of many is x.
         codes = jnp.clip(jnp.floor(quotient + self._dither(wanted.shape, state)), -127, 127)
         residual = wanted - codes * scales[:, None]
         payload = {"codes": codes.astype(jnp.int8).reshape(-1)[:size], "scales": scales}
@@ -209,6 +211,7 @@ class Int8(_Rounded):
     def _dither(self, shape: Shape, state: State) -> jax.Array | np.float32:
         if self.rounding == "nearest":
             return np.float32(0.5)
+        # From 2**-17 to 1 - 2**-17, with the mean 1/2: an integer stays as it is.
         return (_random_16_bits(state, shape).astype(jnp.float32) + 0.5) / 2**16
 
 
@@ -255,6 +258,8 @@ class BFloat16(_Rounded, ElementCompressor):
         return 2 * math.prod(shape)
 
     def _dither(self, bits: jax.Array, state: State) -> jax.Array:
+        """What is added to the 32 bits before the lower 16 are cut off."""
+        # Just below a half, and 1 more where the last bit that stays is odd: a tie goes to the even one.
         if self.rounding == "nearest":
             return np.uint32(0x7FFF) + ((bits >> 16) & 1)
         return _random_16_bits(state, bits.shape).astype(jnp.uint32)

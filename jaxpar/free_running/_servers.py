@@ -42,7 +42,7 @@ Shape = tuple[int, ...]
 SPLIT = 1_000_000
 """Values of this many elements or more are cut over all servers. MXNet's MXNET_KVSTORE_BIGARRAY_BOUND has the same."""
 
-_MOST_SERVERS = 2**16
+_MOST_SERVERS = 2**16  # more is a number in the wrong place, and a list for each would fill the memory
 _START_TIMEOUT = 300.0  # seconds in which a process starts; it imports JAX
 _ON_NETWORK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # where it is 0, all of Ray listens on 127.0.0.1, on Linux too
 _CONSTANT = "ENABLE_RAY_CLUSTER"

@@ -47,6 +47,7 @@ def slots(store: KVStore, prefix: str) -> list[SavedArray]:
                 description, rule, frozen = f"{key}: value", rules.get(k), k in store.frozen
         # Rows are saved in the full shape, which any number of devices can cut anew.
         shape, in_rows = (layout.shape, True) if layout.form is Form.ROWS else (leaf.shape, False)
+        # A store in a state is at `store`, which says nothing to other tools: `params/...`, and not `store/params/...`.
         role, array = _ROLES.get(field), join_names(prefix.removesuffix("store").removesuffix("/"), array)
         saved.append(SavedArray(join_names(prefix, name), description, leaf, shape, in_rows, role, rule, frozen, array))
     return saved

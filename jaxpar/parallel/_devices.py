@@ -272,7 +272,7 @@ def _pmap(fn: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]
         return fn(*args)
 
     run = jax.pmap(mapped, **options)
-    weakref.finalize(run, forget, mapped).atexit = False
+    weakref.finalize(run, forget, mapped).atexit = False  # when the process ends nothing has to be released
     return run
 
 

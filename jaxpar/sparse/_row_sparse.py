@@ -424,6 +424,7 @@ def _is_known(array: object) -> bool:
 def _check_table(shape: Iterable[SupportsIndex], what: str) -> tuple[int, ...]:
     """The shape of a table as Python ints."""
     sizes = tuple(map(operator.index, shape))
+    # Indices are int32, and those of padding are beyond the table, up to its length plus the number of rows: `write`.
     if not sizes or not 0 <= sizes[0] < 2**30:
         raise ValueError(f"{what}: a table must have a first axis of fewer than 2**30 rows, got shape {sizes}")
     return sizes
@@ -435,6 +436,7 @@ def _as_ids(ids: Ids, what: str) -> np.ndarray | jax.Array:
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if jnp.issubdtype(ids.dtype, jnp.floating) and _is_known(ids):
         host = np.asarray(ids, np.float64)
+        # Beyond 2**62 a cast to int64 could wrap around to a row that is there.
         if not (wrong := host[~(host == np.rint(host)) | (abs(host) >= 2.0**62)]).size:
             return host.astype(np.int64)
         raise TypeError(f"{what} must be integers, got {wrong[0]}")
