@@ -183,6 +183,9 @@ class Known:
     is_constant: bool
 
 
+Symbol = Any  # an `Affine`, `Carried`, `Formula` or `Known`, which `_require` tells apart
+
+
 def _loop(
     body: Program, length: int, constants: Sequence[Any], states: Sequence[Any], inputs: Sequence[Any]
 ) -> list[Any]:
@@ -225,7 +228,7 @@ def _loop(
     return [*last, *stacked]
 
 
-def _index_of(symbol: object, symbols: Sequence[Any]) -> int:
+def _index_of(symbol: Symbol, symbols: Sequence[Symbol]) -> int:
     """The index of this very object. Equal symbols may be other values."""
     indices = [i for i, other in enumerate(symbols) if other is symbol]
     _require(bool(indices))
@@ -263,7 +266,7 @@ def _joined(columns: list[Columns]) -> Any:
     return first.array if at == first.array.shape[-1] else jnp.concatenate([piece.value() for piece in columns], -1)
 
 
-def _lstm(results: list[Any]) -> Cell:
+def _lstm(results: list[Symbol]) -> Cell:
     """The cell that gives these results. A user's own cell may carry (h, c) or (c, h)."""
     try:
         return _lstm_with(results, 0, 1)
@@ -271,7 +274,7 @@ def _lstm(results: list[Any]) -> Cell:
         return _lstm_with(results, 1, 0)
 
 
-def _lstm_with(results: list[Any], h: int, c: int) -> Cell:
+def _lstm_with(results: list[Symbol], h: int, c: int) -> Cell:
     # From the result backwards: h' = out * tanh(c'), of the very c' that is carried on, and c' = kept + added.
     new_h, new_c = results[h], results[c]
     squashed, out = _operands(new_h, "mul", lambda x: _is(x, "tanh"))
@@ -289,7 +292,7 @@ def _lstm_with(results: list[Any], h: int, c: int) -> Cell:
     return Cell("lstm", (h, c), gates, [gate.offset for gate in gates])
 
 
-def _gru(results: list[Any]) -> Cell:
+def _gru(results: list[Symbol]) -> Cell:
     (new_h,) = results[:1]
     # From the result backwards: h' = kept + added, with kept = z h and added = (1 - z) new.
     kept, added = _operands(new_h, "add", lambda x: _is(x, "mul") and any(_is_carried(y, 0) for y in x.operands))
@@ -310,7 +313,7 @@ def _gru(results: list[Any]) -> Cell:
     return Cell("gru", (0,), gates, offsets, None if q.offset is None else q.offset.value())
 
 
-def _check(gates: list[Affine], new_h: Formula, outputs: Sequence[Any], states: tuple[Any, ...]) -> None:
+def _check(gates: list[Affine], new_h: Formula, outputs: Sequence[Symbol], states: tuple[Symbol, ...]) -> None:
     """`NoCellError` unless the gates are as wide as the state, and the other results are known, or states."""
     for gate in gates:
         _require(gate.shape == new_h.shape and gate.weight.array.shape[0] == new_h.shape[-1])
@@ -318,7 +321,7 @@ def _check(gates: list[Affine], new_h: Formula, outputs: Sequence[Any], states: 
         _require(isinstance(x, Known) or any(x is state for state in states))
 
 
-def _gate(x: Any, activation: str, h: int) -> Affine:
+def _gate(x: Symbol, activation: str, h: int) -> Affine:
     """What the activation of a gate is applied to."""
     _require(_is(x, activation) and isinstance(x.operands[0], Affine) and x.operands[0].carry == h)
     return x.operands[0]
@@ -332,7 +335,7 @@ def _is_carried(x: object, number: int) -> bool:
     return isinstance(x, Carried) and x.number == number
 
 
-def _operands(x: Any, operation: str, is_first: Callable[[Any], bool]) -> tuple[Any, Any]:
+def _operands(x: Symbol, operation: str, is_first: Callable[[Symbol], bool]) -> tuple[Symbol, Symbol]:
     """The operands of an operation of two, that for which `is_first` holds before the other."""
     _require(_is(x, operation))
     a, b = x.operands
@@ -340,7 +343,7 @@ def _operands(x: Any, operation: str, is_first: Callable[[Any], bool]) -> tuple[
     return (a, b) if is_first(a) else (b, a)
 
 
-def _evaluate(program: Program, operands: Sequence[Any]) -> list[Any]:
+def _evaluate(program: Program, operands: Sequence[Symbol]) -> list[Symbol]:
     """The results of a jaxpr whose operands are `Known` or symbols."""
     inside = getattr(program, "jaxpr", program)
     values: dict[Any, Any] = dict(zip(inside.invars, operands, strict=True))
@@ -354,7 +357,7 @@ def _evaluate(program: Program, operands: Sequence[Any]) -> list[Any]:
     return [Known(_array(read(x)), True) if isinstance(x, Literal) else read(x) for x in inside.outvars]
 
 
-def _results(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _results(eqn: JaxprEqn, operands: list[Symbol]) -> list[Symbol]:
     # No operand depends on the state: the equation is computed for all steps at once, before the loop.
     name, params = eqn.primitive.name, eqn.params
     if all(isinstance(x, Known) for x in operands):
@@ -404,7 +407,7 @@ def _array(x: Known) -> Any:
     return jnp.asarray(value.val, aval.dtype)
 
 
-def _slice(x: Any, params: dict[str, Any]) -> Affine:
+def _slice(x: Symbol, params: dict[str, Any]) -> Affine:
     """Some columns of all rows."""
     starts, limits, strides = params["start_indices"], params["limit_indices"], params["strides"]
     _require(isinstance(x, Affine) and (strides is None or {*strides} == {1}))
@@ -417,7 +420,7 @@ def _cut(x: Affine, first: int, count: int) -> Affine:
     return Affine(x.carry, x.weight.cut(first, count), offset, (*x.shape[:-1], count))
 
 
-def _product(x: Any, weight: Any, params: dict[str, Any], shape: tuple[int, ...]) -> Affine:
+def _product(x: Symbol, weight: Symbol, params: dict[str, Any], shape: tuple[int, ...]) -> Affine:
     """h times a weight that is the same at all steps, over the last axis of h."""
     _require(isinstance(x, Carried) and isinstance(weight, Known) and weight.is_constant)
     _require(len(weight.value.shape) == 2)
@@ -430,7 +433,7 @@ def _product(x: Any, weight: Any, params: dict[str, Any], shape: tuple[int, ...]
     return Affine(x.number, Columns(value, 0, value.shape[1], True), None, shape)
 
 
-def _sum(a: Any, b: Any, shape: tuple[int, ...]) -> Affine:
+def _sum(a: Symbol, b: Symbol, shape: tuple[int, ...]) -> Affine:
     """An affine value with a known one added."""
     x, constant_term = (a, b) if isinstance(a, Affine) else (b, a)
     _require(isinstance(constant_term, Known) and x.shape == shape)

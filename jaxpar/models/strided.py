@@ -110,8 +110,10 @@ def _windows(images: jax.Array) -> jax.Array:
     Pixels are sorted by their row and column modulo 4, so that what a place of the windows meets in a row lies
     together. A loop over these pieces is one small program, where slices that are concatenated are one for each.
     """
+    # A black pixel around, and two more at the end, which no window meets: 4 divides the 32 rows and columns then.
     x = jnp.pad(images[..., 0], ((0, 0), (1, 3), (1, 3)), constant_values=-_MEAN / _STDDEV).transpose(1, 2, 0)
-    x = x.reshape(_ROWS + 1, 4, _ROWS + 1, 4, -1).transpose(1, 3, 0, 2, 4)
+    x = x.reshape(_ROWS + 1, 4, _ROWS + 1, 4, -1).transpose(1, 3, 0, 2, 4)  # (row % 4, column % 4, row // 4, ..., B)
+    # The first pixel of each place: row r of conv2's results, place (p, q) of its window, place (h, w) of conv1's.
     pixels = [(4 * r + 2 * p + h, 2 * q + w) for r, p, q, h, w in np.ndindex(_ROWS, 2, 2, _SIDE, _SIDE)]
     places = np.array([(h % 4, w % 4, h // 4, w // 4, 0) for h, w in pixels])
 

@@ -173,6 +173,7 @@ def loss(params: Params, tokens: jax.Array, *, data_axes: Axes = _DATA, model_ax
 
 
 def _attention(params: Params, x_BxTxD: jax.Array) -> jax.Array:
+    # One product for queries, keys and values, which come first: (3, B, T, N, H).
     qkv = jnp.einsum("btd,dcnh->cbtnh", _norm(params["norm"], x_BxTxD), params["qkv"]["kernel"])
     q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = qkv + params["qkv"]["bias"][:, None, None]
     heads_BxTxNxH = jax.nn.dot_product_attention(q_BxTxNxH, k_BxTxNxH, v_BxTxNxH, is_causal=True)

@@ -288,6 +288,7 @@ class _Reader:
 
 def _constant(value: ArrayLike) -> _Result:
     shape = np.shape(value)
+    # What cannot be read here, or is too long to compare, is equal to itself only.
     if is_traced(value) or not getattr(value, "is_fully_addressable", True) or np.size(value) > _MOST_COMPARED:
         return _Result(("array", id(value)), Extent.ARRAY if shape else Extent.SCALAR)
     array = value if isinstance(value, jax.Array) else np.asarray(value)

@@ -18,6 +18,8 @@ from .._devices.user_mesh import outside_mesh
 Eqn = Any  # a `JaxprEqn`: JAX gives its avals no type that has a shape
 Marks = np.ndarray[Any, np.dtype[np.bool_]]  # for each element of an array whether it depends on something
 
+# An operation of a new jax that is not in these lists counts as one that mixes elements: then an optimizer is refused
+# that could be taken, and no number is wrong.
 _NAMES = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil "
     "clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 "

@@ -136,12 +136,6 @@ def test_an_optimizer_and_an_updater_are_an_error():
         free_running.start({"w": jnp.ones(2)}, optimizer=optax.sgd(1.0), updater=lambda k, p, s: p)
 
 
-def test_without_ray_the_error_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r'pip install "jaxpar\[ray\]"'):
-        free_running.start({"w": jnp.ones(2)})
-
-
 @pytest.mark.parametrize("version", ["2.58.9", "1.13.0", "2.9.3rc0"])
 def test_a_ray_without_a_token_is_not_started(monkeypatch, version):
     ray = types.SimpleNamespace(__version__=version, is_initialized=lambda: False)
