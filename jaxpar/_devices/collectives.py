@@ -254,6 +254,12 @@ def _gather_and_sum(x: jax.Array, axis_name: str) -> jax.Array:
 # block without a right half is its left half. A device holds consecutive terms. It adds them up to the largest blocks
 # that it has all terms of, its nodes. Then the devices exchange nodes, and each adds up what is left of the tree. So
 # the bits of a sum do not depend on who holds the terms.
+#
+# Of 6 terms the sum is ((t0 + t1) + (t2 + t3)) + (t4 + t5), on any number of devices. With two of them:
+#
+#     device 0 has t0, t1, t2     nodes t0 + t1, of level 1, and t2: (0, 1), (2, 0)
+#     device 1 has t3, t4, t5     nodes t3, and t4 + t5, of level 1: (3, 0), (4, 1)
+#     all devices                 t2 + t3, then (t0 + t1) + (t2 + t3), then the root
 
 Node = tuple[int, int]  # (first term, level): the block of 2**level terms
 
@@ -295,6 +301,8 @@ def _add_up(first: int, end: int) -> tuple[tuple[Node, ...], tuple[int, ...]]:
     nodes: list[Node] = []
     counts: list[int] = []
     for i in range(first, end):
+        # As a carry in binary addition: two blocks of one length beside each other are one of the tree, if the first
+        # of them begins at a multiple of twice that length.
         node, count = (i, 0), 0
         while nodes and nodes[-1] == (node[0] - (1 << node[1]), node[1]) and nodes[-1][0] % (2 << node[1]) == 0:
             node, count = (nodes.pop()[0], node[1] + 1), count + 1
@@ -319,7 +327,8 @@ def sum_everywhere(deal: Deal, nodes: jax.Array, axis_name: str) -> jax.Array:
 
 def _root(deal: Deal, nodes: jax.Array) -> jax.Array:
     """The sum of all terms, from the nodes (devices, kept, ...) of all devices."""
-    # Where each device that has terms has one node, and these are a level of the tree.
+    # Where each device that has terms has one node, and these are a level of the tree: whole levels at a time, in few
+    # operations. The same additions as below.
     if deal.slots & (deal.slots - 1) == 0 and deal.kept == 1:
         level = nodes[: sum(map(len, deal.nodes)), 0]
         while level.shape[0] > 1:

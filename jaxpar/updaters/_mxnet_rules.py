@@ -93,7 +93,8 @@ class Optimizer:
     def __call__(
         self, key: int, pushed: Array, state: State, stored: Array, num_updates: Array | None = None
     ) -> tuple[Array, State]:
-        # The rule computes in float32 or wider. A narrower value has a wide copy in the state, if the user wants one.
+        # The rule computes in float32 or wider. A narrower value has a wide copy in the state, if the user wants one
+        # (`multi_precision`): a step smaller than half a digit of the value would be lost without it.
         wide = _wide(stored.dtype)
         gradient = pushed.astype(wide) * self.rescale_grad
 
