@@ -97,6 +97,8 @@ class RowSparse:
             >>> rows = sparse.take(jnp.arange(8.0).reshape(4, 2), [3, 1])
             >>> rows[jnp.array([3, 3, 1])].tolist()
             [[6.0, 7.0], [6.0, 7.0], [2.0, 3.0]]
+            >>> rows[jnp.array([0, 3])].tolist()  # an id without a row gives zeros
+            [[0.0, 0.0], [6.0, 7.0]]
         """
         ids = jnp.asarray(_as_ids(ids, "RowSparse: ids"), jnp.int32)
         if _is_known(self.indices):

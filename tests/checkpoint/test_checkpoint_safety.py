@@ -234,6 +234,22 @@ def test_any_damaged_file_is_refused_by_name_and_the_one_before_used(tmp_path, c
     assert checkpoint.latest(tmp_path) == new
 
 
+def test_a_flipped_bit_that_decodes_is_found_by_the_hash_of_its_leaf(tmp_path):
+    """Random bytes do not shrink, so they are on the disk as they are, and a flipped bit still decodes."""
+    noise = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
+    tree = {"noise": noise, "zeros": jnp.zeros(3)}
+    saved = tmp_path / "noise"
+    checkpoint.save(saved, tree)
+    whole = noise.tobytes()
+    (file,) = [p for p in saved.rglob("*") if p.is_file() and whole in p.read_bytes()]
+    content = bytearray(file.read_bytes())
+    content[content.index(whole) + len(whole) // 2] ^= 1
+    file.write_bytes(content)
+    for template in (tree, {"noise": jax.ShapeDtypeStruct(noise.shape, noise.dtype), "zeros": jnp.zeros(3)}):
+        with pytest.raises(checkpoint.CheckpointError, match="noise"):
+            checkpoint.restore(saved, template)
+
+
 def test_what_can_be_read_again_is_restored_again(tmp_path, capsys):
     """As on a network disk that was away for a while: one `Manager` looks twice."""
     new = two(tmp_path)

@@ -242,6 +242,13 @@ def test_int8_keeps_blocks_of_subnormal_scales_in_the_residual():
     assert np.abs(payload["codes"][1024:]).max() == 127
 
 
+def test_int8_sends_both_ends_of_its_range():
+    value = np.float32([127, -127, 1, -1, 0])
+    payload, _, sent, _ = encode_and_decode(compression.Int8(), value)
+    assert payload["codes"].tolist() == [127, -127, 1, -1, 0]
+    np.testing.assert_array_equal(sent, value)
+
+
 def test_topk_sends_exactly_the_k_largest_magnitudes():
     coder = compression.TopK(0.1)
     value = gradients((20, 10))

@@ -544,4 +544,5 @@ def test_a_split_is_drawn_by_its_key_only():
     other, _ = numbered(50).split(0.9, rng=jax.random.key(1))
     np.testing.assert_array_equal(first.labels, same.labels)
     assert first.labels.tolist() != other.labels.tolist()
-    assert numbered(50).split(10, shuffle=False)[0].labels.tolist() == list(range(10))
+    first, rest = numbered(50).split(10, shuffle=False)
+    assert (first.labels.tolist(), rest.labels.tolist()) == ([*range(10)], [*range(10, 50)])

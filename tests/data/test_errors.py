@@ -52,6 +52,11 @@ def loader_of(batch_size, drop_last):
     return Loader(batch_size=batch_size, drop_last=drop_last, dataset=range(40))
 
 
+def of_library(module, name):
+    """An object of a class derived from one that another library calls so."""
+    return type("Mine", (type(name, (), {"__module__": module}),), {})()
+
+
 T, V, A = TypeError, ValueError, AttributeError
 REFUSED = {
     # Which batches, on which devices.
@@ -225,6 +230,9 @@ REFUSED = {
     "no fraction": (V, lambda: images(50).split(float("nan")), ["fraction", "number"]),
     "a word for a fraction": (T, lambda: images(50).split("0.5"), ["fraction", "got '0.5'"]),
     "a word for a key": (T, lambda: images(50).split(0.5, "a"), ["rng", "got 'a'"]),
+    # Objects of other libraries.
+    "all splits": (T, lambda: data.as_source(of_library("datasets.dataset_dict", "DatasetDict")), ["dataset['train']"]),
+    "a frame without rows": (T, lambda: data.as_source(of_library("polars.lazyframe", "LazyFrame")), [".collect()"]),
     "a key that is not used": (V, lambda: images(50).split(0.5, 1, shuffle=False), ["shuffle=False", "rng"]),
 }
 

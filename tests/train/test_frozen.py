@@ -324,6 +324,8 @@ def test_other_frozen_params_and_damaged_ones_are_written(tmp_path):
         path.write_bytes(b"?" + path.read_bytes()[1:])
     checkpoint.save(tmp_path / "step_3", state)
     assert links(tmp_path) == [[1], [1], [1]]
+    checkpoint.save(tmp_path / "step_4", state)
+    assert sorted(links(tmp_path)) == [[1], [1], [2], [2]]  # the arrays of step 3 have a second name
     with pytest.raises(checkpoint.CheckpointError, match=r"step_1.* is damaged: key .*teacher"):
         checkpoint.restore(tmp_path / "step_1", state)
     assert_equal(jax.device_get(checkpoint.restore(tmp_path / "step_3", state).params), INIT)
