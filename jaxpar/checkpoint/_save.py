@@ -298,6 +298,7 @@ class Manager:
         Raises:
             OSError: the previous checkpoint could not be written, or another running process writes into the directory.
             TypeError: a leaf is not an array, or `info` is not a dict of JSON values.
+            ValueError: `info` is nested too deep.
         """
         self._save(state, {} if info is None else info, best=best)
 
@@ -322,11 +323,8 @@ class Manager:
             step, leaves, arrays, together = _leaves.to_leaves(state, self._writes)
             if records is not None:
                 info = {**info, "history": list(records[-_run.INSIDE :])}
-            try:
-                info = json.loads(json.dumps(dict(info)))  # a copy, which the caller does not change meanwhile
-                _files.check_depth(info)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise TypeError(f"checkpoint.Manager.save: info must be a dict of JSON values ({error})") from error
+            info = json.loads(json.dumps(dict(info)))  # a copy, which the caller does not change meanwhile
+            _files.check_depth(info)
             content: Content = {} if step is None else {"step": step}
             content["info"] = info
             if best:

@@ -121,7 +121,7 @@ REFUSED = {
     "rows of two shapes": (
         V,
         lambda: data.as_source([{"x": np.ones(2), "y": 1}, {"x": np.ones(3), "y": 1}]),
-        ["'x'", "[(2,), (3,)]", "pad"],
+        ["all input arrays must have the same shape"],  # of NumPy
     ),
     "a row that lacks a name": (
         V,
@@ -152,12 +152,12 @@ REFUSED = {
     "examples of two shapes": (
         V,
         lambda: read([{"x": np.ones(2)}, {"x": np.ones(3)}] * 4, batched=False),
-        ["data.from_iterable", "'x'", "[(2,), (3,)]"],
+        ["all input arrays must have the same shape"],
     ),
-    "examples of two shapes for collect": (
+    "batches of two shapes for collect": (
         V,
-        lambda: data.collect([(X[0], 1), (X[0, :2], 1)], batched=False),
-        ["data.collect", "'image'", "[(2,), (4,)]"],
+        lambda: data.collect([(X[:2], Y[:2]), (X[:2, :2], Y[:2])]),
+        ["all the input array dimensions", "at index 0 has size 4 and the array at index 1 has size 2"],
     ),
     "an array that devices cannot share": (
         V,
@@ -194,10 +194,14 @@ REFUSED = {
     ),
     "batches of another size": (
         V,
-        lambda: read(loader_of(16, True)),
-        ["Loader", "batches of 16", "batch_size is 8", "Loader(..., batch_size=8, drop_last=True)", "batch_size=16"],
+        lambda: read(LOADER, 16),
+        ["batch 0", "16 examples", "'image' (8, 4)", "batch_size="],
     ),
-    "a short last batch": (V, lambda: read(loader_of(16, False), 16), ["last batch", "8 examples", "drop_last=True"]),
+    "a short last batch": (
+        V,
+        lambda: read(loader_of(16, False), 16),
+        ["last batch", "Loader", "8 of 16 examples", "drop_last=True"],
+    ),
     "nothing to collect": (V, lambda: data.collect([]), ["data.collect", "none"]),
     "positions of other processes": (
         V,
@@ -205,9 +209,9 @@ REFUSED = {
         ["2 processes", "1 run now", "start 2"],
     ),
     # Splits.
-    "a loader split": (T, lambda: data.split(Loader(), 0.5), ["data.split", "a Loader", "indexed"]),
-    "an iterator split": (T, lambda: data.split(iter(BATCHES), 0.5), ["a list_iterator", "indexed"]),
-    "a function split": (T, lambda: data.split(lambda: BATCHES, 0.5), ["function", "indexed"]),
+    "a loader split": (A, lambda: next(data.split(Loader(), 0.4)[0].batches(8)), ["'Loader'", "__getitem__"]),
+    "an iterator split": (T, lambda: data.split(iter(BATCHES), 0.5), ["'list_iterator'", "no len()"]),
+    "a function split": (T, lambda: data.split(lambda: BATCHES, 0.5), ["'function'", "no len()"]),
     "a source of one's own split": (
         A,
         lambda: data.split(types.SimpleNamespace(examples=len, batches=iter), 0.5),
@@ -240,9 +244,9 @@ def test_what_is_refused(case):
 def test_columns_that_are_no_numbers_are_named():
     pandas = pytest.importorskip("pandas")
     named = pandas.DataFrame({"x": X[:2, 0], "name": ["a", "b"], "y": Y[:2]})
-    with pytest.raises(TypeError, match=r"data.as_source: .*\['name'\].* write frame\[\['x', 'y'\]\]"):
+    with pytest.raises(TypeError, match=r"data.as_source: 'name' .* dtype object"):
         data.as_source(named)
-    with pytest.raises(TypeError, match=r"evaluate: .*\['name'\]"):
+    with pytest.raises(TypeError, match=r"evaluate: 'name' "):
         train.evaluate({}, data=named, eval_fn=lambda params, batch: batch)
     assert data.as_source(named[["x", "y"]]).examples(1) == 2
     twice = pandas.DataFrame(np.ones((2, 2)), columns=["x", "x"])
