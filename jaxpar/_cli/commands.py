@@ -172,8 +172,6 @@ def _request(options: PlotOptions) -> tuple[Callable[..., Any], list[Any], int |
                 f"--params {options.params!r}: expected MODULE:FUNCTION, or the number of a --shape, from 0"
             )
         argnums = int(options.params)
-        if argnums >= len(shapes):
-            raise ValueError(f"--params {argnums}: --shape is given {len(shapes)} times, counted from 0")
     check_takes(options.function, fn, shapes)
     return fn, shapes, argnums, options.function.partition(":")[2]
 

@@ -232,7 +232,7 @@ class Stored:
 
     def _read(self, boxes: Sequence[Box]) -> Generator[tuple[int, np.ndarray]]:
         """As `read`, of boxes of the array on disk."""
-        name, words = self._record["array"], self._record["words"]
+        name, leaf = self._record["array"], self._record["words"]
         wanted = [tuple(map(tuple, box)) for box in boxes]
         # Which of the wanted boxes have a part of each saved one, and how many such parts each of them still lacks.
         users = [[i for i, box in enumerate(wanted) if _overlap(saved, box) is not None] for saved, _ in self._boxes]
@@ -273,7 +273,7 @@ class Stored:
                             yield i, arrays.pop(i)
         except Exception as error:
             reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
-            raise CheckpointError(f"{self._folder} is damaged: {words} ({name}): {reason}") from error
+            raise CheckpointError(f"{self._folder} is damaged: {leaf} ({name}): {reason}") from error
 
 
 def _open(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

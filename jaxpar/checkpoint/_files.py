@@ -300,8 +300,6 @@ def newest_first(directory: Path) -> tuple[list[tuple[Path, Manifest]], dict[Pat
     """The checkpoints of a directory and their manifests, the newest first, and why others cannot be read."""
     if not directory.exists():
         return [], {}
-    if not directory.is_dir():
-        raise NotADirectoryError(f"checkpoint: {directory} is not a directory")
     readable: list[tuple[Path, Manifest]] = []
     unreadable: dict[Path, str] = {}
     for path in directory.iterdir():

@@ -230,10 +230,10 @@ class StateHash:
     @functools.cached_property
     def sums(self) -> np.ndarray:
         """(arrays, 2): two sums of the mixed words of each array. Waits for the devices."""
-        found = np.zeros((len(self.records), 2), np.uint32)
+        sums = np.zeros((len(self.records), 2), np.uint32)
         for numbers, sums_of_group in self.groups:
-            found[numbers] = np.asarray(mesh.to_host(sums_of_group))
-        return found
+            sums[numbers] = np.asarray(mesh.to_host(sums_of_group))
+        return sums
 
     def __str__(self) -> str:
         records = [{name: r[name] for name in _HASHED if name in r} for r in self.records]

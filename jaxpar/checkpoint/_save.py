@@ -277,9 +277,9 @@ class Manager:
         readable, unreadable = _files.newest_first(self.directory)
         rows: list[tuple[str, str]] = []
         for path, manifest in readable:
-            words = [f"step {manifest['step']}"] if "step" in manifest else []
-            words += [word for word in ("best", "kept") if manifest.get(word)]
-            rows.append((path.name, ", ".join(words)))
+            remarks = [f"step {manifest['step']}"] if "step" in manifest else []
+            remarks += [name for name in ("best", "kept") if manifest.get(name)]
+            rows.append((path.name, ", ".join(remarks)))
         rows += [(path.name, "cannot be read") for path in unreadable]
         count = text.plural(len(rows), "checkpoint")
         return text.Table(f"Manager({files.shown(self.directory)}, keep={self.keep}): {count}", ("name", ""), rows)

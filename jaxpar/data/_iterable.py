@@ -63,9 +63,9 @@ class IterableSource:
 
         Raises:
             TypeError: the length is unknown, or differs between epochs.
-            ValueError: by its `drop_last`, the loader's last batch will be short.
+            ValueError: by its `batch_size` and `drop_last`, the loader will give batches of another size.
         """
-        self.check()
+        self.check(batch_size)
         if self.steps_per_epoch == "all":
             raise TypeError(f'{_WHERE}: with steps_per_epoch="all" an epoch has as many batches as the source gives')
         if self.steps_per_epoch is not None:
@@ -83,9 +83,9 @@ class IterableSource:
         """With `steps_per_epoch="all"`, whether the batch that came last was the last one of its epoch."""
         return self._reading.is_last
 
-    def check(self) -> None:
-        """`ValueError` for a loader whose last batch will be short, and for epochs of different lengths in several
-        processes.
+    def check(self, batch_size: int) -> None:
+        """`ValueError` for a loader that will give batches of another size, and for epochs of different lengths in
+        several processes.
         """
         if self.steps_per_epoch == "all" and processes.count() > 1:
             raise ValueError(
@@ -93,21 +93,27 @@ class IterableSource:
                 "epoch before the others; give the number of batches"
             )
 
-        # A DataLoader of PyTorch says before the first batch is read whether the last one may be short. Found out by
-        # reading, that would end a run at the end of its first epoch.
+        # A DataLoader of PyTorch says the size of its batches before the first one is read, and whether the last one
+        # may be short. Found out by reading, that would end a run at the end of its first epoch.
         loader: Any = self.source
         size, drop_last = getattr(loader, "batch_size", 0), getattr(loader, "drop_last", None)
         if not self.batched or not checks.is_int(size) or not isinstance(drop_last, bool):
             return
+        num_processes, name = processes.count(), type(loader).__name__
+        share = batch_size // num_processes
+        write = f"write {name}(..., batch_size={share}, drop_last=True)"
+        if size != share:
+            each = f", of which each of {num_processes} processes reads {share}" if num_processes > 1 else ""
+            raise ValueError(
+                f"{_WHERE}: the {name} makes batches of {size}, but batch_size is {batch_size}{each}; {write}, or give "
+                f"batch_size={size * num_processes} here"
+            )
         if self.steps_per_epoch is None and not drop_last:  # its last batch is read
             # A sampler may draw a part of the data set, so its length comes first.
             drawn_from: list[Any] = [getattr(loader, "sampler", None), getattr(loader, "dataset", None)]
             num_examples = next((len(examples) for examples in drawn_from if hasattr(examples, "__len__")), 0)
             if remainder := num_examples % size:
-                raise ValueError(
-                    f"{_WHERE}: the last batch of the {type(loader).__name__} would have {remainder} of {size} "
-                    "examples; give it drop_last=True"
-                )
+                raise ValueError(f"{_WHERE}: the last batch of the {name} would have {remainder} examples; {write}")
 
     def batches(
         self,
@@ -131,7 +137,7 @@ class IterableSource:
 
         # The plan says where batches go. Which elements they have, the source says.
         if self.steps_per_epoch == "all":
-            self.check()
+            self.check(batch_size)
             examples, steps = batch_size, None  # an epoch has as many batches as there are
         else:
             examples = self.examples(batch_size)
@@ -336,6 +342,10 @@ class IterableSource:
         self, fraction: float | int, rng: jax.Array | int | None = None, *, shuffle: bool = True
     ) -> tuple[IterableSource, IterableSource]:
         """`data.split(source, fraction, rng, shuffle=shuffle)`. Batches stay whole."""
+        if not (hasattr(self.source, "__len__") and hasattr(self.source, "__getitem__")):
+            raise TypeError(
+                f"data.split: {_describe(self.source)} cannot be indexed; split what it reads, or give a list"
+            )
         if self.steps_per_epoch is not None:  # a part has fewer, and would end in the middle of an epoch
             raise ValueError("data.split: leave out steps_per_epoch=, because the length of each part is known")
         rows_of_both = _batches.split_rows(len(self.source), fraction, rng, shuffle, "data.split")
