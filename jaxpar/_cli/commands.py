@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import operator
 import os
 import re
 import sys
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from .._core import files
-from .._core.text import HelpFormatter, did_you_mean, number, plural
+from .._core.text import HelpFormatter, number, plural
 from .options import Options, add_options, option, positional, read
 
 
@@ -63,17 +64,9 @@ def find_function(text: str, or_else: str = "") -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        value: Any = importlib.import_module(module_name)
+        return operator.attrgetter(name)(importlib.import_module(module_name))
     except Exception as error:  # whatever the user's module raises
-        raise ValueError(f"cannot import {module_name}: {type(error).__name__}: {error}") from None
-    for attribute in name.split("."):
-        if not hasattr(value, attribute):
-            near = did_you_mean(attribute, [n for n in dir(value) if n[0] != "_"])
-            raise ValueError(f"module {module_name} has no {name}{near}")
-        value = getattr(value, attribute)
-    if not callable(value):
-        raise ValueError(f"{text} is a {type(value).__name__}; expected a function")
-    return value
+        raise ValueError(f"cannot import {text}: {type(error).__name__}: {error}") from None
 
 
 # `jaxpar plot`: draw a function.
@@ -179,8 +172,6 @@ def _request(options: PlotOptions) -> tuple[Callable[..., Any], list[Any], int |
                 f"--params {options.params!r}: expected MODULE:FUNCTION, or the number of a --shape, from 0"
             )
         argnums = int(options.params)
-        if argnums >= len(shapes):
-            raise ValueError(f"--params {argnums}: --shape is given {len(shapes)} times, counted from 0")
     check_takes(options.function, fn, shapes)
     return fn, shapes, argnums, options.function.partition(":")[2]
 
@@ -215,13 +206,7 @@ def _parse_one(text: object) -> jax.ShapeDtypeStruct:
     shape = tuple(int(length) for length in match["shape"].split("x") if length)
     if name == "key":
         return jax.ShapeDtypeStruct(shape, jax.eval_shape(lambda: jax.random.key(0)).dtype)
-    try:
-        dtype = jnp.dtype(DTYPES.get(name, name))
-    except TypeError:
-        raise ValueError(
-            f"--shape {text!r}: unknown dtype {name!r}; known are {', '.join(DTYPES)} and NumPy's names"
-        ) from None
-    return jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(DTYPES.get(name, name)))
 
 
 def make_params(text: str, shapes: list[Any]) -> Any:
@@ -394,8 +379,18 @@ def _port(options: PortOptions) -> None:
         raise ValueError(f"expected the name of a module such as model.py, got {options.output}")
     if options.test and not options.shape:
         raise ValueError("--test needs the shapes of the inputs; give --shape data=1x3x224x224")
-    shapes = dict(map(_shape, options.shape))
-    named = dict(map(_operator, options.operator))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for text in options.shape:
+        match = re.fullmatch(r"(.+)=(\d+(?:x\d+)*)", text)
+        if match is None:
+            raise ValueError(f"--shape {text!r}: expected NAME=SHAPE such as data=1x3x224x224")
+        shapes[match[1]] = tuple(map(int, match[2].split("x")))
+    named: dict[str, str] = {}
+    for text in options.operator:
+        name, _, function = text.partition("=")
+        if not name or not function:
+            raise ValueError(f"--operator {text!r}: expected NAME=MODULE:FUNCTION such as MyOp=my_ops:my_op")
+        named[name] = function
     operators = {name: find_function(text) for name, text in named.items()}
     texts = {output: mxnet.port(options.symbol, options.params, shapes=shapes, nnx=options.nnx, operators=operators)}
     if options.test:
@@ -415,20 +410,6 @@ def _port(options: PortOptions) -> None:
     for path, text in texts.items():
         files.replace(path, text.encode())
     print(f"{' and '.join(map(str, texts))}: written from {options.symbol}")
-
-
-def _operator(text: str) -> tuple[str, str]:
-    name, equals, function = text.partition("=")
-    if not name or not equals:
-        raise ValueError(f"--operator {text!r}: expected NAME=MODULE:FUNCTION such as MyOp=my_ops:my_op")
-    return name, function
-
-
-def _shape(text: str) -> tuple[str, tuple[int, ...]]:
-    match = re.fullmatch(r"(.+)=(\d+(?:x\d+)*)", text)
-    if match is None:
-        raise ValueError(f"--shape {text!r}: expected NAME=SHAPE such as data=1x3x224x224")
-    return match[1], tuple(map(int, match[2].split("x")))
 
 
 # `jaxpar verify`: compute a part of a certified run again.

@@ -101,8 +101,24 @@ class HeartbeatClient:
                     raise ConnectionError(f"{absent} within {seconds:g} seconds")
                 time.sleep(0.1)
             self._connection = connection
-            # The server names the missing processes shortly after its own time limit.
-            self._wait_for_go(connection, end + 2 * self.heartbeat_timeout)
+
+            # Heartbeats until the server says that the run begins. It names the missing processes shortly after its own
+            # time limit. Messages after that one are read by the thread.
+            end += 2 * self.heartbeat_timeout
+            while True:
+                connection.send(heartbeat=1)
+                message = connection.next_message(INTERVAL / 2)
+                if "go" in message:
+                    self._server_host = message["host"]
+                    break
+                if "refused" in message:
+                    raise ConnectionError(message["refused"])
+                if "lost" in message:
+                    self._end_after_loss(message)
+                if not message and connection.fault is not None:
+                    raise ConnectionError(f"{self._server_name} sent an invalid message: {connection.fault}")
+                if (not message and connection.is_closed) or time.monotonic() > end:
+                    raise ConnectionError("the connection to process 0 was closed before all processes had joined")
         except BaseException:
             if self._connection is not None:
                 self._connection.close()
@@ -183,23 +199,6 @@ class HeartbeatClient:
             self._mistrust = f"the server has another secret than the one in {self._secret.source}"
             return False
         return True
-
-    def _wait_for_go(self, connection: JsonConnection, end: float) -> None:
-        """Send heartbeats until the server says that the run begins."""
-        while True:
-            connection.send(heartbeat=1)
-            message = connection.next_message(INTERVAL / 2)
-            if "go" in message:
-                self._server_host = message["host"]
-                return  # the thread handles later messages
-            if "refused" in message:
-                raise ConnectionError(message["refused"])
-            if "lost" in message:
-                self._end_after_loss(message)
-            if not message and connection.fault is not None:
-                raise ConnectionError(f"{self._server_name} sent an invalid message: {connection.fault}")
-            if (not message and connection.is_closed) or time.monotonic() > end:
-                raise ConnectionError("the connection to process 0 was closed before all processes had joined")
 
     # The threads
 

@@ -71,7 +71,16 @@ def shards(array: jax.Array | np.ndarray) -> list[tuple[list[list[int]], np.ndar
         return [([[0, n] for n in array.shape], array)]
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
     boxes = [[list(s.indices(n)[:2]) for s, n in zip(shard.index, array.shape, strict=True)] for shard in shards]
-    return [(box, jax.device_get(shard.data)) for box, shard in zip(boxes, shards, strict=True)]
+    return [(box, to_numpy(shard.data)) for box, shard in zip(boxes, shards, strict=True)]
+
+
+def to_numpy(array: jax.Array) -> np.ndarray:
+    """The array in host memory. Of one CPU device that is its own memory, which stays though the array is donated."""
+    # jax keeps a copy that it makes for NumPy as long as the array lives: after a save the host would have the state
+    # a second time. So the copy is of another array with the same memory, which nobody else has.
+    shards = [shard.data for shard in array.addressable_shards]
+    same_memory = jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+    return np.asarray(jax.device_get(same_memory))  # explicit, for `jax.transfer_guard`
 
 
 def sha256(array: np.ndarray) -> str:
@@ -99,8 +108,16 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
         *folders, last = name.split("/")
         functools.reduce(lambda node, folder: node.setdefault(folder, {}), folders, tree)[last] = array
 
+    # orbax would copy arrays of NumPy, in case somebody writes to them. These are copies already, or memory that jax
+    # keeps for us (`_leaves.to_leaves`).
+    types = ocp.type_handlers.create_type_handler_registry(
+        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
+    )
     # Compression costs most of the time, and floating numbers hardly shrink.
-    handler = ocp.PyTreeCheckpointHandler(use_zarr3=True, use_compression=False, multiprocessing_options=among)
+    handler = ocp.PyTreeCheckpointHandler(
+        use_zarr3=True, use_compression=False, multiprocessing_options=among, type_handler_registry=types
+    )
     composite = ocp.CompositeCheckpointHandler(
         composite_options=ocp.CompositeOptions(multiprocessing_options=among), state=handler
     )
@@ -215,7 +232,7 @@ class Stored:
 
     def _read(self, boxes: Sequence[Box]) -> Generator[tuple[int, np.ndarray]]:
         """As `read`, of boxes of the array on disk."""
-        name, words = self._record["array"], self._record["words"]
+        name, leaf = self._record["array"], self._record["words"]
         wanted = [tuple(map(tuple, box)) for box in boxes]
         # Which of the wanted boxes have a part of each saved one, and how many such parts each of them still lacks.
         users = [[i for i, box in enumerate(wanted) if _overlap(saved, box) is not None] for saved, _ in self._boxes]
@@ -256,7 +273,7 @@ class Stored:
                             yield i, arrays.pop(i)
         except Exception as error:
             reason = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
-            raise CheckpointError(f"{self._folder} is damaged: {words} ({name}): {reason}") from error
+            raise CheckpointError(f"{self._folder} is damaged: {leaf} ({name}): {reason}") from error
 
 
 def _open(folder: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:

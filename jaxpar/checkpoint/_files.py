@@ -191,14 +191,25 @@ def write(path: Path, content: Content, arrays: Arrays) -> None:
             arrays.wait()
         records = [record | {"boxes": hashes} for record, hashes in zip(arrays.records, boxes, strict=True)]
 
-        # Equal frozen arrays are on disk once.
+        # Equal frozen arrays are on disk once: those of another checkpoint in the directory are linked, if it has the
+        # same, undamaged.
         complete.mkdir(exist_ok=True)
         if arrays.frozen:
             of_frozen = [[record["array"], record["boxes"]] for record in records if record.get("frozen")]
             content = {**content, "frozen": hashlib.sha256(json.dumps(of_frozen).encode()).hexdigest()}
-            if not _link_frozen(path.parent, complete, content["frozen"]):
-                with_elements = {name: array for name, array in arrays.frozen.items() if array.size}
-                if with_elements:
+            for other, manifest in newest_first(path.parent)[0]:
+                if manifest.get("frozen") != content["frozen"]:
+                    continue
+                try:
+                    shutil.copytree(other / _FROZEN, complete / _FROZEN, copy_function=_link_or_copy)
+                    for record, array in zip(manifest["leaves"], _stored(complete, manifest), strict=True):
+                        if record.get("frozen"):
+                            array.verify()
+                    break
+                except (OSError, CheckpointError):  # another process removed it, or it is damaged
+                    shutil.rmtree(complete / _FROZEN, ignore_errors=True)
+            else:
+                if with_elements := {name: array for name, array in arrays.frozen.items() if array.size}:
                     _arrays.write(complete / _FROZEN, with_elements, {jax.process_index()})()
 
         # The manifest. What would be refused is not written.
@@ -289,8 +300,6 @@ def newest_first(directory: Path) -> tuple[list[tuple[Path, Manifest]], dict[Pat
     """The checkpoints of a directory and their manifests, the newest first, and why others cannot be read."""
     if not directory.exists():
         return [], {}
-    if not directory.is_dir():
-        raise NotADirectoryError(f"checkpoint: {directory} is not a directory")
     readable: list[tuple[Path, Manifest]] = []
     unreadable: dict[Path, str] = {}
     for path in directory.iterdir():
@@ -436,22 +445,6 @@ def _fingerprints(directory: Path) -> dict[str, list[Any]]:
 def _reason(error: BaseException) -> str:
     reason = (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip().splitlines()[0]
     return reason if len(reason) < 200 else reason[:200] + "..."
-
-
-def _link_frozen(directory: Path, unfinished: Path, sha256: str) -> bool:
-    """Link the frozen arrays of another checkpoint in the directory, if one has the same, undamaged."""
-    for path, manifest in newest_first(directory)[0]:
-        if manifest.get("frozen") != sha256:
-            continue
-        with contextlib.suppress(OSError, CheckpointError):  # another process removed it, or it is damaged
-            shutil.copytree(path / _FROZEN, unfinished / _FROZEN, copy_function=_link_or_copy)
-            copies = _stored(unfinished, manifest)
-            for record, array in zip(manifest["leaves"], copies, strict=True):
-                if record.get("frozen"):
-                    array.verify()
-            return True
-        shutil.rmtree(unfinished / _FROZEN, ignore_errors=True)
-    return False
 
 
 # The manifest.

@@ -67,10 +67,8 @@ def to_leaves(tree: PyTree, keep: bool = True) -> tuple[int | None, list[LeafRec
             arrays.append(leaf.addressable_data(0) if leaf.is_fully_replicated else leaf)
             continue
 
-        # In host memory. The user may change an array of NumPy meanwhile. The memory of a CPU device is shared, and jax
-        # keeps it for us where the state is donated. Explicit, for `jax.transfer_guard`.
-        array = np.asarray(jax.device_get(mesh.to_host(leaf)))
-        array = array.copy() if isinstance(leaf, np.ndarray) else array
+        # In host memory, in a copy of what the user may change meanwhile.
+        array = _arrays.to_numpy(mesh.to_host(leaf)) if isinstance(leaf, jax.Array) else np.array(leaf)
         array = array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array
         of_key = array.shape if "impl" in record else slot.shape
         is_other = array.dtype.newbyteorder("=") != stored
@@ -232,10 +230,10 @@ class StateHash:
     @functools.cached_property
     def sums(self) -> np.ndarray:
         """(arrays, 2): two sums of the mixed words of each array. Waits for the devices."""
-        found = np.zeros((len(self.records), 2), np.uint32)
+        sums = np.zeros((len(self.records), 2), np.uint32)
         for numbers, sums_of_group in self.groups:
-            found[numbers] = np.asarray(mesh.to_host(sums_of_group))
-        return found
+            sums[numbers] = np.asarray(mesh.to_host(sums_of_group))
+        return sums
 
     def __str__(self) -> str:
         records = [{name: r[name] for name in _HASHED if name in r} for r in self.records]
@@ -259,7 +257,10 @@ def hash_sums(leaves: Sequence[jax.Array], sizes: tuple[int | None, ...]) -> jax
 
 def _sums_of(leaf: jax.Array, size: int | None) -> jax.Array:
     bits = _as_uint32(jax.random.key_data(leaf) if is_prng_key(leaf) else leaf)
-    place = _places(bits.shape)
+    place, stride = jnp.zeros(bits.shape, np.uint32), 1  # the number of each word, modulo 2**32
+    for axis in reversed(range(bits.ndim)):
+        place += jax.lax.broadcasted_iota(np.uint32, bits.shape, axis) * np.uint32(stride % (1 << 32))
+        stride *= bits.shape[axis]
     mixed = _mix(bits ^ _mix(place + np.uint32(0x9E3779B9))), _mix(bits + _mix(place ^ np.uint32(0x7FEB352D)))
     if size is not None:  # the elements after the first so many are a padding
         row, column = (jax.lax.broadcasted_iota(np.uint32, leaf.shape, axis) for axis in (0, 1))
@@ -283,15 +284,6 @@ def _as_uint32(leaf: jax.Array) -> jax.Array:
     width = info(leaf.dtype).bits
     bits = jax.lax.bitcast_convert_type(leaf, jnp.uint32 if width > 16 else f"uint{width}")
     return bits.astype(np.uint32)
-
-
-def _places(shape: Sequence[int]) -> jax.Array:
-    """The number of each element, modulo 2**32."""
-    places, stride = jnp.zeros(shape, np.uint32), 1
-    for axis in reversed(range(len(shape))):
-        places += jax.lax.broadcasted_iota(np.uint32, shape, axis) * np.uint32(stride % (1 << 32))
-        stride *= shape[axis]
-    return places
 
 
 def _mix(x: jax.Array) -> jax.Array:

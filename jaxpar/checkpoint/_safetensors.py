@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._core import files
-from .._core.arrays import PyTree, is_prng_key
+from .._core.arrays import PyTree
 from .._core.files import CheckpointError
 from .._core.transfers import allows_transfers
 from .._devices import mesh, processes
 from . import _leaves
+from ._arrays import to_numpy
 
 _DTYPES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "C64": "complex64", "BOOL": "bool"},
@@ -37,7 +38,8 @@ def export(state: PyTree, path: str | os.PathLike[str]) -> None:
 
     Raises:
         ModuleNotFoundError: the package `safetensors` is not installed; `jaxpar[others]` brings it.
-        TypeError: a leaf is not an array, or of a dtype that such files do not have.
+        TypeError: a leaf is not an array of numbers.
+        SafetensorError: such files do not have the dtype of a leaf.
         ValueError: two params would have the same name.
         OSError: the file cannot be written. One that was there is as before.
 
@@ -60,17 +62,13 @@ def export(state: PyTree, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"checkpoint.export: two params would have the name {twice[0]!r}; rename one of them")
     arrays: dict[str, np.ndarray] = {}
     for name, slot in zip(names, slots, strict=True):
-        if is_prng_key(slot.leaf):
-            raise TypeError(f"checkpoint.export: {slot.words} is a random key; give the params alone")
-        array = np.asarray(jax.device_get(mesh.to_host(slot.leaf)))
+        leaf = mesh.to_host(slot.leaf)
+        array = to_numpy(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
         if jax.process_index() == 0:
             arrays[name] = np.ascontiguousarray(array.reshape(-1)[: math.prod(slot.shape)]).reshape(slot.shape)
     with processes.raise_together():
         if jax.process_index() == 0:
-            try:
-                content = save(arrays)
-            except Exception as error:
-                raise TypeError(f"checkpoint.export: safetensors cannot hold these params ({error})") from error
+            content = save(arrays)
             target.parent.mkdir(parents=True, exist_ok=True)
             files.replace(target, content)
 

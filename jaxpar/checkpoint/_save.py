@@ -277,9 +277,9 @@ class Manager:
         readable, unreadable = _files.newest_first(self.directory)
         rows: list[tuple[str, str]] = []
         for path, manifest in readable:
-            words = [f"step {manifest['step']}"] if "step" in manifest else []
-            words += [word for word in ("best", "kept") if manifest.get(word)]
-            rows.append((path.name, ", ".join(words)))
+            remarks = [f"step {manifest['step']}"] if "step" in manifest else []
+            remarks += [name for name in ("best", "kept") if manifest.get(name)]
+            rows.append((path.name, ", ".join(remarks)))
         rows += [(path.name, "cannot be read") for path in unreadable]
         count = text.plural(len(rows), "checkpoint")
         return text.Table(f"Manager({files.shown(self.directory)}, keep={self.keep}): {count}", ("name", ""), rows)
@@ -298,6 +298,7 @@ class Manager:
         Raises:
             OSError: the previous checkpoint could not be written, or another running process writes into the directory.
             TypeError: a leaf is not an array, or `info` is not a dict of JSON values.
+            ValueError: `info` is nested too deep.
         """
         self._save(state, {} if info is None else info, best=best)
 
@@ -322,11 +323,8 @@ class Manager:
             step, leaves, arrays, together = _leaves.to_leaves(state, self._writes)
             if records is not None:
                 info = {**info, "history": list(records[-_run.INSIDE :])}
-            try:
-                info = json.loads(json.dumps(dict(info)))  # a copy, which the caller does not change meanwhile
-                _files.check_depth(info)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise TypeError(f"checkpoint.Manager.save: info must be a dict of JSON values ({error})") from error
+            info = json.loads(json.dumps(dict(info)))  # a copy, which the caller does not change meanwhile
+            _files.check_depth(info)
             content: Content = {} if step is None else {"step": step}
             content["info"] = info
             if best:

@@ -346,7 +346,7 @@ class IterableSource:
             raise TypeError(
                 f"data.split: {_describe(self.source)} cannot be indexed; split what it reads, or give a list"
             )
-        if self.steps_per_epoch is not None:
+        if self.steps_per_epoch is not None:  # a part has fewer, and would end in the middle of an epoch
             raise ValueError("data.split: leave out steps_per_epoch=, because the length of each part is known")
         rows_of_both = _batches.split_rows(len(self.source), fraction, rng, shuffle, "data.split")
         # A list stays a list, since the shapes of a list of batches are known before it is read.
@@ -498,22 +498,20 @@ def _lengths(batch: PyTree, share: int, at: int, first: dict[str, int]) -> dict[
     lengths = {name: shape[0] for name, shape in shapes.items() if shape}
     if lengths.keys() == shapes.keys() and max(lengths.values(), default=0) == share and lengths == (first or lengths):
         return lengths
-    got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
     if len({*first.values()}) > 1:
-        expected = ", ".join(f"{name} of {n} rows" for name, n in first.items())
-        raise ValueError(
-            f"{_WHERE}: batch {at} of the epoch should have {expected}, as the first batch, got {got}; give all "
-            "batches the same lengths"
+        expected = f"{', '.join(f'{name} of {n} rows' for name, n in first.items())}, as the first batch"
+        hint = "give all batches the same lengths"
+    elif not first and len({*lengths.values()}) > 1:
+        expected = f"{share} examples in its longest array"
+        hint = "give batch_size= the length of the longest array, and each array a first axis"
+    else:
+        expected = f"{share} examples in each array"
+        hint = (
+            "give batch_size= their size, or drop an incomplete last one (drop_last=True); if an element is one "
+            "example, give batched=False"
         )
-    if not first and len({*lengths.values()}) > 1:
-        raise ValueError(
-            f"{_WHERE}: batch {at} of the epoch should have {share} examples in its longest array, got {got}; give "
-            "batch_size= the length of the longest array, and each array a first axis"
-        )
-    raise ValueError(
-        f"{_WHERE}: batch {at} of the epoch should have {share} examples in each array, got {got}; give batch_size= "
-        "their size, or drop an incomplete last one (drop_last=True); if an element is one example, give batched=False"
-    )
+    got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    raise ValueError(f"{_WHERE}: batch {at} of the epoch should have {expected}, got {got}; {hint}")
 
 
 def _end_error(source: object, epoch: int, num_read: int, steps: int | None) -> ValueError:

@@ -435,14 +435,13 @@ def batch_groups(
     >>> several["image"].shape, count
     ((4, 2, 2), 3)
     """
-    where = "data.batch_groups"
     # Only a data set whose copies are on the devices is gathered there, several batches by one program.
     if not isinstance(source, DatasetSource):
         return None
     plan = _batches.plan_batches(
         source.examples(batch_size),
         batch_size,
-        where,
+        "data.batch_groups",
         rng=rng,
         epochs=None,
         start=start,
@@ -451,7 +450,7 @@ def batch_groups(
         virtual_shards=virtual_shards,
     )
     if most is not None:
-        checks.whole_number(most, where, "most")
+        checks.whole_number(most, "data.batch_groups", "most")
     if (copies := _batches.resident(source.dataset, plan.placement)) is None:
         return None
     return each_in_user_mesh(_batches.from_devices(*copies, plan, np.dtype(jnp.float32), most=most, stacked=True))

@@ -69,8 +69,13 @@ def find(
                 f"{from_env[name]!r}; leave the arguments out there"
             )
     if not from_env and not arguments:
-        if elsewhere := _only_jax(env):
-            return elsewhere
+        # Where only jax finds the settings, by asking others for them.
+        if "JOB_COMPLETION_INDEX" in env and "KUBERNETES_SERVICE_HOST" in env:
+            return "Kubernetes"
+        # libtpu alone is no TPU: it is the compiler that `jaxpar plan` asks, too.
+        chips = (chip for pattern in ("accel[0-9]*", "vfio/[0-9]*") for chip in Path("/dev").glob(pattern))
+        if ("TPU_WORKER_HOSTNAMES" in env or any(chips)) and importlib.util.find_spec("libtpu"):
+            return "Cloud TPU"
         if "JAX_COORDINATOR_ADDRESS" not in env:
             return None
     source = "the arguments" if arguments else "JAX_COORDINATOR_ADDRESS"
@@ -176,15 +181,6 @@ def _skypilot(env: Mapping[str, str]) -> Settings:
         "process_id": _int(env, "SKYPILOT_NODE_RANK"),
         "job": task,
     }
-
-
-def _only_jax(env: Mapping[str, str]) -> str | None:
-    if "JOB_COMPLETION_INDEX" in env and "KUBERNETES_SERVICE_HOST" in env:
-        return "Kubernetes"
-    # libtpu alone is no TPU: it is the compiler that `jaxpar plan` asks, too.
-    chips = (chip for pattern in ("accel[0-9]*", "vfio/[0-9]*") for chip in Path("/dev").glob(pattern))
-    is_tpu = "TPU_WORKER_HOSTNAMES" in env or any(chips)
-    return "Cloud TPU" if is_tpu and importlib.util.find_spec("libtpu") else None
 
 
 def _int(env: Mapping[str, str], *names: str) -> int | None:

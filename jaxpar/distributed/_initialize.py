@@ -372,9 +372,23 @@ def _start_by_jax(name: str, options: dict[str, Any], heartbeat_timeout: float, 
         names = "JAXPAR_COORDINATOR and JAXPAR_NUM_PROCESSES (the number of the process is JOB_COMPLETION_INDEX)"
         raise RuntimeError(f"{_WHERE}: jax finds no settings in {name}; set {names}, or install jax[k8s]") from error
     size, rank = job().num_processes, job().process_id
-    if watch and size > 1:
-        this.client = _join_through_jax(rank, size, heartbeat_timeout)
-        watch_end(this.client)
+    if not watch or size == 1:
+        return
+
+    # Process 0 sends the port and the secret of its heartbeat server by a collective, and not by jax's key-value store,
+    # which everybody can read who reaches it.
+    run: dict[str, Any] = {"job": "jax", "heartbeat_timeout": heartbeat_timeout}
+    server, port_and_key = None, ""  # of process 0, the others send nothing
+    if rank == 0:
+        secret, listener = new_secret("process 0"), socket.create_server(("", 0))
+        server = HeartbeatServer(listener, **run, size=size, secret=secret, join_timeout=_JOIN_TIMEOUT)
+        port_and_key = f"{listener.getsockname()[1]} {secret.key.decode()}"
+    with ThreadPoolExecutor(1) as thread:  # in this one jax may be tracing, around a kv.create
+        port, key = "".join(thread.submit(processes.exchange, port_and_key).result()).split(" ")
+    secret, (host, _) = Secret(key.encode(), "process 0"), split(job().coordinator_address)
+    client = HeartbeatClient(rank, size, **run, secret=secret, launched=False, server=server)
+    this.client = _join_run(client, [(host, int(port))], _JOIN_TIMEOUT, f"no answer at {host}:{port}")
+    watch_end(this.client)
 
 
 def reserve_port(address: str) -> socket.socket:
@@ -431,22 +445,6 @@ def join_others(cluster: _environment.Cluster, heartbeat_timeout: float, join_ti
     if elastic:
         client.forget = functools.partial(_elastic.forget, cluster.coordinator, size)
     return _join_run(client, addresses, join_timeout, absent)
-
-
-def _join_through_jax(rank: int, size: int, heartbeat_timeout: float) -> HeartbeatClient:
-    """The heartbeat client, after process 0 has sent the port and the secret of its server by a collective."""
-    # Not by jax's key-value store, which everybody can read who reaches it.
-    run: dict[str, Any] = {"job": "jax", "heartbeat_timeout": heartbeat_timeout}
-    server, port_and_key = None, ""  # of process 0, the others send nothing
-    if rank == 0:
-        secret, listener = new_secret("process 0"), socket.create_server(("", 0))
-        server = HeartbeatServer(listener, **run, size=size, secret=secret, join_timeout=_JOIN_TIMEOUT)
-        port_and_key = f"{listener.getsockname()[1]} {secret.key.decode()}"
-    with ThreadPoolExecutor(1) as thread:  # in this one jax may be tracing, around a kv.create
-        port, key = "".join(thread.submit(processes.exchange, port_and_key).result()).split(" ")
-    secret, (host, _) = Secret(key.encode(), "process 0"), split(job().coordinator_address)
-    client = HeartbeatClient(rank, size, **run, secret=secret, launched=False, server=server)
-    return _join_run(client, [(host, int(port))], _JOIN_TIMEOUT, f"no answer at {host}:{port}")
 
 
 def _join_run(

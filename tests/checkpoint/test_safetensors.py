@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar import checkpoint, kv, train
 
-pytest.importorskip("safetensors")
+safetensors = pytest.importorskip("safetensors")
 
 PARAMS = {
     "conv1": {"kernel": jnp.arange(30, dtype=jnp.float32).reshape(5, 6), "bias": jnp.ones(6, jnp.bfloat16)},
@@ -40,9 +40,9 @@ def test_what_cannot_be_exported_or_loaded(tmp_path):
     path = tmp_path / "model.safetensors"
     with pytest.raises(ValueError, match=r"two params would have the name 'a\.b'"):
         checkpoint.export({"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)}, path)
-    with pytest.raises(TypeError, match="random key"):
+    with pytest.raises(TypeError, match="PRNGKey"):
         checkpoint.export({"rng": jax.random.key(0)}, path)
-    with pytest.raises(TypeError, match="safetensors cannot hold"):
+    with pytest.raises(safetensors.SafetensorError, match="complex128"):
         checkpoint.export({"a": np.ones(2, np.complex128)}, path)
     assert not path.exists()
     checkpoint.export(PARAMS, path)
