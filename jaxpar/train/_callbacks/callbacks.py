@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeGuard
 import jax
 import numpy as np
 
-from ..._core import checks, text
+from ..._core import text
 from ..._core.functions import check_takes
 from ..._devices import processes
 from .._step.state import TrainState
@@ -128,10 +128,10 @@ class Callbacks:
             callback_state.append(memory)
         # A resumed run says which callbacks have no saved memory, and which saved memories have no callback.
         if resumed and jax.process_index() == 0 and (starts_anew or unused):
-            names, others = " and ".join(starts_anew), " and ".join(entry["name"] for entry in unused)
+            names, unused_names = " and ".join(starts_anew), " and ".join(entry["name"] for entry in unused)
             messages = (
                 f"the checkpoint has no matching memory of {names}, so it starts anew" if starts_anew else "",
-                f"no callback uses the memory of {others} in the checkpoint" if unused else "",
+                f"no callback uses the memory of {unused_names} in the checkpoint" if unused else "",
             )
             text.say("fit: " + "; ".join(filter(None, messages)))
         return tuple(callback_state)
@@ -185,18 +185,14 @@ class Callbacks:
         what it is now and was when the run began, for `stays_over`.
         """
         new, stops = list(callback_state), list[Any]()
+        # One that fails in a process would leave the others waiting in the next step.
         with processes.raise_together():
             for i, callback in enumerate(self.each):
-                if not has_memory(callback):
-                    stops.append(callback(state, record))
-                    continue
-                answer: Any = callback.on_epoch(new[i], state, record)
-                if not isinstance(answer, tuple) or len(answer) != 2:
-                    raise TypeError(
-                        f"fit: {name_of(callback)}.on_epoch must return (memory, stop), got {checks.describe(answer)}"
-                    )
-                new[i] = answer[0]
-                stops.append(answer[1])
+                if has_memory(callback):
+                    new[i], stop = callback.on_epoch(new[i], state, record)
+                else:
+                    stop = callback(state, record)
+                stops.append(stop)
         # A function may return anything, such as a figure. Only a bool asks.
         kinds = bool | np.bool_ | jax.Array
         asks = [isinstance(stop, kinds) and np.shape(stop) == () and bool(stop) for stop in stops]

@@ -189,13 +189,10 @@ def fit(
     )
     with delayed():
         run = Run(state, step, train_data, options)
-    if distributed.is_elastic() and (run.left_out or run.callbacks.undo is not None):
-        raise ValueError("fit: an elastic run leaves out no steps; leave out step.without(...) and train.Undo")
-    return _fit_elastic(run, state) if distributed.is_elastic() else train(run, state)
+    if not distributed.is_elastic():
+        return train(run, state)
 
-
-def _fit_elastic(run: Run, state: TrainState) -> tuple[TrainState, History]:
-    """What `fit` returns in an elastic run. Process 0 alone trains, and the others make its steps."""
+    # In an elastic run process 0 alone trains, and the others make its steps.
     from .._elastic.member import Member  # other runs do not need it
 
     member = Member(run, state)

@@ -61,7 +61,8 @@ class Interrupts(process.Signals):
             self.asked = signal.SIGTERM
         elif epoch_over or step % _EXCHANGE_EVERY == 0:
             # If one of several processes stopped by itself, the others would wait in a collective forever. The exchange
-            # is a collective too, and those of two programs must not overlap.
+            # is a collective too, and those of two programs must not overlap. So it waits for the devices, and is made
+            # seldom: after a record, which waits anyway, and every sixteenth step.
             jax.block_until_ready(state)
             self.asked = max(map(int, processes.exchange(str(int(recorded or 0))))) or None
         return self.asked is not None

@@ -88,9 +88,10 @@ class LocalSGD(DeviceStep):
         # It is divided before it is summed, as a gradient is.
         def agree(state: TrainState) -> tuple[Arrays, dict[int, PyTree], PyTree, PyTree]:
             store, count = state.store, lax.axis_size(self.axis_name)
-            values = own_state(state).store.values
+            values = own_state(state).store.values  # of this device
             changes = {k: (store.values[k] - values[k]) / count for k in keys}
             gradient, residuals = aggregate.reduce(store, changes, self.axis_name)
+            # A change is (start - end), the direction of a gradient, so an outer optimizer subtracts it.
             if self.outer is None:
                 new, outer = {k: store.values[k] - g for k, g in gradient.items()}, ()
             else:

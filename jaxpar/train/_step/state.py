@@ -310,6 +310,8 @@ def carries(tree: PyTree) -> bool:
 
 def _average_local(template: TrainState, saved: portable.Saved, remarks: list[str]) -> portable.Saved:
     """What was saved of local steps, for the number of devices of the template."""
+    # Each device had params of its own. On another number of devices there is no state that equals it, and the mean is
+    # what the devices would have agreed on.
     saved = kv._with_wide_averages(template.local, saved, "local", remarks)
     leaves = jax.tree.leaves(template.local)
     local = {name: v for name, v in saved.items() if name.startswith("local/") and v[1].ndim}

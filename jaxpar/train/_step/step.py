@@ -174,6 +174,8 @@ class DeviceStep:
 
             if self.remat:
                 scaled_loss = jax.checkpoint(scaled_loss, policy=None if self.remat is True else self.remat)
+            # Frozen params are no arguments, so no gradient is computed for them. The rows of tables are gathered from
+            # the backward pass by a trace of their own.
             trained = [leaves[k] for k in keys]
             if not tables:
                 (_, (metrics, new_state)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
@@ -354,6 +356,7 @@ class DeviceStep:
         transform = state.transform
         if self.grad_transform is not None:
             summed, transform = self.transform_gradients(self.grad_transform, state, params, summed)
+        # The queue of a delayed store is not full in the first steps. Until it is, `ready` is false and nothing moves.
         num_updates = aggregate.num_updates(state.store, summed, ready)
         changes = aggregate.update(state.store, summed, num_updates, loss)._replace(residuals=residuals)
         if ready is not None:
@@ -440,6 +443,8 @@ class DeviceStep:
             )
         if tables := self.tables(state.store):
             check_tables(state.store, tables, self.grad_transform)
+        # A state of `create_state` knows nothing of the step's options. One that was restored, or comes from another
+        # step, keeps what it has: the scale that was found, what a transform remembers.
         missing: dict[str, PyTree] = {}
         if self.grad_transform is not None and not carries(state.transform):
             transform = self.grad_transform.init(trained_params(state.store))

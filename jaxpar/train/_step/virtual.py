@@ -87,6 +87,7 @@ class VirtualStep(DeviceStep):
 
     def with_initial_parts(self, state: TrainState) -> TrainState:
         """As of any step. `ValueError` for a store that rounds by the number of devices."""
+        # Each of these rounds, or waits, by the number of devices, which the bits must not depend on.
         store = state.store
         if store.compressor is not None:
             reason = "a compressor keeps a residual for each device; make the store without one"
