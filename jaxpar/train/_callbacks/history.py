@@ -55,7 +55,7 @@ class History(list[Record]):
         return table._repr_html_()
 
 
-def number_text(value: Any) -> str:
+def number_text(value: object) -> str:
     """A metric in a few digits: 0.2500, 1.000e-07, 3."""
     if not isinstance(value, float):
         return str(value)

@@ -283,7 +283,7 @@ def check_classified(dataset: object, caller: str, hint: str = "") -> None:
     checks.labels(dataset.labels, caller)
 
 
-def check_classes(caller: str, apply_fn: Any, model: tuple[PyTree, ...], dataset: Dataset) -> None:
+def check_classes(caller: str, apply_fn: Any, model: tuple[PyTree, ...], dataset: Any) -> None:
     """`ValueError` unless integer labels are classes of the model (params, *model_state). Nothing is computed."""
     # JAX takes an index out of range as another one, or gives NaN, and no error.
     if not dataset.labels.size or dataset.labels.dtype.kind not in "iu":

@@ -199,9 +199,9 @@ def fit(
     if member.leads:
         return train(run, state, member.lead)
     signals = Interrupts()
-    state, history, step = member.follow(run.check(state), signals)
+    state, history, last_step = member.follow(run.check(state), signals)
     if signals.asked is None:
         return state, history
-    epoch = -(-(step - member.first) // (run.steps or 1))
-    place = describe_stop(step, epoch, run.epochs, saved=None)
+    epoch = -(-(last_step - member.first) // (run.steps or 1))
+    place = describe_stop(last_step, epoch, run.epochs, saved=None)
     return finish_interrupted(signals.asked, state, history, place, run.on_interrupt)

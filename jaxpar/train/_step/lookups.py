@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]  # jax 0.12: an alias
+from jax.typing import DTypeLike
 
 from ... import sparse
 from ..._core.arrays import PyTree
@@ -46,7 +47,7 @@ class Shards:
     def dense(self) -> jax.Array:
         return collectives.from_rows(lax.all_gather(self.chunk, self.axis_name), self.shape)
 
-    def astype(self, dtype: Any) -> Shards:
+    def astype(self, dtype: DTypeLike) -> Shards:
         return dataclasses.replace(self, chunk=self.chunk.astype(dtype))
 
     def take(self, ids: jax.Array) -> jax.Array:
@@ -238,7 +239,7 @@ def _row_numbers(indices: jax.Array, of_axes: tuple[int, ...]) -> jax.Array:
 def _ids(
     indices: jax.Array,
     shape: tuple[int, ...],
-    mode: Any,
+    mode: lax.GatherScatterMode,
     window: Sequence[int],
     left_out: tuple[int, ...],
     of_axes: tuple[int, ...],

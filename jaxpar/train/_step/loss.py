@@ -104,8 +104,8 @@ def call_loss(
     fault = None
     if not all(map(is_number, numbers)):
         fault = f"{checks.describe(loss)}{_NO_GRAD if isinstance(loss, (tuple, dict)) else ''}"
-    elif len(numbers) == 1 and jnp.shape(loss) != ():
-        fault = f"shape {jnp.shape(loss)}"
+    elif len(numbers) == 1 and jnp.shape(numbers[0]) != ():
+        fault = f"shape {jnp.shape(numbers[0])}"
     elif not jnp.issubdtype(jnp.result_type(numbers[0]), jnp.floating):
         fault = f"{jnp.result_type(numbers[0])}, which has no gradient"
     if fault is not None:
@@ -132,7 +132,7 @@ def call_loss(
         return metrics, ()
 
     # The new model state in the dtypes of the old one, or the next step would be another program.
-    def cast(path: KeyPath, leaf: Any, old: jax.Array) -> jax.Array:
+    def cast(path: KeyPath, leaf: PyTree, old: jax.Array) -> jax.Array:
         name = f"train step: leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r} of new_model_state"
         leaf = checks.array(leaf, name)
         checks.storable(leaf, old.shape, old.dtype, name)
@@ -281,7 +281,7 @@ class ClassificationLoss:
     apply_fn: Callable[[Any, jax.Array], jax.Array]
     label_smoothing: float
 
-    def __call__(self, params: Any, batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+    def __call__(self, params: PyTree, batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
         if not isinstance(batch, dict) or not {"image", "label"} <= batch.keys():
             raise TypeError(
                 'classification_loss: a batch must be a dict with "image" and "label", as data.batches makes them; got '

@@ -170,7 +170,13 @@ class OfNnx:
         return bool(self._norms(self._join(params, model_state, None)))
 
     def loss(
-        self, loss_fn: Callable[..., Any], params: PyTree, batch: Batch, rng: jax.Array, model_state: PyTree, step: Any
+        self,
+        loss_fn: Callable[..., Any],
+        params: PyTree,
+        batch: Batch,
+        rng: jax.Array,
+        model_state: PyTree,
+        step: jax.Array,
     ) -> tuple[Any, dict[str, Any], PyTree]:
         """(loss, aux, new model state) of a share."""
         model = self._join(params, model_state, jax.random.fold_in(rng, _OF_STREAMS))
@@ -241,7 +247,13 @@ class OfEquinox:
         return bool(_with(self._join(params), self._is_unsynced_norm))
 
     def loss(
-        self, loss_fn: Callable[..., Any], params: PyTree, batch: Batch, rng: jax.Array, model_state: PyTree, step: Any
+        self,
+        loss_fn: Callable[..., Any],
+        params: PyTree,
+        batch: Batch,
+        rng: jax.Array,
+        model_state: PyTree,
+        step: jax.Array,
     ) -> tuple[Any, dict[str, Any], PyTree]:
         """(loss, aux, new model state) of a share."""
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from ... import distributed, kv, updaters
 from ..._core import checks, host, portable
@@ -285,7 +286,7 @@ def leaf_shardings(state: TrainState) -> TrainState:
 def shapes_on(tree: PyTree, shardings: PyTree) -> PyTree:
     """The shapes and dtypes that the arrays of a pytree have in a program, each with its sharding, or all with one."""
 
-    def shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    def shape(x: jax.Array, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
         x = jax.typeof(x)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
