@@ -378,7 +378,7 @@ def per_batch(value):
         (per_batch(lambda x: (x.sum(0), x.sum(0))), ValueError, r"the sum has shape \(5,\) and the weight \(5,\)"),
         (per_batch(lambda x: jnp.ones(8)), ValueError, r"'loss' has shape \(8,\) for 16 examples"),  # by chance
         (per_batch(lambda x: (jnp.ones(8), jnp.ones(8))), ValueError, r"shape \(8,\) and the weight \(8,\) for 16"),
-        (per_batch(lambda x: (x, x, x)), TypeError, r"expected a pair \(sum, weight\), got a tuple of 3"),
+        (per_batch(lambda x: (x, x, x)), ValueError, "too many values to unpack"),
         (
             per_batch(lambda x: train.per_class_accuracy(jnp.ones((8, 4, 4)), jnp.zeros((8, 4), int))),
             ValueError,

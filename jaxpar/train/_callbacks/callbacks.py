@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeGuard
 import jax
 import numpy as np
 
-from ..._core import text
+from ..._core import checks, text
 from ..._core.functions import check_takes
 from ..._devices import processes
 from .._step.state import TrainState
@@ -188,11 +188,17 @@ class Callbacks:
         # One that fails in a process would leave the others waiting in the next step.
         with processes.raise_together():
             for i, callback in enumerate(self.each):
-                if has_memory(callback):
-                    new[i], stop = callback.on_epoch(new[i], state, record)
-                else:
-                    stop = callback(state, record)
-                stops.append(stop)
+                if not has_memory(callback):
+                    stops.append(callback(state, record))
+                    continue
+                # A memory alone may have two members too, which would be taken for (memory, stop).
+                answer: Any = callback.on_epoch(new[i], state, record)
+                if not isinstance(answer, tuple) or len(answer) != 2:
+                    raise TypeError(
+                        f"fit: {name_of(callback)}.on_epoch must return (memory, stop), got {checks.describe(answer)}"
+                    )
+                new[i] = answer[0]
+                stops.append(answer[1])
         # A function may return anything, such as a figure. Only a bool asks.
         kinds = bool | np.bool_ | jax.Array
         asks = [isinstance(stop, kinds) and np.shape(stop) == () and bool(stop) for stop in stops]

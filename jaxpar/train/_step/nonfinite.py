@@ -61,6 +61,8 @@ class DynamicLossScale:
         checks.number(self.factor, caller, "factor", "a number above 1", lambda n: 1 < n < math.inf)
         for name in ("initial", "least", "most"):
             checks.number(getattr(self, name), caller, name, "a number above 0", lambda n: 0 < n < math.inf)
+        if not self.least <= self.initial <= self.most:
+            raise ValueError(f"{caller}: expected least <= initial <= most, got {self}")
 
     def start(self) -> dict[str, jax.Array]:
         """The first `state.loss_scale`: float32 `scale` and int32 `good_steps`."""

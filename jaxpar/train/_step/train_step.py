@@ -545,7 +545,7 @@ def make_train_step(
     if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
         raise TypeError(f"{caller}: compute_dtype must be floating, as jnp.bfloat16, got {compute_dtype!r}")
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    has_several_axes = len(axes) > 1
+    num_axes = len(axes)
     tables = (row_sparse,) if isinstance(row_sparse, str) else tuple(row_sparse or ())
     chosen = None if devices is None else checks.devices(devices, caller)
     scaling = DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else loss_scale
@@ -561,7 +561,7 @@ def make_train_step(
     conflicts = {
         f"mesh= is for engine 'jit' and replaces devices=; got engine={engine!r}"
         f"{', and devices' if devices is not None else ''}": mesh is not None and (is_mapped or devices is not None),
-        f"several axes {axes} are for engine 'jit'; engine {engine!r} has one": has_several_axes and is_mapped,
+        f"several axes {axes} are for engine 'jit'; engine {engine!r} has one": num_axes > 1 and is_mapped,
         f"{fixed}, and {local}; leave out one of them": is_virtual and is_local,
         f"{fixed}, and {by_compiler}": is_virtual and is_jit,
         f"{local}, and {by_compiler}": is_local and is_jit,
