@@ -379,14 +379,15 @@ class TrainStep:
         if self.engine in ("auto", "jit") and self.global_step is not None:
             return "jit", self.global_step
         # Only the compiler computes with values that are split in their own shapes.
-        reason = f"engine {self.engine!r} cannot take them"
+        reason = f"engine {self.engine!r} cannot take them; use engine 'jit' or 'auto'"
         if self.virtual_shards is not None:
-            reason = f"virtual_shards={self.virtual_shards} fixes the order of sums that the compiler chooses here"
+            fixed = f"virtual_shards={self.virtual_shards} fixes the order of sums"
+            reason = f"{fixed} that the compiler chooses here; leave it out"
         elif self.global_step is None:
-            reason = "local_steps are updates of each device by itself"
+            reason = "local_steps are updates of each device by itself; leave them out"
         raise ValueError(
-            f"train step: values of this store are split over a mesh in their own shapes, and {reason}; use kind "
-            "'device' without mesh= and sharding=, or leave out that option"
+            f"train step: values of this store are split over a mesh in their own shapes, and {reason}; or use kind "
+            "'device' without mesh= and sharding="
         )
 
 
