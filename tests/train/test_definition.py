@@ -480,16 +480,10 @@ def test_a_batch_in_which_nothing_counts_is_not_finite(options):
 def test_what_is_no_pair_is_refused(loss, message):
     with pytest.raises((TypeError, ValueError), match=message):
         one_step(lambda params, batch, rng: (loss, {}))
-    if isinstance(loss, tuple) and not isinstance(loss[1], dict) and loss[0].dtype != np.int32:
+    if isinstance(loss, tuple) and isinstance(loss[1], jax.Array):
         name = "train step: 'part' in aux of loss_fn"
         with pytest.raises((TypeError, ValueError), match=name):
             one_step(lambda params, batch, rng: (jnp.float32(0) * params["w"].sum(), {"part": loss}))
-
-
-@pytest.mark.parametrize("engine", ["shard_map", "jit"])
-def test_an_axis_that_the_step_does_not_have(engine):
-    with pytest.raises(NameError, match=r"loss_fn: .*axis name: batch; this step has 'data', which axis_name= changes"):
-        one_step(lambda params, batch, rng: (jax.lax.pmean(params["w"].sum(), "batch"), {}), engine=engine)
 
 
 @pytest.mark.slow

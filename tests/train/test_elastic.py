@@ -245,12 +245,15 @@ def test_what_cannot_go_on_is_refused(elastic, monkeypatch, shards, source, has_
 
 def test_kinds_whose_shares_are_lost_are_refused(elastic):
     step = train.make_train_step(loss_fn, virtual_shards=4)
-    run = types.SimpleNamespace(step=step, source=None, callbacks=Callbacks())
+    run = types.SimpleNamespace(step=step, source=None, callbacks=Callbacks(), left_out=frozenset())
     with pytest.raises(ValueError, match=r"in kind 'sharded' .* resume from a checkpoint"):
         check_can_go_on(run, new_state(kind="sharded", devices=jax.devices()[:2]))
     check_can_go_on(run, new_state())
     run.callbacks = Callbacks(callbacks=train.EarlyStopping(restore_best=True))
     with pytest.raises(ValueError, match="an elastic run calls callbacks in process 0 only"):
+        check_can_go_on(run, new_state())
+    run.callbacks, run.left_out = Callbacks(), frozenset({3})
+    with pytest.raises(ValueError, match="an elastic run leaves out no steps"):
         check_can_go_on(run, new_state())
 
 

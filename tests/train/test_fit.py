@@ -165,8 +165,7 @@ def test_the_picture_of_a_history(tmp_path):
     figure = train.plot_history(history, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
     assert [len(axes.get_lines()) for axes in figure.axes] == [1, 1]
-    with pytest.raises(ValueError, match="empty"):
-        train.plot_history([])
+    assert not train.plot_history([]).axes
 
 
 @pytest.mark.parametrize("true", [True, np.True_, jnp.array(True)], ids=["python", "numpy", "jax"])

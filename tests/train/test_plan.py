@@ -64,8 +64,9 @@ def _checked(make, where, choices):
     [
         ("v5x:2x4", "unknown accelerator, on='v5x:2x4'; did you mean v5"),
         ("rtx:1", "known are v4, v5e"),
-        ("v5e", "must have the number of chips, such as v5e:4x4"),
-        ("v5e:0x4", "must have the number of chips"),
+        ("v5e", "unknown slice 'v5e'; v5e has 1x1, .* such as v5e:4x4"),
+        ("v5e:0x4", "unknown slice 'v5e:0x4'"),
+        ("h100", "a host has 1, 2, 4 or 8 GPUs, such as h100:8"),
         ("v5e:3x5", "unknown slice 'v5e:3x5'; v5e has 1x1, 2x2"),
         ("v5p:4x4", "v5p has three sizes"),
         ("v5p:4x4x6", "multiples of 4"),
@@ -141,7 +142,7 @@ def test_flops_and_arguments_are_of_one_device_under_each_engine():
         (lambda devices: make(devices, rows=15), "a batch of 15 cannot be divided by 4 devices"),
         (lambda devices: make(devices, read=True), "make reads the values of an array .test_plan.py"),
         (lambda _: make(jax.devices()[4:6]), r"make puts the state on .*; give the store the devices"),
-        (lambda devices: make(devices)[:2], r"make must return \(step, state, batch\), got a tuple of 2"),
+        (lambda devices: make(devices)[:2], "not enough values to unpack"),
         (3, "make must be a function"),
     ],
 )
@@ -308,7 +309,7 @@ def test_without_a_compiler(tmp_path):
         assert "make plan-env" in words
     if child._missing(Slice("h100:8", "x")):
         assert "has no CUDA plugin of JAX, the compiler for GPUs" in ask("h100:8")
-    assert "JAXPAR_PLAN_PYTHON cannot be started" in ask("h100:8", tmp_path / "nothing")
+    assert str(tmp_path / "nothing") in ask("h100:8", tmp_path / "nothing")
     ends = tmp_path / "python"
     ends.write_text("#!/bin/sh\necho out of luck >&2\nexit 3\n")
     ends.chmod(0o755)

@@ -226,5 +226,5 @@ def test_one_program_with_its_state_donated(action):
 @pytest.mark.filterwarnings("ignore:train step. the loss does not depend on")
 def test_a_metric_that_the_step_reports_itself():
     step = train.make_train_step(lambda p, b, rng: (p["w"].sum(), {"skipped": 1.0}), nonfinite="skip")
-    with pytest.raises(ValueError, match="aux of loss_fn has 'skipped', which the step reports itself; rename it"):
+    with pytest.raises(ValueError, match="has 'skipped', which the step reports itself; rename that value"):
         step(start(), line())

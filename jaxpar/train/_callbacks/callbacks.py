@@ -128,10 +128,10 @@ class Callbacks:
             callback_state.append(memory)
         # A resumed run says which callbacks have no saved memory, and which saved memories have no callback.
         if resumed and jax.process_index() == 0 and (starts_anew or unused):
-            names, others = " and ".join(starts_anew), " and ".join(entry["name"] for entry in unused)
+            names, unused_names = " and ".join(starts_anew), " and ".join(entry["name"] for entry in unused)
             messages = (
                 f"the checkpoint has no matching memory of {names}, so it starts anew" if starts_anew else "",
-                f"no callback uses the memory of {others} in the checkpoint" if unused else "",
+                f"no callback uses the memory of {unused_names} in the checkpoint" if unused else "",
             )
             text.say("fit: " + "; ".join(filter(None, messages)))
         return tuple(callback_state)
@@ -185,11 +185,13 @@ class Callbacks:
         what it is now and was when the run began, for `stays_over`.
         """
         new, stops = list(callback_state), list[Any]()
+        # One that fails in a process would leave the others waiting in the next step.
         with processes.raise_together():
             for i, callback in enumerate(self.each):
                 if not has_memory(callback):
                     stops.append(callback(state, record))
                     continue
+                # A memory alone may have two members too, which would be taken for (memory, stop).
                 answer: Any = callback.on_epoch(new[i], state, record)
                 if not isinstance(answer, tuple) or len(answer) != 2:
                     raise TypeError(

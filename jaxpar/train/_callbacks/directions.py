@@ -24,15 +24,16 @@ _NEUTRAL = frozenset(
     "segmentation reconstruction aux auxiliary word token character char sequence pixel masked squared absolute root "
     "log softmax sigmoid cross entropy kl l1 l2 huber at k rate score exact sample".split()
 )
-_WORDS = re.compile(r"[a-z0-9]+([_/. @-][a-z0-9]+)*")  # no sign before a word, and no formula
+_NAME = re.compile(r"[a-z0-9]+([_/. @-][a-z0-9]+)*")  # no sign before a word, and no formula
 
 
-def resolve_mode(monitor: str, mode: Mode, where: str) -> str:
+def resolve_mode(monitor: str, mode: Mode, caller: str) -> str:
     """ "min" or "max". `ValueError` if the name of the metric does not tell which."""
     direction = direction_of(monitor) if mode == "auto" else mode
     if direction is None:
         raise ValueError(
-            f"{where}: the name {monitor!r} does not tell whether more or less is better; give mode='min' or mode='max'"
+            f"{caller}: the name {monitor!r} does not tell whether more or less is better; give mode='min' or "
+            "mode='max'"
         )
     return direction
 
@@ -40,23 +41,23 @@ def resolve_mode(monitor: str, mode: Mode, where: str) -> str:
 def direction_of(name: str) -> str | None:
     """ "min" or "max" where the name of a metric tells it for certain: "eval_loss", "top5_accuracy", "crossEntropy"."""
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    if _WORDS.fullmatch(name) is None:
+    if _NAME.fullmatch(name) is None:
         return None
     directions: set[str] = set()
-    words: list[str] = []
+    name_words: list[str] = []
     for word in re.split(r"[^a-z0-9]", name):
         is_known = word in _UP | _DOWN | _NEUTRAL
-        words += [word] if is_known else re.findall(r"[a-z]+|[0-9]+", word)  # top5
-    for i, word in enumerate(words):
+        name_words += [word] if is_known else re.findall(r"[a-z]+|[0-9]+", word)  # top5
+    for i, word in enumerate(name_words):
         if word.isdecimal():  # recall_at_5 and loss_0, but not 1-acc
-            if i + 1 < len(words) and words[max(i - 1, 0)] not in ("top", "at"):
+            if i + 1 < len(name_words) and name_words[max(i - 1, 0)] not in ("top", "at"):
                 return None
         elif word in _UP:
             directions.add("max")
-        elif word in _DOWN or (word == "entropy" and words[i - 1] == "cross"):
+        elif word in _DOWN or (word == "entropy" and name_words[i - 1] == "cross"):
             directions.add("min")
         elif word not in _NEUTRAL:
             return None
-    if len(directions) != 1 or ("score" in words and "min" in directions):
+    if len(directions) != 1 or ("score" in name_words and "min" in directions):
         return None
     return directions.pop()

@@ -17,7 +17,7 @@ import jax
 from ..._core import files
 from ..._core.text import in_notebook
 from .._step.state import TrainState
-from .history import History, Record, check_records, import_for, line, metric_groups
+from .history import History, Record, import_for, line, metric_groups
 
 _STYLE = "jaxpar.train.notebook"
 _OWN = ("figure.facecolor", "text.color")  # a user who changed one of these has colours of their own
@@ -51,10 +51,10 @@ def new_figure(width: float, height: float) -> Any:
     return figure
 
 
-def save_figure(figure: Any, path: str | os.PathLike[str] | None, where: str) -> Any:
+def save_figure(figure: Any, path: str | os.PathLike[str] | None, caller: str) -> Any:
     """Write the figure to a file if there is a path, and return it."""
     if path is not None:
-        figure.savefig(files.as_path(path, f"{where}: path"), dpi=150)
+        figure.savefig(files.as_path(path, f"{caller}: path"), dpi=150)
     return figure
 
 
@@ -75,16 +75,13 @@ def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None 
         path: a file for the picture. Its suffix sets the format.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed. ValueError: the history is empty.
+        ModuleNotFoundError: matplotlib is not installed.
 
     Example:
         >>> figure = plot_history([{"epoch": 1, "loss": 2.3, "accuracy": 0.1, "test_accuracy": 0.2}])
         >>> [axes.get_ylabel() for axes in figure.axes]
         ['loss', 'accuracy']
     """
-    check_records(history, "plot_history")
-    if not history:
-        raise ValueError("plot_history: the history is empty")
     groups = metric_groups(history)
     axis = "step" if any(record.get("under_way") for record in history) else "epoch"
     return save_figure(_figure(groups, axis, history, min(len(groups), _COLUMNS) or 1), path, "plot_history")
@@ -92,6 +89,7 @@ def plot_history(history: Sequence[Record], path: str | os.PathLike[str] | None 
 
 def _figure(groups: dict[str, dict[str, str]], axis: str, records: Sequence[Record], columns: int) -> Any:
     """A picture for each group of metrics, over the epochs or the steps of the records that have them."""
+    # A history may lack a metric in some records, such as scores of evaluations within an epoch.
     rows = -(-len(groups) // columns) or 1
     figure = new_figure(4.5 * columns, 3.2 * rows)
     for i, (group, curves) in enumerate(groups.items(), 1):
@@ -145,6 +143,7 @@ class LivePlot:
         self._last, loss = step, metrics.get("loss", float("nan"))
         if step % self._stride == 0:
             self._losses.append((step, loss))
+        # Every second point, evenly over the whole run. `[1::2]` keeps the multiples of the doubled stride.
         if len(self._losses) > 2 * _POINTS:
             self._losses, self._stride = self._losses[1::2], 2 * self._stride
         self._add(f"step {step}  loss {loss:.4f}")
@@ -174,6 +173,7 @@ class LivePlot:
             return
         from IPython.display import display
 
+        # A picture takes longer the more there is in it, so the next one waits for twenty times as long.
         began = time.perf_counter()
         content = {"image/png": png(self._plot()), "text/plain": self._title}
         if self._shown is None:

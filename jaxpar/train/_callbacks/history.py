@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from ..._core import checks
-from ..._core.text import Table, describe, plural
+from ..._core.text import Table, plural
 from .directions import Mode, resolve_mode
 
 Record = dict[str, Any]
@@ -41,8 +41,8 @@ class History(list[Record]):
         values = [(record[metric], record) for record in self if metric in metric_names(record)]
         values = [(value, record) for value, record in values if not math.isnan(value)]
         if not values:
-            known = dict.fromkeys(name for record in self for name in metric_names(record))
-            raise ValueError(f"history.best: no record has a number {metric!r}; known are {', '.join(known) or 'none'}")
+            names = dict.fromkeys(name for record in self for name in metric_names(record))
+            raise ValueError(f"history.best: no record has a number {metric!r}; known are {', '.join(names) or 'none'}")
         choose = min if resolve_mode(metric, mode, "history.best") == "min" else max
         return choose(values, key=lambda pair: pair[0])[1]
 
@@ -55,7 +55,7 @@ class History(list[Record]):
         return table._repr_html_()
 
 
-def number_text(value: Any) -> str:
+def number_text(value: object) -> str:
     """A metric in a few digits: 0.2500, 1.000e-07, 3."""
     if not isinstance(value, float):
         return str(value)
@@ -111,13 +111,7 @@ def to_pandas(history: Sequence[Record]) -> Any:
         >>> float(frame["loss"].min())  # doctest: +SKIP
         1.5
     """
-    check_records(history, "to_pandas")
     return import_for("to_pandas", "pandas").DataFrame(list(history))
-
-
-def check_records(history: Any, where: str) -> None:
-    if not isinstance(history, Sequence) or not all(isinstance(record, dict) for record in history):
-        raise TypeError(f"{where}: expected the history, the second result of train.fit; got {describe(history)}")
 
 
 def import_for(who: str, module: str, extra: str = "") -> Any:

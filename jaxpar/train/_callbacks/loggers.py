@@ -242,7 +242,7 @@ def _lines(records: Sequence[Record]) -> bytes:
     return "".join(json.dumps(_strict(record), allow_nan=False) + "\n" for record in records).encode()
 
 
-def _strict(value: Any) -> Any:
+def _strict(value: object) -> Any:
     """The value with words for numbers that JSON does not have."""
     if isinstance(value, dict):
         return {k: _strict(v) for k, v in value.items()}

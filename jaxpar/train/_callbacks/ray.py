@@ -54,6 +54,7 @@ class RayReport:
         ray = distributed._ray_worker()
         if ray is None:
             return
+        # Only those of this directory: a worker may run several `fit`s, and each reports its own.
         names = (self._name, str(directory))
         ours = [r for r in ray.get_all_reported_checkpoints() if r.metrics.get("checkpoint_dir") in names]
         if not ours:

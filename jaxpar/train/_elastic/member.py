@@ -38,7 +38,7 @@ from .group import Devices, Group, Offer, Program, Run, describe, digest
 STUCK_AFTER = 10.0  # seconds, or JAXPAR_STUCK_TIMEOUT
 _EVERY = 0.5  # seconds between two looks
 _MOST_LINES = 12  # of a stack
-_MORE_FOR_COMPILATION = 10  # times as long as another step may take the first one over new devices
+_MORE_FOR_COMPILATION = 10  # times as long as another step may take the first one over new devices: XLA compiles
 _PROVEN = 3  # steps after which a process that came back counts as one that works
 _BEGIN = "begin"  # the place of the word before the first step
 _TELL_EVERY = 16  # steps after which process 0 says whether it was interrupted: `Interrupts` asks then
@@ -121,6 +121,8 @@ class Member:
 
         The result is what process 0 has: the state, the history, and the number of the last step.
         """
+        # The loop and all that it calls run in process 0 alone. Here only steps are made, and every so often it says
+        # whether there is another one: no process may begin a step that the others do not make.
         with self._under_way(state), signals:
             steps, stop = self._steps(), self._hear(_BEGIN)["stop"]
             while not stop:
@@ -231,6 +233,7 @@ class Member:
         """Agree with all that live, and take the state of process 0."""
 
         def take(devices: Devices, offer: Offer, send: Callable[[], Any]) -> None:
+            # The state of process 0, the step over these devices, and where the run is.
             self._host = send()
             self._state = place_state(self._host, devices)
             self._step = self._run.step.on(devices)
@@ -238,6 +241,7 @@ class Member:
             self._at, self.first, self._last = (offer[name] for name in ("at", "first", "last"))
             if not self.leads:
                 self._history = History(offer["history"])
+            # The batch of the step that is made again. Data that differ would give other sums without an error.
             self._load()
             if digest(self._batch) != offer["batch"]:
                 self._group.refuse("the data of the current batch")
@@ -253,26 +257,28 @@ class Member:
 
 def check_can_go_on(run: Run, state: TrainState) -> None:
     """`ValueError` for a run that cannot continue after a loss."""
+    fault = None
     if getattr(run.step, "virtual_shards", None) is None:
-        raise ValueError(
-            "fit: in an elastic run the number of devices changes, so the step needs virtual_shards=; write "
+        fault = (
+            "in an elastic run the number of devices changes, so the step needs virtual_shards=; write "
             "train.make_train_step(loss_fn, virtual_shards=8)"
         )
-    if isinstance(run.source, data.IterableSource):
-        raise ValueError(
-            "fit: an elastic run repeats steps, and an iterable cannot give a batch again; give a data.Dataset or "
-            "arrays"
+    elif isinstance(run.source, data.IterableSource):
+        fault = "an elastic run repeats steps, and an iterable cannot give a batch again; give a data.Dataset or arrays"
+    elif run.callbacks.restores_best:
+        fault = (
+            "an elastic run calls callbacks in process 0 only, so the other processes cannot restore the best state; "
+            "in place of train.EarlyStopping(restore_best=True) use train.KeepBest and checkpoint.best"
         )
-    if run.callbacks.restores_best:
-        raise ValueError(
-            "fit: an elastic run calls callbacks in process 0 only, so the other processes cannot restore the best "
-            "state; in place of train.EarlyStopping(restore_best=True) use train.KeepBest and checkpoint.best"
-        )
-    if not all(getattr(leaf, "is_fully_replicated", True) for leaf in jax.tree.leaves(state)):
-        raise ValueError(
-            f"fit: in kind {state.store.kind!r} the values of a lost process are lost too; use kind 'device', or "
+    elif run.left_out or run.callbacks.undo is not None:
+        fault = "an elastic run leaves out no steps; leave out step.without(...) and train.Undo"
+    elif not all(getattr(leaf, "is_fully_replicated", True) for leaf in jax.tree.leaves(state)):
+        fault = (
+            f"in kind {state.store.kind!r} the values of a lost process are lost too; use kind 'device', or "
             "initialize without elastic=True: then a loss ends all processes, and they resume from a checkpoint"
         )
+    if fault is not None:
+        raise ValueError(f"fit: {fault}")
 
 
 def _to_host(tree: PyTree) -> Any:
@@ -341,6 +347,7 @@ class Watchdog:
         work = self._work
         if work is None or work.is_said or self._clock.now - work.since <= work.limit:
             return
+        # To ask takes time, in which the work may have ended.
         if not work.is_stuck() or self._work is not work:
             return
         frame = sys._current_frames().get(self._thread)

@@ -25,7 +25,7 @@ from .every_example import EvalProgram, Pass, model_of
 from .metrics import ValuesError, as_values, sum_up
 
 EvalFn = Callable[..., Any]
-_AHEAD = 8  # batches whose sums are not read yet
+_AHEAD = 8  # batches whose sums are not read yet, so that the devices need not wait for the host
 
 
 @overload
@@ -175,12 +175,13 @@ class _Sums:
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
-def measure(where: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int) -> dict[str, Any]:
+def measure(caller: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int) -> dict[str, Any]:
     """What `eval_fn` gives over every example: floats by name, and NumPy arrays for values with columns."""
     with user_mesh.outside_mesh() as user:
-        program = _program_of(where, state_or_params, eval_fn, source, batch_size, user)
+        program = _program_of(caller, state_or_params, eval_fn, source, batch_size, user)
 
-        # The sums over all batches, in host memory and float64. Metrics are merged.
+        # The sums over all batches, in host memory and float64: in float32 a million examples lose their last digits.
+        # Metrics are merged.
         totals: dict[str, Any] = {}
         for sums in program.run(ahead=0 if mesh.can_hang(program.examples.devices) else _AHEAD):
             for name, value in zip(sums.names, sums.values, strict=True):
@@ -205,17 +206,17 @@ def measure(where: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, b
 
 
 def _program_of(
-    where: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int, user: Mesh | None
+    caller: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int, user: Mesh | None
 ) -> EvalProgram:
     """The program of an `eval_fn`, which takes what it is given."""
-    examples = Pass(where, state_or_params, source, batch_size, user)
+    examples = Pass(caller, state_or_params, source, batch_size, user)
     has_state = len(examples.model) == 2
     hint = ", since the state has a model_state" if has_state else ""
     if isinstance(eval_fn, Classification):
-        apply_fn = checks.function(eval_fn.apply_fn, f"{where}: apply_fn")
-        check_takes(apply_fn, ("params", "images", "model_state")[: 2 + has_state], f"{where}: apply_fn", hint)
+        apply_fn = checks.function(eval_fn.apply_fn, f"{caller}: apply_fn")
+        check_takes(apply_fn, ("params", "images", "model_state")[: 2 + has_state], f"{caller}: apply_fn", hint)
         return EvalProgram(examples, _sums, eval_fn)  # which is known to give a value for each example
-    check_takes(eval_fn, ("params", "batch", "model_state")[: 2 + has_state], f"{where}: eval_fn", hint)
+    check_takes(eval_fn, ("params", "batch", "model_state")[: 2 + has_state], f"{caller}: eval_fn", hint)
     return EvalProgram(examples, _sums, eval_fn, _check_twice)
 
 
@@ -242,8 +243,6 @@ def _add_score(scores: dict[str, Any], name: str, result: Any) -> None:
             _add_score(scores, f"{name}_{key}" if name else str(key), value)
         return
     array = np.asarray(result)
-    if array.dtype.kind not in "biuf":
-        raise TypeError(f"evaluate: {name!r} must be a number or an array of them, got {checks.describe(result)}")
     if name in scores:
         raise ValueError(f"eval_fn: two of its values give the score {name!r}; rename one of them")
     scores[name] = float(array) if not array.ndim else array
@@ -275,16 +274,16 @@ def check_logits(logits: Any, n: int) -> Any:
     return logits
 
 
-def check_classified(dataset: object, where: str, hint: str = "") -> None:
+def check_classified(dataset: object, caller: str, hint: str = "") -> None:
     """`TypeError` unless this is a data set with one integer label per example. The hint is for other data."""
     if not isinstance(dataset, Dataset):
         raise TypeError(
-            f"{where}: expected a data.Dataset, as data.collect(loader) gives; got {checks.describe(dataset)}{hint}"
+            f"{caller}: expected a data.Dataset, as data.collect(loader) gives; got {checks.describe(dataset)}{hint}"
         )
-    checks.labels(dataset.labels, where)
+    checks.labels(dataset.labels, caller)
 
 
-def check_classes(where: str, apply_fn: Any, model: tuple[PyTree, ...], dataset: Any) -> None:
+def check_classes(caller: str, apply_fn: Any, model: tuple[PyTree, ...], dataset: Any) -> None:
     """`ValueError` unless integer labels are classes of the model (params, *model_state). Nothing is computed."""
     # JAX takes an index out of range as another one, or gives NaN, and no error.
     if not dataset.labels.size or dataset.labels.dtype.kind not in "iu":
@@ -299,5 +298,5 @@ def check_classes(where: str, apply_fn: Any, model: tuple[PyTree, ...], dataset:
     low, high = int(np.min(dataset.labels)), int(np.max(dataset.labels))
     if rows == [1, *dataset.labels.shape[1:]] and (low < 0 or high >= count):
         raise ValueError(
-            f"{where}: the model has {count} classes, but labels from {low} to {high}; give labels 0 to {count - 1}"
+            f"{caller}: the model has {count} classes, but labels from {low} to {high}; give labels 0 to {count - 1}"
         )

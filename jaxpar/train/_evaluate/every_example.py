@@ -38,8 +38,8 @@ def model_of(state_or_params: PyTree) -> tuple[Any, ...]:
     module: Any = ()
     if isinstance(state := state_or_params, TrainState):
         params, model_state, module = state.eval_params, state.model_state, state.module
-    elif parts := take_apart(state_or_params):
-        params, model_state, module = parts.params, parts.model_state, parts.module
+    elif (taken := take_apart(state_or_params)) is not None:
+        params, model_state, module = taken.params, taken.model_state, taken.module
     else:
         params, model_state = state_or_params, ()
     params, model_state = user_mesh.without_types((params, model_state))
@@ -49,22 +49,22 @@ def model_of(state_or_params: PyTree) -> tuple[Any, ...]:
 
 
 class Pass:
-    """A pass over data of any origin, in batches on the devices of a model's parameters. `where` begins messages.
+    """A pass over data of any origin, in batches on the devices of a model's parameters. `caller` begins messages.
 
     An iterable is read inside of `user`, the user's mesh.
     """
 
-    def __init__(self, where: str, state_or_params: Any, examples: Any, batch_size: int, user: Mesh | None):
+    def __init__(self, caller: str, state_or_params: Any, examples: Any, batch_size: int, user: Mesh | None):
         if user is None:
-            user_mesh.check_traced(state_or_params, where)
-        self._where, self._user = where, user
+            user_mesh.check_traced(state_or_params, caller)
+        self._caller, self._user = caller, user
         self.model = model_of(state_or_params)
         # The size counts the examples of all processes. Batches that a source gives stay as long as they are.
-        self._batch_size = checks.whole_number(batch_size, where, "batch_size")
+        self._batch_size = checks.whole_number(batch_size, caller, "batch_size")
         # A data set or arrays, of which each process has all. Or batches, of which each reads its own share.
-        self.source: EvalSource = _as_eval_source(where, examples)
+        self.source: EvalSource = _as_eval_source(caller, examples)
         if any(map(spans_processes, jax.tree.leaves(self.model))) and not isinstance(self.source, data.IterableSource):
-            data._agree_on_arrays(self.source.arrays, where)  # all processes make this call
+            data._agree_on_arrays(self.source.arrays, caller)  # all processes make this call
 
         # The devices of the first parameter that is on a mesh. Without one JAX chooses the device.
         placed = (x.sharding for x in jax.tree.leaves(self.model[0]) if isinstance(x, jax.Array))
@@ -81,7 +81,7 @@ class Pass:
             count = self.source.examples(self._batch_size)
             if not count:
                 kind = "an empty data set" if isinstance(self.source, data.DatasetSource) else "empty arrays"
-                raise ValueError(f"{where}: expected examples, got {kind}")
+                raise ValueError(f"{caller}: expected examples, got {kind}")
             self.size = min(self._round_up(self._batch_size), count)  # of the first batch
 
     def shapes(self) -> Any:
@@ -91,7 +91,7 @@ class Pass:
         first = self.source.first_batch() if processes.count() == 1 else None
         if first is None:
             return None
-        return self.source.batch_shapes(checks.batch_length(first, self._where), first)
+        return self.source.batch_shapes(checks.batch_length(first, self._caller), first)
 
     def batches(self, prepare: Callable[[Any], object]) -> Iterator[EvalBatch]:
         """Every example, in order. With several processes the batches of all of them side by side.
@@ -119,7 +119,7 @@ class Pass:
             counts = [owners.count(i) for i in range(processes.count())]
             if not all(counts):
                 raise ValueError(
-                    f"{self._where}: the params must be on devices of all processes, or give a data.Dataset or arrays"
+                    f"{self._caller}: the params must be on devices of all processes, or give a data.Dataset or arrays"
                 )
 
         batches, last = self._read(source), None
@@ -132,7 +132,7 @@ class Pass:
                 break
             if not all(sizes) and last is None:
                 raise processes.in_all(
-                    ValueError(f"{self._where}: each process must have batches; they have {sizes} examples")
+                    ValueError(f"{self._caller}: each process must have batches; they have {sizes} examples")
                 )
             last = batch if batch is not None else last
             prepare(source.batch_shapes(sum(sizes), last))
@@ -149,7 +149,7 @@ class Pass:
                 yield self._placed(data.ArraySource(gathered, source.dtype), gathered, sum(sizes))
         if last is None:
             hint = data._READ_ONCE if source.is_read_once else "give at least one"
-            raise processes.in_all(ValueError(f"{self._where}: expected examples, got no batch; {hint}"))
+            raise processes.in_all(ValueError(f"{self._caller}: expected examples, got no batch; {hint}"))
 
     def _read(self, source: data.IterableSource) -> Iterator[Any]:
         """This process's batches in host memory, read inside of the user's mesh. Empty ones are left out."""
@@ -160,24 +160,26 @@ class Pass:
             if batch is None:
                 return
             batch = user_mesh.without_types(batch)
-            if checks.batch_length(batch, self._where):
+            if checks.batch_length(batch, self._caller):
                 yield batch
 
     def _sizes(self, batch: PyTree | None) -> list[int]:
         """How many examples each process has. `ValueError` where their batches are of different shapes."""
+        # An error in one process is raised in all. Else the others would wait in the exchange.
         n, shapes = 0, None
         with processes.raise_together():
             if batch is not None:
                 if any(map(spans_processes, jax.tree.leaves(batch))):
                     raise ValueError(
-                        f"{self._where}: a batch is on devices of several processes; each process gives its own share"
+                        f"{self._caller}: a batch is on devices of several processes; each process gives its own share"
                     )
-                n = checks.batch_length(batch, self._where)
+                n = checks.batch_length(batch, self._caller)
                 shapes = str(jax.tree.map(lambda x: f"{x.dtype}{list(np.shape(x)[1:])}", batch))
+        # Programs of different shapes would wait for each other in their collectives.
         of_processes = [json.loads(text) for text in processes.exchange(json.dumps([n, shapes]))]
         if len({shapes for _, shapes in of_processes if shapes}) > 1:
             raise processes.in_all(
-                ValueError(f"{self._where}: all processes must have the same arrays, got {of_processes}")
+                ValueError(f"{self._caller}: all processes must have the same arrays, got {of_processes}")
             )
         return [n for n, _ in of_processes]
 
@@ -195,7 +197,7 @@ class Pass:
         return -(-n // self._count) * self._count
 
 
-def _as_eval_source(where: str, examples: Any) -> EvalSource:
+def _as_eval_source(caller: str, examples: Any) -> EvalSource:
     """A data set, arrays or batches as a source that gives every example."""
     if isinstance(examples, data.Dataset):
         return data.DatasetSource(examples)
@@ -203,10 +205,10 @@ def _as_eval_source(where: str, examples: Any) -> EvalSource:
         return examples
     if isinstance(examples, data.Source):
         raise TypeError(
-            f"{where}: expected a data.Dataset, arrays or batches, got {type(examples).__name__}, which may leave out "
+            f"{caller}: expected a data.Dataset, arrays or batches, got {type(examples).__name__}, which may leave out "
             "the last examples; give the arrays themselves, or what data.from_iterable takes"
         )
-    examples = data._as_arrays(examples, where)
+    examples = data._as_arrays(examples, caller)
 
     # Whether these are arrays or batches. A list is one of arrays only, otherwise it is one of batches.
     def is_array(x: object) -> bool:
@@ -219,9 +221,9 @@ def _as_eval_source(where: str, examples: Any) -> EvalSource:
         has_arrays = bool(leaves) and (leaves[0] is not examples or is_array(examples))
     if not has_arrays:
         return data.from_iterable(examples)
-    user_mesh.check_traced(examples, where)
+    user_mesh.check_traced(examples, caller)
     examples = user_mesh.without_types(examples)
-    checks.batch_length(examples, where)
+    checks.batch_length(examples, caller)
     return data.from_arrays(examples)
 
 

@@ -156,34 +156,34 @@ def per_class_accuracy(logits: jax.Array, labels: jax.Array) -> Mean:
     return Mean(of_class * right, of_class, columns=True)
 
 
-def _check_labels(logits: jax.Array, labels: jax.Array, where: str) -> None:
+def _check_labels(logits: jax.Array, labels: jax.Array, caller: str) -> None:
     """Errors unless there is one integer label for each row of logits."""
     if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
-        raise TypeError(f"{where}: labels must be integers, got {checks.describe(labels)}")
+        raise TypeError(f"{caller}: labels must be integers, got {checks.describe(labels)}")
     if jnp.ndim(logits) < 2 or jnp.shape(logits)[:-1] != jnp.shape(labels):
         raise ValueError(
-            f"{where}: expected logits (n, ..., classes) and labels (n, ...), got logits {jnp.shape(logits)} and "
+            f"{caller}: expected logits (n, ..., classes) and labels (n, ...), got logits {jnp.shape(logits)} and "
             f"labels {jnp.shape(labels)}"
         )
 
 
-def _nats(logits: jax.Array, labels: jax.Array, where: str) -> jax.Array:
+def _nats(logits: jax.Array, labels: jax.Array, caller: str) -> jax.Array:
     from optax import losses
 
-    _check_labels(logits, labels, where)
+    _check_labels(logits, labels, caller)
     return losses.softmax_cross_entropy_with_integer_labels(widen(logits), labels)
 
 
-def _mean(values: jax.Array, mask: jax.Array | None, where: str) -> jax.Array | Mean:
+def _mean(values: jax.Array, mask: jax.Array | None, caller: str) -> jax.Array | Mean:
     """One value for each example, or the mean over what counts."""
     values = widen(values)
-    return values.mean(axis=tuple(range(1, values.ndim))) if mask is None else _weighted(values, mask, where)
+    return values.mean(axis=tuple(range(1, values.ndim))) if mask is None else _weighted(values, mask, caller)
 
 
-def _weighted(values: jax.Array, mask: jax.Array, where: str) -> Mean:
+def _weighted(values: jax.Array, mask: jax.Array, caller: str) -> Mean:
     """The mean over what counts. What does not count may be NaN."""
     if jnp.shape(mask) != values.shape:
-        raise ValueError(f"{where}: the mask must be of shape {values.shape}, got {jnp.shape(mask)}")
+        raise ValueError(f"{caller}: the mask must be of shape {values.shape}, got {jnp.shape(mask)}")
     weight = widen(mask)
     return Mean(jnp.where(weight == 0, 0, values * weight), weight)
 
@@ -221,19 +221,17 @@ def _is_metric(value: object) -> bool:
     return callable(getattr(value, "merge", None)) and callable(getattr(value, "compute", None))
 
 
-def _as_value(value: PyTree, n: int, where: str) -> PyTree:
+def _as_value(value: PyTree, n: int, caller: str) -> PyTree:
     """A `Mean` of arrays, of which both have a row for each example or none has; or a metric as it is."""
     if _is_metric(value):
         return value
-    # Three values would be taken as a `Mean` with a final function.
     if isinstance(value, (tuple, list)):
-        if len(value) != 2:
-            raise TypeError(f"{where}: expected a pair (sum, weight), got {checks.describe(value)}; {_WANTED}")
-        value = Mean(*value)
+        total, weight = value  # two: a third would be taken as the final function of a `Mean`
+        value = Mean(total, weight)
 
     # One value for each example.
     if not isinstance(value, Mean):
-        array = _array(value, where)
+        array = _array(value, caller)
         if array.shape == (n,):
             return Mean(array, jnp.ones(n, jnp.float32))
         advice = _WANTED
@@ -241,23 +239,23 @@ def _as_value(value: PyTree, n: int, where: str) -> PyTree:
             advice = f"a mean over the batch cannot be averaged exactly; leave out the mean; {_WANTED}"
         elif array.shape[:1] == (n,):
             advice = f"take the mean over the other axes, or give the pair (values, ones_like(values)); {_WANTED}"
-        raise ValuesError(f"{where} has shape {array.shape} for {n} examples; {advice}")
+        raise ValuesError(f"{caller} has shape {array.shape} for {n} examples; {advice}")
 
     # A sum and a weight. Were only one of them a scalar, it would count once a batch, and the other for each example.
-    total, weight = (_array(array, where) for array in (value.total, value.weight))
+    total, weight = (_array(array, caller) for array in (value.total, value.weight))
     rows = total.shape == weight.shape and total.shape[:1] == (n,)
     if value.columns and not (rows and total.ndim == 2):
-        raise ValuesError(f"{where}: columns need totals and weights (n, k), got {total.shape} and {weight.shape}")
+        raise ValuesError(f"{caller}: columns need totals and weights (n, k), got {total.shape} and {weight.shape}")
     if not rows and (total.ndim or weight.ndim):
         raise ValuesError(
-            f"{where}: the sum has shape {total.shape} and the weight {weight.shape} for {n} examples; return both "
+            f"{caller}: the sum has shape {total.shape} and the weight {weight.shape} for {n} examples; return both "
             "with a row for each example, or both as scalars"
         )
     return Mean(total, weight, value.finish, value.columns)
 
 
-def _array(value: PyTree, where: str) -> jax.Array:
+def _array(value: PyTree, caller: str) -> jax.Array:
     array = jnp.asarray(value)
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == jnp.bool_) or jnp.iscomplexobj(array):
-        raise TypeError(f"{where}: expected real numbers, got {checks.describe(array)}")
+        raise TypeError(f"{caller}: expected real numbers, got {checks.describe(array)}")
     return array

@@ -177,6 +177,7 @@ def _outputs(call: Callable[[PyTree], PyTree], inputs: PyTree) -> PyTree:
     outputs, n = call(inputs), jax.tree.leaves(inputs)[0].shape[0]
     for shape in map(jnp.shape, jax.tree.leaves(outputs)):
         if shape[:1] != (n,):
+            # Else batches of different sizes would be put one after another, in rows that belong to no example.
             raise ValueError(f"predict: apply_fn must return one row per example; got shape {shape} for a batch of {n}")
     return outputs
 
@@ -201,7 +202,8 @@ def plot_confusion_matrix(
         path: a file for the picture. Its suffix sets the format.
 
     Raises:
-        ModuleNotFoundError: as of `plot_history`. ValueError: the matrix is not square, or names are missing.
+        ModuleNotFoundError: as of `plot_history`. ValueError: the matrix is not square. Matplotlib's, if
+            names are missing.
 
     Example:
         >>> figure = plot_confusion_matrix(np.array([[3, 1], [0, 4]]), class_names=["cat", "dog"])
@@ -212,7 +214,7 @@ def plot_confusion_matrix(
     n = len(matrix)
     if matrix.shape != (n, n):
         raise ValueError(f"plot_confusion_matrix: the matrix must be square, got shape {matrix.shape}")
-    names = _names("plot_confusion_matrix", class_names, n)
+    names = range(n) if class_names is None else class_names
 
     # The colours are fractions of a row, so that rare classes are as visible as others.
     side = min(12.0, 3.5 + 0.45 * n)
@@ -261,8 +263,7 @@ def plot_mistakes(
     if not len(mistakes):
         raise ValueError("plot_mistakes: nothing to show: 0 mistakes")
     images = data.images[mistakes.indices[:most]]
-    classes = 1 + max(int(mistakes.predicted.max()), int(mistakes.labels.max()))
-    names = _names("plot_mistakes", class_names, classes)
+    # matplotlib takes one channel without its axis, and 3 or 4 as colours.
     rows = -(-len(images) // _COLUMNS)
     figure = new_figure(9.5, 2.3 * rows)
     for i, axes in enumerate(figure.subplots(rows, _COLUMNS, squeeze=False).flat):
@@ -270,14 +271,8 @@ def plot_mistakes(
         if i < len(images):
             image = images[i]
             axes.imshow(image[..., 0] if image.ndim == 3 and image.shape[2] == 1 else image, cmap="gray")
-            predicted, label = names[mistakes.predicted[i]], names[mistakes.labels[i]]
+            predicted, label = mistakes.predicted[i], mistakes.labels[i]
+            if class_names is not None:
+                predicted, label = class_names[predicted], class_names[label]
             axes.set_title(f"{predicted} {mistakes.probabilities[i]:.0%}\nis {label}", fontsize=9)
     return save_figure(figure, path, "plot_mistakes")
-
-
-def _names(name: str, class_names: Sequence[str] | None, n: int) -> list[str]:
-    """The name of each class, of which at least n are known."""
-    names = [str(i) for i in range(n)] if class_names is None else list(class_names)
-    if len(names) < n:
-        raise ValueError(f"{name}: {len(names)} class_names for {n} classes")
-    return names

@@ -45,6 +45,7 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> Pa
         return None
     chosen.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(chosen))
+    # By default JAX keeps what took a second to compile. The programs of a small model take less, and there are many.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     return chosen
 
@@ -71,9 +72,9 @@ def _is_safe(place: Path) -> bool:
         return False
     for parent in {*place.absolute().parents, *place.resolve().parents}:
         about = parent.stat()
-        others = stat.S_IWOTH if _is_own_group(about.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+        other_writers = stat.S_IWOTH if _is_own_group(about.st_gid) else stat.S_IWOTH | stat.S_IWGRP
         # In a sticky folder nobody can rename what is another's.
-        if about.st_uid not in (0, os.getuid()) or (about.st_mode & others and not about.st_mode & stat.S_ISVTX):
+        if about.st_uid not in (0, os.getuid()) or (about.st_mode & other_writers and not about.st_mode & stat.S_ISVTX):
             return False
     return True
 
@@ -94,6 +95,7 @@ def _processor() -> str:
     """A name for this kind of processor, of its model and its features."""
     about = cpu_info()
     features = [about.get(name, "") for name in ("model name", "flags", "Features")]
+    # A program for features that a processor lacks would end the process: a home may be shared by several kinds.
     texts = [platform.machine(), platform.processor(), *features]
     return f"{platform.machine()}-{hashlib.sha256(' '.join(texts).encode()).hexdigest()[:12]}"
 

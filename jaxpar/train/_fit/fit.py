@@ -189,22 +189,19 @@ def fit(
     )
     with delayed():
         run = Run(state, step, train_data, options)
-    if distributed.is_elastic() and (run.left_out or run.callbacks.undo is not None):
-        raise ValueError("fit: an elastic run leaves out no steps; leave out step.without(...) and train.Undo")
-    return _fit_elastic(run, state) if distributed.is_elastic() else train(run, state)
+    if not distributed.is_elastic():
+        return train(run, state)
 
-
-def _fit_elastic(run: Run, state: TrainState) -> tuple[TrainState, History]:
-    """What `fit` returns in an elastic run. Process 0 alone trains, and the others make its steps."""
+    # In an elastic run process 0 alone trains, and the others make its steps.
     from .._elastic.member import Member  # other runs do not need it
 
     member = Member(run, state)
     if member.leads:
         return train(run, state, member.lead)
     signals = Interrupts()
-    state, history, step = member.follow(run.check(state), signals)
+    state, history, last_step = member.follow(run.check(state), signals)
     if signals.asked is None:
         return state, history
-    epoch = -(-(step - member.first) // (run.steps or 1))
-    place = describe_stop(step, epoch, run.epochs, saved=None)
+    epoch = -(-(last_step - member.first) // (run.steps or 1))
+    place = describe_stop(last_step, epoch, run.epochs, saved=None)
     return finish_interrupted(signals.asked, state, history, place, run.on_interrupt)

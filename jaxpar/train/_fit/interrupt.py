@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator
+from types import FrameType
 from typing import Any, TypeVar
 
 import jax
@@ -61,12 +62,13 @@ class Interrupts(process.Signals):
             self.asked = signal.SIGTERM
         elif epoch_over or step % _EXCHANGE_EVERY == 0:
             # If one of several processes stopped by itself, the others would wait in a collective forever. The exchange
-            # is a collective too, and those of two programs must not overlap.
+            # is a collective too, and those of two programs must not overlap. So it waits for the devices, and is made
+            # seldom: after a record, which waits anyway, and every sixteenth step.
             jax.block_until_ready(state)
             self.asked = max(map(int, processes.exchange(str(int(recorded or 0))))) or None
         return self.asked is not None
 
-    def _record(self, number: int, frame: Any) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         super()._record(number, frame)
         signal.signal(number, _USUAL[number])  # a second one acts at once
         if self._timer is not None:  # of the other signal
@@ -179,7 +181,7 @@ class Interruptible:
         self._signals.__enter__()
         return self
 
-    def __exit__(self, kind: Any, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._signals.__exit__(kind, *error)
         if kind is None and self._signals.asked is not None:
             step = getattr(self._state, "step", self._steps)

@@ -22,7 +22,7 @@ from .._step.state import TrainState, check_is_state
 from .._step.train_step import TrainStep
 from .progress import BEHIND
 
-_WHERE = "train.lr_find"
+_CALLER = "train.lr_find"
 _SMOOTH = 0.9  # of the average of the losses
 _ROUNDING = 1e-5  # of the loss: what it falls by less is rounding
 _TOO_MUCH = 4.0  # times the least loss so far, at which the test ends
@@ -53,6 +53,7 @@ class RateTest:
         axes.plot(self.rates, self.smoothed, label="smoothed")
         if self.suggestion is not None:
             axes.axvline(self.suggestion, color="tab:orange", linestyle="--", label=f"{self.suggestion:.2e}")
+        # Losses explode at the highest rates, and would press the fall of the others flat.
         least = min(self.smoothed)
         axes.set(xlabel="learning rate", ylabel="loss", xscale="log")
         if math.isfinite(least):
@@ -118,17 +119,17 @@ def lr_find(
         >>> 1e-3 < found.suggestion < 1.0, int(state.step)
         (True, 0)
     """
-    steps = checks.whole_number(steps, _WHERE, "steps", least=2)
+    steps = checks.whole_number(steps, _CALLER, "steps", least=2)
     for name, rate in (("lowest", lowest), ("highest", highest)):
-        checks.number(rate, _WHERE, name, "a finite number above 0", lambda x: 0 < x < math.inf)
+        checks.number(rate, _CALLER, name, "a finite number above 0", lambda x: 0 < x < math.inf)
     if lowest >= highest:
-        raise ValueError(f"{_WHERE}: lowest must be below highest, got {lowest} and {highest}")
+        raise ValueError(f"{_CALLER}: lowest must be below highest, got {lowest} and {highest}")
     rates = np.geomspace(float(lowest), float(highest), steps).tolist()
-    check_is_state(state, _WHERE)
+    check_is_state(state, _CALLER)
     source = data.as_source(train_data)
     batch_size = data._usual_batch_size(source) if batch_size is None else batch_size
-    batch_size = checks.whole_number(batch_size, _WHERE, "batch_size")
-    checks.whole_batch(source.examples(batch_size), batch_size, _WHERE)
+    batch_size = checks.whole_number(batch_size, _CALLER, "batch_size")
+    checks.whole_batch(source.examples(batch_size), batch_size, _CALLER)
     # A copy, since the first step takes the state's memory. A rate that cannot be set is refused before work is spent.
     with user_mesh.outside_mesh():
         copy = updaters.set_learning_rate(mesh.own_copies(state), rates[0])
@@ -156,6 +157,7 @@ def lr_find(
 
 def _steepest(rates: Sequence[float], smoothed: Sequence[float]) -> float | None:
     """The rate at which the loss falls fastest, before its least value."""
+    # Over the logarithm of the rate, since the rates are in equal ratios.
     finite = list(itertools.takewhile(math.isfinite, smoothed))
     if len(finite) < 3:
         return None

@@ -33,7 +33,7 @@ Metrics = dict[str, jax.Array]
 Show = bool | int | Literal["bar"]
 Profile = str | os.PathLike[str] | tuple[str | os.PathLike[str], int, int]
 
-_FIRST_TRACED, _NUM_TRACED = 10, 5
+_FIRST_TRACED, _NUM_TRACED = 10, 5  # the first ones compile, and fill the queue of the devices
 
 
 @dataclasses.dataclass
@@ -172,12 +172,12 @@ class Progress:
             self.bar = None
 
 
-def as_profile(given: Profile | None) -> Profile | None:
-    """What `fit` is given as `profile`, with an absolute path."""
-    if isinstance(given, tuple):
-        directory, first, number = given
+def as_profile(profile: Profile | None) -> Profile | None:
+    """`profile` of `fit` with an absolute path: a callback may change the working directory before the trace begins."""
+    if isinstance(profile, tuple):
+        directory, first, number = profile
         return files.as_path(directory, "fit: profile"), first, number
-    return None if given is None else files.as_path(given, "fit: profile")
+    return None if profile is None else files.as_path(profile, "fit: profile")
 
 
 class Trace:
@@ -254,9 +254,9 @@ def progress(total: int | None = None, *, title: str = "", done: int = 0, show: 
         >>> bar.means()
         {'loss': 1.0}
     """
-    where = "train.progress"
-    total = None if total is None else checks.whole_number(total, where, "total", least=0)
-    return StepProgress(total, title, checks.whole_number(done, where, "done", least=0), show)
+    caller = "train.progress"
+    total = None if total is None else checks.whole_number(total, caller, "total", least=0)
+    return StepProgress(total, title, checks.whole_number(done, caller, "done", least=0), show)
 
 
 class StepProgress:

@@ -201,6 +201,8 @@ class Run:
 
 def shuffle_key(rng: jax.Array) -> jax.Array:
     """The key for the order of the examples, from that of the state."""
+    # Step t draws from `fold_in(rng, t)`: this number is far beyond those of most runs. It never changes, or a resumed
+    # run would see other batches.
     with user_mesh.outside_mesh():
         return jax.random.fold_in(rng, 0x5FFE1E)
 
@@ -220,6 +222,7 @@ def _steps_per_program(
         asked = checks.whole_number(asked, "fit", "steps_per_execution")
     if asked == 1:
         return 1
+    # `step.many` is one program over a stack of batches, which are gathered on the devices of one process.
     devices = state.store.devices
     reasons = {
         "the step was not made by make_train_step": not isinstance(step, TrainStep),

@@ -55,15 +55,21 @@ def own_steps(
             f"{clock.last}; with epochs=None give batches without an end"
         )
 
-    # Where a program makes several. It must not step over a step after which something is due.
-    hashes = None if certificate is None else certificate.every
-    traced = None if run.profile is None else 1
-    copies = None if run.callbacks.undo is None else run.callbacks.undo.every
-    all_periods = (run.checkpoint_every, run.keep_every, run.eval_every, hashes, traced, copies)
-    periods = [every for every in all_periods if every]
+    # Where a program makes several. It must not step over a step after which something is due: only its last state
+    # is there to be saved or evaluated.
+    all_periods = {
+        "checkpoints": run.checkpoint_every,
+        "kept checkpoints": run.keep_every,
+        "evaluations": run.eval_every,
+        "hashes": None if certificate is None else certificate.every,
+        "the trace": None if run.profile is None else 1,  # of single steps
+        "copies for `Undo`": None if run.callbacks.undo is None else run.callbacks.undo.every,
+    }
+    periods = [every for every in all_periods.values() if every]
     for batches, number in groups:
         done = 0
         while done < number:
+            # The first program has one step, since no step was measured: `step_time` is infinite.
             most = max(1, int(_AT_ONCE / clock.step_time)) if run.per_program == "auto" else run.per_program
             remaining = number - done, clock.last - clock.step, *[every - clock.step % every for every in periods]
             if clock.step + 1 in left_out:

@@ -84,19 +84,18 @@ device_description_str: "{8}"
 class Slice:
     """A slice of TPUs, or hosts with GPUs. `ValueError` for one that cannot be rented."""
 
-    def __init__(self, name: str, where: str):
+    def __init__(self, name: str, caller: str):
         self.name = str(name)  # such as "v5e:2x4"
-        kind, colon, sizes = self.name.partition(":")
+        kind, _, sizes = self.name.partition(":")
         if kind not in CHIPS:
             hint = did_you_mean(kind, CHIPS) or f"; known are {', '.join(CHIPS)}"
-            raise ValueError(f"{where}: unknown accelerator, on={describe(name)}{hint}")
+            raise ValueError(f"{caller}: unknown accelerator, on={describe(name)}{hint}")
         self.kind, self.chip = kind, CHIPS[kind]
         self.is_gpu = bool(self.chip.numbers)
-        flat = self.chip.most == 256
+        flat = self.chip.most == 256  # a torus of two axes
         example = f"{kind}:8 or {kind}:4x8, hosts x GPUs" if self.is_gpu else f"{kind}:{'4x4' if flat else '4x4x4'}"
-        if not colon or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
-            raise ValueError(f"{where}: on={name!r} must have the number of chips, such as {example}")
-        shape = tuple(map(int, sizes.split("x")))
+        # No number at all is an empty shape, which no rule below takes.
+        shape = tuple(map(int, sizes.split("x"))) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes) else ()
         if self.is_gpu:
             shape = (1, *shape) if len(shape) == 1 else shape
             rule, is_there = "a host has 1, 2, 4 or 8 GPUs", len(shape) == 2 and shape[1] in (1, 2, 4, 8)
@@ -108,7 +107,7 @@ class Slice:
             fits = all(size in (1, 2) or size % 4 == 0 for size in shape) and math.prod(shape) <= most
             is_there = len(shape) == 3 and fits and (shape[0] > 1 or shape == (1, 1, 1))
         if not is_there:
-            raise ValueError(f"{where}: unknown slice {name!r}; {rule}, such as {example}")
+            raise ValueError(f"{caller}: unknown slice {name!r}; {rule}, such as {example}")
         self.shape = shape  # chips along each axis of the torus, or (hosts, GPUs of each)
 
     def limit(self, fraction: float) -> int:
@@ -170,10 +169,7 @@ def ask(make: Callable[..., Any], target: Slice, choices: dict[str, Any]) -> tup
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         version = "{}.{}".format(*sys.version_info)
         command = [python, "-c", _START.format(sep=os.pathsep), paths, version, folder]
-        try:
-            ended = subprocess.run(command, env=_environment(target), capture_output=True, text=True, check=False)
-        except OSError as error:
-            raise RuntimeError(f"train.plan: {PYTHON} cannot be started: {error}") from None
+        ended = subprocess.run(command, env=_environment(target), capture_output=True, text=True, check=False)
         answer = Path(folder) / "answer"
         if not answer.exists():
             last = (ended.stderr.strip().splitlines() or ["it said nothing"])[-1]
@@ -202,6 +198,7 @@ def main(folder: str) -> None:
 
 
 def _answer(request: bytes) -> Any:
+    # An error is an answer too, as text: its class may be of a module that the other process has not.
     try:
         make, target, choices, fraction, settings = pickle.loads(request)
     except Exception as error:
@@ -325,10 +322,7 @@ def construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict[
     kept: list[Any] = []
 
     def build() -> Any:
-        made = make(devices, **choices)
-        if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], TrainStep)):
-            raise TypeError(f"make must return (step, state, batch), got {describe(made)}")
-        step, state, batch = made
+        step, state, batch = make(devices, **choices)
         # As JAX takes an array: float64 of NumPy is float32.
         dtype = functools.partial(jax.dtypes.canonicalize_dtype, allow_extended_dtype=True)
         kept[:] = step, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x.dtype)), batch)
@@ -344,6 +338,7 @@ def construct(make: Callable[..., Any], devices: tuple[Any, ...], choices: dict[
 
 def _arguments(state: PyTree, batch: PyTree) -> list[dict[str, Any]]:
     """Name, shape and bytes on one device of each array that the step takes."""
+    # Arrays of the store go by its keys, which are numbers. People know the names of the params.
     names = dict(state.store.paths)
     arguments: list[dict[str, Any]] = []
     for start, tree in (("", state), ("batch", batch)):

@@ -13,7 +13,7 @@ from ..._core.arrays import Device
 from ..._devices import processes
 from .child import construct, peak_bytes
 
-_WHERE = "train.largest_batch"
+_CALLER = "train.largest_batch"
 _CLOSE = 16  # the search ends within a sixteenth of the batch
 _MOST = 2**24  # examples
 
@@ -55,22 +55,23 @@ def largest_batch(
         ...     return step, train.create_state(store, 0), jax.ShapeDtypeStruct((batch_size, 8), jnp.float32)
         >>> train.largest_batch(make, limit=0.9)  # doctest: +SKIP
     """
-    chosen = checks.devices(processes.devices() if devices is None else devices, _WHERE)
-    checks.number(limit, _WHERE, "limit", "a part of the memory or a number of bytes", lambda x: x > 0)
+    chosen = checks.devices(processes.devices() if devices is None else devices, _CALLER)
+    checks.number(limit, _CALLER, "limit", "a part of the memory or a number of bytes", lambda x: x > 0)
     most_bytes = int(limit)
     if limit <= 1:
         # Of the devices of this process, which alone can be asked.
         stats = [device.memory_stats() or {} for device in chosen if device.process_index == jax.process_index()]
-        found: list[int] = [of_device["bytes_limit"] for of_device in stats if "bytes_limit" in of_device]
-        if not found:
-            raise ValueError(f"{_WHERE}: {chosen[0]} does not say how much memory it has; give limit= in bytes")
-        most_bytes = int(limit * min(found))
+        limits: list[int] = [of_device["bytes_limit"] for of_device in stats if "bytes_limit" in of_device]
+        if not limits:
+            raise ValueError(f"{_CALLER}: {chosen[0]} does not say how much memory it has; give limit= in bytes")
+        most_bytes = int(limit * min(limits))
 
     def needed(size: int) -> int:
         """Bytes that a device needs at once for a batch of this size."""
         *_, batch, stages = construct(make, chosen, {"batch_size": size, **choices})
+        # A batch of one size for all would fit forever, and the search double it to its end.
         if size not in {leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape}:
-            raise ValueError(f"{_WHERE}: make(devices, batch_size={size}) must return a batch of {size} examples")
+            raise ValueError(f"{_CALLER}: make(devices, batch_size={size}) must return a batch of {size} examples")
         try:
             return max(peak_bytes(stage.traced.lower().compile(), stage) for stage in stages)
         except jax.errors.JaxRuntimeError as error:
@@ -82,7 +83,7 @@ def largest_batch(
         made: list[Any] = []
         jax.eval_shape(lambda: made.extend(make(chosen, batch_size=len(chosen), **choices)))  # without arrays
         multiple_of = (made[0].virtual_shards or len(chosen)) * made[0].device_step.accumulate
-    unit = checks.whole_number(multiple_of, _WHERE, "multiple_of")
+    unit = checks.whole_number(multiple_of, _CALLER, "multiple_of")
 
     # Double the batch until it does not fit, then halve the distance between one that fits and one that does not.
     fits, too_large = 0, unit
@@ -92,7 +93,7 @@ def largest_batch(
             return fits
     if not fits:
         raise ValueError(
-            f"{_WHERE}: a step of {unit} examples needs {peak:,} bytes on each device, and the limit is "
+            f"{_CALLER}: a step of {unit} examples needs {peak:,} bytes on each device, and the limit is "
             f"{most_bytes:,}; split the state over the devices, by kind='sharded' or sharding=parallel.fsdp()"
         )
     while too_large - fits > max(unit, fits // _CLOSE):

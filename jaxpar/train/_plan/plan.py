@@ -187,13 +187,13 @@ def plan(make: Callable[..., Any], on: str = "v5e:2x4", **choices: Any) -> Plan:
     return Plan(**fields, _picture=picture)
 
 
-def _check_make(make: object, where: str) -> None:
+def _check_make(make: object, caller: str) -> None:
     """`TypeError` for a step, which is on devices that are there, or for what else is no function."""
     if not callable(make) or isinstance(make, TrainStep):
         got = "a train step" if isinstance(make, TrainStep) else describe(make)
         raise TypeError(
-            f"{where}: make must be a function, {_MAKE}, got {got}; put the lines that make the step, the state and "
-            f"the batch into a function of the devices: {where}(make, on='v5e:2x4')"
+            f"{caller}: make must be a function, {_MAKE}, got {got}; put the lines that make the step, the state and "
+            f"the batch into a function of the devices: {caller}(make, on='v5e:2x4')"
         )
 
 
@@ -314,6 +314,7 @@ def _hint(plan: Plan) -> str:
 
 def _comparison_of(comparison: PlanComparison) -> Table:
     """A row for each plan. The best of each `on` has a star. The others are compared with it, or with the first."""
+    # Each row is compared with the best one, or where no time is known, as of GPUs, with the first one that fits.
     best = comparison.best
     tops = {plan.on: plan for plan in reversed(comparison.plans) if plan.fits} | best
     names = list(dict.fromkeys(name for _, choices, _ in comparison.rows for name in choices))

@@ -10,7 +10,7 @@ which is local SGD (Stich 2018, arXiv 1805.09767).
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,16 @@ from .loss import Batch, Mean, Metrics, with_own_streams
 from .state import TrainState, carries, whole_params
 from .step import END_OF_ROUND, Arrays, DeviceStep, divide, shard_rng
 
+if TYPE_CHECKING:
+    import optax
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalSGD(DeviceStep):
     """The step of one device in a round of local steps."""
 
     steps: int  # H, the updates of a round
-    outer: Any = None  # the optax transform of the outer gradient. None averages.
+    outer: optax.GradientTransformation | None = None  # of the outer gradient. None averages.
 
     has_local_part = True
 
@@ -39,8 +42,8 @@ class LocalSGD(DeviceStep):
         # The gradient of this device's shard, at its own parameters. No other device's gradient is added to it. A loss
         # that is a mean over what counts is divided by the mean weight, so that the mean over the devices is over what
         # counts.
-        axis, own = self.axis_name, own_state(state)
-        params = whole_params(own.store, axis)
+        axis, local_state = self.axis_name, own_state(state)
+        params = whole_params(local_state.store, axis)
         number = lax.axis_index(axis)
         model_state = with_own_streams(state.model_state, number)
         shard = self.gradient(state, params, batch, shard_rng(state, number), model_state)
@@ -50,15 +53,16 @@ class LocalSGD(DeviceStep):
             grads, loss = {k: divide(g, weight) for k, g in grads.items()}, loss.total / weight
 
         # The update of its own parameters.
-        updates, transform = grads, own.transform
+        updates, transform = grads, local_state.transform
         if self.grad_transform is not None:
-            updates, transform = self.transform_gradients(own, params, grads)
-        num_updates = aggregate.num_updates(own.store, updates)
-        store = with_changes(own.store, aggregate.update(own.store, updates, num_updates, loss))
+            updates, transform = self.transform_gradients(self.grad_transform, local_state, params, grads)
+        num_updates = aggregate.num_updates(local_state.store, updates)
+        store = with_changes(local_state.store, aggregate.update(local_state.store, updates, num_updates, loss))
 
-        # Metrics and model state are those of all devices, at every step.
+        # Metrics and model state are those of all devices, at every step: a guard decides by the metrics for all of
+        # them, and running statistics that part could not be put together again.
         metrics, model_state, flags = self.mean_over_devices(state, shard, grads, {})
-        norms = self.norms(own.store, store, grads)
+        norms = self.norms(local_state.store, store, grads)
         norms = lax.pmean(norms, axis) if norms else {}
 
         # The end of a round.
@@ -81,11 +85,13 @@ class LocalSGD(DeviceStep):
         # The mean over the devices of (start of the round - own parameters) is pushed as the gradient of the outer
         # optimizer. Without one it is subtracted, which averages the parameters. The round that comes starts from the
         # result on all devices.
+        # It is divided before it is summed, as a gradient is.
         def agree(state: TrainState) -> tuple[Arrays, dict[int, PyTree], PyTree, PyTree]:
             store, count = state.store, lax.axis_size(self.axis_name)
-            values = own_state(state).store.values
+            values = own_state(state).store.values  # of this device
             changes = {k: (store.values[k] - values[k]) / count for k in keys}
             gradient, residuals = aggregate.reduce(store, changes, self.axis_name)
+            # A change is (start - end), the direction of a gradient, so an outer optimizer subtracts it.
             if self.outer is None:
                 new, outer = {k: store.values[k] - g for k, g in gradient.items()}, ()
             else:
@@ -102,6 +108,7 @@ class LocalSGD(DeviceStep):
             residuals = aggregate.held_residuals(store, compressed, self.axis_name)
             return {k: store.values[k] for k in keys}, residuals, state.outer, state.local
 
+        # A branch, so that the devices send nothing within a round. All take the same one, or they would wait forever.
         values, residuals, outer, local = lax.cond(is_over, agree, go_on, state)
         store = dataclasses.replace(
             state.store, values={**state.store.values, **values}, residuals={**state.store.residuals, **residuals}
@@ -112,15 +119,10 @@ class LocalSGD(DeviceStep):
         """The state with the parts `local` and `outer`, as before the first round. Parts that it has stay."""
         state = super().with_initial_parts(state)
         store = state.store
-        if is_in_rows(store):
+        if is_in_rows(store) or store.staleness:
             raise ValueError(
-                f"train step: with local_steps each device keeps all params, and kind {store.kind!r} gives it a part "
-                "of them; use kind 'device' or 'dist_sync'"
-            )
-        if store.staleness:
-            raise ValueError(
-                f"train step: local_steps and a store of staleness {store.staleness} cannot go together; use kind "
-                "'dist_sync', or staleness=0"
+                f"train step: local_steps needs all params on each device and no delay; this store has kind "
+                f"{store.kind!r} and staleness {store.staleness}; use kind 'device' or 'dist_sync', and staleness=0"
             )
         params = tree_of(store, store.values)
         init = self.outer.init if self.outer is not None else lambda params: ()

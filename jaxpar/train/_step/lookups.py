@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]  # jax 0.12: an alias
+from jax.typing import DTypeLike
 
 from ... import sparse
 from ..._core.arrays import PyTree
@@ -46,16 +47,16 @@ class Shards:
     def dense(self) -> jax.Array:
         return collectives.from_rows(lax.all_gather(self.chunk, self.axis_name), self.shape)
 
-    def astype(self, dtype: Any) -> Shards:
+    def astype(self, dtype: DTypeLike) -> Shards:
         return dataclasses.replace(self, chunk=self.chunk.astype(dtype))
 
     def take(self, ids: jax.Array) -> jax.Array:
         """The rows of these ids (m,), all of them in the table. Devices send ids and rows."""
         # Each device gives the elements that it has of the rows of all devices, and zeros, and gets the sum of its own.
-        of_all = lax.all_gather(ids, self.axis_name, tiled=True)
+        of_all = lax.all_gather(ids, self.axis_name, tiled=True)  # (devices * m,)
         elements = sparse._read(self.chunk, aggregate.own_elements(of_all, self.shape, self.axis_name))
-        own = collectives.scatter_sum(elements.reshape(lax.axis_size(self.axis_name), -1), self.axis_name)
-        return own.reshape(ids.size, *self.shape[1:])
+        rows = collectives.scatter_sum(elements.reshape(lax.axis_size(self.axis_name), -1), self.axis_name)
+        return rows.reshape(ids.size, *self.shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +106,11 @@ def value_and_grad(
     for i, name in tables.items():
         total = results[first + i]
         if not isinstance(total, _Sum):
+            result = closed.jaxpr.outvars[first + i]
+            makers = [eqn.primitive.name for eqn in closed.jaxpr.eqns if result in eqn.outvars] or ["the loss"]
             raise ValueError(
                 f"train step: row_sparse={name!r}: the gradient is not of looked-up rows alone, but comes from "
-                f"{_maker(closed.jaxpr, first + i)!r}; look rows up by params[{name!r}][ids] or jnp.take(..., axis=0), "
+                f"{makers[0]!r}; look rows up by params[{name!r}][ids] or jnp.take(..., axis=0), "
                 "outside of loops and branches, and use the table for nothing else, or leave it out of row_sparse="
             )
         ids, rows = zip(*total.terms, strict=True) if total.terms else ((), ())
@@ -120,12 +123,6 @@ def value_and_grad(
     ]
     value, _ = structure.unflatten([*arrays[:first], *specs])
     return value, arrays[first:]
-
-
-def _maker(jaxpr: Jaxpr, i: int) -> str:
-    """The name of the operation whose result is result `i` of a program."""
-    makers = [eqn.primitive.name for eqn in jaxpr.eqns if jaxpr.outvars[i] in eqn.outvars]
-    return makers[0] if makers else "the loss"
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], shapes: Set[tuple[int, ...]]) -> list[Any]:
@@ -141,9 +138,15 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any], sha
     eqns: list[Any] = jaxpr.eqns  # JAX gives their avals no type that has a shape
     for eqn in eqns:
         operands = list(map(read, eqn.invars))
+        # What is of a table has its shape. Another array may have it by chance: it becomes dense where it is used.
         is_of_table = any(v.aval.shape in shapes for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "shape"))
         results = _of_table(eqn, operands, shapes) if is_of_table else None
-        env |= zip(eqn.outvars, _arrays(jaxpr, eqn, operands) if results is None else results, strict=True)
+        if results is None:
+            # An equation of arrays, as a program of one equation: that keeps the names of the scopes that it is in.
+            arrays = {v: _dense(x) for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)}
+            program = jaxpr.replace(constvars=[*arrays], invars=[], outvars=eqn.outvars, eqns=[eqn])
+            results = jax.core.eval_jaxpr(program, [*arrays.values()])
+        env |= zip(eqn.outvars, results, strict=True)
     return list(map(read, jaxpr.outvars))
 
 
@@ -151,6 +154,7 @@ def _of_table(eqn: Any, operands: list[Any], shapes: Set[tuple[int, ...]]) -> li
     """The results of an equation that takes or makes a `_Sum` or a `Shards`. None: it takes and makes arrays."""
     name: str = eqn.primitive.name
     first: Any = operands[0] if operands else None
+    # Zeros, to which the backward pass of a lookup adds the gradients of its rows.
     if name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal) and not first:
         return [_Sum(eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype)]
     if name == "convert_element_type" and isinstance(first, Shards):
@@ -161,11 +165,13 @@ def _of_table(eqn: Any, operands: list[Any], shapes: Set[tuple[int, ...]]) -> li
     if name == "convert_element_type" and isinstance(first, _Sum):
         dtype = eqn.params["new_dtype"]
         return [_Sum(first.shape, dtype, tuple((ids, rows.astype(dtype)) for ids, rows in first.terms))]
+    # Two lookups of one table: both sums in one.
     if name == "add_any" and all(isinstance(x, _Sum) for x in operands):
         return [_Sum(first.shape, first.dtype, first.terms + operands[1].terms)]
     if name == "scatter-add" and isinstance(first, _Sum):
         term = _rows_added(eqn, first, *(_dense(x) for x in operands[1:]))
         return term and [_Sum(first.shape, first.dtype, (*first.terms, term))]
+    # A function inside of the loss may hold the lookup.
     if name in _CALLS:
         inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if eqn.params.get("prevent_cse"):
@@ -192,15 +198,16 @@ def _rows_added(eqn: Any, table: _Sum, indices: jax.Array, updates: jax.Array) -
     )
     if ids is None:
         return None
-    others = [axis for axis in range(updates.ndim) if axis not in window]
-    return ids.reshape(-1), updates.transpose(*others, *window).reshape(-1, *table.shape[1:])
+    # (ids..., rows...), in whichever order the scatter has its axes.
+    of_ids = [axis for axis in range(updates.ndim) if axis not in window]
+    return ids.reshape(-1), updates.transpose(*of_ids, *window).reshape(-1, *table.shape[1:])
 
 
 def _rows_taken(eqn: Any, table: Shards, indices: jax.Array) -> jax.Array | None:
     """What a gather takes of a table. None where it takes anything else than whole rows."""
     numbers, mode, fill = (eqn.params[name] for name in ("dimension_numbers", "mode", "fill_value"))
     sizes = [n for axis, n in enumerate(eqn.params["slice_sizes"]) if axis not in numbers.collapsed_slice_dims]
-    count, whole = table.shape[0], eqn.params["slice_sizes"] == (1, *table.shape[1:])
+    count, takes_whole_rows = table.shape[0], eqn.params["slice_sizes"] == (1, *table.shape[1:])
     ids = _ids(
         indices,
         table.shape,
@@ -210,7 +217,7 @@ def _rows_taken(eqn: Any, table: Shards, indices: jax.Array) -> jax.Array | None
         numbers.start_index_map,
         numbers.operand_batching_dims,
     )
-    if ids is None or not whole:
+    if ids is None or not takes_whole_rows:
         return None
     # Beyond the table JAX fills in NaN, or another value, if it was asked to, and else takes the first or the last row.
     is_within = ids < count
@@ -224,6 +231,7 @@ def _rows_taken(eqn: Any, table: Shards, indices: jax.Array) -> jax.Array | None
 
 
 def _row_numbers(indices: jax.Array, of_axes: tuple[int, ...]) -> jax.Array:
+    # At least int32: the length of a table, which stands for ids beyond it, may not fit into the int8 of its ids.
     ids = indices[..., of_axes.index(0)]
     return ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
 
@@ -231,7 +239,7 @@ def _row_numbers(indices: jax.Array, of_axes: tuple[int, ...]) -> jax.Array:
 def _ids(
     indices: jax.Array,
     shape: tuple[int, ...],
-    mode: Any,
+    mode: lax.GatherScatterMode,
     window: Sequence[int],
     left_out: tuple[int, ...],
     of_axes: tuple[int, ...],
@@ -254,11 +262,3 @@ def _ids(
 
 def _dense(x: Any) -> Any:
     return x.dense() if isinstance(x, _Sum | Shards) else x
-
-
-def _arrays(jaxpr: Jaxpr, eqn: Any, operands: list[Any]) -> list[Any]:
-    """The results of an equation of arrays."""
-    # As a program of one equation, which keeps the names of the scopes that it is in.
-    known = {v: _dense(x) for v, x in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)}
-    program = jaxpr.replace(constvars=[*known], invars=[], outvars=eqn.outvars, eqns=[eqn])
-    return jax.core.eval_jaxpr(program, [*known.values()])

@@ -63,12 +63,12 @@ LOSS_ARGUMENTS = ("params", "batch", "rng", "model_state")
 _NO_GRAD = "; the step differentiates loss_fn itself, so leave out jax.grad"
 
 
-def check_loss_fn(loss_fn: Any, where: str) -> None:
+def check_loss_fn(loss_fn: LossFn, caller: str) -> None:
     """`TypeError` unless it takes the arguments of a loss, with a model state or without."""
-    _positions(loss_fn, (3, 2, 4), f"{where}: loss_fn", "; rng and what follows may be left out")
+    _positions(loss_fn, (3, 2, 4), f"{caller}: loss_fn", "; rng and what follows may be left out")
 
 
-def check_loss_takes(loss_fn: Any, has_state: bool) -> int:
+def check_loss_takes(loss_fn: LossFn, has_state: bool) -> int:
     """How many arguments a step gives it by position. `TypeError` where it takes others.
 
     An argument that is named `step` may come after them.
@@ -79,7 +79,7 @@ def check_loss_takes(loss_fn: Any, has_state: bool) -> int:
     return _positions(loss_fn, (3, 2), "train step: loss_fn", hint)
 
 
-def _positions(loss_fn: Any, counts: tuple[int, ...], what: str, hint: str) -> int:
+def _positions(loss_fn: LossFn, counts: tuple[int, ...], what: str, hint: str) -> int:
     """The first of these numbers of arguments that fits the function. `TypeError` where none does."""
     errors: list[TypeError] = []
     for count in counts:
@@ -97,10 +97,48 @@ def call_loss(
     """Call a loss function and check what it returns: (metrics, new model state)."""
     has_state = carries(model_state)
     loss, aux, new_state = run_loss(loss_fn, (params, batch, rng, *((model_state,) if has_state else ())), step)
+
+    # The loss as a scalar, or as the `Mean` of the shard. A sum of integers would become one of floats, without a
+    # gradient, and the loss of each example one of them all: so the form is checked before anything is made of it.
+    numbers: Any = (loss.total, loss.weight) if isinstance(loss, Mean) else loss if is_pair(loss) else (loss,)
+    fault = None
+    if not all(map(is_number, numbers)):
+        fault = f"{checks.describe(loss)}{_NO_GRAD if isinstance(loss, (tuple, dict)) else ''}"
+    elif len(numbers) == 1 and jnp.shape(numbers[0]) != ():
+        fault = f"shape {jnp.shape(numbers[0])}"
+    elif not jnp.issubdtype(jnp.result_type(numbers[0]), jnp.floating):
+        fault = f"{jnp.result_type(numbers[0])}, which has no gradient"
+    if fault is not None:
+        raise TypeError(
+            "train step: the loss must be a scalar, the mean over the examples, or a pair (sum, weight), of a floating "
+            f"dtype; got {fault}"
+        )
     if aux.get("loss", loss) is not loss:
         raise ValueError("train step: aux of loss_fn has another 'loss', which the step reports itself; rename it")
-    metrics = {**jax.tree_util.tree_map_with_path(_aux, aux, is_leaf=is_pair), "loss": _loss(loss)}
-    return metrics, _same_structure(new_state, model_state) if has_state else ()
+    loss_of_shard: jax.Array | Mean
+    if is_pair(loss):
+        mean = shard_mean(loss, "train step: the loss")
+        loss_of_shard = Mean(mean.total, _constant(mean.weight))
+    else:
+        loss_of_shard = jnp.asarray(loss)
+
+    # The other metrics.
+    def of_aux(path: KeyPath, value: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return shard_mean(value, f"train step: {name!r} in aux of loss_fn") if is_pair(value) else value
+
+    metrics = {**jax.tree_util.tree_map_with_path(of_aux, aux, is_leaf=is_pair), "loss": loss_of_shard}
+    if not has_state:
+        return metrics, ()
+
+    # The new model state in the dtypes of the old one, or the next step would be another program.
+    def cast(path: KeyPath, leaf: PyTree, old: jax.Array) -> jax.Array:
+        name = f"train step: leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r} of new_model_state"
+        leaf = checks.array(leaf, name)
+        checks.storable(leaf, old.shape, old.dtype, name)
+        return leaf.astype(old.dtype)
+
+    return metrics, jax.tree_util.tree_map_with_path(cast, new_state, model_state)
 
 
 def run_loss(
@@ -110,7 +148,7 @@ def run_loss(
     has_state = len(arguments) == 4
     arguments = arguments[: check_loss_takes(loss_fn, has_state)]
     result = loss_fn(*arguments, **({"step": step} if has_parameter(loss_fn, "step") else {}))
-    if not has_state and (isinstance(result, Mean) or is_number(result)):
+    if not has_state and (isinstance(result, Mean) or is_number(result)):  # the loss alone
         return result, {}, ()
     wanted = ("loss", "aux", "new_model_state") if has_state else ("loss", "aux")
     if not (isinstance(result, tuple) and len(result) == len(wanted) and isinstance(result[1], dict)):
@@ -121,32 +159,6 @@ def run_loss(
         pair = f"{either}({', '.join(wanted)}) with aux a dict, which may be empty"
         raise TypeError(f"train step: loss_fn({names}) must return {pair}; got {checks.describe(result)}{hint}")
     return *result[:2], result[2] if has_state else ()
-
-
-def _aux(path: KeyPath, value: Any) -> Any:
-    """A value in aux, or the `Mean` of a pair there."""
-    where = f"train step: {jax.tree_util.keystr(path, simple=True, separator='/')!r} in aux of loss_fn"
-    if is_pair(value):
-        return shard_mean(value, where)
-    if not is_number(value):
-        raise TypeError(f"{where} must be an array, got {checks.describe(value)}")
-    return value
-
-
-def _loss(loss: Any) -> jax.Array | Mean:
-    """The loss as a scalar, or as the `Mean` of the shard."""
-    wanted = "train step: the loss must be a scalar, the mean over the examples, or a pair (sum, weight)"
-    numbers: Any = (loss.total, loss.weight) if isinstance(loss, Mean) else loss if is_pair(loss) else (loss,)
-    if not all(map(is_number, numbers)):
-        raise TypeError(f"{wanted}; got {checks.describe(loss)}{_NO_GRAD if isinstance(loss, (tuple, dict)) else ''}")
-    if len(numbers) == 1 and jnp.shape(numbers[0]) != ():
-        raise TypeError(f"{wanted}; got shape {jnp.shape(numbers[0])}")
-    if not jnp.issubdtype(jnp.result_type(numbers[0]), jnp.floating):
-        raise TypeError(f"{wanted}, of a floating dtype; got {jnp.result_type(numbers[0])}, which has no gradient")
-    if len(numbers) == 1:
-        return jnp.asarray(numbers[0])
-    mean = shard_mean(loss, "train step: the loss")
-    return Mean(mean.total, _constant(mean.weight))
 
 
 @jax.custom_jvp
@@ -166,23 +178,6 @@ def _refuse_gradient(primals: Any, tangents: Any) -> Any:
 _constant.defjvp(_refuse_gradient, symbolic_zeros=True)
 
 
-def _same_structure(new: PyTree, old: PyTree) -> PyTree:
-    """The new model state in the dtypes of the old one."""
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        raise TypeError(
-            "train step: the new_model_state of loss_fn must have the structure of the old one: expected "
-            f"{jax.tree.structure(old)}, got {jax.tree.structure(new)}"
-        )
-
-    def cast(path: KeyPath, leaf: Any, old_leaf: jax.Array) -> jax.Array:
-        where = f"train step: leaf {jax.tree_util.keystr(path, simple=True, separator='/')!r} of new_model_state"
-        leaf = checks.array(leaf, where)
-        checks.storable(leaf, old_leaf.shape, old_leaf.dtype, where)
-        return leaf.astype(old_leaf.dtype)
-
-    return jax.tree_util.tree_map_with_path(cast, new, old)
-
-
 def widen(x: Any) -> jax.Array:
     """The array in float32 or wider, the dtype for sums of such values."""
     x = jnp.asarray(x)
@@ -190,26 +185,24 @@ def widen(x: Any) -> jax.Array:
     return x.astype(x.dtype if is_wide else jnp.float32)
 
 
-def is_pair(value: Any) -> bool:
+def is_pair(value: object) -> bool:
     """Whether a value of a loss function is (sum, weight): a tuple of two, or a `Mean`."""
     return isinstance(value, Mean) or (type(value) is tuple and len(value) == 2)
 
 
-def shard_mean(pair: Any, where: str) -> Mean:
+def shard_mean(pair: Any, name: str) -> Mean:
     """What a shard adds to a mean over what counts: two scalars in float32 or wider."""
     pair = pair if isinstance(pair, Mean) else Mean(*pair)
     if pair.finish is not None or pair.columns:
-        raise TypeError(f"{where}: a Mean with finish= or columns= is for eval_fn; in a step give (sum, weight)")
-    for name, value in (("sum", pair.total), ("weight", pair.weight)):
-        if not is_number(value):
-            raise TypeError(f"{where}: the {name} of (sum, weight) must be an array, got {checks.describe(value)}")
+        raise TypeError(f"{name}: a Mean with finish= or columns= is for eval_fn; in a step give (sum, weight)")
+    # One weight for many values would count once. A pair of other things is no pair, and jax says what it is.
     if jnp.shape(pair.total) != jnp.shape(pair.weight):
         fault = f"the sum has shape {jnp.shape(pair.total)} and the weight {jnp.shape(pair.weight)}"
-        raise ValueError(f"{where}: {fault}; give two scalars, or two arrays of one shape, which are summed")
+        raise ValueError(f"{name}: {fault}; give two scalars, or two arrays of one shape, which are summed")
     return Mean(widen(pair.total).sum(), widen(pair.weight).sum())
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     return hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
 
 
@@ -221,6 +214,7 @@ def over_microbatches(metrics: ShardMetrics, count: int) -> ShardMetrics:
 
 def finish(sums: ShardMetrics, count: int) -> Metrics:
     """The means out of the sums over `count` shards. A sum over no weight at all gives NaN."""
+    # NaN, not 0: a step of which no example counts has no loss, and a guard leaves its update out.
     return jax.tree.map(lambda x: x.total / x.weight if isinstance(x, Mean) else x / count, sums, is_leaf=is_pair)
 
 
@@ -251,10 +245,13 @@ def model_state_terms(model_state: PyTree, count: int) -> list[tuple[jax.Array, 
     """What is added up over `count` shards for the mean of each floating leaf of a model state."""
 
     def terms(x: jax.Array) -> tuple[jax.Array, ...]:
+        # What was widened has room for the digits of a sum, and is rounded to its own dtype after it. XLA reduces the
+        # precision of real numbers only.
         value = widen(x)
         is_exact = count in (1, 2, 4) or x.dtype != value.dtype or jnp.iscomplexobj(x)
         if is_exact:
             return (value,)
+        # What rounds up to infinity, in the upper half, is added as it is.
         digits = jnp.finfo(value.dtype)
         high = lax.reduce_precision(value, digits.nexp, digits.nmant // 2)
         high = jnp.where(jnp.isfinite(high), high, value)
@@ -284,13 +281,14 @@ class ClassificationLoss:
     apply_fn: Callable[[Any, jax.Array], jax.Array]
     label_smoothing: float
 
-    def __call__(self, params: Any, batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
+    def __call__(self, params: PyTree, batch: dict[str, jax.Array], rng: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
         if not isinstance(batch, dict) or not {"image", "label"} <= batch.keys():
             raise TypeError(
                 'classification_loss: a batch must be a dict with "image" and "label", as data.batches makes them; got '
                 f"{sorted(batch) if isinstance(batch, dict) else checks.describe(batch)}; for others write a loss_fn"
             )
         checks.labels(batch["label"], "classification_loss")
+        # (n, classes), in float32: the logarithm of a softmax in bfloat16 has two digits.
         logits = self.apply_fn(params, batch["image"]).astype(jnp.float32)
         labels = batch["label"][:, None]
         accuracy = (logits.argmax(axis=1) == labels[:, 0]).mean()
@@ -329,11 +327,6 @@ def classification_loss(
         >>> round(float(loss), 3)
         2.303
     """
-    if not callable(apply_fn):
-        raise TypeError(
-            "classification_loss: expected the function apply_fn(params, images) itself; got "
-            f"{checks.describe(apply_fn)}"
-        )
     wanted = "a number from 0 and below 1"
     smoothing = checks.number(label_smoothing, "classification_loss", "label_smoothing", wanted, lambda x: 0 <= x < 1)
     return ClassificationLoss(apply_fn, smoothing)

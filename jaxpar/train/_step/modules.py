@@ -117,8 +117,8 @@ class OfNnx:
     def take_apart(cls, model: Any, wrt: Any, axes: Axes | None) -> Parts:
         model = nnx().clone(model)
         nnx().pop(model, nnx().Intermediate)  # what `sow` left
-        graph, streams, params, rest = nnx().split(model, *cls._filters(wrt))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(rest):
+        graph, streams, params, model_state = nnx().split(model, *cls._filters(wrt))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
             if is_prng_key(leaf):  # each share would draw other numbers, and the module may mean one key for all
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise ValueError(f"train.start: the model has a random key in {name!r}; make it a stream, as nnx.Rngs")
@@ -126,7 +126,7 @@ class OfNnx:
         leaves, structure = jax.tree.flatten(streams)
         flags = [getattr(layer, name, None) for layer in cls._layers(model) for name in _MODES_OF_NNX]
         module = cls(graph, tuple(map(Constant.of, leaves)), structure, wrt, axes)
-        return Parts(module, params, _or_none(rest), frozen, _are_all_on(flags))
+        return Parts(module, params, _or_none(model_state), frozen, _are_all_on(flags))
 
     @staticmethod
     def _filters(wrt: Any) -> tuple[Any, ...]:
@@ -147,10 +147,14 @@ class OfNnx:
         """The module, with streams for the key of a share and a step, or with those that it came with."""
         streams = [stream.array() for stream in self.streams]
         if rng is not None:
-            bits = jax.random.bits(rng, (2,))
+            bits = jax.random.bits(rng, (2,))  # 64 bits: with 32 two of some ten thousand steps would draw the same
             streams = [_drawn(x, bits) if is_prng_key(x) else jnp.zeros_like(x) for x in streams]
-        rest = (model_state,) if carries(model_state) else ()
-        return nnx().merge(self.graph, params, self.structure_of_streams.unflatten(streams), *rest, copy=True)
+        states = (
+            params,
+            self.structure_of_streams.unflatten(streams),
+            *((model_state,) if carries(model_state) else ()),
+        )
+        return nnx().merge(self.graph, *states, copy=True)
 
     def evaluated(self, params: PyTree, model_state: PyTree) -> Any:
         """The module in evaluation mode."""
@@ -166,7 +170,13 @@ class OfNnx:
         return bool(self._norms(self._join(params, model_state, None)))
 
     def loss(
-        self, loss_fn: Callable[..., Any], params: PyTree, batch: Batch, rng: jax.Array, model_state: PyTree, step: Any
+        self,
+        loss_fn: Callable[..., Any],
+        params: PyTree,
+        batch: Batch,
+        rng: jax.Array,
+        model_state: PyTree,
+        step: jax.Array,
     ) -> tuple[Any, dict[str, Any], PyTree]:
         """(loss, aux, new model state) of a share."""
         model = self._join(params, model_state, jax.random.fold_in(rng, _OF_STREAMS))
@@ -183,7 +193,7 @@ class OfNnx:
                 "optimizer alone; make what a call changes a variable of another type, such as nnx.BatchStat, which is "
                 "kept as model state, or drop what it writes, by nnx.clone(model) in loss_fn"
             )
-        before, after = (dict(nnx().to_flat_state(rest)) for rest in (model_state or nnx().State({}), new))
+        before, after = (dict(nnx().to_flat_state(s)) for s in (model_state or nnx().State({}), new))
         if changed := before.keys() ^ after.keys():
             raise ValueError(
                 f"train step: a call of the model makes or removes {_named(changed)}, which a "
@@ -209,16 +219,16 @@ class OfEquinox:
 
     @classmethod
     def take_apart(cls, model: Any, wrt: Any, axes: Axes | None) -> Parts:
-        params, others = equinox().partition(model, _is_param)
+        params, static = equinox().partition(model, _is_param)
         frozen = None if wrt is None else _frozen(params, equinox().filter(model, wrt), wrt)
         flags = [layer.inference for layer in _with(model, lambda x: isinstance(getattr(x, "inference", None), bool))]
-        leaves, structure = jax.tree.flatten(others)
+        leaves, structure = jax.tree.flatten(static)
         leaves = [Constant.of(x) if is_prng_key(x) else x for x in leaves]
         return Parts(cls(tuple(leaves), structure, axes), params, (), frozen, _are_all_on(flags))
 
     def _join(self, params: PyTree) -> Any:
-        others = self.structure.unflatten([x.array() if isinstance(x, Constant) else x for x in self.leaves])
-        return equinox().combine(params, others)
+        static = self.structure.unflatten([x.array() if isinstance(x, Constant) else x for x in self.leaves])
+        return equinox().combine(params, static)
 
     def _is_unsynced_norm(self, layer: Any) -> bool:
         is_trained = isinstance(layer, equinox().nn.BatchNorm) and layer.inference is False
@@ -237,7 +247,13 @@ class OfEquinox:
         return bool(_with(self._join(params), self._is_unsynced_norm))
 
     def loss(
-        self, loss_fn: Callable[..., Any], params: PyTree, batch: Batch, rng: jax.Array, model_state: PyTree, step: Any
+        self,
+        loss_fn: Callable[..., Any],
+        params: PyTree,
+        batch: Batch,
+        rng: jax.Array,
+        model_state: PyTree,
+        step: jax.Array,
     ) -> tuple[Any, dict[str, Any], PyTree]:
         """(loss, aux, new model state) of a share."""
 

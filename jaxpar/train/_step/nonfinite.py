@@ -55,13 +55,14 @@ class DynamicLossScale:
     most: float = 2.0**24
 
     def __post_init__(self) -> None:
-        where = "train.DynamicLossScale"
-        checks.whole_number(self.period, where, "period")
-        checks.number(self.factor, where, "factor", "a number above 1", lambda n: 1 < n < math.inf)
+        # A factor of 1 or less would never end an overflow, and each step of the run would be skipped.
+        caller = "train.DynamicLossScale"
+        checks.whole_number(self.period, caller, "period")
+        checks.number(self.factor, caller, "factor", "a number above 1", lambda n: 1 < n < math.inf)
         for name in ("initial", "least", "most"):
-            checks.number(getattr(self, name), where, name, "a number above 0", lambda n: 0 < n < math.inf)
+            checks.number(getattr(self, name), caller, name, "a number above 0", lambda n: 0 < n < math.inf)
         if not self.least <= self.initial <= self.most:
-            raise ValueError(f"{where}: expected least <= initial <= most, got {self}")
+            raise ValueError(f"{caller}: expected least <= initial <= most, got {self}")
 
     def start(self) -> dict[str, jax.Array]:
         """The first `state.loss_scale`: float32 `scale` and int32 `good_steps`."""
@@ -124,14 +125,14 @@ class Guard:
         flags = jnp.zeros(1 + len(_parameter_names(store)), jnp.float32)
         return {"found": flags, "step": jnp.int32(-1), "skipped": jnp.int32(0)}
 
-    def __call__(
-        self, old: TrainState, new: TrainState, metrics: Metrics, flags: jax.Array
-    ) -> tuple[TrainState, Metrics]:
-        """The next state and its metrics, out of the states before and after the update. All is alike on all devices.
+    def __call__(self, old: TrainState, new: TrainState, flags: jax.Array) -> tuple[TrainState, Metrics]:
+        """The next state, out of those before and after the update, and what the guard reports of the step.
 
-        `flags` is float32 (1 + trained keys,): the number of devices on which loss or gradient were not finite.
+        `flags` is float32 (1 + trained keys,): the number of devices on which loss or gradient were not finite. All is
+        alike on all devices, or they would part.
         """
-        # Whether this step is bad, and whether it or an earlier one ends the run. See the table.
+        # Whether this step is bad, and whether it or an earlier one ends the run. See the table. The host learns of a
+        # bad step some steps later, so those after it must change nothing either.
         is_bad = (flags > 0).any()
         already_stopped, stop_now = jnp.array(False), jnp.array(False)
         if self.stop:
@@ -152,17 +153,13 @@ class Guard:
         }
         state = dataclasses.replace(state, step=jnp.where(is_stopped, old.step, new.step), nonfinite=nonfinite)
 
-        # The loss scale of the next step.
-        of_guard = {"skipped": skip_update.astype(jnp.float32)}
+        # The loss scale of the next step. A bad step is reported with the scale that it had.
+        reported = {"skipped": skip_update.astype(jnp.float32)}
         if self.scaling is not None:
-            of_guard["loss_scale"] = old.loss_scale["scale"]
+            reported["loss_scale"] = old.loss_scale["scale"]
             loss_scale = self.scaling.next_state(old.loss_scale, is_bad)
             state = dataclasses.replace(state, loss_scale=_where(is_stopped, old.loss_scale, loss_scale))
-
-        for name in of_guard:
-            if name in metrics:
-                raise ValueError(f"train step: aux of loss_fn has {name!r}, which the step reports itself; rename it")
-        return state, {**metrics, **of_guard}
+        return state, reported
 
 
 def nonfinite_flags(
@@ -171,6 +168,7 @@ def nonfinite_flags(
     """float32 (1 + trained keys,): 1 where this device's loss, pushed gradient or its sum, if given, is not finite."""
     is_bad = [~jnp.isfinite(jnp.stack(jax.tree.leaves(loss))).all()]  # a Mean has two numbers
     for k in trained_keys(store):
+        # `unused="skip"` pushes nothing for a param that the loss does not depend on.
         is_finite = jnp.isfinite(pushed[k]).all() if k in pushed else jnp.array(True)
         is_bad.append(~(is_finite & jnp.isfinite(summed[k]).all() if k in summed else is_finite))
     return jnp.stack(is_bad).astype(jnp.float32)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +35,7 @@ from .step import DeviceStep
 _MOST_SHAPES = 256
 
 Structure = Any  # a `jax.tree_util.PyTreeDef`, which is no generic class
+Shape = jax.Array | jax.ShapeDtypeStruct
 Engine = Callable[[DeviceStep, TrainState, TrainState, Batch], tuple[TrainState, Metrics]]
 
 
@@ -42,7 +43,7 @@ def run_by_shard_map(
     step: DeviceStep, shardings: TrainState, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
     specs = _specs(step, shardings)
-    # With the check on, the gradient of replicated params would be summed already.
+    # With the check on, the gradient of replicated params would be summed already, and a second sum is one too many.
     mapped = jax.shard_map(
         step,
         mesh=Mesh(np.array(state.store.devices), (step.axis_name,)),
@@ -67,9 +68,10 @@ def _specs(step: DeviceStep, shardings: TrainState) -> TrainState:
 
 def run_by_pmap(step: DeviceStep, shardings: TrainState, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     devices = state.store.devices or ()
-    # Inside of a program, pmap knows the devices of its own process only. By shard_map it is the same program.
+    # Inside of a program, pmap knows the devices of its own process only. By shard_map the same is computed.
     if len({d.process_index for d in devices}) > 1:
         return run_by_shard_map(step, shardings, state, batch)
+    # What is split is split along its first axis. What is replicated is given and taken once, not as stacked copies.
     leaves, structure = jax.tree.flatten(state)
     axes = [0 if any(sharding.spec) else None for sharding in jax.tree.leaves(shardings)]
 
@@ -223,10 +225,10 @@ class JointProgram:
         def train_steps(
             donated: list[jax.Array], rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array
         ) -> tuple[list[jax.Array], Metrics]:
-            def batch(i: Any) -> Batch:
+            def batch(i: int | jax.Array) -> Batch:
                 return jax.tree.map(functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False), batches)
 
-            def body(i: Any, carry: tuple[list[jax.Array], Metrics]) -> tuple[list[jax.Array], Metrics]:
+            def body(i: jax.Array, carry: tuple[list[jax.Array], Metrics]) -> tuple[list[jax.Array], Metrics]:
                 donated, metrics = traced_step(carry[0], rng, batch(i))
                 return donated, jax.tree.map(lambda x, row: x.at[i].set(row), carry[1], metrics)
 
@@ -237,7 +239,7 @@ class JointProgram:
 
         # 4. Both compiled, on CPUs with faster formulas than XLA's. A call may compile the inner `jit` once more, with
         #    other options, which then traces nothing anew.
-        def compiled(function: Callable[..., Any]) -> Any:
+        def compiled(function: Callable[..., tuple[list[jax.Array], Metrics]]) -> Any:
             fast = for_platform(function, platform, mesh, step.axes)
             return jax.jit(jax.jit(fast, inline=True), donate_argnums=0)
 
@@ -254,14 +256,14 @@ class JointProgram:
         # On CPUs the C library keeps blocks of memory from step to step, if no value of the program needs a larger one.
         # With a block for each value one device takes half as much memory again, several take hardly more.
         self._has_blocks = platform == "cpu" and IS_KEPT and len(mesh.local_devices or ()) > 1
-        self._in_blocks: dict[Any, Any] = {}  # the program to run, by the shapes of a batch
+        self._in_blocks: dict[tuple[Any, ...], Any] = {}  # the program to run, by the shapes of a batch
 
         # 5. The end of training.
         def finish(donated: list[jax.Array], rng: jax.Array) -> list[jax.Array]:
             state = structure.unflatten(donated).with_rng(rng)
             return jax.tree.leaves(Donated.of(finish_by_shard_map(step, leaf_shardings(state), state)))
 
-        self._finish = jax.jit(finish)  # donates nothing
+        self._finish = jax.jit(finish)  # donates nothing: a run is saved and goes on from the state before
 
     def __call__(
         self, donated: list[jax.Array], rng: jax.Array, batch: Batch, *span: int
@@ -285,7 +287,7 @@ class JointProgram:
         return self._structure.unflatten(new).with_rng(rng), metrics
 
     def parts(
-        self, donated: list[Any], rng: Any, batch: Batch, many: bool = False
+        self, donated: Sequence[Shape], rng: Shape, batch: Batch, many: bool = False
     ) -> tuple[Batch, list[DeviceProgram]]:
         """The shapes of a batch, and the program for them and for the shapes of a state."""
         axis = int(many)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from ... import distributed, kv, updaters
 from ..._core import checks, host, portable
@@ -101,12 +102,12 @@ class TrainState:
         return sorted({*super().__dir__()} - {"transform", "nonfinite", "outer", "local", "module"})
 
     def __repr__(self) -> str:
-        first, *others = self._lines()
-        return "\n".join([first, repr(self.store), *others])
+        about_state, *about_fields = self._lines()
+        return "\n".join([about_state, repr(self.store), *about_fields])
 
     def _repr_html_(self) -> str:
-        first, *others = [f"<p>{html.escape(line)}</p>" for line in self._lines()]
-        parts = [first, self.store._repr_html_(), *others]
+        about_state, *about_fields = [f"<p>{html.escape(line)}</p>" for line in self._lines()]
+        elements = [about_state, self.store._repr_html_(), *about_fields]
         # Flax brings treescope. It reads the values, which one of several processes cannot do alone. A stack of states,
         # as `jax.vmap` makes one, has no params of its own.
         is_readable = processes.count() == 1 and not is_donated(self) and not is_traced(self)
@@ -115,8 +116,8 @@ class TrainState:
             with warnings.catch_warnings(action="ignore"):  # it looks at old names of NumPy
                 treescope: Any = importlib.import_module("treescope")
                 tree = treescope.render_to_html(self.params, ignore_exceptions=True)
-            parts.append(f"<details><summary>params</summary>{tree}</details>")
-        return f"<div>{''.join(parts)}</div>"
+            elements.append(f"<details><summary>params</summary>{tree}</details>")
+        return f"<div>{''.join(elements)}</div>"
 
     def _lines(self) -> list[str]:
         """A line about the state, and one about each part next to the store that holds arrays."""
@@ -137,6 +138,8 @@ class TrainState:
 class Donated(NamedTuple):
     """All of a state but its `rng`: what a step changes, and whose memory its program takes over."""
 
+    # The fields have the order of `TrainState`, since programs number their arguments by it.
+
     store: kv.KVStore
     step: jax.Array
     transform: PyTree
@@ -149,31 +152,11 @@ class Donated(NamedTuple):
 
     @classmethod
     def of(cls, state: TrainState) -> Donated:
-        return cls(
-            state.store,
-            state.step,
-            state.transform,
-            state.model_state,
-            state.loss_scale,
-            state.nonfinite,
-            state.outer,
-            state.local,
-            state.module,
-        )
+        return cls(*[getattr(state, name) for name in cls._fields])
 
     def with_rng(self, rng: jax.Array) -> TrainState:
-        return TrainState(
-            self.store,
-            self.step,
-            rng,
-            self.transform,
-            self.model_state,
-            self.loss_scale,
-            self.nonfinite,
-            self.outer,
-            self.local,
-            self.module,
-        )
+        store, step, *fields = self
+        return TrainState(store, step, rng, *fields)
 
 
 @allows_transfers
@@ -213,26 +196,33 @@ def create_state(
     stores.check_is_store(store, "train.create_state")
     if store.treedef is None:
         raise ValueError("train.create_state: the store must be made by kv.from_params, so that it knows the params")
+
+    # Where the state goes, and its random key.
     if devices is None:
         devices = store.devices or processes.devices()
     devices = checks.devices(devices, "train.create_state")
     rng = checks.random_key(rng, "train.create_state")
-    transform: Any = ()
+
+    # The state of the transform. One without arrays is (), as a step returns it: else the second step would be another
+    # program.
+    transform: PyTree = ()
     if grad_transform is not None:
         tx = checks.transform(grad_transform, "train.create_state: grad_transform")
         transform = tx.init(trained_params(store))
-        transform = transform if jax.tree.leaves(transform) else ()  # as a step returns it
+        transform = transform if jax.tree.leaves(transform) else ()
+
+    # The model state. Shards get keys of their own by the type of a key, and raw ones would give all the same numbers.
     model_state = () if model_state is None else model_state
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
-        where = f"train.create_state: model_state{jax.tree_util.keystr(path)}"
-        check_plain(leaf, where)
+        name = f"train.create_state: model_state{jax.tree_util.keystr(path)}"
+        check_plain(leaf, name)
         if getattr(leaf, "dtype", None) == np.uint32 and leaf.shape == (2,):
-            # Shards get keys of their own by the type of a key. Raw keys would give all of them the same numbers.
             raise TypeError(
-                f"{where}: uint32[2] is a raw random key, from which all devices draw the same; give "
+                f"{name}: uint32[2] is a raw random key, from which all devices draw the same; give "
                 "jax.random.wrap_key_data(key), or, if it is no key, another dtype or shape"
             )
     model_state = host.own_copies(model_state, "train.create_state: model_state")
+
     state = TrainState(store, jnp.zeros((), jnp.int32), rng, transform, model_state)
     return place_state(state, tuple(devices))
 
@@ -258,6 +248,7 @@ def is_floating(x: jax.Array) -> bool:
 def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
     """The state copied onto these devices. `RuntimeError` in a process that has not joined its run."""
     distributed.check_joined("train.create_state", "each process would train its own model", launched=True)
+    # Processes that made their params by themselves would begin with different ones: those of the first are taken.
     replicated = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("store", "local")}
     if processes.to_share(replicated, devices):
         replicated = processes.from_first(replicated)
@@ -295,20 +286,20 @@ def leaf_shardings(state: TrainState) -> TrainState:
 def shapes_on(tree: PyTree, shardings: PyTree) -> PyTree:
     """The shapes and dtypes that the arrays of a pytree have in a program, each with its sharding, or all with one."""
 
-    def shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    def shape(x: jax.Array, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
         x = jax.typeof(x)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
     return jax.tree.map(shape, tree, jax.tree.broadcast(shardings, tree))
 
 
-def check_is_state(state: object, where: str) -> None:
+def check_is_state(state: object, caller: str) -> None:
     """`TypeError` for anything else than a state, `ValueError` for a stack of states."""
     if not isinstance(state, TrainState):
-        raise TypeError(f"{where}: expected a state, train.create_state(store, rng), got {checks.describe(state)}")
+        raise TypeError(f"{caller}: expected a state, train.create_state(store, rng), got {checks.describe(state)}")
     if shape := np.shape(state.step):
         raise ValueError(
-            f"{where}: this is a stack of {shape[0]} states, as jax.vmap returns it; take one of them, "
+            f"{caller}: this is a stack of {shape[0]} states, as jax.vmap returns it; take one of them, "
             "jax.tree.map(lambda x: x[0], state), or map over them, jax.vmap(step)(state, batches)"
         )
 
@@ -320,6 +311,8 @@ def carries(tree: PyTree) -> bool:
 
 def _average_local(template: TrainState, saved: portable.Saved, remarks: list[str]) -> portable.Saved:
     """What was saved of local steps, for the number of devices of the template."""
+    # Each device had params of its own. On another number of devices there is no state that equals it, and the mean is
+    # what the devices would have agreed on.
     saved = kv._with_wide_averages(template.local, saved, "local", remarks)
     leaves = jax.tree.leaves(template.local)
     local = {name: v for name, v in saved.items() if name.startswith("local/") and v[1].ndim}

@@ -16,12 +16,13 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.typing import DTypeLike
 
 from ... import kv, sparse, updaters
 from ..._core import checks
@@ -48,8 +49,11 @@ from .loss import (
 from .nonfinite import DynamicLossScale, Guard, nonfinite_flags
 from .state import TrainState, carries, trained_params, whole_params
 
+if TYPE_CHECKING:
+    import optax
+
 Arrays = dict[int, jax.Array]  # by the keys of the store
-Rows = Mapping[int, RowSparse]
+Rows = Mapping[int, RowSparse]  # likewise
 
 _NO_ROWS: dict[int, RowSparse] = {}  # a pytree, as the rows of a gradient are
 
@@ -78,9 +82,9 @@ class DeviceStep:
     loss_fn: Callable[..., Any]
     axis_name: str
     accumulate: int = 1
-    compute_dtype: Any = None
-    remat: Any = False
-    grad_transform: Any = None
+    compute_dtype: DTypeLike | None = None
+    remat: bool | Callable[..., Any] = False
+    grad_transform: optax.GradientTransformation | None = None
     scaling: float | DynamicLossScale | None = None  # the loss scale
     guard: Guard | None = None  # decides whether the update is made. None: always.
     unused: str = "warn"
@@ -92,23 +96,25 @@ class DeviceStep:
     has_local_part: ClassVar[bool] = False  # whether it keeps the part `local` of a state
 
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """`batch` is this device's shard, (examples / devices, ...). The state is one for all devices."""
         store, axis = state.store, self.axis_name
 
-        # The loss and the gradient of this device's shard, which has a random key and a model state of its own.
+        # The loss and the gradient of this device's shard. It has a random key of its own, or all shards would drop the
+        # same units, and draws of its own from the streams in a model state.
         params = whole_params(store, axis, self.tables(store))
         number = lax.axis_index(axis)
         model_state = with_own_streams(state.model_state, number)
         shard = self.gradient(state, params, batch, shard_rng(state, number), model_state)
 
-        # The gradient is divided before it is summed, so that finite shards have a finite sum: by the number of shards,
-        # or by the weight of all of them, where the loss is a mean over what counts.
+        # The gradient is divided before it is summed, so that finite shards have a finite sum, also in float16: by the
+        # number of shards, or by the weight of all of them, where the loss is a mean over what counts.
         loss = shard.metrics["loss"]
         divisor = self.add_up(state, [loss.weight])[0] if isinstance(loss, Mean) else lax.axis_size(axis)
         grads = {k: divide(g, divisor) for k, g in shard.grads.items()}
         rows = divide_rows(shard.rows, divisor)
 
-        # The sum over the devices. With a staleness it is that of gradients from earlier steps, which wait in a queue,
-        # and of which it is not known any more whether they are zeros.
+        # The sum over the devices. With a staleness it is that of gradients from earlier steps, which wait in a queue
+        # and need not wait for this step's backward pass. Which of those were zeros is not known any more.
         pushed, pending, ready, zeros = grads, {}, None, shard.unread
         if store.staleness:
             pushed, pending, ready = queue.rotate_queue(store, grads, of_one_device=True)
@@ -143,14 +149,15 @@ class DeviceStep:
         scale = state.loss_scale["scale"] if isinstance(self.scaling, DynamicLossScale) else self.scaling
         read: set[int] = set()  # the keys of the params that the loss depends on, known when it is traced
 
+        # Labels and ids stay integers: in bfloat16 the ids above 256 would run together.
         def cast(tree: PyTree) -> PyTree:
-            if self.compute_dtype is None:
+            dtype = self.compute_dtype
+            if dtype is None:
                 return tree
-            return jax.tree.map(
-                lambda x: x.astype(self.compute_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-            )
+            return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
-        # The gradient of one microbatch: of the loss, or of the sum in (sum, weight), times the loss scale.
+        # The gradient of one microbatch: of the loss, or of the sum in (sum, weight), times the loss scale. It is taken
+        # of the params before the cast, so it has their dtype, and the store never holds a rounded one.
         def of_microbatch(batch: Batch, rng: jax.Array, model_state: PyTree) -> ShardGradient:
             batch = cast(batch)
 
@@ -165,8 +172,10 @@ class DeviceStep:
                 value = loss.total if isinstance(loss, Mean) else widen(loss)
                 return value if scale is None else value * scale, (metrics, new_state)
 
-            if self.remat is not False:
+            if self.remat:
                 scaled_loss = jax.checkpoint(scaled_loss, policy=None if self.remat is True else self.remat)
+            # Frozen params are no arguments, so no gradient is computed for them. The rows of tables are gathered from
+            # the backward pass by a trace of their own.
             trained = [leaves[k] for k in keys]
             if not tables:
                 (_, (metrics, new_state)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
@@ -178,12 +187,13 @@ class DeviceStep:
             return ShardGradient(by_key, metrics, new_state, rows={k: r for k, r in rows.items() if r is not None})
 
         # That of all microbatches is their mean, or the sum of sums. They run one after the other, so memory holds the
-        # activations of one. The sums are in float32 or wider.
+        # activations of one. The sums are in float32 or wider: the eight bits of a bfloat16 lose the later addends.
         if self.accumulate == 1:
             shard = of_microbatch(batch, rng, model_state)
         else:
             axis, count = len(self.axes), self.accumulate
 
+            # (*axes, examples, ...) -> (microbatches, *axes, examples of one, ...), since `scan` takes the first axis.
             def cut(x: jax.Array) -> jax.Array:
                 x = x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
                 return jnp.moveaxis(x, axis, 0)
@@ -211,7 +221,7 @@ class DeviceStep:
             rows = divide_rows(rows, divisor)
             shard = ShardGradient(grads, over_microbatches(metrics, count), model_state, rows=rows)
 
-        # Without the loss scale.
+        # Without the loss scale. Division of a power of two is exact, unless the quotient is subnormal.
         if scale is not None:
             grads = {k: divide(g, scale) for k, g in shard.grads.items()}
             shard = shard._replace(grads=grads, rows=divide_rows(shard.rows, scale))
@@ -235,6 +245,8 @@ class DeviceStep:
 
     def map_shards(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` for every shard, each on its part of the mesh. Without `axes` there is one shard."""
+        # The last axis is the innermost `vmap`, so that the results have the axes in their order. `spmd_axis_name`
+        # keeps what is constrained inside of `fn` split over these axes, which `vmap` alone would gather.
         for name in reversed(self.axes):
             fn = jax.vmap(fn, axis_name=name, spmd_axis_name=name)
         return fn
@@ -250,12 +262,6 @@ class DeviceStep:
 
         try:
             metrics, new_state = self.map_shards(of_shard)(batch, rng, model_state)
-        except NameError as error:
-            if "unbound axis name" not in str(error):
-                raise
-            names = " and ".join(map(repr, self.axes or (self.axis_name,)))
-            fault = str(error).partition(". ")[0]
-            raise NameError(f"train step: loss_fn: {fault}; this step has {names}, which axis_name= changes") from error
         except ValueError as error:  # JAX's, for a constraint that names an axis of the batch
             if not self.axes or "spmd_axis_name" not in str(error):
                 raise
@@ -270,7 +276,8 @@ class DeviceStep:
 
     def sum_gradients(self, store: kv.KVStore, grads: Arrays, zeros: frozenset[int]) -> tuple[Arrays, dict[int, Any]]:
         """The sums over the devices, and the residuals. The gradients of `zeros` are zeros, which are not sent."""
-        # One device needs no collective, and XLA would keep it with its copies.
+        # One device needs no collective, and XLA would keep it with its copies. What a store compresses goes on: its
+        # numbers are those of the codec on one device too.
         is_alone = lax.axis_size(self.axis_name) == 1 and not stores.is_in_rows(store)
         if is_alone and not aggregate.compressed_keys(store, grads):
             return grads, {}
@@ -283,6 +290,7 @@ class DeviceStep:
         """The sums over the devices of rows, sorted and unique. Devices send rows alone."""
         count = lax.axis_size(self.axis_name)
 
+        # A program has fixed shapes, so there is room for rows that are all different. What is left over is padding.
         def total(rows: RowSparse) -> RowSparse:
             size = min(count * rows.indices.shape[0], rows.shape[0])
             if count == 1:
@@ -296,15 +304,19 @@ class DeviceStep:
     ) -> tuple[Metrics, PyTree, jax.Array | None]:
         """The metrics and the model state as means over the devices, and the flags of what is not finite.
 
-        All of them share one collective. To check what is pushed is enough unless there is a compressor.
+        All of them share one collective.
         """
+        # What is pushed is checked, not its sum: a compressor may make a zero of a NaN, or keep it in its residual. And
+        # finite gradients that were divided have a finite sum, unless a compressor rounds them: bfloat16 may round up
+        # to infinity.
         flags = None
         if self.guard is not None:
             loss, sums = shard.metrics["loss"], summed if state.store.compressor else {}
             flags = nonfinite_flags(state.store, loss, grads, sums)
         count = lax.axis_size(self.axis_name)
         terms = model_state_terms(shard.model_state, count)
-        # Random keys are those of the first shard: the sum of its own and of zeros.
+        # Random keys are those of the first shard: the sum of its own and of zeros. A key has no mean, and the state
+        # must be the same on all devices.
         numbers, with_keys = without_keys([x for x in jax.tree.leaves(shard.model_state) if is_prng_key(x)])
         numbers = [jnp.where(lax.axis_index(self.axis_name) == 0, x, jnp.zeros_like(x)) for x in numbers]
 
@@ -318,6 +330,7 @@ class DeviceStep:
         """The sums of small arrays over the devices, by one collective for each dtype."""
         if lax.axis_size(self.axis_name) == 1:
             return leaves
+        # XLA would join a `psum` with that of the delayed gradients, which then waits for this step's loss.
         add = collectives.sum_apart if state.store.staleness else lax.psum
         return collectives.allreduce(leaves, self.axis_name, _LIMITS, add)
 
@@ -342,7 +355,8 @@ class DeviceStep:
 
         transform = state.transform
         if self.grad_transform is not None:
-            summed, transform = self.transform_gradients(state, params, summed)
+            summed, transform = self.transform_gradients(self.grad_transform, state, params, summed)
+        # The queue of a delayed store is not full in the first steps. Until it is, `ready` is false and nothing moves.
         num_updates = aggregate.num_updates(state.store, summed, ready)
         changes = aggregate.update(state.store, summed, num_updates, loss)._replace(residuals=residuals)
         if ready is not None:
@@ -357,39 +371,44 @@ class DeviceStep:
         def squares(arrays: Iterable[jax.Array]) -> jax.Array:
             return sum((jnp.sum(jnp.square(jnp.abs(widen(x)))) for x in arrays), jnp.float32(0))
 
-        def add_parts(total: jax.Array) -> jax.Array:
-            # In kind `sharded` each device has a part of each value, and all have all summed rows.
+        def over_shards(total: jax.Array) -> jax.Array:
+            # In kind `sharded` each device has a shard of each value, and all have all summed rows.
             return lax.psum(total, self.axis_name) if stores.is_in_rows(old) else total
 
         norms = {}
         if "grad_norm" in self.record:
             of_rows = squares(r.values for r in rows.values())
-            norms["grad_norm"] = jnp.sqrt(add_parts(squares(summed.values())) + of_rows)
+            norms["grad_norm"] = jnp.sqrt(over_shards(squares(summed.values())) + of_rows)
         if "update_norm" in self.record:
             changes = (widen(new.values[k]) - widen(old.values[k]) for k in stores.trained_keys(old))
-            norms["update_norm"] = jnp.sqrt(add_parts(squares(changes)))
+            norms["update_norm"] = jnp.sqrt(over_shards(squares(changes)))
         return norms
 
     def finish_step(
         self, old: TrainState, new: TrainState, metrics: Metrics, flags: jax.Array | None, norms: Metrics
     ) -> tuple[TrainState, Metrics]:
         """The state after the guard, which may keep the old one, and all metrics."""
+        reported = norms
         if self.guard is not None and flags is not None:  # there are flags where there is a guard
-            new, metrics = self.guard(old, new, metrics, flags)
-            if "update_norm" in norms:
-                norms = {**norms, "update_norm": jnp.where(metrics["skipped"] > 0, 0, norms["update_norm"])}
-        if taken := metrics.keys() & norms.keys():
+            new, of_guard = self.guard(old, new, flags)
+            if "update_norm" in norms:  # an update that was left out changed nothing
+                norms = {**norms, "update_norm": jnp.where(of_guard["skipped"] > 0, 0, norms["update_norm"])}
+            reported = {**of_guard, **norms}
+        if taken := metrics.keys() & reported.keys():
             raise ValueError(
-                f"train step: aux of loss_fn has {min(taken)!r}, which record= reports; rename one of them"
+                f"train step: aux of loss_fn has {min(taken)!r}, which the step reports itself; rename that value"
             )
-        return new, {**metrics, **norms}
+        return new, {**metrics, **reported}
 
-    def transform_gradients(self, state: TrainState, params: PyTree, summed: Arrays) -> tuple[Arrays, PyTree]:
+    def transform_gradients(
+        self, tx: optax.GradientTransformation, state: TrainState, params: PyTree, summed: Arrays
+    ) -> tuple[Arrays, PyTree]:
         """The summed gradients through `grad_transform`. Those of a sharded store are gathered for it."""
-        tx, store = self.grad_transform, state.store
+        store = state.store
         params = stores.tree_of(store, dict(enumerate(jax.tree.leaves(params))))
         gathered = aggregate.gather(store, summed, self.axis_name)
-        # An optax transform takes gradients of all params. Those that this step leaves out are zeros.
+        # An optax transform takes gradients of all params: a norm is one over all. Those that this step leaves out, by
+        # `unused="skip"`, are zeros.
         by_key = stores.by_key(store, params)
         grads = {k: gathered[k] if k in gathered else jnp.zeros_like(x) for k, x in by_key.items()}
         old, initial = state.transform, jax.eval_shape(tx.init, params)
@@ -424,6 +443,8 @@ class DeviceStep:
             )
         if tables := self.tables(state.store):
             check_tables(state.store, tables, self.grad_transform)
+        # A state of `create_state` knows nothing of the step's options. One that was restored, or comes from another
+        # step, keeps what it has: the scale that was found, what a transform remembers.
         missing: dict[str, PyTree] = {}
         if self.grad_transform is not None and not carries(state.transform):
             transform = self.grad_transform.init(trained_params(state.store))
@@ -453,19 +474,23 @@ def shard_rng(state: TrainState, number: int | jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(state.rng, state.step), number)
 
 
-def divide(grad: jax.Array, divisor: Any) -> jax.Array:
+def divide(grad: jax.Array, divisor: float | jax.Array) -> jax.Array:
     """The gradient divided in float32 or wider, in its own dtype."""
+    # In the dtype of a float16 gradient a loss scale of 2**16 would be infinite.
     return (widen(grad) / divisor).astype(grad.dtype)
 
 
-def divide_rows(rows: Rows, divisor: Any) -> dict[int, RowSparse]:
+def divide_rows(rows: Rows, divisor: float | jax.Array) -> dict[int, RowSparse]:
     return {k: RowSparse(r.indices, divide(r.values, divisor), r.shape) for k, r in rows.items()}
 
 
-def check_tables(store: kv.KVStore, tables: dict[int, str], grad_transform: Any) -> None:
+def check_tables(
+    store: kv.KVStore, tables: dict[int, str], grad_transform: optax.GradientTransformation | None
+) -> None:
     """`ValueError` where these params cannot be updated by rows as they would be whole."""
+    # An update of some rows is that of all rows only if a row without a gradient would have stayed as it is.
     trained, specs = stores.trained_keys(store), stores.specs_of(store)
-    where, reason = f"train step: row_sparse={list(tables.values())}", None
+    reason = None
     if untrained := [name for k, name in tables.items() if k not in trained or not specs[k].shape]:
         reason = f"{untrained} are frozen, or are no floating tables"
     elif stores.is_split(store):
@@ -492,7 +517,7 @@ def check_tables(store: kv.KVStore, tables: dict[int, str], grad_transform: Any)
             fault = updaters._transform_fault(grad_transform, params, positions)
             reason = fault and f"grad_transform cannot be given some rows alone: {fault}"
     if reason is not None:
-        raise ValueError(f"{where}: {reason}; or leave out row_sparse=")
+        raise ValueError(f"train step: row_sparse={list(tables.values())}: {reason}; or leave out row_sparse=")
 
 
 # JAX makes the gradient of a param that the loss does not depend on as zeros, which look like any others in the
@@ -587,9 +612,10 @@ class GlobalStep(DeviceStep):
         return super().with_initial_parts(state)
 
 
-def check_axes(axes: tuple[str, ...], mesh: Mesh, where: str) -> None:
+def check_axes(axes: tuple[str, ...], mesh: Mesh, caller: str) -> None:
     """`ValueError` unless the axes that a batch is split over are axes of the mesh."""
     for name in axes:
         if name not in mesh.axis_names:
-            known = ", ".join(mesh.axis_names)
-            raise ValueError(f"{where}: axis_name={name!r}: the mesh has no such axis; its axes are {known}")
+            raise ValueError(
+                f"{caller}: axis_name={name!r}: the mesh has no such axis; its axes are {', '.join(mesh.axis_names)}"
+            )

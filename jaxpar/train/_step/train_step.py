@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.typing import DTypeLike
 
 from ... import kv
 from ..._core import checks
@@ -148,8 +149,9 @@ class TrainStep:
                 payload += tree_nbytes([specs[key] for key in keys if key not in compressed])
                 gradients += f", {payload:,} as compression {compressor.name!r} sends them"
             elif self.virtual_shards is None:
-                held = tree_nbytes([store.values[key] for key in keys])  # with the padding of kind `sharded`
-                sent = 2 * (len(devices) - 1) * held // len(devices)
+                # A ring sends each of n pieces n - 1 times to sum it, and n - 1 times to spread the sum.
+                padded = tree_nbytes([store.values[key] for key in keys])  # with the padding of kind `sharded`
+                sent = 2 * (len(devices) - 1) * padded // len(devices)
                 often = f"once in {local.steps} steps" if local else "a step"
                 gradients += f", of which each device sends {sent:,} {often}"
             rows.append(("gradients", gradients))
@@ -158,6 +160,7 @@ class TrainStep:
     @allows_transfers
     def __call__(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step. `state` is donated: use the one returned."""
+        # To read the number of a step waits until the devices have made it.
         if self.left_out and int(state.step) + 1 in self.left_out:
             return leave_out(state)
         return self._run(state, batch)
@@ -234,14 +237,14 @@ class TrainStep:
         with outside_mesh() if has_mesh else _NO_MESH as user:
             if user is not None:
                 state, batch = without_types((state, batch))
-            elif has_mesh:
+            elif has_mesh:  # inside of a user's `jit`, where the mesh cannot be left
                 check_traced((state, batch), "train step")
             try:
                 program, donated, rng = self._prepare(state, user)
                 new, metrics = program(donated, rng, batch, *span, **options)
-            except RuntimeError as error:
+            except RuntimeError as error:  # JAX's "Array has been deleted", of whichever array
                 if "deleted" in str(error):
-                    _check_arrays(state, batch)
+                    _check_arrays(state)
                 raise
             self._returned = weakref.ref(new)
             return new, metrics if user is None else with_types(metrics, user)
@@ -287,7 +290,8 @@ class TrainStep:
         _, step = self._engine_and_step(state.store)
         if not isinstance(step, GlobalStep):
             return None
-        mesh, axes = mesh_of_values(state.store) if is_split(state.store) else self.mesh, step.axes
+        mesh = mesh_of_values(state.store) if is_split(state.store) else self.mesh
+        axes = step.axes
         if mesh is None or not set(axes) < set(mesh.axis_names):
             return None
         return NamedSharding(auto_mesh(mesh), P(axes[0] if len(axes) == 1 else axes))
@@ -314,6 +318,7 @@ class TrainStep:
         _, step = self._engine_and_step(state.store)
         devices = self.devices or state.store.devices
         if isinstance(step, GlobalStep):
+            # In this order: what the step was made for, where the state is, the user's `jax.set_mesh`, all devices.
             mesh = self.mesh or (mesh_of(devices) if devices else user or mesh_of(processes.devices()))
             if not is_split(state.store):
                 state = dataclasses.replace(state, store=kv.place(state.store, mesh=mesh))
@@ -369,22 +374,21 @@ class TrainStep:
 
     def _engine_and_step(self, store: kv.KVStore) -> tuple[str, DeviceStep]:
         """The engine for a store, and the step that it runs: of one device, or of all under engine `jit`."""
-        if is_split(store) and self.engine not in ("auto", "jit"):
-            raise ValueError(
-                "train step: values of this store are split over a mesh in their own shapes, which engine "
-                f"{self.engine!r} cannot take; use engine 'jit' or 'auto'"
-            )
         if self.engine != "jit" and self.mesh is None and not is_split(store):
             return "pmap" if self.engine == "pmap" else "shard_map", self.device_step
-        if self.global_step is None:
-            reason = "local_steps are updates of each device by itself"
-            if self.virtual_shards is not None:
-                reason = f"virtual_shards={self.virtual_shards} fixes the order of sums that the compiler chooses here"
-            raise ValueError(
-                f"train step: values of this store are split over a mesh, and {reason}; use kind 'device' without "
-                "mesh= and sharding="
-            )
-        return "jit", self.global_step
+        if self.engine in ("auto", "jit") and self.global_step is not None:
+            return "jit", self.global_step
+        # Only the compiler computes with values that are split in their own shapes.
+        reason = f"engine {self.engine!r} cannot take them; use engine 'jit' or 'auto'"
+        if self.virtual_shards is not None:
+            fixed = f"virtual_shards={self.virtual_shards} fixes the order of sums"
+            reason = f"{fixed} that the compiler chooses here; leave it out"
+        elif self.global_step is None:
+            reason = "local_steps are updates of each device by itself; leave them out"
+        raise ValueError(
+            f"train step: values of this store are split over a mesh in their own shapes, and {reason}; or use kind "
+            "'device' without mesh= and sharding="
+        )
 
 
 def leave_out(state: TrainState) -> tuple[TrainState, dict[str, Any]]:
@@ -394,20 +398,16 @@ def leave_out(state: TrainState) -> tuple[TrainState, dict[str, Any]]:
     return state, {"loss": np.float32("nan"), "skipped": np.float32(1)}
 
 
-def _check_arrays(state: TrainState, batch: Batch) -> None:
-    """`RuntimeError` for a state that was donated, or that shares arrays with one that was, or if `loss_fn` does."""
+def _check_arrays(state: TrainState) -> None:
+    """`RuntimeError` for a state that was donated, or that shares arrays with one that was."""
     shared = [f.name for f in dataclasses.fields(state) if is_donated(getattr(state, f.name))]
+    # A step takes the store and the number of a state in any case. Where these are there, another state was taken.
     if shared and not {"store", "step"} & set(shared):
         raise RuntimeError(
             f"train step: this state shares the arrays in {' and '.join(shared)} with another state, which was "
             "donated to a step; give each state its own copies: kv.to_params(other.store) copies, other.params does not"
         ) from None
     check_not_donated(state, "train step")
-    if not is_donated(batch):
-        raise RuntimeError(
-            "train step: loss_fn reads arrays of a state that was donated to a step; give it copies that were made "
-            "before: jax.device_get(other.params)"
-        ) from None
 
 
 _HINTS = {
@@ -431,7 +431,7 @@ def make_train_step(
     axis_name: str | Sequence[str] = "data",
     grad_transform: optax.GradientTransformation | None = None,
     accumulate: int = 1,
-    compute_dtype: Any = None,
+    compute_dtype: DTypeLike | None = None,
     remat: bool | Callable[..., Any] = False,
     nonfinite: Literal["ignore", "skip", "stop"] = "ignore",
     loss_scale: float | Literal["dynamic"] | DynamicLossScale | None = None,
@@ -527,36 +527,56 @@ def make_train_step(
         >>> float(metrics["loss"]), state.params["w"].tolist()
         (1.0, [1.0])
     """
-    where = "make_train_step"
-    check_loss_fn(loss_fn, where)
-    checks.choice(engine, where, "engine", ("auto", *ENGINES))
-    checks.choice(nonfinite, where, "nonfinite", ("ignore", "skip", "stop"))
-    checks.choice(unused, where, "unused", ("warn", "skip"))
-    checks.whole_number(accumulate, where, "accumulate")
+    # What one option alone may be.
+    caller = "make_train_step"
+    check_loss_fn(loss_fn, caller)
+    checks.choice(engine, caller, "engine", ("auto", *ENGINES))
+    checks.choice(nonfinite, caller, "nonfinite", ("ignore", "skip", "stop"))
+    checks.choice(unused, caller, "unused", ("warn", "skip"))
+    checks.whole_number(accumulate, caller, "accumulate")
     record = (record,) if isinstance(record, str) else tuple(record)
-    if unknown := [name for name in record if name not in ("grad_norm", "update_norm")]:
-        raise ValueError(
-            f"{where}: record may have 'grad_norm' and 'update_norm', got {unknown[0]!r}; train.LearningRate() as a "
-            "callback of fit records the learning rate"
-        )
+    for name in record:  # `train.LearningRate()`, a callback of `fit`, records the learning rate
+        checks.choice(name, caller, "record", ("grad_norm", "update_norm"))
     for name, count in (("local_steps", local_steps), ("virtual_shards", virtual_shards)):
         if count is not None:
-            checks.whole_number(count, where, name)
+            checks.whole_number(count, caller, name)
     for name, tx in (("grad_transform", grad_transform), ("outer_optimizer", outer_optimizer)):
         if tx is not None:
-            checks.transform(tx, f"{where}: {name}")
+            checks.transform(tx, f"{caller}: {name}")
     if compute_dtype is not None and not jnp.issubdtype(compute_dtype, jnp.floating):
-        raise TypeError(f"{where}: compute_dtype must be floating, as jnp.bfloat16, got {compute_dtype!r}")
-    if not isinstance(remat, bool) and not callable(remat):
-        raise ValueError(f"{where}: remat must be True, False or a policy of jax.checkpoint_policies, got {remat!r}")
+        raise TypeError(f"{caller}: compute_dtype must be floating, as jnp.bfloat16, got {compute_dtype!r}")
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    num_axes = len(axes)
     tables = (row_sparse,) if isinstance(row_sparse, str) else tuple(row_sparse or ())
-    _check_together(engine, mesh, devices, axes, local_steps, outer_optimizer, virtual_shards, tables)
-    chosen = None if devices is None else checks.devices(devices, where)
+    chosen = None if devices is None else checks.devices(devices, caller)
     scaling = DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else loss_scale
     if not isinstance(scaling, DynamicLossScale | None):
         wanted = "None, a number above 0, 'dynamic' or a train.DynamicLossScale"
-        scaling = checks.number(scaling, where, "loss_scale", wanted, lambda x: 0 < x < math.inf)
+        scaling = checks.number(scaling, caller, "loss_scale", wanted, lambda x: 0 < x < math.inf)
+
+    # Options of which one leaves no place for another. Else one of them would be ignored.
+    is_mapped, is_jit = engine in ("pmap", "shard_map"), engine == "jit" or mesh is not None
+    is_local, is_virtual = local_steps is not None, virtual_shards is not None
+    local, fixed = "local_steps= updates each device separately", "virtual_shards= fixes the order of all sums"
+    by_compiler = "with engine 'jit' and mesh= the compiler chooses them; use engine 'shard_map' and devices="
+    conflicts = {
+        f"mesh= is for engine 'jit' and replaces devices=; got engine={engine!r}"
+        f"{', and devices' if devices is not None else ''}": mesh is not None and (is_mapped or devices is not None),
+        f"several axes {axes} are for engine 'jit'; engine {engine!r} has one": num_axes > 1 and is_mapped,
+        f"{fixed}, and {local}; leave out one of them": is_virtual and is_local,
+        f"{fixed}, and {by_compiler}": is_virtual and is_jit,
+        f"{local}, and {by_compiler}": is_local and is_jit,
+        f"row_sparse={list(tables)} needs engine 'shard_map' or 'pmap', and neither mesh=, virtual_shards= nor "
+        "local_steps=; leave out one of them": bool(tables) and (is_jit or is_virtual or is_local),
+        "outer_optimizer needs local_steps=, which is None": outer_optimizer is not None and not is_local,
+    }
+    for conflict, is_there in conflicts.items():
+        if is_there:
+            raise ValueError(f"{caller}: {conflict}")
+    if mesh is not None:
+        check_axes(axes, mesh, caller)
+
+    # The step of one device, and that of all under engine `jit`.
     dynamic = scaling if isinstance(scaling, DynamicLossScale) else None
     options: dict[str, Any] = {
         "loss_fn": loss_fn,
@@ -566,6 +586,7 @@ def make_train_step(
         "remat": remat,
         "grad_transform": grad_transform,
         "scaling": scaling,
+        # A dynamic scale finds its size by overflows, whose updates must be left out.
         "guard": Guard(nonfinite == "stop", dynamic) if nonfinite != "ignore" or dynamic else None,
         "unused": unused,
         "row_sparse": tables,
@@ -579,43 +600,6 @@ def make_train_step(
     else:
         device_step, global_step = DeviceStep(**options), GlobalStep(**options, axes=axes)
     return TrainStep(device_step, global_step, engine, axes[0], chosen, nonfinite, virtual_shards, mesh)
-
-
-def _check_together(
-    engine: str,
-    mesh: Mesh | None,
-    devices: Sequence[Device] | None,
-    axes: tuple[str, ...],
-    local_steps: int | None,
-    outer_optimizer: optax.GradientTransformation | None,
-    virtual_shards: int | None,
-    tables: tuple[str, ...],
-) -> None:
-    """`ValueError` for options of which one leaves no place for another."""
-    where = "make_train_step"
-    is_mapped, is_jit = engine in ("pmap", "shard_map"), engine == "jit" or mesh is not None
-    local, fixed = "local_steps= updates each device separately", "virtual_shards= fixes the order of all sums"
-    by_compiler = "with engine 'jit' and mesh= the compiler chooses them; use engine 'shard_map' and devices="
-    if mesh is not None and (is_mapped or devices is not None):
-        got = f"engine={engine!r}{', and devices' if devices is not None else ''}"
-        raise ValueError(f"{where}: mesh= is for engine 'jit' and replaces devices=; got {got}")
-    if len(axes) > 1 and is_mapped:
-        raise ValueError(f"{where}: several axes {axes} are for engine 'jit'; engine {engine!r} has one")
-    if virtual_shards is not None and local_steps is not None:
-        raise ValueError(f"{where}: {fixed}, and {local}; leave out one of them")
-    if virtual_shards is not None and is_jit:
-        raise ValueError(f"{where}: {fixed}, and {by_compiler}")
-    if local_steps is not None and is_jit:
-        raise ValueError(f"{where}: {local}, and {by_compiler}")
-    if tables and (is_jit or virtual_shards is not None or local_steps is not None):
-        raise ValueError(
-            f"{where}: row_sparse={list(tables)} needs engine 'shard_map' or 'pmap', and neither mesh=, "
-            "virtual_shards= nor local_steps=; leave out one of them"
-        )
-    if outer_optimizer is not None and local_steps is None:
-        raise ValueError(f"{where}: outer_optimizer needs local_steps=, which is None")
-    if mesh is not None:
-        check_axes(axes, mesh, where)
 
 
 # What `start` takes itself needs no hint there.
@@ -652,7 +636,7 @@ def start(
     axis_name: str | Sequence[str] = "data",
     grad_transform: optax.GradientTransformation | None = None,
     accumulate: int = 1,
-    compute_dtype: Any = None,
+    compute_dtype: DTypeLike | None = None,
     remat: bool | Callable[..., Any] = False,
     nonfinite: Literal["ignore", "skip", "stop"] = "ignore",
     loss_scale: float | Literal["dynamic"] | DynamicLossScale | None = None,
@@ -730,8 +714,9 @@ def start(
 
     # A whole module becomes params, a model state and a loss of these.
     module, params, loss = (), model, loss_fn
-    if parts := modules.take_apart(model, wrt, axis_name if isinstance(axis_name, str) else tuple(axis_name)):
-        module, params, state_of_module, frozen_by_wrt, is_in_evaluation_mode = parts
+    axes = axis_name if isinstance(axis_name, str) else tuple(axis_name)
+    if (module_parts := modules.take_apart(model, wrt, axes)) is not None:
+        module, params, state_of_module, frozen_by_wrt, is_in_evaluation_mode = module_parts
         check_loss_fn(loss_fn, "train.start")
         if isinstance(module, modules.OfNnx):
             if carries(model_state):

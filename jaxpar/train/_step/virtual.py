@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from ... import checkpoint, kv
-from ..._core.arrays import Device, PyTree, Recent, is_traced, tree_nbytes, without_keys
+from ..._core.arrays import Device, PyTree, Recent, tree_nbytes, without_keys
 from ..._cpu import for_platform
 from ..._devices import collectives
 from ..._devices.mesh import (
@@ -47,7 +48,7 @@ from .loss import (
     with_own_streams,
 )
 from .nonfinite import nonfinite_flags
-from .programs import Batches, DeviceProgram, Structure, check_even
+from .programs import Batches, DeviceProgram, Shape, Structure, check_even
 from .state import Donated, TrainState, is_floating, shapes_on, whole_params
 from .step import Arrays, DeviceStep, shard_rng
 
@@ -68,7 +69,9 @@ class ShardHashes:
 
 
 _ONE_A_DTYPE = collectives.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
-_SEVERAL = "the host starts several programs for each step with virtual_shards"
+_NOT_MANY = (
+    "train step, many: the host starts several programs for each step with virtual_shards; call the step for each batch"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,7 @@ class VirtualStep(DeviceStep):
 
     def with_initial_parts(self, state: TrainState) -> TrainState:
         """As of any step. `ValueError` for a store that rounds by the number of devices."""
+        # Each of these rounds, or waits, by the number of devices, which the bits must not depend on.
         store = state.store
         if store.compressor is not None:
             reason = "a compressor keeps a residual for each device; make the store without one"
@@ -104,28 +108,21 @@ class VirtualStep(DeviceStep):
         )
 
     def terms(self, state: TrainState, batch: Batch, number: jax.Array) -> tuple[Terms, Buffers]:
-        """What shard `number` adds, and the other leaves of its model state."""
+        """What shard `number` adds, and the leaves of its model state that are not added, such as counts."""
         params = whole_params(state.store, self.axis_name)
-        try:
-            model_state = with_own_streams(state.model_state, number)
-            shard = self.gradient(state, params, batch, shard_rng(state, number), model_state)
-        except NameError as error:
-            if "axis name" not in str(error):
-                raise
-            raise ValueError(
-                "train step: loss_fn has a collective, but a virtual shard has no axis; leave it out"
-            ) from error
+        model_state = with_own_streams(state.model_state, number)
+        shard = self.gradient(state, params, batch, shard_rng(state, number), model_state)
         # A loss that is a mean over what counts is divided by the weight of all shards, when that is known.
         divisor = 1 if isinstance(shard.metrics["loss"], Mean) else self.shards
         grads = {k: widen(g) / divisor for k, g in shard.grads.items()}
         metrics = jax.tree.map(widen, shard.metrics)
         flags = None if self.guard is None else nonfinite_flags(state.store, metrics["loss"], shard.grads, {})
         plain, _ = without_keys(shard.model_state)
-        others = [x for x in jax.tree.leaves(plain) if not is_floating(x)]
-        return (grads, metrics, model_state_terms(plain, self.shards), flags), others
+        unsummed = [x for x in jax.tree.leaves(plain) if not is_floating(x)]
+        return (grads, metrics, model_state_terms(plain, self.shards), flags), unsummed
 
-    def update(self, state: TrainState, totals: Terms, others: Buffers) -> tuple[TrainState, Metrics]:
-        """The next state and the metrics, out of the sums over the shards. `others` are those of shard 0."""
+    def update(self, state: TrainState, totals: Terms, unsummed: Buffers) -> tuple[TrainState, Metrics]:
+        """The next state and the metrics, out of the sums over the shards. `unsummed` are those of shard 0."""
         summed, sums, of_model_state, flags = totals
         metrics, loss = finish(sums, self.shards), sums["loss"]
         if isinstance(loss, Mean):
@@ -139,7 +136,7 @@ class VirtualStep(DeviceStep):
         store, transform = self.apply(state, params, summed, {}, None, metrics["loss"])
         norms = self.norms(state.store, store, summed)
         plain, restore = without_keys(state.model_state)
-        not_added = iter(others)
+        not_added = iter(unsummed)
         plain = jax.tree.map(lambda x: x if is_floating(x) else next(not_added), plain)
         model_state = restore(model_state_mean(plain, of_model_state, self.shards))
         new = dataclasses.replace(state, step=state.step + 1, store=store, transform=transform, model_state=model_state)
@@ -150,8 +147,9 @@ class VirtualStep(DeviceStep):
 def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tuple[Any, Any, Any, Any]:
     """The programs for states of one structure, on whatever device of a platform: the gradient of a shard, the update.
 
-    `term(donated, rng, batch, number) -> (buffers, others)`: what shard `number` adds, an array (1, n) for each dtype,
-    and the leaves of its model state that are not added. `update(donated, rng, totals, others) -> (donated, metrics)`.
+    `term(donated, rng, batch, number) -> (buffers, unsummed)`: what shard `number` adds, an array (1, n) of each dtype,
+    and the leaves of its model state that are not added. `update(donated, rng, totals, unsummed)` gives those of the
+    next state, and the metrics.
     `donated` are the arrays of a `Donated` in a list, whose memory only `update` takes over.
     `hashes(totals)`: the sums that are the hashes of all that is added up, and `names()` of these.
     """
@@ -160,18 +158,18 @@ def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tupl
 
     # The names of arguments are in the text of the program, `leaves` in those that tests/house/programs has.
     def term(leaves: list[jax.Array], rng: jax.Array, batch: Batch, number: jax.Array) -> tuple[Buffers, Buffers]:
-        terms, others = step.terms(structure.unflatten(leaves).with_rng(rng), batch, number)
+        terms, unsummed = step.terms(structure.unflatten(leaves).with_rng(rng), batch, number)
         values, structure_of_terms = jax.tree.flatten(terms)
         groups = collectives.plan(values, _ONE_A_DTYPE)
         layout[:] = [x.shape for x in values], structure_of_terms, groups
-        return [x.reshape(1, -1) for x in collectives.pack(values, groups)], others
+        return [x.reshape(1, -1) for x in collectives.pack(values, groups)], unsummed
 
     def update(
-        donated: list[jax.Array], rng: jax.Array, totals: Buffers, others: Buffers
+        donated: list[jax.Array], rng: jax.Array, totals: Buffers, unsummed: Buffers
     ) -> tuple[list[jax.Array], Metrics]:
         shapes, structure_of_terms, groups = layout
         terms = structure_of_terms.unflatten(collectives.unpack(totals, shapes, groups))
-        new, metrics = step.update(structure.unflatten(donated).with_rng(rng), terms, others)
+        new, metrics = step.update(structure.unflatten(donated).with_rng(rng), terms, unsummed)
         return jax.tree.leaves(Donated.of(new)), metrics
 
     def hashes(totals: Buffers) -> jax.Array:
@@ -236,7 +234,7 @@ class VirtualProgram:
             return batch
         check_even(batch, 0, self._count, 1, self._cut)
 
-        def pad(x: Any) -> Any:  # each array by its own length
+        def pad(x: jax.Array | np.ndarray) -> jax.Array | np.ndarray:  # each array by its own length
             n = x.shape[0]
             return collectives.pad_rows(x, collectives.padded_rows(n, shards, devices) - n, 0, split_over(self.devices))
 
@@ -252,26 +250,23 @@ class VirtualProgram:
     ) -> tuple[TrainState, Metrics]:
         """One step. A list gets hashes of what it added up."""
         if span:
-            raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
-        if is_traced((donated, rng, batch)):
-            raise ValueError(
-                f"train step: {_SEVERAL}, so the step cannot run inside jit, grad or a picture; call it outside"
-            )
+            raise ValueError(_NOT_MANY)
         # The terms of each device, their sums over all devices, and the update on each device.
         replicated = copies_on(self.devices)
         batches = self._on_devices(self._batches.place(self._pad(batch)), split_over(self.devices))
         states, rngs = (self._on_devices(x, replicated) for x in (donated, rng))
         of_shards: dict[Device, list[jax.Array]] | None = None if hashes is None else {d: [] for d in self._ranks}
-        nodes_and_others = [
+        nodes_and_unsummed = [
             self._nodes(d, states[d], rngs[d], batches[d], None if of_shards is None else of_shards[d])
             for d in self._ranks
         ]
-        totals, others = self._sums(*zip(*nodes_and_others, strict=True))
+        totals, unsummed = self._sums(*zip(*nodes_and_unsummed, strict=True))
         if hashes is not None and of_shards is not None:
             hashes.append(self._hashes(of_shards, totals))
-        new = [self._update(states[d], rngs[d], totals[d], others[d]) for d in self._ranks]
+        new = [self._update(states[d], rngs[d], totals[d], unsummed[d]) for d in self._ranks]
 
-        # The update was given the arrays of each device, and so the memory of the arrays over all of them.
+        # The update was given the arrays of each device, and so the memory of the arrays over all of them. They are
+        # marked as donated, or a later use of the old state would read what the update wrote.
         for x in donated:
             if isinstance(x, jax.Array):
                 x.delete()
@@ -286,17 +281,17 @@ class VirtualProgram:
         plain, restore = without_keys((donated, rng, shard, np.int32(0)))
         for device in self._ranks:
             arguments = restore(jax.device_put(jax.tree.map(np.array, plain), device))
-            node, others = self._term(*arguments)
+            node, unsummed = self._term(*arguments)
             totals = [x[0] for x in _add(node, node)]
-            jax.block_until_ready(self._update(arguments[0], arguments[1], totals, others))
+            jax.block_until_ready(self._update(arguments[0], arguments[1], totals, unsummed))
         return [program.traced.lower().as_text() for program in (term, update)]
 
     def parts(
-        self, donated: list[Any], rng: Any, batch: Batch, many: bool = False
+        self, donated: Sequence[Shape], rng: Shape, batch: Batch, many: bool = False
     ) -> tuple[Batch, list[DeviceProgram]]:
         """The shapes of a batch, and for them the gradient of a shard, the sum of two, the exchange, the update."""
         if many:
-            raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
+            raise ValueError(_NOT_MANY)
         deal = self._deal
         # The gradient of a shard. A device that is there needs no name, and the program is the one of any device.
         first = None if self.devices[0] in jax.devices() else SingleDeviceSharding(self.devices[0])
@@ -307,12 +302,12 @@ class VirtualProgram:
         shard = jax.eval_shape(lambda batch: _slice(batch, 0, slots), shapes)
         donated, rng, shard, number = _shapes_of((donated, rng, shard, np.int32(0)), first)
         term = self._term.trace(donated, rng, shard, number)
-        node, others = _shapes_of(term.out_info, first)
+        node, unsummed = _shapes_of(term.out_info, first)
 
         # The exchange of what is left of all shards, and the update.
         totals = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=first) for x in node]
         rows = [_shapes_of(totals, along, deal.devices)] * deal.kept
-        exchanged = self._exchange.trace(rows, _shapes_of(others, along, deal.devices))
+        exchanged = self._exchange.trace(rows, _shapes_of(unsummed, along, deal.devices))
 
         # What a device holds while each of them runs, and which is no argument of it: the state, the batch, and at most
         # so many nodes that wait for their neighbours.
@@ -322,7 +317,7 @@ class VirtualProgram:
             DeviceProgram(term, deal.slots, of_batch * (deal.slots > 1) + most * of_node),
             DeviceProgram(_add.trace(node, node), deal.slots - 1, of_state + of_batch + max(0, most - 1) * of_node),
             DeviceProgram(exchanged, 1, of_state + of_batch),
-            DeviceProgram(self._update.trace(donated, rng, totals, others), 1, of_batch + deal.kept * of_node),
+            DeviceProgram(self._update.trace(donated, rng, totals, unsummed), 1, of_batch + deal.kept * of_node),
         ]
 
     def _on_devices(self, tree: PyTree, sharding: NamedSharding) -> dict[Device, PyTree]:
@@ -349,8 +344,8 @@ class VirtualProgram:
         first: Buffers = []
         for i, merges in enumerate(deal.merges[rank]):
             shard = batch if deal.slots == 1 else _slice(batch, np.int32(i), deal.slots)
-            node, others = self._term(donated, rng, shard, np.int32(deal.range_of(rank)[0] + i))
-            first = first or others
+            node, unsummed = self._term(donated, rng, shard, np.int32(deal.range_of(rank)[0] + i))
+            first = first or unsummed
             if hashes is not None:
                 hashes.append(checkpoint._hash_sums(node, (None,) * len(node)))
             for _ in range(merges):
@@ -370,7 +365,8 @@ class VirtualProgram:
         # A slot without a shard has zeros.
         no_shard = np.zeros((len(totals[device]), 2), np.uint32)
         pieces = [
-            jnp.stack([*found, *[jax.device_put(no_shard, d)] * (slots - len(found))]) for d, found in of_shards.items()
+            jnp.stack([*hashes, *[jax.device_put(no_shard, d)] * (slots - len(hashes))])
+            for d, hashes in of_shards.items()
         ]
         of_slots = assemble(pieces, split_over(self.devices))
         if spans_processes(of_slots):
@@ -378,7 +374,9 @@ class VirtualProgram:
             of_slots = jax.jit(lambda x: x, out_shardings=copies_on(self.devices))(of_slots)
         return ShardHashes(self._names(), self._hash_totals(totals[device]), of_slots, self._deal.terms)
 
-    def _sums(self, nodes: tuple[list[Buffers], ...], others: tuple[Buffers, ...]) -> tuple[dict[Device, Buffers], ...]:
+    def _sums(
+        self, nodes: tuple[list[Buffers], ...], unsummed: tuple[Buffers, ...]
+    ) -> tuple[dict[Device, Buffers], ...]:
         """The sums over all devices, and the other leaves of device 0, on each device of this process."""
         # Each device takes part with as many nodes as any of them has. What it lacks are zeros, which are never added.
         shapes = nodes[0][0]
@@ -390,7 +388,7 @@ class VirtualProgram:
                 for d, of_device in zip(self._ranks, nodes, strict=True)
             ]
             rows.append([assemble(pieces, along) for pieces in zip(*of_devices, strict=True)])
-        firsts = [assemble([_add_axis(x) for x in pieces], along) for pieces in zip(*others, strict=True)]
+        firsts = [assemble([_add_axis(x) for x in pieces], along) for pieces in zip(*unsummed, strict=True)]
         wait_before_collectives((rows, firsts), self.devices)
         sums_and_others = self._exchange(rows, firsts)
         return tuple(self._on_devices(x, copies_on(self.devices)) for x in sums_and_others)
@@ -398,12 +396,12 @@ class VirtualProgram:
 
 @functools.lru_cache(maxsize=64)
 def exchange(deal: collectives.Deal, mesh: Mesh) -> Any:
-    """The program `(nodes, others) -> (sums of all terms, others of the first device)`, on every device."""
+    """The program `(nodes, unsummed) -> (sums of all terms, unsummed of the first device)`, on every device."""
 
-    def local(nodes: list[Buffers], others: Buffers) -> tuple[Buffers, Buffers]:
+    def local(nodes: list[Buffers], unsummed: Buffers) -> tuple[Buffers, Buffers]:
         stacked = [jnp.concatenate(buffers) for buffers in zip(*nodes, strict=True)]
         sums = [collectives.sum_everywhere(deal, x, STORE_AXIS) for x in stacked]
-        return sums, [lax.all_gather(x[0], STORE_AXIS)[0] for x in others]
+        return sums, [lax.all_gather(x[0], STORE_AXIS)[0] for x in unsummed]
 
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(STORE_AXIS), out_specs=P(), check_vma=False))
 
