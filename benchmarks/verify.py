@@ -20,7 +20,7 @@ from _harness import Turn, arguments, environment, medians, ratio, save, show, t
 
 from jaxpar import data, models, train
 
-STEPS, BATCH = 40, 128
+STEPS, BATCH = 20, 64
 
 
 def main() -> None:
@@ -39,9 +39,7 @@ def main() -> None:
         _, step = train.start(params, optax.adam(1e-3), loss_fn, devices=jax.devices()[:1], virtual_shards=shards)
 
         def given(step: train.TrainStep = step, shards: int | None = shards) -> dict[str, Any]:
-            state, _ = train.start(
-                params, optax.adam(1e-3), loss_fn, devices=jax.devices()[:1], virtual_shards=shards
-            )
+            state, _ = train.start(params, optax.adam(1e-3), loss_fn, devices=jax.devices()[:1], virtual_shards=shards)
             call = {"state": state, "step": step, "train_data": examples, "batch_size": BATCH}
             return {**call, "steps_per_execution": 1}
 
@@ -69,9 +67,14 @@ def main() -> None:
                 "verify": turn_of(verify, given),
             }
             times = take_turns(contenders, 2 if options.quick else options.rounds, options.turn_seconds, 100)
-        ratios = {f"{a} / {b}": ratio(times, a, b) for a, b in (
-            ("train, certified", "train"), ("verify", "train"), ("verify", "train, certified"),
-        )}
+        ratios = {
+            f"{a} / {b}": ratio(times, a, b)
+            for a, b in (
+                ("train, certified", "train"),
+                ("verify", "train"),
+                ("verify", "train, certified"),
+            )
+        }
         rows[name] = {"seconds": medians(times), "ratios": ratios, "rounds": len(times["train"]), "steps": steps}
     header = ("", "certified / train", "verify / train", "verify / certified")
     show(header, [(name, *(f"{value:.2f}" for value in row["ratios"].values())) for name, row in rows.items()])

@@ -463,7 +463,7 @@ def test_a_step_before_those_that_are_asked_for_is_named(tmp_path):
     assert (found.steps, found.differs) == ([], 6)
     assert "first wrong: step 6, shard 3, w" in str(found.fault)
     plot = found.fault.plot()
-    assert [marks for marks in plot.marked.values()] == [["w"]]
+    assert list(plot.marked.values()) == [["w"]]
     assert plot.source.count('fillcolor="#cf222e"') == 1
     assert "step 6, shard 3, w" in found.fault._repr_html_()
 
@@ -492,7 +492,7 @@ def test_marks_are_on_the_layers_of_their_params():
     params = {"w": np.ones((3, 4), np.float32), "a": {"w": np.ones((4, 2), np.float32), "b": np.ones(2, np.float32)}}
     marks = ["store/optimizer_state/0/mu/a/w/value", "params/w", "model_state/a/mean", "step"]
     plot = viz._plot_marked(net, (params, np.ones((5, 3), np.float32)), marks, "here")
-    assert sorted(plot.marked.values()) == [[marks[0], marks[2]], [marks[1]]]
+    assert sorted(plot.marked.values()) == [[marks[1]], [marks[0], marks[2]]]
     assert "not in this picture: step" in plot.source
 
 

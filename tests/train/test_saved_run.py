@@ -362,9 +362,12 @@ def test_other_numbers_than_the_certificates_are_refused(tmp_path):
     source = lambda shift: data.from_iterable(  # noqa: E731
         lambda epoch: [{**b, "y": b["y"] + shift} for b in of_epoch(epoch)], steps_per_epoch=BATCHES
     )
-    fit(tmp_path, *start(), source(0), steps=12)
+    fit(tmp_path / "a", *start(), source(0), steps=12)
     with pytest.raises(ValueError, match=r"after step 1 has the hash .* certificate"):
-        train.open(tmp_path, start()[1], source(1)).at(3)
+        train.open(tmp_path / "a", start()[1], source(1)).at(3)
+    shutil.move(tmp_path / "a", tmp_path / "b")  # with the certificate in it
+    with pytest.raises(ValueError, match=r"after step 1 has the hash .* certificate"):
+        train.open(tmp_path / "b", start()[1], source(1)).at(3)
 
 
 # What a step leaves out.

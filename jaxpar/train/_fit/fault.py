@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Network = Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]  # a function and its arguments
 
+
 @dataclasses.dataclass(frozen=True)
 class Fault:
     """Where a run left its certificate.
