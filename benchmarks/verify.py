@@ -57,7 +57,7 @@ def main() -> None:
 
             fit(path)(given())
 
-            def verify(call: dict[str, Any]) -> None:
+            def verify(call: dict[str, Any], path: Path = path) -> None:
                 if train.verify(path, call).differs is not None:
                     raise AssertionError("a right run is said to be wrong")
 

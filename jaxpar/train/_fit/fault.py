@@ -63,8 +63,8 @@ class Fault:
         `fault.plot().save("fault.svg")` writes it. The function is traced for one device, and not run.
 
         Raises:
-            ValueError: the step is a function of your own, which leaf was wrong is not known, or the loss function cannot
-                be traced.
+            ValueError: the step is a function of your own, which leaf was wrong is not known, or the loss function
+                cannot be traced.
         """
         from ... import viz  # who trains does not need it
 
