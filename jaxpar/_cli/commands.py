@@ -442,12 +442,21 @@ class VerifyOptions:
     blame: bool = option(
         False, "name the step, the virtual shard and the leaf that were wrong first", action="store_true"
     )
+    picture: Path | None = option(
+        None,
+        "where a step differs, draw the network, with the layers whose leaves were wrong in red; its ending is the "
+        "format: .svg, .png, .pdf, .html (default: none)",
+        metavar="FILE",
+    )
 
 
 def _verify(options: VerifyOptions) -> None:
+    picture = options.picture and options.picture.absolute()  # code of the user may change the directory
     try:
-        from .. import parallel, train
+        from .. import parallel, train, viz
 
+        if picture is not None:
+            viz.Plot.check_path(picture)
         if options.devices is not None:
             parallel.use_cpu_devices(options.devices)
         certified = train._read_certificate(options.certificate)
@@ -461,6 +470,11 @@ def _verify(options: VerifyOptions) -> None:
         start = start.relative_to(Path.cwd())
     if result.differs is not None:
         fault = f"; {result.fault}" if options.blame else ""
+        if picture is not None and result.fault is not None:
+            try:
+                fault += f"; drawn in {files.shown(Path(result.fault.plot().save(picture)))}"
+            except (ValueError, RuntimeError, OSError) as error:  # that a step differs matters more
+                fault += f"; {error}"
         raise RuntimeError(f"step {result.differs} differs from {options.certificate}; started at {start}{fault}")
     steps = f"{len(result.steps)} certified steps, {result.steps[0]} to {result.steps[-1]}"
     print(f"{options.certificate}: {steps}, are the same; started at {start}")

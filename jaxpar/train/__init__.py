@@ -48,12 +48,12 @@ from ._evaluate.predictions import (
 )
 from ._fit.certificate import read as _read_certificate  # noqa: F401
 from ._fit.compile_cache import use_compilation_cache as use_compilation_cache
+from ._fit.fault import Fault as Fault
 from ._fit.fit import fit as fit
 from ._fit.interrupt import Interruptible as Interruptible, interruptible as interruptible
 from ._fit.lr_find import RateTest as RateTest, lr_find as lr_find
 from ._fit.progress import StepProgress as StepProgress, progress as progress
 from ._fit.verify import (
-    Fault as Fault,
     Verified as Verified,
     compute_again as _verify,  # noqa: F401
     verify as verify,

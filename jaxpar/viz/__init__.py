@@ -54,4 +54,10 @@ from ._step.step import (
     read_step as _read_step,
     trace_step as trace_step,
 )
-from ._trace import diff as diff, plot_network as plot_network, print_summary as print_summary, trace as trace
+from ._trace import (
+    diff as diff,
+    plot_marked as _plot_marked,
+    plot_network as plot_network,
+    print_summary as print_summary,
+    trace as trace,
+)

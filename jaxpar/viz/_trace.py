@@ -32,6 +32,7 @@ from ._read.raw import Raw, mark_constant
 
 if TYPE_CHECKING:
     from ._diff.picture import DiffPlot
+    from ._draw.marked import MarkedPlot
     from ._draw.picture import Plot
 
 
@@ -221,6 +222,16 @@ def plot_network(
 
     return draw(read(fn, args, kwargs, params_argnums, ("plot", draw)))
 
+
+def plot_marked(fn: Callable[..., Any], args: Sequence[Any], marks: Sequence[str], title: str) -> MarkedPlot:
+    """The network of a function, with those of its layers in colour that use the params of these names."""
+    graph = trace(fn, *args)
+    from ._draw.marked import MarkedPlot  # loads graphviz
+
+    return MarkedPlot(graph, marks, Options(title), _TIME_LIMIT)
+
+
+_TIME_LIMIT = 30.0  # seconds, as of `plot_network`
 
 # What a terminal without these letters shows.
 _PLAIN = str.maketrans({"├": "|", "└": "`", "─": "-", "│": "|", "×": "x", "…": "~"})

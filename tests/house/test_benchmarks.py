@@ -30,6 +30,7 @@ RUN_BEFORE_A_RELEASE = {
     "small_steps": [],
     "tables": [],
     "train_step": ["--no-mxnet"],
+    "verify": [],
     "xla_options": [],
 }
 

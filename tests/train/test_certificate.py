@@ -15,11 +15,11 @@ import pytest
 from world import adam, line, squares, start, step_of
 
 import jaxpar.__main__
-from jaxpar import checkpoint, data, train
+from jaxpar import checkpoint, data, train, viz
 from jaxpar.checkpoint import _leaves
 from jaxpar.train._fit import certificate
 from jaxpar.train._fit.digest import digest_of_data
-from jaxpar.train._fit.verify import fault_of
+from jaxpar.train._fit.fault import fault_of
 from jaxpar.train._step import virtual as virtual_step
 
 EVERY = 5
@@ -362,9 +362,12 @@ def test_verify_of_changed_certificates(folder, capsys, edit, status, said):
 
 
 def test_the_command_names_what_was_wrong(folder, capsys):
-    status, said = verify(capsys, "run.jsonl", "other_rate", "--from", "12", "--blame")
+    options = "--from", "12", "--blame", "--picture", "fault.dot"
+    status, said = verify(capsys, "run.jsonl", "other_rate", *options)
     assert status == 1
-    assert "first wrong: one of the steps 13 to 15, store/values/" in said
+    assert "; drawn in fault.dot" in said
+    assert (folder / "fault.dot").read_text().count('fillcolor="#cf222e"') == 1  # the layer of `w` and `b`
+    assert "first wrong: one of the steps 13 to 15, params/b, params/w, " in said
     assert "no shard can be named" in said
 
 
@@ -459,6 +462,38 @@ def test_a_step_before_those_that_are_asked_for_is_named(tmp_path):
     found = train.verify(tmp_path / "wrong", sharded(1, 1), first=9)
     assert (found.steps, found.differs) == ([], 6)
     assert "first wrong: step 6, shard 3, w" in str(found.fault)
+    plot = found.fault.plot()
+    assert list(plot.marked.values()) == [["w"]]
+    assert plot.source.count('fillcolor="#cf222e"') == 1
+    assert "step 6, shard 3, w" in found.fault._repr_html_()
+
+
+def test_the_fault_is_said_where_it_cannot_be_drawn(folder, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    status, said = verify(capsys, "run.jsonl", "other_rate", "--from", "12", "--blame", "--picture", "fault.svg")
+    assert status == 1
+    assert "first wrong: one of the steps 13 to 15" in said
+    assert "fault.layers.html instead" in said
+    assert verify(capsys, "run.jsonl", "same", "--picture", "fault.nonsense")[0] == 2
+    with pytest.raises(ValueError, match="which leaf was wrong is not known"):
+        train.Fault(1, 2, (), (), "it is old", lambda: None).plot()
+    with pytest.raises(ValueError, match="only a step of make_train_step"):
+        train.Fault(1, 2, (), ("w",), "it is old").plot()
+
+
+def test_marks_are_on_the_layers_of_their_params():
+    """A longer name is another param, the statistics of a layer have its name, and what is in no layer is listed."""
+
+    def net(params, x):
+        x = jax.nn.relu(x @ params["w"])
+        return x @ params["a"]["w"] + params["a"]["b"][None]
+
+    params = {"w": np.ones((3, 4), np.float32), "a": {"w": np.ones((4, 2), np.float32), "b": np.ones(2, np.float32)}}
+    marks = ["store/optimizer_state/0/mu/a/w/value", "params/w", "model_state/a/mean", "step"]
+    plot = viz._plot_marked(net, (params, np.ones((5, 3), np.float32)), marks, "here")
+    assert sorted(plot.marked.values()) == [[marks[1]], [marks[0], marks[2]]]
+    assert "not in this picture: step" in plot.source
 
 
 NAMES = {"leaves": ["store/values/b", "store/values/w", "step"], "gradient": ["b", "w", "loss"]}

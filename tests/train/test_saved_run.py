@@ -362,9 +362,12 @@ def test_other_numbers_than_the_certificates_are_refused(tmp_path):
     source = lambda shift: data.from_iterable(  # noqa: E731
         lambda epoch: [{**b, "y": b["y"] + shift} for b in of_epoch(epoch)], steps_per_epoch=BATCHES
     )
-    fit(tmp_path, *start(), source(0), steps=12)
+    fit(tmp_path / "a", *start(), source(0), steps=12)
     with pytest.raises(ValueError, match=r"after step 1 has the hash .* certificate"):
-        train.open(tmp_path, start()[1], source(1)).at(3)
+        train.open(tmp_path / "a", start()[1], source(1)).at(3)
+    shutil.move(tmp_path / "a", tmp_path / "b")  # with the certificate in it
+    with pytest.raises(ValueError, match=r"after step 1 has the hash .* certificate"):
+        train.open(tmp_path / "b", start()[1], source(1)).at(3)
 
 
 # What a step leaves out.
@@ -696,3 +699,17 @@ def test_a_function_says_what_is_left_out(tmp_path):
     _, history = fit(tmp_path, *start(), steps=8, callbacks=train.Undo(lambda metrics: metrics["step"] == 5))
     assert history[-1]["skipped"] == 1
     assert train.open(tmp_path).left_out == {5}
+
+
+@pytest.mark.release  # minutes: 200 times up to 500 steps
+@pytest.mark.parametrize("devices", [1, 4])
+def test_200_random_steps_of_10_000_have_the_bits_of_the_certificate(devices, tmp_path):
+    steps, every = 10_000, 500  # 20 checkpoints and that of the first state
+    state, step = start(devices)
+    fit(tmp_path, state, step, steps=steps, keep_every=every, checkpoint_every=every, keep=1)
+    run, lines = train.open(tmp_path, start(devices)[1], examples()), certified(tmp_path)
+    assert len([number for number in run.checkpoints if number % every == 0]) == steps // every + 1
+    numbers = np.random.default_rng(0).choice(np.arange(1, steps + 1), 200, replace=False)
+    # `at` compares the states on the way with the certificate too, and raises where one differs.
+    wrong = [number for number in map(int, numbers) if hash_of(run.at(number)) != lines[number]]
+    assert not wrong

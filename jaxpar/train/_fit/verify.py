@@ -9,50 +9,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ... import checkpoint, data
+from ... import checkpoint, data, kv
 from ..._core import checks, files
 from ..._core.transfers import allows_transfers
 from .._step.state import check_is_state
 from .._step.train_step import TrainStep
-from .certificate import Certificate, Entry, difference, header_of, read, which_differ
+from .certificate import Certificate, Entry, difference, header_of, read
 from .clock import Clock
+from .fault import Fault, fault_of, network_of
 from .run import FitOptions, Run
 from .saved import RunInfo, has_good_info, template
 from .steps import own_steps
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """Where a run left its certificate.
-
-    Attributes:
-        first_step, last_step: the wrong step is one of these. They are equal where it is known.
-        shards: the numbers of the virtual shards whose gradient was wrong. Empty: none, or that is not known.
-        leaves: the names of what was wrong first: params by their gradients, or leaves of the state. Empty: not known.
-        why: what this rests on, and what cannot be told, in a sentence.
-    """
-
-    first_step: int
-    last_step: int
-    shards: tuple[int, ...]
-    leaves: tuple[str, ...]
-    why: str
-
-    def __str__(self) -> str:
-        steps = (
-            f"step {self.last_step}"
-            if self.first_step == self.last_step
-            else (f"one of the steps {self.first_step} to {self.last_step}")
-        )
-        shown = [*self.leaves[:_SHOWN], *(["..."] if len(self.leaves) > _SHOWN else [])]
-        shards = (
-            f", shard{'s' if len(self.shards) > 1 else ''} {', '.join(map(str, self.shards))}" if self.shards else ""
-        )
-        leaves = f", {', '.join(shown)}" if shown else ""
-        return f"first wrong: {steps}{shards}{leaves} ({self.why})"
-
-
-_SHOWN = 4  # leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,43 +167,13 @@ def compute_again(
             if certified_step in steps:
                 compared.append(certified_step)
             if found[-1]["state"] != lines[certified_step]["state"]:
+                # The store numbers its values, and people name them.
+                names = {f"store/values/{key}": f"params/{name}" for key, name in kv.names(state.store).items()}
+                again.names["leaves"] = [names.get(leaf, leaf) for leaf in again.names["leaves"]]
                 fault = fault_of(lines[certified_step], found[-1], right, again.names)
+                if isinstance(step, TrainStep):
+                    network = network_of(step, state, call.source, call.batch_size)
+                    fault = dataclasses.replace(fault, _network=network)
                 return Verified(start, compared, certified_step, fault)
             right = certified_step
     return Verified(start, compared, None)
-
-
-def fault_of(line: Entry, now: Entry, right: int, names: dict[str, list[str]]) -> Fault:
-    """Where a line of a certificate differs from what was computed now, after the step `right`."""
-    step = line["step"]
-    of_leaves, of_shards, of_gradient, before = (
-        which_differ(line, now, name) for name in ("leaves", "shards", "gradient", "before")
-    )
-    if of_leaves is None:
-        return Fault(right + 1, step, (), (), "the certificate has no hashes of leaves; an earlier jaxpar wrote it")
-    leaves = tuple(names["leaves"][i] for i in of_leaves)
-    if right == step:
-        return Fault(step, step, (), leaves, "the state that was begun with differs")
-    first = right + 1
-    if of_shards is None or of_gradient is None:
-        why = (
-            "no shard can be named: without virtual shards a gradient has other bits on other devices, and the "
-            "certificate of an elastic run has hashes of leaves only"
-        )
-        return Fault(first, step, (), leaves, why + _ONLY_SOME * (first != step))
-    gradient = tuple(names["gradient"][i] for i in of_gradient)
-    if before:
-        return Fault(first, step - 1, (), (), f"the params were wrong before step {step}" + _ONLY_SOME)
-    # The params were right. Shards that differ were computed wrongly.
-    if of_shards:
-        why = "the other shards are right, and so were the params"
-        if len(of_shards) == len(line["shards"]) // 4:
-            why = "all shards differ: other data or another program; or the params changed after their hash was taken"
-        return Fault(step, step, tuple(of_shards), gradient or leaves, why)
-    if gradient:
-        return Fault(step, step, (), gradient, "all shards are right, and their sum is wrong")
-    why = "the gradient is right; the update, or the state of the optimizer before it, is wrong"
-    return Fault(first, step, (), leaves, why + _ONLY_SOME * (first != step))
-
-
-_ONLY_SOME = "; steps without a line are between, and certificate_every=1 tells these apart"

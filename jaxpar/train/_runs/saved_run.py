@@ -206,7 +206,8 @@ class SavedRun:
             at: the number of the step.
             optimizer: another optimizer, whose state begins anew. None: the same one goes on.
             without: the numbers of later steps that make no update. What comes after such a step is as in a run that
-                makes all updates: the batches and the random keys stay where they are.
+                makes all updates: the batches and the random keys stay where they are. The fork makes the updates of
+                later steps that this run leaves out, unless they are given here.
 
         Raises:
             FileExistsError: the directory has checkpoints.
@@ -575,7 +576,7 @@ def open(
         data=data,
         _saved=tuple(by_step[number] for number in sorted(by_step)),
         _like=like,
-        _certificate=_lines_of(newest.certificate),
+        _certificate=_lines_of(newest.certificate, path),
     )
     if newest.made_by and step is not None and data is not None and like is not None:
         call = run._call(like, step, 1)
@@ -595,11 +596,11 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.device_put(jnp.zeros(like.shape, like.dtype), like.sharding)
 
 
-def _lines_of(path: str | None) -> Mapping[int, str]:
-    """The hashes of a certificate that is still there."""
-    if path is None or not os.path.isfile(path):
-        return {}
-    return {step: entry["state"] for step, entry in certificate.read(path)[1].items()}
+def _lines_of(path: str | None, directory: Path) -> Mapping[int, str]:
+    """The hashes of a certificate that is still there, or that was moved within the directory of its run."""
+    places = [] if path is None else [Path(path), directory / Path(path).name]
+    place = next((place for place in places if place.is_file()), None)
+    return {} if place is None else {step: entry["state"] for step, entry in certificate.read(place)[1].items()}
 
 
 Gradients = Callable[[TrainState, PyTree], dict[str, jax.Array]]
