@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, Unpack, overload, runtime_checkable
+from typing import Any, Protocol, Unpack, cast, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -192,9 +192,9 @@ def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> i
 def as_source(given: Any) -> Source:
     """Convert data to a `Source`.
 
-    A `Source` is returned unchanged. A `Dataset` becomes a `DatasetSource`. `from_arrays` takes a dict or a tuple of
-    arrays, a DataFrame of pandas or polars, and a list of dicts with one example each. `from_iterable` takes all other
-    data.
+    A `Source` is returned unchanged. A `Dataset` becomes a `DatasetSource`. `from_arrays` takes an array, a dict or a
+    tuple of arrays, a DataFrame of pandas or polars, and a list of dicts with one example each. `combine` takes a dict
+    or a tuple of data sets and loaders. `from_iterable` takes all other data.
 
     >>> import numpy as np
     >>> as_source(Dataset(np.zeros((6, 2)), np.arange(6))).examples(batch_size=2)
@@ -202,8 +202,13 @@ def as_source(given: Any) -> Source:
     """
     if isinstance(given, Dataset):
         return DatasetSource(given)
+    from ._combined import are_several, combine  # it makes sources of its members, by this function
+
+    if are_several(given):
+        return combine(given)
     given = as_arrays(given, "data.as_source")
-    if isinstance(given, dict) or (type(given) is tuple and all(hasattr(each, "dtype") for each in given)):
+    is_array = hasattr(given, "dtype") and hasattr(given, "shape") and not isinstance(given, Source)
+    if is_array or isinstance(given, dict) or (type(given) is tuple and all(hasattr(each, "dtype") for each in given)):
         return from_arrays(given)
     return given if isinstance(given, Source) else from_iterable(given)
 
@@ -551,7 +556,8 @@ def from_arrays(arrays: PyTree, *, dtype: DTypeLike | None = jnp.float32) -> Arr
     arrays = jax.tree_util.tree_map_with_path(
         lambda path, leaf: np.asarray(as_array(leaf, f"data.from_arrays: {path_name(path)}")), arrays
     )
-    checks.batch_length(arrays, "data.from_arrays")
+    advice = "; data sets of different lengths, each with a batch of its own, are data.combine({name: data, ...})"
+    checks.batch_length(arrays, "data.from_arrays", advice=advice)
     for path, array in jax.tree_util.tree_leaves_with_path(arrays):
         integers_fit(array, f"data.from_arrays: {path_name(path)}")
     return ArraySource(arrays, dtype)
@@ -583,13 +589,20 @@ def batch_options(
 
 def usual_batch_size(source: object) -> int:
     """The size of a batch where none is asked for: that of the batches or of the source, otherwise 32."""
+    if hasattr(source, "usual_batch_size"):  # several sources
+        return cast(Any, source).usual_batch_size()
+    return own_batch_size(source) or 32
+
+
+def own_batch_size(source: object) -> int | None:
+    """The size of the batches of a source, where it has one of its own."""
     if not isinstance(source, IterableSource):
-        return getattr(source, "batch_size", 32) if isinstance(source, ArraySource) else 32
+        return getattr(source, "batch_size", None) if isinstance(source, ArraySource) else None
     size: Any = getattr(source.source, "batch_size", None)
     if not checks.is_int(size):
         batch = source.first_batch()
         if batch is None:
-            return 32
+            return None
         size = max(np.shape(leaf)[:1] or (0,) for leaf in jax.tree.leaves(batch))[0]
     return int(size) * processes.count()
 

@@ -258,7 +258,7 @@ def check_can_go_on(run: Run, state: TrainState) -> None:
             "fit: in an elastic run the number of devices changes, so the step needs virtual_shards=; write "
             "train.make_train_step(loss_fn, virtual_shards=8)"
         )
-    if isinstance(run.source, data.IterableSource):
+    if any(isinstance(source, data.IterableSource) for source in data._sources_of(run.source)):
         raise ValueError(
             "fit: an elastic run repeats steps, and an iterable cannot give a batch again; give a data.Dataset or "
             "arrays"

@@ -110,7 +110,9 @@ def run_loss(
     has_state = len(arguments) == 4
     arguments = arguments[: check_loss_takes(loss_fn, has_state)]
     result = loss_fn(*arguments, **({"step": step} if has_parameter(loss_fn, "step") else {}))
-    if not has_state and (isinstance(result, Mean) or is_number(result)):
+    # A pair (sum, weight) alone is known from (loss, aux) by its second value, which is no dict.
+    is_sum = is_pair(result) and (isinstance(result, Mean) or all(map(is_number, result)))
+    if not has_state and (is_sum or is_number(result)):
         return result, {}, ()
     wanted = ("loss", "aux", "new_model_state") if has_state else ("loss", "aux")
     if not (isinstance(result, tuple) and len(result) == len(wanted) and isinstance(result[1], dict)):
