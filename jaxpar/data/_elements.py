@@ -7,7 +7,7 @@ of what NumPy or DLPack can read.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ def as_arrays(table: PyTree, where: str) -> PyTree:
 
     All other data stays as it is. `TypeError` for data that has no rows yet, or that can be read in several ways.
     """
+    table = _plain(table)
     if _is_frame(table):
         names = list(table.columns)
         if len(set(names)) < len(names):  # frame[name] would have both columns
@@ -71,6 +72,13 @@ def as_arrays(table: PyTree, where: str) -> PyTree:
         if _is_of(table, library, name):
             raise TypeError(f"{where}: {advice}")
     return table
+
+
+def _plain(element: PyTree) -> PyTree:
+    """A mapping that JAX does not know, such as the `BatchEncoding` of a tokenizer, as a dict."""
+    if isinstance(element, Mapping) and type(element) is not dict and jax.tree.leaves(element) == [element]:
+        return dict(cast(Mapping[Any, Any], element))
+    return element
 
 
 def _is_of(value: object, library: str, name: str) -> bool:
@@ -105,6 +113,8 @@ def as_dict(element: PyTree, names: tuple[str, ...], where: str) -> PyTree:
                 "names= one for each, or elements that are dicts"
             )
         element = dict(zip(names, element, strict=True))
+
+    element = _plain(element)
 
     def convert(path: KeyPath, leaf: object) -> np.ndarray | jax.Array:
         return as_array(leaf, f"{where}: {path_name(path)}")

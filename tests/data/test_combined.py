@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import UserDict
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +160,31 @@ def test_a_dict_or_a_tuple_of_loaders_is_combined(several):
 def test_what_is_not_combined():
     for given in ((A["x"], A["x"]), {"x": A["x"]}, LOADER, [{"x": A["x"]}]):
         assert not isinstance(data.as_source(given), data.CombinedSource)
+
+
+def test_a_mapping_that_jax_does_not_know_is_data():
+    """As the `BatchEncoding` of a tokenizer of Hugging Face."""
+    assert next(data.as_source(UserDict(A)).batches(3))["x"].tolist() == [0, 1, 2]
+    batches = [UserDict({"x": A["x"][i : i + 4]}) for i in (0, 4)]
+    assert [batch["x"].tolist() for batch in data.as_source(batches).batches(4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_params_of_integers_are_not_trained():
+    with pytest.raises(ValueError, match="int32"):
+        train.start({"w": np.zeros(3, np.int32)}, optax.sgd(0.1), both)
+
+
+def test_a_pair_is_a_loss_without_aux():
+    def masked(params, batch):
+        weight = batch["x"] > 5
+        return (weight * params["w"] * batch["x"]).sum(), weight.sum()
+
+    for devices in (1, 4):
+        state, step = train.start(
+            {"w": np.ones((), np.float32)}, optax.sgd(0.1), masked, devices=jax.devices()[:devices]
+        )
+        _, metrics = step(state, A)
+        assert float(metrics["loss"]) == 8.5  # of 6 to 11, which are not spread evenly
 
 
 def test_one_array_is_data():

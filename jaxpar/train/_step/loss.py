@@ -7,6 +7,7 @@ the sums. So the same few functions serve every engine.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -79,8 +80,25 @@ def check_loss_takes(loss_fn: Any, has_state: bool) -> int:
     return _positions(loss_fn, (3, 2), "train step: loss_fn", hint)
 
 
+def _option_in_third_place(loss_fn: Any) -> str | None:
+    """The name of a third positional argument whose default says that it is no random key."""
+    try:
+        parameters = [*inspect.signature(loss_fn, follow_wrapped=False).parameters.values()]
+    except (TypeError, ValueError):  # no function, or a builtin
+        return None
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(places) < 3 or places[2].name in ("rng", "key"):
+        return None
+    default = places[2].default
+    return None if default in (places[2].empty, None) or hasattr(default, "dtype") else places[2].name
+
+
 def _positions(loss_fn: Any, counts: tuple[int, ...], what: str, hint: str) -> int:
     """The first of these numbers of arguments that fits the function. `TypeError` where none does."""
+    # An option of the user's own, `def loss_fn(params, batch, smoothing=0.1)`, is no place for a key.
+    if 2 in counts and (third := _option_in_third_place(loss_fn)) is not None:
+        counts = tuple(count for count in counts if count < 3)
+        hint = f"; {third} has a default, so it is not given a key: call that argument rng, or bind it by partial"
     errors: list[TypeError] = []
     for count in counts:
         try:

@@ -786,6 +786,12 @@ def start(
         sharding=sharding,
         frozen=frozen,
     )
+    if not trained_keys(store):
+        dtypes = sorted({str(value.dtype) for value in store.values.values()})
+        raise ValueError(
+            f"train.start: no param is floating, so none would be trained; they are {', '.join(dtypes)}: write them as "
+            "jnp.zeros(n), or with .astype(jnp.float32)"
+        )
     if compression is not None:
         store = kv.set_gradient_compression(store, compression)
     state = create_state(store, rng, devices=devices, grad_transform=grad_transform, model_state=model_state)
