@@ -74,7 +74,7 @@ class Image(Media):
         rows = rows if hasattr(rows, "dtype") else np.asarray(rows)
         shape, dtype = rows.shape, np.dtype(rows.dtype)
         is_image = len(shape) == 3 or (len(shape) == 4 and shape[3] in (1, 3, 4))
-        if not is_image or not (dtype in (np.uint8, bool) or jax.numpy.issubdtype(dtype, np.floating)):
+        if not is_image or not (dtype.name in ("uint8", "bool") or jax.numpy.issubdtype(dtype, np.floating)):
             raise ValueError(
                 "train.Image: expected (n, height, width) or (n, height, width, 1, 3 or 4 channels), of floats from 0 "
                 f"to 1 or of uint8, got {dtype}{list(shape)}"

@@ -368,6 +368,18 @@ class DeviceStep:
         if "update_norm" in self.record:
             changes = (widen(new.values[k]) - widen(old.values[k]) for k in stores.trained_keys(old))
             norms["update_norm"] = jnp.sqrt(add_parts(squares(changes)))
+
+        # Of each param, by the names of the params.
+        names = kv.names(old)
+        for name in ("grad_norm", "update_norm"):
+            if f"{name}s" not in self.record:
+                continue
+            keys = stores.trained_keys(old)
+            arrays = summed if name == "grad_norm" else {k: widen(new.values[k]) - widen(old.values[k]) for k in keys}
+            of_keys = [squares([arrays[k]] if k in arrays else []) for k in keys]
+            of_rows = [squares([rows[k].values] if k in rows and name == "grad_norm" else []) for k in keys]
+            each = jnp.sqrt(add_parts(jnp.stack(of_keys)) + jnp.stack(of_rows))
+            norms |= {f"{name}/{names[k]}": each[i] for i, k in enumerate(keys)}
         return norms
 
     def finish_step(
@@ -376,8 +388,9 @@ class DeviceStep:
         """The state after the guard, which may keep the old one, and all metrics."""
         if self.guard is not None and flags is not None:  # there are flags where there is a guard
             new, metrics = self.guard(old, new, metrics, flags)
-            if "update_norm" in norms:
-                norms = {**norms, "update_norm": jnp.where(metrics["skipped"] > 0, 0, norms["update_norm"])}
+            for name in norms:
+                if name.startswith("update_norm"):
+                    norms = {**norms, name: jnp.where(metrics["skipped"] > 0, 0, norms[name])}
         if taken := metrics.keys() & norms.keys():
             raise ValueError(
                 f"train step: aux of loss_fn has {min(taken)!r}, which record= reports; rename one of them"

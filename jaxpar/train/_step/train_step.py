@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 
 _NO_MESH = contextlib.nullcontext[Mesh | None](None)  # a block as `outside_mesh`, which a small step would feel
+_RECORDED = ("grad_norm", "update_norm", "grad_norms", "update_norms")  # what `record` may have
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -500,9 +501,11 @@ def make_train_step(
             uses only to look up rows, `params["users"][ids]`. Devices send the rows that are looked up, and the
             optimizer updates these rows alone and their part of its state. Any other use of a table, and optimizers
             that treat rows together, are errors. docs/training.md says more.
-        record: "grad_norm", "update_norm" or both: the step reports them as metrics, in the same program. The first is
-            the norm of the summed gradients before `grad_transform`, the second that of the change of the trained
-            params. With `local_steps` they are means over the devices, of each one's own gradients and updates.
+        record: of "grad_norm", "update_norm", "grad_norms" and "update_norms" one or several: the step reports them as
+            metrics, in the same program. The first is the norm of the summed gradients before `grad_transform`, the
+            second that of the change of the trained params. The others are those of each param, as
+            `grad_norm/hidden/kernel`; the lines of `fit` leave them out. With `local_steps` they are means over the
+            devices, of each one's own gradients and updates.
 
     Returns:
         `step(state, batch) -> (state, metrics)`, compiled once for each shape of a batch. `batch` is the global
@@ -534,10 +537,10 @@ def make_train_step(
     checks.choice(unused, where, "unused", ("warn", "skip"))
     checks.whole_number(accumulate, where, "accumulate")
     record = (record,) if isinstance(record, str) else tuple(record)
-    if unknown := [name for name in record if name not in ("grad_norm", "update_norm")]:
+    if unknown := [name for name in record if name not in _RECORDED]:
         raise ValueError(
-            f"{where}: record may have 'grad_norm' and 'update_norm', got {unknown[0]!r}; train.LearningRate() as a "
-            "callback of fit records the learning rate"
+            f"{where}: record may have {', '.join(map(repr, _RECORDED))}, got {unknown[0]!r}; train.LearningRate() as "
+            "a callback of fit records the learning rate"
         )
     for name, count in (("local_steps", local_steps), ("virtual_shards", virtual_shards)):
         if count is not None:
@@ -708,7 +711,8 @@ def start(
         virtual_shards: the number of fixed shards of a batch, for bit-equal results on any number of devices.
         row_sparse: the tables whose gradients are the rows that the loss looks up, `params["users"][ids]`: a pattern of
             names, or several. Only these rows are sent and updated.
-        record: "grad_norm", "update_norm" or both: norms that the step reports as metrics.
+        record: "grad_norm", "update_norm", or "grad_norms", "update_norms" of each param: norms that the step reports
+            as metrics.
 
     Returns:
         (state, step), for `train.fit(state, step, data, ...)` or `state, metrics = step(state, batch)`.
