@@ -30,7 +30,12 @@ from ._batches import (
     order_of as _order_of,
     plan_batches as _plan_batches,
 )
-from ._combined import CombinedSource as CombinedSource, combine as combine, sources_of as _sources_of
+from ._combined import (
+    CombinedSource as CombinedSource,
+    as_source as as_source,
+    combine as combine,
+    sources_of as _sources_of,
+)
 from ._elements import as_arrays as _as_arrays
 from ._iterable import READ_ONCE as _READ_ONCE, IterableSource as IterableSource, from_iterable as from_iterable
 from ._load import FASHION_MNIST_CLASSES as FASHION_MNIST_CLASSES, load as load
@@ -41,7 +46,6 @@ from ._sources import (
     Dataset as Dataset,
     DatasetSource as DatasetSource,
     Source as Source,
-    as_source as as_source,
     batch_groups as batch_groups,
     batch_options as _batch_options,
     batches as batches,

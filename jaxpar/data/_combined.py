@@ -15,7 +15,7 @@ from .._core.transfers import allows_transfers
 from .._devices.collectives import PaddedBatch
 from .._devices.user_mesh import outside_mesh
 from ._iterable import IterableSource
-from ._sources import Dataset, Source, as_source, batch_options, own_batch_size
+from ._sources import Dataset, Source, batch_options, own_batch_size, source_of
 
 _WHERE = "data.combine"
 
@@ -186,6 +186,21 @@ def combine(
         size = asked.get(name)
         sizes[name] = own_batch_size(source) if size is None else checks.whole_number(size, _WHERE, "batch_sizes")
     return CombinedSource(sources, sizes, until, is_tuple)
+
+
+def as_source(given: Any) -> Source:
+    """Convert data to a `Source`.
+
+    A `Source` is returned unchanged. A `Dataset` becomes a `DatasetSource`. `from_arrays` takes an array, a dict or a
+    tuple of arrays, a DataFrame of pandas or polars, and a list of dicts with one example each. `combine` takes a dict
+    or a tuple of data sets and loaders. `from_iterable` takes all other data.
+
+    >>> import numpy as np
+    >>> from jaxpar.data import Dataset
+    >>> as_source(Dataset(np.zeros((6, 2)), np.arange(6))).examples(batch_size=2)
+    6
+    """
+    return combine(given) if are_several(given) else source_of(given)
 
 
 def sources_of(source: Source) -> list[Source]:

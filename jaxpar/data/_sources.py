@@ -1,6 +1,6 @@
 """Training data of any origin: what `train.fit` asks of it, data sets and arrays as such.
 
-Read `Source` first, the interface, then `as_source`, by which all other data becomes one. Data in memory is here, what
+Read `Source` first, the interface, then `source_of`, by which all other data becomes one. Data in memory is here, what
 is read from other libraries in `_iterable`, and how batches reach the devices in `_batches`.
 """
 
@@ -189,23 +189,10 @@ def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> i
 # Data of any origin.
 
 
-def as_source(given: Any) -> Source:
-    """Convert data to a `Source`.
-
-    A `Source` is returned unchanged. A `Dataset` becomes a `DatasetSource`. `from_arrays` takes an array, a dict or a
-    tuple of arrays, a DataFrame of pandas or polars, and a list of dicts with one example each. `combine` takes a dict
-    or a tuple of data sets and loaders. `from_iterable` takes all other data.
-
-    >>> import numpy as np
-    >>> as_source(Dataset(np.zeros((6, 2)), np.arange(6))).examples(batch_size=2)
-    6
-    """
+def source_of(given: Any) -> Source:
+    """One data set, arrays or a loader as a `Source`. `as_source` takes several too."""
     if isinstance(given, Dataset):
         return DatasetSource(given)
-    from ._combined import are_several, combine  # it makes sources of its members, by this function
-
-    if are_several(given):
-        return combine(given)
     given = as_arrays(given, "data.as_source")
     is_array = hasattr(given, "dtype") and hasattr(given, "shape") and not isinstance(given, Source)
     if is_array or isinstance(given, dict) or (type(given) is tuple and all(hasattr(each, "dtype") for each in given)):
@@ -282,7 +269,7 @@ def batches(
     >>> [batch["label"].tolist() for batch in batches(dataset, 4, drop_remainder=False)]
     [[0, 1, 2, 3], [4, 5]]
     """
-    source = as_source(dataset)
+    source = source_of(dataset)
     if batch_size is None:
         batch_size = usual_batch_size(source)
     # Every `Source` has rng, epochs, start and devices. Not every one has the others, so these are passed only where
@@ -334,7 +321,7 @@ def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None,
     (8, 2)
     """
     # A source of the user's own need not have the method. Its examples are unknown.
-    source: Any = given if isinstance(given, Dataset) else as_source(given)
+    source: Any = given if isinstance(given, Dataset) else source_of(given)
     return source.split(fraction, rng=rng, shuffle=shuffle)
 
 
@@ -434,7 +421,7 @@ def batch_groups(
         set, or a data set that does not fit on the devices.
 
     >>> import numpy as np
-    >>> source = as_source(Dataset(np.zeros((6, 2), np.float32), np.arange(6)))
+    >>> source = DatasetSource(Dataset(np.zeros((6, 2), np.float32), np.arange(6)))
     >>> options = dict(rng=jax.random.key(0), start=0, devices=jax.devices()[:1])
     >>> several, count = next(batch_groups(source, 2, 4, **options))
     >>> several["image"].shape, count

@@ -174,18 +174,5 @@ def test_params_of_integers_are_not_trained():
         train.start({"w": np.zeros(3, np.int32)}, optax.sgd(0.1), both)
 
 
-def test_a_pair_is_a_loss_without_aux():
-    def masked(params, batch):
-        weight = batch["x"] > 5
-        return (weight * params["w"] * batch["x"]).sum(), weight.sum()
-
-    for devices in (1, 4):
-        state, step = train.start(
-            {"w": np.ones((), np.float32)}, optax.sgd(0.1), masked, devices=jax.devices()[:devices]
-        )
-        _, metrics = step(state, A)
-        assert float(metrics["loss"]) == 8.5  # of 6 to 11, which are not spread evenly
-
-
 def test_one_array_is_data():
     assert next(data.as_source(A["x"]).batches(3)).tolist() == [0, 1, 2]

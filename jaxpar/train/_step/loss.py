@@ -128,15 +128,16 @@ def run_loss(
     has_state = len(arguments) == 4
     arguments = arguments[: check_loss_takes(loss_fn, has_state)]
     result = loss_fn(*arguments, **({"step": step} if has_parameter(loss_fn, "step") else {}))
-    # A pair (sum, weight) alone is known from (loss, aux) by its second value, which is no dict.
-    is_sum = is_pair(result) and (isinstance(result, Mean) or all(map(is_number, result)))
-    if not has_state and (is_sum or is_number(result)):
+    # Not a pair of numbers: it may be (sum, weight), and many people return (loss, accuracy).
+    if not has_state and (isinstance(result, Mean) or is_number(result)):
         return result, {}, ()
     wanted = ("loss", "aux", "new_model_state") if has_state else ("loss", "aux")
     if not (isinstance(result, tuple) and len(result) == len(wanted) and isinstance(result[1], dict)):
         names, hint = ", ".join(LOSS_ARGUMENTS[: len(arguments)]), _NO_GRAD if isinstance(result, dict) else ""
         if isinstance(result, tuple) and len(result) == 3 and not has_state:
             hint = "; a state made with create_state(model_state=...) is needed to return a third value"
+        elif is_pair(result) and not has_state:
+            hint = '; name a second value, (loss, {"accuracy": accuracy}); of a sum and its weight, ((sum, weight), {})'
         either = "" if has_state else "loss or "
         pair = f"{either}({', '.join(wanted)}) with aux a dict, which may be empty"
         raise TypeError(f"train step: loss_fn({names}) must return {pair}; got {checks.describe(result)}{hint}")
