@@ -174,7 +174,7 @@ def check_own(devices: Iterable[Device], caller: str) -> None:
             )
 
 
-def batch_length(data: PyTree, caller: str, axis: int = 0) -> int:
+def batch_length(data: PyTree, caller: str, axis: int = 0, advice: str = "") -> int:
     """The length of an axis that all arrays of a batch share: axis 1 where several batches are stacked."""
     shapes = [np.shape(leaf) for leaf in jax.tree.leaves(data)]
     lengths = {shape[axis : axis + 1] for shape in shapes}
@@ -183,7 +183,7 @@ def batch_length(data: PyTree, caller: str, axis: int = 0) -> int:
     if not shapes:
         raise ValueError(f"{caller}: expected arrays with a row for each example, got none in {describe(data)}")
     which = "second axis, the one after that of the steps" if axis else "first axis"
-    hint = "; write a list of numbers as np.array(numbers)" if () in shapes else ""
+    hint = "; write a list of numbers as np.array(numbers)" if () in shapes else advice
     raise ValueError(
         f"{caller}: the arrays of a batch must share the length of their {which}, got {shorten(shapes)}{hint}"
     )

@@ -12,7 +12,8 @@ A batch passes through these modules:
                gathered from a copy of the data set on each device
 
 `_iterable` reads loaders and data sets of other libraries, and `_elements` converts their elements, and tables of
-pandas and polars, to arrays. `_prefetch` sends batches of any iterator ahead of their use.
+pandas and polars, to arrays. `_combined` makes one batch of those of several data sets. `_prefetch` sends batches of
+any iterator ahead of their use.
 
 Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017, https://arxiv.org/abs/1708.07747.
 """
@@ -29,6 +30,12 @@ from ._batches import (
     order_of as _order_of,
     plan_batches as _plan_batches,
 )
+from ._combined import (
+    CombinedSource as CombinedSource,
+    as_source as as_source,
+    combine as combine,
+    sources_of as _sources_of,
+)
 from ._elements import as_arrays as _as_arrays
 from ._iterable import READ_ONCE as _READ_ONCE, IterableSource as IterableSource, from_iterable as from_iterable
 from ._load import FASHION_MNIST_CLASSES as FASHION_MNIST_CLASSES, load as load
@@ -39,7 +46,6 @@ from ._sources import (
     Dataset as Dataset,
     DatasetSource as DatasetSource,
     Source as Source,
-    as_source as as_source,
     batch_groups as batch_groups,
     batch_options as _batch_options,
     batches as batches,

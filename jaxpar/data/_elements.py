@@ -6,8 +6,8 @@ of what NumPy or DLPack can read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,22 +35,38 @@ _ADVICE = {
 }
 
 
+class _Column(Protocol):
+    def to_numpy(self) -> np.ndarray: ...
+
+
+class _Frame(Protocol):
+    """What is used of a DataFrame of pandas or polars."""
+
+    @property
+    def columns(self) -> Iterable[Any]: ...
+    def __getitem__(self, name: Any, /) -> _Column: ...
+
+
 def as_arrays(table: PyTree, where: str) -> PyTree:
     """A table as a dict of arrays: a DataFrame of pandas or polars, or a list of dicts with one example each.
 
     All other data stays as it is. `TypeError` for data that has no rows yet, or that can be read in several ways.
     """
-    if _is_of(table, "pandas", "DataFrame") or _is_of(table, "polars", "DataFrame"):
+    table = _plain(table)
+    if _is_frame(table):
         names = list(table.columns)
         if len(set(names)) < len(names):  # frame[name] would have both columns
             raise ValueError(f"{where}: two columns of the DataFrame have one name, {names}; rename one of them")
-        return {name: as_array(table[name].to_numpy(), f"{where}: {name!r}") for name in names}
-    if isinstance(table, (list, tuple)) and table and isinstance(table[0], Mapping):
-        # A list of examples or of batches. An array of a batch has an axis of examples: a dict with a scalar is one
-        # example.
-        leaves = jax.tree.leaves(table[0], is_leaf=lambda leaf: isinstance(leaf, (list, str)))
-        if not any(isinstance(leaf, (str, int, float)) or getattr(leaf, "ndim", None) == 0 for leaf in leaves):
-            return table
+        columns = {name: table[name].to_numpy() for name in names}
+        numeric = [name for name, column in columns.items() if column.dtype.kind in "biufc"]
+        if numeric != names:
+            not_numeric = [name for name in names if name not in numeric]
+            raise TypeError(
+                f"{where}: the columns {not_numeric} of the DataFrame are not numeric; write frame[{numeric}] for the "
+                "others, or turn them into numbers first"
+            )
+        return columns
+    if _is_list_of_examples(table):
         return join([as_dict(row, (), where) for row in table], where)
     for (library, name), advice in _ADVICE.items():
         if _is_of(table, library, name):
@@ -58,9 +74,29 @@ def as_arrays(table: PyTree, where: str) -> PyTree:
     return table
 
 
+def _plain(element: PyTree) -> PyTree:
+    """A mapping that JAX does not know, such as the `BatchEncoding` of a tokenizer, as a dict."""
+    if isinstance(element, Mapping) and type(element) is not dict and jax.tree.leaves(element) == [element]:
+        return dict(cast(Mapping[Any, Any], element))
+    return element
+
+
 def _is_of(value: object, library: str, name: str) -> bool:
     """Whether this is an object of a library's class, or of one that is derived from it."""
     return any(each.__name__ == name and each.__module__.split(".")[0] == library for each in type(value).__mro__)
+
+
+def _is_frame(table: object) -> TypeGuard[_Frame]:
+    return _is_of(table, "pandas", "DataFrame") or _is_of(table, "polars", "DataFrame")
+
+
+def _is_list_of_examples(elements: PyTree) -> bool:
+    """Whether this is a list of dicts with one example each, and not one of batches."""
+    if not isinstance(elements, (list, tuple)) or not elements or not isinstance(elements[0], Mapping):
+        return False
+    # An array of a batch has an axis of examples. So a dict with a scalar is one example.
+    leaves = jax.tree.leaves(elements[0], is_leaf=lambda leaf: isinstance(leaf, (list, str)))
+    return any(isinstance(leaf, (str, int, float)) or getattr(leaf, "ndim", None) == 0 for leaf in leaves)
 
 
 def path_name(path: KeyPath) -> str:
@@ -77,6 +113,8 @@ def as_dict(element: PyTree, names: tuple[str, ...], where: str) -> PyTree:
                 "names= one for each, or elements that are dicts"
             )
         element = dict(zip(names, element, strict=True))
+
+    element = _plain(element)
 
     def convert(path: KeyPath, leaf: object) -> np.ndarray | jax.Array:
         return as_array(leaf, f"{where}: {path_name(path)}")
@@ -108,6 +146,12 @@ def join(trees: Sequence[PyTree], where: str, *, batched: bool = False) -> PyTre
     """Examples, or batches, leaf by leaf as one batch. Their shapes must agree."""
 
     def join_leaves(path: KeyPath, *leaves: Any) -> np.ndarray:
+        shapes = {np.shape(leaf)[batched:] for leaf in leaves}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{where}: {path_name(path)} has examples of different shapes, {sorted(shapes)}, which make no batch; "
+                "pad, crop or resize them first"
+            )
         arrays = [np.asarray(leaf) for leaf in leaves]
         joined = np.concatenate(arrays) if batched else np.stack(arrays)
         if joined.dtype == object:  # one of them has None or several arrays there

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -364,7 +364,13 @@ class IterableSource:
     def _epoch(self, epoch: int) -> Iterable[Any]:
         if not _is_function(self.source):
             return self.source
-        return self.source(epoch) if takes(self.source, 1) else self.source()
+        elements = self.source(epoch) if takes(self.source, 1) else self.source()
+        if isinstance(elements, Mapping) or not (hasattr(elements, "__iter__") or hasattr(elements, "__getitem__")):
+            raise TypeError(
+                f"{_WHERE}: {_describe(self.source)} should return the batches of epoch {epoch}, got "
+                f"{checks.describe(elements)}; cut it into batches there, as docs/data.md does for a curriculum"
+            )
+        return elements
 
     def _host_batches(self, elements: Iterator[Any], share: int, *, drop_remainder: bool = True) -> Iterator[PyTree]:
         """This process's batches as pytrees of arrays.

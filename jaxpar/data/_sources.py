@@ -1,6 +1,6 @@
 """Training data of any origin: what `train.fit` asks of it, data sets and arrays as such.
 
-Read `Source` first, the interface, then `as_source`, by which all other data becomes one. Data in memory is here, what
+Read `Source` first, the interface, then `source_of`, by which all other data becomes one. Data in memory is here, what
 is read from other libraries in `_iterable`, and how batches reach the devices in `_batches`.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, Unpack, overload, runtime_checkable
+from typing import Any, Protocol, Unpack, cast, overload, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -189,21 +189,13 @@ def num_batches(size: int, batch_size: int, *, drop_remainder: bool = True) -> i
 # Data of any origin.
 
 
-def as_source(given: Any) -> Source:
-    """Convert data to a `Source`.
-
-    A `Source` is returned unchanged. A `Dataset` becomes a `DatasetSource`. `from_arrays` takes a dict or a tuple of
-    arrays, a DataFrame of pandas or polars, and a list of dicts with one example each. `from_iterable` takes all other
-    data.
-
-    >>> import numpy as np
-    >>> as_source(Dataset(np.zeros((6, 2)), np.arange(6))).examples(batch_size=2)
-    6
-    """
+def source_of(given: Any) -> Source:
+    """One data set, arrays or a loader as a `Source`. `as_source` takes several too."""
     if isinstance(given, Dataset):
         return DatasetSource(given)
     given = as_arrays(given, "data.as_source")
-    if isinstance(given, dict) or (type(given) is tuple and all(hasattr(each, "dtype") for each in given)):
+    is_array = hasattr(given, "dtype") and hasattr(given, "shape") and not isinstance(given, Source)
+    if is_array or isinstance(given, dict) or (type(given) is tuple and all(hasattr(each, "dtype") for each in given)):
         return from_arrays(given)
     return given if isinstance(given, Source) else from_iterable(given)
 
@@ -277,7 +269,7 @@ def batches(
     >>> [batch["label"].tolist() for batch in batches(dataset, 4, drop_remainder=False)]
     [[0, 1, 2, 3], [4, 5]]
     """
-    source = as_source(dataset)
+    source = source_of(dataset)
     if batch_size is None:
         batch_size = usual_batch_size(source)
     # Every `Source` has rng, epochs, start and devices. Not every one has the others, so these are passed only where
@@ -329,7 +321,7 @@ def split(given: Any, fraction: float | int, rng: jax.Array | int | None = None,
     (8, 2)
     """
     # A source of the user's own need not have the method. Its examples are unknown.
-    source: Any = given if isinstance(given, Dataset) else as_source(given)
+    source: Any = given if isinstance(given, Dataset) else source_of(given)
     return source.split(fraction, rng=rng, shuffle=shuffle)
 
 
@@ -429,7 +421,7 @@ def batch_groups(
         set, or a data set that does not fit on the devices.
 
     >>> import numpy as np
-    >>> source = as_source(Dataset(np.zeros((6, 2), np.float32), np.arange(6)))
+    >>> source = DatasetSource(Dataset(np.zeros((6, 2), np.float32), np.arange(6)))
     >>> options = dict(rng=jax.random.key(0), start=0, devices=jax.devices()[:1])
     >>> several, count = next(batch_groups(source, 2, 4, **options))
     >>> several["image"].shape, count
@@ -550,7 +542,8 @@ def from_arrays(arrays: PyTree, *, dtype: DTypeLike | None = jnp.float32) -> Arr
     arrays = jax.tree_util.tree_map_with_path(
         lambda path, leaf: np.asarray(as_array(leaf, f"data.from_arrays: {path_name(path)}")), arrays
     )
-    checks.batch_length(arrays, "data.from_arrays")
+    advice = "; data sets of different lengths, each with a batch of its own, are data.combine({name: data, ...})"
+    checks.batch_length(arrays, "data.from_arrays", advice=advice)
     for path, array in jax.tree_util.tree_leaves_with_path(arrays):
         integers_fit(array, f"data.from_arrays: {path_name(path)}")
     return ArraySource(arrays, dtype)
@@ -582,13 +575,20 @@ def batch_options(
 
 def usual_batch_size(source: object) -> int:
     """The size of a batch where none is asked for: that of the batches or of the source, otherwise 32."""
+    if hasattr(source, "usual_batch_size"):  # several sources
+        return cast(Any, source).usual_batch_size()
+    return own_batch_size(source) or 32
+
+
+def own_batch_size(source: object) -> int | None:
+    """The size of the batches of a source, where it has one of its own."""
     if not isinstance(source, IterableSource):
-        return getattr(source, "batch_size", 32) if isinstance(source, ArraySource) else 32
+        return getattr(source, "batch_size", None) if isinstance(source, ArraySource) else None
     size: Any = getattr(source.source, "batch_size", None)
     if not checks.is_int(size):
         batch = source.first_batch()
         if batch is None:
-            return 32
+            return None
         size = max(np.shape(leaf)[:1] or (0,) for leaf in jax.tree.leaves(batch))[0]
     return int(size) * processes.count()
 

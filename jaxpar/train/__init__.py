@@ -25,6 +25,7 @@ from ._callbacks.loggers import (
     to_tensorboard as to_tensorboard,
     to_wandb as to_wandb,
 )
+from ._callbacks.media import Image as Image, Text as Text
 from ._callbacks.monitors import EarlyStopping as EarlyStopping, KeepBest as KeepBest, LearningRate as LearningRate
 from ._callbacks.ray import to_ray as to_ray
 from ._callbacks.undo import Undo as Undo

@@ -126,7 +126,7 @@ REFUSED = {
     "rows of two shapes": (
         V,
         lambda: data.as_source([{"x": np.ones(2), "y": 1}, {"x": np.ones(3), "y": 1}]),
-        ["all input arrays must have the same shape"],  # of NumPy
+        ["'x'", "[(2,), (3,)]", "pad"],
     ),
     "a row that lacks a name": (
         V,
@@ -157,12 +157,12 @@ REFUSED = {
     "examples of two shapes": (
         V,
         lambda: read([{"x": np.ones(2)}, {"x": np.ones(3)}] * 4, batched=False),
-        ["all input arrays must have the same shape"],
+        ["data.from_iterable", "'x'", "[(2,), (3,)]"],
     ),
-    "batches of two shapes for collect": (
+    "examples of two shapes for collect": (
         V,
-        lambda: data.collect([(X[:2], Y[:2]), (X[:2, :2], Y[:2])]),
-        ["all the input array dimensions", "at index 0 has size 4 and the array at index 1 has size 2"],
+        lambda: data.collect([(X[0], 1), (X[0, :2], 1)], batched=False),
+        ["data.collect", "'image'", "[(2,), (4,)]"],
     ),
     "an array that devices cannot share": (
         V,
@@ -248,9 +248,9 @@ def test_what_is_refused(case):
 def test_columns_that_are_no_numbers_are_named():
     pandas = pytest.importorskip("pandas")
     named = pandas.DataFrame({"x": X[:2, 0], "name": ["a", "b"], "y": Y[:2]})
-    with pytest.raises(TypeError, match=r"data.as_source: 'name' .* dtype object"):
+    with pytest.raises(TypeError, match=r"data.as_source: .*\['name'\].* write frame\[\['x', 'y'\]\]"):
         data.as_source(named)
-    with pytest.raises(TypeError, match=r"evaluate: 'name' "):
+    with pytest.raises(TypeError, match=r"evaluate: .*\['name'\]"):
         train.evaluate({}, data=named, eval_fn=lambda params, batch: batch)
     assert data.as_source(named[["x", "y"]]).examples(1) == 2
     twice = pandas.DataFrame(np.ones((2, 2)), columns=["x", "x"])

@@ -507,11 +507,11 @@ MISTAKES = {
         "Keras's verbose": (T, lambda: fit(verbose=1), ["'verbose'; write progress="], "`progress=False`"),
     },
     "Data": {
-        "an array for data": (
+        "an array for images and labels": (
             T,
             lambda: train.fit(state(), STEP, BATCH["image"], **FIT),
-            ["data.Dataset(images, labels) or data.f"],
-            "`data.Dataset(images, labels)`, or `data.from_arrays`.",
+            ['a batch must be a dict with "image" and "label"'],
+            "`data.Dataset(images, labels)`. An array alone is data for a `loss_fn` of arrays.",
         ),
         "a name for data": (
             T,

@@ -11,6 +11,7 @@ from jaxpar import data, train
 
 RATE = 0.25
 NORMS = ("grad_norm", "update_norm")
+EACH = (*NORMS, "grad_norms", "update_norms")
 PARAMS = {"w": jnp.arange(3.0), "b": jnp.float32(0.5)}
 
 
@@ -42,7 +43,7 @@ def test_the_norms_of_gradients_and_updates(options):
         where = {"mesh": jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])}
         where["sharding"] = jax.sharding.PartitionSpec()
     options = {name: value for name, value in options.items() if name != "mesh"}
-    state, step = train.start(PARAMS, optax.sgd(RATE), squares, record=NORMS, **where, **options)
+    state, step = train.start(PARAMS, optax.sgd(RATE), squares, record=EACH, **where, **options)
     batch = line()
     want = norm(gradient(batch))
     if "local_steps" in options:  # the mean over the devices
@@ -51,15 +52,21 @@ def test_the_norms_of_gradients_and_updates(options):
     _, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["grad_norm"], want, rtol=1e-5)
     np.testing.assert_allclose(metrics["update_norm"], RATE * want, rtol=1e-5)  # of local steps before they agree
+    for i, name in enumerate(("b", "w")):
+        want = norm([gradient(batch)[i]])
+        if "local_steps" in options:
+            want = np.mean([norm([gradient(share)[i]]) for share in shares])
+        np.testing.assert_allclose(metrics[f"grad_norm/{name}"], want, rtol=1e-5)
+        np.testing.assert_allclose(metrics[f"update_norm/{name}"], RATE * want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, *mostly_slow([{"virtual_shards": 4}, {"engine": "jit"}, {"local_steps": 2}])])
 def test_a_step_that_is_skipped_changes_nothing(options):
-    state, step = train.start(PARAMS, optax.sgd(RATE), squares, record=NORMS, nonfinite="skip", **options)
+    state, step = train.start(PARAMS, optax.sgd(RATE), squares, record=EACH, nonfinite="skip", **options)
     batch = line()
     _, metrics = step(state, {**batch, "y": batch["y"] * np.nan})
     assert np.isnan(metrics["grad_norm"])
-    assert metrics["update_norm"] == 0
+    assert metrics["update_norm"] == metrics["update_norm/b"] == metrics["update_norm/w"] == 0
 
 
 @pytest.mark.parametrize("kind", ["device", "sharded"])
@@ -71,12 +78,16 @@ def test_rows_are_part_of_the_norms(kind):
 
     params = {"table": jnp.arange(20.0).reshape(10, 2), "w": jnp.array([1.0, 2.0])}
     batch = {"id": np.array([1, 7, 7, 1, 3, 9, 1, 0]), "x": np.arange(8, dtype=np.float32)}
-    want = norm(jax.tree.leaves(jax.jit(jax.grad(loss_fn))(params, batch)))
+    of_table, of_w = jax.tree.leaves(jax.jit(jax.grad(loss_fn))(params, batch))
+    want = norm([of_table, of_w])
     options = {"devices": jax.devices()[:4], "kind": kind, "row_sparse": "table"}
-    state, step = train.start(params, optax.sgd(RATE), loss_fn, record=NORMS, **options)
+    state, step = train.start(params, optax.sgd(RATE), loss_fn, record=EACH, **options)
     _, metrics = step(state, batch)
     np.testing.assert_allclose(metrics["grad_norm"], want, rtol=1e-5)
     np.testing.assert_allclose(metrics["update_norm"], RATE * want, rtol=1e-5)
+    for name, of_param in (("table", of_table), ("w", of_w)):
+        np.testing.assert_allclose(metrics[f"grad_norm/{name}"], norm([of_param]), rtol=1e-5)
+        np.testing.assert_allclose(metrics[f"update_norm/{name}"], RATE * norm([of_param]), rtol=1e-5)
 
 
 def test_norms_are_in_the_records_and_before_the_transform():

@@ -278,3 +278,18 @@ def test_the_dropout_of_an_nnx_module_differs_between_devices(engine):
         want = (plain.drop(jnp.ones((16, 32))) > 0) @ 0.5 ** np.arange(1.0, 33.0)
         np.testing.assert_allclose(of_one, want, rtol=1e-6, err_msg=str(rows))
         assert (np.abs(of_four - want) < 1e-6).sum() == 4  # those of the first device
+
+
+def test_an_option_in_the_third_place_is_no_key():
+    def smoothed(params, batch, smoothing=0.25):
+        return (params["w"] * batch["x"]).mean() * smoothing
+
+    def noisy(params, batch, noise=None):
+        return (params["w"] * batch["x"]).mean() + jax.random.normal(noise)
+
+    losses = []
+    for loss in (smoothed, noisy):
+        state, step = train.start({"w": jnp.ones(())}, optax.sgd(0.1), loss)
+        losses.append(float(step(state, {"x": jnp.ones(8)})[1]["loss"]))
+    assert losses[0] == 0.25
+    assert losses[1] != 1

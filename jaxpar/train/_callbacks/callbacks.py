@@ -19,6 +19,7 @@ from .figures import LivePlot
 from .fingerprint import fingerprint
 from .history import Record
 from .loggers import JsonLines, MetricsFile
+from .media import Media
 from .memory import memory_from_json, memory_to_json
 from .monitors import EarlyStopping, KeepBest, LearningRate, Monitor, default_monitor, raise_unknown
 from .undo import Undo
@@ -177,16 +178,19 @@ class Callbacks:
         return {name: value for measured in rates for name, value in measured.items()}
 
     def after_record(
-        self, callback_state: CallbackState, state: TrainState, record: Record
+        self, callback_state: CallbackState, state: TrainState, record: Record, media: dict[str, Media]
     ) -> tuple[CallbackState, list[str]]:
         """Call each callback. What they remember, and who asked to stop, by a True of Python, NumPy or JAX.
 
-        An exception in any process is raised in every process, and one request to stop stops all. Each is its name and
-        what it is now and was when the run began, for `stays_over`.
+        `media`: the images and texts of the evaluation, for those that take them. An exception in any process is raised
+        in every process, and one request to stop stops all. Each is its name and what it is now and was when the run
+        began, for `stays_over`.
         """
         new, stops = list(callback_state), list[Any]()
         # One that fails in a process would leave the others waiting in the next step.
         with processes.raise_together():
+            if media:
+                self.call("on_media", record["step"], media)
             for i, callback in enumerate(self.each):
                 if not has_memory(callback):
                     stops.append(callback(state, record))

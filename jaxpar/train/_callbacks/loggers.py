@@ -25,6 +25,7 @@ from ..._core import checks, files
 from ..._core.text import say_news
 from .._step.state import TrainState
 from .history import SPEEDS, History, Record, import_for, metric_names
+from .media import Image, Media, Text, png
 
 PathLike = str | os.PathLike[str]
 _SCALARS = (jax.Array, np.ndarray, np.generic)  # of a loop of the user's own. `fit` gives numbers of Python
@@ -44,16 +45,23 @@ class Logger:
     _resumed = False  # whether that run goes on from a checkpoint
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write numbers of a step, by their names. The place is opened before the first ones."""
+        """Write numbers of a step, and images and texts, by their names. The place is opened before the first ones."""
         if jax.process_index() != 0:
             return
-        metrics = {name: value.item() if isinstance(value, _SCALARS) else value for name, value in metrics.items()}
+        media = {name: value for name, value in metrics.items() if isinstance(value, Media)}
+        metrics = {
+            name: value.item() if isinstance(value, _SCALARS) else value
+            for name, value in metrics.items()
+            if name not in media
+        }
         with contextlib.nullcontext() if self._place is None else explain_errors(self._place):
             if not self._is_open:
                 self._open(step)
                 self._is_open = True
             if metrics:
                 self._write(step, metrics)
+            if media:
+                self._write_media(step, media)
 
     def close(self) -> None:
         """Close the place. What is logged later opens it again."""
@@ -69,6 +77,9 @@ class Logger:
 
     def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
         raise NotImplementedError
+
+    def _write_media(self, step: int, media: Mapping[str, Media]) -> None:
+        """Write images and texts, by names such as `eval/samples`. A place that has none leaves them out."""
 
     def _close(self) -> None:
         """End the run at the place."""
@@ -93,6 +104,10 @@ class Logger:
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step as `step/loss` and so on: `fit(..., on_step=logger.on_step)`."""
         self.log(step, {f"{self._of_steps}{name}": value for name, value in metrics.items()})
+
+    def on_media(self, step: int, media: Mapping[str, Media]) -> None:
+        """Write the images and texts of an evaluation, before its record."""
+        self.log(step, {tag(name): value for name, value in media.items()})
 
     def on_run(self, identity: str, resumed: bool) -> None:
         """Learn which run it is: what another one wrote stays."""
@@ -313,6 +328,21 @@ class TensorBoard(Logger):
         summary = {"value": [{"tag": name, "simple_value": value} for name, value in metrics.items()]}
         files.append(self._file, self._records({"wall_time": time.time(), "step": step, "summary": summary}))
 
+    def _write_media(self, step: int, media: Mapping[str, Media]) -> None:
+        values = list[dict[str, Any]]()
+        for name, shown in media.items():
+            if isinstance(shown, Image):
+                for i, pixels in enumerate(shown.pixels()):
+                    height, width, channels = pixels.shape
+                    image = {"height": height, "width": width, "colorspace": channels}
+                    values.append({"tag": f"{name}/{i}", "image": {**image, "encoded_image_string": png(pixels)}})
+            elif isinstance(shown, Text):
+                texts = [text.encode() for text in shown.texts()]
+                tensor = {"dtype": "DT_STRING", "string_val": texts, "tensor_shape": {"dim": [{"size": len(texts)}]}}
+                values.append({"tag": name, "metadata": {"plugin_data": {"plugin_name": "text"}}, "tensor": tensor})
+        event = {"wall_time": time.time(), "step": step, "summary": {"value": values}}
+        files.append(self._file, self._records(event))
+
     def _records(self, *events: dict[str, Any]) -> bytes:
         """The events as they are in a file."""
         content = io.BytesIO()
@@ -376,6 +406,17 @@ class WeightsAndBiases(Logger):
                     f"to_wandb: run {open_run.id} is open, and this wandb gave it back in place of a new one; call "
                     "wandb.finish() before, or give no options"
                 )
+
+    def _write_media(self, step: int, media: Mapping[str, Media]) -> None:
+        logged: dict[str, Any] = {}
+        for name, shown in media.items():
+            if isinstance(shown, Image):
+                # wandb takes a grey image without an axis of channels.
+                pixels = [image[..., 0] if image.shape[2] == 1 else image for image in shown.pixels()]
+                logged[name] = [self._wandb.Image(image) for image in pixels]
+            elif isinstance(shown, Text):
+                logged[name] = self._wandb.Table(columns=["text"], data=[[text] for text in shown.texts()])
+        self._write(step, logged)
 
     def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._is_users:
@@ -456,6 +497,17 @@ class MLflow(Logger):
         now = int(time.time() * 1000)
         if new:
             self._client.log_batch(self.run_id, [self._metric(name, value, now, step) for name, value in new.items()])
+
+    def _write_media(self, step: int, media: Mapping[str, Media]) -> None:
+        # Under the names of files, so that a step that a run repeats after a crash replaces what it wrote.
+        for name, shown in media.items():
+            if isinstance(shown, Image):
+                for i, pixels in enumerate(shown.pixels()):
+                    pixels = pixels[..., 0] if pixels.shape[2] == 1 else pixels
+                    self._client.log_image(self.run_id, pixels, f"{name}/{step:08}_{i}.png")
+            elif isinstance(shown, Text):
+                text = "\n\n".join(shown.texts())
+                self._client.log_text(self.run_id, text, f"{name}/{step:08}.txt")
 
     def _close(self) -> None:
         self._client.set_terminated(self.run_id)

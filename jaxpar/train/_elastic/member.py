@@ -263,7 +263,7 @@ def check_can_go_on(run: Run, state: TrainState) -> None:
             "in an elastic run the number of devices changes, so the step needs virtual_shards=; write "
             "train.make_train_step(loss_fn, virtual_shards=8)"
         )
-    elif isinstance(run.source, data.IterableSource):
+    elif any(isinstance(source, data.IterableSource) for source in data._sources_of(run.source)):
         fault = "an elastic run repeats steps, and an iterable cannot give a batch again; give a data.Dataset or arrays"
     elif run.callbacks.restores_best:
         fault = (

@@ -18,6 +18,7 @@ from ..._core.functions import check_takes
 from ..._core.transfers import allows_transfers
 from ..._devices import mesh, user_mesh
 from ...data import _READ_ONCE, Dataset, IterableSource
+from .._callbacks.media import Media
 from .._step.loss import Mean
 from .._step.modules import joined
 from .._step.state import TrainState
@@ -71,7 +72,8 @@ def evaluate(
         weight), both with one row for each example or both scalars, it is the sum of the sums divided by the sum of the
         weights. A `Mean` is a pair with a final function, or with columns. `train.accuracy` and the other metrics of
         `jp.train` return such values. An object with `merge(other)` and `compute()`, such as a metric of metrax or clu,
-        is merged over the batches. `eval_fn` may also return such an object in place of the dict.
+        is merged over the batches. `eval_fn` may also return such an object in place of the dict. A `train.Image` or a
+        `train.Text` is shown by the loggers of `fit`.
 
     Returns:
         {name: float}, or a NumPy array for values with columns. For classifiers `{"loss", "accuracy"}`: the mean
@@ -150,17 +152,21 @@ class Evaluation:
                     names += [prefix + name for name in program.trace(shapes).names]
         return names
 
-    def scores(self, state: TrainState) -> dict[str, float]:
-        """The scores as a record names them. Empty where there is nothing to evaluate."""
+    def scores(self, state: TrainState) -> tuple[dict[str, float], dict[str, Media]]:
+        """The scores as a record names them, and what loggers show. Empty where there is nothing to evaluate."""
         scores: dict[str, float] = {}
+        media: dict[str, Media] = {}
         for prefix, (eval_fn, data) in self.parts.items():
             for name, value in measure("fit", state, eval_fn, data, self._batch_size).items():
+                if isinstance(value, Media):
+                    media[f"{prefix}{name}"] = value
+                    continue
                 if not np.ndim(value):
                     _add_score(scores, f"{prefix}{name}", value)
                     continue
                 for i, column in enumerate(np.ravel(value)):
                     _add_score(scores, f"{prefix}{name}/{i}", column)
-        return scores
+        return scores, media
 
 
 # One pass of an `eval_fn` over every example: the compiled program of a batch, and the sums on the host.
@@ -241,6 +247,11 @@ def _add_score(scores: dict[str, Any], name: str, result: Any) -> None:
     if isinstance(result, Mapping):
         for key, value in result.items():
             _add_score(scores, f"{name}_{key}" if name else str(key), value)
+        return
+    if isinstance(result, Media):
+        if name in scores:
+            raise ValueError(f"eval_fn: two of its values are called {name!r}; rename one of them")
+        scores[name] = result
         return
     array = np.asarray(result)
     if name in scores:

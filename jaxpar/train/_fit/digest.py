@@ -16,6 +16,12 @@ _BLOCK = 1 << 20
 
 def digest_of_data(source: data.Source, examples: int) -> str | None:
     """A hash of arrays and of lists of batches. None for data that are only known when they are read."""
+    if isinstance(source, data.CombinedSource):
+        digests = [digest_of_data(each, examples) for each in source.sources.values()]
+        if None in digests:
+            return None
+        combined = f"{dict(zip(source.sources, digests, strict=True))} {source.batch_sizes} {source.until}"
+        return hashlib.sha256(combined.encode()).hexdigest()[:16]
     arrays: Any = getattr(source, "arrays", None)
     if isinstance(source, data.IterableSource) and isinstance(source.source, (list, tuple)):
         arrays = source.source

@@ -173,13 +173,14 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
             if is_copy_due:
                 training.copy_state()
 
-            record, is_cut_short = None, False
+            record, media, is_cut_short = None, {}, False
             callback_state_before = training.callback_state
             if is_record_due:
                 training.epoch.pause()
                 # Evaluate. After an error the next call evaluates again.
                 try:
-                    scores = {**run.evaluation.scores(training.state), **training.measured()}
+                    scores, media = run.evaluation.scores(training.state)
+                    scores = {**scores, **training.measured()}
                 except Exception as error:
                     # Other processes may still evaluate, and would not take part in a save.
                     if is_epoch_over and processes.is_in_all(error):
@@ -203,7 +204,7 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
             if record is not None:
                 try:
                     training.callback_state, stopped_by = callbacks.after_record(
-                        training.callback_state, training.state, record
+                        training.callback_state, training.state, record, media
                     )
                     training.keep_best()
                 except BaseException as error:
@@ -243,7 +244,7 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
                 training.history[-1] = {**training.history[-1], "interrupted": True}
             else:
                 # At the end of `max_steps` an earlier call evaluated, and its checkpoint does not have the record.
-                scores = run.evaluation.scores(training.state) if clock.step == clock.last else {}
+                scores = run.evaluation.scores(training.state)[0] if clock.step == clock.last else {}
                 scores = {**scores, **training.measured()}
                 training.history.append(training.make_record(scores, interrupted=True))
     except NonFiniteError as error:

@@ -127,8 +127,9 @@ class Run:
             self.examples = self.source.examples(self.batch_size)
             checks.whole_batch(self.examples, self.batch_size, "fit")
             self.steps = self.examples // self.batch_size
-        if isinstance(self.source, (data.DatasetSource, data.ArraySource)):
-            data._agree_on_arrays(self.source.arrays, "fit: train_data")
+        for source in data._sources_of(self.source):
+            if isinstance(source, (data.DatasetSource, data.ArraySource)):
+                data._agree_on_arrays(source.arrays, "fit: train_data")
         # One that has fewer would leave the others waiting in a collective.
         batches = f"{self.steps} of {self.batch_size} examples"
         processes.agree("fit: every process must have as many batches in an epoch", batches)

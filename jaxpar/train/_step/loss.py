@@ -7,6 +7,7 @@ the sums. So the same few functions serve every engine.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -79,8 +80,27 @@ def check_loss_takes(loss_fn: LossFn, has_state: bool) -> int:
     return _positions(loss_fn, (3, 2), "train step: loss_fn", hint)
 
 
+def _option_in_third_place(loss_fn: LossFn) -> str | None:
+    """The name of a third positional argument whose default says that it is no random key."""
+    try:
+        parameters = [*inspect.signature(loss_fn, follow_wrapped=False).parameters.values()]
+    except (TypeError, ValueError):  # no function, or a builtin
+        return None
+    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(places) < 3 or places[2].name in ("rng", "key"):
+        return None
+    default = places[2].default
+    # An array may be a key. It is asked first, since `==` of an array has no truth value.
+    may_be_key = hasattr(default, "dtype") or default in (places[2].empty, None)
+    return None if may_be_key else places[2].name
+
+
 def _positions(loss_fn: LossFn, counts: tuple[int, ...], what: str, hint: str) -> int:
     """The first of these numbers of arguments that fits the function. `TypeError` where none does."""
+    # An option of the user's own, `def loss_fn(params, batch, smoothing=0.1)`, is no place for a key.
+    if 2 in counts and (third := _option_in_third_place(loss_fn)) is not None:
+        counts = tuple(count for count in counts if count < 3)
+        hint = f"; {third} has a default, so it is not given a key: call that argument rng, or bind it by partial"
     errors: list[TypeError] = []
     for count in counts:
         try:
@@ -148,6 +168,7 @@ def run_loss(
     has_state = len(arguments) == 4
     arguments = arguments[: check_loss_takes(loss_fn, has_state)]
     result = loss_fn(*arguments, **({"step": step} if has_parameter(loss_fn, "step") else {}))
+    # Not a pair of numbers: it may be (sum, weight), and many people return (loss, accuracy).
     if not has_state and (isinstance(result, Mean) or is_number(result)):  # the loss alone
         return result, {}, ()
     wanted = ("loss", "aux", "new_model_state") if has_state else ("loss", "aux")
@@ -155,6 +176,8 @@ def run_loss(
         names, hint = ", ".join(LOSS_ARGUMENTS[: len(arguments)]), _NO_GRAD if isinstance(result, dict) else ""
         if isinstance(result, tuple) and len(result) == 3 and not has_state:
             hint = "; a state made with create_state(model_state=...) is needed to return a third value"
+        elif is_pair(result) and not has_state:
+            hint = '; name a second value, (loss, {"accuracy": accuracy}); of a sum and its weight, ((sum, weight), {})'
         either = "" if has_state else "loss or "
         pair = f"{either}({', '.join(wanted)}) with aux a dict, which may be empty"
         raise TypeError(f"train step: loss_fn({names}) must return {pair}; got {checks.describe(result)}{hint}")

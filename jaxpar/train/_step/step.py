@@ -382,6 +382,18 @@ class DeviceStep:
         if "update_norm" in self.record:
             changes = (widen(new.values[k]) - widen(old.values[k]) for k in stores.trained_keys(old))
             norms["update_norm"] = jnp.sqrt(over_shards(squares(changes)))
+
+        # Of each param, by the names of the params.
+        names = kv.names(old)
+        for name in ("grad_norm", "update_norm"):
+            if f"{name}s" not in self.record:
+                continue
+            keys = stores.trained_keys(old)
+            arrays = summed if name == "grad_norm" else {k: widen(new.values[k]) - widen(old.values[k]) for k in keys}
+            of_keys = [squares([arrays[k]] if k in arrays else []) for k in keys]
+            of_rows = [squares([rows[k].values] if k in rows and name == "grad_norm" else []) for k in keys]
+            each = jnp.sqrt(over_shards(jnp.stack(of_keys)) + jnp.stack(of_rows))
+            norms |= {f"{name}/{names[k]}": each[i] for i, k in enumerate(keys)}
         return norms
 
     def finish_step(
@@ -391,8 +403,9 @@ class DeviceStep:
         reported = norms
         if self.guard is not None and flags is not None:  # there are flags where there is a guard
             new, of_guard = self.guard(old, new, flags)
-            if "update_norm" in norms:  # an update that was left out changed nothing
-                norms = {**norms, "update_norm": jnp.where(of_guard["skipped"] > 0, 0, norms["update_norm"])}
+            for name in norms:
+                if name.startswith("update_norm"):  # an update that was left out changed nothing
+                    norms = {**norms, name: jnp.where(of_guard["skipped"] > 0, 0, norms[name])}
             reported = {**of_guard, **norms}
         if taken := metrics.keys() & reported.keys():
             raise ValueError(
