@@ -102,9 +102,18 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("name", CHOICES)
-def test_a_choice_between_equal_cases_costs_nothing(name):
-    assert viz.trace(CHOICES[name], W, V).total_flops == xla_flops(CHOICES[name], W, V)
+CONSTANTS = {
+    "what a loop begins with": lambda w, x: lax.while_loop(lambda c: c[0, 0] < 3, lambda c: c + x[None], jnp.eye(4)),
+    "the second result": lambda w, x: x * lax.sort((jnp.arange(4.0), jnp.arange(4.0)), num_keys=1)[1],
+    "an index": lambda w, x: w[jnp.array([-1, 2])[jnp.arange(2) - 1]],
+    "a rounded number": lambda w, x: lax.reduce_precision(jnp.ones(4), 8, 7) * x,
+    "a number behind a barrier": lambda w, x: lax.optimization_barrier((jnp.ones(4), x))[0] * x,
+}
+
+
+@pytest.mark.parametrize("fn", (CHOICES | CONSTANTS).values(), ids=CHOICES | CONSTANTS)
+def test_equal_choices_cost_nothing_and_constants_cost_once(fn):
+    assert viz.trace(fn, W, V).total_flops == xla_flops(fn, W, V)
 
 
 def test_a_mask_that_only_gradients_read_counts():
@@ -244,7 +253,7 @@ def test_a_module_and_its_input_are_enough():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(60), 278])  # 278 has a cast that only a gradient reads
 def test_random_programs(seed):
     """Two thousand of them before a release: `python tests/viz_programs.py`."""
     fn, made = program(seed)

@@ -83,6 +83,8 @@ class Raw:
     uncounted: set[str] = field(default_factory=set)
     # what one pass of a loop reads of the pass before, the value that it is there, and the loop's scope
     carries: list[tuple[int, int, Path]] = field(default_factory=list)
+    # of a carried value that a loop begins with a constant: that constant, which is no other pass's
+    first_pass: dict[int, int] = field(default_factory=dict)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     _above: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _own_stacks: dict[int, tuple[Frame, ...]] = field(default_factory=dict)
@@ -189,7 +191,7 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
         # A `cond` under `vmap` hides from each branch by `stop_gradient` what it is not for.
         eqn.view = True
         raw.values[eqn.outs[0]].root = eqn.ins[1]
-    elif (index := _wrapped_index(raw, eqn)) is not None:
+    elif (index := _wrapped_index(raw, eqn)) is not None and raw.of(index).kind not in ("literal", "const"):
         eqn.view = True
         eqn.flops *= 3  # the test and the sum that it picks from are not drawn
         raw.values[eqn.outs[0]].root = index
@@ -236,6 +238,8 @@ def _is_view(raw: Raw, eqn: Eqn) -> bool:
         # Where the place is computed, the result depends on more than on the param.
         is_fixed = all(raw.of(value).kind in ("literal", "const") for value in eqn.ins[1:])
         return raw.weight_of(eqn.ins[0]) is not None and is_fixed and not eqn.backward
+    if eqn.prim in ("reduce_precision", "optimization_barrier") and raw.of(eqn.ins[0]).number is not None:
+        return False  # XLA does not know the number behind it
     if eqn.prim == "reduce_sum" and math.prod(eqn.in_shapes[0]) == math.prod(eqn.out_shape):
         return True  # over axes of length 1
     if eqn.prim not in _VIEWS or not eqn.ins:
@@ -276,6 +280,8 @@ def drop_dead(raw: Raw) -> None:
         count_before = len(live)
         for first, last, _ in raw.carries:
             live.update(raw.shown(last) if first in live else ())
+        for carried, constant in raw.first_pass.items():
+            live.update(raw.shown(constant) if carried in live else ())
         for eqn in reversed(raw.eqns):
             if _is_needed(raw, eqn, live) and not (eqn.view and raw.of(eqn.outs[0]).kind != "const"):
                 for value in _live_operands(eqn, live):
