@@ -160,6 +160,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "add": operator.add, "add_any": operator.add, "sub": operator.sub, "mul": operator.mul, "div": np.true_divide,
     "neg": operator.neg, "square": np.square, "max": np.maximum, "min": np.minimum, "gt": operator.gt,
     "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
+    "round": np.round, "floor": np.floor, "ceil": np.ceil, "sign": np.sign, "abs": np.abs, "integer_pow": operator.pow,
     "select_n": lambda which, *cases: cases[int(which)],
 }  # fmt: skip
 _PICKS = frozenset("slice dynamic_slice gather unstack squeeze".split())
@@ -177,7 +178,11 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
     if eqn.prim in _FOLDED and all(number is not None for number in numbers):
         eqn.flops = 0
         with np.errstate(all="ignore"):
-            raw.values[eqn.outs[0]].number = _FOLDED[eqn.prim](*numbers)
+            power = (eqn.params["y"],) if eqn.prim == "integer_pow" else ()
+            raw.values[eqn.outs[0]].number = _FOLDED[eqn.prim](*numbers, *power)
+    if eqn.prim == "select_n" and numbers[0] is not None:  # XLA keeps the case that is picked everywhere
+        eqn.flops = 0
+        raw.values[eqn.outs[0]].number = numbers[1 + int(numbers[0])]
     cases = [_case(raw, value) for value in eqn.ins[1:]] if eqn.prim == "select_n" else []
     if len(cases) > 1:
         eqn.flops = eqn.flops // (len(cases) - 1) * _forks(cases)
