@@ -214,7 +214,11 @@ def _mark_tied(
     for cell in forward:
         kind = (cell.op, calls[cell.id][-1].function if calls[cell.id] else -1)
         weights = by_cell[cell.id].weights
-        by_cell[cell.id].tied = bool(weights) and all(owners.setdefault(weight, kind) != kind for weight in weights)
+        new = set(weights) - owners.keys()
+        by_cell[cell.id].borrowed = {weight for weight in weights if owners.setdefault(weight, kind) != kind}
+        by_cell[cell.id].tied = bool(weights) and by_cell[cell.id].borrowed == set(weights)
+        if new:  # a bias of its own beside the weight of another layer names it
+            by_cell[cell.id].borrowed = set(weights) - new
         for weight in weights:
             readers[weight] = readers.get(weight, 0) + 1
     for cell in forward:
@@ -244,8 +248,10 @@ def set_paths(net: Net) -> None:
             members[draft.scope[:depth]] = members.get(draft.scope[:depth], 0) + 1
     for draft in forward:
         scope = draft.scope
-        weights = () if draft.tied else draft.weights
-        name = name_of_weights([path for weight in weights if (path := net.raw.values[weight].path)], modules)
+        paths = {weight: path for weight in draft.weights if (path := net.raw.values[weight].path)}
+        name = name_of_weights([path for weight, path in paths.items() if weight not in draft.borrowed], modules)
+        if draft.tied and not name and not any(path[-1] == RANDOM for path in paths.values()):
+            name = "= " + lender if (lender := name_of_weights(list(paths.values()), modules)) else ""
         if scope and members[scope] == 1 and not scope[-1].is_region:
             name, draft.scope = scope[-1].name, scope[:-1]
         if name:
