@@ -279,9 +279,7 @@ def test_names_of_any_kind(name):
 RESIZED = {
     "nearest": lambda x: jax.image.resize(x, (2, 6, 8, 3), "nearest"),
     "bilinear": lambda x: jax.image.resize(x, (2, 6, 8, 3), "bilinear"),
-    "translated": lambda x: jax.image.scale_and_translate(
-        x, (2, 6, 8, 3), (1, 2), jnp.ones(2), jnp.zeros(2), "cubic"
-    ),
+    "translated": lambda x: jax.image.scale_and_translate(x, (2, 6, 8, 3), (1, 2), jnp.ones(2), jnp.zeros(2), "cubic"),
 }
 
 

@@ -236,22 +236,6 @@ def test_what_is_made_of_gradients_is_no_param():
     assert "mul" in layers
 
 
-@pytest.mark.others
-def test_a_module_and_its_input_are_enough():
-    nn = pytest.importorskip("flax.linen")
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x, train):
-            x = nn.BatchNorm(use_running_average=not train)(nn.Dense(6)(x))
-            return nn.Dense(2)(nn.Dropout(0.1, deterministic=True)(nn.relu(x)))
-
-    given = jax.eval_shape(lambda key: Net().init(key, jnp.ones((3, 4)), train=False), jax.random.key(0))
-    graph = viz.trace(Net(), Spec((3, 4), f32), train=False)
-    assert graph == viz.trace(Net().apply, given, Spec((3, 4), f32), train=False)
-    assert (graph.total_params, graph.total_state) == (4 * 6 + 6 + 2 * 6 + 6 * 2 + 2, 2 * 6)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(60), 278])  # 278 has a cast that only a gradient reads
 def test_random_programs(seed):
