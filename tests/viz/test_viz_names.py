@@ -362,6 +362,12 @@ def test_a_layer_with_the_weight_of_another_is_called_after_it_or_after_its_own_
     assert [node.name for node in graph.layers] == ["wte", "mlp", "tanh0", "= wte"]
     assert graph["= wte"].params == 0
 
+    def decayed(p, ids):
+        return logits(p, ids).mean() + 1e-4 * jnp.sum(p["wte"] ** 2)
+
+    layers = viz.trace(decayed, params, m.Spec((5,), m.i32)).layers
+    assert [node.name for node in layers if node.name.startswith("= ")] == ["= wte"]  # a penalty is none
+
 
 @pytest.mark.slow
 def test_two_networks_in_one_step_are_two_clusters():

@@ -235,6 +235,9 @@ def _layer(cells: Cells, cell: Cell, draft: Draft, frames: tuple[Frame, ...]) ->
     return Layer(frames, path, draft.scope, levels[: len(draft.scope)])
 
 
+_PRODUCTS = frozenset(("FullyConnected", "Convolution", "Deconvolution", "Embedding"))
+
+
 def set_paths(net: Net) -> None:
     """Write the path of each layer: its modules and its own name. A module of one layer is the layer."""
     members: dict[Path, int] = {}
@@ -250,7 +253,7 @@ def set_paths(net: Net) -> None:
         scope = draft.scope
         paths = {weight: path for weight in draft.weights if (path := net.raw.values[weight].path)}
         name = name_of_weights([path for weight, path in paths.items() if weight not in draft.borrowed], modules)
-        if draft.tied and not name and not any(path[-1] == RANDOM for path in paths.values()):
+        if draft.tied and draft.op in _PRODUCTS:  # a penalty of the weights is no layer of their name
             name = "= " + lender if (lender := name_of_weights(list(paths.values()), modules)) else ""
         if scope and members[scope] == 1 and not scope[-1].is_region:
             name, draft.scope = scope[-1].name, scope[:-1]

@@ -226,6 +226,7 @@ class _Pass:
             if kept != carry[:2] and kept in first:
                 del self.net.carries[carry]
         self.net.substitute(self.into)
+        self.net.drafts = self.net.ordered()  # a first copy may read what came after it, of a later one
 
 
 def _sources(net: Net) -> dict[int, set[int]]:
