@@ -361,6 +361,10 @@ def test_a_layer_with_the_weight_of_another_is_called_after_it_or_after_its_own_
     graph = viz.trace(logits, params, m.Spec((5,), m.i32))
     assert [node.name for node in graph.layers] == ["wte", "mlp", "tanh0", "= wte"]
     assert graph["= wte"].params == 0
+    params["embedding"] = params.pop("wte")  # a word of many networks, without a module around it
+    layers = viz.trace(lambda p, ids: logits({**p, "wte": p["embedding"]}, ids), params, m.Spec((5,), m.i32)).layers
+    assert layers[-1].name == "= embedding"
+    params["wte"] = params.pop("embedding")
 
     def decayed(p, ids):
         return logits(p, ids).mean() + 1e-4 * jnp.sum(p["wte"] ** 2)

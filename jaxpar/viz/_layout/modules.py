@@ -254,7 +254,8 @@ def set_paths(net: Net) -> None:
         paths = {weight: path for weight in draft.weights if (path := net.raw.values[weight].path)}
         name = name_of_weights([path for weight, path in paths.items() if weight not in draft.borrowed], modules)
         if draft.tied and draft.op in _PRODUCTS:  # a penalty of the weights is no layer of their name
-            name = "= " + lender if (lender := name_of_weights(list(paths.values()), modules)) else ""
+            lender = name_of_weights(list(paths.values()), modules) or "".join(next(iter(paths.values()), ())[-1:])
+            name = f"= {lender}" if lender else ""
         if scope and members[scope] == 1 and not scope[-1].is_region:
             name, draft.scope = scope[-1].name, scope[:-1]
         if name:
