@@ -31,7 +31,7 @@ from ._fold.calls import Call
 from ._fold.templates import Pattern, Rule
 from ._graph import FAILS_AT
 from ._read import jaxpr
-from ._read.bind import Bound, bind, called_method, is_linen, linen_variables
+from ._read.bind import Bound, bind, called_method, is_keras, is_linen, is_mxnet, linen_variables, mxnet_function
 from ._read.costs import Jaxpr
 from ._read.raw import Raw
 from ._read.source import is_users
@@ -52,6 +52,14 @@ def read(
 
     `attached` names an attribute of the error where `fn` raises, and gives what it is of the equations before.
     """
+    kwargs = _with_shapes(fn, kwargs)
+    if is_keras(fn) and not getattr(fn, "built", True):
+        # Building it inside of the trace would leave traced arrays in it for good.
+        name = type(fn).__name__
+        raise ValueError(f"viz: this {name} of Keras has no weights yet; call its build(shape), or call it, first")
+    if is_mxnet(fn):
+        fn, args, kwargs = mxnet_function(fn, args, kwargs)
+        params_argnums = 0
     if is_linen(fn):  # called by its `apply`, whose params come first
         fn, args, params_argnums = cast(Any, fn).apply, (linen_variables(fn, args, kwargs), *args), 0
     _check_keywords(fn, kwargs)
@@ -82,6 +90,25 @@ def read(
     return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured)
 
 
+def _with_shapes(fn: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords with arrays of float32 in place of MXNet's `shape={"data": (1, 28, 28, 1)}`."""
+    shapes = kwargs.get("shape")
+    if not isinstance(shapes, Mapping) or not shapes:
+        return kwargs
+    shapes = cast("Mapping[Any, Any]", shapes)
+    parameters = _parameters(called_method(fn)[0] or fn)
+    if "shape" in [p.name for p in parameters] or (
+        not is_mxnet(fn) and not shapes.keys() <= {p.name for p in parameters}
+    ):
+        return kwargs
+    structs: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        if not isinstance(shape, Sequence) or not all(isinstance(size, (int, np.integer)) for size in shape):
+            raise TypeError(f"viz: the shape of {name!r} must be a tuple of ints, got {checks.describe(shape)}")
+        structs[name] = jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+    return {**{name: value for name, value in kwargs.items() if name != "shape"}, **structs}
+
+
 def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
     method, before = called_method(fn)
     parameters = _parameters(fn) if method is None else [*_parameters(fn)[:before], *_parameters(method)]
@@ -93,7 +120,8 @@ def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:
 # Options of MXNet's plot_network and print_summary.
 _OF_MXNET = {
     "save_format": 'the picture is shown as it is; .render("plot", format="pdf") writes a file',
-    **dict.fromkeys(("shape", "dtype"), "give arrays as arguments, or jax.ShapeDtypeStruct(shape, dtype)"),
+    "shape": 'name its arguments, shape={"x": (1, 28, 28, 1)}, or give arrays or jax.ShapeDtypeStruct(shape, dtype)',
+    "dtype": "give arrays as arguments, or jax.ShapeDtypeStruct(shape, dtype)",
     **dict.fromkeys(("symbol", "line_length", "positions"), "leave it out"),
 }
 
@@ -187,7 +215,7 @@ def check_trace(
     what: str = "viz",
 ) -> None:
     """Check the options of `trace`, and that `fn` is a function. `count` is the number of positional arguments."""
-    if not callable(fn):
+    if not callable(fn) and not is_mxnet(fn):
         hint = "; write its apply, then params and inputs" if callable(getattr(fn, "apply", None)) else ""
         raise TypeError(f"{what}: expected a function and then its arguments, got {checks.describe(fn)} first{hint}")
     argnums(params_argnums, count, what)

@@ -54,9 +54,11 @@ def trace(
 
     Args:
         fn: any function that JAX can trace, also jitted, mapped over devices, or a gradient; or a module of Flax NNX,
-            Equinox or Keras, whose arrays are the parameters; or one of Flax Linen, whose `init` says what they are.
+            Equinox or Keras, whose arrays are the parameters; or one of Flax Linen, whose `init` says what they are; or
+            a `jaxpar.mxnet.Model`.
         args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytree, or NNX and Equinox modules. Other values
-            (strings, flags, functions, numbers) are static.
+            (strings, flags, functions, numbers) are static. `shape={"x": (32, 784)}` is an array of float32 for each
+            argument that is named, unless `fn` has an argument `shape`.
         params_argnums: the positional arguments with parameters: an int, or several. Negative numbers count from the
             end. None: no argument. A single argument that is an array is data. If no argument has parameters, captured
             arrays that a layer reads as weights are the parameters.

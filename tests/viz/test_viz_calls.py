@@ -274,3 +274,32 @@ def test_names_of_any_kind(name):
     args = {name: m.Spec((4, 4), m.f32)}, X
     assert "tanh" in m.words(viz.plot_network(fn, *args, hide_weights=False))
     assert max(map(len, m.summary(fn, *args).splitlines())) <= 120
+
+
+RESIZED = {
+    "nearest": lambda x: jax.image.resize(x, (2, 6, 8, 3), "nearest"),
+    "bilinear": lambda x: jax.image.resize(x, (2, 6, 8, 3), "bilinear"),
+    "translated": lambda x: jax.image.scale_and_translate(x, (2, 6, 8, 3), (1, 2), jnp.ones(2), jnp.zeros(2), "cubic"),
+}
+
+
+@pytest.mark.parametrize("name", RESIZED)
+def test_an_image_resized_is_one_box(name):
+    """It was a product or a gather for each axis."""
+    graph = viz.trace(lambda w, x: jax.grad(lambda x: jnp.sin(RESIZED[name](x) @ w).sum())(x), W, IMAGE)
+    resized = [node for node in graph.layers if node.kind == "Resize"]
+    assert [(node.is_backward, node.shape) for node in resized] == [(False, (2, 6, 8, 3)), (True, (2, 3, 4, 3))]
+    assert not {"MatMul", "gather"} & {node.kind for node in graph.layers}
+
+
+def test_images_resized_in_a_loop_are_a_box_each():
+    def decoder(ws, x):
+        for w in ws:
+            x = jnp.tanh(jax.image.resize(x, (2, 2 * x.shape[1], 2 * x.shape[2], 3), "linear") @ w)
+        return x
+
+    graph = viz.trace(decoder, [W, W], IMAGE)
+    assert [node.shape for node in graph.layers if node.op == "Resize"] == [(2, 6, 8, 3), (2, 12, 16, 3)]
+
+
+W, IMAGE = jax.ShapeDtypeStruct((3, 3), jnp.float32), jax.ShapeDtypeStruct((2, 3, 4, 3), jnp.float32)

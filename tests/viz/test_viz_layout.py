@@ -354,7 +354,7 @@ def test_a_frame_in_a_block_has_no_number_of_a_copy():
 
     layers = [dict.fromkeys("ab", m.Spec((6, 6), m.f32)) for _ in range(3)]
     graph = check(viz.trace(fn, {"layers": layers}, m.Spec((2, 6), m.f32)))
-    assert [node.scope[1:] for node in graph.layers] == [("layers", "mlp2")] * 3 + [()]
+    assert [node.scope[1:] for node in graph.layers] == [("mlp2",)] * 3 + [()]  # "layers ×3" is framed once
     assert [count for _, count in graph.scopes] == [3]
 
 

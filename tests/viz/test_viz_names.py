@@ -340,7 +340,37 @@ def test_trees_of_parameters_name_clusters():
     assert graph["blocks.1/attn/q"].weights == ("params['blocks'][1]['attn']['q']",)
     assert graph["attention1"].scope == ("blocks.1", "attn")
     assert graph["gelu1"].scope == ("blocks.1",)
-    assert graph.layers[-1].name == "fullyconnected0"  # the table of `embed` once more
+    assert graph.layers[-1].name == "= embed"  # its table once more
+
+
+def test_a_layer_with_the_weight_of_another_is_called_after_it_or_after_its_own_bias():
+    def autoencoder(p, x):
+        h = jnp.tanh(x @ p["encoder"]["w"] + p["encoder"]["b"][None])
+        return h @ p["encoder"]["w"].T + p["reconstruction"][None]
+
+    params = {"encoder": {"w": m.Spec((6, 2), f32), "b": m.Spec((2,), f32)}, "reconstruction": m.Spec((6,), f32)}
+    assert [node.name for node in viz.trace(autoencoder, params, m.Spec((3, 6), f32)).layers][::2] == [
+        "encoder",
+        "reconstruction",
+    ]
+
+    def logits(p, ids):
+        return jnp.tanh(p["wte"][ids] @ p["mlp"]["w"]) @ p["wte"].T
+
+    params = {"wte": m.Spec((9, 4), f32), "mlp": {"w": m.Spec((4, 4), f32)}}
+    graph = viz.trace(logits, params, m.Spec((5,), m.i32))
+    assert [node.name for node in graph.layers] == ["wte", "mlp", "tanh0", "= wte"]
+    assert graph["= wte"].params == 0
+    params["embedding"] = params.pop("wte")  # a word of many networks, without a module around it
+    layers = viz.trace(lambda p, ids: logits({**p, "wte": p["embedding"]}, ids), params, m.Spec((5,), m.i32)).layers
+    assert layers[-1].name == "= embedding"
+    params["wte"] = params.pop("embedding")
+
+    def decayed(p, ids):
+        return logits(p, ids).mean() + 1e-4 * jnp.sum(p["wte"] ** 2)
+
+    layers = viz.trace(decayed, params, m.Spec((5,), m.i32)).layers
+    assert [node.name for node in layers if node.name.startswith("= ")] == ["= wte"]  # a penalty is none
 
 
 @pytest.mark.slow

@@ -229,13 +229,13 @@ def attach_views(cells: Cells) -> None:
     for eqn in reversed(raw.eqns):
         if not eqn.view or cells.owner[eqn.id] is not None:
             continue
-        near = [cells.owner[n] for n in readers.get(eqn.outs[0], ()) if raw.eqns[n].backward == eqn.backward]
+        read_by = [number for out in eqn.outs for number in readers.get(out, ())]
+        near = [cells.owner[number] for number in read_by if raw.eqns[number].backward == eqn.backward]
         owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])
         if owner is not None and raw.eqns[owner.eqns[0]].backward == eqn.backward:
             cells.add(eqn.id, owner)
-        elif raw.of(eqn.outs[0]).kind == "const":  # a mask that only gradients read is computed for them
-            near = [cells.owner[n] for n in readers.get(eqn.outs[0], ())]
-            if (owner := next((cell for cell in near if cell is not None), None)) is not None:
+        else:  # a mask or a cast of an input that only gradients read is computed for them
+            if (owner := next(filter(None, (cells.owner[number] for number in read_by)), None)) is not None:
                 eqn.backward = True
                 cells.add(eqn.id, owner)
 
@@ -245,10 +245,12 @@ def _readers(raw: Raw) -> dict[int, list[int]]:
     readers: dict[int, list[int]] = {}
     for eqn in raw.eqns:
         for value in eqn.ins:
-            readers.setdefault(value, []).append(eqn.id)
-            while raw.values[value].producer is None and raw.values[value].root != value:
-                value = raw.values[value].root
-                readers.setdefault(value, []).append(eqn.id)
+            outside: int | None = value
+            while outside is not None:
+                readers.setdefault(outside, []).append(eqn.id)
+                shown = raw.values[outside]
+                same_array = shown.root if shown.producer is None and shown.root != outside else None
+                outside = raw.first_pass.get(outside, same_array)
     return readers
 
 

@@ -111,6 +111,9 @@ CALLS: tuple[Call, ...] = (
         files=("random/core.py", "_src/random.py"),
     ),
     Call("selective_scan", "SelectiveScan", needs=("exp",)),
+    # one operation for each axis
+    Call("resize", "Resize", matrices=True, files=("image/scale.py",), tree=True),
+    Call("scale_and_translate", "Resize", matrices=True, files=("image/scale.py",), tree=True),
     Call("max_pool", "Pooling", "max", files=("_cpu/pooling.py",)),
     Call("avg_pool", "Pooling", "mean", files=("_cpu/pooling.py",)),
     Call("associative_scan", "AssociativeScan", matrices=True, files=("control_flow/loops.py",), tree=True),

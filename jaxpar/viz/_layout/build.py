@@ -164,7 +164,7 @@ def carry_edges(cells: Cells, by_cell: dict[int, Draft]) -> tuple[_Edges, _Edges
 
 
 def _readers(cells: Cells, by_cell: dict[int, Draft]) -> tuple[dict[int, list[Cell]], dict[int, list[Cell]]]:
-    """The cells that read each carried value, in order: those in the loop, and the forward ones behind it."""
+    """The cells that read each carried value, in order: those in the loop, and those behind it."""
     loops = {read: scope for read, _, scope in cells.raw.carries}
     inside: dict[int, list[Cell]] = {read: [] for read in loops}
     behind: dict[int, list[Cell]] = {read: [] for read in loops}
@@ -174,7 +174,7 @@ def _readers(cells: Cells, by_cell: dict[int, Draft]) -> tuple[dict[int, list[Ce
                 read = _carry_of(cells, value, loops)
                 if read is not None and eqn.scope[: len(loops[read])] == loops[read]:
                     inside[read].append(cell)
-                elif read is not None and not eqn.backward:
+                elif read is not None:
                     behind[read].append(cell)
     return inside, behind
 

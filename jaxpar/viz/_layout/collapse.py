@@ -399,4 +399,8 @@ def name_part(items: Sequence[Item]) -> Scope:
     """A scope for a part of these items: what their names share, as "conv2_block1", else what is in it."""
     if name := shared_name([item.name for item in items if item.name]):
         return Scope.of(name)
-    return Scope(name_kinds((item.kind, item.flops) for item in items), "part")
+    kinds: list[tuple[str, int]] = []
+    for item in items:
+        is_part = item.scope is not None and item.scope[-1].kind == "part"  # named by what is in it, as this will be
+        kinds += [(draft.op, draft.flops) for draft in item.drafts] if is_part else [(item.kind, item.flops)]
+    return Scope(name_kinds(kinds), "part")

@@ -214,7 +214,11 @@ def _mark_tied(
     for cell in forward:
         kind = (cell.op, calls[cell.id][-1].function if calls[cell.id] else -1)
         weights = by_cell[cell.id].weights
-        by_cell[cell.id].tied = bool(weights) and all(owners.setdefault(weight, kind) != kind for weight in weights)
+        new = set(weights) - owners.keys()
+        by_cell[cell.id].borrowed = {weight for weight in weights if owners.setdefault(weight, kind) != kind}
+        by_cell[cell.id].tied = bool(weights) and by_cell[cell.id].borrowed == set(weights)
+        if new:  # a bias of its own beside the weight of another layer names it
+            by_cell[cell.id].borrowed = set(weights) - new
         for weight in weights:
             readers[weight] = readers.get(weight, 0) + 1
     for cell in forward:
@@ -231,6 +235,9 @@ def _layer(cells: Cells, cell: Cell, draft: Draft, frames: tuple[Frame, ...]) ->
     return Layer(frames, path, draft.scope, levels[: len(draft.scope)])
 
 
+_PRODUCTS = frozenset(("FullyConnected", "Convolution", "Deconvolution", "Embedding"))
+
+
 def set_paths(net: Net) -> None:
     """Write the path of each layer: its modules and its own name. A module of one layer is the layer."""
     members: dict[Path, int] = {}
@@ -244,8 +251,11 @@ def set_paths(net: Net) -> None:
             members[draft.scope[:depth]] = members.get(draft.scope[:depth], 0) + 1
     for draft in forward:
         scope = draft.scope
-        weights = () if draft.tied else draft.weights
-        name = name_of_weights([path for weight in weights if (path := net.raw.values[weight].path)], modules)
+        paths = {weight: path for weight in draft.weights if (path := net.raw.values[weight].path)}
+        name = name_of_weights([path for weight, path in paths.items() if weight not in draft.borrowed], modules)
+        if draft.tied and draft.op in _PRODUCTS:  # a penalty of the weights is no layer of their name
+            lender = name_of_weights(list(paths.values()), modules) or "".join(next(iter(paths.values()), ())[-1:])
+            name = f"= {lender}" if lender else ""
         if scope and members[scope] == 1 and not scope[-1].is_region:
             name, draft.scope = scope[-1].name, scope[:-1]
         if name:

@@ -53,7 +53,8 @@ class Draft:
     layers: int = 1  # how many it stands for, where a scope is closed
     leaves: list[int] = field(default_factory=list)  # of an input with several arrays, those arrays
     eqns: list[int] = field(default_factory=list)  # the ids of its equations, those of all copies
-    tied: bool = False  # whether its parameters are another layer's
+    tied: bool = False  # whether all its parameters are another layer's
+    borrowed: set[int] = field(default_factory=set[int])  # those of its parameters that are another layer's
     # the modules around it and its own name, from the outside in. Empty where nothing names it.
     path: tuple[str, ...] = ()
 

@@ -174,10 +174,10 @@ class _Pass:
             label = name_copies(named, beside) if named else _label(self.net, copies, shared, beside)
             block = (*shared, unique(label, beside.__contains__))
         for first, *same in zip(*copies, strict=True):
-            first.scope = (
-                *block,
-                *_scopes_of_all(first.scope[inner_from:], [draft.scope[inner_from:] for draft in same]),
-            )
+            inner = _scopes_of_all(first.scope[inner_from:], [draft.scope[inner_from:] for draft in same])
+            if inner and inner[0] == block[-1].name:  # a step beside the module of each copy: one frame is enough
+                inner = inner[1:]
+            first.scope = (*block, *inner)
             first.path = _names_of_all(first.path, [draft.path for draft in same])
         self.net.repeats[block] = len(copies)
 
@@ -226,6 +226,7 @@ class _Pass:
             if kept != carry[:2] and kept in first:
                 del self.net.carries[carry]
         self.net.substitute(self.into)
+        self.net.drafts = self.net.ordered()  # a first copy may read what came after it, of a later one
 
 
 def _sources(net: Net) -> dict[int, set[int]]:

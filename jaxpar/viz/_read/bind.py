@@ -156,10 +156,53 @@ def linen_variables(module: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         given = iter(arrays)
         traced = [next(given) if is_array(leaf) else leaf for leaf in leaves]
         positional, keywords = tree.unflatten(traced)
-        return module.init({"params": key, "dropout": key}, *positional, **keywords)
+        keywords.pop("mutable", None)  # of `apply`: `init` makes all collections
+        rngs = keywords.pop("rngs", None)
+        names = rngs if isinstance(rngs, Mapping) else ("dropout",)
+        return module.init({"params": key, **dict.fromkeys(names, key)}, *positional, **keywords)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.eval_shape(init, key, [leaf for leaf in leaves if is_array(leaf)])
+
+
+def is_mxnet(value: object) -> bool:
+    """Whether this is a network of MXNet, `jaxpar.mxnet.Model`, which holds its arrays and is called by its `apply`."""
+    return _has_base(value, "jaxpar.mxnet.", ("Model",))
+
+
+def mxnet_function(
+    model: Any, inputs: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    """A function of params, state and named inputs that a network of MXNet is, and these arguments.
+
+    Without a params file the network has no arrays. Then the shapes of its inputs say what they are, in float32.
+    """
+    if len(inputs) > len(model.inputs):
+        raise ValueError(f"viz: {len(inputs)} inputs are given, the network has {list(model.inputs)}")
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+        named = dict(inputs[0])
+    else:
+        named = dict(zip(model.inputs, inputs, strict=False))  # labels may be missing
+    named |= {name: array for name, array in kwargs.items() if name in model.inputs}
+    options = {name: option for name, option in kwargs.items() if name not in named}
+    if unknown := options.keys() - {"train", "rng"}:
+        raise TypeError(
+            f"viz: the network has no {sorted(unknown)}; its inputs are {list(model.inputs)}, and train and rng"
+        )
+    params, state = model.params, model.state
+    if not params and not state:
+        shapes = model.shapes(**{name: array.shape for name, array in named.items()})
+        arrays = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+        kinds: Mapping[str, str] = model._arrays  # "arg" or "aux": nothing else tells a statistic from a param
+        params = {name: array for name, array in arrays.items() if kinds.get(name) == "arg"}
+        state = {name: array for name, array in arrays.items() if kinds.get(name) == "aux"}
+
+    def apply(params: Any, state: Any, **arrays: Any) -> Any:
+        given = {name: array for name, array in arrays.items() if name in named}
+        others = {name: option for name, option in arrays.items() if name not in named}
+        return model.apply(params, given, state=state, **others)
+
+    return apply, [params, state], {**named, **options}
 
 
 def called_method(fn: object) -> tuple[Any, int]:

@@ -262,8 +262,9 @@ class _Reader:
 
     def carried_value(self, value: int) -> int:
         """What a pass of a loop reads. It is no constant, even if the loop begins with one."""
-        first, number = self.raw.values[value], len(self.raw.values)
-        root = number if self.raw.of(value).kind in ("const", "literal") else value
+        first, number, root = self.raw.values[value], len(self.raw.values), value
+        if self.raw.of(value).kind in ("const", "literal"):
+            self.raw.first_pass[number], root = value, number
         self.raw.values.append(Value(first.shape, first.dtype, first.bytes, "op", root=root))
         return number
 

@@ -83,6 +83,8 @@ class Raw:
     uncounted: set[str] = field(default_factory=set)
     # what one pass of a loop reads of the pass before, the value that it is there, and the loop's scope
     carries: list[tuple[int, int, Path]] = field(default_factory=list)
+    # of a carried value that a loop begins with a constant: that constant, which is no other pass's
+    first_pass: dict[int, int] = field(default_factory=dict)
     places: dict[tuple[int, ...], int] = field(default_factory=dict)
     _above: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _own_stacks: dict[int, tuple[Frame, ...]] = field(default_factory=dict)
@@ -158,6 +160,7 @@ _FOLDED: dict[str, Callable[..., Any]] = {
     "add": operator.add, "add_any": operator.add, "sub": operator.sub, "mul": operator.mul, "div": np.true_divide,
     "neg": operator.neg, "square": np.square, "max": np.maximum, "min": np.minimum, "gt": operator.gt,
     "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
+    "round": np.round, "floor": np.floor, "ceil": np.ceil, "sign": np.sign, "abs": np.abs, "integer_pow": operator.pow,
     "select_n": lambda which, *cases: cases[int(which)],
 }  # fmt: skip
 _PICKS = frozenset("slice dynamic_slice gather unstack squeeze".split())
@@ -175,7 +178,11 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
     if eqn.prim in _FOLDED and all(number is not None for number in numbers):
         eqn.flops = 0
         with np.errstate(all="ignore"):
-            raw.values[eqn.outs[0]].number = _FOLDED[eqn.prim](*numbers)
+            power = (eqn.params["y"],) if eqn.prim == "integer_pow" else ()
+            raw.values[eqn.outs[0]].number = _FOLDED[eqn.prim](*numbers, *power)
+    if eqn.prim == "select_n" and numbers[0] is not None:  # XLA keeps the case that is picked everywhere
+        eqn.flops = 0
+        raw.values[eqn.outs[0]].number = numbers[1 + int(numbers[0])]
     cases = [_case(raw, value) for value in eqn.ins[1:]] if eqn.prim == "select_n" else []
     if len(cases) > 1:
         eqn.flops = eqn.flops // (len(cases) - 1) * _forks(cases)
@@ -189,7 +196,7 @@ def mark_view(raw: Raw, eqn: Eqn) -> None:
         # A `cond` under `vmap` hides from each branch by `stop_gradient` what it is not for.
         eqn.view = True
         raw.values[eqn.outs[0]].root = eqn.ins[1]
-    elif (index := _wrapped_index(raw, eqn)) is not None:
+    elif (index := _wrapped_index(raw, eqn)) is not None and raw.of(index).kind not in ("literal", "const"):
         eqn.view = True
         eqn.flops *= 3  # the test and the sum that it picks from are not drawn
         raw.values[eqn.outs[0]].root = index
@@ -236,6 +243,8 @@ def _is_view(raw: Raw, eqn: Eqn) -> bool:
         # Where the place is computed, the result depends on more than on the param.
         is_fixed = all(raw.of(value).kind in ("literal", "const") for value in eqn.ins[1:])
         return raw.weight_of(eqn.ins[0]) is not None and is_fixed and not eqn.backward
+    if eqn.prim in ("reduce_precision", "optimization_barrier") and raw.of(eqn.ins[0]).number is not None:
+        return False  # XLA does not know the number behind it
     if eqn.prim == "reduce_sum" and math.prod(eqn.in_shapes[0]) == math.prod(eqn.out_shape):
         return True  # over axes of length 1
     if eqn.prim not in _VIEWS or not eqn.ins:
@@ -276,6 +285,8 @@ def drop_dead(raw: Raw) -> None:
         count_before = len(live)
         for first, last, _ in raw.carries:
             live.update(raw.shown(last) if first in live else ())
+        for carried, constant in raw.first_pass.items():
+            live.update(raw.shown(constant) if carried in live else ())
         for eqn in reversed(raw.eqns):
             if _is_needed(raw, eqn, live) and not (eqn.view and raw.of(eqn.outs[0]).kind != "const"):
                 for value in _live_operands(eqn, live):
