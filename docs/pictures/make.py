@@ -48,7 +48,9 @@ def drawn(store, title, **options):
 def loss_fn(params, batch, rng):
     hidden = jax.nn.relu(batch["image"] @ params["hidden"]["w"] + params["hidden"]["b"][None])
     logits = hidden @ params["out"]["w"] + params["out"]["b"][None]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
+    accuracy = (logits.argmax(axis=-1) == batch["label"]).mean()
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+    return loss, {"accuracy": accuracy}
 
 
 def step(theme):
@@ -62,7 +64,7 @@ def step(theme):
     state, train_step = jp.train.start(params, TX, loss_fn, **options)
     batch = {"image": np.zeros((256, 784), np.float32), "label": np.zeros(256, np.int32)}
     title = "a training step on four devices"
-    return jp.viz.plot_network(train_step, state, batch, title=title, theme=theme)
+    return jp.viz.plot_step(train_step, state, batch, title=title, theme=theme)
 
 
 def mesh_step():

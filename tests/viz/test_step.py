@@ -208,6 +208,30 @@ def test_the_picture_has_three_columns_and_fits_a_screen(name):
     assert columns == sorted(columns)
 
 
+def test_the_devices_talk_at_the_wall_alone():
+    """Gradients go into one sum beside their layers, one arrow leaves it; the loss and the metrics have names."""
+
+    def with_accuracy(params, batch, rng):
+        loss = loss_fn(params, batch)
+        return loss, {"accuracy": (net(params, batch["x"]).argmax(-1) == 0).mean()}
+
+    options = {"devices": jax.devices()[:4], "engine": "shard_map", "loss_scale": "dynamic"}
+    state, made = train.start(arguments()[0], optax.adam(0.1), with_accuracy, **options)
+    plot = viz.plot_step(made, state, arguments()[2])
+    (one,) = plot.step.collectives
+    assert (one.kind, one.phase, one.metrics) == ("all-reduce", "gradients", ("loss", "accuracy"))
+    ends = re.findall(r'^\t"([^"]+)" -> "([^"]+)" ', plot.source, re.M)
+    layers = [layer.name for layer in plot.step.layers if layer.params]
+    assert {source for source, target in ends if target == "sums"} >= {f"{name} (backward)" for name in layers}
+    assert "Adam" in {target for source, target in ends if source == "sums"}
+    assert any(target == "results" for _, target in ends)
+    words = m.words(plot)
+    for shown in ("psum", "of gradients, loss, accuracy", "each of 4 devices"):
+        assert shown in words
+    for plumbing in ("slice", "Concat", "div", "is_finite"):  # of buckets, and of the check for NaN
+        assert plumbing not in words
+
+
 def test_heat_by_seconds_by_intensity_and_by_memory():
     fn, args = STEPS["single"]()
     seconds = {"layer0": 0.002, "layer0 (backward)": 0.003}
