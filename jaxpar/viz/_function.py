@@ -52,6 +52,17 @@ def read(
 
     `attached` names an attribute of the error where `fn` raises, and gives what it is of the equations before.
     """
+    return read_closed(fn, args, kwargs, params_argnums, attached)[0]
+
+
+def read_closed(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    params_argnums: int | Sequence[int] | None,
+    attached: tuple[str, Callable[[Raw], Any]] | None = None,
+) -> tuple[Raw, Jaxpr, list[Any]]:
+    """The flat equations of a function, the jaxpr that they are of, and its arrays. `attached` is as of `read`."""
     if is_linen(fn):  # called by its `apply`, whose params come first
         fn, args, params_argnums = cast(Any, fn).apply, (linen_variables(fn, args, kwargs), *args), 0
     _check_keywords(fn, kwargs)
@@ -79,7 +90,7 @@ def read(
             f"array or a jax.ShapeDtypeStruct? {type(error).__name__}: {error}"
         ) from error
     results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
-    return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured)
+    return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured), closed, bound.arrays
 
 
 def _argument_names(fn: Callable[..., Any], count: int) -> list[str]:

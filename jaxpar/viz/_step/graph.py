@@ -23,12 +23,14 @@ class StepPart:
         flops, bytes: as in a `Node`, for the whole batch, or for one device inside pmap and shard_map.
         peak: live bytes on a device while the part runs, including arguments. None if unknown.
         seconds: the measured time, from a profile, or None.
+        again: whether remat computes a part of the forward pass again here.
     """
 
     flops: int = 0
     bytes: int = 0
     peak: int | None = None
     seconds: float | None = None
+    again: bool = False
 
     @property
     def flops_per_byte(self) -> float:

@@ -26,6 +26,9 @@ _LINE = 13.0  # points, the height of a line
 _PAD, _GAP, _LANE = 18.0, 26.0, 12.0
 _POINTS = 72.0  # of an inch
 _SENT = "#c51b7d"
+_TOO_MUCH = "#ff5c4d"
+_AGAIN = "#1f6feb"
+_TALLEST = 150.0  # points, of the box with the most live bytes
 _CARDS = 4  # at most that many are drawn
 _RESULTS = "results"  # the box with the names of the metrics
 _MOST_RESULTS = 4  # names in it
@@ -72,6 +75,7 @@ class Row:
     gradients: list[Line]  # what is sent behind its backward box
     y: float = 0.0  # the middle of its boxes
     height: float = 0.0
+    halves: tuple[float, float] = (0.0, 0.0)  # half of the height of its forward and of its backward box
 
 
 class _Drawing:
@@ -80,6 +84,11 @@ class _Drawing:
     def __init__(self, graph: StepGraph, options: Options) -> None:
         self.graph, self.title, self.heat, self.mesh = graph, options.title, options.heat, dict(graph.mesh)
         self.theme: style.Theme = style.THEMES[options.theme]
+        self.options, self.by_memory, self.limit = options, options.height == "memory", options.limit
+        every = [
+            part for layer in (*graph.layers, *graph.optimizers) for part in (layer.forward, layer.backward) if part
+        ]
+        self.peak = max((part.peak or 0 for part in every), default=0)
         self.cards = min(graph.devices, _CARDS)
         # By phase and layers. Only those of gradients are shared by several layers.
         self._sends: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
@@ -110,10 +119,11 @@ class _Drawing:
         return [*edge_text(edge), *self._sent(phase, (layer.name,))] if edge else self._sent(phase, (layer.name,))
 
     def _row_of(self, layer: StepLayer) -> Row:
+        options = self.options
         return Row(
             layer,
-            forward=layer_lines(layer, layer.forward, self.heat, backward=False),
-            backward=layer_lines(layer, layer.backward, self.heat, backward=True) if layer.backward else [],
+            forward=layer_lines(layer, layer.forward, options, backward=False),
+            backward=layer_lines(layer, layer.backward, options, backward=True) if layer.backward else [],
             band=weights_text(layer, self.graph.arguments) if layer.params else [],
             above=self._leaving("forward", layer),
             below=self._leaving("backward", layer),
@@ -126,7 +136,9 @@ class _Drawing:
         below: Row | None = None
         for row in self.rows.values():
             boxes = (row.forward, row.backward, row.band, row.gather, row.gradients)
-            row.height = max(size(lines)[1] for lines in boxes)
+            heights = [self._height(row.forward, row.layer.forward), self._height(row.backward, row.layer.backward)]
+            row.height = max(*heights, *(size(lines)[1] for lines in boxes))
+            row.halves = heights[0] / 2, heights[1] / 2
             lines = max(len(below.above) if below else 1, len(row.below))
             y += _GAP + _LINE * lines + row.height / 2
             row.y = y
@@ -139,6 +151,13 @@ class _Drawing:
         shown = names if others <= 0 else [*names[: _MOST_RESULTS - 1], f"and {others + 1} more"]
         self.results: list[Line] = [(cut(name), "plain") for name in shown]
         self.results_y = self.top + _GAP / 2 + size(self.results)[1] / 2
+
+    def _height(self, lines: list[Line], part: StepPart | None) -> float:
+        """Of a box: that of its lines, or that of the bytes that are live."""
+        if not lines:
+            return 0.0
+        tall = _TALLEST * (part.peak or 0) / self.peak if self.by_memory and part is not None and self.peak else 0.0
+        return max(size(lines)[1], tall)
 
     def _ways_up(self) -> list[StepEdge]:
         """The edges of the forward pass, and those to the results, one from each layer."""
@@ -228,14 +247,14 @@ class _Drawing:
         self.boxes |= {others[0].name: others} if others else {}
         for name, layers in self.boxes.items():
             first = layers[0]
-            lines = layer_lines(first, first.forward, self.heat, backward=False)
+            lines = layer_lines(first, first.forward, self.options, backward=False)
             if len(layers) > 1:
                 kinds = list(dict.fromkeys(own_name(Node(one.name, one.op)) or one.op for one in layers))
                 lines = [(cut(kinds[0]), "big"), (cut(", ".join(kinds[1:])), "plain")]
             lines += [line for one in layers for line in self._sent("optimizer", (one.name,))]
             names = {one.name for one in layers}
             ys = [self.rows[e.source].y for e in self.graph.edges if e.phase == "gradients" and e.target in names]
-            self.optimizers[name] = (lines, _free(ys or [0.0], size(lines)[1], taken))
+            self.optimizers[name] = (lines, _free(ys or [0.0], self._height(lines, first.forward), taken))
 
     def lines(self) -> list[str]:
         boxes = [box for row in self.rows.values() for box in self._row(row)]
@@ -315,17 +334,21 @@ class _Drawing:
             yield node(f"{layer.name}: parameters", *place, **look)
         if row.gather:
             yield self._badge(f"{layer.name}: gather", row.gather, (self.x["gather"], row.y))
-        yield from self._words(f"{layer.name}: up", row.above, self.x["forward"], row.y + row.height / 2, 1)
-        yield from self._words(f"{layer.name}: down", row.below, self.x["backward"], row.y - row.height / 2, -1)
+        yield from self._words(f"{layer.name}: up", row.above, self.x["forward"], row.y + _half(row, True), 1)
+        yield from self._words(f"{layer.name}: down", row.below, self.x["backward"], row.y - _half(row, False), -1)
         yield from self._reads(row)
 
     def _box(self, name: str, column: str, lines: list[Line], y: float, layer: StepLayer, part: StepPart) -> str:
         colour = style.fill(Node(layer.name, layer.op, layer.detail))
         if self.heat is not None:
             colour = style.heat(cost(part, self.heat) / self.most)
+        if self.by_memory and self.limit is not None and (part.peak or 0) > self.limit:
+            colour = _TOO_MUCH
         look = {"label": label(lines, ink(colour)), "fillcolor": colour, "tooltip": _tooltip(layer, part)}
         look |= {"style": "filled,rounded" + (",dashed" if column == "backward" else "")}
-        return node(name, (self.x[column], y), (self.width[column], size(lines)[1]), **look)
+        if self.by_memory and part.again:
+            look |= {"penwidth": 2.5, "color": _AGAIN}
+        return node(name, (self.x[column], y), (self.width[column], self._height(lines, part)), **look)
 
     def _badge(self, name: str, lines: Sequence[Line], at: Point) -> str:
         look = {"style": "filled", "fillcolor": _SENT, "color": _SENT, "tooltip": "sent between devices"}
@@ -457,6 +480,11 @@ class _Drawing:
         if (memory := self.graph.memory) is not None:
             texts.append(f"memory of a device: {human(memory.total, 'B')}, live at most {human(memory.peak, 'B')}")
         texts += [f"colour: {self.heat}, white is none, red the most of all"] if self.heat is not None else []
+        if self.by_memory:
+            texts.append("height: the bytes that are live on a device while a layer runs, from 0, parameters included")
+            again = any(layer.backward.again for layer in self.graph.layers if layer.backward)
+            texts += ["blue frame: remat computes a part of the layer again"] if again else []
+            texts += [f"red: above {human(self.limit, 'B')}"] if self.limit is not None else []
         texts += [f"elsewhere in the step: {text}" for text in sends_text(elsewhere, self.mesh)]
         lines: list[Line] = [(self.title, "big"), *((text, "plain") for text in texts)]
         wide, high = size(lines)
@@ -466,8 +494,7 @@ class _Drawing:
 
 def _half(row: Row, up: bool) -> float:
     """Half of the height of a box."""
-    lines = row.forward if up else row.backward
-    return (size(lines)[1] if lines else row.height) / 2
+    return row.halves[0 if up else 1] or row.height / 2
 
 
 def _tooltip(layer: StepLayer, part: StepPart) -> str:
@@ -546,7 +573,7 @@ def weights_text(layer: StepLayer, arguments: Iterable[StepArgument]) -> list[Li
     return [(text, "plain") for text in (f"{layer.params:,} params", *list(specs)[:2])]
 
 
-def layer_lines(layer: StepLayer, part: StepPart, heat: str | None, *, backward: bool) -> list[Line]:
+def layer_lines(layer: StepLayer, part: StepPart, options: Options, *, backward: bool) -> list[Line]:
     """The lines of a box. A layer is called as in `plot_network`."""
     name = own_name(Node(layer.name, layer.op, layer.detail, scope=layer.scope))
     if backward:
@@ -554,10 +581,12 @@ def layer_lines(layer: StepLayer, part: StepPart, heat: str | None, *, backward:
     else:
         texts = [name, f"{layer.op} {layer.detail}".strip()] if name else [layer.op, layer.detail]
     lines = [(cut(text), "plain" if number else "big") for number, text in enumerate(texts)]
+    heat, by_memory = options.heat, options.height == "memory" or options.heat == "memory"
     if heat == "seconds" and part.seconds is not None:
         lines.append((human_seconds(part.seconds), "plain"))
     lines += [(f"{part.flops_per_byte:.3g} FLOP/B", "plain")] if heat == "flop/byte" else []
-    lines += [(f"{human(part.peak, 'B')} live", "plain")] if heat == "memory" and part.peak is not None else []
+    lines += [(f"{human(part.peak, 'B')} live", "plain")] if by_memory and part.peak is not None else []
+    lines += [("computed again (remat)", "plain")] if options.height == "memory" and backward and part.again else []
     return [line for line in lines if line[0]]
 
 

@@ -18,7 +18,7 @@ from .._graph import BACKWARD
 from .._layout.net import Draft, Net
 from .._program.hlo import Flow, Instruction, Program, Value
 from .._program.sends import Send, kind_of
-from .._read.raw import Eqn
+from .._read.raw import Eqn, Raw
 from .._read.source import short_path
 from .._searches import reach, readers
 from .graph import Collective, Phase
