@@ -232,6 +232,39 @@ def test_the_devices_talk_at_the_wall_alone():
         assert plumbing not in words
 
 
+def test_boxes_as_high_as_the_bytes_that_are_live_and_what_remat_computes_again():
+    def layer(x, w):
+        return jax.nn.gelu(x @ w)
+
+    def made(params, x):
+        def loss(params):
+            hidden = x
+            for name in sorted(params):
+                hidden = jax.checkpoint(layer)(hidden, params[name])
+            return (hidden**2).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = {f"l{number}": np.ones((16, 16), np.float32) for number in range(3)}
+    args = params, np.ones((512, 16), np.float32)
+    plot = viz.plot_step(made, *args, repeats=False, height="memory", limit=100_000)
+    layers = [layer for layer in plot.step.layers if layer.params]
+    assert [layer.name for layer in layers] == [*params]
+    assert all(layer.backward is not None and layer.backward.again for layer in layers)
+    assert not any(layer.forward.again for layer in layers)
+    assert plot.step.memory.total == total(jax.jit(made).lower(*args).compile())
+    heights = dict(re.findall(r'^\t"([^"]+)" \[pos=.* height="([\d.]+)"', plot.source, re.M))
+    boxes = {one.name: one.forward.peak for one in plot.step.layers if one.forward.peak is not None}
+    most = max(part.peak or 0 for one in plot.step.layers for part in (one.forward, one.backward) if part)
+    for name, peak in boxes.items():
+        assert float(heights[name]) * 72 == pytest.approx(150 * peak / most, abs=0.1)
+    red = re.findall(r'^\t"([^"]+)" .*fillcolor="#ff5c4d"', plot.source, re.M)
+    assert {name for name, peak in boxes.items() if peak > 100_000} <= {*red}
+    assert "computed again (remat)" in m.words(plot)
+    with pytest.raises(ValueError, match='limit is of height="memory"'):
+        viz.plot_step(made, *args, limit=1)
+
+
 def test_heat_by_seconds_by_intensity_and_by_memory():
     fn, args = STEPS["single"]()
     seconds = {"layer0": 0.002, "layer0 (backward)": 0.003}

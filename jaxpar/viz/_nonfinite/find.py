@@ -72,9 +72,9 @@ def first_nonfinite(
     """Run a function once, and draw the first layer with a NaN.
 
     The function runs with its arguments. Each operation looks at its result, in the order in which they run, through
-    loops, branches, gradients and maps over devices. The first one that makes a NaN of numbers, or an infinity of finite
-    ones, is found, and its layer is red. An infinity that an operation only hands on, as of a mask, does not count. The
-    arguments stay as they are, also if the function donates them.
+    loops, branches, gradients and maps over devices. The first one that makes a NaN of numbers, or an infinity of
+    finite ones, is found, and its layer is red. An infinity that an operation only hands on, as of a mask, does not
+    count. The arguments stay as they are, also if the function donates them.
 
     The operations are compiled with the looks between them. XLA may then round otherwise than in the function itself,
     above all in float16 and bfloat16.

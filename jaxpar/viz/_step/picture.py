@@ -85,10 +85,10 @@ class _Drawing:
         self.graph, self.title, self.heat, self.mesh = graph, options.title, options.heat, dict(graph.mesh)
         self.theme: style.Theme = style.THEMES[options.theme]
         self.options, self.by_memory, self.limit = options, options.height == "memory", options.limit
-        every = [
-            part for layer in (*graph.layers, *graph.optimizers) for part in (layer.forward, layer.backward) if part
-        ]
-        self.peak = max((part.peak or 0 for part in every), default=0)
+        layers = (*graph.layers, *graph.optimizers)
+        costs = [part for layer in layers for part in (layer.forward, layer.backward) if part is not None]
+        self.peak = max((part.peak or 0 for part in costs), default=0)
+        self.most = max((cost(part, self.heat) for part in costs), default=0) or 1
         self.cards = min(graph.devices, _CARDS)
         # By phase and layers. Only those of gradients are shared by several layers.
         self._sends: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
@@ -104,10 +104,6 @@ class _Drawing:
         self._place_rows()
         self._place_updates()
         self._place_columns({phase: self._place_lanes(phase) for phase in ("forward", "backward")})
-        costs = [
-            layer_part for layer in (*graph.layers, *graph.optimizers) for layer_part in (layer.forward, layer.backward)
-        ]
-        self.most = max((cost(layer_part, self.heat) for layer_part in costs if layer_part is not None), default=0) or 1
 
     def _sent(self, phase: str, layers: tuple[str, ...]) -> list[Line]:
         sends = (text.partition(" over ") for text in sends_text(self._sends.get((phase, layers), ()), self.mesh))

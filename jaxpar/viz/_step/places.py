@@ -116,6 +116,7 @@ _KEY = re.compile(r"\['([^']+)'\]|\.(\w+)")
 def _add_backward(net: Net, phases: Phases) -> None:
     """Give each backward draft to its layer. What is computed again belongs to the layer of the same place."""
     at_place: dict[int, Row] = {}
+    sources = net.sources()
     for row in phases.rows:
         for number in row.draft.eqns:
             at_place.setdefault(net.raw.eqns[number].position, row)
@@ -125,9 +126,26 @@ def _add_backward(net: Net, phases: Phases) -> None:
             eqns = [net.raw.eqns[number] for owner in (draft.forward, draft) if owner for number in owner.eqns]
             places = [eqn.position for eqn in eqns] + [number for eqn in eqns for number in net.raw.above(eqn)]
             row = next((at_place[number] for number in places if number in at_place), None)
+            row = row or _computed_again(net, phases, draft.layer, sources)
         if row is not None:
             row.backward.append(draft)
             phases.row_of[draft.at] = row
+
+
+def _computed_again(net: Net, phases: Phases, again: Draft, sources: dict[int, set[int]]) -> Row | None:
+    """The layer that remat computes again in another place: of the same line, and of the same params or operands."""
+
+    def lines(draft: Draft) -> set[tuple[str, int]]:
+        stacks = (net.raw.own_stack(net.raw.eqns[number]) for number in draft.eqns)
+        return {(stack[-1].file, stack[-1].line) for stack in stacks if stack}
+
+    at_lines = lines(again)
+    rows = [row for row in phases.rows if row.draft.op == again.op and not at_lines.isdisjoint(lines(row.draft))]
+    if again.weights:
+        return next((row for row in rows if not set(row.draft.weights).isdisjoint(again.weights)), None)
+    reads = {phases.row_of[at].draft.at if at in phases.row_of else at for at in sources.get(again.at, ())}
+    same = [row for row in rows if not reads.isdisjoint(sources.get(row.draft.at, ()))]
+    return same[0] if len(same) == 1 else rows[0] if len(rows) == 1 else None
 
 
 # Instructions that only move arrays: a way goes on through them.

@@ -109,8 +109,8 @@ def plot_step(
         title: the text below the picture, and the file name for `render`.
         heat: colours the layers: "flop/byte"; "memory", the live bytes while a layer runs; a dict {layer: seconds}; or
             the directory of a profile of `jax.profiler.trace`.
-        height: "memory": a box is as high as the bytes that are live while it runs, from 0. What remat computes again is
-            marked.
+        height: "memory": a box is as high as the bytes that are live while it runs, from 0. What remat computes again
+            is marked.
         limit: with `height`, the bytes of a device. Boxes above it are red.
         theme: "light" or "dark".
         time_limit: seconds that the renderer may take.
