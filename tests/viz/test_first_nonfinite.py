@@ -89,7 +89,7 @@ def test_the_range_before_it_and_its_layer_in_red():
     plot = viz.first_nonfinite(net, params, np.ones((2, 4), np.float32))
     assert (plot.found.primitive, plot.found.low, plot.found.high) == ("log", 0.0, 0.0)
     assert "makes an infinity of numbers from 0 to 0 at" in str(plot.found)
-    assert plot.source.count("#ff5c4d") == 1
+    assert plot.source.count("#f0382b") == 1
     assert plot.found.layer in {node.name for node in plot.network.nodes}
 
 
@@ -104,7 +104,7 @@ def test_the_range_before_it_and_its_layer_in_red():
 def test_finite_functions_and_masks(fn):
     plot = viz.first_nonfinite(fn, X, params_argnums=None)
     assert plot.found is None
-    assert "#ff5c4d" not in plot.source
+    assert "#f0382b" not in plot.source
 
 
 def test_what_no_result_shows_is_said():

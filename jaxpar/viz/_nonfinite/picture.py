@@ -7,7 +7,7 @@ from .._draw.style import SMALL, Options, attributes, quote
 from .._graph import Graph
 from .find import Nonfinite
 
-_RED = "#ff5c4d"
+_RED = "#f0382b"
 
 
 class NonfinitePlot(Plot):

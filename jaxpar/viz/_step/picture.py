@@ -26,7 +26,7 @@ _LINE = 13.0  # points, the height of a line
 _PAD, _GAP, _LANE = 18.0, 26.0, 12.0
 _POINTS = 72.0  # of an inch
 _SENT = "#c51b7d"
-_TOO_MUCH = "#ff5c4d"
+_FITS, _TOO_MUCH = "#d6e4f2", "#d7301f"
 _AGAIN = "#1f6feb"
 _TALLEST = 150.0  # points, of the box with the most live bytes
 _CARDS = 4  # at most that many are drawn
@@ -338,8 +338,8 @@ class _Drawing:
         colour = style.fill(Node(layer.name, layer.op, layer.detail))
         if self.heat is not None:
             colour = style.heat(cost(part, self.heat) / self.most)
-        if self.by_memory and self.limit is not None and (part.peak or 0) > self.limit:
-            colour = _TOO_MUCH
+        if self.by_memory and self.limit is not None:
+            colour = _TOO_MUCH if (part.peak or 0) > self.limit else _FITS
         look = {"label": label(lines, ink(colour)), "fillcolor": colour, "tooltip": _tooltip(layer, part)}
         look |= {"style": "filled,rounded" + (",dashed" if column == "backward" else "")}
         if self.by_memory and part.again:
