@@ -104,7 +104,7 @@ def mesh_step():
 
 
 def deep_step(remat):
-    """The picture of the live bytes of a step of four layers, and what does not fit into 4 MB."""
+    """The picture of the live bytes of a step of four layers, and what exceeds 4 MB."""
 
     def layer(params, x):
         return jax.nn.gelu(x @ params["w"] + params["b"][None])

@@ -38,7 +38,8 @@ from ._fold.known import RULES as RULES
 from ._fold.templates import Fold as Fold, Pattern as Pattern, Rule as Rule
 from ._graph import Edge as Edge, Graph as Graph, Node as Node, Sizes as Sizes
 from ._lazy import *  # `Plot`, which loads graphviz
-from ._nonfinite.find import Nonfinite as Nonfinite, first_nonfinite as first_nonfinite
+from ._nonfinite.find import first_nonfinite as first_nonfinite
+from ._nonfinite.found import Nonfinite as Nonfinite
 from ._program.hlo import cycles_of as _cycles_of, parse as _parse_program
 from ._program.memory import StepMemory as StepMemory
 from ._program.sends import sends_of as _sends_of

@@ -232,6 +232,31 @@ def test_the_devices_talk_at_the_wall_alone():
         assert plumbing not in words
 
 
+STEPS_OF_TRAIN = {
+    "pmap": ({"engine": "pmap"}, ("psum", "of gradients, loss")),
+    "jit": ({"engine": "jit"}, ("psum", "of gradients, loss")),
+    "accumulate": ({"accumulate": 2}, ("psum", "of gradients, loss")),
+    "compression": ({"compression": {"type": "2bit", "threshold": 0.5}}, ("all_to_all + all_gather", "of gradients", "store")),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", STEPS_OF_TRAIN)
+def test_the_wall_of_each_kind_of_step(name):
+    options, shown = STEPS_OF_TRAIN[name]
+    where = {"devices": jax.devices()[:4], "engine": "shard_map", **options}
+    state, made = train.start(arguments()[0], optax.adam(0.1), lambda p, batch, rng: (loss_fn(p, batch), {}), **where)
+    plot = viz.plot_step(made, state, arguments()[2])
+    words = m.words(plot)
+    for text in (*shown, "loss", "each of 4 devices"):
+        assert text in words
+    ends = re.findall(r'^\t"([^"]+)" -> "([^"]+)" ', plot.source, re.M)
+    layers = [layer.name for layer in plot.step.layers if layer.params]
+    assert {f"{name} (backward)" for name in layers} <= {source for source, target in ends if target == "sums"}
+    assert {target for source, target in ends if source == "sums"} == {"Adam"}  # updates come out of it
+    assert ("Adam", "parameters") in ends
+
+
 def test_boxes_as_high_as_the_bytes_that_are_live_and_what_remat_computes_again():
     def layer(x, w):
         return jax.nn.gelu(x @ w)

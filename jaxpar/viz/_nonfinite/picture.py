@@ -5,7 +5,7 @@ from __future__ import annotations
 from .._draw.picture import Plot
 from .._draw.style import SMALL, Options, attributes, quote
 from .._graph import Graph
-from .find import Nonfinite
+from .found import Nonfinite
 
 _RED = "#f0382b"
 

@@ -432,7 +432,7 @@ class _Drawing:
         for name, layers in self.boxes.items():
             lines, y = self.optimizers[name]
             yield self._box(name, "optimizer", lines, y, layers[0], layers[0].forward)
-            if any(target == name for _, target in ways):
+            if name in self.known and any(target == name for _, target in ways):
                 yield from self._return(name, y)
         # Gradients that are summed go into the wall, each beside its layer, and come out of it as one arrow.
         for name, row in self.sent.items():

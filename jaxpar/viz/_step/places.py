@@ -420,7 +420,7 @@ class Placing:
         ats: set[int] = set()
         for number, name in enumerate(instruction.operands):
             after = self._near([(instruction.name, number if instruction.is_tuple else None)], back=False)
-            if {phase for _, phase in after} & {"elsewhere", "result"}:
+            if {phase for _, phase in after} & {"forward", "elsewhere", "result"}:
                 ats |= {at for at, phase in self._near([(name, None)], back=True) if phase in ("forward", "elsewhere")}
         net, row_of = self.places.net, self.phases.row_of
         above = {at: set[int]() if at in row_of else read for at, read in net.sources().items()}
