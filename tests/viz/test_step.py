@@ -236,7 +236,7 @@ STEPS_OF_TRAIN = {
     "pmap": ({"engine": "pmap"}, ("psum", "of gradients, loss")),
     "jit": ({"engine": "jit"}, ("psum", "of gradients, loss")),
     "accumulate": ({"accumulate": 2}, ("psum", "of gradients, loss")),
-    "compression": ({"compression": {"type": "2bit", "threshold": 0.5}}, ("all_to_all + all_gather", "of gradients", "store")),
+    "compression": ({"compression": {"type": "2bit", "threshold": 0.5}}, ("all_to_all + all_gather", "store")),
 }
 
 
