@@ -48,7 +48,9 @@ def drawn(store, title, **options):
 def loss_fn(params, batch, rng):
     hidden = jax.nn.relu(batch["image"] @ params["hidden"]["w"] + params["hidden"]["b"][None])
     logits = hidden @ params["out"]["w"] + params["out"]["b"][None]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), {}
+    accuracy = (logits.argmax(axis=-1) == batch["label"]).mean()
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+    return loss, {"accuracy": accuracy}
 
 
 def step(theme):
@@ -62,7 +64,7 @@ def step(theme):
     state, train_step = jp.train.start(params, TX, loss_fn, **options)
     batch = {"image": np.zeros((256, 784), np.float32), "label": np.zeros(256, np.int32)}
     title = "a training step on four devices"
-    return jp.viz.plot_network(train_step, state, batch, title=title, theme=theme)
+    return jp.viz.plot_step(train_step, state, batch, title=title, theme=theme)
 
 
 def mesh_step():
@@ -101,6 +103,42 @@ def mesh_step():
     )
 
 
+def deep_step(remat):
+    """The picture of the live bytes of a step of four layers, and what exceeds 4 MB."""
+
+    def layer(params, x):
+        return jax.nn.gelu(x @ params["w"] + params["b"][None])
+
+    def loss(params, x):
+        for name in sorted(params):
+            x = (jax.checkpoint(layer) if remat else layer)(params[name], x)
+        return jnp.square(x).mean()
+
+    def train_step(params, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    weights = {"w": np.zeros((64, 64), np.float32), "b": np.zeros(64, np.float32)}
+    args = {f"layer{number}": weights for number in range(4)}, np.zeros((2048, 64), np.float32)
+    jitted = jax.jit(train_step, donate_argnums=0)
+    title = f"live bytes, {'with' if remat else 'without'} remat"
+    options = {"title": title, "repeats": False, "height": "memory", "limit": 4_000_000}
+    return jp.viz.plot_step(jitted, *args, **options)
+
+
+def nonfinite():
+    """The picture of the first NaN or infinity of a loss."""
+
+    def loss(params, x):
+        hidden = jax.nn.relu(x @ params["hidden"]["w"])
+        probabilities = hidden @ params["out"]["w"]
+        return -jnp.log(probabilities).mean()
+
+    sizes = {"hidden": (16, 8), "out": (8, 4)}
+    params = {name: {"w": np.zeros(size, np.float32)} for name, size in sizes.items()}
+    return jp.viz.first_nonfinite(loss, params, np.ones((32, 16), np.float32))
+
+
 def pictures():
     """The name of each file and its picture."""
     device = jp.kv.from_params(LAYER, kind="device", optimizer=TX)
@@ -121,6 +159,9 @@ def pictures():
     both = (lenet, (params, images)), (lenet, ({**params, "dense2": head}, images))
     yield "diff", jp.viz.diff(*both, title="LeNet with 20 classes")
     yield "mesh_step", mesh_step()
+    yield "memory", deep_step(remat=False)
+    yield "memory_remat", deep_step(remat=True)
+    yield "nonfinite", nonfinite()
 
 
 def main(folder=Path(__file__).parent):

@@ -6,6 +6,7 @@
     diff((f, args), (g, args))  two networks as one picture, with what changed in colour
     plot_step(step, *args)      a picture of a training step on its devices, from its compiled program
     trace_step(step, *args)     the `StepGraph` of that picture
+    first_nonfinite(fn, *args)  runs it once: the layer that makes the first NaN or infinity is red
 
 A function passes through these modules:
 
@@ -20,6 +21,7 @@ A function passes through these modules:
     _page       the interactive page
     _program    a compiled program: instructions, collectives, live bytes
     _step       a training step, from its trace and its compiled program
+    _nonfinite  a run of the equations, each of which looks for a NaN in its result
 
 `CALLS` and `RULES` list the functions and patterns that are folded into one layer. `rules=[Call("my_attention",
 "Attention")]` folds your own function, and `rules=[Pattern("SwiGLU", lambda x, y: jax.nn.silu(x) * y)]` folds all
@@ -36,6 +38,8 @@ from ._fold.known import RULES as RULES
 from ._fold.templates import Fold as Fold, Pattern as Pattern, Rule as Rule
 from ._graph import Edge as Edge, Graph as Graph, Node as Node, Sizes as Sizes
 from ._lazy import *  # `Plot`, which loads graphviz
+from ._nonfinite.find import first_nonfinite as first_nonfinite
+from ._nonfinite.found import Nonfinite as Nonfinite
 from ._program.hlo import cycles_of as _cycles_of, parse as _parse_program
 from ._program.memory import StepMemory as StepMemory
 from ._program.sends import sends_of as _sends_of

@@ -52,6 +52,17 @@ def read(
 
     `attached` names an attribute of the error where `fn` raises, and gives what it is of the equations before.
     """
+    return read_closed(fn, args, kwargs, params_argnums, attached)[0]
+
+
+def read_closed(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    params_argnums: int | Sequence[int] | None,
+    attached: tuple[str, Callable[[Raw], Any]] | None = None,
+) -> tuple[Raw, Jaxpr, list[Any]]:
+    """The flat equations of a function, the jaxpr that they are of, and its arrays. `attached` is as of `read`."""
     kwargs = _with_shapes(fn, kwargs)
     if is_keras(fn) and not getattr(fn, "built", True):
         # Building it inside of the trace would leave traced arrays in it for good.
@@ -87,7 +98,7 @@ def read(
             f"array or a jax.ShapeDtypeStruct? {type(error).__name__}: {error}"
         ) from error
     results = ["output" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(out)]
-    return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured)
+    return jaxpr.read(closed, bound.arguments, [*results, *changed], bound.captured), closed, bound.arrays
 
 
 def _with_shapes(fn: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ._fold.calls import CALLS, Call, fold_calls, fold_helpers, fold_optimizers,
 from ._fold.cells import Cells, break_cycles
 from ._fold.known import RULES, fold_patterns
 from ._fold.templates import Pattern, Rule
-from ._function import check_picture, check_trace, read
+from ._function import check_picture, check_trace, read, true_or_false
 from ._graph import Graph
 from ._layout.build import build, demote_constants, join_arguments, mark_state, set_sizes
 from ._layout.collapse import add_parts, collapse_scopes, limit_nodes
@@ -249,6 +249,7 @@ def print_summary(
     rules: Sequence[Call | Pattern | Rule] = (),
     frozen: str | Sequence[str] = (),
     width: int = 120,
+    memory: bool = False,
     **kwargs: Any,
 ) -> None:
     """Print the table of a function's layers.
@@ -265,6 +266,8 @@ def print_summary(
         frozen: a pattern, or a list of patterns, of parameters that are not trained: "conv1", "*/bias". Parameters
             without a gradient in `fn` are not trained either.
         width: the width of the longest line.
+        memory: whether to add columns of bytes: the first output of a layer, the first output of its gradient, and
+            what the layer computes that the backward pass reads, all before XLA's fusion.
 
     Raises:
         TypeError: `fn` is not callable, or does not take a keyword of `kwargs`; an option has the wrong type.
@@ -294,11 +297,12 @@ def print_summary(
     if file is not None and (isinstance(file, ModuleType) or not hasattr(file, "write")):  # `os` has a `write` too
         raise TypeError(f"print_summary: file must be an open file, open(path, 'w'), got {checks.describe(file)}")
     checks.whole_number(width, "print_summary", "width", least=80)
+    true_or_false(memory, "print_summary", "memory")
     if depth is not None:
         checks.whole_number(depth, "print_summary", "depth", least=0)
     patterns = _patterns(frozen)
     graph = trace(fn, *args, params_argnums=params_argnums, max_nodes=None, repeats=repeats, rules=rules, **kwargs)
-    _show(graph, file, {"depth": depth, "frozen": frozen_names(graph, patterns)}, width)
+    _show(graph, file, {"depth": depth, "frozen": frozen_names(graph, patterns), "memory_columns": bool(memory)}, width)
 
 
 def _patterns(frozen: str | Sequence[str]) -> list[str]:

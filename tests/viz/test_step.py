@@ -208,6 +208,88 @@ def test_the_picture_has_three_columns_and_fits_a_screen(name):
     assert columns == sorted(columns)
 
 
+def test_the_devices_talk_at_the_wall_alone():
+    """Gradients go into one sum beside their layers, one arrow leaves it; the loss and the metrics have names."""
+
+    def with_accuracy(params, batch, rng):
+        loss = loss_fn(params, batch)
+        return loss, {"accuracy": (net(params, batch["x"]).argmax(-1) == 0).mean()}
+
+    options = {"devices": jax.devices()[:4], "engine": "shard_map", "loss_scale": "dynamic"}
+    state, made = train.start(arguments()[0], optax.adam(0.1), with_accuracy, **options)
+    plot = viz.plot_step(made, state, arguments()[2])
+    (one,) = plot.step.collectives
+    assert (one.kind, one.phase, one.metrics) == ("all-reduce", "gradients", ("loss", "accuracy"))
+    ends = re.findall(r'^\t"([^"]+)" -> "([^"]+)" ', plot.source, re.M)
+    layers = [layer.name for layer in plot.step.layers if layer.params]
+    assert {source for source, target in ends if target == "sums"} >= {f"{name} (backward)" for name in layers}
+    assert "Adam" in {target for source, target in ends if source == "sums"}
+    assert any(target == "results" for _, target in ends)
+    words = m.words(plot)
+    for shown in ("psum", "of gradients, loss, accuracy", "each of 4 devices"):
+        assert shown in words
+    for plumbing in ("slice", "Concat", "div", "is_finite"):  # of buckets, and of the check for NaN
+        assert plumbing not in words
+
+
+STEPS_OF_TRAIN = {
+    "pmap": ({"engine": "pmap"}, ("psum", "of gradients, loss")),
+    "jit": ({"engine": "jit"}, ("psum", "of gradients, loss")),
+    "accumulate": ({"accumulate": 2}, ("psum", "of gradients, loss")),
+    "compression": ({"compression": {"type": "2bit", "threshold": 0.5}}, ("all_to_all + all_gather", "store")),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", STEPS_OF_TRAIN)
+def test_the_wall_of_each_kind_of_step(name):
+    options, shown = STEPS_OF_TRAIN[name]
+    where = {"devices": jax.devices()[:4], "engine": "shard_map", **options}
+    state, made = train.start(arguments()[0], optax.adam(0.1), lambda p, batch, rng: (loss_fn(p, batch), {}), **where)
+    plot = viz.plot_step(made, state, arguments()[2])
+    words = m.words(plot)
+    for text in (*shown, "loss", "each of 4 devices"):
+        assert text in words
+    ends = re.findall(r'^\t"([^"]+)" -> "([^"]+)" ', plot.source, re.M)
+    layers = [layer.name for layer in plot.step.layers if layer.params]
+    assert {f"{name} (backward)" for name in layers} <= {source for source, target in ends if target == "sums"}
+    assert {target for source, target in ends if source == "sums"} == {"Adam"}  # updates come out of it
+    assert ("Adam", "parameters") in ends
+
+
+def test_boxes_as_high_as_the_bytes_that_are_live_and_what_remat_computes_again():
+    def layer(x, w):
+        return jax.nn.gelu(x @ w)
+
+    def made(params, x):
+        def loss(params):
+            hidden = x
+            for name in sorted(params):
+                hidden = jax.checkpoint(layer)(hidden, params[name])
+            return (hidden**2).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = {f"l{number}": np.ones((16, 16), np.float32) for number in range(3)}
+    args = params, np.ones((512, 16), np.float32)
+    plot = viz.plot_step(made, *args, repeats=False, height="memory", limit=100_000)
+    layers = [layer for layer in plot.step.layers if layer.params]
+    assert [layer.name for layer in layers] == [*params]
+    assert all(layer.backward is not None and layer.backward.again for layer in layers)
+    assert not any(layer.forward.again for layer in layers)
+    assert plot.step.memory.total == total(jax.jit(made).lower(*args).compile())
+    heights = dict(re.findall(r'^\t"([^"]+)" \[pos=.* height="([\d.]+)"', plot.source, re.M))
+    boxes = {one.name: one.forward.peak for one in plot.step.layers if one.forward.peak is not None}
+    most = max(part.peak or 0 for one in plot.step.layers for part in (one.forward, one.backward) if part)
+    for name, peak in boxes.items():
+        assert float(heights[name]) * 72 == pytest.approx(150 * peak / most, abs=0.1)
+    red = re.findall(r'^\t"([^"]+)" .*fillcolor="#d7301f"', plot.source, re.M)
+    assert {name for name in red if name in boxes} == {name for name, peak in boxes.items() if peak > 100_000}
+    assert "computed again (remat)" in m.words(plot)
+    with pytest.raises(ValueError, match='limit is of height="memory"'):
+        viz.plot_step(made, *args, limit=1)
+
+
 def test_heat_by_seconds_by_intensity_and_by_memory():
     fn, args = STEPS["single"]()
     seconds = {"layer0": 0.002, "layer0 (backward)": 0.003}

@@ -256,3 +256,27 @@ def test_modules_of_the_html_open_and_close():
         assert (page.count("<details open=''>") == len(modules)) == is_open
         assert page.count("role='row'") == 1 + len(found)
         ET.fromstring(page)  # every tag is closed in its place
+
+
+def test_columns_of_memory():
+    """Sums over the layers are those of the graph. Kept is what the backward pass reads, also in a loop."""
+
+    def loss(params, x, remat):
+        layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        return jnp.square(jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, params["w"])[0]).mean()
+
+    args = {"w": jnp.ones((3, 8, 8))}, jnp.ones((16, 8))
+    graphs = {
+        remat: viz.trace(jax.value_and_grad(lambda p, x, remat=remat: loss(p, x, remat)), *args)
+        for remat in (False, True)
+    }
+    for graph in graphs.values():
+        assert sum(node.output_bytes for node in graph.layers if node.is_backward) == graph.sizes.backward
+        assert sum(node.output_bytes for node in graph.layers if not node.is_backward) == graph.sizes.forward
+    inside = {remat: sum(node.kept_bytes for node in graph.layers) for remat, graph in graphs.items()}
+    assert inside[False] >= 3 * 16 * 8 * 4  # the result of each tanh
+    assert inside[True] < inside[False]
+    text = summary(jax.value_and_grad(lambda p, x: loss(p, x, False)), *args, memory=True, width=160)
+    assert re.search("FLOPs +Forward B +Backward B +Kept B +Previous Layer", text)
+    assert "Kept B" not in summary(lambda p, x: loss(p, x, False), *args)
+    assert "Kept B" in to_html(graphs[False], memory_columns=True)

@@ -47,7 +47,7 @@ _KIND_OF = {op: kind for kind, (_, _, ops) in _KINDS.items() for op in ops}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a graph is drawn: arguments of `plot_network`."""
+    """How a graph is drawn: arguments of `plot_network`, and `height` and `limit` of `plot_step`."""
 
     title: str = "plot"
     hide_weights: bool = True
@@ -56,6 +56,8 @@ class Options:
     theme: str = "light"
     legend: bool = True
     direction: str = "up"
+    height: str | None = None
+    limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ class Row:
     source: str = ""  # the line of the user's code
     layer: str = ""  # the name of its node
     repeat: int = 1  # the number of copies that the row stands for
+    memory: tuple[int, int, int] = (0, 0, 0)  # bytes of outputs, of outputs of gradients, and kept for gradients
 
 
 def rows(graph: Graph, depth: int | None = None, frozen: frozenset[str] = frozenset()) -> list[Row]:
@@ -57,6 +58,7 @@ def rows(graph: Graph, depth: int | None = None, frozen: frozenset[str] = frozen
             node.source,
             node.name,
             node.repeat,
+            _memory_of([node]),
         )
 
     def module(block: Block[Node], level: int) -> Row:
@@ -70,6 +72,7 @@ def rows(graph: Graph, depth: int | None = None, frozen: frozenset[str] = frozen
             sum(node.params for node in nodes),
             sum(node.flops for node in nodes),
             sum(trained[node.name] for node in nodes),
+            memory=_memory_of(nodes),
         )
 
     def inside(outer: Block[Node], level: int) -> Iterator[Row]:
@@ -85,6 +88,11 @@ def rows(graph: Graph, depth: int | None = None, frozen: frozenset[str] = frozen
 
     around = len(common_prefix(node.scope for node in graph.layers))
     return list(inside(nest((node, paths_of(node.scope)) for node in graph.nodes), 0))
+
+
+def _memory_of(nodes: Sequence[Node]) -> tuple[int, int, int]:
+    forward, backward = (sum(n.output_bytes for n in nodes if n.is_backward == late) for late in (False, True))
+    return forward, backward, sum(node.kept_bytes for node in nodes)
 
 
 def frozen_names(graph: Graph, patterns: Sequence[str]) -> frozenset[str]:
@@ -136,18 +144,27 @@ def without_scopes(name: str, scope: tuple[str, ...]) -> str:
 
 
 HEAD = ("Layer (type)", "Output Shape", "Param #", "FLOPs", "Previous Layer")
+_MEMORY = ("Forward B", "Backward B", "Kept B")  # before the last column, where they are asked for
 GAP = "   "
 _LEAST = 14  # of the last column, else it is left out
 NUMBERS = (2, 3)
+_ALL_NUMBERS = (2, 3, 4, 5, 6)
 EMPTY = "Nothing is computed from the arguments."
 
 
-def to_text(graph: Graph, width: int = 120, depth: int | None = None, frozen: frozenset[str] = frozenset()) -> str:
+def to_text(
+    graph: Graph,
+    width: int = 120,
+    depth: int | None = None,
+    frozen: frozenset[str] = frozenset(),
+    memory_columns: bool = False,
+) -> str:
     """The table as text, as for `rows`. Numbers are aligned right. What is longer than `width` loses its middle."""
     table_rows = rows(graph, depth, frozen)
-    cells = [HEAD, *(cells_of(row, tree) for row, tree in zip(table_rows, _branches(table_rows), strict=True))]
+    cells = [_head(memory_columns)]
+    cells += [cells_of(row, tree, memory_columns) for row, tree in zip(table_rows, _branches(table_rows), strict=True)]
     widths = _widths(cells, width)
-    lines = [line(row, widths) for row in cells]
+    lines = [line(row, widths, _ALL_NUMBERS if memory_columns else NUMBERS) for row in cells]
     lines += [] if graph.layers else [EMPTY]
     return ruled(lines, counts(graph, frozen), memory(graph))
 
@@ -172,25 +189,30 @@ def _branches(table_rows: list[Row]) -> list[str]:
     return drawn[::-1]
 
 
-def cells_of(row: Row, tree: str) -> tuple[str, ...]:
+def _head(memory_columns: bool) -> tuple[str, ...]:
+    return (*HEAD[:-1], *_MEMORY, HEAD[-1]) if memory_columns else HEAD
+
+
+def cells_of(row: Row, tree: str, memory_columns: bool = False) -> tuple[str, ...]:
     """The entries of a row. Only the first three layers that it reads are listed."""
     times = f" ×{row.repeat}" if row.repeat > 1 else ""
     kind = f" ({row.kind})" if row.kind else ""
     shown = ", ".join(row.previous[:3]) + (f", ... ({len(row.previous)})" if len(row.previous) > 3 else "")
     name = printable(f"{tree}{row.name}{kind}{times}")
     params = f"({row.params:,})" if row.params and not row.trained else f"{row.params:,}"
-    return name, row.shape, params, f"{row.flops:,}", printable(shown)
+    sizes = tuple(f"{size:,}" for size in row.memory) if memory_columns else ()
+    return name, row.shape, params, f"{row.flops:,}", *sizes, printable(shown)
 
 
 def _widths(cells: list[tuple[str, ...]], width: int) -> list[int]:
     """The widths of the columns. The last one is left out where there is no room for it."""
-    name, shape, params, flops, previous = (max(map(columns, column)) for column in zip(*cells, strict=True))
+    name, shape, *numbers, previous = (max(map(columns, column)) for column in zip(*cells, strict=True))
     shape = min(shape, width // 4)
-    left = width - shape - params - flops - 3 * len(GAP)
+    left = width - shape - sum(numbers) - (1 + len(numbers)) * len(GAP)
     beside = min(previous, 24) + len(GAP)
     name = min(name, left, max(left - beside, 44))
     left -= name + len(GAP)
-    widths = [name, shape, params, flops]
+    widths = [name, shape, *numbers]
     return [*widths, min(previous, left)] if left >= min(previous, _LEAST) else widths
 
 
@@ -244,18 +266,25 @@ _STYLE = (
 )
 
 
-def to_html(graph: Graph, title: str = "", depth: int | None = None, frozen: frozenset[str] = frozenset()) -> str:
+def to_html(
+    graph: Graph,
+    title: str = "",
+    depth: int | None = None,
+    frozen: frozenset[str] = frozenset(),
+    memory_columns: bool = False,
+) -> str:
     """The table for a notebook, in the colours of the page. A click on a module opens or closes it.
 
     A row shows its source line when pointed at. Above 60 rows only the first two levels of modules are open.
     """
     table_rows = rows(graph, depth, frozen)
-    cells = [HEAD, *map(_cells, table_rows)]
+    head = _head(memory_columns)
+    cells = [head, *(_cells(row, memory_columns) for row in table_rows)]
     widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
     levels = [row.level for row in table_rows]
     widths[0] = max(columns(row[0]) + 2 * level for row, level in zip(cells, [0, *levels], strict=True)) + 3
     grid = " ".join(f"{width + 1}ch" for width in widths)
-    body = _row(HEAD, grid, 0, "columnheader") + _body(table_rows, grid)
+    body = _row(head, grid, 0, "columnheader") + _body(table_rows, grid, memory_columns)
     body += "" if graph.layers else f"<div>{EMPTY}</div>"
     caption = f"<b>{html.escape(printable(title))}</b>" if title.strip() else ""
     facts = " · ".join([f"{graph.total_params:,} parameters", human(graph.total_flops, "FLOP") + missing(graph)])
@@ -264,12 +293,13 @@ def to_html(graph: Graph, title: str = "", depth: int | None = None, frozen: fro
     return f"<div class='jaxpar-table'>{table}</div>"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, memory_columns: bool) -> tuple[str, ...]:
+    sizes = [human(size, "B") for size in row.memory] if memory_columns else []
     cells = cells_of(row, "")
-    return (*cells[:3], human(row.flops, "FLOP"), cells[4])
+    return (*cells[:3], human(row.flops, "FLOP"), *sizes, cells[-1])
 
 
-def _body(table_rows: Sequence[Row], grid: str) -> str:
+def _body(table_rows: Sequence[Row], grid: str, memory_columns: bool) -> str:
     """The rows, each module around what is in it."""
     pieces: list[str] = []
     ends: list[int] = []  # the levels of the modules that are not complete
@@ -278,10 +308,11 @@ def _body(table_rows: Sequence[Row], grid: str) -> str:
             pieces.append("</details>")
             ends.pop()
         if row.kind or after <= row.level:
-            pieces.append(_row(_cells(row), grid, row.level, "cell", row.source))
+            pieces.append(_row(_cells(row, memory_columns), grid, row.level, "cell", row.source))
             continue
         is_open = " open=''" if len(table_rows) <= _MANY or row.level + 1 < _LEVELS else ""
-        pieces.append(f"<details{is_open}>{_row(_cells(row), grid, row.level, 'cell', row.source, 'summary')}")
+        cells = _cells(row, memory_columns)
+        pieces.append(f"<details{is_open}>{_row(cells, grid, row.level, 'cell', row.source, 'summary')}")
         ends.append(row.level)
     return "".join([*pieces, *("</details>" for _ in ends)])
 
@@ -290,7 +321,7 @@ def _row(cells: Sequence[str], grid: str, level: int, role: str, source: str = "
     shown = ""
     for number, text in enumerate(cells):
         indent = f" style='padding-left:{2 * level}ch'" if number == 0 and level else ""
-        look = " class='n'" if number in NUMBERS else indent
+        look = " class='n'" if 2 <= number < len(cells) - 1 else indent
         shown += f"<span role='{role}'{look}>{html.escape(text)}</span>"
     tip = f" title='{html.escape(printable(source), quote=True)}'" if source else ""
     return f"<{tag} role='row'{tip} style='grid-template-columns:{grid}'>{shown}</{tag}>"

@@ -323,12 +323,14 @@ def to_graph(net: Net) -> Graph:
     """The graph of a net. The same function always gives the same graph."""
     names, shapes = name_drafts(net), _written_shapes(net.raw)
     counted: set[int] = set(net.state)
+    kept = kept_bytes(net)
     nodes, weights, weight_edges = list[Node](), dict[int, Node](), list[Edge]()
     for draft in net.drafts:
         # A shared parameter counts in the first layer that uses it.
         new = [w for w in draft.weights if w not in counted]
         counted.update(new)
-        nodes.append(_node(net.raw, draft, names[draft.at], shapes, *_sizes(net.raw, new)))
+        node = _node(net.raw, draft, names[draft.at], shapes, *_sizes(net.raw, new))
+        nodes.append(replace(node, output_bytes=output_bytes(net, draft), kept_bytes=kept.get(draft.at, 0)))
         for weight in draft.weights:
             value = net.raw.values[weight]
             params, state = _sizes(net.raw, [weight])
@@ -351,6 +353,38 @@ def to_graph(net: Net) -> Graph:
         total_state=state,
         total_constants=_constants(net.raw),
     )
+
+
+def output_bytes(net: Net, draft: Draft) -> int:
+    """The bytes of a layer's first output, in each copy and in each pass of the loops around it."""
+    return 0 if draft.op == "input" else net.raw.values[draft.value].bytes * draft.repeat * turns(draft.scope)
+
+
+def kept_bytes(net: Net) -> dict[int, int]:
+    """For each layer the bytes that it computes and a gradient reads, or what remat computes again for it.
+
+    A value that two gradients read counts once. What remat computes again is not kept.
+    """
+    raw = net.raw
+    again = {draft.at for draft in net.layers if draft.eqns and all(raw.eqns[number].again for number in draft.eqns)}
+    late = {draft.at for draft in net.layers if draft.op.endswith(BACKWARD)} | again
+    read = {
+        raw.root(value)
+        for draft in net.layers
+        if draft.at in late
+        for number in draft.eqns
+        for value in raw.eqns[number].ins
+    }
+    kept: dict[int, int] = {}
+    for draft in (draft for draft in net.layers if draft.at not in late):
+        made = {out: raw.eqns[number].scope for number in draft.eqns for out in raw.eqns[number].outs}
+        kept[draft.at] = sum(raw.values[out].bytes * turns(scope) for out, scope in made.items() if out in read)
+    return kept
+
+
+def turns(scope: Path) -> int:
+    """How often the loops of a scope run what is in it."""
+    return math.prod(part.times or 1 for part in scope if part.is_region)
 
 
 def _written_shapes(raw: Raw) -> _Shapes:

@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from ..._core.arrays import PyTree
-from .._graph import BACKWARD
+from .._draw.style import is_update
+from .._graph import BACKWARD, Node
 from .._layout.net import Draft
 from .._program.hlo import Program
 from .._searches import reach
@@ -45,7 +46,7 @@ def edges_of(places: Places, mesh: dict[str, int], devices: int) -> tuple[StepEd
             else None
         )
         edges[ends] = StepEdge(*ends, value.shape, value.dtype, local_shape, spec)
-    return (*edges.values(), *_gradients(places))
+    return (*edges.values(), *_gradients(places), *_metrics(places))
 
 
 def _ends(source: Draft, target: Draft, places: Places) -> tuple[str, str, Phase] | None:
@@ -70,7 +71,12 @@ def _gradients(places: Places) -> list[StepEdge]:
     for source, target, value in sorted(net.edges):
         readers.setdefault(source, []).append((target, value))
     goals = {draft.at for draft in phases.optimizers}
-    on = {draft.at: [target for target, _ in readers.get(draft.at, ())] for draft in phases.glue}
+    # Codes of compressed gradients are new state too, and stand before the optimizer.
+    hands_on = [
+        *phases.glue,
+        *(draft for draft in phases.optimizers if not is_update(Node(draft.op, draft.op, draft.detail))),
+    ]
+    on = {draft.at: [target for target, _ in readers.get(draft.at, ())] for draft in hands_on}
     edges: dict[tuple[str, str], StepEdge] = {}
     for row in phases.rows:
         for target, value in (way for draft in row.backward for way in readers.get(draft.at, ())):
@@ -79,6 +85,17 @@ def _gradients(places: Places) -> list[StepEdge]:
                 ends = names[row.draft.at], names[at]
                 edges.setdefault(ends, StepEdge(*ends, "gradients", array.shape, array.dtype))
     return list(edges.values())
+
+
+def _metrics(places: Places) -> list[StepEdge]:
+    """One edge from each layer to each result that it is part of, such as the loss."""
+    raw, drafts = places.net.raw, {draft.at: draft for draft in places.net.drafts}
+    values = {at: raw.values[draft.value] for at, draft in drafts.items()}
+    return [
+        StepEdge(places.names[at], name, "metrics", values[at].shape, values[at].dtype)
+        for name, rows in places.phases.metrics.items()
+        for at in rows
+    ]
 
 
 def mesh_of(compiled: jax.stages.Compiled, args: PyTree) -> dict[str, int]:

@@ -12,7 +12,7 @@ from typing import Literal
 from .._graph import human
 from .._program.memory import StepMemory
 
-Phase = Literal["forward", "backward", "gradients", "parameters", "optimizer", "elsewhere"]
+Phase = Literal["forward", "backward", "gradients", "parameters", "optimizer", "metrics", "elsewhere"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,14 @@ class StepPart:
         flops, bytes: as in a `Node`, for the whole batch, or for one device inside pmap and shard_map.
         peak: live bytes on a device while the part runs, including arguments. None if unknown.
         seconds: the measured time, from a profile, or None.
+        again: whether remat computes a part of the forward pass again here.
     """
 
     flops: int = 0
     bytes: int = 0
     peak: int | None = None
     seconds: float | None = None
+    again: bool = False
 
     @property
     def flops_per_byte(self) -> float:
@@ -67,8 +69,9 @@ class StepEdge:
     """An array that flows between two layers.
 
     Attributes:
-        source, target: the names of the layers, or of an argument.
-        phase: "forward", "backward", or "gradients" for edges from a gradient to the optimizer.
+        source, target: the names of the layers, of an argument, or of a metric ("loss").
+        phase: "forward", "backward"; "gradients" for edges from a gradient to the optimizer; "metrics" for edges from a
+            layer to a result that is no new state.
         shape, dtype: shape and dtype in the function.
         local_shape: the shape of one device's part in the compiled program. None if unknown.
         spec: the mesh axes that split each dimension, "" for none. None if unknown.
@@ -101,6 +104,7 @@ class Collective:
         layers: the names of the layers whose arrays are sent. Empty for "elsewhere".
         op_name: JAX's name for the operation.
         source: "file.py:12", the line of code. May be empty.
+        metrics: the names of the results that are sent along with the gradients, such as the loss.
     """
 
     name: str
@@ -115,6 +119,7 @@ class Collective:
     layers: tuple[str, ...] = ()
     op_name: str = ""
     source: str = ""
+    metrics: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """The picture of a step: a `Plot` of a `StepGraph`, with the place of everything in points. Graphviz only draws it.
 
 A layer has a row. From the left: ways around rows, forward boxes, gathered parameters, the band of parameters, backward
-boxes, ways around rows, collectives of gradients, optimizers.
+boxes, ways around rows, the wall, optimizers. What the devices sum crosses the wall: gradients beside their layers, the
+loss and the metrics above them. Behind the columns that each device computes alone lie cards, as many as devices.
 """
 
 from __future__ import annotations
@@ -25,6 +26,20 @@ _LINE = 13.0  # points, the height of a line
 _PAD, _GAP, _LANE = 18.0, 26.0, 12.0
 _POINTS = 72.0  # of an inch
 _SENT = "#c51b7d"
+_FITS, _TOO_MUCH = "#d6e4f2", "#d7301f"
+_AGAIN = "#1f6feb"
+_TALLEST = 150.0  # points, of the box with the most live bytes
+_CARDS = 4  # at most that many are drawn
+_RESULTS = "results"  # the box with the names of the metrics
+_MOST_RESULTS = 4  # names in it
+_IN_JAX = {  # how users write XLA's collectives
+    "all-reduce": "psum",
+    "reduce-scatter": "psum_scatter",
+    "all-gather": "all_gather",
+    "all-to-all": "all_to_all",
+    "ragged-all-to-all": "ragged_all_to_all",
+    "collective-permute": "ppermute",
+}
 _BAND_LINE = "#5aa05a"
 _BAND_LOOK = {"style": "filled", "fillcolor": "#ccebc5", "color": _BAND_LINE}
 
@@ -60,6 +75,7 @@ class Row:
     gradients: list[Line]  # what is sent behind its backward box
     y: float = 0.0  # the middle of its boxes
     height: float = 0.0
+    halves: tuple[float, float] = (0.0, 0.0)  # half of the height of its forward and of its backward box
 
 
 class _Drawing:
@@ -68,6 +84,12 @@ class _Drawing:
     def __init__(self, graph: StepGraph, options: Options) -> None:
         self.graph, self.title, self.heat, self.mesh = graph, options.title, options.heat, dict(graph.mesh)
         self.theme: style.Theme = style.THEMES[options.theme]
+        self.options, self.by_memory, self.limit = options, options.height == "memory", options.limit
+        layers = (*graph.layers, *graph.optimizers)
+        costs = [part for layer in layers for part in (layer.forward, layer.backward) if part is not None]
+        self.peak = max((part.peak or 0 for part in costs), default=0)
+        self.most = max((cost(part, self.heat) for part in costs), default=0) or 1
+        self.cards = min(graph.devices, _CARDS)
         # By phase and layers. Only those of gradients are shared by several layers.
         self._sends: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
         for collective in (collective for collective in graph.collectives if collective.devices > 1):
@@ -77,14 +99,11 @@ class _Drawing:
         self.x, self.width = dict[str, float](), dict[str, float]()  # the middle of each column, and of its boxes
         self.lanes: dict[tuple[str, str, str], float] = {}  # of edges that pass rows, by phase, source and target
         self.knee = self.top = self.right = 0.0  # where the words beside the edges between gradients end; of the whole
+        self.inputs = dict.fromkeys(edge.source for edge in graph.edges if edge.source not in self.rows)
+        self.bottom = -_LINE - 30.0 * max(len(self.inputs), 1)  # of what a device has alone
         self._place_rows()
         self._place_updates()
         self._place_columns({phase: self._place_lanes(phase) for phase in ("forward", "backward")})
-        self.inputs = dict.fromkeys(edge.source for edge in graph.edges if edge.source not in self.rows)
-        costs = [
-            layer_part for layer in (*graph.layers, *graph.optimizers) for layer_part in (layer.forward, layer.backward)
-        ]
-        self.most = max((cost(layer_part, self.heat) for layer_part in costs if layer_part is not None), default=0) or 1
 
     def _sent(self, phase: str, layers: tuple[str, ...]) -> list[Line]:
         sends = (text.partition(" over ") for text in sends_text(self._sends.get((phase, layers), ()), self.mesh))
@@ -96,10 +115,11 @@ class _Drawing:
         return [*edge_text(edge), *self._sent(phase, (layer.name,))] if edge else self._sent(phase, (layer.name,))
 
     def _row_of(self, layer: StepLayer) -> Row:
+        options = self.options
         return Row(
             layer,
-            forward=layer_lines(layer, layer.forward, self.heat, backward=False),
-            backward=layer_lines(layer, layer.backward, self.heat, backward=True) if layer.backward else [],
+            forward=layer_lines(layer, layer.forward, options, backward=False),
+            backward=layer_lines(layer, layer.backward, options, backward=True) if layer.backward else [],
             band=weights_text(layer, self.graph.arguments) if layer.params else [],
             above=self._leaving("forward", layer),
             below=self._leaving("backward", layer),
@@ -112,19 +132,40 @@ class _Drawing:
         below: Row | None = None
         for row in self.rows.values():
             boxes = (row.forward, row.backward, row.band, row.gather, row.gradients)
-            row.height = max(size(lines)[1] for lines in boxes)
+            heights = [self._height(row.forward, row.layer.forward), self._height(row.backward, row.layer.backward)]
+            row.height = max(*heights, *(size(lines)[1] for lines in boxes))
+            row.halves = heights[0] / 2, heights[1] / 2
             lines = max(len(below.above) if below else 1, len(row.below))
             y += _GAP + _LINE * lines + row.height / 2
             row.y = y
             y += row.height / 2
             below = row
-        self.top = y + (_LINE * len(below.above) if below else 0)
+        self.top = y + (_LINE * len(below.above) if below else 0) + _GAP / 2
+        # What the step returns beside its new state is one box above all rows.
+        names = list(dict.fromkeys(edge.target for edge in self.graph.edges if edge.phase == "metrics"))
+        others = len(names) - _MOST_RESULTS
+        shown = names if others <= 0 else [*names[: _MOST_RESULTS - 1], f"and {others + 1} more"]
+        self.results: list[Line] = [(cut(name), "plain") for name in shown]
+        self.results_y = self.top + _GAP / 2 + size(self.results)[1] / 2
+
+    def _height(self, lines: list[Line], part: StepPart | None) -> float:
+        """Of a box: that of its lines, or that of the bytes that are live."""
+        if not lines:
+            return 0.0
+        tall = _TALLEST * (part.peak or 0) / self.peak if self.by_memory and part is not None and self.peak else 0.0
+        return max(size(lines)[1], tall)
+
+    def _ways_up(self) -> list[StepEdge]:
+        """The edges of the forward pass, and those to the results, one from each layer."""
+        edges = [edge for edge in self.graph.edges if edge.phase in ("forward", "metrics")]
+        edges = [replace(edge, target=_RESULTS) if edge.phase == "metrics" else edge for edge in edges]
+        return list({(edge.source, edge.target): edge for edge in edges}.values())
 
     def _place_lanes(self, phase: str) -> int:
         """Give each edge of a phase that passes rows a way of its own. Returns how many ways there are."""
-        order = {name: number for number, name in enumerate(self.rows, 1)}
+        order = {name: number for number, name in enumerate([*self.rows, _RESULTS], 1)}
         spans: list[list[tuple[int, int, str]]] = []  # what is in each lane: from, to and the source
-        edges = [edge for edge in self.graph.edges if edge.phase == phase]
+        edges = self._ways_up() if phase == "forward" else [edge for edge in self.graph.edges if edge.phase == phase]
         for edge in sorted(edges, key=lambda edge: abs(order.get(edge.source, 0) - order[edge.target])):
             low, high = sorted((order.get(edge.source, 0), order[edge.target]))
             if high - low < 2:
@@ -148,17 +189,18 @@ class _Drawing:
         for name in ("forward", "gather", "band", "backward", "gradients"):
             width[name] = max((size(lines)[0] for row in rows if (lines := getattr(row, name))), default=0.0)
         width["gradients"] = max([width["gradients"], *(size(lines)[0] for lines, _, _ in self.shared)])
-        width["optimizer"] = max((size(lines)[0] for lines, _ in self.optimizers.values()), default=0.0)
+        updates = [self.results, *(lines for lines, _ in self.optimizers.values())]
+        width["optimizer"] = max(size(lines)[0] if lines else 0.0 for lines in updates)
         beside = {name: max((size(getattr(row, name))[0] for row in rows), default=0.0) for name in ("above", "below")}
         x = _LANE * (lanes["forward"] + 1)
         x = self._put("forward", x, max(0.0, beside["above"] - width["forward"] / 2))
         for name in ("gather", "band"):
             x = self._put(name, x, 0.0) if width[name] else x
         x = self._put("backward", x, max(_LANE * (lanes["backward"] + 1), beside["below"] - width["backward"] / 2))
-        self.knee, x = x - _GAP, x + _GAP
+        self.knee, x = x - _GAP, x + _GAP + 7 * (self.cards - 1)
         for name in ("gradients", "optimizer"):
             x = self._put(name, x, 0.0) if width[name] else x
-        self.right = x
+        self.right = x + 12
         left, right = self.x["forward"] - width["forward"] / 2, self.x["backward"] + width["backward"] / 2
         for key, lane in self.lanes.items():
             self.lanes[key] = left - _LANE * (lane + 1) if key[0] == "forward" else right + _LANE * (lane + 1)
@@ -169,28 +211,50 @@ class _Drawing:
         return x + self.width[name] + extra + _GAP
 
     def _place_updates(self) -> None:
-        """Place what several gradients go through, and the optimizers, at the middle of where they come from."""
-        # A box goes to the middle of where its arrows come from, or above what is there.
+        """Place the wall, the words on it, and the optimizers."""
+        sends = [one for (phase, _), group in self._sends.items() if phase == "gradients" for one in group]
+        sent = {name for one in sends for name in one.layers}
+        self.sent = {name: row for name, row in self.rows.items() if name in sent and row.backward}
+        # Words for several layers stand in their middle, or above what is there. Those for one layer stand beside it.
         taken = [(row.y, row.height) for row in self.rows.values() if row.gradients]
-        self.shared: list[tuple[list[Line], tuple[str, ...], float]] = []  # lines, layers, the middle of the box
+        self.shared: list[tuple[list[Line], tuple[str, ...], float]] = []  # lines, layers, the middle
         for layers in (layers for phase, layers in self._sends if phase == "gradients" and len(layers) != 1):
-            lines = self._sent("gradients", layers)
+            group = self._sends["gradients", layers]
+            kinds = dict.fromkeys(_IN_JAX.get(one.kind, one.kind) for one in group)
+            along = list(dict.fromkeys(name for one in group for name in one.metrics))
+            words = f"of gradients, {', '.join(along)}" if along else "of gradients"
+            lines = [(" + ".join(kinds), "big"), (cut(words, 18), "sent"), *self._sent("gradients", layers)]
             ys = [self.rows[name].y for name in layers if name in self.rows]
             self.shared.append((lines, layers, _free(ys or [self.top / 2], size(lines)[1], taken)))
-        taken = []
+        self.wall: tuple[float, float] | None = None  # from below to above
+        if sends:
+            edges = [y + way * height / 2 for y, height in taken for way in (-1, 1)]
+            edges += [row.y + way * row.height / 2 for row in self.sent.values() for way in (-1, 1)]
+            along_y = [self.results_y + size(self.results)[1] / 2] if any(one.metrics for one in sends) else []
+            self.wall = min(edges), max([*edges, *along_y])
+        # What prepares or checks an update, such as the codes of compressed gradients, is one box below the optimizers.
+        updates = self.graph.optimizers
+        known = [one for one in updates if style.is_update(Node(one.name, one.op, one.detail))] or list(updates)
+        self.known = {one.name for one in known}
+        others = [one for one in updates if one not in known]
+        taken = [(self.results_y, size(self.results)[1])] if self.results else []
         self.optimizers: dict[str, tuple[list[Line], float]] = {}  # by name: lines, the middle of the box
-        for optimizer in self.graph.optimizers:
-            lines = layer_lines(optimizer, optimizer.forward, self.heat, backward=False) + self._sent(
-                "optimizer", (optimizer.name,)
-            )
-            ys = [
-                self.rows[e.source].y for e in self.graph.edges if e.phase == "gradients" and e.target == optimizer.name
-            ]
-            self.optimizers[optimizer.name] = (lines, _free(ys or [0.0], size(lines)[1], taken))
+        self.boxes: dict[str, list[StepLayer]] = {one.name: [one] for one in known}
+        self.boxes |= {others[0].name: others} if others else {}
+        for name, layers in self.boxes.items():
+            first = layers[0]
+            lines = layer_lines(first, first.forward, self.options, backward=False)
+            if len(layers) > 1:
+                kinds = list(dict.fromkeys(own_name(Node(one.name, one.op)) or one.op for one in layers))
+                lines = [(cut(kinds[0]), "big"), (cut(", ".join(kinds[1:])), "plain")]
+            lines += [line for one in layers for line in self._sent("optimizer", (one.name,))]
+            names = {one.name for one in layers}
+            ys = [self.rows[e.source].y for e in self.graph.edges if e.phase == "gradients" and e.target in names]
+            self.optimizers[name] = (lines, _free(ys or [0.0], self._height(lines, first.forward), taken))
 
     def lines(self) -> list[str]:
         boxes = [box for row in self.rows.values() for box in self._row(row)]
-        back = [*self._blocks(), *self._band()]
+        back = [*self._devices(), *self._blocks(), *self._band()]
         ways = [*self._edges(), *self._turn(), *self._updates()]
         return [*self._head(), *back, *boxes, *self._inputs(), *ways, self._caption()]
 
@@ -211,6 +275,23 @@ class _Drawing:
 
     def _right(self, column: str) -> float:
         return self.x[column] + self.width[column] / 2
+
+    def _devices(self) -> Iterator[str]:
+        """A card for each device under the columns that it computes alone."""
+        if self.cards == 1:
+            return
+        lanes = [x for (phase, _, _), x in self.lanes.items() if phase == "forward"]
+        left, right = min([self._left("forward"), *lanes]) - 10, self.knee + 4
+        size_of = right - left, self.top - self.bottom + 10
+        middle = (left + right) / 2, (self.top + self.bottom - 10) / 2
+        look = {"label": "", "style": "filled,rounded", "color": self.theme.faint, "tooltip": "each device has this"}
+        for number in reversed(range(self.cards)):
+            at = middle[0] + 7 * number, middle[1] + 7 * number
+            yield node(f"device {number}", at, size_of, fillcolor=self.theme.cluster, **look)
+        lines: list[Line] = [(f"each of {self.graph.devices} devices", "plain")]
+        wide = size(lines)[0]
+        look = {"label": label(lines, self.theme.text), "shape": "plaintext", "style": ""}
+        yield node("devices", (right - wide / 2, self.bottom + 2), (wide, _LINE), **look)
 
     def _blocks(self) -> Iterator[str]:
         """A frame around the rows of each repeated block and loop."""
@@ -249,19 +330,21 @@ class _Drawing:
             yield node(f"{layer.name}: parameters", *place, **look)
         if row.gather:
             yield self._badge(f"{layer.name}: gather", row.gather, (self.x["gather"], row.y))
-        if row.gradients:
-            yield self._badge(f"{layer.name}: gradient", row.gradients, (self.x["gradients"], row.y))
-        yield from self._words(f"{layer.name}: up", row.above, self.x["forward"], row.y + row.height / 2, 1)
-        yield from self._words(f"{layer.name}: down", row.below, self.x["backward"], row.y - row.height / 2, -1)
+        yield from self._words(f"{layer.name}: up", row.above, self.x["forward"], row.y + _half(row, True), 1)
+        yield from self._words(f"{layer.name}: down", row.below, self.x["backward"], row.y - _half(row, False), -1)
         yield from self._reads(row)
 
     def _box(self, name: str, column: str, lines: list[Line], y: float, layer: StepLayer, part: StepPart) -> str:
         colour = style.fill(Node(layer.name, layer.op, layer.detail))
         if self.heat is not None:
             colour = style.heat(cost(part, self.heat) / self.most)
+        if self.by_memory and self.limit is not None:
+            colour = _TOO_MUCH if (part.peak or 0) > self.limit else _FITS
         look = {"label": label(lines, ink(colour)), "fillcolor": colour, "tooltip": _tooltip(layer, part)}
         look |= {"style": "filled,rounded" + (",dashed" if column == "backward" else "")}
-        return node(name, (self.x[column], y), (self.width[column], size(lines)[1]), **look)
+        if self.by_memory and part.again:
+            look |= {"penwidth": 2.5, "color": _AGAIN}
+        return node(name, (self.x[column], y), (self.width[column], self._height(lines, part)), **look)
 
     def _badge(self, name: str, lines: Sequence[Line], at: Point) -> str:
         look = {"style": "filled", "fillcolor": _SENT, "color": _SENT, "tooltip": "sent between devices"}
@@ -301,12 +384,18 @@ class _Drawing:
 
     def _edges(self) -> Iterator[str]:
         """Between layers upwards, between their gradients downwards."""
-        for edge in (edge for edge in self.graph.edges if edge.phase in ("forward", "backward")):
-            up = edge.phase == "forward"
+        for edge in [*self._ways_up(), *(edge for edge in self.graph.edges if edge.phase == "backward")]:
+            up = edge.phase != "backward"
             ends = (edge.source, edge.target) if up else (edge.source + BACKWARD, edge.target + BACKWARD)
-            first, last, x = self.rows.get(edge.source), self.rows[edge.target], self.x[edge.phase]
+            first, x = self.rows.get(edge.source), self.x["forward" if up else "backward"]
             y, low = (first.y, _half(first, up)) if first else (-_LINE, 13.0)
-            lane = self.lanes.get((edge.phase, edge.source, edge.target))
+            lane = self.lanes.get(("forward" if up else "backward", edge.source, edge.target))
+            if edge.target == _RESULTS:
+                side, goal = self._left("forward"), (self.x["optimizer"] - size(self.results)[0] / 2, self.results_y)
+                start = [(x, y + low)] if lane is None else [(side if first else x - 26, y), (lane, y)]
+                yield line(*ends, [*start, (start[-1][0], self.results_y), goal], tooltip="returned")
+                continue
+            last = self.rows[edge.target]
             if lane is None:
                 way = 1 if last.y > y else -1
                 points = [(x, y + way * low), (x, last.y - way * _half(last, up))]
@@ -323,47 +412,54 @@ class _Drawing:
             yield line(row.layer.name, row.layer.name + BACKWARD, points)
 
     def _updates(self) -> Iterator[str]:
-        """The optimizers, the gradients that reach them, and the way back to the parameters."""
-        into: dict[str, int] = {}
-        for number, (lines, layers, y) in enumerate(self.shared):
-            yield self._badge(f"gradients {number}", lines, (self.x["gradients"], y))
-            into |= dict.fromkeys(layers or self.rows, number)
-        for optimizer in self.graph.optimizers:
-            lines, y = self.optimizers[optimizer.name]
-            yield self._box(optimizer.name, "optimizer", lines, y, optimizer, optimizer.forward)
-            if any(edge.target == optimizer.name for edge in self.graph.edges):
-                yield from self._return(optimizer.name, y + size(lines)[1] / 2)
-        ways = [edge for edge in self.graph.edges if edge.phase == "gradients"]
-        yield from dict.fromkeys(arrow for edge in ways for arrow in self._way(edge.source, edge.target, into))
-
-    def _way(self, source: str, target: str, into: dict[str, int]) -> Iterator[str]:
-        """From a gradient to the optimizer, through what is sent on the way."""
-        row = self.rows[source]
-        name, start, knee = source + BACKWARD, (self._right("backward"), row.y), self.knee
-        end = self._left("optimizer"), self.optimizers[target][1]
-        badge = None
-        if row.gradients:
-            badge = f"{source}: gradient", size(row.gradients)[0] / 2, row.y
-        elif source in into:
-            lines, _, y = self.shared[into[source]]
-            badge = f"gradients {into[source]}", size(lines)[0] / 2, y
-        if badge is not None:  # the knee is past the words beside the edges between gradients
-            sent, half, y = badge
-            yield curve(name, sent, start, (self.x["gradients"] - half, y), knee, color=_SENT)
-            name, start, knee = sent, (self.x["gradients"] + half, y), 0.0
-        yield curve(name, target, start, end, knee, color=_SENT if badge else self.theme.line)
+        """The wall, the optimizers, the gradients that reach them, and the way back to the parameters."""
+        if self.wall is not None:
+            (low, high), x = self.wall, self.x["gradients"]
+            look = {"style": "filled", "fillcolor": _SENT, "color": _SENT, "tooltip": "sent between devices"}
+            yield node("sums", (x, (low + high) / 2), (self.width["gradients"], high - low), label="", **look)
+            words = [(lines, y) for lines, _, y in self.shared]
+            words += [(row.gradients, row.y) for row in self.rows.values() if row.gradients]
+            for number, (lines, y) in enumerate(words):
+                yield self._badge(f"sum {number}", lines, (x, y))
+        if self.results:
+            at, look = (
+                (self.x["optimizer"], self.results_y),
+                {"shape": "oval", "style": "filled", "fillcolor": "#f4a6c6"},
+            )
+            yield node(_RESULTS, at, size(self.results), label=label(self.results, style.INK), **look)
+        goals = {one.name: name for name, layers in self.boxes.items() for one in layers}
+        ways = dict.fromkeys((e.source, goals[e.target]) for e in self.graph.edges if e.phase == "gradients")
+        for name, layers in self.boxes.items():
+            lines, y = self.optimizers[name]
+            yield self._box(name, "optimizer", lines, y, layers[0], layers[0].forward)
+            if name in self.known and any(target == name for _, target in ways):
+                yield from self._return(name, y)
+        # Gradients that are summed go into the wall, each beside its layer, and come out of it as one arrow.
+        for name, row in self.sent.items():
+            ends = (self._right("backward"), row.y), (self._left("gradients"), row.y)
+            yield line(name + BACKWARD, "sums", ends, color=_SENT, penwidth=1.5)
+        for source, target in ways:
+            if source not in self.sent:
+                start = self._right("backward"), self.rows[source].y
+                end = self._left("optimizer"), self.optimizers[target][1]
+                yield curve(source + BACKWARD, target, start, end, self.knee, color=self.theme.line)
+        summed = dict.fromkeys(target for source, target in ways if source in self.sent)
+        for target in [one for one in summed if one in self.known] or summed:
+            assert self.wall is not None
+            y = self.optimizers[target][1]
+            start = self._right("gradients"), min(max(y, self.wall[0] + 8), self.wall[1] - 8)
+            yield curve("sums", target, start, (self._left("optimizer"), y), 0.0, color=_SENT, penwidth=1.5)
 
     def _return(self, name: str, y: float) -> Iterator[str]:
-        """The updated parameters, back to the band over the top."""
+        """The updated parameters, back to the band below everything."""
         rows = [row for row in self.rows.values() if row.band]
         if not rows:
             return
-        above, x = self.top + _LINE, self.x["band"]
-        end = rows[-1].y + rows[-1].height / 2
-        points = [(self.x["optimizer"], y), (self.x["optimizer"], above), (x, above), (x, end)]
+        side, below, x = self._right("optimizer"), self.bottom - _LINE, self.x["band"]
+        points = [(side, y), (side + 12, y), (side + 12, below), (x, below), (x, rows[0].y - rows[0].height / 2)]
         yield line(name, "parameters", points, color=_BAND_LINE, penwidth=2.5, tooltip="the new parameters")
         look = {"shape": "plaintext", "style": "", "fontsize": SMALL, "fontcolor": self.theme.text}
-        yield node("new parameters", (x + 60, above + 9), (90, _LINE), label="new parameters", **look)
+        yield node("new parameters", (self.x["optimizer"] - 20, below + 9), (90, _LINE), label="new parameters", **look)
 
     def _caption(self) -> str:
         """The title and the totals, below everything."""
@@ -380,17 +476,21 @@ class _Drawing:
         if (memory := self.graph.memory) is not None:
             texts.append(f"memory of a device: {human(memory.total, 'B')}, live at most {human(memory.peak, 'B')}")
         texts += [f"colour: {self.heat}, white is none, red the most of all"] if self.heat is not None else []
+        if self.by_memory:
+            texts.append("height: the bytes that are live on a device while a layer runs, from 0, parameters included")
+            again = any(layer.backward.again for layer in self.graph.layers if layer.backward)
+            texts += ["blue frame: remat computes a part of the layer again"] if again else []
+            texts += [f"red: above {human(self.limit, 'B')}"] if self.limit is not None else []
         texts += [f"elsewhere in the step: {text}" for text in sends_text(elsewhere, self.mesh)]
         lines: list[Line] = [(self.title, "big"), *((text, "plain") for text in texts)]
         wide, high = size(lines)
-        at = self.right / 2, -_LINE - 30 * max(len(self.inputs), 1) - high / 2
+        at = self.right / 2, self.bottom - _LINE - 12 - high / 2
         return node("caption", at, (wide, high), label=label(lines, self.theme.text), shape="plaintext", style="")
 
 
 def _half(row: Row, up: bool) -> float:
     """Half of the height of a box."""
-    lines = row.forward if up else row.backward
-    return (size(lines)[1] if lines else row.height) / 2
+    return row.halves[0 if up else 1] or row.height / 2
 
 
 def _tooltip(layer: StepLayer, part: StepPart) -> str:
@@ -469,7 +569,7 @@ def weights_text(layer: StepLayer, arguments: Iterable[StepArgument]) -> list[Li
     return [(text, "plain") for text in (f"{layer.params:,} params", *list(specs)[:2])]
 
 
-def layer_lines(layer: StepLayer, part: StepPart, heat: str | None, *, backward: bool) -> list[Line]:
+def layer_lines(layer: StepLayer, part: StepPart, options: Options, *, backward: bool) -> list[Line]:
     """The lines of a box. A layer is called as in `plot_network`."""
     name = own_name(Node(layer.name, layer.op, layer.detail, scope=layer.scope))
     if backward:
@@ -477,10 +577,12 @@ def layer_lines(layer: StepLayer, part: StepPart, heat: str | None, *, backward:
     else:
         texts = [name, f"{layer.op} {layer.detail}".strip()] if name else [layer.op, layer.detail]
     lines = [(cut(text), "plain" if number else "big") for number, text in enumerate(texts)]
+    heat, by_memory = options.heat, options.height == "memory" or options.heat == "memory"
     if heat == "seconds" and part.seconds is not None:
         lines.append((human_seconds(part.seconds), "plain"))
     lines += [(f"{part.flops_per_byte:.3g} FLOP/B", "plain")] if heat == "flop/byte" else []
-    lines += [(f"{human(part.peak, 'B')} live", "plain")] if part.peak is not None else []
+    lines += [(f"{human(part.peak, 'B')} live", "plain")] if by_memory and part.peak is not None else []
+    lines += [("computed again (remat)", "plain")] if options.height == "memory" and backward and part.again else []
     return [line for line in lines if line[0]]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from .._graph import BACKWARD
 from .._layout.net import Draft, Net
 from .._program.hlo import Flow, Instruction, Program, Value
 from .._program.sends import Send, kind_of
-from .._read.raw import Eqn
+from .._read.raw import Eqn, Raw
 from .._read.source import short_path
 from .._searches import reach, readers
 from .graph import Collective, Phase
@@ -40,6 +41,7 @@ class Phases:
     glue: list[Draft] = field(default_factory=list)  # collectives and copies, which only hand gradients on
     of: dict[int, Phase] = field(default_factory=dict[int, Phase])  # of each draft
     row_of: dict[int, Row] = field(default_factory=dict)  # of each forward and backward draft
+    metrics: dict[str, list[int]] = field(default_factory=dict)  # each result that is no new state: its layers
 
 
 def phases_of(net: Net) -> Phases:
@@ -52,6 +54,7 @@ def phases_of(net: Net) -> Phases:
     again = {d.at for d in net.layers if d.eqns and all(net.raw.eqns[number].again for number in d.eqns)}  # by remat
     before = reach(gradients | again, sources)
     layers = {draft.forward.at for draft in net.layers if draft.forward is not None}
+    results = _results(net.raw)
     for draft in net.layers:
         if draft.at in gradients or draft.at in again:
             phases.of[draft.at] = "backward"
@@ -61,19 +64,59 @@ def phases_of(net: Net) -> Phases:
             phases.of[draft.at] = "forward"
             row = phases.row_of[draft.at] = Row(draft)
             phases.rows.append(row)
-        else:  # a schedule of the optimizer, or a metric
-            phases.of[draft.at] = "optimizer" if reach([draft.at], readers_of) & after else "elsewhere"
+        else:  # a schedule of the optimizer reads no layer; a metric, or the check of a loss for NaN, does
+            reads_layers = not reach([draft.at], sources).isdisjoint(before | layers)
+            is_schedule = not reads_layers and reach([draft.at], readers_of) & after
+            phases.of[draft.at] = "optimizer" if is_schedule else "elsewhere"
     _add_backward(net, phases)
     for draft in (draft for draft in net.layers if phases.of[draft.at] == "optimizer"):
-        # What hands gradients on to an optimizer reads no parameters and returns no results, or is a collective.
-        updates = draft.op not in COLLECTIVES and (draft.weights or draft.outputs)
+        # What hands gradients on to an optimizer reads no parameters and returns no new state, or is a collective.
+        updates = draft.op not in COLLECTIVES and (draft.weights or any(name not in results for name in draft.outputs))
         (phases.glue if draft.at in after and not updates else phases.optimizers).append(draft)
+    # A metric may pass a sum over the devices, which packs it with others. So its layers are all that reach the sum.
+    updated = {draft.at for draft in phases.optimizers}
+    above = {at: {} if at in phases.row_of or at in updated else read for at, read in sources.items()}
+    for draft in net.layers:
+        for name in (name for name in draft.outputs if name in results):
+            rows = [at for at in reach([draft.at], above) if phases.of.get(at) == "forward" and at in phases.row_of]
+            is_loss = draft.at in phases.row_of or draft.op == "Loss"
+            shown = results[name] or ("loss" if is_loss else name)
+            if rows:
+                phases.metrics[name if shown in phases.metrics else shown] = sorted(rows)
+    phases.metrics = dict(
+        sorted(phases.metrics.items(), key=lambda metric: metric[0] != "loss")
+    )  # the loss comes first
     return phases
+
+
+def _results(raw: Raw) -> dict[str, str]:
+    """The results that are no new state, and how each is called: "loss" for "output[1]['loss']", "" for "output[2]".
+
+    A new state has the path below its argument, the shape and the dtype of an old one.
+    """
+    old = {
+        (value.name.removeprefix(value.argument), value.shape, value.dtype)
+        for value in raw.values
+        if value.kind in ("weight", "input")
+    }
+    results: dict[str, str] = {}
+    for name, number in zip(raw.output_names, raw.outputs, strict=True):
+        value = raw.values[number]
+        tails = name.removeprefix("output"), _ARGUMENT.sub("", name)
+        if not any((tail, value.shape, value.dtype) in old for tail in tails):
+            keys = _KEY.findall(name)
+            results[name] = "".join(keys[-1]) if keys else ""
+    return results
+
+
+_ARGUMENT = re.compile(r"^output(\[\d+\])?")
+_KEY = re.compile(r"\['([^']+)'\]|\.(\w+)")
 
 
 def _add_backward(net: Net, phases: Phases) -> None:
     """Give each backward draft to its layer. What is computed again belongs to the layer of the same place."""
     at_place: dict[int, Row] = {}
+    sources = net.sources()
     for row in phases.rows:
         for number in row.draft.eqns:
             at_place.setdefault(net.raw.eqns[number].position, row)
@@ -83,9 +126,26 @@ def _add_backward(net: Net, phases: Phases) -> None:
             eqns = [net.raw.eqns[number] for owner in (draft.forward, draft) if owner for number in owner.eqns]
             places = [eqn.position for eqn in eqns] + [number for eqn in eqns for number in net.raw.above(eqn)]
             row = next((at_place[number] for number in places if number in at_place), None)
+            row = row or _computed_again(net, phases, draft.layer, sources)
         if row is not None:
             row.backward.append(draft)
             phases.row_of[draft.at] = row
+
+
+def _computed_again(net: Net, phases: Phases, again: Draft, sources: dict[int, set[int]]) -> Row | None:
+    """The layer that remat computes again in another place: of the same line, and of the same params or operands."""
+
+    def lines(draft: Draft) -> set[tuple[str, int]]:
+        stacks = (net.raw.own_stack(net.raw.eqns[number]) for number in draft.eqns)
+        return {(stack[-1].file, stack[-1].line) for stack in stacks if stack}
+
+    at_lines = lines(again)
+    rows = [row for row in phases.rows if row.draft.op == again.op and not at_lines.isdisjoint(lines(row.draft))]
+    if again.weights:
+        return next((row for row in rows if not set(row.draft.weights).isdisjoint(again.weights)), None)
+    reads = {phases.row_of[at].draft.at if at in phases.row_of else at for at in sources.get(again.at, ())}
+    same = [row for row in rows if not reads.isdisjoint(sources.get(row.draft.at, ()))]
+    return same[0] if len(same) == 1 else rows[0] if len(rows) == 1 else None
 
 
 # Instructions that only move arrays: a way goes on through them.
@@ -337,6 +397,7 @@ class Placing:
         """The collective, with its phase and its layers."""
         instruction = send.instruction
         phase, layers = self._where(instruction)
+        along = self._metrics(instruction) if phase == "gradients" else ()
         file, line = instruction.frames[-1] if instruction.frames else ("", 0)
         return Collective(
             name=instruction.name,
@@ -351,7 +412,20 @@ class Placing:
             layers=tuple(dict.fromkeys(self.places.names[at] for at in layers)),
             op_name=instruction.op_name,
             source=f"{short_path(file)}:{line}" if file else "",
+            metrics=tuple(along),
         )
+
+    def _metrics(self, instruction: Instruction) -> list[str]:
+        """The results whose values a collective sends beside gradients."""
+        ats: set[int] = set()
+        for number, name in enumerate(instruction.operands):
+            after = self._near([(instruction.name, number if instruction.is_tuple else None)], back=False)
+            if {phase for _, phase in after} & {"forward", "elsewhere", "result"}:
+                ats |= {at for at, phase in self._near([(name, None)], back=True) if phase in ("forward", "elsewhere")}
+        net, row_of = self.places.net, self.phases.row_of
+        above = {at: set[int]() if at in row_of else read for at, read in net.sources().items()}
+        layers = reach(ats, above)
+        return [name for name, rows in self.phases.metrics.items() if layers.intersection(rows)]
 
     def _where(self, instruction: Instruction) -> tuple[Phase, list[int]]:
         """Where most of the bytes go that are sent together, and the layers of all that go there."""

@@ -88,6 +88,8 @@ def plot_step(
     *args: Any,
     title: str = "step",
     heat: Literal["flop/byte", "memory"] | Profile | None = None,
+    height: Literal["memory"] | None = None,
+    limit: int | None = None,
     theme: Literal["light", "dark"] = "light",
     time_limit: float = 30.0,
     params_argnums: int | Sequence[int] | None = 0,
@@ -107,6 +109,9 @@ def plot_step(
         title: the text below the picture, and the file name for `render`.
         heat: colours the layers: "flop/byte"; "memory", the live bytes while a layer runs; a dict {layer: seconds}; or
             the directory of a profile of `jax.profiler.trace`.
+        height: "memory": a box is as high as the bytes that are live while it runs, from 0. What remat computes again
+            is marked.
+        limit: with `height`, the bytes of a device. Boxes above it are red.
         theme: "light" or "dark".
         time_limit: seconds that the renderer may take.
 
@@ -115,7 +120,8 @@ def plot_step(
 
     Raises:
         TypeError: as for `trace_step`; the title is not a str.
-        ValueError: as for `trace_step`; theme or heat is unknown; the time limit is not above 0.
+        ValueError: as for `trace_step`; theme, heat or height is unknown; the time limit is not above 0; a limit
+            without `height`; this backend does not say which bytes are live.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -126,6 +132,12 @@ def plot_step(
         1
     """
     check_picture(Options(title, theme=theme), time_limit, "plot_step")
+    if height is not None:
+        checks.choice(height, "plot_step", "height", ("memory",))
+    if limit is not None:
+        checks.whole_number(limit, "plot_step", "limit", least=1)
+        if height is None:
+            raise ValueError('plot_step: limit is of height="memory", which makes boxes as high as the live bytes')
     named = isinstance(heat, str) and heat in _HEATS
     profile = None if named else heat
     if isinstance(profile, str) and not as_path(profile, "plot_step: heat").is_dir():
@@ -136,7 +148,12 @@ def plot_step(
     options = (depth, max_nodes, repeats, rules)
     graph, network = read_step(step, args, params_argnums, profile, options)
     shown = str(heat) if named else "seconds" if profile is not None else None
-    return plot_drawn(graph, network, title, shown, theme, time_limit)
+    parts = (part for layer in (*graph.layers, *graph.optimizers) for part in (layer.forward, layer.backward) if part)
+    if height is not None and all(part.peak is None for part in parts):
+        raise ValueError(
+            'plot_step: height="memory" needs the places of arrays, which the compiler of these devices does not report'
+        )
+    return plot_drawn(graph, network, title, shown, theme, time_limit, height, limit)
 
 
 def plot_drawn(
@@ -146,11 +163,13 @@ def plot_drawn(
     heat: str | None = None,
     theme: str = "light",
     time_limit: float = 30.0,
+    height: str | None = None,
+    limit: int | None = None,
 ) -> StepPlot:
     """The picture of a step that is read already."""
     from .picture import StepPlot  # loads graphviz
 
-    return StepPlot(graph, network, Options(title, heat=heat, theme=theme), time_limit)
+    return StepPlot(graph, network, Options(title, heat=heat, theme=theme, height=height, limit=limit), time_limit)
 
 
 def read_step(
@@ -179,7 +198,7 @@ def read_step(
         )
     mesh, devices = mesh_of(compiled, args), device_count(compiled)
     placing, (memory, live) = Placing(places), memory_of(program, compiled)
-    part = functools.partial(_part, names, _peaks(places, live), _seconds(seconds_or_folder, places))
+    part = functools.partial(_part, places, _peaks(places, live), _seconds(seconds_or_folder, places))
     leaf_names = [value.name for value in net.raw.values[: len(jax.tree.leaves(args))]]
     network = to_graph(net)
     counted = {node.name: node.params for node in network.nodes}
@@ -267,13 +286,15 @@ def _layer(places: Places, row: Row, params: int, part: Callable[[list[Draft]], 
     )
 
 
-def _part(names: dict[int, str], peaks: dict[int, int], seconds: dict[str, float], drafts: list[Draft]) -> StepPart:
+def _part(places: Places, peaks: dict[int, int], seconds: dict[str, float], drafts: list[Draft]) -> StepPart:
+    names, eqns = places.names, places.net.raw.eqns
     measured = [seconds[names[draft.at]] for draft in drafts if names[draft.at] in seconds]
     return StepPart(
         flops=sum(draft.flops for draft in drafts),
         bytes=sum(draft.bytes for draft in drafts),
         peak=max((peaks[draft.at] for draft in drafts if draft.at in peaks), default=None),
         seconds=sum(measured) if measured else None,
+        again=any(eqns[number].again for draft in drafts for number in draft.eqns),
     )
 
 
