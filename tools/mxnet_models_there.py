@@ -936,35 +936,44 @@ def numbers(name, symbol, shapes, folder, arrays=None, training=True):
     mx.model.save_checkpoint(str(folder / name), 0, symbol, params, states)
     found = {f"input {n}": made[n] for n in symbol.list_inputs() if n in given}
 
-    def bound(symbol):
-        arguments = {n: mx.nd.array(made[n]) for n in symbol.list_arguments()}
-        grads = {n: mx.nd.zeros(arguments[n].shape) for n in params}
+    def bound(symbol, dtype="float32"):
+        arguments = {n: mx.nd.array(made[n], dtype=dtype) for n in symbol.list_arguments()}
+        grads = {n: mx.nd.zeros(arguments[n].shape, dtype=dtype) for n in params}
         if "SparseEmbedding" in symbol.tojson():
             grads = {n: mx.nd.sparse.zeros("row_sparse", arguments[n].shape) for n in params}
-        aux = {n: mx.nd.array(made[n]) for n in symbol.list_auxiliary_states()}
+        aux = {n: mx.nd.array(made[n], dtype=dtype) for n in symbol.list_auxiliary_states()}
         return symbol.bind(mx.cpu(), arguments, grads, {n: "write" if n in params else "null" for n in arguments}, aux)
 
     for i, out in enumerate(bound(symbol).forward(is_train=False)):
         found[f"eval{i}"] = out.asnumpy()
     if training:
+        ops = {node["op"] for node in nodes}
         plain = without_dropout(symbol)
         plain.save(str(folder / f"{name}-train-symbol.json"))
-        executor = bound(plain)
+        # In float64 where MXNet computes the network in it. In float32 some of its gradients, those of
+        # norms of few values, are off by a tenth.
+        dtype = "float64"
+        try:
+            if "_contrib_SparseEmbedding" in ops:  # its gradient is float32
+                raise TypeError
+            executor = bound(plain, dtype)
+        except (mx.base.MXNetError, TypeError):
+            dtype = "float32"
+            executor = bound(plain)
         outs = executor.forward(is_train=True)
-        ops = {node["op"] for node in nodes}
         has_loss = any(op in LOSSES or op.endswith("RegressionOutput") for op in ops)
         heads = [
             np.ones(o.shape, np.float32) if has_loss else rule(f"{name}/head{i}", o.shape, "n")
             for i, o in enumerate(outs)
         ]
-        executor.backward([mx.nd.array(head) for head in heads])
+        executor.backward([mx.nd.array(head, dtype=dtype) for head in heads])
         optimizer = mx.optimizer.SGD(learning_rate=LR, momentum=0.9, wd=1e-3, rescale_grad=1 / heads[0].shape[0])
         updater = mx.optimizer.get_updater(optimizer)
         for i, n in enumerate(params):
             updater(i, executor.grad_dict[n].tostype("default"), executor.arg_dict[n])
-            found[f"param {n}"] = executor.arg_dict[n].asnumpy()
-        found.update({f"state {n}": a.asnumpy() for n, a in executor.aux_dict.items()})
-        found.update({f"out{i}": o.asnumpy() for i, o in enumerate(outs)})
+            found[f"param {n}"] = np.float32(executor.arg_dict[n].asnumpy())
+        found.update({f"state {n}": np.float32(a.asnumpy()) for n, a in executor.aux_dict.items()})
+        found.update({f"out{i}": np.float32(o.asnumpy()) for i, o in enumerate(outs)})
         found.update({f"head{i}": h for i, h in enumerate(heads)})
     np.savez(folder / f"{name}.npz", **found)
     kinds = {n: given[n][1] if n in given else kind_of(n, shape) for n, shape in of.items()}
@@ -1005,10 +1014,21 @@ def export(name, net, *inputs, folder, training=True):
 ZOO = "alexnet densenet121 inceptionv3 mobilenet0.25 mobilenetv2_0.25 resnet18_v1 resnet18_v2 squeezenet1.1 vgg11_bn"
 CV = (
     "ssd_512_mobilenet1.0_voc yolo3_mobilenet0.25_voc center_net_resnet18_v1b_voc faster_rcnn_resnet50_v1b_voc"
-    " fcn_resnet50_voc psp_resnet50_voc deeplab_resnet50_voc simple_pose_resnet18_v1b mobile_pose_mobilenet1.0"
-    " cifar_resnet20_v1 cifar_resnext29_16x4d resnet18_v1b resnext50_32x4d se_resnet18_v1 googlenet mobilenetv3_small"
-    " residualattentionnet56 hrnet_w18_small_v1_c resnest14 inceptionv1_kinetics400 i3d_inceptionv1_kinetics400"
+    " mask_rcnn_resnet18_v1b_coco fcn_resnet50_voc psp_resnet50_ade deeplab_resnet50_ade"
+    " simple_pose_resnet18_v1b mobile_pose_mobilenet1.0 alpha_pose_resnet101_v1b_coco cifar_resnet20_v1"
+    " cifar_resnext29_32x4d resnet18_v1b resnext50_32x4d se_resnet18_v1 googlenet mobilenetv3_small"
+    " residualattentionnet56 hrnet_w18_small_v1_c resnest14 i3d_inceptionv1_kinetics400"
+    " r2plus1d_resnet18_kinetics400"
 )
+CV_SIZES = {  # of the first name that one begins with; of all others (2, 3, 128, 128)
+    "cifar": (2, 3, 32, 32),
+    "i3d": (1, 3, 32, 224, 224),
+    "r2plus1d": (1, 3, 16, 112, 112),
+    "googlenet residualattentionnet": (1, 3, 224, 224),
+    "fcn psp deeplab": (1, 3, 480, 480),
+    "faster_rcnn mask_rcnn": (1, 3, 256, 256),  # of one image
+    "alpha_pose": (1, 3, 128, 96),
+}
 
 
 def gluon_networks():
@@ -1029,18 +1049,13 @@ def gluon_networks():
         print("no gluoncv:", error, flush=True)
     else:
         for name in CV.split():
-            size = (2, 3, 128, 128)
-            if "kinetics" in name:
-                size = (1, 3, 16, 112, 112) if name.startswith(("c3d", "r2plus", "p3d")) else (1, 3, 32, 112, 112)
-                size = (1, 3, 112, 112) if name == "inceptionv1_kinetics400" else size
-            size = (2, 3, 32, 32) if name.startswith("cifar") else size
-            size = (1, 3, 480, 480) if name.startswith(("fcn", "psp", "deeplab", "icnet")) else size
+            sizes = [size for starts, size in CV_SIZES.items() if name.startswith(tuple(starts.split()))]
             options = {"pretrained": False}
-            if any(word in name for word in ("voc", "coco", "pose")):
+            if any(word in name for word in ("voc", "coco", "pose", "ade", "citys", "kinetics")):
                 options["pretrained_base"] = False
             found[f"cv_{name}"] = (
                 lambda name=name, o=options: gluoncv.model_zoo.get_model(name, **o),
-                [(size, "n")],
+                [((*sizes, (2, 3, 128, 128))[0], "n")],
                 False,
             )
     try:

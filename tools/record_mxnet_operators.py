@@ -9,6 +9,7 @@ are wrong only where an array is another operator's output. mxnet_operators.npz 
 MXNet computes in it.
 """
 
+import functools
 import gzip
 import json
 import os
@@ -459,11 +460,176 @@ def densities():
                 return function(x, *values, **more)
 
             case(f"pdf {name}{key}", make, x=((2, 3), kind), **given)
+    for key, more in {"": {}, " log": {"is_log": True}}.items():
+        pdf = functools.partial(sym.random_pdf_negative_binomial, **more)
+        case(f"pdf negative_binomial{key}", lambda x, k, p, f=pdf: f(x, k * 3, p / 2), x=((2, 3), "i4"), k=((2,), "u"),
+             p=((2,), "u"))  # fmt: skip
+        pdf = functools.partial(sym.random_pdf_generalized_negative_binomial, **more)
+        case(f"pdf generalized{key}", pdf, sample=((2, 3), "i4"), mu=((2,), "u"), alpha=((2,), "u"))
+        pdf = functools.partial(sym.random_pdf_dirichlet, **more)
+        case(f"pdf dirichlet{key}", lambda x, a, f=pdf: f(sym.softmax(x), a), x=(2, 3, 4), a=((2, 4), "u"))
+
+
+def further_attributes():
+    """Attributes that neither the cases above nor record_mxnet_symbols.py have: each default, and one other value."""
+    c, i, x4 = sym.contrib, sym._internal, (2, 4, 5, 4)
+    # Older names of layers, which read fewer attributes.
+    case("v1 convolution", lambda x: sym.Convolution_v1(x, kernel=(3, 2), num_filter=3, name="c"), behind=False, x=x4)
+    case("v1 norm", lambda x: sym.BatchNorm_v1(x, fix_gamma=False, name="b"), behind=False, x=x4)
+    pool = {"kernel": (3, 2), "stride": (2, 1), "pad": (1, 0), "name": "p"}
+    for kind in ("max", "avg", "sum"):
+        attributes(f"v1 pooling {kind}", sym.Pooling_v1, "x", {
+            "valid": {**pool, "pool_type": kind}, "global": {"kernel": (1, 1), "global_pool": True, "pool_type": kind},
+            "full": {**pool, "stride": (3, 3), "pool_type": kind, "pooling_convention": "full"},
+        }, behind=False, x=x4)  # fmt: skip
+    attributes("deconv", sym.Deconvolution, "x", {
+        "1d": {"kernel": (3,), "num_filter": 2, "stride": (2,), "name": "d"},
+    }, behind=False, x=(2, 3, 4))  # fmt: skip
+    case("dropout always", lambda x: sym.Dropout(x, p=0.0, mode="always"), behind=False, x=(3, 4))
+    attributes("group norm", sym.GroupNorm, "x", {
+        "default": {"name": "g"}, "eps": {"name": "g", "num_groups": 4, "eps": 0.1},
+    }, behind=False, x=x4)  # fmt: skip
+    outputs = {"output_mean_var": True, "name": "g"}
+    case("group norm outputs", lambda x: sym.GroupNorm(x, num_groups=2, **outputs), grads=False, behind=False, x=x4)
+    case("layer norm outputs", lambda x: sym.LayerNorm(x, **outputs), grads=False, behind=False, x=x4)
+    case("instance norm eps", lambda x: sym.InstanceNorm(x, eps=0.1, name="i"), behind=False, x=x4)
+    case("l2 eps", lambda x: sym.L2Normalization(x, eps=0.5), behind=False, x=x4)
+    attributes("norm relu", c.BatchNormWithReLU, "x", {
+        "default": {"name": "b"}, "set": {"name": "b", "fix_gamma": False, "eps": 0.1, "momentum": 0.5},
+        "global": {"name": "b", "use_global_stats": True},
+    }, behind=False, x=x4)  # fmt: skip
+    attributes("sync norm", c.SyncBatchNorm, "x", {
+        "global": {"name": "b", "key": "k", "eps": 0.1, "use_global_stats": True},
+    }, behind=False, x=x4)  # fmt: skip
+    case("leaky rrelu bounds", lambda x: sym.LeakyReLU(x, act_type="rrelu", lower_bound=0.4, upper_bound=0.6)[0],
+         grads=False, behind=False, x=(3, 4))  # fmt: skip
+    attributes("MakeLoss", sym.MakeLoss, "x", {
+        "plain": {}, "threshold": {"normalization": "valid", "valid_thresh": 0.5},
+    }, behind=False, x=(3, 4))  # fmt: skip
+    case("pad 5", lambda x: sym.pad(x, mode="constant", pad_width=(0, 0, 0, 0, 1, 0, 0, 2, 1, 1)), behind=False,
+         x=(1, 2, 3, 2, 2))  # fmt: skip
+    more = {"state_size": 3, "num_layers": 1, "mode": "gru"}
+    case("rnn size", lambda x, s: sym.RNN(x, sym.var("w"), s, **more), behind=False, x=(4, 2, 5), s=(1, 2, 3))
+    attributes("reshape before 0.9", sym.Reshape, "x", {
+        "target": {"target_shape": (0, 6)}, "highest": {"target_shape": (0, 12), "keep_highest": True},
+    }, behind=False, x=(2, 3, 4))  # fmt: skip
+    lengths = {"use_sequence_length": True, "axis": 1}
+    case("SequenceLast axis", lambda x, n: sym.SequenceLast(x, n + 1, **lengths), behind=False, x=(3, 4, 2),
+         n=((3,), "i4"))  # fmt: skip
+    case("swapaxes set", lambda x: sym.swapaxes(x, dim1=2, dim2=1), behind=False, x=(2, 3, 4))
+    case("up scale", lambda x: sym.UpSampling(x, scale=3, sample_type="nearest"), behind=False, x=x4)
+    more = {"scale": 2, "sample_type": "nearest", "num_args": 2, "multi_input_mode": "sum"}
+    case("up sum", lambda x, y: sym.UpSampling(x, y, **more), behind=False, x=(1, 2, 2, 3), y=(1, 2, 4, 6))
+    up = lambda x, w: sym.UpSampling(x, w, scale=3, sample_type="bilinear", num_filter=2, num_args=2)  # noqa: E731
+    case("up bilinear odd", up, behind=False, x=(1, 2, 3, 2), w=(2, 1, 5, 5))
+    case("arange repeat", lambda x: sym.arange(1, 3, 0.5, repeat=3) + x, behind=False, x=(12,))
+    case("allclose set", lambda x, y: c.allclose(x, y, rtol=10.0, atol=0.0), grads=False, x=(2, 2), y=(2, 2))
+    case("selfatt one head", lambda x: c.interleaved_matmul_selfatt_qk(x, heads=1), behind=False, x=(3, 2, 12))
+    one = lambda x, a: c.interleaved_matmul_selfatt_valatt(x, a, heads=1)  # noqa: E731
+    case("valatt one head", one, behind=False, x=(3, 2, 12), a=(2, 3, 3))
+    # Two arrays of one shape, and numbers, under their own names.
+    names = "equal not_equal greater greater_equal lesser lesser_equal logical_and logical_or logical_xor"
+    for name in names.split():
+        case(f"same {name}", getattr(i, f"_{name}"), grads=False, behind=False, lhs=((5, 4), "i2"), rhs=((5, 4), "i2"))
+        number = functools.partial(getattr(i, f"_{name}_scalar"), scalar=1)
+        case(f"number {name}", number, grads=False, behind=False, data=((5, 4), "i3"))
+    for name in "maximum minimum mod power hypot".split():
+        both = dict.fromkeys(("lhs", "rhs"), ((3, 4), "u"))
+        case(f"same {name}", getattr(i, f"_{name}"), behind=False, **both)
+        number = functools.partial(getattr(i, f"_{name}_scalar"), scalar=0.8)
+        case(f"number {name}", number, behind=False, data=((3, 4), "u"))
+    case("number rmod", lambda x: i._rmod_scalar(x, scalar=3.3), behind=False, x=((3, 4), "u"))
+    whole_eye = lambda x: sym.cast(sym.eye(2, 4, k=-1, dtype="int32"), dtype="float32") + x  # noqa: E731
+    case("eye int", whole_eye, grads=False, behind=False, x=(2, 4))
+    case("histogram bins", lambda x, b: i._histogram(x, sym.sort(b)), grads=False, behind=False, x=(5, 5), b=(4,))
+    more = {"axis": 0, "alpha": 2.0, "beta": 0.5}
+    case("gemm axis", lambda x, y, z: sym.linalg.gemm(x, y, z, **more), behind=False, x=(3, 2, 4), y=(4, 2, 5),
+         z=(3, 2, 5))  # fmt: skip
+    attributes("cumsum", sym.cumsum, "a", {"dtype": {"axis": 0, "dtype": "float32"}}, behind=False, a=(2, 3))
+    case("broadcast axes", lambda x: sym.broadcast_axis(x, axis=(0, 2), size=(3, 2)), behind=False, x=(1, 2, 1))
+    case("broadcast like axes", lambda x, y: sym.broadcast_like(x, y, lhs_axes=(0, 2), rhs_axes=(1, -1)),
+         behind=False, x=(1, 2, 1), y=(5, 4, 3))  # fmt: skip
+    begin = {"lhs_begin": 1, "lhs_end": 3, "rhs_begin": 0, "rhs_end": 2}
+    case("reshape like part", lambda x, y: sym.reshape_like(x, y, **begin), behind=False, x=(2, 3, 4, 5), y=(2, 6, 9))
+    case("reshape like end", lambda x, y: sym.reshape_like(x, y, lhs_begin=-1, rhs_begin=1), behind=False,
+         x=(3, 12), y=(7, 2, 6))  # fmt: skip
+    case("hard sigmoid set", lambda x: sym.hard_sigmoid(x, alpha=0.5, beta=0.1), behind=False, x=(3, 4))
+    for name in ("softmax", "log_softmax", "softmin"):
+        wide = functools.partial(getattr(sym, name), dtype="float32")
+        case(f"{name} dtype", lambda x, f=wide: f(sym.cast(x * 0, "float16")), grads=False, behind=False, x=(2, 3, 4))
+    attributes("nanprod", sym.nanprod, "x", {"default": {}, "set": {"axis": 1, "keepdims": True}}, behind=False,
+               x=(2, 3, 4))  # fmt: skip
+    case("norm dtype", lambda x: sym.norm(x, axis=1, out_dtype="float32"), behind=False, x=(2, 3))
+    case("one hot default", lambda i: sym.one_hot(i, depth=3), grads=False, i=((4,), "i5"))
+    case("one hot int", lambda i: sym.cast(sym.one_hot(i, depth=3, dtype="int32"), dtype="float32"), grads=False,
+         i=((4,), "i3"))  # fmt: skip
+    case("pick wrap", lambda x, i: sym.pick(x, i - 4, mode="wrap"), behind=False, x=(4, 3), i=((4,), "i9"))
+    case("pick clip", lambda x, i: sym.pick(x, i - 4), behind=False, x=(4, 3), i=((4,), "i9"))
+    case("take clip", lambda x, i: sym.take(x, i - 4), behind=False, x=(4, 3), i=((2, 3), "i9"))
+    case("embedding beyond", lambda i: sym.Embedding(i - 3, input_dim=5, output_dim=2, name="e"), behind=False,
+         i=((3, 4), "i9"))  # fmt: skip
+    case("reverse two", lambda x: sym.reverse(x, axis=(0, 2)), behind=False, x=(2, 3, 4))
+    case("slice like all", lambda x, y: sym.slice_like(x, y), behind=False, x=(3, 4), y=(2, 3))
+    case("stack default", lambda x, y: sym.stack(x, y), behind=False, x=(3, 4), y=(3, 4))
+    case("depth to space 3", lambda x: sym.depth_to_space(x, block_size=3), behind=False, x=(1, 9, 2, 1))
+    case("space to depth 3", lambda x: sym.space_to_depth(x, block_size=3), behind=False, x=(1, 1, 6, 3))
+    case("scatter_nd three", lambda x, i: sym.scatter_nd(x, i, shape=(4, 3, 2)), behind=False, x=(5, 2),
+         i=((2, 5), "i3"))  # fmt: skip
+    case("gather ties", lambda x, i: sym.gather_nd(x, i), behind=False, x=(3, 2), i=((1, 7), "i3"))
+    case("ravel three", lambda x: sym.ravel_multi_index(x, shape=(3, 4, 2)), grads=False, x=((3, 5), "i2"))
+    case("unravel three", lambda x: sym.unravel_index(x, shape=(2, 3, 2)), grads=False, x=((5,), "i12"))
+    assign = lambda x, y: i._slice_assign(x, y, begin=(1, None), end=(None, 2))  # noqa: E731
+    case("slice assign open", assign, grads=False, x=(3, 4), y=(2, 2))
+    case("full", lambda x: i._full(shape=(2, 3), value=1.5) * x, behind=False, x=(2, 3))
+    case("crop beginning", lambda x: sym.slice(x, begin=(1,), end=(3,)), behind=False, x=(4, 3))
+    case("arccos ends", lambda x: sym.arccos(x - 1), grads=False, behind=False, x=((5, 4), "i3"))
+    case("image flat crop", lambda x: sym.image.crop(x, x=0, y=0, width=2, height=4), behind=False, x=(2, 5, 4, 3))
+    for key, more in {"default": {}, "set": {"sparseness_target": 0.3, "penalty": 0.1, "momentum": 0.5}}.items():
+        sparse = functools.partial(sym.IdentityAttachKLSparseReg, name="k", **more)
+        case(f"sparse activations {key}", lambda x, f=sparse: f(sym.sigmoid(x)), behind=False, x=(3, 4))
+    # Regions and boxes: ties, none at all, padding.
+    case("nms ties", lambda x: c.box_nms(sym.round(x * 2), coord_start=1, score_index=0, overlap_thresh=0.4),
+         behind=False, x=((3, 9, 5), "b2"))  # fmt: skip
+    case("nms below", lambda x: c.box_nms(x - 9, valid_thresh=0.0), behind=False, x=((2, 4, 6), "b1"))
+    empty = lambda x, r: c.ROIAlign(x, r * 0, pooled_size=(2, 2), spatial_scale=1.0)  # noqa: E731
+    case("roi align of a point", empty, behind=False, x=(1, 2, 4, 4), r=((2, 5), "b3"))
+    out = lambda x, r: sym.ROIPooling(x, sym.abs(r) * 4, pooled_size=(2, 2), spatial_scale=1.0)  # noqa: E731
+    case("roi pooling outside", out, behind=False, x=(9, 2, 4, 4), r=((3, 5), "b3"))
+    ties = lambda x, r: sym.ROIPooling(sym.round(x), r, pooled_size=(2, 2), spatial_scale=1.0)  # noqa: E731
+    case("roi pooling ties", ties, grads=False, behind=False, x=(2, 2, 6, 6), r=((3, 5), "b3"))
+    case("iou of none", lambda lhs, rhs: c.box_iou(lhs * 0, rhs), grads=False, behind=False, lhs=((2, 4), "b1"),
+         rhs=((3, 4), "b1"))  # fmt: skip
+    d = {"p": ((2, 3, 8), "u"), "d": ((2, 32), "w9"), "a": ((1, 8, 4), "b0.5")}
+    none = lambda p, d, a: c.MultiBoxDetection(sym.softmax(p, axis=1), d, a, threshold=0.999)  # noqa: E731
+    case("detection none", none, grads=False, behind=False, **d)
+    equal = lambda p, d, a: c.MultiBoxDetection(sym.softmax(p * 0, axis=1), d, a)  # noqa: E731
+    case("detection ties", equal, grads=False, behind=False, **d)
+    t = {"a": ((1, 8, 4), "b0.5"), "t": ((2, 3, 5), "b0.5"), "p": ((2, 3, 8), "n")}
+    case("target none", lambda a, t, p: c.MultiBoxTarget(a, t * 0 - 1, p), grads=False, behind=False, **t)
+    equal = lambda a, t, p: c.MultiBoxTarget(sym.round(a * 4) / 4, t, p * 0, negative_mining_ratio=1.0)  # noqa: E731
+    case("target ties", equal, grads=False, behind=False, **t)
+    # CTC: nothing but blanks, padding in front, one step, labels of one class.
+    case("ctc ties", lambda x, y: sym.CTCLoss(x * 0, y + 1), behind=False, x=(6, 2, 4), y=((2, 3), "i3"))
+    case("ctc one step", lambda x, y: sym.CTCLoss(x, y + 1), behind=False, x=(1, 2, 4), y=((2, 1), "i3"))
+    case("ctc padded", lambda x, y: sym.CTCLoss(x, y), behind=False, x=(7, 6, 3), y=((6, 3), "i3"))
+    case("ctc padded last", lambda x, y: sym.CTCLoss(x, y - 1, blank_label="last"), behind=False, x=(7, 6, 4),
+         y=((6, 3), "i4"))  # fmt: skip
+    one = lambda x, y: sym.CTCLoss(x, sym.ones_like(y))  # noqa: E731
+    case("ctc one class", one, behind=False, x=(7, 2, 3), y=((2, 3), "i2"))
+    # Ties of sorting.
+    case("topk value ties", lambda x: sym.topk(x, k=3, ret_typ="value"), grads=False, behind=False, x=((3, 8), "i3"))
+    case("topk ascending ties", lambda x: sym.topk(x, k=3, is_ascend=True), grads=False, behind=False, x=((3, 8), "i3"))
+    case("argsort down ties", lambda x: sym.argsort(x, is_ascend=False), grads=False, behind=False, x=((3, 8), "i3"))
+    case("argmax ties", lambda x: sym.argmax(x, axis=1), grads=False, behind=False, x=((3, 8), "i3"))
+    case("argmin ties", lambda x: sym.argmin(x, axis=1), grads=False, behind=False, x=((3, 8), "i3"))
+    case("batch take beyond", lambda a, i: sym.batch_take(a, whole(i - 4)), grads=False, behind=False, a=(5, 3),
+         i=((5,), "i9"))  # fmt: skip
 
 
 def main():
     for part in (amp_and_elementwise, arrays, attention, ctc, images, boxes, linear_algebra, densities):
         part()
+    further_attributes()
     if not ONLY:
         # One array of all numbers of a dtype: in a file of many arrays each takes more bytes than its few numbers.
         places = [[key, list(a.shape), str(a.dtype)] for key, a in ARRAYS.items()]

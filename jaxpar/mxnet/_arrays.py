@@ -60,6 +60,32 @@ def _new_shape(old: tuple[int, ...], codes: tuple[int, ...]) -> list[int]:
     return new
 
 
+def reshape_like(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    lhs_begin: int | None = None,
+    lhs_end: int | None = None,
+    rhs_begin: int | None = None,
+    rhs_end: int | None = None,
+) -> jax.Array:
+    """The left array, of whose axes from `lhs_begin` to `lhs_end` the shape is that of the right one's."""
+    first, end, _ = slice(lhs_begin, lhs_end).indices(lhs.ndim)
+    return lhs.reshape(lhs.shape[:first] + rhs.shape[rhs_begin:rhs_end] + lhs.shape[end:])
+
+
+def broadcast_like(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    lhs_axes: tuple[int, ...] | None = None,
+    rhs_axes: tuple[int, ...] | None = None,
+) -> jax.Array:
+    if lhs_axes is None or rhs_axes is None:
+        return jnp.broadcast_to(lhs, rhs.shape)
+    return broadcast_axis(lhs, axis=lhs_axes, size=tuple(rhs.shape[axis] for axis in rhs_axes))
+
+
 def pad(data: jax.Array, *, mode: str, pad_width: tuple[int, ...], constant_value: float = 0.0) -> jax.Array:
     if mode not in ("constant", "edge", "reflect"):
         raise ValueError(f"Pad: mode must be constant, edge or reflect, got {mode!r}")
@@ -143,7 +169,14 @@ def absolute(data: jax.Array) -> jax.Array:
     return data * lax.stop_gradient(jnp.sign(data))
 
 
-def norm(data: jax.Array, *, ord: int = 2, axis: tuple[int, ...] | None = None, keepdims: bool = False) -> jax.Array:
+def norm(
+    data: jax.Array,
+    *,
+    ord: int = 2,
+    axis: tuple[int, ...] | None = None,
+    keepdims: bool = False,
+    out_dtype: str | None = None,
+) -> jax.Array:
     if ord not in (1, 2):
         raise ValueError(f"norm: ord must be 1 or 2, got {ord}")
 
@@ -152,7 +185,8 @@ def norm(data: jax.Array, *, ord: int = 2, axis: tuple[int, ...] | None = None, 
             return absolute(x).sum(axis=axis, keepdims=keepdims)
         return jnp.sqrt(jnp.square(x).sum(axis=axis, keepdims=keepdims))
 
-    return reduction(measure)(data, axis=axis, keepdims=keepdims)
+    out = reduction(measure)(data, axis=axis, keepdims=keepdims)
+    return out if out_dtype is None else out.astype(jax.dtypes.canonicalize_dtype(out_dtype))
 
 
 def place(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:

@@ -35,7 +35,7 @@ _AXIS_OF_ARGMAX = 905  # the version since which an axis of -1 is the last one
 _IGNORED = frozenset(
     "cudnn_tune cudnn_off cudnn_algo_verbose cudnn_algo_fwd cudnn_algo_bwd_data cudnn_algo_bwd_filter workspace"
     " sparse_grad ctx ctx_group force_mirroring mirror_stage num_args key_var_num_args"
-    " lstm_state_clip_nan min_calib_range max_calib_range out ndev key".split()
+    " lstm_state_clip_nan min_calib_range max_calib_range out ndev key forward_stype".split()
 )
 
 
@@ -291,7 +291,9 @@ def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str]]:
     """Names of variables: running statistics, weights, and those of convolutions."""
     # What an operator updates is a statistic, and what it reads as a weight is trained. The file itself does not say.
     statistics: dict[str, None] = {}
-    weights: set[str] = {node.name for node in graph.nodes if node.is_variable and "__init__" in node.attrs}
+    # Gluon's files say of each of its parameters what factor its learning rate has.
+    marks = {"__init__", "__lr_mult__"}
+    weights: set[str] = {node.name for node in graph.nodes if node.is_variable and marks & node.attrs.keys()}
     kernels: set[str] = set()
     for number, (operator, attrs) in table.items():
         for place, (i, _) in enumerate(graph.nodes[number].inputs):

@@ -263,6 +263,24 @@ def pooling(
     return sums(data, full_padding) / jnp.maximum(sums(ones, not_counted), 1)
 
 
+def pooling_v1(
+    data: jax.Array,
+    *,
+    kernel: tuple[int, ...] = (),
+    pool_type: str = "max",
+    global_pool: bool = False,
+    pooling_convention: str = "valid",
+    stride: tuple[int, ...] = (),
+    pad: tuple[int, ...] = (),
+) -> jax.Array:
+    """Pooling of MXNet before 0.12: the padding is zeros for a maximum too, and a mean is that of a whole window."""
+    kernel, stride, pad = (data.shape[2:], (), ()) if global_pool else (kernel, stride, pad)
+    data = jnp.pad(data, [(0, 0), (0, 0), *((p, p) for p in _filled(pad, len(kernel), 0))])
+    kind = "sum" if pool_type == "avg" else pool_type
+    out = pooling(data, kernel=kernel, pool_type=kind, pooling_convention=pooling_convention, stride=stride)
+    return out / math.prod(kernel) if pool_type == "avg" else out
+
+
 def _pooled(size: int, kernel: int, stride: int, pad: int, convention: str) -> int:
     """The length of an axis after pooling."""
     if convention not in ("valid", "full"):  # MXNet 1.9.1 itself fails at "same"
@@ -355,11 +373,14 @@ def lrn(data: jax.Array, *, nsize: int, alpha: float = 1e-4, beta: float = 0.75,
 def _standardized(
     x: jax.Array, gamma: jax.Array, beta: jax.Array, eps: float, axes: tuple[int, ...], axis: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(values less their mean over their deviation, scaled and moved along an axis; mean; deviation) over `axes`."""
+    """(values less their mean over their deviation, scaled and moved along an axis; mean; deviation) over `axes`.
+
+    The mean and the deviation keep these axes, with a length of 1.
+    """
     mean = x.mean(axes, keepdims=True)
     deviation = jnp.sqrt(x.var(axes, keepdims=True) + eps)
     out = (x - mean) / deviation * per_channel(gamma, x, axis) + per_channel(beta, x, axis)
-    return out, mean.squeeze(axes), deviation.squeeze(axes)
+    return out, mean, deviation
 
 
 def layer_norm(
@@ -388,8 +409,10 @@ def group_norm(
     eps: float = 1e-5,
     output_mean_var: bool = False,
 ) -> Any:
-    out, *statistics = _standardized(data.reshape(data.shape[0], num_groups, -1), gamma, beta, eps, (2,), 1)
-    return (out.reshape(data.shape), *statistics) if output_mean_var else out.reshape(data.shape)
+    grouped = data.reshape(data.shape[0], num_groups, -1)  # (batch, groups, values)
+    out, mean, deviation = _standardized(grouped, gamma, beta, eps, (2,), 1)
+    out = out.reshape(data.shape)
+    return (out, mean.squeeze(2), deviation.squeeze(2)) if output_mean_var else out
 
 
 def up_sampling(

@@ -127,6 +127,24 @@ def make_loss(
     return _with_gradient(_same, backward, data, jnp.zeros(()))
 
 
+def with_sparse_activations(
+    data: jax.Array,
+    moving_avg: jax.Array,
+    *,
+    sparseness_target: float = 0.1,
+    penalty: float = 1e-3,
+    momentum: float = 0.9,
+    train: bool,
+) -> tuple[jax.Array, tuple[jax.Array]]:
+    """The data (batch, features), with the gradient of a penalty too: the divergence of a mean from its target."""
+    if not train:
+        return data, (moving_avg,)
+    mean = momentum * moving_avg + (1 - momentum) * jax.lax.stop_gradient(data).mean(0)
+    slope = penalty * ((1 - sparseness_target) / (1 - mean) - sparseness_target / mean)
+    # As in MXNet, the penalty counts whatever the gradient of the output is.
+    return _with_gradient(_same, lambda out, slope, gradient: gradient + slope[None], data, slope), (mean,)
+
+
 def softmax_cross_entropy(data: jax.Array, label: jax.Array) -> jax.Array:
     """The sum over the batch, as an array of one number."""
     rows = jax.nn.log_softmax(data, -1)

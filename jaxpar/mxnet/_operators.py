@@ -201,6 +201,17 @@ def _back_joined(
     return inferred
 
 
+def _back_packed(
+    outputs: Sequence[Shape | None], arrays: Sequence[Shape | None], attrs: Mapping[str, Any]
+) -> Sequence[Shape | None]:
+    """Of the packed weights of a recurrent layer: as in MXNet, the vectors that are unknown have equal lengths."""
+    missing, output = arrays.count(None), outputs[0]
+    if output is None or not missing:
+        return arrays
+    length = (output[0] - sum(shape[0] for shape in arrays if shape is not None)) // missing
+    return [(length,) if shape is None else shape for shape in arrays]
+
+
 def _back_stacked(
     outputs: Sequence[Shape | None], arrays: Sequence[Shape | None], attrs: Mapping[str, Any]
 ) -> Sequence[Shape | None]:
@@ -451,6 +462,8 @@ _DENSITIES: dict[str, tuple[Callable[..., jax.Array], str]] = {
     "gamma": (lambda x, alpha, beta: _STATS.gamma.logpdf(x * beta, alpha) + jnp.log(beta), "alpha beta"),
     "exponential": (lambda x, lam: jnp.log(lam) - lam * x, "lam"),
     "poisson": (_STATS.poisson.logpmf, "lam"),
+    "negative_binomial": (random.log_negative_binomial, "k p"),
+    "generalized_negative_binomial": (random.log_generalized_negative_binomial, "mu alpha"),
 }
 
 
@@ -476,7 +489,8 @@ _NAMED: dict[str, Operator] = {
         last=_axis("axis", 1),
         outputs=_and_statistics,
     ),
-    "Pooling Pooling_v1": Operator(layers.pooling, last=_last_layout),
+    "Pooling": Operator(layers.pooling, last=_last_layout),
+    "Pooling_v1": Operator(layers.pooling_v1),
     "Dropout": Operator(layers.dropout),
     "Activation": Operator(layers.activation, last=_same),
     "LeakyReLU": Operator(
@@ -504,6 +518,9 @@ _NAMED: dict[str, Operator] = {
     "LogisticRegressionOutput": Operator(losses.logistic_regression, labels=_label_of_regression),
     "MAERegressionOutput": Operator(losses.mae_regression, labels=_label_of_regression),
     "MakeLoss": Operator(losses.make_loss),
+    "IdentityAttachKLSparseReg": Operator(
+        losses.with_sparse_activations, lambda data, _: {"moving_avg": data[1:2]}, state=("moving_avg",)
+    ),
     "SVMOutput": Operator(losses.svm_output, labels=lambda data, _: data[:1]),
     "CTCLoss ctc_loss _contrib_CTCLoss _contrib_ctc_loss": Operator(losses.ctc_loss),
     "softmax_cross_entropy": Operator(losses.softmax_cross_entropy),
@@ -515,8 +532,8 @@ _NAMED: dict[str, Operator] = {
     "clip": Operator(_clip, last=_same, back=_back_same),
     "hard_sigmoid": Operator(_hard_sigmoid, last=_same),
     "Reshape reshape": Operator(arrays.reshape, back=_back_of_one(_back_flat)),
-    "reshape_like": _row(lambda lhs, rhs: lhs.reshape(rhs.shape)),
-    "broadcast_like": _row(lambda lhs, rhs: jnp.broadcast_to(lhs, rhs.shape)),
+    "reshape_like": Operator(arrays.reshape_like),
+    "broadcast_like": Operator(arrays.broadcast_like),
     "Flatten flatten": _row(lambda data: data.reshape(data.shape[0], -1)),
     "transpose": _row(lambda data, *, axes=(): data.transpose(axes or None), back=_back_of_one(_back_transposed)),
     "SwapAxis swapaxes SwapAxes": _row(
@@ -526,9 +543,8 @@ _NAMED: dict[str, Operator] = {
         lambda data, *, axis: jnp.expand_dims(data, axis), back=_back_of_one(_back_expanded), axis="int"
     ),
     "squeeze": _row(lambda data, *, axis=None: data.squeeze(axis), axis="tuple | None"),
-    "Concat concat _rnn_param_concat": _row(
-        lambda *data, dim=1: jnp.concatenate(data, dim), _axis("dim", 1), _back_joined
-    ),
+    "Concat concat": _row(lambda *data, dim=1: jnp.concatenate(data, dim), _axis("dim", 1), _back_joined),
+    "_rnn_param_concat": _row(lambda *data, dim=1: jnp.concatenate(data, dim), back=_back_packed),
     "stack": _row(lambda *data, axis=0: jnp.stack(data, axis), back=_back_stacked),
     "add_n ElementWiseSum _sum": _row(lambda *args: sum(args[1:], args[0]), _same, _back_same),
     "tile": _row(lambda data, *, reps: jnp.tile(data, reps), reps="tuple"),
@@ -666,6 +682,7 @@ _NAMED: dict[str, Operator] = {
         f"_random_pdf_{name} random_pdf_{name}": Operator(random.density(function, arrays_of))
         for name, (function, arrays_of) in _DENSITIES.items()
     },
+    "_random_pdf_dirichlet random_pdf_dirichlet": Operator(random.pdf_dirichlet),
     "SequenceMask": Operator(arrays.sequence_mask),
     "SequenceLast": Operator(arrays.sequence_last),
     "SequenceReverse": Operator(arrays.sequence_reverse),

@@ -148,8 +148,7 @@ def density(log_pdf: Callable[..., jax.Array], arrays: str) -> Callable[..., jax
     """An operator that gives the density of samples, whose first axes are those of the arrays of numbers."""
 
     def pdf(sample: jax.Array, *values: jax.Array, is_log: bool = False) -> jax.Array:
-        spread = [value.reshape(value.shape + (1,) * (sample.ndim - value.ndim)) for value in values]
-        out = log_pdf(sample, *spread)
+        out = log_pdf(sample, *(jnp.expand_dims(value, range(value.ndim, sample.ndim)) for value in values))
         return out if is_log else jnp.exp(out)
 
     kind = inspect.Parameter
@@ -157,3 +156,21 @@ def density(log_pdf: Callable[..., jax.Array], arrays: str) -> Callable[..., jax
     is_log = kind("is_log", kind.KEYWORD_ONLY, default=False, annotation=bool)
     pdf.__signature__ = inspect.Signature([*names, is_log])  # pyright: ignore[reportFunctionMemberAccess]
     return pdf
+
+
+def pdf_dirichlet(sample: jax.Array, alpha: jax.Array, *, is_log: bool = False) -> jax.Array:
+    """The density of points of a simplex, along the last axis of both. The samples have axes of their own before it."""
+    alpha = jnp.expand_dims(alpha, range(alpha.ndim - 1, sample.ndim - 1))
+    gammaln = jax.scipy.special.gammaln
+    out = gammaln(alpha.sum(-1)) - gammaln(alpha).sum(-1) + ((alpha - 1) * jnp.log(sample)).sum(-1)
+    return out if is_log else jnp.exp(out)
+
+
+def log_negative_binomial(sample: jax.Array, k: jax.Array, p: jax.Array) -> jax.Array:
+    gammaln = jax.scipy.special.gammaln
+    count = gammaln(sample + k) - gammaln(sample + 1) - gammaln(k)
+    return count + k * jnp.log(p) + sample * jnp.log(1 - p)
+
+
+def log_generalized_negative_binomial(sample: jax.Array, mu: jax.Array, alpha: jax.Array) -> jax.Array:
+    return log_negative_binomial(sample, 1 / alpha, 1 / (mu * alpha + 1))

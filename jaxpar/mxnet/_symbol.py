@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -162,37 +163,24 @@ class Model:
             raise ValueError(f"Model.shapes: the network has no {_listed(unknown)}; its inputs are {list(self.inputs)}")
         shapes = {name: self._shape(name, shape, back=True) for name, shape in input_shapes.items()}
 
-        # Forwards. A network has many nodes of one kind and shape, and each is evaluated once.
-        values: list[Outputs] = []
-        same: dict[Any, Outputs] = {}  # the outputs of nodes of one operator, of attributes and shapes
-        for number, node in enumerate(self.symbol.nodes):
-            if node.is_variable:
-                values.append(())
-                continue
-            arrays: list[Any] = []
-            for place, (i, k) in enumerate(node.inputs):
-                if self.symbol.nodes[i].is_variable:
-                    arrays.append(self._shaped(number, place, arrays, shapes))
-                else:
-                    arrays.append(self._output(values, i, k))
-            if self._is_unknown(number, arrays):
-                values.append(())
-                continue
-            variables = tuple(self.symbol.nodes[i].is_variable for i, _ in node.inputs)
-            structs = tuple(None if a is None else (a.shape, a.dtype) for a in arrays)
-            case = node.op, tuple(sorted(self._operators[number][1].items())), variables, structs
-            if case not in same:
-                run = functools.partial(self._run, number, train=False, key=jax.random.key(0))
-                same[case] = jax.eval_shape(lambda *a, run=run: run(a)[0], *arrays)
-            values.append(same[case])
+        # Forwards from the inputs, and backwards from loss layers to their labels and from packed weights to those that
+        # are joined. What is inferred backwards may be what a node lacked, so until nothing more is inferred.
+        nodes, same = self.symbol.nodes, dict[Any, Outputs]()
+        count = -1
+        while len(shapes) > count:
+            count = len(shapes)
+            values = self._forward_shapes(shapes, same)
+            self._add_backward_shapes(shapes, values)
+        for number in self._operators:
+            for i, _ in nodes[number].inputs:
+                if i in self._needed and nodes[i].is_variable and nodes[i].name not in shapes:
+                    raise ValueError(f"Model.shapes: the shape of {nodes[i].name!r} is unknown; give it too")
         for i, _ in self.symbol.heads:
             head = self.symbol.nodes[i]
             if head.is_variable and head.name not in shapes and (shape := _declared(head)) is not None:
                 shapes[head.name] = shape
 
-        # Backwards, to the labels, and then all in the order of the graph.
-        self._add_label_shapes(shapes, values)
-        in_order = (node.name for node in self.symbol.nodes if node.name in shapes)
+        in_order = (node.name for node in nodes if node.name in shapes)
         return {name: self._shape(name, shapes[name], back=False) for name in in_order}
 
     def save_params(
@@ -297,26 +285,64 @@ class Model:
             marks |= {owners[name]: text for name, text in node.attrs.items() if name in owners}
         return marks
 
-    def _add_label_shapes(self, shapes: dict[str, Shape], values: Sequence[Outputs]) -> None:
-        """Adds the shapes of labels, from the loss layers backwards. `values` has those of the nodes' outputs."""
+    def _forward_shapes(self, shapes: dict[str, Shape], same: dict[Any, Outputs]) -> list[Outputs]:
+        """The outputs of all nodes as shapes and dtypes: none where an array is unknown. Adds shapes of variables.
+
+        `same` are the outputs of nodes of one operator, of attributes and shapes: a network has many of each kind.
+        """
+        values: list[Outputs] = []
+        for number, node in enumerate(self.symbol.nodes):
+            if node.is_variable:
+                values.append(())
+                continue
+            operator, attrs = self._operators[number]
+            arrays: list[jax.ShapeDtypeStruct | None] = []
+            for place, (i, k) in enumerate(node.inputs):
+                if self.symbol.nodes[i].is_variable:
+                    arrays.append(self._shaped(number, place, arrays, shapes))
+                else:
+                    arrays.append(self._output(values, i, k) if values[i] else None)
+            if None in (arrays[:1] if operator.labels else arrays):
+                values.append(())
+                continue
+            variables = tuple(self.symbol.nodes[i].is_variable for i, _ in node.inputs)
+            structs = tuple(None if a is None else (a.shape, a.dtype) for a in arrays)
+            case = node.op, tuple(sorted(attrs.items())), variables, structs
+            if case not in same:
+                run = functools.partial(self._run, number, train=False, key=jax.random.key(0))
+                same[case] = jax.eval_shape(lambda *a, run=run: run(a)[0], *arrays)
+            values.append(same[case])
+        return values
+
+    def _add_backward_shapes(self, shapes: dict[str, Shape], values: Sequence[Outputs]) -> None:
+        """Adds the shapes of variables that follow from what is computed of them. `values` are those of the nodes."""
         nodes = self.symbol.nodes
         inferred: dict[int, dict[int, Shape]] = {}  # by node, and by its output
-        # A loss layer says what its label's shape is; operators between say what their input's is, of their output's.
+        # A layer says what the shapes of its label and of its weights are; operators between say what their input's is,
+        # of their output's.
         for number in range(len(nodes) - 1, -1, -1):
             node = nodes[number]
             if node.is_variable:
-                if number in inferred and number not in self._needed and node.name not in self._arrays:
+                if number in inferred:
                     shapes.setdefault(node.name, inferred[number][0])
                 continue
-            operator, attrs = self._operators[number]
             of_inputs = [self._known_shape(values, shapes, i, k) for i, k in node.inputs]
+            if None not in of_inputs:
+                continue
+            operator, attrs = self._operators[number]
             backwards: Sequence[Shape | None] = ()
             if operator.labels and of_inputs[0] is not None:
                 backwards = [None, operator.labels(of_inputs[0], attrs)]
+            elif operator.shapes and of_inputs[0] is not None:
+                with _naming(node, ()):
+                    by_slot = operator.shapes(of_inputs[0], attrs)
+                backwards = [None, *(by_slot.get(slot) for slot in operator.slots[1:])]
             elif operator.back and number in inferred:
                 of_outputs = [inferred[number].get(k) for k in range(max(inferred[number]) + 1)]
                 with _naming(node, ()):
                     backwards = operator.back(of_outputs, of_inputs, attrs)
+                if backwards == [None] and of_outputs[0] is not None:  # reshaped: the variable's file knows the others
+                    backwards = [_declared(nodes[node.inputs[0][0]], size=math.prod(of_outputs[0]))]
             for (i, k), shape, new in zip(node.inputs, of_inputs, backwards, strict=False):
                 if shape is None and new is not None:
                     inferred.setdefault(i, {}).setdefault(k, new)
@@ -417,7 +443,7 @@ class Model:
     def _shaped(
         self, number: int, place: int, before: Sequence[Any], shapes: dict[str, Shape]
     ) -> jax.ShapeDtypeStruct | None:
-        """A variable that a node takes, as shape and dtype. None: a label of unknown shape.
+        """A variable that a node takes, as shape and dtype. None: its shape is unknown so far.
 
         `before` are the arrays that the node takes before it. A shape that is inferred is added to `shapes`.
         """
@@ -426,13 +452,12 @@ class Model:
         variable = self.symbol.nodes[node.inputs[place][0]]
         if variable.name not in shapes:
             shape = _declared(variable)
-            if shape is None and place and operator.shapes and place < len(operator.slots):
+            is_slot = 0 < place < len(operator.slots)
+            if shape is None and operator.shapes and is_slot and before[0] is not None:
                 with _naming(node, before):
                     shape = operator.shapes(before[0].shape, attrs).get(operator.slots[place])
-            if shape is None and node.inputs[place][0] not in self._needed:
-                return None
             if shape is None:
-                raise ValueError(f"Model.shapes: the shape of {variable.name!r} is unknown; give it too")
+                return None
             shapes[variable.name] = shape
         return jax.ShapeDtypeStruct(shapes[variable.name], jnp.float32)
 
@@ -576,9 +601,15 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names[:_MOST_NAMED]) + more
 
 
-def _declared(variable: Node) -> Shape | None:
-    """The shape that the file says a variable has. None: nothing, or not all of it."""
+def _declared(variable: Node, size: int | None = None) -> Shape | None:
+    """The shape that the file says a variable has. None: nothing, or not all of it.
+
+    A single number that is open follows from the `size` of the array.
+    """
     if "__shape__" not in variable.attrs:
         return None
     shape = parse(variable.attrs["__shape__"], "tuple[int, ...]", f"the shape of {variable.name!r}")
+    if size is not None and sum(n <= 0 for n in shape) == 1:
+        rest = math.prod(n for n in shape if n > 0)
+        shape = tuple(n if n > 0 else size // rest for n in shape)
     return shape if shape and all(n > 0 for n in shape) else None

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from symbols import Symbol, language_model, symbol_of
+from symbols import Symbol, language_model, node, symbol_of
 
 from jaxpar import mxnet
 
@@ -189,3 +189,25 @@ def test_layers_are_compared_without_the_label(tmp_path):
     reference = {"data": DATA, "fc_output": scores, "out_output": np.asarray(jax.nn.softmax(scores))}
     assert model.compare(reference, ARRAYS) is None
     assert model.compare(reference | {"out_output": scores}, ARRAYS).name == "out"
+
+
+@pytest.mark.parametrize(("mode", "gates"), [("lstm", 4), ("gru", 3)])
+def test_shapes_follow_backwards_through_packed_weights(mode, gates, tmp_path):
+    """Gluon writes a 0 for the features, and MXNet's `infer_shape` finds them from the data."""
+    marks = {"__lr_mult__": "1.0"}
+    weights = {"l0_i2h": f"({gates * 4}, 0)", "l0_h2h": f"({gates * 4}, 4)", "i2h": f"({gates * 4},)"}
+    weights["h2h"] = weights["i2h"]
+    nodes = [node("null", "data0"), node("null", "data1"), node("null", "data2")]
+    for name, shape in weights.items():
+        nodes += [
+            node("null", name, __shape__=shape, **marks),
+            node("Reshape", f"{name}_flat", len(nodes), shape="(-1,)"),
+        ]
+    nodes.append(node("_rnn_param_concat", "packed", 4, 6, 8, 10, dim=0))
+    states = (1, 2) if mode == "lstm" else (1,)
+    nodes.append(node("RNN", "rnn", 0, 11, *states, mode=mode, state_size=4, num_layers=1))
+    model = mxnet.load_symbol(symbol_of(tmp_path, *nodes))
+    shapes = model.shapes(data0=(5, 2, 3))
+    assert model.inputs == ("data0", "data1", "data2")
+    assert shapes["l0_i2h"] == (gates * 4, 3)
+    assert shapes["data1"] == (1, 2, 4)
