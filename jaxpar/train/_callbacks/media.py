@@ -128,6 +128,7 @@ def png(pixels: np.ndarray) -> bytes:
 
     height, width, channels = pixels.shape
     header = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
-    lines = np.pad(pixels.reshape(height, -1), ((0, 0), (1, 0)))  # each begins with its filter, 0 for none
+    # Each line of pixels begins with its filter, 0 for none.
+    lines = np.hstack([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)])
     data = zlib.compress(lines.tobytes())
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
