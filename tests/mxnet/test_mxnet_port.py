@@ -463,7 +463,10 @@ def test_the_command_with_an_operator_of_ones_own(tmp_path, monkeypatch, capsys)
     assert main([*words, "--operator", "Twice=my_ops:twice"]) == 0
     assert "from my_ops import twice as mx_twice" in (tmp_path / "odd_net.py").read_text()
     run((tmp_path / "test_odd_net.py").read_text())["test_the_module_gives_what_the_symbol_gives"](False)
-    for wrong, line in ("Twice", "expected NAME=MODULE:FUNCTION"), ("Twice=my_ops:no", "my_ops has no no"):
+    for wrong, line in (
+        ("Twice", "expected NAME=MODULE:FUNCTION"),
+        ("Twice=my_ops:no", "'my_ops' has no attribute 'no'"),
+    ):
         assert main([*words, "--operator", wrong]) == 2
         assert line in capsys.readouterr().err
 

@@ -69,8 +69,9 @@ def test_arguments_of_mxnet_say_what_to_write(call, name, model):
 
 
 def test_a_picture_of_a_model_itself(model):
-    with pytest.raises(TypeError, match="got a Model first; write its apply"):
-        jp.viz.plot_network(model, shape={"data": (1, 2)})
+    graph = jp.viz.trace(model, shape={"data": (1, 2)})
+    assert (graph.nodes[0].name, graph.nodes[0].op, graph.nodes[0].shape) == ("data", "input", (1, 2))
+    assert [node.op for node in graph.nodes] == ["input", "Activation"]
 
 
 def test_what_the_lines_name_is_there():

@@ -327,7 +327,7 @@ def contents(folder):
         ("half", 2, "TypeError: missing a required argument: .train_data"),
         ("unknown", 2, "TypeError: got an unexpected keyword argument .epoks"),
         ("fails", 2, "ZeroDivisionError"),
-        ("absent", 2, "module test_certificate has no absent"),
+        ("absent", 2, "module 'test_certificate' has no attribute 'absent'"),
         ("absent:same", 2, "cannot import absent"),
         ("same --from 0", 2, "must be an int of 1 or more"),
     ],

@@ -109,7 +109,7 @@ def test_the_time_of_an_evaluation_is_no_time_of_training(monkeypatch):
 
     def scores(evaluation, state):
         evaluated.append(int(state.step))
-        return {}
+        return {}, {}
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000 * len(evaluated))
     monkeypatch.setattr("jaxpar.train._evaluate.evaluate.Evaluation.scores", scores)

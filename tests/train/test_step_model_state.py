@@ -301,7 +301,7 @@ def test_fit_trains_and_evaluates_with_it(tmp_path):
     ("changed", "error", "message"),
     [
         ({"mean": jnp.zeros(2)}, ValueError, r"leaf 'mean' of new_model_state: expected shape \(3,\), got \(2,\)"),
-        ({"seen": jnp.float32(1)}, TypeError, "'seen' of new_model_state: dtype float32 cannot be cast .* int32"),
+        ({"seen": jnp.float32(1)}, TypeError, "'seen' of new_model_state: expected dtype int32, got float32"),
         ({"mean": "x"}, TypeError, r"leaf 'mean' of .*: expected an array, got 'x'"),
         ({"other": 1}, ValueError, "pytree structure error"),  # JAX's words
     ],
