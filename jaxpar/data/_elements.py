@@ -76,9 +76,11 @@ def as_arrays(table: PyTree, where: str) -> PyTree:
 
 def _plain(element: PyTree) -> PyTree:
     """A mapping that JAX does not know, such as the `BatchEncoding` of a tokenizer, as a dict."""
-    if isinstance(element, Mapping) and type(element) is not dict and jax.tree.leaves(element) == [element]:
-        return dict(cast(Mapping[Any, Any], element))
-    return element
+    if not isinstance(element, Mapping) or type(element) is dict:
+        return element
+    leaves = jax.tree.leaves(element)
+    is_leaf = len(leaves) == 1 and leaves[0] is element
+    return dict(cast(Mapping[Any, Any], element)) if is_leaf else element
 
 
 def _is_of(value: object, library: str, name: str) -> bool:

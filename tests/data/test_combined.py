@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections import UserDict
+from collections import OrderedDict, UserDict
 
 import jax
 import jax.numpy as jnp
@@ -169,9 +169,10 @@ def test_a_mapping_that_jax_does_not_know_is_data():
     assert [batch["x"].tolist() for batch in data.as_source(batches).batches(4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_params_of_integers_are_not_trained():
-    with pytest.raises(ValueError, match="int32"):
-        train.start({"w": np.zeros(3, np.int32)}, optax.sgd(0.1), both)
+def test_a_mapping_of_one_array_that_jax_knows_is_data():
+    ordered = OrderedDict(x=A["x"])
+    assert next(data.as_source(ordered).batches(3))["x"].tolist() == [0, 1, 2]
+    assert next(data.as_source([OrderedDict(x=A["x"][:4])]).batches(4))["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_one_array_is_data():

@@ -293,3 +293,8 @@ def test_an_option_in_the_third_place_is_no_key():
         losses.append(float(step(state, {"x": jnp.ones(8)})[1]["loss"]))
     assert losses[0] == 0.25
     assert losses[1] != 1
+
+
+def test_params_of_integers_are_not_trained():
+    with pytest.raises(ValueError, match="int32"):
+        train.start({"w": np.zeros(3, np.int32)}, TX, lambda params, batch: jnp.float32(params["w"].sum()))
