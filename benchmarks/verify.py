@@ -2,11 +2,13 @@
 
 LeNet on random images, 8 virtual shards, a line of the certificate after each step or each tenth. Each contender makes
 the same steps from the same state with the same compiled step: `train.fit` without a certificate, `train.fit` with it,
-and `train.verify`, which computes the steps and all hashes again and would name a wrong step, shard and leaf.
+and `train.verify`, which computes the steps and all hashes again. Of a second certificate the last line is wrong:
+`verify` finds it and names what differs.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -58,14 +60,24 @@ def main() -> None:
 
             fit(path)(given())
 
+            *right, last = path.read_text().splitlines()
+            wrong = Path(folder) / "wrong.jsonl"
+            line = json.loads(last)
+            wrong.write_text("\n".join([*right, json.dumps({**line, "state": line["state"][::-1]})]) + "\n")
+
             def verify(call: dict[str, Any], path: Path = path) -> None:
                 if train.verify(path, call).differs is not None:
                     raise AssertionError("a right run is said to be wrong")
+
+            def blame(call: dict[str, Any], wrong: Path = wrong) -> None:
+                if train.verify(wrong, call).differs != steps:
+                    raise AssertionError("the wrong line was not found")
 
             contenders = {
                 "train": turn_of(fit(), given),
                 "train, certified": turn_of(fit(Path(folder) / "again.jsonl"), given),
                 "verify": turn_of(verify, given),
+                "verify, wrong": turn_of(blame, given),
             }
             times = take_turns(contenders, 2 if options.quick else options.rounds, options.turn_seconds, 100)
         ratios = {
@@ -73,11 +85,12 @@ def main() -> None:
             for a, b in (
                 ("train, certified", "train"),
                 ("verify", "train"),
+                ("verify, wrong", "train"),
                 ("verify", "train, certified"),
             )
         }
         rows[name] = {"seconds": medians(times), "ratios": ratios, "rounds": len(times["train"]), "steps": steps}
-    header = ("", "certified / train", "verify / train", "verify / certified")
+    header = ("", "certified / train", "verify / train", "wrong / train", "verify / certified")
     show(header, [(name, *(f"{value:.2f}" for value in row["ratios"].values())) for name, row in rows.items()])
     save(options, "verify", {"environment": environment(), "rows": rows})
 

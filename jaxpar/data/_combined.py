@@ -36,7 +36,9 @@ class CombinedSource:
         until: Literal["longest", "shortest"],
         is_tuple: bool,
     ):
-        self.sources, self.batch_sizes, self.until = sources, batch_sizes, until
+        self.sources: dict[Any, Source] = sources
+        self.batch_sizes: dict[Any, int | None] = batch_sizes
+        self.until: Literal["longest", "shortest"] = until
         self._is_tuple = is_tuple
 
     def _sizes(self, batch_size: int) -> dict[Any, int]:

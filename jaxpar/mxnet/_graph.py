@@ -291,9 +291,14 @@ def roles(graph: Graph, table: Table) -> tuple[list[str], set[str], set[str]]:
     """Names of variables: running statistics, weights, and those of convolutions."""
     # What an operator updates is a statistic, and what it reads as a weight is trained. The file itself does not say.
     statistics: dict[str, None] = {}
-    # Gluon's files say of each of its parameters what factor its learning rate has.
-    marks = {"__init__", "__lr_mult__"}
-    weights: set[str] = {node.name for node in graph.nodes if node.is_variable and marks & node.attrs.keys()}
+    # Gluon's files have all of these marks for each of its parameters. One alone may be an input's: `AttrScope` gives
+    # factors to all variables, and inputs of rows have a storage type.
+    gluon = {"__lr_mult__", "__wd_mult__", "__storage_type__"}
+    weights: set[str] = {
+        node.name
+        for node in graph.nodes
+        if node.is_variable and ("__init__" in node.attrs or gluon <= node.attrs.keys())
+    }
     kernels: set[str] = set()
     for number, (operator, attrs) in table.items():
         for place, (i, _) in enumerate(graph.nodes[number].inputs):

@@ -148,8 +148,9 @@ def density(log_pdf: Callable[..., jax.Array], arrays: str) -> Callable[..., jax
     """An operator that gives the density of samples, whose first axes are those of the arrays of numbers."""
 
     def pdf(sample: jax.Array, *values: jax.Array, is_log: bool = False) -> jax.Array:
-        out = log_pdf(sample, *(jnp.expand_dims(value, range(value.ndim, sample.ndim)) for value in values))
-        return out if is_log else jnp.exp(out)
+        wide, *values = _widened(sample, *values)
+        out = log_pdf(wide, *(jnp.expand_dims(value, range(value.ndim, sample.ndim)) for value in values))
+        return (out if is_log else jnp.exp(out)).astype(sample.dtype)
 
     kind = inspect.Parameter
     names = [kind(name, kind.POSITIONAL_OR_KEYWORD) for name in ("sample", *arrays.split())]
@@ -158,12 +159,17 @@ def density(log_pdf: Callable[..., jax.Array], arrays: str) -> Callable[..., jax
     return pdf
 
 
+def _widened(*arrays: jax.Array) -> list[jax.Array]:
+    """Arrays of at least 32 bits. Logarithms of the gamma function cancel, and 16 bits would lose what is left."""
+    return [array.astype(jnp.promote_types(array.dtype, jnp.float32)) for array in arrays]
+
+
 def pdf_dirichlet(sample: jax.Array, alpha: jax.Array, *, is_log: bool = False) -> jax.Array:
     """The density of points of a simplex, along the last axis of both. The samples have axes of their own before it."""
-    alpha = jnp.expand_dims(alpha, range(alpha.ndim - 1, sample.ndim - 1))
+    wide, alpha = _widened(sample, jnp.expand_dims(alpha, range(alpha.ndim - 1, sample.ndim - 1)))
     gammaln = jax.scipy.special.gammaln
-    out = gammaln(alpha.sum(-1)) - gammaln(alpha).sum(-1) + ((alpha - 1) * jnp.log(sample)).sum(-1)
-    return out if is_log else jnp.exp(out)
+    out = gammaln(alpha.sum(-1)) - gammaln(alpha).sum(-1) + ((alpha - 1) * jnp.log(wide)).sum(-1)
+    return (out if is_log else jnp.exp(out)).astype(sample.dtype)
 
 
 def log_negative_binomial(sample: jax.Array, k: jax.Array, p: jax.Array) -> jax.Array:

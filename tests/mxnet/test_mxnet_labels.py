@@ -194,7 +194,7 @@ def test_layers_are_compared_without_the_label(tmp_path):
 @pytest.mark.parametrize(("mode", "gates"), [("lstm", 4), ("gru", 3)])
 def test_shapes_follow_backwards_through_packed_weights(mode, gates, tmp_path):
     """Gluon writes a 0 for the features, and MXNet's `infer_shape` finds them from the data."""
-    marks = {"__lr_mult__": "1.0"}
+    marks = {"__lr_mult__": "1.0", "__wd_mult__": "1.0", "__storage_type__": "0"}
     weights = {"l0_i2h": f"({gates * 4}, 0)", "l0_h2h": f"({gates * 4}, 4)", "i2h": f"({gates * 4},)"}
     weights["h2h"] = weights["i2h"]
     nodes = [node("null", "data0"), node("null", "data1"), node("null", "data2")]

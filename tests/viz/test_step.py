@@ -243,6 +243,8 @@ STEPS_OF_TRAIN = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", STEPS_OF_TRAIN)
 def test_the_wall_of_each_kind_of_step(name):
+    if name == "jit" and jax.__version_info__ < (0, 11):
+        pytest.skip("jax 0.10 does not say which optimizer and which loss the operations of a jitted step belong to")
     options, shown = STEPS_OF_TRAIN[name]
     where = {"devices": jax.devices()[:4], "engine": "shard_map", **options}
     state, made = train.start(arguments()[0], optax.adam(0.1), lambda p, batch, rng: (loss_fn(p, batch), {}), **where)

@@ -79,8 +79,8 @@ class Image(Media):
                 "train.Image: expected (n, height, width) or (n, height, width, 1, 3 or 4 channels), of floats from 0 "
                 f"to 1 or of uint8, got {dtype}{list(shape)}"
             )
-        self.most = checks.whole_number(most, "train.Image", "most")
-        self.rows = rows[: self.most]
+        self.most: int = checks.whole_number(most, "train.Image", "most")
+        self.rows: Any = rows[: self.most]
 
     def pixels(self) -> list[np.ndarray]:
         """Each image as uint8 (height, width, channels)."""
@@ -111,9 +111,9 @@ class Text(Media):
     def __init__(self, rows: Any, decode: Callable[[np.ndarray], str], most: int = 8):
         if not np.ndim(rows):
             raise ValueError("train.Text: expected an array with a row for each text, got a number")
-        self.decode = checks.function(decode, "train.Text: decode")
-        self.most = checks.whole_number(most, "train.Text", "most")
-        self.rows = rows[: self.most]
+        self.decode: Callable[[np.ndarray], str] = checks.function(decode, "train.Text: decode")
+        self.most: int = checks.whole_number(most, "train.Text", "most")
+        self.rows: Any = rows[: self.most]
 
     def texts(self) -> list[str]:
         """The text of each row."""

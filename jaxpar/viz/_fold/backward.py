@@ -234,10 +234,12 @@ def attach_views(cells: Cells) -> None:
         owner = next((cell for cell in near if cell is not None), None) or cells.producer(eqn.outs[0])
         if owner is not None and raw.eqns[owner.eqns[0]].backward == eqn.backward:
             cells.add(eqn.id, owner)
-        else:  # a mask or a cast of an input that only gradients read is computed for them
-            if (owner := next(filter(None, (cells.owner[number] for number in read_by)), None)) is not None:
-                eqn.backward = True
-                cells.add(eqn.id, owner)
+            continue
+        # A mask, or a cast of an input, that only gradients read is computed for them.
+        reader = next(filter(None, (cells.owner[number] for number in read_by)), None)
+        if raw.of(eqn.outs[0]).kind in ("const", "input") and reader is not None:
+            eqn.backward = True
+            cells.add(eqn.id, reader)
 
 
 def _readers(raw: Raw) -> dict[int, list[int]]:
