@@ -151,6 +151,13 @@ def test_what_make_cannot_do(make, words):
         train.plan(make, on="v5e:2x2")
 
 
+def test_a_line_is_named_in_a_folder_that_is_called_jaxpar():
+    names = {"kv": kv}
+    exec(compile("def make(devices):\n    return kv.create('loocal')\n", "/home/me/jaxpar/run.py", "exec"), names)
+    with pytest.raises(ValueError, match=r"unknown kind 'loocal'.*\(run.py:2\)"):
+        train.plan(names["make"], on="v5e:2x2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [4, 8, 6])
 def test_virtual_shards_are_several_programs(shards):

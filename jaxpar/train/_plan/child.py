@@ -222,12 +222,16 @@ def _missing(target: Slice) -> str:
     return f"{sys.executable} has no {compiler}{'' if target.is_gpu else ' (Linux on x86-64 only)'}; {_HINT}"
 
 
+# The package's own folder: that of a checkout, where users have scripts too, is called jaxpar as well.
+_JAXPAR = str(Path(__file__).absolute().parents[2]) + os.sep
+
+
 def in_one_line(error: Exception) -> str:
     """An error of `make` or of the compiler, with the user's line that it comes from."""
     users_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if f"{os.sep}jaxpar{os.sep}" not in frame.filename and "site-packages" not in frame.filename
+        if not frame.filename.startswith(_JAXPAR) and "site-packages" not in frame.filename
     ]
     place = f" ({Path(users_frames[-1].filename).name}:{users_frames[-1].lineno})" if users_frames else ""
     if isinstance(error, (jax.errors.TracerArrayConversionError, jax.errors.ConcretizationTypeError)):
