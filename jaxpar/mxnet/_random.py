@@ -148,8 +148,8 @@ def density(log_pdf: Callable[..., jax.Array], arrays: str) -> Callable[..., jax
     """An operator that gives the density of samples, whose first axes are those of the arrays of numbers."""
 
     def pdf(sample: jax.Array, *values: jax.Array, is_log: bool = False) -> jax.Array:
-        wide, *values = _widened(sample, *values)
-        out = log_pdf(wide, *(jnp.expand_dims(value, range(value.ndim, sample.ndim)) for value in values))
+        wide, *wide_values = _widened(sample, *values)
+        out = log_pdf(wide, *(jnp.expand_dims(value, range(value.ndim, sample.ndim)) for value in wide_values))
         return (out if is_log else jnp.exp(out)).astype(sample.dtype)
 
     kind = inspect.Parameter
