@@ -47,22 +47,11 @@ def read(
     kwargs: dict[str, Any],
     params_argnums: int | Sequence[int] | None,
     attached: tuple[str, Callable[[Raw], Any]] | None = None,
-) -> Raw:
-    """The flat equations of a function and the names of its arguments.
+) -> tuple[Raw, Jaxpr, list[Any]]:
+    """The flat equations of a function with the names of its arguments, the jaxpr that they are of, and its arrays.
 
     `attached` names an attribute of the error where `fn` raises, and gives what it is of the equations before.
     """
-    return read_closed(fn, args, kwargs, params_argnums, attached)[0]
-
-
-def read_closed(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    params_argnums: int | Sequence[int] | None,
-    attached: tuple[str, Callable[[Raw], Any]] | None = None,
-) -> tuple[Raw, Jaxpr, list[Any]]:
-    """The flat equations of a function, the jaxpr that they are of, and its arrays. `attached` is as of `read`."""
     kwargs = _with_shapes(fn, kwargs)
     if is_keras(fn) and not getattr(fn, "built", True):
         # Building it inside of the trace would leave traced arrays in it for good.

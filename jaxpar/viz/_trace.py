@@ -88,7 +88,8 @@ def trace(
     def graph(raw: Raw) -> Graph:
         return to_graph(layers(raw, depth, max_nodes, repeats, rules))
 
-    return graph(read(fn, args, kwargs, params_argnums, ("graph", graph)))
+    raw, _, _ = read(fn, args, kwargs, params_argnums, ("graph", graph))
+    return graph(raw)
 
 
 def layers(
@@ -222,7 +223,8 @@ def plot_network(
 
         return Plot(graph, options, time_limit, every, depth)
 
-    return draw(read(fn, args, kwargs, params_argnums, ("plot", draw)))
+    raw, _, _ = read(fn, args, kwargs, params_argnums, ("plot", draw))
+    return draw(raw)
 
 
 def plot_marked(fn: Callable[..., Any], args: Sequence[Any], marks: Sequence[str], title: str) -> MarkedPlot:

@@ -486,6 +486,12 @@ def test_what_is_no_pair_is_refused(loss, message):
             one_step(lambda params, batch, rng: (jnp.float32(0) * params["w"].sum(), {"part": loss}))
 
 
+@pytest.mark.parametrize("engine", ["shard_map", "jit"])
+def test_an_axis_that_the_step_does_not_have(engine):
+    with pytest.raises(NameError, match=r"loss_fn: .*axis name: batch; this step has 'data', which axis_name= changes"):
+        one_step(lambda params, batch, rng: (jax.lax.pmean(params["w"].sum(), "batch"), {}), engine=engine)
+
+
 @pytest.mark.slow
 def test_fit_records_a_mean_over_what_counts():
     source = data.from_arrays({k: np.concatenate([b[k] for b in batches()]) for k in batches()[0]})

@@ -301,8 +301,8 @@ def test_batches_that_are_refused():
         step(state, data.PaddedBatch(batches()[0], 4))
     with pytest.raises(ValueError, match="several programs"):
         step.many(state, jax.tree.map(lambda x: np.stack([x[:48]] * 2), batches()[0]))
-    with pytest.raises(AttributeError, match="not available on traced array"):  # JAX's words, before any work
-        jax.jit(step)(state, jax.tree.map(lambda x: x[:48], batches()[0]))
+    with pytest.raises(ValueError, match="cannot run inside jit, grad or a picture"):
+        jax.jit(step)(state, batches()[0])
     with pytest.raises(ValueError, match="a batch of 44 cannot be divided by 8 virtual shards"):
         data.batches(DATASET, 44, virtual_shards=V)
     with pytest.raises(ValueError, match="a batch of 8 cannot be divided by 16 virtual shards"):
@@ -316,7 +316,7 @@ def test_a_collective_in_the_loss_is_refused():
         loss, aux = dropped(params, batch, rng)
         return jax.lax.pmean(loss, "data"), aux
 
-    with pytest.raises(NameError, match="unbound axis name: data"):
+    with pytest.raises(ValueError, match="loss_fn has a collective"):
         train.make_train_step(loss, virtual_shards=V)(start(2), batches()[0])
 
 

@@ -99,7 +99,7 @@ def test_the_whole_net_has_regions_as_scopes_and_loses_nothing():
     fn, params, x = dense_net("chain")
     grad = jax.grad(lambda params, x: fn(params, x).sum())
     plain = viz.trace(grad, params, x, max_nodes=None)
-    graph = check(whole_of(all_layers(read(grad, (params, x), {}, 0), True, ())))
+    graph = check(whole_of(all_layers(read(grad, (params, x), {}, 0)[0], True, ())))
     assert [(n.name, n.op, n.flops) for n in graph.nodes] == [(n.name, n.op, n.flops) for n in plain.nodes]
     assert graph["conv0_block3/w2"].scope == ("conv0_block3",)
     assert graph["conv0_block3/w2 (backward)"].scope == ("conv0_block3",)
@@ -427,7 +427,7 @@ def test_scopes_that_read_each_other_close_without_a_circle():
 
 def test_a_net_and_its_copy_change_apart():
     fn, args = m.network("gradient")
-    net = all_layers(read(fn, args, {}, 0), True, ())
+    net = all_layers(read(fn, args, {}, 0)[0], True, ())
     made = net.copy()
     close(made, 0, 3)
     assert len(made.layers) <= 3 < len(net.layers)
@@ -450,7 +450,7 @@ def test_a_network_without_names_is_cut_between_its_blocks():
 
     weights = [(m.Spec((4, 4), m.f32), m.Spec((4, 4), m.f32)) for _ in range(12)]
     for fn, last in ((residual, "Activation"), (masked, "add")):
-        net = all_layers(read(fn, (weights, m.Spec((2, 4), m.f32), m.Spec((2, 4), m.f32)), {}, 0), False, ())
+        net = all_layers(read(fn, (weights, m.Spec((2, 4), m.f32), m.Spec((2, 4), m.f32)), {}, 0)[0], False, ())
         parts = itertools.groupby(whole_of(net).layers, lambda node: node.scope[:1])
         assert {list(part)[-1].op for _, part in parts} == {last}
 
@@ -468,7 +468,7 @@ def test_all_repeats_of_a_pass_change_the_edges_once(monkeypatch):
                 x = jnp.tanh(x @ w)
         return x
 
-    net = all_layers(read(stages, (weights, m.Spec((5, 2), m.f32)), {}, 0), True, ())
+    net = all_layers(read(stages, (weights, m.Spec((5, 2), m.f32)), {}, 0)[0], True, ())
     assert sorted(draft.repeat for draft in net.layers) == [1] * 40 + [4] * 80
     assert len(net.repeats) == 40
     assert [count for count in calls if count] == [40 * 2 * 3]

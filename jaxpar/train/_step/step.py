@@ -262,6 +262,12 @@ class DeviceStep:
 
         try:
             metrics, new_state = self.map_shards(of_shard)(batch, rng, model_state)
+        except NameError as error:  # JAX's, which advises a `shard_map`, where this is one with another axis
+            if "unbound axis name" not in str(error):
+                raise
+            names = " and ".join(map(repr, self.axes or (self.axis_name,)))
+            fault = str(error).partition(". ")[0]
+            raise NameError(f"train step: loss_fn: {fault}; this step has {names}, which axis_name= changes") from error
         except ValueError as error:  # JAX's, for a constraint that names an axis of the batch
             if not self.axes or "spmd_axis_name" not in str(error):
                 raise

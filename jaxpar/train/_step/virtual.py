@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, Sharding, SingleDeviceSharding
 
 from ... import checkpoint, kv
-from ..._core.arrays import Device, PyTree, Recent, tree_nbytes, without_keys
+from ..._core.arrays import Device, PyTree, Recent, is_traced, tree_nbytes, without_keys
 from ..._cpu import for_platform
 from ..._devices import collectives
 from ..._devices.mesh import (
@@ -69,9 +69,7 @@ class ShardHashes:
 
 
 _ONE_A_DTYPE = collectives.BucketLimits(float("inf"), float("inf"))  # pyright: ignore[reportArgumentType]
-_NOT_MANY = (
-    "train step, many: the host starts several programs for each step with virtual_shards; call the step for each batch"
-)
+_SEVERAL = "the host starts several programs for each step with virtual_shards"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,8 +108,15 @@ class VirtualStep(DeviceStep):
     def terms(self, state: TrainState, batch: Batch, number: jax.Array) -> tuple[Terms, Buffers]:
         """What shard `number` adds, and the leaves of its model state that are not added, such as counts."""
         params = whole_params(state.store, self.axis_name)
-        model_state = with_own_streams(state.model_state, number)
-        shard = self.gradient(state, params, batch, shard_rng(state, number), model_state)
+        try:
+            model_state = with_own_streams(state.model_state, number)
+            shard = self.gradient(state, params, batch, shard_rng(state, number), model_state)
+        except NameError as error:
+            if "axis name" not in str(error):
+                raise
+            raise ValueError(
+                "train step: loss_fn has a collective, but a virtual shard has no axis; leave it out"
+            ) from error
         # A loss that is a mean over what counts is divided by the weight of all shards, when that is known.
         divisor = 1 if isinstance(shard.metrics["loss"], Mean) else self.shards
         grads = {k: widen(g) / divisor for k, g in shard.grads.items()}
@@ -250,7 +255,12 @@ class VirtualProgram:
     ) -> tuple[TrainState, Metrics]:
         """One step. A list gets hashes of what it added up."""
         if span:
-            raise ValueError(_NOT_MANY)
+            raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
+        if is_traced((donated, rng, batch)):
+            raise ValueError(
+                f"train step: {_SEVERAL}, so the step cannot run inside jit, grad or a picture; call it outside"
+            )
+
         # The terms of each device, their sums over all devices, and the update on each device.
         replicated = copies_on(self.devices)
         batches = self._on_devices(self._batches.place(self._pad(batch)), split_over(self.devices))
@@ -291,7 +301,7 @@ class VirtualProgram:
     ) -> tuple[Batch, list[DeviceProgram]]:
         """The shapes of a batch, and for them the gradient of a shard, the sum of two, the exchange, the update."""
         if many:
-            raise ValueError(_NOT_MANY)
+            raise ValueError(f"train step, many: {_SEVERAL}; call the step for each batch")
         deal = self._deal
         # The gradient of a shard. A device that is there needs no name, and the program is the one of any device.
         first = None if self.devices[0] in jax.devices() else SingleDeviceSharding(self.devices[0])

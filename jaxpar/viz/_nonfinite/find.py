@@ -12,7 +12,7 @@ import numpy as np
 from .._draw.style import Options
 from .._fold.calls import Call
 from .._fold.templates import Pattern, Rule
-from .._function import check_picture, check_trace, read_closed
+from .._function import check_picture, check_trace, read
 from .._layout.net import Net, name_drafts, to_graph
 from .._read.raw import Eqn, Raw
 from .._read.source import short_path
@@ -70,7 +70,7 @@ def first_nonfinite(
     options = Options(title, theme=theme)
     check_picture(options, time_limit, "first_nonfinite")
     check_trace(fn, len(args), params_argnums, depth, max_nodes, repeats, rules, what="first_nonfinite")
-    raw, closed, arrays = read_closed(fn, args, {}, params_argnums)
+    raw, closed, arrays = read(fn, args, {}, params_argnums)
     leaves = [value for value in raw.values if value.kind in ("weight", "input") and not value.captured]
     for value, array in zip(leaves, arrays, strict=False):
         if isinstance(array, jax.ShapeDtypeStruct):

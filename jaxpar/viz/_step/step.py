@@ -225,7 +225,7 @@ def _read(
 ) -> tuple[Net, jax.stages.Compiled]:
     """The layers of a step and its compiled program."""
     try:
-        raw = read(step, args, {}, params_argnums)
+        raw, _, _ = read(step, args, {}, params_argnums)
     except Exception as error:
         if str(error).startswith("viz: "):  # an argument that is no array, an option
             raise
