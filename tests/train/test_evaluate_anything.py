@@ -18,7 +18,7 @@ from world import apply, run_on
 
 from jaxpar import data, kv, parallel, train
 from jaxpar._devices.mesh import split_over
-from jaxpar.train._evaluate.every_example import EvalProgram, Pass
+from jaxpar.train._evaluate.every_example import EvalProgram
 
 RNG = np.random.default_rng(0)
 N = 37
@@ -164,9 +164,10 @@ def test_the_last_batch_needs_no_more_memory_than_a_whole_one():
         return {"sum": (jnp.tanh(batch @ params).sum(), 1)}
 
     params = jax.device_put(jnp.ones((8, 256)), state_of(4).rng.sharding)
-    examples = Pass("evaluate", params, np.ones((31, 8), np.float32), 16, None)
-    program = EvalProgram(examples, lambda call, batch: call(batch)["sum"][0], eval_fn)
-    shape = jax.ShapeDtypeStruct((16, 8), np.float32, sharding=split_over(examples.devices))
+    program = EvalProgram(
+        "evaluate", params, np.ones((31, 8), np.float32), 16, None, of=lambda call, x: call(x)["sum"][0], fn=eval_fn
+    )
+    shape = jax.ShapeDtypeStruct((16, 8), np.float32, sharding=split_over(program.devices))
     whole, last = (
         program.jit().lower(program.leaves, shape, n).compile().memory_analysis().temp_size_in_bytes for n in (None, 15)
     )

@@ -22,7 +22,7 @@ from .._callbacks.media import Media
 from .._step.loss import Mean
 from .._step.modules import joined
 from .._step.state import TrainState
-from .every_example import EvalProgram, Pass, model_of
+from .every_example import EvalProgram, model_of
 from .metrics import ValuesError, as_values, sum_up
 
 EvalFn = Callable[..., Any]
@@ -148,7 +148,7 @@ class Evaluation:
                 check_classes("fit: test_data", eval_fn.apply_fn, model_of(state), data)
             with user_mesh.outside_mesh() as user:
                 program = _program_of("fit", state, eval_fn, data, self._batch_size, user)
-                if (shapes := program.examples.shapes()) is not None:
+                if (shapes := program.shapes()) is not None:
                     names += [prefix + name for name in program.trace(shapes).names]
         return names
 
@@ -189,7 +189,7 @@ def measure(caller: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, 
         # The sums over all batches, in host memory and float64: in float32 a million examples lose their last digits.
         # Metrics are merged.
         totals: dict[str, Any] = {}
-        for sums in program.run(ahead=0 if mesh.can_hang(program.examples.devices) else _AHEAD):
+        for sums in program.run(ahead=0 if mesh.can_hang(program.devices) else _AHEAD):
             for name, value in zip(sums.names, sums.values, strict=True):
                 value = jax.tree.map(np.asarray, value)
                 if isinstance(value, Mean):
@@ -215,15 +215,17 @@ def _program_of(
     caller: str, state_or_params: PyTree, eval_fn: EvalFn, source: Any, batch_size: int, user: Mesh | None
 ) -> EvalProgram:
     """The program of an `eval_fn`, which takes what it is given."""
-    examples = Pass(caller, state_or_params, source, batch_size, user)
-    has_state = len(examples.model) == 2
+    is_classifier = isinstance(eval_fn, Classification)  # which is known to give a value for each example
+    check = None if is_classifier else _check_twice
+    program = EvalProgram(caller, state_or_params, source, batch_size, user, of=_sums, fn=eval_fn, check=check)
+    has_state = len(program.model) == 2
     hint = ", since the state has a model_state" if has_state else ""
-    if isinstance(eval_fn, Classification):
+    if is_classifier:
         apply_fn = checks.function(eval_fn.apply_fn, f"{caller}: apply_fn")
         check_takes(apply_fn, ("params", "images", "model_state")[: 2 + has_state], f"{caller}: apply_fn", hint)
-        return EvalProgram(examples, _sums, eval_fn)  # which is known to give a value for each example
-    check_takes(eval_fn, ("params", "batch", "model_state")[: 2 + has_state], f"{caller}: eval_fn", hint)
-    return EvalProgram(examples, _sums, eval_fn, _check_twice)
+    else:
+        check_takes(eval_fn, ("params", "batch", "model_state")[: 2 + has_state], f"{caller}: eval_fn", hint)
+    return program
 
 
 def _sums(call: Callable[[PyTree], Any], batch: PyTree) -> _Sums:

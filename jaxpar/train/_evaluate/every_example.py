@@ -48,13 +48,26 @@ def model_of(state_or_params: PyTree) -> tuple[Any, ...]:
     return (params, model_state) if carries(model_state) else (params,)
 
 
-class Pass:
-    """A pass over data of any origin, in batches on the devices of a model's parameters. `caller` begins messages.
+class EvalProgram:
+    """A function of a batch, compiled, over every example of data of any origin, on the devices of a model's params.
 
-    An iterable is read inside of `user`, the user's mesh.
+    For each batch it gives `of(call, batch)`, where `call(batch)` is `fn` with the model. `check(program, batch)` is
+    called before a new program is kept. An iterable is read inside of `user`, the user's mesh. `caller` begins
+    messages.
     """
 
-    def __init__(self, caller: str, state_or_params: Any, examples: Any, batch_size: int, user: Mesh | None):
+    def __init__(
+        self,
+        caller: str,
+        state_or_params: Any,
+        examples: Any,
+        batch_size: int,
+        user: Mesh | None,
+        *,
+        of: Of,
+        fn: Callable[..., Any],
+        check: Callable[[EvalProgram, PyTree], object] | None = None,
+    ):
         if user is None:
             user_mesh.check_traced(state_or_params, caller)
         self._caller, self._user = caller, user
@@ -62,7 +75,7 @@ class Pass:
         # The size counts the examples of all processes. Batches that a source gives stay as long as they are.
         self._batch_size = checks.whole_number(batch_size, caller, "batch_size")
         # A data set or arrays, of which each process has all. Or batches, of which each reads its own share.
-        self.source: EvalSource = _as_eval_source(caller, examples)
+        self.source: EvalSource = as_eval_source(caller, examples)
         if any(map(spans_processes, jax.tree.leaves(self.model))) and not isinstance(self.source, data.IterableSource):
             data._agree_on_arrays(self.source.arrays, caller)  # all processes make this call
 
@@ -73,7 +86,6 @@ class Pass:
         self.devices: tuple[Device, ...] = () if mesh is None else tuple(mesh.devices.flat)
         self._count = max(1, len(self.devices))
         self._split = split_over(self.devices) if self.devices else None
-        self.copies = copies_on(self.devices) if self.devices else None
         # The axes over which a function of a batch may sum: that of the step, and those of the mesh.
         self.axes = tuple(dict.fromkeys((STORE_AXIS, *(() if mesh is None else mesh.axis_names))))
 
@@ -84,6 +96,49 @@ class Pass:
                 raise ValueError(f"{caller}: expected examples, got {kind}")
             self.size = min(self._round_up(self._batch_size), count)  # of the first batch
 
+        # What the compiled program depends on beside shapes. Its results are copies on each device: the host reads all.
+        self.leaves, structure = jax.tree.flatten(self.model)
+        copies = copies_on(self.devices) if self.devices else None
+        self._key = of, fn, structure, copies, self.axes
+        self._check = check
+        self._compiled: Any = None  # see `trace`
+        self._result_shapes: Any = None
+
+    def jit(self) -> Any:
+        """A function of (leaves of the model, batch, number of rows that are examples; None: all)."""
+        return jax.jit(functools.partial(_on_batch, *self._key), static_argnums=2)
+
+    def trace(self, batch: PyTree) -> Any:
+        """The shapes of the result. The program, as it is for the first batch, is that of `run`."""
+        # What a function reads by name, as another function that a cell of a notebook has changed, counts too. So it is
+        # traced anew for each pass: JAX, and a key that is the function itself, know nothing of that.
+        if self._compiled is None:
+            try:
+                traced = self.jit().trace(self.leaves, batch, None)
+                key = *self._key, traced.lower().as_text()
+                if self._check is not None and _programs(*key, make=False) is None:
+                    self._check(self, batch)
+            except Exception as error:
+                error.add_note(f"eval_fn or apply_fn was traced for a batch {jax.tree.map(checks.describe, batch)}")
+                raise
+            self._compiled, self._result_shapes = _programs(*key), traced.out_info
+        return self._result_shapes
+
+    def run(self, ahead: int) -> Iterator[Any]:
+        """The result of each batch. `ahead` batches are started before one is given, so the host need not wait."""
+
+        def results() -> Iterator[Any]:
+            for batch, count in self._batches():
+                wait_before_collectives((self.leaves, batch), self.devices)
+                is_full = count == jax.tree.leaves(batch)[0].shape[0]
+                leaves = jax.tree.leaves(self._compiled(self.leaves, batch, None if is_full else count))
+                # With the functions of now in it: the program may be of an earlier call.
+                yield jax.tree.structure(self._result_shapes).unflatten(leaves)
+
+        for result in data._ahead(results(), ahead):
+            yield result
+            processes.note_progress()
+
     def shapes(self) -> Any:
         """A whole batch as `jax.ShapeDtypeStruct`s. None if nothing is known before it is read."""
         if not isinstance(self.source, data.IterableSource):
@@ -93,16 +148,14 @@ class Pass:
             return None
         return self.source.batch_shapes(checks.batch_length(first, self._caller), first)
 
-    def batches(self, prepare: Callable[[Any], object]) -> Iterator[EvalBatch]:
-        """Every example, in order. With several processes the batches of all of them side by side.
-
-        `prepare` is called with the shapes of a batch before it is sent.
-        """
+    def _batches(self) -> Iterator[EvalBatch]:
+        """Every example, in order. With several processes the batches of all of them side by side."""
         source = self.source
         if isinstance(source, data.IterableSource):
-            yield from self._batches_of_stream(source, prepare)
+            yield from self._batches_of_stream(source)
             return
-        prepare(self.shapes())
+        # What is wrong with the function is said before a batch is sent.
+        self.trace(self.shapes())
         size = self._round_up(self._batch_size)
         full, remainder = divmod(source.examples(size), size)
         for batch in source.batches(size, devices=self.devices or None) if full else ():
@@ -110,7 +163,7 @@ class Pass:
         if remainder:
             yield self._placed(source, jax.tree.map(lambda x: x[full * size :], source.arrays), remainder)
 
-    def _batches_of_stream(self, source: data.IterableSource, prepare: Callable[[Any], object]) -> Iterator[EvalBatch]:
+    def _batches_of_stream(self, source: data.IterableSource) -> Iterator[EvalBatch]:
         """Each process reads its own batches. All agree on the sizes before a program is started."""
         # How many of the devices each process has.
         counts = [self._count]
@@ -135,7 +188,7 @@ class Pass:
                     ValueError(f"{self._caller}: each process must have batches; they have {sizes} examples")
                 )
             last = batch if batch is not None else last
-            prepare(source.batch_shapes(sum(sizes), last))
+            self.trace(source.batch_shapes(sum(sizes), last))
 
             # On the devices. Each process places its own examples, if each device then has as many of them. Else the
             # batches are gathered in host memory, and cut anew.
@@ -197,7 +250,7 @@ class Pass:
         return -(-n // self._count) * self._count
 
 
-def _as_eval_source(caller: str, examples: Any) -> EvalSource:
+def as_eval_source(caller: str, examples: Any) -> EvalSource:
     """A data set, arrays or batches as a source that gives every example."""
     if isinstance(examples, data.Dataset):
         return data.DatasetSource(examples)
@@ -227,63 +280,7 @@ def _as_eval_source(caller: str, examples: Any) -> EvalSource:
     return data.from_arrays(examples)
 
 
-# The compiled program of a function of a batch.
-
-
-class EvalProgram:
-    """What `of(call, batch)` gives for each batch of a pass, where `call(batch)` calls `fn` with the model too.
-
-    `check(program, batch)` is called before a new program is kept.
-    """
-
-    def __init__(
-        self,
-        examples: Pass,
-        of: Of,
-        fn: Callable[..., Any],
-        check: Callable[[EvalProgram, PyTree], object] | None = None,
-    ):
-        self.examples = examples
-        self.leaves, structure = jax.tree.flatten(examples.model)
-        self._key = of, fn, structure, examples.copies, examples.axes
-        self._check = check
-        self._compiled: Any = None  # see `trace`
-        self._result_shapes: Any = None
-
-    def jit(self) -> Any:
-        """A function of (leaves of the model, batch, number of rows that are examples; None: all)."""
-        return jax.jit(functools.partial(_on_batch, *self._key), static_argnums=2)
-
-    def trace(self, batch: PyTree) -> Any:
-        """The shapes of the result. The program, as it is for the first batch, is that of `run`."""
-        # What a function reads by name, as another function that a cell of a notebook has changed, counts too. So it is
-        # traced anew for each pass: JAX, and a key that is the function itself, know nothing of that.
-        if self._compiled is None:
-            try:
-                traced = self.jit().trace(self.leaves, batch, None)
-                key = *self._key, traced.lower().as_text()
-                if self._check is not None and _programs(*key, make=False) is None:
-                    self._check(self, batch)
-            except Exception as error:
-                error.add_note(f"eval_fn or apply_fn was traced for a batch {jax.tree.map(checks.describe, batch)}")
-                raise
-            self._compiled, self._result_shapes = _programs(*key), traced.out_info
-        return self._result_shapes
-
-    def run(self, ahead: int) -> Iterator[Any]:
-        """The result of each batch. `ahead` batches are started before one is given, so the host need not wait."""
-
-        def results() -> Iterator[Any]:
-            for batch, count in self.examples.batches(prepare=self.trace):
-                wait_before_collectives((self.leaves, batch), self.examples.devices)
-                is_full = count == jax.tree.leaves(batch)[0].shape[0]
-                leaves = jax.tree.leaves(self._compiled(self.leaves, batch, None if is_full else count))
-                # With the functions of now in it: the program may be of an earlier call.
-                yield jax.tree.structure(self._result_shapes).unflatten(leaves)
-
-        for result in data._ahead(results(), ahead):
-            yield result
-            processes.note_progress()
+# The program of a batch.
 
 
 def _on_batch(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from ..._core import checks, text
 from ..._core.arguments import renamed_arguments
@@ -19,7 +20,7 @@ from ..._devices import processes, user_mesh
 from ...data import ArraySource, Dataset, IterableSource
 from .._callbacks.figures import new_figure, readable, save_figure
 from .evaluate import check_classes, check_classified, check_logits
-from .every_example import EvalProgram, Pass, with_axes
+from .every_example import EvalProgram, as_eval_source, with_axes
 
 ApplyFn = Callable[..., Any]
 _MOST = 10  # rows of the table
@@ -55,7 +56,7 @@ def predict(state_or_params: PyTree, apply_fn: ApplyFn, data: Any, *, batch_size
         [0.0, 2.0, 4.0, 6.0, 8.0]
     """
     with user_mesh.outside_mesh() as user:
-        return _predict("predict", apply_fn, Pass("predict", state_or_params, data, batch_size, user))
+        return _predict(_program_of("predict", state_or_params, apply_fn, data, batch_size, user))
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -151,25 +152,34 @@ def mistakes(
 def _logits(name: str, state_or_params: PyTree, apply_fn: ApplyFn, data: Dataset, batch_size: int) -> np.ndarray:
     """float32 (n, classes). All that can be known is checked before any work."""
     check_classified(data, name)
-    examples = Pass(name, state_or_params, data, batch_size, None)
+    program = _program_of(name, state_or_params, apply_fn, data, batch_size, None)
     # The shape of the logits, traced without a computation.
-    params, *model_state = examples.model
-    image = jax.ShapeDtypeStruct((examples.size, *data.images.shape[1:]), jnp.float32)
-    logits = jax.eval_shape(with_axes(apply_fn, examples.axes), params, image, *model_state)
-    check_logits(logits, examples.size)
-    check_classes(name, apply_fn, examples.model, data)
-    return _predict(name, apply_fn, examples).astype(np.float32)
+    params, *model_state = program.model
+    image = jax.ShapeDtypeStruct((program.size, *data.images.shape[1:]), jnp.float32)
+    logits = jax.eval_shape(with_axes(apply_fn, program.axes), params, image, *model_state)
+    check_logits(logits, program.size)
+    check_classes(name, apply_fn, program.model, data)
+    return _predict(program).astype(np.float32)
 
 
-def _predict(name: str, apply_fn: ApplyFn, examples: Pass) -> PyTree:
-    if isinstance(examples.source, IterableSource) and processes.count() > 1:
+def _program_of(
+    name: str, state_or_params: PyTree, apply_fn: ApplyFn, data: Any, batch_size: int, user: Mesh | None
+) -> EvalProgram:
+    """The program of the outputs of a batch."""
+    checks.function(apply_fn, f"{name}: apply_fn")
+    source = as_eval_source(name, data)
+    if isinstance(source, IterableSource) and processes.count() > 1:
         raise ValueError(
             f"{name}: with several processes the order of all examples is unknown; give a data.Dataset or arrays"
         )
     # Of images with labels the model gets the images. Arrays that were given are inputs as they are.
-    of = _outputs if isinstance(examples.source, ArraySource) else _outputs_of_images
-    checks.function(apply_fn, f"{name}: apply_fn")
-    of_batches = [jax.tree.map(np.asarray, outputs) for outputs in EvalProgram(examples, of, apply_fn).run(ahead=1)]
+    of = _outputs if isinstance(source, ArraySource) else _outputs_of_images
+    return EvalProgram(name, state_or_params, source, batch_size, user, of=of, fn=apply_fn)
+
+
+def _predict(program: EvalProgram) -> PyTree:
+    """The outputs of all batches, one after another, in host memory."""
+    of_batches = [jax.tree.map(np.asarray, outputs) for outputs in program.run(ahead=1)]
     return jax.tree.map(lambda *rows: np.concatenate(rows), *of_batches)
 
 

@@ -68,6 +68,15 @@ class Clock:
         """The number of steps that were made of the epoch under way."""
         return self.step - self.epoch_starts[-1]
 
+    def advance(self, run: Run, rows: range | None) -> None:
+        """Count what a program of `own_steps` made: one step, or one for each of `rows`."""
+        self.step += 1 if rows is None else len(rows)
+        if run.is_epoch_over(self.steps_of_epoch):
+            self.epoch_starts.append(self.step)
+            # Where epochs end with the data, the last step is known only when it was made.
+            if run.steps is None and run.epochs is not None and self.epochs_over >= run.epochs:
+                self.last = self.step
+
     def go_back(self, step: int) -> None:
         """Forget the steps after this one."""
         self.step = step

@@ -144,11 +144,7 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
                     training.state, metrics, rows = next(training.steps)
                 if clock.step == clock.began:
                     progress.say_compiled()
-                clock.step += 1 if rows is None else len(rows)
-                if run.is_epoch_over(clock.steps_of_epoch):
-                    clock.epoch_starts.append(clock.step)
-                    if run.steps is None and run.epochs is not None and clock.epochs_over >= run.epochs:
-                        clock.last = clock.step
+                clock.advance(run, rows)
                 training.epoch.unread.append((metrics, rows))
                 if training.certificate is not None:
                     training.certificate.take(clock.step, training.state)
@@ -432,9 +428,7 @@ class Training:
         self.open_steps()
         while clock.step < spike.step:
             self.state, metrics, rows = next(self.steps)
-            clock.step += 1 if rows is None else len(rows)
-            if run.is_epoch_over(clock.steps_of_epoch):
-                clock.epoch_starts.append(clock.step)
+            clock.advance(run, rows)
             if clock.step == spike.step:
                 self.epoch.unread.append((metrics, rows))
         if self.certificate is not None:

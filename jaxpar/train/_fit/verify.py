@@ -159,9 +159,7 @@ def compute_again(
             # A state at a certified step may be the first one, which no step is made for.
             while clock.step < certified_step:
                 state, _, rows = next(made)
-                clock.step += 1 if rows is None else len(rows)
-                if call.is_epoch_over(clock.steps_of_epoch):
-                    clock.epoch_starts.append(clock.step)
+                clock.advance(call, rows)
             again.take(certified_step, state)
             again.write(certified_step)
             if certified_step in steps:

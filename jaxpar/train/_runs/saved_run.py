@@ -493,9 +493,7 @@ class SavedRun:
         is_certified = bool(self._certificate) and not self.not_exact
         with contextlib.closing(own_steps(call, clock, state, self.left_out)) as steps:
             for state, metrics, rows in steps:
-                clock.step += 1 if rows is None else len(rows)
-                if call.is_epoch_over(clock.steps_of_epoch):
-                    clock.epoch_starts.append(clock.step)
+                clock.advance(call, rows)
                 if is_certified and clock.step in self._certificate:
                     computed, certified = str(checkpoint._StateHash(state)), self._certificate[clock.step]
                     if computed != certified:
