@@ -67,6 +67,7 @@ def plan(values: Sequence[Shaped], limits: BucketLimits = BucketLimits()) -> Gro
         if goes_alone or size >= limits.alone_bytes:
             groups.append([position])
             continue
+        # It joins the open bucket of its dtype. One that has no room for it is closed, and another one begins.
         group, filled = open_buckets.get(value.dtype, (None, 0))
         if group is None or filled + size > limits.bucket_bytes:
             group, filled = [], 0
@@ -315,6 +316,8 @@ def sum_everywhere(deal: Deal, nodes: jax.Array, axis_name: str) -> jax.Array:
     """The sum of all terms on every device, from each device's nodes (kept, n), inside a mapped axis."""
     if deal.devices == 1:
         return _root(deal, nodes[None])
+    # Small nodes: every device gets all of them and adds for itself, by one collective. Chunks of one node on each of
+    # two devices would be as many bytes, by two collectives.
     if nbytes(nodes[0]) < _SHARED_BYTES or (deal.devices == 2 and deal.kept == 1):
         return _root(deal, lax.all_gather(nodes, axis_name))
     # Large nodes: each device adds up one chunk of the vectors for all, and the chunks of the sum are gathered.

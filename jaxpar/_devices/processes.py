@@ -127,6 +127,7 @@ def exchange(text: str) -> list[str]:
     """The text that each process gives, in the order of the processes."""
     if count() == 1:
         return [text]
+    # All rows of a gather are of one length. Most texts are short, and take one gather: their length, then themselves.
     raw = text.encode()
     rows = _gather(len(raw).to_bytes(4, "big") + raw[:_FIRST_BYTES].ljust(_FIRST_BYTES, b"\0"))
     lengths = [int.from_bytes(row[:4].tobytes(), "big") for row in rows]
@@ -227,6 +228,7 @@ def raise_together(*kinds: type[Exception]) -> Generator[None]:
     if count() == 1:
         yield
         return
+    # An error travels as the number of the first of these types that it is of: other processes may not know its class.
     types, local_error, report = (*kinds, *_KINDS), None, ""
     try:
         yield
@@ -265,6 +267,7 @@ def all_true(yes: bool) -> bool:
 
 def agree(what: str, text: str) -> None:
     """`ValueError` in every process unless all give the same text. `what` is the beginning of the message."""
+    # A long text is compared by its hash, in one gather. Only where they differ the texts themselves are sent.
     short = text if len(text) < _FIRST_BYTES else hashlib.sha256(text.encode()).hexdigest()
     if len(set(exchange(short))) > 1:
         texts = exchange(text)

@@ -93,6 +93,7 @@ def program(updater: Updater, compressor: Compressor | None) -> Any:
         if mesh is None:
             changes = _at_home(store, push(store, pushed, num_updates, None))
         else:
+            # Each device is given its row of what is in rows, and all of what is replicated; it gives the same back.
             specs = jax.tree.map(operator.attrgetter("spec"), stores.layout_of_each(store))
             changed = Changes(specs.values, specs.updater_state, specs.residuals)
             # A value without axes comes in the shape (1,), since one in () could not be split. The update reshapes it.
@@ -121,6 +122,8 @@ def _at_home(store: KVStore, changes: Changes) -> Changes:
     def constrain(layout: Layout, x: jax.Array) -> jax.Array:
         return lax.with_sharding_constraint(x, stores.home(store, layout))
 
+    # Else the compiler chooses the shardings of results, perhaps a copy on each device, and the next push, of arrays
+    # with other shardings, compiles another program. Without layouts no value is split.
     if store.layouts:
         layouts = dict(store.layouts)
         changes = changes._replace(values={k: constrain(layouts[k], v) for k, v in changes.values.items()})
@@ -144,7 +147,7 @@ def axis_size(axis_name: str, what: str) -> int:
     """The number of devices along a mapped axis. `NameError` if there is no such axis."""
     try:
         return lax.axis_size(axis_name)
-    except NameError:
+    except NameError:  # JAX's own says "unbound axis name", and not what to do
         raise NameError(
             f"{what}: no pmap or shard_map around this call has the axis axis_name={axis_name!r}; leave it out for "
             "values outside of them"
@@ -167,6 +170,7 @@ def reduce(store: KVStore, pushed: Arrays, axis_name: str) -> tuple[Arrays, dict
         )
     # Values that compress travel as packed bits in buckets of their own, all others plain.
     small = compressed_keys(store, pushed)
+    # Each has its collectives, and the sums are put back in the order of the pushed keys.
     plain, packed = [k for k in pushed if k not in small], [k for k in pushed if k in small]
     sums = kind.reduce([pushed[k] for k in plain], axis_name, store.limits)
     summed, residuals = dict(zip(plain, sums, strict=True)), dict[int, Any]()
@@ -199,7 +203,9 @@ def as_stored(store: KVStore, pushed: Lists) -> Lists:
 def _sums_of_lists(store: KVStore, pushed: Lists) -> tuple[Arrays, dict[int, Any]]:
     """Sums without a mapped axis. Each position of a list is a device with a residual of its own."""
     small, layouts = compressed_keys(store, pushed), dict(store.layouts)
+    # Plain values are added in the order of their list: a key has the same bits, whatever else is pushed.
     sums = {k: layouts.get(k, REPLICATED).stored(add(values)) for k, values in pushed.items() if k not in small}
+    # Compressed ones: keys with as many values share one mapped axis, and so the buckets of `reduce`.
     residuals: dict[int, Any] = {}
     for count in sorted({len(pushed[k]) for k in small}):
         keys = [k for k in pushed if k in small and len(pushed[k]) == count]
@@ -224,6 +230,7 @@ def gather(store: KVStore, chunks: Arrays, axis_name: str) -> Arrays:
     """The whole values, out of what every device has of each."""
     if not stores.is_in_rows(store):
         return chunks
+    # Of rows a device does not know the shape: the layout, which is static, has it.
     shapes = stores.shapes_of(store)
     full = collectives.all_gather(list(chunks.values()), [shapes[k] for k in chunks], axis_name, store.limits)
     return dict(zip(chunks, full, strict=True))
@@ -253,6 +260,7 @@ def compressed_keys(store: KVStore, keys: Iterable[int]) -> set[int]:
 
 def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
     """The residuals before a push of as many values of each key as `counts` says, (count, *shape)."""
+    # What a device left out belongs to its own next value. Of another number of values nobody could say whose it is.
     residuals = {k: store.residuals[k] for k in counts if k in store.residuals}
     for k, residual in residuals.items():
         count_before = jax.tree.leaves(residual)[0].shape[0]
@@ -261,6 +269,7 @@ def residuals_for(store: KVStore, counts: Mapping[int, int]) -> dict[int, Any]:
                 f"kv.push: key {k} is compressed and was pushed with {count_before} values before, now with "
                 f"{counts[k]}; kv.set_gradient_compression starts the residuals anew"
             )
+    # The first push of a key starts them. Keys with as many values share a program.
     for count in set(counts.values()):
         keys = [k for k in counts if k not in residuals and counts[k] == count]
         residuals |= start_residuals(store, keys, count)
@@ -331,6 +340,11 @@ def num_updates(store: KVStore, keys: Iterable[int], ready: Mapping[int, jax.Arr
     That is the largest number of updates of any key of the store, so it is counted once for a whole push, of all its
     keys, and each part of the push is given it. `ready`: which of the keys are updated, where a program decides.
     """
+    # It is no field of the store. MXNet counts the updates of each key too: its Adam corrects the bias by them, and a
+    # schedule is asked with the larger one of the number before and the key's own count. So the counts stay in the
+    # states, where checkpoints have them, and the number is their largest, always. A field would say the same once
+    # more, in one array more of each program, and a store whose states were replaced without it would take another
+    # rate, without an error. benchmarks/NOTES.md has what it costs.
     if not (isinstance(store.updater, Updater) and getattr(store.updater.update, "takes_num_updates", False)):
         return {}
     counts: dict[int, Any] = {k: state["count"] for k, state in store.updater_state.items() if k not in store.frozen}
@@ -360,6 +374,7 @@ def update_one(
         new, state = updater.update(key, pushed, state, stored)
     else:
         new = updater(key, pushed, stored)
+    # An updater is the user's function. What it gives would be broadcast or cast at some later push, or lost.
     what = f"kv.push: the updater's result for key {key}"
     if new is None:
         raise TypeError(f"{what} is None; an updater returns the new value, it cannot change `stored` in place")
@@ -393,6 +408,7 @@ def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Chang
     # A param without a gradient is left as it is, and its part of the state too. The optimizer sees zeros for it.
     left = {k: jnp.zeros_like(store.values[k]) for k in stores.trained_keys(store) if k not in grads}
     run = functools.partial(store.updater.update, value=loss)
+    # Rows (devices, chunk) of all devices: the optimizer is elementwise, and sees one row at a time, as a device does.
     if stores.is_in_rows(store) and any(g.ndim > 1 for g in grads.values()):
         axes = jax.tree.map(lambda leaf: 0 if leaf.ndim > 1 else None, store.optimizer_state)  # of rows, as the grads
         run = jax.vmap(run, in_axes=(0, axes, 0), out_axes=(0, axes))
@@ -404,6 +420,7 @@ def _update_tree(store: KVStore, grads: Arrays, loss: jax.Array | None) -> Chang
             "kv.push: the optimizer's update returns a state of another structure than its init: expected "
             f"{jax.tree.structure(before)}, got {structure}"
         )
+    # It has seen zeros for these, and may have decayed or moved them all the same. Their part of the state goes back.
     if left:
         try:
             owners = stores.owners(store)
@@ -441,6 +458,7 @@ def update_by_rows(
 
     if updater == updaters.assign:
         return split_like(sparse.to_dense(total), stored), state
+    # The whole table, with zeros where nothing was pushed; or only the rows, which are then read, updated and written.
     update = functools.partial(update_one, updater, key, num_updates=num_updates)
     if not updaters._is_lazy(updater, state):
         return update(sparse.to_dense(total), state, stored)
@@ -469,6 +487,7 @@ def with_tables(store: KVStore, updated: KVStore, rows: Mapping[int, sparse.RowS
     leaves, structure = jax.tree.flatten(updated)
     updated = structure.unflatten(lax.optimization_barrier(leaves))
 
+    # A row of another device's is not written: its index is beyond the table.
     def write(k: int, table: jax.Array, new: jax.Array) -> jax.Array:
         flat, indices = _as_table(store, table, rows[k], axis_name)
         return sparse._write(flat, indices, new.reshape(*indices.shape, *flat.shape[1:])).reshape(table.shape)
@@ -490,6 +509,7 @@ def own_elements(ids: jax.Array, shape: collectives.Shape, axis_name: str) -> ja
     # A chunk begins somewhere in a row. Numbers of elements of the whole table may be too large for int32.
     row, column = (jnp.asarray(x, jnp.int32) for x in np.divmod(np.arange(devices, dtype=np.int64) * chunk, width))
     device = lax.axis_index(axis_name)
+    # So it counts from the first row of its own chunk, and only rows near that one are multiplied by the width.
     distance = ids - row[device]
     is_near = (distance >= 0) & (distance <= chunk // width + 1) & (ids < shape[0])
     first = jnp.where(is_near, distance, 0) * width - column[device]

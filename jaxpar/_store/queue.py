@@ -45,6 +45,8 @@ def start(store: KVStore, key: int, count: int) -> PendingPushes:
 
 def push(store: KVStore, pushed: Lists, axis_name: str | None, apply: Apply) -> Changes:
     """What a push changes. `apply` gets the values that have waited long enough."""
+    # Inside of a mapped axis a list has the values of one device, which adds them. Elsewhere each value of it counts as
+    # that of a device, and waits in a row of its own.
     if is_tracing():
         combine = jnp.stack if axis_name is None else aggregate.add
         new = {k: combine(values) for k, values in aggregate.as_stored(store, pushed).items()}

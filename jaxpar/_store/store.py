@@ -332,6 +332,7 @@ def lay_out(store: KVStore, key: int, value: jax.Array) -> jax.Array:
     """A full value as the store holds it, on the store's devices."""
     layout = dict(store.layouts).get(key, REPLICATED)
     sharding = home(store, layout)
+    # Inside of a user's `jit` the compiler places it. A store without devices leaves a value where the user had it.
     value = layout.stored(value if sharding is None else without_types(value))
     return value if sharding is None or is_traced(value) else put(value, sharding)
 

@@ -115,6 +115,7 @@ def reduce_scatter(
 
 
 def _linear(compressor: LinearCompressor, values: Arrays, states: States, axis_name: str, limits: BucketLimits) -> Sums:
+    # Its codes are float32 numbers, whose sum is the code of the sum. So they are summed as plain values are.
     def psum(tree: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(tree)
         return structure.unflatten(collectives.allreduce(leaves, axis_name, limits))
@@ -235,6 +236,7 @@ def _sum_codes(compressor: ElementCompressor, codes: Arrays, axis_name: str, lim
     groups = collectives.plan(sent, limits)
     sums = [_sum_bucket(compressor, bucket, axis_name) for bucket in collectives.pack(padded, groups)]
     sums = collectives.unpack(sums, [c.shape for c in padded], groups)
+    # Without the elements of the codes that filled up the last word of each value.
     return [total[: c.size] for total, c in zip(sums, codes, strict=True)]
 
 
@@ -251,8 +253,9 @@ def _sum_bucket(compressor: ElementCompressor, codes: jax.Array, axis_name: str)
         of_one_term: Any = compressor.grid(1)
         packed = lax.psum(_base.pack_lanes(of_one_term.encode(compressor.dequantize(codes)), grid.bits), axis_name)
         return grid.decode(_base.unpack_lanes(packed, grid.bits, size))
-    if way == "dense":
+    if way == "dense":  # decoded first: for small values and many devices, whose shares words would pad
         return _sum_dense(compressor.dequantize(codes), axis_name)
+    # The words of all devices, (devices, words): of the whole bucket, or of the own share of it.
     if way == "gather":
         received = collectives.gather_stack(_to_words(compressor, codes), axis_name)
     else:
@@ -286,12 +289,13 @@ def bytes_of_words(num_words: int, itemsize: int, per_word: int, grid: Grid | No
     """What each way sends: bytes of the whole, of which a device sends (N-1)/N."""
     size = num_words * per_word
     chunk = chunk_of(size, per_word, grid, count)
-    back = min(32, grid.bits if grid is not None else 32) / 8
+    back = min(32, grid.bits if grid is not None else 32) / 8  # bytes of an element of a sum
     cost = {
-        "gather": count * num_words * itemsize,
-        "owners": count * (chunk // per_word * itemsize + chunk * back),
-        "dense": count * 2 * _FLOAT32 * collectives.chunk_size(size, count),
+        "gather": count * num_words * itemsize,  # the words of each device, to every other
+        "owners": count * (chunk // per_word * itemsize + chunk * back),  # each share as words, and its sum back
+        "dense": count * 2 * _FLOAT32 * collectives.chunk_size(size, count),  # the same in float32
     }
+    # An all-reduce of words with room for the sums of all devices, which sends them twice: to be added, and back.
     if grid is not None and grid.is_exact:
         cost["lanes"] = 2 * 4 * -(-size // (32 // grid.bits))
     return cost
@@ -364,6 +368,7 @@ def _code(values: Arrays, axis_name: str) -> tuple[list[jax.Array], list[jax.Arr
 
 def _add_shares(rows: Arrays, axis_name: str, limits: BucketLimits) -> list[jax.Array]:
     """The float32 (chunk,) sum over the devices of this device's rows (devices, chunk) of codes."""
+    # By buckets along the second axis: each device gets its row of a bucket from all, 3 bits a code.
     groups = _plan(rows, limits)
     shares: list[jax.Array] = []
     for bucket in collectives.pack(rows, groups, axis=1):

@@ -92,6 +92,7 @@ def create(
         devices = checks.devices(devices, "kv.create")
     # Processes join before anything asks JAX for devices: with its devices known, JAX joins no others.
     limits = BucketLimits(bucket_bytes, alone_bytes)
+    # Values of kind `sharded` are cut for a number of devices, which must be that of all processes.
     if traits.over_processes:
         distributed.join(f"kv.create: kind {kind!r}")
     elif traits.in_rows and devices is None:

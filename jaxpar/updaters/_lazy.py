@@ -95,6 +95,7 @@ def transform_fault(tx: optax.GradientTransformation, params: PyTree, tables: Se
     leaves, structure = jax.tree.flatten(params)
     if any(leaf.ndim for leaf in jax.tree.leaves(jax.eval_shape(tx.init, params))):
         return "it keeps a state of the gradients"
+    # Sizes from small to large, since a transform may clip: below its limit it changes nothing.
     rng = np.random.default_rng(0)
     numbers = [rng.standard_normal(x.shape).astype(x.dtype) for x in _small(leaves, tables, 2 * _ROWS)]
     with outside_mesh(), jax.ensure_compile_time_eval():

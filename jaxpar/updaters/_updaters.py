@@ -283,6 +283,7 @@ class TreeOptimizer:
             return self.update(grads, state, params, value)
 
         specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        # The loss alone is marked. What is marked of the result depends on it.
         state = jax.eval_shape(self.init, specs)
         loss = jax.ShapeDtypeStruct((), jnp.float32)
         unmarked = jax.tree.map(lambda x: np.zeros(x.shape, bool), (specs, state, specs))

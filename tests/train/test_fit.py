@@ -1,6 +1,8 @@
 """The training loop: its record, its lines, the order of its batches, what it refuses."""
 
+import dataclasses
 import functools
+import inspect
 import json
 import threading
 import types
@@ -17,10 +19,17 @@ from world import STEP, TX, apply, points, run_on, start_classifier
 from jaxpar import data, kv, train
 from jaxpar.train._callbacks.history import line
 from jaxpar.train._fit.progress import Progress
+from jaxpar.train._fit.run import FitOptions
 
 TRAIN, TEST = points(50), points(21, 1)
 FIELDS = {"epoch", "step", "loss", "accuracy", "test_loss", "test_accuracy", "seconds", "images_per_second"}
 run = functools.partial(run_on, TRAIN)
+
+
+def test_the_options_of_a_run_are_the_arguments_of_fit():
+    parameters = inspect.signature(train.fit).parameters.values()
+    arguments = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert {field.name: field.default for field in dataclasses.fields(FitOptions)} == arguments
 
 
 def test_the_history_and_the_metrics_file(tmp_path):

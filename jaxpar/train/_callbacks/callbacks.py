@@ -112,6 +112,8 @@ class Callbacks:
 
     def init(self, state: TrainState, saved: list[dict[str, Any]] | None, resumed: bool) -> CallbackState:
         """What each callback remembers at first: what was saved of it, or else what it begins with."""
+        # A memory belongs to the first callback of its class that has none yet, so that two of one class keep theirs as
+        # long as their order stays. One that does not fit, as after another `restore_best`, counts as not saved.
         callback_state, starts_anew, unused = list[Any](), list[str](), list(saved or [])
         for callback in self.each:
             memory = None

@@ -158,6 +158,7 @@ class Evaluation:
         media: dict[str, Media] = {}
         for prefix, (eval_fn, data) in self.parts.items():
             for name, value in measure("fit", state, eval_fn, data, self._batch_size).items():
+                # A record has numbers only, so that it is a line of JSON and a row of a table: one for each column.
                 if isinstance(value, Media):
                     media[f"{prefix}{name}"] = value
                     continue

@@ -177,10 +177,28 @@ class EvalProgram:
 
         batches, last = self._read(source), None
         while True:
-            # The next batch of each process. One whose data have ended takes part with no example.
-            with processes.raise_together():  # an error in one process is raised in all
+            # The next batch of each process. One whose data have ended takes part with no example. An error in one
+            # process is raised in all: else the others would wait in the exchange.
+            own_size, own_shapes = 0, None
+            with processes.raise_together():
                 batch = next(batches, None)
-            sizes = self._sizes(batch)
+                if batch is not None:
+                    if any(map(spans_processes, jax.tree.leaves(batch))):
+                        raise ValueError(
+                            f"{self._caller}: a batch is on devices of several processes; each process gives its own "
+                            "share"
+                        )
+                    own_size = checks.batch_length(batch, self._caller)
+                    own_shapes = str(jax.tree.map(lambda x: f"{x.dtype}{list(np.shape(x)[1:])}", batch))
+
+            # How many examples each process has. Programs of different shapes would wait for each other in their
+            # collectives.
+            of_processes = [json.loads(text) for text in processes.exchange(json.dumps([own_size, own_shapes]))]
+            if len({shapes for _, shapes in of_processes if shapes}) > 1:
+                raise processes.in_all(
+                    ValueError(f"{self._caller}: all processes must have the same arrays, got {of_processes}")
+                )
+            sizes = [size for size, _ in of_processes]
             if not any(sizes):
                 break
             if not all(sizes) and last is None:
@@ -215,26 +233,6 @@ class EvalProgram:
             batch = user_mesh.without_types(batch)
             if checks.batch_length(batch, self._caller):
                 yield batch
-
-    def _sizes(self, batch: PyTree | None) -> list[int]:
-        """How many examples each process has. `ValueError` where their batches are of different shapes."""
-        # An error in one process is raised in all. Else the others would wait in the exchange.
-        n, shapes = 0, None
-        with processes.raise_together():
-            if batch is not None:
-                if any(map(spans_processes, jax.tree.leaves(batch))):
-                    raise ValueError(
-                        f"{self._caller}: a batch is on devices of several processes; each process gives its own share"
-                    )
-                n = checks.batch_length(batch, self._caller)
-                shapes = str(jax.tree.map(lambda x: f"{x.dtype}{list(np.shape(x)[1:])}", batch))
-        # Programs of different shapes would wait for each other in their collectives.
-        of_processes = [json.loads(text) for text in processes.exchange(json.dumps([n, shapes]))]
-        if len({shapes for _, shapes in of_processes if shapes}) > 1:
-            raise processes.in_all(
-                ValueError(f"{self._caller}: all processes must have the same arrays, got {of_processes}")
-            )
-        return [n for n, _ in of_processes]
 
     def _placed(self, source: EvalSource, batch: PyTree, count: int) -> EvalBatch:
         """A batch of host memory with `count` examples, and copies of the last one where the devices need them."""

@@ -118,6 +118,8 @@ def begin(run: Run, state: TrainState, left_out: Set[int]) -> Certificate | None
     `ValueError` for the file of another run, or of one whose bits may differ from those of this run, for a file that
     lacks a line, and for other content. `OSError` while another run writes it.
     """
+    # Every process computes the hashes, since those of split arrays are sums over their devices, and process 0 writes
+    # them. So all must have the same settings.
     path, header = run.certificate, None
     if path is not None:
         about = {**describe(run, state), "every": run.certificate_every}
@@ -125,6 +127,7 @@ def begin(run: Run, state: TrainState, left_out: Set[int]) -> Certificate | None
     processes.agree("fit: certificate= needs the same settings in all processes", json.dumps(header))
     if path is None or header is None:
         return None
+    # Two runs of the same settings may begin with other params: the hash of the first state tells them apart.
     header["run"]["start"] = [int(state.step), str(checkpoint._StateHash(state))]
     lock = checkpoint._DirectoryLock(path.parent, path)
     with processes.raise_together():
@@ -163,6 +166,7 @@ def _begin(path: Path, header: dict[str, Any], at: int, left_out: Set[int]) -> N
                     f"fit: certificate {path} has no line of step {hole}, and this run goes on after step {at}; give "
                     "another file, which begins there"
                 )
+            # The run goes on, so its header stays. One that begins before all lines of the file has its own.
             if "run" not in before or before["run"]["start"][0] <= at:
                 header = before
     header = {name: value for name, value in header.items() if name != "left_out"}
@@ -194,6 +198,7 @@ def _line(entry: Entry) -> str:
 
 def _short(sums: np.ndarray) -> str:
     """24 bits of each of several hashes, as four characters."""
+    # They only say which of many is wrong, where the hash of the state has said that one is.
     low = np.ascontiguousarray(sums[:, 0], "<u4").view(np.uint8).reshape(-1, 4)[:, :3]
     return base64.b64encode(low.tobytes()).decode()
 

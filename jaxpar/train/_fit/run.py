@@ -35,6 +35,7 @@ _TAKEN = {*NO_METRICS, "test_loss", "test_accuracy"} - {"skipped"}
 class FitOptions:
     """The keyword arguments of `fit`, as they were given. Its docstring explains them."""
 
+    # `fit` writes them out once more, for Tab, Shift-Tab and `help()`. A test asserts that the defaults are the same.
     test_data: data.Dataset | None = None
     apply_fn: Callable[..., jax.Array] | None = None
     eval_data: Any = None
@@ -139,6 +140,7 @@ class Run:
             self.epochs = -(-self.num_steps // self.steps)
         # Where the run is to end, for the one that a callback ends earlier: in steps, or in epochs of unknown length.
         self.limit: int = self.num_steps if self.steps is not None else min(self.epochs or sys.maxsize, self.num_steps)
+        # Labels beyond the classes of the model: JAX would take another class for them, or give NaN.
         loss_fn = getattr(step, "loss_fn", None)
         of_module = isinstance(loss_fn, ModuleLoss)
         loss_fn = loss_fn.loss_fn if of_module else loss_fn
@@ -224,6 +226,7 @@ def _steps_per_program(
     if asked == 1:
         return 1
     # `step.many` is one program over a stack of batches, which are gathered on the devices of one process.
+    # "auto" leaves it where it cannot be. A number is the user's word, so it is refused with the reason.
     devices = state.store.devices
     reasons = {
         "the step was not made by make_train_step": not isinstance(step, TrainStep),

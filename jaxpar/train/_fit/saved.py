@@ -157,6 +157,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
             f"examples, but this run has {run.batch_size} out of {run.examples or 'all'}; give the same again, another "
             "checkpoint_dir, or resume=False"
         )
+    # The updates that were made cannot be unmade, and those that were left out not be made.
     left_out = set(info.left_out or [])
     # A step that `Undo` left out is in the checkpoint, and not in the step that the user gives.
     if (lacking := sorted(left_out - run.left_out)) and run.callbacks.undo is None:
@@ -169,6 +170,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
             f"fit: the run in {run.checkpoint_dir} is at step {step}, and made the update of step {late[0]}, which "
             "this step leaves out; go on from an earlier state, as train.open(...).fork gives one, or give resume=False"
         )
+    # Where the data were. Only a source with a place of its own is moved; arrays find each batch by its number.
     data._go_to(run.source, info.place)  # after what refuses the call, so that an iterator stays where it is
     if jax.process_index() == 0 and None not in (digest, info.data) and digest != info.data:
         text.say(
@@ -176,6 +178,7 @@ def resume(run: Run, manager: checkpoint.Manager | None, state: TrainState) -> t
             "run goes on with the new ones. If that is not meant, give the same data again; resume=False or another "
             "checkpoint_dir begins a new run"
         )
+    # A callback that ended the run would end it again. Another one, or another limit, is a wish to go on.
     stopped = info.stopped
     is_other_limit = info.limit is not None and info.limit != run.limit
     if stopped and (is_other_limit or not run.callbacks.stays_over(info.ended_by)):

@@ -31,6 +31,7 @@ def own_steps(
 
     The steps `left_out` make no update. A certificate gets hashes of the virtual shards of a step that is due.
     """
+    # `left_out` has those of the step too, and of `Undo`, which the step knows nothing of.
     # The numbers of the steps are known here, so that nobody need ask a state, and wait, which one comes next.
     step = run.step.without(()) if run.left_out else run.step
     # Batches go to all devices, or over those axes of a mesh that the step splits a batch over.
@@ -77,6 +78,7 @@ def own_steps(
                 yield state, metrics, None
                 done += 1
                 continue
+            # It ends before the next step that makes no update, which is no part of a program.
             until_left_out = [number - clock.step - 1 for number in left_out if number > clock.step]
             end = done + min(most, *remaining, *until_left_out)
             state, metrics = step.many(state, batches, done, end)

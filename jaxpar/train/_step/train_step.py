@@ -328,6 +328,7 @@ class TrainStep:
                     f"train step: the state is on a mesh {dict(mesh_of_state.shape)}, and the step was made for "
                     f"{dict(mesh.shape)}, or for other devices; place the store: kv.place(store, mesh=mesh)"
                 )
+        # The same order where each device runs the step: those of the step, of the state, all.
         devices = self.devices or state.store.devices or processes.devices()
         if state.store.devices != devices:
             state = place_state(state, devices)
@@ -342,6 +343,7 @@ class TrainStep:
         """
         check_is_state(state, "train step, finish")
         with outside_mesh() as user:
+            # Without pending pushes and local updates a state is finished after each step.
             if not state.store.staleness and not carries(state.local):
                 return self._complete(without_types(state), user)
             program, donated, rng = self._prepare(state, user)
@@ -604,6 +606,12 @@ def make_train_step(
     return TrainStep(device_step, global_step, engine, axes[0], chosen, nonfinite, virtual_shards, mesh)
 
 
+# The options of `start` are those of `kv.from_params`, `create_state` and `make_train_step`, written out once more. A
+# TypedDict, `**options: Unpack[StepOptions]`, would be one place for names and types, and pyright would know them. But
+# Tab, Shift-Tab and `help()` read the signature of the function that runs, and would show `**options` alone. So each is
+# written twice, and tests/train/test_own_loop.py asserts that names, defaults and types are the same. The docstring of
+# `start` says in a line what an option is for, and that of `make_train_step` all about it.
+
 # What `start` takes itself needs no hint there.
 _START_HINTS = {
     **kv._NOT_TRAINED,
@@ -745,6 +753,7 @@ def start(
     elif wrt is not None:
         raise ValueError(f"train.start: wrt={wrt!r} is for a whole nnx.Module or eqx.Module; of params give frozen=")
 
+    # The step first, so that an option that it refuses costs no copy of the params.
     step = make_train_step(
         loss,
         engine=engine,
@@ -774,6 +783,7 @@ def start(
         sharding=sharding,
         frozen=frozen,
     )
+    # With params of integers alone every step would succeed, and change nothing.
     if not trained_keys(store):
         dtypes = sorted({str(value.dtype) for value in store.values.values()})
         raise ValueError(

@@ -117,11 +117,13 @@ class VirtualStep(DeviceStep):
             raise ValueError(
                 "train step: loss_fn has a collective, but a virtual shard has no axis; leave it out"
             ) from error
+        # Sums are in float32 or wider, since V terms in bfloat16 would round V times.
         # A loss that is a mean over what counts is divided by the weight of all shards, when that is known.
         divisor = 1 if isinstance(shard.metrics["loss"], Mean) else self.shards
         grads = {k: widen(g) / divisor for k, g in shard.grads.items()}
         metrics = jax.tree.map(widen, shard.metrics)
         flags = None if self.guard is None else nonfinite_flags(state.store, metrics["loss"], shard.grads, {})
+        # Counts and random keys have no mean. Those of shard 0 are taken, which has the same ones on any devices.
         plain, _ = without_keys(shard.model_state)
         unsummed = [x for x in jax.tree.leaves(plain) if not is_floating(x)]
         return (grads, metrics, model_state_terms(plain, self.shards), flags), unsummed
@@ -159,7 +161,9 @@ def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tupl
     `hashes(totals)`: the sums that are the hashes of all that is added up, and `names()` of these.
     """
     step = dataclasses.replace(step, platform=platform)
-    layout: list[Any] = []  # of the terms in buffers, known when `term` was traced
+    # A device adds terms after each of its shards, and exchanges them. One array of each dtype is one operation each,
+    # whatever the number of params. What is where in it is known when `term` was traced.
+    layout: list[Any] = []
 
     # The names of arguments are in the text of the program, `leaves` in those that tests/house/programs has.
     def term(leaves: list[jax.Array], rng: jax.Array, batch: Batch, number: jax.Array) -> tuple[Buffers, Buffers]:
@@ -290,6 +294,8 @@ class VirtualProgram:
         shard = jax.tree.map(lambda x: np.asarray(x[:rows]), batch)
         plain, restore = without_keys((donated, rng, shard, np.int32(0)))
         for device in self._ranks:
+            # `np.array`: a copy for each device, since the update takes the memory of the state. What is summed does
+            # not matter, only its shapes: the programs are what is wanted.
             arguments = restore(jax.device_put(jax.tree.map(np.array, plain), device))
             node, unsummed = self._term(*arguments)
             totals = [x[0] for x in _add(node, node)]
