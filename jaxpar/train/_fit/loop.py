@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -154,14 +154,11 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
             is_epoch_over = clock.is_between_epochs
             is_evaluation_due = run.is_evaluation_due(clock.step)
             is_record_due = run.is_record_due(clock.step, clock.last, is_epoch_over)
-            is_save_due = (run.checkpoint_every is not None and clock.step % run.checkpoint_every == 0) or (
-                training.is_kept
-            )
+            is_save_due, is_copy_due = training.is_save_due, training.is_copy_due
 
             # Metrics are read late. A record, a checkpoint and a copy for `Undo` have those of all steps, so they wait
             # for the devices. Where that leaves out a step that was made before, the run is back after that step, and
             # other things are due.
-            is_copy_due = training.is_copy_due
             training.read_metrics(0 if is_record_due or is_save_due or is_copy_due else steps_behind)
             if clock.step < last_made:
                 makes_no_step = True
@@ -209,8 +206,6 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
                     # answer to that.
                     if processes.is_in_all(error):
                         interrupted = signals.should_stop(training.state, clock.step, is_record_due)
-                        if interrupted:  # the checkpoint has the metrics of all steps
-                            training.read_metrics(0)
                         if is_epoch_over:
                             training.save(is_save_due, (), interrupted, without_record=callback_state_before)
                     raise
@@ -260,6 +255,14 @@ def train_loop(training: Training, signals: Interrupts, steps_behind: int) -> No
         progress.close()
 
 
+class GoodState(NamedTuple):
+    """A state that no step to be left out is in, for `Undo` to go back to."""
+
+    state: TrainState  # a copy
+    step: int
+    place: list[Any] | None  # where the data were
+
+
 @dataclasses.dataclass
 class Training:
     """A run while it trains: what changes from step to step, and what is open for it."""
@@ -281,8 +284,7 @@ class Training:
     has_warned: bool = False  # that a loss was not finite
     left_out: frozenset[int] = frozenset()  # the numbers of the steps without an update
     steps: Iterator[StepResult] = dataclasses.field(default_factory=lambda: iter(()))
-    # For `Undo`: a copy of a state that no bad step is in, its number, and where the data were.
-    good: tuple[TrainState, int, list[Any] | None] | None = None
+    good: GoodState | None = None  # where there is an `Undo`
     made_by: dict[str, Any] | None = None  # what decides the numbers of the run, as a checkpoint says it
 
     @classmethod
@@ -316,6 +318,18 @@ class Training:
         return every is not None and (self.clock.step % every == 0 or self.clock.step == self.clock.first)
 
     @property
+    def is_save_due(self) -> bool:
+        """Whether there is a checkpoint after this step, beside those of epochs and of the end."""
+        every = self.run.checkpoint_every
+        return self.is_kept or (every is not None and self.clock.step % every == 0)
+
+    @property
+    def is_copy_due(self) -> bool:
+        """Whether `Undo` wants a copy of the state after this step."""
+        undo = self.run.callbacks.undo
+        return undo is not None and self.clock.step % undo.every == 0
+
+    @property
     def is_recorded(self) -> bool:
         """Whether the history has a record of the last step."""
         return bool(self.history) and self.history[-1]["step"] == self.clock.step
@@ -324,14 +338,16 @@ class Training:
         """Read the metrics of all steps except the last few, for all who want them. Waits for these steps."""
         run, clock, epoch, callbacks = self.run, self.clock, self.epoch, self.run.callbacks
         for rows in epoch.read(behind):
+            # Between two reads the devices make the steps in between, however far ahead the host is.
             now = time.perf_counter()
             clock.step_time, clock.read_at = (now - clock.read_at) / len(rows), now
             before = clock.step - epoch.num_unread - len(rows)  # the number of steps before these
-            if (
-                before == clock.began and clock.began + 1 not in self.left_out
-            ):  # the metrics of a step of the user's own are known only now
+            # The metrics of a step of the user's own are known only now.
+            if before == clock.began and clock.began + 1 not in self.left_out:
                 callbacks.check_metrics(list(rows[0]), [], run.evaluation.parts)
+
             for step, metrics in enumerate(rows, before + 1):
+                # A step that `Undo` leaves out is undone before anybody hears of it.
                 is_skipped = run.skips and metrics.get("skipped", 0.0) > 0
                 if not is_skipped:
                     try:
@@ -340,10 +356,12 @@ class Training:
                         return self.undo(spike)
                     except FloatingPointError:  # too many were left out: the caller gets the last copy
                         assert self.good is not None
-                        self.state, at, _ = self.good
-                        clock.go_back(at)
+                        self.state = self.good.state
+                        clock.go_back(self.good.step)
                         epoch.unread.clear()
                         raise
+
+                # A loss that is not finite ends the run, or is warned of once.
                 if is_skipped and run.stops and step not in self.left_out:
                     try:
                         check_finite(metrics, self.state)
@@ -361,7 +379,9 @@ class Training:
                         "updates, and nonfinite='stop' ends the training before the first one",
                         stacklevel=2,
                     )
-                # A step that was skipped has no metrics in the sums.
+
+                # Count the step, show it, and call what wants each step. One that was skipped has no metrics in the
+                # sums.
                 epoch.sums.update({"skipped": 1} if is_skipped else metrics)
                 epoch.counted += 1
                 # Seldom, since to measure waits for the state.
@@ -372,6 +392,7 @@ class Training:
                 self.progress.step(metrics, epoch.counted * run.batch_size / epoch.elapsed(), to_come)
                 if self.callback_state or callbacks.on_step is not None:
                     self.callback_state = callbacks.after_step(self.callback_state, step, metrics)
+        # The devices have made these steps, so their hashes are there, or soon will be.
         if self.certificate is not None:
             self.certificate.write(clock.step - epoch.num_unread)
 
@@ -388,12 +409,6 @@ class Training:
         if isinstance(self.steps, Generator):
             self.steps.close()
 
-    @property
-    def is_copy_due(self) -> bool:
-        """Whether `Undo` wants a copy of the state after this step."""
-        undo = self.run.callbacks.undo
-        return undo is not None and self.clock.step % undo.every == 0
-
     def copy_state(self) -> None:
         """Keep a copy of the state to go back to."""
         place = data._place_in(self.run.source)
@@ -403,7 +418,7 @@ class Training:
                 "get_state and set_state, a list, or a function of the epoch"
             )
         with user_mesh.outside_mesh():
-            self.good = mesh.own_copies(self.state), self.clock.step, place
+            self.good = GoodState(mesh.own_copies(self.state), self.clock.step, place)
 
     def undo(self, spike: Spike) -> None:
         """Go back before a step, compute the steps up to it again, and leave it out. The run is after it then.
@@ -412,19 +427,23 @@ class Training:
         """
         run, clock = self.run, self.clock
         assert self.good is not None
-        state, step, place = self.good
         if jax.process_index() == 0:
             say_news(f"step {spike.step} is left out: {spike}")
+
+        # Forget the later steps, whose metrics nobody has seen.
         self.left_out |= {spike.step}
         self.callback_state = run.callbacks.count_undone(self.callback_state)
         self.epoch.unread.clear()
         if self.certificate is not None:
             self.certificate.go_back(spike.step - 1)
+        # Go back to a copy of the copy, since the steps take it, and there may be another spike.
         self.close_steps()
         with user_mesh.outside_mesh():
-            self.state = mesh.own_copies(state)
-        clock.go_back(step)
-        data._go_to(run.source, place)
+            self.state = mesh.own_copies(self.good.state)
+        clock.go_back(self.good.step)
+        data._go_to(run.source, self.good.place)
+
+        # Make the steps again, with the same batches and keys. The last one is the one that makes no update.
         self.open_steps()
         while clock.step < spike.step:
             self.state, metrics, rows = next(self.steps)
@@ -442,19 +461,23 @@ class Training:
         skipped = int(sums.pop("skipped", 0)) if run.skips else 0
         updates = epoch.counted - skipped
         means = {name: value / updates for name, value in sums.items()} if updates else {"loss": float("nan")}
-        left_out = getattr(run.source, "skipped", ())  # the records that `mxnet.image_record_source` could not decode
-        bad_records = len(left_out) if isinstance(left_out, tuple) else 0  # a source of the user's has what it likes
-        return {
-            **{"epoch": self.clock.epoch, "step": self.clock.step},
-            **{name: means[name] for name in ("loss", "accuracy") if name in means},  # before the others
-            **means,
-            **({"skipped": skipped} if run.skips else {}),
-            **({"bad_records": bad_records} if bad_records else {}),
-            **scores,
-            **{"seconds": seconds, f"{run.unit}_per_second": epoch.counted * run.batch_size / seconds},
-            **({"under_way": True} if under_way else {}),
-            **({"interrupted": True} if interrupted else {}),
-        }
+        # The order is that of a line, a table and a file: loss and accuracy before the other metrics.
+        record: Record = {"epoch": self.clock.epoch, "step": self.clock.step}
+        record |= {name: means[name] for name in ("loss", "accuracy") if name in means}
+        record |= means
+        if run.skips:
+            record["skipped"] = skipped
+        # The records that `mxnet.image_record_source` could not decode. A source of the user's has what it likes there.
+        undecoded = getattr(run.source, "skipped", ())
+        if isinstance(undecoded, tuple) and undecoded:
+            record["bad_records"] = len(undecoded)
+        record |= scores
+        record |= {"seconds": seconds, f"{run.unit}_per_second": epoch.counted * run.batch_size / seconds}
+        if under_way:
+            record["under_way"] = True
+        if interrupted:
+            record["interrupted"] = True
+        return record
 
     def save(
         self,
@@ -472,12 +495,15 @@ class Training:
         run, clock, callbacks, epoch = self.run, self.clock, self.run.callbacks, self.epoch
         if self.manager is None:
             return
+        # Whether there is a checkpoint. `max_steps` may end a run within an epoch, as a signal does.
         interrupted = interrupted or (clock.step == clock.last and not clock.is_between_epochs)
         # A longer run does not know of a best state that was found where `max_steps` cut an epoch short.
         is_best = callbacks.best_step(self.callback_state) == clock.step
         is_best = is_best and not (callbacks.restores_best and without_record is not None)
         if not (is_due or clock.is_between_epochs or stopped_by or interrupted or is_best):
             return
+
+        # What it says of the run. A record that is left out is made again by the run that goes on.
         place = data._place_in(run.source)
         history, callback_state = self.history, self.callback_state
         if without_record is not None:
