@@ -32,17 +32,16 @@ class Media:
         new.__dict__.update(self.__dict__, rows=rows)
         return new
 
-    def _static(self) -> tuple[Any, ...]:
-        """All but the rows."""
-        return tuple((name, value) for name, value in self.__dict__.items() if name != "rows")
-
     def __init_subclass__(cls) -> None:
+        def flatten(media: Media) -> tuple[tuple[Any], tuple[Any, ...]]:
+            return (media.rows,), tuple((name, value) for name, value in media.__dict__.items() if name != "rows")
+
         def unflatten(static: tuple[Any, ...], children: Any) -> Any:
             new = object.__new__(cls)
             new.__dict__.update(static, rows=children[0])
             return new
 
-        jax.tree_util.register_pytree_node(cls, lambda media: ((media.rows,), media._static()), unflatten)
+        jax.tree_util.register_pytree_node(cls, flatten, unflatten)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({checks.describe(self.rows)})"

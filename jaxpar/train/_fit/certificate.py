@@ -151,45 +151,44 @@ def begin(run: Run, state: TrainState, left_out: Set[int]) -> Certificate | None
 
 def _begin(path: Path, header: dict[str, Any], at: int, left_out: Set[int]) -> None:
     """Drop the lines of steps after `at`, because the run repeats them."""
-    lines: dict[int, Entry] = {}
+    content = b""
     if path.exists():
         with files.opened(path) as file:
             content = file.read()
-        if content:
-            before, lines = parse(content[: content.rfind(b"\n") + 1], path)  # a crash may have cut the last line
-            if why := difference(before, header) or _other_run(before.get("run"), header["run"]):
-                raise ValueError(
-                    f"fit: certificate {path} is from another run ({why}); give another file, or delete it"
-                )
-            if hole := _hole(before.get("run"), lines, at):
+
+    lines: dict[int, Entry] = {}
+    if content:
+        # Is it the file of this run? An earlier jaxpar did not write which run it is. Where two begin at other steps,
+        # their first states cannot be compared.
+        before, lines = parse(content[: content.rfind(b"\n") + 1], path)  # a crash may have cut the last line
+        why, run_before, run_now = difference(before, header), before.get("run"), header["run"]
+        if not why and run_before is not None:
+            names = [name for name in run_now if name != "start" and name in run_before]
+            if run_before["start"][0] == run_now["start"][0]:
+                names.append("start")
+            why = differences(run_before, run_now, names)
+        if why:
+            raise ValueError(f"fit: certificate {path} is from another run ({why}); give another file, or delete it")
+
+        # Does it have each line up to here? A step in between could not be verified.
+        if run_before is not None:
+            start, every = run_before["start"][0], run_before["every"]
+            expected = range(start - start % every + every, at + 1, every)
+            if hole := next((step for step in expected if step not in lines), None):
                 raise ValueError(
                     f"fit: certificate {path} has no line of step {hole}, and this run goes on after step {at}; give "
                     "another file, which begins there"
                 )
-            # The run goes on, so its header stays. One that begins before all lines of the file has its own.
-            if "run" not in before or before["run"]["start"][0] <= at:
-                header = before
+
+        # The run goes on, so its header stays. One that begins before all lines of the file has its own.
+        if run_before is None or run_before["start"][0] <= at:
+            header = before
+
+    # The lines up to here, and which steps make no update: those of the file may be of steps that are repeated.
     header = {name: value for name, value in header.items() if name != "left_out"}
     entries = [entry for step, entry in lines.items() if step <= at]
     text = "".join(map(_line, [header, *entries, *({"left_out": step} for step in sorted(left_out))]))
     files.replace(path, text.encode())  # also an equal one, to see that it can be written
-
-
-def _other_run(before: dict[str, Any] | None, now: dict[str, Any]) -> str:
-    """In what a run differs from the one that began a certificate, in words. "" in nothing, or if that is not known."""
-    if before is None:  # the file of an earlier jaxpar
-        return ""
-    is_other_start = before["start"][0] == now["start"][0] and before["start"] != now["start"]
-    names = [name for name in now if name != "start" and name in before] + ["start"] * is_other_start
-    return differences(before, now, names)
-
-
-def _hole(run: dict[str, Any] | None, lines: dict[int, Entry], at: int) -> int | None:
-    """The first step up to `at` of which a certificate should have a line, and has none."""
-    if run is None:
-        return None
-    start, every = run["start"][0], run["every"]
-    return next((step for step in range(start - start % every + every, at + 1, every) if step not in lines), None)
 
 
 def _line(entry: Entry) -> str:

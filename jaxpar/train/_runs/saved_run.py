@@ -560,7 +560,7 @@ def open(
         if isinstance(step, TrainStep):
             step = step.without(left_out)
             if like is None and step.like is not None:
-                like = jax.tree.map(_zeros, step.like)
+                like = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), step.like)
         if like is not None:
             check_is_state(like, "train.open")
             like = template(like, step)
@@ -588,10 +588,6 @@ def open(
         if why := differences(newest.made_by, now, names):
             raise ValueError(f"train.open: {files.shown(path)} is from another run ({why}); give what fit was given")
     return run
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.device_put(jnp.zeros(like.shape, like.dtype), like.sharding)
 
 
 def _lines_of(path: str | None, directory: Path) -> Mapping[int, str]:
