@@ -199,6 +199,7 @@ def _units(a: SavedRun, b: SavedRun, state: TrainState, batch: PyTree) -> tuple[
     """
     assert a.step is not None
     assert b.step is not None
+    # One state and one batch for both steps, so that only what these compute can differ.
     with tempfile.TemporaryDirectory() as folder:  # a checkpoint goes onto any devices and into any kind of store
         path = Path(folder) / "state"
         checkpoint.save(path, state)

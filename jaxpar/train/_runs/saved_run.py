@@ -172,6 +172,7 @@ class SavedRun:
         norm_step = with_options(step, record=("grad_norm",)) if isinstance(step, TrainStep) else None
         rows: list[dict[str, float]] = []
         for number in range(saved.step + 1, last + 1):
+            # From the checkpoint up to the first step that is asked for, steps are only made.
             batch = next(batches)
             if number < first:
                 state, _ = step(state, batch)
@@ -213,6 +214,7 @@ class SavedRun:
             FileExistsError: the directory has checkpoints.
             ValueError: a step in `without` is not after `at`; and as of `at()`.
         """
+        # 1. What is asked for, checked before any step is made.
         target = files.as_path(directory, "run.fork: directory")
         number = checks.whole_number(at, "run.fork", "at", least=0)
         left_out = sorted(checks.whole_number(n, "run.fork", "a step in without") for n in without)
@@ -230,6 +232,9 @@ class SavedRun:
             raise TypeError(
                 "run.fork: the step is a function of your own; only one of make_train_step leaves out steps"
             )
+
+        # 2. The state where the fork begins, with what `fit` would have known of its run there: where the data are, and
+        #    the sums of the epoch under way.
         state, saved = self._restored("run.fork", number)
         info, clock, epoch = saved.info, None, Epoch()
         epoch.sums.update(info.sums or {})
@@ -249,6 +254,8 @@ class SavedRun:
                         epoch.sums.update({"skipped": 1} if each.get("skipped", 0.0) > 0 else each)
                         epoch.counted += 1
                 place = data_room._place_in(source)
+
+        # 3. What is other in the fork: the optimizer, and which steps make no update.
         if optimizer is not None:
             state = dataclasses.replace(state, store=kv.set_optimizer(state.store, optimizer))
         left_out = sorted({n for n in self.left_out if n <= number} | set(left_out))
@@ -256,6 +263,9 @@ class SavedRun:
         # Averages of optax and the guard's notes stay with the state. What describes the run is that of the fork.
         state = step.complete(state)
         step.like = shapes_on(state, leaf_shardings(state))
+
+        # 4. A checkpoint of it in the new directory, from which `fit` goes on. What callbacks remembered is only known
+        #    where the run saved it. The record of an epoch that was cut short is no record of the fork.
         history = [record for record in self.history if record["step"] <= number and not record.get("interrupted")]
         made_by = {**certificate.header_of(step, state), **describe(self._call(state, step, number + 1), state)}
         ragged = info.epochs_over is not None and clock is not None
@@ -423,6 +433,7 @@ class SavedRun:
                 f"{where}: what the run was made with is not in its checkpoints; give train.open(directory, step, "
                 "data), with the step that train.start made, or with state= beside one of make_train_step"
             )
+        # One that is damaged costs the steps from the one before it.
         nearest, damage = self._nearest(where, step), ""
         for saved in reversed(self._saved[: self._saved.index(nearest) + 1]):
             try:

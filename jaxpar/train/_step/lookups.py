@@ -99,6 +99,7 @@ def value_and_grad(
         >>> rows.indices.tolist(), rows.values.shape, dense.tolist()
         ([2, 0, 2], (3, 2), [3.0, 3.0])
     """
+    # Traced with whole tables, as the loss is written, and evaluated with what a device has of them.
     specs = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Shards) else x for x in params]
     closed, shapes = jax.make_jaxpr(jax.value_and_grad(loss_fn, has_aux=True), return_shape=True)(specs)
     results = _evaluate(closed.jaxpr, closed.consts, params, {params[i].shape for i in tables})

@@ -115,6 +115,7 @@ class OfNnx:
 
     @classmethod
     def take_apart(cls, model: Any, wrt: Any, axes: Axes | None) -> Parts:
+        # Of a copy, since the user's module is to stay as it is.
         model = nnx().clone(model)
         nnx().pop(model, nnx().Intermediate)  # what `sow` left
         graph, streams, params, model_state = nnx().split(model, *cls._filters(wrt))
@@ -179,10 +180,14 @@ class OfNnx:
         step: jax.Array,
     ) -> tuple[Any, dict[str, Any], PyTree]:
         """(loss, aux, new model state) of a share."""
+        # The module of this share and step. Its batch norms have the statistics of all devices, unless there are no axes.
         model = self._join(params, model_state, jax.random.fold_in(rng, _OF_STREAMS))
         for norm in self._norms(model):
             norm.axis_name = self.axes
         loss, aux, _ = run_loss(loss_fn, (model, batch, rng), step)
+
+        # What the call has changed in it: the new model state, and nothing else. A param that a call writes would be
+        # lost, as the optimizer's update is of the old one.
         nnx().pop(model, nnx().Intermediate)
         _, _, params_after, new = nnx().split(model, *self._filters(self.wrt))
         before, after = (dict(nnx().to_flat_state(state)) for state in (params, params_after))
@@ -193,6 +198,7 @@ class OfNnx:
                 "optimizer alone; make what a call changes a variable of another type, such as nnx.BatchStat, which is "
                 "kept as model state, or drop what it writes, by nnx.clone(model) in loss_fn"
             )
+        # A state of another structure would be another program at the next step, and no checkpoint would fit.
         before, after = (dict(nnx().to_flat_state(s)) for s in (model_state or nnx().State({}), new))
         if changed := before.keys() ^ after.keys():
             raise ValueError(
@@ -219,6 +225,8 @@ class OfEquinox:
 
     @classmethod
     def take_apart(cls, model: Any, wrt: Any, axes: Axes | None) -> Parts:
+        # Static leaves are a part of the structure of a state, by which programs are found. So they must compare and
+        # hash, which an array does not: a random key is kept as a `Constant`.
         params, static = equinox().partition(model, _is_param)
         frozen = None if wrt is None else _frozen(params, equinox().filter(model, wrt), wrt)
         flags = [layer.inference for layer in _with(model, lambda x: isinstance(getattr(x, "inference", None), bool))]

@@ -252,6 +252,8 @@ def place_state(state: TrainState, devices: tuple[Device, ...]) -> TrainState:
     replicated = {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("store", "local")}
     if processes.to_share(replicated, devices):
         replicated = processes.from_first(replicated)
+    # Each part as it lies in a program: a row of `local` on each device, the store as its kind has it, copies of the
+    # others.
     local = put_copy(regroup_local(state.local, len(devices)), split_over(devices))
     store = kv.place(state.store, devices)
     return TrainState(store, **put_copy(replicated, stores.sharding_of(store)), local=local)
