@@ -180,7 +180,8 @@ class OfNnx:
         step: jax.Array,
     ) -> tuple[Any, dict[str, Any], PyTree]:
         """(loss, aux, new model state) of a share."""
-        # The module of this share and step. Its batch norms have the statistics of all devices, unless there are no axes.
+        # The module of this share and step. Its batch norms have the statistics of all devices, or of the share where
+        # there are no axes.
         model = self._join(params, model_state, jax.random.fold_in(rng, _OF_STREAMS))
         for norm in self._norms(model):
             norm.axis_name = self.axes
