@@ -291,6 +291,7 @@ def _sharding(
     chosen: Any, path: str, leaf: object, metadata: PartitionSpec | None, mesh: AnyMesh, caller: str
 ) -> NamedSharding:
     """The sharding of one parameter. `metadata`: the spec in that of Flax, or None."""
+    # A rule decides by name and shape.
     shape = tuple(np.shape(leaf))
     if callable(chosen):
         return checked(chosen(path, shape, mesh), path, shape, mesh, f"{caller}, {chosen!r}")
@@ -303,6 +304,7 @@ def _sharding(
         if chosen is None or chosen.is_fully_replicated:
             spec = _REPLICATED if metadata is None else metadata
             return checked(spec, path, shape, mesh, f"{caller}, metadata of Flax")
+    # A spec is of this mesh. A sharding names one, which must be this one: on another one its axes mean other devices.
     if isinstance(chosen, PartitionSpec):
         return checked(chosen, path, shape, mesh, caller)
     if not isinstance(chosen, NamedSharding) or not _is_same_mesh(chosen.mesh, mesh):

@@ -128,6 +128,9 @@ def fault_of(line: Entry, now: Entry, right: int, names: dict[str, list[str]]) -
     )
     if of_leaves is None:
         return Fault(right + 1, step, (), (), "the certificate has no hashes of leaves; an earlier jaxpar wrote it")
+
+    # In the order in which a step computes: the state it begins with, the params before it, its shards, their sum. The
+    # first of these that differs is at fault, and what follows from it differs too.
     leaves = tuple(names["leaves"][i] for i in of_leaves)
     if right == step:
         return Fault(step, step, (), leaves, "the state that was begun with differs")

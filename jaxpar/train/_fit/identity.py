@@ -37,6 +37,8 @@ def describe(run: Run, state: TrainState) -> dict[str, Any]:
         for name in ("record", "row_sparse"):  # as a step was described before it had this option
             if not options[name]:
                 del options[name]
+    # The rules say what an optimizer computes, whatever its functions are called. Where one cannot be traced, its code
+    # and its settings stand for it.
     rules = kv._rule_of_each(state.store)
     has_rules = all(rule is not None for rule in rules.values())
     return {

@@ -146,6 +146,7 @@ def lr_find(
 
     losses, smoothed, mean = list[float](), list[float](), 0.0
     for loss in map(float, data._ahead(train(copy), BEHIND)):  # steps run ahead of the host
+        # An exponential mean, since the loss of one batch says little about a rate.
         losses.append(loss)
         mean = _SMOOTH * mean + (1 - _SMOOTH) * loss
         smoothed.append(mean / (1 - _SMOOTH ** len(losses)))  # without the bias of the first values

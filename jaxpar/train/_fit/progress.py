@@ -192,6 +192,7 @@ class Trace:
         self._traced: range | None = None
         if profile is None:
             return
+        # Found out at the start: a run that is over without a trace would have to be made again.
         steps = last - began
         if isinstance(profile, tuple):
             directory, first, num = profile

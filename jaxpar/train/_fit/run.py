@@ -188,6 +188,8 @@ class Run:
         if isinstance(self.step, TrainStep):
             state = self.step.complete(state)
             data._batch_options(self.source, state.store.devices, None, self.step.virtual_shards)
+            # To trace the step tells the names of its metrics, and raises what the first step would raise. That comes
+            # before a metrics file is made.
             shapes = getattr(self.source, "batch_shapes", lambda batch_size: None)(self.batch_size)
             if shapes is None:  # the step is traced after callbacks have begun, and a metrics file is new
                 check_loss_takes(self.step.loss_fn, carries(state.model_state))
