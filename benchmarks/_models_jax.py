@@ -1,7 +1,7 @@
 """The networks of `models.py` in JAX, measured on command in a process of its own.
 
 Contenders of a network: "plain" is `jax.jit` with optax, on one device. "jaxpar" is the same function in a training
-step of jaxpar, over all devices of the process.
+step of jaxpar, over all devices of the process. "many" is `step.many`, eight steps a call.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from jaxpar import kv, parallel, train
 from jaxpar.sparse import RowSparse
 
 LEARNING_RATE = 0.01
+TOGETHER = 8  # steps in a call of "many"
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 
 
@@ -248,7 +249,7 @@ def plain(loss_fn, params, batch):
     return once
 
 
-def jaxpar(loss_fn, params, batch, dtype=None):
+def started(loss_fn, params, dtype):
     devices = jax.devices()
     state = train.create_state(kv.from_params(params, optimizer=optax.sgd(LEARNING_RATE)), 0, devices=devices)
 
@@ -256,12 +257,30 @@ def jaxpar(loss_fn, params, batch, dtype=None):
         return loss_fn(params, batch), {}
 
     step = train.make_train_step(with_aux, devices=devices, compute_dtype=dtype)
-    batch = jax.device_put(batch, NamedSharding(Mesh(np.array(devices), ("data",)), P("data")))
+    return step, state, Mesh(np.array(devices), ("data",))
+
+
+def jaxpar(loss_fn, params, batch, dtype=None):
+    step, state, mesh = started(loss_fn, params, dtype)
+    batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
 
     def once():
         nonlocal state
         state, metrics = step(state, batch)
         return metrics["loss"]
+
+    return once
+
+
+def many(loss_fn, params, batch):
+    step, state, mesh = started(loss_fn, params, None)
+    stacked = jax.tree.map(lambda x: np.stack([x] * TOGETHER), batch)
+    batches = jax.device_put(stacked, NamedSharding(mesh, P(None, "data")))
+
+    def once():
+        nonlocal state
+        state, metrics = step.many(state, batches)
+        return metrics["loss"][-1]
 
     return once
 
@@ -317,6 +336,7 @@ MAKE = {
     "plain": plain,
     "jaxpar": jaxpar,
     "bfloat16": partial(jaxpar, dtype=jnp.bfloat16),
+    "many": many,
     "plain rows": plain_rows,
     "jaxpar rows": jaxpar_rows,
 }
@@ -331,14 +351,16 @@ def answer(request):
             return jax.devices()[0].device_kind
         case "start":
             params, loss_fn, batch = NETWORKS[request["network"]](np.random.default_rng(0))
-            contenders[request["name"]] = MAKE[request["contender"]](loss_fn, params, batch)
-            return [float(contenders[request["name"]]()) for _ in range(3)]
+            once = MAKE[request["contender"]](loss_fn, params, batch)
+            contenders[request["name"]] = once, TOGETHER if request["contender"] == "many" else 1
+            return [float(once()) for _ in range(3)]
         case "measure":
-            once, start = contenders[request["name"]], time.perf_counter()
+            once, steps = contenders[request["name"]]
+            start = time.perf_counter()
             for _ in range(request["repeats"]):
                 result = once()
             jax.block_until_ready(result)
-            return (time.perf_counter() - start) / request["repeats"]
+            return (time.perf_counter() - start) / request["repeats"] / steps
         case other:
             raise ValueError(f"no request {other!r}")
 

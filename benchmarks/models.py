@@ -58,11 +58,12 @@ def main() -> None:
         if mxnet is not None:
             stack.enter_context(contextlib.closing(mxnet))
         measured = {row: _row(row, jax_children, torch_children, mxnet, options) for row in rows}
+        gpu = jax_children[PLAIN].ask(do="device") if options.gpu else ""
     versions = environment(mxnet) | {"jax": jax_children[PLAIN].version}
     versions["torch"] = torch_children[""].version if torch_children else "not installed"
     name = f"models_jax_{versions['jax']}"
     if options.gpu:
-        name, versions["gpu"] = f"{name}_gpu", jax_children[PLAIN].ask(do="device")
+        name, versions["gpu"] = f"{name}_gpu", gpu
     save(options, name, {"environment": versions, "networks": saved(options, name).get("networks", {}) | measured})
 
 
@@ -97,6 +98,8 @@ def _row(network: str, jax_children: dict, torch_children: dict[str, Child], mxn
         turns[f"jaxpar, {count} device{'s'[: count > 1]}{memory}"] = _start(child, network, "jaxpar")
         if network in CONVOLUTIONAL and not memory:
             turns[f"jaxpar, {count} device{'s'[: count > 1]}, bfloat16"] = _start(child, network, "bfloat16")
+    if options.gpu:  # where the host decides how long a small step takes
+        turns["jaxpar, 8 steps a call"] = _start(jax_children[PLAIN], network, "many")
     if network in MATRIX:
         turns |= {f"{name} rows": _start(jax_children[PLAIN], network, f"{name} rows") for name in ("plain", "jaxpar")}
         if mxnet is not None:

@@ -4,6 +4,7 @@ Products are computed in full precision here; by default a GPU rounds the factor
 """
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -239,6 +240,23 @@ def test_several_steps_in_one_program(gpus):
     for other, expected in others:
         close(kv.to_params(state.store), kv.to_params(other.store))
         close([r["loss"] for r in history], [r["loss"] for r in expected])
+
+
+def test_a_whole_stack_and_its_parts(gpus):
+    """They are two programs: one of them knows how many steps there are, and does not ask the host after each."""
+    examples = points(32)
+    batches = {"image": examples.images.reshape(4, 8, 4), "label": examples.labels.reshape(4, 8)}
+    states, losses = [], []
+    for spans in ([(0, 4)], [(0, 1), (1, 4)]):
+        state, step = train.start({"w": jnp.zeros((4, 3))}, optax.adam(0.1), LOSS, devices=gpus)
+        for first, end in spans:
+            state, metrics = step.many(state, batches, first, end)
+        states.append(state)
+        losses.append(metrics["loss"][3])
+    close(states[0].params, states[1].params)
+    close(*losses)
+    text = step.lower(state, batches, many=True).compile().as_text()
+    assert re.search(r'known_trip_count[^}]*"4"', text)
 
 
 def test_virtual_shards(gpus, cpus):

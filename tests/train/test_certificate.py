@@ -413,7 +413,8 @@ def flipped(number, shard, element):
 
         def wrong_term(leaves, rng, batch, of_shard):
             (buffer,), not_added = term(leaves, rng, batch, of_shard)
-            if (int(leaves[about.step]) + 1, int(of_shard)) == (number, shard):
+            # `rng` is the first leaf of a state, and not among the donated ones.
+            if (int(leaves[about.step - 1]) + 1, int(of_shard)) == (number, shard):
                 words = np.array(buffer).view(np.uint32)
                 words[0, element] ^= np.uint32(1 << 21)
                 buffer = jax.device_put(words.view(np.float32), buffer.device)

@@ -285,3 +285,16 @@ def test_what_cannot_be_together(monkeypatch):
     for wrong in (0, -1, True, 2.0, "many"):
         with pytest.raises((ValueError, TypeError), match=r"steps_per_execution must be an int of 1 or more, got"):
             fit(steps_per_execution=wrong)
+
+
+def test_the_program_for_all_batches():
+    """Where a loop of a known length is quicker, on GPUs, a whole stack has a program of its own."""
+    step = step_of()
+    program, donated, rng = step._prepare(start(), None)
+    batches = program.batches.place(stacked(), axis=1)
+    lowered = program.every.lower(donated, rng, batches)
+    assert "known_trip_count" in lowered.compile().as_text()
+    new, metrics = program.every(donated, rng, batches)
+    state, expected = step.many(start(), stacked())
+    close(new, jax.tree.leaves(state)[1:])
+    close(metrics, expected)

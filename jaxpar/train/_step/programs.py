@@ -3,7 +3,7 @@
 An engine is a function `run(step, shardings, state, batch) -> (state, metrics)` of whole arrays, traced inside of a
 program. Of the step of one device it makes that of all of them. `shardings` are those of the leaves of the state.
 
-A program is `program(donated, rng, batch) -> (donated, metrics)`. `donated` are the arrays of a `Donated`, in a list.
+A program is `program(donated, rng, batch) -> (donated, metrics)`, where `rng, *donated = jax.tree.leaves(state)`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..._devices.mesh import STORE_AXIS, are_on, put, put_copy, wait_before_coll
 from ..._devices.user_mesh import without_types
 from ..._store.store import mesh_of_values, sharding_of
 from .loss import Batch, Metrics
-from .state import Donated, TrainState, check_is_state, leaf_shardings, shapes_on
+from .state import TrainState, check_is_state, leaf_shardings, shapes_on
 from .step import DeviceStep
 
 # Shapes of a batch whose programs in blocks are kept. An own loop that pads texts has a few dozen.
@@ -184,10 +184,11 @@ class JointProgram:
         batches: how a batch is cut, and where it goes.
         one: `train_step(donated, rng, batch) -> (donated, metrics)`, compiled.
         several: `train_steps(donated, rng, batches, first, end) -> (donated, metrics of each batch)`, compiled.
+        every: the same for all batches, without the last two arguments.
         number: an int, on the devices.
     """
 
-    # A program takes the arrays of a `Donated` in a list, and the structure by closure: JAX (0.10 to 0.12) keeps the
+    # A program takes the arrays of a state in a list, and the structure by closure: JAX (0.10 to 0.12) keeps the
     # structures of arguments forever, and that of a store refers to its optimizer. It costs the host little: a program
     # that returns its 15 arrays took 74 us with the pytree, and 76 us with the list, flattened before and unflattened
     # after it. The `rng` never changes, and a program takes as long to return a random key as five arrays.
@@ -210,20 +211,20 @@ class JointProgram:
         # 2. One step.
         def train_step(donated: list[jax.Array], rng: jax.Array, batch: Batch) -> tuple[list[jax.Array], Metrics]:
             check_batch(batch)
-            state = structure.unflatten(donated).with_rng(rng)
+            state = structure.unflatten([rng, *donated])
             check_is_state(state, "train step")  # a stack of states has the structure of one
             shardings = leaf_shardings(state)
             new, metrics = run(step_of_platform, shardings, state, batch)
             # The new state is placed exactly as the old one, so the next step finds its program.
-            leaves, shardings = jax.tree.leaves(Donated.of(new)), jax.tree.leaves(Donated.of(shardings))
-            return jax.tree.map(lax.with_sharding_constraint, leaves, shardings), metrics
+            new = jax.tree.map(lax.with_sharding_constraint, new, shardings)
+            return jax.tree.leaves(new)[1:], metrics
 
         # The loss is a user's Python, and slow to trace. As a `jit` of its own the step is traced once, for all below.
         traced_step = jax.jit(train_step, inline=True)
 
         # 3. The steps of `batches[first:end]`, in a loop. The metrics are stacked, with zeros where no step was.
         def train_steps(
-            donated: list[jax.Array], rng: jax.Array, batches: Batch, first: jax.Array, end: jax.Array
+            donated: list[jax.Array], rng: jax.Array, batches: Batch, first: int | jax.Array, end: int | jax.Array
         ) -> tuple[list[jax.Array], Metrics]:
             def batch(i: int | jax.Array) -> Batch:
                 return jax.tree.map(functools.partial(lax.dynamic_index_in_dim, index=i, keepdims=False), batches)
@@ -237,13 +238,19 @@ class JointProgram:
             rows = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), metrics)
             return lax.fori_loop(first, end, body, (donated, rows))
 
+        def every_step(donated: list[jax.Array], rng: jax.Array, batches: Batch) -> tuple[list[jax.Array], Metrics]:
+            return train_steps(donated, rng, batches, 0, jax.tree.leaves(batches)[0].shape[0])
+
         # 4. Both compiled, on CPUs with faster formulas than XLA's. A call may compile the inner `jit` once more, with
         #    other options, which then traces nothing anew.
         def compiled(function: Callable[..., tuple[list[jax.Array], Metrics]]) -> Any:
             fast = for_platform(function, platform, mesh, step.axes)
             return jax.jit(jax.jit(fast, inline=True), donate_argnums=0)
 
-        self.one, self.several = compiled(traced_step), compiled(train_steps)
+        self.one, self.several, self.every = compiled(traced_step), compiled(train_steps), compiled(every_step)
+        # After each pass of a loop a GPU asks the host whether there is another one, unless the program says how many
+        # there are. Then small steps take half the time. CPUs have one program for all spans, and so the same bits.
+        self._counts_in_program = platform == "gpu"
 
         # The first and the end that `several` is given are kept on the devices, so that a call sends nothing.
         @functools.lru_cache(maxsize=64)
@@ -260,8 +267,8 @@ class JointProgram:
 
         # 5. The end of training.
         def finish(donated: list[jax.Array], rng: jax.Array) -> list[jax.Array]:
-            state = structure.unflatten(donated).with_rng(rng)
-            return jax.tree.leaves(Donated.of(finish_by_shard_map(step, leaf_shardings(state), state)))
+            state = structure.unflatten([rng, *donated])
+            return jax.tree.leaves(finish_by_shard_map(step, leaf_shardings(state), state))[1:]
 
         self._finish = jax.jit(finish)  # donates nothing: a run is saved and goes on from the state before
 
@@ -271,7 +278,9 @@ class JointProgram:
         """One step, or those of `batch[first:end]`, `span` being these two numbers."""
         batch = self.batches.place(batch, axis=1 if span else 0)
         wait_before_collectives((donated, batch), self.batches.devices)
-        run, args = self.several if span else self.one, (donated, rng, batch, *map(self.number, span))
+        run, args = self._program(batch, span), (donated, rng, batch)
+        if run is self.several:
+            args = *args, *map(self.number, span)
         # The shapes of a batch decide how large the values of its program are, and so whether they are put in blocks. A
         # `jit` has one set of options, so a program with blocks is another `jit`. It is chosen once for these shapes.
         if self._has_blocks and not is_tracing():  # JAX takes no options inside of another `jit`
@@ -284,7 +293,13 @@ class JointProgram:
                 self._in_blocks[shapes] = with_blocks if options else run
             run = self._in_blocks[shapes]
         new, metrics = run(*args)
-        return self._structure.unflatten(new).with_rng(rng), metrics
+        return self._structure.unflatten([rng, *new]), metrics
+
+    def _program(self, batch: Batch, span: tuple[int, ...]) -> Any:
+        if not span:
+            return self.one
+        is_whole = span == (0, jax.tree.leaves(batch)[0].shape[0])
+        return self.every if self._counts_in_program and is_whole else self.several
 
     def parts(
         self, donated: Sequence[Shape], rng: Shape, batch: Batch, many: bool = False
@@ -294,10 +309,11 @@ class JointProgram:
         self.batches.check(batch, axis)
         shapes = shapes_on(batch, self.batches.shardings[axis])
         number = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._everywhere)
-        run, span = (self.several, (number, number)) if many else (self.one, ())
-        return shapes, [DeviceProgram(run.trace(donated, rng, shapes, *span))]
+        run = self._program(shapes, (0, jax.tree.leaves(shapes)[0].shape[0]) if many else ())
+        numbers = (number, number) if run is self.several else ()
+        return shapes, [DeviceProgram(run.trace(donated, rng, shapes, *numbers))]
 
     def finish(self, donated: list[jax.Array], rng: jax.Array) -> TrainState:
         """The state with nothing pending. The old state stays valid."""
         wait_before_collectives(donated, self.batches.devices)
-        return self._structure.unflatten(self._finish(donated, rng)).with_rng(rng)
+        return self._structure.unflatten([rng, *self._finish(donated, rng)])

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,6 @@ IN_STORE = "give the optimizer to train.start, or to the store: kv.from_params(p
 """The hint if an optimizer or its rate is given to a step, a state or a run."""
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """The state of training, as a pytree.
@@ -135,28 +134,10 @@ class TrainState:
         return lines
 
 
-class Donated(NamedTuple):
-    """All of a state but its `rng`: what a step changes, and whose memory its program takes over."""
-
-    # The fields have the order of `TrainState`, since programs number their arguments by it.
-
-    store: kv.KVStore
-    step: jax.Array
-    transform: PyTree
-    model_state: PyTree
-    loss_scale: PyTree
-    nonfinite: PyTree
-    outer: PyTree
-    local: PyTree
-    module: PyTree
-
-    @classmethod
-    def of(cls, state: TrainState) -> Donated:
-        return cls(*[getattr(state, name) for name in cls._fields])
-
-    def with_rng(self, rng: jax.Array) -> TrainState:
-        store, step, *fields = self
-        return TrainState(store, step, rng, *fields)
+# Its first leaf is the `rng`. All leaves behind it change in a step, whose program takes over their memory:
+# `rng, *donated = jax.tree.leaves(state)`.
+_BEHIND = [field.name for field in dataclasses.fields(TrainState) if field.name != "rng"]
+jax.tree_util.register_dataclass(TrainState, ["rng", *_BEHIND], [])
 
 
 @allows_transfers

@@ -37,7 +37,6 @@ from .nonfinite import DynamicLossScale, Guard
 from .programs import ENGINES, DeviceProgram, JointProgram, Structure
 from .state import (
     IN_STORE,
-    Donated,
     TrainState,
     carries,
     check_is_state,
@@ -82,7 +81,7 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         self.loss_fn: LossFn = self.device_step.loss_fn
-        self._programs = Recent(self._make_program)  # by the structures of `Donated`
+        self._programs = Recent(self._make_program)  # by the structures of complete states
         self._returned: weakref.ref[TrainState] | None = None  # by the last call
 
     @property
@@ -281,9 +280,8 @@ class TrainStep:
             shapes = jax.eval_shape(complete, leaves)
             state = completed[0].unflatten(shapes)
             state = shapes_on(state, leaf_shardings(state))
-            donated, structure_of_donated = jax.tree.flatten(Donated.of(state))
-            program = self._programs(structure_of_donated)
-            return state, *program.parts(donated, state.rng, batch, many)
+            (rng, *donated), structure = jax.tree.flatten(state)
+            return state, *self._programs(structure).parts(donated, rng, batch, many)
 
     def batch_sharding(self, state: TrainState) -> NamedSharding | None:
         """The sharding of a batch over a mesh with several axes. None: split over all devices."""
@@ -359,13 +357,13 @@ class TrainStep:
             check_is_state(state, "train step")
             state = without_types(state)
         # Where there is a program for the structure of a state, the state is complete and on the program's devices.
-        donated, structure = jax.tree.flatten(Donated.of(state))
+        leaves, structure = jax.tree.flatten(state)
         program = self._programs(structure, make=False)
         if program is None:
-            state = self._complete(state, user)
-            donated, structure = jax.tree.flatten(Donated.of(state))
+            leaves, structure = jax.tree.flatten(self._complete(state, user))
             program = self._programs(structure)
-        return program, donated, state.rng
+        rng, *donated = leaves
+        return program, donated, rng
 
     def _make_program(self, structure: Structure) -> JointProgram | VirtualProgram:
         """The program for complete states of this structure."""

@@ -49,7 +49,7 @@ from .loss import (
 )
 from .nonfinite import nonfinite_flags
 from .programs import Batches, DeviceProgram, Shape, Structure, check_even
-from .state import Donated, TrainState, is_floating, shapes_on, whole_params
+from .state import TrainState, is_floating, shapes_on, whole_params
 from .step import Arrays, DeviceStep, shard_rng
 
 Buffers = list[jax.Array]
@@ -157,7 +157,7 @@ def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tupl
     `term(donated, rng, batch, number) -> (buffers, unsummed)`: what shard `number` adds, an array (1, n) of each dtype,
     and the leaves of its model state that are not added. `update(donated, rng, totals, unsummed)` gives those of the
     next state, and the metrics.
-    `donated` are the arrays of a `Donated` in a list, whose memory only `update` takes over.
+    `rng, *donated = jax.tree.leaves(state)`. Only `update` takes over the memory of `donated`.
     `hashes(totals)`: the sums that are the hashes of all that is added up, and `names()` of these.
     """
     step = dataclasses.replace(step, platform=platform)
@@ -167,7 +167,7 @@ def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tupl
 
     # The names of arguments are in the text of the program, `leaves` in those that tests/house/programs has.
     def term(leaves: list[jax.Array], rng: jax.Array, batch: Batch, number: jax.Array) -> tuple[Buffers, Buffers]:
-        terms, unsummed = step.terms(structure.unflatten(leaves).with_rng(rng), batch, number)
+        terms, unsummed = step.terms(structure.unflatten([rng, *leaves]), batch, number)
         values, structure_of_terms = jax.tree.flatten(terms)
         groups = collectives.plan(values, _ONE_A_DTYPE)
         layout[:] = [x.shape for x in values], structure_of_terms, groups
@@ -178,8 +178,8 @@ def _programs_of(step: VirtualStep, structure: Structure, platform: str) -> tupl
     ) -> tuple[list[jax.Array], Metrics]:
         shapes, structure_of_terms, groups = layout
         terms = structure_of_terms.unflatten(collectives.unpack(totals, shapes, groups))
-        new, metrics = step.update(structure.unflatten(donated).with_rng(rng), terms, unsummed)
-        return jax.tree.leaves(Donated.of(new)), metrics
+        new, metrics = step.update(structure.unflatten([rng, *donated]), terms, unsummed)
+        return jax.tree.leaves(new)[1:], metrics
 
     def hashes(totals: Buffers) -> jax.Array:
         shapes, _, groups = layout
@@ -212,10 +212,10 @@ class VirtualProgram:
     # and each device makes the update.
 
     def __init__(self, step: VirtualStep, structure: Structure):
-        numbers: Donated = structure.unflatten(range(structure.num_leaves))
+        numbers: TrainState = structure.unflatten(range(structure.num_leaves))
         self.devices: tuple[Device, ...] = numbers.store.devices or ()
         self._structure = structure
-        bare = numbers._replace(store=dataclasses.replace(numbers.store, devices=None))
+        bare = dataclasses.replace(numbers, store=dataclasses.replace(numbers.store, devices=None))
         self._term, self._update, self._hash_totals, self._names = step.programs(
             jax.tree.structure(bare), self.devices[0].platform
         )
@@ -285,7 +285,7 @@ class VirtualProgram:
             if isinstance(x, jax.Array):
                 x.delete()
         arrays, metrics = jax.tree.map(lambda *pieces: assemble(pieces, replicated), *new)
-        return self._structure.unflatten(arrays).with_rng(rng), metrics
+        return self._structure.unflatten([rng, *arrays]), metrics
 
     def compile_own(self, donated: list[jax.Array], rng: jax.Array, batch: Batch) -> list[str]:
         """Compile what each device of this process runs by itself, by one run of it. The result are their texts."""
