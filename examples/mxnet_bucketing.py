@@ -2,7 +2,7 @@
 
 MXNet unrolls an LSTM once for each bucket, a length to which sentences are padded, and all buckets share the params.
 `load_symbol` makes a model of each file. A batch has sentences of one bucket, so its length says which model computes
-it, and the step compiles once for each. docs/mxnet_scripts.md has the script of MXNet beside it, with its numbers.
+it, and the step compiles once for each. docs/from_mxnet.md has the script of MXNet beside it, with its numbers.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """A recommender of MXNet whose tables are row-sparse: its example/sparse/matrix_factorization, in a loop of its own.
 
 A batch needs a few rows of two large tables. `row_sparse_pull` reads them, the gradient is of these rows alone, and
-`push` changes no others: time and memory of a step do not grow with the tables. docs/mxnet_scripts.md has the script of
+`push` changes no others: time and memory of a step do not grow with the tables. docs/from_mxnet.md has the script of
 MXNet beside it, with its numbers.
 """
 

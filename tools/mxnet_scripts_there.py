@@ -1,4 +1,4 @@
-"""MXNet's own run of examples/mxnet_bucketing.py and examples/mxnet_recommender.py, for docs/mxnet_scripts.md.
+"""MXNet's own run of examples/mxnet_bucketing.py and examples/mxnet_recommender.py, for docs/from_mxnet.md.
 
 It runs where MXNet does, see tools/record_mxnet_symbols.py. It writes the symbol files of the first script, and prints
 what MXNet scores after each epoch. Data and first params are those of the examples, whose lines it runs.

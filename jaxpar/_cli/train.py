@@ -192,8 +192,8 @@ class Recipe:
     engine: str = "auto"  # of the step, see `train.make_train_step`
 
 
-# What each was chosen by: docs/record.md for "fast". For the others docs/command_line.md has the accuracies after each
-# epoch.
+# What each was chosen by: benchmarks/NOTES.md for "fast". For the others docs/command_line.md has the accuracies
+# after each epoch.
 RECIPES = {
     "fast": Recipe(
         about="a small network of strided convolutions and Muon, for 90 %% of Fashion-MNIST in seconds",
@@ -267,8 +267,8 @@ def _schedule(options: TrainOptions, steps: int, share: float = 1.0) -> optax.Sc
 
 def _muon(options: TrainOptions, steps: int) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024) for weights, as matrices of inputs by outputs, and Adam for biases."""
-    # docs/record.md has what other numbers gave, among them beta 0.9 and five iterations of Newton and Schulz. Muon
-    # takes a quarter of a step of recipe "fast".
+    # benchmarks/NOTES.md has what other numbers gave, among them beta 0.9 and five iterations of Newton and Schulz.
+    # Muon takes a quarter of a step of recipe "fast".
     from optax import contrib
 
     def matrix(x: jax.Array) -> Any:

@@ -3,7 +3,7 @@
 One or more servers hold the parameters. Each worker pulls them, computes a gradient on its own batch and pushes the
 gradient. A server applies each push when it arrives. There is no barrier and no fixed order: a slow or killed worker
 delays no other worker, and two runs give different numbers. Kind `dist_async` of `jaxpar.kv` is deterministic and
-usually the better choice. docs/free_running.md compares both.
+usually the better choice. docs/async.md compares both.
 
 This module needs Ray (`pip install "jaxpar[ray]"`) and imports it when servers start. Arrays are sent as NumPy arrays
 through host memory. Gradient compression is not available.

@@ -2,13 +2,16 @@
 
 import itertools
 import json
+import sys
 from collections import OrderedDict, UserDict
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from launched import launch
 from world import step_of
 
 from jaxpar import data, kv, train
@@ -112,6 +115,44 @@ def test_any_devices_and_a_resume_give_the_same_numbers(tmp_path):
     np.testing.assert_allclose(fitted(devices=1), on_two, rtol=1e-6)
     fitted(tmp_path, max_steps=3)  # within the second epoch of the run, and the second of each data set
     assert fitted(tmp_path) == on_two
+
+
+RUN = Path(__file__).parents[1] / "combined_run.py"
+
+
+def ended(folder, processes, devices, *options, way=()):
+    """What each process said at the end: steps, bits, and norms and losses. And all that they said."""
+    folder.mkdir()
+    words = ("-n", str(processes), "--devices", str(devices), *way, "--", sys.executable, str(RUN), str(folder))
+    done = launch(*words, *options, timeout=240)
+    ends = [line.partition("END ")[2].split() for line in done.stdout.splitlines() if "END " in line]
+    return [(int(steps), bits, [*map(float, numbers)]) for steps, bits, *numbers in ends], done.stdout + done.stderr
+
+
+@pytest.mark.slow  # seven processes
+def test_several_processes_have_the_numbers_of_one_and_resume_to_the_same_bits(tmp_path):
+    """Of the loader each process reads its own share."""
+    (one,), _ = ended(tmp_path / "one", 1, 4)
+    two, _ = ended(tmp_path / "two", 2, 2)
+    assert one[0] == 30
+    assert len(two) == 2
+    assert two[0] == two[1]
+    assert two[0][0] == 30
+    np.testing.assert_allclose(two[0][2], one[2], rtol=1e-5)
+    again, said = ended(tmp_path / "again", 2, 2, "lose", way=("--max-restarts", "1"))
+    assert (tmp_path / "again" / "lost").exists()
+    assert "resumed from step" in said
+    assert again == two
+
+
+@pytest.mark.slow  # five processes
+def test_an_elastic_run_that_loses_a_process_ends_with_the_same_bits(tmp_path):
+    (one,), _ = ended(tmp_path / "one", 1, 2, "elastic")
+    three, said = ended(tmp_path / "three", 3, 2, "elastic", "lose", way=("--elastic",))
+    assert "process 2 was lost" in said
+    assert "process 2 joins after step" in said
+    assert one[0] == 30
+    assert three == [one] * 3
 
 
 @pytest.mark.parametrize(

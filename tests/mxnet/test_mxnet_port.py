@@ -91,7 +91,7 @@ def test_the_gradient_is_that_of_the_symbol_without_labels(tmp_path):
 
 
 def test_the_module_of_the_guide(tmp_path):
-    guide = (Path(__file__).parents[2] / "docs" / "from_gluon.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "from_mxnet.md").read_text()
     (shown,) = [block for block in guide.split("```")[1::2] if "written by `jaxpar port`" in block]
     path = write(tmp_path, "lenet 1").rename(tmp_path / "lenet-symbol.json")
     assert shown == "python\n" + mxnet.port(path, shapes={"data": (1, 1, 28, 28)})
@@ -110,7 +110,7 @@ def test_the_tables_of_layers_in_the_guide(name, size, wrong, tmp_path):
         return model.apply(params, data, state=state)
 
     graph = viz.trace(network, shapes, data, state, depth=0, repeats=False)
-    guide = (Path(__file__).parents[2] / "docs" / "from_gluon.md").read_text().partition("## The table of layers")[2]
+    guide = (Path(__file__).parents[2] / "docs" / "from_mxnet.md").read_text().partition("### The table of layers")[2]
     tables = [table.splitlines() for table in re.findall(r"(?:^\| `.*\n)+", guide, re.MULTILINE)]
     rows = [[cell.strip(" `").replace(",", "") for cell in row.split("|")] for row in tables[name != "lenet 1"]]
     assert {row[1]: int(row[6]) for row in rows} == {n.name: n.params for n in graph.layers if n.op != "input"}

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 import world
+from flax import nnx
 from kv_model import compilations
 from world import LOSS, apply, numbers, run_on, same
 
@@ -103,6 +104,41 @@ def test_evaluation_is_compiled_once():
     assert count() <= 3  # 16 examples, and the last 5, which 4 devices cannot share, as 4 and 1
 
 
+def test_without_an_eval_fn_the_loss_is_the_score():
+    """21 examples in batches of 16 and 5: each counts once."""
+
+    def loss_fn(params, batch):
+        error = predictions(params, batch) - batch["y"]
+        above = batch["y"] > 0
+        aux = {"mae": abs(error).mean(), "above": ((above * abs(error)).sum(), above.sum())}
+        return (error**2).mean(), aux
+
+    state, history = fit(step=train.make_train_step(loss_fn), eval_data=EVAL)
+    error = abs(np.asarray(predictions(jax.device_get(state.params), EVAL)) - EVAL["y"])
+    want = {"eval_loss": (error**2).mean(), "eval_mae": error.mean(), "eval_above": error[EVAL["y"] > 0].mean()}
+    assert {k: history[-1][k] for k in want} == {k: pytest.approx(v, rel=1e-4) for k, v in want.items()}
+    assert not want.keys() ^ {name for name in history[-1] if name.startswith("eval_") and name != "eval_seconds"}
+
+
+def test_a_loss_of_a_whole_module_is_the_score_in_evaluation_mode():
+    """No dropout, and a collective of the loss sees the whole batch."""
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.out, self.drop = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.out(self.drop(x))[:, 0]
+
+    def loss_fn(net, batch):
+        return jax.lax.pmean(((net(batch["x"]) - batch["y"]) ** 2).mean(), "data")
+
+    state, step = train.start(Net(), TX, loss_fn, devices=jax.devices()[:4])
+    state, history = fit(state, step, eval_data=EVAL)
+    error = np.asarray(state.model(EVAL["x"])) - EVAL["y"]
+    assert history[-1]["eval_loss"] == pytest.approx((error**2).mean(), rel=1e-4)
+
+
 def values(value):
     return lambda params, batch: {"mse": value(predictions(params, batch) - batch["y"])}
 
@@ -121,7 +157,13 @@ def logits(params, images):
         ({"eval_fn": values(jnp.mean)}, ValueError, r"'mse' has shape \(\) for 16 examples; a mean over the batch"),
         ({"eval_fn": lambda p, b: {"mse": b["z"]}}, KeyError, "z"),
         ({"eval_fn": lambda p: {}}, TypeError, r"fit: eval_fn must be a function of \(params, batch\), got <lambda>"),
-        ({"eval_fn": None}, ValueError, "takes both eval_data and eval_fn, got only one of them; .* test_data and app"),
+        ({"eval_fn": None}, ValueError, "takes both eval_data and eval_fn, .* test_data and app.*this one takes more"),
+        ({"eval_fn": None, "step": lambda p, b, *, step: step * 0.0}, ValueError, "this one takes more"),
+        (
+            {"eval_fn": None, "step": lambda p, b: (predictions(p, b).mean(), {"each": predictions(p, b)})},
+            ValueError,
+            r"'each' in aux of loss_fn has shape \(16,\); without eval_fn=",
+        ),
         ({"eval_data": iter([EVAL])}, TypeError, "eval_data is read after each epoch, got a list_iterator"),
         ({"eval_data": {"x": EVAL["x"], "y": EVAL["y"][:3]}}, ValueError, "share the length of their first axis"),
         ({"eval_data": {"x": EVAL["x"][:, :2], "y": EVAL["y"]}}, TypeError, "dot_general"),

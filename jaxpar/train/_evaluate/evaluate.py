@@ -19,7 +19,7 @@ from ..._core.transfers import allows_transfers
 from ..._devices import mesh, user_mesh
 from ...data import _READ_ONCE, Dataset, IterableSource
 from .._callbacks.media import Media
-from .._step.loss import Mean
+from .._step.loss import LossFn, Mean, call_loss, takes_batch_alone
 from .._step.modules import joined
 from .._step.state import TrainState
 from .every_example import EvalProgram, model_of
@@ -116,8 +116,16 @@ class Evaluation:
         apply_fn: Callable[..., Any] | None,
         eval_data: object,
         eval_fn: EvalFn | None,
+        loss_fn: LossFn | None,
         batch_size: int,
     ):
+        # Who gives `eval_data` alone expects the loss of the training, and what is returned beside it.
+        hint = ""
+        if eval_data is not None and eval_fn is None and loss_fn is not None:
+            if takes_batch_alone(loss_fn):
+                eval_fn = LossScores(loss_fn)
+            else:
+                hint = "; eval_data alone is for a loss_fn(params, batch), and this one takes more, which may be noise"
         for names, source, fn in (
             ("test_data and apply_fn", test_data, apply_fn),
             ("eval_data and eval_fn", eval_data, eval_fn),
@@ -125,7 +133,7 @@ class Evaluation:
             if (source is None) != (fn is None):
                 raise ValueError(
                     f"fit: evaluation takes both {names}, got only one of them; a classifier is evaluated with "
-                    "test_data and apply_fn"
+                    f"test_data and apply_fn{hint}"
                 )
         self.parts: dict[str, tuple[Any, Any]] = {}  # `eval_fn` and data, by the beginning of the names of its scores
         self._batch_size = batch_size
@@ -260,6 +268,27 @@ def _add_score(scores: dict[str, Any], name: str, result: Any) -> None:
     if name in scores:
         raise ValueError(f"eval_fn: two of its values give the score {name!r}; rename one of them")
     scores[name] = float(array) if not array.ndim else array
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScores:
+    """`eval_fn(params, batch)` of a `loss_fn(params, batch)`: its loss, and the values that it returns beside it."""
+
+    loss_fn: Any
+
+    def __call__(self, params: PyTree, batch: PyTree) -> dict[str, Mean]:
+        metrics, _ = call_loss(self.loss_fn, params, batch, jax.random.key(0), (), jnp.int32(0))
+        n = jax.tree.leaves(batch)[0].shape[0]
+        scores: dict[str, Mean] = {}
+        for name, value in metrics.items():
+            if np.ndim(value) and not isinstance(value, Mean):
+                raise ValueError(
+                    f"fit: {name!r} in aux of loss_fn has shape {np.shape(value)}; without eval_fn= it must be a "
+                    "scalar, the mean over the examples, or a pair (sum, weight)"
+                )
+            # A mean over the examples of a batch counts as often as there are examples: the last batch may have fewer.
+            scores[name] = value if isinstance(value, Mean) else Mean(value * n, n)
+        return scores
 
 
 # Classifiers: the `eval_fn` of an `apply_fn` that gives logits, and whether labels are classes of the model.

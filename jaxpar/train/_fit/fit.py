@@ -22,7 +22,8 @@ from .progress import Profile
 from .run import FitOptions, Run
 
 _VALIDATION = (
-    "for a classifier write test_data=data.Dataset(x, y), apply_fn=apply_fn; for other models eval_data=, eval_fn="
+    "for a classifier write test_data=data.Dataset(x, y), apply_fn=apply_fn; for other models eval_data=, "
+    "and eval_fn= for other scores than the loss"
 )
 _CALLBACK = "write callbacks=train.EarlyStopping(patience=3)"
 _WEIGHTS = 'in loss_fn write w = weights[batch["label"]] and return ((w * losses).sum(), w.sum()), {}'
@@ -89,7 +90,9 @@ def fit(
         test_data: a `data.Dataset` with integer labels, evaluated with `apply_fn` after each epoch. The record has
             `test_loss` and `test_accuracy`.
         apply_fn: `apply_fn(params, images) -> logits`, as in `evaluate`.
-        eval_data: any data for `evaluate` except iterators, evaluated with `eval_fn` after each epoch.
+        eval_data: any data for `evaluate` except iterators, evaluated with `eval_fn` after each epoch. Without
+            `eval_fn` the record has `eval_loss` and what else the `loss_fn` of the step returns: means over all
+            examples, in batches of `batch_size`. Such a `loss_fn` takes (params, batch) and no more.
         eval_fn: `eval_fn(params, batch) -> {name: values}`, as in `evaluate`. The record has the scores as
             `eval_<name>`, or `eval_<name>/0`, `eval_<name>/1`, ... for columns.
         epochs: the number of epochs, counted from the step of `state`. None: as many as `max_steps` needs.

@@ -113,11 +113,15 @@ class Run:
         if options.resume not in ("auto", True, False):
             raise ValueError(f"fit: resume must be 'auto', True or False, got {options.resume!r}")
 
+        loss_fn = getattr(step, "loss_fn", None)
+        of_module = isinstance(loss_fn, ModuleLoss)
+        loss_fn = loss_fn.loss_fn if of_module else loss_fn
         self.evaluation = Evaluation(
             test_data=options.test_data,
             apply_fn=options.apply_fn,
             eval_data=options.eval_data,
             eval_fn=options.eval_fn,
+            loss_fn=loss_fn,
             batch_size=self.batch_size,
         )
         # Of an epoch. With `steps_per_epoch="all"` the steps are None, and epochs end where the data do.
@@ -141,9 +145,6 @@ class Run:
         # Where the run is to end, for the one that a callback ends earlier: in steps, or in epochs of unknown length.
         self.limit: int = self.num_steps if self.steps is not None else min(self.epochs or sys.maxsize, self.num_steps)
         # Labels beyond the classes of the model: JAX would take another class for them, or give NaN.
-        loss_fn = getattr(step, "loss_fn", None)
-        of_module = isinstance(loss_fn, ModuleLoss)
-        loss_fn = loss_fn.loss_fn if of_module else loss_fn
         if isinstance(loss_fn, ClassificationLoss) and isinstance(self.source, data.DatasetSource):
             specs = specs_of(state.store)  # the state may be donated
             params = state.store.treedef.unflatten([specs[key] for key, _ in state.store.paths])

@@ -69,6 +69,12 @@ def check_loss_fn(loss_fn: LossFn, caller: str) -> None:
     _positions(loss_fn, (3, 2, 4), f"{caller}: loss_fn", "; rng and what follows may be left out")
 
 
+def takes_batch_alone(loss_fn: LossFn) -> bool:
+    """Whether it is a function of (params, batch), and of no random key, model state or number of the step."""
+    count = _positions(loss_fn, (3, 2, 4), "fit: loss_fn", "")
+    return count == 2 and not has_parameter(loss_fn, "step")
+
+
 def check_loss_takes(loss_fn: LossFn, has_state: bool) -> int:
     """How many arguments a step gives it by position. `TypeError` where it takes others.
 
