@@ -468,21 +468,53 @@ def test_a_step_that_is_there_already(tmp_path):
     assert checkpoint.latest(tmp_path) == tmp_path / "step_00000000.2"
 
 
-@pytest.mark.parametrize(("kind", "copies"), [("device", 0), ("numpy", 1)])
-def test_what_a_save_needs_in_host_memory(tmp_path, kind, copies):
-    """orbax would copy a second time what is in host memory already."""
-    size = 16 << 20
-    params = {"w": np.ones((size // 64 // 4, 64), np.float32)}
-    state = params if kind == "numpy" else kv.from_params(params, devices=jax.devices()[:4])
-    checkpoint.save(tmp_path / "first", {"w": np.ones(3)})  # imports
+@pytest.mark.parametrize(
+    ("kind", "how", "copies"),
+    [
+        ("device", "save", 0),
+        ("device", "manager", 0),
+        ("sharded", "save", 0),
+        ("sharded", "manager", 0),
+        ("numpy", "save", 0),
+        ("numpy", "manager", 1),  # the caller may write into them as soon as the call returns
+    ],
+)
+def test_what_a_save_needs_in_host_memory(tmp_path, kind, how, copies):
+    size, arrays = 32 << 20, 16
+    params = {f"w{i}": np.full((size // arrays // 4 // 64, 64), i, np.float32) for i in range(arrays)}
+    state = params if kind == "numpy" else kv.from_params(params, kind=kind, devices=jax.devices()[:4])
+    checkpoint.save(tmp_path / "first", {"w": np.ones(3), "x": jnp.ones(3)})  # imports
     tracemalloc.start()
     try:
-        checkpoint.save(tmp_path / "second", state)
+        if how == "save":
+            checkpoint.save(tmp_path / "second", state)
+        else:
+            world.save_by_manager(tmp_path, state)
         after, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
+    # Of a store of kind `sharded`, one array is put together at a time.
     assert after < size / 4
     assert abs(most - copies * size) < size / 4
+    restored = checkpoint.restore(checkpoint.latest(tmp_path), state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_a_numpy_array_that_is_changed_while_it_is_written(tmp_path, monkeypatch):
+    write, may_write = _files.write, threading.Event()
+
+    def late(*args):
+        assert may_write.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(_files, "write", late)
+    array = np.zeros(1000)
+    manager = checkpoint.Manager(tmp_path)
+    manager.save({"a": array})
+    array[:] = 1
+    may_write.set()
+    manager.close()
+    assert not checkpoint.restore(checkpoint.latest(tmp_path), {"a": array})["a"].any()
 
 
 def test_a_save_leaves_no_copy_of_an_array_in_host_memory():
