@@ -46,8 +46,8 @@ def main() -> None:
     table: list[list[str]] = []
     for name in options.rows or list(sizes)[-1:]:
         load = os.getloadavg()[0]
-        row = {"load": load, **measure(sizes[name], options.rounds)}
-        report["rows"][name] = row
+        row = measure(sizes[name], options.rounds)
+        report["rows"][name] = {"load": load, **row}
         for what in ("save", "call", "restore"):
             seconds = {contender: row[contender][what] for contender in (JAXPAR, ORBAX)}
             table.append([name, what, f"{ratio(seconds, JAXPAR, ORBAX):.2f}"])
@@ -116,8 +116,9 @@ def worker(address: str, rank: int, folder: str, megabytes: int, rounds: int) ->
     context = ocp.Context()
     context.array.saving.use_compression = False
 
+    # Each returns four functions: begin to save, wait for the save, restore, close.
     def by_jaxpar() -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any], Callable[[], Any]]:
-        manager = checkpoint.Manager(directory)
+        manager = checkpoint.Manager(os.fspath(directory))
 
         def load() -> Any:
             restored = manager.restore_latest(like)
@@ -127,7 +128,7 @@ def worker(address: str, rank: int, folder: str, megabytes: int, rounds: int) ->
         return lambda: manager.save(state), manager.wait, load, manager.close
 
     def by_orbax() -> tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any], Callable[[], Any]]:
-        checkpointer = ocp.training.Checkpointer(directory, context=context)
+        checkpointer = ocp.training.Checkpointer(os.fspath(directory), context=context)
         responses: list[Any] = []
         return (
             lambda: responses.append(checkpointer.save_async(3, state)),
@@ -139,9 +140,9 @@ def worker(address: str, rank: int, folder: str, megabytes: int, rounds: int) ->
     measured: dict[str, dict[str, list[float]]] = {JAXPAR: {}, ORBAX: {}}
     libc = ctypes.CDLL("libc.so.6")
 
-    def together(name: str, seconds: float) -> None:
-        """Note the largest of all processes."""
-        largest = float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
+    def note(contender: str, name: str, value: float) -> None:
+        """The largest value of all processes."""
+        largest = float(np.max(multihost_utils.process_allgather(np.float32(value))))
         measured[contender].setdefault(name, []).append(largest)
 
     for number in range(1 + rounds):
@@ -162,17 +163,17 @@ def worker(address: str, rank: int, folder: str, megabytes: int, rounds: int) ->
             wait()
             multihost_utils.sync_global_devices("saved")
             seconds, memory = time.perf_counter() - start, resident("VmHWM") - before
-            together("call", called)
-            together("save", seconds)
-            together("save memory", memory)
+            note(contender, "call", called)
+            note(contender, "save", seconds)
+            note(contender, "save memory", memory)
 
             forget_peak(libc)
             before, start = resident("VmRSS"), time.perf_counter()
             restored = jax.block_until_ready(load())
             multihost_utils.sync_global_devices("restored")
             seconds, memory = time.perf_counter() - start, resident("VmHWM") - before - own
-            together("restore", seconds)
-            together("restore memory", memory)
+            note(contender, "restore", seconds)
+            note(contender, "restore memory", memory)
             for name, array in state.items():
                 for mine, theirs in zip(array.addressable_shards, restored[name].addressable_shards, strict=True):
                     np.testing.assert_array_equal(np.asarray(mine.data), np.asarray(theirs.data))

@@ -69,8 +69,8 @@ def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 class Rows:
     """An array that a store of kind `sharded` has as flat, padded rows, one on each device of this process.
 
-    It is written whole, in its own shape, and put together only then: a copy of all arrays of a state would need as much
-    memory as the state.
+    It is written whole, in its own shape, and put together only then: copies of all arrays of a state would need as
+    much memory as the state.
     """
 
     def __init__(self, rows: jax.Array, shape: tuple[int, ...], dtype: np.dtype[Any]):
@@ -135,16 +135,16 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
         functools.reduce(lambda node, folder: node.setdefault(folder, {}), folders, tree)[last] = array
 
     class HostArrays(ocp.type_handlers.NumpyHandler):
-        """Arrays in host memory, of NumPy or `Rows`. The latter are put together when they are written, one at a time."""
+        """Arrays of NumPy, and `Rows`, which are put together when they are written, one at a time."""
 
         # A method of orbax that is not public. If another orbax calls it no more, `Rows` reach tensorstore as they are:
         # all are put together at once, and only the memory is lost that this saves.
-        async def _open_and_write(self, value: np.ndarray | Rows, *where: Any) -> None:
+        async def _open_and_write(self, value: np.ndarray | Rows, tspec: dict[str, Any], ts_context: Any) -> None:
             if isinstance(value, np.ndarray):
-                await super()._open_and_write(value, *where)
+                await super()._open_and_write(value, tspec, ts_context)
             else:
                 async with one_at_a_time:
-                    await super()._open_and_write(np.asarray(value), *where)
+                    await super()._open_and_write(np.asarray(value), tspec, ts_context)
 
     one_at_a_time = asyncio.Lock()
     # orbax would copy arrays of NumPy, in case somebody writes to them. These are copies already, or memory that jax

@@ -70,9 +70,13 @@ def to_leaves(
             arrays.append(leaf.addressable_data(0) if leaf.is_fully_replicated else leaf)
             continue
 
-        # The rows of a store of kind `sharded`, of which each device of this process has some whole ones.
-        has_rows = slot.rows and isinstance(leaf, jax.Array) and not mesh.spans_processes(leaf)
-        if has_rows and leaf.sharding.shard_shape(leaf.shape)[1:] == leaf.shape[1:]:
+        # The rows of a store of kind `sharded`, where each device of this process has whole ones.
+        if (
+            slot.rows
+            and isinstance(leaf, jax.Array)
+            and not mesh.spans_processes(leaf)
+            and leaf.sharding.shard_shape(leaf.shape)[1:] == leaf.shape[1:]
+        ):
             arrays.append(_arrays.Rows(leaf, slot.shape, stored))
             continue
 
