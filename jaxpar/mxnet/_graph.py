@@ -114,7 +114,8 @@ def _read_node(path: Path, number: int, node: Any, before: list[Node]) -> Node:
 def _references(path: Path, name: str, entries: Any, count: int) -> tuple[tuple[int, int], ...]:
     """Pairs (node, output) of the first `count` nodes. A third number, a version, is left out."""
     pairs: list[tuple[int, int]] = []
-    for entry in entries if isinstance(entries, list) else [None]:
+    listed: list[Any] = entries if isinstance(entries, list) else [None]  # None is no pair
+    for entry in listed:
         is_pair = isinstance(entry, list) and len(entry) in (2, 3) and all(type(n) is int for n in entry)
         _check(path, is_pair, f"{name} has no list of pairs of numbers")
         is_there = 0 <= entry[0] < count and entry[1] >= 0
