@@ -138,7 +138,7 @@ def worker(address: str, rank: int, folder: str, megabytes: int, rounds: int) ->
         )
 
     measured: dict[str, dict[str, list[float]]] = {JAXPAR: {}, ORBAX: {}}
-    libc = ctypes.CDLL("libc.so.6")
+    libc = ctypes.CDLL(None)
 
     def note(contender: str, name: str, value: float) -> None:
         """The largest value of all processes."""
