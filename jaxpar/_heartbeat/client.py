@@ -203,48 +203,50 @@ class HeartbeatClient:
     # The threads
 
     def _run(self) -> None:
-        assert self._connection is not None
-        try:
-            why = self._watch(self._connection)
-            if why is not None and not (self._is_leaving or self._is_server_closing or self._has_failed):
-                self._end_process(f"{self._server_name} (host {self._server_host}) was lost: {why}")
-        finally:
-            self._connection.close()
-
-    def _watch(self, connection: JsonConnection) -> str | None:
-        """Send and read heartbeats. Return why the server is lost, or None after `leave`."""
+        """Send and read heartbeats. After a loss, also of the server, the process ends here."""
+        connection = self._connection
+        assert connection is not None
+        server_lost: str | None = None  # why
         clock, sent = AwakeClock(), 0.0
         received = clock.now
-        while not self._is_leaving:
-            connection.wait(INTERVAL / 2)
-            now = clock.tick()
-            messages = connection.receive()
-            for message in messages:
-                self._handle(message)
-            received = now if messages else received
-            if connection.fault is not None:
-                return f"it sent an invalid message: {connection.fault}"
-            if connection.is_closed:
-                return "its connection closed (killed?)"
-            if now - received > self.heartbeat_timeout and not self.is_launched:
-                return f"no heartbeat for {self.heartbeat_timeout:g} seconds: it is frozen, or its host is gone"
-            if now - sent >= INTERVAL:
-                sent = now
-                connection.send(heartbeat=1)
-        return None
+        try:
+            while server_lost is None and not self._is_leaving:
+                # 1. What the server says.
+                connection.wait(INTERVAL / 2)
+                now = clock.tick()
+                messages = connection.receive()
+                received = now if messages else received
+                for message in messages:
+                    if "hint" in message:
+                        self.hint = message["hint"]
+                    elif "left" in message:
+                        self.losses.append(message["left"])
+                        self._lost.put(message["left"])
+                    elif "closing" in message:
+                        self._is_server_closing = True
+                    elif "interrupted" in message:
+                        self._is_peer_interrupted = True
+                    elif "lost" in message and not self._has_failed:
+                        self._end_after_loss(message)
 
-    def _handle(self, message: Message) -> None:
-        if "hint" in message:
-            self.hint = message["hint"]
-        elif "left" in message:
-            self.losses.append(message["left"])
-            self._lost.put(message["left"])
-        elif "closing" in message:
-            self._is_server_closing = True
-        elif "interrupted" in message:
-            self._is_peer_interrupted = True
-        elif "lost" in message and not self._has_failed:
-            self._end_after_loss(message)
+                # 2. Whether it is still there. The launcher's silence is no loss, see `launched`.
+                if connection.fault is not None:
+                    server_lost = f"it sent an invalid message: {connection.fault}"
+                elif connection.is_closed:
+                    server_lost = "its connection closed (killed?)"
+                elif now - received > self.heartbeat_timeout and not self.is_launched:
+                    server_lost = (
+                        f"no heartbeat for {self.heartbeat_timeout:g} seconds: it is frozen, or its host is gone"
+                    )
+
+                # 3. A heartbeat of this process.
+                elif now - sent >= INTERVAL:
+                    sent = now
+                    connection.send(heartbeat=1)
+            if server_lost is not None and not (self._is_leaving or self._is_server_closing or self._has_failed):
+                self._end_process(f"{self._server_name} (host {self._server_host}) was lost: {server_lost}")
+        finally:
+            connection.close()
 
     def _release(self) -> None:
         """Have jax forget lost processes, one after the other: it may take long, at the start of a run."""

@@ -589,45 +589,54 @@ class HeartbeatServer:
             if self.hint is not None:
                 peer.connection.send(hint=self.hint)
 
-    # How a connection becomes a process of the run: its hello, the proof of the secret, a welcome
+    # How a connection becomes a process of the run
 
     def _admit(self, peer: Peer, message: Message) -> None:
-        if peer.hello is not None:
-            return self._handle_answer(peer, peer.hello, message)
-        if "hello" not in message:
-            return self._handle_fault(peer, "hello comes first, and once")
-        if message["job"] != self.job:  # two runs on one host may try each other's port
-            peer.connection.send(other_run=1)
-            return self._drop(peer)
-        if self._secret is None:
-            return self._welcome(peer, message)
-        peer.hello, peer.challenge = message, challenge()
-        peer.connection.send(challenge=peer.challenge)
+        """What a connection sends before it is a process of the run: its hello, then the proof of the secret."""
+        # 1. The hello. With a secret, the server asks for a proof that the process knows it, and waits for the answer.
+        if peer.hello is None:
+            if "hello" not in message:
+                return self._handle_fault(peer, "hello comes first, and once")
+            if message["job"] != self.job:  # two runs on one host may try each other's port
+                peer.connection.send(other_run=1)
+                return self._drop(peer)
+            hello = message
+            if self._secret is not None:
+                peer.hello, peer.challenge = hello, challenge()
+                return peer.connection.send(challenge=peer.challenge)
 
-    def _handle_answer(self, peer: Peer, hello: Message, message: Message) -> None:
-        assert self._secret is not None
-        if "answer" not in message:
-            return self._handle_fault(peer, "the answer to the challenge comes after hello")
-        about = ((peer.challenge, message["answer"]), self.job, hello["rank"], hello["size"])
-        if not self._secret.is_proof(message["proof"], "process", *about):
-            self._record_fault("a process with another secret was dropped")
-            return self._drop(peer)
-        peer.connection.send(proof=self._secret.proof("server", *about))
-        self._welcome(peer, hello)
+        # 2. The answer. The server proves the same in return.
+        else:
+            assert self._secret is not None
+            hello = peer.hello
+            if "answer" not in message:
+                return self._handle_fault(peer, "the answer to the challenge comes after hello")
+            about = ((peer.challenge, message["answer"]), self.job, hello["rank"], hello["size"])
+            if not self._secret.is_proof(message["proof"], "process", *about):
+                self._record_fault("a process with another secret was dropped")
+                return self._drop(peer)
+            peer.connection.send(proof=self._secret.proof("server", *about))
 
-    def _welcome(self, peer: Peer, message: Message) -> None:
-        """Take a process into the run, or refuse it."""
+        # 3. The welcome. A process whose numbers do not fit is refused.
         peer.connection.send(welcome=1)
         peer.last_message = self._clock.now
-        rank = message["rank"]
-        if (why := self._refused or self._objection(rank, message["size"])) is not None:
+        rank, size, why = hello["rank"], hello["size"], self._refused
+        if why is None and size != self.size:
+            why = f"process {rank} was started as one of {size}, this run has {self.size} processes"
+        elif why is None and rank >= size:
+            why = f"process {rank} was started as one of {size}, the processes of this run are 0 to {size - 1}"
+        elif why is None and rank in (self._hosts if self.lost is None else self.peers):
+            why = f"two processes say that they are process {rank}; each needs its own number"
+        if why is not None:
             peer.is_leaving = True
             self._record_fault(why)
             return peer.connection.send(refused=why)
+
+        # 4. It takes part. The run begins when all have come.
         self._pending.remove(peer)
         peer.connection.longest = LONGEST
-        peer.rank, peer.timeout = rank, message["timeout"]
-        self.peers[rank], self._hosts[rank] = peer, message["host"]
+        peer.rank, peer.timeout = rank, hello["timeout"]
+        self.peers[rank], self._hosts[rank] = peer, hello["host"]
         self._first_join = self._clock.now if self._first_join is None else self._first_join
         if self.lost is not None:
             peer.connection.send(**self.lost)
@@ -636,16 +645,6 @@ class HeartbeatServer:
             self._send_all(go=1, host=socket.gethostname())
         elif not self._is_joining and self._unreleased[rank] <= 0:
             self._send_go(peer)  # it comes back in an elastic run
-
-    def _objection(self, rank: int, size: int) -> str | None:
-        """Why a process with these numbers cannot take part, or None."""
-        if size != self.size:
-            return f"process {rank} was started as one of {size}, this run has {self.size} processes"
-        if rank >= size:
-            return f"process {rank} was started as one of {size}, the processes of this run are 0 to {size - 1}"
-        if rank in (self._hosts if self.lost is None else self.peers):
-            return f"two processes say that they are process {rank}; each needs its own number"
-        return None
 
     def _record_fault(self, why: str) -> None:
         if why not in self._faults and len(self._faults) < 3:  # a hostile peer may cause many

@@ -10,6 +10,7 @@ Reading goes through tensorstore, on which orbax stands: so a box is read once, 
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import functools
@@ -65,7 +66,29 @@ def stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return _STORED_AS.get(dtype.name, dtype.newbyteorder("="))
 
 
-def shards(array: jax.Array | np.ndarray) -> list[tuple[list[list[int]], np.ndarray]]:
+class Rows:
+    """An array that a store of kind `sharded` has as flat, padded rows, one on each device of this process.
+
+    It is written whole, in its own shape, and put together only then: copies of all arrays of a state would need as
+    much memory as the state.
+    """
+
+    def __init__(self, rows: jax.Array, shape: tuple[int, ...], dtype: np.dtype[Any]):
+        self.shape, self.dtype = shape, dtype
+        self.ndim, self.size = len(shape), math.prod(shape)
+        self.nbytes = self.size * dtype.itemsize
+        # The rows stay though the state is donated. Without the padding they are the array, one after the other.
+        shards = sorted((s for s in rows.addressable_shards if s.replica_id == 0), key=lambda s: s.index[0].start or 0)
+        self.parts: list[np.ndarray] = []
+        for shard in shards:
+            remainder = self.size - sum(part.size for part in self.parts)
+            self.parts.append(to_numpy(shard.data).reshape(-1)[:remainder].view(dtype))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.concatenate(self.parts).reshape(self.shape)
+
+
+def shards(array: jax.Array | np.ndarray | Rows) -> list[tuple[list[list[int]], np.ndarray | Rows]]:
     """(box, data) of each shard that this process is the one to write. The data stay though the array is donated."""
     if not isinstance(array, jax.Array):
         return [([[0, n] for n in array.shape], array)]
@@ -83,8 +106,11 @@ def to_numpy(array: jax.Array) -> np.ndarray:
     return np.asarray(jax.device_get(same_memory))  # explicit, for `jax.transfer_guard`
 
 
-def sha256(array: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+def sha256(array: np.ndarray | Rows) -> str:
+    digest = hashlib.sha256()
+    for part in array.parts if isinstance(array, Rows) else [array]:
+        digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[], None]:
@@ -108,10 +134,25 @@ def write(path: Path, arrays: dict[str, Any], processes: set[int]) -> Callable[[
         *folders, last = name.split("/")
         functools.reduce(lambda node, folder: node.setdefault(folder, {}), folders, tree)[last] = array
 
+    class HostArrays(ocp.type_handlers.NumpyHandler):
+        """Arrays of NumPy, and `Rows`, which are put together when they are written, one at a time."""
+
+        # A method of orbax that is not public. If another orbax calls it no more, `Rows` reach tensorstore as they are:
+        # all are put together at once, and only the memory is lost that this saves.
+        async def _open_and_write(self, value: np.ndarray | Rows, tspec: dict[str, Any], ts_context: Any) -> None:
+            if isinstance(value, np.ndarray):
+                await super()._open_and_write(value, tspec, ts_context)
+            else:
+                async with one_at_a_time:
+                    await super()._open_and_write(np.asarray(value), tspec, ts_context)
+
+    one_at_a_time = asyncio.Lock()
     # orbax would copy arrays of NumPy, in case somebody writes to them. These are copies already, or memory that jax
-    # keeps for us (`_leaves.to_leaves`).
+    # keeps for us, or the caller waits (`_leaves.to_leaves`).
+    host_arrays = HostArrays(deepcopy_host_arrays=False)
     types = ocp.type_handlers.create_type_handler_registry(
-        (np.ndarray, ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)),
+        (np.ndarray, host_arrays),
+        (Rows, host_arrays),
         (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
     )
     # Compression costs most of the time, and floating numbers hardly shrink.

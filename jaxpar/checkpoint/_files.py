@@ -45,7 +45,7 @@ from .._core import files, process, text
 from .._core.files import CheckpointError as CheckpointError, flush_to_disk
 from .._devices import processes
 from . import _arrays, _format1
-from ._arrays import LeafRecord, Stored
+from ._arrays import LeafRecord, Rows, Stored
 
 FORMAT = 2
 MANIFEST = "jaxpar.json"
@@ -109,8 +109,8 @@ class Arrays:
 
         # What this process hashes, and what it gives to orbax, which refuses arrays without elements. `write` writes
         # frozen arrays of one process itself, if the directory does not have them yet.
-        self.shards: list[list[tuple[list[list[int]], np.ndarray]]] = []
-        self.frozen: dict[str, np.ndarray] = {}
+        self.shards: list[list[tuple[list[list[int]], np.ndarray | Rows]]] = []
+        self.frozen: dict[str, np.ndarray | Rows] = {}
         to_orbax: dict[str, Any] = {}
         if first or together:
             for record, array in zip(records, arrays, strict=True):

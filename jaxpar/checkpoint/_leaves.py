@@ -35,11 +35,14 @@ _HASHED = ("name", "shape", "dtype", "impl")  # what the hash takes of the recor
 
 
 @user_mesh.on_own_mesh
-def to_leaves(tree: PyTree, keep: bool = True) -> tuple[int | None, list[LeafRecord], list[Any], bool]:
+def to_leaves(
+    tree: PyTree, keep: bool = True, *, may_change: bool
+) -> tuple[int | None, list[LeafRecord], list[Any], bool]:
     """The step of a state that has one, for each leaf a record and an array, and whether all processes write these.
 
     Where no array is split over processes, there are no arrays without `keep`. Those on devices are not copied here:
-    orbax is given them before the state may be donated, see `_files.Arrays`.
+    orbax is given them before the state may be donated, see `_files.Arrays`. Those of NumPy are copied if the caller
+    `may_change` them while they are written.
     """
     slots, arrays = slots_of(tree), list[Any]()
     plain, _ = without_keys([slot.leaf for slot in slots])
@@ -67,8 +70,22 @@ def to_leaves(tree: PyTree, keep: bool = True) -> tuple[int | None, list[LeafRec
             arrays.append(leaf.addressable_data(0) if leaf.is_fully_replicated else leaf)
             continue
 
-        # In host memory, in a copy of what the user may change meanwhile.
-        array = _arrays.to_numpy(mesh.to_host(leaf)) if isinstance(leaf, jax.Array) else np.array(leaf)
+        # The rows of a store of kind `sharded`, where each device of this process has whole ones.
+        if (
+            slot.rows
+            and isinstance(leaf, jax.Array)
+            and not mesh.spans_processes(leaf)
+            and leaf.sharding.shard_shape(leaf.shape)[1:] == leaf.shape[1:]
+        ):
+            arrays.append(_arrays.Rows(leaf, slot.shape, stored))
+            continue
+
+        # In host memory. Here a NumPy array that may change is copied: half of it would be of one step, and half of
+        # another, with the hash of neither.
+        if isinstance(leaf, jax.Array):
+            array = _arrays.to_numpy(mesh.to_host(leaf))
+        else:
+            array = np.array(leaf) if may_change else np.asarray(leaf)
         array = array.reshape(-1)[: math.prod(slot.shape)].reshape(slot.shape) if slot.rows else array
         of_key = array.shape if "impl" in record else slot.shape
         is_other = array.dtype.newbyteorder("=") != stored

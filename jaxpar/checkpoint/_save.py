@@ -49,7 +49,7 @@ def save(path: PathLike, state: PyTree) -> None:
             raise FileExistsError(f"checkpoint.save: {path} exists already; choose another path, or remove it first")
     content: Content = {}
     with processes.raise_together():
-        step, records, arrays, together = _leaves.to_leaves(state, writes)
+        step, records, arrays, together = _leaves.to_leaves(state, writes, may_change=False)
         if writes:
             content = {} if step is None else {"step": step}
             listed, _ = _files.newest_first(path.parent)
@@ -320,7 +320,7 @@ class Manager:
         """As `save`. One that is `kept` stays for good. `records` are those of the whole run. New ones are written."""
         self.wait()
         with processes.raise_together():
-            step, leaves, arrays, together = _leaves.to_leaves(state, self._writes)
+            step, leaves, arrays, together = _leaves.to_leaves(state, self._writes, may_change=True)
             if records is not None:
                 info = {**info, "history": list(records[-_run.INSIDE :])}
             info = json.loads(json.dumps(dict(info)))  # a copy, which the caller does not change meanwhile

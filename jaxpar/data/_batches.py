@@ -325,8 +325,7 @@ def plan_batches(
     """Batches of `size` examples. Options and errors are as in `data.batches`; `where` begins the messages."""
     # Which devices share a batch.
     placement, axis_name = Placement(), checks.text(axis_name, where, "axis_name")
-    if sharding is not None and devices is not None:
-        raise ValueError(f"{where}: give devices or a sharding, not both; a sharding has the devices of its mesh")
+    checks.at_most_one(where, sharding=sharding, devices=devices)  # a sharding has the devices of its mesh
     if sharding is not None:
         user_sharding = check_sharding(sharding, where)
         spec, mesh = user_sharding.spec, user_sharding.mesh

@@ -69,13 +69,13 @@ def _to_devices(batch: PyTree, sharding: PyTree | None) -> PyTree:
     checks.arrays_of_numbers(batch, f"{_WHERE}: batch")
     # Meanwhile the iterator may write its next batch into the same memory.
     batch = host.own_copies(batch, f"{_WHERE}: batch")
+
+    def put(leaf: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+        if processes.count() == 1 or mesh.spans_processes(leaf):
+            return mesh.put(leaf, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+
     with user_mesh.outside_mesh():
         if sharding is None:
             return jax.device_put(batch)
-        return jax.tree.map(_put, batch, jax.tree.broadcast(sharding, batch))
-
-
-def _put(leaf: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
-    if processes.count() == 1 or mesh.spans_processes(leaf):
-        return mesh.put(leaf, sharding)
-    return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
+        return jax.tree.map(put, batch, jax.tree.broadcast(sharding, batch))

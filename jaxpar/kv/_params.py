@@ -104,10 +104,8 @@ def from_params(
         {0: 'b', 1: 'w'}
     """
     # 1. What is no params, or says two things at once.
-    if mesh is not None and devices is not None:
-        raise ValueError("kv.from_params: give mesh= or devices=, not both")
-    if optimizer is not None and updater is not None:
-        raise ValueError("kv.from_params: give an optimizer or an updater, not both")
+    checks.at_most_one("kv.from_params", mesh=mesh, devices=devices)
+    checks.at_most_one("kv.from_params", optimizer=optimizer, updater=updater)
     if params is None:
         raise ValueError("kv.from_params: params is None, so there is nothing to train; give a pytree of arrays")
     advice = ""

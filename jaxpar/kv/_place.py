@@ -64,8 +64,7 @@ def place(
         1
     """
     checks.find_keys([*store.values], "kv.place", store)
-    if mesh is not None and devices is not None:
-        raise ValueError("kv.place: give mesh= or devices=, not both")
+    checks.at_most_one("kv.place", mesh=mesh, devices=devices)
     if mesh is None and sharding is not None:
         if devices is not None or not stores.is_split(store):
             raise ValueError("kv.place: sharding= splits values over a mesh; give mesh= with it, not devices=")

@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core import checks
+
 _MOST_ELEMENTS = 2**27  # of an array that is made of attributes alone
+
+
+def check_count(count: float, what: str, most: int = _MOST_ELEMENTS) -> None:
+    """`ValueError` for more than `most`, as a damaged file may say, before they take all memory."""
+    if not count <= most:  # also for NaN
+        raise ValueError(f"{what} is too large: {count:,} in place of {most:,} at most")
 
 
 def reshape(
@@ -87,8 +95,7 @@ def broadcast_like(
 
 
 def pad(data: jax.Array, *, mode: str, pad_width: tuple[int, ...], constant_value: float = 0.0) -> jax.Array:
-    if mode not in ("constant", "edge", "reflect"):
-        raise ValueError(f"Pad: mode must be constant, edge or reflect, got {mode!r}")
+    checks.choice(mode, "Pad", "mode", ("constant", "edge", "reflect"))
     pairs = list(zip(pad_width[::2], pad_width[1::2], strict=True))
     return jnp.pad(data, pairs, mode, **({"constant_values": constant_value} if mode == "constant" else {}))
 
@@ -218,9 +225,7 @@ def batch_dot(lhs: jax.Array, rhs: jax.Array, *, transpose_a: bool = False, tran
 
 
 def _index(indices: jax.Array, size: int, mode: str) -> jax.Array:
-    """Whole numbers from 0 to below `size`."""
-    if mode not in ("clip", "wrap"):
-        raise ValueError(f"mode must be clip or wrap, of take also raise, got {mode!r}")
+    """Whole numbers from 0 to below `size`. `mode` is "clip" or "wrap"."""
     integers = indices.astype(jnp.int32)
     return integers % size if mode == "wrap" else integers.clip(0, size - 1)
 
@@ -232,6 +237,7 @@ def embedding(
 
 
 def take(a: jax.Array, indices: jax.Array, *, axis: int = 0, mode: str = "clip") -> jax.Array:
+    checks.choice(mode, "take", "mode", ("clip", "wrap", "raise"))
     if mode == "raise":  # a compiled program cannot, so an index out of bounds gives NaN, of integers the smallest
         integers = indices.astype(jnp.int32)
         return jnp.take(a, jnp.where(integers < 0, a.shape[axis], integers), axis, mode="fill")
@@ -241,6 +247,7 @@ def take(a: jax.Array, indices: jax.Array, *, axis: int = 0, mode: str = "clip")
 def pick(
     data: jax.Array, index: jax.Array, *, axis: int | None = -1, keepdims: bool = False, mode: str = "clip"
 ) -> jax.Array:
+    checks.choice(mode, "pick", "mode", ("clip", "wrap"))
     axis = -1 if axis is None else axis
     at = _index(index, data.shape[axis], mode)
     if at.ndim < data.ndim:
@@ -270,8 +277,7 @@ def filled(value: float | None) -> Callable[..., jax.Array]:
 
     def fill(*, shape: tuple[int, ...] = (), dtype: str | None = None, value: float = value or 0.0) -> jax.Array:
         shape = tuple(n or 1 for n in shape)
-        if math.prod(shape) > _MOST_ELEMENTS:
-            raise ValueError(f"an array of shape {shape} is too large")
+        check_count(math.prod(shape), f"an array of shape {shape}")
         return jnp.full(shape, value, jax.dtypes.canonicalize_dtype(dtype or "float32"))
 
     return fill
@@ -289,8 +295,8 @@ def arange(
     if infer_range and stop is None:
         raise ValueError("_arange: infer_range=True is not supported; write stop=")
     start, stop = (0.0, start) if stop is None else (start, stop)
-    if step == 0 or not abs((stop - start) / step) * repeat <= _MOST_ELEMENTS:
-        raise ValueError(f"_arange: from {start} to {stop} by {step} are too many numbers")
+    count = abs((stop - start) / step) * repeat if step else math.inf
+    check_count(count, f"_arange: from {start} to {stop} by {step}")
     return jnp.repeat(jnp.arange(start, stop, step), repeat).astype(jax.dtypes.canonicalize_dtype(dtype or "float32"))
 
 
@@ -337,14 +343,12 @@ def arange_like(
 
 
 def linspace(*, start: float, stop: float, num: int, endpoint: bool = True, dtype: str | None = None) -> jax.Array:
-    if not 0 <= num <= _MOST_ELEMENTS:
-        raise ValueError(f"_linspace: num must be 0 to {_MOST_ELEMENTS}, got {num}")
+    check_count(num, "_linspace")
     return jnp.linspace(start, stop, num, endpoint, dtype=jax.dtypes.canonicalize_dtype(dtype or "float32"))
 
 
 def eye(*, N: int, M: int = 0, k: int = 0, dtype: str = "float32") -> jax.Array:
-    if N * (M or N) > _MOST_ELEMENTS:
-        raise ValueError(f"_eye: a matrix of {N} rows and {M or N} columns is too large")
+    check_count(N * (M or N), f"_eye: a matrix of {N} rows and {M or N} columns")
     return jnp.eye(N, M or N, k, jax.dtypes.canonicalize_dtype(dtype))
 
 
@@ -373,8 +377,7 @@ def topk(
     dtype: str = "float32",
 ) -> Any:
     """The k largest or smallest values along an axis, all of them for k = 0; where they are; both; or a mask."""
-    if ret_typ not in ("value", "indices", "mask", "both"):
-        raise ValueError(f"topk: ret_typ must be value, indices, mask or both, got {ret_typ!r}")
+    checks.choice(ret_typ, "topk", "ret_typ", ("value", "indices", "mask", "both"))
     shape = data.shape
     data, axis = (data.ravel(), 0) if axis is None else (data, axis)
     count = k if k > 0 else data.shape[axis]
@@ -396,8 +399,7 @@ def split_v2(
 
 def scatter_nd(data: jax.Array, indices: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
     """Zeros with the data at these places. Of several at one place one is there, and all have its gradient."""
-    if math.prod(shape) > _MOST_ELEMENTS:
-        raise ValueError(f"scatter_nd: an array of shape {shape} is too large")
+    check_count(math.prod(shape), f"scatter_nd: an array of shape {shape}")
     places = tuple(indices.astype(jnp.int32))
     out = jnp.zeros(shape, data.dtype).at[places].set(lax.stop_gradient(data))
     # 0, with the gradient of the place for each value that was written to it.

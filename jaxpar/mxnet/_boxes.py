@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._core import checks
+
 
 def _corners(boxes: jax.Array, form: str) -> jax.Array:
-    if form not in ("corner", "center"):
-        raise ValueError(f"the format of boxes must be corner or center, got {form!r}")
+    checks.choice(form, "boxes", "format", ("corner", "center"))
     if form == "corner":
         return boxes
     at, half = boxes[..., :2], boxes[..., 2:] / 2

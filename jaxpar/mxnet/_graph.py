@@ -87,8 +87,7 @@ def read_graph(path: Path) -> Graph:
     for number, entry in enumerate(content["nodes"]):
         nodes.append(_read_node(path, number, entry, nodes))
     heads = _references(path, "the outputs", content.get("heads"), len(nodes))
-    if not heads:
-        raise CheckpointError(f"{path} is damaged: it has no outputs")
+    _check(path, bool(heads), "it has no outputs")
     attrs = content.get("attrs")
     entry = attrs.get("mxnet_version") if isinstance(attrs, dict) else None  # ["int", 10901]
     version = entry[1] if isinstance(entry, list) and len(entry) == 2 and type(entry[1]) is int else 0
@@ -97,32 +96,37 @@ def read_graph(path: Path) -> Graph:
 
 def _read_node(path: Path, number: int, node: Any, before: list[Node]) -> Node:
     name = f"node {number}"
-    if not isinstance(node, dict) or not isinstance(node.get("op"), str) or not isinstance(node.get("name"), str):
-        raise CheckpointError(f"{path} is damaged: {name} has no name or no operator")
+    has_names = isinstance(node, dict) and isinstance(node.get("op"), str) and isinstance(node.get("name"), str)
+    _check(path, has_names, f"{name} has no name or no operator")
     attrs: dict[str, str] = {}
     for key in ("attr", "param", "attrs"):
         of_key = node.get(key) or {}
-        if not isinstance(of_key, dict) or not all(isinstance(value, str) for value in of_key.values()):
-            raise CheckpointError(f"{path} is damaged: the attributes of {name} are no strings by name")
+        has_strings = isinstance(of_key, dict) and all(isinstance(value, str) for value in of_key.values())
+        _check(path, has_strings, f"the attributes of {name} are no strings by name")
         attrs |= of_key
     inputs = _references(path, name, node.get("inputs", []), len(before))
-    if node["op"] == "null" and inputs:
-        raise CheckpointError(f"{path} is damaged: {name} is a variable and takes {len(inputs)} values")
-    if any(number and before[i].is_variable for i, number in inputs):
-        raise CheckpointError(f"{path} is damaged: {name} takes a further output of a variable")
+    _check(path, node["op"] != "null" or not inputs, f"{name} is a variable and takes {len(inputs)} values")
+    has_further = any(number and before[i].is_variable for i, number in inputs)
+    _check(path, not has_further, f"{name} takes a further output of a variable")
     return Node(node["op"], node["name"], inputs, attrs)
 
 
 def _references(path: Path, name: str, entries: Any, count: int) -> tuple[tuple[int, int], ...]:
     """Pairs (node, output) of the first `count` nodes. A third number, a version, is left out."""
     pairs: list[tuple[int, int]] = []
-    for entry in entries if isinstance(entries, list) else [None]:
-        if not isinstance(entry, list) or len(entry) not in (2, 3) or not all(type(n) is int for n in entry):
-            raise CheckpointError(f"{path} is damaged: {name} has no list of pairs of numbers")
-        if not 0 <= entry[0] < count or entry[1] < 0:
-            raise CheckpointError(f"{path} is damaged: {name} takes output {entry[1]} of node {entry[0]}")
+    listed: list[Any] = entries if isinstance(entries, list) else [None]  # None is no pair
+    for entry in listed:
+        is_pair = isinstance(entry, list) and len(entry) in (2, 3) and all(type(n) is int for n in entry)
+        _check(path, is_pair, f"{name} has no list of pairs of numbers")
+        is_there = 0 <= entry[0] < count and entry[1] >= 0
+        _check(path, is_there, f"{name} takes output {entry[1]} of node {entry[0]}")
         pairs.append((entry[0], entry[1]))
     return tuple(pairs)
+
+
+def _check(path: Path, is_sound: bool, problem: str) -> None:
+    if not is_sound:
+        raise CheckpointError(f"{path} is damaged: {problem}")
 
 
 def parse_attributes(operator: Operator, node: Node) -> dict[str, Any]:
@@ -249,8 +253,8 @@ def _check_count(path: Path, node: Node, operator: Operator) -> None:
     parameters, count = operator.parameters, len(node.inputs)
     least = sum(parameters[name].default is inspect.Parameter.empty for name in operator.slots)
     several = any(p.kind == p.VAR_POSITIONAL for p in parameters.values())
-    if count < max(least, several) or (count > len(operator.slots) and not several):
-        raise CheckpointError(f"{path} is damaged: {node} takes {count} arrays")
+    fits = count >= max(least, several) and (count <= len(operator.slots) or several)
+    _check(path, fits, f"{node} takes {count} arrays")
 
 
 def check_shapes(path: Path, graph: Graph, table: Table, inputs: Sequence[str]) -> None:

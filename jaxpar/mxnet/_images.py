@@ -13,6 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._core import checks
+from ._arrays import check_count
+
 _MOST_WEIGHTS = 2**26  # of a matrix that is made of sizes alone
 _MOST_DISPLACEMENTS = 10_000
 
@@ -84,8 +87,7 @@ def bilinear_resize(
 
 def grid_generator(data: jax.Array, *, transform_type: str, target_shape: tuple[int, ...] = (0, 0)) -> jax.Array:
     """Places (batch, x and y, height, width), -1 to 1 over the image: of an affine map, or of a flow in pixels."""
-    if transform_type not in ("affine", "warp"):
-        raise ValueError(f"GridGenerator: transform_type must be affine or warp, got {transform_type!r}")
+    checks.choice(transform_type, "GridGenerator", "transform_type", ("affine", "warp"))
     height, width = target_shape if transform_type == "affine" else data.shape[2:]
     y, x = jnp.meshgrid(jnp.arange(height), jnp.arange(width), indexing="ij")
     if transform_type == "warp":
@@ -120,8 +122,8 @@ def bilinear_sampler(data: jax.Array, grid: jax.Array) -> jax.Array:
 def spatial_transformer(
     data: jax.Array, loc: jax.Array, *, target_shape: tuple[int, ...] = (0, 0), transform_type: str, sampler_type: str
 ) -> jax.Array:
-    if (transform_type, sampler_type) != ("affine", "bilinear"):
-        raise ValueError(f"SpatialTransformer: expected affine and bilinear, got {transform_type!r}, {sampler_type!r}")
+    checks.choice(transform_type, "SpatialTransformer", "transform_type", ("affine",))
+    checks.choice(sampler_type, "SpatialTransformer", "sampler_type", ("bilinear",))
     shape = target_shape if any(target_shape) else data.shape[2:]
     return bilinear_sampler(data, grid_generator(loc, transform_type="affine", target_shape=shape))
 
@@ -143,8 +145,8 @@ def correlation(
     border = max_displacement + (kernel_size - 1) // 2
     sizes = [-(-(n - 2 * border) // stride1) for n in first.shape[2:]]
     reach = max_displacement // stride2
-    if (2 * reach + 1) ** 2 > _MOST_DISPLACEMENTS:
-        raise ValueError(f"Correlation: max_displacement {max_displacement} by steps of {stride2} are too many places")
+    places = f"Correlation: max_displacement {max_displacement} by steps of {stride2}"
+    check_count((2 * reach + 1) ** 2, places, _MOST_DISPLACEMENTS)
     steps = [i * stride2 for i in range(-reach, reach + 1)]
 
     def window(image: jax.Array, dy: int, dx: int) -> jax.Array:

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._core import checks
+
 # MXNet's names of functions of `jax.nn`
 ACTIVATIONS = {
     "softrelu": "softplus",
@@ -250,8 +252,7 @@ def pooling(
         return total if power == 1 else jnp.where(is_nonzero, root(jnp.where(is_nonzero, total, 1)), 0)
     if pool_type == "sum":
         return sums(data, full_padding)
-    if pool_type != "avg":
-        raise ValueError(f"Pooling: pool_type must be max, avg, sum or lp, got {pool_type!r}")
+    checks.choice(pool_type, "Pooling", "pool_type", ("max", "avg", "sum", "lp"))
     if full_padding == padding and (count_include_pad is not False or not any(pad)):
         return sums(data, full_padding) / math.prod(window)
     # What lies behind the padding, where only a last, incomplete window reaches, is not counted.
@@ -283,8 +284,8 @@ def pooling_v1(
 
 def _pooled(size: int, kernel: int, stride: int, pad: int, convention: str) -> int:
     """The length of an axis after pooling."""
-    if convention not in ("valid", "full"):  # MXNet 1.9.1 itself fails at "same"
-        raise ValueError(f"Pooling: pooling_convention must be valid or full, got {convention!r}")
+    # MXNet 1.9.1 itself fails at "same".
+    checks.choice(convention, "Pooling", "pooling_convention", ("valid", "full"))
     room = size + 2 * pad - kernel
     if room < 0:
         raise ValueError(f"Pooling: a kernel of {kernel} is larger than its input, {size} with a padding of {pad}")
@@ -300,26 +301,20 @@ def dropout(
     train: bool,
     rng: jax.Array | None,
 ) -> jax.Array:
-    if mode not in ("training", "always"):
-        raise ValueError(f"Dropout: mode must be training or always, got {mode!r}")
+    checks.choice(mode, "Dropout", "mode", ("training", "always"))
     if not (train or mode == "always") or not p:
         return data
-    if rng is None:
-        raise ValueError("Dropout needs rng=, a random key")
     shape = [1 if i in axes else n for i, n in enumerate(data.shape)]
-    kept = jax.random.bernoulli(rng, 1 - p, shape)
+    kept = jax.random.bernoulli(checks.random_key(rng, "Dropout"), 1 - p, shape)
     return jnp.where(kept, data / (1 - p), 0).astype(data.dtype)
 
 
 def activation(data: jax.Array, *, act_type: str) -> jax.Array:
-    if act_type not in ACTIVATIONS:
-        raise ValueError(f"Activation: act_type must be one of {', '.join(ACTIVATIONS)}, got {act_type!r}")
-    return getattr(jax.nn, ACTIVATIONS[act_type])(data)
+    return getattr(jax.nn, ACTIVATIONS[checks.choice(act_type, "Activation", "act_type", ACTIVATIONS)])(data)
 
 
 def softmax_activation(data: jax.Array, *, mode: str = "instance") -> jax.Array:
-    if mode not in ("instance", "channel"):
-        raise ValueError(f"SoftmaxActivation: mode must be instance or channel, got {mode!r}")
+    checks.choice(mode, "SoftmaxActivation", "mode", ("instance", "channel"))
     return jax.nn.softmax(data, 1 if mode == "channel" else -1)
 
 
@@ -347,9 +342,8 @@ def leaky_relu(
     elif act_type == "rrelu":
         factor = jnp.full_like(data, (lower_bound + upper_bound) / 2)
         if train:
-            if rng is None:
-                raise ValueError("LeakyReLU of type rrelu needs rng=, a random key")
-            factor = jax.random.uniform(rng, data.shape, data.dtype, lower_bound, upper_bound)
+            key = checks.random_key(rng, "LeakyReLU of type rrelu")
+            factor = jax.random.uniform(key, data.shape, data.dtype, lower_bound, upper_bound)
     elif act_type != "leaky":
         raise ValueError(f"LeakyReLU: act_type {act_type!r} is unknown, or lacks its gamma")
     out = jnp.where(data > 0, data, factor * data)
@@ -358,9 +352,8 @@ def leaky_relu(
 
 def l2_normalization(data: jax.Array, *, eps: float = 1e-10, mode: str = "instance") -> jax.Array:
     axes = {"instance": range(1, data.ndim), "channel": (1,), "spatial": range(2, data.ndim)}
-    if mode not in axes:
-        raise ValueError(f"L2Normalization: mode must be instance, channel or spatial, got {mode!r}")
-    return data * lax.rsqrt(jnp.square(data).sum(tuple(axes[mode]), keepdims=True) + eps)
+    summed = tuple(axes[checks.choice(mode, "L2Normalization", "mode", axes)])
+    return data * lax.rsqrt(jnp.square(data).sum(summed, keepdims=True) + eps)
 
 
 def lrn(data: jax.Array, *, nsize: int, alpha: float = 1e-4, beta: float = 0.75, knorm: float = 2.0) -> jax.Array:
@@ -425,11 +418,8 @@ def up_sampling(
     num_args: int = 1,
     multi_input_mode: str = "concat",
 ) -> jax.Array:
-    if sample_type not in ("nearest", "bilinear") or multi_input_mode not in ("concat", "sum"):
-        raise ValueError(
-            "UpSampling: expected sample_type nearest or bilinear, multi_input_mode concat or sum; "
-            f"got {sample_type!r} and {multi_input_mode!r}"
-        )
+    checks.choice(sample_type, "UpSampling", "sample_type", ("nearest", "bilinear"))
+    checks.choice(multi_input_mode, "UpSampling", "multi_input_mode", ("concat", "sum"))
     if sample_type == "bilinear":
         if weight is None:
             raise ValueError("UpSampling: sample_type bilinear takes an image and a weight, got the image alone")
@@ -455,11 +445,9 @@ def up_sampling(
 
 def parameter_count(mode: str, inputs: int, hidden: int, layers: int, directions: int) -> int:
     """The length of the vector of packed weights."""
-    if mode not in _GATES or hidden < 1 or not 1 <= layers <= _MOST_LAYERS:
-        raise ValueError(
-            f"RNN: expected mode one of {', '.join(_GATES)}, state_size at least 1, num_layers 1 to {_MOST_LAYERS}; "
-            f"got {mode!r}, {hidden} and {layers}"
-        )
+    checks.choice(mode, "RNN", "mode", _GATES)
+    checks.whole_number(hidden, "RNN", "state_size")
+    checks.whole_number(layers, "RNN", "num_layers", most=_MOST_LAYERS)
     rows = _GATES[mode] * hidden * directions
     first = rows * (inputs + hidden + 2)
     return first + (layers - 1) * rows * (hidden * directions + hidden + 2)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._arrays import check_count
+
 _MOST_ROWS = 2**13  # of a matrix whose size an attribute says
 
 
@@ -126,7 +128,6 @@ def extracttrian(a: jax.Array, *, offset: int = 0, lower: bool = True) -> jax.Ar
 
 def maketrian(a: jax.Array, *, offset: int = 0, lower: bool = True) -> jax.Array:
     size = (math.isqrt(8 * a.shape[-1] + 1) - 1) // 2 + abs(offset)
-    if size > _MOST_ROWS:
-        raise ValueError(f"linalg_maketrian: a matrix of {size} rows is too large")
+    check_count(size, f"linalg_maketrian: a matrix of {size} rows", _MOST_ROWS)
     rows, columns = _places(size, offset, lower)
     return jnp.zeros((*a.shape[:-1], size, size), a.dtype).at[..., rows, columns].set(a)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from .._core import checks
+
 
 def _with_gradient(
     forward: Callable[[jax.Array], jax.Array],
@@ -52,8 +54,7 @@ def softmax_output(
     out_grad: bool = False,
     smooth_alpha: float = 0.0,
 ) -> jax.Array:
-    if normalization not in ("null", "batch", "valid"):
-        raise ValueError(f"SoftmaxOutput: normalization must be null, batch or valid, got {normalization!r}")
+    checks.choice(normalization, "SoftmaxOutput", "normalization", ("null", "batch", "valid"))
     rows = (data.shape[0], math.prod(data.shape[1:]), 1)  # of the batch, of classes, and places in an image
     if multi_output:
         rows = (data.shape[0], data.shape[1], math.prod(data.shape[2:]))
@@ -115,8 +116,7 @@ def make_loss(
     data: jax.Array, *, grad_scale: float = 1.0, valid_thresh: float = 0.0, normalization: str = "null"
 ) -> jax.Array:
     """The data, whose gradient is `grad_scale` everywhere."""
-    if normalization not in ("null", "batch", "valid"):
-        raise ValueError(f"MakeLoss: normalization must be null, batch or valid, got {normalization!r}")
+    checks.choice(normalization, "MakeLoss", "normalization", ("null", "batch", "valid"))
 
     def backward(out: jax.Array, label: jax.Array, gradient: jax.Array) -> jax.Array:
         count = {"null": 1, "batch": out.shape[0] if out.ndim else 1}.get(normalization)
@@ -184,8 +184,7 @@ def ctc_loss(
 
     Without lengths the first 0 ends a label where the blank is class 0, and the first -1 where it is the last class.
     """
-    if blank_label not in ("first", "last"):
-        raise ValueError(f"CTCLoss: blank_label must be first or last, got {blank_label!r}")
+    checks.choice(blank_label, "CTCLoss", "blank_label", ("first", "last"))
     if use_label_lengths and not use_data_lengths:
         label_lengths = data_lengths  # it is the third array then
     steps, _, classes = data.shape

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._core import checks
+
 Draw = Callable[..., jax.Array]
 
 
@@ -38,6 +40,8 @@ def _generalized(key: jax.Array, shape: tuple[int, ...], mu: Any, alpha: Any) ->
     return _poisson(second, shape, mean)
 
 
+_CALLER = "a random operator"
+
 # name: (how it is drawn, {attribute: default}, names of the arrays of numbers)
 _DISTRIBUTIONS: dict[str, tuple[Draw, dict[str, Any], str]] = {
     "uniform": (
@@ -56,12 +60,6 @@ _DISTRIBUTIONS: dict[str, tuple[Draw, dict[str, Any], str]] = {
     "negative_binomial": (_negative_binomial, {"k": 1, "p": 1.0}, "k p"),
     "generalized_negative_binomial": (_generalized, {"mu": 1.0, "alpha": 1.0}, "mu alpha"),
 }
-
-
-def _needed(rng: jax.Array | None) -> jax.Array:
-    if rng is None:
-        raise ValueError("a random operator needs rng=, a random key")
-    return rng
 
 
 def _dtype(name: str | None) -> Any:
@@ -88,17 +86,17 @@ def _operators(name: str) -> dict[str, Callable[..., Any]]:
         *, shape: tuple[int, ...] = (), dtype: str | None = None, rng: jax.Array | None, **numbers: Any
     ) -> jax.Array:
         values = [numbers.get(key, default) for key, default in defaults.items()]
-        return draw(_needed(rng), shape or (1,), *values).astype(_dtype(dtype))
+        return draw(checks.random_key(rng, _CALLER), shape or (1,), *values).astype(_dtype(dtype))
 
     def like(data: jax.Array, *, rng: jax.Array | None, **numbers: Any) -> jax.Array:
         values = [numbers.get(key, default) for key, default in defaults.items()]
-        return draw(_needed(rng), data.shape, *values).astype(data.dtype)
+        return draw(checks.random_key(rng, _CALLER), data.shape, *values).astype(data.dtype)
 
     def of_arrays(
         *values: jax.Array, shape: tuple[int, ...] = (), dtype: str | None = None, rng: jax.Array | None
     ) -> jax.Array:
         spread = [value.reshape(value.shape + (1,) * len(shape)) for value in values]
-        return draw(_needed(rng), values[0].shape + shape, *spread).astype(_dtype(dtype))
+        return draw(checks.random_key(rng, _CALLER), values[0].shape + shape, *spread).astype(_dtype(dtype))
 
     options: dict[str, Any] = {"shape": (), "dtype": None}
     return {
@@ -113,12 +111,12 @@ def _operators(name: str) -> dict[str, Callable[..., Any]]:
 def randint(
     *, low: int, high: int, shape: tuple[int, ...] = (), dtype: str | None = None, rng: jax.Array | None
 ) -> jax.Array:
-    drawn = jax.random.randint(_needed(rng), shape or (1,), low, high)
+    drawn = jax.random.randint(checks.random_key(rng, _CALLER), shape or (1,), low, high)
     return drawn.astype(jax.dtypes.canonicalize_dtype("int32" if dtype in (None, "None") else dtype))
 
 
 def shuffle(data: jax.Array, *, rng: jax.Array | None) -> jax.Array:
-    return jax.random.permutation(_needed(rng), data)
+    return jax.random.permutation(checks.random_key(rng, _CALLER), data)
 
 
 def multinomial(
@@ -128,7 +126,7 @@ def multinomial(
     scores = jnp.log(data)
     count = data.shape[:-1]
     spread = scores.reshape(*count, *(1,) * len(shape), data.shape[-1])
-    drawn = jax.random.categorical(_needed(rng), spread, shape=(*count, *shape))
+    drawn = jax.random.categorical(checks.random_key(rng, _CALLER), spread, shape=(*count, *shape))
     log_probs = jnp.take_along_axis(jnp.broadcast_to(spread, (*drawn.shape, data.shape[-1])), drawn[..., None], -1)[
         ..., 0
     ]

@@ -107,8 +107,6 @@ class RecordFile(Sequence[bytes]):
         """The bytes of a record, as `mx.recordio` reads them."""
         if isinstance(number, slice):
             return [self[i] for i in range(len(self))[number]]
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"{self.path} has {len(self)} records, there is no record {number}")
         with files.opened(self.path) as file:
             return self._read(file, number)
 

@@ -499,8 +499,8 @@ def load_symbol(
         >>> model = mxnet.load_symbol("lenet-symbol.json", "lenet-0010.params")  # doctest: +SKIP
         >>> model.apply(model.params, images)  # doctest: +SKIP
     """
-    if layout not in (None, "NCHW", "NHWC"):
-        raise ValueError(f"mxnet.load_symbol: layout must be None, which is MXNet's own, or 'NHWC', got {layout!r}")
+    if layout is not None:  # None is MXNet's own, as NCHW
+        checks.choice(layout, "mxnet.load_symbol", "layout", ("NCHW", "NHWC"))
     path = files.as_path(symbol_file, "mxnet.load_symbol: symbol_file")
     graph, table = with_operators(path, read_graph(path), operators or {})
 

@@ -132,7 +132,7 @@ def test_a_push_that_would_spoil_the_parameters_is_refused(dtype, value):
 
 
 def test_an_optimizer_and_an_updater_are_an_error():
-    with pytest.raises(ValueError, match="an optimizer or an updater, not both"):
+    with pytest.raises(ValueError, match="optimizer= or updater=, not both"):
         free_running.start({"w": jnp.ones(2)}, optimizer=optax.sgd(1.0), updater=lambda k, p, s: p)
 
 

@@ -17,6 +17,7 @@ import _harness  # noqa: E402
 import _shapes  # noqa: E402
 
 RUN_BEFORE_A_RELEASE = {
+    "checkpoints": [],
     "convolutions": ["mobilenet", "lenet"],
     "first_step": [],
     "fit_overhead": [],

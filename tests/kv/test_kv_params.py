@@ -147,7 +147,7 @@ def test_a_row_sparse_leaf_is_refused(params):
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="an optimizer or an updater, not both"):
+    with pytest.raises(ValueError, match="optimizer= or updater=, not both"):
         kv.from_params({"w": X}, optimizer=optax.sgd(0.1), updater=updaters.assign)
     with pytest.raises(ValueError, match="unknown kind 'foo'"):
         kv.from_params({"w": X}, kind="foo")

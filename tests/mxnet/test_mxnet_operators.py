@@ -176,35 +176,35 @@ def test_ties_zeros_and_halves(name, attrs, arrays, output, grads):
 # its CPU. The words are jaxpar's.
 IMAGE, RANDOM = jnp.ones((1, 1, 2, 2)), {"train": True, "rng": jax.random.key(0)}
 REFUSED = [
-    ("Activation", [Z], {"act_type": "gelu"}, "act_type must be one of softrelu, .*, got 'gelu'"),
+    ("Activation", [Z], {"act_type": "gelu"}, "unknown act_type 'gelu'; known are softrelu, "),
     ("LeakyReLU", [Z], {"act_type": "swish", **RANDOM}, "act_type 'swish' is unknown"),
-    ("Pooling", [IMAGE], {"kernel": (2, 2), "pool_type": "median"}, "pool_type must be max, avg, sum or lp"),
+    ("Pooling", [IMAGE], {"kernel": (2, 2), "pool_type": "median"}, "unknown pool_type 'median'; known are max, avg"),
     ("Pooling", [IMAGE], {"kernel": (2, 2), "pool_type": "lp", "p_value": 4}, "p_value must be 1, 2 or 3, got 4"),
-    ("Pooling", [IMAGE], {"kernel": (2, 2), "pooling_convention": "half"}, "must be valid or full, got 'half'"),
-    ("L2Normalization", [IMAGE], {"mode": "batch"}, "mode must be instance, channel or spatial, got 'batch'"),
-    ("SoftmaxActivation", [IMAGE], {"mode": "batch"}, "mode must be instance or channel, got 'batch'"),
-    ("Dropout", [Z], {"mode": "never", **RANDOM}, "mode must be training or always, got 'never'"),
-    ("Pad", [IMAGE], {"mode": "wrap", "pad_width": (0, 0, 0, 0, 1, 1, 1, 1)}, "mode must be constant, edge or reflect"),
-    ("UpSampling", [IMAGE], {"scale": 2, "sample_type": "cubic"}, "sample_type nearest or bilinear.*got 'cubic'"),
-    ("take", [Z, [1.0]], {"mode": "nearest"}, "mode must be clip or wrap, of take also raise, got 'nearest'"),
-    ("pick", [jnp.ones((2, 2)), [1.0, 1]], {"mode": "raise"}, "mode must be clip or wrap"),
+    ("Pooling", [IMAGE], {"kernel": (2, 2), "pooling_convention": "half"}, "unknown pooling_convention 'half'"),
+    ("L2Normalization", [IMAGE], {"mode": "batch"}, "unknown mode 'batch'; known are instance, channel, spatial"),
+    ("SoftmaxActivation", [IMAGE], {"mode": "batch"}, "unknown mode 'batch'; known are instance, channel"),
+    ("Dropout", [Z], {"mode": "never", **RANDOM}, "unknown mode 'never'; known are training, always"),
+    ("Pad", [IMAGE], {"mode": "wrap", "pad_width": (0, 0, 0, 0, 1, 1, 1, 1)}, "unknown mode 'wrap'; known are"),
+    ("UpSampling", [IMAGE], {"scale": 2, "sample_type": "cubic"}, "unknown sample_type 'cubic'; known are"),
+    ("take", [Z, [1.0]], {"mode": "nearest"}, "unknown mode 'nearest'; known are clip, wrap, raise"),
+    ("pick", [jnp.ones((2, 2)), [1.0, 1]], {"mode": "raise"}, "unknown mode 'raise'; known are clip, wrap"),
     ("norm", [Z], {"ord": 3}, "ord must be 1 or 2, got 3"),
-    ("topk", [Z], {"ret_typ": "values"}, "ret_typ must be value, indices, mask or both, got 'values'"),
-    ("CTCLoss", [jnp.ones((2, 1, 3)), [[1.0]]], {"blank_label": "0"}, "blank_label must be first or last, got '0'"),
-    ("_contrib_box_iou", [jnp.ones((1, 4))] * 2, {"format": "xywh"}, "must be corner or center, got 'xywh'"),
-    ("GridGenerator", [jnp.ones((1, 6))], {"transform_type": "flow"}, "must be affine or warp, got 'flow'"),
+    ("topk", [Z], {"ret_typ": "values"}, "unknown ret_typ 'values'; known are value, indices"),
+    ("CTCLoss", [jnp.ones((2, 1, 3)), [[1.0]]], {"blank_label": "0"}, "unknown blank_label '0'; known are first, last"),
+    ("_contrib_box_iou", [jnp.ones((1, 4))] * 2, {"format": "xywh"}, "unknown format 'xywh'; known are corner, center"),
+    ("GridGenerator", [jnp.ones((1, 6))], {"transform_type": "flow"}, "unknown transform_type 'flow'; known are"),
     ("_contrib_BilinearResize2D", [IMAGE], {"mode": "even"}, "mode 'even' is unknown"),
     ("_contrib_BilinearResize2D", [IMAGE], {"height": 10**9, "width": 1}, r"cannot become one of \(1000000000, 1\)"),
     ("_contrib_AdaptiveAvgPooling2D", [IMAGE], {"output_size": (10**9,)}, "cannot become one of"),
-    ("Correlation", [IMAGE] * 2, {"max_displacement": 10**6}, "1000000 by steps of 1 are too many places"),
+    ("Correlation", [IMAGE] * 2, {"max_displacement": 10**6}, "1000000 by steps of 1 is too large"),
     ("linalg_maketrian", [jnp.ones((1, 3))], {"offset": 10**9}, "rows is too large"),
     ("_eye", [], {"N": 10**6}, "1000000 rows and 1000000 columns is too large"),
-    ("_linspace", [], {"start": 0.0, "stop": 1.0, "num": 10**9}, "num must be 0 to"),
+    ("_linspace", [], {"start": 0.0, "stop": 1.0, "num": 10**9}, "_linspace is too large"),
     ("scatter_nd", [[1.0], [[0.0]]], {"shape": (10**9,)}, "is too large"),
     ("log_softmax", [jnp.ones((2, 3)), [2, 3]], {"axis": 1, "use_length": True}, "use_length is not supported"),
     ("_arange", [], {"start": 2.0, "stop": None, "infer_range": True}, "infer_range=True is not supported"),
     ("RNN", [jnp.ones((1, 1, 1)), jnp.ones(8), jnp.ones((1, 1, 1))],
-     {"mode": "elman", "state_size": 1, "num_layers": 1, **RANDOM}, "mode one of rnn_relu, .*; got 'elman'"),
+     {"mode": "elman", "state_size": 1, "num_layers": 1, **RANDOM}, "unknown mode 'elman'; known are rnn_relu, "),
     ("RNN", [jnp.ones((3, 2, 1)), jnp.ones(10), jnp.ones((1, 2, 2)), None, [2, 3]],
      {"mode": "rnn_tanh", "state_size": 2, "num_layers": 1, "use_sequence_length": True, **RANDOM},
      "use_sequence_length and lstm_state_clip_min are not supported"),
@@ -324,7 +324,7 @@ def test_what_is_drawn():
     )
     np.testing.assert_allclose(log_probs, np.log([0.25, 0.75])[drawn], rtol=1e-6)
     assert sorted(mxnet.operator("_shuffle")(jnp.arange(9), rng=jax.random.key(0)).tolist()) == list(range(9))
-    with pytest.raises(ValueError, match="needs rng="):
+    with pytest.raises(TypeError, match="a random operator: rng must be a random key"):
         mxnet.operator("_random_uniform")(shape=(2,), rng=None)
 
 

@@ -108,8 +108,6 @@ class Text(Media):
     """
 
     def __init__(self, rows: Any, decode: Callable[[np.ndarray], str], most: int = 8):
-        if not np.ndim(rows):
-            raise ValueError("train.Text: expected an array with a row for each text, got a number")
         self.decode: Callable[[np.ndarray], str] = checks.function(decode, "train.Text: decode")
         self.most: int = checks.whole_number(most, "train.Text", "most")
         self.rows: Any = rows[: self.most]
