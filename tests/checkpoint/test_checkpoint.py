@@ -116,9 +116,12 @@ def test_store_alone_and_stores_in_a_tree(tmp_path):
     store = kv.init(kv.create("device"), [9, 4], [jnp.arange(3.0), jnp.ones((2, 2), jnp.int32)])
     checkpoint.save(tmp_path / "a", store)
     assert checkpoint.restore(tmp_path / "a", store) == store
-    tree = {"one": store, "two": [kv.from_params(PARAMS, kind="sharded", optimizer=ADAM)]}
-    checkpoint.save(tmp_path / "b", tree)
-    same(checkpoint.restore(tmp_path / "b", tree), tree)
+    params = {**PARAMS, "nothing": np.zeros((3, 0), np.float32)}
+    in_rows, whole = (kv.from_params(params, kind=kind, optimizer=ADAM) for kind in ("sharded", "device"))
+    checkpoint.save(tmp_path / "b", {"one": store, "two": [in_rows]})
+    for held in (in_rows, whole):
+        tree = {"one": store, "two": [held]}
+        same(checkpoint.restore(tmp_path / "b", jax.tree.map(jnp.zeros_like, tree)), tree)
 
 
 def test_nothing_is_pickled(tmp_path, monkeypatch):
