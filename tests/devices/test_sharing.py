@@ -52,6 +52,24 @@ def test_what_is_spread_over_devices_is_moved_as_ever():
     np.testing.assert_array_equal(moved, jnp.arange(8.0))
 
 
+def test_a_value_over_processes_is_copied_where_it_lies(monkeypatch):
+    """Without a program, which would wait for the other processes."""
+    value = jax.device_put(jnp.arange(4.0), jax.devices()[1])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(mesh, "spans_processes", lambda array: True)
+    monkeypatch.setattr(mesh, "_copy_program", None)
+    (copy,) = mesh.donatable([value])
+    assert (copy.tolist(), copy.sharding) == (value.tolist(), value.sharding)
+    assert address(copy) != address(value)
+
+
+def test_what_can_hang(monkeypatch):
+    devices = jax.devices()
+    for is_older in (True, False):
+        monkeypatch.setattr(mesh, "_CAN_HANG", is_older)
+        assert [mesh.can_hang(devices[:n]) for n in (0, 1, 2)] == [False, False, is_older]
+
+
 @pytest.mark.parametrize("given_away", ["owner", "guest"])
 def test_a_donated_array_does_not_change_the_one_that_shares_its_memory(given_away):
     devices = jax.devices()[:2]

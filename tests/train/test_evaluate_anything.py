@@ -415,6 +415,12 @@ def test_a_classifier_or_a_function():
         train.evaluate(PARAMS, eval_fn, ROWS)
     with pytest.raises(TypeError, match=r"give \(state, apply_fn, data\) for a classifier, or data= and eval_fn="):
         train.evaluate(PARAMS, data=ROWS)
+    with pytest.raises(TypeError, match=r"give \(state, apply_fn, data\)"):
+        train.evaluate(PARAMS)
+    with pytest.raises(TypeError, match=r"expected a data\.Dataset.* got None"):
+        train.evaluate(PARAMS, eval_fn)
+    with pytest.raises(TypeError, match=r"evaluate: expected .* got None"):
+        train.evaluate(PARAMS, eval_fn=eval_fn)
 
 
 def test_a_function_is_compiled_once():
