@@ -60,7 +60,7 @@ def of_library(module, name):
 
 
 def of_two_processes(call):
-    with unittest.mock.patch.object(processes, "count", lambda: 2):
+    with unittest.mock.patch.object(processes, "count", return_value=2):
         call()
 
 

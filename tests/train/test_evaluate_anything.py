@@ -423,6 +423,17 @@ def test_a_classifier_or_a_function():
         train.evaluate(PARAMS, eval_fn=eval_fn)
 
 
+def test_without_devices_batches_are_as_long_as_asked_for():
+    seen = set()
+
+    def eval_fn(params, batch):
+        seen.add(len(batch))
+        return {"mean": params * batch}
+
+    assert train.evaluate(2.0, data=np.arange(7.0), eval_fn=eval_fn, batch_size=5) == {"mean": 6.0}
+    assert {n for n in seen if n < 8} == {5, 2}  # once with twice as many, which shows values of the whole batch
+
+
 def test_a_function_is_compiled_once():
     state = state_of(4)
 

@@ -13,6 +13,8 @@ from kv_model import collectives_in, compilations
 from world import EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start, step_of, text_of, trained
 
 from jaxpar import kv, train
+from jaxpar._devices.mesh import split_over
+from jaxpar.train._step import programs
 
 # ---- the same numbers
 
@@ -316,3 +318,21 @@ def test_a_stack_of_states_can_be_shown_and_says_what_it_is(options):
     if "kind" not in options and "local_steps" not in options:
         one, _ = step(jax.tree.map(lambda x: x[0], stacked), jnp.ones(4))
         assert int(one.step) == 2
+
+
+def test_a_batch_that_lies_as_the_last_one_is_not_checked_again(monkeypatch):
+    devices, checked = tuple(jax.devices()[:2]), []
+    monkeypatch.setattr(programs, "check_even", lambda *args: checked.append(1))
+    batches = programs.Batches(devices, 2, 1, (split_over(devices),))
+    typed = jax.make_mesh((2,), ("data",), devices=devices, axis_types=(jax.sharding.AxisType.Explicit,))
+    for batch, times in (
+        (jax.device_put(jnp.arange(4.0), split_over(devices)), 1),
+        (np.arange(4.0), 2),  # its owner may write into it
+        (jax.device_put(jnp.arange(4.0), jax.sharding.NamedSharding(typed, jax.sharding.PartitionSpec("data"))), 2),
+    ):
+        checked.clear()
+        for _ in range(2):
+            placed = batches.place({"x": batch})["x"]
+            assert placed.sharding == split_over(devices)
+            np.testing.assert_array_equal(placed, np.arange(4.0))
+        assert len(checked) == times
