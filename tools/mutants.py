@@ -80,7 +80,12 @@ ROOMS = {  # a package, and the tests that are asked, the likeliest first
         "train/test_virtual_shards.py",
         "train/test_train_step.py",
     ],
-    "train/_evaluate": ["train/test_evaluate_anything.py", "train/test_fit_evaluation.py", "train/test_own_loop.py"],
+    "train/_evaluate": [
+        "train/test_evaluate_anything.py",
+        "train/test_train_errors.py",
+        "train/test_fit_evaluation.py",
+        "train/test_own_loop.py",
+    ],
     "train/_step": [f"train/test_{name}.py" for name in STEP],
     "mxnet": ["mxnet"],
 }

@@ -147,19 +147,3 @@ def test_the_state_is_completed_once_and_what_is_there_stays():
     plain = step_of(squares, grad_transform=optax.clip_by_global_norm(1.0))
     assert plain.complete(state) is state
     assert plain.complete(start(2)).transform == ()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"initial": 0}, "initial must be a number above 0, got 0"),
-        ({"factor": 1.0}, "factor must be a number above 1, got 1.0"),
-        ({"factor": np.inf}, "factor must be a number above 1, got inf"),
-        ({"period": 0}, "period must be an int of 1 or more, got 0"),
-        ({"least": 2.0**20}, "expected least <= initial <= most, got"),
-        ({"most": 8}, "expected least <= initial <= most, got"),
-    ],
-)
-def test_what_is_no_dynamic_scale(options, words):
-    with pytest.raises(ValueError, match=f"DynamicLossScale: {words}"):
-        train.DynamicLossScale(**options)
