@@ -1,7 +1,7 @@
-"""What steps and evaluations refuse: the error, the call, and the names and values of its message, in this order.
+"""What `train` refuses: the error, the call, and the names and values that its message must have, in this order.
 
-What people do by mistake is in tests/house/test_mistakes.py, with what to do. What `fit` refuses is in the tests of its
-parts, and so is what goes wrong in the middle of a run.
+What people do by mistake is in tests/house/test_mistakes.py, with what to do. What goes wrong in the middle of a run is
+in the tests of what the run does then.
 """
 
 import re
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from world import line, squares, start, step_of
+from world import apply as classify, line, points, run_on, squares, start, step_of
 
 from jaxpar import data, kv, train
 from jaxpar._devices.mesh import is_donated
@@ -84,6 +84,14 @@ def classified(images=BYTES.images[:5], labels=BYTES.labels[:5], apply_fn=apply,
 
 def predicted(source, apply_fn=apply):
     return lambda: train.predict(PARAMS, apply_fn, source, batch_size=10)
+
+
+def fit(**given):
+    return lambda: run_on(points(50), **given)
+
+
+def stopping(monitor=None, **given):
+    return lambda: train.EarlyStopping(monitor, **given)
 
 
 OWN = types.SimpleNamespace(examples=lambda batch_size: 37, batches=lambda batch_size, **given: iter(()))
@@ -178,6 +186,28 @@ REFUSED = {
         ["batch of 7", "4 devices"],
     ),
     "no state": (T, lambda: step_of(squares).many({}, line()), ["train step", "state", "got {}"]),
+    # Options of `fit`, and callbacks.
+    "no epochs": (V, fit(epochs=0), ["fit", "epochs", "1 or more", "got 0"]),
+    "batches of fit of nothing": (V, fit(batch_size=0), ["batch_size", "1 or more", "got 0"]),
+    "a classifier without test data": (V, fit(apply_fn=classify), ["test_data", "apply_fn"]),
+    "no checkpoints to keep": (V, fit(keep=0), ["keep", "1 or more", "got 0"]),
+    "checkpoints every 0 steps": (V, fit(checkpoint_every=0), ["checkpoint_every", "1 or more", "got 0"]),
+    "an unknown progress": (V, fit(progress="plot"), ["progress", "True, False, 'bar'", "got 'plot'"]),
+    "a line for -1 epochs": (V, fit(progress=-1), ["progress", "got -1"]),
+    "an argument of another name": (T, fit(callback=print), ["fit", "'callback'", "callbacks="]),
+    "a number for a callback": (T, fit(callbacks=3), ["callback", "(state, record)", "got 3"]),
+    "a name for a callback": (T, fit(callbacks=["a"]), ["callback", "(state, record)", "got 'a'"]),
+    "a number for on_step": (T, fit(on_step=3), ["on_step", "(step, metrics)", "got 3"]),
+    "a metric whose name does not tell": (V, stopping("reply"), ["EarlyStopping", "'reply'"]),
+    "a number for a metric": (T, stopping(3), ["monitor", "got 3"]),
+    "an unknown mode": (V, stopping("loss", mode="mim"), ["mode 'mim'", "'min'"]),
+    "a mode of no metric": (V, stopping(mode="max"), ["mode='max'", "monitor="]),
+    "no patience": (V, stopping(patience=0), ["patience", "1 or more", "got 0"]),
+    "a gain below 0": (V, stopping(min_delta=-1), ["min_delta", "0 or more", "got -1"]),
+    "no number for a gain": (V, stopping(min_delta=float("nan")), ["min_delta", "got nan"]),
+    "a number for a yes": (T, stopping(restore_best=3), ["restore_best", "True or False", "got 3"]),
+    "a best by a name that does not tell": (V, lambda: train.KeepBest("reply"), ["KeepBest", "'reply'"]),
+    "a word for a rate": (T, lambda: train.LearningRate("fast"), ["LearningRate", "0 or more", "got 'fast'"]),
     # Evaluation: what is asked for.
     "a function for a classifier": (
         T,
