@@ -86,7 +86,7 @@ ROOMS = {  # a package, and the tests that are asked, the likeliest first
         "train/test_fit_evaluation.py",
         "train/test_own_loop.py",
     ],
-    "train/_step": [f"train/test_{name}.py" for name in STEP],
+    "train/_step": [*(f"train/test_{name}.py" for name in STEP), "checkpoint/test_checkpoint.py"],
     "mxnet": ["mxnet"],
 }
 ROWS = {
