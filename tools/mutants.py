@@ -43,6 +43,7 @@ EQUIVALENT = ROOT / "tools" / "mutants_equivalent.txt"
 QUICKEST = 40  # tests that run before the others are collected
 
 STEP = "every_optimizer train_step step_* frozen unused local_steps virtual_shards engine_jit definition".split()
+STEP += "row_sparse modules shows train_errors".split()
 ROOMS = {  # a package, and the tests that are asked, the likeliest first
     "sparse": ["sparse", "kv/test_kv_sparse.py"],
     "parallel": ["parallel", "devices/test_sharing.py", "devices/test_user_mesh.py", "train/test_fsdp.py"],
@@ -51,6 +52,7 @@ ROOMS = {  # a package, and the tests that are asked, the likeliest first
         "updaters",
         "kv",
         "train/test_every_optimizer.py",
+        "train/test_row_sparse.py",
         "mxnet/test_mxnet_optimizers.py",
         "mxnet/test_mxnet_reference.py",
         "checkpoint/test_checkpoint.py",
@@ -66,7 +68,7 @@ ROOMS = {  # a package, and the tests that are asked, the likeliest first
     ],
     "data": ["data", "devices/test_user_mesh.py"],
     "viz/_read": ["viz"],
-    "kv": ["kv"],
+    "kv": ["kv", "checkpoint/test_checkpoint*.py", "devices/test_sharing.py", "train/test_modules.py"],
     "_store": ["kv", "compression/test_owners.py", "train/test_train_step.py", "train/test_step_*.py"],
     "_devices": [
         "devices",
@@ -78,8 +80,13 @@ ROOMS = {  # a package, and the tests that are asked, the likeliest first
         "train/test_virtual_shards.py",
         "train/test_train_step.py",
     ],
-    "train/_evaluate": ["train/test_evaluate_anything.py", "train/test_fit_evaluation.py", "train/test_own_loop.py"],
-    "train/_step": [f"train/test_{name}.py" for name in STEP],
+    "train/_evaluate": [
+        "train/test_evaluate_anything.py",
+        "train/test_train_errors.py",
+        "train/test_fit_evaluation.py",
+        "train/test_own_loop.py",
+    ],
+    "train/_step": [*(f"train/test_{name}.py" for name in STEP), "checkpoint/test_checkpoint.py"],
     "mxnet": ["mxnet"],
 }
 ROWS = {

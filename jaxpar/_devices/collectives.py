@@ -330,9 +330,9 @@ def sum_everywhere(deal: Deal, nodes: jax.Array, axis_name: str) -> jax.Array:
 
 def _root(deal: Deal, nodes: jax.Array) -> jax.Array:
     """The sum of all terms, from the nodes (devices, kept, ...) of all devices."""
-    # Where each device that has terms has one node, and these are a level of the tree: whole levels at a time, in few
-    # operations. The same additions as below.
-    if deal.slots & (deal.slots - 1) == 0 and deal.kept == 1:
+    # Where each device that has terms has one node, it has a power of two of them, and the nodes are a level of the
+    # tree: whole levels at a time, in few operations. The same additions as below.
+    if deal.kept == 1:
         level = nodes[: sum(map(len, deal.nodes)), 0]
         while level.shape[0] > 1:
             pairs = level.shape[0] // 2

@@ -58,7 +58,7 @@ def to_leaves(
         if not keep and not together:
             continue
         if _is_split_over_processes(leaf):
-            arrays.append(leaf if stored == leaf.dtype else leaf.astype(stored))
+            arrays.append(leaf.astype(stored))
             record |= {"rows": list(leaf.shape)} if slot.rows else {}
             continue
 
@@ -181,9 +181,9 @@ def _restore_shards(slot: SavedArray, array: Stored, sharding: jax.sharding.Shar
         width, size = shape[1], math.prod(slot.shape)
         ranges = [(min(box[0][0] * width, size), min(box[0][1] * width, size)) for box in boxes]
         for i, flat in array.read_flat(ranges):
-            rows = np.zeros((boxes[i][0][1] - boxes[i][0][0]) * width, flat.dtype)
-            rows[: flat.size] = flat
-            placed[i] = jax.device_put(rows.reshape(-1, width)[:, slice(*boxes[i][1])], devices[i])
+            rows = np.zeros((boxes[i][0][1] - boxes[i][0][0], width), flat.dtype)
+            rows.reshape(-1)[: flat.size] = flat
+            placed[i] = jax.device_put(rows[:, slice(*boxes[i][1])], devices[i])
     else:
         for i, shard in array.read(boxes):
             placed[i] = jax.block_until_ready(jax.device_put(shard, devices[i]))

@@ -117,9 +117,15 @@ def test_store_alone_and_stores_in_a_tree(tmp_path):
     store = kv.init(kv.create("device"), [9, 4], [jnp.arange(3.0), jnp.ones((2, 2), jnp.int32)])
     checkpoint.save(tmp_path / "a", store)
     assert checkpoint.restore(tmp_path / "a", store) == store
-    tree = {"one": store, "two": [kv.from_params(PARAMS, kind="sharded", optimizer=ADAM)]}
-    checkpoint.save(tmp_path / "b", tree)
-    same(checkpoint.restore(tmp_path / "b", tree), tree)
+    params = {**PARAMS, "nothing": np.zeros((3, 0), np.float32)}
+    in_rows, whole = (kv.from_params(params, kind=kind, optimizer=ADAM) for kind in ("sharded", "device"))
+    checkpoint.save(tmp_path / "b", {"one": store, "two": [in_rows]})
+    late = kv.push(kv.from_params({"a": jnp.ones(2)}, kind="dist_async", staleness=1), 0, jnp.full(2, 3.0))
+    checkpoint.save(tmp_path / "c", late)
+    same(checkpoint.restore(tmp_path / "c", jax.tree.map(jnp.zeros_like, late)), late)
+    for held in (in_rows, whole):
+        tree = {"one": store, "two": [held]}
+        same(checkpoint.restore(tmp_path / "b", jax.tree.map(jnp.zeros_like, tree)), tree)
 
 
 def test_nothing_is_pickled(tmp_path, monkeypatch):
@@ -130,13 +136,6 @@ def test_nothing_is_pickled(tmp_path, monkeypatch):
         monkeypatch.setattr(pickle, name, refuse)
     checkpoint.save(tmp_path / "a", make())
     checkpoint.restore(tmp_path / "a", make())
-    with pytest.raises(TypeError, match="leaf 'x' must be an array of numbers, got object"):
-        checkpoint.save(tmp_path / "b", {"x": np.array([{}], object)})
-    with pytest.raises(TypeError, match=r"leaf 'x' must be an array of numbers, got"):
-        checkpoint.save(tmp_path / "b", {"x": np.zeros(2, [("field", np.int32)])})
-    with pytest.raises(TypeError, match="leaf 'x' must be an array of numbers, got 'text'"):
-        checkpoint.save(tmp_path / "b", {"x": "text"})
-    assert not (tmp_path / "b").exists()
 
 
 # On other devices, in stores of another kind.
@@ -184,8 +183,6 @@ def test_residuals_stay_on_as_many_devices_and_start_again_on_others(tmp_path, c
     restored = checkpoint.restore(tmp_path / "a", make_wide(2))
     same(restored, make_wide(2))
     assert "residuals of keys [0] start anew" in capsys.readouterr().err
-    with pytest.raises(checkpoint.CheckpointError, match=r"key 0 \('w'\): residuals/0.*compresses nothing"):
-        checkpoint.restore(tmp_path / "a", make("device", 4, params=wide))
 
 
 @pytest.mark.slow
@@ -199,40 +196,6 @@ def test_residuals_of_a_store_that_follows_its_devices(tmp_path):
 
 
 # What does not fit is named.
-
-
-@pytest.mark.parametrize(
-    ("like", "message"),
-    [
-        ({"w": jnp.zeros((2, 4)), "n": jnp.int32(0)}, r"leaf 'w': expected float32\[2,4\], found float32\[2,3\]"),
-        ({"w": jnp.zeros((2, 3), jnp.float16), "n": jnp.int32(0)}, r"leaf 'w': expected float16\[2,3\], found float32"),
-        ({"w": jnp.zeros((2, 3)), "n": jax.random.key(0)}, r"leaf 'n': expected key<fry>\[\], found int32\[\]"),
-        ({"w": jnp.zeros((2, 3))}, r"leaf 'n': found int32\[\], expected no such leaf.* 1 leaves, the checkpoint 2"),
-        ({"w": jnp.zeros((2, 3)), "n": jnp.int32(0), "b": jnp.ones(1)}, r"leaf 'b': expected .*\[1\], found nothing"),
-    ],
-)
-def test_a_leaf_that_does_not_fit(tmp_path, like, message):
-    checkpoint.save(tmp_path / "a", {"w": jnp.zeros((2, 3)), "n": jnp.int32(0)})
-    with pytest.raises(checkpoint.CheckpointError, match=f"a does not fit `like`: {message}"):
-        checkpoint.restore(tmp_path / "a", like)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("like", "message"),
-    [
-        (lambda: make(params={"dense": {"bias": np.zeros(3, np.float32), "weight": np.ones((5, 4), np.float32)}}),
-         r"key 1 \('dense/weight'\): value: expected float32\[5,4\], found float32\[5,3\]"),
-        (lambda: make(params={"dense": {"bias": np.zeros(3, np.float32), "zeight": np.ones((5, 3), np.float32)}}),
-         r"key 1 \('dense/zeight'\): value: found key 1 \('dense/weight'\): value in its place"),
-        (lambda: make(tx=optax.sgd(0.1)), r"optimizer_state/0/count: found int32.*expected no such leaf"),
-        (lambda: make(tx=optax.sgd(0.1, momentum=0.9)), r"optimizer_state/0/trace/dense/bias: expected.*found nothing"),
-    ],
-)  # fmt: skip
-def test_another_model_or_optimizer(tmp_path, like, message):
-    checkpoint.save(tmp_path / "a", make("sharded"))
-    with pytest.raises(checkpoint.CheckpointError, match=message):
-        checkpoint.restore(tmp_path / "a", like())
 
 
 def swapped(*parts):
@@ -417,20 +380,6 @@ def test_foreign_checkpoints_are_passed_over_by_name(tmp_path, capsys):
 def test_nothing_there(tmp_path):
     assert checkpoint.latest(tmp_path / "none") is None
     assert checkpoint.latest(tmp_path) is None
-    with pytest.raises(FileNotFoundError, match=r"checkpoint.latest found no checkpoint"):
-        checkpoint.restore(checkpoint.latest(tmp_path), jnp.ones(1))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="file"):
-        checkpoint.latest(tmp_path / "file")
-
-
-def test_an_existing_path_is_refused(tmp_path):
-    checkpoint.save(tmp_path / "a", jnp.ones(2))
-    (tmp_path / "empty").mkdir()
-    for name in ("a", "empty"):
-        with pytest.raises(FileExistsError, match=f"{name} exists already"):
-            checkpoint.save(tmp_path / name, jnp.zeros(2))
-    assert checkpoint.restore(tmp_path / "a", jnp.zeros(2)).tolist() == [1, 1]
 
 
 # The manager.
@@ -605,18 +554,6 @@ def test_memory_for_a_save_and_a_restore(tmp_path):
     assert all(
         np.array_equal(x.data, y.data) for x, y in zip(result.addressable_shards, w.addressable_shards, strict=True)
     )
-
-
-def test_no_directory_to_write_to(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(OSError, match=r"Manager: nothing can be written to .*file.*choose another"):
-            checkpoint.Manager(path)
-    with pytest.raises(NotADirectoryError, match="file"):
-        checkpoint.save(tmp_path / "file" / "below", jnp.ones(1))
-    assert (tmp_path / "file").read_text() == "mine"
-    with pytest.raises(ValueError, match="keep must be an int of 1 or more, got 0"):
-        checkpoint.Manager(tmp_path, keep=0)
 
 
 # A run that stops and goes on.

@@ -385,6 +385,33 @@ FORGED = [
 ]
 
 
+@pytest.mark.parametrize("shape", [(5,), (4,), (2, 2), (1, 2, 2)])
+def test_what_several_processes_saved_in_rows_is_restored_in_its_shape(tmp_path, shape):
+    """A sharded store over processes is on disk as it is in memory, flat in rows, the last of them padded."""
+    checkpoint.save(tmp_path / "a", {"w": jnp.arange(6.0).reshape(2, 3)})
+    forge(tmp_path / "a", entry(["leaves", 0, "rows"], [2, 3]))
+    forge(tmp_path / "a", entry(["leaves", 0, "shape"], list(shape)))
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if shape[-1] % 2 == 0:  # which each device reads in part
+        mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*[None] * (len(shape) - 1), "x"))
+        like = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    restored = checkpoint.restore(tmp_path / "a", {"w": like})["w"]
+    np.testing.assert_array_equal(restored, np.arange(np.prod(shape)).reshape(shape))
+
+
+def test_rows_on_disk_have_room_for_the_elements_of_a_leaf(tmp_path):
+    """`rows` is the shape on disk of a leaf that a sharded store had in rows."""
+    file = two(tmp_path) / "jaxpar.json"
+    whole = json.loads(file.read_text())["content"]
+    assert whole["leaves"][1]["shape"] == [3]
+    for shape, rows in (([3], [1, 2]), ([3], [0, 3]), ([3], [3]), ([0], [0, 0]), ([0], [2, -1]), ([0], [1.0, 0])):
+        boxes = whole["leaves"][1]["boxes"] if shape == [3] else []
+        leaf = {**whole["leaves"][1], "shape": shape, "rows": rows, "boxes": boxes}
+        with pytest.raises(ValueError, match=r"rows|unpack"):
+            _files._check({**whole, "leaves": [whole["leaves"][0], leaf]})
+
+
 @pytest.mark.slow
 def test_forged_manifests_are_refused(tmp_path, capsys):
     new = two(tmp_path)

@@ -71,15 +71,11 @@ def test_dtypes_to_the_bit(tmp_path, dtype):
     assert restored["a"].sharding == split.sharding
 
 
-def test_numbers_of_python_and_what_nothing_can_store(tmp_path):
+def test_numbers_of_python_and_other_byte_orders(tmp_path):
     checkpoint.save(tmp_path / "a", {"c": 1 + 2j, "big": np.arange(3, dtype=">f4")})
     restored = checkpoint.restore(tmp_path / "a", {"c": 0j, "big": np.zeros(3, ">f4")})
     assert restored["c"] == 1 + 2j
     assert restored["big"].tolist() == [0, 1, 2]
-    for bad in (np.zeros(2, np.longdouble), 2**70):
-        with pytest.raises(TypeError, match=r"leaf 'x'.* cannot be stored"):
-            checkpoint.save(tmp_path / "b", {"x": bad})
-    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.parametrize(

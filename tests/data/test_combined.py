@@ -94,6 +94,10 @@ def test_positions_of_iterators_are_kept():
     lost = combined(batch for batch in Positioned())  # it has no position, and cannot be read again
     parts(itertools.islice(lost.batches(4, **options), 5))
     assert (lost.is_read_once, lost.get_state()) == (True, None)
+    assert data.combine({"a": A, "b": B}).get_state() is None  # the number of the batch says it
+    both_kept = data.combine([data.from_iterable(Positioned(), steps_per_epoch=3) for _ in "ab"])
+    parts(itertools.islice(both_kept.batches(4), 1))
+    assert [state is None for state in both_kept.get_state()] == [False, False]
 
 
 def both(params, batch):

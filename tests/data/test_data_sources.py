@@ -11,6 +11,9 @@ import pytest
 from world import STEP, crash_at, points, run_on, start_classifier
 
 from jaxpar import data, train
+from jaxpar._devices import processes
+from jaxpar.data._batches import Placement
+from jaxpar.data._iterable import _share_sharding
 
 X = points(48).images
 Y = X[:, :3].argmax(1)  # 64-bit
@@ -89,6 +92,25 @@ def test_batches_are_split_over_the_devices(devices):
     assert first["image"].addressable_shards[0].data.shape == (8 // len(devices), 4)
     assert (first["image"].dtype, first["label"].dtype) == (jnp.float32, jnp.int32)
     np.testing.assert_array_equal(first["image"], X[:8])
+
+
+class Seen:
+    """A sharding of which two devices are of this process, as its `addressable_devices_indices_map` says."""
+
+    def __init__(self, *rows):
+        self.mesh, self.rows = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), rows
+
+    def addressable_devices_indices_map(self, shape):
+        return {device: (slice(*rows),) for device, rows in zip(jax.devices(), self.rows, strict=False)}
+
+
+def test_a_batch_of_several_processes_lies_where_each_reads_its_share(monkeypatch):
+    """Where a sharding gives rows to two processes the batch is split over all devices, and a step sends the rows."""
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    shared, copied = Seen((0, 2), (2, 4)), Seen((0, 8), (0, 8))
+    assert _share_sharding(8, Placement(shared, 4)) is shared
+    assert _share_sharding(8, Placement(copied, 1)).spec == jax.sharding.PartitionSpec("data")
+    assert _share_sharding(8, Placement()) is None
 
 
 def test_elements_of_many_forms():

@@ -6,12 +6,14 @@ test_data_load.py.
 
 import re
 import types
+import unittest.mock
 
 import jax
 import numpy as np
 import pytest
 
 from jaxpar import data, train
+from jaxpar._devices import processes
 from jaxpar.data import Dataset
 
 FOUR = jax.devices()[:4]
@@ -55,6 +57,11 @@ def loader_of(batch_size, drop_last):
 def of_library(module, name):
     """An object of a class derived from one that another library calls so."""
     return type("Mine", (type(name, (), {"__module__": module}),), {})()
+
+
+def of_two_processes(call):
+    with unittest.mock.patch.object(processes, "count", return_value=2):
+        call()
 
 
 T, V, A = TypeError, ValueError, AttributeError
@@ -201,6 +208,11 @@ REFUSED = {
         V,
         lambda: read(loader_of(16, True)),
         ["Loader", "batches of 16", "batch_size is 8", "Loader(..., batch_size=8, drop_last=True)", "batch_size=16"],
+    ),
+    "batches of the size of all processes": (
+        V,
+        lambda: of_two_processes(lambda: read(loader_of(8, True))),
+        ["batches of 8", "batch_size is 8", "each of 2 processes reads 4", "batch_size=4, drop_last", "batch_size=16"],
     ),
     "a short last batch": (V, lambda: read(loader_of(16, False), 16), ["last batch", "8 examples", "drop_last=True"]),
     "nothing to collect": (V, lambda: data.collect([]), ["data.collect", "none"]),

@@ -129,3 +129,16 @@ def test_a_sum_in_order_adds_from_left_to_right(count):
     np.testing.assert_array_equal(total, expected)
     slope = jax.grad(lambda x: collectives.sum_in_order(x).sum())(jnp.asarray(terms))
     np.testing.assert_array_equal(slope, np.ones_like(terms))
+
+
+@pytest.mark.parametrize(("axis", "shape"), [(0, (4, 3)), (1, (2, 5))])
+def test_a_batch_and_its_shapes_are_padded_alike(axis, shape):
+    """With rows of no example at the end, as many as the shards of a step need."""
+    batch = {"x": np.arange(24, dtype=np.int16).reshape(2, 3, 4), "y": jnp.arange(1.0, 7).reshape(2, 3)}
+    padded = collectives.pad_rows(batch, 2, axis)
+    for name, array in batch.items():
+        want = np.zeros((*shape, *array.shape[2:]), array.dtype)
+        want[:2, :3] = array
+        np.testing.assert_array_equal(padded[name], want, strict=True)
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch, padded))
+    assert collectives.pad_rows(specs[0], 2, axis) == specs[1]

@@ -4,10 +4,13 @@ Each topology, processes × devices, is one run of process_run.py, or for engine
 mesh_run.py, which assert what the processes must agree on.
 """
 
+import concurrent.futures
+import threading
 import unittest.mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from several_processes import check_same, killed_and_resumed
 
@@ -129,7 +132,99 @@ def test_what_crosses_is_compressed(kind):
     assert all("f32" not in line for line in crossing)
 
 
-def test_one_process_asks_nobody():
+# What processes tell each other, without any: each is a thread, and they gather at a barrier.
+
+
+class Threads:
+    """So many processes that make the same calls."""
+
+    def __init__(self, count, monkeypatch):
+        self.count, self.own, self.lengths = count, threading.local(), []
+        self.rows, self.all_are_here = [b""] * count, threading.Barrier(count)
+        monkeypatch.setattr(jax, "process_count", lambda: count)
+        monkeypatch.setattr(jax, "process_index", lambda: self.own.index)
+        monkeypatch.setattr(_processes, "_gather", self.gather)
+
+    def gather(self, raw):
+        self.rows[self.own.index] = raw
+        self.all_are_here.wait(20)
+        rows = np.array([np.frombuffer(row, np.uint8) for row in self.rows])  # of one length, as in a collective
+        if self.all_are_here.wait(20) == 0:
+            self.lengths.append(len(raw))
+        return rows
+
+    def call(self, function):
+        """What `function(index)` returns or raises in each."""
+
+        def run(index):
+            self.own.index = index
+            try:
+                return function(index)
+            except Exception as error:
+                return error
+
+        with concurrent.futures.ThreadPoolExecutor(self.count) as threads:
+            return list(threads.map(run, range(self.count)))
+
+
+@pytest.fixture
+def three(monkeypatch):
+    return Threads(3, monkeypatch)
+
+
+def test_texts_of_any_length_reach_every_process(three):
+    for lengths in ((0, 1, 2), (3, 40_000, 0), (1020, 1019, 1021), (1022, 1, 300)):
+        texts = [chr(0xE9) * (length // 2) + "x" * (length % 2) for length in lengths]
+        assert three.call(lambda i, texts=texts: _processes.exchange(texts[i])) == [texts] * 3
+    # Short texts cross at once. What is left of long ones has few sizes, since a program is compiled for each.
+    assert three.lengths == [1024, 1024, 1 << 16, 1024, 1, 1024, 2]
+
+
+def test_rows_of_every_process_are_gathered(three):
+    counts, rows = [2, 0, 3], [np.arange(12, dtype=np.int16).reshape(3, 2, 2) + 100 * i for i in range(3)]
+    got = three.call(lambda i: _processes.gather_rows({"x": rows[i], "n": rows[i][:, 0, 0].astype(float)}, counts))
+    want = np.concatenate([rows[0][:2], rows[2]])
+    for each in got:
+        np.testing.assert_array_equal(each["x"], want)
+        np.testing.assert_array_equal(each["n"], want[:, 0, 0])
+        assert (each["x"].dtype, each["n"].dtype) == (np.int16, np.float64)
+
+
+def test_all_answer_as_the_first_one_does(three):
+    assert three.call(lambda i: _processes.ask_first(lambda: {"process": i})) == [{"process": 0}] * 3
+    assert three.call(lambda i: _processes.all_true(i != 1)) == [False] * 3
+    assert three.call(lambda i: _processes.all_true(True)) == [True] * 3
+    three.call(lambda i: _processes.agree("epochs", "three"))
+    for error in three.call(lambda i: _processes.agree("epochs", f"{i // 2}" * 300)):
+        assert type(error) is ValueError
+        assert "epochs" in str(error)
+
+
+def test_an_error_of_one_process_is_raised_in_all(three):
+    def fails(i):
+        with _processes.raise_together():
+            if i == 1:
+                raise FileNotFoundError("no such file")
+
+    errors = three.call(fails)
+    assert [type(error) for error in errors] == [FileNotFoundError] * 3
+    assert [str(error) for error in errors] == ["process 1: no such file", "no such file", "process 1: no such file"]
+    assert all(map(_processes.is_in_all, errors))
+    assert not _processes.is_in_all(FileNotFoundError("of one process alone"))
+
+
+def test_an_elastic_run_is_one_process_between_its_steps(three, monkeypatch):
+    assert (_processes.count(), len(_processes.devices())) == (3, jax.device_count())
+    monkeypatch.setattr(_processes.elastic_run, "is_on", True)
+    assert _processes.count() == 1
+    assert three.call(lambda i: _processes.exchange(str(i))) == [["0"], ["1"], ["2"]]
+    with pytest.raises(RuntimeError, match=r"kv\.push: in an elastic run"):
+        _processes.refuse_elastic("kv.push")
+
+
+def test_one_process_asks_nobody(monkeypatch):
+    monkeypatch.setattr(_processes, "_gather", None)
+    assert _processes.is_in_all(OSError("no room"))
     assert _processes.exchange("a word") == ["a word"]
     assert _processes.ask_first(lambda: {"step": 3}) == {"step": 3}
     assert _processes.from_first({"w": 1}) == {"w": 1}

@@ -52,6 +52,24 @@ def test_what_is_spread_over_devices_is_moved_as_ever():
     np.testing.assert_array_equal(moved, jnp.arange(8.0))
 
 
+def test_a_value_over_processes_is_copied_where_it_lies(monkeypatch):
+    """Without a program, which would wait for the other processes."""
+    value = jax.device_put(jnp.arange(4.0), jax.devices()[1])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(mesh, "spans_processes", lambda array: True)
+    monkeypatch.setattr(mesh, "_copy_program", None)
+    (copy,) = mesh.donatable([value])
+    assert (copy.tolist(), copy.sharding) == (value.tolist(), value.sharding)
+    assert address(copy) != address(value)
+
+
+def test_what_can_hang(monkeypatch):
+    devices = jax.devices()
+    for is_older in (True, False):
+        monkeypatch.setattr(mesh, "_CAN_HANG", is_older)
+        assert [mesh.can_hang(devices[:n]) for n in (0, 1, 2)] == [False, False, is_older]
+
+
 @pytest.mark.parametrize("given_away", ["owner", "guest"])
 def test_a_donated_array_does_not_change_the_one_that_shares_its_memory(given_away):
     devices = jax.devices()[:2]
@@ -120,6 +138,7 @@ def test_the_devices_hold_one_large_sum_together():
     assert value.sharding.is_fully_replicated
     assert value.sharding.device_set == set(devices)
     assert len({address(copy) for copy in kv.pull(store, 0, devices=devices)}) == 1
+    assert len({address(shard.data) for shard in store.values[0].addressable_shards}) == 1
 
 
 @pytest.mark.slow
@@ -129,7 +148,8 @@ def test_compressed_large_values_keep_to_the_wire():
     store = kv.set_gradient_compression(store, {"type": "2bit", "threshold": 0.5})
     store = kv.push(store, [0, 1], [put([jnp.full(s, 0.6)] * 4, devices) for s in (LARGE, (3,))])
     np.testing.assert_array_equal(kv.pull(store, 0), 2.0)
-    assert 0 in store.residuals
+    (residual,) = jax.tree.leaves(store.residuals[0])
+    assert {shard.device: shard.data.shape[0] for shard in residual.addressable_shards} == dict.fromkeys(devices, 1)
 
 
 def test_a_plain_updater_sees_large_values_in_the_order_of_the_keys():

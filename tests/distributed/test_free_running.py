@@ -111,11 +111,6 @@ def test_a_server_with_nothing_counts_too():
 # What is refused before anything starts.
 
 
-def test_no_server_is_an_error():
-    with pytest.raises(ValueError, match="servers must be an int from 1 to 65,536, got 0"):
-        free_running.start({"w": jnp.ones(2)}, servers=0)
-
-
 @pytest.mark.parametrize(
     ("dtype", "value"),  # the last one is infinite in the dtype of the parameters
     [("float32", np.nan), ("float32", -np.inf), ("bfloat16", np.nan), ("complex64", np.nan * 1j), ("float16", 1e6)],
@@ -129,11 +124,6 @@ def test_a_push_that_would_spoil_the_parameters_is_refused(dtype, value):
     assert check(servers, {"a": np.ones(2, np.int32), "w": np.ones(2, kind)})[1].dtype == dtype
     with pytest.raises(ValueError, match=r"'layer\.w': 1 of 2 values are NaN or infinite; nothing was sent"):
         check(servers, {"a": np.ones(2, np.int32), "w": np.array([1, value], kind)})
-
-
-def test_an_optimizer_and_an_updater_are_an_error():
-    with pytest.raises(ValueError, match="optimizer= or updater=, not both"):
-        free_running.start({"w": jnp.ones(2)}, optimizer=optax.sgd(1.0), updater=lambda k, p, s: p)
 
 
 @pytest.mark.parametrize("version", ["2.58.9", "1.13.0", "2.9.3rc0"])

@@ -356,8 +356,6 @@ def test_sharing_gpus(tmp_path, monkeypatch):
     assert share_gpus(["0", "1", "2", "3"], 2, None) == ["0,1", "2,3"]
     assert share_gpus(["0", "1", "2", "3", "4"], 2, None) == ["0,1", "2,3"]
     assert share_gpus(["GPU-a", "GPU-b"], 2, 1) == ["GPU-a", "GPU-b"]
-    with pytest.raises(ValueError, match="4 processes with 1 GPU each need 4, there are 2; start fewer processes"):
-        share_gpus(["0", "1"], 4, None)
     lists = tmp_path / "nvidia-smi"
     lists.write_text("#!/bin/sh\necho 'GPU 0: A100'; echo '  MIG 1g.5gb'; echo 'GPU 1: A100'\n")
     lists.chmod(0o700)

@@ -12,7 +12,7 @@ GRADS = np.array(REFERENCE["grads"], np.float32)  # six pushes from four devices
 RECORDED = np.array(REFERENCE["compression_2bit"]["ok"], np.float32)
 TWO = {"type": "2bit", "threshold": 0.5}
 SHAPE = GRADS.shape[2:]
-SPECS = [TWO, {"type": "topk", "ratio": 0.25}, *({"type": t} for t in ("1bit", "int8", "bf16", "powersgd", "int3"))]
+SPECS = [{"type": "topk", "ratio": 0.25}, TWO, *({"type": t} for t in ("1bit", "int8", "bf16", "powersgd", "int3"))]
 
 
 def compressed(kind, spec=TWO, shape=SHAPE, **options):
@@ -73,7 +73,7 @@ def test_under_jit_and_scan_with_lists(kind):
     np.testing.assert_array_equal(residual_of(last), residual)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s["type"])
 @pytest.mark.parametrize("kind", ["device", "sharded"])
 def test_nothing_is_lost_for_good(kind, spec):

@@ -206,8 +206,12 @@ def test_the_state_is_looked_at_too():
     assert "its state has float32[3] and float32[3]" in refusal(keep, init=lambda key, value: jnp.zeros(3))
     assert "combines elements" in refusal(keep, init=lambda key, value: value.sum())
     assert "the updater fails on a share of it only (TypeError" in refusal(lambda key, g, state, x: g.reshape(4, 4))
-    growing = updaters.Updater(lambda key, value: jnp.float32(0), lambda key, g, state, x: (g, state + g))
+    # What fails for whole values too is no matter of shares, but of every push, unless one judges it before all pushes.
     specs = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 4), (4,))]
+    fails = updaters.stateless(lambda key, g, x: x.T @ g.reshape(7))
+    assert _elementwise.fault(fails, [0], *specs) is None
+    assert "the updater fails (" in _elementwise.fault(fails, [0], *specs, judges_all=True)
+    growing = updaters.Updater(lambda key, value: jnp.float32(0), lambda key, g, state, x: (g, state + g))
     assert "changes the structure or the shapes" in _elementwise.fault(growing, [0], *specs)
 
 

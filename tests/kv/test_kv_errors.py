@@ -101,6 +101,12 @@ def test_a_key_is_an_int(call, key):
             call(filled(), given)
 
 
+def test_an_optimizer_of_all_params_names_the_first_three_that_lack_gradients():
+    store = kv.from_params({name: jnp.zeros(2) for name in "abcde"}, optimizer=optax.adam(0.1))
+    with pytest.raises(ValueError, match=r"keys \[1, 2, 3, 4\] \('b', 'c', 'd'\): nothing is pushed to them"):
+        kv.push(store, 0, jnp.ones(2))
+
+
 def test_kinds():
     for kind in ("foo", "", "Local", "distsync"):
         with pytest.raises(ValueError, match=f"unknown kind {kind!r}; known are local, device, sharded"):

@@ -48,6 +48,9 @@ def test_each_key_of_a_store_without_names_gets_its_own_sharding():
     store = kv.init(kv.create("device"), [2, 10], [jnp.ones(4096), jnp.ones(3)])
     placed = kv.place(store, mesh=MESH, sharding=parallel.fsdp("data"))
     assert {k: v.sharding.spec for k, v in placed.values.items()} == {2: P("data"), 10: P()}
+    again = kv.place(placed, sharding=P())  # on the mesh where it is
+    assert [v.sharding.spec for v in again.values.values()] == [P(), P()]
+    assert {v.sharding.mesh for v in again.values.values()} == {v.sharding.mesh for v in placed.values.values()}
 
 
 def test_layouts_are_static_and_equal_ones_share_a_program():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -73,9 +74,10 @@ def test_no_cut_or_changed_file_is_read(saved):
             checkpoint.load_mxnet(
                 saved("dtypes", change=lambda b, n=number: b[:axes] + struct.pack("<i", n) + b[axes + 4 :])
             )
-    huge = struct.pack("<q", 1 << 61)
-    with pytest.raises(checkpoint.CheckpointError, match="array 0 has the shape"):
-        checkpoint.load_mxnet(saved("dtypes", change=lambda b: b[: axes + 4] + huge + b[axes + 12 :]))
+    for shape in ((1 << 61, 3), (1 << 61, 0), (-2, 3)):
+        packed = struct.pack("<qq", *shape)
+        with pytest.raises(checkpoint.CheckpointError, match=f"array 0 has the shape {re.escape(str(shape))}"):
+            checkpoint.load_mxnet(saved("dtypes", change=lambda b, p=packed: b[: axes + 4] + p + b[axes + 20 :]))
 
 
 def test_arrays_of_older_forms(tmp_path):

@@ -77,26 +77,6 @@ def test_a_stopping_without_a_monitor_takes_what_there_is():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: train.EarlyStopping("reply"), ValueError, "'reply' does not tell whether more or less is better"),
-        (lambda: train.EarlyStopping(3), TypeError, "monitor must be a string, got 3"),
-        (lambda: train.EarlyStopping("loss", mode="mim"), ValueError, "unknown mode 'mim'.*did you mean 'min'"),
-        (lambda: train.EarlyStopping(mode="max"), ValueError, "mode='max' needs the name of a metric; give monitor="),
-        (lambda: train.EarlyStopping(patience=0), ValueError, "patience must be an int of 1 or more, got 0"),
-        (lambda: train.EarlyStopping(min_delta=-1), ValueError, "min_delta must be .* number of 0 or more, got -1"),
-        (lambda: train.EarlyStopping(min_delta=NAN), ValueError, "min_delta must be a finite number"),
-        (lambda: train.EarlyStopping(restore_best=3), TypeError, "restore_best must be True or False, got 3"),
-        (lambda: train.KeepBest("reply"), ValueError, "train.KeepBest: the name 'reply' does not tell"),
-        (lambda: train.LearningRate("fast"), TypeError, "a function or a number of 0 or more, got 'fast'"),
-    ],
-)
-def test_arguments_of_callbacks(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
     ("mode", "names"),
     [
         ("min", "loss eval_loss valLoss own_loss RMSE mean_squared_error cross_entropy crossEntropy kl_divergence"),

@@ -148,27 +148,6 @@ def test_thousands_of_epochs_are_a_line_for_some_of_them_or_one_bar(capsys, monk
     assert "loss 1." not in out  # no line of an epoch
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"epochs": 0}, ValueError, "fit: epochs must be an int of 1 or more, got 0"),
-        ({"batch_size": 0}, ValueError, "batch_size must be an int of 1 or more, got 0"),
-        ({"apply_fn": apply}, ValueError, "both test_data and apply_fn"),
-        ({"keep": 0}, ValueError, "keep must be an int of 1 or more, got 0"),
-        ({"checkpoint_every": 0}, ValueError, "checkpoint_every must be an int of 1 or more"),
-        ({"progress": "plot"}, ValueError, "progress must be True, False, 'bar' .*, got 'plot'"),
-        ({"progress": -1}, ValueError, "progress must be True, False, 'bar' .*, got -1"),
-        ({"callback": print}, TypeError, "fit: there is no argument 'callback'; write callbacks=, with a function"),
-        ({"callbacks": 3}, TypeError, r"a callback must be a function of \(state, record\), got 3"),
-        ({"callbacks": ["a"]}, TypeError, r"a callback must be a function of \(state, record\), got 'a'"),
-        ({"on_step": 3}, TypeError, r"on_step must be a function of \(step, metrics\), got 3"),
-    ],
-)
-def test_errors(options, error, message):
-    with pytest.raises(error, match=message):
-        run(**options)
-
-
 def test_the_picture_of_a_history(tmp_path):
     _, history = run()
     figure = train.plot_history(history, tmp_path / "plot.png")

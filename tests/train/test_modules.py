@@ -501,6 +501,14 @@ def test_modules_of_two_libraries_are_params_or_refused():
         train.start(both, TX, cross_entropy)
 
 
+def test_a_module_of_equinox_is_no_params_as_long_as_it_has_functions():
+    """`train.start` takes it apart. A store takes its arrays."""
+    model = eqx_model()
+    with pytest.raises(TypeError, match=r"'activation' of params is no array but .*eqx\.filter\(model"):
+        kv.from_params(model)
+    assert kv.names(kv.from_params(eqx.filter(model, eqx.is_inexact_array)))[0] == "layers/0/weight"
+
+
 # What a loss function may leave out, of a module and of params.
 
 

@@ -274,6 +274,18 @@ REFUSED = {
 }
 
 
+def test_an_optimizer_may_have_an_array_of_a_small_param():
+    """It is traced for few rows of a table, and for other params in their shapes, unless these are large."""
+    factors = {"user": np.ones((1, 1)), "item": np.ones((1, 1)), "bias": np.array([2.0, 3.0])}
+    scaled = optax.stateless(lambda grads, params: jax.tree.map(lambda g, f: g * f.astype(g.dtype), grads, factors))
+    specs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {**params(), "bias": np.zeros(2, np.float32)}
+    )
+    optimizer = updaters._TreeOptimizer(optax.chain(optax.adam(0.1), scaled))
+    assert updaters._lazy_fault(optimizer, specs, [1, 2]) is None
+    assert updaters._transform_fault(scaled, specs, [1, 2]) is None
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_done_by_rows_is_refused(name):
     options, words = REFUSED[name]

@@ -73,21 +73,6 @@ def test_the_sum_over_microbatches_of_narrow_parameters_is_wide():
     assert float(state.params["w"][0]) == -float(jnp.bfloat16(271 / 16))
 
 
-@pytest.mark.parametrize(
-    ("n", "accumulate", "message"),
-    [
-        (24, 4, r"gives each of 4 devices 6 examples, .* cut in accumulate=4 microbatches; use a batch of 16"),
-        (8, 4, r"gives each of 4 devices 2 examples, .*; use a batch of 16"),
-        (18, 2, r"a batch of 18 cannot be divided by 4 devices; use a batch of 16"),
-    ],
-)
-def test_a_share_that_cannot_be_cut(n, accumulate, message):
-    state = start()
-    with pytest.raises(ValueError, match=message):
-        train.make_train_step(squares, accumulate=accumulate)(state, line(n))
-    step_of(squares)(state, line(16))  # the state was not touched
-
-
 # ---- precision
 
 

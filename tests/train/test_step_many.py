@@ -161,19 +161,6 @@ def test_batches_on_another_device():
     same(state, want)
 
 
-def test_mistakes():
-    state, step = start(), step_of(squares)
-    with pytest.raises(ValueError, match="many: the arrays of a batch must share the length of their first axis"):
-        step.many(state, {"x": np.ones((2, 8, 3)), "y": np.ones((3, 8))})
-    with pytest.raises(ValueError, match=r"must share the length of their second axis, .* got \[\(8, 3\), \(8,\)\]"):
-        step.many(state, {"x": np.ones((8, 3)), "y": np.ones(8)})
-    with pytest.raises(ValueError, match="a batch of 7 cannot be divided by 2 devices"):
-        step.many(state, {"x": np.ones((2, 7, 3)), "y": np.ones((2, 7))})
-    with pytest.raises(TypeError, match="train step: expected a state"):
-        step.many({}, stacked())
-    assert int(step.many(state, stacked())[0].step) == 5
-
-
 # ---- in fit
 
 POINTS = points(50)

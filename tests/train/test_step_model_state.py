@@ -297,21 +297,6 @@ def test_fit_trains_and_evaluates_with_it(tmp_path):
 # ---- errors
 
 
-@pytest.mark.parametrize(
-    ("changed", "error", "message"),
-    [
-        ({"mean": jnp.zeros(2)}, ValueError, r"leaf 'mean' of new_model_state: expected shape \(3,\), got \(2,\)"),
-        ({"seen": jnp.float32(1)}, TypeError, "'seen' of new_model_state: expected dtype int32, got float32"),
-        ({"mean": "x"}, TypeError, r"leaf 'mean' of .*: expected an array, got 'x'"),
-        ({"other": 1}, ValueError, "pytree structure error"),  # JAX's words
-    ],
-)
-def test_a_new_state_must_be_as_the_old_one(changed, error, message):
-    step = train.make_train_step(lambda p, b, rng, model_state: (0.0, {}, {**model_state, **changed}))
-    with pytest.raises(error, match=message):
-        step(start(2, model_state=FRESH), line())
-
-
 def test_how_many_values_a_loss_function_must_return():
     two = train.make_train_step(lambda p, b, rng, model_state: (0.0, {}))
     with pytest.raises(TypeError, match=r"must return \(loss, aux, new_model_state\) .* got a tuple of 2"):

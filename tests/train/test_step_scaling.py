@@ -34,7 +34,7 @@ def test_small_gradients_survive_float16(engine, kind, loss_scale):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "accumulate", "loss_scale"),
-    [("device", 1, 1024.0), ("device", 4, "dynamic"), ("sharded", 4, "dynamic"), ("local", 1, 1000.0)],
+    [("device", 1, 0.5), ("device", 4, "dynamic"), ("sharded", 4, "dynamic"), ("local", 1, 1000.0)],
 )
 def test_in_float32_it_changes_nothing(kind, accumulate, loss_scale):
     step = step_of(squares, loss_scale=loss_scale, accumulate=accumulate)
@@ -147,19 +147,3 @@ def test_the_state_is_completed_once_and_what_is_there_stays():
     plain = step_of(squares, grad_transform=optax.clip_by_global_norm(1.0))
     assert plain.complete(state) is state
     assert plain.complete(start(2)).transform == ()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"initial": 0}, "initial must be a number above 0, got 0"),
-        ({"factor": 1.0}, "factor must be a number above 1, got 1.0"),
-        ({"factor": np.inf}, "factor must be a number above 1, got inf"),
-        ({"period": 0}, "period must be an int of 1 or more, got 0"),
-        ({"least": 2.0**20}, "expected least <= initial <= most, got"),
-        ({"most": 8}, "expected least <= initial <= most, got"),
-    ],
-)
-def test_what_is_no_dynamic_scale(options, words):
-    with pytest.raises(ValueError, match=f"DynamicLossScale: {words}"):
-        train.DynamicLossScale(**options)

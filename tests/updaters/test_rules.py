@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.experimental import pallas
 
 from jaxpar import updaters
 
@@ -29,6 +30,16 @@ def renamed(grads, params):
     return jax.tree.map(lambda g, d: (d + g) * -0.1, grads, decays)
 
 
+def in_kernel(grads, params):
+    """By Pallas, whose program has references to the results beside its operands."""
+
+    def kernel(g, p, new):
+        new[...] = -0.1 * (g[...] + 0.5 * p[...])
+
+    of_one = lambda g, p: pallas.pallas_call(kernel, jax.ShapeDtypeStruct(g.shape, g.dtype), interpret=True)(g, p)  # noqa: E731
+    return jax.tree.map(of_one, grads, params)
+
+
 masks = [lambda params, n=n: jax.tree.map(lambda x: x.ndim == n, params) for n in (1, 2)]
 
 
@@ -39,6 +50,8 @@ masks = [lambda params, n=n: jax.tree.map(lambda x: x.ndim == n, params) for n i
         (optax.adamw(0.1, mask=masks[0]), optax.adamw(0.1, mask=masks[1]), {"rule"}),
         (optax.adamw(0.1, mask=masks[0]), optax.adamw(0.1), {"", "rule"}),  # of the matrix alone
         (by(first), by(renamed), {""}),
+        (by(in_kernel), by(first), {"rule"}),
+        (by(in_kernel), by(in_kernel), {""}),
         (optax.adam(0.1), optax.adam(0.1), {""}),
         (optax.adam(0.1), optax.adam(0.2), {"numbers"}),
         (optax.sgd(optax.linear_schedule(0.1, 0.0, 7)), optax.sgd(lambda count: 0.1), {"numbers"}),

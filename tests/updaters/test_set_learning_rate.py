@@ -56,27 +56,3 @@ def test_moments_of_a_parameter_of_that_name():
     """An optimizer over the whole tree has the parameters' names in its moments."""
     state = ADAM.init(PARAMS)
     assert rates_of(state, updaters.set_learning_rate(state, 0.25)) == [".hyperparams['learning_rate']"]
-    for nothing in (optax.adam(0.1).init(PARAMS), {"params": PARAMS}):
-        with pytest.raises(ValueError, match=r"state has no learning rate.*rate_in_state=True.*inject_hyperparams"):
-            updaters.set_learning_rate(nothing, 0.25)
-
-
-def test_a_scheduled_rate_would_come_back():
-    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(1.0, 0.0, 10))
-    with pytest.raises(ValueError, match="follows a schedule"):
-        updaters.set_learning_rate(kv.from_params(PARAMS, optimizer=tx), 0.25)
-
-
-@pytest.mark.parametrize(
-    ("rate", "words"),
-    [
-        (float("nan"), "must be finite, got nan"),
-        (np.float32("inf"), "must be finite, got inf"),
-        (np.array([0.1, 0.2]), r"must be one number, got shape \(2,\)"),
-        (jnp.ones(1), r"must be one number, got shape \(1,\)"),
-    ],
-)
-def test_a_rate_is_one_finite_number(rate, words):
-    store = kv.from_params(PARAMS, optimizer=optax.inject_hyperparams(optax.sgd)(0.1))
-    with pytest.raises(ValueError, match=f"set_learning_rate: learning_rate {words}"):
-        updaters.set_learning_rate(store, rate)

@@ -210,10 +210,10 @@ class EvalProgram:
 
             # On the devices. Each process places its own examples, if each device then has as many of them. Else the
             # batches are gathered in host memory, and cut anew.
-            is_even = len({n / devices for n, devices in zip(sizes, counts, strict=True)}) == 1
+            of_device = {n / devices for n, devices in zip(sizes, counts, strict=True)}
             if len(counts) == 1:
                 yield self._placed(source, last, sizes[0])
-            elif is_even and sizes[0] % counts[0] == 0:
+            elif len(of_device) == 1 and of_device.pop().is_integer():
                 yield source.place(last, self._split), sum(sizes)
             else:
                 gathered = processes.gather_rows(last, sizes)
