@@ -16,6 +16,21 @@ OPERATORS = [name for name in EVALUATED if name not in MORE["cases"]]
 ALONE = [name for name in MORE["cases"] if not name.endswith(" behind")]
 BEHIND = [name for name in MORE["cases"] if name.endswith(" behind")]
 
+# The first row has one program of each kind, of operators in which an axis, an index, a guard or a default decides what
+# comes out. The second row has all operators.
+TRAINED = [
+    *("Linear", "Logistic scale", "MakeLoss valid", "softmax output multi valid"),
+    *("SequenceMask", "SequenceReverse", "SequenceLast", "slice like", "shape broadcast axis", "reshape join"),
+    *("reshape split", "norm default", "group norm outputs", "lrn", "leaky prelu", "conv plain", "rnn lstm 1"),
+    *("pool lp full True pad", "pool avg full False pad", "up nearest", "unary hard_sigmoid", "log_softmax default"),
+]
+COMPUTED_ONCE = [
+    *("nms background", "matching set", "target padded", "detection default", "encode", "decode", "Proposal set"),
+    *("roi align default", "roi align ratio", "correlation set", "deformable set", "sampler", "grid affine"),
+    *("image normalize", "adaptive pool one", "up sum", "ctc padded", "norm dtype", "round_ste", "allclose"),
+    "pdf negative_binomial",
+]
+
 
 # Where MXNet 1.9.1 is wrong, and what is not compared therefore. The gradients here are tested below.
 WRONG = {
@@ -58,13 +73,19 @@ def weighted(name, outs):
     return sum((jnp.float32(out) * head).sum() for out, head in zip(outs, heads, strict=True))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("names", in_dozens(OPERATORS), ids=lambda names: names[0])
+OTHERS_TRAINED = in_dozens([name for name in OPERATORS if name not in TRAINED])
+
+
+@pytest.mark.parametrize("names", mostly_slow([TRAINED, *OTHERS_TRAINED], TRAINED), ids=lambda names: names[0])
 def test_they_compute_what_mxnet_computes(names, tmp_path):
     compare(names, tmp_path)
 
 
-@pytest.mark.sampled(1)
+def test_boxes_images_and_losses_compute_what_mxnet_computes(tmp_path):
+    check_evaluation(COMPUTED_ONCE, *loaded(COMPUTED_ONCE, tmp_path))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("names", in_dozens(ALONE), ids=lambda names: names[0])
 def test_the_other_operators(names, tmp_path):
     compare(names, tmp_path)
@@ -75,16 +96,28 @@ def test_the_other_operators_behind_another_operator(names, tmp_path):
     compare(names, tmp_path)
 
 
-def compare(names, tmp_path):
-    """Outputs of an evaluation and of a step, gradients and running statistics beside MXNet's."""
-    models = {name: mxnet.load_symbol(write(tmp_path, name)) for name in names}
-    cases = {name: split(name) for name in names}
+def loaded(names, tmp_path):
+    """The models and the arrays of cases."""
+    return {name: mxnet.load_symbol(write(tmp_path, name)) for name in names}, {name: split(name) for name in names}
 
+
+def check_evaluation(names, models, cases):
     @jax.jit
     def evaluated(floats):
         return {
             n: apply(models[n], {**floats[n], **whole}, state, train=False)[0] for n, (_, whole, state) in cases.items()
         }
+
+    for name, outs in evaluated({name: cases[name][0] for name in names}).items():
+        for i, out in enumerate(outs):
+            if WRONG.get(name) != f"eval{i}":
+                close(out, recorded()[name][f"eval{i}"], f"{name}: output {i} of an evaluation")
+
+
+def compare(names, tmp_path):
+    """Outputs of an evaluation and of a step, gradients and running statistics beside MXNet's."""
+    models, cases = loaded(names, tmp_path)
+    check_evaluation(names, models, cases)
 
     @jax.jit
     @functools.partial(jax.grad, has_aux=True)
@@ -92,13 +125,7 @@ def compare(names, tmp_path):
         found = {n: apply(models[n], {**floats[n], **cases[n][1]}, cases[n][2]) for n in floats}
         return sum(weighted(n, outs) for n, (outs, _) in found.items()), found
 
-    floats = {name: of_case for name, (of_case, _, _) in cases.items()}
-    for name, outs in evaluated(floats).items():
-        for i, out in enumerate(outs):
-            if WRONG.get(name) != f"eval{i}":
-                close(out, recorded()[name][f"eval{i}"], f"{name}: output {i} of an evaluation")
-
-    grads, found = gradients({name: floats[name] for name in names if "out0" in recorded()[name]})
+    grads, found = gradients({name: cases[name][0] for name in names if "out0" in recorded()[name]})
     for name, (outs, state) in found.items():
         expected = recorded()[name]
         for i, out in enumerate(outs):
@@ -159,17 +186,21 @@ AT_TIES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("name", "attrs", "arrays", "output", "grads"), AT_TIES)
-def test_ties_zeros_and_halves(name, attrs, arrays, output, grads):
-    arrays = [jnp.asarray(a) for a in arrays]
-    attrs = {**attrs, "train": False, "rng": None} if name == "LeakyReLU" else attrs
-    of = lambda *arrays: mxnet.operator(name)(*arrays, **attrs)  # noqa: E731
-    close(of(*arrays), output, "output")
-    if grads is not None:
-        found = jax.grad(lambda arrays: of(*arrays).sum())(arrays)
-        for array, expected in zip(found, grads, strict=True):
-            close(array, expected, "gradient")
+def test_ties_zeros_and_halves():
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradients(arrays_of_all):
+        outputs = []
+        for (name, attrs, *_), arrays in zip(AT_TIES, arrays_of_all, strict=True):
+            by_model = {"train": False, "rng": None} if name == "LeakyReLU" else {}
+            outputs.append(mxnet.operator(name)(*arrays, **attrs, **by_model))
+        return sum(output.sum() for output in outputs), outputs
+
+    found, outputs = gradients([[jnp.asarray(a) for a in arrays] for _, _, arrays, _, _ in AT_TIES])
+    for (name, attrs, _, output, grads), out, of_arrays in zip(AT_TIES, outputs, found, strict=True):
+        close(out, output, f"{name} {attrs}: output")
+        for array, expected in zip(of_arrays, grads, strict=True) if grads is not None else ():
+            close(array, expected, f"{name} {attrs}: gradient")
 
 
 # What MXNet 1.9.1 refuses too, but for `use_length`, `infer_range` and the lengths of an RNN, which has no effect on
