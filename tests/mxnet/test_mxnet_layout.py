@@ -158,7 +158,7 @@ def test_a_network_with_its_channels_last(tmp_path):
         node("Concat", "wide", 9, 9, dim=3),
         node("Concat", "high", 10, 10, dim=2),  # (2, 4, 8, 4)
         node("SliceChannel", "parts", 11, num_outputs=4, axis=2),
-        node("SliceChannel", "squeezed", (12, 1), num_outputs=2, axis=2, squeeze_axis=True),
+        node("SliceChannel", "squeezed", 11, num_outputs=8, axis=2, squeeze_axis=True),
         node("softmax", "out", (12, 3), axis=1),
     ]
     heads = [[8, 0], [11, 0], [13, 1], [14, 0]]

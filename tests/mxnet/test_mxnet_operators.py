@@ -25,8 +25,8 @@ TRAINED = [
     *("pool lp full True pad", "pool avg full False pad", "up nearest", "unary hard_sigmoid", "log_softmax default"),
 ]
 COMPUTED_ONCE = [
-    *("nms background", "matching set", "target padded", "detection default", "encode", "decode", "Proposal set"),
-    *("roi align default", "roi align ratio", "correlation set", "deformable set", "sampler", "grid affine"),
+    *("nms background", "matching set", "target padded", "detection default", "encode", "decode", "Proposal"),
+    *("roi align ratio", "correlation set", "deformable plain", "sampler", "grid affine"),
     *("image normalize", "adaptive pool one", "up sum", "ctc padded", "norm dtype", "round_ste", "allclose"),
     "pdf negative_binomial",
 ]
@@ -203,6 +203,35 @@ def test_ties_zeros_and_halves():
             close(array, expected, f"{name} {attrs}: gradient")
 
 
+OVERLAPPING = [[0, 0.9, 0, 0, 1, 1], [1, 0.8, 0, 0, 1, 1]]  # class, score and box of two
+# What options do that are left out, or at a number of their own: operator, attributes, arrays, output.
+OF_OPTIONS = [
+    ("_contrib_box_nms", {}, [OVERLAPPING], [OVERLAPPING[0], [-1] * 6]),
+    ("_contrib_box_nms", {"topk": 0}, [OVERLAPPING], OVERLAPPING),
+    ("_contrib_box_nms", {"id_index": 0}, [OVERLAPPING], OVERLAPPING),
+    ("_contrib_box_nms", {"id_index": 0, "force_suppress": True}, [OVERLAPPING], [OVERLAPPING[0], [-1] * 6]),
+    ("_contrib_MultiBoxDetection", {}, [[[[0.1], [0.9]]], [[0] * 4], [[[-0.5, -0.5, 0.5, 2]]]],
+     [[[0, 0.9, 0, 0, 0.5, 1]]]),
+    ("_image_normalize", {}, [np.arange(4).reshape(4, 1, 1)], np.arange(4).reshape(4, 1, 1)),
+    ("_contrib_allclose", {}, [[1, 2], [1, 2]], 1),
+    ("_contrib_allclose", {}, [[1, 2], [1, 2.001]], 0),
+    ("_contrib_allclose", {"atol": 0.01}, [[1, 2], [1, 2.001]], 1),
+]  # fmt: skip
+
+
+def test_options_that_are_left_out():
+    @jax.jit
+    def outputs(arrays_of_all):
+        return [mxnet.operator(row[0])(*a, **row[1]) for row, a in zip(OF_OPTIONS, arrays_of_all, strict=True)]
+
+    found = outputs([[jnp.asarray(a, jnp.float32) for a in arrays] for _, _, arrays, _ in OF_OPTIONS])
+    for (name, attrs, _, expected), out in zip(OF_OPTIONS, found, strict=True):
+        close(out, expected, f"{name} {attrs}")
+    assert mxnet.operator("norm")(jnp.ones(3), out_dtype="float16").dtype == jnp.float16
+    draw = functools.partial(mxnet.operator("_sample_multinomial"), shape=(5,), rng=jax.random.key(0))
+    assert jax.eval_shape(draw, jnp.ones((3, 4))).shape == (3, 5)
+
+
 # What MXNet 1.9.1 refuses too, but for `use_length`, `infer_range` and the lengths of an RNN, which has no effect on
 # its CPU. The words are jaxpar's.
 IMAGE, RANDOM = jnp.ones((1, 1, 2, 2)), {"train": True, "rng": jax.random.key(0)}
@@ -225,6 +254,7 @@ REFUSED = [
     ("_contrib_box_iou", [jnp.ones((1, 4))] * 2, {"format": "xywh"}, "must be corner or center, got 'xywh'"),
     ("GridGenerator", [jnp.ones((1, 6))], {"transform_type": "flow"}, "must be affine or warp, got 'flow'"),
     ("_contrib_BilinearResize2D", [IMAGE], {"mode": "even"}, "mode 'even' is unknown"),
+    ("_contrib_BilinearResize2D", [IMAGE], {"mode": "odd_scale", "scale_width": 1.0}, r"cannot become one of \(0, 2\)"),
     ("_contrib_BilinearResize2D", [IMAGE], {"height": 10**9, "width": 1}, r"cannot become one of \(1000000000, 1\)"),
     ("_contrib_AdaptiveAvgPooling2D", [IMAGE], {"output_size": (10**9,)}, "cannot become one of"),
     ("Correlation", [IMAGE] * 2, {"max_displacement": 10**6}, "1000000 by steps of 1 are too many places"),

@@ -205,6 +205,16 @@ def test_what_is_drawn(files, source):
     assert 18 < mirrored < 42
 
 
+def test_crops_begin_at_every_place_and_are_mirrored(tmp_path):
+    """A number that is drawn, from 0 and below 1, is a place from the first one to the last, or a half that mirrors."""
+    image = np.random.RandomState(0).randint(0, 256, (10, 12, 3)).astype(np.uint8)  # of which 8 x 8 are left
+    source = of(tmp_path, png(image), rand_crop=True, rand_mirror=True)
+    drawn = [(0.0, 0.0, 0.5), (0.34, 0.2, 0.49), (0.67, 0.41, 0.99), (0.999, 0.999, 0.0)]
+    found = source.arrays["image"][np.array([(0, *numbers) for numbers in drawn], _records._ROW)]
+    expected = [image[:8, :8], image[1:9, 1:9][:, ::-1], image[2:10, 2:10], image[2:10, 4:12][:, ::-1]]
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_without_a_key_nothing_is_drawn(source):
     found = data.batches(source(), drop_remainder=False, epochs=2)
     labels = [batch["label"].tolist() for batch in found]
@@ -371,6 +381,9 @@ def test_bad_records_are_left_out(tmp_path):
         list(data.batches(of(tmp_path, png(image[:7]), on_bad="skip")))
     with pytest.raises(ValueError, match="on_bad"):
         of(tmp_path, good, on_bad="ignore")
+    for count, words in ((10, "0, 1, 2, 3, 4, 5, 6, 7, 8, 9$"), (11, r"0, 1, 2, 3, 4, 5, 6, 7, 8, 9, \.\.\.$")):
+        with pytest.warns(UserWarning, match=f"{count} of {count + 1} records .* left out: {words}"):
+            of(tmp_path, *[b""] * count, good, on_bad="skip")
 
 
 def test_what_is_there_of_a_jpeg_that_was_cut(tmp_path):

@@ -186,7 +186,7 @@ def test_the_arguments_of_a_program_in_any_order():
     """The text has the parameters of a program in the order in which they run, not in that of their numbers."""
     lines = "".join(f'  p.{at} = f32[8]{{0}} parameter({at}), metadata={{op_name="parts[{at}]"}}\n' for at in (2, 0, 1))
     program = parse(f"HloModule jit_step\n\nENTRY main {{\n{lines}  ROOT r = f32[8]{{0}} add(p.0, p.2)\n}}\n")
-    raw = Raw(values=[Value((8,), "float32", 32, "weight", name) for name in "abc"])
+    raw = Raw(values=[Value((8,), "float32", 32, "weight", at, name) for at, name in enumerate("abc")])
     assert Places(program, Net(raw, [], {}), {}).arguments == {"p.0": "a", "p.1": "b", "p.2": "c"}
 
 
