@@ -230,10 +230,11 @@ def test_options_that_are_left_out():
         for one, there in zip(out, expected, strict=True) if isinstance(expected, tuple) else [(out, expected)]:
             close(one, there, f"{name} {attrs}")
     assert mxnet.operator("norm")(jnp.ones(3), out_dtype="float16").dtype == jnp.float16
-    proposals = jax.eval_shape(
-        mxnet.operator("_contrib_Proposal"), jnp.ones((1, 24, 2, 2)), jnp.ones((1, 48, 2, 2)), jnp.ones((1, 3))
-    )
-    assert proposals.shape == (300, 5)  # without their scores
+    scores, deltas, info = jnp.ones((1, 24, 2, 2)), jnp.ones((1, 48, 2, 2)), jnp.ones((1, 3))
+    proposal = mxnet.operator("_contrib_Proposal")
+    assert jax.eval_shape(proposal, scores, deltas, info).shape == (300, 5)
+    with_scores = jax.eval_shape(functools.partial(proposal, output_score=True), scores, deltas, info)
+    assert [array.shape for array in with_scores] == [(300, 5), (300, 1)]
     dropped = mxnet.operator("Dropout")(jnp.ones((40, 5)), axes=(1,), train=True, rng=jax.random.key(0))
     assert set(np.unique(dropped)) == {0, 2}
     assert (dropped == dropped[:, :1]).all()
